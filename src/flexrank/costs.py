@@ -1,0 +1,61 @@
+"""What a layer costs at a rank: parameters, operations, and measured time.
+
+A layer is its matrix, m × n (out × in). Deployed, it takes the cheapest of three forms: dense (m·n parameters),
+plain U Vᵀ (r·(m+n)), or gauge-aligned with slack p (r·(m+n−r) + p·r; FlexRank, section 3.5, is p = 0).
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+Shape = tuple[int, int]
+
+
+def dense_parameters(shape: Shape) -> int:
+    """Parameters m·n of the dense matrix."""
+    return shape[0] * shape[1]
+
+
+def plain_parameters(shape: Shape, rank: int) -> int:
+    """Parameters r·(m+n) of U (m × r) and V (n × r)."""
+    return rank * (shape[0] + shape[1])
+
+
+def aligned_parameters(shape: Shape, rank: int, slack: int = 0) -> int:
+    """Parameters of the gauge-aligned form: n·r for Ṽ and (m−g)·r for Û, where g = r−p outputs are latents."""
+    return rank * (shape[0] + shape[1] - rank + slack)
+
+
+def deployed_parameters(shape: Shape, rank: int, slack: int = 0) -> int:
+    """Parameters of the cheapest form. Rising in `rank`, and m·n at full rank."""
+    return min(dense_parameters(shape), aligned_parameters(shape, rank, min(slack, rank)))
+
+
+def forward_operations(shape: Shape, rank: int, tokens: int) -> int:
+    """Multiply-adds of the deployed forward over `tokens` inputs: each stored parameter is used once a token."""
+    return tokens * deployed_parameters(shape, rank)
+
+
+def relative_size(shapes: Mapping[str, Shape], ranks: Mapping[str, int]) -> float:
+    """The paper's relative size: deployed over dense parameters, both of the factorised layers alone."""
+    deployed = sum(deployed_parameters(shape, ranks[name]) for name, shape in shapes.items())
+    return deployed / sum(map(dense_parameters, shapes.values()))
+
+
+def measure_ratio(
+    candidate: Callable[[], object], reference: Callable[[], object], repeats: int = 15, warmup: int = 3
+) -> float:
+    """Median over `repeats` of candidate time / reference time, the two timed in turn so that drift cancels."""
+    for _ in range(warmup):
+        candidate()
+        reference()
+    ratios = []
+    for _ in range(repeats):
+        ratios.append(_seconds(candidate) / _seconds(reference))
+    return statistics.median(ratios)
+
+
+def _seconds(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start

@@ -1,0 +1,97 @@
+"""Files that are either whole or absent: write aside, then rename."""
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from flexrank.errors import FlexrankError
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Writes `value` as JSON at `path`, replacing it in one rename (floats keep every bit: `repr` round-trips)."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with write_aside(path) as aside:
+        aside.write_text(json.dumps(value, indent=1, sort_keys=False, allow_nan=False) + "\n", encoding="utf8")
+
+
+def read_json(path: str | Path) -> Any:
+    """Reads a JSON file.
+
+    Raises:
+        FlexrankError: the file is missing, or is not JSON.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FlexrankError(f"{path}: no such file")
+    try:
+        return json.loads(path.read_text(encoding="utf8"))
+    except json.JSONDecodeError as error:
+        raise FlexrankError(f"{path}: not JSON ({error.msg} at line {error.lineno})") from error
+
+
+def require_keys(value: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
+    """Checks that a JSON object holds `keys`.
+
+    Raises:
+        FlexrankError: naming the first key that is absent, and `where` it was looked for.
+    """
+    for key in keys:
+        if key not in value:
+            raise FlexrankError(f"{where}: key {key!r} is missing; it needs {', '.join(keys)}")
+
+
+@contextlib.contextmanager
+def write_aside(path: str | Path) -> Iterator[Path]:
+    """Yields a path beside `path` to write a file to; renames it to `path` on success, removes it on failure."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".aside", dir=path.parent)
+    os.close(handle)
+    aside = Path(name)
+    try:
+        yield aside
+        aside.chmod(0o666 & ~_umask())
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def directory_aside(path: str | Path) -> Iterator[Path]:
+    """Yields an empty directory beside `path`; renames it to `path` on success, removes it on failure.
+
+    A directory already at `path` is replaced only after the new one is whole.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".aside", dir=path.parent))
+    aside.chmod(0o777 & ~_umask())
+    try:
+        yield aside
+        old = None
+        if path.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".old", dir=path.parent))
+            os.replace(path, old / "replaced")
+        os.replace(aside, path)
+        if old is not None:
+            shutil.rmtree(old)
+    finally:
+        if aside.exists():
+            shutil.rmtree(aside)
+
+
+def directory_bytes(path: str | Path) -> int:
+    """Bytes of all files under `path`."""
+    return sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current

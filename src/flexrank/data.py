@@ -1,0 +1,363 @@
+"""Texts that every machine has, texts of the user, and batches of either.
+
+Tokenizers come in as arguments; every order here is fixed by the seed, so that step i of a resumed run sees what step
+i of an unbroken one saw.
+"""
+
+import ast
+import dataclasses
+import hashlib
+import random
+import re
+import sysconfig
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from flexrank.errors import FlexrankError
+
+LEFT_OUT = frozenset({"test", "tests", "idle_test", "lib2to3", "site-packages", "dist-packages", "__pycache__"})
+TOPICS = Path("pydoc_data", "topics.py")
+SPLITS = {"calibration": 15, "training": 65, "evaluation": 20}
+TEXT_SUFFIXES = (".txt", ".md", ".rst")
+STORY_SEPARATOR = "\n<|endoftext|>\n"
+
+Item = TypeVar("Item")
+
+
+class Tokenizer(Protocol):
+    """What is asked of a tokenizer; those of transformers fit."""
+
+    @property
+    def pad_token_id(self) -> Any:
+        """The token that fills short rows, or None."""
+
+    @property
+    def bos_token_id(self) -> Any:
+        """The token that a text begins with, or None."""
+
+    @property
+    def eos_token_id(self) -> Any:
+        """The token that a text ends with, or None."""
+
+    def __call__(self, text: list[str], **options: Any) -> Mapping[str, Any]:
+        """Token ids under `input_ids`, one list a text."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """One docstring.
+
+    Attributes:
+        module: where it stands, dotted.
+        name: of the class or function, qualified; empty for the module itself.
+        query: its first paragraph, on one line.
+        remainder: the paragraphs after it.
+    """
+
+    module: str
+    name: str
+    query: str
+    remainder: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Texts by use, from three sets of modules that do not meet; each in a fixed random order, so a prefix is fair.
+
+    Attributes:
+        calibration: texts for the moments and the probe.
+        training: texts for consolidation.
+        evaluation: (first paragraph, remainder) of docstrings, for retrieval.
+    """
+
+    calibration: tuple[str, ...]
+    training: tuple[str, ...]
+    evaluation: tuple[tuple[str, str], ...]
+
+
+def stdlib_corpus(max_pairs: int | None = None, root: str | Path | None = None) -> Corpus:
+    """Documentation of Python's standard library, split by module.
+
+    No text of `calibration` or `training` occurs in `evaluation`: what is copied between modules stays out of them.
+
+    Args:
+        max_pairs: the most retrieval pairs to keep.
+        root: the library's folder; that of the running Python by default.
+
+    Raises:
+        FlexrankError: there are no sources at `root`.
+    """
+    documents: dict[str, list[Document]] = {name: [] for name in SPLITS}
+    for document in stdlib_documents(root):
+        documents[split_of(document.module)].append(document)
+    pairs = retrieval_pairs(documents["evaluation"])
+    held_out = set(passages(documents["evaluation"])).union(*pairs)
+    calibration = [text for text in passages(documents["calibration"]) if text not in held_out]
+    held_out.update(calibration)
+    training = [text for text in passages(documents["training"]) if text not in held_out]
+    return Corpus(_mixed(calibration), _mixed(training), _mixed(pairs)[:max_pairs])
+
+
+def stdlib_documents(root: str | Path | None = None) -> list[Document]:
+    """Docstrings of the standard library and its `pydoc` topics, read from the sources; nothing is imported.
+
+    Ordered by path, then by place in the file. Tests and installed packages are left out.
+
+    Raises:
+        FlexrankError: there are no sources at `root`.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"] if root is None else root)
+    documents: list[Document] = []
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if LEFT_OUT.isdisjoint(relative.parts):
+            documents += _topics(path) if relative == TOPICS else _docstrings(path, _module_name(relative))
+    if not documents:
+        raise FlexrankError(f"{root}: no Python sources with docstrings; give a text file of your own as data instead")
+    return documents
+
+
+def split_of(module: str) -> str:
+    """The split that a module belongs to, by the name of its top-level package alone.
+
+    A module and its pure-Python twin (`decimal`, `_pydecimal`) share their docstrings, and so a split. The topics of
+    the language reference quote each other, and are training texts together.
+    """
+    top = module.partition(".")[0]
+    if top == TOPICS.parts[0]:
+        return "training"
+    key = re.sub(r"^(_py|py_|_)", "", top)
+    place = _stable_number(key) % sum(SPLITS.values())
+    for name, share in SPLITS.items():
+        if place < share:
+            return name
+        place -= share
+    raise AssertionError("unreachable: the shares cover every place")
+
+
+def passages(documents: Iterable[Document], min_words: int = 4) -> list[str]:
+    """Every first line and every paragraph of prose, each once, in order; code, tables and fragments are left out."""
+    found: dict[str, None] = {}
+    for document in documents:
+        for text in (document.query, *_paragraphs(document.remainder)):
+            if len(text.split()) >= min_words and _is_prose(text):
+                found[text] = None
+    return list(found)
+
+
+def retrieval_pairs(
+    documents: Iterable[Document], min_query_words: int = 3, min_words: int = 12
+) -> list[tuple[str, str]]:
+    """(query, remainder) of the docstrings that have both; a query or a remainder that occurs again is taken once.
+
+    Args:
+        documents: where to look.
+        min_query_words: the least words of a query.
+        min_words: the least words of a remainder.
+    """
+    queries, remainders, pairs = set(), set(), []
+    for document in documents:
+        query, remainder = document.query, " ".join(document.remainder.split())
+        if len(query.split()) < min_query_words or len(remainder.split()) < min_words or not _is_prose(query):
+            continue
+        if query.lower() in queries or remainder in remainders:
+            continue
+        queries.add(query.lower())
+        remainders.add(remainder)
+        pairs.append((query, remainder))
+    return pairs
+
+
+def read_texts(path: str | Path, separator: str = "\n") -> list[str]:
+    """The texts of a UTF-8 file, or of every .txt, .md and .rst file under a folder, in order; empty ones left out.
+
+    Args:
+        path: the file or folder.
+        separator: what divides a file into texts: a line end, "\\n\\n" for paragraphs, `STORY_SEPARATOR`.
+
+    Raises:
+        FlexrankError: nothing is there, it is not UTF-8, or it holds no text.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FlexrankError(f"{path}: no such file or folder of texts")
+    if not separator:
+        raise FlexrankError("the separator of texts is empty; give what divides them, such as a line end")
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix in TEXT_SUFFIXES and file.is_file())
+    texts = [text.strip() for file in files for text in _decoded(file).split(separator) if text.strip()]
+    if not texts:
+        raise FlexrankError(f"{path}: holds no text; expected UTF-8 in {', '.join(TEXT_SUFFIXES)} files or in one file")
+    return texts
+
+
+def token_blocks(
+    tokenizer: Tokenizer, texts: Sequence[str], length: int, batch_size: int = 1
+) -> list[dict[str, Tensor]]:
+    """Batches of full blocks for language modelling: all texts joined, each after the tokenizer's start token.
+
+    The start token is `bos_token_id`, or `eos_token_id` where there is none. A last, shorter block is left out.
+
+    Returns:
+        Batches of `input_ids` and `attention_mask`, (batch_size, length) int64; the last may have fewer rows.
+
+    Raises:
+        FlexrankError: the texts do not fill one block, or the tokenizer has neither token.
+    """
+    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if start is None:
+        raise FlexrankError("the tokenizer has no bos or eos token to put between texts; set tokenizer.eos_token")
+    _require_positive(length=length, batch_size=batch_size)
+    tokens: list[int] = []
+    for ids in _token_ids(tokenizer, texts, add_special_tokens=False):
+        tokens += [start, *ids]
+    count = len(tokens) // length
+    if not count:
+        raise FlexrankError(f"the texts hold {len(tokens)} tokens; one block needs {length}")
+    blocks = torch.tensor(tokens[: count * length]).view(count, length)
+    return [{"input_ids": rows, "attention_mask": torch.ones_like(rows)} for rows in blocks.split(batch_size)]
+
+
+class SentenceBatches(Sequence[dict[str, Tensor]]):
+    """Padded batches of texts, made when they are asked for: `batches[i]` is the same at every time.
+
+    Attributes:
+        order: (N,) the text that each row stands for, over all batches in turn.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[int]], groups: Sequence[Sequence[int]], pad: int):
+        self._rows, self._groups, self._pad = rows, groups, pad
+        self.order = torch.tensor([index for group in groups for index in group])
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return SentenceBatches(self._rows, self._groups[index], self._pad)
+        rows = [self._rows[place] for place in self._groups[index]]
+        width = max(map(len, rows))
+        ids = torch.full((len(rows), width), self._pad)
+        mask = torch.zeros((len(rows), width), dtype=torch.int64)
+        for place, row in enumerate(rows):
+            ids[place, : len(row)] = torch.tensor(row)
+            mask[place, : len(row)] = 1
+        return {"input_ids": ids, "attention_mask": mask}
+
+
+def sentence_batches(
+    tokenizer: Tokenizer, texts: Sequence[str], batch_size: int, max_tokens: int, seed: int | None = None
+) -> SentenceBatches:
+    """Batches of texts of like length, `input_ids` and `attention_mask` (≤ batch_size, T) int64, padded on the right.
+
+    Args:
+        tokenizer: adds its special tokens.
+        texts: one row each.
+        batch_size: rows of a batch; the last batch may have fewer.
+        max_tokens: longer texts are cut; T is the longest row of the batch.
+        seed: shuffles what is batched together and the batches' order; None sorts all by length.
+
+    Raises:
+        FlexrankError: there are no texts, or one is empty.
+    """
+    _require_positive(batch_size=batch_size, max_tokens=max_tokens)
+    rows = _token_ids(tokenizer, texts, truncation=True, max_length=max_tokens)
+    for index, row in enumerate(rows):
+        if not row:
+            raise FlexrankError(f"text {index} has no tokens: {texts[index]!r}")
+    pad = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
+    return SentenceBatches(rows, _groups_of_like_length([len(row) for row in rows], batch_size, seed), pad)
+
+
+def _groups_of_like_length(lengths: Sequence[int], batch_size: int, seed: int | None) -> list[list[int]]:
+    """Indices in groups of `batch_size`, each of like lengths: sorted within windows of a shuffled order."""
+    order = list(range(len(lengths)))
+    window = len(order)
+    if seed is not None:
+        random.Random(seed).shuffle(order)
+        window = 32 * batch_size
+    groups = []
+    for start in range(0, len(order), window):
+        near = sorted(order[start : start + window], key=lambda index: lengths[index])
+        groups += [near[at : at + batch_size] for at in range(0, len(near), batch_size)]
+    if seed is not None:
+        random.Random(seed + 1).shuffle(groups)
+    return groups
+
+
+def _token_ids(tokenizer: Tokenizer, texts: Sequence[str], **options: Any) -> list[list[int]]:
+    if isinstance(texts, str) or not len(texts):
+        raise FlexrankError("no texts; expected a list with at least one")
+    # The length warning is about one forward pass; joined texts are cut into blocks afterwards.
+    return tokenizer(list(texts), verbose=False, **options)["input_ids"]
+
+
+def _require_positive(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise FlexrankError(f"{name} is {value}; it must be at least 1")
+
+
+def _docstrings(path: Path, module: str) -> Iterator[Document]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about escapes in the library's own sources
+        tree = ast.parse(path.read_bytes(), filename=str(path))
+    for name, node in _documented(tree, ""):
+        first, _, rest = (ast.get_docstring(node) or "").partition("\n\n")
+        if first:
+            yield Document(module, name, " ".join(first.split()), rest.strip())
+
+
+def _documented(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    yield prefix, node
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield from _documented(child, f"{prefix}.{child.name}" if prefix else child.name)
+
+
+def _topics(path: Path) -> Iterator[Document]:
+    """The topics of `pydoc_data`: one dictionary of texts, each below an underlined title."""
+    for node in ast.parse(path.read_bytes()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            for name, text in ast.literal_eval(node.value).items():
+                title, _, rest = text.strip().partition("\n")
+                yield Document(".".join(TOPICS.with_suffix("").parts), name, title, rest.lstrip("*=-~^ \n"))
+
+
+def _module_name(relative: Path) -> str:
+    parts = relative.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    """The paragraphs of a docstring, each on one line."""
+    for paragraph in re.split(r"\n\s*\n", text):
+        yield " ".join(paragraph.split())
+
+
+def _is_prose(text: str) -> bool:
+    """Whether a text is words rather than code, a table or a signature: four letters or blanks in five characters."""
+    plain = sum(character.isalpha() or character == " " for character in text)
+    return ">>>" not in text and "::=" not in text and plain >= 0.8 * len(text)
+
+
+def _mixed(items: Iterable[Item]) -> tuple[Item, ...]:
+    """The items in an order that is random, yet the same on every machine."""
+    return tuple(sorted(items, key=lambda item: _stable_number(repr(item))))
+
+
+def _stable_number(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode("utf8")).digest()[:8], "big")
+
+
+def _decoded(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf8")
+    except UnicodeDecodeError as error:
+        raise FlexrankError(f"{file}: not UTF-8 text (byte {error.start})") from error

@@ -1,0 +1,99 @@
+"""transformers loads and saves deployed models as it does quantized ones: layers are swapped before weights load.
+
+The layers' specs stand in `config.json` under `quantization_config`. Importing this module registers it; importing
+`flexrank` does so as soon as transformers' registry is there.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from flexrank.errors import FlexrankError
+from flexrank.layers import build_layer
+from flexrank.surgery import replace_layer
+
+METHOD = "flexrank"
+
+#: Version of the specs in `config.json`.
+FORMAT = 1
+
+
+@register_quantization_config(METHOD)
+class FlexrankConfig(QuantizationConfigMixin):
+    """`quantization_config` of a deployed model.
+
+    Attributes:
+        layers: layer name to its `layers.layer_spec`.
+        format: version of the specs.
+    """
+
+    def __init__(self, layers: Mapping[str, Mapping[str, Any]], format: int = FORMAT, **ignored: Any):
+        if format != FORMAT:
+            raise FlexrankError(f"config.json holds flexrank format {format}; this version of flexrank reads {FORMAT}")
+        self.quant_method = METHOD
+        self.format = format
+        self.layers = {name: dict(spec) for name, spec in layers.items()}
+
+
+@register_quantizer(METHOD)
+class FlexrankQuantizer(HfQuantizer):
+    """Swaps the layers of a model that is still on the meta device; the weights then load into them by name."""
+
+    quantization_config: FlexrankConfig
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        # The device (meta) and dtype are the defaults that transformers sets around this call.
+        for name, spec in _specs_for(model, self.quantization_config.layers):
+            replace_layer(model, name, build_layer(spec))
+        return model
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        """Always: the state is plain tensors."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Always: the layers are plain torch layers."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """Always, for the same reason."""
+        return True
+
+
+def _specs_for(model: Any, layers: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each spec under the layer's name in this model.
+
+    A head's model may be loaded from a bare one's artefact (names gain `base_model_prefix`), or the other way round
+    (names lose it, and the head's own layers are not wanted).
+    """
+    prefix = f"{model.base_model_prefix}." if model.base_model_prefix else ""
+    modules = dict(model.named_modules())
+    from_head = bool(prefix) and any(name.startswith(prefix) for name in layers)
+    for name, spec in layers.items():
+        candidates = (name, name.removeprefix(prefix), prefix + name)
+        found = next((candidate for candidate in candidates if candidate in modules), None)
+        if found is not None:
+            yield found, spec
+        elif name.startswith(prefix) or not from_head:
+            raise FlexrankError(f"{type(model).__name__} has no layer {name!r}, which config.json says is deployed")
+
+
+def attach_config(model: Any, layers: Mapping[str, Mapping[str, Any]]) -> None:
+    """Makes `model.save_pretrained` write the layers' specs, beside those of a model that already had some."""
+    present = getattr(model, "hf_quantizer", None)
+    known = present.quantization_config.layers if isinstance(present, FlexrankQuantizer) else {}
+    config = FlexrankConfig({**known, **layers})
+    model.hf_quantizer = FlexrankQuantizer(config, pre_quantized=True)
+    model.config.quantization_config = config
+    model.is_quantized, model.quantization_method = True, METHOD
+
+
+def is_attached(module: nn.Module) -> bool:
+    """Whether this model saves flexrank's specs."""
+    return isinstance(getattr(module, "hf_quantizer", None), FlexrankQuantizer)

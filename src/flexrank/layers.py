@@ -1,0 +1,354 @@
+"""Elastic and deployed layers: forwards only. Who builds them from what is elsewhere (surgery, deployment)."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional
+
+from flexrank.errors import FlexrankError
+from flexrank.linalg import choose_slack, gauge_align
+from flexrank.views import ConvGeometry, conv_geometry
+
+Slack = int | Literal["auto"]
+
+
+class NestedLayer(nn.Module):
+    """y = U_r V_rᵀ x + b for any prefix r of k ordered components; U_rᵀ is `u[:r]` (r × m), V_rᵀ is `v[:r]` (r × n).
+
+    Component-major storage makes a prefix one contiguous slice, in memory and on disk. The forward takes the cheaper
+    of two equal routes for T tokens: factored, T·r·(m+n) multiply-adds, or materialised, (T + r)·m·n.
+
+    Attributes:
+        u: parameter (k, m).
+        v: parameter (k, n).
+        bias: parameter (m,), or None.
+        rank: the active prefix r, from 1 to k.
+    """
+
+    geometry: ConvGeometry | None = None
+
+    def __init__(self, u: Float[Tensor, "k m"], v: Float[Tensor, "k n"], bias: Float[Tensor, " m"] | None = None):
+        super().__init__()
+        self.u = nn.Parameter(u)
+        self.v = nn.Parameter(v)
+        self.bias = None if bias is None else nn.Parameter(bias)
+        self._rank = u.shape[0]
+
+    @property
+    def rank(self) -> int:
+        """The active prefix."""
+        return self._rank
+
+    @rank.setter
+    def rank(self, rank: int) -> None:
+        if not 1 <= rank <= self.max_rank:
+            raise FlexrankError(f"rank {rank} is out of range; this layer has 1 to {self.max_rank}")
+        self._rank = rank
+
+    @property
+    def max_rank(self) -> int:
+        """k, the number of components held."""
+        return self.u.shape[0]
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """(m, n)."""
+        return self.u.shape[1], self.v.shape[1]
+
+    @property
+    def matrix(self) -> Float[Tensor, "m n"]:
+        """U_r V_rᵀ at the active rank, materialised."""
+        return self.u[: self.rank].T @ self.v[: self.rank]
+
+    def is_factored_cheaper(self, tokens: int) -> bool:
+        """Whether T·r·(m+n) <= (T + r)·m·n, so that the factored route costs no more operations."""
+        m, n = self.matrix_shape
+        return tokens * self.rank * (m + n) <= (tokens + self.rank) * m * n
+
+    def extra_repr(self) -> str:  # noqa: D102
+        m, n = self.matrix_shape
+        return f"in={n}, out={m}, rank={self.rank} of {self.max_rank}, bias={self.bias is not None}"
+
+
+class NestedLinear(NestedLayer):
+    """Elastic form of `nn.Linear` and of GPT-2's `Conv1D`: (…, n) → (…, m)."""
+
+    @property
+    def in_features(self) -> int:
+        """Inputs n."""
+        return self.v.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        """Outputs m."""
+        return self.u.shape[1]
+
+    @property
+    def weight(self) -> Tensor:
+        """The materialised matrix (m, n), for model code that reads a Linear's weight."""
+        return self.matrix
+
+    def forward(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch m"]:  # noqa: D102
+        if self.is_factored_cheaper(math.prod(x.shape[:-1])):
+            return functional.linear(functional.linear(x, self.v[: self.rank]), self.u[: self.rank].T, self.bias)
+        return functional.linear(x, self.matrix, self.bias)
+
+
+class NestedConv2d(NestedLayer):
+    """Elastic form of `nn.Conv2d`: V_r is a convolution of r filters, U_r a 1 × 1 one; n = C_in·h·w."""
+
+    geometry: ConvGeometry
+
+    def __init__(self, u: Tensor, v: Tensor, bias: Tensor | None, geometry: ConvGeometry):
+        super().__init__(u, v, bias)
+        self.geometry = geometry
+
+    @property
+    def weight(self) -> Tensor:
+        """The materialised filters (C_out, C_in, h, w)."""
+        return self.matrix.unflatten(1, (self.geometry.in_channels, *self.geometry.kernel_size))
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        geometry = self.geometry
+        where = (geometry.stride, geometry.padding, geometry.dilation)
+        if self.is_factored_cheaper(_positions(x, geometry)):
+            filters = self.v[: self.rank].unflatten(1, (geometry.in_channels, *geometry.kernel_size))
+            latent = functional.conv2d(x, filters, None, *where)
+            return functional.conv2d(latent, self.u[: self.rank].T[:, :, None, None], self.bias)
+        return functional.conv2d(x, self.weight, self.bias, *where)
+
+
+class GaugeAlignedLayer(nn.Module):
+    """y = [z_{1:g}; Û z] + b, with z = Ṽᵀx: rank r, of which the first g = r − slack outputs are latents themselves.
+
+    Stores r·(m+n−g) parameters (FlexRank, eq. 7, is g = r). `latent` holds Ṽᵀ and `expand` Û with the bias of the
+    outputs after g; both are plain torch layers, so that adapters and quantisers find them by name. `bias` is that of
+    the first g outputs. g = 0 is plain U Vᵀ.
+
+    The empty buffer `weight` makes a loader that does not know this layer fail on its shape, where it would
+    otherwise leave a freshly initialised matrix in its place.
+    """
+
+    latent: nn.Module
+    expand: nn.Module
+    bias: nn.Parameter | None
+    weight: Tensor
+
+    def __init__(self, shape: tuple[int, int], rank: int, aligned: int, *, bias: bool, device: Any, dtype: Any):
+        super().__init__()
+        m, n = shape
+        if not (1 <= rank <= min(m, n) and 0 <= aligned <= rank and aligned < m):
+            raise FlexrankError(f"rank {rank} with {aligned} aligned outputs does not fit a {m} x {n} matrix")
+        self.matrix_shape, self.rank, self.aligned = shape, rank, aligned
+        self.bias = nn.Parameter(torch.zeros(aligned, device=device, dtype=dtype)) if bias and aligned else None
+        self.register_buffer("weight", torch.empty(0, device=device, dtype=dtype))
+
+    @property
+    def slack(self) -> int:
+        """Columns left unaligned, r − g."""
+        return self.rank - self.aligned
+
+    @torch.no_grad()
+    def _fill(self, u: Tensor, v: Tensor, bias: Tensor | None) -> None:
+        u_hat, v_tilde = gauge_align(u, v, self.slack)
+        if not bool(torch.isfinite(u_hat).all()):
+            raise FlexrankError(f"the leading {self.aligned} rows of U are singular; give more slack than {self.slack}")
+        for layer, matrix in ((self.latent, v_tilde.T), (self.expand, u_hat)):
+            assert isinstance(layer.weight, Tensor)
+            layer.weight.copy_(matrix.reshape(layer.weight.shape))
+        if bias is not None:
+            assert isinstance(self.expand.bias, Tensor)
+            self.expand.bias.copy_(bias[self.aligned :])
+            if self.bias is not None:
+                self.bias.copy_(bias[: self.aligned])
+
+    def extra_repr(self) -> str:  # noqa: D102
+        m, n = self.matrix_shape
+        return f"in={n}, out={m}, rank={self.rank}, aligned={self.aligned}"
+
+
+class GaugeAlignedLinear(GaugeAlignedLayer):
+    """The deployed linear layer: (…, n) → (…, m)."""
+
+    def __init__(
+        self, shape: tuple[int, int], rank: int, aligned: int, *, bias: bool, device: Any = None, dtype: Any = None
+    ):
+        super().__init__(shape, rank, aligned, bias=bias, device=device, dtype=dtype)
+        self.out_features, self.in_features = shape
+        self.latent = nn.Linear(shape[1], rank, bias=False, device=device, dtype=dtype)
+        self.expand = nn.Linear(rank, shape[0] - aligned, bias=bias, device=device, dtype=dtype)
+
+    @classmethod
+    def from_factors(
+        cls,
+        u: Float[Tensor, "m r"],
+        v: Float[Tensor, "n r"],
+        bias: Float[Tensor, " m"] | None = None,
+        *,
+        slack: Slack = "auto",
+        dtype: torch.dtype | None = None,
+        inputs: Float[Tensor, "t n"] | None = None,
+    ) -> "GaugeAlignedLinear":
+        """The layer for y = U Vᵀ x + b.
+
+        Args:
+            u: (m, r).
+            v: (n, r).
+            bias: (m,).
+            slack: 0 is the paper's form, r plain U Vᵀ; "auto" takes the least within the dtype's stated error bound.
+            dtype: of the layer; u's by default.
+            inputs: (t, n) activations the error is measured on; standard normal ones by default.
+
+        Raises:
+            FlexrankError: a slack out of range, or too small for a singular leading block of U.
+        """
+        aligned = u.shape[1] - resolve_slack(u, v, slack, dtype or u.dtype, inputs)
+        shape = (u.shape[0], v.shape[0])
+        layer = cls(shape, u.shape[1], aligned, bias=bias is not None, device=u.device, dtype=dtype or u.dtype)
+        layer._fill(u, v, bias)
+        return layer
+
+    def forward(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch m"]:  # noqa: D102
+        latent = self.latent(x)
+        if self.aligned == 0:
+            return self.expand(latent)
+        head = latent[..., : self.aligned]
+        return torch.cat([head if self.bias is None else head + self.bias, self.expand(latent)], -1)
+
+
+class GaugeAlignedConv2d(GaugeAlignedLayer):
+    """The deployed convolution: `latent` has r filters, `expand` is 1 × 1."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        rank: int,
+        aligned: int,
+        geometry: ConvGeometry,
+        *,
+        bias: bool,
+        device: Any = None,
+        dtype: Any = None,
+    ):
+        super().__init__(shape, rank, aligned, bias=bias, device=device, dtype=dtype)
+        self.geometry = geometry
+        self.latent = _convolution(geometry, rank, bias=False, device=device, dtype=dtype)
+        self.expand = nn.Conv2d(rank, shape[0] - aligned, 1, bias=bias, device=device, dtype=dtype)
+
+    @classmethod
+    def from_factors(
+        cls,
+        u: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        geometry: ConvGeometry,
+        *,
+        slack: Slack = "auto",
+        dtype: torch.dtype | None = None,
+        inputs: Tensor | None = None,
+    ) -> "GaugeAlignedConv2d":
+        """As `GaugeAlignedLinear.from_factors`; `inputs` are unfolded rows (t, C_in·h·w)."""
+        aligned = u.shape[1] - resolve_slack(u, v, slack, dtype or u.dtype, inputs)
+        shape, dtype = (u.shape[0], v.shape[0]), dtype or u.dtype
+        layer = cls(shape, u.shape[1], aligned, geometry, bias=bias is not None, device=u.device, dtype=dtype)
+        layer._fill(u, v, bias)
+        return layer
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        latent = self.latent(x)
+        if self.aligned == 0:
+            return self.expand(latent)
+        head = latent.narrow(-3, 0, self.aligned)
+        head = head if self.bias is None else head + self.bias[:, None, None]
+        return torch.cat([head, self.expand(latent)], -3)
+
+
+@torch.no_grad()
+def resolve_slack(u: Tensor, v: Tensor, slack: Slack, dtype: torch.dtype, inputs: Tensor | None = None) -> int:
+    """The number of slack columns that `slack` stands for at factors u (m, r) and v (n, r).
+
+    Raises:
+        FlexrankError: a number outside 0 … r.
+    """
+    if slack == "auto":
+        if inputs is None:
+            generator = torch.Generator().manual_seed(0)
+            inputs = torch.randn(256, v.shape[0], generator=generator)
+        return choose_slack(u.double(), v.double(), inputs.double().to(u.device), dtype)
+    if not 0 <= slack <= u.shape[1]:
+        raise FlexrankError(f"slack {slack} is out of range; rank {u.shape[1]} takes 0 to {u.shape[1]}, or 'auto'")
+    return slack
+
+
+def layer_spec(layer: nn.Module) -> dict[str, Any]:
+    """What `build_layer` needs to rebuild an elastic, deployed or dense layer empty, as a JSON object."""
+    if isinstance(layer, (NestedLayer, GaugeAlignedLayer)):
+        m, n = layer.matrix_shape
+        geometry: ConvGeometry | None = getattr(layer, "geometry", None)
+        form = "nested" if isinstance(layer, NestedLayer) else "aligned"
+        rank = layer.max_rank if isinstance(layer, NestedLayer) else layer.rank
+        spec: dict[str, Any] = {"form": form, "shape": [m, n], "rank": rank}
+        if isinstance(layer, GaugeAlignedLayer):
+            spec |= {"aligned": layer.aligned, "bias": getattr(layer.expand, "bias", None) is not None}
+            return spec | _geometry_json(geometry)
+    elif isinstance(layer, (nn.Linear, nn.Conv2d)):
+        geometry = conv_geometry(layer)
+        weight = layer.weight.flatten(1)
+        spec = {"form": "dense", "shape": list(weight.shape), "rank": min(weight.shape)}
+    else:
+        raise TypeError(f"{type(layer).__name__} is no layer of flexrank's")
+    return spec | {"bias": layer.bias is not None} | _geometry_json(geometry)
+
+
+def build_layer(spec: Mapping[str, Any], *, device: Any = None, dtype: Any = None) -> nn.Module:
+    """An empty layer of a `layer_spec`; its values are to be loaded.
+
+    Raises:
+        FlexrankError: an unknown form.
+    """
+    (m, n), rank, bias = spec["shape"], spec["rank"], spec["bias"]
+    geometry = _geometry_from_json(spec)
+    placement: dict[str, Any] = {"device": device, "dtype": dtype}
+    if spec["form"] == "nested":
+        u, v = torch.empty(rank, m, **placement), torch.empty(rank, n, **placement)
+        bias_value = torch.empty(m, **placement) if bias else None
+        return NestedLinear(u, v, bias_value) if geometry is None else NestedConv2d(u, v, bias_value, geometry)
+    if spec["form"] == "aligned":
+        if geometry is None:
+            return GaugeAlignedLinear((m, n), rank, spec["aligned"], bias=bias, **placement)
+        return GaugeAlignedConv2d((m, n), rank, spec["aligned"], geometry, bias=bias, **placement)
+    if spec["form"] == "dense":
+        if geometry is None:
+            return nn.Linear(n, m, bias=bias, **placement)
+        return _convolution(geometry, m, bias=bias, device=device, dtype=dtype)
+    raise FlexrankError(f"layer form {spec['form']!r} is unknown; this version knows nested, aligned and dense")
+
+
+def _geometry_json(geometry: ConvGeometry | None) -> dict[str, Any]:
+    return {} if geometry is None else {"geometry": [geometry.in_channels, *map(list, geometry[1:])]}
+
+
+def _geometry_from_json(spec: Mapping[str, Any]) -> ConvGeometry | None:
+    if "geometry" not in spec:
+        return None
+    channels, *pairs = spec["geometry"]
+    kernel, stride, padding, dilation = ((int(a), int(b)) for a, b in pairs)
+    return ConvGeometry(int(channels), kernel, stride, padding, dilation)
+
+
+def _convolution(geometry: ConvGeometry, filters: int, *, bias: bool, device: Any, dtype: Any) -> nn.Conv2d:
+    channels, kernel, stride, padding, dilation = geometry
+    return nn.Conv2d(channels, filters, kernel, stride, padding, dilation, bias=bias, device=device, dtype=dtype)
+
+
+def _positions(x: Tensor, geometry: ConvGeometry) -> int:
+    """Output positions of a convolution over x (…, C, H, W): its number of tokens."""
+    count = math.prod(x.shape[:-3])
+    sides = zip(x.shape[-2:], *geometry[1:], strict=True)
+    for size, kernel, stride, padding, dilation in sides:
+        count *= (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+    return count

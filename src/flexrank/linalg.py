@@ -1,0 +1,210 @@
+"""Tensors in, tensors out: DataSVD in three forms, and gauge alignment with slack.
+
+Every function works in float64 whatever comes in, and returns float64: the caller casts once, at the end.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flexrank.errors import FlexrankError
+
+#: Ridge added to a second moment, relative to its mean diagonal: it orders the directions that the data never
+#: visited by weight energy, and is far above float64's rounding of the moment (1e-16) and near float32's (1e-7).
+RIDGE = 1e-6
+
+#: Largest relative output error a deployed layer may have in a dtype, as a multiple of the plain factors' own error
+#: there, with the floor below which nobody looks.
+ERROR_MULTIPLE = 3.0
+ERROR_FLOOR = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.0, torch.float16: 0.0}
+
+
+class Factors(NamedTuple):
+    """Ordered rank-one components of a matrix, component-major: `weight == u.T @ v` when all k are kept.
+
+    Attributes:
+        u: (k, m) float64; row i is the output direction of component i.
+        v: (k, n) float64; row i is its input direction, scaled to the same length as u's.
+        energies: (k,) float64, falling: what component i adds to the weighted squared output.
+    """
+
+    u: Float[Tensor, "k m"]
+    v: Float[Tensor, "k n"]
+    energies: Float[Tensor, " k"]
+
+
+def plain_svd(weight: Float[Tensor, "m n"]) -> Factors:
+    """Singular value decomposition of the weight alone, the data-free baseline."""
+    left, values, right = torch.linalg.svd(weight.double(), full_matrices=False)
+    return _balanced(left, right.T * values, values**2)
+
+
+def data_svd(
+    weight: Float[Tensor, "m n"],
+    *,
+    input_moment: Float[Tensor, "n n"] | None = None,
+    output_moment: Float[Tensor, "m m"] | None = None,
+    mean_square: float | None = None,
+    gradient_moment: Float[Tensor, "m m"] | None = None,
+) -> Factors:
+    """DataSVD without whitening: the rank-r prefix minimises E‖(W − W_r)x‖² for every r (FlexRank, eq. 3).
+
+    The optimum is W_r = P_r P_rᵀ W with P the eigenvectors of C = W Σ Wᵀ, so no inverse and no square root of Σ is
+    taken, and a singular Σ is no special case. Works on min(m, n) dimensions: for m > n through W = QR and R Σ Rᵀ.
+    With `gradient_moment` G the error is weighted on the output side too: E‖G^{1/2}(W − W_r)x‖².
+
+    Args:
+        weight: W, (m, n).
+        input_moment: Σ = Σ_t x_t x_tᵀ, any scale.
+        output_moment: C = W Σ Wᵀ, in place of Σ; only for m <= n.
+        mean_square: tr(Σ)/n, at the same scale; needed with `output_moment` for the ridge.
+        gradient_moment: G, the second moment of the loss's gradient at the output (the `fisher` option).
+
+    Raises:
+        FlexrankError: a moment or the weight is not finite, or the moments do not suffice.
+    """
+    weight = weight.double()
+    _require_finite("weight", weight)
+    root, inverse_root = _roots(gradient_moment)
+    weighted = weight if root is None else root @ weight
+    basis, compressed = None, weighted
+    if weight.shape[0] > weight.shape[1]:
+        basis, compressed = torch.linalg.qr(weighted)
+    if input_moment is not None:
+        gram = compressed @ ridged(input_moment) @ compressed.T
+    elif output_moment is not None and mean_square is not None and basis is None:
+        _require_finite("output moment", output_moment)
+        gram = output_moment.double() + _ridge(mean_square) * (weight @ weight.T)
+        gram = gram if root is None else root @ gram @ root
+    else:
+        raise FlexrankError("data_svd needs input_moment, or output_moment with mean_square where m <= n")
+    energies, vectors = torch.linalg.eigh((gram + gram.T) / 2)
+    energies, vectors = energies.flip(0).clamp(min=0), vectors.flip(1)
+    left = vectors if basis is None else basis @ vectors
+    right = weighted.T @ left
+    return _balanced(left if inverse_root is None else inverse_root @ left, right, energies)
+
+
+def whitened_svd(weight: Float[Tensor, "m n"], input_moment: Float[Tensor, "n n"]) -> Factors:
+    """The paper's DataSVD: svd(W Σ^{1/2}) = P Λ Qᵀ, U = P Λ^{1/2}, V = Σ^{-1/2} Q Λ^{1/2} (FlexRank, appendix B.1).
+
+    Σ gets the same ridge as `data_svd`'s; the paper prints none, and inverts a matrix that is often singular.
+
+    Raises:
+        FlexrankError: a non-finite input, or a moment of zeros, which no whitening can invert.
+    """
+    weight = weight.double()
+    _require_finite("weight", weight)
+    if not bool(input_moment.any()):
+        raise FlexrankError("the second moment is zero and cannot be whitened; use method 'datasvd'")
+    values, vectors = torch.linalg.eigh(ridged(input_moment))
+    root = values.clamp(min=values[-1] * 1e-15).sqrt()
+    left, singular, right = torch.linalg.svd(weight @ ((vectors * root) @ vectors.T), full_matrices=False)
+    inverse_root = (vectors / root) @ vectors.T
+    scale = singular.sqrt()
+    return Factors((left * scale).T, (inverse_root @ (right.T * scale)).T, singular**2)
+
+
+def ridged(moment: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
+    """The moment in float64 plus `RIDGE` times its mean diagonal (the identity where it is all zeros).
+
+    Raises:
+        FlexrankError: the moment is not finite.
+    """
+    _require_finite("second moment", moment)
+    moment = moment.double()
+    size = moment.shape[0]
+    return moment + _ridge(float(moment.trace()) / size) * torch.eye(size, dtype=moment.dtype, device=moment.device)
+
+
+def gauge_align(
+    u: Float[Tensor, "m r"], v: Float[Tensor, "n r"], slack: int
+) -> tuple[Float[Tensor, "rest r"], Float[Tensor, "n r"]]:
+    """Gauge-aligned factors: the first g = r − slack outputs become latents themselves (FlexRank, eq. 7, is slack 0).
+
+    With U_{1:g}ᵀ = Q [R; 0], the gauge G = [Q₁R⁻ᵀ | Q₂] gives U_{1:g} G = [I_g | 0], and G⁻¹ = [U_{1:g}; Q₂ᵀ], so no
+    inverse stands in Ṽ: its first g columns are those of (U_{1:g} Vᵀ)ᵀ. Slack keeps R well conditioned. The columns
+    left over are scaled so that their two factors have equal length.
+
+    Returns:
+        û (m−g, r) and ṽ (n, r) in float64; non-finite where U_{1:g} is singular, which more slack mends.
+    """
+    u, v = u.double(), v.double()
+    rank = u.shape[1]
+    aligned = rank - slack
+    if aligned == 0:
+        return u, v
+    q, triangle = torch.linalg.qr(u[:aligned].T, mode="complete")
+    solved = torch.linalg.solve_triangular(triangle[:aligned], q[:, :aligned].T, upper=True)
+    u_aligned = u[aligned:] @ solved.T
+    u_left, v_left = u[aligned:] @ q[:, aligned:], v @ q[:, aligned:]
+    scale = (_lengths(v_left) / _lengths(u_left)).sqrt()
+    u_hat = torch.cat([u_aligned, u_left * scale], 1)
+    return u_hat, torch.cat([v @ u[:aligned].T, v_left / scale], 1)
+
+
+def alignment_error(
+    u: Float[Tensor, "m r"], v: Float[Tensor, "n r"], slack: int, inputs: Float[Tensor, "t n"], dtype: torch.dtype
+) -> float:
+    """Relative output error ‖y − y*‖/‖y*‖ of the aligned form stored and run in `dtype`, y* in float64.
+
+    The inputs are rounded to `dtype` first, so that only the form's own error counts. Infinite where it overflows.
+    """
+    u_hat, v_tilde = gauge_align(u, v, slack)
+    aligned = u.shape[1] - slack
+    rounded = inputs.to(dtype)
+    latent = rounded @ v_tilde.to(dtype)
+    output = torch.cat([latent[:, :aligned], latent @ u_hat.to(dtype).T], 1)
+    exact = (rounded.double() @ v.double()) @ u.double().T
+    error = float((output.double() - exact).norm() / exact.norm().clamp(min=1e-300))
+    return error if error == error else float("inf")
+
+
+def choose_slack(
+    u: Float[Tensor, "m r"], v: Float[Tensor, "n r"], inputs: Float[Tensor, "t n"], dtype: torch.dtype
+) -> int:
+    """The least slack among 0, 1, 2, 4, … whose measured error is within the dtype's bound; r (plain U Vᵀ) at worst.
+
+    The bound is `ERROR_MULTIPLE` times the plain factors' own error in that dtype, or `ERROR_FLOOR`, if larger.
+    """
+    rank = u.shape[1]
+    bound = max(ERROR_MULTIPLE * alignment_error(u, v, rank, inputs, dtype), ERROR_FLOOR.get(dtype, 0.0))
+    slack = 0
+    while slack < rank:
+        if alignment_error(u, v, slack, inputs, dtype) <= bound:
+            return slack
+        slack = max(1, 2 * slack)
+    return rank
+
+
+def _balanced(left: Tensor, right: Tensor, energies: Tensor) -> Factors:
+    """Component-major factors whose pairs have equal length, so that one learning rate suits both."""
+    scale = (_lengths(right) / _lengths(left)).sqrt()
+    return Factors((left * scale).T.contiguous(), (right / scale).T.contiguous(), energies)
+
+
+def _lengths(columns: Tensor) -> Tensor:
+    """Column lengths, floored relative to the largest so that their ratios stay finite for columns of zeros."""
+    lengths = columns.norm(dim=0)
+    largest = lengths.max() if lengths.numel() else lengths.sum()
+    return lengths.clamp(min=max(1e-12 * float(largest), 1e-150))
+
+
+def _roots(moment: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """G^{1/2} and G^{-1/2} of the ridged moment; the ridge bounds the second's norm."""
+    if moment is None:
+        return None, None
+    values, vectors = torch.linalg.eigh(ridged(moment))
+    root = values.clamp(min=values[-1] * 1e-15).sqrt()
+    return (vectors * root) @ vectors.T, (vectors / root) @ vectors.T
+
+
+def _ridge(mean_square: float) -> float:
+    return RIDGE * mean_square if mean_square > 0 else 1.0
+
+
+def _require_finite(what: str, tensor: Tensor) -> None:
+    if not bool(torch.isfinite(tensor).all()):
+        raise FlexrankError(f"the {what} holds values that are not finite")

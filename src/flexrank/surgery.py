@@ -1,0 +1,185 @@
+"""Selecting layers, replacing them, and switching an elastic model between sizes."""
+
+import contextlib
+import fnmatch
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from flexrank.errors import FlexrankError
+from flexrank.layers import NestedConv2d, NestedLayer, NestedLinear
+from flexrank.linalg import Factors
+from flexrank.profiles import Footprint
+from flexrank.views import bias_of, conv_geometry, is_layer, unsupported_reason, weight_matrix
+
+log = logging.getLogger("flexrank")
+
+
+def select_layers(
+    model: nn.Module, include: Sequence[str] | None = None, exclude: Sequence[str] = ()
+) -> dict[str, nn.Module]:
+    """The layers to factorise, by name, in the model's order; what stays dense is logged with its reason.
+
+    Args:
+        model: any torch module.
+        include: names or globs ("*.mlp.*", or a part between dots such as "lm_head"); all layers by default.
+        exclude: the same, taken out.
+
+    Raises:
+        FlexrankError: a pattern matches no module, or nothing is left to factorise.
+    """
+    for pattern in (*(include or ()), *exclude):
+        if not any(_matches(name, pattern) for name, _ in model.named_modules()):
+            raise FlexrankError(f"layer pattern {pattern!r} matches no module of {type(model).__name__}")
+    layers, reasons = {}, dense_reasons(model, include, exclude)
+    for name, module in model.named_modules():
+        if name not in reasons and is_layer(module):
+            layers[name] = module
+    for name, reason in reasons.items():
+        log.info("left dense: %s (%s)", name, reason)
+    if not layers:
+        raise FlexrankError(f"no layer of {type(model).__name__} can be factorised; left dense: {reasons or 'nothing'}")
+    return layers
+
+
+def dense_reasons(
+    model: nn.Module, include: Sequence[str] | None = None, exclude: Sequence[str] = ()
+) -> dict[str, str]:
+    """Why each module that holds a matrix stays dense: not selected, tied, not supported, or too small."""
+    owners = _weight_owners(model)
+    reasons = {}
+    for name, module in model.named_modules():
+        reason = unsupported_reason(module)
+        if reason is None and is_layer(module):
+            reason = _selection_reason(name, include, exclude) or _weight_reason(name, module, owners)
+        if reason is not None:
+            reasons[name] = reason
+    return reasons
+
+
+def nest_(model: nn.Module, name: str, factors: Factors) -> NestedLayer:
+    """Replaces the layer `name` by its elastic form with these factors, in the layer's dtype, device and mode."""
+    layer = model.get_submodule(name)
+    weight, geometry, bias = weight_matrix(layer), conv_geometry(layer), bias_of(layer)
+    u, v = (factor.to(weight.device, weight.dtype).contiguous() for factor in (factors.u, factors.v))
+    bias = None if bias is None else bias.detach().clone()
+    nested: NestedLayer = NestedLinear(u, v, bias) if geometry is None else NestedConv2d(u, v, bias, geometry)
+    nested.requires_grad_(weight.requires_grad)
+    replace_layer(model, name, nested.train(layer.training))
+    return nested
+
+
+def replace_layer(model: nn.Module, name: str, new: nn.Module) -> None:
+    """Puts `new` wherever the module called `name` stands: a module shared by several parents stays shared.
+
+    Raises:
+        FlexrankError: there is no such module, or it is the model itself.
+    """
+    if not name:
+        raise FlexrankError("the model itself is one layer; wrap it in nn.Sequential to replace it")
+    try:
+        old = model.get_submodule(name)
+    except AttributeError as error:
+        raise FlexrankError(f"{type(model).__name__} has no layer {name!r}") from error
+    for parent in list(model.modules()):
+        for child_name, child in list(parent.named_children()):
+            if child is old:
+                setattr(parent, child_name, new)
+
+
+def nested_layers(model: nn.Module) -> dict[str, NestedLayer]:
+    """The elastic layers by name.
+
+    Raises:
+        FlexrankError: the model has none.
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, NestedLayer)}
+    if not layers:
+        raise FlexrankError(f"{type(model).__name__} has no elastic layers; decompose it first")
+    return layers
+
+
+def full_profile(model: nn.Module) -> dict[str, int]:
+    """The full rank of every elastic layer."""
+    return {name: layer.max_rank for name, layer in nested_layers(model).items()}
+
+
+def set_profile(model: nn.Module, profile: Mapping[str, int]) -> None:
+    """Sets the active ranks of all elastic layers.
+
+    Raises:
+        FlexrankError: the profile names other layers than the model has, or a rank is out of range.
+    """
+    layers = nested_layers(model)
+    for name in profile.keys() ^ layers.keys():
+        where = "profile" if name in layers else "model"
+        raise FlexrankError(f"layer {name!r} is not in the {where}; profile and model must name the same layers")
+    for name, rank in profile.items():
+        if not 1 <= rank <= layers[name].max_rank:
+            raise FlexrankError(f"layer {name!r}: rank {rank} is out of range; it has 1 to {layers[name].max_rank}")
+    for name, rank in profile.items():
+        layers[name].rank = rank
+
+
+@contextlib.contextmanager
+def use_profile(model: nn.Module, profile: Mapping[str, int]) -> Iterator[nn.Module]:
+    """The model at this profile inside the block (the paper's 𝒯_m), and as it was after it."""
+    before = {name: layer.rank for name, layer in nested_layers(model).items()}
+    set_profile(model, profile)
+    try:
+        yield model
+    finally:
+        set_profile(model, before)
+
+
+def footprint(model: nn.Module) -> Footprint:
+    """What an elastic model holds beside its factors; tied tensors count once, buffers as their state does."""
+    layers = nested_layers(model).values()
+    factors = {id(parameter) for layer in layers for parameter in (layer.u, layer.v)}
+    others = [parameter for parameter in model.parameters() if id(parameter) not in factors]
+    persistent = {id(value): value for value in model.state_dict(keep_vars=True).values()}
+    buffers = [buffer for buffer in model.buffers() if id(buffer) in persistent]
+    return Footprint(
+        other_parameters=sum(p.numel() for p in others),
+        other_bytes=sum(t.numel() * t.element_size() for t in (*others, *buffers)),
+        bytes_per_parameter=max(layer.u.element_size() for layer in layers),
+    )
+
+
+def _selection_reason(name: str, include: Sequence[str] | None, exclude: Iterable[str]) -> str | None:
+    if include is not None and not any(_matches(name, pattern) for pattern in include):
+        return "not included"
+    if any(_matches(name, pattern) for pattern in exclude):
+        return "excluded"
+    return None
+
+
+def _weight_reason(name: str, module: nn.Module, owners: Mapping[int, list[str]]) -> str | None:
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    shared = [owner for owner in owners[id(weight)] if owner != name]
+    if shared:
+        return f"weight tied to {shared[0]}"
+    if not weight.is_floating_point():
+        return f"weight is {weight.dtype}"
+    if min(weight_matrix(module).shape) < 2:
+        return "a matrix of rank one has nothing to factorise"
+    return "the model itself is one layer; wrap it in nn.Sequential" if not name else None
+
+
+def _weight_owners(model: nn.Module) -> dict[int, list[str]]:
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(name)
+    return owners
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a glob or dotted part names the module or something that holds it."""
+    parts = name.split(".")
+    if pattern in parts or fnmatch.fnmatchcase(name, pattern):
+        return True
+    return any(".".join(parts[:end]) == pattern for end in range(1, len(parts)))

@@ -30,21 +30,23 @@ class DataConfig(Section):
     """What is read, and how much of it each stage sees. A sample is a text, a block of tokens, or an image.
 
     Attributes:
-        source: `stdlib-docs` (documentation of Python's own standard library), `text` (a UTF-8 file), or `images`
-            (an .npz file with `x` or JPEG bytes, and `y`).
-        path: the file that `text` or `images` reads; relative to the current directory.
-        separator: what divides the file of `text` into texts.
-        calibration: samples that the moments are collected from.
+        source: `stdlib-docs` (documentation of Python's own standard library), `text` (a UTF-8 file or a folder of
+            them), or `images` (an .npz file with uint8 `x`, (N, H, W) or (N, H, W, C), and classes `y`).
+        path: what `text` or `images` reads; relative to the current directory.
+        separator: what divides a file of `text` into texts; None is a line end for embeddings, and for language no
+            division: one running text.
+        calibration: at most so many samples for the moments. They and the next three are fewer where there are fewer.
         probe: samples that one probe evaluates.
         training: samples that consolidation draws from.
-        evaluation: samples that the table's qualities are measured on; no other stage sees them.
+        evaluation: samples that the table's qualities are measured on (of `stdlib-docs`: pairs of a docstring's first
+            paragraph and its remainder); no other stage sees them.
         max_tokens: tokens a text is cut to (embedding), or a block holds (language).
         batch_size: samples a forward pass takes outside training.
     """
 
     source: Literal["stdlib-docs", "text", "images"] = "stdlib-docs"
     path: str | None = None
-    separator: str = "\n"
+    separator: Annotated[str, Field(min_length=1)] | None = None
     calibration: Count = 1024
     probe: Count = 192
     training: Count = 4096
@@ -54,7 +56,7 @@ class DataConfig(Section):
 
 
 class LayersConfig(Section):
-    """Which layers are factorised: names, globs or regular expressions, as `select_layers` takes them."""
+    """Which layers are factorised: names, globs, or parts between dots such as lm_head, as `select_layers` has it."""
 
     include: tuple[str, ...] | None = None
     exclude: tuple[str, ...] = ()
@@ -67,16 +69,26 @@ class DecompositionConfig(Section):
 
 
 class ProbeConfig(Section):
-    """How finely sensitivity is probed: `levels` ranks a layer, the last of them full."""
+    """How finely sensitivity is probed: `levels` ranks a layer, the last full, even in parameters or in ranks."""
 
     levels: Annotated[int, Field(ge=2)] = 10
+    spacing: Literal["parameters", "ranks"] = "parameters"
 
 
 class AllocationConfig(Section):
-    """How ranks are chosen, and for which budgets (deployed over dense parameters of the factorised layers)."""
+    """How ranks are chosen, and for which budgets (deployed over dense parameters of the factorised layers).
+
+    Attributes:
+        method: `joint` solves all budgets together, `paper` is the printed algorithm.
+        savings: what `paper` counts.
+        candidates_per_layer: about how many ranks `joint` chooses among in each layer, between the probed ones; None
+            keeps to the probed ones.
+        budgets: in falling order, whatever order they are given in.
+    """
 
     method: Literal["joint", "paper"] = "joint"
     savings: Literal["parameters", "ranks"] = "parameters"
+    candidates_per_layer: Annotated[int, Field(ge=2)] | None = None
     budgets: Annotated[tuple[Budget, ...], Field(min_length=1)] = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 
     @pydantic.field_validator("budgets")
@@ -92,7 +104,8 @@ class DistillationConfig(Section):
 
     Attributes:
         steps: optimiser steps; 0 leaves the decomposed network as it is.
-        weights: chance of each of `allocation.budgets`, in falling order of budget; None draws them alike.
+        weights: chance of each of `allocation.budgets`, from the largest to the smallest; None draws them alike.
+        hidden_weight: of the tokens' relative error beside the cosine (embedding).
         autocast: `auto` takes bfloat16 where the hardware computes in it, `off` stays in the model's dtype.
         checkpoint_every: steps between two checkpoints that an interrupted run goes on from.
         temperature: of the softmax in the language and classification losses.
@@ -103,7 +116,9 @@ class DistillationConfig(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 20
     batch_size: Count = 32
     accumulation: Count = 1
-    weights: tuple[Annotated[float, Field(ge=0)], ...] | None = None
+    weights: tuple[Annotated[float, Field(gt=0)], ...] | None = None
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    hidden_weight: Annotated[float, Field(ge=0)] = 0.0
     autocast: Literal["auto", "off", "bfloat16"] = "auto"
     checkpoint_every: Count = 100
     max_norm: Annotated[float, Field(gt=0)] = 1.0
@@ -153,6 +168,7 @@ class RunConfig(Section):
         task: what the model does, which decides the batches, the distillation loss and the qualities in the table.
         model: a directory, a model's name on the hub, or `package:PACKAGE/PATH` for weights in an installed package.
         dtype: of the weights and the computation.
+        device: `auto` takes a GPU where there is one.
         seed: of every draw.
         output: the run directory, relative to the current one; `{name}` stands for the name.
     """
@@ -161,6 +177,7 @@ class RunConfig(Section):
     task: Literal["embedding", "language", "classification"]
     model: Annotated[str, Field(min_length=1)]
     dtype: Dtype = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: Annotated[int, Field(ge=0)] = 0
     output: str = "runs/{name}"
     data: DataConfig = DataConfig()
@@ -182,11 +199,10 @@ class RunConfig(Section):
                 f"data.source {source!r} does not fit task {self.task!r}: only classification reads images"
             )
         weights, budgets = self.distillation.weights, self.allocation.budgets
-        if weights is not None and (len(weights) != len(budgets) or sum(weights) <= 0):
-            raise ValueError(
-                f"distillation.weights {list(weights)} must give each of the {len(budgets)} allocation.budgets"
-                " a weight, not all 0"
-            )
+        if weights is not None and len(weights) != len(budgets):
+            raise ValueError(f"distillation.weights has {len(weights)} numbers; allocation.budgets has {len(budgets)}")
+        if self.allocation.method == "joint" and self.allocation.savings == "ranks":
+            raise ValueError("allocation.savings 'ranks' belongs to allocation.method 'paper'; 'joint' has parameters")
         return self
 
     @property

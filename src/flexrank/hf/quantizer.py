@@ -51,6 +51,14 @@ class FlexrankQuantizer(HfQuantizer):
             replace_layer(model, name, build_layer(spec))
         return model
 
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        # transformers forbids full training, .half() and .float() of quantized models; this one is plain tensors.
+        model.is_quantized = False
+        for module in model.modules():
+            if hasattr(module, "config"):
+                vars(module.config).pop("_is_quantized", None)
+        return model
+
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         """Always: the state is plain tensors."""
         return True
@@ -91,7 +99,6 @@ def attach_config(model: Any, layers: Mapping[str, Mapping[str, Any]]) -> None:
     config = FlexrankConfig({**known, **layers})
     model.hf_quantizer = FlexrankQuantizer(config, pre_quantized=True)
     model.config.quantization_config = config
-    model.is_quantized, model.quantization_method = True, METHOD
 
 
 def is_attached(module: nn.Module) -> bool:

@@ -1,0 +1,40 @@
+# `make demo` and `make test` are all that a newcomer needs; each makes the environment that it runs in.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/.demo-installed
+	$(BIN)/flexrank run examples/minilm.yaml
+
+test: $(VENV)/.dev-installed
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev-installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) runs
+
+$(VENV)/.torch-installed:
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing torch into $(VENV)"
+	$(PIP) torch==2.13.0
+	@touch $@
+
+# torch stands in the environment by now, so that no range of another package brings a different build of it.
+$(VENV)/.demo-installed: $(VENV)/.torch-installed constraints.txt pyproject.toml
+	@echo "installing flexrank and what the demo needs"
+	$(PIP) -e '.[demo]'
+	@touch $@
+
+$(VENV)/.dev-installed: $(VENV)/.torch-installed constraints.txt pyproject.toml
+	@echo "installing flexrank and what the tests need"
+	$(PIP) -e '.[dev]'
+	@touch $(VENV)/.demo-installed $@

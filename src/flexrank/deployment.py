@@ -1,0 +1,340 @@
+"""From an elastic model at a profile to a plain small one, and to an artefact that was seen to load elsewhere."""
+
+import copy
+import dataclasses
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from flexrank.artefacts import Factory, describe_deployed, write_batch, write_state
+from flexrank.batches import Batch, call_model, model_device, output_tensor, to_device
+from flexrank.costs import aligned_parameters, dense_parameters
+from flexrank.errors import FlexrankError
+from flexrank.hf import models
+from flexrank.layers import (
+    GaugeAlignedConv2d,
+    GaugeAlignedLayer,
+    GaugeAlignedLinear,
+    NestedLayer,
+    Slack,
+    build_layer,
+    layer_spec,
+    resolve_slack,
+)
+from flexrank.profiles import ProfileChain, RankProfile
+from flexrank.storage import directory_aside, read_json, write_json
+from flexrank.surgery import footprint, nested_layers
+from flexrank.views import matrix_shape
+
+#: Largest relative difference ‖y − y*‖/‖y*‖ between the outputs of an exported model here and in a fresh process.
+#: The same weights run the same code, so only the order of sums may differ: a few roundings of the dtype.
+OUTPUT_BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerPlan:
+    """How one layer is deployed: its form, and the parameters of its matrix in it.
+
+    Attributes:
+        rank: r.
+        slack: columns left unaligned, from 0 to r; None for the dense form.
+        parameters: r·(m+n−r+slack), or m·n.
+    """
+
+    rank: int
+    slack: int | None
+    parameters: int
+
+
+def deploy(
+    model: nn.Module,
+    profile: Mapping[str, int],
+    *,
+    dtype: torch.dtype | None = None,
+    slack: Slack = "auto",
+    base: nn.Module | None = None,
+) -> nn.Module:
+    """A plain deep copy of the elastic model at `profile`: gauge-aligned layers, dense ones where these are no larger.
+
+    The elastic model is untouched. Biases, device, mode, `requires_grad` and ties are kept. A transformers model then
+    saves itself with `save_pretrained`, and loads with `from_pretrained` wherever flexrank is imported.
+
+    Args:
+        model: with elastic layers.
+        profile: a rank for each of them.
+        dtype: of the copy; the model's by default. Non-persistent buffers (rotary frequencies) keep theirs.
+        slack: columns left unaligned in every layer, at most its rank; "auto" measures it, 0 is the paper's form
+            (FlexRank, eq. 7).
+        base: the model before decomposition; where every rank is full, the result is a copy of it, bit for bit.
+
+    Raises:
+        FlexrankError: the profile does not fit the model, or the slack is negative or too small for a layer.
+    """
+    layers = nested_layers(model)
+    _require_fitting(layers, profile)
+    if base is not None and all(profile[name] == min(layer.matrix_shape) for name, layer in layers.items()):
+        small = copy.deepcopy(base).train(model.training)
+        return small if dtype is None else _cast(small, dtype)
+    memo: dict[int, Any] = {}
+    deployed = {name: _deploy_layer(name, layer, profile[name], dtype, slack) for name, layer in layers.items()}
+    for name, layer in layers.items():
+        memo[id(layer)] = deployed[name]
+    small = copy.deepcopy(model, memo)
+    if dtype is not None:
+        _cast(small, dtype)
+    if models.is_transformers_model(small):
+        models.attach(small, {name: layer_spec(layer) for name, layer in deployed.items()})
+    return small
+
+
+def plan_layer(layer: NestedLayer, rank: int, *, dtype: torch.dtype | None = None, slack: Slack = "auto") -> LayerPlan:
+    """The form with fewest parameters for the layer's prefix of `rank` components.
+
+    Raises:
+        FlexrankError: the slack is negative.
+    """
+    dense = dense_parameters(layer.matrix_shape)
+    if aligned_parameters(layer.matrix_shape, rank) < dense:
+        u, v = _factors(layer, rank)
+        columns = resolve_slack(u, v, slack if slack == "auto" else min(slack, rank), dtype or layer.u.dtype)
+        parameters = aligned_parameters(layer.matrix_shape, rank, columns)
+        if parameters < dense:
+            return LayerPlan(rank, columns, parameters)
+    return LayerPlan(rank, None, dense)
+
+
+def deployed_parameters_of(small: nn.Module, layers: Iterable[str]) -> int:
+    """Parameters of the matrices of the named layers as they are deployed, without biases.
+
+    Args:
+        small: what `deploy` returned.
+        layers: the factorised layers' names, such as a profile.
+    """
+    total = 0
+    for name in layers:
+        layer = small.get_submodule(name)
+        if isinstance(layer, GaugeAlignedLayer):
+            total += aligned_parameters(layer.matrix_shape, layer.rank, layer.slack)
+        else:
+            total += dense_parameters(matrix_shape(layer))
+    return total
+
+
+def fit_profile(
+    model: nn.Module,
+    chain: ProfileChain,
+    budget: float | None = None,
+    *,
+    max_params: int | None = None,
+    max_bytes: int | None = None,
+    dtype: torch.dtype | None = None,
+    slack: Slack = "auto",
+) -> RankProfile:
+    """The chain's largest profile whose deployed model is within every limit, slack included.
+
+    `chain.at` counts slack 0; this steps down the chain from there, planning layers but building none.
+
+    Args:
+        model: the elastic model.
+        chain: its profiles.
+        budget: deployed over dense parameters of the factorised layers, in (0, 1].
+        max_params: the whole model's parameters.
+        max_bytes: the whole model's bytes at `dtype`.
+        dtype: of the deployed model; the model's by default.
+        slack: as `deploy`'s.
+
+    Raises:
+        FlexrankError: no limit is given, one is out of range, or no profile is within them.
+    """
+    chain = _at_dtype(model, chain, dtype)
+    layers = nested_layers(model)
+    start = chain.entries.index(chain.entry_at(budget, max_params=max_params, max_bytes=max_bytes))
+    plans: dict[tuple[str, int], int] = {}
+    for entry in reversed(chain.entries[: start + 1]):
+        for name, rank in entry.profile.items():
+            if (name, rank) not in plans:
+                plans[name, rank] = plan_layer(layers[name], rank, dtype=dtype, slack=slack).parameters
+        real = dataclasses.replace(entry, parameters=sum(plans[item] for item in entry.profile.items()))
+        limits = (
+            (budget, chain.relative_size(real)),
+            (max_params, chain.model_parameters(real)),
+            (max_bytes, chain.model_bytes(real)),
+        )
+        if all(limit is None or size <= limit * (1 + 1e-12) for limit, size in limits):
+            return entry.profile
+    given = {"budget": budget, "max_params": max_params, "max_bytes": max_bytes}
+    named = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+    raise FlexrankError(f"{named} is too small for the deployed form, slack included; ask for more, or slack=0")
+
+
+def export(
+    small: nn.Module,
+    directory: str | Path,
+    inputs: Batch,
+    *,
+    tokenizer: Any = None,
+    factory: Factory | None = None,
+    timeout: float = 1800.0,
+) -> None:
+    """Writes a deployed model and publishes it only after a fresh process has loaded it and given equal outputs.
+
+    Args:
+        small: what `deploy` returned.
+        directory: replaced if present, and only on success.
+        inputs: a batch to run, as `batches.call_model` takes it.
+        tokenizer: written beside a transformers model.
+        factory: for any other model: how a fresh process builds its bare architecture.
+        timeout: seconds that the fresh process may take.
+
+    Raises:
+        FlexrankError: keys are missing or unexpected, or outputs differ by more than `OUTPUT_BOUNDS`. Nothing is left.
+    """
+    is_transformers = models.is_transformers_model(small)
+    if not is_transformers and factory is None:
+        raise FlexrankError(f"export of a {type(small).__name__} needs factory=, 'package.module:function'")
+    expected = _outputs(small, inputs)
+    if not bool(torch.isfinite(expected).all()):
+        raise FlexrankError("the model's outputs for these inputs are not finite; nothing was exported")
+    with directory_aside(directory) as aside:
+        if is_transformers:
+            models.save_model(small, aside, tokenizer)
+            specs = models.attached_layers(small)
+            describe_deployed(small, aside, library="transformers", layers=specs, aliases={}, factory=None)
+        else:
+            write_state(small, aside, factory=factory)
+        with tempfile.TemporaryDirectory() as scratch:
+            write_batch(Path(scratch) / "inputs.safetensors", inputs)
+            request = {
+                "library": "transformers" if is_transformers else "torch",
+                "device": str(model_device(small)),
+                "threads": torch.get_num_threads(),
+            }
+            write_json(Path(scratch) / "request.json", request)
+            _run_verification(aside, Path(scratch), timeout)
+            _compare(Path(scratch), expected, str(directory))
+
+
+def output_bound(dtype: torch.dtype) -> float:
+    """The stated bound for outputs of this dtype (`OUTPUT_BOUNDS`; 0 for integers)."""
+    return OUTPUT_BOUNDS.get(dtype, 0.0)
+
+
+def _require_fitting(layers: Mapping[str, NestedLayer], profile: Mapping[str, int]) -> None:
+    for name in profile.keys() ^ layers.keys():
+        where = "profile" if name in layers else "model"
+        raise FlexrankError(f"layer {name!r} is not in the {where}; profile and model must name the same layers")
+    for name, rank in profile.items():
+        if not 1 <= rank <= layers[name].max_rank:
+            raise FlexrankError(f"layer {name!r}: rank {rank} is out of range; it has 1 to {layers[name].max_rank}")
+
+
+def _factors(layer: NestedLayer, rank: int) -> tuple[Tensor, Tensor]:
+    """U (m, r) and V (n, r) of the prefix, in float64."""
+    return layer.u.detach()[:rank].T.double(), layer.v.detach()[:rank].T.double()
+
+
+@torch.no_grad()
+def _deploy_layer(name: str, layer: NestedLayer, rank: int, dtype: torch.dtype | None, slack: Slack) -> nn.Module:
+    dtype = dtype or layer.u.dtype
+    try:
+        new = _build_deployed(layer, plan_layer(layer, rank, dtype=dtype, slack=slack), dtype)
+    except FlexrankError as error:
+        raise FlexrankError(f"layer {name!r}: {error}") from error
+    for parameter_name, parameter in new.named_parameters():
+        source = layer.bias if parameter_name.endswith("bias") and layer.bias is not None else layer.u
+        parameter.requires_grad_(source.requires_grad)
+    return new.train(layer.training)
+
+
+def _build_deployed(layer: NestedLayer, plan: LayerPlan, dtype: torch.dtype) -> nn.Module:
+    u, v = _factors(layer, plan.rank)
+    bias = None if layer.bias is None else layer.bias.detach()
+    if plan.slack is not None:
+        if layer.geometry is None:
+            return GaugeAlignedLinear.from_factors(u, v, bias, slack=plan.slack, dtype=dtype)
+        return GaugeAlignedConv2d.from_factors(u, v, bias, layer.geometry, slack=plan.slack, dtype=dtype)
+    dense = build_layer(layer_spec(layer) | {"form": "dense"}, device=u.device, dtype=dtype)
+    assert isinstance(dense, (nn.Linear, nn.Conv2d))
+    dense.weight.copy_((u @ v.T).reshape(dense.weight.shape))
+    if bias is not None and dense.bias is not None:
+        dense.bias.copy_(bias)
+    return dense
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Parameters and persistent buffers to `dtype`, in place. The others are recomputed by whoever loads the model."""
+    persistent = {id(value) for value in model.state_dict(keep_vars=True).values()}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+        for name, buffer in module.named_buffers(recurse=False):
+            if id(buffer) in persistent and buffer.is_floating_point():
+                setattr(module, name, buffer.to(dtype))
+    return model
+
+
+def _at_dtype(model: nn.Module, chain: ProfileChain, dtype: torch.dtype | None) -> ProfileChain:
+    """The chain with the model's footprint as it is at `dtype`."""
+    print_now = footprint(model)
+    if dtype is None:
+        return dataclasses.replace(chain, footprint=print_now)
+    factor = dtype.itemsize / print_now.bytes_per_parameter
+    other_bytes = round(print_now.other_bytes * factor)
+    scaled = dataclasses.replace(print_now, other_bytes=other_bytes, bytes_per_parameter=dtype.itemsize)
+    return dataclasses.replace(chain, footprint=scaled)
+
+
+@torch.no_grad()
+def _outputs(small: nn.Module, inputs: Batch) -> Tensor:
+    modes = {module: module.training for module in small.modules()}
+    small.eval()
+    try:
+        return output_tensor(call_model(small, to_device(inputs, model_device(small)))).cpu()
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _run_verification(artefact: Path, scratch: Path, timeout: float) -> None:
+    """Runs `flexrank.verification` in a new interpreter that sees the same modules and no network."""
+    paths = [path or os.getcwd() for path in sys.path]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "flexrank.verification", str(artefact), str(scratch)]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired as error:
+        raise FlexrankError(
+            f"the exported model did not load and run within {timeout:g} s; nothing was kept"
+        ) from error
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit status {done.returncode}"]
+        raise FlexrankError(f"the exported model failed in a fresh process, nothing was kept: {lines[-1]}")
+
+
+def _compare(scratch: Path, expected: Tensor, directory: str) -> None:
+    """Raises unless the loader reported nothing and the outputs are within the bound."""
+    report = read_json(scratch / "report.json")
+    for problem, names in report.items():
+        raise FlexrankError(f"{directory}: {problem} on reloading ({', '.join(names[:3])} …); nothing was kept")
+    found = load_file(scratch / "outputs.safetensors")["output"]
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        raise FlexrankError(
+            f"{directory}: the reloaded model returns {found.dtype} {tuple(found.shape)}, not "
+            f"{expected.dtype} {tuple(expected.shape)}; nothing was kept"
+        )
+    scale = float(expected.double().norm())
+    error = float((found.double() - expected.double()).norm()) / (scale or 1.0)
+    if not error <= output_bound(expected.dtype):
+        raise FlexrankError(
+            f"{directory}: outputs differ by {error:.1e} on reloading, above the bound "
+            f"{output_bound(expected.dtype):.1e} of {expected.dtype}; nothing was kept"
+        )

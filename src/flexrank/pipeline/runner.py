@@ -1,0 +1,171 @@
+"""Which stages there are, in what order, and which of them a run must still do."""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from flexrank.config import RunConfig
+from flexrank.hf import models
+from flexrank.pipeline import stages
+from flexrank.pipeline.rundir import RunDirectory, fingerprint, identity
+
+log = logging.getLogger("flexrank")
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One step of a run.
+
+    Attributes:
+        name: as the command line and the records have it.
+        work: does it; takes the workspace and the stage's fingerprint.
+        keys: parts of the configuration it reads, dotted; those of the stages it needs are theirs.
+        needs: stages whose files it reads.
+        outputs: files and directories it writes, in the run directory.
+    """
+
+    name: str
+    work: Callable[[stages.Workspace, str], None]
+    keys: tuple[str, ...]
+    needs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+_DEPLOYED = ("deployment.dtype", "deployment.slack")
+_DATA = ("data.source", "data.path", "data.separator", "data.max_tokens", "data.batch_size", "data.calibration")
+STAGES = (
+    Stage(
+        "decompose", stages.decompose, ("model", "task", "dtype", "seed", *_DATA, "layers", "decomposition"),
+        (), ("elastic_initial",),
+    ),
+    Stage(
+        "probe", stages.probe, ("data.probe", "probe", "distillation.temperature"), ("decompose",),
+        ("sensitivity.json",),
+    ),
+    Stage("allocate", stages.allocate, ("allocation",), ("probe",), ("chain.json",)),
+    Stage(
+        "evaluate_initial", stages.evaluate_initial, ("data.evaluation", *_DEPLOYED, "distillation.steps"),
+        ("decompose", "allocate"), ("evaluation_initial.json",),
+    ),
+    Stage(
+        "distill", stages.distill, ("distillation", "data.training"), ("decompose", "allocate"),
+        ("elastic", "history.json"),
+    ),
+    Stage(
+        "evaluate", stages.evaluate, ("data.evaluation", "evaluation", *_DEPLOYED), ("distill",),
+        ("evaluation.json",),
+    ),
+    Stage("deploy", stages.export_all, ("deployment", "evaluation.latency_batch_size"), ("distill",),
+        ("deployed", "deployed.json")),
+    Stage(
+        "report", stages.summarise, ("name",), ("evaluate_initial", "evaluate", "deploy"),
+        ("summary.json",),
+    ),
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a run did.
+
+    Attributes:
+        directory: the run directory.
+        executed: stages that ran, in order.
+        skipped: stages that stood.
+        workspace: what the run loaded.
+    """
+
+    directory: Path
+    executed: tuple[str, ...]
+    skipped: tuple[str, ...]
+    workspace: stages.Workspace
+
+
+def stage_names() -> tuple[str, ...]:
+    """The stages in order."""
+    return tuple(stage.name for stage in STAGES)
+
+
+def run_stages(config: RunConfig, until: str = "report") -> Outcome:
+    """Does a stage and all it needs, each only where its result does not stand yet.
+
+    Args:
+        config: the run.
+        until: the last stage; see `stage_names`.
+
+    Raises:
+        FlexrankError: a wrong input of any stage; what was finished before it stays.
+        KeyboardInterrupt: passed on; the same call goes on from where it was.
+    """
+    directory = RunDirectory(config.directory)
+    source = models.resolve_source(config.model)
+    wanted = _needed(until)
+    executed: list[str] = []
+    skipped: list[str] = []
+    with directory.locked():
+        directory.keep_config(config)
+        work = stages.Workspace(config, directory)
+        prints = fingerprints(config, source)
+        for stage in STAGES:
+            if stage.name in wanted:
+                done = _do(stage, work, prints[stage.name])
+                (executed if done else skipped).append(stage.name)
+    return Outcome(directory.path, tuple(executed), tuple(skipped), work)
+
+
+def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None = None) -> dict[str, Any]:
+    """Exports one size of a consolidated run, verified in a fresh process.
+
+    Args:
+        outcome: of `run_stages(config, "distill")`.
+        limits: `budget`, `max_params`, `max_bytes`; at least one.
+        place: where to write; RUN/deployed/LIMITS by default.
+
+    Raises:
+        FlexrankError: no profile is within the limits, or the export does not load; nothing is written then.
+    """
+    work = outcome.workspace
+    name = "-".join(f"{key}-{limit:g}" for key, limit in limits.items())
+    with work.directory.locked():
+        model, chain = work.elastic("elastic")
+        return stages.export_within(work, model, chain, place or work.directory / "exports" / name, **limits)
+
+
+def fingerprints(config: RunConfig, source: str) -> dict[str, str]:
+    """Each stage's fingerprint; that of the first covers the model's files and the data's."""
+    path = config.data.path
+    sources = {"model": identity(source), "data": None if path is None else identity(path)}
+    prints: dict[str, str] = {}
+    for stage in STAGES:
+        needs = [prints[name] for name in stage.needs]
+        prints[stage.name] = fingerprint(stage.name, config, stage.keys, needs, None if needs else sources)
+    return prints
+
+
+def _do(stage: Stage, work: stages.Workspace, fingerprint: str) -> bool:
+    """Runs a stage unless it stands; tells whether it ran."""
+    if work.directory.is_finished(stage.name, fingerprint, stage.outputs):
+        log.info("%s: stands", stage.name)
+        return False
+    work.directory.forget(stage.name)
+    start = time.perf_counter()
+    stage.work(work, fingerprint)
+    seconds = time.perf_counter() - start
+    work.directory.finish(stage.name, fingerprint, stage.outputs, seconds)
+    log.info("%s: done in %.1f s", stage.name, seconds)
+    return True
+
+
+def _needed(until: str) -> set[str]:
+    """A stage and all that it needs, directly or not."""
+    by_name = {stage.name: stage for stage in STAGES}
+    found: set[str] = set()
+    queue = [until]
+    while queue:
+        name = queue.pop()
+        found.add(name)
+        queue += [need for need in by_name[name].needs if need not in found]
+    return found

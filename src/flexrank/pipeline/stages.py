@@ -1,0 +1,303 @@
+"""The stages of a run: what each reads, what it writes, and the calls to the library between.
+
+A stage reads the configuration and the files of the stages it needs, and writes files of the run directory; nothing
+passes between stages in memory but what a file would give again to the same bits.
+"""
+
+import copy
+import dataclasses
+import functools
+import importlib.util
+import logging
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from flexrank import report
+from flexrank.allocation import allocate_ranks
+from flexrank.calibration import collect_moments
+from flexrank.checkpoint import load_elastic, save_elastic
+from flexrank.config import RunConfig
+from flexrank.costs import Shape, dense_parameters
+from flexrank.decomposition import decompose_
+from flexrank.deployment import deploy, deployed_parameters_of, export, fit_profile
+from flexrank.distillation import distill_, distillation_evaluator
+from flexrank.errors import FlexrankError
+from flexrank.evaluation import latency_ratio
+from flexrank.hf import models
+from flexrank.objectives import Objective, objective_for
+from flexrank.pipeline.rundir import RunDirectory
+from flexrank.pipeline.samples import Judge, Samples, load_samples
+from flexrank.profiles import ChainEntry, ProfileChain, RankProfile, SensitivityTable
+from flexrank.progress import track
+from flexrank.sensitivity import probe_sensitivity
+from flexrank.storage import directory_bytes, read_json, write_json
+from flexrank.surgery import footprint, full_profile, nested_layers, select_layers
+
+log = logging.getLogger("flexrank")
+
+
+@dataclasses.dataclass
+class Workspace:
+    """A run at work: its configuration, its directory, and what more than one stage loads."""
+
+    config: RunConfig
+    directory: RunDirectory
+
+    @functools.cached_property
+    def device(self) -> torch.device:
+        """Where the models run."""
+        if self.config.device == "cuda" and not torch.cuda.is_available():
+            raise FlexrankError("device is 'cuda'; torch finds no GPU here, so write cpu or auto")
+        auto = "cuda" if torch.cuda.is_available() else "cpu"
+        return torch.device(auto if self.config.device == "auto" else self.config.device)
+
+    @functools.cached_property
+    def base(self) -> Any:
+        """The original model, in eval mode: the teacher."""
+        dtype = getattr(torch, self.config.dtype)
+        return models.load_model(self.config.model, self.config.task, dtype=dtype).to(self.device)
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer; None for images."""
+        return None if self.config.task == "classification" else models.load_tokenizer(self.config.model)
+
+    @functools.cached_property
+    def samples(self) -> Samples:
+        """The run's data."""
+        return load_samples(self.config, models.resolve_source(self.config.model), self.tokenizer)
+
+    @functools.cached_property
+    def judge(self) -> Judge:
+        """Measures a model's qualities against the base."""
+        return self.samples.judge(self.base)
+
+    def objective(self, hidden_weight: float = 0.0) -> Objective:
+        """The task's distillation loss."""
+        temperature = self.config.distillation.temperature
+        return objective_for(self.config.task, temperature=temperature, hidden_weight=hidden_weight)
+
+    def elastic(self, name: str) -> tuple[nn.Module, ProfileChain]:
+        """The elastic model in RUN/`name`, and its chain."""
+        model, chain = load_elastic(self.directory / name)
+        return model.to(self.device), chain
+
+    @property
+    def deployed_dtype(self) -> torch.dtype:
+        """The dtype of deployed models."""
+        return getattr(torch, self.config.deployment.dtype or self.config.dtype)
+
+
+def decompose(work: Workspace, _: str) -> None:
+    """Calibrates and decomposes: RUN/elastic_initial, whose chain is the full model alone."""
+    model, method = copy.deepcopy(work.base), work.config.decomposition.method
+    layers = select_layers(model, work.config.layers.include, work.config.layers.exclude)
+    moments = collect_moments(
+        model,
+        work.samples.calibration,
+        layers,
+        side="input" if method == "paper" else "smaller",
+        gradient_loss=work.objective().fisher_loss if method == "fisher" else None,
+    )
+    decompose_(model, moments, method=method)
+    full = RankProfile(full_profile(model))
+    dense = sum(dense_parameters(layer.matrix_shape) for layer in nested_layers(model).values())
+    chain = ProfileChain((ChainEntry(full, dense, 0.0),), dense, footprint(model), "full")
+    save_elastic(model, chain, work.directory / "elastic_initial", tokenizer=work.tokenizer)
+
+
+def probe(work: Workspace, fingerprint: str) -> None:
+    """Probes each layer: RUN/sensitivity.json. Layers already probed are kept through an interruption."""
+    model, _ = work.elastic("elastic_initial")
+    evaluate = distillation_evaluator(work.base, work.samples.probe, work.objective())
+    table = probe_sensitivity(
+        model,
+        evaluate,
+        work.config.probe.levels,
+        spacing=work.config.probe.spacing,
+        checkpoint=work.directory.partial("probe", fingerprint, ".json"),
+    )
+    write_json(work.directory / "sensitivity.json", table.to_json())
+
+
+def allocate(work: Workspace, _: str) -> None:
+    """Chooses the ranks of every budget: RUN/chain.json."""
+    table = SensitivityTable.from_json(read_json(work.directory / "sensitivity.json"))
+    settings = work.config.allocation
+    chain = allocate_ranks(
+        table,
+        settings.budgets,
+        method=settings.method,
+        savings=settings.savings,
+        candidates_per_layer=settings.candidates_per_layer,
+    )
+    write_json(work.directory / "chain.json", chain.to_json())
+
+
+def distill(work: Workspace, fingerprint: str) -> None:
+    """Consolidates: RUN/elastic, one artefact of every size, and RUN/history.json."""
+    settings = work.config.distillation
+    model, _ = work.elastic("elastic_initial")
+    chain = read_chain(work)
+    history: dict[str, Any] = {"steps": 0, "losses": [], "budgets": []}
+    if settings.steps:
+        budgets = list(chain.budgets)
+        done = distill_(
+            model,
+            work.base,
+            work.samples.training,
+            chain,
+            objective=work.objective(settings.hidden_weight),
+            steps=settings.steps,
+            learning_rate=settings.learning_rate,
+            warmup_steps=settings.warmup_steps,
+            weights=None if settings.weights is None else settings.weights[::-1],  # the chain's order is rising
+            weight_decay=settings.weight_decay,
+            accumulation=settings.accumulation,
+            max_norm=settings.max_norm,
+            autocast=autocast_dtype(settings.autocast, work.device),
+            seed=work.config.seed,
+            checkpoint=work.directory.partial("distill", fingerprint),
+            checkpoint_every=settings.checkpoint_every,
+        )
+        history = {"steps": done.steps, "losses": done.losses, "budgets": [budgets[i] for i in done.profiles]}
+    save_elastic(model, chain, work.directory / "elastic", tokenizer=work.tokenizer)
+    write_json(work.directory / "history.json", history)
+
+
+def evaluate_initial(work: Workspace, _: str) -> None:
+    """Qualities before consolidation: RUN/evaluation_initial.json; no rows where nothing is consolidated."""
+    rows = []
+    if work.config.distillation.steps:
+        model, _chain = work.elastic("elastic_initial")
+        chain = read_chain(work)
+        for budget in track(work.config.allocation.budgets, "evaluating before consolidation"):
+            small, _profile = deploy_within(work, model, chain, budget=budget)
+            rows.append({"budget": budget, "quality": work.judge(small)})
+    write_json(work.directory / "evaluation_initial.json", {"rows": rows})
+
+
+def evaluate(work: Workspace, _: str) -> None:
+    """Sizes, qualities and latencies of the deployed model at each budget, and of the base: RUN/evaluation.json."""
+    model, chain = work.elastic("elastic")
+    shapes = {name: layer.matrix_shape for name, layer in nested_layers(model).items()}
+    settings = work.config.evaluation
+    rows = []
+    for budget in track(work.config.allocation.budgets, "evaluating"):
+        small, profile = deploy_within(work, model, chain, budget=budget)
+        row = {"budget": budget, **measure(work, small, profile, shapes), "latency_ratio": None}
+        if settings.latency:
+            row["latency_ratio"] = latency_ratio(small, work.base, work.samples.example, settings.latency_repeats)
+        rows.append({**row, "ranks": dict(profile)})
+    base = measure(work, work.base, full_profile(model), shapes)
+    layers = {name: {"shape": list(shape)} for name, shape in shapes.items()}
+    write_json(work.directory / "evaluation.json", {"base": base, "rows": rows, "layers": layers})
+
+
+def export_all(work: Workspace, _: str) -> None:
+    """Exports each deployment budget to RUN/deployed/BUDGET, verified in a fresh process, and lists them."""
+    place = work.directory / "deployed"
+    place.mkdir(exist_ok=True)
+    exports = []
+    for budget in work.config.deployment.budgets:
+        model, chain = load_elastic(work.directory / "elastic", budget=budget)
+        name = f"{budget:.2f}" if round(budget, 2) == budget else f"{budget!r}"
+        exports.append(export_within(work, model.to(work.device), chain, place / name, budget=budget))
+    names = {Path(entry["directory"]).name for entry in exports}
+    for old in place.iterdir():
+        if old.name not in names:
+            shutil.rmtree(old)
+    for entry in exports:
+        entry["directory"] = f"deployed/{Path(entry['directory']).name}"
+    write_json(work.directory / "deployed.json", exports)
+
+
+def summarise(work: Workspace, _: str) -> None:
+    """Joins what the stages measured into RUN/summary.json, and draws the figures and the page."""
+    before = {row["budget"]: row["quality"] for row in read_json(work.directory / "evaluation_initial.json")["rows"]}
+    found, chain = read_json(work.directory / "evaluation.json"), read_chain(work)
+    predicted = {entry.requested: entry.error for entry in chain.requested}
+    rows = [
+        {**row, "quality_before": before.get(row["budget"]), "predicted_error": predicted[row["budget"]]}
+        for row in found["rows"]
+    ]
+    summary = {
+        "name": work.config.name,
+        "model": work.config.model,
+        "task": work.config.task,
+        "base": found["base"],
+        "rows": rows,
+        "layers": found["layers"],
+        "allocation": {"method": chain.method, "gap": chain.gap},
+        "distillation": {"steps": work.config.distillation.steps},
+        "deployed": read_json(work.directory / "deployed.json"),
+        "seconds": work.directory.seconds(),
+    }
+    write_json(work.directory / "summary.json", summary)
+    if importlib.util.find_spec("matplotlib") is None:
+        log.warning("no figures and no page: they need matplotlib, pip install 'flexrank[report]'")
+    else:
+        report.write_report(work.directory.path)
+
+
+def deploy_within(
+    work: Workspace, model: nn.Module, chain: ProfileChain, **limits: Any
+) -> tuple[nn.Module, RankProfile]:
+    """The largest deployed model within the limits of `fit_profile`, slack included; the base itself at full rank."""
+    dtype, slack = work.deployed_dtype, work.config.deployment.slack
+    profile = fit_profile(model, chain, dtype=dtype, slack=slack, **limits)
+    return deploy(model, profile, dtype=dtype, slack=slack, base=work.base), profile
+
+
+def export_within(work: Workspace, model: nn.Module, chain: ProfileChain, place: Path, **limits: Any) -> dict[str, Any]:
+    """Exports the largest deployed model within the limits; tells what was exported."""
+    small, profile = deploy_within(work, model, chain, **limits)
+    export(small, place, work.samples.example, tokenizer=work.tokenizer)
+    shapes = {name: layer.matrix_shape for name, layer in nested_layers(model).items()}
+    return {
+        **limits,
+        "directory": str(place),
+        **sizes(small, profile, shapes),
+        "bytes": directory_bytes(place),
+        "dtype": str(work.deployed_dtype).removeprefix("torch."),
+    }
+
+
+def measure(work: Workspace, small: Any, profile: Mapping[str, int], shapes: Mapping[str, Shape]) -> dict[str, Any]:
+    """Ranks, parameters, bytes on disk (weights and config, as saved) and qualities of a deployed model."""
+    (work.directory / "partial").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=work.directory / "partial", prefix="evaluate-") as scratch:
+        models.save_model(small, Path(scratch))
+        size = directory_bytes(scratch)
+    return {**sizes(small, profile, shapes), "bytes": size, "quality": work.judge(small)}
+
+
+def sizes(small: nn.Module, profile: Mapping[str, int], shapes: Mapping[str, Shape]) -> dict[str, Any]:
+    """Mean rank, and parameters as they are in the deployed model."""
+    fractions = [rank / min(shapes[name]) for name, rank in profile.items()]
+    in_layers = deployed_parameters_of(small, profile)
+    return {
+        "relative_size": in_layers / sum(map(dense_parameters, shapes.values())),
+        "mean_rank": sum(profile.values()) / len(profile),
+        "mean_rank_fraction": sum(fractions) / len(fractions),
+        "params_layers": in_layers,
+        "params_model": sum(parameter.numel() for parameter in small.parameters()),
+    }
+
+
+def read_chain(work: Workspace) -> ProfileChain:
+    """The chain in RUN/chain.json."""
+    return ProfileChain.from_json(read_json(work.directory / "chain.json"))
+
+
+def autocast_dtype(choice: str, device: torch.device) -> torch.dtype | None:
+    """What consolidation computes in: `auto` is bfloat16 on a GPU that has it, and the model's own dtype elsewhere."""
+    if choice == "auto":
+        choice = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "off"
+    return torch.bfloat16 if choice == "bfloat16" else None

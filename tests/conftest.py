@@ -1,0 +1,36 @@
+"""What all tests share: two threads, a fixed seed, and the real models and data where there are any."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+ASSETS = Path(os.environ.get("FLEXRANK_ASSETS") or Path(__file__).parents[2] / "shared" / "assets")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    # Tests never download: a missing file is an error at once, not a wait for the network.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "assets" in getattr(item, "fixturenames", ()):
+            item.add_marker("assets")
+        if item.get_closest_marker("assets") and not ASSETS.is_dir():
+            item.add_marker(pytest.mark.skip(reason=f"no assets at {ASSETS}; set FLEXRANK_ASSETS to their directory"))
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no GPU here"))
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def assets() -> Path:
+    """The directory of the real models and data; a test that takes it is marked `assets`."""
+    return ASSETS

@@ -281,12 +281,16 @@ def test_models_load_by_task(tmp_path):
 def test_models_that_are_not_there_are_named(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "bare").mkdir()
+    (tmp_path / "elastic").mkdir()
+    for file in ("config.json", "elastic.json"):
+        (tmp_path / "elastic" / file).write_text("{}")
     (tmp_path / "bare" / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertModel"]}))
     for name, message in (
         ("package:gt_no_such_model/model", "pip install gt-no-such-model"),
         ("package:flexrank/nowhere", "no directory 'nowhere'"),
         (tmp_path / "nowhere", "no such directory"),
         (tmp_path / "empty", "no config.json"),
+        (tmp_path / "elastic", "read it with load_elastic"),
         (tmp_path / "bare", "cannot be loaded"),
         ("nobody/no-such-model", "cannot be loaded"),
     ):
@@ -319,9 +323,9 @@ def test_lora_adapts_a_deployed_model(saved):
     config = peft.LoraConfig(r=2, target_modules=["latent", "expand"], task_type="CAUSAL_LM")
     adapted = peft.get_peft_model(model, config)
     batch = tiny_models.batch_for("llama_untied")
-    optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=0.5)
+    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=5e-3)
     losses = []
-    for _ in range(8):
+    for _ in range(16):
         loss = adapted(**batch, labels=batch["input_ids"]).loss
         optimizer.zero_grad()
         loss.backward()
@@ -330,3 +334,18 @@ def test_lora_adapts_a_deployed_model(saved):
     assert losses[-1] < 0.9 * losses[0]
     merged = adapted.merge_and_unload()
     assert isinstance(merged.lm_head, GaugeAlignedLinear)
+
+
+@pytest.mark.parametrize("name", ["stories260k", "babyllama", "pycode5m"])
+def test_real_language_models_go_all_the_way(name, assets, tmp_path):
+    model = tiny_models.nest(models.load_model(assets / name, "language"))
+    tokenizer = models.load_tokenizer(assets / name)
+    small = deploy(model, tiny_models.chain_of(model, (0.6,)).entries[0].profile)
+    small.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    again = models.load_model(tmp_path, "language")
+    batch = dict(models.load_tokenizer(tmp_path)("Once upon a time", return_tensors="pt"))
+    assert torch.equal(outputs(again, batch), outputs(small, batch))
+    options = {"max_new_tokens": 8, "do_sample": False}
+    inputs = {"input_ids": batch["input_ids"]}
+    assert torch.equal(again.generate(**inputs, **options), small.generate(**inputs, **options))

@@ -11,6 +11,7 @@ import torch
 
 from flexrank import deployment, distillation, sensitivity, verification
 from flexrank.config import load_config, parse_config
+from flexrank.data import SPLITS
 from flexrank.distillation import distillation_evaluator
 from flexrank.errors import FlexrankError
 from flexrank.objectives import objective_for
@@ -43,7 +44,8 @@ def write_model(directory: Path, task: str) -> Path:
     from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    common = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    common: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    common["initializer_range"] = 0.2  # large enough that truncation is felt
     if task == "language":
         config: Any = LlamaConfig(
             **common, intermediate_size=56, num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0
@@ -69,7 +71,7 @@ def settings(model: Path, data: Path, output: Path, task: str = "language") -> d
         },
         "probe": {"levels": 4},
         "allocation": {"budgets": [0.8, 0.5]},
-        "distillation": {"steps": 6, "batch_size": 4, "checkpoint_every": 2, "warmup_steps": 1, "learning_rate": 3e-3},
+        "distillation": {"steps": 6, "batch_size": 4, "checkpoint_every": 2, "warmup_steps": 1, "learning_rate": 1e-3},
         "deployment": {"budgets": [0.5]},
         "evaluation": {"latency_repeats": 3, "latency_batch_size": 4},
     }  # fmt: skip
@@ -340,15 +342,18 @@ def test_calibration_probe_training_and_evaluation_share_no_text(sources: Path, 
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(sources / "embedding")
     values = settings(sources / "embedding", sources / "text.txt", tmp_path, "embedding")
-    values["data"] |= {"calibration": 40, "probe": 20, "training": 10_000, "evaluation": 10_000, "max_tokens": 100}
+    values["data"] |= {"calibration": 25, "probe": 15, "training": 10_000, "evaluation": 10_000, "max_tokens": 100}
     seen: dict[str, set[tuple[int, ...]]] = {}
     config = parse_config(values)
     samples = load_samples(config, "", tokenizer)
     for name in ("calibration", "probe", "training"):
         rows = [row for batch in getattr(samples, name) for row in batch["input_ids"].tolist()]
         seen[name] = {tuple(token for token in row if token) for row in rows}
-    assert [len(seen[name]) for name in ("calibration", "probe", "training")] == [40, 20, 260]
+    shares, lines = SPLITS, TEXT.splitlines()
+    held_out_at = len(lines) * (shares["calibration"] + shares["training"]) // 100
+    assert [len(seen[name]) for name in ("calibration", "probe")] == [25, 15]
+    assert len(seen["training"]) == len(lines) * shares["training"] // 100
     assert not seen["calibration"] & seen["probe"]
     assert not (seen["calibration"] | seen["probe"]) & seen["training"]
-    held_out = {tuple(tokenizer(line)["input_ids"]) for line in TEXT.splitlines()[320:]}
+    held_out = {tuple(tokenizer(line)["input_ids"]) for line in lines[held_out_at:]}
     assert not held_out & (seen["calibration"] | seen["probe"] | seen["training"])

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -145,16 +146,18 @@ def collect_rows(
 def save_moments(moments: Moments, path: str | Path) -> None:
     """Writes moments to one safetensors file; shared moments once."""
     tensors: dict[str, Tensor] = {}
-    header: dict[str, str] = {}
+    header: dict[str, dict[str, Any]] = {}
     owners: dict[int, str] = {}
     for name, layer in moments.items():
         owner = owners.setdefault(id(layer.moment), name)
         tensors[f"{owner}.moment"] = layer.moment.contiguous()
         if layer.gradient_moment is not None:
             tensors[f"{name}.gradient_moment"] = layer.gradient_moment.contiguous()
-        header[name] = f"{layer.side} {owner} {layer.tokens} {layer.mean_square!r}"
+        header[name] = {
+            "side": layer.side, "tokens": layer.tokens, "mean_square": layer.mean_square, "owner": owner
+        }  # fmt: skip
     with write_aside(path) as aside:
-        safetensors.torch.save_file(tensors, aside, metadata=header)
+        safetensors.torch.save_file(tensors, aside, metadata={"layers": json.dumps(header)})
 
 
 def load_moments(path: str | Path) -> Moments:
@@ -162,11 +165,12 @@ def load_moments(path: str | Path) -> Moments:
     moments: Moments = {}
     with safetensors.safe_open(path, framework="pt") as file:
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        for name, line in file.metadata().items():
-            side, owner, tokens, mean_square = line.split(" ")
-            gradient = tensors.get(f"{name}.gradient_moment")
-            moment = tensors[f"{owner}.moment"]
-            moments[name] = LayerMoment(side, moment, float(mean_square), int(tokens), gradient)
+        header = json.loads(file.metadata()["layers"])
+    for name, layer in header.items():
+        moments[name] = LayerMoment(
+            layer["side"], tensors[f"{layer['owner']}.moment"], layer["mean_square"], layer["tokens"],
+            tensors.get(f"{name}.gradient_moment"),
+        )  # fmt: skip
     return moments
 
 

@@ -70,26 +70,21 @@ def save_elastic(
     layers = nested_layers(model)
     _require_same_layers(layers, chain)
     tensors, aliases = named_tensors(model)
+    content = {
+        **_model_facts(model, factory),
+        "layers": {name: layer_spec(layer) for name, layer in layers.items()},
+        "aliases": aliases,
+        "chain": chain.to_json(),
+        "tensors": dict(_segment_digests(tensors, _segments(chain, layers))),
+    }
     with directory_aside(directory) as aside:
-        is_transformers = models.is_transformers_model(model)
-        if is_transformers:
+        if content["library"] == "transformers":
             models.save_config(model, aside)
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
         write_tensors(aside / ELASTIC_STATE, tensors)
-        content = {
-            "library": "transformers" if is_transformers else "torch",
-            "class": type(model).__name__,
-            "factory": None if factory is None else factory_name(factory),
-            "flexrank": metadata.version("flexrank"),
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "layers": {name: layer_spec(layer) for name, layer in layers.items()},
-            "aliases": aliases,
-            "chain": chain.to_json(),
-            "tensors": dict(_segment_digests(tensors, _segments(chain, layers))),
-            "files": digest_files(aside, ("config.json",)),
-        }
-        write_document(aside / ELASTIC_DOCUMENT, ELASTIC_KIND, content)
+        files = digest_files(aside, ("config.json",))
+        write_document(aside / ELASTIC_DOCUMENT, ELASTIC_KIND, content | {"files": files})
 
 
 def load_elastic(
@@ -122,10 +117,9 @@ def load_elastic(
         entry = chain.entry_at(budget, max_params=max_params, max_bytes=max_bytes)
         ranks = dict(entry.profile)
         chain = dataclasses.replace(chain, entries=chain.entries[: chain.entries.index(entry) + 1])
-    if model is None and document["library"] == "transformers":
-        model = models.skeleton(directory)
-    elif model is None:
-        model = bare_model(document["factory"], directory)
+    if model is None:
+        is_transformers = document["library"] == "transformers"
+        model = models.skeleton(directory) if is_transformers else bare_model(document["factory"], directory)
     device = model_device(model)
     for name, spec in document["layers"].items():
         replace_layer(model, name, build_layer(spec | {"rank": ranks[name]}, device="meta"))
@@ -172,6 +166,16 @@ def _read_elastic(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FlexrankError(f"{directory}: holds no elastic model ({ELASTIC_DOCUMENT} is missing)")
     return read_document(path, ELASTIC_KIND, ELASTIC_KEYS)
+
+
+def _model_facts(model: nn.Module, factory: Factory | None) -> dict[str, Any]:
+    return {
+        "library": "transformers" if models.is_transformers_model(model) else "torch",
+        "class": type(model).__name__,
+        "factory": None if factory is None else factory_name(factory),
+        "flexrank": metadata.version("flexrank"),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+    }
 
 
 def _require_same_layers(layers: Mapping[str, Any], chain: ProfileChain) -> None:

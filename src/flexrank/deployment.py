@@ -83,11 +83,9 @@ def deploy(
     if base is not None and all(profile[name] == min(layer.matrix_shape) for name, layer in layers.items()):
         small = copy.deepcopy(base).train(model.training)
         return small if dtype is None else _cast(small, dtype)
-    memo: dict[int, Any] = {}
     deployed = {name: _deploy_layer(name, layer, profile[name], dtype, slack) for name, layer in layers.items()}
-    for name, layer in layers.items():
-        memo[id(layer)] = deployed[name]
-    small = copy.deepcopy(model, memo)
+    # The memo makes deepcopy put the deployed layers in, wherever a module stands; elastic weights are never copied.
+    small = copy.deepcopy(model, {id(layer): deployed[name] for name, layer in layers.items()})
     if dtype is not None:
         _cast(small, dtype)
     if models.is_transformers_model(small):
@@ -140,7 +138,7 @@ def fit_profile(
 ) -> RankProfile:
     """The chain's largest profile whose deployed model is within every limit, slack included.
 
-    `chain.at` counts slack 0; this steps down the chain from there, planning layers but building none.
+    `chain.at` counts slack 0; this steps down from there, planning layers but building none.
 
     Args:
         model: the elastic model.
@@ -148,31 +146,27 @@ def fit_profile(
         budget: deployed over dense parameters of the factorised layers, in (0, 1].
         max_params: the whole model's parameters.
         max_bytes: the whole model's bytes at `dtype`.
-        dtype: of the deployed model; the model's by default.
-        slack: as `deploy`'s.
+        dtype: as for `deploy`.
+        slack: as for `deploy`.
 
     Raises:
-        FlexrankError: no limit is given, one is out of range, or no profile is within them.
+        FlexrankError: no limit, one that is out of range, or none of the profiles within them.
     """
     chain = _at_dtype(model, chain, dtype)
     layers = nested_layers(model)
     start = chain.entries.index(chain.entry_at(budget, max_params=max_params, max_bytes=max_bytes))
+    limits = budget, max_params, max_bytes
     plans: dict[tuple[str, int], int] = {}
     for entry in reversed(chain.entries[: start + 1]):
         for name, rank in entry.profile.items():
             if (name, rank) not in plans:
                 plans[name, rank] = plan_layer(layers[name], rank, dtype=dtype, slack=slack).parameters
         real = dataclasses.replace(entry, parameters=sum(plans[item] for item in entry.profile.items()))
-        limits = (
-            (budget, chain.relative_size(real)),
-            (max_params, chain.model_parameters(real)),
-            (max_bytes, chain.model_bytes(real)),
-        )
-        if all(limit is None or size <= limit * (1 + 1e-12) for limit, size in limits):
+        sizes = chain.relative_size(real), chain.model_parameters(real), chain.model_bytes(real)
+        if all(limit is None or size <= limit * (1 + 1e-12) for limit, size in zip(limits, sizes, strict=True)):
             return entry.profile
-    given = {"budget": budget, "max_params": max_params, "max_bytes": max_bytes}
-    named = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
-    raise FlexrankError(f"{named} is too small for the deployed form, slack included; ask for more, or slack=0")
+    named = f"budget={budget}, max_params={max_params}, max_bytes={max_bytes}"
+    raise FlexrankError(f"too small for the deployed form, slack included: {named}; ask for more, or slack=0")
 
 
 def export(
@@ -197,29 +191,22 @@ def export(
     Raises:
         FlexrankError: keys are missing or unexpected, or outputs differ by more than `OUTPUT_BOUNDS`. Nothing is left.
     """
-    is_transformers = models.is_transformers_model(small)
-    if not is_transformers and factory is None:
+    library = "transformers" if models.is_transformers_model(small) else "torch"
+    if library == "torch" and factory is None:
         raise FlexrankError(f"export of a {type(small).__name__} needs factory=, 'package.module:function'")
     expected = _outputs(small, inputs)
-    if not bool(torch.isfinite(expected).all()):
-        raise FlexrankError("the model's outputs for these inputs are not finite; nothing was exported")
-    with directory_aside(directory) as aside:
-        if is_transformers:
+    request = {"library": library, "device": str(model_device(small)), "threads": torch.get_num_threads()}
+    with directory_aside(directory) as aside, tempfile.TemporaryDirectory() as scratch:
+        if library == "transformers":
             models.save_model(small, aside, tokenizer)
             specs = models.attached_layers(small)
-            describe_deployed(small, aside, library="transformers", layers=specs, aliases={}, factory=None)
+            describe_deployed(small, aside, library=library, layers=specs, aliases={}, factory=None)
         else:
             write_state(small, aside, factory=factory)
-        with tempfile.TemporaryDirectory() as scratch:
-            write_batch(Path(scratch) / "inputs.safetensors", inputs)
-            request = {
-                "library": "transformers" if is_transformers else "torch",
-                "device": str(model_device(small)),
-                "threads": torch.get_num_threads(),
-            }
-            write_json(Path(scratch) / "request.json", request)
-            _run_verification(aside, Path(scratch), timeout)
-            _compare(Path(scratch), expected, str(directory))
+        write_batch(Path(scratch) / "inputs.safetensors", inputs)
+        write_json(Path(scratch) / "request.json", request)
+        _run_verification(aside, Path(scratch), timeout)
+        _compare(Path(scratch), expected, str(directory))
 
 
 def output_bound(dtype: torch.dtype) -> float:
@@ -295,13 +282,21 @@ def _at_dtype(model: nn.Module, chain: ProfileChain, dtype: torch.dtype | None) 
 
 @torch.no_grad()
 def _outputs(small: nn.Module, inputs: Batch) -> Tensor:
+    """The model's outputs in eval mode; every module's mode is then as it was.
+
+    Raises:
+        FlexrankError: they are not finite.
+    """
     modes = {module: module.training for module in small.modules()}
     small.eval()
     try:
-        return output_tensor(call_model(small, to_device(inputs, model_device(small)))).cpu()
+        outputs = output_tensor(call_model(small, to_device(inputs, model_device(small)))).cpu()
     finally:
         for module, training in modes.items():
             module.training = training
+    if not bool(torch.isfinite(outputs).all()):
+        raise FlexrankError("the model's outputs for these inputs are not finite; nothing was exported")
+    return outputs
 
 
 def _run_verification(artefact: Path, scratch: Path, timeout: float) -> None:

@@ -84,7 +84,7 @@ def replace_layer(model: nn.Module, name: str, new: nn.Module) -> None:
     except AttributeError as error:
         raise FlexrankError(f"{type(model).__name__} has no layer {name!r}") from error
     for parent in list(model.modules()):
-        for child_name, child in list(parent.named_children()):
+        for child_name, child in list(parent._modules.items()):  # named_children would tell a shared child once
             if child is old:
                 setattr(parent, child_name, new)
 

@@ -32,7 +32,7 @@ class LayerCurve:
     parameters: Ints
     errors: Floats
 
-    def take(self, kept: slice | Bools) -> "LayerCurve":
+    def take(self, kept: slice | Bools | Ints) -> "LayerCurve":
         """The curve of some of its candidates."""
         return LayerCurve(self.name, self.ranks[kept], self.parameters[kept], self.errors[kept])
 
@@ -92,8 +92,7 @@ def monotone(curve: LayerCurve) -> LayerCurve:
     """The least-squares fit whose errors never rise with the rank nor fall below full rank's 0.
 
     A larger rank is a longer prefix of the same factors, so a rise, or an error below 0, is taken for noise of the
-    probe. A curve that is monotone already keeps every bit. It matters: on simulated tables (36 layers, noise of
-    .003 added to errors of median .05) the profiles' true error fell to .43 … .98 of that without the fit.
+    probe. A curve that is monotone already keeps every bit. It matters: on simulated tables (36 layers, NOISE
     """
     from scipy.optimize import isotonic_regression
 

@@ -1,32 +1,20 @@
-"""All requested profiles together, nested by constraint: an integer program, solved by HiGHS.
+"""All requested profiles together, nested by constraint.
 
-With y[b, s] = 1 if budget b drops step s (a layer's step from one candidate to the next):
-
-    minimise  Σ_b w_b Σ_s Δe_s y[b, s]
-    subject to  Σ_s Δc_s y[b, s] ≥ c_full − cap_b     (each budget holds)
-                y[b, s] ≤ y[b, s']                    (s' the next step of the same layer: a rank is a prefix)
-                y[b', s] ≤ y[b, s]                    (b' the next larger budget: profiles are nested)
-
-All but the first kind of constraint are differences of two variables, so that the program is integral but for one row
-a budget, and its relaxation is close. Dropped steps are counted, not kept ones, so that the objective is the error
-itself and the solver's relative gap is one of the error.
+Budget by budget (module `knapsack`) where that proves enough, else in one program (module `program`).
 """
 
 import math
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from flexrank.allocation.curves import Bools, CostTable, Floats, Ints, LayerCurve
+from flexrank.allocation.adjustment import repair, spend
+from flexrank.allocation.curves import CostTable, Ints, LayerCurve
+from flexrank.allocation.knapsack import solve_window
+from flexrank.allocation.program import solve_program
 
-if TYPE_CHECKING:
-    from scipy.sparse import csr_array
-
-# HiGHS's tolerances are absolute, 1e-6. A knapsack row is scaled to a largest step of 1 (below a million parameters a
-# step the row is then exact, and a larger one is repaired), the objective to this, so that small errors count too.
-OBJECTIVE_SCALE = 1e4
 SWEEPS = 4
 
 
@@ -68,7 +56,7 @@ def solve_nested(
     quick = _solve_by_budget(table, caps, weights, gap, time_limit)
     if quick.gap <= gap:
         return quick
-    levels, bound = _solve_program(curves, caps, weights, gap, time_limit)
+    levels, bound = solve_program(curves, caps, weights, gap, time_limit)
     repair(table, levels, caps)
     polish(table, levels, caps, gap, time_limit)
     objective = _objective(table, levels, weights)
@@ -95,118 +83,8 @@ def _solve_by_budget(
     return Solution(levels, _objective(table, levels, weights), bound)
 
 
-def solve_window(
-    table: CostTable, low: Ints, high: Ints, cap: int, gap: float, time_limit: float
-) -> tuple[Ints, float]:
-    """One budget's levels (L,) between `low`, which keeps the cap, and `high`; and the bound of its error."""
-    window = [curve.take(slice(a, b + 1)) for curve, a, b in zip(table.curves, low, high, strict=True)]
-    levels, bound = _solve_program(window, [cap], [1.0], gap, time_limit)
-    inside = CostTable(window)
-    repair(inside, levels, [cap])
-    spend(inside, levels, [cap])
-    base = math.fsum(float(curve.errors[-1]) for curve in window)  # the program counts errors from `high`
-    return levels[0] + low, bound + base
-
-
 def _objective(table: CostTable, levels: Ints, weights: Sequence[float]) -> float:
     return math.fsum(weight * table.error(row) for weight, row in zip(weights, levels, strict=True))
-
-
-def _solve_program(
-    curves: Sequence[LayerCurve], caps: Sequence[int], weights: Sequence[float], gap: float, time_limit: float
-) -> tuple[Ints, float]:
-    """Levels (B, L) to the solver's tolerance, and the proven lower bound of the weighted error from the last level."""
-    from scipy.optimize import Bounds, LinearConstraint, milp
-
-    errors = np.concatenate([-np.diff(curve.errors) for curve in curves])
-    scale = (float(np.abs(errors).max(initial=0)) or 1.0) / OBJECTIVE_SCALE
-    objective = np.outer(weights, errors / scale).ravel()
-    if not len(objective):
-        return np.zeros((len(caps), len(curves)), np.int64), 0.0
-    knapsack, needs = _knapsack_rows(curves, caps)
-    constraints = [LinearConstraint(knapsack, needs, np.inf), LinearConstraint(_order_rows(curves, len(caps)), -1, 0)]
-    result = milp(
-        objective,
-        integrality=np.ones(len(objective), np.int64),
-        bounds=Bounds(0, 1),
-        constraints=constraints,
-        options={"mip_rel_gap": gap, "time_limit": time_limit},
-    )
-    if result.x is not None:
-        return _levels(curves, (result.x > 0.5).reshape(len(caps), -1)), result.mip_dual_bound * scale
-    relaxed = milp(objective, bounds=Bounds(0, 1), constraints=constraints)
-    # Dropping every step keeps every cap, so the relaxation has a solution; what it drops in part is dropped whole.
-    part = np.asarray(relaxed.x)
-    return _levels(curves, (part > 1e-6).reshape(len(caps), -1)), float(objective @ part) * scale
-
-
-def _knapsack_rows(curves: Sequence[LayerCurve], caps: Sequence[int]) -> tuple["csr_array", Floats]:
-    from scipy.sparse import csr_array, kron
-
-    full = sum(int(curve.parameters[-1]) for curve in curves)
-    row = np.concatenate([np.diff(curve.parameters) for curve in curves])
-    needs = np.array([full - cap for cap in caps])
-    return csr_array(kron(np.eye(len(caps)), row[None, :] / row.max())), needs / row.max()
-
-
-def _order_rows(curves: Sequence[LayerCurve], budgets: int) -> "csr_array":
-    """Rows y_a − y_b ≤ 0: a prefix in every layer, and nested over the budgets."""
-    from scipy.sparse import csr_array
-
-    layer = np.repeat(np.arange(len(curves)), [len(curve.ranks) - 1 for curve in curves])
-    steps = len(layer)
-    inner = np.flatnonzero(layer[1:] == layer[:-1])
-    smaller = [inner + budget * steps for budget in range(budgets)]
-    larger = [index + 1 for index in smaller]
-    if budgets > 1:
-        smaller.append(np.arange(steps, budgets * steps))
-        larger.append(np.arange((budgets - 1) * steps))
-    left, right = np.concatenate(smaller), np.concatenate(larger)
-    rows = np.arange(len(left))
-    values = np.repeat([1.0, -1.0], len(left))
-    indices = (np.concatenate((rows, rows)), np.concatenate((left, right)))
-    return csr_array((values, indices), shape=(len(left), budgets * steps))
-
-
-def _levels(curves: Sequence[LayerCurve], drops: Bools) -> Ints:
-    """Levels (B, L): the steps kept in each layer. Dropped steps are each layer's last ones."""
-    layer = np.repeat(np.arange(len(curves)), [len(curve.ranks) - 1 for curve in curves])
-    kept = np.stack([np.bincount(layer, weights=~row, minlength=len(curves)) for row in drops]).astype(np.int64)
-    return np.minimum.accumulate(kept[::-1])[::-1].copy()  # nested to the bit, not to the solver's tolerance
-
-
-def repair(table: CostTable, levels: Ints, caps: Sequence[int]) -> None:
-    """Lowers profiles that overrun their cap by the solver's tolerance, in place, by steps of least error a saving."""
-    layers = np.arange(levels.shape[1])
-    for budget in range(len(caps) - 1, -1, -1):
-        row = levels[budget]
-        while table.cost(row) > caps[budget]:
-            below = np.maximum(row - 1, 0)
-            saved = table.parameters[layers, row] - table.parameters[layers, below]
-            lost = table.errors[layers, below] - table.errors[layers, row]
-            layer = int(np.argmin(np.where(saved > 0, lost / np.maximum(saved, 1), np.inf)))
-            row[layer] -= 1
-        levels[:budget] = np.minimum(levels[:budget], row)
-
-
-def spend(table: CostTable, levels: Ints, caps: Sequence[int]) -> None:
-    """Spends spare parameters, in place, by raises of most error saved a parameter; the profiles stay nested."""
-    layers = np.arange(levels.shape[1])[:, None]
-    candidates = np.arange(table.parameters.shape[1])[None, :]
-    for budget in range(len(caps) - 1, -1, -1):
-        row = levels[budget]
-        limit = levels[budget + 1] if budget + 1 < len(caps) else table.top
-        spare = caps[budget] - table.cost(row)
-        while True:
-            spent = table.parameters - table.parameters[layers, row[:, None]]
-            saved = table.errors[layers, row[:, None]] - table.errors
-            allowed = (candidates > row[:, None]) & (candidates <= limit[:, None]) & (spent <= spare) & (saved >= 0)
-            if not allowed.any():
-                break
-            best = np.argmax(np.where(allowed, saved / np.maximum(spent, 1), -np.inf))
-            layer, level = divmod(int(best), table.parameters.shape[1])
-            spare -= int(spent[layer, level])
-            row[layer] = level
 
 
 def polish(table: CostTable, levels: Ints, caps: Sequence[int], gap: float, time_limit: float) -> None:

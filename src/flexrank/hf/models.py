@@ -1,6 +1,7 @@
 """transformers models by name or directory. transformers is imported inside the functions that need it."""
 
 import contextlib
+import copy
 import importlib.util
 import sys
 from collections.abc import Iterator, Mapping
@@ -73,6 +74,8 @@ def load_model(name: str | Path, task: Task, *, dtype: torch.dtype | None = torc
     if task not in TASKS:
         raise FlexrankError(f"task {task!r} is unknown; it is one of {', '.join(TASKS)}")
     verify_export(source)
+    if (Path(source) / "elastic.json").is_file():
+        raise FlexrankError(f"model {str(name)!r}: an elastic artefact; read it with load_elastic")
     with clear_errors(str(name)):
         auto_class = _auto_class(source, task)
         with quiet_loading():
@@ -128,8 +131,6 @@ def skeleton(directory: str | Path) -> Any:
 
 def save_config(model: Any, directory: Path) -> None:
     """Writes the model's `config.json` (with its class and dtype) and generation config, without weights."""
-    import copy
-
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = str(model.dtype).removeprefix("torch.")

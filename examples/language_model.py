@@ -1,0 +1,45 @@
+"""A causal language model of every size: `python examples/language_model.py MODEL TEXT`.
+
+MODEL is a directory or a hub name, TEXT a UTF-8 file, or a folder of them, in the language that the model speaks.
+"""
+
+import argparse
+
+import flexrank as fr
+from flexrank import data, evaluation
+from flexrank.hf.models import load_model, load_tokenizer
+
+
+def main() -> None:
+    """Prints held-out nats a token at each size, and a text that the half-size model writes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("text")
+    parser.add_argument("--separator", default="\n\n", help="what divides TEXT into texts")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--length", type=int, default=128, help="tokens of a block")
+    options = parser.parse_args()
+
+    teacher, model = load_model(options.model, "language"), load_model(options.model, "language")
+    tokenizer = load_tokenizer(options.model)
+    texts = data.read_texts(options.text, options.separator)
+    blocks = data.token_blocks(tokenizer, texts[: len(texts) // 5 * 4], options.length, batch_size=16)
+    held_out = data.token_blocks(tokenizer, texts[len(texts) // 5 * 4 :], options.length, batch_size=16)[:8]
+
+    fr.decompose_(model, fr.collect_moments(model, blocks[:8], fr.select_layers(model, exclude=["lm_head"])))
+    evaluate = fr.distillation_evaluator(teacher, blocks[8:10], fr.LogitObjective())
+    chain = fr.allocate_ranks(fr.probe_sensitivity(model, evaluate, num_levels=6), budgets=[0.8, 0.6, 0.5, 0.4])
+    fr.distill_(model, teacher, blocks[10:], chain, objective=fr.LogitObjective(), steps=options.steps, warmup_steps=10)
+
+    print(f"original: {evaluation.nats_per_token(teacher, held_out):.3f} nats a token")
+    for budget in reversed(chain.budgets):
+        with fr.use_profile(model, chain.at(budget)):
+            print(f"budget {budget}: {evaluation.nats_per_token(model, held_out):.3f} nats a token")
+    small = fr.deploy(model, chain.at(0.5))
+    start = {name: values[:1, :16] for name, values in held_out[0].items()}
+    print(tokenizer.decode(small.generate(**start, max_new_tokens=60, do_sample=False)[0]))
+    fr.export(small, "runs/example/language-half", start, tokenizer=tokenizer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Small Llamas: held-out nats per token at every budget, by plain SVD, DataSVD with both allocations, consolidated."""
+
+import copy
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from flexrank.allocation import allocate_ranks
+from flexrank.benches.setting import BUDGETS, assets_directory, finish, print_table, uniform_profile
+from flexrank.calibration import collect_moments
+from flexrank.data import STORY_SEPARATOR, read_texts, token_blocks
+from flexrank.decomposition import decompose_
+from flexrank.distillation import distill_, distillation_evaluator
+from flexrank.evaluation import nats_per_token
+from flexrank.hf.models import load_model, load_tokenizer
+from flexrank.objectives import LogitObjective
+from flexrank.profiles import RankProfile
+from flexrank.sensitivity import probe_sensitivity
+from flexrank.surgery import select_layers, use_profile
+
+#: Blocks.
+CALIBRATION, PROBE, EVALUATION, TRAINING, BATCH = 128, 32, 100, 3000, 8
+WHOLE_FILE = "\0"
+
+
+class Subject(NamedTuple):
+    """One model and its texts, as paths under the assets' folder."""
+
+    model: str
+    train: str
+    held_out: str
+    separator: str
+    length: int
+    training: dict[str, Any]
+
+
+SUBJECTS = (
+    Subject(
+        "pycode5m", "pycode5m/train_sample.txt", "pycode5m/val.txt", WHOLE_FILE, 512,
+        {"steps": 600, "learning_rate": 1e-3, "warmup_steps": 30},
+    ),
+    Subject(
+        "stories260k", "text/tinystories_train_v2.txt", "text/tinystories_val.txt", STORY_SEPARATOR, 256,
+        {"steps": 1500, "learning_rate": 2e-3, "warmup_steps": 50},
+    ),
+)  # fmt: skip
+
+
+def run(json_path: Path | None = None) -> dict[str, Any]:
+    """Runs the bench on every model; about fifteen minutes on two cores with bfloat16 units."""
+    assets = assets_directory("pycode5m", "stories260k", "text")
+    return finish({subject.model: _Bench(assets, subject).run() for subject in SUBJECTS}, json_path)
+
+
+class _Bench:
+    """One model, its batches, and the scores so far."""
+
+    def __init__(self, assets: Path, subject: Subject):
+        self.subject = subject
+        self.teacher: nn.Module = load_model(assets / subject.model, "language")
+        tokenizer = load_tokenizer(assets / subject.model)
+
+        def blocks(path: str, count: int) -> list[Any]:
+            texts = read_texts(assets / path, subject.separator)
+            return token_blocks(tokenizer, texts, subject.length, BATCH)[: -(-count // BATCH)]
+
+        self.training = blocks(subject.train, TRAINING)
+        self.evaluation = blocks(subject.held_out, EVALUATION)
+        self.calibration = self.training[: CALIBRATION // BATCH]
+        self.probe = self.training[len(self.calibration) :][: PROBE // BATCH]
+        self.results: dict[str, dict[float, float]] = {}
+
+    def run(self) -> dict[str, Any]:
+        for method in ("svd", "datasvd"):
+            model = self.decomposed(method)
+            self.score(model, f"{method}, uniform", lambda budget, m=model: uniform_profile(m, budget))
+        objective = LogitObjective()
+        table = probe_sensitivity(model, distillation_evaluator(self.teacher, self.probe, objective))
+        chain = allocate_ranks(table, BUDGETS)
+        self.score(model, "datasvd, paper", allocate_ranks(table, BUDGETS, method="paper", savings="ranks").at)
+        self.score(model, "datasvd, joint", chain.at)
+        start = time.perf_counter()
+        settings = self.subject.training
+        distill_(model, self.teacher, self.training, chain, objective=objective, autocast=torch.bfloat16, **settings)
+        seconds = time.perf_counter() - start
+        self.score(model, "consolidated", chain.at)
+        dense = nats_per_token(self.teacher, self.evaluation)
+        rows = {method: list(found.values()) for method, found in self.results.items()}
+        title = f"{self.subject.model}: nats per token (dense {dense:.4f}; consolidated in {seconds / 60:.1f} minutes)"
+        print_table(title, [f"{budget:.1f}" for budget in BUDGETS], rows)
+        return {"dense": dense, "results": self.results, "seconds": seconds, "training": settings, "gap": chain.gap}
+
+    def decomposed(self, method: Any) -> nn.Module:
+        model = copy.deepcopy(self.teacher)
+        decompose_(model, collect_moments(model, self.calibration, select_layers(model)), method=method)
+        return model
+
+    def score(self, model: nn.Module, method: str, profile: Callable[[float], RankProfile]) -> None:
+        self.results[method] = {}
+        for budget in BUDGETS:
+            with use_profile(model, profile(budget)):
+                self.results[method][budget] = nats_per_token(model, self.evaluation)

@@ -1,0 +1,206 @@
+"""Consolidation: it learns, every profile is served, and a resumed run is the unbroken one to the bit."""
+
+import copy
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from flexrank.distillation import _Schedule, distill_, distillation_evaluator
+from flexrank.errors import FlexrankError
+from flexrank.objectives import EmbeddingObjective, FeatureObjective, LogitObjective
+from flexrank.surgery import full_profile, nested_layers, use_profile
+from tiny_models import batch_for, build, chain_of, nest
+
+SETTINGS = {"steps": 60, "learning_rate": 1e-2, "warmup_steps": 3}
+
+
+def batches(name: str) -> list:
+    batch = batch_for(name)
+    if isinstance(batch, torch.Tensor):
+        return [torch.randn(8, *batch.shape[1:], generator=torch.Generator().manual_seed(i)) for i in range(6)]
+    return [{key: value.roll(shift, 0) for key, value in batch.items()} for shift in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("name", "objective"),
+    [("perceptron", FeatureObjective()), ("convnet", FeatureObjective()), ("gpt2", LogitObjective()),
+     ("bert", EmbeddingObjective(0.5)), ("vit", LogitObjective(2.0))],
+)  # fmt: skip
+def test_every_profile_comes_nearer_to_the_teacher(name: str, objective) -> None:
+    teacher, model = build(name), nest(build(name))
+    evaluate = distillation_evaluator(teacher, batches(name), objective)
+    profiles = [entry.profile for entry in chain_of(model, (0.3, 0.6)).entries]
+
+    def errors() -> list[float]:
+        found = []
+        for profile in profiles:
+            with use_profile(model, profile):
+                found.append(evaluate(model))
+        return found
+
+    before = errors()
+    history = distill_(model, teacher, batches(name), profiles, objective=objective, **SETTINGS)
+    assert all(after < 0.8 * start for after, start in zip(errors(), before, strict=True))
+    assert history.steps == len(history.losses) == 60
+    assert full_profile(model) == {n: layer.rank for n, layer in nested_layers(model).items()}
+
+
+def test_one_step_is_adamw_on_the_gradient_of_the_drawn_profile() -> None:
+    """Oracle: the same step by hand, two accumulated batches, clipped."""
+    teacher, model = build("perceptron"), nest(build("perceptron"))
+    twin, data, profile = copy.deepcopy(model), batches("perceptron")[:2], {"0": 3, "2": 4, "4": 2}
+    settings = {"steps": 1, "learning_rate": 1e-2, "accumulation": 2, "max_norm": 0.1, "weight_decay": 0.3}
+    distill_(model, teacher, data, [profile], objective=FeatureObjective(), **settings)
+    matrices = [p for p in twin.parameters() if p.ndim > 1]
+    vectors = [p for p in twin.parameters() if p.ndim <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0}], lr=1e-2
+    )
+    with use_profile(twin, profile):
+        for batch in data:
+            target = teacher(batch).detach()
+            ((twin(batch) - target).square().sum() / target.square().sum() / 2).backward()
+    torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+    optimizer.step()
+    for ours, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["sequence", "iterable", "stateful"])
+def test_a_resumed_run_equals_the_unbroken_one(kind: str, tmp_path: Path) -> None:
+    teacher, profiles = build("perceptron"), [{"0": 3, "2": 4, "4": 2}, {"0": 9, "2": 9, "4": 4}]
+
+    class Loader:
+        """Gives its batches again on each pass; `stateful` remembers where it stood, and is seen to be asked."""
+
+        def __init__(self) -> None:
+            self.at = 0
+
+        def __iter__(self):
+            for batch in batches("perceptron")[self.at :]:
+                self.at = (self.at + 1) % 6
+                yield batch
+
+    class Stateful(Loader):
+        def state_dict(self) -> dict:
+            return {"at": self.at}
+
+        def load_state_dict(self, state: dict) -> None:
+            self.at = state["at"]
+
+    make = {"sequence": lambda: batches("perceptron"), "iterable": Loader, "stateful": Stateful}[kind]
+
+    def run(model: nn.Module, data: object, path: Path | None, stop: int | None = None):
+        calls = 0
+
+        class Stopping(FeatureObjective):
+            def loss(self, output, target, batch):
+                nonlocal calls
+                calls += 1
+                if calls == stop:
+                    raise KeyboardInterrupt
+                return super().loss(output, target, batch)
+
+            __repr__ = FeatureObjective.__repr__
+
+        return distill_(
+            model,
+            teacher,
+            data,
+            profiles,
+            objective=Stopping(),
+            checkpoint=path,
+            checkpoint_every=5,
+            weights=[1, 2],
+            **SETTINGS,
+        )
+
+    unbroken = nest(build("perceptron"))
+    expected = run(unbroken, make(), None)
+    broken, path = nest(build("perceptron")), tmp_path / "state"
+    with pytest.raises(KeyboardInterrupt):
+        run(broken, make(), path, stop=37)
+    resumed = nest(build("perceptron"))
+    assert run(resumed, make(), path) == expected
+    for a, b in zip(resumed.parameters(), unbroken.parameters(), strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(FlexrankError, match="was written with learning_rate=0.01, not 0.1"):
+        distill_(
+            resumed, teacher, make(), profiles, objective=FeatureObjective(), checkpoint=path, weights=[1, 2],
+            **SETTINGS | {"learning_rate": 0.1},
+        )  # fmt: skip
+
+
+def test_profiles_are_drawn_in_proportion_and_evenly() -> None:
+    counts = Counter(_Schedule([1, 2, 5], seed=0).draw(step) for step in range(8000))
+    for index, weight in enumerate([1, 2, 5]):
+        assert counts[index] == pytest.approx(1000 * weight, rel=0.03)
+    even = _Schedule([1, 1, 1, 1], seed=3)
+    for start in range(0, 40, 4):
+        assert sorted(even.draw(step) for step in range(start, start + 4)) == [0, 1, 2, 3]
+
+
+def test_what_is_not_trained_does_not_move() -> None:
+    teacher, model = build("llama_tied"), nest(build("llama_tied"))
+    model.model.norm.weight.requires_grad_(False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    outside = {name: value.clone() for name, value in teacher.state_dict().items()}
+    distill_(model, teacher, batches("llama_tied"), [full_profile(model) | {"model.layers.0.mlp.up_proj": 2}],
+             objective=LogitObjective(), steps=3, learning_rate=1e-2)  # fmt: skip
+    after = model.state_dict()
+    assert torch.equal(after["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert not torch.equal(after["model.layers.0.mlp.up_proj.u"], before["model.layers.0.mlp.up_proj.u"])
+    assert all(torch.equal(value, outside[name]) for name, value in teacher.state_dict().items())
+    assert not model.model.norm.weight.requires_grad and model.model.embed_tokens.weight.requires_grad
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_batch_norm_statistics_and_dropout_rest() -> None:
+    teacher, model = build("convnet"), nest(build("convnet")).train()
+    statistics = model[1].running_mean.clone()
+    distill_(model, teacher, batches("convnet"), [full_profile(model)], objective=FeatureObjective(), steps=2)
+    assert torch.equal(model[1].running_mean, statistics) and model.training and not teacher.training
+
+
+def test_bf16_autocast_keeps_float32_parameters_and_learns() -> None:
+    teacher, model = build("perceptron"), nest(build("perceptron"))
+    profile = {"0": 4, "2": 4, "4": 3}
+    evaluate = distillation_evaluator(teacher, batches("perceptron"), FeatureObjective())
+    with use_profile(model, profile):
+        before = evaluate(model)
+    distill_(
+        model,
+        teacher,
+        batches("perceptron"),
+        [profile],
+        objective=FeatureObjective(),
+        autocast=torch.bfloat16,
+        **SETTINGS,
+    )
+    with use_profile(model, profile):
+        assert evaluate(model) < 0.8 * before
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+
+
+def test_wrong_uses_are_named() -> None:
+    teacher, model = build("perceptron"), nest(build("perceptron"))
+    profile = full_profile(model)
+    good = {"objective": FeatureObjective(), "steps": 1}
+    with pytest.raises(FlexrankError, match="distillation got no batches"):
+        distill_(model, teacher, [], [profile], **good)
+    with pytest.raises(FlexrankError, match="distillation got no batches"):
+        distill_(model, teacher, iter([]), [profile], **good)
+    with pytest.raises(FlexrankError, match="distillation got no profiles"):
+        distill_(model, teacher, batches("perceptron"), [], **good)
+    with pytest.raises(FlexrankError, match="steps is 0"):
+        distill_(model, teacher, batches("perceptron"), [profile], **good | {"steps": 0})
+    with pytest.raises(FlexrankError, match="give 1 positive numbers"):
+        distill_(model, teacher, batches("perceptron"), [profile], weights=[1, 2], **good)
+    with pytest.raises(FlexrankError, match="the loss is nan at step 0"):
+        distill_(model, teacher, [torch.full((2, 12), float("nan"))], [profile], **good)
+    with pytest.raises(FlexrankError, match="no elastic layers"):
+        distill_(build("perceptron"), teacher, batches("perceptron"), [profile], **good)

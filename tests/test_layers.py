@@ -1,0 +1,133 @@
+"""Elastic and deployed layers against the dense forward of their own matrix."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from flexrank.errors import FlexrankError
+from flexrank.layers import (
+    GaugeAlignedConv2d,
+    GaugeAlignedLinear,
+    NestedConv2d,
+    NestedLinear,
+    build_layer,
+    layer_spec,
+)
+from flexrank.views import ConvGeometry, conv_geometry, input_rows, output_rows, weight_matrix
+
+GEOMETRY = ConvGeometry(3, (3, 2), (2, 1), (1, 0), (1, 2))
+
+
+def nested_linear() -> NestedLinear:
+    return NestedLinear(torch.randn(6, 8), torch.randn(6, 6), torch.randn(8))
+
+
+def nested_conv() -> NestedConv2d:
+    return NestedConv2d(torch.randn(7, 7), torch.randn(7, 18), torch.randn(7), GEOMETRY)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 300])
+@pytest.mark.parametrize("rank", [1, 3, 6])
+def test_both_routes_of_a_linear_give_the_prefix(tokens: int, rank: int) -> None:
+    layer = nested_linear()
+    layer.rank = rank
+    x = torch.randn(2, tokens, 6)
+    expected = functional.linear(x, layer.u[:rank].T @ layer.v[:rank], layer.bias)
+    torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_cheaper_route_is_taken() -> None:
+    """Against a count of multiply-adds."""
+    layer = nested_linear()
+    for rank in range(1, 7):
+        layer.rank = rank
+        for tokens in (1, 2, 5, 100):
+            factored, materialised = tokens * rank * (8 + 6), tokens * 8 * 6 + rank * 8 * 6
+            assert layer.is_factored_cheaper(tokens) == (factored <= materialised)
+
+
+@pytest.mark.parametrize("rank", [1, 4, 7])
+def test_both_routes_of_a_convolution_give_the_prefix(rank: int) -> None:
+    layer = nested_conv()
+    layer.rank = rank
+    for x in (torch.randn(1, 3, 4, 5), torch.randn(9, 3, 20, 21)):
+        weight = (layer.u[:rank].T @ layer.v[:rank]).view(7, 3, 3, 2)
+        expected = functional.conv2d(x, weight, layer.bias, *GEOMETRY[2:])
+        torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_of_a_convolution_are_what_its_matrix_multiplies() -> None:
+    conv = nn.Conv2d(3, 7, (3, 2), (2, 1), (1, 0), (1, 2), bias=False)
+    assert conv_geometry(conv) == GEOMETRY
+    x = torch.randn(4, 3, 9, 8)
+    torch.testing.assert_close(input_rows(conv, x) @ weight_matrix(conv).T, output_rows(conv, conv(x)))
+
+
+@pytest.mark.parametrize("slack", [0, 1, 4, "auto"])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_aligned_linear_is_the_plain_product(slack: int | str, with_bias: bool) -> None:
+    u, v, bias = torch.randn(9, 4), torch.randn(7, 4), torch.randn(9) if with_bias else None
+    layer = GaugeAlignedLinear.from_factors(u, v, bias, slack=slack)
+    x = torch.randn(2, 5, 7)
+    torch.testing.assert_close(layer(x), functional.linear(x, u @ v.T, bias), rtol=1e-4, atol=1e-4)
+    stored = sum(p.numel() for p in layer.parameters()) - (9 if with_bias else 0)
+    assert stored == 4 * (9 + 7 - 4 + layer.slack)
+
+
+@pytest.mark.parametrize("slack", [0, 2, "auto"])
+def test_aligned_convolution_is_the_plain_product(slack: int | str) -> None:
+    u, v, bias = torch.randn(9, 5), torch.randn(18, 5), torch.randn(9)
+    layer = GaugeAlignedConv2d.from_factors(u, v, bias, GEOMETRY, slack=slack)
+    x = torch.randn(2, 3, 9, 8)
+    expected = functional.conv2d(x, (u @ v.T).view(9, 3, 3, 2), bias, *GEOMETRY[2:])
+    torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(layer(x[0]), expected[0], rtol=1e-4, atol=1e-4)
+
+
+def test_bf16_alignment_is_within_three_times_plain() -> None:
+    u, v, x = torch.randn(384, 150), torch.randn(384, 150), torch.randn(100, 384).bfloat16()
+    exact = x.double() @ v.double() @ u.double().T
+
+    def error(slack: int | str) -> float:
+        layer = GaugeAlignedLinear.from_factors(u, v, slack=slack, dtype=torch.bfloat16)
+        return float((layer(x).detach().double() - exact).norm() / exact.norm())
+
+    assert error("auto") <= 3 * error(150) < error(0)
+
+
+@pytest.mark.parametrize("make", [nested_linear, nested_conv])
+def test_spec_rebuilds_elastic_layers(make: object) -> None:
+    layer = make()  # type: ignore[operator]
+    again = build_layer(layer_spec(layer))
+    again.load_state_dict(layer.state_dict())
+    x = torch.randn(2, 3, 9, 8) if isinstance(layer, NestedConv2d) else torch.randn(2, 6)
+    assert torch.equal(again(x), layer(x))
+
+
+def test_spec_rebuilds_deployed_and_dense_layers() -> None:
+    x, image = torch.randn(2, 7), torch.randn(2, 3, 9, 8)
+    aligned = GaugeAlignedLinear.from_factors(torch.randn(9, 4), torch.randn(7, 4), torch.randn(9), slack=1)
+    conv = GaugeAlignedConv2d.from_factors(torch.randn(9, 4), torch.randn(18, 4), None, GEOMETRY, slack=4)
+    dense_conv = nn.Conv2d(3, 7, (3, 2), (2, 1), (1, 0), (1, 2))
+    for layer, inputs in ((aligned, x), (conv, image), (nn.Linear(7, 3, bias=False), x), (dense_conv, image)):
+        again = build_layer(layer_spec(layer))
+        again.load_state_dict(layer.state_dict())
+        assert torch.equal(again(inputs), layer(inputs))
+
+
+def test_a_plain_linear_refuses_a_deployed_layers_state() -> None:
+    layer = GaugeAlignedLinear.from_factors(torch.randn(9, 4), torch.randn(7, 4), slack=0)
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        nn.Linear(7, 9, bias=False).load_state_dict(layer.state_dict(), strict=False)
+
+
+def test_wrong_ranks_and_slacks_are_named() -> None:
+    layer = nested_linear()
+    for rank in (0, 7):
+        with pytest.raises(FlexrankError, match=f"rank {rank} is out of range; this layer has 1 to 6"):
+            layer.rank = rank
+    with pytest.raises(FlexrankError, match="slack 5 is out of range"):
+        GaugeAlignedLinear.from_factors(torch.randn(9, 4), torch.randn(7, 4), slack=5)
+    with pytest.raises(FlexrankError, match="leading 4 rows of U are singular"):
+        GaugeAlignedLinear.from_factors(torch.zeros(9, 4), torch.randn(7, 4), slack=0)

@@ -1,0 +1,129 @@
+"""The probe against a plain loop that truncates by hand."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from flexrank.costs import dense_parameters, deployed_parameters
+from flexrank.distillation import distillation_evaluator
+from flexrank.errors import FlexrankError
+from flexrank.objectives import FeatureObjective
+from flexrank.sensitivity import probe_sensitivity, rank_levels
+from flexrank.surgery import full_profile, nested_layers, use_profile
+from tiny_models import batch_for, build, nest
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama_tied", "dinov3", "convnet", "perceptron", "tied_blocks"])
+def test_probe_equals_a_plain_loop(name: str) -> None:
+    """Bit for bit, the replay of cached blocks included."""
+    teacher, model = build(name), nest(build(name))
+    evaluate = distillation_evaluator(teacher, [batch_for(name)] * 2, FeatureObjective())
+    table = probe_sensitivity(model, evaluate, num_levels=3)
+    full = full_profile(model)
+    assert table.baseline == evaluate(model)
+    for layer in full:
+        for rank, error in zip(table.ranks[layer], table.errors[layer], strict=True):
+            with use_profile(model, full | {layer: rank}):
+                assert error == evaluate(model) - table.baseline
+    assert full_profile(model) == {n: layer.rank for n, layer in nested_layers(model).items()}
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_blocks_before_the_probed_one_do_not_run() -> None:
+    model = nest(build("bert"))
+    calls = {0: 0, 1: 0}
+
+    def count(index: int):
+        def hook(*_: object) -> None:
+            calls[index] += 1
+
+        return hook
+
+    for index, block in enumerate(model.encoder.layer):
+        block.attention.self.register_forward_hook(count(index))
+    evaluate = distillation_evaluator(build("bert"), [batch_for("bert")], FeatureObjective())
+    probe_sensitivity(model, evaluate, num_levels=3)
+    # 6 layers a block and 1 pooler with 2 truncated levels each, the baseline, and for block 1 a recording and a check
+    assert calls == {0: 1 + 2 * 6 + 2 + 1, 1: 1 + 2 * 12 + 2 + 2}
+
+
+class Wrapped(nn.Module):
+    """A stack whose later blocks change what an earlier one returned, in place: it cannot be replayed."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.add_(self.linear(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.Block() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_model_that_cannot_be_replayed_is_run_whole() -> None:
+    torch.manual_seed(1)
+    teacher = Wrapped()
+    model = Wrapped()
+    model.load_state_dict(teacher.state_dict())
+    nest(model)
+    evaluate = distillation_evaluator(teacher, [torch.randn(4, 6)], FeatureObjective())
+    table = probe_sensitivity(model, evaluate, num_levels=3)
+    full = full_profile(model)
+    for layer in full:
+        with use_profile(model, full | {layer: table.ranks[layer][0]}):
+            assert table.errors[layer][0] == evaluate(model) - table.baseline
+
+
+@pytest.mark.parametrize("shape", [(384, 384), (1536, 384), (7, 300), (2, 2), (1, 9)])
+def test_levels_are_even_in_parameters(shape: tuple[int, int]) -> None:
+    levels = rank_levels(shape, 10)
+    assert levels[-1] == min(shape) and list(levels) == sorted(set(levels)) and levels[0] >= 1
+    for share in range(1, 10):
+        limit = dense_parameters(shape) * share / 10
+        fitting = [r for r in range(1, min(shape) + 1) if deployed_parameters(shape, r) <= limit]
+        assert (fitting[-1] if fitting else 1) in levels
+    assert rank_levels((100, 100), 10, "ranks") == tuple(range(10, 101, 10))
+
+
+def test_an_interrupted_probe_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    teacher, path = build("bert"), tmp_path / "probe.json"
+    evaluate = distillation_evaluator(teacher, [batch_for("bert")], FeatureObjective())
+    expected = probe_sensitivity(nest(build("bert")), evaluate, num_levels=3)
+    calls = 0
+
+    def stopping(model: nn.Module) -> float:
+        nonlocal calls
+        calls += 1
+        if calls == 12:
+            raise KeyboardInterrupt
+        return evaluate(model)
+
+    model = nest(build("bert"))
+    with pytest.raises(KeyboardInterrupt):
+        probe_sensitivity(model, stopping, num_levels=3, checkpoint=path)
+    assert all(layer.rank == layer.max_rank for layer in nested_layers(model).values())
+    calls = 100
+    assert probe_sensitivity(model, stopping, num_levels=3, checkpoint=path) == expected
+    assert calls - 100 < 1 + 2 * 13
+    with pytest.raises(FlexrankError, match="belongs to another probe"):
+        probe_sensitivity(model, evaluate, num_levels=4, checkpoint=path)
+
+
+def test_wrong_uses_are_named() -> None:
+    model = nest(build("perceptron"))
+    with pytest.raises(FlexrankError, match="num_levels is 1"):
+        probe_sensitivity(model, lambda m: 0.0, num_levels=1)
+    with pytest.raises(FlexrankError, match="evaluating layer '0' at rank .* gave nan"):
+        values = iter([1.0, float("nan")])
+        probe_sensitivity(model, lambda m: next(values), num_levels=2)

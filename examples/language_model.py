@@ -17,6 +17,7 @@ def main() -> None:
     parser.add_argument("text")
     parser.add_argument("--separator", default="\n\n", help="what divides TEXT into texts")
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--length", type=int, default=128, help="tokens of a block")
     options = parser.parse_args()
 
@@ -29,7 +30,10 @@ def main() -> None:
     fr.decompose_(model, fr.collect_moments(model, blocks[:8], fr.select_layers(model, exclude=["lm_head"])))
     evaluate = fr.distillation_evaluator(teacher, blocks[8:10], fr.LogitObjective())
     chain = fr.allocate_ranks(fr.probe_sensitivity(model, evaluate, num_levels=6), budgets=[0.8, 0.6, 0.5, 0.4])
-    fr.distill_(model, teacher, blocks[10:], chain, objective=fr.LogitObjective(), steps=options.steps, warmup_steps=10)
+    fr.distill_(
+        model, teacher, blocks[10:], chain, objective=fr.LogitObjective(), steps=options.steps, warmup_steps=10,
+        learning_rate=options.learning_rate,
+    )  # fmt: skip
 
     print(f"original: {evaluation.nats_per_token(teacher, held_out):.3f} nats a token")
     for budget in reversed(chain.budgets):

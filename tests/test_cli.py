@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from safetensors import SafetensorError
 from typer.testing import CliRunner
 
 from flexrank import cli, deployment, sensitivity
@@ -130,7 +131,7 @@ def test_deploy_writes_one_size_within_the_limit(
         (["inspect", "HERE"], "no artefact"),
         (["report", "HERE"], "summary.json"),
         (["bench", "nothing"], "bench 'nothing': no such benchmark"),
-        (["reproduce", "fig99"], "reproduce 'fig99': no such figure"),
+        (["reproduce", "fig99"], "reproduce 'fig99': no study of the paper"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_2(arguments: list[str], part: str, config: Path, tmp_path: Path) -> None:
@@ -156,14 +157,25 @@ def test_an_edited_artefact_is_one_line(finished: tuple[Path, dict[str, Any]], t
     assert "elastic.safetensors" in refused("inspect", place)
 
 
-def test_a_full_disk_is_one_line(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("where", "error", "part"),
+    [
+        (
+            "rundir.RunDirectory.keep_config",
+            OSError(28, "No space left on device", "/disk/t"),
+            "/disk/t: No space left",
+        ),
+        ("stages.collect_moments", SafetensorError("I/O error: No space left on device"), "decompose cannot write"),
+    ],
+)
+def test_a_full_disk_is_one_line(
+    where: str, error: Exception, part: str, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device", "/disk/table.json")
+        raise error
 
-    monkeypatch.setattr("flexrank.pipeline.rundir.RunDirectory.keep_config", full)
-    assert refused("run", config, "--set", f"output={tmp_path / 'run'}").endswith(
-        "/disk/table.json: No space left on device"
-    )
+    monkeypatch.setattr(f"flexrank.pipeline.{where}", full)
+    assert part in refused("run", config, "--set", f"output={tmp_path / 'run'}")
 
 
 def test_an_interruption_is_one_line_that_tells_how_to_go_on(
@@ -189,8 +201,14 @@ def test_a_bench_writes_its_json_and_prints_it(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "flexrank.benches.theory", bench)
     expected = {"path": str(tmp_path / "t.json"), "ratio": 0.5}
     assert json.loads(invoke("bench", "theory", "--output", tmp_path / "t.json", "--json").stdout) == expected
-    assert json.loads(invoke("reproduce", "fig2", "--output", tmp_path / "t.json", "--json").stdout) == expected
-    assert "the paper has it, this version does not yet; it has fig2" in refused("reproduce", "fig3")
+    assert json.loads(invoke("reproduce", "theory", "--output", tmp_path / "t.json", "--json").stdout) == expected
+    assert "the paper has it, this version does not; it has theory" in refused("reproduce", "front")
+
+
+def test_every_bench_there_is_can_be_named() -> None:
+    names = cli._bench_names()
+    assert "setting" not in names
+    assert all(name in refused("bench", "nothing") for name in names)
 
 
 def test_help_loads_no_transformers_and_no_matplotlib() -> None:

@@ -162,4 +162,4 @@ def test_singular_leading_block_takes_slack() -> None:
     assert alignment_error(u, v, 0, torch.randn(8, 10).double(), torch.float32) > 1e-3
     slack = choose_slack(u, v, torch.randn(8, 10).double(), torch.float32)
     assert slack > 0
-    assert alignment_error(u, v, slack, torch.randn(8, 10).double(), torch.float32) < 1e-5
+    assert alignment_error(u, v, slack, torch.randn(8, 10).double(), torch.float32) < 2e-6

@@ -1,4 +1,4 @@
-"""Tiny models of every kind that must go all the way, and inputs for them. Seeded; no weights are downloaded."""
+"""The small models of `models.py` made elastic, with chains for them, and plain networks a fresh process can build."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,57 +6,11 @@ from typing import Any
 import torch
 from torch import nn
 
+import models
 from flexrank.linalg import plain_svd
 from flexrank.profiles import ChainEntry, ProfileChain, RankProfile
 from flexrank.surgery import footprint, nest_, nested_layers, select_layers
 from flexrank.views import weight_matrix
-
-TEXT = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-ROTARY = TEXT | {"intermediate_size": 56, "num_key_value_heads": 2, "max_position_embeddings": 64}
-IMAGE = {"image_size": 16, "patch_size": 4, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-PLAIN_IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-
-
-def _bert() -> nn.Module:
-    from transformers import BertConfig, BertModel
-
-    return BertModel(BertConfig(**TEXT, intermediate_size=64, max_position_embeddings=32))
-
-
-def _llama(tied: bool) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(**ROTARY, **PLAIN_IDS, tie_word_embeddings=tied))
-
-
-def _gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=4, n_positions=64, **PLAIN_IDS))
-
-
-def _qwen3() -> nn.Module:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    return Qwen3ForCausalLM(Qwen3Config(**ROTARY, **PLAIN_IDS, head_dim=8))
-
-
-def _phi3() -> nn.Module:
-    from transformers import Phi3Config, Phi3ForCausalLM
-
-    return Phi3ForCausalLM(Phi3Config(**ROTARY, **PLAIN_IDS))
-
-
-def _vit() -> nn.Module:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    return ViTForImageClassification(ViTConfig(**IMAGE, intermediate_size=64, num_labels=5))
-
-
-def _dinov3() -> nn.Module:
-    from transformers import DINOv3ViTConfig, DINOv3ViTModel
-
-    return DINOv3ViTModel(DINOv3ViTConfig(**IMAGE, intermediate_size=64))
 
 
 class TiedBlocks(nn.Module):
@@ -95,14 +49,14 @@ def convnet() -> nn.Module:
 
 
 TRANSFORMERS: dict[str, Callable[[], nn.Module]] = {
-    "bert": _bert,
-    "llama_tied": lambda: _llama(True),
-    "llama_untied": lambda: _llama(False),
-    "gpt2": _gpt2,
-    "qwen3": _qwen3,
-    "phi3": _phi3,
-    "vit": _vit,
-    "dinov3": _dinov3,
+    "bert": models.bert,
+    "llama_tied": models.tied_llama,
+    "llama_untied": models.llama,
+    "gpt2": models.gpt2,
+    "qwen3": models.qwen3,
+    "phi3": models.phi3,
+    "vit": models.vit,
+    "dinov3": models.dinov3,
 }
 PLAIN: dict[str, Callable[[], nn.Module]] = {
     "perceptron": perceptron,
@@ -125,13 +79,9 @@ def build(name: str, seed: int = 0) -> nn.Module:
 
 def batch_for(name: str) -> Any:
     """A batch of three for the model `name`; for text with padding."""
-    generator = torch.Generator().manual_seed(1)
-    if name in ("vit", "dinov3"):
-        return {"pixel_values": torch.randn(3, 3, 16, 16, generator=generator)}
     if name in TRANSFORMERS:
-        mask = torch.ones(3, 9, dtype=torch.long)
-        mask[1, 6:] = 0
-        return {"input_ids": torch.randint(3, 99, (3, 9), generator=generator), "attention_mask": mask}
+        return models.batch_for(TRANSFORMERS[name])
+    generator = torch.Generator().manual_seed(1)
     return torch.randn(*((3, 3, 8, 8) if name == "convnet" else (3, 12)), generator=generator)
 
 

@@ -19,14 +19,19 @@ from flexrank.errors import FlexrankError
 
 WRONG_INPUT, INTERRUPTED = 2, 130
 
-# The paper's figures and sections, and the bench that reproduces each; `flexrank bench NAME` runs any by its own name.
-FIGURES = {
-    "fig2": "theory",
-    "fig3": "front",
+# What the paper shows, and the bench that repeats it; `flexrank bench NAME` runs every bench by its own name.
+STUDIES = {
+    "theory": "theory",
     "ranking": "ranking",
-    "profiles": "lm_profiles",
-    "calibration": "calibration_size",
+    "front": "front",
+    "language-models": "language",
+    "lm-profiles": "lm_profiles",
+    "calibration-size": "calibration_size",
     "layerwise": "layerwise",
+    "joint-vs-single": "joint_vs_single",
+    "equal-budget": "equal_budget",
+    "vision": "vision",
+    "adaptation": "adaptation",
     "gar": "gar",
 }
 
@@ -91,10 +96,15 @@ def _start(
     log = logging.getLogger("flexrank")
     for handler in list(log.handlers):
         log.removeHandler(handler)
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    log.addHandler(handler)
+    log.addHandler(_StandardError())
     log.setLevel(logging.WARNING if quiet else logging.INFO)
+
+
+class _StandardError(logging.Handler):
+    """Writes to what is standard error at the time, as `print` does."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr, flush=True)
 
 
 @app.command()
@@ -224,17 +234,17 @@ def bench(
 
 @app.command()
 def reproduce(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A figure of the paper.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A study of the paper.")],
     output: Annotated[Path | None, typer.Option(help="Where to write; results/NAME.json by default.")] = None,
     as_json: Json = False,
 ) -> None:
     """Repeats an experiment of the paper at a size that this machine bears."""
-    there = {figure: module for figure, module in FIGURES.items() if module in _bench_names()}
-    offered = ", ".join(there) or "none in this version"
-    if name not in FIGURES:
-        raise FlexrankError(f"reproduce {name!r}: no such figure; this version has {offered}")
+    there = {study: module for study, module in STUDIES.items() if module in _bench_names()}
+    offered = ", ".join(there) or "none"
+    if name not in STUDIES:
+        raise FlexrankError(f"reproduce {name!r}: no study of the paper; this version has {offered}")
     if name not in there:
-        raise FlexrankError(f"reproduce {name!r}: the paper has it, this version does not yet; it has {offered}")
+        raise FlexrankError(f"reproduce {name!r}: the paper has it, this version does not; it has {offered}")
     _run_bench(there[name], output, as_json)
 
 
@@ -259,12 +269,13 @@ def _resumable(directory: Path) -> Iterator[None]:
 
 
 def _bench_names() -> list[str]:
+    """The modules of flexrank.benches that define `run`, found without importing any."""
     import importlib.util
-    import pkgutil
 
     spec = importlib.util.find_spec("flexrank.benches")
-    places = [] if spec is None else spec.submodule_search_locations
-    return sorted(module.name for module in pkgutil.iter_modules(places) if not module.name.startswith("_"))
+    places = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
+    files = [file for place in places for file in place.glob("[!_]*.py")]
+    return sorted(file.stem for file in files if "\ndef run(" in file.read_text(encoding="utf8"))
 
 
 def _run_bench(name: str, output: Path | None, as_json: bool) -> None:
@@ -272,9 +283,10 @@ def _run_bench(name: str, output: Path | None, as_json: bool) -> None:
 
     module_name = name.replace("-", "_")
     if module_name not in _bench_names():
-        raise FlexrankError(f"bench {name!r}: no such benchmark; there are {', '.join(_bench_names()) or 'none yet'}")
+        raise FlexrankError(f"bench {name!r}: no such benchmark; there are {', '.join(_bench_names()) or 'none'}")
     path = output or Path("results") / f"{name}.json"
-    found = importlib.import_module(f"flexrank.benches.{module_name}").run(path)
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        found = importlib.import_module(f"flexrank.benches.{module_name}").run(path)
     if as_json:
         _print_json(found)
     else:

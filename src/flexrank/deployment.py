@@ -54,12 +54,16 @@ class LayerPlan:
     parameters: int
 
 
+Activations = Mapping[str, Tensor]
+
+
 def deploy(
     model: nn.Module,
-    profile: Mapping[str, int],
+    profile: Mapping[str, int] | Mapping[str, LayerPlan],
     *,
     dtype: torch.dtype | None = None,
     slack: Slack = "auto",
+    activations: Activations | None = None,
     base: nn.Module | None = None,
 ) -> nn.Module:
     """A plain deep copy of the elastic model at `profile`: gauge-aligned layers, dense ones where these are no larger.
@@ -69,18 +73,21 @@ def deploy(
 
     Args:
         model: with elastic layers.
-        profile: a rank for each of them.
+        profile: a rank for each of them, or the plans of `fit_plans`.
         dtype: of the copy; the model's by default. Non-persistent buffers (rotary frequencies) keep theirs.
         slack: columns left unaligned in every layer, at most its rank; "auto" measures it, 0 is the paper's form
             (FlexRank, eq. 7).
+        activations: input rows of each layer, from `collect_rows`, that "auto" measures the dtype's error on;
+            standard normal rows by default.
         base: the model before decomposition; where every rank is full, the result is a copy of it, bit for bit.
 
     Raises:
         FlexrankError: the profile does not fit the model, or the slack is negative or too small for a layer.
     """
     layers = nested_layers(model)
-    _require_fitting(layers, profile)
-    if base is not None and all(profile[name] == min(layer.matrix_shape) for name, layer in layers.items()):
+    ranks = {name: value.rank if isinstance(value, LayerPlan) else value for name, value in profile.items()}
+    _require_fitting(layers, ranks)
+    if base is not None and all(ranks[name] == min(layer.matrix_shape) for name, layer in layers.items()):
         small = copy.deepcopy(base).train(model.training)
         return small if dtype is None else _cast(small, dtype)
     deployed = {name: _deploy_layer(name, layer, profile[name], dtype, slack) for name, layer in layers.items()}
@@ -93,8 +100,15 @@ def deploy(
     return small
 
 
-def plan_layer(layer: NestedLayer, rank: int, *, dtype: torch.dtype | None = None, slack: Slack = "auto") -> LayerPlan:
-    """The form with fewest parameters for the layer's prefix of `rank` components.
+def plan_layer(
+    layer: NestedLayer,
+    rank: int,
+    *,
+    dtype: torch.dtype | None = None,
+    slack: Slack = "auto",
+    rows: Tensor | None = None,
+) -> LayerPlan:
+    """The form with fewest parameters for the layer's prefix of `rank` components; `rows` (t, n) are its activations.
 
     Raises:
         FlexrankError: the slack is negative.
@@ -102,7 +116,7 @@ def plan_layer(layer: NestedLayer, rank: int, *, dtype: torch.dtype | None = Non
     dense = dense_parameters(layer.matrix_shape)
     if aligned_parameters(layer.matrix_shape, rank) < dense:
         u, v = _factors(layer, rank)
-        columns = resolve_slack(u, v, slack if slack == "auto" else min(slack, rank), dtype or layer.u.dtype)
+        columns = resolve_slack(u, v, slack if slack == "auto" else min(slack, rank), dtype or layer.u.dtype, rows)
         parameters = aligned_parameters(layer.matrix_shape, rank, columns)
         if parameters < dense:
             return LayerPlan(rank, columns, parameters)
@@ -135,8 +149,26 @@ def fit_profile(
     max_bytes: int | None = None,
     dtype: torch.dtype | None = None,
     slack: Slack = "auto",
+    activations: Activations | None = None,
 ) -> RankProfile:
-    """The chain's largest profile whose deployed model is within every limit, slack included.
+    """The profile of `fit_plans`: the chain's largest whose deployed model is within every limit, slack included."""
+    limits: dict[str, Any] = {"max_params": max_params, "max_bytes": max_bytes}
+    plans = fit_plans(model, chain, budget, **limits, dtype=dtype, slack=slack, activations=activations)
+    return RankProfile({name: plan.rank for name, plan in plans.items()})
+
+
+def fit_plans(
+    model: nn.Module,
+    chain: ProfileChain,
+    budget: float | None = None,
+    *,
+    max_params: int | None = None,
+    max_bytes: int | None = None,
+    dtype: torch.dtype | None = None,
+    slack: Slack = "auto",
+    activations: Activations | None = None,
+) -> dict[str, LayerPlan]:
+    """How to deploy the chain's largest profile whose deployed model is within every limit, slack included.
 
     `chain.at` counts slack 0; this steps down from there, planning layers but building none.
 
@@ -148,6 +180,7 @@ def fit_profile(
         max_bytes: the whole model's bytes at `dtype`.
         dtype: as for `deploy`.
         slack: as for `deploy`.
+        activations: as for `deploy`.
 
     Raises:
         FlexrankError: no limit, one that is out of range, or none of the profiles within them.
@@ -156,15 +189,17 @@ def fit_profile(
     layers = nested_layers(model)
     start = chain.entries.index(chain.entry_at(budget, max_params=max_params, max_bytes=max_bytes))
     limits = budget, max_params, max_bytes
-    plans: dict[tuple[str, int], int] = {}
+    plans: dict[tuple[str, int], LayerPlan] = {}
     for entry in reversed(chain.entries[: start + 1]):
         for name, rank in entry.profile.items():
             if (name, rank) not in plans:
-                plans[name, rank] = plan_layer(layers[name], rank, dtype=dtype, slack=slack).parameters
-        real = dataclasses.replace(entry, parameters=sum(plans[item] for item in entry.profile.items()))
+                rows = (activations or {}).get(name)
+                plans[name, rank] = plan_layer(layers[name], rank, dtype=dtype, slack=slack, rows=rows)
+        found = {name: plans[name, rank] for name, rank in entry.profile.items()}
+        real = dataclasses.replace(entry, parameters=sum(plan.parameters for plan in found.values()))
         sizes = chain.relative_size(real), chain.model_parameters(real), chain.model_bytes(real)
         if all(limit is None or size <= limit * (1 + 1e-12) for limit, size in zip(limits, sizes, strict=True)):
-            return entry.profile
+            return found
     named = f"budget={budget}, max_params={max_params}, max_bytes={max_bytes}"
     raise FlexrankError(f"too small for the deployed form, slack included: {named}; ask for more, or slack=0")
 
@@ -229,10 +264,9 @@ def _factors(layer: NestedLayer, rank: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _deploy_layer(name: str, layer: NestedLayer, rank: int, dtype: torch.dtype | None, slack: Slack) -> nn.Module:
-    dtype = dtype or layer.u.dtype
+def _deploy_layer(name: str, layer: NestedLayer, plan: LayerPlan, dtype: torch.dtype | None) -> nn.Module:
     try:
-        new = _build_deployed(layer, plan_layer(layer, rank, dtype=dtype, slack=slack), dtype)
+        new = _build_deployed(layer, plan, dtype or layer.u.dtype)
     except FlexrankError as error:
         raise FlexrankError(f"layer {name!r}: {error}") from error
     for parameter_name, parameter in new.named_parameters():

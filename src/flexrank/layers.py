@@ -277,7 +277,7 @@ def resolve_slack(u: Tensor, v: Tensor, slack: Slack, dtype: torch.dtype, inputs
     if slack == "auto":
         if inputs is None:
             generator = torch.Generator().manual_seed(0)
-            inputs = torch.randn(256, v.shape[0], generator=generator)
+            inputs = torch.randn(64, v.shape[0], generator=generator)
         return choose_slack(u.double(), v.double(), inputs.double().to(u.device), dtype)
     if not 0 <= slack <= u.shape[1]:
         raise FlexrankError(f"slack {slack} is out of range; rank {u.shape[1]} takes 0 to {u.shape[1]}, or 'auto'")

@@ -20,7 +20,7 @@ RIDGE = 1e-6
 #: activations, so that three holds on those it did not see.
 STATED_MULTIPLE = 3.0
 ERROR_MULTIPLE = 2.5
-ERROR_FLOOR = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.0, torch.float16: 0.0}
+ERROR_FLOOR = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 0.0, torch.float16: 0.0}
 
 
 class Factors(NamedTuple):
@@ -154,14 +154,7 @@ def alignment_error(
 
     The inputs are rounded to `dtype` first, so that only the form's own error counts. Infinite where it overflows.
     """
-    u_hat, v_tilde = gauge_align(u, v, slack)
-    aligned = u.shape[1] - slack
-    rounded = inputs.to(dtype)
-    latent = rounded @ v_tilde.to(dtype)
-    output = torch.cat([latent[:, :aligned], latent @ u_hat.to(dtype).T], 1)
-    exact = (rounded.double() @ v.double()) @ u.double().T
-    error = float((output.double() - exact).norm() / exact.norm().clamp(min=1e-300))
-    return error if error == error else float("inf")
+    return _AlignmentProbe(u, v, inputs, dtype).error(slack)
 
 
 def choose_slack(
@@ -172,13 +165,30 @@ def choose_slack(
     The bound is `ERROR_MULTIPLE` times the plain factors' own error in that dtype, or `ERROR_FLOOR`, if larger.
     """
     rank = u.shape[1]
-    bound = max(ERROR_MULTIPLE * alignment_error(u, v, rank, inputs, dtype), ERROR_FLOOR.get(dtype, 0.0))
+    probe = _AlignmentProbe(u, v, inputs, dtype)
+    bound = max(ERROR_MULTIPLE * probe.error(rank), ERROR_FLOOR.get(dtype, 0.0))
     slack = 0
     while slack < rank:
-        if alignment_error(u, v, slack, inputs, dtype) <= bound:
+        if probe.error(slack) <= bound:
             return slack
         slack = max(1, 2 * slack)
     return rank
+
+
+class _AlignmentProbe:
+    """One layer's factors, sample inputs and exact outputs, against which any slack is measured."""
+
+    def __init__(self, u: Tensor, v: Tensor, inputs: Tensor, dtype: torch.dtype):
+        self._u, self._v, self._dtype = u.double(), v.double(), dtype
+        self._inputs = inputs.to(dtype)
+        self._exact = (self._inputs.double() @ self._v) @ self._u.T
+
+    def error(self, slack: int) -> float:
+        u_hat, v_tilde = gauge_align(self._u, self._v, slack)
+        latent = self._inputs @ v_tilde.to(self._dtype)
+        output = torch.cat([latent[:, : self._u.shape[1] - slack], latent @ u_hat.to(self._dtype).T], 1)
+        error = float((output.double() - self._exact).norm() / self._exact.norm().clamp(min=1e-300))
+        return error if error == error else float("inf")
 
 
 def _balanced(left: Tensor, right: Tensor, energies: Tensor) -> Factors:

@@ -149,6 +149,7 @@ def _paper_chain(
     selection = paper.select_nested(
         [values[-1] - values[:-1] for values in counted], [curve.errors[:-1] for curve in curves], unit
     )
+    label += f", {selection.states} states"
     table = CostTable(curves)
     levels = np.where(selection.choices == paper.NO_SAVING, table.top[:, None], selection.choices).T[::-1]
     least = [np.zeros_like(table.top)] if levels[0].any() else []

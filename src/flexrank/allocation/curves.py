@@ -92,7 +92,9 @@ def monotone(curve: LayerCurve) -> LayerCurve:
     """The least-squares fit whose errors never rise with the rank nor fall below full rank's 0.
 
     A larger rank is a longer prefix of the same factors, so a rise, or an error below 0, is taken for noise of the
-    probe. A curve that is monotone already keeps every bit. It matters: on simulated tables (36 layers, NOISE
+    probe. A curve that is monotone already keeps every bit. Without the fit one lucky probe lets a layer be cut to
+    nothing and leaves a large budget unspent: on simulated tables with noise added to the errors, the profiles chosen
+    from the errors as measured had a true error 1.03 to 4 times as large (36 layers, budgets .2 to .9).
     """
     from scipy.optimize import isotonic_regression
 
@@ -108,7 +110,9 @@ def refine(curve: LayerCurve, shape: tuple[int, int], count: int) -> LayerCurve:
     `curve` is `monotone` or `undominated`. Its points stay exact, and nothing is extrapolated below its first rank.
     The error is interpolated in its logarithm (monotone cubic in the rank), for errors fall by orders of magnitude. In
     the last stretch, where it falls to 0 or below, it is a straight line: too high for a convex curve, on purpose,
-    for the optimum seeks out whatever is predicted too low (a cubic tail did 17 % worse there in truth).
+    for the optimum seeks out whatever is predicted too low (a cubic tail did 17 % worse there in truth). In the same
+    simulations 32 candidates lowered the true error by 1 to 4 % where the probes were exact, and raised it by up to
+    20 % where they were noisy: what is chosen more finely follows the noise more closely.
     """
     wanted = np.linspace(curve.parameters[0], curve.parameters[-1], count)
     every_rank = np.arange(curve.ranks[0], curve.ranks[-1] + 1)

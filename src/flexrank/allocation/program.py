@@ -40,6 +40,7 @@ def solve_program(
         return np.zeros((len(caps), len(curves)), np.int64), 0.0
     knapsack, needs = _knapsack_rows(curves, caps)
     constraints = [LinearConstraint(knapsack, needs, np.inf), LinearConstraint(_order_rows(curves, len(caps)), -1, 0)]
+    # HiGHS 1.12 (SciPy 1.17) may print a line of its own, "…transformNewIntegerFeasibleSolution…": its issue 2783.
     result = milp(
         objective,
         integrality=np.ones(len(objective), np.int64),

@@ -1,6 +1,7 @@
 """Small Llamas: held-out nats per token at every budget, by plain SVD, DataSVD with both allocations, consolidated."""
 
 import copy
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -77,7 +78,7 @@ class _Bench:
     def run(self) -> dict[str, Any]:
         for method in ("svd", "datasvd"):
             model = self.decomposed(method)
-            self.score(model, f"{method}, uniform", lambda budget, m=model: uniform_profile(m, budget))
+            self.score(model, f"{method}, uniform", functools.partial(uniform_profile, model))
         objective = LogitObjective()
         table = probe_sensitivity(model, distillation_evaluator(self.teacher, self.probe, objective))
         chain = allocate_ranks(table, BUDGETS)

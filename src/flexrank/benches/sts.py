@@ -6,6 +6,7 @@ sizes of a method.
 """
 
 import copy
+import functools
 import random
 import time
 from collections.abc import Callable
@@ -43,7 +44,7 @@ def run(json_path: Path | None = None) -> dict[str, Any]:
     results: dict[str, Scores] = {}
     for method in ("svd", "datasvd", "fisher"):
         model = bench.decomposed(method)
-        results[f"{method}, uniform"] = bench.scores(model, lambda budget, m=model: uniform_profile(m, budget))
+        results[f"{method}, uniform"] = bench.scores(model, functools.partial(uniform_profile, model))
     model = bench.decomposed("datasvd")
     table = probe_sensitivity(model, bench.probe_loss())
     paper = allocate_ranks(table, BUDGETS, method="paper", savings="ranks")

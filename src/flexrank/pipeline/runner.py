@@ -1,13 +1,17 @@
 """Which stages there are, in what order, and which of them a run must still do."""
 
+import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from flexrank.config import RunConfig
+from flexrank.errors import FlexrankError
 from flexrank.hf import models
 from flexrank.pipeline import stages
 from flexrank.pipeline.rundir import RunDirectory, fingerprint, identity
@@ -129,7 +133,7 @@ def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None =
     """
     work = outcome.workspace
     name = "-".join(f"{key}-{limit:g}" for key, limit in limits.items())
-    with work.directory.locked():
+    with work.directory.locked(), _clear_disk_errors(work, "deploy"):
         model, chain = work.elastic("elastic")
         return stages.export_within(work, model, chain, place or work.directory / "exports" / name, **limits)
 
@@ -152,11 +156,21 @@ def _do(stage: Stage, work: stages.Workspace, fingerprint: str) -> bool:
         return False
     work.directory.forget(stage.name)
     start = time.perf_counter()
-    stage.work(work, fingerprint)
+    with _clear_disk_errors(work, stage.name):
+        stage.work(work, fingerprint)
     seconds = time.perf_counter() - start
     work.directory.finish(stage.name, fingerprint, stage.outputs, seconds)
     log.info("%s: done in %.1f s", stage.name, seconds)
     return True
+
+
+@contextlib.contextmanager
+def _clear_disk_errors(work: stages.Workspace, stage: str) -> Iterator[None]:
+    """Turns what safetensors raises on a full disk, an error of its own kind, into one line."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise FlexrankError(f"{work.directory.path}: {stage} cannot write its tensors ({error})") from error
 
 
 def _needed(until: str) -> set[str]:

@@ -1,0 +1,1 @@
+"""Measurements of single stages: one module each, `flexrank bench NAME`."""

@@ -1,0 +1,65 @@
+import itertools
+
+import pytest
+
+from flexrank.costs import (
+    aligned_parameters,
+    dense_parameters,
+    deployed_parameters,
+    forward_operations,
+    measure_ratio,
+    plain_parameters,
+    relative_size,
+)
+
+SHAPES = [(6, 9), (9, 6), (7, 7), (1, 5), (5, 1), (48, 12)]
+
+
+def count_aligned(shape: tuple[int, int], rank: int, slack: int) -> int:
+    """Counts the numbers that the gauge-aligned form stores, one by one: the identity rows of Û are not stored."""
+    m, n = shape
+    latents = rank - slack
+    stored_u = sum(1 for row in range(m) for _ in range(rank) if row >= latents)
+    stored_v = sum(1 for _ in range(n) for _ in range(rank))
+    return stored_u + stored_v
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_parameters_equal_a_count_of_what_is_stored(shape):
+    for rank in range(1, min(shape) + 1):
+        assert plain_parameters(shape, rank) == count_aligned(shape, rank, slack=rank)
+        for slack in range(rank + 1):
+            assert aligned_parameters(shape, rank, slack) == count_aligned(shape, rank, slack)
+            forms = (shape[0] * shape[1], count_aligned(shape, rank, rank), count_aligned(shape, rank, slack))
+            assert deployed_parameters(shape, rank, slack) == min(forms)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_deployed_parameters_rise_with_the_rank_to_the_dense_matrix(shape):
+    costs = [deployed_parameters(shape, rank) for rank in range(1, min(shape) + 1)]
+    assert all(small < large for small, large in itertools.pairwise(costs))
+    assert costs[-1] == dense_parameters(shape) == shape[0] * shape[1]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_slack_never_passes_the_dense_matrix(shape):
+    for rank, slack in itertools.product(range(1, min(shape) + 1), range(20)):
+        assert deployed_parameters(shape, rank) <= deployed_parameters(shape, rank, slack) <= dense_parameters(shape)
+
+
+def test_relative_size_and_operations():
+    shapes = {"a": (4, 6), "b": (5, 5)}
+    assert relative_size(shapes, {"a": 4, "b": 5}) == 1
+    assert relative_size(shapes, {"a": 1, "b": 2}) == (1 * 9 + 2 * 8) / 49
+    assert forward_operations((4, 6), 1, tokens=10) == 90
+
+
+def test_measure_ratio_is_the_median_of_paired_ratios(monkeypatch):
+    clock = [0.0]
+    spent = iter([9.0, 9.0, 2.0, 1.0, 30.0, 1.0, 6.0, 2.0])  # a warm-up, then three pairs: 2, 30 and 3
+
+    def work() -> None:
+        clock[0] += next(spent)
+
+    monkeypatch.setattr("flexrank.costs.time.perf_counter", lambda: clock[0])
+    assert measure_ratio(work, work, repeats=3, warmup=1) == 3.0

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexrank.allocation import allocate_ranks, joint, paper, unconstrained_bounds
+from flexrank.allocation.adjustment import repair, spend
 from flexrank.allocation.curves import CostTable, LayerCurve, monotone, read_curves, refine, step_slopes, undominated
 from flexrank.allocation.knapsack import solve_window
 from flexrank.costs import deployed_parameters, relative_size
@@ -250,6 +251,41 @@ def test_two_budgets_with_one_answer_both_stand_in_the_chain():
         assert chain.budgets == (0.5, 0.7) and chain.requested[0].profile == chain.requested[1].profile == {"a": 2}
 
 
+def test_overrun_caps_are_repaired_and_spare_is_spent():
+    table = random_table(5, 5, seed=11)
+    costs = CostTable(read_curves(table))
+    random = np.random.default_rng(0)
+    for _ in range(50):
+        caps = sorted(random.integers(costs.cost(np.zeros_like(costs.top)), costs.cost(costs.top), size=3).tolist())
+        levels = np.sort(random.integers(0, 5, size=(3, 5)), axis=0)
+        before = levels.copy()
+        repair(costs, levels, caps)
+        assert (levels <= before).all() and (np.diff(levels, axis=0) >= 0).all()
+        assert all(costs.cost(row) <= cap for row, cap in zip(levels, caps, strict=True))
+        lowered = levels.copy()
+        spend(costs, levels, caps)
+        assert (levels >= lowered).all() and (np.diff(levels, axis=0) >= 0).all()
+        assert all(costs.cost(row) <= cap for row, cap in zip(levels, caps, strict=True))
+        for budget, cap in enumerate(caps):  # no single raise is left that fits
+            limit = levels[budget + 1] if budget < 2 else costs.top
+            for layer in np.flatnonzero(levels[budget] < limit):
+                raised = levels[budget].copy()
+                raised[layer] += 1
+                assert costs.cost(raised) > cap
+
+
+def test_polish_brings_any_nested_start_near_the_front():
+    table = transformer_table(16, 8, seed=1)
+    budgets = [0.3, 0.5, 0.7, 0.9]
+    costs = CostTable(read_curves(table))
+    caps = [math.floor(budget * costs.cost(costs.top)) for budget in budgets]
+    levels = np.zeros((4, 16), np.int64)
+    joint.polish(costs, levels, caps, 1e-4, 60.0)
+    assert (np.diff(levels, axis=0) >= 0).all()
+    for row, cap, bound in zip(levels, caps, unconstrained_bounds(table, budgets), strict=True):
+        assert costs.cost(row) <= cap and costs.error(row) <= 1.02 * bound
+
+
 # ------------------------------------------------------------------------------------------------ chain
 
 
@@ -404,6 +440,9 @@ def candidates_of(table: SensitivityTable, savings: str):
        savings=st.sampled_from(["ranks", "parameters"]))  # fmt: skip
 def test_paper_equals_the_printed_algorithm(layers, levels, seed, falling, savings):
     table = random_table(layers, levels, seed, falling)
+    if seed % 2:  # whole errors tie often
+        rounded = {name: tuple(float(round(4 * error)) for error in errors) for name, errors in table.errors.items()}
+        table = dataclasses.replace(table, errors=rounded)
     candidates = list(candidates_of(table, savings))
     expected = printed_algorithm(candidates)
     columns = [[np.array(column) for column in zip(*layer, strict=True)] for layer in candidates]

@@ -90,7 +90,10 @@ def deploy(
     if base is not None and all(ranks[name] == min(layer.matrix_shape) for name, layer in layers.items()):
         small = copy.deepcopy(base).train(model.training)
         return small if dtype is None else _cast(small, dtype)
-    deployed = {name: _deploy_layer(name, layer, profile[name], dtype, slack) for name, layer in layers.items()}
+    rows = activations or {}
+    deployed = {
+        name: _deploy_layer(name, layer, profile[name], rows.get(name), dtype, slack) for name, layer in layers.items()
+    }
     # The memo makes deepcopy put the deployed layers in, wherever a module stands; elastic weights are never copied.
     small = copy.deepcopy(model, {id(layer): deployed[name] for name, layer in layers.items()})
     if dtype is not None:
@@ -264,8 +267,12 @@ def _factors(layer: NestedLayer, rank: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _deploy_layer(name: str, layer: NestedLayer, plan: LayerPlan, dtype: torch.dtype | None) -> nn.Module:
+def _deploy_layer(
+    name: str, layer: NestedLayer, plan: LayerPlan | int, rows: Tensor | None, dtype: torch.dtype | None, slack: Slack
+) -> nn.Module:
     try:
+        if not isinstance(plan, LayerPlan):
+            plan = plan_layer(layer, plan, dtype=dtype, slack=slack, rows=rows)
         new = _build_deployed(layer, plan, dtype or layer.u.dtype)
     except FlexrankError as error:
         raise FlexrankError(f"layer {name!r}: {error}") from error

@@ -1,4 +1,4 @@
-"""Allocation against oracles: brute force over all nested tuples, and the printed algorithms word by word."""
+"""Joint allocation against brute force over all nested tuples; the chain; wrong input."""
 
 import dataclasses
 import itertools
@@ -7,96 +7,26 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from flexrank.allocation import allocate_ranks, joint, paper, unconstrained_bounds
+from allocation_tables import (
+    FOOTPRINT,
+    SOLVER_TOLERANCE,
+    brute_force,
+    check_chain,
+    random_table,
+    run_often,
+    spread_budgets,
+    transformer_table,
+    weighted_error,
+)
+from flexrank.allocation import allocate_ranks, joint, unconstrained_bounds
 from flexrank.allocation.adjustment import repair, spend
-from flexrank.allocation.curves import CostTable, LayerCurve, monotone, read_curves, refine, step_slopes, undominated
+from flexrank.allocation.curves import CostTable, read_curves
 from flexrank.allocation.knapsack import solve_window
-from flexrank.costs import deployed_parameters, relative_size
 from flexrank.errors import FlexrankError
-from flexrank.profiles import Footprint, ProfileChain, SensitivityTable
-
-FOOTPRINT = Footprint(7, 28, 4)
-SOLVER_TOLERANCE = 1e-6  # of HiGHS, of the errors' scale
-run_often = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
-def random_table(layers: int, levels: int, seed: int, falling: bool = True, width: int = 24) -> SensitivityTable:
-    random = np.random.default_rng(seed)
-    shapes, ranks, errors = {}, {}, {}
-    for layer in range(layers):
-        m, n = (int(side) for side in random.integers(levels, width, size=2))
-        probed = np.sort(random.choice(np.arange(1, min(m, n)), size=levels - 1, replace=False))
-        values = random.lognormal(-2, 1.5, size=levels - 1)
-        values = np.sort(values)[::-1] if falling else values - 0.1
-        name = f"layer{layer}"
-        shapes[name], ranks[name] = (m, n), (*probed.tolist(), min(m, n))
-        errors[name] = (*values.tolist(), 0.0)
-    return SensitivityTable(shapes, ranks, errors, 1.0, FOOTPRINT)
-
-
-def transformer_table(layers: int, levels: int, seed: int) -> SensitivityTable:
-    """Wider layers, so that every budget from .3 can be met."""
-    random = np.random.default_rng(seed)
-    shapes = {f"layer{i}": [(64, 64), (32, 64), (256, 64), (64, 256)][i % 4] for i in range(layers)}
-    ranks, errors = {}, {}
-    for name, shape in shapes.items():
-        probed = np.round(np.linspace(0, 1, levels + 1)[1:] * min(shape)).astype(int)
-        tail = np.sort(random.lognormal(-2, 2, size=levels - 1))[::-1]
-        ranks[name], errors[name] = tuple(probed.tolist()), (*tail.tolist(), 0.0)
-    return SensitivityTable(shapes, ranks, errors, 1.0, FOOTPRINT)
-
-
-def least_budget(table: SensitivityTable) -> float:
-    return relative_size(table.shapes, {name: ranks[0] for name, ranks in table.ranks.items()})
-
-
-def spread_budgets(table: SensitivityTable, count: int) -> list[float]:
-    least = least_budget(table)
-    return [least + (1 - least) * (index + 0.5) / count for index in range(count)]
-
-
-def weighted_error(chain: ProfileChain, weights=None) -> float:
-    return sum(entry.error * (weights or {}).get(entry.requested, 1.0) for entry in chain.requested)
-
-
-def brute_force(table: SensitivityTable, budgets: list[float], weights: list[float]) -> float:
-    """Least weighted error over all tuples of nested profiles within the (rising) budgets."""
-    names = list(table.shapes)
-    profiles = []
-    for levels in itertools.product(*(range(len(table.ranks[name])) for name in names)):
-        ranks = {name: table.ranks[name][level] for name, level in zip(names, levels, strict=True)}
-        error = sum(table.errors[name][level] for name, level in zip(names, levels, strict=True))
-        cost = sum(deployed_parameters(table.shapes[name], ranks[name]) for name in names)
-        profiles.append((levels, cost, error))
-    dense = sum(m * n for m, n in table.shapes.values())
-    best = {levels: 0.0 for levels, _, _ in profiles}  # least error of the smaller budgets, all within `levels`
-    for budget, weight in zip(budgets, weights, strict=True):
-        own = [(levels, best[levels] + weight * error) for levels, cost, error in profiles if cost <= budget * dense]
-        best = {
-            levels: min((v for low, v in own if all(map(int.__le__, low, levels))), default=math.inf) for levels in best
-        }
-    return min(best.values())
-
-
-def check_chain(chain: ProfileChain, table: SensitivityTable, budgets) -> None:
-    assert chain.budgets == tuple(sorted(budgets))
-    full = {name: min(shape) for name, shape in table.shapes.items()}
-    assert chain.entries[0].profile == {name: ranks[0] for name, ranks in table.ranks.items()}
-    assert chain.entries[-1].profile == full and chain.entries[-1].error == 0
-    assert chain.dense_parameters == chain.entries[-1].parameters
-    for small, large in itertools.pairwise(chain.entries):
-        assert small.profile.fits_in(large.profile) and small.parameters <= large.parameters
-    for entry in chain.entries:
-        costs = [deployed_parameters(table.shapes[name], rank) for name, rank in entry.profile.items()]
-        assert entry.parameters == sum(costs)
-    for entry in chain.requested:
-        assert entry.parameters <= entry.requested * chain.dense_parameters
-
-
-# ------------------------------------------------------------------------------------------------ joint
+from flexrank.profiles import ProfileChain, SensitivityTable
 
 
 @run_often
@@ -274,19 +204,19 @@ def test_overrun_caps_are_repaired_and_spare_is_spent():
                 assert costs.cost(raised) > cap
 
 
-def test_polish_brings_any_nested_start_near_the_front():
-    table = transformer_table(16, 8, seed=1)
-    budgets = [0.3, 0.5, 0.7, 0.9]
+@pytest.mark.parametrize("seed", range(8))
+def test_polish_leaves_each_budget_best_between_its_neighbours(seed):
+    table = random_table(4, 5, seed)
     costs = CostTable(read_curves(table))
-    caps = [math.floor(budget * costs.cost(costs.top)) for budget in budgets]
-    levels = np.zeros((4, 16), np.int64)
-    joint.polish(costs, levels, caps, 1e-4, 60.0)
-    assert (np.diff(levels, axis=0) >= 0).all()
-    for row, cap, bound in zip(levels, caps, unconstrained_bounds(table, budgets), strict=True):
-        assert costs.cost(row) <= cap and costs.error(row) <= 1.02 * bound
-
-
-# ------------------------------------------------------------------------------------------------ chain
+    caps = [math.floor(budget * costs.cost(costs.top)) for budget in spread_budgets(table, 3)]
+    levels = np.zeros((3, 4), np.int64)
+    joint.polish(costs, levels, caps, 0.0, 60.0)
+    ends = [np.zeros_like(costs.top), *levels, costs.top]
+    for low, row, high, cap in zip(ends, ends[1:], ends[2:], caps, strict=False):
+        window = itertools.product(*(range(a, b + 1) for a, b in zip(low, high, strict=True)))
+        best = min(costs.error(np.array(other)) for other in window if costs.cost(np.array(other)) <= cap)
+        assert (low <= row).all() and (row <= high).all() and costs.cost(row) <= cap
+        assert costs.error(row) <= best * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("options", [{}, {"candidates_per_layer": 16}])
@@ -318,189 +248,6 @@ def test_json_round_trip_keeps_every_bit():
     for options in ({}, {"method": "paper", "savings": "ranks"}):
         chain = allocate_ranks(table, [0.3, 1 / 3, 0.8], **options)
         assert ProfileChain.from_json(json.loads(json.dumps(chain.to_json()))) == chain
-
-
-# ------------------------------------------------------------------------------------------------ curves
-
-
-def curve_of(errors, ranks=None, shape=(40, 60)) -> LayerCurve:
-    ranks = np.array(ranks or [4 * (i + 1) for i in range(len(errors) - 1)] + [40])
-    parameters = np.array([deployed_parameters(shape, int(rank)) for rank in ranks])
-    return LayerCurve("a", ranks, parameters, np.array(errors, float))
-
-
-def test_monotone_fit_by_hand_and_identity_on_falling_errors():
-    assert monotone(curve_of([3.0, 1.0, 2.0, -1.0, 0.0])).errors.tolist() == [3.0, 1.5, 1.5, 0.0, 0.0]
-    falling = [0.7 + 0.1, 0.3, 0.1, 0.0, 0.0]
-    assert monotone(curve_of(falling)).errors.tolist() == falling
-
-
-def test_undominated_keeps_strict_falls_and_full_rank():
-    assert undominated(curve_of([3.0, 1.0, 1.0, 2.0, -1.0, 0.0])).errors.tolist() == [3.0, 1.0, -1.0, 0.0]
-
-
-def test_noise_is_fitted_and_the_budget_is_still_spent():
-    """One lucky probe far down: as measured, nothing larger looks worth its cost."""
-    shape = (40, 60)
-    table = SensitivityTable({"a": shape}, {"a": (4, 20, 30, 40)}, {"a": (-0.1, 0.4, 0.2, 0.0)}, 1.0, FOOTPRINT)
-    measured = allocate_ranks(table, [0.95], monotone_errors=False)
-    assert measured.requested[0].profile == {"a": 4}
-    assert allocate_ranks(table, [0.95]).requested[0].profile == {"a": 30}
-
-
-@run_often
-@given(errors=st.lists(st.floats(1e-9, 1e3), min_size=2, max_size=8), count=st.integers(2, 60))
-def test_refined_curves_keep_probed_points_and_fall_between(errors, count):
-    curve = curve_of([*sorted(errors, reverse=True), 0.0])
-    fine = refine(curve, (40, 60), count)
-    where = np.searchsorted(fine.ranks, curve.ranks)
-    assert fine.ranks[where].tolist() == curve.ranks.tolist()
-    assert fine.errors[where].tolist() == curve.errors.tolist()
-    assert fine.parameters.tolist() == [deployed_parameters((40, 60), int(rank)) for rank in fine.ranks]
-    assert (np.diff(fine.errors) <= 1e-12 * curve.errors[0]).all()
-    assert fine.ranks[0] == curve.ranks[0] and len(fine.ranks) <= count + len(curve.ranks)
-
-
-def test_interpolation_is_near_the_truth_on_an_exponential_and_even_in_cost():
-    shape = (200, 300)
-    ranks = [20 * (i + 1) for i in range(10)]
-    curve = curve_of([*(5 * np.exp(-0.03 * np.array(ranks[:-1]))), 0.0], ranks, shape)
-    fine = refine(curve, shape, 40)
-    inside = fine.ranks <= 180
-    np.testing.assert_allclose(fine.errors[inside], 5 * np.exp(-0.03 * fine.ranks[inside]), rtol=1e-9)
-    widest = np.diff(fine.parameters).max()
-    assert widest <= 1.3 * (fine.parameters[-1] - fine.parameters[0]) / 39
-
-
-def test_interpolated_candidates_lower_the_predicted_error_and_meet_budgets_more_closely():
-    table = transformer_table(8, 6, seed=8)
-    budgets = [0.35, 0.55, 0.75]
-    coarse, fine = (allocate_ranks(table, budgets, candidates_per_layer=count) for count in (None, 24))
-    check_chain(fine, table, budgets)
-    assert weighted_error(fine) <= weighted_error(coarse) * (1 + 1e-3)
-    unspent = [sum(e.requested - chain.relative_size(e) for e in chain.requested) for chain in (coarse, fine)]
-    assert unspent[1] < unspent[0]
-
-
-def test_step_slopes_are_those_of_the_lower_hull():
-    parameters, errors = np.array([0, 1, 2, 4]), np.array([10.0, 9.0, 4.0, 3.0])
-    assert step_slopes(parameters, errors).tolist() == [3.0, 3.0, 0.5]  # 10 → 4 over two steps; then 1 over 2
-
-
-# ------------------------------------------------------------------------------------------------ paper
-
-
-def printed_algorithm(candidates):
-    """Algorithms 2 and 3, word by word; candidates[l] = [(saving, error)]. Returns [(error, (saving, …))]."""
-    front, backpointers = [(0, 0.0)], []
-    for layer in candidates:
-        expanded = []
-        for i, (S, E) in enumerate(front):
-            for s, e in layer:
-                expanded.append((S + s, E + e, i, s))
-            expanded.append((S, E, i, 0))
-        least = {}
-        for state in expanded:
-            if state[0] not in least or state[1] < least[state[0]][1]:
-                least[state[0]] = state
-        front, pointers, best = [], [], math.inf
-        for S, E, i, s in sorted(least.values(), reverse=True):
-            if best > E:
-                front.insert(0, (S, E))
-                pointers.insert(0, (i, s))
-                best = E
-        backpointers.append(pointers)
-    profiles = []
-    for h, (_, E) in enumerate(front):
-        d = [0] * len(candidates)
-        for layer in range(len(candidates) - 1, -1, -1):
-            h, d[layer] = backpointers[layer][h]
-        profiles.append((E, tuple(d)))
-    filtered, best = [], math.inf
-    for E, d in sorted(profiles, key=lambda profile: sum(profile[1]), reverse=True):
-        if best > E:
-            filtered.insert(0, (E, d))
-            best = E
-    chain = []
-    for E, d in filtered:
-        if not chain or all(new >= old for new, old in zip(d, chain[-1][1], strict=True)):
-            chain.append((E, d))
-    return chain
-
-
-def candidates_of(table: SensitivityTable, savings: str):
-    for name, shape in table.shapes.items():
-        cost = {rank: rank if savings == "ranks" else deployed_parameters(shape, rank) for rank in table.ranks[name]}
-        full = cost[min(shape)]
-        yield [(full - cost[r], e) for r, e in zip(table.ranks[name], table.errors[name], strict=True)][:-1]
-
-
-@run_often
-@given(layers=st.integers(1, 5), levels=st.integers(2, 6), seed=st.integers(0, 10**6), falling=st.booleans(),
-       savings=st.sampled_from(["ranks", "parameters"]))  # fmt: skip
-def test_paper_equals_the_printed_algorithm(layers, levels, seed, falling, savings):
-    table = random_table(layers, levels, seed, falling)
-    if seed % 2:  # whole errors tie often
-        rounded = {name: tuple(float(round(4 * error)) for error in errors) for name, errors in table.errors.items()}
-        table = dataclasses.replace(table, errors=rounded)
-    candidates = list(candidates_of(table, savings))
-    expected = printed_algorithm(candidates)
-    columns = [[np.array(column) for column in zip(*layer, strict=True)] for layer in candidates]
-    found = paper.select_nested([savings for savings, _ in columns], [errors for _, errors in columns])
-    drops = [
-        [np.append(s, 0)[c] for s, c in zip(next(zip(*columns, strict=True)), row, strict=True)]
-        for row in found.choices.T
-    ]
-    assert [(error, tuple(drop)) for error, drop in zip(found.errors, drops, strict=True)] == expected
-    chain = allocate_ranks(table, spread_budgets(table, 2), method="paper", savings=savings)
-    in_chain = {tuple(entry.profile.values()) for entry in chain.entries}
-    for _, drop in expected:
-        options = [dict((s, r) for (s, _), r in zip([*layer, (0, 0)], table.ranks[name], strict=True))
-                   for layer, name in zip(candidates, table.shapes, strict=True)]  # fmt: skip
-        assert tuple(ranks[saving] for ranks, saving in zip(options, drop, strict=True)) in in_chain
-
-
-@pytest.mark.parametrize("options", [{}, {"savings": "ranks"}, {"grid": 50}, {"monotone_errors": True}])
-def test_paper_chain_answers_each_budget_with_its_best_profile(options):
-    for seed in range(10):
-        table = random_table(5, 5, seed)
-        budgets = spread_budgets(table, 4)
-        chain = allocate_ranks(table, budgets, method="paper", **options)
-        check_chain(chain, table, budgets)
-        assert chain.method.startswith("paper") and chain.gap is None
-        for entry in chain.requested:
-            within = [e.error for e in chain.entries if e.parameters <= entry.requested * chain.dense_parameters]
-            assert entry.error == min(within)
-
-
-def test_grid_bounds_the_states_and_its_stated_error_holds():
-    table = transformer_table(10, 6, seed=9)
-    dense = sum(m * n for m, n in table.shapes.values())
-    curves = read_curves(table)
-    savings = [curve.parameters[-1] - curve.parameters[:-1] for curve in curves]
-    errors = [curve.errors[:-1] for curve in curves]
-    grid = 64
-    unit = math.ceil(dense / grid)
-    fronts = []
-    for size in (1, unit):
-        front = paper.Front(np.zeros(1, np.int64), np.zeros(1))
-        for layer_savings, layer_errors in zip(savings, errors, strict=True):
-            kept = paper.keep_min_error_per_saving(paper.expand_layer(front, layer_savings // size, layer_errors))
-            pruned = paper.pareto_prune(kept)
-            front = paper.Front(pruned.savings, pruned.errors)
-        fronts.append(front)
-    exact, coarse = fronts
-    assert len(coarse.savings) <= grid + 1 < len(exact.savings)
-    for target in range(0, int(coarse.savings[-1])):
-        found = coarse.errors[np.searchsorted(coarse.savings, target)]
-        reach = target * unit + len(curves) * unit
-        if reach <= exact.savings[-1]:
-            assert found <= exact.errors[np.searchsorted(exact.savings, reach)] + 1e-12
-    chain = allocate_ranks(table, [0.3, 0.6], method="paper", grid=grid)
-    assert f"in units of {unit}" in chain.method
-
-
-# ------------------------------------------------------------------------------------------------ wrong input
 
 
 @pytest.mark.parametrize(

@@ -283,6 +283,25 @@ def test_without_consolidation_the_artefact_is_the_decomposed_network(
     assert all(row["quality_before"] is None for row in summary_of(copied)["rows"])
 
 
+def test_weights_go_from_the_largest_budget_to_the_smallest(copied: Path) -> None:
+    """Where the second of two budgets, the smaller, has all the weight, no step trains the larger."""
+    rerun(copied, "distillation.weights=[1e-9, 1]", until="distill")
+    assert json.loads((copied / "history.json").read_text())["budgets"] == [0.5] * 6
+
+
+def test_a_budget_holds_with_its_slack_and_bytes_follow_the_dtype(
+    finished: Path, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deployment, "_run_verification", _verify_here)
+    rerun(copied, "deployment.slack=4", "deployment.dtype=bfloat16")
+    summary, before = summary_of(copied), summary_of(finished)
+    for row, old in zip(summary["rows"], before["rows"], strict=True):
+        assert row["params_layers"] <= row["budget"] * summary["base"]["params_layers"]
+        assert row["mean_rank"] < old["mean_rank"]  # the slack's parameters come out of the same budget
+        assert row["bytes"] < 0.7 * old["bytes"]
+    assert [entry["dtype"] for entry in summary["deployed"]] == ["bfloat16"]
+
+
 def test_one_process_at_a_time_writes_to_a_run(copied: Path) -> None:
     with RunDirectory(copied).locked(), pytest.raises(FlexrankError, match=f"process {os.getpid()} writes to this run"):
         rerun(copied)

@@ -65,10 +65,11 @@ def test_without_consolidation_or_latency_the_table_says_neither() -> None:
     assert "consolidation" not in report.note(value) and "latency" not in report.note(value)
 
 
-def test_layers_stand_by_block_in_natural_order() -> None:
-    shuffled = {name: SHAPES[name] for name in sorted(SHAPES)}
-    blocks = [report.split_block(name)[0] for name in report.ordered_layers(shuffled)]
-    assert list(dict.fromkeys(blocks)) == [f"encoder.layer.{number}" for number in (0, 1, 2, 10)]
+def test_layers_keep_the_models_order_and_stand_by_block() -> None:
+    names = ["embed", "layers.0.q", "layers.1.q", "layers.0.up", "layers.10.q", "layers.2.q", "lm_head"]
+    assert report.ordered_layers(dict.fromkeys(names)) == [
+        "embed", "layers.0.q", "layers.0.up", "layers.1.q", "layers.10.q", "layers.2.q", "lm_head",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def _name_series(
     axes: Any, label: str, colour: str, sizes: list[float], values: list[float], *, better: bool, falling: bool
 ) -> None:
     """Writes a series' name beside it: the better one's on the outer side of the curve, the other's on the inner."""
-    at = min(2 if better else 1, len(sizes) - 1)
+    at = min(2, len(sizes) - 1) if better else min(1, max(0, len(sizes) - 2))
     side = {"ha": "right" if better else "left", "va": "bottom" if better != falling else "top"}
     shift = (-5 if better else 7, 4 if better != falling else -4)
     axes.annotate(
@@ -236,9 +236,12 @@ def _name_lines(axes: Any, layers: Sequence[str], lines: Mapping[str, float]) ->
 
 
 def ordered_layers(layers: Mapping[str, Any]) -> list[str]:
-    """Layer names by block, in natural order (block 2 before block 10), within a block as the model has them."""
-    position = {name: number for number, name in enumerate(layers)}
-    return sorted(layers, key=lambda name: (_natural(split_block(name)[0]), position[name]))
+    """Layer names as the model has them, those of one block together."""
+    blocks: dict[str, list[str]] = {}
+    for name in layers:
+        block = split_block(name)[0]
+        blocks.setdefault(block or name, []).append(name)
+    return [name for names in blocks.values() for name in names]
 
 
 def split_block(name: str) -> tuple[str, str]:
@@ -248,10 +251,6 @@ def split_block(name: str) -> tuple[str, str]:
         if part.isdigit():
             return ".".join(parts[: number + 1]), ".".join(parts[number + 1 :])
     return "", name
-
-
-def _natural(text: str) -> list[tuple[bool, int, str]]:
-    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in text.split(".")]
 
 
 def _rank(row: Mapping[str, Any]) -> str:

@@ -28,9 +28,25 @@ OBJECTIVE_SCALE = 1e4
 
 
 def solve_program(
-    curves: Sequence[LayerCurve], caps: Sequence[int], weights: Sequence[float], gap: float, time_limit: float
+    curves: Sequence[LayerCurve],
+    caps: Sequence[int],
+    weights: Sequence[float],
+    gap: float,
+    time_limit: float,
 ) -> tuple[Ints, float]:
-    """Levels (B, L) to the solver's tolerance, and the proven lower bound of the weighted error from the last level."""
+    """Solves for `time_limit` seconds, else rounds the relaxation to smaller profiles.
+
+    Args:
+        curves: the layers' candidates.
+        caps: parameters allowed, rising.
+        weights: of the errors.
+        gap: relative gap to stop at.
+        time_limit: seconds.
+
+    Returns:
+        Levels (B, L) that keep the caps to the solver's tolerance, and the proven lower bound of the weighted error
+        over that of the last levels.
+    """
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     errors = np.concatenate([-np.diff(curve.errors) for curve in curves])
@@ -40,19 +56,19 @@ def solve_program(
         return np.zeros((len(caps), len(curves)), np.int64), 0.0
     knapsack, needs = _knapsack_rows(curves, caps)
     constraints = [LinearConstraint(knapsack, needs, np.inf), LinearConstraint(_order_rows(curves, len(caps)), -1, 0)]
+    bounds = Bounds(0, 1)
     # HiGHS 1.12 (SciPy 1.17) may print a line of its own, "…transformNewIntegerFeasibleSolution…": its issue 2783.
     result = milp(
         objective,
         integrality=np.ones(len(objective), np.int64),
-        bounds=Bounds(0, 1),
+        bounds=bounds,
         constraints=constraints,
         options={"mip_rel_gap": gap, "time_limit": time_limit},
     )
     if result.x is not None:
         return _levels(curves, (result.x > 0.5).reshape(len(caps), -1)), result.mip_dual_bound * scale
-    relaxed = milp(objective, bounds=Bounds(0, 1), constraints=constraints)
-    # Dropping every step keeps every cap, so the relaxation has a solution; what it drops in part is dropped whole.
-    part = np.asarray(relaxed.x)
+    relaxed = milp(objective, bounds=bounds, constraints=constraints)
+    part = np.asarray(relaxed.x)  # it has a solution, for the program has one; what it drops in part is dropped whole
     return _levels(curves, (part > 1e-6).reshape(len(caps), -1)), float(objective @ part) * scale
 
 

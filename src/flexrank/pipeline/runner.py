@@ -134,8 +134,7 @@ def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None =
     work = outcome.workspace
     name = "-".join(f"{key}-{limit:g}" for key, limit in limits.items())
     with work.directory.locked(), _clear_disk_errors(work, "deploy"):
-        model, chain = work.elastic("elastic")
-        return stages.export_within(work, model, chain, place or work.directory / "exports" / name, **limits)
+        return stages.export_within(work, place or work.directory / "exports" / name, **limits)
 
 
 def fingerprints(config: RunConfig, source: str) -> dict[str, str]:

@@ -20,12 +20,12 @@ from torch import nn
 
 from flexrank import report
 from flexrank.allocation import allocate_ranks
-from flexrank.calibration import collect_moments
+from flexrank.calibration import collect_moments, collect_rows
 from flexrank.checkpoint import load_elastic, save_elastic
 from flexrank.config import RunConfig
 from flexrank.costs import Shape, dense_parameters
 from flexrank.decomposition import decompose_
-from flexrank.deployment import deploy, deployed_parameters_of, export, fit_profile
+from flexrank.deployment import Activations, deploy, deployed_parameters_of, export, fit_plans
 from flexrank.distillation import distill_, distillation_evaluator
 from flexrank.errors import FlexrankError
 from flexrank.evaluation import latency_ratio
@@ -176,9 +176,9 @@ def evaluate_initial(work: Workspace, _: str) -> None:
     rows = []
     if work.config.distillation.steps:
         model, _chain = work.elastic("elastic_initial")
-        chain = read_chain(work)
+        chain, rows_of = read_chain(work), activations(work, model)
         for budget in track(work.config.allocation.budgets, "evaluating before consolidation"):
-            small, _profile = deploy_within(work, model, chain, budget=budget)
+            small, _profile = deploy_within(work, model, chain, rows_of, budget=budget)
             rows.append({"budget": budget, "quality": work.judge(small)})
     write_json(work.directory / "evaluation_initial.json", {"rows": rows})
 
@@ -187,10 +187,10 @@ def evaluate(work: Workspace, _: str) -> None:
     """Sizes, qualities and latencies of the deployed model at each budget, and of the base: RUN/evaluation.json."""
     model, chain = work.elastic("elastic")
     shapes = {name: layer.matrix_shape for name, layer in nested_layers(model).items()}
-    settings = work.config.evaluation
+    settings, rows_of = work.config.evaluation, activations(work, model)
     rows = []
     for budget in track(work.config.allocation.budgets, "evaluating"):
-        small, profile = deploy_within(work, model, chain, budget=budget)
+        small, profile = deploy_within(work, model, chain, rows_of, budget=budget)
         row = {"budget": budget, **measure(work, small, profile, shapes), "latency_ratio": None}
         if settings.latency:
             row["latency_ratio"] = latency_ratio(small, work.base, work.samples.example, settings.latency_repeats)
@@ -206,9 +206,8 @@ def export_all(work: Workspace, _: str) -> None:
     place.mkdir(exist_ok=True)
     exports = []
     for budget in work.config.deployment.budgets:
-        model, chain = load_elastic(work.directory / "elastic", budget=budget)
         name = f"{budget:.2f}" if round(budget, 2) == budget else f"{budget!r}"
-        exports.append(export_within(work, model.to(work.device), chain, place / name, budget=budget))
+        exports.append(export_within(work, place / name, budget=budget))
     names = {Path(entry["directory"]).name for entry in exports}
     for old in place.iterdir():
         if old.name not in names:
@@ -246,18 +245,27 @@ def summarise(work: Workspace, _: str) -> None:
         report.write_report(work.directory.path)
 
 
+def activations(work: Workspace, model: nn.Module) -> Activations | None:
+    """Calibration rows that the slack is chosen on, so that the dtype's error bound holds where the model is used."""
+    if work.config.deployment.slack != "auto":
+        return None
+    return collect_rows(model, work.samples.calibration, nested_layers(model))
+
+
 def deploy_within(
-    work: Workspace, model: nn.Module, chain: ProfileChain, **limits: Any
+    work: Workspace, model: nn.Module, chain: ProfileChain, rows: Activations | None, **limits: Any
 ) -> tuple[nn.Module, RankProfile]:
-    """The largest deployed model within the limits of `fit_profile`, slack included; the base itself at full rank."""
-    dtype, slack = work.deployed_dtype, work.config.deployment.slack
-    profile = fit_profile(model, chain, dtype=dtype, slack=slack, **limits)
-    return deploy(model, profile, dtype=dtype, slack=slack, base=work.base), profile
+    """The largest deployed model within the limits of `fit_plans`, slack included; the base itself at full rank."""
+    dtype = work.deployed_dtype
+    plans = fit_plans(model, chain, dtype=dtype, slack=work.config.deployment.slack, activations=rows, **limits)
+    profile = RankProfile({name: plan.rank for name, plan in plans.items()})
+    return deploy(model, plans, dtype=dtype, base=work.base), profile
 
 
-def export_within(work: Workspace, model: nn.Module, chain: ProfileChain, place: Path, **limits: Any) -> dict[str, Any]:
+def export_within(work: Workspace, place: Path, **limits: Any) -> dict[str, Any]:
     """Exports the largest deployed model within the limits; tells what was exported."""
-    small, profile = deploy_within(work, model, chain, **limits)
+    model, chain = work.elastic("elastic")
+    small, profile = deploy_within(work, model, chain, activations(work, model), **limits)
     export(small, place, work.samples.example, tokenizer=work.tokenizer)
     shapes = {name: layer.matrix_shape for name, layer in nested_layers(model).items()}
     return {

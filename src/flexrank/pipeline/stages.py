@@ -4,6 +4,7 @@ A stage reads the configuration and the files of the stages it needs, and writes
 passes between stages in memory but what a file would give again to the same bits.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -148,24 +149,26 @@ def distill(work: Workspace, fingerprint: str) -> None:
     history: dict[str, Any] = {"steps": 0, "losses": [], "budgets": []}
     if settings.steps:
         budgets = list(chain.budgets)
-        done = distill_(
-            model,
-            work.base,
-            work.samples.training,
-            chain,
-            objective=work.objective(settings.hidden_weight),
-            steps=settings.steps,
-            learning_rate=settings.learning_rate,
-            warmup_steps=settings.warmup_steps,
-            weights=None if settings.weights is None else settings.weights[::-1],  # the chain's order is rising
-            weight_decay=settings.weight_decay,
-            accumulation=settings.accumulation,
-            max_norm=settings.max_norm,
-            autocast=autocast_dtype(settings.autocast, work.device),
-            seed=work.config.seed,
-            checkpoint=work.directory.partial("distill", fingerprint),
-            checkpoint_every=settings.checkpoint_every,
-        )
+        short_texts = work.config.task == "embedding" and work.device.type == "cpu"
+        with models.eager_attention(model) if short_texts else contextlib.nullcontext():
+            done = distill_(
+                model,
+                work.base,
+                work.samples.training,
+                chain,
+                objective=work.objective(settings.hidden_weight),
+                steps=settings.steps,
+                learning_rate=settings.learning_rate,
+                warmup_steps=settings.warmup_steps,
+                weights=None if settings.weights is None else settings.weights[::-1],  # the chain's order is rising
+                weight_decay=settings.weight_decay,
+                accumulation=settings.accumulation,
+                max_norm=settings.max_norm,
+                autocast=autocast_dtype(settings.autocast, work.device),
+                seed=work.config.seed,
+                checkpoint=work.directory.partial("distill", fingerprint),
+                checkpoint_every=settings.checkpoint_every,
+            )
         history = {"steps": done.steps, "losses": done.losses, "budgets": [budgets[i] for i in done.profiles]}
     save_elastic(model, chain, work.directory / "elastic", tokenizer=work.tokenizer)
     write_json(work.directory / "history.json", history)

@@ -1,6 +1,7 @@
 """What a batch is, how a model is called with it, and which of its outputs count."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -55,15 +56,32 @@ def output_tensor(output: Any) -> Tensor:
 def mean_pool(hidden: Tensor, mask: Tensor | None) -> Tensor:
     """Sentence embeddings (B, d): the mean of `hidden` (B, T, d) over real tokens, scaled to length one, in float32.
 
+    Embeddings (B, d) that the model has pooled itself are only scaled.
+
     Source: the pooling of sentence-transformers' all-MiniLM models. A row with no real token gives a zero vector.
     """
     hidden = hidden.float()
+    if hidden.ndim == 2:  # pooled by the model itself
+        return functional.normalize(hidden, dim=-1)
     if mask is None:
         pooled = hidden.mean(1)
     else:
         weight = mask.to(hidden.dtype).unsqueeze(-1)
         pooled = (hidden * weight).sum(1) / weight.sum(1).clamp(min=1)
     return functional.normalize(pooled, dim=-1)
+
+
+@contextlib.contextmanager
+def eval_mode(*models: nn.Module) -> Iterator[None]:
+    """Eval mode inside the block; afterwards every submodule trains, or not, as before it."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def model_device(model: nn.Module) -> torch.device:

@@ -12,9 +12,10 @@ from typing import Any, Literal
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from flexrank.batches import Batch, call_model, model_device, to_device, token_mask
+from flexrank.batches import Batch, call_model, eval_mode, model_device, to_device, token_mask
 from flexrank.errors import FlexrankError
 from flexrank.progress import track
 from flexrank.storage import write_aside
@@ -97,7 +98,10 @@ def collect_moments(
     first = next(stream, None)
     if first is None:
         raise FlexrankError("calibration got no batches; it needs at least one")
-    with _evaluating(model), _gradients(model, gradient_loss is not None):
+    for name, layer in layers.items():
+        if not bool(torch.isfinite(weight_matrix(layer)).all()):
+            raise FlexrankError(f"layer {name!r}: the weight holds values that are not finite")
+    with eval_mode(model), _gradients(model, gradient_loss is not None):
         collector = _Collector(layers, _find_groups(model, first, layers), side, gradient_loss is not None)
         total = len(batches) if isinstance(batches, Sequence) else None
         with Hooks() as hooks:
@@ -108,39 +112,39 @@ def collect_moments(
                 collector.start_batch(index, token_mask(batch))
                 output = call_model(model, batch)
                 if gradient_loss is not None:
-                    collector.add_gradients(gradient_loss(output, batch))
+                    with torch.random.fork_rng(enabled=True):
+                        torch.manual_seed(index)  # a loss may draw: anew for each batch, alike in every run
+                        collector.add_gradients(gradient_loss(output, batch))
     return collector.moments
 
 
 @torch.no_grad()
 def collect_rows(
-    model: nn.Module, batches: Iterable[Batch], layers: Mapping[str, nn.Module], count: int = 256
+    model: nn.Module, batches: Sequence[Batch], layers: Mapping[str, nn.Module], count: int = 256
 ) -> dict[str, Tensor]:
-    """Up to `count` input rows (t, n) of each layer, unmasked tokens only: real activations to measure errors on.
+    """At most about `count` input rows (t, n) of each layer: real activations to measure errors on.
 
-    `layers` may be elastic ones: rows are what the layer's matrix multiplies.
+    Evenly spread over at most 16 of the batches, and over the unmasked tokens of each, since batches are often sorted
+    by length. `layers` may be elastic ones: rows are what the layer's matrix multiplies.
     """
-    rows: dict[str, Tensor] = {}
+    chosen = [batches[index] for index in sorted({round(i * (len(batches) - 1) / 15) for i in range(16)})]
+    quota = -(-count // len(chosen))
+    rows: dict[str, list[Tensor]] = {name: [] for name in layers}
     mask: list[Tensor | None] = [None]
 
     def keep(name: str, layer: nn.Module, inputs: Tensor, _: Tensor) -> None:
-        have = rows.get(name)
-        new = masked_rows(input_rows(layer, inputs), mask[0]).detach()
-        missing = count - (0 if have is None else have.shape[0])
-        if missing > 0:
-            new = new[:missing].float().cpu()
-            rows[name] = new if have is None else torch.cat([have, new])
+        found = masked_rows(input_rows(layer, inputs), mask[0])
+        places = torch.linspace(0, len(found) - 1, min(quota, len(found))).long()
+        rows[name].append(found[places.to(found.device)].detach().float().cpu())
 
-    with _evaluating(model), Hooks() as hooks:
+    with eval_mode(model), Hooks() as hooks:
         for name, layer in layers.items():
             hooks.watch(layer, functools.partial(keep, name, layer))
-        for batch in batches:
+        for batch in chosen:
             batch = to_device(batch, model_device(model))
             mask[0] = token_mask(batch)
             call_model(model, batch)
-            if len(rows) == len(layers) and all(value.shape[0] >= count for value in rows.values()):
-                break
-    return rows
+    return {name: torch.cat(found) for name, found in rows.items()}
 
 
 def save_moments(moments: Moments, path: str | Path) -> None:
@@ -184,7 +188,7 @@ class _Collector:
         self._leaders: dict[str, str] = {}
         self._groups: dict[str, Sequence[str]] = {}
         self._seen: dict[str, list[_Version]] = {}
-        self._outputs: list[tuple[str, nn.Module, Tensor]] = []
+        self._outputs: list[tuple[str, nn.Module, GradientEdge]] = []
         self._with_gradients = with_gradients
         self._batch = 0
         self._mask: Tensor | None = None
@@ -213,7 +217,8 @@ class _Collector:
     def watcher(self, name: str, layer: nn.Module) -> Callable[[Tensor, Tensor], None]:
         def see(inputs: Tensor, outputs: Tensor) -> None:
             if self._with_gradients:
-                self._outputs.append((name, layer, outputs))
+                # The edge, not the tensor: an activation in place would put another value and gradient there.
+                self._outputs.append((name, layer, get_gradient_edge(outputs)))
             with torch.no_grad():
                 self._add(name, layer, inputs.detach(), outputs.detach())
 
@@ -251,7 +256,7 @@ class _Collector:
         return found if bias is None else found - bias
 
     def add_gradients(self, loss: Tensor) -> None:
-        gradients = torch.autograd.grad(loss, [output for _, _, output in self._outputs], allow_unused=True)
+        gradients = torch.autograd.grad(loss, [edge for _, _, edge in self._outputs], allow_unused=True)
         for (name, layer, _), gradient in zip(self._outputs, gradients, strict=True):
             moment = self.moments[name].gradient_moment
             if gradient is not None and moment is not None:  # a layer the loss does not reach has no gradient
@@ -317,17 +322,6 @@ def _precise(rows: Tensor) -> Tensor:
 
 def _zeros(layer: nn.Module, size: int) -> Tensor:
     return torch.zeros(size, size, dtype=torch.float64, device=weight_matrix(layer).device)
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 @contextlib.contextmanager

@@ -195,7 +195,7 @@ def deploy(
     outcome = _run(config, overrides, "distill")
     with _resumable(outcome.directory):
         found = export_one(outcome, limits, output)
-    _show_stage(outcome, found, as_json)
+    _show_stage(outcome, {"export": found}, as_json)
 
 
 @app.command()
@@ -313,7 +313,7 @@ def _show_stage(outcome: Any, found: dict[str, Any], as_json: bool) -> None:
     if as_json:
         _print_json({"directory": str(outcome.directory), "executed": list(outcome.executed), **found})
     else:
-        print(outcome.directory)
+        print(found["export"]["directory"] if "export" in found else outcome.directory)
 
 
 def _print_json(value: Any) -> None:

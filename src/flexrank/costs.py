@@ -16,11 +16,6 @@ def dense_parameters(shape: Shape) -> int:
     return shape[0] * shape[1]
 
 
-def plain_parameters(shape: Shape, rank: int) -> int:
-    """Parameters r·(m+n) of U (m × r) and V (n × r)."""
-    return rank * (shape[0] + shape[1])
-
-
 def aligned_parameters(shape: Shape, rank: int, slack: int = 0) -> int:
     """Parameters of the gauge-aligned form: n·r for Ṽ and (m−g)·r for Û, where g = r−p outputs are latents."""
     return rank * (shape[0] + shape[1] - rank + slack)
@@ -29,11 +24,6 @@ def aligned_parameters(shape: Shape, rank: int, slack: int = 0) -> int:
 def deployed_parameters(shape: Shape, rank: int, slack: int = 0) -> int:
     """Parameters of the cheapest form. Rising in `rank`, and m·n at full rank."""
     return min(dense_parameters(shape), aligned_parameters(shape, rank, min(slack, rank)))
-
-
-def forward_operations(shape: Shape, rank: int, tokens: int) -> int:
-    """Multiply-adds of the deployed forward over `tokens` inputs: each stored parameter is used once a token."""
-    return tokens * deployed_parameters(shape, rank)
 
 
 def relative_size(shapes: Mapping[str, Shape], ranks: Mapping[str, int]) -> float:

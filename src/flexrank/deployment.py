@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from flexrank.artefacts import Factory, describe_deployed, write_batch, write_state
-from flexrank.batches import Batch, call_model, model_device, output_tensor, to_device
+from flexrank.batches import Batch, call_model, eval_mode, model_device, output_tensor, to_device
 from flexrank.costs import aligned_parameters, dense_parameters
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
@@ -188,7 +188,7 @@ def fit_plans(
     Raises:
         FlexrankError: no limit, one that is out of range, or none of the profiles within them.
     """
-    chain = _at_dtype(model, chain, dtype)
+    chain = dataclasses.replace(chain, footprint=footprint(model, dtype))
     layers = nested_layers(model)
     start = chain.entries.index(chain.entry_at(budget, max_params=max_params, max_bytes=max_bytes))
     limits = budget, max_params, max_bytes
@@ -310,17 +310,6 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def _at_dtype(model: nn.Module, chain: ProfileChain, dtype: torch.dtype | None) -> ProfileChain:
-    """The chain with the model's footprint as it is at `dtype`."""
-    print_now = footprint(model)
-    if dtype is None:
-        return dataclasses.replace(chain, footprint=print_now)
-    factor = dtype.itemsize / print_now.bytes_per_parameter
-    other_bytes = round(print_now.other_bytes * factor)
-    scaled = dataclasses.replace(print_now, other_bytes=other_bytes, bytes_per_parameter=dtype.itemsize)
-    return dataclasses.replace(chain, footprint=scaled)
-
-
 @torch.no_grad()
 def _outputs(small: nn.Module, inputs: Batch) -> Tensor:
     """The model's outputs in eval mode; every module's mode is then as it was.
@@ -328,13 +317,8 @@ def _outputs(small: nn.Module, inputs: Batch) -> Tensor:
     Raises:
         FlexrankError: they are not finite.
     """
-    modes = {module: module.training for module in small.modules()}
-    small.eval()
-    try:
+    with eval_mode(small):
         outputs = output_tensor(call_model(small, to_device(inputs, model_device(small)))).cpu()
-    finally:
-        for module, training in modes.items():
-            module.training = training
     if not bool(torch.isfinite(outputs).all()):
         raise FlexrankError("the model's outputs for these inputs are not finite; nothing was exported")
     return outputs

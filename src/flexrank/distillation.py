@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from flexrank.batches import Batch, call_model, model_device, to_device
+from flexrank.batches import Batch, call_model, eval_mode, model_device, to_device
 from flexrank.errors import FlexrankError
 from flexrank.objectives import Objective
 from flexrank.profiles import ProfileChain
@@ -290,7 +290,9 @@ class _State:
             for key in keys:
                 name, separator, slot = key.partition("//")
                 if separator:
-                    self.optimizer.state[self.trainable[name]][slot] = file.get_tensor(key).to(parameter.device)
+                    self.optimizer.state[self.trainable[name]][slot] = file.get_tensor(key).to(
+                        self.trainable[name].device
+                    )
         self.losses, self.choices = state["losses"], state["choices"]
         self.feed.restore(state["feed"])
 
@@ -299,20 +301,16 @@ class _State:
 def _training(model: nn.Module, teacher: nn.Module, trainable: Mapping[str, nn.Parameter]) -> Iterator[None]:
     """Only `trainable` gets gradients, both models are in eval mode; all is put back after the block."""
     required = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    modes = {module: module.training for root in (model, teacher) for module in root.modules()}
     chosen = set(map(id, trainable.values()))
     for parameter in required:
         parameter.requires_grad_(id(parameter) in chosen)
-    model.eval()
-    teacher.eval()
     try:
-        yield
+        with eval_mode(model, teacher):
+            yield
     finally:
         for parameter, flag in required.items():
             parameter.requires_grad_(flag)
             parameter.grad = None
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _profiles(chain: Profiles) -> list[dict[str, int]]:

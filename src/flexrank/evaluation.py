@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flexrank.batches import Batch, call_model, mean_pool, model_device, output_tensor, to_device, token_mask
+from flexrank.batches import Batch, call_model, eval_mode, mean_pool, model_device, output_tensor, to_device, token_mask
 from flexrank.costs import measure_ratio
 from flexrank.errors import FlexrankError
 
@@ -19,15 +19,8 @@ from flexrank.errors import FlexrankError
 @contextlib.contextmanager
 def inference(*models: nn.Module) -> Iterator[None]:
     """Eval mode and no gradients inside the block; afterwards every submodule trains, or not, as before it."""
-    modes = [(module, module.training) for model in models for module in model.modules()]
-    for model in models:
-        model.eval()
-    try:
-        with torch.inference_mode():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
+    with eval_mode(*models), torch.inference_mode():
+        yield
 
 
 def embed(model: nn.Module, batches: Iterable[Batch]) -> Tensor:

@@ -200,13 +200,14 @@ class GaugeAlignedLinear(GaugeAlignedLayer):
             v: (n, r).
             bias: (m,).
             slack: 0 is the paper's form, r plain U Vᵀ; "auto" takes the least within the dtype's stated error bound.
+                At r = m at least one: with m outputs aligned nothing would be left but the dense matrix.
             dtype: of the layer; u's by default.
             inputs: (t, n) activations the error is measured on; standard normal ones by default.
 
         Raises:
             FlexrankError: a slack out of range, or too small for a singular leading block of U.
         """
-        aligned = u.shape[1] - resolve_slack(u, v, slack, dtype or u.dtype, inputs)
+        aligned = min(u.shape[1] - resolve_slack(u, v, slack, dtype or u.dtype, inputs), u.shape[0] - 1)
         shape = (u.shape[0], v.shape[0])
         layer = cls(shape, u.shape[1], aligned, bias=bias is not None, device=u.device, dtype=dtype or u.dtype)
         layer._fill(u, v, bias)
@@ -252,7 +253,7 @@ class GaugeAlignedConv2d(GaugeAlignedLayer):
         inputs: Tensor | None = None,
     ) -> "GaugeAlignedConv2d":
         """As `GaugeAlignedLinear.from_factors`; `inputs` are unfolded rows (t, C_in·h·w)."""
-        aligned = u.shape[1] - resolve_slack(u, v, slack, dtype or u.dtype, inputs)
+        aligned = min(u.shape[1] - resolve_slack(u, v, slack, dtype or u.dtype, inputs), u.shape[0] - 1)
         shape, dtype = (u.shape[0], v.shape[0]), dtype or u.dtype
         layer = cls(shape, u.shape[1], aligned, geometry, bias=bias is not None, device=u.device, dtype=dtype)
         layer._fill(u, v, bias)

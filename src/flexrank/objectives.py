@@ -54,8 +54,7 @@ class LogitObjective:
     def fisher_loss(self, output: Any, batch: Batch) -> Tensor:
         """Summed cross entropy to labels drawn from the model's own distribution (the true Fisher, one sample)."""
         logits = _real_rows(output_tensor(output), batch).float()
-        generator = torch.Generator(logits.device).manual_seed(logits.shape[0])
-        labels = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator).squeeze(-1)
+        labels = torch.multinomial(logits.detach().softmax(-1), 1).squeeze(-1)
         return functional.cross_entropy(logits, labels, reduction="sum")
 
 
@@ -86,8 +85,7 @@ class EmbeddingObjective:
     def fisher_loss(self, output: Any, batch: Batch) -> Tensor:
         """Random normal projection of the embeddings: its gradient's second moment is that of their Jacobian."""
         pooled = mean_pool(output_tensor(output), token_mask(batch))
-        generator = torch.Generator(pooled.device).manual_seed(pooled.shape[0])
-        return (pooled * torch.randn(pooled.shape, generator=generator, device=pooled.device)).sum()
+        return (pooled * torch.randn_like(pooled)).sum()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +106,7 @@ class FeatureObjective:
         """Random normal projection of the features."""
         del batch
         hidden = output_tensor(output).float()
-        generator = torch.Generator(hidden.device).manual_seed(hidden.shape[0])
-        return (hidden * torch.randn(hidden.shape, generator=generator, device=hidden.device)).sum()
+        return (hidden * torch.randn_like(hidden)).sum()
 
 
 def objective_for(task: str, *, temperature: float = 1.0, hidden_weight: float = 0.0) -> Objective:

@@ -167,14 +167,36 @@ class _Replay:
         _, block = self.stack[index - 1]
         handle = block.register_forward_hook(lambda _module, _args, output: self.outputs.append(output))
         try:
-            self.evaluate(self.model)
+            in_order = self._runs_in_order()
         finally:
             handle.remove()
         with self._replaying(index):
-            same = self.evaluate(self.model) == self.baseline
+            same = in_order and self.evaluate(self.model) == self.baseline
         if not same:
             self.outputs = []
             log.info("probing: the blocks before %s cannot be replayed; they run each time", self.stack[index][0])
+
+    def _runs_in_order(self) -> bool:
+        """Evaluates once; whether each forward of the model ran every block once, in the stack's order.
+
+        A block that runs after the probed one, in a loop or out of order, must not be replayed: the baseline would not
+        tell, for at full rank it returns what it returned before.
+        """
+        forwards, order = 0, []
+
+        def count(*_: object) -> None:
+            nonlocal forwards
+            forwards += 1
+
+        handles = [self.model.register_forward_pre_hook(count)]
+        for place, (_, block) in enumerate(self.stack):
+            handles.append(block.register_forward_pre_hook(lambda *_, place=place: order.append(place)))
+        try:
+            self.evaluate(self.model)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return order == list(range(len(self.stack))) * forwards
 
     @contextlib.contextmanager
     def _replaying(self, index: int) -> Iterator[None]:

@@ -29,10 +29,14 @@ def read_json(path: str | Path) -> Any:
     path = Path(path)
     if not path.is_file():
         raise FlexrankError(f"{path}: no such file")
+
+    def refuse(constant: str) -> None:
+        raise FlexrankError(f"{path}: holds {constant}, which is no JSON number")
+
     try:
-        return json.loads(path.read_text(encoding="utf8"))
-    except json.JSONDecodeError as error:
-        raise FlexrankError(f"{path}: not JSON ({error.msg} at line {error.lineno})") from error
+        return json.loads(path.read_text(encoding="utf8"), parse_constant=refuse)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise FlexrankError(f"{path}: not JSON ({error})") from error
 
 
 def require_keys(value: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
@@ -74,16 +78,26 @@ def directory_aside(path: str | Path) -> Iterator[Path]:
     aside.chmod(0o777 & ~_umask())
     try:
         yield aside
-        old = None
-        if path.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".old", dir=path.parent))
-            os.replace(path, old / "replaced")
-        os.replace(aside, path)
-        if old is not None:
-            shutil.rmtree(old)
+        _replace_directory(aside, path)
     finally:
         if aside.exists():
             shutil.rmtree(aside)
+
+
+def _replace_directory(new: Path, path: Path) -> None:
+    """Renames `new` to `path`; a directory there before is put back if that fails, and removed if it does not."""
+    if not path.exists():
+        os.replace(new, path)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".old", dir=path.parent))
+    os.replace(path, old / path.name)
+    try:
+        os.replace(new, path)
+    except OSError:
+        os.replace(old / path.name, path)
+        raise
+    finally:
+        shutil.rmtree(old)
 
 
 def directory_bytes(path: str | Path) -> int:

@@ -54,6 +54,8 @@ def dense_reasons(
         reason = unsupported_reason(module)
         if reason is None and is_layer(module):
             reason = _selection_reason(name, include, exclude) or _weight_reason(name, module, owners)
+        elif reason is None:
+            reason = _unknown_reason(module)
         if reason is not None:
             reasons[name] = reason
     return reasons
@@ -134,8 +136,15 @@ def use_profile(model: nn.Module, profile: Mapping[str, int]) -> Iterator[nn.Mod
         set_profile(model, before)
 
 
-def footprint(model: nn.Module) -> Footprint:
-    """What an elastic model holds beside its factors; tied tensors count once, buffers as their state does."""
+def footprint(model: nn.Module, dtype: torch.dtype | None = None) -> Footprint:
+    """What an elastic model holds beside its factors; tied tensors count once, buffers as their state does.
+
+    With `dtype`, as it would be with every floating tensor in it.
+    """
+
+    def size(tensor: torch.Tensor) -> int:
+        return tensor.numel() * (dtype if dtype and tensor.is_floating_point() else tensor.dtype).itemsize
+
     layers = nested_layers(model).values()
     factors = {id(parameter) for layer in layers for parameter in (layer.u, layer.v)}
     others = [parameter for parameter in model.parameters() if id(parameter) not in factors]
@@ -143,8 +152,8 @@ def footprint(model: nn.Module) -> Footprint:
     buffers = [buffer for buffer in model.buffers() if id(buffer) in persistent]
     return Footprint(
         other_parameters=sum(p.numel() for p in others),
-        other_bytes=sum(t.numel() * t.element_size() for t in (*others, *buffers)),
-        bytes_per_parameter=max(layer.u.element_size() for layer in layers),
+        other_bytes=sum(map(size, (*others, *buffers))),
+        bytes_per_parameter=dtype.itemsize if dtype else max(layer.u.element_size() for layer in layers),
     )
 
 
@@ -159,6 +168,8 @@ def _selection_reason(name: str, include: Sequence[str] | None, exclude: Iterabl
 def _weight_reason(name: str, module: nn.Module, owners: Mapping[int, list[str]]) -> str | None:
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
+    if id(weight) not in owners:
+        return "its weight is computed, not a parameter"
     shared = [owner for owner in owners[id(weight)] if owner != name]
     if shared:
         return f"weight tied to {shared[0]}"
@@ -167,6 +178,14 @@ def _weight_reason(name: str, module: nn.Module, owners: Mapping[int, list[str]]
     if min(weight_matrix(module).shape) < 2:
         return "a matrix of rank one has nothing to factorise"
     return "the model itself is one layer; wrap it in nn.Sequential" if not name else None
+
+
+def _unknown_reason(module: nn.Module) -> str | None:
+    """Names a matrix held by a module that is no layer we know, such as fused experts."""
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter.ndim >= 2 and min(parameter.shape[-2:]) > 1:
+            return f"{type(module).__name__} with parameter {name} {tuple(parameter.shape)} is not supported"
+    return None
 
 
 def _weight_owners(model: nn.Module) -> dict[int, list[str]]:

@@ -91,4 +91,4 @@ def _print(rows: list[dict[str, Any]]) -> None:
         shown.add_row(
             str(row["layers"]), row["chain_method"], f"{row['seconds']:.2f}", str(row["entries"]), gap, *ratios
         )
-    Console(width=180).print(shown)
+    Console(width=180, stderr=True).print(shown)

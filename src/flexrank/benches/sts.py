@@ -8,6 +8,7 @@ sizes of a method.
 import copy
 import functools
 import random
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -62,7 +63,7 @@ def run(json_path: Path | None = None) -> dict[str, Any]:
     for what in ("cosine", "spearman"):
         rows = {name: [found[what][budget] for budget in BUDGETS] for name, found in results.items()}
         print_table(f"{what} (dense {dense[what]:.4f})", [f"{b:.1f}" for b in BUDGETS], rows)
-    print(f"\nconsolidation took {seconds / 60:.1f} minutes; the solver's gap was {joint.gap:.1e}")
+    print(f"\nconsolidation took {seconds / 60:.1f} minutes; solver's gap {joint.gap:.1e}", file=sys.stderr)
     return finish({"dense": dense, "results": results, "seconds": seconds, "training": TRAINING}, json_path)
 
 

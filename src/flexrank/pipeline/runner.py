@@ -126,13 +126,13 @@ def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None =
     Args:
         outcome: of `run_stages(config, "distill")`.
         limits: `budget`, `max_params`, `max_bytes`; at least one.
-        place: where to write; RUN/deployed/LIMITS by default.
+        place: where to write; RUN/exports/LIMITS by default.
 
     Raises:
         FlexrankError: no profile is within the limits, or the export does not load; nothing is written then.
     """
     work = outcome.workspace
-    name = "-".join(f"{key}-{limit:g}" for key, limit in limits.items())
+    name = "-".join(f"{key}-{limit}" for key, limit in limits.items())
     with work.directory.locked(), _clear_disk_errors(work, "deploy"):
         return stages.export_within(work, place or work.directory / "exports" / name, **limits)
 

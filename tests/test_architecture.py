@@ -3,10 +3,9 @@
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "flexrank"
@@ -29,10 +28,6 @@ def drawn_rows(text: str) -> dict[int, set[str]]:
 
 
 def contracts() -> list[dict[str, Any]]:
-    if sys.version_info < (3, 11):
-        pytest.skip("reading pyproject.toml needs Python 3.11")
-    import tomllib
-
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))["tool"]["importlinter"]["contracts"]
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from flexrank.calibration import Moments, collect_moments, collect_rows, load_moments, save_moments
 from flexrank.errors import FlexrankError
+from flexrank.objectives import FeatureObjective
 from flexrank.surgery import select_layers
 from flexrank.views import input_rows, weight_matrix
 from tiny_models import TRANSFORMERS, batch_for, build
@@ -196,10 +197,49 @@ def test_saved_moments_load_to_the_same_bits(tmp_path: Path) -> None:
     assert q.moment is k.moment
 
 
-def test_rows_are_real_activations() -> None:
+def test_rows_are_real_activations_spread_over_the_batches() -> None:
     model, batch = build("bert"), batch_for("bert")
     layers = select_layers(model, exclude=["pooler"])
-    expected = full_data(model, [batch], layers)
-    rows = collect_rows(model, [batch], layers, count=20)
-    for name, found in rows.items():
-        torch.testing.assert_close(found.double(), expected[name][:20], rtol=1e-5, atol=1e-5)
+    batches = [{k: v.roll(shift, 1) if k == "input_ids" else v for k, v in batch.items()} for shift in range(20)]
+    rows = collect_rows(model, batches, layers, count=64)
+    for name in layers:
+        assert len(rows[name]) == 64
+        for part, index in zip(rows[name].split(4), sorted({round(i * 19 / 15) for i in range(16)}), strict=True):
+            data = full_data(model, [batches[index]], {name: layers[name]})[name]
+            places = torch.linspace(0, len(data) - 1, 4).long()
+            torch.testing.assert_close(part.double(), data[places], rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_are_those_of_the_layer_before_an_activation_in_place() -> None:
+    def make(inplace: bool) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 5), nn.ReLU(inplace=inplace), nn.Linear(5, 4))
+
+    x = torch.randn(30, 6)
+    found = [
+        collect_moments(model, [x], select_layers(model), gradient_loss=lambda y, _: y.square().sum())
+        for model in (make(False), make(True))
+    ]
+    for name in ("0", "2"):
+        torch.testing.assert_close(found[1][name].gradient_moment, found[0][name].gradient_moment)
+
+
+def test_fisher_draws_anew_for_each_batch_and_alike_in_each_run() -> None:
+    """Oracle: with y = W x and a projection z, G of the layer tends to the identity times the tokens."""
+    model = nn.Sequential(nn.Linear(3, 3))
+    batches = [torch.randn(16, 3) for _ in range(300)]
+    layers = {"0": model[0]}
+    loss = FeatureObjective().fisher_loss
+    before = torch.random.get_rng_state()
+    moment = collect_moments(model, batches, layers, gradient_loss=loss)["0"].gradient_moment
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.testing.assert_close(moment / 4800, torch.eye(3).double(), rtol=0.1, atol=0.06)
+    assert torch.equal(collect_moments(model, batches, layers, gradient_loss=loss)["0"].gradient_moment, moment)
+
+
+def test_a_weight_that_is_not_finite_is_named() -> None:
+    model = build("perceptron")
+    with torch.no_grad():
+        model[0].weight[0, 0] = float("nan")
+    with pytest.raises(FlexrankError, match="layer '0': the weight holds values that are not finite"):
+        collect_moments(model, [torch.randn(2, 12)], select_layers(model))

@@ -122,6 +122,13 @@ def test_a_plain_linear_refuses_a_deployed_layers_state() -> None:
         nn.Linear(7, 9, bias=False).load_state_dict(layer.state_dict(), strict=False)
 
 
+@pytest.mark.parametrize("slack", [0, "auto"])
+def test_a_wide_layer_at_full_rank_keeps_one_column_of_slack(slack: int | str) -> None:
+    u, v, x = torch.randn(5, 5), torch.randn(9, 5), torch.randn(4, 9)
+    layer = GaugeAlignedLinear.from_factors(u, v, slack=slack)
+    torch.testing.assert_close(layer(x), x @ v @ u.T, rtol=1e-3, atol=1e-3)
+
+
 def test_wrong_ranks_and_slacks_are_named() -> None:
     layer = nested_linear()
     for rank in (0, 7):

@@ -60,6 +60,13 @@ def test_embedding_loss_ignores_padding() -> None:
         torch.testing.assert_close(objective.loss(changed, objective.target(teacher, batch), batch), loss)
 
 
+def test_embeddings_that_the_model_pools_itself_are_compared_as_they_are() -> None:
+    a, b = torch.randn(5, 8), torch.randn(5, 8)
+    objective = EmbeddingObjective()
+    loss = objective.loss(a, objective.target(b, b), b)
+    torch.testing.assert_close(loss, (1 - functional.cosine_similarity(a, b)).mean())
+
+
 def test_feature_loss_is_the_relative_squared_error() -> None:
     a, b = torch.randn(3, 5), torch.randn(3, 5)
     loss = FeatureObjective().loss(a, FeatureObjective().target(b, b), b)

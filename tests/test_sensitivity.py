@@ -85,6 +85,34 @@ def test_a_model_that_cannot_be_replayed_is_run_whole() -> None:
             assert table.errors[layer][0] == evaluate(model) - table.baseline
 
 
+class Reordered(nn.Module):
+    """Blocks run in another order than they are listed, or twice over: at full rank a replay would not be noticed."""
+
+    def __init__(self, order: tuple[int, ...]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)])
+        self.order = order
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.order:
+            x = self.blocks[index](x)
+        return x
+
+
+@pytest.mark.parametrize("order", [(2, 1, 0), (0, 1, 2, 0, 1, 2), (0, 1, 0, 2)])
+def test_blocks_out_of_order_are_run(order: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    teacher, model = Reordered(order), Reordered(order)
+    model.load_state_dict(teacher.state_dict())
+    nest(model)
+    evaluate = distillation_evaluator(teacher, [torch.randn(4, 6)] * 2, FeatureObjective())
+    table = probe_sensitivity(model, evaluate, num_levels=3)
+    full = full_profile(model)
+    for layer in full:
+        with use_profile(model, full | {layer: table.ranks[layer][0]}):
+            assert table.errors[layer][0] == evaluate(model) - table.baseline > 0
+
+
 @pytest.mark.parametrize("shape", [(384, 384), (1536, 384), (7, 300), (2, 2), (1, 9)])
 def test_levels_are_even_in_parameters(shape: tuple[int, int]) -> None:
     levels = rank_levels(shape, 10)

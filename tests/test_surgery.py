@@ -59,6 +59,20 @@ def test_grouped_convolutions_are_left_dense(caplog: pytest.LogCaptureFixture) -
     assert "left dense: 2 (embedding)" in caplog.text
 
 
+def test_what_is_no_known_layer_is_left_dense_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_up_proj = nn.Parameter(torch.randn(3, 8, 4))
+
+    caplog.set_level(logging.INFO, "flexrank")
+    computed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    model = nn.Sequential(nn.Linear(4, 4), Experts(), computed)
+    assert list(select_layers(model)) == ["0"]
+    assert "left dense: 1 (Experts with parameter gate_up_proj (3, 8, 4) is not supported)" in caplog.text
+    assert "left dense: 2 (" in caplog.text
+
+
 def test_patterns_select() -> None:
     model = build("bert")
     assert all(".attention." in n for n in select_layers(model, include=["*.attention.*"]))
@@ -121,5 +135,8 @@ def test_footprint_counts_the_rest_once(name: str) -> None:
     found = footprint(nest(model))
     assert found.other_parameters == everything - matrices
     assert found.bytes_per_parameter == 4
+    halved = footprint(model, torch.bfloat16)
+    whole = sum(b.numel() * b.element_size() for n, b in model.named_buffers() if "num_batches" in n)
+    assert halved.other_bytes - whole == (found.other_bytes - whole) // 2 and halved.bytes_per_parameter == 2
     buffers = sum(b.numel() * b.element_size() for n, b in model.named_buffers() if n in model.state_dict())
     assert found.other_bytes == 4 * found.other_parameters + buffers

@@ -24,7 +24,7 @@ from flexrank.allocation import allocate_ranks
 from flexrank.calibration import collect_moments, collect_rows
 from flexrank.checkpoint import load_elastic, save_elastic
 from flexrank.config import RunConfig
-from flexrank.costs import Shape, dense_parameters
+from flexrank.costs import Shape, dense_parameters, deployed_parameters
 from flexrank.decomposition import decompose_
 from flexrank.deployment import Activations, deploy, deployed_parameters_of, export, fit_plans
 from flexrank.distillation import distill_, distillation_evaluator
@@ -36,7 +36,7 @@ from flexrank.pipeline.rundir import RunDirectory
 from flexrank.pipeline.samples import Judge, Samples, load_samples
 from flexrank.profiles import ChainEntry, ProfileChain, RankProfile, SensitivityTable
 from flexrank.progress import track
-from flexrank.sensitivity import probe_sensitivity
+from flexrank.sensitivity import probe_sensitivity, rank_levels
 from flexrank.storage import directory_bytes, read_json, write_json
 from flexrank.surgery import footprint, full_profile, nested_layers, select_layers
 
@@ -97,6 +97,7 @@ class Workspace:
 
 def decompose(work: Workspace, _: str) -> None:
     """Calibrates and decomposes: RUN/elastic_initial, whose chain is the full model alone."""
+    _require_length(work)
     model, method = copy.deepcopy(work.base), work.config.decomposition.method
     layers = select_layers(model, work.config.layers.include, work.config.layers.exclude)
     moments = collect_moments(
@@ -116,6 +117,7 @@ def decompose(work: Workspace, _: str) -> None:
 def probe(work: Workspace, fingerprint: str) -> None:
     """Probes each layer: RUN/sensitivity.json. Layers already probed are kept through an interruption."""
     model, _ = work.elastic("elastic_initial")
+    _require_reachable_budgets(work, model)
     evaluate = distillation_evaluator(work.base, work.samples.probe, work.objective())
     table = probe_sensitivity(
         model,
@@ -305,6 +307,26 @@ def sizes(small: nn.Module, profile: Mapping[str, int], shapes: Mapping[str, Sha
 def read_chain(work: Workspace) -> ProfileChain:
     """The chain in RUN/chain.json."""
     return ProfileChain.from_json(read_json(work.directory / "chain.json"))
+
+
+def _require_reachable_budgets(work: Workspace, model: nn.Module) -> None:
+    """Refuses, before hours of probing, a budget below what the least probed ranks cost."""
+    settings, shapes = work.config.probe, [layer.matrix_shape for layer in nested_layers(model).values()]
+    cheapest = sum(
+        deployed_parameters(shape, rank_levels(shape, settings.levels, settings.spacing)[0]) for shape in shapes
+    )
+    least, smallest = cheapest / sum(map(dense_parameters, shapes)), min(work.config.allocation.budgets)
+    if smallest < least:
+        raise FlexrankError(
+            f"allocation.budgets: {smallest} is too small; with probe.levels {settings.levels} the least is {least:.4f}"
+        )
+
+
+def _require_length(work: Workspace) -> None:
+    """Refuses texts longer than the model has positions for."""
+    limit = getattr(work.base.config, "max_position_embeddings", None)
+    if work.config.task != "classification" and limit is not None and work.config.data.max_tokens > limit:
+        raise FlexrankError(f"data.max_tokens is {work.config.data.max_tokens}; this model reads at most {limit}")
 
 
 def autocast_dtype(choice: str, device: torch.device) -> torch.dtype | None:

@@ -1,11 +1,13 @@
 """What the benches share: budgets, the assets' place, the uniform profile, and how a table is printed."""
 
 import os
+import platform
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from flexrank.costs import deployed_parameters
@@ -52,7 +54,13 @@ def print_table(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[
 
 
 def finish(result: dict[str, Any], json_path: Path | None) -> dict[str, Any]:
-    """Writes the result where a path is given, and returns it."""
+    """Adds the machine to the result, writes it where a path is given, and returns it."""
+    result["machine"] = {
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
     if json_path is not None:
         write_json(json_path, result)
     return result

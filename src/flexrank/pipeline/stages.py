@@ -97,7 +97,7 @@ class Workspace:
 
 def decompose(work: Workspace, _: str) -> None:
     """Calibrates and decomposes: RUN/elastic_initial, whose chain is the full model alone."""
-    _require_length(work)
+    _require_fitting_inputs(work)
     model, method = copy.deepcopy(work.base), work.config.decomposition.method
     layers = select_layers(model, work.config.layers.include, work.config.layers.exclude)
     moments = collect_moments(
@@ -322,11 +322,21 @@ def _require_reachable_budgets(work: Workspace, model: nn.Module) -> None:
         )
 
 
-def _require_length(work: Workspace) -> None:
-    """Refuses texts longer than the model has positions for."""
-    limit = getattr(work.base.config, "max_position_embeddings", None)
-    if work.config.task != "classification" and limit is not None and work.config.data.max_tokens > limit:
-        raise FlexrankError(f"data.max_tokens is {work.config.data.max_tokens}; this model reads at most {limit}")
+def _require_fitting_inputs(work: Workspace) -> None:
+    """Refuses texts longer than the model has positions for, and images of another size than it was made for."""
+    config, data = work.base.config, work.config.data
+    if work.config.task != "classification":
+        limit = getattr(config, "max_position_embeddings", None)
+        if limit is not None and data.max_tokens > limit:
+            raise FlexrankError(f"data.max_tokens is {data.max_tokens}; this model reads at most {limit}")
+        return
+    example: Any = work.samples.example
+    side, found = getattr(config, "image_size", None), tuple(example["pixel_values"].shape[1:])
+    if isinstance(side, int) and found != (config.num_channels, side, side):
+        wanted = (config.num_channels, side, side)
+        raise FlexrankError(
+            f"data.path {data.path}: images are {found} (channels, height, width); this model takes {wanted}"
+        )
 
 
 def autocast_dtype(choice: str, device: torch.device) -> torch.dtype | None:

@@ -107,8 +107,8 @@ def test_deploy_writes_one_size_within_the_limit(
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout)
     found = json.loads(invoke("inspect", tmp_path / "small", "--json").stdout)
-    assert found["parameters"] == told["params_model"] <= limit
-    assert told["params_model"] > limit // 2
+    assert found["parameters"] == told["export"]["params_model"] <= limit
+    assert told["export"]["params_model"] > limit // 2
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def settings(model: Path, images: Path, output: Path) -> dict[str, Any]:
         "data": {"source": "images", "path": str(images), "calibration": 32, "probe": 16, "training": 64,
                  "evaluation": 32, "batch_size": 8},
         "probe": {"levels": 3}, "allocation": {"budgets": [0.8, 0.5]},
-        "distillation": {"steps": 40, "batch_size": 16, "learning_rate": 3e-3, "warmup_steps": 2},
+        "distillation": {"steps": 40, "batch_size": 16, "learning_rate": 3e-4, "warmup_steps": 2},
         "deployment": {"budgets": [0.5]}, "evaluation": {"latency": False},
     }  # fmt: skip
 

@@ -18,11 +18,17 @@ from flexrank.hf.models import load_model, load_tokenizer
 from flexrank.objectives import EmbeddingObjective, FeatureObjective, LogitObjective, Objective
 from flexrank.surgery import full_profile
 
+SHORT = {"steps": 24, "warmup_steps": 2}
 PLAIN = {"perceptron": "tiny_models:perceptron", "convnet": "tiny_models:convnet"}
 
 
 def go_all_the_way(
-    teacher: nn.Module, batches: list[Any], objective: Objective, directory: Path, **export: Any
+    teacher: nn.Module,
+    batches: list[Any],
+    objective: Objective,
+    directory: Path,
+    learning_rate: float = 1e-4,
+    **export: Any,
 ) -> tuple[nn.Module, nn.Module, fr.ProfileChain]:
     """Runs every stage through the public interface and checks each; returns elastic and deployed model and chain."""
     model = copy.deepcopy(teacher)
@@ -40,8 +46,7 @@ def go_all_the_way(
     half = chain.at(0.5)
     with fr.use_profile(model, half):
         before = evaluate(model)
-    steps = {"steps": 24, "learning_rate": 1e-3, "warmup_steps": 2}
-    fr.distill_(model, teacher, batches, chain, objective=objective, **steps)
+    fr.distill_(model, teacher, batches, chain, objective=objective, **SHORT, learning_rate=learning_rate)
     with fr.use_profile(model, half):
         assert evaluate(model) < before
 
@@ -71,9 +76,12 @@ def objective_of(name: str) -> Objective:
 @pytest.mark.parametrize("name", [*tiny_models.TRANSFORMERS, *PLAIN])
 def test_small_models_of_every_kind(name: str, tmp_path: Path) -> None:
     teacher, batch = tiny_models.build(name), tiny_models.batch_for(name)
-    batches = [batch, batch.flip(0) if isinstance(batch, torch.Tensor) else {k: v.flip(0) for k, v in batch.items()}]
+    if isinstance(batch, torch.Tensor):
+        batches = [torch.randn(40, *batch.shape[1:]) for _ in range(2)]
+    else:
+        batches = [batch, {key: value.flip(0) for key, value in batch.items()}]
     export = {"factory": PLAIN[name]} if name in PLAIN else {}
-    go_all_the_way(teacher, batches, objective_of(name), tmp_path, **export)
+    go_all_the_way(teacher, batches, objective_of(name), tmp_path, learning_rate=1e-3, **export)
 
 
 @pytest.mark.parametrize("name", ["stories260k", "babyllama", "pycode5m"])

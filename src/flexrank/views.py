@@ -79,7 +79,10 @@ def bias_of(layer: nn.Module) -> Tensor | None:
 
 
 def conv_geometry(layer: nn.Module) -> ConvGeometry | None:
-    """The geometry of a convolution, None for a linear layer."""
+    """The geometry of a convolution, dense or elastic; None for a linear layer."""
+    elastic = getattr(layer, "geometry", None)
+    if isinstance(elastic, ConvGeometry):
+        return elastic
     if not isinstance(layer, nn.Conv2d):
         return None
     pairs = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)

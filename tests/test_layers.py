@@ -75,6 +75,32 @@ def test_aligned_linear_is_the_plain_product(slack: int | str, with_bias: bool) 
     assert stored == 4 * (9 + 7 - 4 + layer.slack)
 
 
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("shape", [(7,), (3, 7), (2, 5, 7), (2, 0, 7)])
+def test_writing_in_place_gives_what_concatenating_gives(shape: tuple[int, ...], with_bias: bool) -> None:
+    bias = torch.randn(9) if with_bias else None
+    layer = GaugeAlignedLinear.from_factors(torch.randn(9, 4), torch.randn(7, 4), bias, slack=1)
+    x = torch.randn(shape)
+    with torch.no_grad():
+        assert layer._may_write_in_place(x) == (x.ndim > 1 and x.numel() > 0)
+        found = layer(x)
+    torch.testing.assert_close(found, layer(x).detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_hooks_adapters_and_autocast_see_the_children_called() -> None:
+    layer = GaugeAlignedLinear.from_factors(torch.randn(9, 4), torch.randn(7, 4), slack=1)
+    x, calls = torch.randn(2, 7), []
+    handle = layer.expand.register_forward_hook(lambda *_: calls.append(1))
+    with torch.no_grad():
+        layer(x)
+        handle.remove()
+        assert calls == [1]
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer(x).dtype == torch.bfloat16
+        layer.expand = nn.Sequential(layer.expand, nn.Tanh())
+        assert float(layer(x)[:, 3:].abs().max()) <= 1
+
+
 @pytest.mark.parametrize("slack", [0, 2, "auto"])
 def test_aligned_convolution_is_the_plain_product(slack: int | str) -> None:
     u, v, bias = torch.randn(9, 5), torch.randn(18, 5), torch.randn(9)

@@ -214,11 +214,43 @@ class GaugeAlignedLinear(GaugeAlignedLayer):
         return layer
 
     def forward(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch m"]:  # noqa: D102
+        if self._may_write_in_place(x):
+            return self._write_in_place(x.reshape(-1, self.in_features)).unflatten(0, x.shape[:-1])
         latent = self.latent(x)
         if self.aligned == 0:
             return self.expand(latent)
         head = latent[..., : self.aligned]
         return torch.cat([head if self.bias is None else head + self.bias, self.expand(latent)], -1)
+
+    def _may_write_in_place(self, x: Tensor) -> bool:
+        """Whether nothing but numbers is wanted: no gradient, graph, autocast, adapter, hook or quantised weight."""
+        if self.aligned == 0 or torch.is_grad_enabled() or torch.compiler.is_compiling() or x.ndim < 2:
+            return False
+        if torch.is_autocast_enabled(x.device.type) or x.numel() == 0 or type(x) is not Tensor:
+            return False
+        return all(
+            type(layer) is nn.Linear
+            and type(layer.weight) is nn.Parameter
+            and layer.weight.dtype == x.dtype
+            and not (layer._forward_hooks or layer._forward_pre_hooks)
+            for layer in (self.latent, self.expand)
+        )
+
+    def _write_in_place(self, x: Float[Tensor, "t n"]) -> Float[Tensor, "t m"]:
+        """Both parts go straight into one output; concatenating them costs 2 to 9 % more on a CPU."""
+        assert isinstance(self.latent, nn.Linear) and isinstance(self.expand, nn.Linear)
+        latent = functional.linear(x, self.latent.weight)
+        output = x.new_empty(len(x), self.out_features)
+        head, rest = output[:, : self.aligned], output[:, self.aligned :]
+        if self.bias is None:
+            head.copy_(latent[:, : self.aligned])
+        else:
+            torch.add(latent[:, : self.aligned], self.bias, out=head)
+        if self.expand.bias is None:
+            torch.mm(latent, self.expand.weight.T, out=rest)
+        else:
+            torch.addmm(self.expand.bias, latent, self.expand.weight.T, out=rest)
+        return output
 
 
 class GaugeAlignedConv2d(GaugeAlignedLayer):

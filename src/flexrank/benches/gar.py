@@ -36,8 +36,8 @@ def run(json_path: Path | None = None) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def measure_error() -> dict[str, Any]:
-    """The error of each layer of the demo at nine ranks in bfloat16, as a multiple of plain U Vᵀ's there."""
+def measure_error(levels: int = 10) -> dict[str, Any]:
+    """The error of each layer of the demo at levels − 1 ranks in bfloat16, as a multiple of plain U Vᵀ's there."""
     tokenizer, corpus = load_tokenizer(MODEL), stdlib_corpus(max_pairs=64)
     seen = sentence_batches(tokenizer, corpus.calibration[:256], 64, 96)
     unseen = sentence_batches(tokenizer, [text for pair in corpus.evaluation for text in pair], 64, 96)
@@ -46,7 +46,7 @@ def measure_error() -> dict[str, Any]:
     chosen_on, measured_on = (collect_rows(model, batches, layers) for batches in (seen, unseen))
     rows: list[dict[str, Any]] = []
     for name, layer in layers.items():
-        for rank in rank_levels(layer.matrix_shape, 10)[:-1]:
+        for rank in rank_levels(layer.matrix_shape, levels)[:-1]:
             u, v = layer.u[:rank].T.double(), layer.v[:rank].T.double()
             slack = choose_slack(u, v, chosen_on[name], torch.bfloat16)
             plain, ours, paper = (

@@ -24,7 +24,8 @@ from flexrank.sensitivity import probe_sensitivity
 from flexrank.surgery import select_layers, use_profile
 
 #: Blocks.
-CALIBRATION, PROBE, EVALUATION, TRAINING, BATCH = 128, 32, 100, 3000, 8
+CALIBRATION, PROBE, EVALUATION, TRAINING, BATCH = 128, 16, 100, 3000, 8
+LEVELS = 6
 WHOLE_FILE = "\0"
 
 
@@ -41,18 +42,18 @@ class Subject(NamedTuple):
 
 SUBJECTS = (
     Subject(
-        "pycode5m", "pycode5m/train_sample.txt", "pycode5m/val.txt", WHOLE_FILE, 512,
-        {"steps": 600, "learning_rate": 1e-3, "warmup_steps": 30},
+        "stories260k", "text/tinystories_train_v2.txt", "text/tinystories_val.txt", STORY_SEPARATOR, 256,
+        {"steps": 500, "learning_rate": 1e-3, "warmup_steps": 25},
     ),
     Subject(
-        "stories260k", "text/tinystories_train_v2.txt", "text/tinystories_val.txt", STORY_SEPARATOR, 256,
-        {"steps": 1500, "learning_rate": 2e-3, "warmup_steps": 50},
+        "pycode5m", "pycode5m/train_sample.txt", "pycode5m/val.txt", WHOLE_FILE, 512,
+        {"steps": 200, "learning_rate": 5e-4, "warmup_steps": 10},
     ),
 )  # fmt: skip
 
 
 def run(json_path: Path | None = None) -> dict[str, Any]:
-    """Runs the bench on every model; about fifteen minutes on two cores with bfloat16 units."""
+    """Runs the bench on every model; about ten minutes on two cores with bfloat16 units."""
     assets = assets_directory("pycode5m", "stories260k", "text")
     return finish({subject.model: _Bench(assets, subject).run() for subject in SUBJECTS}, json_path)
 
@@ -80,7 +81,7 @@ class _Bench:
             model = self.decomposed(method)
             self.score(model, f"{method}, uniform", functools.partial(uniform_profile, model))
         objective = LogitObjective()
-        table = probe_sensitivity(model, distillation_evaluator(self.teacher, self.probe, objective))
+        table = probe_sensitivity(model, distillation_evaluator(self.teacher, self.probe, objective), LEVELS)
         chain = allocate_ranks(table, BUDGETS)
         self.score(model, "datasvd, paper", allocate_ranks(table, BUDGETS, method="paper", savings="ranks").at)
         self.score(model, "datasvd, joint", chain.at)

@@ -354,7 +354,7 @@ def test_an_encoder_goes_all_the_way(sources: Path, tmp_path: Path, monkeypatch:
         (["model=package:no_such_package/model"], ["no_such_package", "pip install"]),
         (["data.path=nowhere.txt"], ["nowhere.txt"]),
         (["data.batch_size=4096"], ["data.calibration", "shorter than one batch of 4096"]),
-        (["data.max_tokens=1000000"], ["calibration part of the data", "one block needs 1000000"]),
+        (["data.max_tokens=1000000"], ["data.max_tokens is 1000000", "reads at most 64"]),
         (["layers.include=[nothing]"], ["'nothing'", "matches no module"]),
         (["allocation.budgets=[0.001]"], ["0.001", "too small"]),
         (["device=cuda"], ["device is 'cuda'", "no GPU"]),

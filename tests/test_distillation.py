@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from flexrank.distillation import _Schedule, distill_, distillation_evaluator
+from flexrank.distillation import distill_, distillation_evaluator
+from flexrank.distillation.schedule import Schedule
 from flexrank.errors import FlexrankError
 from flexrank.objectives import EmbeddingObjective, FeatureObjective, LogitObjective
 from flexrank.surgery import full_profile, nested_layers, use_profile
@@ -48,12 +49,13 @@ def test_every_profile_comes_nearer_to_the_teacher(name: str, objective) -> None
     assert full_profile(model) == {n: layer.rank for n, layer in nested_layers(model).items()}
 
 
-def test_one_step_is_adamw_on_the_gradient_of_the_drawn_profile() -> None:
-    """Oracle: the same step by hand, two accumulated batches, clipped."""
+@pytest.mark.parametrize("balance", [0.0, 0.5, 1.0])
+def test_one_step_is_adamw_on_the_gradient_of_the_drawn_profile(balance: float) -> None:
+    """Oracle: the same step by hand, two accumulated batches, clipped, on the loss's power or logarithm."""
     teacher, model = build("perceptron"), nest(build("perceptron"))
     twin, data, profile = copy.deepcopy(model), batches("perceptron")[:2], {"0": 3, "2": 4, "4": 2}
     settings = {"steps": 1, "learning_rate": 1e-2, "accumulation": 2, "max_norm": 0.1, "weight_decay": 0.3}
-    distill_(model, teacher, data, [profile], objective=FeatureObjective(), **settings)
+    distill_(model, teacher, data, [profile], objective=FeatureObjective(), balance=balance, **settings)
     matrices = [p for p in twin.parameters() if p.ndim > 1]
     vectors = [p for p in twin.parameters() if p.ndim <= 1]
     optimizer = torch.optim.AdamW(
@@ -62,7 +64,8 @@ def test_one_step_is_adamw_on_the_gradient_of_the_drawn_profile() -> None:
     with use_profile(twin, profile):
         for batch in data:
             target = teacher(batch).detach()
-            ((twin(batch) - target).square().sum() / target.square().sum() / 2).backward()
+            loss = (twin(batch) - target).square().sum() / target.square().sum() + 1e-6
+            ((loss.log() if balance == 1 else loss ** (1 - balance) / (1 - balance)) / 2).backward()
     torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
     optimizer.step()
     for ours, expected in zip(model.parameters(), twin.parameters(), strict=True):
@@ -135,10 +138,10 @@ def test_a_resumed_run_equals_the_unbroken_one(kind: str, tmp_path: Path) -> Non
 
 
 def test_profiles_are_drawn_in_proportion_and_evenly() -> None:
-    counts = Counter(_Schedule([1, 2, 5], seed=0).draw(step) for step in range(8000))
+    counts = Counter(Schedule([1, 2, 5], seed=0).draw(step) for step in range(8000))
     for index, weight in enumerate([1, 2, 5]):
         assert counts[index] == pytest.approx(1000 * weight, rel=0.03)
-    even = _Schedule([1, 1, 1, 1], seed=3)
+    even = Schedule([1, 1, 1, 1], seed=3)
     for start in range(0, 40, 4):
         assert sorted(even.draw(step) for step in range(start, start + 4)) == [0, 1, 2, 3]
 

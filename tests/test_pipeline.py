@@ -212,13 +212,15 @@ def test_an_interrupted_stage_goes_on_to_the_same_bits(
         Stop(patch, where, name, at)
         with pytest.raises(KeyboardInterrupt):
             run_stages(config, stage)
-    assert list((tmp_path / "run" / "partial").iterdir())
+    partial = tmp_path / "run" / "partial"
+    (kept,) = partial.iterdir()
+    (partial / f".{kept.name}.0.aside").write_text("what a killed process was writing")
     with monkeypatch.context() as patch:
         resumed = Stop(patch, where, name, None)
         assert stage in run_stages(config, stage).executed
     assert resumed.calls == left
     assert (tmp_path / "run" / result).read_bytes() == (finished / result).read_bytes()
-    assert not list((tmp_path / "run" / "partial").iterdir())
+    assert not list(partial.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import models
+from flexrank.batches import call_model, output_tensor
 from flexrank.linalg import plain_svd
 from flexrank.profiles import ChainEntry, ProfileChain, RankProfile
 from flexrank.surgery import footprint, nest_, nested_layers, select_layers
@@ -75,6 +76,21 @@ def build(name: str, seed: int = 0) -> nn.Module:
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
     return model
+
+
+def outputs(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The tensor that the model's output stands for."""
+    with torch.no_grad():
+        return output_tensor(call_model(model, batch))
+
+
+def agree(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Whether the same weights, loaded anew, gave the same outputs.
+
+    A few roundings may differ: kernels choose their order of sums by where in memory a tensor begins.
+    """
+    bound = 2**-7 if wanted.dtype == torch.bfloat16 else 1e-6
+    return found.dtype == wanted.dtype and bool((found - wanted).norm() <= bound * wanted.norm())
 
 
 def batch_for(name: str) -> Any:

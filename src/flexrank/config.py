@@ -105,6 +105,8 @@ class DistillationConfig(Section):
     Attributes:
         steps: optimiser steps; 0 leaves the decomposed network as it is.
         weights: chance of each of `allocation.budgets`, from the largest to the smallest; None draws them alike.
+        balance: b from 0 to 1: a size's loss counts as loss^(1−b), the logarithm at 1; 0 is the paper's, and favours
+            the small sizes.
         hidden_weight: of the tokens' relative error beside the cosine (embedding).
         autocast: `auto` takes bfloat16 where the hardware computes in it, `off` stays in the model's dtype.
         checkpoint_every: steps between two checkpoints that an interrupted run goes on from.
@@ -117,6 +119,7 @@ class DistillationConfig(Section):
     batch_size: Count = 32
     accumulation: Count = 1
     weights: tuple[Annotated[float, Field(gt=0)], ...] | None = None
+    balance: Annotated[float, Field(ge=0, le=1)] = 0.5
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     hidden_weight: Annotated[float, Field(ge=0)] = 0.0
     autocast: Literal["auto", "off", "bfloat16"] = "auto"

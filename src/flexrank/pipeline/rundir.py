@@ -130,7 +130,9 @@ class RunDirectory:
         return path
 
     def _drop_partial(self, stage: str, keep: Path | None) -> None:
-        for path in (self.path / "partial").glob(f"{stage}-*"):
+        partial = self.path / "partial"
+        # The second pattern finds what a killed process was writing aside.
+        for path in [*partial.glob(f"{stage}-*"), *partial.glob(f".{stage}-*")]:
             if path == keep:
                 continue
             if path.is_dir():

@@ -5,24 +5,27 @@ import dataclasses
 import hashlib
 import json
 import math
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import safetensors.torch
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flexrank.batches import Batch, call_model, eval_mode, model_device, to_device
+from flexrank.distillation.feed import Feed
+from flexrank.distillation.schedule import Schedule
+from flexrank.distillation.schedule import learning_rate as scheduled_rate
+from flexrank.distillation.state import State
 from flexrank.errors import FlexrankError
 from flexrank.objectives import Objective
 from flexrank.profiles import ProfileChain
 from flexrank.progress import track
-from flexrank.storage import directory_aside, read_json, write_json
 from flexrank.surgery import nested_layers, use_profile
 
 Profiles = ProfileChain | Sequence[Mapping[str, int]]
+
+#: Added to a loss before it is divided by: at full rank, where student and teacher are one, it is all rounding.
+LOSS_FLOOR = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,11 +79,13 @@ def distill_(
     warmup_steps: int = 0,
     final_learning_rate: float = 0.0,
     weights: Sequence[float] | None = None,
+    balance: float = 0.5,
     weight_decay: float = 0.0,
     accumulation: int = 1,
     max_norm: float = 1.0,
     autocast: torch.dtype | None = None,
     train_embeddings: bool = False,
+    teacher_cache: int = 256 * 2**20,
     seed: int = 0,
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 200,
@@ -102,11 +107,14 @@ def distill_(
         warmup_steps: of linear rise.
         final_learning_rate: what the cosine falls to.
         weights: α, one for each profile, cheapest first; equal by default.
+        balance: b; each loss counts as loss^(1−b) / (1−b), the logarithm at b = 1. At 0 (the paper) the small profiles'
+            losses, a hundred times larger, lead the optimiser, and the large profiles lose what they had.
         weight_decay: of matrices.
         accumulation: batches a step.
         max_norm: gradients are clipped to this length.
         autocast: run both models under this dtype; parameters and optimiser keep theirs.
         train_embeddings: embeddings (and heads tied to them) are frozen unless set.
+        teacher_cache: bytes of the teacher's outputs kept from one pass over a sequence to the next.
         seed: of profiles and batch order.
         checkpoint: a directory, written every `checkpoint_every` steps and at the end; found there, it is resumed.
         checkpoint_every: steps.
@@ -119,26 +127,25 @@ def distill_(
         "steps": steps, "learning_rate": learning_rate, "warmup_steps": warmup_steps, "weight_decay": weight_decay,
         "final_learning_rate": final_learning_rate, "accumulation": accumulation, "max_norm": max_norm, "seed": seed,
         "autocast": str(autocast), "train_embeddings": train_embeddings, "objective": repr(objective),
+        "balance": balance,
         "profiles": _digest([sorted(profile.items()) for profile in profiles]),
         "weights": None if weights is None else list(weights),
     }  # fmt: skip
-    schedule = _Schedule(_positive(weights, len(profiles)), seed)
-    _check_counts(steps=steps, accumulation=accumulation, checkpoint_every=checkpoint_every)
+    schedule = Schedule(_positive(weights, len(profiles)), seed)
+    _check(balance, steps=steps, accumulation=accumulation, checkpoint_every=checkpoint_every)
     trainable = _trainable(model, train_embeddings)
     optimizer = _optimizer(trainable, learning_rate, weight_decay)
-    feed = _Feed(batches, seed)
-    state = _State(checkpoint, settings, trainable, optimizer, feed)
-    device = model_device(model)
+    feed = Feed(batches, seed)
+    state = State(checkpoint, settings, trainable, optimizer, feed)
+    guide = _Teacher(teacher, objective, autocast, teacher_cache)
     with _training(model, teacher, trainable):
         for step in track(range(state.step, steps), "distilling", steps, state.step):
             for group in optimizer.param_groups:
-                group["lr"] = _learning_rate(step, steps, learning_rate, warmup_steps, final_learning_rate)
+                group["lr"] = scheduled_rate(step, steps, learning_rate, warmup_steps, final_learning_rate)
             choice = schedule.draw(step)
             with use_profile(model, profiles[choice]):
-                loss = 0.0
-                for _ in range(accumulation):
-                    batch = to_device(feed.next(), device)
-                    loss += _backward(model, teacher, batch, objective, autocast, accumulation)
+                losses = [_backward(model, guide, feed.next(), balance, accumulation) for _ in range(accumulation)]
+            loss = sum(losses) / accumulation
             _finite(loss, step)
             torch.nn.utils.clip_grad_norm_(trainable.values(), max_norm)
             optimizer.step()
@@ -149,152 +156,38 @@ def distill_(
     return TrainingHistory(tuple(state.losses), tuple(state.choices), state.step)
 
 
-def _backward(
-    model: nn.Module, teacher: nn.Module, batch: Batch, objective: Objective, autocast: torch.dtype | None, parts: int
-) -> float:
-    device = model_device(model).type
-    with torch.autocast(device, dtype=autocast, enabled=autocast is not None):
-        with torch.no_grad():
-            target = objective.target(call_model(teacher, batch), batch)
-        loss = objective.loss(call_model(model, batch), target, batch) / parts
-    loss.backward()
-    return float(loss.detach())
+class _Teacher:
+    """The teacher's targets. Those of a sequence's batches are kept, up to `limit` bytes, as each pass asks again."""
 
+    def __init__(self, model: nn.Module, objective: Objective, autocast: torch.dtype | None, limit: int):
+        self.model, self.objective, self._autocast, self._room = model, objective, autocast, limit
+        self._kept: dict[int, Tensor] = {}
 
-@dataclasses.dataclass
-class _Schedule:
-    """Draws profiles in proportion to their weights, evenly spread: each round of n draws is stratified."""
-
-    weights: Sequence[float]
-    seed: int
-
-    def draw(self, step: int) -> int:
-        count = len(self.weights)
-        generator = random.Random(f"{self.seed} profiles {step // count}")
-        strata = list(range(count))
-        generator.shuffle(strata)
-        point = (strata[step % count] + generator.random()) / count * sum(self.weights)
-        for index, weight in enumerate(self.weights):
-            point -= weight
-            if point < 0:
-                return index
-        return count - 1
-
-
-class _Feed:
-    """Batches without end. A sequence is shuffled by (seed, pass); an iterable is taken in its own order."""
-
-    def __init__(self, batches: Sequence[Batch] | Iterable[Batch], seed: int):
-        self._batches, self._seed = batches, seed
-        self._indexed = isinstance(batches, Sequence)
-        self._count = 0
-        self._iterator: Iterator[Batch] | None = None
-
-    def next(self) -> Batch:
-        """The next batch.
-
-        Raises:
-            FlexrankError: there are none.
-        """
-        if self._indexed:
-            assert isinstance(self._batches, Sequence)
-            if not self._batches:
-                raise FlexrankError("distillation got no batches; it needs at least one")
-            epoch, position = divmod(self._count, len(self._batches))
-            self._count += 1
-            return self._batches[self._order(epoch)[position]]
-        self._count += 1
-        for _ in range(2):
-            if self._iterator is None:
-                self._iterator = iter(self._batches)
-            for batch in self._iterator:
-                return batch
-            self._iterator = None
-        raise FlexrankError("distillation got no batches; an iterable must give them again on each pass")
-
-    def _order(self, epoch: int) -> list[int]:
-        order = list(range(len(self._batches)))  # type: ignore[arg-type]
-        random.Random(f"{self._seed} batches {epoch}").shuffle(order)
-        return order
-
-    def state(self) -> dict[str, Any]:
-        own = getattr(self._batches, "state_dict", None)
-        return {"count": self._count, "loader": own() if callable(own) else None}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        load = getattr(self._batches, "load_state_dict", None)
-        if self._indexed or state["count"] == 0:
-            self._count = state["count"]
-        elif callable(load) and state["loader"] is not None:
-            load(state["loader"])
-            self._count = state["count"]
-        else:
-            while self._count < state["count"]:
-                self.next()
-
-
-class _State:
-    """Everything a resumed run needs: trainable tensors, the optimiser's, the feed's place, and the losses so far."""
-
-    def __init__(
-        self,
-        path: str | Path | None,
-        settings: dict[str, Any],
-        trainable: Mapping[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer,
-        feed: _Feed,
-    ):
-        self.path = None if path is None else Path(path)
-        self.settings, self.trainable, self.optimizer, self.feed = settings, trainable, optimizer, feed
-        self.losses: list[float] = []
-        self.choices: list[int] = []
-        if self.path is not None and self.path.exists():
-            self._load(self.path)
-
-    @property
-    def step(self) -> int:
-        return len(self.losses)
-
-    def advance(self, loss: float, choice: int) -> None:
-        self.losses.append(loss)
-        self.choices.append(choice)
-
-    def save(self) -> None:
-        if self.path is None:
-            return
-        tensors = {}
-        for name, parameter in self.trainable.items():
-            tensors[name] = parameter.detach()
-            for key, value in self.optimizer.state[parameter].items():
-                tensors[f"{name}//{key}"] = value
-        with directory_aside(self.path) as aside:
-            safetensors.torch.save_file(tensors, aside / "state.safetensors")
-            write_json(
-                aside / "state.json",
-                {"settings": self.settings, "losses": self.losses, "choices": self.choices, "feed": self.feed.state()},
-            )
+    def autocast(self) -> torch.autocast:
+        """The dtype that both models run under."""
+        enabled = self._autocast is not None
+        return torch.autocast(model_device(self.model).type, dtype=self._autocast, enabled=enabled)
 
     @torch.no_grad()
-    def _load(self, path: Path) -> None:
-        state = read_json(path / "state.json")
-        for key, value in self.settings.items():
-            if state["settings"].get(key) != value:
-                found = state["settings"].get(key)
-                raise FlexrankError(f"{path}: was written with {key}={found}, not {value}; remove it or change back")
-        with safetensors.safe_open(path / "state.safetensors", framework="pt") as file:
-            keys = set(file.keys())
-            for name, parameter in self.trainable.items():
-                if name not in keys:
-                    raise FlexrankError(f"{path}: holds no parameter {name!r}; it belongs to another model")
-                parameter.copy_(file.get_tensor(name))
-            for key in keys:
-                name, separator, slot = key.partition("//")
-                if separator:
-                    self.optimizer.state[self.trainable[name]][slot] = file.get_tensor(key).to(
-                        self.trainable[name].device
-                    )
-        self.losses, self.choices = state["losses"], state["choices"]
-        self.feed.restore(state["feed"])
+    def target(self, index: int | None, batch: Batch) -> Tensor:
+        """What the objective needs of the teacher's output."""
+        if index is not None and index in self._kept:
+            return self._kept[index]
+        target = self.objective.target(call_model(self.model, batch), batch)
+        if index is not None and target.nbytes <= self._room:
+            self._kept[index] = target
+            self._room -= target.nbytes
+        return target
+
+
+def _backward(model: nn.Module, guide: _Teacher, item: tuple[int | None, Batch], balance: float, parts: int) -> float:
+    """Adds the gradient of loss^(1−b) / (1−b), which is that of the loss times loss^−b; returns the loss."""
+    index, batch = item[0], to_device(item[1], model_device(model))
+    with guide.autocast():
+        target = guide.target(index, batch)
+        loss = guide.objective.loss(call_model(model, batch), target, batch)
+    (loss / (parts * (loss.detach() + LOSS_FLOOR) ** balance)).backward()
+    return float(loss.detach())
 
 
 @contextlib.contextmanager
@@ -342,13 +235,6 @@ def _optimizer(trainable: Mapping[str, nn.Parameter], learning_rate: float, weig
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=learning_rate, fused=True)
 
 
-def _learning_rate(step: int, steps: int, peak: float, warmup: int, final: float) -> float:
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    progress = (step - warmup) / max(1, steps - warmup)
-    return final + (peak - final) * (1 + math.cos(math.pi * progress)) / 2
-
-
 def _positive(weights: Sequence[float] | None, count: int) -> Sequence[float]:
     if weights is None:
         return [1.0] * count
@@ -357,7 +243,9 @@ def _positive(weights: Sequence[float] | None, count: int) -> Sequence[float]:
     return weights
 
 
-def _check_counts(**counts: int) -> None:
+def _check(balance: float, **counts: int) -> None:
+    if not 0 <= balance <= 1:
+        raise FlexrankError(f"balance is {balance}; it must be from 0 to 1")
     for name, value in counts.items():
         if value < 1:
             raise FlexrankError(f"{name} is {value}; it must be at least 1")

@@ -236,7 +236,7 @@ def test_a_failed_export_leaves_nothing_behind(convnet, tmp_path, factory, messa
 
 def test_a_corrupted_export_leaves_the_old_one(convnet, tmp_path, monkeypatch):
     kept = tmp_path / "small"
-    kept.mkdir()
+    export(convnet, kept, tiny_models.batch_for("convnet"), factory="tiny_models:convnet")
     (kept / "old").write_text("old")
     run = deployment._run_verification
 

@@ -49,13 +49,12 @@ def test_every_profile_comes_nearer_to_the_teacher(name: str, objective) -> None
     assert full_profile(model) == {n: layer.rank for n, layer in nested_layers(model).items()}
 
 
-@pytest.mark.parametrize("balance", [0.0, 0.5, 1.0])
-def test_one_step_is_adamw_on_the_gradient_of_the_drawn_profile(balance: float) -> None:
-    """Oracle: the same step by hand, two accumulated batches, clipped, on the loss's power or logarithm."""
+def test_one_step_is_adamw_on_the_gradient_of_the_drawn_profile() -> None:
+    """Oracle: the same step by hand, two accumulated batches, clipped."""
     teacher, model = build("perceptron"), nest(build("perceptron"))
     twin, data, profile = copy.deepcopy(model), batches("perceptron")[:2], {"0": 3, "2": 4, "4": 2}
     settings = {"steps": 1, "learning_rate": 1e-2, "accumulation": 2, "max_norm": 0.1, "weight_decay": 0.3}
-    distill_(model, teacher, data, [profile], objective=FeatureObjective(), balance=balance, **settings)
+    distill_(model, teacher, data, [profile], objective=FeatureObjective(), **settings)
     matrices = [p for p in twin.parameters() if p.ndim > 1]
     vectors = [p for p in twin.parameters() if p.ndim <= 1]
     optimizer = torch.optim.AdamW(
@@ -64,8 +63,7 @@ def test_one_step_is_adamw_on_the_gradient_of_the_drawn_profile(balance: float) 
     with use_profile(twin, profile):
         for batch in data:
             target = teacher(batch).detach()
-            loss = (twin(batch) - target).square().sum() / target.square().sum() + 1e-6
-            ((loss.log() if balance == 1 else loss ** (1 - balance) / (1 - balance)) / 2).backward()
+            ((twin(batch) - target).square().sum() / target.square().sum() / 2).backward()
     torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
     optimizer.step()
     for ours, expected in zip(model.parameters(), twin.parameters(), strict=True):
@@ -149,17 +147,83 @@ def test_profiles_are_drawn_in_proportion_and_evenly() -> None:
 def test_what_is_not_trained_does_not_move() -> None:
     teacher, model = build("llama_tied"), nest(build("llama_tied"))
     model.model.norm.weight.requires_grad_(False)
+    model.model.layers[0].mlp.down_proj.v.requires_grad_(False)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     outside = {name: value.clone() for name, value in teacher.state_dict().items()}
     distill_(model, teacher, batches("llama_tied"), [full_profile(model) | {"model.layers.0.mlp.up_proj": 2}],
              objective=LogitObjective(), steps=3, learning_rate=1e-2)  # fmt: skip
     after = model.state_dict()
     assert torch.equal(after["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
+    assert torch.equal(after["model.norm.weight"], before["model.norm.weight"])
+    assert torch.equal(after["model.layers.0.mlp.down_proj.v"], before["model.layers.0.mlp.down_proj.v"])
+    assert not torch.equal(after["model.layers.0.mlp.down_proj.u"], before["model.layers.0.mlp.down_proj.u"])
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert not torch.equal(after["model.layers.0.mlp.up_proj.u"], before["model.layers.0.mlp.up_proj.u"])
     assert all(torch.equal(value, outside[name]) for name, value in teacher.state_dict().items())
     assert not model.model.norm.weight.requires_grad and model.model.embed_tokens.weight.requires_grad
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_teacher_runs_once_for_each_batch_of_a_sequence() -> None:
+    """What is kept gives the same weights as what is computed anew. Three of the six targets fit into 600 bytes."""
+    trained, calls = [], []
+    for cache, expected in ((2**20, 6), (0, 60), (600, 6 + 9 * 3)):
+        teacher, model, count = build("perceptron"), nest(build("perceptron")), [0]
+        teacher.register_forward_hook(lambda *_, count=count: count.__setitem__(0, count[0] + 1))
+        profiles = [{"0": 3, "2": 4, "4": 2}]
+        distill_(model, teacher, batches("perceptron"), profiles, teacher_cache=cache, **SETTINGS)
+        trained.append(torch.cat([p.flatten() for p in model.parameters()]))
+        calls.append((count[0], expected))
+    assert all(torch.equal(weights, trained[0]) for weights in trained)
+    assert all(found == expected for found, expected in calls), calls
+
+
+@pytest.mark.parametrize(("name", "objective"), [("gpt2", LogitObjective()), ("perceptron", FeatureObjective())])
+def test_the_objective_is_found_by_the_teachers_output(name: str, objective) -> None:
+    teacher, found = build(name), []
+    for given in (None, objective):
+        model = nest(build(name))
+        profile = {layer: max(1, rank // 2) for layer, rank in full_profile(model).items()}
+        evaluate = distillation_evaluator(teacher, batches(name), given)
+        with use_profile(model, profile):
+            before = evaluate(model)
+        distill_(model, teacher, batches(name), [profile], objective=given, steps=3)
+        with use_profile(model, profile):
+            found.append((before, evaluate(model)))
+    assert found[0] == found[1]
+
+
+def test_the_evaluator_leaves_dropout_out_and_the_modes_alone() -> None:
+    teacher = build("bert").train()
+    evaluate = distillation_evaluator(teacher, batches("bert"), EmbeddingObjective(0.5))
+    model = nest(build("bert")).train()
+    assert evaluate(model) < 1e-9 and model.training and teacher.training
+
+
+def test_what_cannot_be_trained_is_refused() -> None:
+    teacher, model = build("perceptron"), nest(build("perceptron"))
+    profile = full_profile(model)
+    with pytest.raises(FlexrankError, match=r"'0.u' is torch.bfloat16; consolidate float32 weights"):
+        distill_(copy.deepcopy(model).bfloat16(), teacher, batches("perceptron"), [profile], steps=1)
+    with pytest.raises(FlexrankError, match="every parameter has requires_grad=False"):
+        distill_(copy.deepcopy(model).requires_grad_(False), teacher, batches("perceptron"), [profile], steps=1)
+
+    class Exploding(FeatureObjective):
+        def loss(self, output, target, batch):
+            return (output - output.detach()).abs().sqrt().sum()  # zero, with an infinite slope
+
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(FlexrankError, match="the gradient's length is (nan|inf) at step 0"):
+        distill_(model, teacher, batches("perceptron"), [profile], objective=Exploding(), steps=1)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    teacher, profile = build("perceptron"), {"0": 3, "2": 4, "4": 2}
+    distill_(nest(build("perceptron")), teacher, batches("perceptron"), [profile], steps=2, checkpoint=tmp_path / "a")
+    with pytest.raises(FlexrankError, match="was written with teacher="):
+        other = build("perceptron", seed=1)
+        distill_(nest(other), other, batches("perceptron"), [profile], steps=2, checkpoint=tmp_path / "a")
 
 
 def test_batch_norm_statistics_and_dropout_rest() -> None:

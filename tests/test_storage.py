@@ -45,30 +45,45 @@ def test_a_file_is_replaced_on_success_alone(tmp_path: Path) -> None:
 
 def test_a_directory_is_replaced_on_success_alone(tmp_path: Path) -> None:
     path = tmp_path / "folder"
-    with directory_aside(path) as aside:
-        (aside / "old").write_text("1234")
-    with pytest.raises(RuntimeError, match="half"), directory_aside(path) as aside:
+    with directory_aside(path, "marker") as aside:
+        (aside / "marker").write_text("1234")
+    with pytest.raises(RuntimeError, match="half"), directory_aside(path, "marker") as aside:
         (aside / "half").write_text("1")
         raise RuntimeError("half")
-    assert os.listdir(path) == ["old"] and os.listdir(tmp_path) == ["folder"] and directory_bytes(path) == 4
-    with directory_aside(path) as aside:
+    assert os.listdir(path) == ["marker"] and os.listdir(tmp_path) == ["folder"] and directory_bytes(path) == 4
+    with directory_aside(path, "marker") as aside:
         (aside / "new").write_text("1")
     assert os.listdir(path) == ["new"] and os.listdir(tmp_path) == ["folder"]
 
 
-def test_a_directory_is_put_back_where_the_renaming_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_elses_directory_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "folder"
-    with directory_aside(path) as aside:
+    path.mkdir()
+    with directory_aside(path, "marker") as aside:  # an empty one may be
+        (aside / "thesis.tex").write_text("five years")
+    with pytest.raises(FlexrankError, match="holds other files, and no marker to replace"):
+        directory_aside(path, "marker").__enter__()
+    with pytest.raises(FlexrankError, match="is a file; choose another name"):
+        directory_aside(path / "thesis.tex", "marker").__enter__()
+    assert (path / "thesis.tex").read_text() == "five years" and os.listdir(tmp_path) == ["folder"]
+
+
+@pytest.mark.parametrize("error", [OSError("disk gone"), KeyboardInterrupt()])
+def test_a_directory_is_put_back_where_the_renaming_fails(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "folder"
+    with directory_aside(path, "old") as aside:
         (aside / "old").write_text("1")
     replace = os.replace
 
     def failing(source: Path, target: Path) -> None:
         if str(source).endswith(".aside"):
-            raise OSError("disk gone")
+            raise error
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", failing)
-    with pytest.raises(OSError, match="disk gone"), directory_aside(path) as aside:
+    with pytest.raises(type(error)), directory_aside(path, "old") as aside:
         (aside / "new").write_text("1")
     assert os.listdir(path) == ["old"] and os.listdir(tmp_path) == ["folder"]
 

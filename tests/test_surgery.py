@@ -53,10 +53,19 @@ def test_a_tied_head_is_left_dense_and_logged(caplog: pytest.LogCaptureFixture) 
 
 def test_grouped_convolutions_are_left_dense(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "flexrank")
-    model = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 6, 1), nn.Embedding(3, 4))
+
+    class SamePadding(nn.Conv2d):
+        """Whatever its forward does is its own."""
+
+    model = nn.Sequential(
+        nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 6, 1), nn.Embedding(3, 4), SamePadding(4, 4, 3),
+        nn.TransformerEncoderLayer(8, 2, 8),
+    )  # fmt: skip
     assert list(select_layers(model)) == ["1"]
     assert "left dense: 0 (convolution with 4 groups)" in caplog.text
     assert "left dense: 2 (embedding)" in caplog.text
+    assert "left dense: 3 (SamePadding is a Conv2d of its own kind)" in caplog.text
+    assert "left dense: 4.linear1 (torch's fused encoder layer reads its weight, and does not call it)" in caplog.text
 
 
 def test_what_is_no_known_layer_is_left_dense_and_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -39,13 +39,13 @@ def save_deployed(small: nn.Module, directory: str | Path, *, factory: Factory |
 
     Args:
         small: what `deploy` returned.
-        directory: replaced if present.
+        directory: an artefact there is replaced; a directory that holds anything else is refused.
         factory: how to build the bare architecture; without it `load_deployed` needs `model=`.
 
     Raises:
         FlexrankError: the factory cannot be imported by name, or the state cannot be written.
     """
-    with directory_aside(directory) as aside:
+    with directory_aside(directory, DOCUMENT) as aside:
         write_state(small, aside, factory=factory)
 
 
@@ -66,7 +66,7 @@ def describe_deployed(
     aliases: Mapping[str, str],
     factory: str | None,
 ) -> None:
-    """Writes `flexrank.json` beside the weights, with their checksums and that of `config.json`."""
+    """Writes `flexrank.json` beside what the directory holds, with a checksum of every file."""
     content = {
         "library": library,
         "class": type(small).__name__,
@@ -74,7 +74,7 @@ def describe_deployed(
         "aliases": dict(aliases),
         "factory": factory,
         "parameters": sum(parameter.numel() for parameter in small.parameters()),
-        "files": digest_files(directory, ("*.safetensors", "*.safetensors.index.json", "config.json")),
+        "files": digest_files(directory),
         "flexrank": metadata.version("flexrank"),
     }
     write_document(directory / DOCUMENT, KIND, content)

@@ -7,6 +7,7 @@ for every segment between two ranks of the chain, so that what is read is checke
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from itertools import pairwise
@@ -60,7 +61,7 @@ def save_elastic(
     Args:
         model: with elastic layers; all their components are written, whatever the active ranks.
         chain: its profiles.
-        directory: replaced if present.
+        directory: an artefact there is replaced; a directory that holds anything else is refused.
         factory: for a model that is not transformers': how to build its bare architecture.
         tokenizer: written beside a transformers model.
 
@@ -77,13 +78,13 @@ def save_elastic(
         "chain": chain.to_json(),
         "tensors": dict(_segment_digests(tensors, _segments(chain, layers))),
     }
-    with directory_aside(directory) as aside:
+    with directory_aside(directory, ELASTIC_DOCUMENT) as aside:
         if content["library"] == "transformers":
             models.save_config(model, aside)
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
+        files = digest_files(aside)  # the tensors have digests of their own, one a segment
         write_tensors(aside / ELASTIC_STATE, tensors)
-        files = digest_files(aside, ("config.json",))
         write_document(aside / ELASTIC_DOCUMENT, ELASTIC_KIND, content | {"files": files})
 
 
@@ -257,12 +258,10 @@ def _header_summary(files: list[Path]) -> tuple[str, int]:
             header = _header(path)
         for name, entry in header.items():
             if name != "__metadata__":
-                start, end = entry["data_offsets"]
-                counts[entry["dtype"]] = counts.get(entry["dtype"], 0) + (end - start) // _ITEM_BYTES[entry["dtype"]]
+                counts[entry["dtype"]] = counts.get(entry["dtype"], 0) + math.prod(entry["shape"])
+    if not counts:
+        raise FlexrankError(f"{files[0]}: holds no tensors")
     return max(counts, key=lambda dtype: counts[dtype]), sum(counts.values())
-
-
-_ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
 
 def _header(path: Path) -> dict[str, Any]:

@@ -105,8 +105,6 @@ class DistillationConfig(Section):
     Attributes:
         steps: optimiser steps; 0 leaves the decomposed network as it is.
         weights: chance of each of `allocation.budgets`, from the largest to the smallest; None draws them alike.
-        balance: b from 0 to 1: a size's loss counts as loss^(1−b), the logarithm at 1; 0 is the paper's, and favours
-            the small sizes.
         hidden_weight: of the tokens' relative error beside the cosine (embedding).
         autocast: `auto` takes bfloat16 where the hardware computes in it, `off` stays in the model's dtype.
         checkpoint_every: steps between two checkpoints that an interrupted run goes on from.
@@ -119,7 +117,6 @@ class DistillationConfig(Section):
     batch_size: Count = 32
     accumulation: Count = 1
     weights: tuple[Annotated[float, Field(gt=0)], ...] | None = None
-    balance: Annotated[float, Field(ge=0, le=1)] = 0.5
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     hidden_weight: Annotated[float, Field(ge=0)] = 0.0
     autocast: Literal["auto", "off", "bfloat16"] = "auto"
@@ -204,6 +201,11 @@ class RunConfig(Section):
         weights, budgets = self.distillation.weights, self.allocation.budgets
         if weights is not None and len(weights) != len(budgets):
             raise ValueError(f"distillation.weights has {len(weights)} numbers; allocation.budgets has {len(budgets)}")
+        if self.distillation.steps and self.dtype != "float32":
+            raise ValueError(
+                f"dtype {self.dtype!r} cannot be consolidated; keep float32, with distillation.autocast bfloat16 "
+                f"and deployment.dtype {self.dtype}"
+            )
         if self.allocation.method == "joint" and self.allocation.savings == "ranks":
             raise ValueError("allocation.savings 'ranks' belongs to allocation.method 'paper'; 'joint' has parameters")
         return self

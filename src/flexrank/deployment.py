@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from flexrank.artefacts import Factory, describe_deployed, write_batch, write_state
+from flexrank.artefacts import DOCUMENT, Factory, describe_deployed, write_batch, write_state
 from flexrank.batches import Batch, call_model, eval_mode, model_device, output_tensor, to_device
 from flexrank.costs import aligned_parameters, dense_parameters
 from flexrank.errors import FlexrankError
@@ -31,7 +31,7 @@ from flexrank.layers import (
 )
 from flexrank.profiles import ProfileChain, RankProfile
 from flexrank.storage import directory_aside, read_json, write_json
-from flexrank.surgery import footprint, nested_layers
+from flexrank.surgery import footprint, nested_layers, require_fitting
 from flexrank.views import matrix_shape
 
 #: Largest relative difference ‖y − y*‖/‖y*‖ between the outputs of an exported model here and in a fresh process.
@@ -86,7 +86,7 @@ def deploy(
     """
     layers = nested_layers(model)
     ranks = {name: value.rank if isinstance(value, LayerPlan) else value for name, value in profile.items()}
-    _require_fitting(layers, ranks)
+    require_fitting(layers, ranks)
     if base is not None and all(ranks[name] == min(layer.matrix_shape) for name, layer in layers.items()):
         small = copy.deepcopy(base).train(model.training)
         return small if dtype is None else _cast(small, dtype)
@@ -220,7 +220,7 @@ def export(
 
     Args:
         small: what `deploy` returned.
-        directory: replaced if present, and only on success.
+        directory: an artefact there is replaced, only on success; a directory that holds anything else is refused.
         inputs: a batch to run, as `batches.call_model` takes it.
         tokenizer: written beside a transformers model.
         factory: for any other model: how a fresh process builds its bare architecture.
@@ -234,7 +234,7 @@ def export(
         raise FlexrankError(f"export of a {type(small).__name__} needs factory=, 'package.module:function'")
     expected = _outputs(small, inputs)
     request = {"library": library, "device": str(model_device(small)), "threads": torch.get_num_threads()}
-    with directory_aside(directory) as aside, tempfile.TemporaryDirectory() as scratch:
+    with directory_aside(directory, DOCUMENT) as aside, tempfile.TemporaryDirectory() as scratch:
         if library == "transformers":
             models.save_model(small, aside, tokenizer)
             specs = models.attached_layers(small)
@@ -250,15 +250,6 @@ def export(
 def output_bound(dtype: torch.dtype) -> float:
     """The stated bound for outputs of this dtype (`OUTPUT_BOUNDS`; 0 for integers)."""
     return OUTPUT_BOUNDS.get(dtype, 0.0)
-
-
-def _require_fitting(layers: Mapping[str, NestedLayer], profile: Mapping[str, int]) -> None:
-    for name in profile.keys() ^ layers.keys():
-        where = "profile" if name in layers else "model"
-        raise FlexrankError(f"layer {name!r} is not in the {where}; profile and model must name the same layers")
-    for name, rank in profile.items():
-        if not 1 <= rank <= layers[name].max_rank:
-            raise FlexrankError(f"layer {name!r}: rank {rank} is out of range; it has 1 to {layers[name].max_rank}")
 
 
 def _factors(layer: NestedLayer, rank: int) -> tuple[Tensor, Tensor]:

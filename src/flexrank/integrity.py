@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,9 @@ def digest_file(path: str | Path) -> str:
     return digest.hexdigest()
 
 
-def digest_files(directory: str | Path, patterns: Iterable[str]) -> dict[str, str]:
-    """Digests of the files of `directory` that match a pattern, by name."""
-    directory = Path(directory)
-    files = {file for pattern in patterns for file in directory.glob(pattern)}
-    return {file.name: digest_file(file) for file in sorted(files)}
+def digest_files(directory: str | Path) -> dict[str, str]:
+    """Digests of every file in `directory`, by name."""
+    return {file.name: digest_file(file) for file in sorted(Path(directory).iterdir()) if file.is_file()}
 
 
 def verify_files(directory: str | Path, digests: Mapping[str, str]) -> None:
@@ -51,7 +49,7 @@ def verify_files(directory: str | Path, digests: Mapping[str, str]) -> None:
         if not path.is_file():
             raise FlexrankError(f"{path}: no such file; the artefact is incomplete")
         if digest_file(path) != digest:
-            raise FlexrankError(f"{path}: does not match its checksum; the file was truncated or edited")
+            raise FlexrankError(f"{path}: does not match its checksum; it was truncated or edited after it was written")
 
 
 def write_document(path: str | Path, kind: str, content: Mapping[str, Any]) -> None:

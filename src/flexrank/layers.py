@@ -160,6 +160,10 @@ class GaugeAlignedLayer(nn.Module):
         for layer, matrix in ((self.latent, v_tilde.T), (self.expand, u_hat)):
             assert isinstance(layer.weight, Tensor)
             layer.weight.copy_(matrix.reshape(layer.weight.shape))
+            if not bool(torch.isfinite(layer.weight).all()):
+                raise FlexrankError(
+                    f"the aligned factors overflow {layer.weight.dtype}; give more than {self.slack} slack"
+                )
         if bias is not None:
             assert isinstance(self.expand.bias, Tensor)
             self.expand.bias.copy_(bias[self.aligned :])
@@ -308,7 +312,7 @@ def resolve_slack(u: Tensor, v: Tensor, slack: Slack, dtype: torch.dtype, inputs
         FlexrankError: a number outside 0 … r.
     """
     if slack == "auto":
-        if inputs is None:
+        if inputs is None or not bool(inputs.any()):  # rows of zeros would call every form exact
             generator = torch.Generator().manual_seed(0)
             inputs = torch.randn(64, v.shape[0], generator=generator)
         return choose_slack(u.double(), v.double(), inputs.double().to(u.device), dtype)

@@ -38,7 +38,12 @@ class Factors(NamedTuple):
 
 
 def plain_svd(weight: Float[Tensor, "m n"]) -> Factors:
-    """Singular value decomposition of the weight alone, the data-free baseline."""
+    """Singular value decomposition of the weight alone, the data-free baseline.
+
+    Raises:
+        FlexrankError: the weight is not finite.
+    """
+    _require_finite("weight", weight)
     left, values, right = torch.linalg.svd(weight.double(), full_matrices=False)
     return _balanced(left, right.T * values, values**2)
 

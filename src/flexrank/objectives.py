@@ -124,6 +124,11 @@ def objective_for(task: str, *, temperature: float = 1.0, hidden_weight: float =
     raise FlexrankError(f"task {task!r} is unknown; it is language, classification, embedding or features")
 
 
+def default_objective(output: Any) -> Objective:
+    """The objective that fits a model's output: divergence where it has logits, relative error of features else."""
+    return FeatureObjective() if getattr(output, "logits", None) is None else LogitObjective()
+
+
 def _real_rows(values: Tensor, batch: Batch) -> Tensor:
     mask = token_mask(batch)
     if values.ndim == 3 and mask is not None and values.shape[:2] == mask.shape and not bool(mask.all()):

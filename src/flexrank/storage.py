@@ -61,23 +61,34 @@ def write_aside(path: str | Path) -> Iterator[Path]:
     try:
         yield aside
         aside.chmod(0o666 & ~_umask())
+        _flush(aside)
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def directory_aside(path: str | Path) -> Iterator[Path]:
+def directory_aside(path: str | Path, marker: str) -> Iterator[Path]:
     """Yields an empty directory beside `path`; renames it to `path` on success, removes it on failure.
 
-    A directory already at `path` is replaced only after the new one is whole.
+    A directory already at `path` is replaced only after the new one is whole, and only if it is empty or holds the
+    file `marker`, which tells that it is of the same kind: nobody's other files are lost.
+
+    Raises:
+        FlexrankError: there is a file, or a directory that holds something else.
     """
     path = Path(path)
+    if path.is_dir() and any(path.iterdir()) and not (path / marker).is_file():
+        raise FlexrankError(f"{path}: holds other files, and no {marker} to replace; choose another directory")
+    if path.exists() and not path.is_dir():
+        raise FlexrankError(f"{path}: is a file; choose another name for the directory")
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".aside", dir=path.parent))
     aside.chmod(0o777 & ~_umask())
     try:
         yield aside
+        for file in aside.rglob("*"):
+            _flush(file)
         _replace_directory(aside, path)
     finally:
         if aside.exists():
@@ -93,16 +104,23 @@ def _replace_directory(new: Path, path: Path) -> None:
     os.replace(path, old / path.name)
     try:
         os.replace(new, path)
-    except OSError:
+    except BaseException:
         os.replace(old / path.name, path)
+        old.rmdir()
         raise
-    finally:
-        shutil.rmtree(old)
+    shutil.rmtree(old)
 
 
 def directory_bytes(path: str | Path) -> int:
     """Bytes of all files under `path`."""
     return sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())
+
+
+def _flush(path: Path) -> None:
+    """Has the system write a file out, so that after a power cut a renamed file is not an empty one."""
+    if path.is_file():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
 
 
 def _umask() -> int:

@@ -53,7 +53,8 @@ def dense_reasons(
     for name, module in model.named_modules():
         reason = unsupported_reason(module)
         if reason is None and is_layer(module):
-            reason = _selection_reason(name, include, exclude) or _weight_reason(name, module, owners)
+            selection = _selection_reason(name, include, exclude) or _parent_reason(model, name)
+            reason = selection or _weight_reason(name, module, owners)
         elif reason is None:
             reason = _unknown_reason(module)
         if reason is not None:
@@ -66,9 +67,12 @@ def nest_(model: nn.Module, name: str, factors: Factors) -> NestedLayer:
     layer = model.get_submodule(name)
     weight, geometry, bias = weight_matrix(layer), conv_geometry(layer), bias_of(layer)
     u, v = (factor.to(weight.device, weight.dtype).contiguous() for factor in (factors.u, factors.v))
+    bias_requires_grad = bias is not None and bias.requires_grad
     bias = None if bias is None else bias.detach().clone()
     nested: NestedLayer = NestedLinear(u, v, bias) if geometry is None else NestedConv2d(u, v, bias, geometry)
     nested.requires_grad_(weight.requires_grad)
+    if nested.bias is not None:
+        nested.bias.requires_grad_(bias_requires_grad)
     replace_layer(model, name, nested.train(layer.training))
     return nested
 
@@ -115,14 +119,23 @@ def set_profile(model: nn.Module, profile: Mapping[str, int]) -> None:
         FlexrankError: the profile names other layers than the model has, or a rank is out of range.
     """
     layers = nested_layers(model)
+    require_fitting(layers, profile)
+    for name, rank in profile.items():
+        layers[name].rank = rank
+
+
+def require_fitting(layers: Mapping[str, NestedLayer], profile: Mapping[str, int]) -> None:
+    """Checks that a profile gives each elastic layer, and no other, a rank that it has.
+
+    Raises:
+        FlexrankError: it does not.
+    """
     for name in profile.keys() ^ layers.keys():
         where = "profile" if name in layers else "model"
         raise FlexrankError(f"layer {name!r} is not in the {where}; profile and model must name the same layers")
     for name, rank in profile.items():
         if not 1 <= rank <= layers[name].max_rank:
             raise FlexrankError(f"layer {name!r}: rank {rank} is out of range; it has 1 to {layers[name].max_rank}")
-    for name, rank in profile.items():
-        layers[name].rank = rank
 
 
 @contextlib.contextmanager
@@ -162,6 +175,13 @@ def _selection_reason(name: str, include: Sequence[str] | None, exclude: Iterabl
         return "not included"
     if any(_matches(name, pattern) for pattern in exclude):
         return "excluded"
+    return None
+
+
+def _parent_reason(model: nn.Module, name: str) -> str | None:
+    parent = model.get_submodule(name.rpartition(".")[0])
+    if isinstance(parent, nn.TransformerEncoderLayer):
+        return "torch's fused encoder layer reads its weight, and does not call it"
     return None
 
 

@@ -29,6 +29,8 @@ def is_conv1d(module: nn.Module) -> bool:
 def unsupported_reason(module: nn.Module) -> str | None:
     """Why a layer that holds a matrix cannot be factorised; None where it can, or holds none."""
     if isinstance(module, nn.Conv2d):
+        if type(module) is not nn.Conv2d:  # it may standardise its weight, or pad, in a forward of its own
+            return f"{type(module).__name__} is a Conv2d of its own kind"
         if module.groups != 1:
             return f"convolution with {module.groups} groups"
         if module.padding_mode != "zeros" or isinstance(module.padding, str):

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +18,12 @@ from flexrank.distillation.schedule import Schedule
 from flexrank.distillation.schedule import learning_rate as scheduled_rate
 from flexrank.distillation.state import State
 from flexrank.errors import FlexrankError
-from flexrank.objectives import Objective
+from flexrank.objectives import Objective, default_objective
 from flexrank.profiles import ProfileChain
 from flexrank.progress import track
 from flexrank.surgery import nested_layers, use_profile
 
 Profiles = ProfileChain | Sequence[Mapping[str, int]]
-
-#: Added to a loss before it is divided by: at full rank, where student and teacher are one, it is all rounding.
-LOSS_FLOOR = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +42,16 @@ class TrainingHistory:
 
 
 def distillation_evaluator(
-    teacher: nn.Module, batches: Iterable[Batch], objective: Objective
+    teacher: nn.Module, batches: Iterable[Batch], objective: Objective | None = None
 ) -> Callable[[nn.Module], float]:
-    """evaluate(model) -> mean objective over `batches` (weighted by their rows), the teacher's outputs kept.
+    """evaluate(model) -> mean objective over `batches` (weighted by their rows), both models in eval mode.
+
+    The teacher runs once; what the objective needs of its outputs is kept.
+
+    Args:
+        teacher: the original.
+        batches: in a fixed order; kept, on the teacher's device.
+        objective: the loss; by default the one that `default_objective` finds for the teacher's output.
 
     Raises:
         FlexrankError: there are no batches.
@@ -54,14 +59,17 @@ def distillation_evaluator(
     kept = [to_device(batch, model_device(teacher)) for batch in batches]
     if not kept:
         raise FlexrankError("the evaluator got no batches; it needs at least one")
-    with torch.inference_mode():
+    with eval_mode(teacher), torch.inference_mode():
+        if objective is None:
+            objective = default_objective(call_model(teacher, kept[0]))
         targets = [objective.target(call_model(teacher, batch), batch) for batch in kept]
 
     @torch.inference_mode()
     def evaluate(model: nn.Module) -> float:
         total = 0.0
-        for batch, target in zip(kept, targets, strict=True):
-            total += float(objective.loss(call_model(model, batch), target, batch)) * target.shape[0]
+        with eval_mode(model):
+            for batch, target in zip(kept, targets, strict=True):
+                total += float(objective.loss(call_model(model, batch), target, batch)) * target.shape[0]
         return total / sum(target.shape[0] for target in targets)
 
     return evaluate
@@ -73,13 +81,12 @@ def distill_(
     batches: Sequence[Batch] | Iterable[Batch],
     chain: Profiles,
     *,
-    objective: Objective,
-    steps: int,
+    objective: Objective | None = None,
+    steps: int = 1000,
     learning_rate: float = 1e-4,
     warmup_steps: int = 0,
     final_learning_rate: float = 0.0,
     weights: Sequence[float] | None = None,
-    balance: float = 0.5,
     weight_decay: float = 0.0,
     accumulation: int = 1,
     max_norm: float = 1.0,
@@ -101,38 +108,36 @@ def distill_(
         batches: a sequence, shuffled anew each pass; or an iterable, taken in its order, again and again. One with
             `state_dict` and `load_state_dict` (torchdata's StatefulDataLoader) resumes by them, others by skipping.
         chain: its requested profiles are trained; or the profiles themselves, cheapest first.
-        objective: the loss, see `objectives`.
+        objective: the loss; by default the one that `default_objective` finds for the teacher's output.
         steps: optimiser steps.
         learning_rate: peak.
         warmup_steps: of linear rise.
         final_learning_rate: what the cosine falls to.
         weights: α, one for each profile, cheapest first; equal by default.
-        balance: b; each loss counts as loss^(1−b) / (1−b), the logarithm at b = 1. At 0 (the paper) the small profiles'
-            losses, a hundred times larger, lead the optimiser, and the large profiles lose what they had.
         weight_decay: of matrices.
         accumulation: batches a step.
         max_norm: gradients are clipped to this length.
         autocast: run both models under this dtype; parameters and optimiser keep theirs.
-        train_embeddings: embeddings (and heads tied to them) are frozen unless set.
+        train_embeddings: embeddings (and heads tied to them) are frozen unless set; so is what does not require grad.
         teacher_cache: bytes of the teacher's outputs kept from one pass over a sequence to the next.
         seed: of profiles and batch order.
         checkpoint: a directory, written every `checkpoint_every` steps and at the end; found there, it is resumed.
         checkpoint_every: steps.
 
     Raises:
-        FlexrankError: wrong settings, no batches, a loss that is not finite, or a checkpoint of another run.
+        FlexrankError: wrong settings, no batches, weights of half precision, which AdamW's small steps would not
+            move, a loss or gradient that is not finite, or a checkpoint of another run.
     """
     profiles = _profiles(chain)
     settings = {
         "steps": steps, "learning_rate": learning_rate, "warmup_steps": warmup_steps, "weight_decay": weight_decay,
         "final_learning_rate": final_learning_rate, "accumulation": accumulation, "max_norm": max_norm, "seed": seed,
         "autocast": str(autocast), "train_embeddings": train_embeddings, "objective": repr(objective),
-        "balance": balance,
-        "profiles": _digest([sorted(profile.items()) for profile in profiles]),
+        "teacher": _identity(teacher), "profiles": _digest([sorted(profile.items()) for profile in profiles]),
         "weights": None if weights is None else list(weights),
     }  # fmt: skip
     schedule = Schedule(_positive(weights, len(profiles)), seed)
-    _check(balance, steps=steps, accumulation=accumulation, checkpoint_every=checkpoint_every)
+    _check_counts(steps=steps, accumulation=accumulation, checkpoint_every=checkpoint_every)
     trainable = _trainable(model, train_embeddings)
     optimizer = _optimizer(trainable, learning_rate, weight_decay)
     feed = Feed(batches, seed)
@@ -144,10 +149,10 @@ def distill_(
                 group["lr"] = scheduled_rate(step, steps, learning_rate, warmup_steps, final_learning_rate)
             choice = schedule.draw(step)
             with use_profile(model, profiles[choice]):
-                losses = [_backward(model, guide, feed.next(), balance, accumulation) for _ in range(accumulation)]
+                losses = [_backward(model, guide, feed.next(), accumulation) for _ in range(accumulation)]
             loss = sum(losses) / accumulation
-            _finite(loss, step)
-            torch.nn.utils.clip_grad_norm_(trainable.values(), max_norm)
+            _finite(loss, step, "loss")
+            _finite(float(torch.nn.utils.clip_grad_norm_(trainable.values(), max_norm)), step, "gradient's length")
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             state.advance(loss, choice)
@@ -159,34 +164,42 @@ def distill_(
 class _Teacher:
     """The teacher's targets. Those of a sequence's batches are kept, up to `limit` bytes, as each pass asks again."""
 
-    def __init__(self, model: nn.Module, objective: Objective, autocast: torch.dtype | None, limit: int):
-        self.model, self.objective, self._autocast, self._room = model, objective, autocast, limit
+    def __init__(self, model: nn.Module, objective: Objective | None, autocast: torch.dtype | None, limit: int):
+        self._model, self._objective, self._autocast, self._room = model, objective, autocast, limit
         self._kept: dict[int, Tensor] = {}
 
     def autocast(self) -> torch.autocast:
         """The dtype that both models run under."""
         enabled = self._autocast is not None
-        return torch.autocast(model_device(self.model).type, dtype=self._autocast, enabled=enabled)
+        return torch.autocast(model_device(self._model).type, dtype=self._autocast, enabled=enabled)
 
     @torch.no_grad()
     def target(self, index: int | None, batch: Batch) -> Tensor:
         """What the objective needs of the teacher's output."""
         if index is not None and index in self._kept:
             return self._kept[index]
-        target = self.objective.target(call_model(self.model, batch), batch)
+        output = call_model(self._model, batch)
+        if self._objective is None:
+            self._objective = default_objective(output)
+        target = self._objective.target(output, batch)
         if index is not None and target.nbytes <= self._room:
             self._kept[index] = target
             self._room -= target.nbytes
         return target
 
+    def loss(self, output: Any, target: Tensor, batch: Batch) -> Tensor:
+        """The objective's loss of a student's output; `target` was asked for before."""
+        assert self._objective is not None
+        return self._objective.loss(output, target, batch)
 
-def _backward(model: nn.Module, guide: _Teacher, item: tuple[int | None, Batch], balance: float, parts: int) -> float:
-    """Adds the gradient of loss^(1−b) / (1−b), which is that of the loss times loss^−b; returns the loss."""
+
+def _backward(model: nn.Module, guide: _Teacher, item: tuple[int | None, Batch], parts: int) -> float:
+    """Adds the gradient of this part of a step's loss; returns the part's own loss."""
     index, batch = item[0], to_device(item[1], model_device(model))
     with guide.autocast():
         target = guide.target(index, batch)
-        loss = guide.objective.loss(call_model(model, batch), target, batch)
-    (loss / (parts * (loss.detach() + LOSS_FLOOR) ** balance)).backward()
+        loss = guide.loss(call_model(model, batch), target, batch)
+    (loss / parts).backward()
     return float(loss.detach())
 
 
@@ -220,11 +233,19 @@ def _trainable(model: nn.Module, train_embeddings: bool) -> dict[str, nn.Paramet
     if not train_embeddings:
         embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
         frozen = {id(parameter) for module in embeddings for parameter in module.parameters()}
-    return {
+    trainable = {
         name: parameter
         for name, parameter in model.named_parameters()
-        if id(parameter) not in frozen and parameter.is_floating_point()
+        if id(parameter) not in frozen and parameter.is_floating_point() and parameter.requires_grad
     }
+    if not trainable:
+        raise FlexrankError("every parameter has requires_grad=False; consolidation has nothing to train")
+    for name, parameter in trainable.items():
+        if parameter.dtype.itemsize < 4:
+            raise FlexrankError(
+                f"parameter {name!r} is {parameter.dtype}; consolidate float32 weights, with autocast={parameter.dtype}"
+            )
+    return trainable
 
 
 def _optimizer(trainable: Mapping[str, nn.Parameter], learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
@@ -243,17 +264,21 @@ def _positive(weights: Sequence[float] | None, count: int) -> Sequence[float]:
     return weights
 
 
-def _check(balance: float, **counts: int) -> None:
-    if not 0 <= balance <= 1:
-        raise FlexrankError(f"balance is {balance}; it must be from 0 to 1")
+def _check_counts(**counts: int) -> None:
     for name, value in counts.items():
         if value < 1:
             raise FlexrankError(f"{name} is {value}; it must be at least 1")
 
 
-def _finite(loss: float, step: int) -> None:
-    if not math.isfinite(loss):
-        raise FlexrankError(f"the loss is {loss} at step {step}; lower the learning rate, or check the batches")
+def _finite(value: float, step: int, what: str) -> None:
+    if not math.isfinite(value):
+        raise FlexrankError(f"the {what} is {value} at step {step}; lower the learning rate, or check the batches")
+
+
+def _identity(model: nn.Module) -> str:
+    """Tells a model from others of its kind: a digest of its tensors' names, shapes and first values."""
+    state = model.state_dict().items()
+    return _digest([[name, list(value.shape), value.flatten()[:16].double().tolist()] for name, value in state])
 
 
 def _digest(value: object) -> str:

@@ -15,6 +15,7 @@ class Feed:
         self._batches, self._seed = batches, seed
         self._indexed = isinstance(batches, Sequence)
         self._count = 0
+        self._shuffled: tuple[int, list[int]] = (-1, [])
         self._iterator: Iterator[Batch] | None = None
 
     def next(self) -> tuple[int | None, Batch]:
@@ -41,9 +42,11 @@ class Feed:
         raise FlexrankError("distillation got no batches; an iterable must give them again on each pass")
 
     def _order(self, epoch: int) -> list[int]:
-        order = list(range(len(self._batches)))  # type: ignore[arg-type]
-        random.Random(f"{self._seed} batches {epoch}").shuffle(order)
-        return order
+        if self._shuffled[0] != epoch:
+            order = list(range(len(self._batches)))  # type: ignore[arg-type]
+            random.Random(f"{self._seed} batches {epoch}").shuffle(order)
+            self._shuffled = epoch, order
+        return self._shuffled[1]
 
     def state(self) -> dict[str, Any]:
         """Where it stands, as a JSON object."""

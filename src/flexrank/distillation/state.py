@@ -50,7 +50,7 @@ class State:
             tensors[name] = parameter.detach()
             for key, value in self.optimizer.state[parameter].items():
                 tensors[f"{name}//{key}"] = value
-        with directory_aside(self.path) as aside:
+        with directory_aside(self.path, "state.json") as aside:
             safetensors.torch.save_file(tensors, aside / "state.safetensors")
             write_json(
                 aside / "state.json",
@@ -69,12 +69,15 @@ class State:
             for name, parameter in self.trainable.items():
                 if name not in keys:
                     raise FlexrankError(f"{path}: holds no parameter {name!r}; it belongs to another model")
-                parameter.copy_(file.get_tensor(name))
+                kept = file.get_tensor(name)
+                if kept.shape != parameter.shape:
+                    shapes = f"{tuple(kept.shape)}, not {tuple(parameter.shape)}"
+                    raise FlexrankError(f"{path}: parameter {name!r} is {shapes}; it belongs to another model")
+                parameter.copy_(kept)
             for key in keys:
                 name, separator, slot = key.partition("//")
-                if separator:
-                    self.optimizer.state[self.trainable[name]][slot] = file.get_tensor(key).to(
-                        self.trainable[name].device
-                    )
+                if separator and name in self.trainable:
+                    parameter = self.trainable[name]
+                    self.optimizer.state[parameter][slot] = file.get_tensor(key).to(parameter.device)
         self.losses, self.choices = state["losses"], state["choices"]
         self.feed.restore(state["feed"])

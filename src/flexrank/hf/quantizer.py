@@ -4,7 +4,8 @@ The layers' specs stand in `config.json` under `quantization_config`. Importing 
 `flexrank` does so as soon as transformers' registry is there.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -13,6 +14,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from flexrank.errors import FlexrankError
+from flexrank.integrity import read_document, verify_files
 from flexrank.layers import build_layer
 from flexrank.surgery import replace_layer
 
@@ -46,6 +48,7 @@ class FlexrankQuantizer(HfQuantizer):
     quantization_config: FlexrankConfig
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        _verify_weights(kwargs.get("checkpoint_files") or [])
         # The device (meta) and dtype are the defaults that transformers sets around this call.
         for name, spec in _specs_for(model, self.quantization_config.layers):
             replace_layer(model, name, build_layer(spec))
@@ -72,6 +75,18 @@ class FlexrankQuantizer(HfQuantizer):
     def is_compileable(self) -> bool:
         """Always, for the same reason."""
         return True
+
+
+def _verify_weights(files: Sequence[str]) -> None:
+    """Checks weights against the checksums that `export` wrote beside them; without these they load unchecked.
+
+    Raises:
+        FlexrankError: a weight file was truncated or edited.
+    """
+    document = Path(files[0]).parent / "flexrank.json" if files else None
+    if document is not None and document.is_file():
+        digests, names = read_document(document, "deployed", ("files",))["files"], {Path(file).name for file in files}
+        verify_files(document.parent, {name: digest for name, digest in digests.items() if name in names})
 
 
 def _specs_for(model: Any, layers: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -163,7 +163,6 @@ def distill(work: Workspace, fingerprint: str) -> None:
                 learning_rate=settings.learning_rate,
                 warmup_steps=settings.warmup_steps,
                 weights=None if settings.weights is None else settings.weights[::-1],  # the chain's order is rising
-                balance=settings.balance,
                 weight_decay=settings.weight_decay,
                 accumulation=settings.accumulation,
                 max_norm=settings.max_norm,

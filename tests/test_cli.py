@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from typer.testing import CliRunner
 
 from flexrank import cli, deployment, sensitivity
@@ -50,7 +50,7 @@ def refused(*arguments: object) -> str:
     result = invoke(*arguments)
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
-    lines = [line for line in result.stderr.splitlines() if not line.startswith("left dense")]
+    lines = [line for line in result.stderr.splitlines() if not line.startswith(("left dense", "calibrating"))]
     assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
     return lines[0]
 
@@ -176,6 +176,44 @@ def test_a_full_disk_is_one_line(
 
     monkeypatch.setattr(f"flexrank.pipeline.{where}", full)
     assert part in refused("run", config, "--set", f"output={tmp_path / 'run'}")
+
+
+@pytest.mark.parametrize("limit", [100, 20_000, 60_000, 120_000])
+def test_a_disk_that_fills_up_leaves_whole_files_alone(limit: int, config: Path, tmp_path: Path) -> None:
+    """The system itself refuses bytes beyond the limit of a file, in the midst of the config, a tensor or a figure."""
+    code = (
+        f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); "
+        "from flexrank.cli import main; main()"
+    )
+    arguments = ["run", str(config), "--set", f"output={tmp_path / 'run'}"]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and last.startswith("error: ") and "File too large" in last, done.stderr
+    assert "Traceback" not in done.stderr
+    left = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [path for path in left if path.name.endswith((".aside", ".old"))]
+    for path in left:
+        if path.suffix == ".json":
+            json.loads(path.read_text())
+        elif path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as file:
+                assert file.keys()
+
+
+@pytest.mark.parametrize("where", ["weight", "activation"])
+def test_a_value_that_is_not_finite_is_named_and_nothing_is_left(where: str, config: Path, tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    place = Path(shutil.copytree(config.parent / "model", tmp_path / "model"))
+    model = LlamaForCausalLM.from_pretrained(place)
+    block = model.model.layers[1]  # its norm makes what the projections read
+    (block.mlp.up_proj if where == "weight" else block.input_layernorm).weight.data.flatten()[3] = float("nan")
+    model.save_pretrained(place)
+    for method in ("datasvd", "svd"):
+        values = [f"model={place}", f"output={tmp_path / 'run'}", f"decomposition.method={method}"]
+        message = refused("run", config, *(part for value in values for part in ("--set", value)))
+        assert "layers.1." in message and "finite" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_an_interruption_is_one_line_that_tells_how_to_go_on(

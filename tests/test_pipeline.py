@@ -267,12 +267,62 @@ def test_a_missing_result_is_made_again_and_an_edited_one_refused(copied: Path) 
         rerun(copied)
 
 
+def test_a_directory_that_lost_a_file_is_made_again_and_a_truncated_one_refused(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deployment, "_run_verification", _verify_here)
+    (copied / "deployed" / "0.50" / "model.safetensors").unlink()
+    (copied / "figures" / "ranks.png").unlink()
+    assert rerun(copied) == ("deploy", "report")
+    assert rerun(copied) == ()
+    state = copied / "elastic_initial" / "elastic.safetensors"
+    state.write_bytes(state.read_bytes()[:-8])
+    with pytest.raises(FlexrankError, match="was edited after `decompose` wrote it; delete .*/elastic_initial to make"):
+        rerun(copied)
+    shutil.rmtree(copied / "elastic_initial")
+    assert rerun(copied) == ("decompose",)
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("data.path=./nowhere.txt", "nowhere.txt"),
+        ("distillation.learning_rate=1e30", "at step"),
+        ("model=./nowhere", "nowhere"),
+        ("deployment.budgets=[0.001]", "too small"),
+    ],
+)
+def test_a_wrong_input_leaves_a_finished_run_as_it_was(override: str, part: str, copied: Path) -> None:
+    before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file() and "partial" not in path.parts}
+    with pytest.raises(FlexrankError, match=part):
+        rerun(copied, override)
+    after = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file() and "partial" not in path.parts}
+    assert after == before
+    assert rerun(copied) == ()
+
+
+def test_a_wrong_input_leaves_no_directory(sources: Path, tmp_path: Path) -> None:
+    config = settings(sources / "language", tmp_path / "nowhere.txt", tmp_path / "run")
+    with pytest.raises(FlexrankError, match="nowhere.txt"):
+        run_stages(parse_config(config))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_configuration_that_cannot_be_read_is_not_written_over(copied: Path) -> None:
+    config = load_config(copied)
+    (copied / "config.yaml").write_text("name: tiny\nkey_of_the_future: 1\n")
+    with pytest.raises(FlexrankError, match="unknown key 'key_of_the_future'"):
+        run_stages(config)
+    assert (copied / "config.yaml").read_text() == "name: tiny\nkey_of_the_future: 1\n"
+
+
 def test_an_exported_size_that_is_no_longer_wanted_is_removed(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deployment, "_run_verification", _verify_here)
+    (copied / "deployed" / "mine.txt").write_text("not to be removed")
     rerun(copied, "deployment.budgets=[0.8]", until="deploy")
-    assert [path.name for path in (copied / "deployed").iterdir()] == ["0.80"]
+    assert sorted(path.name for path in (copied / "deployed").iterdir()) == ["0.80", "mine.txt"]
     rerun(copied, "deployment.budgets=[]", until="deploy")
-    assert list((copied / "deployed").iterdir()) == []
+    assert [path.name for path in (copied / "deployed").iterdir()] == ["mine.txt"]
 
 
 def test_without_consolidation_the_artefact_is_the_decomposed_network(

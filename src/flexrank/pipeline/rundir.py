@@ -1,7 +1,7 @@
 """The run directory: who may write to it, which stage stands, and what a stage left behind.
 
     RUN/config.yaml           the whole configuration, defaults included
-    RUN/stages/STAGE.json     fingerprint, seconds and checksums of a finished stage
+    RUN/stages/STAGE.json     fingerprint and seconds of a finished stage, and checksums of the files it wrote
     RUN/partial/              what an interrupted stage goes on from; empty after a whole run
 
 A stage's fingerprint covers the configuration it reads, the files it reads, the version of flexrank, and the
@@ -33,6 +33,7 @@ class RunDirectory:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
+        self._has_finished_one = False
 
     def __truediv__(self, name: str) -> Path:
         return self.path / name
@@ -48,6 +49,7 @@ class RunDirectory:
         """
         if self.path.exists() and not self.path.is_dir():
             raise FlexrankError(f"{self.path}: is a file; the run directory needs another place (key output)")
+        is_new = not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
         with open(self.path / "run.lock", "a+", encoding="utf8") as file:
             try:
@@ -65,57 +67,111 @@ class RunDirectory:
                 yield
             finally:
                 file.truncate(0)
+                if is_new:
+                    self._remove_if_empty()
 
-    def keep_config(self, config: RunConfig) -> None:
-        """Writes config.yaml unless it holds this configuration already.
+    def _remove_if_empty(self) -> None:
+        """Leaves no directory behind where a wrong input came to light before anything was made."""
+        if {path.name for path in self.path.rglob("*")} <= {"run.lock", "partial", "stages"}:
+            shutil.rmtree(self.path)
+
+    @contextlib.contextmanager
+    def keep_config(self, config: RunConfig) -> Iterator[None]:
+        """Holds the configuration in config.yaml. A wrong input that ends the block before a stage is done undoes it.
 
         Raises:
-            FlexrankError: it holds a run of another name, which would be written over.
+            FlexrankError: it holds a run of another name, or one that this version cannot read.
         """
         path = self.path / "config.yaml"
-        kept = _kept_config(self.path)
+        before = path.read_text(encoding="utf8") if path.is_file() else None
+        kept = None if before is None else load_config(self.path)
         if kept is not None and kept.name != config.name:
             raise FlexrankError(f"{self.path}: holds the run {kept.name!r}, not {config.name!r}; choose another output")
-        if kept is not None and kept.model_copy(update={"output": config.output}) == config:
+        if kept is None or kept.model_copy(update={"output": config.output}) != config:
+            with write_aside(path) as aside:
+                write_config(config, aside)
+        self._has_finished_one = False
+        try:
+            yield
+        except Exception:
+            if not self._has_finished_one:
+                self._put_back(path, before)
+            raise
+
+    def _put_back(self, path: Path, before: str | None) -> None:
+        if before is None:
+            path.unlink()
             return
         with write_aside(path) as aside:
-            write_config(config, aside)
+            aside.write_text(before, encoding="utf8")
 
-    def is_finished(self, stage: str, fingerprint: str, outputs: Sequence[str]) -> bool:
+    def is_finished(self, stage: str, fingerprint: str) -> bool:
         """Whether the stage ran with this fingerprint and all it wrote is there.
 
         Raises:
-            FlexrankError: a JSON file of it was edited since.
+            FlexrankError: a file of it was edited or truncated since.
         """
         record_path = self._record(stage)
         if not record_path.is_file():
             return False
         record = read_json(record_path)
-        if record.get("fingerprint") != fingerprint or not all((self.path / name).exists() for name in outputs):
+        if record.get("fingerprint") != fingerprint or not all((self.path / name).exists() for name in record["files"]):
             return False
         for name, digest in record["files"].items():
-            if digest_file(self.path / name) != digest:
+            if digest is not None and identity(self.path / name) != digest:
+                output = self.path / Path(name).parts[0]
                 raise FlexrankError(
-                    f"{self.path / name}: was edited after `{stage}` wrote it; delete it to make it anew"
+                    f"{self.path / name}: was edited after `{stage}` wrote it; delete {output} to make it anew"
                 )
         return True
 
-    def forget(self, stage: str) -> None:
-        """Removes the stage's record, before it writes: what an interrupted stage leaves never counts as finished."""
-        self._record(stage).unlink(missing_ok=True)
+    @contextlib.contextmanager
+    def replacing(self, stage: str) -> Iterator[None]:
+        """Puts the stage's record away while the stage works: what a killed one leaves never counts as finished.
 
-    def finish(self, stage: str, fingerprint: str, outputs: Sequence[str], seconds: float) -> None:
-        """Records a stage that is done, and drops its partial state."""
-        files = [name for name in outputs if (self.path / name).is_file()]
+        A stage that fails before it has touched its old results gets their record back.
+        """
+        path = self._record(stage)
+        record = read_json(path) if path.is_file() else None
+        path.unlink(missing_ok=True)
+        try:
+            yield
+        except BaseException:
+            if record is not None and all(
+                (self.path / name).exists() and digest in (None, identity(self.path / name))
+                for name, digest in record["files"].items()
+            ):
+                write_json(path, record)
+            raise
+
+    def finish(
+        self, stage: str, fingerprint: str, outputs: Sequence[str], extras: Sequence[str], seconds: float
+    ) -> None:
+        """Records a stage that is done, and drops its partial state.
+
+        Args:
+            stage: its name.
+            fingerprint: of what it read.
+            outputs: files and directories that it wrote; from now on they may not be edited.
+            extras: what it may have written for eyes alone; missed when gone, but not checked.
+            seconds: that it took.
+        """
+        files = {name: identity(self.path / name) for name in self._files(outputs)}
         record = {
             "stage": stage,
             "fingerprint": fingerprint,
             "seconds": round(seconds, 3),
-            "outputs": list(outputs),
-            "files": {name: digest_file(self.path / name) for name in files},
+            "files": files | dict.fromkeys(self._files(extras)),
         }
         write_json(self._record(stage), record)
         self._drop_partial(stage, keep=None)
+        self._has_finished_one = True
+
+    def _files(self, names: Sequence[str]) -> list[str]:
+        """The named files that are there, and those in the named directories, relative to the run's."""
+        roots = [self.path / name for name in names]
+        files = [file for root in roots for file in ([root] if root.is_file() else sorted(root.rglob("*")))]
+        return [str(file.relative_to(self.path)) for file in files if file.is_file()]
 
     def seconds(self) -> dict[str, float]:
         """Seconds of each finished stage."""
@@ -142,14 +198,6 @@ class RunDirectory:
 
     def _record(self, stage: str) -> Path:
         return self.path / "stages" / f"{stage}.json"
-
-
-def _kept_config(directory: Path) -> RunConfig | None:
-    """The configuration in a run directory; None where it holds none that this version reads."""
-    try:
-        return load_config(directory)
-    except FlexrankError:
-        return None
 
 
 def fingerprint(stage: str, config: RunConfig, keys: Sequence[str], needs: Sequence[str], sources: Any = None) -> str:

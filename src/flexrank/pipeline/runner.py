@@ -29,6 +29,7 @@ class Stage:
         keys: parts of the configuration it reads, dotted; those of the stages it needs are theirs.
         needs: stages whose files it reads.
         outputs: files and directories it writes, in the run directory.
+        extras: what it may write beside them, for eyes alone.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Stage:
     keys: tuple[str, ...]
     needs: tuple[str, ...]
     outputs: tuple[str, ...]
+    extras: tuple[str, ...] = ()
 
 
 _DEPLOYED = ("deployment.dtype", "deployment.slack")
@@ -66,7 +68,7 @@ STAGES = (
         ("deployed", "deployed.json")),
     Stage(
         "report", stages.summarise, ("name",), ("evaluate_initial", "evaluate", "deploy"),
-        ("summary.json",),
+        ("summary.json",), ("figures", "report.md", "report.html"),
     ),
 )  # fmt: skip
 
@@ -109,8 +111,7 @@ def run_stages(config: RunConfig, until: str = "report") -> Outcome:
     wanted = _needed(until)
     executed: list[str] = []
     skipped: list[str] = []
-    with directory.locked():
-        directory.keep_config(config)
+    with directory.locked(), directory.keep_config(config):
         work = stages.Workspace(config, directory)
         prints = fingerprints(config, source)
         for stage in STAGES:
@@ -150,15 +151,14 @@ def fingerprints(config: RunConfig, source: str) -> dict[str, str]:
 
 def _do(stage: Stage, work: stages.Workspace, fingerprint: str) -> bool:
     """Runs a stage unless it stands; tells whether it ran."""
-    if work.directory.is_finished(stage.name, fingerprint, stage.outputs):
+    if work.directory.is_finished(stage.name, fingerprint):
         log.info("%s: stands", stage.name)
         return False
-    work.directory.forget(stage.name)
     start = time.perf_counter()
-    with _clear_disk_errors(work, stage.name):
+    with work.directory.replacing(stage.name), _clear_disk_errors(work, stage.name):
         stage.work(work, fingerprint)
     seconds = time.perf_counter() - start
-    work.directory.finish(stage.name, fingerprint, stage.outputs, seconds)
+    work.directory.finish(stage.name, fingerprint, stage.outputs, stage.extras, seconds)
     log.info("%s: done in %.1f s", stage.name, seconds)
     return True
 

@@ -24,9 +24,9 @@ from flexrank.allocation import allocate_ranks
 from flexrank.calibration import collect_moments, collect_rows
 from flexrank.checkpoint import load_elastic, save_elastic
 from flexrank.config import RunConfig
-from flexrank.costs import Shape, dense_parameters, deployed_parameters
+from flexrank.costs import Shape, dense_parameters
 from flexrank.decomposition import decompose_
-from flexrank.deployment import Activations, deploy, deployed_parameters_of, export, fit_plans
+from flexrank.deployment import Activations, deploy, deployed_parameters_of, export, fit_plans, plan_layer
 from flexrank.distillation import distill_, distillation_evaluator
 from flexrank.errors import FlexrankError
 from flexrank.evaluation import latency_ratio
@@ -214,21 +214,22 @@ def export_all(work: Workspace, _: str) -> None:
         name = f"{budget:.2f}" if round(budget, 2) == budget else f"{budget!r}"
         exports.append(export_within(work, place / name, budget=budget))
     names = {Path(entry["directory"]).name for entry in exports}
-    for old in place.iterdir():
-        if old.name not in names:
-            shutil.rmtree(old)
+    record = work.directory / "deployed.json"
+    for old in read_json(record) if record.is_file() else []:  # what is there besides is somebody's own
+        if Path(old["directory"]).name not in names:
+            shutil.rmtree(work.directory / old["directory"], ignore_errors=True)
     for entry in exports:
         entry["directory"] = f"deployed/{Path(entry['directory']).name}"
-    write_json(work.directory / "deployed.json", exports)
+    write_json(record, exports)
 
 
 def summarise(work: Workspace, _: str) -> None:
     """Joins what the stages measured into RUN/summary.json, and draws the figures and the page."""
     before = {row["budget"]: row["quality"] for row in read_json(work.directory / "evaluation_initial.json")["rows"]}
     found, chain = read_json(work.directory / "evaluation.json"), read_chain(work)
-    predicted = {entry.requested: entry.error for entry in chain.requested}
+    predicted = {tuple(entry.profile.items()): entry.error for entry in chain.entries}
     rows = [
-        {**row, "quality_before": before.get(row["budget"]), "predicted_error": predicted[row["budget"]]}
+        {**row, "quality_before": before.get(row["budget"]), "predicted_error": predicted[tuple(row["ranks"].items())]}
         for row in found["rows"]
     ]
     summary = {
@@ -310,16 +311,21 @@ def read_chain(work: Workspace) -> ProfileChain:
 
 
 def _require_reachable_budgets(work: Workspace, model: nn.Module) -> None:
-    """Refuses, before hours of probing, a budget below what the least probed ranks cost."""
-    settings, shapes = work.config.probe, [layer.matrix_shape for layer in nested_layers(model).values()]
-    cheapest = sum(
-        deployed_parameters(shape, rank_levels(shape, settings.levels, settings.spacing)[0]) for shape in shapes
-    )
-    least, smallest = cheapest / sum(map(dense_parameters, shapes)), min(work.config.allocation.budgets)
-    if smallest < least:
-        raise FlexrankError(
-            f"allocation.budgets: {smallest} is too small; with probe.levels {settings.levels} the least is {least:.4f}"
-        )
+    """Refuses, before hours of probing, a budget below what the least probed ranks cost as they are deployed."""
+    settings, layers, rows = work.config.probe, nested_layers(model), activations(work, model) or {}
+    how: dict[str, Any] = {"dtype": work.deployed_dtype, "slack": work.config.deployment.slack}
+    cheapest = dense = 0
+    for name, layer in layers.items():
+        rank = rank_levels(layer.matrix_shape, settings.levels, settings.spacing)[0]
+        cheapest += plan_layer(layer, rank, rows=rows.get(name), **how).parameters
+        dense += dense_parameters(layer.matrix_shape)
+    for key in ("allocation", "deployment"):
+        smallest = min(getattr(work.config, key).budgets, default=1.0)
+        if smallest < cheapest / dense:
+            raise FlexrankError(
+                f"{key}.budgets: {smallest} is too small; with probe.levels {settings.levels} the least is "
+                f"{cheapest / dense:.4f}"
+            )
 
 
 def _require_fitting_inputs(work: Workspace) -> None:

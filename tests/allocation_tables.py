@@ -6,7 +6,7 @@ import math
 import numpy as np
 from hypothesis import HealthCheck, settings
 
-from flexrank.costs import deployed_parameters, relative_size
+from flexrank.costs import dense_parameters, deployed_parameters
 from flexrank.profiles import Footprint, ProfileChain, SensitivityTable
 
 FOOTPRINT = Footprint(7, 28, 4)
@@ -41,7 +41,8 @@ def transformer_table(layers: int, levels: int, seed: int) -> SensitivityTable:
 
 
 def least_budget(table: SensitivityTable) -> float:
-    return relative_size(table.shapes, {name: ranks[0] for name, ranks in table.ranks.items()})
+    least = sum(deployed_parameters(shape, table.ranks[name][0]) for name, shape in table.shapes.items())
+    return least / sum(map(dense_parameters, table.shapes.values()))
 
 
 def spread_budgets(table: SensitivityTable, count: int) -> list[float]:

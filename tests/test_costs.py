@@ -7,7 +7,6 @@ from flexrank.costs import (
     dense_parameters,
     deployed_parameters,
     measure_ratio,
-    relative_size,
 )
 
 SHAPES = [(6, 9), (9, 6), (7, 7), (1, 5), (5, 1), (48, 12)]
@@ -42,12 +41,6 @@ def test_deployed_parameters_rise_with_the_rank_to_the_dense_matrix(shape):
 def test_slack_never_passes_the_dense_matrix(shape):
     for rank, slack in itertools.product(range(1, min(shape) + 1), range(20)):
         assert deployed_parameters(shape, rank) <= deployed_parameters(shape, rank, slack) <= dense_parameters(shape)
-
-
-def test_relative_size():
-    shapes = {"a": (4, 6), "b": (5, 5)}
-    assert relative_size(shapes, {"a": 4, "b": 5}) == 1
-    assert relative_size(shapes, {"a": 1, "b": 2}) == (1 * 9 + 2 * 8) / 49
 
 
 def test_measure_ratio_is_the_median_of_paired_ratios(monkeypatch):

@@ -1,4 +1,4 @@
-"""What a layer costs at a rank: parameters, operations, and measured time.
+"""What a layer costs at a rank in parameters, and how two times are compared.
 
 A layer is its matrix, m × n (out × in). Deployed, it takes the cheapest of three forms: dense (m·n parameters),
 plain U Vᵀ (r·(m+n)), or gauge-aligned with slack p (r·(m+n−r) + p·r; FlexRank, section 3.5, is p = 0).
@@ -6,7 +6,7 @@ plain U Vᵀ (r·(m+n)), or gauge-aligned with slack p (r·(m+n−r) + p·r; Fle
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 Shape = tuple[int, int]
 
@@ -24,12 +24,6 @@ def aligned_parameters(shape: Shape, rank: int, slack: int = 0) -> int:
 def deployed_parameters(shape: Shape, rank: int, slack: int = 0) -> int:
     """Parameters of the cheapest form. Rising in `rank`, and m·n at full rank."""
     return min(dense_parameters(shape), aligned_parameters(shape, rank, min(slack, rank)))
-
-
-def relative_size(shapes: Mapping[str, Shape], ranks: Mapping[str, int]) -> float:
-    """The paper's relative size: deployed over dense parameters, both of the factorised layers alone."""
-    deployed = sum(deployed_parameters(shape, ranks[name]) for name, shape in shapes.items())
-    return deployed / sum(map(dense_parameters, shapes.values()))
 
 
 def measure_ratio(

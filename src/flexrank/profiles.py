@@ -41,18 +41,6 @@ class RankProfile(Mapping[str, int]):
 
 
 @dataclasses.dataclass(frozen=True)
-class Candidate:
-    """One choice for one layer: (Δc, Δe, r) of FlexRank, algorithm 1.
-
-    `saving` counts what `rank` saves against the full layer (parameters or ranks), `error` what it costs.
-    """
-
-    saving: int
-    error: float
-    rank: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Footprint:
     """What the model holds beside its factorised layers' matrices, for whole-model figures.
 

@@ -15,12 +15,15 @@ from flexrank.errors import FlexrankError
 from flexrank.layers import NestedLayer
 from flexrank.profiles import SensitivityTable
 from flexrank.progress import track
-from flexrank.storage import read_json, write_json
+from flexrank.storage import read_json, require_keys, write_json
 from flexrank.surgery import footprint, full_profile, nested_layers, use_profile
 
 Evaluate = Callable[[nn.Module], float]
 Spacing = Literal["parameters", "ranks"]
 log = logging.getLogger("flexrank")
+
+#: How far the full model's value may be from a checkpoint's, relative to the larger of it and one.
+BASELINE_BOUND = 1e-5
 
 
 @torch.no_grad()
@@ -50,9 +53,10 @@ def probe_sensitivity(
     layers = nested_layers(model)
     ranks = {name: rank_levels(layer.matrix_shape, num_levels, spacing) for name, layer in layers.items()}
     with use_profile(model, full_profile(model)):
-        baseline = _finite(evaluate(model), "the full model")
-        state = _Checkpoint(checkpoint, {"ranks": {n: list(r) for n, r in ranks.items()}, "baseline": baseline})
-        with _replayed_blocks(model, evaluate, baseline) as starts:
+        found = _finite(evaluate(model), "the full model")
+        state = _Checkpoint(checkpoint, {name: list(levels) for name, levels in ranks.items()}, found)
+        baseline = state.baseline
+        with _replayed_blocks(model, evaluate, found) as starts:
             for name in track([n for n in layers if n not in state.errors], "probing", len(layers), len(state.errors)):
                 with starts(name):
                     state.add(name, [_probe(model, layers[name], name, r, evaluate, baseline) for r in ranks[name]])
@@ -106,21 +110,25 @@ def _finite(value: float, where: str) -> float:
 
 
 class _Checkpoint:
-    """The errors found so far, written after each layer."""
+    """The errors found so far, written after each layer, and the baseline that they are measured from.
 
-    def __init__(self, path: str | Path | None, key: dict[str, Any]):
-        self.path, self.key = path, key
+    The baseline is the first process's: with another number of threads it differs in its last digits.
+    """
+
+    def __init__(self, path: str | Path | None, ranks: dict[str, list[int]], baseline: float):
+        self.path, self.ranks, self.baseline = path, ranks, baseline
         self.errors: dict[str, list[float]] = {}
         if path is not None and Path(path).exists():
             value = read_json(path)
-            if value.get("key") != key:
+            require_keys(value, ("ranks", "baseline", "errors"), str(path))
+            if value["ranks"] != ranks or abs(value["baseline"] - baseline) > BASELINE_BOUND * max(1, abs(baseline)):
                 raise FlexrankError(f"{path}: belongs to another probe (ranks or baseline differ); remove it")
-            self.errors = value["errors"]
+            self.errors, self.baseline = value["errors"], value["baseline"]
 
     def add(self, name: str, errors: list[float]) -> None:
         self.errors[name] = errors
         if self.path is not None:
-            write_json(self.path, {"key": self.key, "errors": self.errors})
+            write_json(self.path, {"ranks": self.ranks, "baseline": self.baseline, "errors": self.errors})
 
 
 Starts = Callable[[str], contextlib.AbstractContextManager[None]]

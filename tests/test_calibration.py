@@ -178,6 +178,12 @@ def test_wrong_inputs_are_named() -> None:
         collect_moments(bert, [batch | {"attention_mask": mask}], select_layers(bert))
 
 
+def test_rows_of_no_batch_are_refused() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    with pytest.raises(FlexrankError, match="at least one batch"):
+        collect_rows(model, [], {"0": model[0]})
+
+
 def test_saved_moments_load_to_the_same_bits(tmp_path: Path) -> None:
     model = build("llama_untied")
     layers = select_layers(model)

@@ -103,13 +103,12 @@ def test_bfloat16_keeps_its_accuracy_and_non_persistent_buffers(name):
     model, batch = tiny_models.nest(tiny_models.build(name)), tiny_models.batch_for(name)
     entry = tiny_models.chain_of(model).entries[1]
     small = deploy(model, entry.profile, dtype=torch.bfloat16)
-    plain = deploy(model, entry.profile, dtype=torch.bfloat16, slack="auto")
+    plain = deploy(model, entry.profile, dtype=torch.bfloat16, slack=10**6)  # nothing aligned
     assert {parameter.dtype for parameter in small.parameters()} == {torch.bfloat16}
     with use_profile(model, entry.profile):
         wanted = outputs(model, batch)
     cast = batch if isinstance(batch, dict) else batch.bfloat16()
-    assert relative(outputs(small, cast), wanted) < 0.1
-    assert torch.equal(outputs(small, cast), outputs(plain, cast))
+    assert relative(outputs(small, cast), wanted) <= 3 * relative(outputs(plain, cast), wanted) < 0.1
     persistent = model.state_dict().keys()
     for key, buffer in model.named_buffers():
         kept = dict(small.named_buffers())[key]

@@ -95,4 +95,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
         return batch.to(device)
     if isinstance(batch, Mapping):
         return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
-    return type(batch)(value.to(device) if isinstance(value, Tensor) else value for value in batch)
+    moved = [value.to(device) if isinstance(value, Tensor) else value for value in batch]
+    return (
+        type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+    )  # a named tuple takes them one by one

@@ -1,5 +1,6 @@
 """Second moments of a model's activations: streamed, masked, shared, and only the smaller side of each layer."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -126,7 +127,12 @@ def collect_rows(
 
     Evenly spread over at most 16 of the batches, and over the unmasked tokens of each, since batches are often sorted
     by length. `layers` may be elastic ones: rows are what the layer's matrix multiplies.
+
+    Raises:
+        FlexrankError: there are no batches.
     """
+    if not batches:
+        raise FlexrankError("collecting rows needs at least one batch")
     chosen = [batches[index] for index in sorted({round(i * (len(batches) - 1) / 15) for i in range(16)})]
     quota = -(-count // len(chosen))
     rows: dict[str, list[Tensor]] = {name: [] for name in layers}
@@ -273,10 +279,10 @@ class _Collector:
 @torch.no_grad()
 def _find_groups(model: nn.Module, batch: Batch, layers: Mapping[str, nn.Module]) -> list[list[str]]:
     """Layers grouped by the very tensors they read in one batch, each group in order of its calls."""
-    calls: dict[str, list[_Version]] = {}
+    inputs, calls = _Inputs(), dict[str, list[int]]()
 
-    def note(name: str, inputs: Tensor, _: Tensor) -> None:
-        calls.setdefault(name, []).append(_version(inputs))
+    def note(name: str, tensor: Tensor, _: Tensor) -> None:
+        calls.setdefault(name, []).append(inputs.number(tensor))
 
     with Hooks() as hooks:
         for name, layer in layers.items():
@@ -285,21 +291,31 @@ def _find_groups(model: nn.Module, batch: Batch, layers: Mapping[str, nn.Module]
     silent = [name for name in layers if name not in calls]
     if silent:
         raise FlexrankError(f"layer {silent[0]!r} did not run on the first batch; exclude it (unused: {len(silent)})")
-    groups: list[list[str]] = []
-    for name, tensors in calls.items():
-        for group in groups:
-            others = calls[group[0]]
-            same_unfolding = _unfolding(layers[group[0]]) == _unfolding(layers[name])
-            if same_unfolding and len(others) == len(tensors) and all(map(_same, others, tensors)):
-                group.append(name)
-                break
-        else:
-            groups.append([name])
-    return groups
+    groups: dict[Any, list[str]] = {}
+    for name, numbers in calls.items():
+        groups.setdefault((*numbers, conv_geometry(layers[name])), []).append(name)
+    return list(groups.values())
 
 
-def _unfolding(layer: nn.Module) -> tuple[Any, ...]:
-    return tuple(conv_geometry(layer) or ())
+class _Inputs:
+    """Numbers the tensors that layers read. Those who share one read it soon after each other (q, k, v; gate, up).
+
+    Only the last few are held, so that no more than these stand in memory at once.
+    """
+
+    def __init__(self, held: int = 8):
+        self._held: collections.deque[tuple[int, _Version]] = collections.deque(maxlen=held)
+        self._count = 0
+
+    def number(self, tensor: Tensor) -> int:
+        """The number of this tensor as it stands: an operation in place makes it another."""
+        version = _version(tensor)
+        for number, other in self._held:
+            if _same(version, other):
+                return number
+        self._count += 1
+        self._held.append((self._count, version))
+        return self._count
 
 
 #: A tensor as it stood when it was read: an operation in place later gives it another version.

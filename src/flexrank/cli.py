@@ -15,9 +15,13 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from flexrank import progress
 from flexrank.errors import FlexrankError
 
 WRONG_INPUT, INTERRUPTED = 2, 130
+
+# What a verb may need beyond the core, and the extra that brings it.
+EXTRAS = {"transformers": "hf", "matplotlib": "report", "peft": "peft"}
 
 # Studies of the paper that this version repeats, and the bench that does each.
 STUDIES = {"language-models": "language", "gar": "gar"}
@@ -46,6 +50,10 @@ class OneLineErrors(TyperGroup):
         except OSError as error:
             # A full disk, a file that may not be read: the system's own words, and the file they are about.
             _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error))
+        except ModuleNotFoundError as error:
+            if error.name not in EXTRAS:
+                raise
+            _fail(f"{error.name} is not installed: pip install 'flexrank[{EXTRAS[error.name]}]'")
         except typer.Abort:
             sys.exit(INTERRUPTED)
         except _USAGE_ERROR as error:
@@ -85,6 +93,7 @@ def _start(
         log.removeHandler(handler)
     log.addHandler(_StandardError())
     log.setLevel(logging.WARNING if quiet else logging.INFO)
+    progress.show(not quiet)
 
 
 class _StandardError(logging.Handler):

@@ -1,4 +1,4 @@
-"""Progress bars with time left, on standard error, silent where nobody looks."""
+"""Progress bars with time left, on standard error."""
 
 import sys
 from collections.abc import Iterable, Iterator, Sized
@@ -8,6 +8,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 T = TypeVar("T")
+_shown = True
+
+
+def show(shown: bool) -> None:
+    """Whether `track` tells of progress at all; it does until told otherwise."""
+    global _shown
+    _shown = shown
 
 
 def track(items: Iterable[T], description: str, total: int | None = None, start: int = 0) -> Iterator[T]:
@@ -17,6 +24,9 @@ def track(items: Iterable[T], description: str, total: int | None = None, start:
     """
     if total is None and isinstance(items, Sized):
         total = len(items) + start
+    if not _shown:
+        yield from items
+        return
     console = Console(stderr=True)
     if not console.is_terminal:
         yield from _track_in_log(items, description, total)

@@ -9,6 +9,7 @@ import copy
 import functools
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from flexrank.allocation import allocate_ranks
 from flexrank.benches.setting import BUDGETS, assets_directory, finish, print_table, uniform_profile
 from flexrank.calibration import collect_moments
+from flexrank.checkpoint import load_elastic, save_elastic
 from flexrank.data import sentence_batches
 from flexrank.decomposition import decompose_
 from flexrank.distillation import distill_, distillation_evaluator
@@ -58,7 +60,9 @@ def run(json_path: Path | None = None) -> dict[str, Any]:
     with eager_attention(model):
         distill_(model, bench.teacher, batches, joint, objective=objective, autocast=torch.bfloat16, **TRAINING)
     seconds = time.perf_counter() - start
-    results["consolidated"] = bench.scores(model, joint.at)
+    with tempfile.TemporaryDirectory() as scratch:
+        save_elastic(model, joint, Path(scratch) / "elastic")
+        results["consolidated"] = bench.artefact_scores(Path(scratch) / "elastic")
     dense = bench.score(bench.teacher)
     for what in ("cosine", "spearman"):
         rows = {name: [found[what][budget] for budget in BUDGETS] for name, found in results.items()}
@@ -100,6 +104,14 @@ class _Bench:
             with use_profile(model, profile(budget)):
                 for what, value in self.score(model).items():
                     found[what][budget] = value
+        return found
+
+    def artefact_scores(self, directory: Path) -> Scores:
+        """Every size is read from one artefact, and no more of it than that size needs."""
+        found: Scores = {"cosine": {}, "spearman": {}}
+        for budget in BUDGETS:
+            for what, value in self.score(load_elastic(directory, budget)[0]).items():
+                found[what][budget] = value
         return found
 
     def score(self, model: nn.Module) -> dict[str, float]:

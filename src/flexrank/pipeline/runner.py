@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import logging
+import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -140,8 +141,8 @@ def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None =
 
 def fingerprints(config: RunConfig, source: str) -> dict[str, str]:
     """Each stage's fingerprint; that of the first covers the model's files and the data's."""
-    path = config.data.path
-    sources = {"model": identity(source), "data": None if path is None else identity(path)}
+    path = config.data.path  # none: the documentation of this Python
+    sources = {"model": identity(source), "data": platform.python_version() if path is None else identity(path)}
     prints: dict[str, str] = {}
     for stage in STAGES:
         needs = [prints[name] for name in stage.needs]

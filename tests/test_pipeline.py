@@ -19,6 +19,7 @@ from flexrank.objectives import objective_for
 from flexrank.pipeline import run_stages, stage_names
 from flexrank.pipeline.rundir import RunDirectory
 from flexrank.pipeline.samples import load_samples
+from flexrank.pipeline.stages import autocast_dtype
 from flexrank.surgery import use_profile
 
 TEXT = "\n".join(
@@ -333,6 +334,16 @@ def test_without_consolidation_the_artefact_is_the_decomposed_network(
     one, two = (copied / name / "elastic.safetensors" for name in ("elastic_initial", "elastic"))
     assert one.read_bytes() == two.read_bytes()
     assert all(row["quality_before"] is None for row in summary_of(copied)["rows"])
+
+
+@pytest.mark.parametrize(("features", "expected"), [({"avx512_bf16": True}, torch.bfloat16), ({"avx2": True}, None)])
+def test_autocast_takes_bfloat16_where_the_processor_has_it(
+    features: dict[str, bool], expected: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
+    assert autocast_dtype("auto", torch.device("cpu")) is expected
+    assert autocast_dtype("off", torch.device("cpu")) is None
+    assert autocast_dtype("bfloat16", torch.device("cpu")) is torch.bfloat16
 
 
 def test_weights_go_from_the_largest_budget_to_the_smallest(copied: Path) -> None:

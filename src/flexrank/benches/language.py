@@ -43,11 +43,11 @@ class Subject(NamedTuple):
 SUBJECTS = (
     Subject(
         "stories260k", "text/tinystories_train_v2.txt", "text/tinystories_val.txt", STORY_SEPARATOR, 256,
-        {"steps": 500, "learning_rate": 1e-3, "warmup_steps": 25},
+        {"steps": 1000, "learning_rate": 5e-4, "warmup_steps": 25},
     ),
     Subject(
         "pycode5m", "pycode5m/train_sample.txt", "pycode5m/val.txt", WHOLE_FILE, 512,
-        {"steps": 200, "learning_rate": 5e-4, "warmup_steps": 10},
+        {"steps": 250, "learning_rate": 3e-4, "warmup_steps": 10},
     ),
 )  # fmt: skip
 

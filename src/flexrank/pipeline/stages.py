@@ -346,7 +346,12 @@ def _require_fitting_inputs(work: Workspace) -> None:
 
 
 def autocast_dtype(choice: str, device: torch.device) -> torch.dtype | None:
-    """What consolidation computes in: `auto` is bfloat16 on a GPU that has it, and the model's own dtype elsewhere."""
+    """What consolidation computes in: `auto` is bfloat16 where the hardware has it, else the model's own dtype."""
     if choice == "auto":
-        choice = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "off"
+        if device.type == "cuda":
+            has_units = torch.cuda.is_bf16_supported()
+        else:
+            features = torch.cpu.get_capabilities()
+            has_units = bool(features.get("avx512_bf16") or features.get("amx_bf16"))
+        choice = "bfloat16" if has_units else "off"
     return torch.bfloat16 if choice == "bfloat16" else None

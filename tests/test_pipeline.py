@@ -363,6 +363,8 @@ def test_a_budget_holds_with_its_slack_and_bytes_follow_the_dtype(
         assert row["mean_rank"] < old["mean_rank"]  # the slack's parameters come out of the same budget
         assert row["bytes"] < 0.7 * old["bytes"]
     assert [entry["dtype"] for entry in summary["deployed"]] == ["bfloat16"]
+    (half,) = [row for row in summary["rows"] if row["budget"] == 0.5]
+    assert summary["deployed"][0]["quality"] == half["quality"] != half["quality_before"]
 
 
 def test_one_process_at_a_time_writes_to_a_run(copied: Path) -> None:

@@ -281,8 +281,9 @@ def _facts(summary: Summary) -> list[str]:
         proof = "" if gap is None else f", proven within {gap:.2%} of the optimum"
         lines.append(f"Ranks: {summary['allocation']['method']} allocation{proof}.")
     lines += [
-        f"Deployed at {export['budget']:g}: {export['directory']}, {count(export['bytes'])}B,"
-        " verified in a fresh process."
+        f"Deployed at {export['budget']:g}: {export['directory']}, {count(export['bytes'])}B, "
+        + "".join(f"{LABELS.get(name, name)} {value:.4f}, " for name, value in (export.get("quality") or {}).items())
+        + "verified in a fresh process."
         for export in summary.get("deployed", ())
     ]
     return lines

@@ -65,7 +65,7 @@ STAGES = (
         "evaluate", stages.evaluate, ("data.evaluation", "evaluation", *_DEPLOYED), ("distill",),
         ("evaluation.json",),
     ),
-    Stage("deploy", stages.export_all, ("deployment", "evaluation.latency_batch_size"), ("distill",),
+    Stage("deploy", stages.export_all, ("deployment", "evaluation.latency_batch_size", "data.evaluation"), ("distill",),
         ("deployed", "deployed.json")),
     Stage(
         "report", stages.summarise, ("name",), ("evaluate_initial", "evaluate", "deploy"),

@@ -212,7 +212,7 @@ def export_all(work: Workspace, _: str) -> None:
     exports = []
     for budget in work.config.deployment.budgets:
         name = f"{budget:.2f}" if round(budget, 2) == budget else f"{budget!r}"
-        exports.append(export_within(work, place / name, budget=budget))
+        exports.append(export_within(work, place / name, judged=True, budget=budget))
     names = {Path(entry["directory"]).name for entry in exports}
     record = work.directory / "deployed.json"
     for old in read_json(record) if record.is_file() else []:  # what is there besides is somebody's own
@@ -268,8 +268,8 @@ def deploy_within(
     return deploy(model, plans, dtype=dtype, base=work.base), profile
 
 
-def export_within(work: Workspace, place: Path, **limits: Any) -> dict[str, Any]:
-    """Exports the largest deployed model within the limits; tells what was exported."""
+def export_within(work: Workspace, place: Path, *, judged: bool = False, **limits: Any) -> dict[str, Any]:
+    """Exports the largest deployed model within the limits; tells what was exported, and its qualities if `judged`."""
     model, chain = work.elastic("elastic")
     small, profile = deploy_within(work, model, chain, activations(work, model), **limits)
     export(small, place, work.samples.example, tokenizer=work.tokenizer)
@@ -280,6 +280,7 @@ def export_within(work: Workspace, place: Path, **limits: Any) -> dict[str, Any]
         **sizes(small, profile, shapes),
         "bytes": directory_bytes(place),
         "dtype": str(work.deployed_dtype).removeprefix("torch."),
+        "quality": work.judge(small) if judged else None,
     }
 
 

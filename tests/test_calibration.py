@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from flexrank.calibration import Moments, collect_moments, collect_rows, load_moments, save_moments
+from flexrank.calibration import Moments, _Inputs, collect_moments, collect_rows, load_moments, save_moments
 from flexrank.errors import FlexrankError
 from flexrank.objectives import FeatureObjective
 from flexrank.surgery import select_layers
@@ -176,6 +176,16 @@ def test_wrong_inputs_are_named() -> None:
         batch = batch_for("bert")
         mask = batch["attention_mask"][:, None, None, :].bool()
         collect_moments(bert, [batch | {"attention_mask": mask}], select_layers(bert))
+
+
+def test_only_the_last_inputs_are_held() -> None:
+    held = _Inputs(held=2)
+    tensors = [torch.ones(3) for _ in range(4)]
+    assert [held.number(tensors[i]) for i in (0, 0, 1, 0, 2, 0)] == [1, 1, 2, 1, 3, 1]  # what is read again stays
+    assert [number for number, _ in held._held] == [3, 1]
+    tensors[0].add_(1)
+    assert held.number(tensors[0]) == 4  # another value in the same memory
+    assert held.number(tensors[2].view(3)) != held.number(tensors[3])
 
 
 def test_rows_of_no_batch_are_refused() -> None:

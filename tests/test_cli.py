@@ -190,8 +190,8 @@ def test_a_disk_that_fills_up_leaves_whole_files_alone(limit: int, config: Path,
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 2 and last.startswith("error: ") and "File too large" in last, done.stderr
     assert "Traceback" not in done.stderr
-    left = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert not [path for path in left if path.name.endswith((".aside", ".old"))]
+    left = list(tmp_path.rglob("*"))
+    assert not [path for path in left if path.name.endswith((".aside", ".old", ".was"))]
     for path in left:
         if path.suffix == ".json":
             json.loads(path.read_text())
@@ -245,6 +245,20 @@ def test_every_bench_there_is_can_be_named() -> None:
     names = cli._bench_names()
     assert "setting" not in names
     assert all(name in refused("bench", "nothing") for name in names) and set(cli.STUDIES.values()) <= set(names)
+
+
+def test_a_missing_extra_is_one_line_that_names_it(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object) -> None:
+        raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
+
+    monkeypatch.setattr("flexrank.pipeline.run_stages", missing)
+    assert "transformers is not installed: pip install 'flexrank[hf]'" in refused("run", config)
+
+
+def test_quiet_tells_nothing(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    place = Path(shutil.copytree(finished[0], tmp_path / "run"))
+    result = invoke("--quiet", "distill", place, "--set", "distillation.steps=2", "--json")
+    assert result.exit_code == 0 and result.stderr == "" and json.loads(result.stdout)["executed"] == ["distill"]
 
 
 def test_help_loads_no_transformers_and_no_matplotlib() -> None:

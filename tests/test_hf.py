@@ -74,6 +74,22 @@ def test_a_saved_model_comes_back_to_the_same_bits(name, saved):
     assert next(again.half().parameters()).dtype == torch.float16  # transformers forbids it for quantized models
 
 
+def test_a_flipped_bit_is_found_by_transformers_own_loading(tmp_path):
+    model, batch = tiny_models.nest(tiny_models.build("bert")), tiny_models.batch_for("bert")
+    small = deploy(model, tiny_models.chain_of(model).entries[1].profile)
+    export(small, tmp_path / "small", batch)
+    state = tmp_path / "small" / "model.safetensors"
+    content = bytearray(state.read_bytes())
+    content[-3] ^= 1
+    state.write_bytes(content)
+    with pytest.raises(
+        FlexrankError, match=r"model.safetensors: does not match its checksum.*then delete flexrank.json"
+    ):
+        transformers.AutoModel.from_pretrained(tmp_path / "small")
+    (tmp_path / "small" / "flexrank.json").unlink()
+    transformers.AutoModel.from_pretrained(tmp_path / "small")
+
+
 @pytest.mark.parametrize("name", ["llama_tied", "gpt2"])
 def test_a_loaded_model_saves_itself_again(name, saved, tmp_path):
     small, directory = saved[name]

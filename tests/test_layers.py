@@ -164,3 +164,22 @@ def test_wrong_ranks_and_slacks_are_named() -> None:
         GaugeAlignedLinear.from_factors(torch.randn(9, 4), torch.randn(7, 4), slack=5)
     with pytest.raises(FlexrankError, match="leading 4 rows of U are singular"):
         GaugeAlignedLinear.from_factors(torch.zeros(9, 4), torch.randn(7, 4), slack=0)
+
+
+def test_rows_of_zeros_do_not_pass_for_exact():
+    """Every form is exact on them; the slack is then chosen on normal rows."""
+    generator = torch.Generator().manual_seed(0)
+    u, v = torch.randn(64, 24, generator=generator), torch.randn(48, 24, generator=generator)
+    u[1] = u[0] * (1 + 1e-4)  # the leading block is all but singular
+    how = {"slack": "auto", "dtype": torch.bfloat16}
+    chosen = GaugeAlignedLinear.from_factors(u, v, **how).slack
+    assert GaugeAlignedLinear.from_factors(u, v, **how, inputs=torch.zeros(5, 48)).slack == chosen > 0
+
+
+def test_factors_that_overflow_the_dtype_are_an_error():
+    u, v = torch.randn(9, 4), torch.randn(7, 4)
+    with pytest.raises(FlexrankError, match="overflow torch.float16; choose another dtype"):
+        GaugeAlignedLinear.from_factors(u * 1e6, v, slack=4, dtype=torch.float16)
+    u[1] = u[0] * (1 + 1e-6)
+    with pytest.raises(FlexrankError, match="overflow torch.float16; give more than 0 slack"):
+        GaugeAlignedLinear.from_factors(u, v, slack=0, dtype=torch.float16)

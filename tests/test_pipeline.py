@@ -199,7 +199,8 @@ class Stop:
     ("stage", "where", "name", "at", "left", "result"),
     [
         # 15 layers of 4 ranks, the last of them for nothing: the 22nd call is in the sixth layer, so five are kept.
-        ("probe", sensitivity, "_probe", 22, 4 * 10, "sensitivity.json"),
+        # The first call of the resumed one sees that the checkpoint is of the same probe.
+        ("probe", sensitivity, "_probe", 22, 1 + 4 * 10, "sensitivity.json"),
         # 6 steps, a checkpoint every 2: stopped in the fifth, four are kept.
         ("distill", distillation, "_backward", 5, 2, "elastic/elastic.safetensors"),
     ],
@@ -290,13 +291,15 @@ def test_a_directory_that_lost_a_file_is_made_again_and_a_truncated_one_refused(
         ("data.path=./nowhere.txt", "nowhere.txt"),
         ("distillation.learning_rate=1e30", "at step"),
         ("model=./nowhere", "nowhere"),
-        ("deployment.budgets=[0.001]", "too small"),
+        ("deployment.budgets=[0.8, 0.001]", "too small"),
+        ("dtype=bfloat16", "dtype 'bfloat16' cannot be consolidated; keep float32"),
     ],
 )
 def test_a_wrong_input_leaves_a_finished_run_as_it_was(override: str, part: str, copied: Path) -> None:
     before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file() and "partial" not in path.parts}
     with pytest.raises(FlexrankError, match=part):
         rerun(copied, override)
+    assert not [path for path in copied.rglob("*") if path.name.endswith((".was", ".aside", ".old"))]
     after = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file() and "partial" not in path.parts}
     assert after == before
     assert rerun(copied) == ()
@@ -307,6 +310,16 @@ def test_a_wrong_input_leaves_no_directory(sources: Path, tmp_path: Path) -> Non
     with pytest.raises(FlexrankError, match="nowhere.txt"):
         run_stages(parse_config(config))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_budget_out_of_reach_is_refused_before_anything_is_probed(sources: Path, tmp_path: Path) -> None:
+    config = settings(sources / "language", sources / "text.txt", tmp_path / "run")
+    config["deployment"]["budgets"] = [0.5, 0.001]
+    with pytest.raises(
+        FlexrankError, match=r"deployment.budgets: 0.001 is too small; with probe.levels 4 the least is"
+    ):
+        run_stages(parse_config(config))
+    assert [path.stem for path in (tmp_path / "run" / "stages").iterdir()] == ["decompose"]
 
 
 def test_a_configuration_that_cannot_be_read_is_not_written_over(copied: Path) -> None:
@@ -320,8 +333,11 @@ def test_a_configuration_that_cannot_be_read_is_not_written_over(copied: Path) -
 def test_an_exported_size_that_is_no_longer_wanted_is_removed(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deployment, "_run_verification", _verify_here)
     (copied / "deployed" / "mine.txt").write_text("not to be removed")
+    (copied / "deployed" / ".0.50.killed.aside").mkdir()
     rerun(copied, "deployment.budgets=[0.8]", until="deploy")
     assert sorted(path.name for path in (copied / "deployed").iterdir()) == ["0.80", "mine.txt"]
+    (copied / "deployed" / "mine.txt").write_text("and may change")
+    assert rerun(copied, until="deploy") == ()
     rerun(copied, "deployment.budgets=[]", until="deploy")
     assert [path.name for path in (copied / "deployed").iterdir()] == ["mine.txt"]
 

@@ -61,7 +61,7 @@ def test_nobody_elses_directory_is_replaced(tmp_path: Path) -> None:
     path.mkdir()
     with directory_aside(path, "marker") as aside:  # an empty one may be
         (aside / "thesis.tex").write_text("five years")
-    with pytest.raises(FlexrankError, match="holds other files, and no marker to replace"):
+    with pytest.raises(FlexrankError, match="holds other files, and no marker to replace; remove it"):
         directory_aside(path, "marker").__enter__()
     with pytest.raises(FlexrankError, match="is a file; choose another name"):
         directory_aside(path / "thesis.tex", "marker").__enter__()

@@ -96,6 +96,6 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     if isinstance(batch, Mapping):
         return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
     moved = [value.to(device) if isinstance(value, Tensor) else value for value in batch]
-    return (
-        type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
-    )  # a named tuple takes them one by one
+    if hasattr(batch, "_fields"):  # a named tuple takes its values one by one
+        return type(batch)(*moved)
+    return type(batch)(moved)

@@ -310,8 +310,10 @@ class _Inputs:
     def number(self, tensor: Tensor) -> int:
         """The number of this tensor as it stands: an operation in place makes it another."""
         version = _version(tensor)
-        for number, other in self._held:
+        for place, (number, other) in enumerate(self._held):
             if _same(version, other):
+                del self._held[place]
+                self._held.append((number, other))  # read again: the last to be let go
                 return number
         self._count += 1
         self._held.append((self._count, version))

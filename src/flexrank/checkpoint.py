@@ -78,7 +78,7 @@ def save_elastic(
         "chain": chain.to_json(),
         "tensors": dict(_segment_digests(tensors, _segments(chain, layers))),
     }
-    with directory_aside(directory, ELASTIC_DOCUMENT) as aside:
+    with directory_aside(directory, ELASTIC_DOCUMENT, ELASTIC_STATE) as aside:
         if content["library"] == "transformers":
             models.save_config(model, aside)
         if tokenizer is not None:

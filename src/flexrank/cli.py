@@ -180,7 +180,8 @@ def deploy(
             raise FlexrankError(f"--{name.replace('_', '-')} is {limit}; it is {right}")
     if output is not None and not limits:
         raise FlexrankError("--output needs --budget, --max-bytes or --max-params: what to write there")
-    if output is not None and output.exists() and not (output / "flexrank.json").is_file():
+    is_empty = output is not None and output.is_dir() and not any(output.iterdir())
+    if output is not None and output.exists() and not is_empty and not (output / "flexrank.json").is_file():
         raise FlexrankError(f"--output {output}: is there and no deployed model; only one of those is written over")
     if not limits:
         outcome = _run(config, overrides, "deploy")

@@ -34,8 +34,10 @@ def digest_file(path: str | Path) -> str:
 
 
 def digest_files(directory: str | Path) -> dict[str, str]:
-    """Digests of every file in `directory`, by name."""
-    return {file.name: digest_file(file) for file in sorted(Path(directory).iterdir()) if file.is_file()}
+    """Digests of every file in `directory` and below it, by its path there."""
+    directory = Path(directory)
+    files = sorted(file for file in directory.rglob("*") if file.is_file())
+    return {file.relative_to(directory).as_posix(): digest_file(file) for file in files}
 
 
 def verify_files(directory: str | Path, digests: Mapping[str, str]) -> None:
@@ -49,7 +51,9 @@ def verify_files(directory: str | Path, digests: Mapping[str, str]) -> None:
         if not path.is_file():
             raise FlexrankError(f"{path}: no such file; the artefact is incomplete")
         if digest_file(path) != digest:
-            raise FlexrankError(f"{path}: does not match its checksum; it was truncated or edited after it was written")
+            raise FlexrankError(
+                f"{path}: does not match its checksum; truncated, edited, or saved over (then delete flexrank.json)"
+            )
 
 
 def write_document(path: str | Path, kind: str, content: Mapping[str, Any]) -> None:

@@ -161,9 +161,8 @@ class GaugeAlignedLayer(nn.Module):
             assert isinstance(layer.weight, Tensor)
             layer.weight.copy_(matrix.reshape(layer.weight.shape))
             if not bool(torch.isfinite(layer.weight).all()):
-                raise FlexrankError(
-                    f"the aligned factors overflow {layer.weight.dtype}; give more than {self.slack} slack"
-                )
+                mend = f"give more than {self.slack} slack" if self.aligned else "choose another dtype"
+                raise FlexrankError(f"the factors overflow {layer.weight.dtype}; {mend}")
         if bias is not None:
             assert isinstance(self.expand.bias, Tensor)
             self.expand.bias.copy_(bias[self.aligned :])

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,8 +23,8 @@ Evaluate = Callable[[nn.Module], float]
 Spacing = Literal["parameters", "ranks"]
 log = logging.getLogger("flexrank")
 
-#: How far the full model's value may be from a checkpoint's, relative to the larger of it and one.
-BASELINE_BOUND = 1e-5
+#: How far an error may be from a checkpoint's, relatively: another number of threads sums in another order.
+RESUMED_BOUND = 1e-3
 
 
 @torch.no_grad()
@@ -53,10 +54,11 @@ def probe_sensitivity(
     layers = nested_layers(model)
     ranks = {name: rank_levels(layer.matrix_shape, num_levels, spacing) for name, layer in layers.items()}
     with use_profile(model, full_profile(model)):
-        found = _finite(evaluate(model), "the full model")
-        state = _Checkpoint(checkpoint, {name: list(levels) for name, levels in ranks.items()}, found)
-        baseline = state.baseline
-        with _replayed_blocks(model, evaluate, found) as starts:
+        baseline = _finite(evaluate(model), "the full model")
+        state = _Checkpoint(checkpoint, {name: list(levels) for name, levels in ranks.items()}, baseline)
+        for name, kept in itertools.islice(state.errors.items(), 1):
+            state.check(_probe(model, layers[name], name, ranks[name][0], evaluate, baseline), kept[0])
+        with _replayed_blocks(model, evaluate, baseline) as starts:
             for name in track([n for n in layers if n not in state.errors], "probing", len(layers), len(state.errors)):
                 with starts(name):
                     state.add(name, [_probe(model, layers[name], name, r, evaluate, baseline) for r in ranks[name]])
@@ -64,7 +66,7 @@ def probe_sensitivity(
         shapes={name: layer.matrix_shape for name, layer in layers.items()},
         ranks=ranks,
         errors={name: tuple(state.errors[name]) for name in layers},
-        baseline=baseline,
+        baseline=state.baseline,
         footprint=footprint(model),
     )
 
@@ -110,10 +112,7 @@ def _finite(value: float, where: str) -> float:
 
 
 class _Checkpoint:
-    """The errors found so far, written after each layer, and the baseline that they are measured from.
-
-    The baseline is the first process's: with another number of threads it differs in its last digits.
-    """
+    """The errors found so far, written after each layer, and the first process's baseline."""
 
     def __init__(self, path: str | Path | None, ranks: dict[str, list[int]], baseline: float):
         self.path, self.ranks, self.baseline = path, ranks, baseline
@@ -121,9 +120,16 @@ class _Checkpoint:
         if path is not None and Path(path).exists():
             value = read_json(path)
             require_keys(value, ("ranks", "baseline", "errors"), str(path))
-            if value["ranks"] != ranks or abs(value["baseline"] - baseline) > BASELINE_BOUND * max(1, abs(baseline)):
-                raise FlexrankError(f"{path}: belongs to another probe (ranks or baseline differ); remove it")
+            if value["ranks"] != ranks:
+                raise FlexrankError(f"{path}: belongs to another probe, of other ranks; remove it")
             self.errors, self.baseline = value["errors"], value["baseline"]
+
+    def check(self, found: float, kept: float) -> None:
+        """Sees by one error that model, data and loss are those of the checkpoint."""
+        if abs(found - kept) > RESUMED_BOUND * abs(kept) + 1e-7:
+            raise FlexrankError(
+                f"{self.path}: belongs to another probe ({kept:.6g} there, {found:.6g} here); remove it"
+            )
 
     def add(self, name: str, errors: list[float]) -> None:
         self.errors[name] = errors

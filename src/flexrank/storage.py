@@ -68,18 +68,18 @@ def write_aside(path: str | Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def directory_aside(path: str | Path, marker: str) -> Iterator[Path]:
+def directory_aside(path: str | Path, *markers: str) -> Iterator[Path]:
     """Yields an empty directory beside `path`; renames it to `path` on success, removes it on failure.
 
-    A directory already at `path` is replaced only after the new one is whole, and only if it is empty or holds the
-    file `marker`, which tells that it is of the same kind: nobody's other files are lost.
+    A directory already at `path` is replaced only after the new one is whole, and only if it is empty or holds one
+    of the files `markers`, which tell that it is of the same kind: nobody's other files are lost.
 
     Raises:
         FlexrankError: there is a file, or a directory that holds something else.
     """
     path = Path(path)
-    if path.is_dir() and any(path.iterdir()) and not (path / marker).is_file():
-        raise FlexrankError(f"{path}: holds other files, and no {marker} to replace; choose another directory")
+    if path.is_dir() and any(path.iterdir()) and not any((path / marker).is_file() for marker in markers):
+        raise FlexrankError(f"{path}: holds other files, and no {markers[0]} to replace; remove it, or choose another")
     if path.exists() and not path.is_dir():
         raise FlexrankError(f"{path}: is a file; choose another name for the directory")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,14 +101,15 @@ def _replace_directory(new: Path, path: Path) -> None:
         os.replace(new, path)
         return
     old = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".old", dir=path.parent))
-    os.replace(path, old / path.name)
     try:
+        os.replace(path, old / path.name)
         os.replace(new, path)
     except BaseException:
-        os.replace(old / path.name, path)
-        old.rmdir()
+        if not path.exists():
+            os.replace(old / path.name, path)
         raise
-    shutil.rmtree(old)
+    finally:
+        shutil.rmtree(old)
 
 
 def directory_bytes(path: str | Path) -> int:

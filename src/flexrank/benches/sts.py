@@ -79,7 +79,7 @@ def _excess(table: SensitivityTable, chain: ProfileChain) -> list[float | None]:
     """For each budget, the chain's predicted error over the bound of an allocation for this budget alone."""
     errors = {entry.requested: entry.error for entry in chain.requested}
     bounds = unconstrained_bounds(table, BUDGETS)
-    return [errors[budget] / bound for budget, bound in zip(BUDGETS, bounds, strict=True)]
+    return [errors[b] / bound if bound > 0 else None for b, bound in zip(BUDGETS, bounds, strict=True)]
 
 
 class _Bench:

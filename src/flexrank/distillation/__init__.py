@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from flexrank.batches import Batch, call_model, eval_mode, model_device, to_device
 from flexrank.distillation.feed import Feed
-from flexrank.distillation.schedule import Schedule
-from flexrank.distillation.schedule import learning_rate as scheduled_rate
+from flexrank.distillation.schedule import Schedule, scheduled_rate
 from flexrank.distillation.state import State
 from flexrank.errors import FlexrankError
 from flexrank.objectives import Objective, default_objective
@@ -46,7 +45,7 @@ def distillation_evaluator(
 ) -> Callable[[nn.Module], float]:
     """evaluate(model) -> mean objective over `batches` (weighted by their rows), both models in eval mode.
 
-    The teacher runs once; what the objective needs of its outputs is kept.
+    What the objective needs of the teacher's outputs is kept, so that it need not run again.
 
     Args:
         teacher: the original.
@@ -105,8 +104,9 @@ def distill_(
     Args:
         model: elastic.
         teacher: the original; frozen, in eval mode.
-        batches: a sequence, shuffled anew each pass; or an iterable, taken in its order, again and again. One with
-            `state_dict` and `load_state_dict` (torchdata's StatefulDataLoader) resumes by them, others by skipping.
+        batches: a sequence, shuffled anew each pass, whose items never change (else `teacher_cache=0`); or an iterable,
+            taken in its order, again and again. One with `state_dict` and `load_state_dict` (torchdata's
+            StatefulDataLoader) resumes by them, others by skipping.
         chain: its requested profiles are trained; or the profiles themselves, cheapest first.
         objective: the loss; by default the one that `default_objective` finds for the teacher's output.
         steps: optimiser steps.
@@ -133,7 +133,8 @@ def distill_(
         "steps": steps, "learning_rate": learning_rate, "warmup_steps": warmup_steps, "weight_decay": weight_decay,
         "final_learning_rate": final_learning_rate, "accumulation": accumulation, "max_norm": max_norm, "seed": seed,
         "autocast": str(autocast), "train_embeddings": train_embeddings, "objective": repr(objective),
-        "teacher": _identity(teacher), "profiles": _digest([sorted(profile.items()) for profile in profiles]),
+        "teacher": None if checkpoint is None else _identity(teacher),
+        "profiles": _digest([sorted(profile.items()) for profile in profiles]),
         "weights": None if weights is None else list(weights),
     }  # fmt: skip
     schedule = Schedule(_positive(weights, len(profiles)), seed)
@@ -182,9 +183,10 @@ class _Teacher:
         if self._objective is None:
             self._objective = default_objective(output)
         target = self._objective.target(output, batch)
-        if index is not None and target.nbytes <= self._room:
+        size = target.untyped_storage().nbytes()  # a view holds all that it was cut from
+        if index is not None and size <= self._room:
             self._kept[index] = target
-            self._room -= target.nbytes
+            self._room -= size
         return target
 
     def loss(self, output: Any, target: Tensor, batch: Batch) -> Tensor:
@@ -277,8 +279,9 @@ def _finite(value: float, step: int, what: str) -> None:
 
 def _identity(model: nn.Module) -> str:
     """Tells a model from others of its kind: a digest of its tensors' names, shapes and first values."""
-    state = model.state_dict().items()
-    return _digest([[name, list(value.shape), value.flatten()[:16].double().tolist()] for name, value in state])
+    state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    firsts = [[name, list(value.shape), value.flatten()[:16].double().tolist()] for name, value in state.items()]
+    return _digest(firsts)
 
 
 def _digest(value: object) -> str:

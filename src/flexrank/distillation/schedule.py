@@ -27,7 +27,7 @@ class Schedule:
         return count - 1
 
 
-def learning_rate(step: int, steps: int, peak: float, warmup: int, final: float) -> float:
+def scheduled_rate(step: int, steps: int, peak: float, warmup: int, final: float) -> float:
     """Linear rise over `warmup` steps to `peak`, then half a cosine to `final`."""
     if step < warmup:
         return peak * (step + 1) / warmup

@@ -66,9 +66,10 @@ class State:
                 raise FlexrankError(f"{path}: was written with {key}={found}, not {value}; remove it or change back")
         with safetensors.safe_open(path / "state.safetensors", framework="pt") as file:
             keys = set(file.keys())
+            for name in {key for key in keys if "//" not in key} ^ self.trainable.keys():
+                where = "no trainable parameter" if name in self.trainable else "a parameter not trained here,"
+                raise FlexrankError(f"{path}: holds {where} {name!r}; it belongs to another run")
             for name, parameter in self.trainable.items():
-                if name not in keys:
-                    raise FlexrankError(f"{path}: holds no parameter {name!r}; it belongs to another model")
                 kept = file.get_tensor(name)
                 if kept.shape != parameter.shape:
                     shapes = f"{tuple(kept.shape)}, not {tuple(parameter.shape)}"
@@ -76,7 +77,7 @@ class State:
                 parameter.copy_(kept)
             for key in keys:
                 name, separator, slot = key.partition("//")
-                if separator and name in self.trainable:
+                if separator:
                     parameter = self.trainable[name]
                     self.optimizer.state[parameter][slot] = file.get_tensor(key).to(parameter.device)
         self.losses, self.choices = state["losses"], state["choices"]

@@ -85,7 +85,8 @@ def _verify_weights(files: Sequence[str]) -> None:
     """
     document = Path(files[0]).parent / "flexrank.json" if files else None
     if document is not None and document.is_file():
-        digests, names = read_document(document, "deployed", ("files",))["files"], {Path(file).name for file in files}
+        digests = read_document(document, "deployed", ("files",))["files"]
+        names = {Path(file).name for file in files}
         verify_files(document.parent, {name: digest for name, digest in digests.items() if name in names})
 
 

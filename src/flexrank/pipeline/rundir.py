@@ -2,7 +2,7 @@
 
     RUN/config.yaml           the whole configuration, defaults included
     RUN/stages/STAGE.json     fingerprint and seconds of a finished stage, and checksums of the files it wrote
-    RUN/partial/              what an interrupted stage goes on from; empty after a whole run
+    RUN/partial/              what an interrupted stage goes on from
 
 A stage's fingerprint covers the configuration it reads, the files it reads, the version of flexrank, and the
 fingerprints of the stages it needs: a changed key makes the stages below it run again, and no other.
@@ -82,28 +82,27 @@ class RunDirectory:
         Raises:
             FlexrankError: it holds a run of another name, or one that this version cannot read.
         """
-        path = self.path / "config.yaml"
-        before = path.read_text(encoding="utf8") if path.is_file() else None
-        kept = None if before is None else load_config(self.path)
+        path, was = self.path / "config.yaml", self.path / "config.yaml.was"
+        kept = load_config(self.path) if path.is_file() else None
         if kept is not None and kept.name != config.name:
             raise FlexrankError(f"{self.path}: holds the run {kept.name!r}, not {config.name!r}; choose another output")
-        if kept is None or kept.model_copy(update={"output": config.output}) != config:
-            with write_aside(path) as aside:
-                write_config(config, aside)
+        is_new = kept is None or kept.model_copy(update={"output": config.output}) != config
         self._has_finished_one = False
         try:
+            if is_new:
+                if kept is not None:
+                    os.replace(path, was)
+                with write_aside(path) as aside:
+                    write_config(config, aside)
             yield
         except Exception:
-            if not self._has_finished_one:
-                self._put_back(path, before)
+            if is_new and not self._has_finished_one:
+                path.unlink(missing_ok=True)
+                if kept is not None:
+                    os.replace(was, path)  # a renaming needs no room on a full disk
             raise
-
-    def _put_back(self, path: Path, before: str | None) -> None:
-        if before is None:
-            path.unlink()
-            return
-        with write_aside(path) as aside:
-            aside.write_text(before, encoding="utf8")
+        finally:
+            was.unlink(missing_ok=True)
 
     def is_finished(self, stage: str, fingerprint: str) -> bool:
         """Whether the stage ran with this fingerprint and all it wrote is there.
@@ -118,7 +117,7 @@ class RunDirectory:
         if record.get("fingerprint") != fingerprint or not all((self.path / name).exists() for name in record["files"]):
             return False
         for name, digest in record["files"].items():
-            if digest is not None and identity(self.path / name) != digest:
+            if digest not in (None, _mark(self.path / name)):
                 output = self.path / Path(name).parts[0]
                 raise FlexrankError(
                     f"{self.path / name}: was edited after `{stage}` wrote it; delete {output} to make it anew"
@@ -132,17 +131,21 @@ class RunDirectory:
         A stage that fails before it has touched its old results gets their record back.
         """
         path = self._record(stage)
-        record = read_json(path) if path.is_file() else None
-        path.unlink(missing_ok=True)
+        was = path.with_name(f"{path.name}.was")
+        if path.is_file():
+            os.replace(path, was)
         try:
             yield
         except BaseException:
-            if record is not None and all(
-                (self.path / name).exists() and digest in (None, identity(self.path / name))
-                for name, digest in record["files"].items()
-            ):
-                write_json(path, record)
+            if was.is_file() and self._stands(read_json(was)):
+                os.replace(was, path)
             raise
+        finally:
+            was.unlink(missing_ok=True)
+
+    def _stands(self, record: Mapping[str, Any]) -> bool:
+        files = {self.path / name: digest for name, digest in record["files"].items()}
+        return all(path.exists() and digest in (None, _mark(path)) for path, digest in files.items())
 
     def finish(
         self, stage: str, fingerprint: str, outputs: Sequence[str], extras: Sequence[str], seconds: float
@@ -156,7 +159,7 @@ class RunDirectory:
             extras: what it may have written for eyes alone; missed when gone, but not checked.
             seconds: that it took.
         """
-        files = {name: identity(self.path / name) for name in self._files(outputs)}
+        files = {name: _mark(self.path / name) for name in self._files(outputs)}
         record = {
             "stage": stage,
             "fingerprint": fingerprint,
@@ -227,6 +230,12 @@ def identity(path: str | Path) -> Any:
         return str(path)
     stat = path.stat()
     return digest_file(path) if stat.st_size <= HASHED_BYTES else [stat.st_size, stat.st_mtime_ns]
+
+
+def _mark(path: Path) -> str | int:
+    """What tells an output from an edited one, in any copy of the run: its digest, or its size where it is large."""
+    size = path.stat().st_size
+    return digest_file(path) if size <= HASHED_BYTES else size
 
 
 def _value_at(value: Mapping[str, Any], key: str) -> Any:

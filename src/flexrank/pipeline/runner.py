@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ class Stage:
 
     Attributes:
         name: as the command line and the records have it.
-        work: does it; takes the workspace and the stage's fingerprint.
+        work: does it; takes the workspace and the stage's fingerprint, and may return more outputs.
         keys: parts of the configuration it reads, dotted; those of the stages it needs are theirs.
         needs: stages whose files it reads.
         outputs: files and directories it writes, in the run directory.
@@ -34,7 +34,7 @@ class Stage:
     """
 
     name: str
-    work: Callable[[stages.Workspace, str], None]
+    work: Callable[[stages.Workspace, str], Sequence[str] | None]
     keys: tuple[str, ...]
     needs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -66,7 +66,7 @@ STAGES = (
         ("evaluation.json",),
     ),
     Stage("deploy", stages.export_all, ("deployment", "evaluation.latency_batch_size", "data.evaluation"), ("distill",),
-        ("deployed", "deployed.json")),
+        ("deployed.json",)),
     Stage(
         "report", stages.summarise, ("name",), ("evaluate_initial", "evaluate", "deploy"),
         ("summary.json",), ("figures", "report.md", "report.html"),
@@ -157,9 +157,9 @@ def _do(stage: Stage, work: stages.Workspace, fingerprint: str) -> bool:
         return False
     start = time.perf_counter()
     with work.directory.replacing(stage.name), _clear_disk_errors(work, stage.name):
-        stage.work(work, fingerprint)
+        more = stage.work(work, fingerprint) or ()
     seconds = time.perf_counter() - start
-    work.directory.finish(stage.name, fingerprint, stage.outputs, stage.extras, seconds)
+    work.directory.finish(stage.name, fingerprint, (*stage.outputs, *more), stage.extras, seconds)
     log.info("%s: done in %.1f s", stage.name, seconds)
     return True
 

@@ -26,7 +26,7 @@ from flexrank.checkpoint import load_elastic, save_elastic
 from flexrank.config import RunConfig
 from flexrank.costs import Shape, dense_parameters
 from flexrank.decomposition import decompose_
-from flexrank.deployment import Activations, deploy, deployed_parameters_of, export, fit_plans, plan_layer
+from flexrank.deployment import Activations, LayerPlan, deploy, deployed_parameters_of, export, fit_plans, plan_layer
 from flexrank.distillation import distill_, distillation_evaluator
 from flexrank.errors import FlexrankError
 from flexrank.evaluation import latency_ratio
@@ -205,22 +205,31 @@ def evaluate(work: Workspace, _: str) -> None:
     write_json(work.directory / "evaluation.json", {"base": base, "rows": rows, "layers": layers})
 
 
-def export_all(work: Workspace, _: str) -> None:
-    """Exports each deployment budget to RUN/deployed/BUDGET, verified in a fresh process, and lists them."""
+def export_all(work: Workspace, _: str) -> list[str]:
+    """Exports each deployment budget to RUN/deployed/BUDGET, verified in a fresh process; returns their places.
+
+    What holds no `flexrank.json` in RUN/deployed is somebody's own, and left.
+    """
     place = work.directory / "deployed"
     place.mkdir(exist_ok=True)
+    model, chain = work.elastic("elastic")
+    rows = activations(work, model)
+    # All are planned before the first is published, so that a budget out of reach changes nothing.
+    budgets = work.config.deployment.budgets
+    plans = {budget: plans_within(work, model, chain, rows, budget=budget) for budget in budgets}
     exports = []
-    for budget in work.config.deployment.budgets:
+    for budget, plan in plans.items():
         name = f"{budget:.2f}" if round(budget, 2) == budget else f"{budget!r}"
-        exports.append(export_within(work, place / name, judged=True, budget=budget))
-    names = {Path(entry["directory"]).name for entry in exports}
-    record = work.directory / "deployed.json"
-    for old in read_json(record) if record.is_file() else []:  # what is there besides is somebody's own
-        if Path(old["directory"]).name not in names:
-            shutil.rmtree(work.directory / old["directory"], ignore_errors=True)
-    for entry in exports:
-        entry["directory"] = f"deployed/{Path(entry['directory']).name}"
-    write_json(record, exports)
+        small, profile = deploy_plans(work, model, plan)
+        entry = _export(work, small, profile, model, place / name)
+        exports.append({"budget": budget, **entry, "directory": f"deployed/{name}", "quality": work.judge(small)})
+    places = [entry["directory"] for entry in exports]
+    for other in place.iterdir():
+        is_ours = other.name.endswith((".aside", ".old")) or (other / "flexrank.json").is_file()
+        if is_ours and f"deployed/{other.name}" not in places:
+            shutil.rmtree(other)
+    write_json(work.directory / "deployed.json", exports)
+    return places
 
 
 def summarise(work: Workspace, _: str) -> None:
@@ -258,29 +267,42 @@ def activations(work: Workspace, model: nn.Module) -> Activations | None:
     return collect_rows(model, work.samples.calibration, nested_layers(model))
 
 
+def plans_within(
+    work: Workspace, model: nn.Module, chain: ProfileChain, rows: Activations | None, **limits: Any
+) -> dict[str, LayerPlan]:
+    """How to deploy the largest model within the limits of `fit_plans`, slack included."""
+    slack = work.config.deployment.slack
+    return fit_plans(model, chain, dtype=work.deployed_dtype, slack=slack, activations=rows, **limits)
+
+
+def deploy_plans(work: Workspace, model: nn.Module, plans: Mapping[str, LayerPlan]) -> tuple[nn.Module, RankProfile]:
+    """The deployed model, the base itself at full rank, and its ranks."""
+    small = deploy(model, plans, dtype=work.deployed_dtype, base=work.base)
+    return small, RankProfile({name: plan.rank for name, plan in plans.items()})
+
+
 def deploy_within(
     work: Workspace, model: nn.Module, chain: ProfileChain, rows: Activations | None, **limits: Any
 ) -> tuple[nn.Module, RankProfile]:
-    """The largest deployed model within the limits of `fit_plans`, slack included; the base itself at full rank."""
-    dtype = work.deployed_dtype
-    plans = fit_plans(model, chain, dtype=dtype, slack=work.config.deployment.slack, activations=rows, **limits)
-    profile = RankProfile({name: plan.rank for name, plan in plans.items()})
-    return deploy(model, plans, dtype=dtype, base=work.base), profile
+    """The largest deployed model within the limits, and its ranks."""
+    return deploy_plans(work, model, plans_within(work, model, chain, rows, **limits))
 
 
-def export_within(work: Workspace, place: Path, *, judged: bool = False, **limits: Any) -> dict[str, Any]:
-    """Exports the largest deployed model within the limits; tells what was exported, and its qualities if `judged`."""
+def export_within(work: Workspace, place: Path, **limits: Any) -> dict[str, Any]:
+    """Exports the largest deployed model within the limits; tells what was exported."""
     model, chain = work.elastic("elastic")
     small, profile = deploy_within(work, model, chain, activations(work, model), **limits)
+    return {**limits, **_export(work, small, profile, model, place)}
+
+
+def _export(work: Workspace, small: nn.Module, profile: RankProfile, model: nn.Module, place: Path) -> dict[str, Any]:
     export(small, place, work.samples.example, tokenizer=work.tokenizer)
     shapes = {name: layer.matrix_shape for name, layer in nested_layers(model).items()}
     return {
-        **limits,
         "directory": str(place),
         **sizes(small, profile, shapes),
         "bytes": directory_bytes(place),
         "dtype": str(work.deployed_dtype).removeprefix("torch."),
-        "quality": work.judge(small) if judged else None,
     }
 
 
@@ -352,7 +374,9 @@ def autocast_dtype(choice: str, device: torch.device) -> torch.dtype | None:
         if device.type == "cuda":
             has_units = torch.cuda.is_bf16_supported()
         else:
-            features = torch.cpu.get_capabilities()
+            features: dict[str, Any] = getattr(
+                torch.cpu, "get_capabilities", dict
+            )()  # older versions of torch do not tell
             has_units = bool(features.get("avx512_bf16") or features.get("amx_bf16"))
         choice = "bfloat16" if has_units else "off"
     return torch.bfloat16 if choice == "bfloat16" else None

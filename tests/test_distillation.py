@@ -221,6 +221,10 @@ def test_what_cannot_be_trained_is_refused() -> None:
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     teacher, profile = build("perceptron"), {"0": 3, "2": 4, "4": 2}
     distill_(nest(build("perceptron")), teacher, batches("perceptron"), [profile], steps=2, checkpoint=tmp_path / "a")
+    frozen = nest(build("perceptron"))
+    frozen[2].v.requires_grad_(False)
+    with pytest.raises(FlexrankError, match=r"holds a parameter not trained here, '2.v'; it belongs to another run"):
+        distill_(frozen, teacher, batches("perceptron"), [profile], steps=2, checkpoint=tmp_path / "a")
     with pytest.raises(FlexrankError, match="was written with teacher="):
         other = build("perceptron", seed=1)
         distill_(nest(other), other, batches("perceptron"), [profile], steps=2, checkpoint=tmp_path / "a")

@@ -51,6 +51,16 @@ def test_a_tied_head_is_left_dense_and_logged(caplog: pytest.LogCaptureFixture) 
     assert "left dense: lm_head (weight tied to model.embed_tokens)" in caplog.text
 
 
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_what_was_frozen_stays_frozen(frozen: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 5))
+    getattr(model[0], frozen).requires_grad_(False)
+    nested = nest_(model, "0", plain_svd(weight_matrix(model[0]).detach()))
+    assert nested.bias is not None
+    assert nested.u.requires_grad == nested.v.requires_grad == (frozen == "bias")
+    assert nested.bias.requires_grad == (frozen == "weight")
+
+
 def test_grouped_convolutions_are_left_dense(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "flexrank")
 

@@ -231,7 +231,7 @@ def bench(
 
 @app.command()
 def reproduce(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A study of the paper.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"A study of the paper: {', '.join(STUDIES)}.")],
     output: Annotated[Path | None, typer.Option(help="Where to write; results/NAME.json by default.")] = None,
     as_json: Json = False,
 ) -> None:

@@ -167,7 +167,7 @@ class RunConfig(Section):
         name: of the run; `output` defaults to runs/NAME.
         task: what the model does, which decides the batches, the distillation loss and the qualities in the table.
         model: a directory, a model's name on the hub, or `package:PACKAGE/PATH` for weights in an installed package.
-        dtype: of the weights and the computation.
+        dtype: of the weights and the computation; what is consolidated must be float32.
         device: `auto` takes a GPU where there is one.
         seed: of every draw.
         output: the run directory, relative to the current one; `{name}` stands for the name.

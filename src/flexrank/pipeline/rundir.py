@@ -5,8 +5,8 @@
     RUN/partial/              what an interrupted stage goes on from
 
 A stage's fingerprint covers the configuration it reads, the files it reads (the version of Python, where its own
-documentation is the data), the version of flexrank, and the fingerprints of the stages it needs: a changed key makes the
-stages below it run again, and no other.
+documentation is the data), the version of flexrank, and the fingerprints of the stages it needs: a changed key makes
+the stages below it run again, and no other.
 """
 
 import contextlib

@@ -1,11 +1,13 @@
 """What all tests share: two threads, a fixed seed, and the real models and data where there are any."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+# flexrank is imported by the fixtures alone: its array types are checked only in what is imported after this file.
 ASSETS = Path(os.environ.get("FLEXRANK_ASSETS") or Path(__file__).parents[2] / "shared" / "assets")
 
 
@@ -34,3 +36,34 @@ def _seeded() -> None:
 def assets() -> Path:
     """The directory of the real models and data; a test that takes it is marked `assets`."""
     return ASSETS
+
+
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text, and a tiny model of each of two tasks, to run on."""
+    from tiny_runs import TEXT, write_model
+
+    place = tmp_path_factory.mktemp("sources")
+    (place / "text.txt").write_text(TEXT)
+    for task in ("language", "embedding"):
+        write_model(place / task, task)
+    return place
+
+
+@pytest.fixture(scope="session")
+def finished(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole language run; not to be changed, copy it."""
+    from flexrank.config import parse_config
+    from flexrank.pipeline import run_stages, stage_names
+    from tiny_runs import settings
+
+    output = tmp_path_factory.mktemp("runs") / "whole"
+    outcome = run_stages(parse_config(settings(sources / "language", sources / "text.txt", output)))
+    assert outcome.executed == stage_names()
+    return output
+
+
+@pytest.fixture
+def copied(finished: Path, tmp_path: Path) -> Path:
+    """A copy of the whole run."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from typer.testing import CliRunner
 
 from flexrank import cli, deployment, sensitivity
-from test_pipeline import TEXT, settings, write_model
+from tiny_runs import TEXT, settings, write_model
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,84 @@
+"""Runs of the whole way on a tiny model: its files, its settings, and how it is run again."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flexrank import verification
+from flexrank.config import load_config
+from flexrank.pipeline import run_stages
+
+TEXT = "\n".join(
+    f"the quick brown fox number {n} jumps over {n * 7 % 13} lazy dogs and {n % 5} cats" for n in range(400)
+)
+
+
+def write_tokenizer(directory: Path) -> None:
+    """A tokenizer of characters."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = sorted(set(TEXT))
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<s>", "</s>", "<unk>", *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    fast.save_pretrained(directory)
+
+
+def write_model(directory: Path, task: str) -> Path:
+    from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    common: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    common["initializer_range"] = 0.2  # large enough that truncation is felt
+    if task == "language":
+        config: Any = LlamaConfig(
+            **common, intermediate_size=56, num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0
+        )
+        model: Any = LlamaForCausalLM(config)
+    else:
+        model = BertModel(BertConfig(**common, intermediate_size=64, max_position_embeddings=128))
+    model.save_pretrained(directory)
+    write_tokenizer(directory)
+    return directory
+
+
+def settings(model: Path, data: Path, output: Path, task: str = "language") -> dict[str, Any]:
+    return {
+        "name": "tiny",
+        "task": task,
+        "model": str(model),
+        "device": "cpu",
+        "output": str(output),
+        "data": {
+            "source": "text", "path": str(data), "calibration": 64, "probe": 16, "training": 64, "evaluation": 16,
+            "max_tokens": 32, "batch_size": 8,
+        },
+        "probe": {"levels": 4},
+        "allocation": {"budgets": [0.8, 0.5]},
+        "distillation": {"steps": 6, "batch_size": 4, "checkpoint_every": 2, "warmup_steps": 1, "learning_rate": 1e-3},
+        "deployment": {"budgets": [0.5]},
+        "evaluation": {"latency_repeats": 3, "latency_batch_size": 4},
+    }  # fmt: skip
+
+
+def rerun(directory: Path, *overrides: str, until: str = "report") -> tuple[str, ...]:
+    """The stages that run again."""
+    return run_stages(load_config(directory, overrides), until).executed
+
+
+def summary_of(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "summary.json").read_text())
+
+
+def verify_here(artefact: Path, scratch: Path, timeout: float) -> None:
+    """The verification, without the seconds that a fresh process takes; other tests have one."""
+    del timeout
+    threads = torch.get_num_threads()
+    verification.verify(artefact, scratch)
+    torch.set_num_threads(threads)

@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint results clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/flexrank run examples/minilm.yaml
@@ -18,6 +18,10 @@ lint: $(VENV)/.dev-installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The quick forms of the paper's studies, on the models and data that FLEXRANK_ASSETS names; docs/results.md from their JSON.
+results: $(VENV)/.dev-installed
+	$(BIN)/flexrank reproduce --all --page docs/results.md
 
 clean:
 	rm -rf $(VENV) runs

@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from flexrank.calibration import Moments, _Inputs, collect_moments, collect_rows, load_moments, save_moments
+from flexrank.calibration import (
+    Moments,
+    _Inputs,
+    collect_moments,
+    collect_rows,
+    load_moments,
+    merge_moments,
+    save_moments,
+)
 from flexrank.errors import FlexrankError
 from flexrank.objectives import FeatureObjective
 from flexrank.surgery import select_layers
@@ -259,3 +267,31 @@ def test_a_weight_that_is_not_finite_is_named() -> None:
         model[0].weight[0, 0] = float("nan")
     with pytest.raises(FlexrankError, match="layer '0': the weight holds values that are not finite"):
         collect_moments(model, [torch.randn(2, 12)], select_layers(model))
+
+
+@pytest.mark.parametrize("side", ["smaller", "input"])
+def test_merged_moments_are_those_of_all_batches(side: str) -> None:
+    model, batches = build("llama_tied"), [batch_for("llama_tied")] * 3
+    layers = select_layers(model)
+    first, second, both = (
+        collect_moments(model, part, layers, side=side) for part in (batches[:1], batches[1:], batches)
+    )
+    before = {name: layer.moment.clone() for name, layer in first.items()}
+    merged = merge_moments(first, second)
+    for name, layer in both.items():
+        torch.testing.assert_close(merged[name].moment, layer.moment)
+        assert merged[name].tokens == layer.tokens and merged[name].side == layer.side
+        assert merged[name].mean_square == pytest.approx(layer.mean_square)
+        assert torch.equal(first[name].moment, before[name])
+    shared = [len({id(layer.moment) for layer in moments.values()}) for moments in (both, merged)]
+    assert shared[0] == shared[1] < len(layers) or side == "smaller"
+
+
+def test_moments_of_other_layers_do_not_merge() -> None:
+    model = build("llama_tied")
+    layers = select_layers(model)
+    name, *_ = layers
+    first = collect_moments(model, [batch_for("llama_tied")], layers)
+    second = collect_moments(model, [batch_for("llama_tied")], {name: layers[name]})
+    with pytest.raises(FlexrankError, match="cannot be merged"):
+        merge_moments(first, second)

@@ -131,7 +131,7 @@ def test_deploy_writes_one_size_within_the_limit(
         (["inspect", "HERE"], "no artefact"),
         (["report", "HERE"], "summary.json"),
         (["bench", "nothing"], "bench 'nothing': no such benchmark"),
-        (["reproduce", "fig99"], "reproduce 'fig99': this version repeats language-models, gar"),
+        (["reproduce", "fig99"], "study 'fig99' is unknown; it is one of theory, ranking"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_2(arguments: list[str], part: str, config: Path, tmp_path: Path) -> None:
@@ -238,13 +238,12 @@ def test_a_bench_writes_its_json_and_prints_it(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "flexrank.benches.gar", bench)
     expected = {"path": str(tmp_path / "t.json"), "ratio": 0.5}
     assert json.loads(invoke("bench", "gar", "--output", tmp_path / "t.json", "--json").stdout) == expected
-    assert json.loads(invoke("reproduce", "gar", "--output", tmp_path / "t.json", "--json").stdout) == expected
 
 
 def test_every_bench_there_is_can_be_named() -> None:
     names = cli._bench_names()
     assert "setting" not in names
-    assert all(name in refused("bench", "nothing") for name in names) and set(cli.STUDIES.values()) <= set(names)
+    assert all(name in refused("bench", "nothing") for name in names)
 
 
 def test_a_missing_extra_is_one_line_that_names_it(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from flexrank.costs import (
     aligned_parameters,
     dense_parameters,
     deployed_parameters,
+    largest_rank,
     measure_ratio,
 )
 
@@ -41,6 +42,21 @@ def test_deployed_parameters_rise_with_the_rank_to_the_dense_matrix(shape):
 def test_slack_never_passes_the_dense_matrix(shape):
     for rank, slack in itertools.product(range(1, min(shape) + 1), range(20)):
         assert deployed_parameters(shape, rank) <= deployed_parameters(shape, rank, slack) <= dense_parameters(shape)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (31, 8), (8, 31), (40, 40)])
+def test_largest_rank_equals_a_search_over_all_ranks(shape):
+    costs = [deployed_parameters(shape, rank) for rank in range(1, min(shape) + 1)]
+    whole = range(-2, dense_parameters(shape) + 3)
+    for limit in [*whole, *(cost + step for cost in costs for step in (-1e-6, 1e-6)), 0.3 * dense_parameters(shape)]:
+        assert largest_rank(shape, limit) == sum(cost <= limit for cost in costs)
+
+
+def test_largest_rank_is_exact_where_floats_are_not():
+    shape = (3 * 2**30 + 1, 2**31 + 7)
+    for rank in (2**29 + 3, min(shape) - 1):
+        cost = deployed_parameters(shape, rank)
+        assert [largest_rank(shape, limit) for limit in (cost - 1, cost, cost + 1)] == [rank - 1, rank, rank]
 
 
 def test_measure_ratio_is_the_median_of_paired_ratios(monkeypatch):

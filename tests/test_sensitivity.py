@@ -1,17 +1,20 @@
 """The probe against a plain loop that truncates by hand."""
 
+import copy
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from flexrank.calibration import collect_moments
 from flexrank.costs import dense_parameters, deployed_parameters
+from flexrank.decomposition import decompose_
 from flexrank.distillation import distillation_evaluator
 from flexrank.errors import FlexrankError
-from flexrank.objectives import FeatureObjective
-from flexrank.sensitivity import probe_sensitivity, rank_levels
-from flexrank.surgery import full_profile, nested_layers, use_profile
+from flexrank.objectives import FeatureObjective, LogitObjective
+from flexrank.sensitivity import curvature_sensitivity, probe_sensitivity, rank_levels
+from flexrank.surgery import full_profile, nested_layers, select_layers, use_profile
 from tiny_models import batch_for, build, nest
 
 
@@ -159,3 +162,51 @@ def test_wrong_uses_are_named() -> None:
     with pytest.raises(FlexrankError, match="evaluating layer '0' at rank .* gave nan"):
         values = iter([1.0, float("nan")])
         probe_sensitivity(model, lambda m: next(values), num_levels=2)
+
+
+def test_curvature_is_the_trace_formula_at_every_rank() -> None:
+    """½ tr(G ΔW Σ ΔWᵀ) by plain products, layer by layer and rank by rank, in float64."""
+    model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 4)).double()
+    batches = [torch.randn(32, 6, dtype=torch.float64) for _ in range(3)]
+    moments = collect_moments(
+        model, batches, select_layers(model), side="input", gradient_loss=LogitObjective().fisher_loss
+    )
+    weights = {name: model.get_submodule(name).weight.detach().clone() for name in moments}
+    decompose_(model, moments)
+    table = curvature_sensitivity(model, moments, rows=96, num_levels=4, spacing="ranks")
+    for name, layer in nested_layers(model).items():
+        moment = moments[name]
+        assert moment.gradient_moment is not None
+        for rank, error in zip(table.ranks[name], table.errors[name], strict=True):
+            change = weights[name] - (layer.u[:rank].T @ layer.v[:rank]).detach()
+            expected = torch.trace(moment.gradient_moment / 96 @ change @ (moment.moment / 96) @ change.T) / 2
+            assert error == pytest.approx(float(expected), rel=1e-9, abs=1e-12)
+        assert table.errors[name][-1] == 0
+
+
+def test_curvature_predicts_a_small_divergence() -> None:
+    """One linear layer that loses little: the divergence is its curvature, where inputs tell nothing of gradients."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 8)).double()
+    with torch.no_grad():
+        model[1].weight.mul_(0.05)
+    batches = [torch.randn(4000, 12, dtype=torch.float64)]
+    moments = collect_moments(
+        model, batches, select_layers(model), side="input", gradient_loss=LogitObjective().fisher_loss
+    )
+    teacher = copy.deepcopy(model)
+    decompose_(model, moments)
+    evaluate = distillation_evaluator(teacher, batches, LogitObjective())
+    probed = probe_sensitivity(model, evaluate, 4, spacing="ranks")
+    curved = curvature_sensitivity(model, moments, 4000, 4, spacing="ranks")
+    assert curved.errors["1"][:-1] == pytest.approx(probed.errors["1"][:-1], rel=0.1)
+
+
+def test_curvature_names_what_it_lacks() -> None:
+    model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 4))
+    moments = collect_moments(model, [torch.randn(8, 6)], select_layers(model), side="input")
+    decompose_(model, moments)
+    with pytest.raises(FlexrankError, match="layer '0': curvature needs"):
+        curvature_sensitivity(model, moments, 8)
+    with pytest.raises(FlexrankError, match="rows is 0"):
+        curvature_sensitivity(model, moments, 0)

@@ -16,7 +16,7 @@ from flexrank.errors import FlexrankError
 from flexrank.layers import GaugeAlignedConv2d, GaugeAlignedLinear, NestedConv2d, NestedLinear
 from flexrank.objectives import EmbeddingObjective, FeatureObjective, LogitObjective, objective_for
 from flexrank.profiles import ProfileChain, RankProfile, SensitivityTable
-from flexrank.sensitivity import probe_sensitivity
+from flexrank.sensitivity import curvature_sensitivity, probe_sensitivity
 from flexrank.surgery import nested_layers, select_layers, set_profile, use_profile
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "allocate_ranks",
     "collect_moments",
     "collect_rows",
+    "curvature_sensitivity",
     "decompose_",
     "deploy",
     "distill_",

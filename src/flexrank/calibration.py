@@ -153,6 +153,31 @@ def collect_rows(
     return {name: torch.cat(found) for name, found in rows.items()}
 
 
+def merge_moments(first: Moments, second: Moments) -> Moments:
+    """The moments of two sets of samples together, of the same layers and settings; both are left as they are.
+
+    Raises:
+        FlexrankError: they differ in layers, side, or gradients.
+    """
+    kinds = [
+        [(name, layer.side, layer.gradient_moment is None) for name, layer in moments.items()]
+        for moments in (first, second)
+    ]
+    if kinds[0] != kinds[1]:
+        raise FlexrankError("moments of other layers, sides or gradients cannot be merged; collect both alike")
+    sums: dict[int, Tensor] = {}  # layers that share their input's moment share the sum
+    merged: Moments = {}
+    for name, layer in first.items():
+        other = second[name]
+        moment = sums.setdefault(id(layer.moment), layer.moment + other.moment)
+        tokens = layer.tokens + other.tokens
+        gradient = None
+        if layer.gradient_moment is not None and other.gradient_moment is not None:
+            gradient = layer.gradient_moment + other.gradient_moment
+        merged[name] = LayerMoment(layer.side, moment, layer.mean_square + other.mean_square, tokens, gradient)
+    return merged
+
+
 def save_moments(moments: Moments, path: str | Path) -> None:
     """Writes moments to one safetensors file; shared moments once."""
     tensors: dict[str, Tensor] = {}

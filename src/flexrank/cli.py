@@ -21,10 +21,7 @@ from flexrank.errors import FlexrankError
 WRONG_INPUT, INTERRUPTED = 2, 130
 
 # What a verb may need beyond the core, and the extra that brings it.
-EXTRAS = {"transformers": "hf", "matplotlib": "report", "peft": "peft"}
-
-# Studies of the paper that this version repeats, and the bench that does each.
-STUDIES = {"language-models": "language", "gar": "gar"}
+EXTRAS = {"transformers": "hf", "matplotlib": "report", "peft": "peft", "PIL": "images"}
 
 
 class OneLineErrors(TyperGroup):
@@ -104,8 +101,17 @@ class _StandardError(logging.Handler):
 
 
 @app.command()
-def run(config: Config, overrides: Set = None, as_json: Json = False) -> None:
+def run(
+    config: Config,
+    overrides: Set = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Prints the run's plan; computes nothing.")] = False,
+    tflops: Annotated[float | None, typer.Option(help="With --dry-run: 10^12 operations a second; 100.")] = None,
+    as_json: Json = False,
+) -> None:
     """Goes the whole way; goes on from where an earlier run of this config was."""
+    if dry_run or tflops is not None:
+        _show_plan(config, overrides, dry_run, tflops, as_json)
+        return
     from flexrank import report
 
     outcome = _run(config, overrides, "report")
@@ -231,14 +237,27 @@ def bench(
 
 @app.command()
 def reproduce(
-    name: Annotated[str, typer.Argument(metavar="NAME", help=f"A study of the paper: {', '.join(STUDIES)}.")],
-    output: Annotated[Path | None, typer.Option(help="Where to write; results/NAME.json by default.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="A study of the paper; --list tells them.")] = None,
+    listed: Annotated[bool, typer.Option("--list", help="Tells each study's cost and the paper's figure.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Runs the quick form of every study.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="The paper's size of it, instead of the quick form.")] = False,
+    model: Annotated[str | None, typer.Option(help="Any causal language model, in place of the study's own.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A run's YAML: its model, data and settings.")] = None,
+    overrides: Set = None,
+    seeds: Annotated[int | None, typer.Option(help="How many, where chance enters.")] = None,
+    domain: Annotated[Path | None, typer.Option(help="Texts of the second domain (adaptation).")] = None,
+    output: Annotated[Path | None, typer.Option(help="Where to write; results/NAME by default.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Then writes all of results/ as this Markdown page.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Repeats an experiment of the paper at a size that this machine bears."""
-    if name not in STUDIES:
-        raise FlexrankError(f"reproduce {name!r}: this version repeats {', '.join(STUDIES)}")
-    _run_bench(STUDIES[name], output, as_json)
+    """Repeats an experiment of the paper: results/NAME/result.json, its figure, and one table."""
+    from flexrank.experiments import driver
+
+    wishes = driver.Wishes(full, model, config, tuple(overrides or ()), seeds, domain, output)
+    with _study_interrupted(), contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        found = driver.answer(name, listed, every, page, wishes)
+    if as_json:
+        _print_json(found)
 
 
 def _run(config: Path, overrides: list[str] | None, until: str) -> Any:
@@ -249,6 +268,32 @@ def _run(config: Path, overrides: list[str] | None, until: str) -> Any:
         from flexrank.pipeline import run_stages
 
         return run_stages(checked, until)
+
+
+def _show_plan(config: Path, overrides: list[str] | None, dry_run: bool, tflops: float | None, as_json: bool) -> None:
+    """Prints what a run would do; nothing is computed, downloaded or written."""
+    if not dry_run:
+        raise FlexrankError("--tflops belongs to --dry-run: a run takes the time it takes")
+    from rich.console import Console
+
+    from flexrank.config import load_config
+    from flexrank.plan import DEFAULT_TFLOPS, make_plan, print_plan
+
+    found = make_plan(load_config(config, overrides or ()), DEFAULT_TFLOPS if tflops is None else tflops)
+    if as_json:
+        _print_json(found)
+    else:
+        print_plan(found, Console(width=None if sys.stdout.isatty() else 160))
+
+
+@contextlib.contextmanager
+def _study_interrupted() -> Iterator[None]:
+    """Ends a Ctrl-C with one line; finished units are kept."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on from the last finished unit", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
 
 
 @contextlib.contextmanager

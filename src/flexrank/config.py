@@ -4,6 +4,7 @@ Every wrong key or value is one line that names it, says what was given and what
 arguments and knows nothing of this module; only the pipeline and the command line do.
 """
 
+import copy
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -31,8 +32,11 @@ class DataConfig(Section):
 
     Attributes:
         source: `stdlib-docs` (documentation of Python's own standard library), `text` (a UTF-8 file or a folder of
-            them), or `images` (an .npz file with uint8 `x`, (N, H, W) or (N, H, W, C), and classes `y`).
+            them), or `images` (an .npz file with classes `y`, and uint8 `x`, (N, H, W) or (N, H, W, C), or in place
+            of `x` JPEG files, as `images.read_images` tells).
         path: what `text` or `images` reads; relative to the current directory.
+        held_out: of `text`, another file or folder whose texts are the evaluation's; None takes the last quarter of
+            `path` for it.
         separator: what divides a file of `text` into texts; None is a line end for embeddings, and for language no
             division: one running text.
         calibration: at most so many samples for the moments. They and the next three are fewer where there are fewer.
@@ -46,6 +50,7 @@ class DataConfig(Section):
 
     source: Literal["stdlib-docs", "text", "images"] = "stdlib-docs"
     path: str | None = None
+    held_out: str | None = None
     separator: Annotated[str, Field(min_length=1)] | None = None
     calibration: Count = 1024
     probe: Count = 192
@@ -167,6 +172,8 @@ class RunConfig(Section):
         name: of the run; `output` defaults to runs/NAME.
         task: what the model does, which decides the batches, the distillation loss and the qualities in the table.
         model: a directory, a model's name on the hub, or `package:PACKAGE/PATH` for weights in an installed package.
+        architecture: a transformers config.json, relative to the current directory, that a dry run builds in place of
+            the model's own, so that nothing is downloaded; a real run does not read it.
         dtype: of the weights and the computation; what is consolidated must be float32.
         device: `auto` takes a GPU where there is one.
         seed: of every draw.
@@ -176,6 +183,7 @@ class RunConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     task: Literal["embedding", "language", "classification"]
     model: Annotated[str, Field(min_length=1)]
+    architecture: Annotated[str, Field(min_length=1)] | None = None
     dtype: Dtype = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: Annotated[int, Field(ge=0)] = 0
@@ -194,6 +202,8 @@ class RunConfig(Section):
         source, path = self.data.source, self.data.path
         if source != "stdlib-docs" and path is None:
             raise ValueError(f"data.path is missing: data.source {source!r} reads a file, so give its path")
+        if source != "text" and self.data.held_out is not None:
+            raise ValueError(f"data.held_out belongs to data.source 'text'; data.source is {source!r}")
         if (source == "images") != (self.task == "classification"):
             raise ValueError(
                 f"data.source {source!r} does not fit task {self.task!r}: only classification reads images"
@@ -253,6 +263,14 @@ def parse_config(value: Mapping[str, Any], where: str = "config") -> RunConfig:
         return RunConfig.model_validate(value)
     except pydantic.ValidationError as error:
         raise FlexrankError(f"{where}: {_first_line(error)}") from error
+
+
+def parse_overridden(value: Mapping[str, Any], overrides: Iterable[str], where: str) -> RunConfig:
+    """Checks a mapping with `key=value` overrides applied; as `load_config`, without a file."""
+    changed = copy.deepcopy(dict(value))
+    for override in overrides:
+        _override(changed, override)
+    return parse_config(changed, where=where)
 
 
 def write_config(config: RunConfig, path: str | Path) -> None:

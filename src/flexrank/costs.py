@@ -4,6 +4,7 @@ A layer is its matrix, m × n (out × in). Deployed, it takes the cheapest of th
 plain U Vᵀ (r·(m+n)), or gauge-aligned with slack p (r·(m+n−r) + p·r; FlexRank, section 3.5, is p = 0).
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -24,6 +25,17 @@ def aligned_parameters(shape: Shape, rank: int, slack: int = 0) -> int:
 def deployed_parameters(shape: Shape, rank: int, slack: int = 0) -> int:
     """Parameters of the cheapest form. Rising in `rank`, and m·n at full rank."""
     return min(dense_parameters(shape), aligned_parameters(shape, rank, min(slack, rank)))
+
+
+def largest_rank(shape: Shape, limit: float) -> int:
+    """The largest rank whose `deployed_parameters` are within `limit`; 0 where not even rank one is.
+
+    Below full rank that is the smaller root of r(m+n−r) = limit rounded down, taken in whole numbers.
+    """
+    if limit >= dense_parameters(shape):
+        return min(shape)
+    total = sum(shape)
+    return max(0, (total - 1 - math.isqrt(total**2 - 4 * math.floor(limit) - 1)) // 2)
 
 
 def measure_ratio(

@@ -1,4 +1,4 @@
-"""Stage two, first half: how much each layer's truncation costs, probed one layer at a time."""
+"""Stage two, first half: how much each layer's truncation costs, probed one layer at a time or by curvature."""
 
 import contextlib
 import dataclasses
@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from flexrank.costs import Shape, dense_parameters, deployed_parameters
+from flexrank.calibration import LayerMoment
+from flexrank.costs import Shape, dense_parameters, largest_rank
 from flexrank.errors import FlexrankError
 from flexrank.layers import NestedLayer
 from flexrank.profiles import SensitivityTable
@@ -71,6 +72,57 @@ def probe_sensitivity(
     )
 
 
+@torch.no_grad()
+def curvature_sensitivity(
+    model: nn.Module,
+    moments: Mapping[str, LayerMoment],
+    rows: int,
+    num_levels: int = 10,
+    *,
+    spacing: Spacing = "parameters",
+) -> SensitivityTable:
+    """Predicts every probe from one calibration pass: ½ tr(G ΔW Σ ΔWᵀ), all ranks of all layers at once.
+
+    The second-order rise of a divergence to the model itself, a mean over rows, where activations and gradients are
+    taken for independent and tokens for uncorrelated (the K-FAC approximation). With H = (UᵀGU) ∘ (VᵀΣV), a layer's
+    error at rank r is half the sum of H over the components after r.
+
+    Args:
+        model: elastic, with the weights that the moments are of.
+        moments: from `collect_moments(..., side="input", gradient_loss=objective.fisher_loss)`.
+        rows: rows of the loss in the calibration data: real tokens (language), sentences, images.
+        num_levels: as `probe_sensitivity`.
+        spacing: as `probe_sensitivity`.
+
+    Raises:
+        FlexrankError: a layer's moment is missing, not of its input, or without gradients; or rows is below 1.
+    """
+    if rows < 1:
+        raise FlexrankError(f"rows is {rows}; it must be at least 1")
+    layers = nested_layers(model)
+    ranks = {name: rank_levels(layer.matrix_shape, num_levels, spacing) for name, layer in layers.items()}
+    errors = {}
+    for name, layer in layers.items():
+        moment = moments.get(name)
+        if moment is None or moment.side != "input" or moment.gradient_moment is None:
+            raise FlexrankError(
+                f"layer {name!r}: curvature needs collect_moments(..., side='input', gradient_loss=...) of this layer"
+            )
+        rises = _curvature_errors(layer, moment.moment, moment.gradient_moment) / (moment.tokens * rows)
+        errors[name] = tuple(float(rises[rank]) for rank in ranks[name])
+    shapes = {name: layer.matrix_shape for name, layer in layers.items()}
+    return SensitivityTable(shapes, ranks, errors, 0.0, footprint(model))
+
+
+def _curvature_errors(layer: NestedLayer, moment: Tensor, gradient_moment: Tensor) -> Tensor:
+    """½ tr(G ΔW_r Σ ΔW_rᵀ) for r = 0 … k, (k + 1,), with the sums of both moments."""
+    u, v = layer.u.detach().double(), layer.v.detach().double()
+    products = (u @ gradient_moment.to(u.device) @ u.T) * (v @ moment.to(v.device) @ v.T)
+    after = products.flip(0, 1).cumsum(0).cumsum(1).diagonal().flip(0)
+    # Both factors are positive semidefinite, and so is their product: what is below zero is rounding.
+    return torch.cat([after.clamp(min=0), after.new_zeros(1)]) / 2
+
+
 def rank_levels(shape: Shape, num_levels: int, spacing: Spacing = "parameters") -> tuple[int, ...]:
     """Rising ranks, the last one full: level j of K has j/K of the full rank, or of the dense parameters.
 
@@ -86,12 +138,8 @@ def rank_levels(shape: Shape, num_levels: int, spacing: Spacing = "parameters") 
         return tuple(sorted({max(1, round(full * level / num_levels)) for level in range(1, num_levels + 1)}))
     levels = {full}
     for level in range(1, num_levels):
-        limit = dense_parameters(shape) * level / num_levels
-        m, n = shape
-        # r(m+n−r) = limit, the smaller root; rounded down, so that the level is never dearer than its share
-        rank = int((m + n - ((m + n) ** 2 - 4 * limit) ** 0.5) / 2)
-        levels.add(max(1, rank - (deployed_parameters(shape, max(1, rank)) > limit)))
-    return tuple(sorted(level for level in levels if level >= 1))
+        levels.add(max(1, largest_rank(shape, dense_parameters(shape) * level / num_levels)))
+    return tuple(sorted(levels))
 
 
 def _probe(model: nn.Module, layer: NestedLayer, name: str, rank: int, evaluate: Evaluate, baseline: float) -> float:
@@ -143,7 +191,7 @@ Starts = Callable[[str], contextlib.AbstractContextManager[None]]
 @contextlib.contextmanager
 def _replayed_blocks(model: nn.Module, evaluate: Evaluate, baseline: float) -> Iterator[Starts]:
     """Gives a context for each layer in which the blocks before the layer's own are replayed, not run."""
-    stack = _block_stack(model)
+    stack = block_stack(model)
     replay = _Replay(model, evaluate, baseline, stack)
 
     @contextlib.contextmanager
@@ -237,7 +285,7 @@ class _Replay:
                     block.__dict__["forward"] = forward
 
 
-def _block_stack(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def block_stack(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The children of the ModuleList or Sequential that holds most elastic layers."""
     best: list[tuple[str, nn.Module]] = []
     names = list(nested_layers(model))

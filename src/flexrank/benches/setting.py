@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flexrank.costs import deployed_parameters
+from flexrank.costs import largest_rank
 from flexrank.errors import FlexrankError
 from flexrank.profiles import RankProfile
 from flexrank.storage import write_json
@@ -36,12 +36,8 @@ def assets_directory(*needed: str) -> Path:
 
 def uniform_profile(model: nn.Module, budget: float) -> RankProfile:
     """The same budget for every layer alone: its largest rank whose deployed parameters are within it."""
-    ranks = {}
-    for name, layer in nested_layers(model).items():
-        limit = budget * layer.matrix_shape[0] * layer.matrix_shape[1]
-        fitting = [r for r in range(1, layer.max_rank + 1) if deployed_parameters(layer.matrix_shape, r) <= limit]
-        ranks[name] = fitting[-1] if fitting else 1
-    return RankProfile(ranks)
+    shapes = {name: layer.matrix_shape for name, layer in nested_layers(model).items()}
+    return RankProfile({name: max(1, largest_rank((m, n), budget * m * n)) for name, (m, n) in shapes.items()})
 
 
 def print_table(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[float | None]]) -> None:
@@ -53,14 +49,27 @@ def print_table(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[
         print(f"{name:{width}}  {cells}", file=sys.stderr, flush=True)
 
 
-def finish(result: dict[str, Any], json_path: Path | None) -> dict[str, Any]:
-    """Adds the machine to the result, writes it where a path is given, and returns it."""
-    result["machine"] = {
-        "processor": platform.processor() or platform.machine(),
+def machine_facts() -> dict[str, Any]:
+    """What the figures of a run depend on: processor, cores, threads, torch, and the GPU where there is one."""
+    facts = {
+        "processor": _processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
+    return facts | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
+
+
+def _processor() -> str:
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text(encoding="utf8").splitlines() if information.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def finish(result: dict[str, Any], json_path: Path | None) -> dict[str, Any]:
+    """Adds the machine to the result, writes it where a path is given, and returns it."""
+    result["machine"] = machine_facts()
     if json_path is not None:
         write_json(json_path, result)
     return result

@@ -129,6 +129,60 @@ def skeleton(directory: str | Path) -> Any:
     return model.eval()
 
 
+def meta_model(
+    name: str | Path, task: Task, *, dtype: torch.dtype = torch.float32, architecture: str | Path | None = None
+) -> Any:
+    """The model that `load_model` would load, on the meta device: shapes without memory. Nothing is downloaded.
+
+    Args:
+        name: as for `load_model`; of a name on the hub the config must be in the local cache.
+        task: as for `load_model`.
+        dtype: of the weights that it stands for.
+        architecture: a config.json to build in place of the model's own. Where transformers has no class of the task
+            for it, the class that it names itself.
+
+    Raises:
+        FlexrankError: no such config, one of a compressed model, or no class for it.
+    """
+    import transformers
+
+    config = _config_alone(name, architecture)
+    auto_class = _class_for(task, config)
+    if type(config) in auto_class._model_mapping:
+        build = auto_class.from_config
+    elif architecture is not None and (own := getattr(transformers, (config.architectures or [""])[0], None)):
+        build = own._from_config
+    else:
+        raise FlexrankError(f"model {str(name)!r}: {auto_class.__name__} has no class for {config.model_type!r}")
+    with clear_errors(str(architecture or name)), torch.device("meta"):
+        return build(config, dtype=dtype).eval()
+
+
+def meta_sample(model: Any, task: Task, length: int) -> dict[str, torch.Tensor]:
+    """One sample on the meta device: `length` tokens, or an image of the size that the model was made for.
+
+    Raises:
+        FlexrankError: the model's config does not tell the size of its images.
+    """
+    if task != "classification":
+        return {"input_ids": torch.zeros(1, length, dtype=torch.int64, device="meta")}
+    side, channels = getattr(model.config, "image_size", None), getattr(model.config, "num_channels", 3)
+    if side is None:
+        raise FlexrankError(f"{type(model).__name__}: its config has no image_size, which a plan counts by")
+    height, width = (side, side) if isinstance(side, int) else side
+    return {"pixel_values": torch.zeros(1, channels, height, width, device="meta")}
+
+
+def attention_width(model: Any) -> int:
+    """Heads times their size, summed over the attention layers; 0 for a model whose config names no heads."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        return 0
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return config.num_hidden_layers * heads * size
+
+
 @contextlib.contextmanager
 def eager_attention(model: Any) -> Iterator[None]:
     """The model with attention as plain matrix products inside the block, and as it was after it.
@@ -201,12 +255,15 @@ def clear_errors(name: str) -> Iterator[None]:
     Raises:
         FlexrankError: no such model or file, or weights that do not fit the architecture.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
     try:
         yield
     except FlexrankError:
         raise
+    except StrictDataclassError as error:  # a config's value; its first line alone does not tell which
+        raise FlexrankError(f"model {name!r} cannot be loaded: {' '.join(str(error).split())}") from error
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise FlexrankError(f"model {name!r} cannot be loaded: {first}") from error
@@ -240,16 +297,44 @@ def _architecture(directory: str | Path) -> Any:
 def _auto_class(source: str, task: Task) -> Any:
     import transformers
 
+    return _class_for(task, transformers.AutoConfig.from_pretrained(source) if task == "classification" else None)
+
+
+def _class_for(task: Task, config: Any) -> Any:
+    """The auto class of a task; of images or sequences, as `config` has it, for classification."""
+    import transformers
+
     if task == "embedding":
         return transformers.AutoModel
     if task == "language":
         return transformers.AutoModelForCausalLM
-    config = transformers.AutoConfig.from_pretrained(source)
     image = transformers.AutoModelForImageClassification
     if any(name.endswith("ForImageClassification") for name in config.architectures or []):
         return image
     sequence = transformers.AutoModelForSequenceClassification
     return sequence if type(config) in sequence._model_mapping else image
+
+
+def _config_alone(name: str | Path, architecture: str | Path | None) -> Any:
+    """The config of a model, or the one given in its place, from this machine's files alone."""
+    import transformers
+
+    if architecture is not None and not Path(architecture).is_file():
+        raise FlexrankError(f"architecture {str(architecture)!r}: no such file; it is a config.json of transformers")
+    source = str(architecture) if architecture is not None else resolve_source(name)
+    with clear_errors(source):
+        try:
+            config = transformers.AutoConfig.from_pretrained(source, local_files_only=True)
+        except OSError as error:
+            if Path(source).exists():
+                raise
+            raise FlexrankError(
+                f"model {str(name)!r}: its config is not on this machine, and a dry run downloads nothing; name a "
+                "config.json with the key architecture"
+            ) from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise FlexrankError(f"model {source!r}: compressed already; a plan counts a dense model's layers")
+    return config
 
 
 def _write_remote_code(model: Any, directory: Path) -> None:

@@ -18,7 +18,7 @@ from flexrank.config import RunConfig
 from flexrank.data import SPLITS, Tokenizer, read_texts, sentence_batches, stdlib_corpus, token_blocks
 from flexrank.errors import FlexrankError
 from flexrank.evaluation import embed, mean_cosine, nats_per_token, predict, retrieval_mrr
-from flexrank.storage import read_json
+from flexrank.images import Scaling, channels_first, read_images
 
 # No text holds it, so reading with it leaves a file whole.
 NO_SEPARATOR = "\0"
@@ -189,12 +189,16 @@ def _stdlib_texts() -> tuple[list[str], list[str], list[str], list[str]]:
 
 
 def _split_texts(config: RunConfig) -> tuple[list[str], list[str], list[str], list[str]]:
-    """Three runs of a file's texts, the calibration's first and the evaluation's last; no pairs."""
-    separator, path = config.data.separator, config.data.path or ""
-    running = config.task == "language" and separator is None
-    texts = read_texts(path, NO_SEPARATOR if running else separator or "\n")
-    pieces = [line for text in texts for line in text.splitlines()] if running else texts
+    """Three runs of a file's texts, the calibration's first and the evaluation's last; no pairs.
+
+    A file of its own for the evaluation leaves the whole of the other to calibration and training.
+    """
+    path, held_out = config.data.path or "", config.data.held_out
+    running = config.task == "language" and config.data.separator is None
+    pieces = _read_pieces(config, path, running)
     parts = [pieces[start:end] for start, end in _bounds(len(pieces))]
+    if held_out is not None:
+        parts = [parts[0], parts[1] + parts[2], _read_pieces(config, held_out, running)]
     for name, part in zip(SPLITS, parts, strict=True):
         if not part:
             raise FlexrankError(f"{path}: has {len(pieces)} texts, none is left for {name}; give more, or a separator")
@@ -203,6 +207,12 @@ def _split_texts(config: RunConfig) -> tuple[list[str], list[str], list[str], li
     for part in parts:
         random.Random(config.seed).shuffle(part)
     return parts[0], parts[1], parts[2], []
+
+
+def _read_pieces(config: RunConfig, path: str, running: bool) -> list[str]:
+    """A file's texts; of one running text, its lines."""
+    texts = read_texts(path, NO_SEPARATOR if running else config.data.separator or "\n")
+    return [line for text in texts for line in text.splitlines()] if running else texts
 
 
 def _bounds(count: int) -> list[tuple[int, int]]:
@@ -214,25 +224,6 @@ def _bounds(count: int) -> list[tuple[int, int]]:
 
 def _read_images(path: Path, directory: Path) -> tuple[Tensor, Tensor]:
     """Images as the model's preprocessor_config.json scales them, and their classes."""
-    import numpy as np
-
-    if not path.is_file():
-        raise FlexrankError(f"data.path {path}: no such file of images (.npz)")
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            images, labels = file["x"], file["y"]
-    except (KeyError, ValueError, OSError) as error:
-        raise FlexrankError(f"data.path {path}: expected an .npz file with arrays x and y ({error})") from error
-    if images.dtype != np.uint8 or images.ndim not in (3, 4) or labels.shape != images.shape[:1]:
-        raise FlexrankError(
-            f"data.path {path}: x is {images.dtype} {images.shape}, y is {labels.shape}; expected uint8 (N, H, W[, C])"
-            " and (N,)"
-        )
-    preprocessor = directory / "preprocessor_config.json"
-    if not preprocessor.is_file():
-        raise FlexrankError(f"{preprocessor}: no such file; it tells the mean and deviation of the images")
-    scaling = read_json(preprocessor)
-    values = torch.from_numpy(images).float() * scaling.get("rescale_factor", 1 / 255)
-    values = values.unsqueeze(1) if values.ndim == 3 else values.permute(0, 3, 1, 2)
-    mean, deviation = (torch.tensor(scaling[key]).view(1, -1, 1, 1) for key in ("image_mean", "image_std"))
-    return ((values - mean) / deviation).contiguous(), torch.from_numpy(labels.astype("int64"))
+    images, labels = read_images(path)
+    scaling = Scaling.read(directory / "preprocessor_config.json")
+    return scaling(channels_first(images)), torch.from_numpy(labels)

@@ -1,0 +1,30 @@
+"""A small vision transformer from scratch: `python examples/train_vit.py --images DIRECTORY --output DIRECTORY`.
+
+The images are CIFAR-10's, as train_jpg.npz and test_jpg.npz. Interrupted, the same command goes on.
+"""
+
+import argparse
+from pathlib import Path
+
+from flexrank.experiments.vit import Recipe, train_vit
+
+
+def main() -> None:
+    """Trains the network that `flexrank reproduce vision` compresses, and prints its accuracy."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=Path, required=True, help="a directory of train_jpg.npz and test_jpg.npz")
+    parser.add_argument("--output", type=Path, required=True, help="a directory, for the model")
+    parser.add_argument("--epochs", type=int, default=Recipe.epochs)
+    parser.add_argument("--learning-rate", type=float, default=Recipe.learning_rate)
+    parser.add_argument("--batch-size", type=int, default=Recipe.batch_size)
+    parser.add_argument("--seed", type=int, default=Recipe.seed)
+    options = parser.parse_args()
+    recipe = Recipe(
+        epochs=options.epochs, learning_rate=options.learning_rate, batch_size=options.batch_size, seed=options.seed
+    )
+    record = train_vit(options.images, options.output, recipe)
+    print(f"{record['accuracy']:.2%} of the test images are classified right")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Runs a study and writes what it found: result.json and the figure, each whole or not at all."""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from flexrank.benches.setting import machine_facts
+from flexrank.config import load_config, parse_overridden
+from flexrank.errors import FlexrankError
+from flexrank.experiments import NAMES, find_study
+from flexrank.experiments.page import write_page
+from flexrank.experiments.study import RESULT, VERDICTS, Request, Result, Study, shown_rows
+from flexrank.storage import write_aside, write_json
+
+RESULTS = Path("results")
+#: Finished units, decompositions and trained networks of studies; a later run of the same settings goes on from them.
+WORK = Path("runs", "reproduce")
+
+
+def reproduce(study: Study, request: Request, output: Path) -> Result:
+    """Runs the study, writes result.json, NAME.png and NAME.svg into `output`, and returns the result.
+
+    Raises:
+        FlexrankError: as the study.
+    """
+    start = time.perf_counter()
+    found = study.run(request)
+    facts = {"study": study.name, "title": study.title, "form": "full" if request.full else "quick"}
+    result = {**facts, **found, "seconds": time.perf_counter() - start, "machine": machine_facts()}
+    write_json(output / RESULT, result)
+    draw(study, result, output)
+    return result
+
+
+def draw(study: Study, result: Result, output: Path) -> list[Path]:
+    """Writes the figure of a result as PNG and SVG; the same bytes for the same result."""
+    import matplotlib
+
+    style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "flexrank"}
+    written = []
+    with matplotlib.rc_context(style):
+        figure = study.draw(result["data"])
+        for ending in (".png", ".svg"):
+            path = output / f"{study.name}{ending}"
+            with write_aside(path) as aside:
+                metadata: dict[str, Any] = {"Date": None} if ending == ".svg" else {}
+                figure.savefig(aside, format=ending[1:], dpi=150, metadata=metadata, bbox_inches="tight")
+            written.append(path)
+    return written
+
+
+@dataclasses.dataclass(frozen=True)
+class Wishes:
+    """What the command line asks of a study; see its options."""
+
+    full: bool = False
+    model: str | None = None
+    config: Path | None = None
+    overrides: tuple[str, ...] = ()
+    seeds: int | None = None
+    domain: Path | None = None
+    output: Path | None = None
+
+
+def answer(name: str | None, listed: bool, every: bool, page: Path | None, wishes: Wishes) -> Any:
+    """Lists the studies, or runs one or all and prints what they found; then writes the page.
+
+    Returns:
+        What `--json` prints: the list, the one result, or the results by name.
+
+    Raises:
+        FlexrankError: it is not said what to do, or an option does not fit it.
+    """
+    if listed:
+        studies = [find_study(one) for one in NAMES]
+        _print_list(studies)
+        return [_described(study) for study in studies]
+    if (name is None) == (not every) and (every or page is None):
+        raise FlexrankError("reproduce takes one study's NAME, or --all, or --list, or --page alone")
+    if every and wishes != Wishes(seeds=wishes.seeds):
+        raise FlexrankError("--all runs the quick forms as they are; it takes no option but --seeds, --page and --json")
+    names = NAMES if every else () if name is None else (name,)
+    found = {}
+    for one in names:
+        study = find_study(one)
+        request = request_of(study, wishes)
+        say(f"study {one}: about {_minutes(study, wishes.full)} minutes on two cores")
+        found[one] = reproduce(study, request, wishes.output or _place(study, wishes))
+        print_result(found[one], Console(width=None if sys.stdout.isatty() else 160))
+    if page is not None:
+        missing = write_page(RESULTS, page)
+        say(f"{page} written" + (f"; no results yet of {', '.join(missing)}" if missing else ""))
+    return found[name] if name is not None else found
+
+
+def request_of(study: Study, wishes: Wishes) -> Request:
+    """The study's request: of those that take a model, with the configuration laid together and checked.
+
+    Raises:
+        FlexrankError: an option that the study does not take, or a wrong key or value.
+    """
+    given = wishes.model is not None or wishes.config is not None or bool(wishes.overrides)
+    if given and not study.takes_model:
+        raise FlexrankError(f"study {study.name!r} has a network of its own; --model, --config and --set do not apply")
+    if wishes.full and study.full_minutes is None:
+        raise FlexrankError(f"study {study.name!r} has one form, which is the whole of it; leave --full out")
+    if wishes.domain is not None and study.name != "adaptation":
+        raise FlexrankError(f"study {study.name!r} has no second domain; --domain belongs to adaptation")
+    config = None
+    if study.settings is not None:
+        changes = [*wishes.overrides] + ([] if wishes.model is None else [f"model={wishes.model}"])
+        if wishes.model is not None:
+            changes.append(f"name={Path(wishes.model).name}")
+        if wishes.config is not None:
+            config = load_config(wishes.config, changes)
+        else:
+            config = parse_overridden(study.settings(wishes.full), changes, study.name)
+    return Request(WORK / study.name, wishes.full, wishes.seeds, config, wishes.domain)
+
+
+def _place(study: Study, wishes: Wishes) -> Path:
+    return RESULTS / (f"{study.name}-full" if wishes.full else study.name)
+
+
+def _minutes(study: Study, full: bool) -> str:
+    return f"{study.full_minutes if full and study.full_minutes is not None else study.minutes:g}"
+
+
+def _described(study: Study) -> dict[str, Any]:
+    return {
+        "name": study.name, "title": study.title, "shows": study.shows, "paper": study.paper,
+        "minutes": study.minutes, "full_minutes": study.full_minutes, "takes_model": study.takes_model,
+    }  # fmt: skip
+
+
+def _print_list(studies: Sequence[Study]) -> None:
+    drawn = Table("name", "minutes", "--full", "--model", "shows", "the paper", box=None, padding=(0, 2, 1, 0))
+    for study in studies:
+        full = "" if study.full_minutes is None else f"{study.full_minutes:g}"
+        model = "any" if study.takes_model else ""
+        drawn.add_row(study.name, f"{study.minutes:g}", full, model, study.shows, study.paper)
+    Console(width=None if sys.stdout.isatty() else 160).print(drawn)
+
+
+def print_result(result: Mapping[str, Any], console: Console) -> None:
+    """Prints the study's table, and each claim of the paper beside what was found."""
+    first, *_ = result["tables"]
+    drawn = Table(*first["columns"], title=first["title"], box=None, padding=(0, 2), title_justify="left")
+    for row in shown_rows(first):
+        drawn.add_row(*row)
+    console.print(drawn)
+    for one in result["claims"]:
+        told = f"{one['what']}: paper {one['paper']}, here {one['here']} ({VERDICTS[one['holds']]})"
+        console.print(told + (f"; {one['why']}" if one["why"] else ""), markup=False, highlight=False, soft_wrap=True)
+
+
+def say(text: str) -> None:
+    """One line on standard error."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,96 @@
+"""K separate models, each with 1/K of the training, against one elastic model with all of it (FlexRank, Fig. 4)."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flexrank.experiments.language import LanguageBench, stories_settings
+from flexrank.experiments.study import Ledger, Request, Result, Study, claim, count_seeds, spread, table
+
+
+def run(request: Request) -> Result:
+    """Runs the study: the same DataSVD, profiles, loss and tokens in all on both sides."""
+    bench, seeds = LanguageBench(request), count_seeds(request, 3, 3)
+    steps = bench.config.distillation.steps
+    part = steps // len(bench.budgets)
+    ledger = Ledger(request.work, bench.facts())
+    elastic = [bench.consolidated(seed, request.work.parent) for seed in range(seeds)]
+    separate = [
+        [
+            ledger.take(f"{budget:g}, seed {seed}", functools.partial(_single, bench, ledger, place, part, seed))
+            for place, budget in enumerate(bench.budgets)
+        ]
+        for seed in range(seeds)
+    ]
+    untrained = ledger.take("untrained", lambda: bench.nats_by_budget(bench.decomposed()))
+    gaps = [[e / s - 1 for e, s in zip(*pair, strict=True)] for pair in zip(elastic, separate, strict=True)]
+    title = (
+        f"Held-out nats per token: {bench.config.name}, {steps} steps in all, {part} for each of the "
+        f"{len(bench.budgets)} separate models"
+    )
+    rows: list[list[Any]] = [["DataSVD, untrained", *untrained, sum(untrained) / len(untrained)]]
+    for name, runs in (("separate models", separate), ("one elastic model", elastic)):
+        rows.append([name, *map(spread, zip(*runs, strict=True)), spread([sum(run) / len(run) for run in runs])])
+    percent = [[100 * gap for gap in one] for one in gaps]
+    means = spread([sum(gap) / len(gap) for gap in percent])
+    rows.append(["elastic over separate, %", *map(spread, zip(*percent, strict=True)), means])
+    return {
+        "settings": bench.facts() | {"seeds": seeds, "steps_each": part},
+        "tables": [table(title, ["", *(f"{budget:g}" for budget in bench.budgets), "mean"], rows)],
+        "claims": _claims(bench.budgets, gaps),
+        "data": {"budgets": bench.budgets, "elastic": elastic, "separate": separate, "untrained": untrained},
+    }
+
+
+def _single(bench: LanguageBench, ledger: Ledger, place: int, steps: int, seed: int) -> float:
+    path = ledger.directory / f"training-{place}-{seed}"
+    model = bench.trained([bench.profiles[place]], steps=steps, seed=seed, checkpoint=path)
+    return bench.nats_by_budget(model)[place]
+
+
+def _claims(budgets: Sequence[float], gaps: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
+    means = [sum(one) / len(one) for one in gaps]
+    by_budget = [sum(values) / len(values) for values in zip(*gaps, strict=True)]
+    told = ", ".join(f"{budget:g} {gap:+.1%}" for budget, gap in zip(budgets, by_budget, strict=True))
+    mean = sum(means) / len(means)
+    return [
+        claim(
+            "the elastic model is on average at least as good as separate models of the same total training",
+            "slightly better on average",
+            f"loss {mean:+.1%} on average (seeds {min(means):+.1%} to {max(means):+.1%}); by budget {told}",
+            mean <= 0,
+        )
+    ]
+
+
+def draw(data: Mapping[str, Any]) -> Any:
+    """Nats per token against budget, both sides with the range over seeds."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.8), layout="constrained")
+    axes = figure.subplots()
+    styles = {
+        "separate": ("#d55e00", "separate models, each 1/K of the training"),
+        "elastic": ("#0072b2", "one elastic model"),
+    }
+    for name, (colour, label) in styles.items():
+        runs = list(zip(*data[name], strict=True))
+        axes.plot(data["budgets"], [sum(v) / len(v) for v in runs], "o-", color=colour, label=label)
+        axes.fill_between(data["budgets"], list(map(min, runs)), list(map(max, runs)), color=colour, alpha=0.2)
+    axes.set(xlabel="budget", ylabel="held-out nats per token")
+    axes.legend(frameon=False)
+    return figure
+
+
+STUDY = Study(
+    name="equal-budget",
+    title="One elastic model against separate models of the same total training",
+    shows="K separate models, each with 1/K of the training tokens, against one elastic model with all of them",
+    paper="the elastic model is slightly better on average (Fig. 4)",
+    minutes=6,
+    full_minutes=60,
+    run=run,
+    draw=draw,
+    takes_model=True,
+    settings=lambda full: stories_settings(distillation={"steps": 3000 if full else 300}),
+)

@@ -1,0 +1,190 @@
+"""What the studies on causal language models share: a model, its data, its decomposition, its chain, its training.
+
+Calibration, decomposition, probe and allocation are the stages of a run, in a run directory of their own: studies of
+the same settings share it, and an interrupted one goes on from it.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from flexrank.benches.setting import assets_directory
+from flexrank.config import RunConfig
+from flexrank.data import STORY_SEPARATOR
+from flexrank.distillation import distill_
+from flexrank.errors import FlexrankError
+from flexrank.experiments.study import Ledger, Request
+from flexrank.pipeline import run_stages
+from flexrank.pipeline.rundir import RunDirectory
+from flexrank.pipeline.stages import Workspace, autocast_dtype, read_chain
+from flexrank.profiles import RankProfile
+from flexrank.surgery import use_profile
+
+#: What a decomposition and a chain depend on.
+DECOMPOSED = ("task", "model", "dtype", "device", "seed", "data", "layers", "decomposition", "probe", "allocation")
+
+
+def stories_settings(**changes: Any) -> dict[str, Any]:
+    """The settings of a run of stories260k on its stories; `changes` are sections, their keys laid over these."""
+    assets = assets_directory("stories260k", "text")
+    settings: dict[str, Any] = {
+        "name": "stories260k",
+        "task": "language",
+        "model": str(assets / "stories260k"),
+        "data": {
+            "source": "text", "path": str(assets / "text" / "tinystories_train_v2.txt"),
+            "separator": STORY_SEPARATOR, "calibration": 128, "probe": 32, "training": 3000, "evaluation": 64,
+            "max_tokens": 256, "batch_size": 8,
+        },
+        "probe": {"levels": 8},
+        "allocation": {"budgets": [0.8, 0.6, 0.4, 0.2]},
+        "distillation": {"steps": 300, "batch_size": 8, "learning_rate": 1e-3, "warmup_steps": 15},
+    }  # fmt: skip
+    return _laid_over(settings, changes)
+
+
+def pycode_settings(**changes: Any) -> dict[str, Any]:
+    """The settings of a run of pycode5m on Python sources; `changes` are sections, their keys laid over these."""
+    assets = assets_directory("pycode5m")
+    settings: dict[str, Any] = {
+        "name": "pycode5m",
+        "task": "language",
+        "model": str(assets / "pycode5m"),
+        "data": {
+            "source": "text", "path": str(assets / "pycode5m" / "train_sample.txt"),
+            "held_out": str(assets / "pycode5m" / "val.txt"), "separator": STORY_SEPARATOR, "calibration": 128,
+            "probe": 16, "training": 3000, "evaluation": 32, "max_tokens": 512, "batch_size": 8,
+        },
+        "probe": {"levels": 8},
+        "allocation": {"budgets": [0.8, 0.6, 0.4, 0.2]},
+        "distillation": {"steps": 150, "batch_size": 8, "learning_rate": 3e-4, "warmup_steps": 10},
+    }  # fmt: skip
+    return _laid_over(settings, changes)
+
+
+def _laid_over(settings: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    return settings | {key: {**settings.get(key, {}), **keys} for key, keys in changes.items()}
+
+
+def checked_config(request: Request) -> RunConfig:
+    """The request's configuration.
+
+    Raises:
+        FlexrankError: it is of another task.
+    """
+    config = request.config
+    assert config is not None
+    if config.task != "language":
+        raise FlexrankError(f"task is {config.task!r}; this study runs on causal language models, task 'language'")
+    return config
+
+
+def load_space(request: Request) -> Workspace:
+    """The model, tokenizer and samples of the request's configuration; nothing is run."""
+    config = checked_config(request)
+    return Workspace(config, RunDirectory(request.work))
+
+
+class LanguageBench:
+    """A model, the chain of its DataSVD, and how its submodels are trained and measured.
+
+    Attributes:
+        config: the run's.
+        budgets: falling.
+        profiles: of the budgets, in their order.
+        space: the run's workspace: base, tokenizer, samples.
+    """
+
+    def __init__(self, request: Request):
+        self.config = checked_config(request)
+        values = self.config.model_dump(mode="json", include=set(DECOMPOSED))
+        digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
+        directory = request.work.parent / "decomposed" / f"{self.config.name}-{digest}"
+        self.space = run_stages(self.config.model_copy(update={"output": str(directory)}), "allocate").workspace
+        self.chain = read_chain(self.space)
+        self.budgets = list(self.config.allocation.budgets)
+        self.profiles: list[RankProfile] = [self.chain.at(budget) for budget in self.budgets]
+
+    @property
+    def base(self) -> nn.Module:
+        """The original model."""
+        return self.space.base
+
+    def decomposed(self) -> nn.Module:
+        """A fresh elastic model, not trained."""
+        return self.space.elastic("elastic_initial")[0]
+
+    def nats(self, model: nn.Module) -> float:
+        """Held-out nats per token."""
+        return self.space.judge(model)["nats_per_token"]
+
+    def nats_by_budget(self, model: nn.Module) -> list[float]:
+        """Held-out nats per token at each budget's profile."""
+        found = []
+        for profile in self.profiles:
+            with use_profile(model, profile):
+                found.append(self.nats(model))
+        return found
+
+    def trained(self, profiles: Sequence[Mapping[str, int]], *, steps: int, seed: int, checkpoint: Path) -> nn.Module:
+        """A fresh elastic model, distilled at these profiles; an interrupted training goes on from `checkpoint`/."""
+        model = self.decomposed()
+        self.train_(model, profiles, steps=steps, seed=seed, checkpoint=checkpoint, objective=self.space.objective())
+        return model
+
+    def train_(
+        self, model: nn.Module, profiles: Sequence[Mapping[str, int]], *, steps: int, checkpoint: Path, **options: Any
+    ) -> None:
+        """Distils a model in place as the configuration says; `options` are `distill_`'s."""
+        settings = self.config.distillation
+        distill_(
+            model,
+            self.base,
+            self.space.samples.training,
+            list(profiles),
+            steps=steps,
+            learning_rate=settings.learning_rate,
+            # the same share of the steps as in a run of the configured length
+            warmup_steps=round(steps * settings.warmup_steps / max(1, settings.steps)),
+            weight_decay=settings.weight_decay,
+            accumulation=settings.accumulation,
+            max_norm=settings.max_norm,
+            autocast=self.autocast,
+            checkpoint=checkpoint,
+            checkpoint_every=settings.checkpoint_every,
+            **options,
+        )
+        shutil.rmtree(checkpoint)
+
+    def consolidated(self, seed: int, work: Path) -> list[float]:
+        """Nats per token by budget of the elastic model, trained for all; studies of these settings share it."""
+        ledger = Ledger(work / "consolidated", self.facts())
+        path = ledger.directory / f"training-{seed}"
+
+        def compute() -> list[float]:
+            steps = self.config.distillation.steps
+            return self.nats_by_budget(self.trained(self.profiles[::-1], steps=steps, seed=seed, checkpoint=path))
+
+        return ledger.take(f"seed {seed}", compute)
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """What training computes in."""
+        return autocast_dtype(self.config.distillation.autocast, self.space.device)
+
+    def facts(self) -> dict[str, Any]:
+        """What a result tells of its settings."""
+        config = self.config
+        return {
+            "model": config.name, "data": Path(config.data.path or config.data.source).name,
+            "tokens_a_sample": config.data.max_tokens, "calibration": config.data.calibration,
+            "evaluation": config.data.evaluation, "budgets": self.budgets, "steps": config.distillation.steps,
+            "samples_a_step": config.distillation.batch_size * config.distillation.accumulation,
+            "learning_rate": config.distillation.learning_rate, "autocast": str(self.autocast),
+        }  # fmt: skip

@@ -1,0 +1,81 @@
+"""docs/results.md from the saved results: every number in it is read from a result.json."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from flexrank.errors import FlexrankError
+from flexrank.experiments import NAMES, find_study
+from flexrank.experiments.study import RESULT, VERDICTS, Study, read_result, shown_rows
+from flexrank.storage import write_aside
+
+_HEAD = """# The paper's evidence, reproduced
+
+Made by `make results` from `results/*/result.json`; nothing in it is written by hand. Each study is one command; the
+figures are drawn from the same files. ± is the standard deviation over seeds. *agrees* and *differs* are computed from
+the numbers beside them.
+"""
+
+
+def write_page(results: Path, page: Path) -> list[str]:
+    """Writes the page of all results under `results`; returns the studies that have none.
+
+    Raises:
+        FlexrankError: there is no result at all, or one is not whole.
+    """
+    sections, missing = [], []
+    for name in NAMES:
+        study = find_study(name)
+        directories = [path for path in (results / name, results / f"{name}-full") if (path / RESULT).is_file()]
+        sections += [_section(study, path, page.parent) for path in directories]
+        missing += [] if directories else [name]
+    if not sections:
+        raise FlexrankError(f"{results}: holds no results; run flexrank reproduce NAME first")
+    with write_aside(page) as aside:
+        aside.write_text("\n".join([_HEAD, *sections]), encoding="utf8")
+    return missing
+
+
+def _section(study: Study, directory: Path, beside: Path) -> str:
+    result = read_result(directory / RESULT)
+    full = result["form"] == "full"
+    command = f"flexrank reproduce {study.name}" + (" --full" if full else "")
+    machine = result["machine"]
+    facts = (
+        f"`{command}` · {result['seconds'] / 60:.1f} minutes of the last run, on {machine['processor']}, "
+        f"{machine['threads']} threads, torch {machine['torch']}"
+    )
+    figure = Path(*[".."] * len(beside.parts)) / directory / f"{study.name}.png"
+    parts = [
+        f"## {study.title}" + (" (full)" if full else ""),
+        f"Shows {study.shows}. The paper: {study.paper}.",
+        facts,
+        f"![{study.title}]({figure})",
+        _claims(result["claims"]),
+        *(f"{one['title']}\n\n{_markdown(one['columns'], shown_rows(one))}" for one in result["tables"]),
+        f"Settings: {_settings(result['settings'])}.",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _claims(claims: Iterable[Mapping[str, Any]]) -> str:
+    rows = [[one["what"], one["paper"], one["here"], VERDICTS[one["holds"]], one["why"] or ""] for one in claims]
+    return _markdown(["claim", "paper", "here", "", "why"], rows) if rows else ""
+
+
+def _markdown(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [list(columns), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    drawn = ["| " + " | ".join(cells) + " |" for cells in lines]
+    return "\n".join([drawn[0], "|" + "---|" * len(lines[0]), *drawn[1:]])
+
+
+def _settings(settings: Mapping[str, Any]) -> str:
+    return "; ".join(f"{name.replace('_', ' ')} {_value(value)}" for name, value in settings.items())
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_value(one)}" for key, one in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_value, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)

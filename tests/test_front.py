@@ -1,0 +1,40 @@
+"""The front of submodels trained alone, at a size that takes seconds."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexrank.experiments import front, mnist
+from flexrank.experiments.study import Request
+
+
+def test_best_within_is_the_least_of_what_fits() -> None:
+    assert front.best_within([0.2, 0.5, 0.9], [3.0, 4.0, 1.0], 0.5) == 3.0
+    assert front.best_within([0.2, 0.5, 0.9], [3.0, 2.0, 1.0], 0.5) == 2.0
+    assert front.best_within([0.2], [3.0], 0.1) == float("inf")
+
+
+def test_the_study_runs_whole_on_few_images_and_goes_on_from_its_units(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images, labels = torch.randn(256, 1, 28, 28), torch.randint(0, 10, (256,))
+    monkeypatch.setattr(mnist, "load_images", lambda split: (images, labels))
+    for name, value in {"CALIBRATION": 64, "PROBE": 64, "ELASTIC_STEPS": 20, "COARSE": (4, 9), "CHUNK": 5}.items():
+        monkeypatch.setattr(front, name, value)
+    monkeypatch.setattr(front, "STEPS", {"random": 3, "DataSVD": 20})
+    first = front.run(Request(work=tmp_path, seeds=1))
+    assert first["settings"]["submodels"] == 16
+    rows = {row[0]: row[1:] for row in first["tables"][0]["rows"]}
+    # At budget 1 the elastic network is compared with the grid's full model, and DataSVD untrained is the network.
+    assert rows["DataSVD, untrained: divergence"][-1]["mean"] == pytest.approx(0, abs=1e-5)
+    random, aligned = (
+        rows["front from random: divergence"][-1]["mean"],
+        rows["front from DataSVD: divergence"][-1]["mean"],
+    )
+    assert aligned < random
+    falling = [cell["mean"] for cell in rows["front from DataSVD: divergence"] if cell["mean"] != float("inf")]
+    assert falling == sorted(falling, reverse=True)
+    assert len(front.draw(first["data"]).axes) == 1
+    monkeypatch.setattr(front, "train_stacked_", None)  # every unit is finished: nothing is trained again
+    assert front.run(Request(work=tmp_path, seeds=1))["tables"] == first["tables"]

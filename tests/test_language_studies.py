@@ -1,0 +1,141 @@
+"""The studies on language models, each whole, on a tiny random model and few steps."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flexrank.batches import call_model
+from flexrank.config import parse_config
+from flexrank.distillation import distill_
+from flexrank.evaluation import nats_per_token
+from flexrank.experiments import adaptation, calibration_size, find_study, layerwise
+from flexrank.experiments.language import LanguageBench
+from flexrank.experiments.study import Request
+from flexrank.surgery import use_profile
+from tiny_runs import settings
+
+BUDGETS = [0.8, 0.5]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all studies of this module keep their units, so that they share one decomposition."""
+    return tmp_path_factory.mktemp("studies")
+
+
+@pytest.fixture
+def asked(sources: Path, work: Path) -> Any:
+    """A request of a study on the tiny language model."""
+    config = parse_config(settings(sources / "language", sources / "text.txt", work / "unused"))
+    return lambda name, **options: Request(work / name, seeds=2, config=config, **options)
+
+
+def rows_of(found: dict[str, Any]) -> dict[str, list[Any]]:
+    return {row[0]: row[1:] for row in found["tables"][0]["rows"]}
+
+
+@pytest.mark.parametrize("name", ["lm-profiles", "joint-vs-single", "equal-budget", "layerwise", "calibration-size"])
+def test_a_study_runs_whole_and_again_from_its_units(name: str, asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration_size, "SIZES", (8, 16))
+    study = find_study(name)
+    first = study.run(asked(name))
+    assert study.draw(first["data"]).axes and first["tables"][0]["rows"]
+    monkeypatch.setattr("flexrank.experiments.language.distill_", None)  # all units stand: nothing is trained again
+    assert study.run(asked(name)) == first
+
+
+def test_untrained_and_single_figures_are_those_of_a_plain_loop(asked: Any) -> None:
+    request = asked("joint-vs-single")
+    rows = rows_of(find_study("joint-vs-single").run(request))
+    bench = LanguageBench(request)
+    model = bench.decomposed()
+    batches = [batch for batch in bench.space.samples.training]
+    held_out = bench.nats_by_budget(model)
+    assert rows["DataSVD, untrained"] == pytest.approx(held_out)
+    options = request.config.distillation
+    distill_(
+        model, bench.base, batches, [bench.profiles[1]], objective=bench.space.objective(), steps=options.steps,
+        learning_rate=options.learning_rate, warmup_steps=options.warmup_steps, seed=0, autocast=bench.autocast,
+    )  # fmt: skip
+    first, second = rows["trained at 0.5 only"], bench.nats_by_budget(model)
+    assert first[1]["n"] == 2 and min(abs(first[1]["mean"] - second[1]), 1) < 0.05
+    assert second != held_out
+
+
+def test_each_block_is_trained_on_the_originals_inputs_alone(asked: Any) -> None:
+    bench = LanguageBench(asked("layerwise"))
+    model, batch = bench.decomposed(), bench.space.samples.training[0]
+    names = [name for name, _ in model.named_modules() if name.endswith(("layers.0", "layers.1"))]
+    with layerwise.taped(bench.base, model) as objective:
+        with torch.no_grad():
+            target = objective.target(call_model(bench.base, batch), batch)
+            assert target.shape[0] == len(names) == 2
+        full = float(objective.loss(call_model(model, batch), target, batch).detach())
+        assert full < 1e-9  # at full rank every block gives what the original's gives
+        with use_profile(model, bench.profiles[1]):
+            objective.loss(call_model(model, batch), target, batch).backward()
+    gradients = [dict(model.named_parameters())[f"{name}.mlp.down_proj.u"].grad for name in names]
+    assert all(gradient is not None and gradient.any() for gradient in gradients)
+    # The second block's output alone reaches no parameter of the first.
+    model.zero_grad()
+    with layerwise.taped(bench.base, model) as objective:
+        with torch.no_grad():
+            objective.target(call_model(bench.base, batch), batch)
+        with use_profile(model, bench.profiles[1]):
+            call_model(model, batch)
+            (objective.found[1].square().sum()).backward()
+    first = [p.grad for name, p in model.named_parameters() if name.startswith(names[0])]
+    assert all(gradient is None or not gradient.any() for gradient in first)
+    assert not model._forward_hooks and not model.get_submodule(names[0])._forward_pre_hooks
+
+
+# peft asks transformers for a name that it has renamed.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adaptation_trains_adapters_alone_on_a_deployed_model(
+    asked: Any, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adaptation, "HELD_OUT", 8)
+    monkeypatch.setattr(adaptation, "STEPS", 4)
+    request = asked("adaptation", domain=sources / "text.txt")
+    found = adaptation.run(request)
+    rows = rows_of(found)
+    assert list(rows) == ["base", "0.8", "0.5"] and adaptation.draw(found["data"]).axes
+    bench = LanguageBench(request)
+    _, held_out = adaptation._domain_blocks(bench, sources / "text.txt")
+    assert rows["base"][3] == pytest.approx(nats_per_token(bench.base, held_out))
+    assert all(row[4]["mean"] < row[3] for row in rows.values())  # it did adapt
+    assert rows["0.5"][0] < rows["0.8"][0] < rows["base"][0]
+    model = adaptation.adapted(adaptation._submodel(bench, _ledger_of(request, found), 0.5), 0)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert trained and all("lora_" in name for name in trained)
+    assert any("latent" in name for name in trained)  # the deployed layers' factors are adapted by name
+
+
+def _ledger_of(request: Request, found: dict[str, Any]) -> Any:
+    from flexrank.experiments.study import Ledger
+
+    return Ledger(request.work, {key: value for key, value in found["settings"].items() if key != "seeds"})
+
+
+def test_more_calibration_is_the_whole_of_it(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moments merged from parts decompose as moments of all samples at once do."""
+    monkeypatch.setattr(calibration_size, "SIZES", (8, 16))
+    request = asked("calibration-size")
+    space = calibration_size.load_space(request)
+    pool = torch.cat([batch["input_ids"] for batch in space.samples.training])
+    nats = functools.partial(calibration_size._one_seed, space, pool, budgets=BUDGETS, seed=0)
+    assert nats([8, 16])[1] == pytest.approx(nats([16])[0], rel=1e-5)
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    from flexrank.decomposition import decompose_
+    from flexrank.errors import FlexrankError
+
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 4))
+    decompose_(model, ["1"], method="svd")
+    with pytest.raises(FlexrankError, match="no stack of blocks"), layerwise.taped(model, nn.ModuleDict({"a": model})):
+        pass

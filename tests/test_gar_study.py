@@ -1,6 +1,6 @@
 """The study of gauge alignment: the pivoted peer against U Vᵀ, costs counted by hand, the whole on a tiny model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +77,16 @@ def request_for(sources: Path, work: Path, **options: Any) -> Request:
 
 
 @pytest.fixture
-def subject(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gar._Subject:
+def subject(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[gar._Subject]:
     """A tiny language model, decomposed once; the study is made small, and finds it ready."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # its products are too small to share
     found = gar._decomposed(request_for(sources, tmp_path))
     for name, value in (("QUICK", (32, 8)), ("SHARES", (0.25, 0.75)), ("_devices", lambda: ["cpu"])):
         monkeypatch.setattr(gar, name, value)
     monkeypatch.setattr(gar, "_decomposed", lambda _: found)
-    return found
+    yield found
+    torch.set_num_threads(threads)
 
 
 def worst_plain_error(subject: gar._Subject) -> float:

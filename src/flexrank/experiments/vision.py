@@ -297,7 +297,8 @@ def draw(data: Mapping[str, Any]) -> Any:
 
 def _draw_panel(panel: Any, budgets: Sequence[float], one: Mapping[str, Any]) -> None:
     panel.axhline(one["full"], color="0.35", linewidth=1)
-    panel.text(min(budgets), one["full"] + 1, f"full network, {one['full']:.1f} %", va="bottom", fontsize=8)
+    told = f"full network, {one['full']:.1f} %"
+    panel.annotate(told, (min(budgets), one["full"]), (0, 10), textcoords="offset points", fontsize=8)
     for key, label, colour in (("consolidated", "consolidated", "#0072b2"), ("datasvd", "DataSVD alone", "#d55e00")):
         cells = [spread(column) for column in zip(*one[key], strict=True)]
         means, deviations = [cell["mean"] for cell in cells], [cell["sd"] for cell in cells]

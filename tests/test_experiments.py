@@ -195,6 +195,18 @@ def test_model_config_and_set_are_laid_together(sources: Path, tmp_path: Path, m
         driver.request_of(one, driver.Wishes(overrides=("distilation.steps=7",)))
 
 
+def test_a_study_without_its_assets_names_what_is_missing(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "find_study", find_study)
+    monkeypatch.setenv("FLEXRANK_ASSETS", str(here / "assets"))
+    done = invoke("reproduce", "equal-budget")
+    assert done.exit_code == 2 and "stories260k: missing; set FLEXRANK_ASSETS" in done.stderr
+    done = invoke("reproduce", "equal-budget", "--model", "org/other")
+    assert "tinystories_train_v2.txt: missing; set FLEXRANK_ASSETS to the folder that holds it, or give data.path" in (
+        done.stderr
+    )
+    assert not list(here.iterdir())
+
+
 def test_an_interrupted_study_says_how_to_go_on(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(_: Request) -> Any:
         raise KeyboardInterrupt

@@ -15,7 +15,8 @@ from flexrank.evaluation import nats_per_token
 from flexrank.experiments import adaptation, calibration_size, find_study, layerwise
 from flexrank.experiments.language import LanguageBench
 from flexrank.experiments.study import Request
-from flexrank.surgery import use_profile
+from flexrank.surgery import full_profile, select_layers, use_profile
+from tiny_models import batch_for, build, nest
 from tiny_runs import settings
 
 BUDGETS = [0.8, 0.5]
@@ -113,6 +114,29 @@ def test_adaptation_trains_adapters_alone_on_a_deployed_model(
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert trained and all("lora_" in name for name in trained)
     assert any("latent" in name for name in trained)  # the deployed layers' factors are adapted by name
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
+@pytest.mark.parametrize("name", ["gpt2", "llama_tied"])
+def test_adapters_stand_on_every_layer_of_a_block_and_not_on_the_head(name: str) -> None:
+    base = build(name)
+    wanted = {layer for layer in select_layers(base) if layer != "lm_head"}
+    model = adaptation.adapted(build(name), 0)
+    found = {
+        n.partition("base_model.model.")[2].partition(".lora_")[0] for n, _ in model.named_parameters() if "lora_A" in n
+    }
+    assert found == wanted
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama_tied", "phi3"])
+def test_blocks_of_any_architecture_can_be_trained_alone(name: str) -> None:
+    teacher, model = build(name), nest(build(name))
+    with layerwise.taped(teacher, model) as objective, torch.no_grad():
+        target = objective.target(call_model(teacher, batch_for(name)), batch_for(name))
+        assert float(objective.loss(call_model(model, batch_for(name)), target, batch_for(name))) < 1e-8
+        with use_profile(model, {layer: 1 for layer in full_profile(model)}):
+            assert float(objective.loss(call_model(model, batch_for(name)), target, batch_for(name))) > 1e-3
 
 
 def _ledger_of(request: Request, found: dict[str, Any]) -> Any:

@@ -199,3 +199,34 @@ def test_calibration_probe_training_and_evaluation_share_no_text(sources: Path, 
     assert not (seen["calibration"] | seen["probe"]) & seen["training"]
     held_out = {tuple(tokenizer(line)["input_ids"]) for line in lines[held_out_at:]}
     assert not held_out & (seen["calibration"] | seen["probe"] | seen["training"])
+
+
+def test_texts_held_out_in_a_file_of_their_own_leave_the_other_to_training(sources: Path, tmp_path: Path) -> None:
+    other = [f"these {n} words stand in another file" for n in range(40)]
+    (tmp_path / "other.txt").write_text("\n".join(other))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(sources / "embedding")
+    values = settings(sources / "embedding", sources / "text.txt", tmp_path, "embedding")
+    values["data"] |= {"held_out": str(tmp_path / "other.txt"), "training": 10_000, "evaluation": 10_000}
+    samples = load_samples(parse_config(values), "", tokenizer)
+    lines = len(TEXT.splitlines())
+    assert sum(len(batch["input_ids"]) for batch in samples.training) == lines - lines * SPLITS["calibration"] // 100
+    wanted = {tuple(tokenizer(line, truncation=True, max_length=32)["input_ids"]) for line in other}
+    assert {tuple(token for token in row if token) for row in samples.example["input_ids"].tolist()} <= wanted
+
+
+def test_held_out_texts_belong_to_texts(sources: Path, tmp_path: Path) -> None:
+    values = settings(sources / "embedding", sources / "text.txt", tmp_path, "embedding")
+    values["data"] |= {"source": "stdlib-docs", "held_out": "x.txt"}
+    with pytest.raises(FlexrankError, match="data.held_out belongs to data.source 'text'"):
+        parse_config(values)
+
+
+def test_a_changed_file_of_held_out_texts_makes_the_run_anew(sources: Path, tmp_path: Path) -> None:
+    from flexrank.pipeline.runner import fingerprints
+
+    (tmp_path / "other.txt").write_text("one\ntwo\n")
+    values = settings(sources / "language", sources / "text.txt", tmp_path / "run")
+    values["data"] |= {"held_out": str(tmp_path / "other.txt")}
+    before = fingerprints(parse_config(values), values["model"])
+    (tmp_path / "other.txt").write_text("one\nthree\n")
+    assert fingerprints(parse_config(values), values["model"]) != before

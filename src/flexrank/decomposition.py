@@ -27,7 +27,7 @@ def decompose_(
         model: holds the layers that `moments` names.
         moments: from `collect_moments`; for "svd" the layers' names suffice.
         method: "datasvd" (without whitening), "fisher" (also weighted by the outputs' gradients), "paper" (whitened,
-            FlexRank appendix B.1), or "svd" (weights alone).
+            FlexRank appendix C.1), or "svd" (weights alone).
 
     Returns:
         For each layer the components' energies (k,), falling: their part of the weighted squared output.

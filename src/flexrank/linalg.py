@@ -95,7 +95,7 @@ def data_svd(
 
 
 def whitened_svd(weight: Float[Tensor, "m n"], input_moment: Float[Tensor, "n n"]) -> Factors:
-    """The paper's DataSVD: svd(W Σ^{1/2}) = P Λ Qᵀ, U = P Λ^{1/2}, V = Σ^{-1/2} Q Λ^{1/2} (FlexRank, appendix B.1).
+    """The paper's DataSVD: svd(W Σ^{1/2}) = P Λ Qᵀ, U = P Λ^{1/2}, V = Σ^{-1/2} Q Λ^{1/2} (FlexRank, appendix C.1).
 
     Σ gets the same ridge as `data_svd`'s; the paper prints none, and inverts a matrix that is often singular.
 
@@ -167,11 +167,13 @@ def choose_slack(
 ) -> int:
     """The least slack among 0, 1, 2, 4, … whose measured error is within the dtype's bound; r (plain U Vᵀ) at worst.
 
-    The bound is `ERROR_MULTIPLE` times the plain factors' own error in that dtype, or `ERROR_FLOOR`, if larger.
+    The bound is `ERROR_MULTIPLE` times the plain factors' own error in that dtype, or, if larger, the same part of
+    `ERROR_FLOOR`: what is stated is to hold on other inputs too.
     """
     rank = u.shape[1]
     probe = _AlignmentProbe(u, v, inputs, dtype)
-    bound = max(ERROR_MULTIPLE * probe.error(rank), ERROR_FLOOR.get(dtype, 0.0))
+    floor = ERROR_FLOOR.get(dtype, 0.0) / STATED_MULTIPLE
+    bound = ERROR_MULTIPLE * max(probe.error(rank), floor)
     slack = 0
     while slack < rank:
         if probe.error(slack) <= bound:

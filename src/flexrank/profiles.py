@@ -57,7 +57,7 @@ class Footprint:
 
 @dataclasses.dataclass(frozen=True)
 class SensitivityTable:
-    """Probe results S (L × K): the error of truncating one layer alone to one rank (FlexRank, appendix B.2).
+    """Probe results S (L × K): the error of truncating one layer alone to one rank (FlexRank, appendix C.2).
 
     Attributes:
         shapes: layer name to (m, n).

@@ -37,7 +37,7 @@ def probe_sensitivity(
     spacing: Spacing = "parameters",
     checkpoint: str | Path | None = None,
 ) -> SensitivityTable:
-    """Evaluates the model with one layer truncated at a time, all others full (FlexRank, appendix B.2, step 1).
+    """Evaluates the model with one layer truncated at a time, all others full (FlexRank, appendix C.2, step 1).
 
     L × (K − 1) + 1 evaluations. Where the model is a stack of blocks, a layer's probes start from the cached input of
     its block, which halves the work; the cache is used only if it gives the baseline back to the bit.

@@ -1,4 +1,4 @@
-"""Rank allocation (FlexRank, sections 3.2 and appendix B.2): which rank each layer has at each budget.
+"""Rank allocation (FlexRank, sections 3.2 and appendix C.2): which rank each layer has at each budget.
 
 `paper` is the printed dynamic program; `joint` solves the profiles of all budgets together, nested by constraint.
 NumPy and SciPy only.

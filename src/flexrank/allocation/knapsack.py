@@ -1,4 +1,4 @@
-"""One budget alone: the multiple-choice knapsack of FlexRank, appendix B.2, by its Lagrangian and a small program.
+"""One budget alone: the multiple-choice knapsack of FlexRank, appendix C.2, by its Lagrangian and a small program.
 
     L(λ) = Σ_l min_j (e_lj + λ c_lj) − λ cap   ≤   min error within cap
 

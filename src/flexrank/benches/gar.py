@@ -1,7 +1,7 @@
 """Gauge alignment: its error in bfloat16 on every layer of the demo, and its time against dense and plain layers.
 
 Error: activations of other texts than those the slack was chosen on; slack 0 is the paper's form. Time: one layer
-against a dense one, in turn (FlexRank, appendix C.4, on this machine).
+against a dense one, in turn (FlexRank, appendix D.4, on this machine).
 """
 
 import statistics

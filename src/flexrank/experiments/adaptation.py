@@ -22,6 +22,7 @@ from flexrank.evaluation import nats_per_token
 from flexrank.experiments.language import LanguageBench, pycode_settings
 from flexrank.experiments.study import Ledger, Request, Result, Study, claim, count_seeds, spread, table
 from flexrank.progress import track
+from flexrank.views import is_conv1d
 
 #: Blocks of the second domain that are held out, and optimiser steps of the adapters.
 HELD_OUT, STEPS, FULL_STEPS = 48, 60, 600
@@ -126,7 +127,11 @@ def adapted(model: Any, seed: int) -> Any:
 
     torch.manual_seed(seed)
     head = model.get_output_embeddings()
-    names = [name for name, module in model.named_modules() if type(module) is nn.Linear and module is not head]
+    names = [
+        name
+        for name, module in model.named_modules()
+        if (type(module) is nn.Linear or is_conv1d(module)) and module is not head
+    ]
     config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=names, task_type="CAUSAL_LM")
     return peft.get_peft_model(model, config)
 

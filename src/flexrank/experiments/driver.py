@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from flexrank.benches.setting import machine_facts
-from flexrank.config import load_config, parse_overridden
+from flexrank.benches.setting import assets_directory, machine_facts
+from flexrank.config import RunConfig, load_config, parse_overridden
 from flexrank.errors import FlexrankError
 from flexrank.experiments import NAMES, find_study
 from flexrank.experiments.page import write_page
@@ -121,7 +121,17 @@ def request_of(study: Study, wishes: Wishes) -> Request:
             config = load_config(wishes.config, changes)
         else:
             config = parse_overridden(study.settings(wishes.full), changes, study.name)
+            _require_assets(config)
     return Request(WORK / study.name, wishes.full, wishes.seeds, config, wishes.domain)
+
+
+def _require_assets(config: RunConfig) -> None:
+    """Sees that what a study reads by default is there, where the user gave nothing in its place."""
+    assets = assets_directory()
+    read = {"model": config.model, "data.path": config.data.path, "data.held_out": config.data.held_out}
+    for key, value in read.items():
+        if value is not None and assets in Path(value).parents and not Path(value).exists():
+            raise FlexrankError(f"{value}: missing; set FLEXRANK_ASSETS to the folder that holds it, or give {key}")
 
 
 def _place(study: Study, wishes: Wishes) -> Path:

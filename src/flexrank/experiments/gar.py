@@ -31,7 +31,7 @@ COLOURS = {"plain": "#0072B2", "paper": "#D55E00", "pivoted": "#E69F00", "ours":
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.97)
 TIMED, JUDGED = ("float32", "bfloat16"), ("float32", "bfloat16", "float16")
 #: How often the whole measurement is repeated, and timings of a layer (after one to warm up) in each.
-REPEATS, TIMINGS = 3, 3
+REPEATS, TIMINGS = 3, 5
 #: Width and height of the timed matrix, and tokens.
 QUICK, FULL = (2048, 2048), (4096, 8192)
 #: A measured cost that is off the counted one by at most this part follows it closely.
@@ -376,7 +376,7 @@ STUDY = Study(
     shows="one layer's forward time over rank in four forms against the operations counted, and their errors by dtype",
     paper="plain costs up to 2× dense, GAR always less than dense, close to theory (Training and inference efficiency)",
     minutes=4,
-    full_minutes=45,
+    full_minutes=60,
     run=run,
     draw=draw,
     takes_model=True,

@@ -32,7 +32,7 @@ DECOMPOSED = ("task", "model", "dtype", "device", "seed", "data", "layers", "dec
 
 def stories_settings(**changes: Any) -> dict[str, Any]:
     """The settings of a run of stories260k on its stories; `changes` are sections, their keys laid over these."""
-    assets = assets_directory("stories260k", "text")
+    assets = assets_directory()
     settings: dict[str, Any] = {
         "name": "stories260k",
         "task": "language",
@@ -51,7 +51,7 @@ def stories_settings(**changes: Any) -> dict[str, Any]:
 
 def pycode_settings(**changes: Any) -> dict[str, Any]:
     """The settings of a run of pycode5m on Python sources; `changes` are sections, their keys laid over these."""
-    assets = assets_directory("pycode5m")
+    assets = assets_directory()
     settings: dict[str, Any] = {
         "name": "pycode5m",
         "task": "language",

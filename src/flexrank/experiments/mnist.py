@@ -1,4 +1,4 @@
-"""The networks of the paper's MNIST studies: two convolutions and two linear layers (FlexRank, sections 3.4 and B.3).
+"""The networks of the paper's MNIST studies: two convolutions, two linear layers (FlexRank, sections 3.4 and C.3).
 
 The paper gives no widths. Every layer here has ten ranks or more, so that K = 10 levels in ranks make 10⁴ submodels.
 `lenet` is the customary network; `narrow` is so small that all its submodels can be trained, not only evaluated.

@@ -1,4 +1,4 @@
-"""Does the additive probe rank submodels as their joint losses do? All 10⁴ of them (FlexRank, section B.3)."""
+"""Does the additive probe rank submodels as their joint losses do? All 10⁴ of them (FlexRank, appendix C.3)."""
 
 import dataclasses
 import functools
@@ -366,7 +366,7 @@ STUDY = Study(
     name="ranking",
     title="Ranking preservation of the additive probe",
     shows="Spearman ρ, violation rate ν, exact-budget match p and regret over all 10⁴ submodels of an MNIST network",
-    paper="ρ .991, ν 3.7 %, p 94.1 %, regret below 12 % (section B.3)",
+    paper="ρ .991, ν 3.7 %, p 94.1 %, regret below 12 % (appendix C.3)",
     minutes=6,
     run=run,
     draw=draw,

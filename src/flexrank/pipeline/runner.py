@@ -143,6 +143,8 @@ def fingerprints(config: RunConfig, source: str) -> dict[str, str]:
     """Each stage's fingerprint; that of the first covers the model's files and the data's."""
     path = config.data.path  # none: the documentation of this Python
     sources = {"model": identity(source), "data": platform.python_version() if path is None else identity(path)}
+    if config.data.held_out is not None:
+        sources["held_out"] = identity(config.data.held_out)
     prints: dict[str, str] = {}
     for stage in STAGES:
         needs = [prints[name] for name in stage.needs]

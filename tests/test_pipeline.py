@@ -202,6 +202,8 @@ def test_calibration_probe_training_and_evaluation_share_no_text(sources: Path, 
 
 
 def test_texts_held_out_in_a_file_of_their_own_leave_the_other_to_training(sources: Path, tmp_path: Path) -> None:
+    import transformers
+
     other = [f"these {n} words stand in another file" for n in range(40)]
     (tmp_path / "other.txt").write_text("\n".join(other))
     tokenizer = transformers.AutoTokenizer.from_pretrained(sources / "embedding")

@@ -6,7 +6,7 @@ from typing import Any
 
 from flexrank.errors import FlexrankError
 from flexrank.experiments import NAMES, find_study
-from flexrank.experiments.study import RESULT, VERDICTS, Study, read_result, shown_rows
+from flexrank.experiments.study import RESULT, VERDICTS, Result, Study, read_result, shown_rows
 from flexrank.storage import write_aside
 
 _HEAD = """# The paper's evidence, reproduced
@@ -23,23 +23,34 @@ def write_page(results: Path, page: Path) -> list[str]:
     Raises:
         FlexrankError: there is no result at all, or one is not whole.
     """
-    sections, missing = [], []
+    sections, missing, overview = [], [], []
     for name in NAMES:
         study = find_study(name)
         directories = [path for path in (results / name, results / f"{name}-full") if (path / RESULT).is_file()]
-        sections += [_section(study, path, page.parent) for path in directories]
+        for path in directories:
+            result = read_result(path / RESULT)
+            sections.append(_section(study, result, path, page.parent))
+            overview += [[_label(name, result), *_told(one)] for one in result["claims"]]
         missing += [] if directories else [name]
     if not sections:
         raise FlexrankError(f"{results}: holds no results; run flexrank reproduce NAME first")
     with write_aside(page) as aside:
-        aside.write_text("\n".join([_HEAD, *sections]), encoding="utf8")
+        table = _markdown(["study", "claim", "paper", "here", ""], overview)
+        aside.write_text("\n".join([_HEAD, table, "", *sections]), encoding="utf8")
     return missing
 
 
-def _section(study: Study, directory: Path, beside: Path) -> str:
-    result = read_result(directory / RESULT)
+def _label(name: str, result: Mapping[str, Any]) -> str:
+    return name + (" --full" if result["form"] == "full" else "")
+
+
+def _told(one: Mapping[str, Any]) -> list[str]:
+    return [one["what"], one["paper"], one["here"], VERDICTS[one["holds"]]]
+
+
+def _section(study: Study, result: Result, directory: Path, beside: Path) -> str:
     full = result["form"] == "full"
-    command = f"flexrank reproduce {study.name}" + (" --full" if full else "")
+    command = f"flexrank reproduce {_label(study.name, result)}"
     machine = result["machine"]
     facts = (
         f"`{command}` · {result['seconds'] / 60:.1f} minutes of the last run, on {machine['processor']}, "
@@ -59,7 +70,7 @@ def _section(study: Study, directory: Path, beside: Path) -> str:
 
 
 def _claims(claims: Iterable[Mapping[str, Any]]) -> str:
-    rows = [[one["what"], one["paper"], one["here"], VERDICTS[one["holds"]], one["why"] or ""] for one in claims]
+    rows = [[*_told(one), one["why"]] for one in claims]
     return _markdown(["claim", "paper", "here", "", "why"], rows) if rows else ""
 
 

@@ -1,4 +1,4 @@
-"""A small vision transformer from scratch: `python examples/train_vit.py --images DIRECTORY --output DIRECTORY`.
+"""A small vision transformer from scratch: `python examples/train_vit.py --images DIRECTORY`.
 
 The images are CIFAR-10's, as train_jpg.npz and test_jpg.npz. Interrupted, the same command goes on.
 """
@@ -6,6 +6,8 @@ The images are CIFAR-10's, as train_jpg.npz and test_jpg.npz. Interrupted, the s
 import argparse
 from pathlib import Path
 
+from flexrank.errors import FlexrankError
+from flexrank.experiments import driver, vision
 from flexrank.experiments.vit import Recipe, train_vit
 
 
@@ -13,7 +15,8 @@ def main() -> None:
     """Trains the network that `flexrank reproduce vision` compresses, and prints its accuracy."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=Path, required=True, help="a directory of train_jpg.npz and test_jpg.npz")
-    parser.add_argument("--output", type=Path, required=True, help="a directory, for the model")
+    told = "a directory, for the model; %(default)s by default, where `flexrank reproduce vision` looks for it"
+    parser.add_argument("--output", type=Path, default=driver.WORK / vision.VIT_DIRECTORY, help=told)
     parser.add_argument("--epochs", type=int, default=Recipe.epochs)
     parser.add_argument("--learning-rate", type=float, default=Recipe.learning_rate)
     parser.add_argument("--batch-size", type=int, default=Recipe.batch_size)
@@ -22,7 +25,10 @@ def main() -> None:
     recipe = Recipe(
         epochs=options.epochs, learning_rate=options.learning_rate, batch_size=options.batch_size, seed=options.seed
     )
-    record = train_vit(options.images, options.output, recipe)
+    try:
+        record = train_vit(options.images, options.output, recipe)
+    except FlexrankError as error:
+        parser.exit(2, f"error: {' '.join(str(error).split())}\n")
     print(f"{record['accuracy']:.2%} of the test images are classified right")
 
 

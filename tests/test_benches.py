@@ -6,12 +6,8 @@ import pytest
 import torch
 
 from flexrank.benches import gar
-from flexrank.benches.setting import assets_directory, finish, uniform_profile
-from flexrank.costs import deployed_parameters
-from flexrank.errors import FlexrankError
+from flexrank.benches.setting import finish
 from flexrank.storage import read_json
-from flexrank.surgery import nested_layers
-from tiny_models import build, nest
 
 
 @pytest.mark.slow
@@ -24,18 +20,6 @@ def test_bf16_alignment_holds_its_bound_on_every_layer_of_the_demo(monkeypatch: 
     assert found["worst_paper"] > 10
 
 
-def test_uniform_profile_takes_each_layers_largest_rank_within_the_budget() -> None:
-    model = nest(build("bert"))
-    profile = uniform_profile(model, 0.5)
-    for name, layer in nested_layers(model).items():
-        m, n = layer.matrix_shape
-        assert deployed_parameters((m, n), profile[name]) <= m * n / 2
-        assert deployed_parameters((m, n), profile[name] + 1) > m * n / 2
-
-
-def test_results_tell_the_machine_and_missing_assets_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_tell_the_machine(tmp_path: Path) -> None:
     finish({"x": 1}, tmp_path / "result.json")
     assert read_json(tmp_path / "result.json")["machine"]["torch"] == torch.__version__
-    monkeypatch.setenv("FLEXRANK_ASSETS", str(tmp_path))
-    with pytest.raises(FlexrankError, match="stsb: missing; set FLEXRANK_ASSETS"):
-        assets_directory("stsb")

@@ -68,7 +68,7 @@ def test_an_interrupted_unit_leaves_the_finished_ones(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         ledger.take("second", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
     assert Ledger(tmp_path, {}).take("first", lambda: 2) == 1
-    assert not Ledger(tmp_path, {}).done("second")
+    assert Ledger(tmp_path, {}).take("second", lambda: 3) == 3
 
 
 @pytest.mark.parametrize(
@@ -126,6 +126,37 @@ def test_a_full_form_goes_to_a_place_of_its_own(here: Path, monkeypatch: pytest.
     assert json.loads((here / "results/front-full/result.json").read_text())["form"] == "full"
 
 
+def test_another_model_or_setting_never_writes_over_the_studys_own_result(
+    here: Path, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tiny_runs import settings
+
+    own = settings(sources / "language", sources / "text.txt", here / "unused")
+    monkeypatch.setattr(
+        driver, "find_study", lambda name: study(name=name, takes_model=True, settings=lambda full: own)
+    )
+    invoke("reproduce", "theory")
+    before = (here / "results/theory/result.json").read_bytes()
+    for options in (["--model", "org/big-1b"], ["--set", "distillation.steps=9"], ["--seeds", "1"]):
+        assert invoke("reproduce", "theory", *options).exit_code == 0
+    assert (here / "results/theory/result.json").read_bytes() == before
+    assert sorted(path.name for path in (here / "results").iterdir()) == [
+        "theory", "theory-big-1b", "theory-seeds-1", "theory-tiny",
+    ]  # fmt: skip
+    found = json.loads((here / "results/theory-big-1b/result.json").read_text())
+    assert found["command"] == "flexrank reproduce theory --model org/big-1b"
+    page.write_page(Path("results"), Path("docs/results.md"))
+    assert "big-1b" not in (here / "docs/results.md").read_text()
+
+
+def test_two_processes_do_not_run_one_study(here: Path) -> None:
+    from flexrank.pipeline.rundir import RunDirectory
+
+    with RunDirectory(Path("runs/reproduce/theory")).locked():
+        done = invoke("reproduce", "theory")
+    assert done.exit_code == 2 and "runs/reproduce/theory" in done.stderr
+
+
 def test_all_runs_every_study_and_the_page_holds_their_numbers(here: Path) -> None:
     done = invoke("reproduce", "--all", "--page", "docs/results.md", "--json")
     assert done.exit_code == 0, done.output
@@ -169,6 +200,9 @@ def test_list_tells_cost_and_the_papers_figure(here: Path) -> None:
         ),
         (["reproduce", "theory", "--full"], "has one form"),
         (["reproduce", "theory", "--domain", "x.txt"], "--domain belongs to adaptation"),
+        (["reproduce", "adaptation", "--domain", "x.txt"], "--domain x.txt: no such file or folder"),
+        (["reproduce", "theory", "--seeds", "0"], "--seeds is 0"),
+        (["reproduce", "theory", "--list"], "--list tells all studies"),
         (["reproduce", "--page", "docs/results.md"], "results: holds no results"),
     ],
 )
@@ -191,6 +225,11 @@ def test_model_config_and_set_are_laid_together(sources: Path, tmp_path: Path, m
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump({**own, "name": "mine"}))
     asked = driver.request_of(one, driver.Wishes(config=tmp_path / "mine.yaml"))
     assert asked.config is not None and asked.config.name == "mine"
+    asked = driver.request_of(one, driver.Wishes(model=".", overrides=("name=mine",)))
+    assert asked.config is not None and asked.config.name == "mine"
+    with pytest.raises(FlexrankError, match="with --config, the config tells the size"):
+        driver.request_of(study(takes_model=True, settings=lambda full: own, full_minutes=1),
+                          driver.Wishes(full=True, config=tmp_path / "mine.yaml"))  # fmt: skip
     with pytest.raises(FlexrankError, match="did you mean 'distillation'"):
         driver.request_of(one, driver.Wishes(overrides=("distilation.steps=7",)))
 

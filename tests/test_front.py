@@ -5,8 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from flexrank.costs import deployed_parameters
 from flexrank.experiments import front, mnist
 from flexrank.experiments.study import Request
+from flexrank.profiles import Footprint, SensitivityTable
+from flexrank.sensitivity import rank_levels
 
 
 def test_best_within_is_the_least_of_what_fits() -> None:
@@ -15,12 +18,25 @@ def test_best_within_is_the_least_of_what_fits() -> None:
     assert front.best_within([0.2], [3.0], 0.1) == float("inf")
 
 
+def test_the_elastic_networks_profiles_are_of_the_grid() -> None:
+    table = SensitivityTable({"a": (9, 9)}, {"a": (1, 3, 9)}, {"a": (0.5, 0.2, 0.0)}, 0.0, Footprint(0, 0, 4))
+    kept = front.at_levels(table, (0, 2))
+    assert kept.ranks == {"a": (1, 9)} and kept.errors == {"a": (0.5, 0.0)}
+
+
+def test_no_budget_is_below_the_least_submodel_of_either_grid() -> None:
+    """Else its front is empty, and the study ends in a division by it."""
+    shapes = [(10, 25), (16, 160), (32, 64), (10, 32)]
+    least = sum(deployed_parameters(shape, rank_levels(shape, mnist.LEVELS, "ranks")[0]) for shape in shapes)
+    assert front.COARSE[0] == 0 and least <= front.BUDGETS[0] * sum(m * n for m, n in shapes)
+
+
 def test_the_study_runs_whole_on_few_images_and_goes_on_from_its_units(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images, labels = torch.randn(256, 1, 28, 28), torch.randint(0, 10, (256,))
     monkeypatch.setattr(mnist, "load_images", lambda split: (images, labels))
-    for name, value in {"CALIBRATION": 64, "PROBE": 64, "ELASTIC_STEPS": 20, "COARSE": (4, 9), "CHUNK": 5}.items():
+    for name, value in {"CALIBRATION": 64, "PROBE": 64, "ELASTIC_STEPS": 20, "COARSE": (0, 9), "CHUNK": 5}.items():
         monkeypatch.setattr(front, name, value)
     monkeypatch.setattr(front, "STEPS", {"random": 3, "DataSVD": 20})
     first = front.run(Request(work=tmp_path, seeds=1))
@@ -33,7 +49,7 @@ def test_the_study_runs_whole_on_few_images_and_goes_on_from_its_units(
         rows["front from DataSVD: divergence"][-1]["mean"],
     )
     assert aligned < random
-    falling = [cell["mean"] for cell in rows["front from DataSVD: divergence"] if cell["mean"] != float("inf")]
+    falling = [cell["mean"] for cell in rows["front from DataSVD: divergence"]]
     assert falling == sorted(falling, reverse=True)
     assert len(front.draw(first["data"]).axes) == 1
     monkeypatch.setattr(front, "train_stacked_", None)  # every unit is finished: nothing is trained again

@@ -82,7 +82,7 @@ def subject(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # its products are too small to share
     found = gar._decomposed(request_for(sources, tmp_path))
-    for name, value in (("QUICK", (32, 8)), ("SHARES", (0.25, 0.75)), ("_devices", lambda: ["cpu"])):
+    for name, value in (("QUICK", (32, 8)), ("SHARES", (0.25, 0.75)), ("_devices", lambda wanted: ["cpu"])):
         monkeypatch.setattr(gar, name, value)
     monkeypatch.setattr(gar, "_decomposed", lambda _: found)
     yield found

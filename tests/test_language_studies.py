@@ -1,6 +1,7 @@
 """The studies on language models, each whole, on a tiny random model and few steps."""
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ from flexrank.config import parse_config
 from flexrank.distillation import distill_
 from flexrank.evaluation import nats_per_token
 from flexrank.experiments import adaptation, calibration_size, find_study, layerwise
-from flexrank.experiments.language import LanguageBench
-from flexrank.experiments.study import Request
+from flexrank.experiments.language import TRAINED, LanguageBench, told_apart
+from flexrank.experiments.study import Ledger, Request
+from flexrank.pipeline.stages import deploy_within
 from flexrank.surgery import full_profile, select_layers, use_profile
 from tiny_models import batch_for, build, nest
-from tiny_runs import settings
+from tiny_runs import TEXT, settings
 
 BUDGETS = [0.8, 0.5]
 
@@ -32,7 +34,11 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def asked(sources: Path, work: Path) -> Any:
     """A request of a study on the tiny language model."""
     config = parse_config(settings(sources / "language", sources / "text.txt", work / "unused"))
-    return lambda name, **options: Request(work / name, seeds=2, config=config, **options)
+
+    def ask(name: str, **options: Any) -> Request:
+        return Request(work / name, seeds=None if name == "lm-profiles" else 2, config=config, **options)
+
+    return ask
 
 
 def rows_of(found: dict[str, Any]) -> dict[str, list[Any]]:
@@ -62,9 +68,9 @@ def test_untrained_and_single_figures_are_those_of_a_plain_loop(asked: Any) -> N
         model, bench.base, batches, [bench.profiles[1]], objective=bench.space.objective(), steps=options.steps,
         learning_rate=options.learning_rate, warmup_steps=options.warmup_steps, seed=0, autocast=bench.autocast,
     )  # fmt: skip
-    first, second = rows["trained at 0.5 only"], bench.nats_by_budget(model)
-    assert first[1]["n"] == 2 and min(abs(first[1]["mean"] - second[1]), 1) < 0.05
-    assert second != held_out
+    found = Ledger(request.work, bench.key()).take("trained at 0.5 only, seed 0", lambda: None)
+    assert found == bench.nats_by_budget(model) != held_out
+    assert rows["trained at 0.5 only"][1]["n"] == 2
 
 
 def test_each_block_is_trained_on_the_originals_inputs_alone(asked: Any) -> None:
@@ -106,11 +112,12 @@ def test_adaptation_trains_adapters_alone_on_a_deployed_model(
     rows = rows_of(found)
     assert list(rows) == ["base", "0.8", "0.5"] and adaptation.draw(found["data"]).axes
     bench = LanguageBench(request)
-    _, held_out = adaptation._domain_blocks(bench, sources / "text.txt")
+    _, held_out = adaptation._domain_blocks(bench, [TEXT], "text.txt")
     assert rows["base"][3] == pytest.approx(nats_per_token(bench.base, held_out))
     assert all(row[4]["mean"] < row[3] for row in rows.values())  # it did adapt
     assert rows["0.5"][0] < rows["0.8"][0] < rows["base"][0]
-    model = adaptation.adapted(adaptation._submodel(bench, _ledger_of(request, found), 0.5), 0)
+    small, _ = deploy_within(bench.space, bench.decomposed(), bench.chain, None, budget=0.5)
+    model = adaptation.adapted(small, 0)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert trained and all("lora_" in name for name in trained)
     assert any("latent" in name for name in trained)  # the deployed layers' factors are adapted by name
@@ -139,10 +146,23 @@ def test_blocks_of_any_architecture_can_be_trained_alone(name: str) -> None:
             assert float(objective.loss(call_model(model, batch_for(name)), target, batch_for(name))) > 1e-3
 
 
-def _ledger_of(request: Request, found: dict[str, Any]) -> Any:
-    from flexrank.experiments.study import Ledger
+def test_units_of_other_settings_models_or_data_are_not_taken(asked: Any, sources: Path, tmp_path: Path) -> None:
+    request = asked("any")
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
 
-    return Ledger(request.work, {key: value for key, value in found["settings"].items() if key != "seeds"})
+    def key(**changes: Any) -> str:
+        values = settings(sources / "language", text, tmp_path)
+        for section, keys in changes.items():
+            values[section] = {**values[section], **keys} if isinstance(keys, dict) else keys
+        return json.dumps(told_apart(parse_config(values), TRAINED), sort_keys=True)
+
+    first = key()
+    assert key() == first and request.config is not None
+    changed = [key(probe={"levels": 5}), key(data={"training": 48}), key(distillation={"max_norm": 2.0}), key(seed=1)]
+    text.write_text(TEXT + "more")
+    changed.append(key())
+    assert len({first, *changed}) == 6
 
 
 def test_more_calibration_is_the_whole_of_it(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,8 @@ def test_the_study_runs_whole_on_few_images(tmp_path: Any, monkeypatch: pytest.M
     monkeypatch.setattr(ranking, "PROBE", 64)
     monkeypatch.setattr(ranking, "BUDGETS", (0.6, 0.9))
     found = ranking.run(Request(work=tmp_path, seeds=2))
-    assert {one["holds"] for one in found["claims"]} <= {True, False}
+    rho, nu = (sum(one["mean"] for one in (row[at] for row in found["tables"][0]["rows"][:2])) / 2 for at in (1, 2))
+    assert [one["holds"] for one in found["claims"][:2]] == [rho >= 0.98, nu <= 4]  # both losses agree on few images
     rho = found["tables"][0]["rows"][0][1]
     assert 0.5 < rho["mean"] <= 1 and rho["n"] == 2
     # An exact prediction has no regret, so the nested chain by the probe cannot be below the best submodel.

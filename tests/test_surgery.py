@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from flexrank.costs import deployed_parameters
 from flexrank.errors import FlexrankError
 from flexrank.linalg import plain_svd
 from flexrank.surgery import (
@@ -16,6 +17,7 @@ from flexrank.surgery import (
     replace_layer,
     select_layers,
     set_profile,
+    uniform_profile,
     use_profile,
 )
 from flexrank.views import weight_matrix
@@ -132,6 +134,15 @@ def test_use_profile_is_reversible() -> None:
         assert not torch.allclose(model(x), before)
         raise RuntimeError("inside")
     assert torch.equal(model(x), before)
+
+
+def test_uniform_profile_takes_each_layers_largest_rank_within_the_budget() -> None:
+    model = nest(build("bert"))
+    profile = uniform_profile(model, 0.5)
+    for name, layer in nested_layers(model).items():
+        m, n = layer.matrix_shape
+        assert deployed_parameters((m, n), profile[name]) <= m * n / 2
+        assert deployed_parameters((m, n), profile[name] + 1) > m * n / 2
 
 
 def test_wrong_profiles_are_named() -> None:

@@ -2,6 +2,10 @@
 
 import dataclasses
 import io
+import math
+import runpy
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 import models
 import tiny_models
 from flexrank import progress
 from flexrank.benches.setting import BUDGETS
 from flexrank.errors import FlexrankError
-from flexrank.experiments import resnet, vision, vit
+from flexrank.experiments import driver, resnet, vision, vit
 from flexrank.experiments.study import Request
 from flexrank.experiments.vision import Images, Network, Plan, compress
 from flexrank.experiments.vit import Recipe, train_vit
@@ -104,8 +109,72 @@ def test_a_training_replaces_only_another_training(files: Path, tmp_path: Path) 
     recipe = dataclasses.replace(TINY, epochs=1)
     with pytest.raises(FlexrankError, match="holds other files"):
         train_vit(files, tmp_path, recipe)
-    with pytest.raises(FlexrankError, match="epochs is 0"):
-        train_vit(files, tmp_path / "vit", dataclasses.replace(TINY, epochs=0))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"epochs": 0}, "epochs is 0; it must be at least 1"),
+        ({"batch_size": -1}, "batch_size is -1; it must be at least 1"),
+        ({"learning_rate": 0.0}, "learning_rate is 0; it must be a number above 0"),
+        ({"learning_rate": math.nan}, "learning_rate is nan; it must be a number above 0"),
+    ],
+)
+def test_an_impossible_recipe_is_named(change: Any, told: str, files: Path, tmp_path: Path) -> None:
+    with pytest.raises(FlexrankError) as error:
+        train_vit(files, tmp_path / "vit", dataclasses.replace(TINY, **change))
+    assert str(error.value) == told
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs examples/train_vit.py with these arguments."""
+
+    def run(*arguments: object) -> None:
+        monkeypatch.setattr(sys, "argv", ["train_vit.py", *map(str, arguments)])
+        runpy.run_path(str(Path(__file__).parents[1] / "examples" / "train_vit.py"), run_name="__main__")
+
+    return run
+
+
+def test_the_example_tells_a_wrong_input_in_one_line(example: Any, tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as end:
+        example("--images", tmp_path / "nowhere", "--output", tmp_path / "vit")
+    printed = capsys.readouterr()
+    wanted = f"error: {tmp_path / 'nowhere' / vit.TRAIN}: no such file of images (.npz)\n"
+    assert (end.value.code, printed.out, printed.err) == (2, "", wanted)
+
+
+def test_the_example_writes_where_the_study_looks(
+    example: Any, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def note(*given: Any) -> dict[str, float]:
+        calls.append(given)
+        return {"accuracy": 0.5}
+
+    calls: list[Any] = []
+    monkeypatch.setattr(vit, "train_vit", note)
+    monkeypatch.chdir(tmp_path)
+    example("--images", files, "--epochs", 2)
+    place = driver.request_of(vision.STUDY, driver.Wishes()).work.parent / vision.VIT_DIRECTORY
+    assert calls == [(files, place, Recipe(epochs=2))] and place == Path("runs/reproduce/vit-cifar10")
+    assert capsys.readouterr().out == "50.00% of the test images are classified right\n"
+
+
+def test_the_study_tells_how_its_transformer_was_trained(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assets = tmp_path / "assets"
+    shutil.copytree(files, assets / "cifar10")
+    (assets / vision.RESNET_FILE).parent.mkdir()
+    save_file(resnet.ResNet20().state_dict(), assets / vision.RESNET_FILE)
+    monkeypatch.setenv("FLEXRANK_ASSETS", str(assets))
+    monkeypatch.setattr(vision, "compress", lambda *_: {"settings": {"seeds": 3}, "tables": []})
+    record = train_vit(files, tmp_path / vision.VIT_DIRECTORY, dataclasses.replace(TINY, epochs=1))
+    found = vision.run(Request(tmp_path / "vision"))
+    trained = dataclasses.asdict(TINY) | {"epochs": 1, "accuracy": record["accuracy"]}
+    assert found == {"settings": {"seeds": 3, "training_of_the_transformer": trained}, "tables": []}
 
 
 def test_the_shortcut_is_option_a() -> None:
@@ -176,6 +245,7 @@ def test_the_whole_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert found["full"] == pytest.approx(share_right(network.model, images, 40))
         assert len(found["datasvd"]) == len(found["consolidated"]) == 2
         trials[network.name] = found
+    assert not list(tmp_path.rglob("*, distilled"))
     # A unit that is finished is not computed again, and what is read back is what was found.
     monkeypatch.setattr(vision, "distill_", None)
     monkeypatch.setattr(vision, "collect_moments", None)

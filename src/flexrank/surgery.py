@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from flexrank.costs import largest_rank
 from flexrank.errors import FlexrankError
 from flexrank.layers import NestedConv2d, NestedLayer, NestedLinear
 from flexrank.linalg import Factors
-from flexrank.profiles import Footprint
+from flexrank.profiles import Footprint, RankProfile
 from flexrank.views import bias_of, conv_geometry, is_layer, unsupported_reason, weight_matrix
 
 log = logging.getLogger("flexrank")
@@ -110,6 +111,12 @@ def nested_layers(model: nn.Module) -> dict[str, NestedLayer]:
 def full_profile(model: nn.Module) -> dict[str, int]:
     """The full rank of every elastic layer."""
     return {name: layer.max_rank for name, layer in nested_layers(model).items()}
+
+
+def uniform_profile(model: nn.Module, budget: float) -> RankProfile:
+    """The same budget for every layer alone: its largest rank whose deployed parameters are within it."""
+    shapes = {name: layer.matrix_shape for name, layer in nested_layers(model).items()}
+    return RankProfile({name: max(1, largest_rank((m, n), budget * m * n)) for name, (m, n) in shapes.items()})
 
 
 def set_profile(model: nn.Module, profile: Mapping[str, int]) -> None:

@@ -11,17 +11,18 @@ import torch
 from torch import nn
 
 from flexrank.allocation import allocate_ranks
-from flexrank.benches.setting import BUDGETS, assets_directory, finish, print_table, uniform_profile
+from flexrank.benches.setting import BUDGETS, finish, print_table
 from flexrank.calibration import collect_moments
 from flexrank.data import STORY_SEPARATOR, read_texts, token_blocks
 from flexrank.decomposition import decompose_
 from flexrank.distillation import distill_, distillation_evaluator
+from flexrank.environment import assets_directory
 from flexrank.evaluation import nats_per_token
 from flexrank.hf.models import load_model, load_tokenizer
 from flexrank.objectives import LogitObjective
 from flexrank.profiles import RankProfile
 from flexrank.sensitivity import probe_sensitivity
-from flexrank.surgery import select_layers, use_profile
+from flexrank.surgery import select_layers, uniform_profile, use_profile
 
 #: Blocks.
 CALIBRATION, PROBE, EVALUATION, TRAINING, BATCH = 128, 16, 100, 3000, 8

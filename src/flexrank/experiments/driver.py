@@ -1,6 +1,7 @@
 """Runs a study and writes what it found: result.json and the figure, each whole or not at all."""
 
 import dataclasses
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -10,12 +11,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from flexrank.benches.setting import assets_directory, machine_facts
 from flexrank.config import RunConfig, load_config, parse_overridden
+from flexrank.environment import assets_directory, machine_facts
 from flexrank.errors import FlexrankError
 from flexrank.experiments import NAMES, find_study
 from flexrank.experiments.page import write_page
 from flexrank.experiments.study import RESULT, VERDICTS, Request, Result, Study, shown_rows
+from flexrank.pipeline.rundir import RunDirectory
 from flexrank.storage import write_aside, write_json
 
 RESULTS = Path("results")
@@ -23,15 +25,18 @@ RESULTS = Path("results")
 WORK = Path("runs", "reproduce")
 
 
-def reproduce(study: Study, request: Request, output: Path) -> Result:
+def reproduce(study: Study, request: Request, output: Path, command: str) -> Result:
     """Runs the study, writes result.json, NAME.png and NAME.svg into `output`, and returns the result.
 
     Raises:
         FlexrankError: as the study.
     """
+    import matplotlib  # noqa: F401  # its absence is to be told before the study has run
+
     start = time.perf_counter()
-    found = study.run(request)
-    facts = {"study": study.name, "title": study.title, "form": "full" if request.full else "quick"}
+    with RunDirectory(request.work).locked():
+        found = study.run(request)
+    facts = {"study": study.name, "title": study.title, "form": "full" if request.full else "quick", "command": command}
     result = {**facts, **found, "seconds": time.perf_counter() - start, "machine": machine_facts()}
     write_json(output / RESULT, result)
     draw(study, result, output)
@@ -78,6 +83,8 @@ def answer(name: str | None, listed: bool, every: bool, page: Path | None, wishe
         FlexrankError: it is not said what to do, or an option does not fit it.
     """
     if listed:
+        if name is not None or every or page is not None or wishes != Wishes():
+            raise FlexrankError("--list tells all studies; it takes no other option but --json")
         studies = [find_study(one) for one in NAMES]
         _print_list(studies)
         return [_described(study) for study in studies]
@@ -91,7 +98,8 @@ def answer(name: str | None, listed: bool, every: bool, page: Path | None, wishe
         study = find_study(one)
         request = request_of(study, wishes)
         say(f"study {one}: about {_minutes(study, wishes.full)} minutes on two cores")
-        found[one] = reproduce(study, request, wishes.output or _place(study, wishes))
+        place = wishes.output or RESULTS / _label(study, request, wishes)
+        found[one] = reproduce(study, request, place, _command(study, wishes))
         print_result(found[one], Console(width=None if sys.stdout.isatty() else 160))
     if page is not None:
         missing = write_page(RESULTS, page)
@@ -110,13 +118,18 @@ def request_of(study: Study, wishes: Wishes) -> Request:
         raise FlexrankError(f"study {study.name!r} has a network of its own; --model, --config and --set do not apply")
     if wishes.full and study.full_minutes is None:
         raise FlexrankError(f"study {study.name!r} has one form, which is the whole of it; leave --full out")
+    if wishes.full and wishes.config is not None:
+        raise FlexrankError("--full is a study's own larger setting; with --config, the config tells the size")
     if wishes.domain is not None and study.name != "adaptation":
         raise FlexrankError(f"study {study.name!r} has no second domain; --domain belongs to adaptation")
+    if wishes.domain is not None and not wishes.domain.exists():
+        raise FlexrankError(f"--domain {wishes.domain}: no such file or folder of texts")
+    if wishes.seeds is not None and wishes.seeds < 1:
+        raise FlexrankError(f"--seeds is {wishes.seeds}; it must be at least 1")
     config = None
     if study.settings is not None:
-        changes = [*wishes.overrides] + ([] if wishes.model is None else [f"model={wishes.model}"])
-        if wishes.model is not None:
-            changes.append(f"name={Path(wishes.model).name}")
+        changes = [] if wishes.model is None else [f"model={wishes.model}", f"name={_name_of(wishes.model)}"]
+        changes += wishes.overrides
         if wishes.config is not None:
             config = load_config(wishes.config, changes)
         else:
@@ -134,8 +147,29 @@ def _require_assets(config: RunConfig) -> None:
             raise FlexrankError(f"{value}: missing; set FLEXRANK_ASSETS to the folder that holds it, or give {key}")
 
 
-def _place(study: Study, wishes: Wishes) -> Path:
-    return RESULTS / (f"{study.name}-full" if wishes.full else study.name)
+def _name_of(model: str) -> str:
+    """A run's name for a model: the last part of its own, of what may stand in a name."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).resolve().name).strip("-._") or "model"
+
+
+def _label(study: Study, request: Request, wishes: Wishes) -> str:
+    """Where the result goes: the study's own two forms, which the page shows, are never written over by another."""
+    parts = [study.name, *(["full"] if wishes.full else [])]
+    if request.config is not None and (wishes.model or wishes.config or wishes.overrides):
+        parts.append(request.config.name)
+    if wishes.seeds is not None:
+        parts.append(f"seeds-{wishes.seeds}")
+    if wishes.domain is not None:
+        parts.append(wishes.domain.stem)
+    return "-".join(parts)
+
+
+def _command(study: Study, wishes: Wishes) -> str:
+    """The command that gives the result again."""
+    given = {"--model": wishes.model, "--config": wishes.config, "--seeds": wishes.seeds, "--domain": wishes.domain}
+    options = [f"{option} {value}" for option, value in given.items() if value is not None]
+    options += [f"--set {override}" for override in wishes.overrides]
+    return " ".join(["flexrank reproduce", study.name, *(["--full"] if wishes.full else []), *options])
 
 
 def _minutes(study: Study, full: bool) -> str:

@@ -4,16 +4,17 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flexrank.experiments.canvas import OTHER, OURS, draw_seeds
 from flexrank.experiments.language import LanguageBench, stories_settings
-from flexrank.experiments.study import Ledger, Request, Result, Study, claim, count_seeds, spread, table
+from flexrank.experiments.study import Ledger, Request, Result, Study, between, claim, count_seeds, spread, table
 
 
 def run(request: Request) -> Result:
     """Runs the study: the same DataSVD, profiles, loss and tokens in all on both sides."""
-    bench, seeds = LanguageBench(request), count_seeds(request, 3, 3)
+    seeds, bench = count_seeds(request, 3, 3), LanguageBench(request)
     steps = bench.config.distillation.steps
     part = steps // len(bench.budgets)
-    ledger = Ledger(request.work, bench.facts())
+    ledger = Ledger(request.work, bench.key())
     elastic = [bench.consolidated(seed, request.work.parent) for seed in range(seeds)]
     separate = [
         [
@@ -50,15 +51,17 @@ def _single(bench: LanguageBench, ledger: Ledger, place: int, steps: int, seed: 
 
 def _claims(budgets: Sequence[float], gaps: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
     means = [sum(one) / len(one) for one in gaps]
-    by_budget = [sum(values) / len(values) for values in zip(*gaps, strict=True)]
-    told = ", ".join(f"{budget:g} {gap:+.1%}" for budget, gap in zip(budgets, by_budget, strict=True))
-    mean = sum(means) / len(means)
+    by_budget = [between(values, "+.1%") for values in zip(*gaps, strict=True)]
+    told = ", ".join(f"{budget:g} {gap}" for budget, gap in zip(budgets, by_budget, strict=True))
+    holds = max(means) <= 0
     return [
         claim(
-            "the elastic model is on average at least as good as separate models of the same total training",
+            "the elastic model's loss, a mean over budgets, is at most that of separate models of the same total "
+            "training, every seed",
             "slightly better on average",
-            f"loss {mean:+.1%} on average (seeds {min(means):+.1%} to {max(means):+.1%}); by budget {told}",
-            mean <= 0,
+            f"{between(means, '+.1%')}; by budget {told}",
+            holds,
+            "" if holds else "not found out",
         )
     ]
 
@@ -69,14 +72,8 @@ def draw(data: Mapping[str, Any]) -> Any:
 
     figure = Figure(figsize=(6, 3.8), layout="constrained")
     axes = figure.subplots()
-    styles = {
-        "separate": ("#d55e00", "separate models, each 1/K of the training"),
-        "elastic": ("#0072b2", "one elastic model"),
-    }
-    for name, (colour, label) in styles.items():
-        runs = list(zip(*data[name], strict=True))
-        axes.plot(data["budgets"], [sum(v) / len(v) for v in runs], "o-", color=colour, label=label)
-        axes.fill_between(data["budgets"], list(map(min, runs)), list(map(max, runs)), color=colour, alpha=0.2)
+    draw_seeds(axes, data["budgets"], data["separate"], OTHER, "separate models, each 1/K of the training")
+    draw_seeds(axes, data["budgets"], data["elastic"], OURS, "one elastic model")
     axes.set(xlabel="budget", ylabel="held-out nats per token")
     axes.legend(frameon=False)
     return figure

@@ -17,9 +17,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from flexrank.calibration import collect_moments, collect_rows
+from flexrank.config import RunConfig
 from flexrank.costs import aligned_parameters, dense_parameters, measure_ratio
 from flexrank.decomposition import decompose_
-from flexrank.experiments.language import checked_config, load_space, pycode_settings
+from flexrank.environment import machine_facts
+from flexrank.experiments.language import DECOMPOSED, checked_datasvd, load_space, pycode_settings, told_apart
 from flexrank.experiments.study import Ledger, Request, Result, Study, claim, count_seeds, shown, spread, table
 from flexrank.layers import GaugeAlignedLinear, NestedLayer
 from flexrank.linalg import ERROR_FLOOR, STATED_MULTIPLE, alignment_error, choose_slack, gauge_align
@@ -94,13 +96,14 @@ def pivoted_order(u: Float[Tensor, "m r"]) -> Int[Tensor, " m"]:
 def run(request: Request) -> Result:
     """Errors first, since the slack that they call for is what is timed."""
     width, tokens = FULL if request.full else QUICK
-    repeats, config = count_seeds(request, REPEATS, REPEATS), checked_config(request)
+    repeats, config = count_seeds(request, REPEATS, REPEATS), checked_datasvd(request)
     settings = {"width": width, "tokens": tokens, "shares": SHARES, "timings": TIMINGS}
-    ledger = Ledger(request.work, {**settings, "config": config.model_dump(mode="json")})
-    errors = _errors(ledger, request)
+    key = {**settings, **told_apart(config, DECOMPOSED), "batches": BATCHES, "layers": LAYERS}
+    errors = _errors(Ledger(request.work, key), request)
     summaries = _summaries(errors)
     slacks = {dtype: _slack_shares(errors, dtype) for dtype in JUDGED}
-    panels = _panels(ledger, width, tokens, slacks, repeats)
+    # Times belong to a machine; so do units of them.
+    panels = _panels(Ledger(request.work, {**key, "machine": machine_facts()}), width, tokens, slacks, repeats, config)
     judged, model = len({row["layer"] for row in errors}), Path(config.model).name
     title = f"forward time over a dense layer's at shares of the full rank: {width} × {width}, {tokens} tokens"
     return {
@@ -181,11 +184,11 @@ def _slack_shares(errors: list[dict[str, Any]], dtype: str) -> list[float]:
 
 
 def _panels(
-    ledger: Ledger, width: int, tokens: int, slacks: Mapping[str, list[float]], repeats: int
+    ledger: Ledger, width: int, tokens: int, slacks: Mapping[str, list[float]], repeats: int, config: RunConfig
 ) -> list[dict[str, Any]]:
     """For each device and dtype: the forms' costs over a dense layer's at each share, measured and counted."""
     panels = []
-    for device, dtype in itertools.product(_devices(), TIMED):
+    for device, dtype in itertools.product(_devices(config.device), TIMED):
         time = functools.partial(_time, width, tokens, device, dtype, slacks[dtype])
         rounds = track(range(repeats), f"timing {dtype} on {device}")
         timed = [ledger.take(f"time {device} {dtype} {number}", time) for number in rounds]
@@ -246,7 +249,10 @@ def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _devices() -> list[str]:
+def _devices(wanted: str) -> list[str]:
+    """What is timed: the device that the configuration names, or with `auto` this CPU, and a GPU where there is one."""
+    if wanted != "auto":
+        return [wanted]
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 

@@ -8,26 +8,29 @@ import hashlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from flexrank.benches.setting import assets_directory
 from flexrank.config import RunConfig
 from flexrank.data import STORY_SEPARATOR
 from flexrank.distillation import distill_
+from flexrank.environment import assets_directory
 from flexrank.errors import FlexrankError
 from flexrank.experiments.study import Ledger, Request
+from flexrank.hf import models
 from flexrank.pipeline import run_stages
-from flexrank.pipeline.rundir import RunDirectory
-from flexrank.pipeline.stages import Workspace, autocast_dtype, read_chain
+from flexrank.pipeline.rundir import RunDirectory, identity
+from flexrank.pipeline.stages import Workspace, autocast_dtype, read_chain, require_fitting_inputs
 from flexrank.profiles import RankProfile
 from flexrank.surgery import use_profile
 
-#: What a decomposition and a chain depend on.
+#: What a decomposition and a chain depend on, and what a training does.
 DECOMPOSED = ("task", "model", "dtype", "device", "seed", "data", "layers", "decomposition", "probe", "allocation")
+TRAINED = (*DECOMPOSED, "distillation")
 
 
 def stories_settings(**changes: Any) -> dict[str, Any]:
@@ -72,6 +75,14 @@ def _laid_over(settings: dict[str, Any], changes: Mapping[str, Any]) -> dict[str
     return settings | {key: {**settings.get(key, {}), **keys} for key, keys in changes.items()}
 
 
+def told_apart(config: RunConfig, keys: Sequence[str]) -> dict[str, Any]:
+    """What units of work depend on: parts of a configuration, the files that they name, and flexrank's version."""
+    read = {"model": models.resolve_source(config.model), "data": config.data.path, "held_out": config.data.held_out}
+    files = {name: identity(path) for name, path in read.items() if path is not None}
+    values = config.model_dump(mode="json", include=set(keys))
+    return {**values, "files": files, "flexrank": metadata.version("flexrank")}
+
+
 def checked_config(request: Request) -> RunConfig:
     """The request's configuration.
 
@@ -85,10 +96,25 @@ def checked_config(request: Request) -> RunConfig:
     return config
 
 
+def checked_datasvd(request: Request) -> RunConfig:
+    """The request's configuration, of a study that is about DataSVD.
+
+    Raises:
+        FlexrankError: it decomposes otherwise, or is of another task.
+    """
+    config = checked_config(request)
+    if config.decomposition.method != "datasvd":
+        raise FlexrankError(
+            f"decomposition.method is {config.decomposition.method!r}; this study is of 'datasvd' alone"
+        )
+    return config
+
+
 def load_space(request: Request) -> Workspace:
     """The model, tokenizer and samples of the request's configuration; nothing is run."""
-    config = checked_config(request)
-    return Workspace(config, RunDirectory(request.work))
+    space = Workspace(checked_config(request), RunDirectory(request.work))
+    require_fitting_inputs(space)
+    return space
 
 
 class LanguageBench:
@@ -103,7 +129,7 @@ class LanguageBench:
 
     def __init__(self, request: Request):
         self.config = checked_config(request)
-        values = self.config.model_dump(mode="json", include=set(DECOMPOSED))
+        values = told_apart(self.config, DECOMPOSED)
         digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
         directory = request.work.parent / "decomposed" / f"{self.config.name}-{digest}"
         self.space = run_stages(self.config.model_copy(update={"output": str(directory)}), "allocate").workspace
@@ -156,22 +182,33 @@ class LanguageBench:
             accumulation=settings.accumulation,
             max_norm=settings.max_norm,
             autocast=self.autocast,
+            weights=self._weights(profiles),
             checkpoint=checkpoint,
             checkpoint_every=settings.checkpoint_every,
             **options,
         )
         shutil.rmtree(checkpoint)
 
+    def _weights(self, profiles: Sequence[Mapping[str, int]]) -> Sequence[float] | None:
+        """The configured weights where all profiles are trained; they are told from the largest, as budgets are."""
+        weights = self.config.distillation.weights
+        return None if weights is None or len(profiles) < len(self.profiles) else weights[::-1]
+
+    def key(self, **more: Any) -> dict[str, Any]:
+        """What tells a training's units from those of other settings, models and data."""
+        return told_apart(self.config, TRAINED) | more
+
     def consolidated(self, seed: int, work: Path) -> list[float]:
         """Nats per token by budget of the elastic model, trained for all; studies of these settings share it."""
-        ledger = Ledger(work / "consolidated", self.facts())
+        ledger = Ledger(work / "consolidated", self.key())
         path = ledger.directory / f"training-{seed}"
 
         def compute() -> list[float]:
             steps = self.config.distillation.steps
             return self.nats_by_budget(self.trained(self.profiles[::-1], steps=steps, seed=seed, checkpoint=path))
 
-        return ledger.take(f"seed {seed}", compute)
+        with RunDirectory(ledger.directory).locked():
+            return ledger.take(f"seed {seed}", compute)
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -179,7 +216,7 @@ class LanguageBench:
         return autocast_dtype(self.config.distillation.autocast, self.space.device)
 
     def facts(self) -> dict[str, Any]:
-        """What a result tells of its settings."""
+        """What a result shows of its settings."""
         config = self.config
         return {
             "model": config.name, "data": Path(config.data.path or config.data.source).name,
@@ -187,4 +224,5 @@ class LanguageBench:
             "evaluation": config.data.evaluation, "budgets": self.budgets, "steps": config.distillation.steps,
             "samples_a_step": config.distillation.batch_size * config.distillation.accumulation,
             "learning_rate": config.distillation.learning_rate, "autocast": str(self.autocast),
+            "device": str(self.space.device),
         }  # fmt: skip

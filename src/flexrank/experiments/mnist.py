@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flexrank.batches import Batch
-from flexrank.benches.setting import assets_directory
+from flexrank.environment import assets_directory
 from flexrank.evaluation import inference
 from flexrank.objectives import LogitObjective
 from flexrank.progress import track

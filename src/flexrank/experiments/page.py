@@ -50,12 +50,11 @@ def _told(one: Mapping[str, Any]) -> list[str]:
 
 def _section(study: Study, result: Result, directory: Path, beside: Path) -> str:
     full = result["form"] == "full"
-    command = f"flexrank reproduce {_label(study.name, result)}"
     machine = result["machine"]
-    facts = (
-        f"`{command}` · {result['seconds'] / 60:.1f} minutes of the last run, on {machine['processor']}, "
-        f"{machine['threads']} threads, torch {machine['torch']}"
+    where = ", ".join(
+        [machine["processor"], f"{machine['threads']} threads", *([machine["gpu"]] if "gpu" in machine else [])]
     )
+    facts = f"`{result['command']}` · {where}, torch {machine['torch']}"
     figure = Path(*[".."] * len(beside.parts)) / directory / f"{study.name}.png"
     parts = [
         f"## {study.title}" + (" (full)" if full else ""),

@@ -286,7 +286,7 @@ def _chain_table(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, 
 
 
 def _claims(found: Sequence[Mapping[str, Mapping[str, float]]]) -> list[dict[str, Any]]:
-    """Of `lenet`; an exact figure of the paper's counts as met where it is among what the seeds gave, or worse."""
+    """Of `lenet`, means of the seeds; p and the largest regret with the cross entropy, the paper's evaluation loss."""
 
     def seeds(key: str, loss: str) -> list[float]:
         return [one[f"probe, {loss}"][key] for one in found]
@@ -297,16 +297,20 @@ def _claims(found: Sequence[Mapping[str, Mapping[str, float]]]) -> list[dict[str
     rho = min(float(np.mean(seeds("rho", loss))) for loss in LOSSES)
     nu = max(float(np.mean(seeds("nu", loss))) for loss in LOSSES)
     match, largest = seeds("ranks, exact, match", "cross entropy"), seeds("ranks, exact, max", "cross entropy")
+    matched = float(np.mean(match)) >= 0.941
+    missed = (
+        f"with the cross entropy it goes from {min(match):.1%} to {max(match):.1%} over the seeds; the paper has one"
+    )
     why = (
         f"over the seeds it goes from {min(largest):.0%} to {max(largest):.0%} with the cross entropy: the largest of "
         f"{int(found[0]['probe, divergence']['ranks, exact, cases'])} totals hangs on the network; the paper has one"
     )
     return [
-        claim("Spearman ρ of prediction and joint loss", ".991", both("rho", ".3f"), rho >= 0.98),
-        claim("pairwise violation rate ν", "3.7 %", both("nu", ".2%"), nu <= 0.04),
-        claim("exact-budget match p, savings in ranks", "94.1 %", both("ranks, exact, match", ".1%"),
-              max(match) >= 0.941),
-        claim("largest regret where the best is missed", "below 12 %", both("ranks, exact, max", ".0%"),
+        claim("Spearman ρ of prediction and joint loss is at least .98", ".991", both("rho", ".3f"), rho >= 0.98),
+        claim("pairwise violation rate ν is at most 4 %", "3.7 %", both("nu", ".2%"), nu <= 0.04),
+        claim("exact-budget match p, savings in ranks, is at least the paper's", "94.1 %",
+              both("ranks, exact, match", ".1%"), matched, "" if matched else missed),
+        claim("largest regret where the best is missed, every seed", "below 12 %", both("ranks, exact, max", ".0%"),
               max(largest) < 0.12, "" if max(largest) < 0.12 else why),
     ]  # fmt: skip
 

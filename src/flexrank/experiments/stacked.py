@@ -7,7 +7,7 @@ first, two thirds of a step were copies. A step of one `narrow` submodel with 64
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -114,6 +114,17 @@ class _Unfold(torch.autograd.Function):
         return found, None, None
 
 
+def draw_rows(count: int, batch: int, steps: int, seed: int) -> Iterator[Tensor]:
+    """The rows of each step's batch: of a new permutation whenever the last has too few left."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.empty(0, dtype=torch.int64)
+    for _ in range(steps):
+        if len(order) < batch:
+            order = torch.randperm(count, generator=generator)
+        rows, order = order[:batch], order[batch:]
+        yield rows
+
+
 def train_stacked_(
     network: StackedNetwork,
     images: Tensor,
@@ -140,12 +151,7 @@ def train_stacked_(
         seed: of the batches.
     """
     optimizer = torch.optim.AdamW(network.parameters(), learning_rate, weight_decay=0.0, fused=True)
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.empty(0, dtype=torch.int64)
-    for step in range(steps):
-        if len(order) < batch:
-            order = torch.randperm(len(images), generator=generator)
-        rows, order = order[:batch], order[batch:]
+    for step, rows in enumerate(draw_rows(len(images), batch, steps, seed)):
         for group in optimizer.param_groups:
             group["lr"] = scheduled_rate(step, steps, learning_rate, warmup_steps, 0.0)
         log_student = network(images[rows]).log_softmax(-1)

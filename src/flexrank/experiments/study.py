@@ -2,8 +2,8 @@
 
 A result is one JSON object; figure, printed table and page are drawn from it alone:
 
-    {"study", "title", "form", "settings", "tables": [table(…)], "claims": [claim(…)], "data": what the figure needs,
-     "seconds", "machine"}
+    {"study", "title", "form", "command", "settings", "tables": [table(…)], "claims": [claim(…)],
+     "data": what the figure needs, "seconds": of the last run, "machine"}
 
 A table's cell is a text, a number, None, or `spread(…)` of what several seeds gave.
 """
@@ -21,7 +21,7 @@ from flexrank.errors import FlexrankError
 from flexrank.storage import read_json, require_keys, write_json
 
 RESULT = "result.json"
-KEYS = ("study", "title", "form", "settings", "tables", "claims", "data", "seconds", "machine")
+KEYS = ("study", "title", "form", "command", "settings", "tables", "claims", "data", "seconds", "machine")
 VERDICTS = {True: "agrees", False: "differs", None: "not comparable"}
 
 Result = dict[str, Any]
@@ -87,10 +87,6 @@ class Ledger:
         self._units: dict[str, Any] = read_json(self._path)["units"] if self._path.is_file() else {}
         self._settings = dict(settings)
 
-    def done(self, unit: str) -> bool:
-        """Whether this unit is finished."""
-        return unit in self._units
-
     def take(self, unit: str, compute: Callable[[], Any]) -> Any:
         """The unit's value (JSON), computed if no earlier process did."""
         if unit not in self._units:
@@ -110,6 +106,12 @@ def read_result(path: Path) -> Result:
         raise FlexrankError(f"{path}: no result of a study")
     require_keys(result, KEYS, str(path))
     return result
+
+
+def between(values: Sequence[float], form: str = ".1%") -> str:
+    """Values over seeds as text: their mean, and in brackets the least and the largest."""
+    mean = f"{statistics.fmean(values):{form}}"
+    return mean if len(values) == 1 else f"{mean} ({min(values):{form}} to {max(values):{form}})"
 
 
 def count_seeds(request: Request, quick: int, full: int) -> int:

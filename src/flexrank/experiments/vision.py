@@ -8,18 +8,21 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import shutil
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flexrank.allocation import allocate_ranks
-from flexrank.benches.setting import BUDGETS, assets_directory
+from flexrank.benches.setting import BUDGETS
 from flexrank.calibration import collect_moments
 from flexrank.decomposition import decompose_
 from flexrank.distillation import distill_, distillation_evaluator
+from flexrank.environment import assets_directory
 from flexrank.evaluation import accuracy
 from flexrank.experiments import resnet, vit
 from flexrank.experiments.study import Ledger, Request, Result, Study, claim, count_seeds, shown, spread, table
@@ -31,6 +34,7 @@ from flexrank.pipeline.stages import autocast_dtype
 from flexrank.profiles import ProfileChain
 from flexrank.progress import track
 from flexrank.sensitivity import probe_sensitivity
+from flexrank.storage import read_json
 from flexrank.surgery import select_layers, use_profile
 
 #: Beside the study's own directory, where a training by examples/train_vit.py may have left it.
@@ -123,7 +127,12 @@ def run(request: Request) -> Result:
         ),
     )  # fmt: skip
     training, _ = vit.read_tensors(assets / "cifar10" / vit.TRAIN)
-    return compress(networks, Images(training, *vit.read_tensors(assets / "cifar10" / vit.TEST)), plan, seeds, request)
+    images = Images(training, *vit.read_tensors(assets / "cifar10" / vit.TEST))
+    result = compress(networks, images, plan, seeds, request)
+    record = read_json(directory / vit.RECORD)
+    # Not part of the finished units' key: there the digest of the weights stands for the training.
+    trained = {"training_of_the_transformer": record["recipe"] | {"accuracy": record["accuracy"]}}
+    return result | {"settings": result["settings"] | trained}
 
 
 def compress(networks: Sequence[Network], images: Images, plan: Plan, seeds: int, request: Request) -> Result:
@@ -164,8 +173,15 @@ class _Trial:
         share = self.ledger.take(f"{self.label}, energetic share", self.energetic_share)
         before = self.ledger.take(f"{self.label}, datasvd", lambda: self.accuracies(chain))
         after = self.ledger.take(f"{self.label}, consolidated", lambda: self.consolidate(chain))
+        if self.checkpoint.exists():  # not where an earlier process finished the unit and removed it
+            shutil.rmtree(self.checkpoint)
         sizes = [chain.model_parameters(chain.entry_at(budget)) for budget in BUDGETS]
         return {"datasvd": before, "consolidated": after, "parameters": sizes, "energetic_share": share}
+
+    @property
+    def checkpoint(self) -> Path:
+        """The directory that an interrupted consolidation goes on from."""
+        return self.ledger.directory / f"{self.label}, distilled"
 
     @property
     def model(self) -> nn.Module:
@@ -202,7 +218,7 @@ class _Trial:
                 self.model, network.model, batches, chain, objective=OBJECTIVE, steps=plan.steps, seed=self.seed,
                 learning_rate=network.learning_rate, warmup_steps=plan.warmup_steps, teacher_cache=0,
                 autocast=autocast_dtype("auto", torch.device("cpu")),
-                checkpoint=self.ledger.directory / f"{self.label}, distilled",
+                checkpoint=self.checkpoint,
             )  # fmt: skip
         return self.accuracies(chain)
 

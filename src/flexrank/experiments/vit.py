@@ -8,6 +8,7 @@ four heads gave 400.
 """
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
@@ -84,11 +85,11 @@ def train_vit(images: Path, output: Path, recipe: Recipe | None = None) -> dict[
         training.json: the recipe, the mean loss of each epoch, and the accuracy on the test images.
 
     Raises:
-        FlexrankError: the images cannot be read, `output` holds something else, or a checkpoint is of another recipe.
+        FlexrankError: the recipe has no epoch, no image a step or no learning rate, the images cannot be read,
+            `output` holds something else, or a checkpoint is of another recipe.
     """
     recipe = recipe or Recipe()
-    if recipe.epochs < 1:
-        raise FlexrankError(f"epochs is {recipe.epochs}; it must be at least 1")
+    _require_possible(recipe)
     pixels, labels = read_tensors(images / TRAIN)
     test_pixels, test_labels = read_tensors(images / TEST)
     model = build_vit(recipe, pixels.shape[-1], int(labels.max()) + 1)
@@ -103,6 +104,14 @@ def train_vit(images: Path, output: Path, recipe: Recipe | None = None) -> dict[
         file.unlink()
     checkpoint.rmdir()
     return record
+
+
+def _require_possible(recipe: Recipe) -> None:
+    for name in ("epochs", "batch_size"):
+        if getattr(recipe, name) < 1:
+            raise FlexrankError(f"{name} is {getattr(recipe, name)}; it must be at least 1")
+    if not 0 < recipe.learning_rate < math.inf:
+        raise FlexrankError(f"learning_rate is {recipe.learning_rate:g}; it must be a number above 0")
 
 
 def build_vit(recipe: Recipe, side: int, classes: int) -> Any:

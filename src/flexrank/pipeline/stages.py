@@ -97,7 +97,7 @@ class Workspace:
 
 def decompose(work: Workspace, _: str) -> None:
     """Calibrates and decomposes: RUN/elastic_initial, whose chain is the full model alone."""
-    _require_fitting_inputs(work)
+    require_fitting_inputs(work)
     model, method = copy.deepcopy(work.base), work.config.decomposition.method
     layers = select_layers(model, work.config.layers.include, work.config.layers.exclude)
     moments = collect_moments(
@@ -351,7 +351,7 @@ def _require_reachable_budgets(work: Workspace, model: nn.Module) -> None:
             )
 
 
-def _require_fitting_inputs(work: Workspace) -> None:
+def require_fitting_inputs(work: Workspace) -> None:
     """Refuses texts longer than the model has positions for, and images of another size than it was made for."""
     config, data = work.base.config, work.config.data
     if work.config.task != "classification":

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from flexrank.benches.setting import uniform_profile
 from flexrank.config import RunConfig
 from flexrank.costs import deployed_parameters
 from flexrank.errors import FlexrankError
@@ -20,7 +19,7 @@ from flexrank.plan.subject import Subject, make_subject
 from flexrank.plan.table import print_plan
 from flexrank.report import split_block
 from flexrank.sensitivity import rank_levels
-from flexrank.surgery import dense_reasons, footprint
+from flexrank.surgery import dense_reasons, footprint, uniform_profile
 
 __all__ = ["DEFAULT_TFLOPS", "make_plan", "print_plan"]
 

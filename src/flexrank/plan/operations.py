@@ -8,12 +8,12 @@ from collections.abc import Mapping
 
 import torch
 
-from flexrank.benches.setting import uniform_profile
 from flexrank.config import RunConfig
 from flexrank.costs import Shape
 from flexrank.plan.memory import reads_output
 from flexrank.plan.subject import Subject
 from flexrank.sensitivity import rank_levels
+from flexrank.surgery import uniform_profile
 
 
 def count_operations(subject: Subject, config: RunConfig) -> dict[str, int]:

@@ -33,7 +33,7 @@ def run(request: Request) -> Result:
     if not sizes:
         raise FlexrankError(f"data.training: {len(pool)} samples are fewer than the smallest calibration, {SIZES[0]}")
     budgets = list(config.allocation.budgets)
-    ledger = Ledger(request.work, told_apart(config, DECOMPOSED) | {"sizes": sizes})
+    ledger = Ledger(request.work, told_apart(config, DECOMPOSED) | {"sizes": sizes, "budgets": budgets})
     dense = ledger.take("dense", lambda: space.judge(space.base)["nats_per_token"])
     found = [
         ledger.take(f"seed {seed}", functools.partial(_one_seed, space, pool, sizes, budgets, seed))

@@ -28,9 +28,9 @@ from flexrank.pipeline.stages import Workspace, autocast_dtype, read_chain, requ
 from flexrank.profiles import RankProfile
 from flexrank.surgery import use_profile
 
-#: What a decomposition and a chain depend on, and what a training does.
-DECOMPOSED = ("task", "model", "dtype", "device", "seed", "data", "layers", "decomposition", "probe", "allocation")
-TRAINED = (*DECOMPOSED, "distillation")
+#: What a decomposition and its probe depend on, and what a training does.
+DECOMPOSED = ("task", "model", "dtype", "device", "seed", "data", "layers", "decomposition", "probe")
+TRAINED = (*DECOMPOSED, "allocation", "distillation")
 
 
 def stories_settings(**changes: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from flexrank.profiles import RankProfile
 
 def run(request: Request) -> Result:
     """Runs the study: each model, elastic or single, gets the configured steps."""
-    seeds, bench = count_seeds(request, 3, 3), LanguageBench(request)
+    seeds, bench = count_seeds(request, 2, 3), LanguageBench(request)
     steps = bench.config.distillation.steps
     ledger = Ledger(request.work, bench.key())
     found = []
@@ -100,7 +100,7 @@ STUDY = Study(
     title="One elastic model against models trained for one budget",
     shows="the loss of each single-budget model at all budgets, against the elastic model's, with equal steps each",
     paper="singles degrade away from their budget; the elastic model matches the best of them at each (Fig. 7)",
-    minutes=12,
+    minutes=10,
     full_minutes=150,
     run=run,
     draw=draw,

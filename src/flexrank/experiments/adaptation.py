@@ -1,6 +1,7 @@
 """LoRA on deployed submodels, on a second text domain (FlexRank, Table 1), by peft."""
 
 import copy
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -45,19 +46,13 @@ def run(request: Request) -> Result:
     }  # fmt: skip
     adapters = {"steps": steps, "held_out": HELD_OUT, "rank": RANK, "alpha": ALPHA, "learning_rate": LEARNING_RATE}
     ledger = Ledger(request.work, bench.key(domain=identity(domain), adapters=adapters))
-    training, held_out = _domain_blocks(bench, texts, str(domain))
-    subjects = [BASE, *(f"{budget:g}" for budget in bench.budgets)]
+    trial = _Trial(bench, ledger, *_domain_blocks(bench, texts, str(domain)), steps)
     found = {}
-    for place, name in enumerate(subjects):
-        budget = None if place == 0 else bench.budgets[place - 1]
-        compute = functools.partial(_before, bench, ledger, budget, held_out)
-        before = ledger.take(f"{name}, before", compute)
+    for budget in (None, *bench.budgets):
+        name = BASE if budget is None else f"{budget:g}"
+        before = ledger.take(f"{name}, before", functools.partial(trial.before, budget))
         after = [
-            ledger.take(
-                f"{name}, seed {seed}",
-                functools.partial(_adapted, bench, ledger, budget, training, held_out, steps, seed),
-            )
-            for seed in range(seeds)
+            ledger.take(f"{name}, seed {seed}", functools.partial(trial.after, budget, seed)) for seed in range(seeds)
         ]
         found[name] = {**before, "after": [one["nats"] for one in after], "trained": after[0]["trained"]}
     rows = [
@@ -90,43 +85,43 @@ def _domain_blocks(bench: LanguageBench, texts: Sequence[str], name: str) -> tup
     return list(batches[:-apart]), list(batches[-apart:])
 
 
-def _elastic(bench: LanguageBench, ledger: Ledger) -> nn.Module:
-    """The consolidated model, trained once."""
-    directory = ledger.directory / "elastic"
-    if not directory.is_dir():
-        steps, path = bench.config.distillation.steps, ledger.directory / "training"
-        model = bench.trained(bench.profiles[::-1], steps=steps, seed=0, checkpoint=path)
-        save_elastic(model, bench.chain, directory)
-    return load_elastic(directory)[0].to(bench.space.device)
+@dataclasses.dataclass(frozen=True)
+class _Trial:
+    """The base and the submodels, before and after their adapters are trained on the second domain."""
 
+    bench: LanguageBench
+    ledger: Ledger
+    training: Sequence[Batch]
+    held_out: Sequence[Batch]
+    steps: int
 
-def _submodel(bench: LanguageBench, ledger: Ledger, budget: float | None) -> nn.Module:
-    """The base, or the submodel that a run would deploy for a budget."""
-    if budget is None:
-        return copy.deepcopy(bench.base)
-    model = _elastic(bench, ledger)
-    return deploy_within(bench.space, model, bench.chain, activations(bench.space, model), budget=budget)[0]
+    def before(self, budget: float | None) -> dict[str, Any]:
+        model = self.submodel(budget)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        return {"nats": nats_per_token(model, self.held_out), "own": self.bench.nats(model), "parameters": parameters}
 
+    def after(self, budget: float | None, seed: int) -> dict[str, Any]:
+        model = adapted(self.submodel(budget), seed)
+        train_adapters_(model, self.training, self.steps, seed, self.bench.autocast)
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        return {"nats": nats_per_token(model, self.held_out), "trained": trained}
 
-def _before(bench: LanguageBench, ledger: Ledger, budget: float | None, held_out: Sequence[Batch]) -> dict[str, Any]:
-    model = _submodel(bench, ledger, budget)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return {"nats": nats_per_token(model, held_out), "own": bench.nats(model), "parameters": parameters}
+    def submodel(self, budget: float | None) -> nn.Module:
+        """The base, or the submodel that a run would deploy for a budget."""
+        if budget is None:
+            return copy.deepcopy(self.bench.base)
+        space, model = self.bench.space, self.elastic()
+        return deploy_within(space, model, self.bench.chain, activations(space, model), budget=budget)[0]
 
-
-def _adapted(
-    bench: LanguageBench,
-    ledger: Ledger,
-    budget: float | None,
-    training: Sequence[Batch],
-    held_out: Sequence[Batch],
-    steps: int,
-    seed: int,
-) -> dict[str, Any]:
-    model = adapted(_submodel(bench, ledger, budget), seed)
-    train_adapters_(model, training, steps, seed, bench.autocast)
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return {"nats": nats_per_token(model, held_out), "trained": trained}
+    def elastic(self) -> nn.Module:
+        """The consolidated model, trained once."""
+        bench, directory = self.bench, self.ledger.directory / "elastic"
+        if not directory.is_dir():
+            steps, path = bench.config.distillation.steps, self.ledger.directory / "training"
+            save_elastic(
+                bench.trained(bench.profiles[::-1], steps=steps, seed=0, checkpoint=path), bench.chain, directory
+            )
+        return load_elastic(directory)[0].to(bench.space.device)
 
 
 def adapted(model: Any, seed: int) -> Any:

@@ -35,43 +35,32 @@ TRAINED = (*DECOMPOSED, "allocation", "distillation")
 
 def stories_settings(**changes: Any) -> dict[str, Any]:
     """The settings of a run of stories260k on its stories; `changes` are sections, their keys laid over these."""
-    assets = assets_directory()
-    settings: dict[str, Any] = {
-        "name": "stories260k",
-        "task": "language",
-        "model": str(assets / "stories260k"),
-        "data": {
-            "source": "text", "path": str(assets / "text" / "tinystories_train_v2.txt"),
-            "separator": STORY_SEPARATOR, "calibration": 128, "probe": 32, "training": 3000, "evaluation": 64,
-            "max_tokens": 256, "batch_size": 8,
-        },
-        "probe": {"levels": 8},
-        "allocation": {"budgets": [0.8, 0.6, 0.4, 0.2]},
-        "distillation": {"steps": 300, "batch_size": 8, "learning_rate": 1e-3, "warmup_steps": 15},
-    }  # fmt: skip
-    return _laid_over(settings, changes)
+    texts = {"path": str(assets_directory() / "text" / "tinystories_train_v2.txt"), "probe": 32, "max_tokens": 256}
+    training = {"steps": 300, "learning_rate": 1e-3, "warmup_steps": 15}
+    return _settings("stories260k", texts | {"evaluation": 64}, training, changes)
 
 
 def pycode_settings(**changes: Any) -> dict[str, Any]:
     """The settings of a run of pycode5m on Python sources; `changes` are sections, their keys laid over these."""
-    assets = assets_directory()
+    folder = assets_directory() / "pycode5m"
+    files = {"path": str(folder / "train_sample.txt"), "held_out": str(folder / "val.txt")}
+    training = {"steps": 150, "learning_rate": 3e-4, "warmup_steps": 10}
+    return _settings("pycode5m", files | {"probe": 16, "evaluation": 32, "max_tokens": 512}, training, changes)
+
+
+def _settings(
+    name: str, data: Mapping[str, Any], distillation: Mapping[str, Any], changes: Mapping[str, Any]
+) -> dict[str, Any]:
+    texts = {"source": "text", "separator": STORY_SEPARATOR, "calibration": 128, "training": 3000, "batch_size": 8}
     settings: dict[str, Any] = {
-        "name": "pycode5m",
+        "name": name,
         "task": "language",
-        "model": str(assets / "pycode5m"),
-        "data": {
-            "source": "text", "path": str(assets / "pycode5m" / "train_sample.txt"),
-            "held_out": str(assets / "pycode5m" / "val.txt"), "separator": STORY_SEPARATOR, "calibration": 128,
-            "probe": 16, "training": 3000, "evaluation": 32, "max_tokens": 512, "batch_size": 8,
-        },
+        "model": str(assets_directory() / name),
+        "data": texts | dict(data),
         "probe": {"levels": 8},
         "allocation": {"budgets": [0.8, 0.6, 0.4, 0.2]},
-        "distillation": {"steps": 150, "batch_size": 8, "learning_rate": 3e-4, "warmup_steps": 10},
-    }  # fmt: skip
-    return _laid_over(settings, changes)
-
-
-def _laid_over(settings: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        "distillation": {"batch_size": 8, **distillation},
+    }
     return settings | {key: {**settings.get(key, {}), **keys} for key, keys in changes.items()}
 
 

@@ -50,7 +50,8 @@ def run(request: Request) -> Result:
     levels = tuple(range(mnist.LEVELS)) if request.full else COARSE
     settings = {
         "levels": levels, "steps": STEPS, "elastic_steps": ELASTIC_STEPS, "learning_rates": LEARNING_RATES,
-        "images_a_step": IMAGES_A_STEP, "calibration": CALIBRATION, "probe": PROBE,
+        "images_a_step": IMAGES_A_STEP, "calibration": CALIBRATION, "probe": PROBE, "epochs": mnist.EPOCHS,
+        "submodels_at_once": CHUNK,
     }  # fmt: skip
     ledger = Ledger(request.work, settings)
     found = [_Seed(seed, levels, ledger).run() for seed in range(seeds)]

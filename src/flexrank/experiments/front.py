@@ -70,7 +70,7 @@ class _Seed:
         self.seed, self.levels, self.ledger = seed, levels, ledger
         self.images, labels = mnist.load_images("train")
         self.test_images, self.test_labels = mnist.load_images("test")
-        self.network = mnist.train_network("narrow", self.images, labels, seed)
+        self.network = mnist.kept_network(ledger.directory / f"network-{seed}", "narrow", self.images, labels, seed)
         with inference(self.network):
             self.targets, self.test_targets = self.network(self.images), self.network(self.test_images)
         order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(seed))

@@ -7,6 +7,7 @@ The paper gives no widths. Every layer here has ten ranks or more, so that K = 1
 from pathlib import Path
 
 import numpy as np
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -16,6 +17,7 @@ from flexrank.environment import assets_directory
 from flexrank.evaluation import inference
 from flexrank.objectives import LogitObjective
 from flexrank.progress import track
+from flexrank.storage import write_aside
 
 LEVELS = 10
 EPOCHS, BATCH, LEARNING_RATE = 4, 128, 2e-3
@@ -63,6 +65,20 @@ def train_network(name: str, images: Tensor, labels: Tensor, seed: int, epochs: 
         functional.cross_entropy(model(images[rows]), labels[rows]).backward()
         optimizer.step()
         schedule.step()
+    return model.eval()
+
+
+def kept_network(path: Path, name: str, images: Tensor, labels: Tensor, seed: int) -> nn.Sequential:
+    """The trained network of a file, which is written first where it is absent.
+
+    Units of one network go on in another process, perhaps with other threads, whose training would end in other bits.
+    """
+    if not path.is_file():
+        model = train_network(name, images, labels, seed)
+        with write_aside(path) as aside:
+            safetensors.torch.save_file(model.state_dict(), aside)
+    model = build_network(name, seed)
+    model.load_state_dict(safetensors.torch.load_file(path))
     return model.eval()
 
 

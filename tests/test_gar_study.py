@@ -106,7 +106,7 @@ def test_the_whole_study_on_a_tiny_model(
     sources: Path, tmp_path: Path, subject: gar._Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study, request = find_study("gar"), request_for(sources, tmp_path / "work", seeds=2)
-    result = reproduce(study, request, tmp_path)
+    result = reproduce(study, request, tmp_path, "flexrank reproduce gar")
     cost, errors = result["tables"]
     assert len(cost["rows"]) == 2 * 2 * 4 and len(errors["rows"]) == 3 * 4
     assert all(cell["n"] == 2 and cell["mean"] > 0 for row in cost["rows"][::2] for cell in row[1:])
@@ -172,15 +172,13 @@ def test_cost_claims_follow_the_numbers() -> None:
     assert "1.94 ± 0.01 at 0.97" in gar._cost_claims(panel(1.0))[0]["here"]
 
 
-def test_missing_assets_and_another_task_are_named(
-    tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FLEXRANK_ASSETS", str(tmp_path))
-    with pytest.raises(FlexrankError, match="pycode5m: missing; set FLEXRANK_ASSETS"):
-        find_study("gar").settings(False)
+def test_another_task_and_another_decomposition_are_named(tmp_path: Path, sources: Path) -> None:
     config = parse_config(settings(sources / "embedding", sources / "text.txt", tmp_path, "embedding"))
     with pytest.raises(FlexrankError, match="task is 'embedding'; this study runs on causal language models"):
         gar.run(Request(tmp_path, config=config))
+    values = settings(sources / "language", sources / "text.txt", tmp_path) | {"decomposition": {"method": "svd"}}
+    with pytest.raises(FlexrankError, match="decomposition.method is 'svd'; this study is of 'datasvd' alone"):
+        gar.run(Request(tmp_path, config=parse_config(values)))
 
 
 @pytest.mark.gpu

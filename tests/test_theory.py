@@ -118,7 +118,7 @@ def test_the_whole_study_proves_its_claims_and_goes_on_from_finished_seeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study = find_study("theory")
-    result = reproduce(study, Request(tmp_path / "work", seeds=2), tmp_path)
+    result = reproduce(study, Request(tmp_path / "work", seeds=2), tmp_path, "flexrank reproduce theory")
     assert [one["holds"] for one in result["claims"]] == [True, True, True, False, True, True]
     pts, asl, bound, nsl = zip(*(row[1:] for row in result["tables"][0]["rows"]), strict=True)
     norm = result["settings"]["squared_norm"]

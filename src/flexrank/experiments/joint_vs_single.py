@@ -104,8 +104,8 @@ def draw(data: Mapping[str, Any]) -> Any:
     told = f"elastic, {data['steps']} steps"
     draw_seeds(axes, budgets, [data["patient"]], OURS, told, linestyle=":", marker="", zorder=3)
     axes.axhline(data["dense"], color="#888888", linewidth=1, linestyle=":")
-    place = (max(budgets), data["dense"])
-    axes.annotate("original", place, (-2, 3), textcoords="offset points", ha="right", color="#666666")
+    place = (min(budgets), data["dense"])
+    axes.annotate("original", place, (2, 3), textcoords="offset points", ha="left", color="#666666")
     highest = max(max(one["elastic"]) for one in found)
     axes.set(xlabel="budget", ylabel="held-out nats per token", ylim=(data["dense"] * 0.93, highest * 1.6))
     axes.legend(frameon=False, fontsize=8)

@@ -1,4 +1,4 @@
-"""What all tests share: two threads, a fixed seed, and the real models and data where there are any."""
+"""What all tests share: two processes of a thread each, a fixed seed, and the real models and data if there are any."""
 
 import os
 import shutil
@@ -12,7 +12,8 @@ ASSETS = Path(os.environ.get("FLEXRANK_ASSETS") or Path(__file__).parents[2] / "
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    # Two files are tested at once (pyproject.toml); `-n 0` runs all in one process, with two threads.
+    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
     # Tests never download: a missing file is an error at once, not a wait for the network.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

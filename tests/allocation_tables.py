@@ -6,6 +6,7 @@ import math
 import numpy as np
 from hypothesis import HealthCheck, settings
 
+from flexrank.allocation.curves import CostTable
 from flexrank.costs import dense_parameters, deployed_parameters
 from flexrank.profiles import Footprint, ProfileChain, SensitivityTable
 
@@ -71,6 +72,12 @@ def brute_force(table: SensitivityTable, budgets: list[float], weights: list[flo
             levels: min((v for low, v in own if all(map(int.__le__, low, levels))), default=math.inf) for levels in best
         }
     return min(best.values())
+
+
+def every_profile(costs: CostTable, low=None, high=None) -> list[np.ndarray]:
+    """All levels between two profiles, or of the whole table."""
+    ends = zip(costs.top * 0 if low is None else low, costs.top if high is None else high, strict=True)
+    return [np.array(levels) for levels in itertools.product(*(range(a, b + 1) for a, b in ends))]
 
 
 def check_chain(chain: ProfileChain, table: SensitivityTable, budgets) -> None:

@@ -33,6 +33,12 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tests leave the user's table of times alone."""
+    os.environ["FLEXRANK_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
 def assets() -> Path:
     """The directory of the real models and data; a test that takes it is marked `assets`."""

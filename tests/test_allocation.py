@@ -15,13 +15,14 @@ from allocation_tables import (
     SOLVER_TOLERANCE,
     brute_force,
     check_chain,
+    every_profile,
     random_table,
     run_often,
     spread_budgets,
     transformer_table,
     weighted_error,
 )
-from flexrank.allocation import allocate_ranks, joint, unconstrained_bounds
+from flexrank.allocation import allocate_ranks, joint, knapsack, unconstrained_bounds
 from flexrank.allocation.adjustment import repair, spend
 from flexrank.allocation.curves import CostTable, read_curves
 from flexrank.allocation.knapsack import solve_window
@@ -50,8 +51,8 @@ def test_joint_equals_brute_force(layers, levels, count, seed, falling, weighted
 @pytest.mark.parametrize("seed", range(30))
 def test_whole_program_equals_brute_force(seed, monkeypatch):
     """The path that the budget-by-budget one usually spares."""
-    quick = joint._solve_by_budget
-    monkeypatch.setattr(joint, "_solve_by_budget", lambda *a: quick(*a)._replace(objective=1e9, bound=-1e9))
+    quick = joint.solve_by_budget
+    monkeypatch.setattr(joint, "solve_by_budget", lambda *a: quick(*a)._replace(objective=1e9, bound=-1e9))
     table = random_table(3, 4, seed)
     budgets = spread_budgets(table, 3)
     chain = allocate_ranks(table, budgets, gap=0)
@@ -62,8 +63,8 @@ def test_whole_program_equals_brute_force(seed, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_relaxation_serves_where_the_solver_has_no_time(seed, monkeypatch):
-    quick = joint._solve_by_budget
-    monkeypatch.setattr(joint, "_solve_by_budget", lambda *a: quick(*a)._replace(objective=1e9, bound=-1e9))
+    quick = joint.solve_by_budget
+    monkeypatch.setattr(joint, "solve_by_budget", lambda *a: quick(*a)._replace(objective=1e9, bound=-1e9))
     table = transformer_table(24, 6, seed)
     budgets = [0.3, 0.5, 0.7, 0.9]
     chain = allocate_ranks(table, budgets, gap=1e-6, time_limit=1e-6)
@@ -80,11 +81,61 @@ def test_one_budget_equals_brute_force_and_its_bound_holds(seed):
     best = brute_force(table, [budget], [1.0])
     costs = CostTable(read_curves(table))
     cap = math.floor(budget * sum(m * n for m, n in table.shapes.values()))
-    levels, bound = solve_window(costs, np.zeros_like(costs.top), costs.top, cap, 0.0, 60.0)
+    levels, bound, relaxed, excess, rounding = solve_window(costs, np.zeros_like(costs.top), costs.top, cap)
     assert costs.cost(levels) <= cap
-    assert costs.error(levels) == pytest.approx(best, rel=1e-6, abs=1e-9)
-    assert bound <= best * (1 + 1e-9)
-    assert bound == pytest.approx(best, rel=1e-5, abs=1e-8)
+    assert costs.error(levels) == pytest.approx(best, rel=1e-12)
+    assert relaxed <= bound <= best * (1 + 1e-12)
+    assert bound == pytest.approx(best, rel=1e-12)
+    for other in every_profile(costs):
+        if costs.cost(other) <= cap:
+            least = relaxed + excess[np.arange(4), other].sum()
+            assert least <= costs.error(other) + rounding
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("states", [1, 3, 10])
+def test_a_search_that_outgrows_its_states_says_so_in_its_bound(seed, states, monkeypatch):
+    monkeypatch.setattr(knapsack, "STATES", states)
+    table = random_table(5, 5, seed)
+    costs = CostTable(read_curves(table))
+    for budget in spread_budgets(table, 4):
+        cap = math.floor(budget * costs.cost(costs.top))
+        best = min(costs.error(row) for row in every_profile(costs) if costs.cost(row) <= cap)
+        found = solve_window(costs, np.zeros_like(costs.top), costs.top, cap)
+        assert costs.cost(found.levels) <= cap
+        assert found.relaxed <= found.bound <= best * (1 + 1e-12) <= costs.error(found.levels) * (1 + 2e-12)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_window_is_kept_and_best_in_itself(seed):
+    """As `polish` asks for it: between two profiles, one of whose layers may have no choice left."""
+    table = random_table(4, 5, seed)
+    costs = CostTable(read_curves(table))
+    random = np.random.default_rng(seed)
+    low, high = np.sort(random.integers(0, 5, size=(2, 4)), axis=0)
+    cap = int(random.integers(costs.cost(low), costs.cost(high) + 1))
+    found = solve_window(costs, low, high, cap)
+    inside = [row for row in every_profile(costs, low, high) if costs.cost(row) <= cap]
+    assert (low <= found.levels).all() and (found.levels <= high).all() and costs.cost(found.levels) <= cap
+    assert costs.error(found.levels) == pytest.approx(min(map(costs.error, inside)), rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_the_program_leaves_out_is_in_no_nested_solution_as_good(seed):
+    table = random_table(2, 4, seed)
+    budgets, weights = spread_budgets(table, 2), [1.0, 3.0]
+    costs = CostTable(read_curves(table))
+    caps = [math.floor(budget * costs.cost(costs.top)) for budget in budgets]
+    alone = [solve_window(costs, np.zeros_like(costs.top), costs.top, cap) for cap in caps]
+    quick = joint.solve_by_budget(costs, alone, caps, weights, 0.0)
+    best = brute_force(table, budgets, weights)
+    assert quick.bound <= best * (1 + 1e-12) <= quick.objective * (1 + 2e-12)
+    kept = joint.still_possible(alone, weights, quick)
+    layers = np.arange(2)
+    for small, large in itertools.product(every_profile(costs), repeat=2):
+        fits = costs.cost(small) <= caps[0] and costs.cost(large) <= caps[1] and (small <= large).all()
+        if fits and costs.error(small) + 3 * costs.error(large) <= quick.objective:
+            assert kept[0, layers, small].all() and kept[1, layers, large].all()
 
 
 def test_errors_of_very_different_size_are_solved_alike():
@@ -212,11 +263,11 @@ def test_polish_leaves_each_budget_best_between_its_neighbours(seed):
     costs = CostTable(read_curves(table))
     caps = [math.floor(budget * costs.cost(costs.top)) for budget in spread_budgets(table, 3)]
     levels = np.zeros((3, 4), np.int64)
-    joint.polish(costs, levels, caps, 0.0, 60.0)
+    alone = [solve_window(costs, np.zeros_like(costs.top), costs.top, cap) for cap in caps]
+    joint.polish(costs, levels, caps, alone, 0.0)
     ends = [np.zeros_like(costs.top), *levels, costs.top]
     for low, row, high, cap in zip(ends, ends[1:], ends[2:], caps, strict=False):
-        window = itertools.product(*(range(a, b + 1) for a, b in zip(low, high, strict=True)))
-        best = min(costs.error(np.array(other)) for other in window if costs.cost(np.array(other)) <= cap)
+        best = min(costs.error(other) for other in every_profile(costs, low, high) if costs.cost(other) <= cap)
         assert (low <= row).all() and (row <= high).all() and costs.cost(row) <= cap
         assert costs.error(row) <= best * (1 + 1e-6)
 

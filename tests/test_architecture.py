@@ -68,7 +68,7 @@ def test_the_comparison_sees_a_moved_and_a_missing_module() -> None:
     text = DOCUMENT.read_text(encoding="utf8")
     rows = contract_rows(contracts()[0]["layers"])
     assert drawn_rows(text.replace(" surgery ", " removed ", 1)) != rows
-    assert drawn_rows(text.replace("layers · allocation", "layers", 1)) != rows
+    assert drawn_rows(text.replace("layers · peers · allocation", "layers · allocation", 1)) != rows
     assert drawn_rows(text.replace(" 4 │ surgery", "   │ surgery", 1)) != rows
 
 

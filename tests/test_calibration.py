@@ -1,20 +1,23 @@
 """Streamed moments against the full data held at once."""
 
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from flexrank import linalg
 from flexrank.calibration import (
     Moments,
-    _Inputs,
     collect_moments,
     collect_rows,
+    collector,
     load_moments,
     merge_moments,
     save_moments,
 )
+from flexrank.calibration.groups import Inputs
 from flexrank.errors import FlexrankError
 from flexrank.objectives import FeatureObjective
 from flexrank.surgery import select_layers
@@ -187,7 +190,7 @@ def test_wrong_inputs_are_named() -> None:
 
 
 def test_only_the_last_inputs_are_held() -> None:
-    held = _Inputs(held=2)
+    held = Inputs(held=2)
     tensors = [torch.ones(3) for _ in range(4)]
     assert [held.number(tensors[i]) for i in (0, 0, 1, 0, 2, 0)] == [1, 1, 2, 1, 3, 1]  # what is read again stays
     assert [number for number, _ in held._held] == [3, 1]
@@ -295,3 +298,36 @@ def test_moments_of_other_layers_do_not_merge() -> None:
     second = collect_moments(model, [batch_for("llama_tied")], {name: layers[name]})
     with pytest.raises(FlexrankError, match="cannot be merged"):
         merge_moments(first, second)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_products_by_strips_equal_one_product(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strips and rows that do not divide the sizes; the oracle in float64."""
+    monkeypatch.setattr(linalg, "STRIP", 5)
+    monkeypatch.setattr(linalg, "ROWS", 7)
+    monkeypatch.setattr(collector, "STRIP", 3)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(13, 8), nn.Linear(8, 16)).to(dtype)
+    batches = [torch.randn(20, 13).to(dtype), torch.randn(9, 13).to(dtype)]
+    layers = select_layers(model)
+    moments = collect_moments(model, batches, layers)
+    assert moments["0"].side == "output" and moments["1"].side == "input"
+    assert_moments_match(moments, layers, full_data(model, batches, layers))
+    for moment in moments.values():
+        below = moment.moment.tril(-5)  # beside the blocks on the diagonal, it is a copy
+        assert torch.equal(below, moment.moment.triu(5).T)
+
+
+def test_a_product_that_overflows_is_named() -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    batches = [torch.randn(4, 3), torch.full((4, 3), 1e20)]
+    with pytest.raises(FlexrankError, match="layer '0' saw a value that is not finite in batch 1"):
+        collect_moments(model, batches, select_layers(model))
+
+
+def test_finding_groups_holds_no_input() -> None:
+    found, tensor = Inputs(), torch.ones(2, 3)
+    assert found.number(tensor) == found.number(tensor.view(2, 3)) == 1 != found.number(tensor.T)
+    died = weakref.ref(tensor)
+    del tensor
+    assert died() is None and found.number(torch.ones(2, 3)) == 3

@@ -125,12 +125,13 @@ def test_deploy_writes_one_size_within_the_limit(
         (["deploy", "CONFIG", "--budget", "0"], "--budget is 0.0; it is a fraction in (0, 1]"),
         (["deploy", "CONFIG", "--budget", "1.5"], "--budget is 1.5"),
         (["deploy", "CONFIG", "--max-bytes", "-3"], "--max-bytes is -3"),
+        (["deploy", "CONFIG", "--max-latency-ms", "0"], "--max-latency-ms is 0"),
         (["deploy", "CONFIG", "--output", "OUT"], "--output needs --budget"),
         (["deploy", "CONFIG", "--budget", "0.5", "--output", "HERE"], "is there and no deployed model"),
         (["inspect", "nowhere"], "nowhere"),
         (["inspect", "HERE"], "no artefact"),
         (["report", "HERE"], "summary.json"),
-        (["bench", "nothing"], "bench 'nothing': no such benchmark"),
+        (["bench", "nothing"], "bench 'nothing' is unknown; it is one of"),
         (["reproduce", "fig99"], "study 'fig99' is unknown; it is one of theory, ranking"),
     ],
 )
@@ -230,20 +231,24 @@ def test_an_interruption_is_one_line_that_tells_how_to_go_on(
     assert invoke("probe", tmp_path / "run").exit_code == 0
 
 
-def test_a_bench_writes_its_json_and_prints_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: Path) -> None:
-    import types
+def test_a_size_is_found_by_latency(
+    finished: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flexrank import deployment, timing
+    from tiny_runs import verify_here
 
-    bench = types.ModuleType("flexrank.benches.gar")
-    bench.run = lambda path: {"path": str(path), "ratio": 0.5}  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "flexrank.benches.gar", bench)
-    expected = {"path": str(tmp_path / "t.json"), "ratio": 0.5}
-    assert json.loads(invoke("bench", "gar", "--output", tmp_path / "t.json", "--json").stdout) == expected
-
-
-def test_every_bench_there_is_can_be_named() -> None:
-    names = cli._bench_names()
-    assert "setting" not in names
-    assert all(name in refused("bench", "nothing") for name in names)
+    monkeypatch.setattr(deployment, "_run_verification", verify_here)
+    monkeypatch.setattr(timing, "REPEATS", 1)
+    monkeypatch.setattr(timing, "LEAST_SECONDS", 1e-6)
+    place = Path(shutil.copytree(finished[0], tmp_path / "run"))
+    # A tenth of a microsecond is below what any model takes outside its layers.
+    refusal = invoke("deploy", place, "--max-latency-ms", 1e-4)
+    assert refusal.exit_code == 2 and "max_latency_ms=0.0001 is too small; the least" in refusal.stderr.splitlines()[-1]
+    found = invoke("deploy", place, "--max-latency-ms", 60000, "--json")
+    assert found.exit_code == 0, found.output
+    export = json.loads(found.stdout)["export"]
+    assert export["max_latency_ms"] == 60000 and export["relative_size"] == 1
+    assert (place / "exports" / "max_latency_ms-60000.0" / "flexrank.json").is_file()
 
 
 def test_a_missing_extra_is_one_line_that_names_it(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

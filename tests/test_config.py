@@ -68,6 +68,7 @@ def test_overrides_are_yaml_and_make_missing_sections(tmp_path: Path) -> None:
         ("layers.exclude=pooler", ["layers.exclude is 'pooler'", "a list in brackets"]),
         ("probe=3", ["probe is 3", "probe.levels"]),
         ("distillation.weights=[1, 2]", ["distillation.weights has 2 numbers", "has 8"]),
+        ("distillation.top_k=0", ["distillation.top_k is 0", "greater than or equal to 1"]),
         ("distillation.learning_rate=.nan", ["distillation.learning_rate is nan"]),
         ("dtype=int8", ["dtype is 'int8'", "'bfloat16'"]),
         ("name=a/b", ["name is 'a/b'"]),

@@ -5,7 +5,7 @@ import torch
 
 from flexrank.batches import call_model, output_tensor
 from flexrank.calibration import collect_moments
-from flexrank.decomposition import METHODS, decompose_
+from flexrank.decomposition import METHODS, decompose_, decompose_by_block_
 from flexrank.errors import FlexrankError
 from flexrank.linalg import plain_svd, whitened_svd
 from flexrank.objectives import FeatureObjective
@@ -86,3 +86,22 @@ def test_a_dead_layer_is_named_by_whitening_only() -> None:
     with pytest.raises(FlexrankError, match="layer '0': the second moment is zero"):
         decompose_(model, moments, method="paper")
     decompose_(model, moments)
+
+
+@pytest.mark.parametrize("name", ["llama_untied", "gpt2", "bert", "dinov3", "convnet"])
+@pytest.mark.parametrize("method", ["datasvd", "paper", "fisher"])
+def test_block_by_block_is_the_whole_model_at_once(name: str, method: str) -> None:
+    """To the bit; fisher's gradients pass through layers already factorised, whose rounding they carry."""
+    batches = [batch_for(name)] * 2
+    loss = FeatureObjective().fisher_loss if method == "fisher" else None
+    whole, blocks = build(name), build(name)
+    layers = select_layers(whole)
+    side = "input" if method == "paper" else "smaller"
+    wanted = decompose_(whole, collect_moments(whole, batches, layers, side=side, gradient_loss=loss), method=method)
+    found = decompose_by_block_(blocks, batches, list(layers), method=method, gradient_loss=loss)
+    assert list(found) == list(wanted)
+    for layer, energies in wanted.items():
+        bound = {"rtol": 1e-3, "atol": 1e-6 * float(energies[0])} if method == "fisher" else {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(found[layer], energies, **bound)
+        if method != "fisher":
+            assert torch.equal(nested_layers(blocks)[layer].u, nested_layers(whole)[layer].u)

@@ -10,9 +10,10 @@ import tiny_models
 from flexrank import deployment
 from flexrank.artefacts import load_deployed
 from flexrank.costs import deployed_parameters
-from flexrank.deployment import deploy, deployed_parameters_of, export, fit_profile, plan_layer
+from flexrank.deployment import deploy, deployed_parameters_of, export
 from flexrank.errors import FlexrankError
 from flexrank.layers import GaugeAlignedConv2d, GaugeAlignedLayer, GaugeAlignedLinear, NestedLayer
+from flexrank.planning import fit_profile, plan_layer
 from flexrank.surgery import full_profile, nested_layers, use_profile
 from tiny_models import agree, outputs
 

@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -65,7 +66,12 @@ def test_one_step_is_adamw_on_the_gradient_of_the_drawn_profile() -> None:
             target = teacher(batch).detach()
             ((twin(batch) - target).square().sum() / target.square().sum() / 2).backward()
     torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+    before = copy.deepcopy(twin)
     optimizer.step()
+    for name, rank in profile.items():  # what no profile uses does not even decay
+        for factor in ("u", "v"):
+            untouched = before.get_submodule(name).get_parameter(factor)[rank:]
+            twin.get_submodule(name).get_parameter(factor).data[rank:] = untouched
     for ours, expected in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
 
@@ -198,6 +204,67 @@ def test_the_evaluator_leaves_dropout_out_and_the_modes_alone() -> None:
     evaluate = distillation_evaluator(teacher, batches("bert"), EmbeddingObjective(0.5))
     model = nest(build("bert")).train()
     assert evaluate(model) < 1e-9 and model.training and teacher.training
+
+
+def test_components_that_no_profile_uses_stay_and_are_no_work(tmp_path: Path) -> None:
+    """The optimiser's state, in the checkpoint, is of used components alone; the model is whole again afterwards."""
+    teacher, model = build("convnet"), nest(build("convnet"))
+    before, whole = copy.deepcopy(model.state_dict()), dict(model.named_parameters())
+    small, large = {"0": 2, "3": 9, "6": 6}, {"0": 5, "3": 4, "6": 6}
+    settings = {"steps": 4, "learning_rate": 1e-2, "weight_decay": 0.5, "checkpoint": tmp_path / "a"}
+    distill_(model, teacher, batches("convnet"), [small, large], **settings)
+    saved = safetensors.torch.load_file(tmp_path / "a" / "state.safetensors")
+    assert all(whole[name] is parameter for name, parameter in model.named_parameters())
+    for name, used in {"0": 5, "3": 9, "6": 6}.items():
+        layer = model.get_submodule(name)
+        assert layer.rank == layer.max_rank
+        for factor in ("u", "v"):
+            key, now = f"{name}.{factor}", layer.get_parameter(factor)
+            assert torch.equal(now[used:], before[key][used:])
+            assert all(not torch.equal(a, b) for a, b in zip(now[:used], before[key][:used], strict=True))
+            assert torch.equal(saved[key], now[:used])
+            assert saved[f"{key}//exp_avg"].shape == saved[f"{key}//exp_avg_sq"].shape == saved[key].shape
+
+
+def test_the_model_is_whole_after_an_error_too() -> None:
+    teacher, model = build("perceptron"), nest(build("perceptron"))
+    before, profile = full_profile(model), {"0": 3, "2": 4, "4": 2}
+    for layer in nested_layers(model).values():
+        layer.rank = layer.max_rank - 1
+    with pytest.raises(FlexrankError, match="the loss is nan at step 0"):
+        distill_(model, teacher, [torch.full((2, 12), float("nan"))], [profile], steps=1)
+    assert full_profile(model) == before
+    assert all(layer.rank == layer.max_rank - 1 for layer in nested_layers(model).values())
+    with pytest.raises(FlexrankError, match="layer '2' is not in the profile"):
+        distill_(model, teacher, batches("perceptron"), [{"0": 3, "4": 2}], steps=1)
+    with pytest.raises(FlexrankError, match="layer '0': rank 99 is out of range"):
+        distill_(model, teacher, batches("perceptron"), [{**profile, "0": 99}], steps=1)
+
+
+def test_gradients_within_the_limit_are_not_touched() -> None:
+    """A limit just above the gradient's length trains to the same bits as none."""
+    teacher, trained = build("perceptron"), []
+    for limit in (1e9, 1e4):
+        model = nest(build("perceptron"))
+        distill_(model, teacher, batches("perceptron"), [{"0": 3, "2": 4, "4": 2}], max_norm=limit, **SETTINGS)
+        trained.append(torch.cat([parameter.flatten() for parameter in model.parameters()]))
+    assert torch.equal(*trained)
+
+
+def test_likeliest_classes_train_and_more_of_their_targets_are_kept() -> None:
+    teacher, calls = build("gpt2"), []
+    count = [0]
+    teacher.register_forward_hook(lambda *_: count.__setitem__(0, count[0] + 1))
+    for top_k in (None, 4):
+        model, objective = nest(build("gpt2")), LogitObjective(top_k=top_k)
+        profile = chain_of(model, (0.4,)).entries[0].profile
+        evaluate = distillation_evaluator(teacher, batches("gpt2"))
+        with use_profile(model, profile):
+            before, count[0] = evaluate(model), 0
+            distill_(model, teacher, batches("gpt2"), [profile], objective=objective, teacher_cache=6000, **SETTINGS)
+            calls.append(count[0])
+            assert evaluate(model) < 0.8 * before
+    assert calls[0] > calls[1] == 3
 
 
 def test_what_cannot_be_trained_is_refused() -> None:

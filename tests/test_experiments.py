@@ -11,7 +11,9 @@ from typer.testing import CliRunner
 from flexrank import cli
 from flexrank.errors import FlexrankError
 from flexrank.experiments import NAMES, driver, find_study, page
-from flexrank.experiments.study import Ledger, Request, Study, claim, count_seeds, shown, spread, table
+from flexrank.experiments.study import Ledger, Request, Study, count_seeds
+from flexrank.findings import claim, shown, spread, table
+from flexrank.findings.figures import save_figure
 
 FOUND = {
     "settings": {"steps": 3, "rate": 1e-3, "levels": [1, 2], "by": {"a": 0.5}},
@@ -115,7 +117,7 @@ def test_the_verb_writes_result_and_figures_and_prints_json_last(here: Path) -> 
 def test_the_same_result_gives_the_same_figure(here: Path) -> None:
     pictures = []
     for place in ("a", "b"):
-        driver.draw(study(), {**FOUND}, here / place)
+        save_figure(lambda: study().draw(FOUND["data"]), here / place / "ranking")
         pictures.append((here / place / "ranking.svg").read_bytes())
     assert pictures[0] == pictures[1]
 

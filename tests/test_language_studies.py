@@ -121,6 +121,13 @@ def test_adaptation_trains_adapters_alone_on_a_deployed_model(
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert trained and all("lora_" in name for name in trained)
     assert any("latent" in name for name in trained)  # the deployed layers' factors are adapted by name
+    assert any("expand" in name for name in trained)
+    single = adaptation.adapted(
+        deploy_within(bench.space, bench.decomposed(), bench.chain, None, budget=0.5)[0], 0, False
+    )
+    alone = {name for name, parameter in single.named_parameters() if parameter.requires_grad}
+    assert alone == {name for name in trained if ".expand." not in name}
+    assert [row[6] is None for row in rows.values()] == [True, False, False]
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

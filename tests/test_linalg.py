@@ -1,10 +1,12 @@
 """DataSVD against the dense optimum and the whitened procedure; gauge alignment against U Vᵀ in float64."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexrank import linalg
 from flexrank.errors import FlexrankError
 from flexrank.linalg import (
     ERROR_FLOOR,
@@ -163,3 +165,31 @@ def test_singular_leading_block_takes_slack() -> None:
     slack = choose_slack(u, v, torch.randn(8, 10).double(), torch.float32)
     assert slack > 0
     assert alignment_error(u, v, slack, torch.randn(8, 10).double(), torch.float32) < 2e-6
+
+
+@pytest.mark.parametrize("condition", [1e1, 1e3, 1e7, float("inf")])
+def test_a_tall_matrix_is_factorised_at_any_condition(condition: float) -> None:
+    """By Cholesky or Householder: W at full rank to rounding, left vectors orthonormal within what is stated."""
+    torch.manual_seed(0)
+    left, _ = torch.linalg.qr(torch.randn(40, 12, dtype=torch.float64))
+    right, _ = torch.linalg.qr(torch.randn(12, 12, dtype=torch.float64))
+    values = torch.logspace(0, -np.log10(condition), 12, dtype=torch.float64) if condition < float("inf") else None
+    weight = (left * (torch.cat([torch.ones(8), torch.zeros(4)]).double() if values is None else values)) @ right.T
+    x = torch.randn(50, 12, dtype=torch.float64)
+    factors = data_svd(weight, input_moment=x.T @ x)
+    torch.testing.assert_close(factors.u.T @ factors.v, weight, rtol=0, atol=1e-12)
+    wanted = torch.linalg.svdvals(weight @ x.T) ** 2
+    torch.testing.assert_close(factors.energies, wanted[:12], rtol=1e-5, atol=1e-5 * float(wanted[0]))
+    unit = factors.u / factors.u.norm(dim=1, keepdim=True)  # of the weakest components too
+    torch.testing.assert_close(unit @ unit.T, torch.eye(len(unit)).double(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_gram_by_strips_is_the_product(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linalg, "STRIP", 4)
+    monkeypatch.setattr(linalg, "ROWS", 5)
+    rows = torch.randn(17, 11).to(dtype)
+    found, wanted = linalg.gram_of(rows), rows.double().T @ rows.double()
+    bound = 1e-13 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(found, wanted, rtol=bound, atol=bound)
+    assert torch.equal(found.tril(-4), found.triu(4).T)

@@ -31,6 +31,78 @@ def test_chunked_divergence_is_torchs(chunk: int, temperature: float) -> None:
     torch.testing.assert_close(student.grad.double(), other.grad, rtol=1e-4, atol=1e-7)
 
 
+def lumped(student: torch.Tensor, teacher: torch.Tensor, temperature: float, count: int) -> torch.Tensor:
+    """The plain formula in float64: KL between the teacher's likeliest classes with all others as one."""
+    q, p = (student.double() / temperature).softmax(-1), (teacher.double() / temperature).softmax(-1)
+    total = q.new_zeros(())
+    for row_q, row_p in zip(q, p, strict=True):
+        kept = row_p.argsort(descending=True)[:count]
+        others = torch.ones(len(row_p), dtype=torch.bool)
+        others[kept] = False
+        total = total + (row_p[kept] * (row_p[kept] / row_q[kept]).log()).sum()
+        if others.any():
+            total = total + row_p[others].sum() * (row_p[others].sum() / row_q[others].sum()).log()
+    return temperature**2 * total / len(q)
+
+
+@pytest.mark.parametrize("count", [1, 4, 10, 11, 50])
+@pytest.mark.parametrize(("temperature", "chunk"), [(1.0, None), (2.5, 3)])
+def test_likeliest_classes_are_told_apart_and_the_rest_is_one(count: int, temperature: float, chunk) -> None:
+    student, teacher = (3 * torch.randn(2, 5, 11)).requires_grad_(), 3 * torch.randn(2, 5, 11)
+    batch = {"attention_mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])}
+    rows = batch["attention_mask"].bool()
+    objective, full = LogitObjective(temperature, chunk, count), LogitObjective(temperature, chunk)
+    target = objective.target(teacher, batch)
+    assert target.shape == (7, 2 * min(count, 11) + 1)
+    loss = objective.loss(student, target, batch)
+    (loss * 3).backward()
+    other = student.detach().double().requires_grad_()
+    expected = lumped(other[rows], teacher[rows], temperature, count)
+    (expected * 3).backward()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(student.grad.double(), other.grad, rtol=1e-4, atol=1e-6)
+    whole = float(full.loss(student.detach(), full.target(teacher, batch), batch))
+    assert 0 <= float(loss.detach()) <= whole * (1 + 1e-6)
+    if count >= 11:
+        assert float(loss.detach()) == pytest.approx(whole, rel=1e-5)
+
+
+def test_likeliest_classes_bear_a_certain_teacher() -> None:
+    """What is left over has no mass in float32 there, and a student that gives it some loses nothing by it."""
+    teacher = torch.tensor([[300.0, 0.0, 0.0, 0.0], [0.0, 1.0, 2.0, 3.0]])
+    student = torch.tensor([[1.0, 2.0, 3.0, 4.0], [-400.0, 1.0, 2.0, 3.0]], requires_grad=True)
+    objective = LogitObjective(top_k=1)
+    loss = objective.loss(student, objective.target(teacher, teacher), student)
+    loss.backward()
+    other = student.detach().double().requires_grad_()
+    expected = lumped(other, teacher, 1.0, 1)
+    expected.backward()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(student.grad.double(), other.grad, rtol=1e-4, atol=1e-6)
+    with pytest.raises(FlexrankError, match="top_k is 0; it must be at least 1"):
+        LogitObjective(top_k=0)
+
+
+def test_bfloat16_logits_get_bfloat16_gradients_and_chunks_change_nothing_but_rounding() -> None:
+    teacher, student = torch.randn(300, 2**10).bfloat16(), torch.randn(300, 2**10).bfloat16().requires_grad_()
+    found = []
+    for chunk in (None, 1000):
+        objective = LogitObjective(chunk=chunk)
+        loss = objective.loss(student, objective.target(teacher, teacher), student)
+        (gradient,) = torch.autograd.grad(loss, student)
+        found.append((loss.detach(), gradient))
+    assert found[0][1].dtype == torch.bfloat16 and found[0][0].dtype == torch.float32
+    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=0)
+
+
+def test_a_divergence_goes_back_once() -> None:
+    student, teacher = torch.randn(2, 3, requires_grad=True), torch.randn(2, 3)
+    loss = LogitObjective().loss(student, teacher, student)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="this divergence has been gone back through"):
+        loss.backward()
+
+
 def test_divergence_of_equal_logits_is_zero_and_classification_needs_no_mask() -> None:
     logits = torch.randn(4, 7)
     objective = LogitObjective()
@@ -87,6 +159,7 @@ def test_fisher_losses_have_the_fisher_as_second_moment() -> None:
 
 def test_tasks_have_objectives() -> None:
     assert objective_for("language", temperature=2.0) == LogitObjective(2.0)
+    assert objective_for("language", top_k=8) == LogitObjective(top_k=8)
     assert objective_for("embedding", hidden_weight=0.5) == EmbeddingObjective(0.5)
     with pytest.raises(FlexrankError, match="task 'speech' is unknown"):
         objective_for("speech")

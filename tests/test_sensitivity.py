@@ -34,22 +34,64 @@ def test_probe_equals_a_plain_loop(name: str) -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_blocks_before_the_probed_one_do_not_run() -> None:
+def test_what_runs_before_the_probed_layer_does_not_run() -> None:
     model = nest(build("bert"))
-    calls = {0: 0, 1: 0}
+    runs: dict[str, list[int]] = {"attention": [0, 0], "query": [0, 0]}
 
-    def count(index: int):
-        def hook(*_: object) -> None:
-            calls[index] += 1
+    def count(module: nn.Module, seen: list[int], index: int) -> None:
+        own = module.forward
 
-        return hook
+        def forward(*args: object, **kwargs: object) -> object:
+            seen[index] += 1
+            return own(*args, **kwargs)
+
+        module.forward = forward
 
     for index, block in enumerate(model.encoder.layer):
-        block.attention.self.register_forward_hook(count(index))
+        count(block.attention.self, runs["attention"], index)
+        count(block.attention.self.query, runs["query"], index)
     evaluate = distillation_evaluator(build("bert"), [batch_for("bert")], FeatureObjective())
     probe_sensitivity(model, evaluate, num_levels=3)
-    # 6 layers a block and 1 pooler with 2 truncated levels each, the baseline, and for block 1 a recording and a check
-    assert calls == {0: 1 + 2 * 6 + 2 + 1, 1: 1 + 2 * 12 + 2 + 2}
+    # Baseline and survey; a recording of each block, which runs the block before; a check of block 0, which runs block
+    # 1; 2 ranks of 6 layers of block 0. In its own block attention runs for its three projections alone.
+    assert runs["attention"] == [2 + 1 + 3 * 2 + 1, 2 + 1 + 1 + 6 * 2 + 1 + 3 * 2]
+    assert runs["query"] == [2 + 1 + 1 * 2 + 1, 2 + 1 + 1 + 6 * 2 + 1 + 1 * 2]
+
+
+def test_modules_that_do_not_fit_are_run(caplog: pytest.LogCaptureFixture) -> None:
+    """The table is the same; only blocks are replayed, and the log says so."""
+    evaluate = distillation_evaluator(build("bert"), [batch_for("bert")] * 2, FeatureObjective())
+    wanted = probe_sensitivity(nest(build("bert")), evaluate, num_levels=3)
+    with caplog.at_level("INFO", "flexrank"):
+        assert probe_sensitivity(nest(build("bert")), evaluate, num_levels=3, replay_bytes=100) == wanted
+    assert "the modules before encoder.layer.0.attention.self.query are not all replayed" in caplog.text
+
+
+class Added(nn.Module):
+    """An operation in place on what an elastic layer returned: its output cannot be replayed, its block's can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        y += x
+        return self.b(y)
+
+
+def test_a_layer_whose_output_is_changed_in_place_is_run(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    teacher = nn.Sequential(Added(), Added())
+    model = nest(copy.deepcopy(teacher))
+    evaluate = distillation_evaluator(teacher, [torch.randn(4, 6)] * 2, FeatureObjective())
+    with caplog.at_level("INFO", "flexrank"):
+        table = probe_sensitivity(model, evaluate, num_levels=3)
+    assert "the modules before 0.a are not all replayed" in caplog.text
+    full = full_profile(model)
+    for layer in full:
+        with use_profile(model, full | {layer: table.ranks[layer][0]}):
+            assert table.errors[layer][0] == evaluate(model) - table.baseline > 0
 
 
 class Wrapped(nn.Module):
@@ -146,7 +188,7 @@ def test_an_interrupted_probe_resumes_to_the_same_bits(tmp_path: Path) -> None:
     assert all(layer.rank == layer.max_rank for layer in nested_layers(model).values())
     calls = 100
     assert probe_sensitivity(model, stopping, num_levels=3, checkpoint=path) == expected
-    assert calls - 100 < 1 + 2 * 13
+    assert calls - 100 < 2 + 4 + 2 * 13  # baseline and survey, two recordings and checks, and all probes
     with pytest.raises(FlexrankError, match="belongs to another probe"):
         probe_sensitivity(model, evaluate, num_levels=4, checkpoint=path)
     with pytest.raises(FlexrankError, match="belongs to another probe"):  # the full model gives nearly the same
@@ -160,8 +202,8 @@ def test_wrong_uses_are_named() -> None:
     with pytest.raises(FlexrankError, match="num_levels is 1"):
         probe_sensitivity(model, lambda m: 0.0, num_levels=1)
     with pytest.raises(FlexrankError, match="evaluating layer '0' at rank .* gave nan"):
-        values = iter([1.0, float("nan")])
-        probe_sensitivity(model, lambda m: next(values), num_levels=2)
+        full = full_profile(model)["0"]
+        probe_sensitivity(model, lambda m: 1.0 if m[0].rank == full else float("nan"), num_levels=2)
 
 
 def test_curvature_is_the_trace_formula_at_every_rank() -> None:

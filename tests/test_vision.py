@@ -18,11 +18,10 @@ from safetensors.torch import save_file
 import models
 import tiny_models
 from flexrank import progress
-from flexrank.benches.setting import BUDGETS
 from flexrank.errors import FlexrankError
 from flexrank.experiments import driver, resnet, vision, vit
 from flexrank.experiments.study import Request
-from flexrank.experiments.vision import Images, Network, Plan, compress
+from flexrank.experiments.vision import BUDGETS, Images, Network, Plan, compress
 from flexrank.experiments.vit import Recipe, train_vit
 from flexrank.hf.models import load_model
 from flexrank.images import Scaling

@@ -172,20 +172,25 @@ def deploy(
     budget: Annotated[float | None, typer.Option(help="Share of the factorised layers' dense parameters.")] = None,
     max_bytes: Annotated[int | None, typer.Option(help="The most bytes of the whole model's tensors.")] = None,
     max_params: Annotated[int | None, typer.Option(help="The most parameters of the whole model.")] = None,
+    max_latency_ms: Annotated[
+        float | None, typer.Option(help="The most milliseconds here, for a batch as the table's latency is of.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Where to write; RUN/exports/LIMITS by default.")] = None,
     as_json: Json = False,
 ) -> None:
     """Exports small models, verified in a fresh process: those of the config, or one within the limits given."""
     from flexrank.storage import read_json
 
-    given = {"budget": budget, "max_bytes": max_bytes, "max_params": max_params}
+    given = {"budget": budget, "max_bytes": max_bytes, "max_params": max_params, "max_latency_ms": max_latency_ms}
     limits = {name: limit for name, limit in given.items() if limit is not None}
     for name, limit in limits.items():
         if limit <= 0 or (name == "budget" and limit > 1):
             right = "a fraction in (0, 1]" if name == "budget" else "a number above 0"
             raise FlexrankError(f"--{name.replace('_', '-')} is {limit}; it is {right}")
     if output is not None and not limits:
-        raise FlexrankError("--output needs --budget, --max-bytes or --max-params: what to write there")
+        raise FlexrankError(
+            "--output needs --budget, --max-bytes, --max-params or --max-latency-ms: what to write there"
+        )
     is_empty = output is not None and output.is_dir() and not any(output.iterdir())
     if output is not None and output.exists() and not is_empty and not (output / "flexrank.json").is_file():
         raise FlexrankError(f"--output {output}: is there and no deployed model; only one of those is written over")
@@ -227,12 +232,20 @@ def inspect(directory: Directory, as_json: Json = False) -> None:
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="One of flexrank.benches.")],
-    output: Annotated[Path | None, typer.Option(help="Where to write; results/NAME.json by default.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="A benchmark; --list tells them.")] = None,
+    target: Annotated[Path | None, typer.Argument(metavar="[DIR]", help="What some benchmarks measure.")] = None,
+    listed: Annotated[bool, typer.Option("--list", help="Tells what each measures, and its minutes.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Where to write; results/bench/NAME by default.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Then writes all of results/bench/ as this Markdown page.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Runs a benchmark and writes its JSON."""
-    _run_bench(name, output, as_json)
+    """Runs a benchmark: results/bench/NAME/result.json, its figure, and its tables."""
+    from flexrank.benches import driver
+
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        found = driver.answer(name, target, listed, page, output)
+    if as_json:
+        _print_json(found)
 
 
 @app.command()
@@ -304,31 +317,6 @@ def _resumable(directory: Path) -> Iterator[None]:
     except KeyboardInterrupt:
         print(f"\ninterrupted; `flexrank run {directory}` goes on from here", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
-
-
-def _bench_names() -> list[str]:
-    """The modules of flexrank.benches that define `run`, found without importing any."""
-    import importlib.util
-
-    spec = importlib.util.find_spec("flexrank.benches")
-    places = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
-    files = [file for place in places for file in place.glob("[!_]*.py")]
-    return sorted(file.stem for file in files if "\ndef run(" in file.read_text(encoding="utf8"))
-
-
-def _run_bench(name: str, output: Path | None, as_json: bool) -> None:
-    import importlib
-
-    module_name = name.replace("-", "_")
-    if module_name not in _bench_names():
-        raise FlexrankError(f"bench {name!r}: no such benchmark; there are {', '.join(_bench_names()) or 'none'}")
-    path = output or Path("results") / f"{name}.json"
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        found = importlib.import_module(f"flexrank.benches.{module_name}").run(path)
-    if as_json:
-        _print_json(found)
-    else:
-        print(path)
 
 
 def _show_report(directory: Path, summary: dict[str, Any], as_json: bool, more: dict[str, Any]) -> None:

@@ -68,9 +68,16 @@ class LayersConfig(Section):
 
 
 class DecompositionConfig(Section):
-    """How a weight becomes factors (FlexRank, section 3.1)."""
+    """How a weight becomes factors (FlexRank, section 3.1).
+
+    Attributes:
+        method: of the factorisation.
+        by_block: calibrate and factorise one block of the model's stack at a time: one block's moments stand in memory
+            at once, for about half as many more forwards over the calibration data as there are blocks.
+    """
 
     method: Literal["datasvd", "paper", "svd", "fisher"] = "datasvd"
+    by_block: bool = False
 
 
 class ProbeConfig(Section):
@@ -114,6 +121,8 @@ class DistillationConfig(Section):
         autocast: `auto` takes bfloat16 where the hardware computes in it, `off` stays in the model's dtype.
         checkpoint_every: steps between two checkpoints that an interrupted run goes on from.
         temperature: of the softmax in the language and classification losses.
+        top_k: of the teacher's classes those losses tell apart, the likeliest; all others count as one. None tells
+            all apart; a number lets far more of the teacher's outputs be kept from one pass to the next.
     """
 
     steps: Annotated[int, Field(ge=0)] = 400
@@ -128,6 +137,7 @@ class DistillationConfig(Section):
     checkpoint_every: Count = 100
     max_norm: Annotated[float, Field(gt=0)] = 1.0
     temperature: Annotated[float, Field(gt=0)] = 1.0
+    top_k: Count | None = None
 
 
 class DeploymentConfig(Section):
@@ -137,11 +147,14 @@ class DeploymentConfig(Section):
         budgets: one export each; may be empty.
         dtype: of the exported weights; None keeps the model's.
         slack: rows left out of gauge alignment; `auto` chooses it by the stated error bound of the dtype.
+        forms: of the layers. `measured` times them on this machine, once, so that no size is slower than the base;
+            `smallest` takes those with fewest parameters, for a machine that is not this one.
     """
 
     budgets: tuple[Budget, ...] = (0.5, 0.25)
     dtype: Dtype | None = None
     slack: Literal["auto"] | int = "auto"
+    forms: Literal["measured", "smallest"] = "measured"
 
     @pydantic.field_validator("slack", mode="before")
     @classmethod

@@ -1,12 +1,13 @@
 """Stage one: every selected layer becomes ordered rank-one components (FlexRank, section 3.1)."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from flexrank.calibration import LayerMoment
+from flexrank.batches import Batch
+from flexrank.calibration import GradientLoss, LayerMoment, Side, moments_by_block
 from flexrank.errors import FlexrankError
 from flexrank.linalg import Factors, data_svd, plain_svd, whitened_svd
 from flexrank.progress import track
@@ -35,8 +36,7 @@ def decompose_(
     Raises:
         FlexrankError: an unknown method, a moment that the method needs and lacks, or values that are not finite.
     """
-    if method not in METHODS:
-        raise FlexrankError(f"decomposition method {method!r} is unknown; it is one of {', '.join(METHODS)}")
+    _require_known(method)
     energies = {}
     for name in track(list(moments), "decomposing"):
         weight = weight_matrix(model.get_submodule(name)).detach()
@@ -48,6 +48,46 @@ def decompose_(
         energies[name] = factors.energies
         nest_(model, name, factors)
     return energies
+
+
+def decompose_by_block_(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    layers: Iterable[str],
+    *,
+    method: Method = "datasvd",
+    gradient_loss: GradientLoss | None = None,
+) -> dict[str, Tensor]:
+    """Calibrates and decomposes a stack of blocks one at a time: the moments of one block stand in memory, not of all.
+
+    The last block comes first, so that every moment is the original model's, as `collect_moments` gives it. L blocks
+    take (L + 1)/2 forwards over the batches in place of one, and with `gradient_loss` L, each with its backward.
+
+    Args:
+        model: as `decompose_`.
+        batches: of calibration; run over once for each block.
+        layers: names, from `select_layers`. Hold no layer itself: it would stay in memory beside its elastic form.
+        method: as `decompose_`; "svd" needs no moments and no batches, so call `decompose_` with the names.
+        gradient_loss: for "fisher", as `collect_moments`.
+
+    Returns:
+        As `decompose_`, in the order of `layers`.
+
+    Raises:
+        FlexrankError: as `collect_moments` and `decompose_`.
+    """
+    _require_known(method)
+    names, energies = list(layers), dict[str, Tensor]()
+    side: Side = "input" if method == "paper" else "smaller"
+    for moments in moments_by_block(model, batches, names, side=side, gradient_loss=gradient_loss):
+        energies |= decompose_(model, moments, method=method)
+        del moments  # before those of the next block are allocated
+    return {name: energies[name] for name in names}
+
+
+def _require_known(method: str) -> None:
+    if method not in METHODS:
+        raise FlexrankError(f"decomposition method {method!r} is unknown; it is one of {', '.join(METHODS)}")
 
 
 def _decompose(weight: Tensor, moment: LayerMoment | None, method: Method) -> Factors:

@@ -1,7 +1,6 @@
 """From an elastic model at a profile to a plain small one, and to an artefact that was seen to load elsewhere."""
 
 import copy
-import dataclasses
 import os
 import subprocess
 import sys
@@ -27,34 +26,15 @@ from flexrank.layers import (
     Slack,
     build_layer,
     layer_spec,
-    resolve_slack,
 )
-from flexrank.profiles import ProfileChain, RankProfile
+from flexrank.planning import Activations, LayerPlan, factors, plan_layer
 from flexrank.storage import directory_aside, read_json, write_json
-from flexrank.surgery import footprint, nested_layers, require_fitting
+from flexrank.surgery import nested_layers, require_fitting
 from flexrank.views import matrix_shape
 
 #: Largest relative difference ‖y − y*‖/‖y*‖ between the outputs of an exported model here and in a fresh process.
 #: The same weights run the same code, so only the order of sums may differ: a few roundings of the dtype.
 OUTPUT_BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerPlan:
-    """How one layer is deployed: its form, and the parameters of its matrix in it.
-
-    Attributes:
-        rank: r.
-        slack: columns left unaligned, from 0 to r; None for the dense form.
-        parameters: r·(m+n−r+slack), or m·n.
-    """
-
-    rank: int
-    slack: int | None
-    parameters: int
-
-
-Activations = Mapping[str, Tensor]
 
 
 def deploy(
@@ -103,29 +83,6 @@ def deploy(
     return small
 
 
-def plan_layer(
-    layer: NestedLayer,
-    rank: int,
-    *,
-    dtype: torch.dtype | None = None,
-    slack: Slack = "auto",
-    rows: Tensor | None = None,
-) -> LayerPlan:
-    """The form with fewest parameters for the layer's prefix of `rank` components; `rows` (t, n) are its activations.
-
-    Raises:
-        FlexrankError: the slack is negative.
-    """
-    dense = dense_parameters(layer.matrix_shape)
-    if aligned_parameters(layer.matrix_shape, rank) < dense:
-        u, v = _factors(layer, rank)
-        columns = resolve_slack(u, v, slack if slack == "auto" else min(slack, rank), dtype or layer.u.dtype, rows)
-        parameters = aligned_parameters(layer.matrix_shape, rank, columns)
-        if parameters < dense:
-            return LayerPlan(rank, columns, parameters)
-    return LayerPlan(rank, None, dense)
-
-
 def deployed_parameters_of(small: nn.Module, layers: Iterable[str]) -> int:
     """Parameters of the matrices of the named layers as they are deployed, without biases.
 
@@ -141,70 +98,6 @@ def deployed_parameters_of(small: nn.Module, layers: Iterable[str]) -> int:
         else:
             total += dense_parameters(matrix_shape(layer))
     return total
-
-
-def fit_profile(
-    model: nn.Module,
-    chain: ProfileChain,
-    budget: float | None = None,
-    *,
-    max_params: int | None = None,
-    max_bytes: int | None = None,
-    dtype: torch.dtype | None = None,
-    slack: Slack = "auto",
-    activations: Activations | None = None,
-) -> RankProfile:
-    """The profile of `fit_plans`: the chain's largest whose deployed model is within every limit, slack included."""
-    limits: dict[str, Any] = {"max_params": max_params, "max_bytes": max_bytes}
-    plans = fit_plans(model, chain, budget, **limits, dtype=dtype, slack=slack, activations=activations)
-    return RankProfile({name: plan.rank for name, plan in plans.items()})
-
-
-def fit_plans(
-    model: nn.Module,
-    chain: ProfileChain,
-    budget: float | None = None,
-    *,
-    max_params: int | None = None,
-    max_bytes: int | None = None,
-    dtype: torch.dtype | None = None,
-    slack: Slack = "auto",
-    activations: Activations | None = None,
-) -> dict[str, LayerPlan]:
-    """How to deploy the chain's largest profile whose deployed model is within every limit, slack included.
-
-    `chain.at` counts slack 0; this steps down from there, planning layers but building none.
-
-    Args:
-        model: the elastic model.
-        chain: its profiles.
-        budget: deployed over dense parameters of the factorised layers, in (0, 1].
-        max_params: the whole model's parameters.
-        max_bytes: the whole model's bytes at `dtype`.
-        dtype: as for `deploy`.
-        slack: as for `deploy`.
-        activations: as for `deploy`.
-
-    Raises:
-        FlexrankError: no limit, one that is out of range, or none of the profiles within them.
-    """
-    chain = dataclasses.replace(chain, footprint=footprint(model, dtype))
-    layers = nested_layers(model)
-    start = chain.entries.index(chain.entry_at(budget, max_params=max_params, max_bytes=max_bytes))
-    limits = budget, max_params, max_bytes
-    plans: dict[tuple[str, int], LayerPlan] = {}
-    for entry in reversed(chain.entries[: start + 1]):
-        for name, rank in entry.profile.items():
-            if (name, rank) not in plans:
-                rows = (activations or {}).get(name)
-                plans[name, rank] = plan_layer(layers[name], rank, dtype=dtype, slack=slack, rows=rows)
-        found = {name: plans[name, rank] for name, rank in entry.profile.items()}
-        real = dataclasses.replace(entry, parameters=sum(plan.parameters for plan in found.values()))
-        sizes = chain.relative_size(real), chain.model_parameters(real), chain.model_bytes(real)
-        if all(limit is None or size <= limit * (1 + 1e-12) for limit, size in zip(limits, sizes, strict=True)):
-            return found
-    named = f"budget={budget}, max_params={max_params}, max_bytes={max_bytes}"
-    raise FlexrankError(f"too small for the deployed form, slack included: {named}; ask for more, or slack=0")
 
 
 def export(
@@ -252,11 +145,6 @@ def output_bound(dtype: torch.dtype) -> float:
     return OUTPUT_BOUNDS.get(dtype, 0.0)
 
 
-def _factors(layer: NestedLayer, rank: int) -> tuple[Tensor, Tensor]:
-    """U (m, r) and V (n, r) of the prefix, in float64."""
-    return layer.u.detach()[:rank].T.double(), layer.v.detach()[:rank].T.double()
-
-
 @torch.no_grad()
 def _deploy_layer(
     name: str, layer: NestedLayer, plan: LayerPlan | int, rows: Tensor | None, dtype: torch.dtype | None, slack: Slack
@@ -274,7 +162,7 @@ def _deploy_layer(
 
 
 def _build_deployed(layer: NestedLayer, plan: LayerPlan, dtype: torch.dtype) -> nn.Module:
-    u, v = _factors(layer, plan.rank)
+    u, v = factors(layer, plan.rank)
     bias = None if layer.bias is None else layer.bias.detach()
     if plan.slack is not None:
         if layer.geometry is None:

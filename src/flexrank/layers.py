@@ -60,9 +60,15 @@ class NestedLayer(nn.Module):
         return self.u.shape[1], self.v.shape[1]
 
     @property
+    def active(self) -> tuple[Float[Tensor, "r m"], Float[Tensor, "r n"]]:
+        """U_rᵀ and V_rᵀ. At full rank they are no slices, whose gradients would be copied into ones of full size."""
+        return (self.u, self.v) if self.rank == self.max_rank else (self.u[: self.rank], self.v[: self.rank])
+
+    @property
     def matrix(self) -> Float[Tensor, "m n"]:
         """U_r V_rᵀ at the active rank, materialised."""
-        return self.u[: self.rank].T @ self.v[: self.rank]
+        u, v = self.active
+        return u.T @ v
 
     def is_factored_cheaper(self, tokens: int) -> bool:
         """Whether T·r·(m+n) <= (T + r)·m·n, so that the factored route costs no more operations."""
@@ -94,7 +100,8 @@ class NestedLinear(NestedLayer):
 
     def forward(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch m"]:  # noqa: D102
         if self.is_factored_cheaper(math.prod(x.shape[:-1])):
-            return functional.linear(functional.linear(x, self.v[: self.rank]), self.u[: self.rank].T, self.bias)
+            u, v = self.active
+            return functional.linear(functional.linear(x, v), u.T, self.bias)
         return functional.linear(x, self.matrix, self.bias)
 
 
@@ -116,9 +123,10 @@ class NestedConv2d(NestedLayer):
         geometry = self.geometry
         where = (geometry.stride, geometry.padding, geometry.dilation)
         if self.is_factored_cheaper(_positions(x, geometry)):
-            filters = self.v[: self.rank].unflatten(1, (geometry.in_channels, *geometry.kernel_size))
+            u, v = self.active
+            filters = v.unflatten(1, (geometry.in_channels, *geometry.kernel_size))
             latent = functional.conv2d(x, filters, None, *where)
-            return functional.conv2d(latent, self.u[: self.rank].T[:, :, None, None], self.bias)
+            return functional.conv2d(latent, u.T[:, :, None, None], self.bias)
         return functional.conv2d(x, self.weight, self.bias, *where)
 
 

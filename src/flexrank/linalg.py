@@ -3,6 +3,7 @@
 Every function works in float64 whatever comes in, and returns float64: the caller casts once, at the end.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,17 @@ RIDGE = 1e-6
 STATED_MULTIPLE = 3.0
 ERROR_MULTIPLE = 1.75
 ERROR_FLOOR = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 0.0, torch.float16: 0.0}
+
+
+#: A Gram matrix is symmetric: strip by strip of so many of its rows, only what is right of the diagonal is computed.
+#: That is 5/8 of the full product for four strips, and a strip is added while it is in the cache. On one core (AVX-512,
+#: 2048 rows of 2048, float32) 0.094 s in place of 0.134 s for the full product alone; strips of 128 0.122, 1024 0.112.
+STRIP = 512
+#: Rows of which one product is taken: no more are summed in less than float64.
+ROWS = 4096
+#: Condition (1-norm) up to which a tall matrix is orthogonalised by Cholesky, orthonormal then to the condition's
+#: square times float64's rounding, 1e-6; beyond, by Householder's QR, which takes four times as long.
+CONDITION = 1e5
 
 
 class Factors(NamedTuple):
@@ -59,7 +71,8 @@ def data_svd(
     """DataSVD without whitening: the rank-r prefix minimises E‖(W − W_r)x‖² for every r (FlexRank, eq. 3).
 
     The optimum is W_r = P_r P_rᵀ W with P the eigenvectors of C = W Σ Wᵀ, so no inverse and no square root of Σ is
-    taken, and a singular Σ is no special case. Works on min(m, n) dimensions: for m > n through W = QR and R Σ Rᵀ.
+    taken, and a singular Σ is no special case. Works on min(m, n) dimensions: for m > n through W = QR and R Σ Rᵀ,
+    where Wᵀ P is Rᵀ P′.
     With `gradient_moment` G the error is weighted on the output side too: E‖G^{1/2}(W − W_r)x‖².
 
     Args:
@@ -72,25 +85,24 @@ def data_svd(
     Raises:
         FlexrankError: a moment or the weight is not finite, or the moments do not suffice.
     """
-    weight = weight.double()
     _require_finite("weight", weight)
+    given, weight = weight, weight.double()
     root, inverse_root = _roots(gradient_moment)
     weighted = weight if root is None else root @ weight
-    basis, compressed = None, weighted
-    if weight.shape[0] > weight.shape[1]:
-        basis, compressed = torch.linalg.qr(weighted)
+    compressed, lift = _compress(weighted) if weight.shape[0] > weight.shape[1] else (weighted, None)
     if input_moment is not None:
         gram = compressed @ ridged(input_moment) @ compressed.T
-    elif output_moment is not None and mean_square is not None and basis is None:
+    elif output_moment is not None and mean_square is not None and lift is None:
         _require_finite("output moment", output_moment)
-        gram = output_moment.double() + _ridge(mean_square) * (weight @ weight.T)
+        # The ridge is a millionth: float32 products, where the weight is float32, are far below what it decides.
+        gram = output_moment.double() + _ridge(mean_square) * gram_of(given.T)
         gram = gram if root is None else root @ gram @ root
     else:
         raise FlexrankError("data_svd needs input_moment, or output_moment with mean_square where m <= n")
     energies, vectors = torch.linalg.eigh((gram + gram.T) / 2)
     energies, vectors = energies.flip(0).clamp(min=0), vectors.flip(1)
-    left = vectors if basis is None else basis @ vectors
-    right = weighted.T @ left
+    left = vectors if lift is None else lift(vectors)
+    right = compressed.T @ vectors
     return _balanced(left if inverse_root is None else inverse_root @ left, right, energies)
 
 
@@ -112,6 +124,51 @@ def whitened_svd(weight: Float[Tensor, "m n"], input_moment: Float[Tensor, "n n"
     inverse_root = (vectors / root) @ vectors.T
     scale = singular.sqrt()
     return Factors((left * scale).T, (inverse_root @ (right.T * scale)).T, singular**2)
+
+
+def gram_of(rows: Float[Tensor, "t n"]) -> Float[Tensor, "n n"]:
+    """rowsᵀ rows in float64; see `add_gram`."""
+    gram = torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float64, device=rows.device)
+    add_gram(gram, rows)
+    mirror(gram)
+    return gram
+
+
+def add_gram(moment: Float[Tensor, "n n"], rows: Float[Tensor, "t n"]) -> None:
+    """Adds rowsᵀ rows to what of `moment` is right of the diagonal, by strips of `STRIP`; `mirror` completes it.
+
+    Args:
+        moment: float64, changed in place; below the diagonal's blocks it is left as it is.
+        rows: products are taken in float32 or better, of at most `ROWS` rows each, and added in float64.
+    """
+    for part in rows.split(ROWS):
+        part = part if part.dtype in (torch.float32, torch.float64) else part.float()
+        for start in range(0, part.shape[1], STRIP):
+            moment[start : start + STRIP, start:] += part[:, start : start + STRIP].T @ part[:, start:]
+
+
+def mirror(moment: Float[Tensor, "n n"]) -> None:
+    """Copies what is right of the diagonal's blocks to below them, in place."""
+    for start in range(0, len(moment), STRIP):
+        end = start + STRIP
+        moment[end:, start:end] = moment[start:end, end:].T
+
+
+def _compress(tall: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """R (n, n) of a tall W = Q R, and what takes P (n, k) to Q P.
+
+    RᵀR = WᵀW by Cholesky, and Q P = W R⁻¹ P: (Q P)(Rᵀ P)ᵀ is W whatever R is, so only Q's columns depend on how well
+    W is conditioned. See `CONDITION`.
+    """
+    factor, failed = torch.linalg.cholesky_ex(gram_of(tall))
+    triangle = factor.mT
+    if not bool(failed) and bool(factor.diagonal().min() * CONDITION > factor.diagonal().max()):
+        inverse = torch.linalg.solve_triangular(triangle, torch.eye(len(factor)).to(factor), upper=True)
+        norms = [torch.linalg.matrix_norm(one, 1) for one in (triangle, inverse)]
+        if bool(norms[0] * norms[1] <= CONDITION):
+            return triangle, lambda vectors: tall @ (inverse @ vectors)
+    basis, triangle = torch.linalg.qr(tall)
+    return triangle, lambda vectors: basis @ vectors
 
 
 def ridged(moment: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:

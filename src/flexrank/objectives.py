@@ -5,15 +5,22 @@ mean over what is compared, lower is better), and whose gradient weighs the outp
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from flexrank.batches import Batch, mean_pool, output_tensor, token_mask
 from flexrank.errors import FlexrankError
+
+#: Logits that a divergence takes at a time, by device: a CPU keeps its few float32 copies, 512 KiB each, in its cache.
+CHUNK = {"cpu": 2**17}
+_LARGE_CHUNK = 2**24
+
+Divergence = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
 
 class Objective(Protocol):
@@ -34,20 +41,35 @@ class LogitObjective:
     """T²·KL(teacher ‖ student) at temperature T, a mean over real tokens (language) or over rows (classification).
 
     Logits are (B, T, V) with the batch's attention mask obeyed, or (B, classes). Log-softmaxes are taken in float32 by
-    `chunk` rows at a time, so no full float32 copy of the logits stands, forward or backward.
+    `chunk` rows at a time (by default as many as `CHUNK` says), so no full float32 copy of the logits stands,
+    forward or backward.
+
+    With `top_k` the divergence is between distributions over the teacher's k likeliest classes and one class that
+    holds all others. It is never above the full one, and equal to it at k = V. A target takes 4·(2k+1) bytes a row in
+    place of V logits, so that far more of them can be kept.
     """
 
     temperature: float = 1.0
-    chunk: int = 1024
+    chunk: int | None = None
+    top_k: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.top_k is not None and self.top_k < 1:
+            raise FlexrankError(f"top_k is {self.top_k}; it must be at least 1, or None for all classes")
 
     def target(self, output: Any, batch: Batch) -> Tensor:
-        """The teacher's logits of real tokens, (rows, classes)."""
-        return _real_rows(output_tensor(output), batch).detach()
+        """The teacher's logits of real tokens, (rows, classes); with `top_k` what `_likeliest` keeps of them."""
+        logits = _real_rows(output_tensor(output), batch).detach()
+        if self.top_k is None:
+            return logits
+        parts = [_likeliest(part, self.temperature, self.top_k) for part in logits.split(_rows(self.chunk, logits))]
+        return torch.cat(parts)
 
     def loss(self, output: Any, target: Tensor, batch: Batch) -> Tensor:
         """See the class."""
         logits = _real_rows(output_tensor(output), batch)
-        loss = _ChunkedDivergence.apply(logits, target, self.temperature, self.chunk)
+        divergence = _divergence if self.top_k is None else _lumped_divergence
+        loss = _ChunkedDivergence.apply(logits, target, self.temperature, _rows(self.chunk, logits), divergence)
         assert isinstance(loss, Tensor)
         return loss
 
@@ -109,14 +131,16 @@ class FeatureObjective:
         return (hidden * torch.randn_like(hidden)).sum()
 
 
-def objective_for(task: str, *, temperature: float = 1.0, hidden_weight: float = 0.0) -> Objective:
-    """The objective of a task: language, classification, embedding or features.
+def objective_for(
+    task: str, *, temperature: float = 1.0, hidden_weight: float = 0.0, top_k: int | None = None
+) -> Objective:
+    """The objective of a task: language, classification, embedding or features; each takes what it knows.
 
     Raises:
         FlexrankError: another task.
     """
     if task in ("language", "classification"):
-        return LogitObjective(temperature)
+        return LogitObjective(temperature, top_k=top_k)
     if task == "embedding":
         return EmbeddingObjective(hidden_weight)
     if task == "features":
@@ -136,6 +160,12 @@ def _real_rows(values: Tensor, batch: Batch) -> Tensor:
     return values.flatten(0, -2)
 
 
+def _rows(chunk: int | None, logits: Tensor) -> int:
+    if chunk is not None:
+        return chunk
+    return max(1, CHUNK.get(logits.device.type, _LARGE_CHUNK) // logits.shape[-1])
+
+
 def _relative_error(hidden: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
     if mask is not None:
         hidden, target = hidden[mask], target[mask]
@@ -143,28 +173,69 @@ def _relative_error(hidden: Tensor, target: Tensor, mask: Tensor | None) -> Tens
     return (hidden.float() - target).square().sum() / target.square().sum().clamp(min=1e-12)
 
 
-class _ChunkedDivergence(torch.autograd.Function):
-    """Mean over rows of T²·KL(softmax(t/T) ‖ softmax(s/T)).
+def _likeliest(logits: Tensor, temperature: float, count: int) -> Tensor:
+    """(rows, 2k+1) float32: the k largest log-probabilities, all others' together, and the numbers of the k classes.
 
-    The gradient, T·(softmax(s/T) − softmax(t/T)), is taken at once, in the student's dtype.
+    A float32 holds whole numbers up to 2²⁴ exactly.
     """
+    log_probability = (logits.float() / temperature).log_softmax(-1)
+    values, classes = log_probability.topk(min(count, logits.shape[-1]), sorted=False)
+    rest = log_probability.scatter_(1, classes, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([values, rest, classes.float()], -1)
+
+
+def _divergence(student: Tensor, teacher: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Σ KL(softmax(t/T) ‖ softmax(s/T)) over rows, float64, and T times its gradient, softmax(s/T) − softmax(t/T)."""
+    log_student = (student.float() / temperature).log_softmax(-1)
+    log_teacher = (teacher.float() / temperature).log_softmax(-1)
+    probability = log_teacher.exp()
+    total = (probability * (log_teacher - log_student)).sum(dtype=torch.float64)
+    return total, log_student.exp_().sub_(probability)
+
+
+def _lumped_divergence(student: Tensor, target: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """As `_divergence`, over the classes of a `_likeliest` target and one of all others.
+
+    The gradient at class j of probability q is q − p where j was kept, q·(1 − p_rest/q_rest) where not.
+    """
+    count = target.shape[-1] // 2
+    log_kept, log_rest, classes = target.split([count, 1, count], -1)
+    classes = classes.long()
+    log_student = (student.float() / temperature).log_softmax(-1)
+    log_student_kept = log_student.gather(1, classes)
+    log_student_rest = log_student.scatter(1, classes, -torch.inf).logsumexp(-1, keepdim=True)
+    kept, rest = log_kept.exp(), log_rest.exp()
+    # No class is left over at k = V, and a teacher may give those that are no probability: nothing is lost there.
+    surplus = (log_rest - log_student_rest).masked_fill(log_rest == -torch.inf, -torch.inf)
+    lost = rest * surplus.masked_fill(rest == 0, 0)
+    total = (kept * (log_kept - log_student_kept)).sum(dtype=torch.float64) + lost.sum(dtype=torch.float64)
+    gradient = log_student.exp_().mul_(1 - surplus.exp())
+    return total, gradient.scatter_(1, classes, log_student_kept.exp() - kept)
+
+
+class _ChunkedDivergence(torch.autograd.Function):
+    """Mean over rows of T² times a divergence, whose gradient is taken at once, in the student's dtype."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, student: Tensor, teacher: Tensor, temperature: float, chunk: int) -> Tensor:
+    def forward(
+        ctx: Any, student: Tensor, teacher: Tensor, temperature: float, chunk: int, divergence: Divergence
+    ) -> Tensor:
         rows = student.shape[0]
         total = student.new_zeros((), dtype=torch.float64)
         gradient = torch.empty_like(student)
         for start in range(0, rows, chunk):
             part = slice(start, start + chunk)
-            log_student = (student[part].float() / temperature).log_softmax(-1)
-            log_teacher = (teacher[part].float() / temperature).log_softmax(-1)
-            teacher_probability = log_teacher.exp()
-            total += (teacher_probability * (log_teacher - log_student)).sum(dtype=torch.float64)
-            gradient[part] = (log_student.exp() - teacher_probability) * (temperature / rows)
-        ctx.save_for_backward(gradient)
+            added, slope = divergence(student[part], teacher[part], temperature)
+            total += added
+            gradient[part] = slope.mul_(temperature / rows)
+        ctx.gradient = gradient
         return (total * temperature**2 / rows).float()
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
-        (gradient,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return gradient * grad_output.to(gradient.dtype), None, None, None
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None, None]:
+        """Scales the gradient where it stands, for a copy would be as large as the logits: this works once."""
+        gradient, ctx.gradient = ctx.gradient, None
+        if gradient is None:
+            raise RuntimeError("this divergence has been gone back through; its gradient is no longer there")
+        return gradient.mul_(grad_output.to(gradient.dtype)), None, None, None, None

@@ -99,12 +99,14 @@ class ChainEntry:
         parameters: deployed parameters of the factorised layers (gauge-aligned, slack 0).
         error: predicted error, the sum of the layers' probe errors.
         requested: the budget this profile was solved for, or None for one that fills the chain between two.
+        milliseconds: of a forward of the deployed model, as `time_chain` predicts for one machine; never saved.
     """
 
     profile: RankProfile
     parameters: int
     error: float
     requested: float | None = None
+    milliseconds: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +150,7 @@ class ProfileChain:
         *,
         max_params: int | None = None,
         max_bytes: int | None = None,
+        max_latency_ms: float | None = None,
         max_error: float | None = None,
     ) -> RankProfile:
         """The largest profile within every limit given; with `max_error` alone, the smallest within that error.
@@ -156,12 +159,14 @@ class ProfileChain:
             budget: deployed over dense parameters of the factorised layers, in (0, 1].
             max_params: the whole model's parameters.
             max_bytes: the whole model's bytes.
+            max_latency_ms: predicted milliseconds of a forward, of a chain that `time_chain` returned.
             max_error: predicted error.
 
         Raises:
             FlexrankError: no limit is given, a limit is out of range, or no profile is within them.
         """
-        return self.entry_at(budget, max_params=max_params, max_bytes=max_bytes, max_error=max_error).profile
+        limits: dict[str, Any] = {"max_params": max_params, "max_bytes": max_bytes, "max_error": max_error}
+        return self.entry_at(budget, max_latency_ms=max_latency_ms, **limits).profile
 
     def entry_at(
         self,
@@ -169,17 +174,20 @@ class ProfileChain:
         *,
         max_params: int | None = None,
         max_bytes: int | None = None,
+        max_latency_ms: float | None = None,
         max_error: float | None = None,
     ) -> ChainEntry:
         """As `at`, with the cost and the predicted error of the profile."""
-        if budget is None and max_params is None and max_bytes is None and max_error is None:
-            raise FlexrankError("chain.at needs a budget, max_params, max_bytes or max_error")
+        sizes = (budget, max_params, max_bytes, max_latency_ms)
+        if all(limit is None for limit in (*sizes, max_error)):
+            raise FlexrankError("chain.at needs a budget, max_params, max_bytes, max_latency_ms or max_error")
         if budget is not None and not 0 < budget <= 1:
             raise FlexrankError(f"budget {budget} is out of range; it is a fraction of the dense layers, in (0, 1]")
         limits = (
             (budget, self.relative_size, "budget"),
             (max_params, self.model_parameters, "max_params"),
             (max_bytes, self.model_bytes, "max_bytes"),
+            (max_latency_ms, self.milliseconds, "max_latency_ms"),
             (max_error, lambda entry: entry.error, "max_error"),
         )
         fitting = list(self.entries)
@@ -190,8 +198,17 @@ class ProfileChain:
             fitting = [entry for entry in fitting if measure(entry) <= limit * (1 + 1e-12)]
             if not fitting:
                 raise FlexrankError(f"{name}={limit} is too small; the least that this chain offers is {least}")
-        only_error = budget is None and max_params is None and max_bytes is None
-        return fitting[0] if only_error else fitting[-1]
+        return fitting[0] if all(limit is None for limit in sizes) else fitting[-1]
+
+    def milliseconds(self, entry: ChainEntry) -> float:
+        """Predicted milliseconds of a forward of the deployed model.
+
+        Raises:
+            FlexrankError: this chain was not timed.
+        """
+        if entry.milliseconds is None:
+            raise FlexrankError("this chain was not timed, so it knows no latency; time_chain gives one that was")
+        return entry.milliseconds
 
     def relative_size(self, entry: ChainEntry) -> float:
         """Deployed over dense parameters of the factorised layers (the paper's relative size)."""
@@ -210,6 +227,7 @@ class ProfileChain:
         value = dataclasses.asdict(self)
         for entry, source in zip(value["entries"], self.entries, strict=True):
             entry["profile"] = dict(source.profile)
+            del entry["milliseconds"]  # of this machine
         return value
 
     @classmethod

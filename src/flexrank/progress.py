@@ -4,9 +4,6 @@ import sys
 from collections.abc import Iterable, Iterator, Sized
 from typing import TypeVar
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
 T = TypeVar("T")
 _shown = True
 
@@ -27,10 +24,23 @@ def track(items: Iterable[T], description: str, total: int | None = None, start:
     if not _shown:
         yield from items
         return
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    if not sys.stderr.isatty():
         yield from _track_in_log(items, description, total)
         return
+    yield from _track_on_terminal(items, description, total, start)
+
+
+def _track_on_terminal(items: Iterable[T], description: str, total: int | None, start: int) -> Iterator[T]:
+    from rich.console import Console  # a fifth of a second, which `import flexrank` need not take
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -39,7 +49,7 @@ def track(items: Iterable[T], description: str, total: int | None = None, start:
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(description, total=total, completed=start)
         for item in items:
             yield item

@@ -1,17 +1,19 @@
 """Stage two, first half: how much each layer's truncation costs, probed one layer at a time or by curvature."""
 
+import collections
 import contextlib
-import dataclasses
+import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from flexrank.calibration import LayerMoment
+from flexrank import calibration
+from flexrank.calibration import Hooks, LayerMoment
 from flexrank.costs import Shape, dense_parameters, largest_rank
 from flexrank.errors import FlexrankError
 from flexrank.layers import NestedLayer
@@ -36,11 +38,13 @@ def probe_sensitivity(
     *,
     spacing: Spacing = "parameters",
     checkpoint: str | Path | None = None,
+    replay_bytes: int = 2**30,
 ) -> SensitivityTable:
     """Evaluates the model with one layer truncated at a time, all others full (FlexRank, appendix C.2, step 1).
 
-    L × (K − 1) + 1 evaluations. Where the model is a stack of blocks, a layer's probes start from the cached input of
-    its block, which halves the work; the cache is used only if it gives the baseline back to the bit.
+    L × (K − 1) + 1 evaluations. What runs before a layer is not run again in its probes: blocks of a stack, and modules
+    of the layer's own block that have returned before it is called, return what they returned to the full model. That
+    halves the work, and is done only where it gives the baseline back to the bit.
 
     Args:
         model: elastic; evaluated in the mode it is in, and left as it was.
@@ -48,6 +52,8 @@ def probe_sensitivity(
         num_levels: ranks probed for each layer, the full one included.
         spacing: ranks even in deployed parameters, or in ranks (the paper's).
         checkpoint: a JSON file; a probe interrupted and called again goes on from it.
+        replay_bytes: most bytes of outputs of one block's modules that are kept; where they are more, only whole
+            blocks are replayed.
 
     Raises:
         FlexrankError: fewer than two levels, an evaluation that is not finite, or a checkpoint of another probe.
@@ -59,10 +65,10 @@ def probe_sensitivity(
         state = _Checkpoint(checkpoint, {name: list(levels) for name, levels in ranks.items()}, baseline)
         for name, kept in itertools.islice(state.errors.items(), 1):
             state.check(_probe(model, layers[name], name, ranks[name][0], evaluate, baseline), kept[0])
-        with _replayed_blocks(model, evaluate, baseline) as starts:
-            for name in track([n for n in layers if n not in state.errors], "probing", len(layers), len(state.errors)):
-                with starts(name):
-                    state.add(name, [_probe(model, layers[name], name, r, evaluate, baseline) for r in ranks[name]])
+        replay = _Replay(model, evaluate, baseline, replay_bytes)
+        for name in track([n for n in layers if n not in state.errors], "probing", len(layers), len(state.errors)):
+            with replay.before(name):
+                state.add(name, [_probe(model, layers[name], name, r, evaluate, baseline) for r in ranks[name]])
     return SensitivityTable(
         shapes={name: layer.matrix_shape for name, layer in layers.items()},
         ranks=ranks,
@@ -185,117 +191,204 @@ class _Checkpoint:
             write_json(self.path, {"ranks": self.ranks, "baseline": self.baseline, "errors": self.errors})
 
 
-Starts = Callable[[str], contextlib.AbstractContextManager[None]]
+class _Start(NamedTuple):
+    """Where a layer's probes start: what runs before the layer is the same in all of them.
+
+    Attributes:
+        stretch: of the forward: from a block's start to the next one's. 0 is before the first block.
+        place: of its call among the events of the stretch.
+        modules: what has run in the stretch before the layer is called, the outermost of it.
+    """
+
+    stretch: int
+    place: int
+    modules: tuple[str, ...]
 
 
-@contextlib.contextmanager
-def _replayed_blocks(model: nn.Module, evaluate: Evaluate, baseline: float) -> Iterator[Starts]:
-    """Gives a context for each layer in which the blocks before the layer's own are replayed, not run."""
-    stack = block_stack(model)
-    replay = _Replay(model, evaluate, baseline, stack)
+#: A module's name, and whether it was called or has returned.
+_Event = tuple[str, bool]
+
+
+class _Survey:
+    """Sees one evaluation: in which order each forward calls the model's modules, and when they return."""
+
+    def __init__(self, model: nn.Module, stack: Sequence[str]):
+        self._model, self._stack = model, list(stack)
+        self._forwards: list[list[_Event]] = []
 
     @contextlib.contextmanager
-    def starts(name: str) -> Iterator[None]:
-        index = next((i for i, (block, _) in enumerate(stack) if name.startswith(f"{block}.")), 0)
-        with replay.before(index):
+    def watching(self) -> Iterator[None]:
+        """Hooks for the length of the block."""
+        with Hooks() as hooks:
+            hooks.add(self._model.register_forward_pre_hook(lambda *_: self._forwards.append([])))
+            for name, module in self._model.named_modules():
+                if name:
+                    hooks.add(module.register_forward_pre_hook(functools.partial(self._note, (name, False))))
+                    hooks.add(module.register_forward_hook(functools.partial(self._note, (name, True))))
             yield
 
-    yield starts
+    def _note(self, event: _Event, *_: object) -> None:
+        if not self._forwards:  # a part of the model was called without the model: nothing tells forwards apart
+            self._forwards.append([])
+        self._forwards[-1].append(event)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether every forward ran every block once, in the stack's order."""
+        calls = [(name, False) for name in self._stack]
+        return all([event for event in forward if event in calls] == calls for forward in self._forwards)
+
+    def starts(self, layers: Iterable[str]) -> dict[str, _Start]:
+        """Where the probes of each of these layers start that was called."""
+        blocks = set(self._stack) if self.in_order else set()
+        forwards = [_stretches(forward, blocks) for forward in self._forwards]
+        calls = collections.Counter(name for forward in self._forwards for name, returned in forward if not returned)
+        starts: dict[str, _Start] = {}
+        for layer in layers:
+            places = [i for forward in forwards for i, found in enumerate(forward) if (layer, False) in found]
+            if not places:
+                continue
+            stretch = min(places)
+            events, place = forwards[0][stretch], 0
+            modules: tuple[str, ...] = ()
+            if all(forward[stretch] == events for forward in forwards):
+                place = events.index((layer, False))
+                before = events[:place]
+                once = [
+                    name for name, back in before if back and calls[name] == len(forwards) and (name, False) in before
+                ]
+                modules = tuple(name for name in once if not any(name.startswith(f"{other}.") for other in once))
+            starts[layer] = _Start(stretch, place, modules)
+        return starts
 
 
-@dataclasses.dataclass
+def _stretches(forward: Sequence[_Event], blocks: Collection[str]) -> list[list[_Event]]:
+    """A forward's events, divided where one of the blocks is called."""
+    stretches: list[list[_Event]] = [[]]
+    for name, returned in forward:
+        if name in blocks and not returned:
+            stretches.append([])
+        stretches[-1].append((name, returned))
+    return stretches
+
+
+class _Record:
+    """What one block, and modules of the stretch after it, return in one evaluation; of modules up to `room` bytes."""
+
+    def __init__(self, room: int):
+        self.block: list[Any] = []
+        self.modules: dict[nn.Module, list[Any]] = {}
+        self._sums: dict[nn.Module, list[float]] = {}
+        self._room = room
+
+    def keep_block(self, _block: nn.Module, _args: object, output: Any) -> None:
+        """A hook."""
+        self.block.append(output)
+
+    def keep_module(self, module: nn.Module, _args: object, output: Any) -> None:
+        """A hook."""
+        self._room -= sum(tensor.nbytes for tensor in _tensors(output))
+        self.modules.setdefault(module, []).append(output)
+        self._sums.setdefault(module, []).append(_sum(output))
+        if self._room < 0:
+            self.modules.clear()
+
+    def drop_changed(self) -> None:
+        """Forgets outputs that were changed in place after they were returned, or hold more than tensors."""
+        for module, sums in self._sums.items():
+            if module in self.modules and [_sum(output) for output in self.modules[module]] != sums:
+                del self.modules[module]
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return [one for one in (output if isinstance(output, tuple) else (output,)) if isinstance(one, Tensor)]
+
+
+def _sum(output: Any) -> float:
+    """Tells, in practice, whether an output has other values than before; of what is no tensor NaN, never the same."""
+    parts = output if isinstance(output, tuple) else (output,)
+    if not all(one is None or isinstance(one, Tensor) for one in parts):
+        return float("nan")
+    return sum(float(one.sum()) for one in parts if one is not None)
+
+
 class _Replay:
-    """Holds the outputs of one block, the one before that being probed, for every call that an evaluation makes."""
+    """Gives back what the full model's modules returned before the probed layer, in every call of evaluating.
 
-    model: nn.Module
-    evaluate: Evaluate
-    baseline: float
-    stack: Sequence[tuple[str, nn.Module]]
-    index: int = 0
-    outputs: list[Any] = dataclasses.field(default_factory=list)
+    Held are the outputs of one block, the one before the probed layer's stretch, and of the stretch's own modules.
+    """
 
-    @contextlib.contextmanager
-    def before(self, index: int) -> Iterator[None]:
-        if index and index != self.index:
-            self._record(index)
-        if index == 0 or not self.outputs:
-            yield
-            return
-        with self._replaying(index):
-            yield
-
-    def _record(self, index: int) -> None:
-        self.index, self.outputs = index, []
-        _, block = self.stack[index - 1]
-        handle = block.register_forward_hook(lambda _module, _args, output: self.outputs.append(output))
-        try:
-            in_order = self._runs_in_order()
-        finally:
-            handle.remove()
-        with self._replaying(index):
-            same = in_order and self.evaluate(self.model) == self.baseline
-        if not same:
-            self.outputs = []
-            log.info("probing: the blocks before %s cannot be replayed; they run each time", self.stack[index][0])
-
-    def _runs_in_order(self) -> bool:
-        """Evaluates once; whether each forward of the model ran every block once, in the stack's order.
-
-        A block that runs after the probed one, in a loop or out of order, must not be replayed: the baseline would not
-        tell, for at full rank it returns what it returned before.
-        """
-        forwards, order = 0, []
-
-        def count(*_: object) -> None:
-            nonlocal forwards
-            forwards += 1
-
-        handles = [self.model.register_forward_pre_hook(count)]
-        for place, (_, block) in enumerate(self.stack):
-            handles.append(block.register_forward_pre_hook(lambda *_, place=place: order.append(place)))
-        try:
-            self.evaluate(self.model)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return order == list(range(len(self.stack))) * forwards
+    def __init__(self, model: nn.Module, evaluate: Evaluate, baseline: float, room: int):
+        self._model, self._evaluate, self._baseline, self._room = model, evaluate, baseline, room
+        stack = block_stack(model)
+        survey = _Survey(model, [name for name, _ in stack])
+        with survey.watching():
+            evaluate(model)
+        self._stack = [block for _, block in stack] if survey.in_order else []
+        self._starts = survey.starts(nested_layers(model))
+        self._stretch = -1
+        self._blocks = 0  # so many are replayed; all return what the last of them did
+        self._kept = _Record(room)
 
     @contextlib.contextmanager
-    def _replaying(self, index: int) -> Iterator[None]:
-        blocks = [block for _, block in self.stack[:index]]
-        calls = dict.fromkeys(blocks, 0)
+    def before(self, name: str) -> Iterator[None]:
+        """Inside the block, nothing runs that comes before the layer, as far as it can be replayed."""
+        start = self._starts.get(name, _Start(0, 0, ()))
+        if start.stretch != self._stretch:
+            self._record(start.stretch, name)
+        with self._replaying(start.modules):
+            yield
 
-        def replay(block: nn.Module) -> Callable[..., Any]:
-            def forward(*_: object, **__: object) -> Any:
-                call = calls[block] % len(self.outputs)
-                calls[block] += 1
-                return self.outputs[call]
+    def _record(self, stretch: int, name: str) -> None:
+        blocks, kept = max(stretch - 1, 0), _Record(self._room)
+        starts = [start for start in self._starts.values() if start.stretch == stretch]
+        modules = {module: None for start in starts for module in start.modules}  # a set in order
+        self._kept.modules.clear()
+        if blocks or modules:
+            with Hooks() as hooks, self._replaying(()):  # what was kept for an earlier stretch serves once more
+                for block in self._stack[blocks - 1 : blocks] if blocks else ():
+                    hooks.add(block.register_forward_hook(kept.keep_block))
+                for module in modules:
+                    hooks.add(self._model.get_submodule(module).register_forward_hook(kept.keep_module))
+                self._evaluate(self._model)
+        self._stretch, self._blocks, self._kept = stretch, blocks, kept
+        kept.drop_changed()
+        if kept.modules and not self._gives_baseline(max(starts, key=lambda start: start.place).modules):
+            kept.modules.clear()
+        if blocks and not kept.modules and not self._gives_baseline(()):
+            self._blocks = 0
+        if self._blocks < blocks or len(kept.modules) < len(modules):
+            what = "modules" if self._blocks == blocks else "blocks and modules"
+            log.info("probing: the %s before %s are not all replayed; what is not runs each time", what, name)
 
-            return forward
+    def _gives_baseline(self, modules: Sequence[str]) -> bool:
+        with self._replaying(modules):
+            return self._evaluate(self._model) == self._baseline
 
-        own = {block: block.__dict__.get("forward") for block in blocks}
-        for block in blocks:
-            block.__dict__["forward"] = replay(block)
+    @contextlib.contextmanager
+    def _replaying(self, modules: Sequence[str]) -> Iterator[None]:
+        outputs: dict[nn.Module, list[Any]] = dict.fromkeys(self._stack[: self._blocks], self._kept.block)
+        for module in map(self._model.get_submodule, modules):
+            if module in self._kept.modules:
+                outputs[module] = self._kept.modules[module]
+        own = {module: module.__dict__.get("forward") for module in outputs}
+        for module, found in outputs.items():
+            module.__dict__["forward"] = _replayed(found)
         try:
             yield
         finally:
-            for block, forward in own.items():
-                block.__dict__.pop("forward")
+            for module, forward in own.items():
+                module.__dict__.pop("forward")
                 if forward is not None:
-                    block.__dict__["forward"] = forward
+                    module.__dict__["forward"] = forward
+
+
+def _replayed(outputs: Sequence[Any]) -> Callable[..., Any]:
+    """A forward that returns these in turn, again and again."""
+    calls = itertools.cycle(outputs)
+    return lambda *_args, **_kwargs: next(calls)
 
 
 def block_stack(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The children of the ModuleList or Sequential that holds most elastic layers."""
-    best: list[tuple[str, nn.Module]] = []
-    names = list(nested_layers(model))
-    most = 0
-    for name, module in model.named_modules():
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
-            continue
-        children: Mapping[str, nn.Module] = dict(module.named_children())
-        prefix = f"{name}." if name else ""
-        held = sum(layer.startswith(f"{prefix}{child}.") for layer in names for child in children)
-        if held > most and len(children) > 1:
-            most, best = held, [(f"{prefix}{child}", block) for child, block in children.items()]
-    return best
+    return calibration.block_stack(model, nested_layers(model))

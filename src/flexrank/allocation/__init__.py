@@ -13,6 +13,7 @@ import numpy as np
 from flexrank.allocation import joint, paper
 from flexrank.allocation.chain import Anchor, fill_chain
 from flexrank.allocation.curves import CostTable, LayerCurve, monotone, read_curves, refine, total_dense, undominated
+from flexrank.allocation.knapsack import solve_window
 from flexrank.errors import FlexrankError
 from flexrank.profiles import ChainEntry, ProfileChain, SensitivityTable
 
@@ -36,8 +37,9 @@ def allocate_ranks(
 ) -> ProfileChain:
     """Chooses nested rank profiles from the layers' sensitivities, errors taken to add up over the layers.
 
-    `joint` minimises the weighted sum of the budgets' predicted errors under nesting, by an integer program (module
-    `joint`), and fills the chain between the solved profiles by single steps of least error per saving.
+    `joint` minimises the weighted sum of the budgets' predicted errors under nesting (module `joint`: each budget's own
+    optimum, which is often nested already, else an integer program), and fills the chain between the solved profiles
+    by single steps of least error per saving.
 
     `paper` is the printed algorithm (module `paper`): its chain as it comes, and of it the best profile within each
     budget. The least and the full profile are added where the chain lacks them.
@@ -51,7 +53,7 @@ def allocate_ranks(
         savings: what `paper` counts, "parameters" or "ranks". The budgets count parameters in either case.
         weights: of the budgets' errors in `joint`: a mapping from budget, or a sequence in the order of `budgets`;
             all equal if None. `paper` has none.
-        gap: relative gap at which `joint`'s solver may stop, in [0, 1).
+        gap: relative gap, proven, at which `joint` may stop, in [0, 1).
         time_limit: seconds for `joint`'s integer program; the chain's `gap` tells what was reached.
         candidates_per_layer: None for the probed ranks alone; else `joint` also chooses among interpolated ranks
             between them, about this many a layer in all, evenly placed in cost (see `curves.refine`).
@@ -88,25 +90,24 @@ def unconstrained_bounds(
     table: SensitivityTable,
     budgets: Sequence[float],
     *,
-    gap: float = 1e-4,
-    time_limit: float = 60.0,
     candidates_per_layer: int | None = None,
     monotone_errors: bool = True,
 ) -> tuple[float, ...]:
     """A proven lower bound of the error of any profile within each budget, nested or not, in the order of `budgets`.
 
-    Within `gap` of the unconstrained Pareto front, unless `time_limit` seconds a budget were too few.
+    It is the unconstrained Pareto front to within `joint.CLOSE`, unless the search outgrows `knapsack.STATES`.
 
     Raises:
         FlexrankError: as `allocate_ranks`.
     """
-    _check_options("joint", "parameters", gap, time_limit, candidates_per_layer, None)
+    _check_options("joint", "parameters", 0.0, 1.0, candidates_per_layer, None)
     curves = [monotone(curve) if monotone_errors else curve for curve in read_curves(table)]
     rising, _ = _check_budgets(budgets, None)
     caps = _caps(table, curves, rising)
     curves = _joint_curves(table, curves, candidates_per_layer)
+    costs = CostTable(curves)
     bounds = {
-        budget: joint.solve_nested(curves, [cap], [1.0], gap, time_limit).bound
+        budget: solve_window(costs, np.zeros_like(costs.top), costs.top, cap, joint.CLOSE).bound
         for budget, cap in zip(rising, caps, strict=True)
     }
     return tuple(bounds[float(budget)] for budget in budgets)
@@ -154,7 +155,7 @@ def _paper_chain(
     levels = np.where(selection.choices == paper.NO_SAVING, table.top[:, None], selection.choices).T[::-1]
     least = [np.zeros_like(table.top)] if levels[0].any() else []
     full = [table.top] if (levels[-1] < table.top).any() else []
-    return _mark_budgets([table.entry(row) for row in (*least, *levels, *full)], budgets, caps), label
+    return _mark_budgets(table.entries(np.stack([*least, *levels, *full])), budgets, caps), label
 
 
 def _mark_budgets(

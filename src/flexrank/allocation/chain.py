@@ -25,20 +25,18 @@ def fill_chain(curves: Sequence[LayerCurve], anchors: Sequence[Anchor]) -> tuple
     stops: list[Anchor] = [*anchors, (table.top, None)]
     levels = np.zeros_like(table.top)
     if not np.array_equal(levels, stops[0][0]):
-        entries.append(table.entry(levels))
+        entries += table.entries(levels[None])
     for number, (stop, requested) in enumerate(stops):
         steps = _ordered_steps(curves, levels, stop)
-        for layer in steps[:-1]:
-            levels = levels.copy()
-            levels[layer] += 1
-            entries.append(table.entry(levels))
+        if len(steps) or number < len(stops) - 1 or not entries:
+            raised = np.zeros((max(len(steps), 1), len(levels)), np.int64)
+            raised[np.arange(len(steps)), steps] = 1
+            entries += table.entries(levels + raised.cumsum(axis=0), requested)
         levels = stop
-        if steps or number < len(stops) - 1 or not entries:
-            entries.append(table.entry(levels, requested))
     return tuple(entries)
 
 
-def _ordered_steps(curves: Sequence[LayerCurve], low: Ints, high: Ints) -> list[int]:
+def _ordered_steps(curves: Sequence[LayerCurve], low: Ints, high: Ints) -> Ints:
     """The layers to raise by one candidate, in turn, to come from `low` to `high`."""
     slopes, layers = [], []
     for layer, (curve, start, end) in enumerate(zip(curves, low, high, strict=True)):
@@ -46,4 +44,4 @@ def _ordered_steps(curves: Sequence[LayerCurve], low: Ints, high: Ints) -> list[
         slopes.append(step_slopes(curve.parameters[stretch], curve.errors[stretch]))
         layers.append(np.full(end - start, layer))
     order = np.argsort(-np.concatenate(slopes), kind="stable")
-    return np.concatenate(layers)[order].tolist()
+    return np.concatenate(layers)[order]

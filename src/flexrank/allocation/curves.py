@@ -161,10 +161,12 @@ class CostTable:
     def __init__(self, curves: Sequence[LayerCurve]) -> None:
         self.curves = curves
         width = max(len(curve.ranks) for curve in curves)
-        pad = [np.minimum(np.arange(width), len(curve.ranks) - 1) for curve in curves]
+        self.top = np.array([len(curve.ranks) - 1 for curve in curves], np.int64)
+        self.real = np.arange(width) <= self.top[:, None]  # False where padded
+        pad = np.minimum(np.arange(width), self.top[:, None])
+        self.ranks = np.stack([curve.ranks[index] for curve, index in zip(curves, pad, strict=True)])
         self.parameters = np.stack([curve.parameters[index] for curve, index in zip(curves, pad, strict=True)])
         self.errors = np.stack([curve.errors[index] for curve, index in zip(curves, pad, strict=True)])
-        self.top = np.array([len(curve.ranks) - 1 for curve in curves], np.int64)
 
     def cost(self, levels: Ints) -> int:
         """Deployed parameters of one profile."""
@@ -174,7 +176,14 @@ class CostTable:
         """Predicted error of one profile: the sum of its layers' errors, rounded once."""
         return math.fsum(self.errors[np.arange(len(levels)), levels])
 
-    def entry(self, levels: Ints, requested: float | None = None) -> ChainEntry:
-        """One profile as a chain's entry."""
-        ranks = {curve.name: int(curve.ranks[level]) for curve, level in zip(self.curves, levels, strict=True)}
-        return ChainEntry(RankProfile(ranks), self.cost(levels), self.error(levels), requested)
+    def entries(self, rows: Ints, requested: float | None = None) -> list[ChainEntry]:
+        """Profiles (P, L) as a chain's entries; `requested` is the budget of the last."""
+        layers = np.arange(len(self.top))
+        names = [curve.name for curve in self.curves]
+        ranks, errors = self.ranks[layers, rows].tolist(), self.errors[layers, rows].tolist()
+        costs = self.parameters[layers, rows].sum(axis=1).tolist()
+        budgets = [None] * (len(rows) - 1) + [requested]
+        return [
+            ChainEntry(RankProfile(dict(zip(names, row, strict=True))), cost, math.fsum(lost), budget)
+            for row, cost, lost, budget in zip(ranks, costs, errors, budgets, strict=True)
+        ]

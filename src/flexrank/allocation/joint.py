@@ -1,21 +1,21 @@
 """All requested profiles together, nested by constraint.
 
-Budget by budget (module `knapsack`) where that proves enough, else in one program (module `program`).
+Each budget alone (module `knapsack`) where that proves enough, else in one program (module `program`).
 """
 
 import math
-import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from flexrank.allocation.adjustment import repair, spend
-from flexrank.allocation.curves import CostTable, Ints, LayerCurve
-from flexrank.allocation.knapsack import solve_window
+from flexrank.allocation.curves import Bools, CostTable, Ints, LayerCurve
+from flexrank.allocation.knapsack import Best, solve_window
 from flexrank.allocation.program import solve_program
 
 SWEEPS = 4
+CLOSE = 1e-5  # relative gap of a budget by itself: finer than is asked, for it costs little
 
 
 class Solution(NamedTuple):
@@ -38,72 +38,97 @@ def solve_nested(
 ) -> Solution:
     """Profiles for rising `caps` (parameters), nested, of least weighted error.
 
-    First budget by budget: each alone, whose bounds add up to one of the nested program; then each with the last one's
-    profile as its floor. Layers by the dozen are almost nested by themselves, so this often proves the gap. Where it
-    does not, the whole program is solved; the better profiles and the better bound are kept.
+    Each budget alone has an exact optimum, and these add up to a bound of the nested program. Then nested profiles:
+    each the best between its neighbours. Layers by the dozen are almost nested by themselves, so this often proves the
+    gap. Where it does not, one integer program is solved over the candidates that the bounds leave; the better
+    profiles and the better bound are kept.
 
     Args:
         curves: the layers' candidates. Every cap holds the profile of all first candidates.
         caps: parameters allowed, rising.
         weights: of the errors, positive.
         gap: relative gap to solve to.
-        time_limit: seconds for each of the two ways.
+        time_limit: seconds for the integer program.
 
     Returns:
         Levels (B, L) that keep every cap and are nested; their weighted error; and the bound.
     """
     table = CostTable(curves)
-    quick = _solve_by_budget(table, caps, weights, gap, time_limit)
+    own = min(gap, CLOSE)
+    alone = [solve_window(table, np.zeros_like(table.top), table.top, cap, own) for cap in caps]
+    quick = solve_by_budget(table, alone, caps, weights, gap)
     if quick.gap <= gap:
         return quick
-    levels, bound = solve_program(curves, caps, weights, gap, time_limit)
+    kept = still_possible(alone, weights, quick)
+    least = [best.bound for best in alone]
+    levels, bound = solve_program(curves, caps, weights, gap, time_limit, kept, least)
     repair(table, levels, caps)
-    polish(table, levels, caps, gap, time_limit)
+    polish(table, levels, caps, alone, own)
     objective = _objective(table, levels, weights)
-    bound = max(bound, quick.bound)
+    bound = min(max(bound, quick.bound), quick.objective)
     return Solution(levels, objective, bound) if objective < quick.objective else quick._replace(bound=bound)
 
 
-def _solve_by_budget(
-    table: CostTable, caps: Sequence[int], weights: Sequence[float], gap: float, time_limit: float
+def solve_by_budget(
+    table: CostTable, alone: Sequence[Best], caps: Sequence[int], weights: Sequence[float], gap: float
 ) -> Solution:
-    end = time.monotonic() + time_limit
+    """Nested profiles from each budget's own best: the smallest budget first; if that is not enough, the largest."""
+    bound = math.fsum(weight * best.bound for weight, best in zip(weights, alone, strict=True))
+    found = []
+    for order in (range(len(caps)), range(len(caps) - 1, -1, -1)):
+        levels = _nest(table, alone, caps, order, min(gap, CLOSE))
+        found.append(Solution(levels, _objective(table, levels, weights), bound))
+        if found[-1].gap <= gap:
+            break
+    return min(found, key=lambda solution: solution.objective)
+
+
+def _nest(table: CostTable, alone: Sequence[Best], caps: Sequence[int], order: range, gap: float) -> Ints:
+    low, high = np.zeros_like(table.top), table.top
     levels = np.zeros((len(caps), len(table.top)), np.int64)
-    floor = levels[0]
-    bound = 0.0
-    for budget, (cap, weight) in enumerate(zip(caps, weights, strict=True)):
-        share = max(end - time.monotonic(), 1e-3) / (len(caps) - budget)
-        alone, least = solve_window(table, floor * 0, table.top, cap, gap / 2, share)
-        bound += weight * least
-        if (alone < floor).any():
-            alone, _ = solve_window(table, floor, table.top, cap, gap / 2, share)
-        levels[budget] = floor = alone
-    if len(caps) > 1:
-        polish(table, levels, caps, gap / 2, max(end - time.monotonic(), 1e-3))
-    return Solution(levels, _objective(table, levels, weights), bound)
+    for budget in order:
+        row = alone[budget].levels
+        if (row < low).any() or (row > high).any():
+            row = solve_window(table, low, high, caps[budget], gap).levels
+        levels[budget] = row
+        low, high = (row, high) if order.step > 0 else (low, row)
+    polish(table, levels, caps, alone, gap)
+    return levels
+
+
+def still_possible(alone: Sequence[Best], weights: Sequence[float], known: Solution) -> Bools:
+    """The candidates (B, L, K) that a solution no worse than the known one may hold.
+
+    No budget's error can be below its own bound, so none can be above that by more than all bounds together leave.
+    """
+    left = known.objective - known.bound
+    kept = []
+    for best, weight in zip(alone, weights, strict=True):
+        room = left / weight + best.bound - best.relaxed
+        kept.append(best.excess <= room + best.rounding)
+    return np.stack(kept)
 
 
 def _objective(table: CostTable, levels: Ints, weights: Sequence[float]) -> float:
     return math.fsum(weight * table.error(row) for weight, row in zip(weights, levels, strict=True))
 
 
-def polish(table: CostTable, levels: Ints, caps: Sequence[int], gap: float, time_limit: float) -> None:
+def polish(table: CostTable, levels: Ints, caps: Sequence[int], alone: Sequence[Best], gap: float) -> None:
     """Spends what is spare, then solves each budget again between its neighbours, in place, for up to `SWEEPS`.
 
-    A gap of the weighted sum says little of the small errors of large budgets; each is solved to the gap of its own.
+    A budget whose error is that of its own bound, to the relative `gap`, is left as it is.
     """
-    end = time.monotonic() + time_limit
     spend(table, levels, caps)
     for _ in range(SWEEPS):
         before = levels.copy()
         for budget, cap in enumerate(caps):
+            error = table.error(levels[budget])
+            if error - alone[budget].bound <= gap * abs(error):
+                continue
             low = levels[budget - 1] if budget else np.zeros_like(table.top)
             high = levels[budget + 1] if budget + 1 < len(caps) else table.top
-            left = end - time.monotonic()
-            if left <= 0:
-                return
-            row, _ = solve_window(table, low, high, cap, gap, left)
-            if table.error(row) < table.error(levels[budget]):
+            row = solve_window(table, low, high, cap, gap).levels
+            if table.error(row) < error:
                 levels[budget] = row
         if np.array_equal(before, levels):
             return

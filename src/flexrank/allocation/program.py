@@ -9,7 +9,8 @@ With y[b, s] = 1 if budget b drops step s (a layer's step from one candidate to 
 
 All but the first kind of constraint are differences of two variables, so that the program is integral but for one row
 a budget, and its relaxation is close. Dropped steps are counted, not kept ones, so that the objective is the error
-itself and the solver's relative gap is one of the error.
+itself and the solver's relative gap is one of the error. What is known of each budget alone goes in too: which
+candidates can be in no better solution (y is fixed there, or equal on both sides of one), and the least error.
 """
 
 from collections.abc import Sequence
@@ -33,6 +34,8 @@ def solve_program(
     weights: Sequence[float],
     gap: float,
     time_limit: float,
+    kept: Bools,
+    least: Sequence[float],
 ) -> tuple[Ints, float]:
     """Solves for `time_limit` seconds, else rounds the relaxation to smaller profiles.
 
@@ -42,10 +45,11 @@ def solve_program(
         weights: of the errors.
         gap: relative gap to stop at.
         time_limit: seconds.
+        kept: the candidates (B, L, K) to choose among; some nested profiles of them keep the caps.
+        least: for each budget a lower bound of its error.
 
     Returns:
-        Levels (B, L) that keep the caps to the solver's tolerance, and the proven lower bound of the weighted error
-        over that of the last levels.
+        Levels (B, L) that keep the caps to the solver's tolerance, and the proven lower bound of the weighted error.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -54,9 +58,13 @@ def solve_program(
     objective = np.outer(weights, errors / scale).ravel()
     if not len(objective):
         return np.zeros((len(caps), len(curves)), np.int64), 0.0
-    knapsack, needs = _knapsack_rows(curves, caps)
-    constraints = [LinearConstraint(knapsack, needs, np.inf), LinearConstraint(_order_rows(curves, len(caps)), -1, 0)]
-    bounds = Bounds(0, 1)
+    order, slack = _order_rows(curves, kept)
+    constraints = [
+        LinearConstraint(*_knapsack_rows(curves, caps), np.inf),
+        LinearConstraint(_budget_rows(errors / scale, len(caps)), np.array(least) / scale, np.inf),
+        LinearConstraint(order, -slack, 0),
+    ]
+    bounds = Bounds(*_fixed(curves, kept))
     # HiGHS 1.12 (SciPy 1.17) may print a line of its own, "…transformNewIntegerFeasibleSolution…": its issue 2783.
     result = milp(
         objective,
@@ -72,32 +80,53 @@ def solve_program(
     return _levels(curves, (part > 1e-6).reshape(len(caps), -1)), float(objective @ part) * scale
 
 
-def _knapsack_rows(curves: Sequence[LayerCurve], caps: Sequence[int]) -> tuple["csr_array", Floats]:
+def _budget_rows(row: Floats, budgets: int) -> "csr_array":
+    """One row a budget, over its own steps."""
     from scipy.sparse import csr_array, kron
 
+    return csr_array(kron(np.eye(budgets), row[None, :]))
+
+
+def _knapsack_rows(curves: Sequence[LayerCurve], caps: Sequence[int]) -> tuple["csr_array", Floats]:
     full = sum(int(curve.parameters[-1]) for curve in curves)
     row = np.concatenate([np.diff(curve.parameters) for curve in curves])
     needs = np.array([full - cap for cap in caps])
-    return csr_array(kron(np.eye(len(caps)), row[None, :] / row.max())), needs / row.max()
+    return _budget_rows(row / row.max(), len(caps)), needs / row.max()
 
 
-def _order_rows(curves: Sequence[LayerCurve], budgets: int) -> "csr_array":
-    """Rows y_a − y_b ≤ 0: a prefix in every layer, and nested over the budgets."""
+def _fixed(curves: Sequence[LayerCurve], kept: Bools) -> tuple[Floats, Floats]:
+    """Bounds of y: 1 where no larger candidate than before the step is kept, 0 where no candidate before it is."""
+    steps = np.arange(kept.shape[2]) < np.array([len(curve.ranks) - 1 for curve in curves])[:, None]
+    smaller = np.logical_or.accumulate(kept, axis=2)
+    larger = np.logical_or.accumulate(kept[:, :, ::-1], axis=2)[:, :, ::-1]
+    larger = np.concatenate((larger[:, :, 1:], np.zeros_like(larger[:, :, :1])), axis=2)
+    return np.where(larger, 0.0, 1.0)[:, steps].ravel(), np.where(smaller, 1.0, 0.0)[:, steps].ravel()
+
+
+def _order_rows(curves: Sequence[LayerCurve], kept: Bools) -> tuple["csr_array", Floats]:
+    """Rows −slack ≤ y_a − y_b ≤ 0: a prefix in every layer, and nested over the budgets.
+
+    The slack is 0 between the two steps beside a candidate that is not kept, else 1.
+    """
     from scipy.sparse import csr_array
 
+    budgets = len(kept)
     layer = np.repeat(np.arange(len(curves)), [len(curve.ranks) - 1 for curve in curves])
+    level = np.concatenate([np.arange(1, len(curve.ranks)) for curve in curves])
     steps = len(layer)
     inner = np.flatnonzero(layer[1:] == layer[:-1])
     smaller = [inner + budget * steps for budget in range(budgets)]
     larger = [index + 1 for index in smaller]
+    slack = kept[:, layer[inner], level[inner]].astype(float).ravel()
     if budgets > 1:
         smaller.append(np.arange(steps, budgets * steps))
         larger.append(np.arange((budgets - 1) * steps))
+        slack = np.append(slack, np.ones((budgets - 1) * steps))
     left, right = np.concatenate(smaller), np.concatenate(larger)
     rows = np.arange(len(left))
     values = np.repeat([1.0, -1.0], len(left))
     indices = (np.concatenate((rows, rows)), np.concatenate((left, right)))
-    return csr_array((values, indices), shape=(len(left), budgets * steps))
+    return csr_array((values, indices), shape=(len(left), budgets * steps)), slack
 
 
 def _levels(curves: Sequence[LayerCurve], drops: Bools) -> Ints:

@@ -8,10 +8,9 @@ sizes of a method.
 import copy
 import functools
 import random
-import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from flexrank.allocation import allocate_ranks, unconstrained_bounds
-from flexrank.benches.setting import BUDGETS, finish, print_table
+from flexrank.benches.bench import BUDGETS, Bench
 from flexrank.calibration import collect_moments
 from flexrank.checkpoint import load_elastic, save_elastic
 from flexrank.data import sentence_batches
@@ -27,6 +26,8 @@ from flexrank.decomposition import decompose_
 from flexrank.distillation import distill_, distillation_evaluator
 from flexrank.environment import assets_directory
 from flexrank.evaluation import embed, mean_cosine, spearman
+from flexrank.findings import Result
+from flexrank.findings import table as make_table
 from flexrank.hf.models import eager_attention, load_model, load_tokenizer
 from flexrank.objectives import EmbeddingObjective
 from flexrank.profiles import ProfileChain, RankProfile, SensitivityTable
@@ -42,7 +43,7 @@ Profile = Callable[[float], RankProfile]
 Scores = dict[str, dict[float, float]]
 
 
-def run(json_path: Path | None = None) -> dict[str, Any]:
+def run(_: Path | None = None) -> Result:
     """Runs the bench; about half an hour on two cores, of which fifteen minutes are consolidation."""
     bench = _Bench(assets_directory("stsb") / "stsb")
     results: dict[str, Scores] = {}
@@ -66,14 +67,25 @@ def run(json_path: Path | None = None) -> dict[str, Any]:
         save_elastic(model, joint, Path(scratch) / "elastic")
         results["consolidated"] = bench.artefact_scores(Path(scratch) / "elastic")
     dense = bench.score(bench.teacher)
+    gap = {"excess": excess, "solver_gap": joint.gap}
+    return {
+        "settings": {"training": TRAINING, "consolidation_seconds": seconds},
+        "tables": _tables(results, dense, excess),
+        "claims": [],
+        "data": {"dense": dense, "results": results, **gap},
+    }
+
+
+def _tables(
+    results: Mapping[str, Scores], dense: Mapping[str, float], excess: Sequence[float | None]
+) -> list[dict[str, Any]]:
+    columns = ["", *(f"{budget:g}" for budget in BUDGETS)]
+    tables = []
     for what in ("cosine", "spearman"):
-        rows = {name: [found[what][budget] for budget in BUDGETS] for name, found in results.items()}
-        print_table(f"{what} (dense {dense[what]:.4f})", [f"{b:.1f}" for b in BUDGETS], rows)
+        rows = [[name, *(found[what][budget] for budget in BUDGETS)] for name, found in results.items()]
+        tables.append(make_table(f"{what} (dense {dense[what]:.4f})", columns, rows, digits=4))
     title = "predicted error over a lower bound of any profile's, nested or not"
-    print_table(title, [f"{b:.1f}" for b in BUDGETS], {"datasvd, joint": excess})
-    print(f"\nconsolidation took {seconds / 60:.1f} minutes; solver's gap {joint.gap:.1e}", file=sys.stderr)
-    found = {"dense": dense, "results": results, "excess": excess, "seconds": seconds, "training": TRAINING}
-    return finish(found, json_path)
+    return [*tables, make_table(title, columns, [["datasvd, joint", *excess]])]
 
 
 def _excess(table: SensitivityTable, chain: ProfileChain) -> list[float | None]:
@@ -139,3 +151,12 @@ def _read_pairs(path: Path) -> list[tuple[str, str, float]]:
     """(first, second, score) of each line: the score stands in column 5, the sentences in 6 and 7."""
     rows = [line.split("\t") for line in path.read_text(encoding="utf8").splitlines()]
     return [(row[5], row[6], float(row[4])) for row in rows if len(row) >= 7]
+
+
+BENCH = Bench(
+    name="sts",
+    title="Quality: all-MiniLM-L6-v2 on the STS benchmark",
+    measures="every size's cosine to the teacher and rank correlation, consolidated and by simpler methods",
+    minutes=30,
+    run=run,
+)

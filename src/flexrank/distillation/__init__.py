@@ -1,26 +1,26 @@
 """Stage three: one set of weights learns to serve every profile (FlexRank, section 3.3, eq. 5 and 6)."""
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flexrank.batches import Batch, call_model, eval_mode, model_device, to_device
 from flexrank.distillation.feed import Feed
+from flexrank.distillation.prefixes import used_components
 from flexrank.distillation.schedule import Schedule, scheduled_rate
 from flexrank.distillation.state import State
+from flexrank.distillation.step import Step, Targets, make_optimizer, trainable_parameters, training
 from flexrank.errors import FlexrankError
 from flexrank.objectives import Objective, default_objective
 from flexrank.profiles import ProfileChain
 from flexrank.progress import track
-from flexrank.surgery import nested_layers, use_profile
+from flexrank.surgery import use_profile
 
 Profiles = ProfileChain | Sequence[Mapping[str, int]]
 
@@ -101,6 +101,10 @@ def distill_(
     AdamW, linear warm-up, cosine decay. Dropout stays off and batch norms keep their statistics, which all profiles
     share. Profiles and batches are drawn from (seed, step) alone, so an interrupted run resumes to the same bits.
 
+    Components above a layer's largest trained rank stay as they were: no gradient, no decay, no state of the optimiser.
+    So train budget 1 only where the base's own weights will not be kept: `deploy(base=)` gives the base itself there.
+    Without it, a model trained below full rank is at full rank its trained components and these old ones.
+
     Args:
         model: elastic.
         teacher: the original; frozen, in eval mode.
@@ -139,86 +143,23 @@ def distill_(
     }  # fmt: skip
     schedule = Schedule(_positive(weights, len(profiles)), seed)
     _check_counts(steps=steps, accumulation=accumulation, checkpoint_every=checkpoint_every)
-    trainable = _trainable(model, train_embeddings)
-    optimizer = _optimizer(trainable, learning_rate, weight_decay)
-    feed = Feed(batches, seed)
-    state = State(checkpoint, settings, trainable, optimizer, feed)
-    guide = _Teacher(teacher, objective, autocast, teacher_cache)
-    with _training(model, teacher, trainable):
-        for step in track(range(state.step, steps), "distilling", steps, state.step):
-            for group in optimizer.param_groups:
-                group["lr"] = scheduled_rate(step, steps, learning_rate, warmup_steps, final_learning_rate)
-            choice = schedule.draw(step)
-            with use_profile(model, profiles[choice]):
-                losses = [_backward(model, guide, feed.next(), accumulation) for _ in range(accumulation)]
-            loss = sum(losses) / accumulation
-            _finite(loss, step, "loss")
-            _finite(float(torch.nn.utils.clip_grad_norm_(trainable.values(), max_norm)), step, "gradient's length")
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            state.advance(loss, choice)
-            if state.step % checkpoint_every == 0 or state.step == steps:
-                state.save()
+    with used_components(model, profiles):
+        trainable = trainable_parameters(model, train_embeddings)
+        optimizer = make_optimizer(trainable, learning_rate, weight_decay)
+        feed = Feed(batches, seed)
+        state = State(checkpoint, settings, trainable, optimizer, feed)
+        taking = Step(model, Targets(teacher, objective, autocast, teacher_cache), trainable, optimizer, max_norm)
+        with training(model, teacher, trainable):
+            for step in track(range(state.step, steps), "distilling", steps, state.step):
+                for group in optimizer.param_groups:
+                    group["lr"] = scheduled_rate(step, steps, learning_rate, warmup_steps, final_learning_rate)
+                choice = schedule.draw(step)
+                with use_profile(model, profiles[choice]):
+                    loss = taking.take((feed.next() for _ in range(accumulation)), accumulation, step)
+                state.advance(loss, choice)
+                if state.step % checkpoint_every == 0 or state.step == steps:
+                    state.save()
     return TrainingHistory(tuple(state.losses), tuple(state.choices), state.step)
-
-
-class _Teacher:
-    """The teacher's targets. Those of a sequence's batches are kept, up to `limit` bytes, as each pass asks again."""
-
-    def __init__(self, model: nn.Module, objective: Objective | None, autocast: torch.dtype | None, limit: int):
-        self._model, self._objective, self._autocast, self._room = model, objective, autocast, limit
-        self._kept: dict[int, Tensor] = {}
-
-    def autocast(self) -> torch.autocast:
-        """The dtype that both models run under."""
-        enabled = self._autocast is not None
-        return torch.autocast(model_device(self._model).type, dtype=self._autocast, enabled=enabled)
-
-    @torch.no_grad()
-    def target(self, index: int | None, batch: Batch) -> Tensor:
-        """What the objective needs of the teacher's output."""
-        if index is not None and index in self._kept:
-            return self._kept[index]
-        output = call_model(self._model, batch)
-        if self._objective is None:
-            self._objective = default_objective(output)
-        target = self._objective.target(output, batch)
-        size = target.untyped_storage().nbytes()  # a view holds all that it was cut from
-        if index is not None and size <= self._room:
-            self._kept[index] = target
-            self._room -= size
-        return target
-
-    def loss(self, output: Any, target: Tensor, batch: Batch) -> Tensor:
-        """The objective's loss of a student's output; `target` was asked for before."""
-        assert self._objective is not None
-        return self._objective.loss(output, target, batch)
-
-
-def _backward(model: nn.Module, guide: _Teacher, item: tuple[int | None, Batch], parts: int) -> float:
-    """Adds the gradient of this part of a step's loss; returns the part's own loss."""
-    index, batch = item[0], to_device(item[1], model_device(model))
-    with guide.autocast():
-        target = guide.target(index, batch)
-        loss = guide.loss(call_model(model, batch), target, batch)
-    (loss / parts).backward()
-    return float(loss.detach())
-
-
-@contextlib.contextmanager
-def _training(model: nn.Module, teacher: nn.Module, trainable: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Only `trainable` gets gradients, both models are in eval mode; all is put back after the block."""
-    required = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    chosen = set(map(id, trainable.values()))
-    for parameter in required:
-        parameter.requires_grad_(id(parameter) in chosen)
-    try:
-        with eval_mode(model, teacher):
-            yield
-    finally:
-        for parameter, flag in required.items():
-            parameter.requires_grad_(flag)
-            parameter.grad = None
 
 
 def _profiles(chain: Profiles) -> list[dict[str, int]]:
@@ -227,35 +168,6 @@ def _profiles(chain: Profiles) -> list[dict[str, int]]:
     if not chain:
         raise FlexrankError("distillation got no profiles; the chain has no requested budgets")
     return [dict(profile) for profile in chain]
-
-
-def _trainable(model: nn.Module, train_embeddings: bool) -> dict[str, nn.Parameter]:
-    nested_layers(model)
-    frozen = set()
-    if not train_embeddings:
-        embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-        frozen = {id(parameter) for module in embeddings for parameter in module.parameters()}
-    trainable = {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if id(parameter) not in frozen and parameter.is_floating_point() and parameter.requires_grad
-    }
-    if not trainable:
-        raise FlexrankError("every parameter has requires_grad=False; consolidation has nothing to train")
-    for name, parameter in trainable.items():
-        if parameter.dtype.itemsize < 4:
-            raise FlexrankError(
-                f"parameter {name!r} is {parameter.dtype}; consolidate float32 weights, with autocast={parameter.dtype}"
-            )
-    return trainable
-
-
-def _optimizer(trainable: Mapping[str, nn.Parameter], learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
-    groups = [
-        {"params": [p for p in trainable.values() if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in trainable.values() if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=learning_rate, fused=True)
 
 
 def _positive(weights: Sequence[float] | None, count: int) -> Sequence[float]:
@@ -270,11 +182,6 @@ def _check_counts(**counts: int) -> None:
     for name, value in counts.items():
         if value < 1:
             raise FlexrankError(f"{name} is {value}; it must be at least 1")
-
-
-def _finite(value: float, step: int, what: str) -> None:
-    if not math.isfinite(value):
-        raise FlexrankError(f"the {what} is {value} at step {step}; lower the learning rate, or check the batches")
 
 
 def _identity(model: nn.Module) -> str:

@@ -13,9 +13,10 @@ from flexrank.batches import Batch
 from flexrank.calibration import Moments, collect_moments, merge_moments
 from flexrank.decomposition import decompose_
 from flexrank.errors import FlexrankError
-from flexrank.experiments.canvas import draw_seeds
 from flexrank.experiments.language import DECOMPOSED, checked_datasvd, load_space, pycode_settings, told_apart
-from flexrank.experiments.study import Ledger, Request, Result, Study, between, claim, count_seeds, spread, table
+from flexrank.experiments.study import Ledger, Request, Study, count_seeds
+from flexrank.findings import Result, between, claim, spread, table
+from flexrank.findings.figures import draw_seeds
 from flexrank.pipeline.stages import Workspace
 from flexrank.surgery import select_layers, uniform_profile, use_profile
 

@@ -1,6 +1,7 @@
 """Runs a study and writes what it found: result.json and the figure, each whole or not at all."""
 
 import dataclasses
+import functools
 import re
 import sys
 import time
@@ -16,9 +17,12 @@ from flexrank.environment import assets_directory, machine_facts
 from flexrank.errors import FlexrankError
 from flexrank.experiments import NAMES, find_study
 from flexrank.experiments.page import write_page
-from flexrank.experiments.study import RESULT, VERDICTS, Request, Result, Study, shown_rows
+from flexrank.experiments.study import Request, Study
+from flexrank.findings import RESULT, Result
+from flexrank.findings.figures import save_figure
+from flexrank.findings.terminal import print_claims, print_table
 from flexrank.pipeline.rundir import RunDirectory
-from flexrank.storage import write_aside, write_json
+from flexrank.storage import write_json
 
 RESULTS = Path("results")
 #: Finished units, decompositions and trained networks of studies; a later run of the same settings goes on from them.
@@ -39,25 +43,8 @@ def reproduce(study: Study, request: Request, output: Path, command: str) -> Res
     facts = {"study": study.name, "title": study.title, "form": "full" if request.full else "quick", "command": command}
     result = {**facts, **found, "seconds": time.perf_counter() - start, "machine": machine_facts()}
     write_json(output / RESULT, result)
-    draw(study, result, output)
+    save_figure(functools.partial(study.draw, result["data"]), output / study.name)
     return result
-
-
-def draw(study: Study, result: Result, output: Path) -> list[Path]:
-    """Writes the figure of a result as PNG and SVG; the same bytes for the same result."""
-    import matplotlib
-
-    style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "flexrank"}
-    written = []
-    with matplotlib.rc_context(style):
-        figure = study.draw(result["data"])
-        for ending in (".png", ".svg"):
-            path = output / f"{study.name}{ending}"
-            with write_aside(path) as aside:
-                metadata: dict[str, Any] = {"Date": None} if ending == ".svg" else {}
-                figure.savefig(aside, format=ending[1:], dpi=150, metadata=metadata, bbox_inches="tight")
-            written.append(path)
-    return written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,14 +181,8 @@ def _print_list(studies: Sequence[Study]) -> None:
 
 def print_result(result: Mapping[str, Any], console: Console) -> None:
     """Prints the study's table, and each claim of the paper beside what was found."""
-    first, *_ = result["tables"]
-    drawn = Table(*first["columns"], title=first["title"], box=None, padding=(0, 2), title_justify="left")
-    for row in shown_rows(first):
-        drawn.add_row(*row)
-    console.print(drawn)
-    for one in result["claims"]:
-        told = f"{one['what']}: paper {one['paper']}, here {one['here']} ({VERDICTS[one['holds']]})"
-        console.print(told + (f"; {one['why']}" if one["why"] else ""), markup=False, highlight=False, soft_wrap=True)
+    print_table(result["tables"][0], console)
+    print_claims(result, console)
 
 
 def say(text: str) -> None:

@@ -4,9 +4,10 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flexrank.experiments.canvas import OTHER, OURS, draw_seeds
 from flexrank.experiments.language import LanguageBench, stories_settings
-from flexrank.experiments.study import Ledger, Request, Result, Study, between, claim, count_seeds, spread, table
+from flexrank.experiments.study import Ledger, Request, Study, count_seeds
+from flexrank.findings import Result, between, claim, spread, table
+from flexrank.findings.figures import OTHER, OURS, draw_seeds
 
 
 def run(request: Request) -> Result:

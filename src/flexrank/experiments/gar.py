@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from flexrank.calibration import collect_moments, collect_rows
@@ -22,9 +21,11 @@ from flexrank.costs import aligned_parameters, dense_parameters, measure_ratio
 from flexrank.decomposition import decompose_
 from flexrank.environment import machine_facts
 from flexrank.experiments.language import DECOMPOSED, checked_datasvd, load_space, pycode_settings, told_apart
-from flexrank.experiments.study import Ledger, Request, Result, Study, claim, count_seeds, shown, spread, table
+from flexrank.experiments.study import Ledger, Request, Study, count_seeds
+from flexrank.findings import Result, claim, shown, spread, table
 from flexrank.layers import GaugeAlignedLinear, NestedLayer
-from flexrank.linalg import ERROR_FLOOR, STATED_MULTIPLE, alignment_error, choose_slack, gauge_align
+from flexrank.linalg import ERROR_FLOOR, STATED_MULTIPLE, alignment_error, choose_slack
+from flexrank.peers import PivotedLinear, pivoted_order
 from flexrank.progress import track
 from flexrank.surgery import nested_layers, select_layers
 
@@ -40,56 +41,6 @@ QUICK, FULL = (2048, 2048), (4096, 8192)
 CLOSE = 0.15
 #: At most so many layers, evenly spread, are judged, on at most so many batches.
 LAYERS, BATCHES = 48, 16
-
-
-class PivotedLinear(nn.Module):
-    """y[pivots] = z, y[rest] = Û z, with z = Ṽᵀx: aligned to pivot rows (Zhao et al., PIFA, ICML 2025).
-
-    Stores r·(m+n−r) parameters and the rows' order. A peer to compare with, not a layer of the library.
-
-    Attributes:
-        pivots: (r,) the outputs that are latents.
-        rest: (m−r,) the others.
-    """
-
-    pivots: Tensor
-    rest: Tensor
-
-    def __init__(self, inputs: int, rank: int, order: Int[Tensor, " m"], *, dtype: torch.dtype):
-        super().__init__()
-        placement: dict[str, Any] = {"device": order.device, "dtype": dtype}
-        self.latent = nn.Linear(inputs, rank, bias=False, **placement)
-        self.expand = nn.Linear(rank, len(order) - rank, bias=False, **placement)
-        self.register_buffer("pivots", order[:rank].clone())
-        self.register_buffer("rest", order[rank:].clone())
-
-    @classmethod
-    @torch.no_grad()
-    def from_factors(cls, u: Float[Tensor, "m r"], v: Float[Tensor, "n r"], dtype: torch.dtype) -> "PivotedLinear":
-        """The layer for y = U Vᵀ x."""
-        order = pivoted_order(u)
-        layer = cls(v.shape[0], u.shape[1], order, dtype=dtype)
-        u_hat, v_tilde = gauge_align(u[order], v, slack=0)
-        layer.latent.weight.copy_(v_tilde.T)
-        layer.expand.weight.copy_(u_hat)
-        return layer
-
-    def forward(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch m"]:  # noqa: D102
-        latent = self.latent(x)
-        output = latent.new_empty(*x.shape[:-1], len(self.pivots) + len(self.rest))
-        output.index_copy_(-1, self.pivots, latent)
-        return output.index_copy_(-1, self.rest, self.expand(latent))
-
-
-def pivoted_order(u: Float[Tensor, "m r"]) -> Int[Tensor, " m"]:
-    """The rows of U, first the r that QR with column pivoting of Uᵀ chooses, then the others in their order."""
-    import scipy.linalg
-
-    _, chosen = scipy.linalg.qr(u.T.double().cpu().numpy(), mode="r", pivoting=True)
-    pivots = torch.as_tensor(chosen[: u.shape[1]].copy(), dtype=torch.int64)
-    is_rest = torch.ones(len(u), dtype=torch.bool)
-    is_rest[pivots] = False
-    return torch.cat([pivots, is_rest.nonzero()[:, 0]]).to(u.device)
 
 
 @torch.no_grad()

@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flexrank.experiments.canvas import OURS, draw_seeds
 from flexrank.experiments.language import LanguageBench, stories_settings
-from flexrank.experiments.study import Ledger, Request, Result, Study, between, claim, count_seeds, spread, table
+from flexrank.experiments.study import Ledger, Request, Study, count_seeds
+from flexrank.findings import Result, between, claim, spread, table
+from flexrank.findings.figures import OURS, draw_seeds
 from flexrank.profiles import RankProfile
 
 

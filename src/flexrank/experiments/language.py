@@ -59,6 +59,7 @@ def _settings(
         "data": texts | dict(data),
         "probe": {"levels": 8},
         "allocation": {"budgets": [0.8, 0.6, 0.4, 0.2]},
+        "deployment": {"forms": "smallest"},  # a study's sizes are those of every machine
         "distillation": {"batch_size": 8, **distillation},
     }
     return settings | {key: {**settings.get(key, {}), **keys} for key, keys in changes.items()}

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from flexrank.batches import Batch
 from flexrank.errors import FlexrankError
-from flexrank.experiments.canvas import NEUTRAL, OTHER, OURS, draw_seeds
 from flexrank.experiments.language import LanguageBench, stories_settings
-from flexrank.experiments.study import Ledger, Request, Result, Study, between, claim, count_seeds, spread, table
+from flexrank.experiments.study import Ledger, Request, Study, count_seeds
+from flexrank.findings import Result, between, claim, spread, table
+from flexrank.findings.figures import NEUTRAL, OTHER, OURS, draw_seeds
 from flexrank.sensitivity import block_stack
 
 ROWS = ("DataSVD, untrained", "each block alone", "end to end")

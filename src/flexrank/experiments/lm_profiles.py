@@ -6,7 +6,8 @@ from typing import Any
 
 from flexrank.errors import FlexrankError
 from flexrank.experiments.language import LanguageBench, pycode_settings
-from flexrank.experiments.study import Request, Result, Study, claim, table
+from flexrank.experiments.study import Request, Study
+from flexrank.findings import Result, claim, table
 from flexrank.report import ordered_layers, split_block
 
 #: Of the modules that write into the residual stream after attention, the names that architectures give them.

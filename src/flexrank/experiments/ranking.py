@@ -15,7 +15,8 @@ from flexrank.costs import deployed_parameters
 from flexrank.decomposition import decompose_
 from flexrank.evaluation import spearman
 from flexrank.experiments import mnist
-from flexrank.experiments.study import Ledger, Request, Result, Study, claim, count_seeds, spread, table
+from flexrank.experiments.study import Ledger, Request, Study, count_seeds
+from flexrank.findings import Result, claim, spread, table
 from flexrank.layers import NestedLayer
 from flexrank.objectives import LogitObjective
 from flexrank.profiles import ProfileChain, SensitivityTable

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from flexrank.experiments.study import Ledger, Request, Result, Study, claim, count_seeds, spread, table
+from flexrank.experiments.study import Ledger, Request, Study, count_seeds
+from flexrank.findings import Result, claim, spread, table
 from flexrank.progress import track
 
 SIZE, DECAY, SEEDS = 10, 1.2, 20

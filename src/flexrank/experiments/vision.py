@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from flexrank.allocation import allocate_ranks
-from flexrank.benches.setting import BUDGETS
 from flexrank.calibration import collect_moments
 from flexrank.decomposition import decompose_
 from flexrank.distillation import distill_, distillation_evaluator
 from flexrank.environment import assets_directory
 from flexrank.evaluation import accuracy
 from flexrank.experiments import resnet, vit
-from flexrank.experiments.study import Ledger, Request, Result, Study, between, claim, count_seeds, shown, spread, table
+from flexrank.experiments.study import Ledger, Request, Study, count_seeds
+from flexrank.findings import Result, between, claim, shown, spread, table
 from flexrank.hf.models import eager_attention, load_model
 from flexrank.images import AlteredBatches, Scaling
 from flexrank.integrity import digest_file
@@ -38,6 +38,7 @@ from flexrank.storage import read_json
 from flexrank.surgery import select_layers, use_profile
 
 #: Beside the study's own directory, where a training by examples/train_vit.py may have left it.
+BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 VIT_DIRECTORY = "vit-cifar10"
 RESNET_FILE = "cifar10_resnet20/resnet20_jpg_ft.safetensors"
 OBJECTIVE = LogitObjective()

@@ -4,13 +4,12 @@
 first: the quantizer is registered at once where transformers' registry is loaded, and right after it loads elsewhere.
 """
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
+import importlib
 import sys
 import types
 import warnings
 from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 #: The module that holds transformers' registry of quantizers; it is imported by everything that loads a model.
@@ -32,23 +31,24 @@ def _register_now() -> None:
         warnings.warn(f"flexrank cannot load its models here, it needs transformers>=5.23,<6: {error}", stacklevel=2)
 
 
-class _RegistryFinder(importlib.abc.MetaPathFinder):
+class _RegistryFinder:  # no importlib.abc: importing that takes longer than all of this package
     """Finds the registry as the other finders do, with a loader that registers after the module has run."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    ) -> ModuleSpec | None:
         if fullname != REGISTRY:
             return None
         for finder in sys.meta_path:
             spec = None if isinstance(finder, _RegistryFinder) else finder.find_spec(fullname, path, target)
             if spec is not None:
-                spec.loader = _RegisteringLoader(spec.loader)
+                loader: Any = _RegisteringLoader(spec.loader)
+                spec.loader = loader
                 return spec
         return None
 
 
-class _RegisteringLoader(importlib.abc.Loader):
+class _RegisteringLoader:
     """The registry's own loader in everything else."""
 
     def __init__(self, loader: Any):
@@ -57,7 +57,7 @@ class _RegisteringLoader(importlib.abc.Loader):
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType | None:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: types.ModuleType) -> None:

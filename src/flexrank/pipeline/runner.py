@@ -41,7 +41,7 @@ class Stage:
     extras: tuple[str, ...] = ()
 
 
-_DEPLOYED = ("deployment.dtype", "deployment.slack")
+_DEPLOYED = ("deployment.dtype", "deployment.slack", "deployment.forms")
 _DATA = ("data.source", "data.path", "data.separator", "data.max_tokens", "data.batch_size", "data.calibration")
 STAGES = (
     Stage(
@@ -127,7 +127,7 @@ def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None =
 
     Args:
         outcome: of `run_stages(config, "distill")`.
-        limits: `budget`, `max_params`, `max_bytes`; at least one.
+        limits: `budget`, `max_params`, `max_bytes`, `max_latency_ms`; at least one.
         place: where to write; RUN/exports/LIMITS by default.
 
     Raises:

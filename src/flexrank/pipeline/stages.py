@@ -21,24 +21,27 @@ from torch import nn
 
 from flexrank import report
 from flexrank.allocation import allocate_ranks
-from flexrank.calibration import collect_moments, collect_rows
+from flexrank.calibration import Side, collect_moments, collect_rows
 from flexrank.checkpoint import load_elastic, save_elastic
 from flexrank.config import RunConfig
 from flexrank.costs import Shape, dense_parameters
-from flexrank.decomposition import decompose_
-from flexrank.deployment import Activations, LayerPlan, deploy, deployed_parameters_of, export, fit_plans, plan_layer
+from flexrank.decomposition import decompose_, decompose_by_block_
+from flexrank.deployment import deploy, deployed_parameters_of, export
 from flexrank.distillation import distill_, distillation_evaluator
 from flexrank.errors import FlexrankError
 from flexrank.evaluation import latency_ratio
 from flexrank.hf import models
+from flexrank.latency import time_chain
 from flexrank.objectives import Objective, objective_for
 from flexrank.pipeline.rundir import RunDirectory
 from flexrank.pipeline.samples import Judge, Samples, load_samples
+from flexrank.planning import Activations, LayerPlan, fit_plans, plan_layer
 from flexrank.profiles import ChainEntry, ProfileChain, RankProfile, SensitivityTable
 from flexrank.progress import track
 from flexrank.sensitivity import probe_sensitivity, rank_levels
 from flexrank.storage import directory_bytes, read_json, write_json
 from flexrank.surgery import footprint, full_profile, nested_layers, select_layers
+from flexrank.timing import TimeTable
 
 log = logging.getLogger("flexrank")
 
@@ -79,10 +82,10 @@ class Workspace:
         """Measures a model's qualities against the base."""
         return self.samples.judge(self.base)
 
-    def objective(self, hidden_weight: float = 0.0) -> Objective:
+    def objective(self, hidden_weight: float = 0.0, top_k: int | None = None) -> Objective:
         """The task's distillation loss."""
         temperature = self.config.distillation.temperature
-        return objective_for(self.config.task, temperature=temperature, hidden_weight=hidden_weight)
+        return objective_for(self.config.task, temperature=temperature, hidden_weight=hidden_weight, top_k=top_k)
 
     def elastic(self, name: str) -> tuple[nn.Module, ProfileChain]:
         """The elastic model in RUN/`name`, and its chain."""
@@ -94,20 +97,28 @@ class Workspace:
         """The dtype of deployed models."""
         return getattr(torch, self.config.deployment.dtype or self.config.dtype)
 
+    @functools.cached_property
+    def times(self) -> TimeTable | None:
+        """What layers take on this machine; None where forms are chosen by parameters alone."""
+        measured = self.config.deployment.forms == "measured"
+        return TimeTable(self.deployed_dtype, self.device) if measured else None
+
 
 def decompose(work: Workspace, _: str) -> None:
     """Calibrates and decomposes: RUN/elastic_initial, whose chain is the full model alone."""
     require_fitting_inputs(work)
-    model, method = copy.deepcopy(work.base), work.config.decomposition.method
-    layers = select_layers(model, work.config.layers.include, work.config.layers.exclude)
-    moments = collect_moments(
-        model,
-        work.samples.calibration,
-        layers,
-        side="input" if method == "paper" else "smaller",
-        gradient_loss=work.objective().fisher_loss if method == "fisher" else None,
-    )
-    decompose_(model, moments, method=method)
+    model, settings = copy.deepcopy(work.base), work.config.decomposition
+    layers = list(select_layers(model, work.config.layers.include, work.config.layers.exclude))
+    loss = work.objective().fisher_loss if settings.method == "fisher" else None
+    batches = work.samples.calibration
+    if settings.by_block:
+        decompose_by_block_(model, batches, layers, method=settings.method, gradient_loss=loss)
+    else:
+        chosen = {name: model.get_submodule(name) for name in layers}
+        side: Side = "input" if settings.method == "paper" else "smaller"
+        moments = collect_moments(model, batches, chosen, side=side, gradient_loss=loss)
+        del chosen  # a layer that is held on to stays in memory beside its elastic form
+        decompose_(model, moments, method=settings.method)
     full = RankProfile(full_profile(model))
     dense = sum(dense_parameters(layer.matrix_shape) for layer in nested_layers(model).values())
     chain = ProfileChain((ChainEntry(full, dense, 0.0),), dense, footprint(model), "full")
@@ -158,7 +169,7 @@ def distill(work: Workspace, fingerprint: str) -> None:
                 work.base,
                 work.samples.training,
                 chain,
-                objective=work.objective(settings.hidden_weight),
+                objective=work.objective(settings.hidden_weight, settings.top_k),
                 steps=settings.steps,
                 learning_rate=settings.learning_rate,
                 warmup_steps=settings.warmup_steps,
@@ -272,7 +283,10 @@ def plans_within(
 ) -> dict[str, LayerPlan]:
     """How to deploy the largest model within the limits of `fit_plans`, slack included."""
     slack = work.config.deployment.slack
-    return fit_plans(model, chain, dtype=work.deployed_dtype, slack=slack, activations=rows, **limits)
+    if limits.get("max_latency_ms") is not None:
+        base = work.base if work.deployed_dtype is work.base.dtype else copy.deepcopy(work.base).to(work.deployed_dtype)
+        chain = time_chain(model, base, work.samples.example, chain, work.times)
+    return fit_plans(model, chain, dtype=work.deployed_dtype, slack=slack, activations=rows, times=work.times, **limits)
 
 
 def deploy_plans(work: Workspace, model: nn.Module, plans: Mapping[str, LayerPlan]) -> tuple[nn.Module, RankProfile]:

@@ -1,7 +1,10 @@
-"""What the studies' figures share."""
+"""What figures of findings share: colours, the band over seeds, and how they are written."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
+
+from flexrank.storage import write_aside
 
 #: Ours, the paper's or the rival's way, and what is neither: of Okabe and Ito's palette, told apart by all.
 OURS, OTHER, NEUTRAL = "#0072b2", "#d55e00", "#999999"
@@ -28,3 +31,20 @@ def draw_seeds(
     axes.plot(places, means, **{"marker": "o", "markersize": 4.5, "color": colour, "label": label, **line})
     axes.fill_between(places, list(map(min, by_place)), list(map(max, by_place)), color=colour, alpha=0.2, linewidth=0)
     return means
+
+
+def save_figure(draw: Callable[[], Any], stem: Path) -> list[Path]:
+    """Writes what `draw` gives as STEM.png and STEM.svg; the same bytes for the same figure."""
+    import matplotlib
+
+    style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "flexrank"}
+    written = []
+    with matplotlib.rc_context(style):
+        figure = draw()
+        for ending in (".png", ".svg"):
+            path = stem.with_name(stem.name + ending)
+            with write_aside(path) as aside:
+                metadata: dict[str, Any] = {"Date": None} if ending == ".svg" else {}
+                figure.savefig(aside, format=ending[1:], dpi=150, metadata=metadata, bbox_inches="tight")
+            written.append(path)
+    return written

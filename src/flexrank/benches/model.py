@@ -1,0 +1,184 @@
+"""A run's deployed models against their base: latency for a prompt and for decoding, tokens a second, peak memory."""
+
+import copy
+import functools
+import itertools
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from flexrank.batches import Batch, call_model, model_device
+from flexrank.benches.bench import Bench
+from flexrank.benches.machine import forget_peak, in_fresh_process, interleave, resident_peak
+from flexrank.config import load_config
+from flexrank.evaluation import inference
+from flexrank.findings import Result, goal, table
+from flexrank.hf import models
+from flexrank.pipeline import run_stages
+from flexrank.pipeline.stages import Workspace, activations, deploy_within
+from flexrank.progress import track
+
+#: Rounds in turn; tokens that are generated after a prompt of so many.
+REPEATS, NEW_TOKENS, PROMPT = 9, 24, 32
+#: A ratio up to this is as fast as the base: what two runs of one model differ by.
+OVER_BASE = 1.02
+BASE = "base"
+
+
+def run(target: Path | None) -> Result:
+    """Deploys every budget of a run, consolidated first where it was not, and measures each in turn with the base.
+
+    Args:
+        target: the run directory, or its config.
+    """
+    assert target is not None
+    outcome = run_stages(load_config(target), "distill")
+    work = outcome.workspace
+    elastic, chain = work.elastic("elastic")
+    rows_of = activations(work, elastic)
+    base = copy.deepcopy(work.base).to(work.deployed_dtype)
+    situations = _situations(work, base)
+    found = [_measured(BASE, work, base, base, situations)]
+    for budget in track(work.config.allocation.budgets, "measuring sizes"):
+        small, _ = deploy_within(work, elastic, chain, rows_of, budget=budget)
+        found.append(_measured(f"{budget:g}", work, small, base, situations))
+    return {
+        "settings": {
+            "model": work.config.model, "dtype": str(work.deployed_dtype), "forms": work.config.deployment.forms,
+            "repeats": REPEATS, "situations": [name for name, _, _ in situations],
+        },
+        "tables": [_ratio_table(found, situations), _size_table(found, situations)],
+        "claims": _goals(found),
+        "data": {"found": found, "situations": [name for name, _, _ in situations]},
+    }  # fmt: skip
+
+
+Situation = tuple[str, int, Callable[[nn.Module], object]]  # its name, its tokens (or images), what is timed
+
+
+def _situations(work: Workspace, base: Any) -> list[Situation]:
+    """One sample and a batch of them; for language models that generate, decoding too."""
+    example: Any = work.samples.example
+    device = model_device(base)
+    batches = [{key: value[:count].to(device) for key, value in example.items()} for count in (1, len(_first(example)))]
+    found: list[Situation] = []
+    for batch in batches:
+        shape = _first(batch).shape
+        what = "image" if "pixel_values" in batch else f"texts of {shape[1]} tokens"
+        tokens = shape[0] if "pixel_values" in batch else int(batch["attention_mask"].sum())
+        found.append((f"{shape[0]} {what}", tokens, functools.partial(_forward, batch)))
+    if work.config.task == "language" and callable(getattr(base, "generate", None)):
+        prompt = {key: value[:1, :PROMPT] for key, value in batches[0].items()}
+        found.append((f"{NEW_TOKENS} tokens generated", NEW_TOKENS, functools.partial(_generate, prompt)))
+    return found
+
+
+def _first(batch: Mapping[str, Any]) -> Any:
+    return next(iter(batch.values()))
+
+
+def _forward(batch: Batch, model: nn.Module) -> None:
+    call_model(model, batch)
+    _wait(model)
+
+
+def _generate(prompt: Mapping[str, Any], model: Any) -> None:
+    model.generate(**prompt, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
+    _wait(model)
+
+
+def _wait(model: nn.Module) -> None:
+    if model_device(model).type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _measured(
+    name: str, work: Workspace, small: Any, base: nn.Module, situations: Sequence[Situation]
+) -> dict[str, Any]:
+    """Seconds, the ratio to the base's in turn, and the peak memory of loading and running it in a fresh process."""
+    times = []
+    with inference(small, base):
+        for _, _, run_with in situations:
+            own, theirs = interleave([functools.partial(run_with, model) for model in (small, base)], REPEATS)
+            ratio = statistics.median(one / other for one, other in zip(own, theirs, strict=True))
+            times.append({"seconds": statistics.median(own), "ratio": 1.0 if name == BASE else ratio})
+    example = {key: value.cpu() for key, value in dict(work.samples.example).items()}
+    with tempfile.TemporaryDirectory() as scratch:
+        models.save_model(small, Path(scratch))
+        peak = in_fresh_process(_peak, scratch, work.config.task, str(work.deployed_dtype), example)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in small.state_dict().values())
+    return {"name": name, "times": times, "bytes": size, "peak": peak}
+
+
+@torch.inference_mode()
+def _peak(directory: str, task: Any, dtype: str, batch: Batch) -> int:
+    """Bytes of memory that loading the model, and then one forward, take at most beyond the libraries."""
+    import transformers  # noqa: F401  # in memory before the count begins
+
+    before = forget_peak()
+    model = models.load_model(directory, task, dtype=getattr(torch, dtype.removeprefix("torch.")))
+    call_model(model, batch)
+    return resident_peak() - before
+
+
+def _ratio_table(found: Sequence[Mapping[str, Any]], situations: Sequence[Situation]) -> dict[str, Any]:
+    rows = [[one["name"], *(time["ratio"] for time in one["times"])] for one in found]
+    return table("time over the base's, in turn", ["budget", *(name for name, _, _ in situations)], rows, digits=2)
+
+
+def _size_table(found: Sequence[Mapping[str, Any]], situations: Sequence[Situation]) -> dict[str, Any]:
+    columns = ["budget", "MB of weights", "MB at the peak"]
+    columns += itertools.chain.from_iterable((f"ms, {name}", "a second") for name, _, _ in situations)
+    rows = []
+    for one in found:
+        cells: list[Any] = [one["name"], one["bytes"] / 1e6, one["peak"] / 1e6]
+        for (_, tokens, _), time in zip(situations, one["times"], strict=True):
+            cells += [1e3 * time["seconds"], round(tokens / time["seconds"])]
+        rows.append(cells)
+    title = "weights, the most memory that a fresh process takes to load and run a batch, latency, tokens a second"
+    return table(title, columns, rows, digits=1)
+
+
+def _goals(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    ratios = [(time["ratio"], one["name"]) for one in found for time in one["times"] if one["name"] != BASE]
+    worst = max(ratios)
+    within = sum(ratio <= OVER_BASE for ratio, _ in ratios)
+    here = f"worst {worst[0]:.2f} (at {worst[1]}); {within} of {len(ratios)} within"
+    smallest, base = min(found[1:], key=lambda one: one["bytes"]), found[0]
+    memory = f"{smallest['peak'] / base['peak']:.2f} at {smallest['name']}"
+    return [
+        goal("no size slower than the base, at any batch", f"at most {OVER_BASE}", here, within == len(ratios)),
+        goal("the smallest size's peak memory over the base's", "below 1", memory, smallest["peak"] < base["peak"]),
+    ]
+
+
+def draw(data: Mapping[str, Any]) -> Any:
+    """Time over the base's, by budget, a line a situation."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.5, 3.4), layout="constrained")
+    axes = figure.subplots()
+    sizes = [one for one in data["found"] if one["name"] != BASE]
+    budgets = [float(one["name"]) for one in sizes]
+    for place, name in enumerate(data["situations"]):
+        axes.plot(budgets, [one["times"][place]["ratio"] for one in sizes], marker="o", markersize=4, label=name)
+    axes.axhline(1, color="#555555", linewidth=0.8)
+    axes.set(xlabel="budget", ylabel="time over the base's", ylim=(0, None))
+    axes.legend(frameon=False)
+    return figure
+
+
+BENCH = Bench(
+    name="model",
+    title="Deployed models against their base",
+    measures="latency, tokens a second and peak memory of every budget of a run, for a prompt and for decoding",
+    minutes=5,
+    run=run,
+    draw=draw,
+    takes="a run directory or its config",
+)

@@ -1,0 +1,176 @@
+"""Which form of a layer is fastest here: measured once, and remembered for this machine, thread count and dtype.
+
+A layer of one shape is timed dense, plain and gauge-aligned at a few ranks and numbers of tokens; between the ranks
+measured, time is interpolated, and a slack other than the one timed counts by its parameters. Tables live in
+`FLEXRANK_CACHE`, by default the user's cache directory.
+"""
+
+import functools
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flexrank.costs import Shape, aligned_parameters
+from flexrank.environment import machine_facts
+from flexrank.layers import GaugeAlignedLinear
+from flexrank.progress import track
+from flexrank.storage import read_json, write_json
+
+#: Tokens that forms are timed at: one as in decoding, a few sentences, and enough to be bound by arithmetic.
+TOKENS = (1, 16, 128, 512)
+SHARES = (0.05, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 1.0)
+#: Of the timed gauge-aligned form, over its rank.
+SLACK_SHARE = 0.05
+#: Seconds that one timing of a layer takes at least, and bytes of weights that it goes through in turn: a model's next
+#: layer is seldom in the cache.
+LEAST_SECONDS, WEIGHT_BYTES, MOST_COPIES = 1e-3, 2**25, 64
+REPEATS = 5
+
+
+class FormKey(NamedTuple):
+    """What a layer's times depend on, beside the machine."""
+
+    shape: Shape
+    has_bias: bool
+
+
+class TimeTable:
+    """Seconds of linear layers on this machine, by shape, form, rank and tokens; measured when first asked for.
+
+    Args:
+        dtype: of weights and inputs.
+        device: where they are timed.
+        directory: of the file that remembers them; None for the user's cache.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device | str = "cpu", directory: Path | None = None):
+        self.dtype, self.device = dtype, torch.device(device)
+        facts = {**machine_facts(), "dtype": str(dtype), "device": self.device.type}
+        facts |= {"tokens": TOKENS, "shares": SHARES}
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+        self.path = (directory or cache_directory()) / "times" / f"{digest}.json"
+        self._facts = facts
+        kept = read_json(self.path)["layers"] if self.path.is_file() else {}
+        self._times: dict[FormKey, dict[str, list[list[float]]]] = {_key(name): one for name, one in kept.items()}
+        self._found: dict[tuple[FormKey, int, int | None], tuple[float, ...]] = {}
+
+    def measure(self, keys: Sequence[FormKey]) -> None:
+        """Measures those of the layers that are not known yet, and remembers each."""
+        missing = [key for key in dict.fromkeys(keys) if key not in self._times]
+        for key in track(missing, "timing layers") if missing else ():
+            self._times[key] = measure_forms(key, self.dtype, self.device)
+            layers = {_name(one): times for one, times in self._times.items()}
+            write_json(self.path, {"machine": self._facts, "layers": layers})
+
+    def seconds(self, key: FormKey, rank: int, slack: int | None) -> tuple[float, ...]:
+        """Seconds at each of TOKENS of the layer dense (slack None), plain (slack = rank) or gauge-aligned."""
+        if (key, rank, slack) not in self._found:
+            self.measure([key])
+            self._found[key, rank, slack] = self._interpolated(key, rank, slack)
+        return self._found[key, rank, slack]
+
+    def _interpolated(self, key: FormKey, rank: int, slack: int | None) -> tuple[float, ...]:
+        times = self._times[key]
+        if slack is None:
+            return tuple(row[0] for row in times["dense"])
+        ranks = [max(1, round(share * min(key.shape))) for share in SHARES]
+        found = (float(np.interp(rank, ranks, row)) for row in times["plain" if slack == rank else "aligned"])
+        if slack == rank:
+            return tuple(found)
+        counted = aligned_parameters(key.shape, rank, slack) / aligned_parameters(key.shape, rank, timed_slack(rank))
+        return tuple(one * max(1.0, counted) for one in found)
+
+    def seconds_at(self, key: FormKey, rank: int, slack: int | None, tokens: int) -> float:
+        """As `seconds`, between TOKENS, and in proportion beyond the last of them."""
+        found = self.seconds(key, rank, slack)
+        return float(np.interp(tokens, TOKENS, found)) * max(1.0, tokens / TOKENS[-1])
+
+
+def cache_directory() -> Path:
+    """Where tables are kept: FLEXRANK_CACHE, else flexrank's directory of the user's cache."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("FLEXRANK_CACHE") or Path(home) / "flexrank")
+
+
+def timed_slack(rank: int) -> int:
+    """The slack that the gauge-aligned form is timed with at this rank."""
+    return max(1, round(SLACK_SHARE * rank))
+
+
+@torch.inference_mode()
+def measure_forms(key: FormKey, dtype: torch.dtype, device: torch.device) -> dict[str, list[list[float]]]:
+    """Seconds of each form, a row for each of TOKENS: one number for "dense", one for each of SHARES for the others.
+
+    The least of REPEATS runs in turn: other work on the machine only ever adds time.
+    """
+    (m, n), full = key.shape, min(key.shape)
+    found: dict[str, list[list[float]]] = {"dense": [], "plain": [], "aligned": []}
+    for tokens in TOKENS:
+        x = torch.randn(tokens, n, device=device).to(dtype)
+        runs = [rotate_weights(lambda: nn.Linear(n, m, bias=key.has_bias, device=device, dtype=dtype), x)]
+        for form in ("plain", "aligned"):
+            for share in SHARES:
+                rank = max(1, round(share * full))
+                aligned = 0 if form == "plain" else min(rank - min(timed_slack(rank), rank), m - 1)
+                runs.append(rotate_weights(functools.partial(_random_layer, key, rank, aligned, dtype, device), x))
+        least = _least_seconds(runs)
+        for form, times in zip(found, (least[:1], least[1 : 1 + len(SHARES)], least[1 + len(SHARES) :]), strict=True):
+            found[form].append(times)
+    return found
+
+
+def _random_layer(key: FormKey, rank: int, aligned: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    return GaugeAlignedLinear(key.shape, rank, aligned, bias=key.has_bias, device=device, dtype=dtype)
+
+
+def rotate_weights(build: Callable[[], nn.Module], x: Tensor) -> Callable[[], object]:
+    """Runs one of several like layers at each call, so that weights come from memory as they do in a model."""
+    first = build()
+    size = sum(parameter.nbytes for parameter in first.parameters())
+    layers = [first, *(build() for _ in range(min(MOST_COPIES, math.ceil(WEIGHT_BYTES / size)) - 1))]
+    place = -1
+
+    def run() -> object:
+        nonlocal place
+        place = (place + 1) % len(layers)
+        return layers[place](x)
+
+    return run
+
+
+def _least_seconds(runs: Sequence[Callable[[], object]]) -> list[float]:
+    """The least seconds of a call of each, over REPEATS in turn."""
+    for run in runs:
+        run()
+    calls = [max(1, math.ceil(LEAST_SECONDS / max(seconds_of(run, 1), 1e-7))) for run in runs]
+    rounds = [[seconds_of(run, count) for run, count in zip(runs, calls, strict=True)] for _ in range(REPEATS)]
+    return [min(times) for times in zip(*rounds, strict=True)]
+
+
+def seconds_of(run: Callable[[], object], calls: int) -> float:
+    """Seconds of one call, the mean of several."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        output = run()
+    if isinstance(output, Tensor) and output.device.type == "cuda":
+        torch.cuda.synchronize(output.device)
+    return (time.perf_counter() - start) / calls
+
+
+def _name(key: FormKey) -> str:
+    return f"{key.shape[0]}x{key.shape[1]}" + ("+bias" if key.has_bias else "")
+
+
+def _key(name: str) -> FormKey:
+    shape, _, bias = name.partition("+")
+    m, _, n = shape.partition("x")
+    return FormKey((int(m), int(n)), bool(bias))

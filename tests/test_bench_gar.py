@@ -1,0 +1,69 @@
+"""`bench gar` at a tiny size: its cells, what is counted, verdicts that follow; and the bfloat16 error it states."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexrank.benches import gar
+from flexrank.costs import aligned_parameters
+from flexrank.layers import GaugeAlignedLinear
+from flexrank.peers import PivotedLinear
+
+
+@pytest.mark.slow
+def test_bf16_alignment_holds_its_bound_on_every_layer_of_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On activations that the slack was not chosen on; the paper's form is far outside."""
+    monkeypatch.setattr(gar, "DEMO", Path("nowhere"))
+    found = gar.measure_error(levels=4)
+    assert len({row["layer"] for row in found["rows"]}) == 36
+    assert found["worst_ours"] <= gar.STATED_MULTIPLE == 3
+    assert found["worst_paper"] > 10
+
+
+def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FLEXRANK_CACHE", str(tmp_path))
+    monkeypatch.setattr(gar, "SHAPES", ((32, 24), (48, 64)))
+    monkeypatch.setattr(gar, "TOKENS", (1, 4))
+    monkeypatch.setattr(gar, "REPEATS", 1)
+    monkeypatch.setattr(gar, "LEAST_SECONDS", 1e-6)
+    monkeypatch.setattr(gar, "MANY_TOKENS", 4)
+    monkeypatch.setattr(gar, "WIDE", 24)
+    monkeypatch.setattr("flexrank.timing.REPEATS", 1)
+    monkeypatch.setattr("flexrank.timing.LEAST_SECONDS", 1e-6)
+    monkeypatch.setattr("flexrank.timing.MOST_COPIES", 1)
+    error = {"worst_ours": 2.5, "median_ours": 1.5, "worst_paper": 900.0, "median_paper": 20.0, "ranks": 7}
+    error |= {"source": "a model", "median_slack_share": 0.1, "rows": []}
+    monkeypatch.setattr(gar, "measure_error", lambda dtype: error)
+
+
+def test_every_cell_is_there_and_the_goals_follow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tiny(monkeypatch, tmp_path)
+    found = gar.run()
+    cells = found["data"]["cells"]
+    assert len(cells) == 2 * 2 * 2 * len(gar.SHARES)
+    for cell in cells:
+        shape = tuple(cell["shape"])
+        rank = max(1, round(cell["share"] * min(shape)))
+        assert cell["counted"] == aligned_parameters(shape, rank) / (shape[0] * shape[1])
+        assert all(ratio > 0 for ratio in cell["ratios"].values()) and set(cell["ratios"]) == set(gar.FORMS)
+        assert cell["ratios"]["chosen"] in (cell["ratios"]["ours"], cell["ratios"]["plain"], 1.0)
+    counted, chosen, pivoted, error = found["claims"]
+    over = [cell["ratios"]["ours"] / cell["counted"] for cell in cells if cell["tokens"] == 4]
+    assert counted["holds"] == (max(over) <= 1.05) and f"worst {max(over):.2f}" in counted["here"]
+    assert chosen["holds"] == (max(cell["ratios"]["chosen"] for cell in cells) <= 1.02)
+    assert pivoted["holds"] == all(cell["ratios"]["ours"] < cell["ratios"]["pivoted"] for cell in cells)
+    assert error["holds"] and "worst 2.50" in error["here"]
+    gar.draw(found["data"]).savefig(tmp_path / "figure.png")
+
+
+def test_the_forms_timed_are_those_named() -> None:
+    layers = [build() for build in gar._builds((40, 32), torch.float32, "cpu", 0.25)]
+    assert isinstance(layers[0], torch.nn.Linear) and len(layers) == 1 + 4 * len(gar.SHARES)
+    for share, start in zip(gar.SHARES, range(1, len(layers), 4), strict=True):
+        plain, paper, pivoted, ours = layers[start : start + 4]
+        rank = max(1, round(share * 32))
+        assert isinstance(plain, GaugeAlignedLinear) and isinstance(ours, GaugeAlignedLinear)
+        assert isinstance(paper, GaugeAlignedLinear) and isinstance(pivoted, PivotedLinear)
+        assert (plain.aligned, paper.aligned, ours.slack) == (0, rank, max(1, round(0.25 * rank)))
+        assert plain.rank == paper.rank == ours.rank == len(pivoted.pivots) == rank

@@ -1,0 +1,221 @@
+"""The table of times, and what planning does with it: against times that are set by hand, and brute force."""
+
+import itertools
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from flexrank import timing
+from flexrank.calibration import collect_moments
+from flexrank.costs import aligned_parameters, dense_parameters
+from flexrank.decomposition import decompose_
+from flexrank.deployment import deploy
+from flexrank.errors import FlexrankError
+from flexrank.latency import time_chain
+from flexrank.layers import GaugeAlignedLinear, NestedLayer
+from flexrank.planning import LayerPlan, fit_plans, form_key, plan_layer, plan_no_slower
+from flexrank.profiles import ChainEntry, Footprint, ProfileChain, RankProfile
+from flexrank.surgery import nested_layers, select_layers
+from flexrank.timing import SHARES, TOKENS, FormKey, TimeTable
+
+
+def small_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 8))
+    decompose_(model, collect_moments(model, [torch.randn(64, 12)], select_layers(model)), method="datasvd")
+    return model
+
+
+def by_hand(tmp_path: Path, cost: dict[str, float], model: nn.Module) -> TimeTable:
+    """A table in which a form's time is its parameters times `cost`, at every number of tokens."""
+    table = TimeTable(torch.float32, directory=tmp_path)
+    for layer in nested_layers(model).values():
+        shape, full = layer.matrix_shape, min(layer.matrix_shape)
+        ranks = [max(1, round(share * full)) for share in SHARES]
+        aligned = [cost["aligned"] * aligned_parameters(shape, r, timing.timed_slack(r)) for r in ranks]
+        plain = [cost["plain"] * r * sum(shape) for r in ranks]
+        dense = [cost["dense"] * dense_parameters(shape)]
+        times = {"dense": dense, "plain": plain, "aligned": aligned}
+        table._times[form_key(layer)] = {
+            form: [[one * tokens for one in row] for tokens in TOKENS] for form, row in times.items()
+        }
+    return table
+
+
+def total(plans: dict[str, LayerPlan], layers: dict[str, NestedLayer], table: TimeTable) -> np.ndarray:
+    return sum(
+        (np.array(table.seconds(form_key(layers[name]), plan.rank, plan.slack)) for name, plan in plans.items()),
+        np.zeros(len(TOKENS)),
+    )
+
+
+def all_dense(layers: dict[str, NestedLayer]) -> dict[str, LayerPlan]:
+    return {name: LayerPlan(1, None, dense_parameters(layer.matrix_shape)) for name, layer in layers.items()}
+
+
+def test_times_are_measured_once_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "REPEATS", 1)
+    monkeypatch.setattr(timing, "LEAST_SECONDS", 1e-6)
+    key = FormKey((24, 16), True)
+    first = TimeTable(torch.float32, directory=tmp_path)
+    found = first.seconds(key, 8, 1)
+    assert len(found) == len(TOKENS) and all(seconds > 0 for seconds in found)
+    monkeypatch.setattr(timing, "measure_forms", lambda *_: pytest.fail("measured again"))
+    again = TimeTable(torch.float32, directory=tmp_path)
+    assert again.seconds(key, 8, 1) == found
+    assert again.seconds(key, 16, None) == first.seconds(key, 16, None)
+    kept = json.loads(first.path.read_text())
+    assert kept["machine"]["threads"] == torch.get_num_threads() and list(kept["layers"]) == ["24x16+bias"]
+    other = TimeTable(torch.bfloat16, directory=tmp_path)
+    assert other.path != first.path
+
+
+def test_every_form_timed_has_the_parameters_it_is_timed_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[GaugeAlignedLinear] = []
+    monkeypatch.setattr(timing, "REPEATS", 1)
+    monkeypatch.setattr(timing, "LEAST_SECONDS", 1e-6)
+    monkeypatch.setattr(timing, "MOST_COPIES", 1)
+    make = timing._random_layer
+
+    def watched(*args: object) -> GaugeAlignedLinear:
+        built.append(make(*args))  # type: ignore[arg-type]
+        return built[-1]
+
+    monkeypatch.setattr(timing, "_random_layer", watched)
+    found = timing.measure_forms(FormKey((20, 40), False), torch.float32, torch.device("cpu"))
+    ranks = [max(1, round(share * 20)) for share in SHARES]
+    assert [layer.rank for layer in built] == ranks * 2 * len(TOKENS)
+    assert all(layer.aligned == 0 for layer in built[: len(ranks)])
+    for layer, rank in zip(built[len(ranks) : 2 * len(ranks)], ranks, strict=True):
+        assert layer.aligned == min(rank - timing.timed_slack(rank), 19) or rank == 1
+    assert [len(row) for row in found["dense"]] == [1] * len(TOKENS)
+    assert all(len(row) == len(SHARES) for form in ("plain", "aligned") for row in found[form])
+
+
+def test_times_between_ranks_slacks_and_tokens_are_interpolated(tmp_path: Path) -> None:
+    model = small_model()
+    table = by_hand(tmp_path, {"dense": 1.0, "plain": 1.0, "aligned": 1.0}, model)
+    key = FormKey((16, 16), True)
+    assert table.seconds(key, 9, None) == tuple(256.0 * tokens for tokens in TOKENS)
+    ranks = [max(1, round(share * 16)) for share in SHARES]
+    for rank in ranks:
+        slack = timing.timed_slack(rank)
+        if slack < rank:
+            assert table.seconds(key, rank, slack)[0] == pytest.approx(aligned_parameters((16, 16), rank, slack))
+            more = table.seconds(key, rank, slack + 1)[0]
+            if slack + 1 < rank:
+                assert more == pytest.approx(aligned_parameters((16, 16), rank, slack + 1))
+    assert table.seconds_at(key, 9, None, 64) == pytest.approx(256 * 64)
+    assert table.seconds_at(key, 9, None, 4 * TOKENS[-1]) == pytest.approx(256 * 4 * TOKENS[-1])
+
+
+def test_cheap_forms_are_left_and_dear_ones_become_dense(tmp_path: Path) -> None:
+    model = small_model()
+    layers = nested_layers(model)
+    plans = {name: plan_layer(layer, 4, slack=0) for name, layer in layers.items()}
+    cheap = by_hand(tmp_path / "a", {"dense": 1.0, "plain": 1.0, "aligned": 1.0}, model)
+    assert plan_no_slower(plans, layers, cheap) == plans
+    dear = by_hand(tmp_path / "b", {"dense": 1.0, "plain": 90.0, "aligned": 90.0}, model)
+    assert all(plan.slack is None for plan in plan_no_slower(plans, layers, dear).values())
+    plain = by_hand(tmp_path / "c", {"dense": 1.0, "plain": 0.5, "aligned": 90.0}, model)
+    found = plan_no_slower(plans, layers, plain)
+    assert any(plan.slack == plan.rank for plan in found.values())
+    assert (total(found, layers, plain) <= total(all_dense(layers), layers, plain) * (1 + 1e-9)).all()
+
+
+def test_the_changes_are_near_the_fewest_parameters_of_brute_force(tmp_path: Path) -> None:
+    """Random times; the greedy answer is feasible, and over all cases at most a quarter larger than the best."""
+    model = small_model()
+    layers = nested_layers(model)
+    ratios = []
+    for seed in range(40):
+        random = np.random.default_rng(seed)
+        table = by_hand(tmp_path / str(seed), {"dense": 1.0, "plain": 1.0, "aligned": 1.0}, model)
+        for times in table._times.values():
+            for form in ("plain", "aligned"):
+                times[form] = [[one * random.uniform(0.5, 3) for one in row] for row in times[form]]
+        plans = {name: plan_layer(layer, 5, slack=0) for name, layer in layers.items()}
+        limit = total(all_dense(layers), layers, table) * (1 + 1e-9)
+        found = plan_no_slower(plans, layers, table)
+        assert (total(found, layers, table) <= limit).all()
+        best = float("inf")
+        forms = [
+            (plan, LayerPlan(plan.rank, plan.rank, plan.rank * sum(layers[name].matrix_shape)), all_dense(layers)[name])
+            for name, plan in plans.items()
+        ]
+        for choice in itertools.product(*forms):
+            if (total(dict(zip(plans, choice, strict=True)), layers, table) <= limit).all():
+                best = min(best, sum(plan.parameters for plan in choice))
+        ratios.append(sum(plan.parameters for plan in found.values()) / best)
+    assert min(ratios) >= 1 and sum(ratios) / len(ratios) < 1.25
+
+
+def chain_of(model: nn.Module) -> ProfileChain:
+    layers = nested_layers(model)
+    entries = []
+    for share in np.linspace(0.1, 1, 12):
+        ranks = {name: max(1, round(share * layer.max_rank)) for name, layer in layers.items()}
+        size = sum(
+            min(aligned_parameters(layers[name].matrix_shape, rank), dense_parameters(layers[name].matrix_shape))
+            for name, rank in ranks.items()
+        )
+        entries.append(ChainEntry(RankProfile(ranks), size, 1 - share))
+    dense = sum(dense_parameters(layer.matrix_shape) for layer in layers.values())
+    return ProfileChain(tuple(entries), dense, Footprint(0, 0, 4), "hand")
+
+
+def test_a_size_near_the_limit_is_found_that_is_as_fast_as_the_base(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = small_model()
+    chain, layers = chain_of(model), nested_layers(model)
+    slow_at_high_ranks = by_hand(tmp_path / "a", {"dense": 1.0, "plain": 1.3, "aligned": 1.3}, model)
+    limit = total(all_dense(layers), layers, slow_at_high_ranks) * (1 + 1e-9)
+    for budget in (0.9, 0.8, 0.5):
+        plans = fit_plans(model, chain, budget, slack=0, times=slow_at_high_ranks)
+        assert sum(plan.parameters for plan in plans.values()) <= budget * chain.dense_parameters
+        if not caplog.records:
+            assert (total(plans, layers, slow_at_high_ranks) <= limit).all()
+        deploy(model, plans)
+    caplog.clear()
+    hopeless = by_hand(tmp_path / "b", {"dense": 1.0, "plain": 90.0, "aligned": 90.0}, model)
+    with caplog.at_level(logging.WARNING, "flexrank"):
+        plans = fit_plans(model, chain, 0.5, slack=0, times=hopeless)
+    assert plans == fit_plans(model, chain, 0.5, slack=0)
+    assert "as fast as its base" in caplog.text
+
+
+def test_a_timed_chain_answers_by_latency(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 8))
+    model = small_model()
+    chain = chain_of(model)
+    table = by_hand(tmp_path, {"dense": 1e-6, "plain": 1e-6, "aligned": 1e-6}, model)
+    with pytest.raises(FlexrankError, match="not timed"):
+        chain.at(max_latency_ms=5)
+    timed = time_chain(model, base, torch.randn(32, 12), chain, table)
+    found = [entry.milliseconds for entry in timed.entries]
+    assert all(ms is not None for ms in found) and found == sorted(found)
+    # The layers' own part is 32 tokens of their parameters' microseconds.
+    inside = 32e-3 * (timed.entries[-1].parameters - timed.entries[0].parameters)
+    assert found[-1] - found[0] == pytest.approx(inside, rel=0.3)
+    middle = timed.entries[6]
+    assert timed.at(max_latency_ms=middle.milliseconds) == middle.profile
+    assert ProfileChain.from_json(timed.to_json()) == chain
+    with pytest.raises(FlexrankError, match="max_latency_ms=1e-09 is too small"):
+        timed.at(max_latency_ms=1e-9)
+    plans = fit_plans(model, timed, max_latency_ms=middle.milliseconds, slack=0)
+    assert {name: plan.rank for name, plan in plans.items()} == dict(middle.profile)
+
+
+def test_the_cache_is_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXRANK_CACHE", str(tmp_path / "mine"))
+    assert TimeTable(torch.float32).path.parent == tmp_path / "mine" / "times"
+    monkeypatch.delenv("FLEXRANK_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    assert TimeTable(torch.float32).path.parent == tmp_path / "home" / "flexrank" / "times"

@@ -15,6 +15,7 @@ from flexrank.batches import call_model, output_tensor
 from flexrank.calibration import collect_moments
 from flexrank.decomposition import decompose_
 from flexrank.deployment import deploy, deployed_parameters_of
+from flexrank.distillation import step
 from flexrank.hf.models import meta_model, save_config
 from flexrank.layers import NestedConv2d, NestedLinear
 from flexrank.objectives import EmbeddingObjective, LogitObjective, default_objective
@@ -70,7 +71,7 @@ def test_parameters_and_layers_are_those_of_the_real_model(build: Build, tmp_pat
     assert sizes["model"] == model.num_parameters()
     assert sizes["elastic_model"] == sum(p.numel() for p in student.parameters())
     assert sizes["factors"] == sum(layer.u.numel() + layer.v.numel() for layer in layers.values())
-    assert sizes["trained"] == sum(p.numel() for p in distillation._trainable(student, False).values())
+    assert sizes["trained"] == sum(p.numel() for p in step.trainable_parameters(student).values())
     assert sizes["layers"] == sum(row["parameters"] for row in plan["layers"])
     assert sizes["model"] == sum(row["parameters"] for row in (*plan["layers"], *plan["dense"]))
     found = sorted((tuple(row["shape"]), row["layers"]) for row in plan["layers"])
@@ -116,10 +117,10 @@ def test_memory_is_what_real_training_holds(tmp_path: Path) -> None:
     tensors = [bytes_of([*one.parameters(), *one.buffers()]) for one in (model, student)]
     for stage, student_bytes in {"calibration": tensors[0], "probe": tensors[1], "consolidation": tensors[1]}.items():
         assert (plan[stage]["teacher"], plan[stage]["student"]) == (tensors[0], student_bytes)
-    trainable = distillation._trainable(student, False)
-    optimizer = distillation._optimizer(trainable, 1e-3, 0.0)
+    trainable = step.trainable_parameters(student)
+    optimizer = step.make_optimizer(trainable, 1e-3, 0.0)
     batch = batch_of(models.tied_llama)
-    with distillation._training(student, model, trainable):
+    with step.training(student, model, trainable):
         output = call_model(student, batch).logits
         output.square().sum().backward()
         gradients = bytes_of([p.grad for p in trainable.values()])
@@ -176,8 +177,8 @@ def test_a_training_pass_takes_the_operations_that_torch_counts(build: Build, bu
     subject, model = make_subject(config), real(build)
     student = elastic(model, exclude=left_out)
     ranks = uniform_profile(student, budget)
-    trainable = distillation._trainable(student, False)
-    with distillation._training(student, model, trainable), use_profile(student, ranks):
+    trainable = step.trainable_parameters(student)
+    with step.training(student, model, trainable), use_profile(student, ranks):
         with FlopCounterMode(display=False) as counter:
             output = output_tensor(call_model(student, batch_of(build)))
             assert operations.forward(subject, BATCH, ranks) == counter.get_total_flops()

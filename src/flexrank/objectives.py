@@ -222,12 +222,13 @@ class _ChunkedDivergence(torch.autograd.Function):
     ) -> Tensor:
         rows = student.shape[0]
         total = student.new_zeros((), dtype=torch.float64)
-        gradient = torch.empty_like(student)
+        gradient = torch.empty_like(student) if ctx.needs_input_grad[0] else None  # a probe takes none
         for start in range(0, rows, chunk):
             part = slice(start, start + chunk)
             added, slope = divergence(student[part], teacher[part], temperature)
             total += added
-            gradient[part] = slope.mul_(temperature / rows)
+            if gradient is not None:
+                gradient[part] = slope.mul_(temperature / rows)
         ctx.gradient = gradient
         return (total * temperature**2 / rows).float()
 

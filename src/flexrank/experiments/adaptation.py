@@ -194,7 +194,7 @@ def _claims(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     won = {name: [1 - math.exp(value - one["nats"]) for value in one["after"]] for name, one in found.items()}
     told = ", ".join(f"{name} {between(after[name], '.3f')}, perplexity −{between(won[name], '.0%')}" for name in found)
     falls = all(min(gains) > 0 for gains in won.values())
-    rises = all(max(after[one]) < min(after[other]) for one, other in zip(sizes, sizes[1:], strict=False))
+    rises = _rises([after[name] for name in sizes])
     claims.append(
         claim("every submodel adapts, and the larger the better, every seed",
               "20.5, 15.7, 13.6 % accuracy at .8, .6, .4 (math, 1B)", told, falls and rises,
@@ -209,10 +209,15 @@ def _reason(found: Mapping[str, Mapping[str, Any]]) -> str:
     if not single:
         return "not found out"
     told = ", ".join(f"{name} {between(after, '.3f')}" for name, after in single.items())
-    names = list(single)
-    rises = all(max(single[one]) < min(single[other]) for one, other in zip(names, names[1:], strict=False))
-    ordered = "the order is the paper's then" if rises else "the order is not the paper's then either"
+    full = [found["1"]["after"]] if "1" in found else []
+    ordered = "the order is the paper's then" if _rises([*full, *single.values()]) else "no order of sizes then either"
     return f"a factorised layer is two linear layers, each with an adapter; with one, on the latents: {told}; {ordered}"
+
+
+def _rises(by_size: Sequence[Sequence[float]]) -> bool:
+    """Whether each size's loss is above the last one's for every seed, whose batches are the same at all sizes."""
+    pairs = zip(by_size, by_size[1:], strict=False)
+    return all(small < large for one, other in pairs for small, large in zip(one, other, strict=True))
 
 
 def draw(data: Mapping[str, Any]) -> Any:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from flexrank import layers
 from flexrank.errors import FlexrankError
 from flexrank.layers import (
     GaugeAlignedConv2d,
@@ -77,7 +78,10 @@ def test_aligned_linear_is_the_plain_product(slack: int | str, with_bias: bool) 
 
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("shape", [(7,), (3, 7), (2, 5, 7), (2, 0, 7)])
-def test_writing_in_place_gives_what_concatenating_gives(shape: tuple[int, ...], with_bias: bool) -> None:
+def test_writing_in_place_gives_what_concatenating_gives(
+    shape: tuple[int, ...], with_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "FEW_TOKENS", 0)
     bias = torch.randn(9) if with_bias else None
     layer = GaugeAlignedLinear.from_factors(torch.randn(9, 4), torch.randn(7, 4), bias, slack=1)
     x = torch.randn(shape)
@@ -87,7 +91,15 @@ def test_writing_in_place_gives_what_concatenating_gives(shape: tuple[int, ...],
     torch.testing.assert_close(found, layer(x).detach(), rtol=1e-6, atol=1e-6)
 
 
-def test_hooks_adapters_and_autocast_see_the_children_called() -> None:
+def test_few_tokens_are_concatenated() -> None:
+    layer = GaugeAlignedLinear.from_factors(torch.randn(9, 4), torch.randn(7, 4), slack=1)
+    with torch.no_grad():
+        assert not layer._may_write_in_place(torch.randn(layers.FEW_TOKENS, 7))
+        assert layer._may_write_in_place(torch.randn(layers.FEW_TOKENS + 1, 7))
+
+
+def test_hooks_adapters_and_autocast_see_the_children_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "FEW_TOKENS", 0)
     layer = GaugeAlignedLinear.from_factors(torch.randn(9, 4), torch.randn(7, 4), slack=1)
     x, calls = torch.randn(2, 7), []
     handle = layer.expand.register_forward_hook(lambda *_: calls.append(1))

@@ -14,6 +14,8 @@ from flexrank.linalg import choose_slack, gauge_align
 from flexrank.views import ConvGeometry, conv_geometry
 
 Slack = int | Literal["auto"]
+#: Up to so many tokens concatenating is quicker than writing in place, whose views cost more than a copy.
+FEW_TOKENS = 64
 
 
 class NestedLayer(nn.Module):
@@ -237,9 +239,9 @@ class GaugeAlignedLinear(GaugeAlignedLayer):
         """Whether nothing but numbers is wanted: no gradient, graph, autocast, adapter, hook or quantised weight."""
         if self.aligned == 0 or torch.is_grad_enabled() or torch.compiler.is_compiling() or x.ndim < 2:
             return False
-        if torch.is_autocast_enabled(x.device.type) or x.numel() == 0 or type(x) is not Tensor:
+        if x.numel() <= FEW_TOKENS * self.in_features or type(x) is not Tensor:
             return False
-        return all(
+        return not torch.is_autocast_enabled(x.device.type) and all(
             type(layer) is nn.Linear
             and type(layer.weight) is nn.Parameter
             and layer.weight.dtype == x.dtype

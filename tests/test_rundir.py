@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from flexrank import deployment, distillation, sensitivity
+from flexrank import deployment, sensitivity
 from flexrank.config import load_config, parse_config
+from flexrank.distillation.step import Step
 from flexrank.errors import FlexrankError
 from flexrank.pipeline import run_stages
 from flexrank.pipeline.rundir import RunDirectory
@@ -45,7 +46,7 @@ class Stop:
         # The first call of the resumed one sees that the checkpoint is of the same probe.
         ("probe", sensitivity, "_probe", 22, 1 + 4 * 10, "sensitivity.json"),
         # 6 steps, a checkpoint every 2: stopped in the fifth, four are kept.
-        ("distill", distillation, "_backward", 5, 2, "elastic/elastic.safetensors"),
+        ("distill", Step, "_backward", 5, 2, "elastic/elastic.safetensors"),
     ],
 )
 def test_an_interrupted_stage_goes_on_to_the_same_bits(

@@ -29,6 +29,7 @@ class Bench:
         run: gives {"settings", "tables", "claims", "data"}; its argument is what `takes` names, or None.
         draw: a result's `data` to a figure; None where tables say it all.
         takes: what directory it needs; None for none.
+        tried: what was tried for this stage and left out, a sentence each; figures are in docs/log.md.
     """
 
     name: str
@@ -38,3 +39,4 @@ class Bench:
     run: Callable[[Path | None], Result]
     draw: Callable[[Mapping[str, Any]], Any] | None = None
     takes: str | None = None
+    tried: tuple[str, ...] = ()

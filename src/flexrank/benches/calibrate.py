@@ -239,4 +239,8 @@ BENCH = Bench(
     minutes=1.5,
     run=run,
     draw=draw,
+    tried=(
+        "syrk, which torch lacks and SciPy's takes as long as strips of products",
+        "grouping layers by held input tensors, which cost memory",
+    ),
 )

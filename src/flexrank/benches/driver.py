@@ -89,7 +89,8 @@ def write_page(results: Path, page: Path) -> list[str]:
             continue
         bench, result = find_bench(name), read_result(directory / RESULT, KEYS)
         figure = None if bench.draw is None else beside(page, directory / f"{name}.png")
-        sections.append(section(bench.title, f"Measures {bench.measures}.", result, figure, ("goal", "asked")))
+        told_first = " ".join([f"Measures {bench.measures}.", *(f"Tried and left out: {one}." for one in bench.tried)])
+        sections.append(section(bench.title, told_first, result, figure, ("goal", "asked")))
         overview += [[name, *told(one)] for one in result["claims"]]
     if not sections:
         raise FlexrankError(f"{results}: holds no results; run flexrank bench NAME first")

@@ -181,4 +181,5 @@ BENCH = Bench(
     run=run,
     draw=draw,
     takes="a run directory or its config",
+    tried=("forms by parameters alone, under which small layers and large budgets were slower than the base",),
 )

@@ -194,4 +194,8 @@ BENCH = Bench(
     minutes=1,
     run=run,
     draw=draw,
+    tried=(
+        "the Lagrangian of the caps with nesting kept, which is the sum of the separate bounds",
+        "an upper row a budget in the integer program, better at one size and worse at another",
+    ),
 )

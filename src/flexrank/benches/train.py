@@ -377,4 +377,9 @@ BENCH = Bench(
     minutes=4,
     run=run,
     draw=draw,
+    tried=(
+        "choosing the route by backward operations too, which never changes the choice",
+        "activation checkpointing, for memory is within its goal without",
+        "flushing denormals, a global setting that changes bits",
+    ),
 )

@@ -53,8 +53,8 @@ def decomposition(subject: Subject, method: str) -> int:
 def factorisation(shape: Shape, method: str, from_output: bool = False) -> int:
     """Operations of `linalg`'s function for a layer, by the leading terms of Golub and Van Loan (4th edition).
 
-    Symmetric eigenproblem with vectors 9d³; thin SVD of l × k 14·l·k² + 8k³; thin QR with Q 4·m·n² − 4n³/3; a product
-    2·a·b·c.
+    Symmetric eigenproblem with vectors 9d³; thin SVD of l × k 14·l·k² + 8k³; Cholesky n³/3; a triangle against n
+    columns n³; a product 2·a·b·c. A tall matrix is taken for well conditioned; a moment counts as a whole product.
 
     Args:
         shape: (m, n).
@@ -68,11 +68,11 @@ def factorisation(shape: Shape, method: str, from_output: bool = False) -> int:
         return svd
     if method == "paper":  # Σ's eigenproblem, its two roots, W Σ^{1/2}, the SVD, and Σ^{-1/2} Q
         return 9 * n**3 + 4 * n**3 + 2 * m * n**2 + svd + 2 * n**2 * k
-    total = 9 * k**3 + 2 * n * m * k  # the Gram's eigenproblem, and V = Wᵀ P
-    if m > n:  # QR, R Σ Rᵀ, and Q P
-        total += 4 * m * n**2 - 4 * n**3 // 3 + 4 * n**3 + 2 * m * n**2
-    else:  # W Wᵀ for the ridge, or W Σ Wᵀ
-        total += 2 * m**2 * n + (0 if from_output else 2 * m * n**2)
+    total = 9 * k**3  # the Gram's eigenproblem
+    if m > n:  # WᵀW, its triangle R and R⁻¹, R Σ Rᵀ, W R⁻¹ P, and V = Rᵀ P
+        total += 2 * m * n**2 + n**3 // 3 + n**3 + 4 * n**3 + 2 * n**3 + 2 * m * n**2 + 2 * n**3
+    else:  # W Wᵀ for the ridge, or W Σ Wᵀ, and V = Wᵀ P
+        total += 2 * m**2 * n + (0 if from_output else 2 * m * n**2) + 2 * n * m * k
     if method == "fisher":  # G's eigenproblem and roots, G^{1/2} W, G^{-1/2} P, and on the output side the Gram twice
         total += 13 * m**3 + 2 * m**2 * n + 2 * m**2 * k + (4 * m**3 if from_output else 0)
     return total

@@ -18,7 +18,7 @@ from flexrank.deployment import deploy
 from flexrank.errors import FlexrankError
 from flexrank.latency import time_chain
 from flexrank.layers import GaugeAlignedLinear, NestedLayer
-from flexrank.planning import LayerPlan, fit_plans, form_key, plan_layer, plan_no_slower
+from flexrank.planning import LayerPlan, fit_plans, fit_profile, form_key, plan_layer, plan_no_slower
 from flexrank.profiles import ChainEntry, Footprint, ProfileChain, RankProfile
 from flexrank.surgery import nested_layers, select_layers
 from flexrank.timing import SHARES, TOKENS, FormKey, TimeTable
@@ -89,10 +89,10 @@ def test_every_form_timed_has_the_parameters_it_is_timed_for(monkeypatch: pytest
     monkeypatch.setattr(timing, "_random_layer", watched)
     found = timing.measure_forms(FormKey((20, 40), False), torch.float32, torch.device("cpu"))
     ranks = [max(1, round(share * 20)) for share in SHARES]
-    assert [layer.rank for layer in built] == ranks * 2 * len(TOKENS)
-    assert all(layer.aligned == 0 for layer in built[: len(ranks)])
-    for layer, rank in zip(built[len(ranks) : 2 * len(ranks)], ranks, strict=True):
-        assert layer.aligned == min(rank - timing.timed_slack(rank), 19) or rank == 1
+    assert [layer.rank for layer in built] == [rank for rank in ranks for _ in range(2)] * len(TOKENS)
+    assert all(layer.aligned == 0 for layer in built[::2])
+    for layer, rank in zip(built[1 : 2 * len(ranks) : 2], ranks, strict=True):
+        assert layer.aligned == min(rank - timing.timed_slack(rank), 19)
     assert [len(row) for row in found["dense"]] == [1] * len(TOKENS)
     assert all(len(row) == len(SHARES) for form in ("plain", "aligned") for row in found[form])
 
@@ -126,6 +126,33 @@ def test_cheap_forms_are_left_and_dear_ones_become_dense(tmp_path: Path) -> None
     found = plan_no_slower(plans, layers, plain)
     assert any(plan.slack == plan.rank for plan in found.values())
     assert (total(found, layers, plain) <= total(all_dense(layers), layers, plain) * (1 + 1e-9)).all()
+
+
+def test_plain_as_large_as_dense_is_no_choice(tmp_path: Path) -> None:
+    """At half the rank of a square layer both have as many parameters; a quicker plain form there must not be taken."""
+    model = small_model()
+    layers = nested_layers(model)
+    plans = {name: plan_layer(layer, min(8, layer.max_rank - 1), slack=0) for name, layer in layers.items()}
+    for cost in (0.5, 1.0, 1.5):
+        table = by_hand(tmp_path / str(cost), {"dense": 1.0, "plain": cost, "aligned": 90.0}, model)
+        for times in table._times.values():
+            times["plain"][0] = [99 * one for one in times["plain"][0]]  # slow at one token alone
+        found = plan_no_slower(plans, layers, table)
+        assert (total(found, layers, table) <= total(all_dense(layers), layers, table) * (1 + 1e-9)).all()
+
+
+def test_a_place_that_cannot_be_written_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("in the way")
+    table = TimeTable(torch.float32, directory=tmp_path / "file")
+    with caplog.at_level(logging.WARNING, "flexrank"):
+        table._remember()
+    assert "not remembered" in caplog.text and "FLEXRANK_CACHE" in caplog.text
+
+
+def test_ranks_alone_refuse_times(tmp_path: Path) -> None:
+    model = small_model()
+    with pytest.raises(FlexrankError, match="deploy the plans of fit_plans"):
+        fit_profile(model, chain_of(model), 0.5, times=TimeTable(torch.float32, directory=tmp_path))
 
 
 def test_the_changes_are_near_the_fewest_parameters_of_brute_force(tmp_path: Path) -> None:
@@ -177,17 +204,19 @@ def test_a_size_near_the_limit_is_found_that_is_as_fast_as_the_base(
     slow_at_high_ranks = by_hand(tmp_path / "a", {"dense": 1.0, "plain": 1.3, "aligned": 1.3}, model)
     limit = total(all_dense(layers), layers, slow_at_high_ranks) * (1 + 1e-9)
     for budget in (0.9, 0.8, 0.5):
+        caplog.clear()
         plans = fit_plans(model, chain, budget, slack=0, times=slow_at_high_ranks)
         assert sum(plan.parameters for plan in plans.values()) <= budget * chain.dense_parameters
         if not caplog.records:
             assert (total(plans, layers, slow_at_high_ranks) <= limit).all()
         deploy(model, plans)
+    assert not caplog.records  # the least budget has one
     caplog.clear()
     hopeless = by_hand(tmp_path / "b", {"dense": 1.0, "plain": 90.0, "aligned": 90.0}, model)
     with caplog.at_level(logging.WARNING, "flexrank"):
         plans = fit_plans(model, chain, 0.5, slack=0, times=hopeless)
     assert plans == fit_plans(model, chain, 0.5, slack=0)
-    assert "as fast as its base" in caplog.text
+    assert "as fast as the base" in caplog.text
 
 
 def test_a_timed_chain_answers_by_latency(tmp_path: Path) -> None:

@@ -60,7 +60,8 @@ def decompose_by_block_(
 ) -> dict[str, Tensor]:
     """Calibrates and decomposes a stack of blocks one at a time: the moments of one block stand in memory, not of all.
 
-    The last block comes first, so that every moment is the original model's, as `collect_moments` gives it. L blocks
+    The last block comes first, so that every moment is the original model's, as `collect_moments` gives it (gradients,
+    which pass through the layers after, to the rounding of the factors there). L blocks
     take (L + 1)/2 forwards over the batches in place of one, and with `gradient_loss` L, each with its backward.
 
     Args:

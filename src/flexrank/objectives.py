@@ -208,8 +208,10 @@ def _lumped_divergence(student: Tensor, target: Tensor, temperature: float) -> t
     # No class is left over at k = V, and a teacher may give those that are no probability: nothing is lost there.
     surplus = (log_rest - log_student_rest).masked_fill(log_rest == -torch.inf, -torch.inf)
     lost = rest * surplus.masked_fill(rest == 0, 0)
-    total = (kept * (log_kept - log_student_kept)).sum(dtype=torch.float64) + lost.sum(dtype=torch.float64)
-    gradient = log_student.exp_().mul_(1 - surplus.exp())
+    surprise = kept * (log_kept - log_student_kept).masked_fill(kept == 0, 0)
+    total = surprise.sum(dtype=torch.float64) + lost.sum(dtype=torch.float64)
+    # The difference of two exponentials, for the ratio of the rests alone may overflow.
+    gradient = log_student.exp() - (log_student + surplus).exp_()
     return total, gradient.scatter_(1, classes, log_student_kept.exp() - kept)
 
 

@@ -74,7 +74,13 @@ def factors(layer: NestedLayer, rank: int) -> tuple[Float[Tensor, "m r"], Float[
 def fit_profile(
     model: torch.nn.Module, chain: ProfileChain, budget: float | None = None, **limits_and_settings: Any
 ) -> RankProfile:
-    """The profile of `fit_plans`: the chain's largest whose deployed model is within every limit, slack included."""
+    """The profile of `fit_plans`: the chain's largest whose deployed model is within every limit, slack included.
+
+    Raises:
+        FlexrankError: as `fit_plans`; or `times` are given, which choose forms, and a profile has none.
+    """
+    if limits_and_settings.get("times") is not None:
+        raise FlexrankError("fit_profile gives ranks, and times choose forms; deploy the plans of fit_plans instead")
     plans = fit_plans(model, chain, budget, **limits_and_settings)
     return RankProfile({name: plan.rank for name, plan in plans.items()})
 
@@ -104,7 +110,7 @@ def fit_plans(
         budget: deployed over dense parameters of the factorised layers, in (0, 1].
         max_params: the whole model's parameters.
         max_bytes: the whole model's bytes at `dtype`.
-        max_latency_ms: of a chain that `time_chain` timed.
+        max_latency_ms: of a chain that `time_chain` timed, as it predicts for the smallest forms.
         dtype: as for `deploy`.
         slack: as for `deploy`.
         activations: as for `deploy`.
@@ -121,6 +127,8 @@ def fit_plans(
     for entry in reversed(chain.entries[: start + 1]):
         if first is not None and entry.parameters < LEAST_SIZE * first[0].parameters:
             break
+        if max_latency_ms is not None and chain.milliseconds(entry) > max_latency_ms:
+            continue  # a smaller size may take longer, where a layer is no longer dense
         smallest = planner.smallest(entry)
         plans = planner.no_slower(smallest)
         if _is_within(chain, entry, plans, budget, max_params, max_bytes):
@@ -130,7 +138,8 @@ def fit_plans(
     if first is None:
         named = f"budget={budget}, " + ", ".join(f"{name}={limit}" for name, limit in limits.items())
         raise FlexrankError(f"too small for the deployed form, slack included: {named}; ask for more, or slack=0")
-    log.warning("no size near %s is as fast as its base here, by the times measured; the smallest forms stand", budget)
+    asked = ", ".join(f"{name}={value}" for name, value in {"budget": budget, **limits}.items() if value is not None)
+    log.warning("%s: no size near is as fast as the base by the times measured; the smallest forms stand", asked)
     return first[1]
 
 
@@ -203,6 +212,7 @@ def plan_no_slower(plans: Plans, layers: Mapping[str, NestedLayer], times: TimeT
         added = np.array([form.parameters - chosen[name].parameters for name, form in changes])
         gains = np.where(added > 0, (before - after[:, worst]) / np.maximum(added, 1), -np.inf)
         best = int(gains.argmax())
+        assert gains[best] > 0  # some layer is slower than dense at this count, and dense adds to its parameters
         name, chosen[changes[best][0]] = changes[best]
         now[name] = after[best]
     return chosen
@@ -217,7 +227,9 @@ def _larger_forms(plan: LayerPlan, layer: NestedLayer) -> list[LayerPlan]:
     m, n = layer.matrix_shape
     plain = LayerPlan(plan.rank, plan.rank, plan.rank * (m + n))
     dense = _dense(plan, layer)
-    return [form for form in (plain, dense) if plan.parameters < form.parameters <= dense.parameters]
+    # Plain at half the rank of a square layer is as large as dense: only the latter is surely no slower.
+    found = [plain] if plan.parameters < plain.parameters < dense.parameters else []
+    return [*found, dense] if plan.parameters < dense.parameters else found
 
 
 def _dense(plan: LayerPlan, layer: NestedLayer) -> LayerPlan:

@@ -8,6 +8,7 @@ measured, time is interpolated, and a slack other than the one timed counts by i
 import functools
 import hashlib
 import json
+import logging
 import math
 import os
 import time
@@ -25,6 +26,8 @@ from flexrank.layers import GaugeAlignedLinear
 from flexrank.progress import track
 from flexrank.storage import read_json, write_json
 
+log = logging.getLogger("flexrank")
+
 #: Tokens that forms are timed at: one as in decoding, a few sentences, and enough to be bound by arithmetic.
 TOKENS = (1, 16, 128, 512)
 SHARES = (0.05, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 1.0)
@@ -34,6 +37,8 @@ SLACK_SHARE = 0.05
 #: layer is seldom in the cache.
 LEAST_SECONDS, WEIGHT_BYTES, MOST_COPIES = 1e-3, 2**25, 64
 REPEATS = 5
+#: Raised whenever a layer's forward changes, so that no older times are read.
+FORMAT = 1
 
 
 class FormKey(NamedTuple):
@@ -55,7 +60,7 @@ class TimeTable:
     def __init__(self, dtype: torch.dtype, device: torch.device | str = "cpu", directory: Path | None = None):
         self.dtype, self.device = dtype, torch.device(device)
         facts = {**machine_facts(), "dtype": str(dtype), "device": self.device.type}
-        facts |= {"tokens": TOKENS, "shares": SHARES}
+        facts |= {"tokens": TOKENS, "shares": SHARES, "slack_share": SLACK_SHARE, "format": FORMAT}
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
         self.path = (directory or cache_directory()) / "times" / f"{digest}.json"
         self._facts = facts
@@ -68,8 +73,16 @@ class TimeTable:
         missing = [key for key in dict.fromkeys(keys) if key not in self._times]
         for key in track(missing, "timing layers") if missing else ():
             self._times[key] = measure_forms(key, self.dtype, self.device)
-            layers = {_name(one): times for one, times in self._times.items()}
+            self._remember()
+
+    def _remember(self) -> None:
+        """Adds to what other processes may have written since; a place that cannot be written is told."""
+        kept = read_json(self.path)["layers"] if self.path.is_file() else {}
+        layers = kept | {_name(one): times for one, times in self._times.items()}
+        try:
             write_json(self.path, {"machine": self._facts, "layers": layers})
+        except OSError as error:
+            log.warning("layers' times are not remembered: %s: %s; set FLEXRANK_CACHE", self.path, error.strerror)
 
     def seconds(self, key: FormKey, rank: int, slack: int | None) -> tuple[float, ...]:
         """Seconds at each of TOKENS of the layer dense (slack None), plain (slack = rank) or gauge-aligned."""
@@ -116,15 +129,17 @@ def measure_forms(key: FormKey, dtype: torch.dtype, device: torch.device) -> dic
     found: dict[str, list[list[float]]] = {"dense": [], "plain": [], "aligned": []}
     for tokens in TOKENS:
         x = torch.randn(tokens, n, device=device).to(dtype)
-        runs = [rotate_weights(lambda: nn.Linear(n, m, bias=key.has_bias, device=device, dtype=dtype), x)]
-        for form in ("plain", "aligned"):
-            for share in SHARES:
-                rank = max(1, round(share * full))
-                aligned = 0 if form == "plain" else min(rank - min(timed_slack(rank), rank), m - 1)
-                runs.append(rotate_weights(functools.partial(_random_layer, key, rank, aligned, dtype, device), x))
-        least = _least_seconds(runs)
-        for form, times in zip(found, (least[:1], least[1 : 1 + len(SHARES)], least[1 + len(SHARES) :]), strict=True):
-            found[form].append(times)
+        dense = rotate_weights(lambda: nn.Linear(n, m, bias=key.has_bias, device=device, dtype=dtype), x)
+        rows: list[list[float]] = []
+        for share in SHARES:  # one at a time: all of a large head's would not fit in memory
+            rank = max(1, round(share * full))
+            aligned = min(rank - min(timed_slack(rank), rank), m - 1)
+            forms = [functools.partial(_random_layer, key, rank, count, dtype, device) for count in (0, aligned)]
+            rows.append(_least_seconds([dense, *(rotate_weights(form, x) for form in forms)]))
+        base, plain, gauge = zip(*rows, strict=True)
+        found["dense"].append([min(base)])
+        found["plain"].append(list(plain))
+        found["aligned"].append(list(gauge))
     return found
 
 

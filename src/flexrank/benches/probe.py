@@ -163,16 +163,11 @@ def _memory(found: Mapping[str, Any]) -> dict[str, Any]:
 
 def _goals(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     ratio, parts = statistics.median(found["ratios"]), found["parts"]
-    printed, loss = ratio * LEVELS / (LEVELS - 1), parts["loss"] / parts["evaluation"]
+    loss = parts["loss"] / parts["evaluation"]
     alike = f"errors {'the same to the bit' if found['same'] else 'DIFFER'}"
     why = f"the loss, never replayed, is {loss:.0%} of an evaluation; {alike}"
-    asked = f"at least {FASTER:g} times"
-    return [
-        goal("the table's L·K errors, against L·K evaluations of the whole model", asked, f"{printed:.2f} times",
-             printed >= FASTER and found["same"], f"the full rank's error is known; {alike}"),
-        goal("evaluations a second by cached prefixes alone, as many evaluations of the whole model", asked,
-             f"{ratio:.2f} times", ratio >= FASTER and found["same"], why),
-    ]  # fmt: skip
+    what = "evaluations a second by cached prefixes, over as many evaluations of the whole model"
+    return [goal(what, f"at least {FASTER:g} times", f"{ratio:.2f} times", ratio >= FASTER and found["same"], why)]
 
 
 def draw(data: Mapping[str, Any]) -> Any:

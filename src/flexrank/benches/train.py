@@ -41,7 +41,7 @@ from flexrank.views import weight_matrix
 
 #: Goals, and what the paper pays in time (FlexRank, section 3.4).
 TIME_GOAL, MEMORY_GOAL, PAPER = 1.15, 1.6, 2.0
-REPEATS = 3
+REPEATS = 2
 DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
 
 

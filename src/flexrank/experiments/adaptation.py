@@ -47,7 +47,12 @@ def run(request: Request) -> Result:
         "domain": domain.name, "adapter_rank": RANK, "adapter_steps": steps, "adapter_learning_rate": LEARNING_RATE,
     }  # fmt: skip
     adapters = {"steps": steps, "held_out": HELD_OUT, "rank": RANK, "alpha": ALPHA, "learning_rate": LEARNING_RATE}
-    ledger = Ledger(request.work, bench.key(domain=identity(domain), adapters=adapters))
+    ledger = Ledger(
+        request.work,
+        bench.key(
+            domain=identity(domain), adapters=adapters, deployment=bench.config.deployment.model_dump(mode="json")
+        ),
+    )
     trial = _Trial(bench, ledger, *_domain_blocks(bench, texts, str(domain)), steps)
     found = {}
     for budget in (None, *bench.budgets):
@@ -198,13 +203,18 @@ def _claims(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     claims.append(
         claim("every submodel adapts, and the larger the better, every seed",
               "20.5, 15.7, 13.6 % accuracy at .8, .6, .4 (math, 1B)", told, falls and rises,
-              "" if falls and rises else _reason(found))
+              _reason(found, falls, rises))
     )  # fmt: skip
     return claims
 
 
-def _reason(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """What one adapter a layer does in place of two."""
+def _reason(found: Mapping[str, Mapping[str, Any]], falls: bool, rises: bool) -> str:
+    """Of what the claim fails in; of the order, what one adapter a layer does in place of two."""
+    if not falls:
+        stuck = [name for name, one in found.items() if max(one["after"]) >= one["nats"]]
+        return f"the loss did not fall at {', '.join(stuck)}: too few steps, or too large a learning rate"
+    if rises:
+        return ""
     single = {name: one["single"] for name, one in found.items() if "single" in one}
     if not single:
         return "not found out"

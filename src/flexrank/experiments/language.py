@@ -59,7 +59,6 @@ def _settings(
         "data": texts | dict(data),
         "probe": {"levels": 8},
         "allocation": {"budgets": [0.8, 0.6, 0.4, 0.2]},
-        "deployment": {"forms": "smallest"},  # a study's sizes are those of every machine
         "distillation": {"batch_size": 8, **distillation},
     }
     return settings | {key: {**settings.get(key, {}), **keys} for key, keys in changes.items()}
@@ -118,7 +117,10 @@ class LanguageBench:
     """
 
     def __init__(self, request: Request):
-        self.config = checked_config(request)
+        config = checked_config(request)
+        # A study's sizes are those of every machine, not of this one's clock.
+        forms = config.deployment.model_copy(update={"forms": "smallest"})
+        self.config = config.model_copy(update={"deployment": forms})
         values = told_apart(self.config, DECOMPOSED)
         digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
         directory = request.work.parent / "decomposed" / f"{self.config.name}-{digest}"

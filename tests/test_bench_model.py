@@ -26,7 +26,7 @@ def test_every_budget_is_measured_in_every_situation(
     result = measure(model.BENCH, run, tmp_path / "out")
     ratios, sizes = result["tables"]
     assert [row[0] for row in ratios["rows"]] == ["base", "0.8", "0.5"]
-    assert ratios["columns"][1:] == ["1 texts of 32 tokens", "4 texts of 32 tokens", "3 tokens generated"]
+    assert ratios["columns"][1:] == ["1 text of 32 tokens", "4 texts of 32 tokens", "3 tokens generated"]
     assert all(ratio == 1 for ratio in ratios["rows"][0][1:])
     assert all(ratio > 0 for row in ratios["rows"] for ratio in row[1:])
     megabytes = [row[1] for row in sizes["rows"]]

@@ -69,7 +69,8 @@ def _situations(work: Workspace, base: Any) -> list[Situation]:
     found: list[Situation] = []
     for batch in batches:
         shape = _first(batch).shape
-        what = "image" if "pixel_values" in batch else f"texts of {shape[1]} tokens"
+        plural = "" if shape[0] == 1 else "s"
+        what = f"image{plural}" if "pixel_values" in batch else f"text{plural} of {shape[1]} tokens"
         tokens = shape[0] if "pixel_values" in batch else int(batch["attention_mask"].sum())
         found.append((f"{shape[0]} {what}", tokens, functools.partial(_forward, batch)))
     if work.config.task == "language" and callable(getattr(base, "generate", None)):
@@ -177,7 +178,7 @@ BENCH = Bench(
     name="model",
     title="Deployed models against their base",
     measures="latency, tokens a second and peak memory of every budget of a run, for a prompt and for decoding",
-    minutes=5,
+    minutes=2,
     run=run,
     draw=draw,
     takes="a run directory or its config",

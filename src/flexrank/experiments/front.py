@@ -303,8 +303,8 @@ STUDY = Study(
     title="The true Pareto front of submodels trained one by one, and one elastic network",
     shows="the gap, budget by budget, between the elastic network and the best of all submodels trained independently",
     paper="the elastic network recovers the front from DataSVD, and outperforms models trained from scratch (Fig. 3)",
-    minutes=4,
-    full_minutes=60,
+    minutes=20,
+    full_minutes=95,
     run=run,
     draw=draw,
 )

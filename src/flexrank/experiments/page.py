@@ -13,9 +13,9 @@ from flexrank.storage import write_aside
 
 _HEAD = """# The paper's evidence, reproduced
 
-Made by `make results` from `results/*/result.json`; nothing in it is written by hand. Each study is one command; the
-figures are drawn from the same files. ± is the standard deviation over seeds. *agrees* and *differs* are computed from
-the numbers beside them.
+Made by `flexrank reproduce --page docs/results.md`, the last step of `make results`, from `results/*/result.json`;
+nothing in it is written by hand. Each study is one command; the figures are drawn from the same files. ± is the
+standard deviation over seeds. *agrees* and *differs* are computed from the numbers beside them.
 """
 
 

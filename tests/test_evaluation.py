@@ -147,29 +147,6 @@ def test_accuracy_is_a_count_and_agreement_is_with_the_teacher() -> None:
         evaluation.accuracy(model, batches, [1, 2])
 
 
-class Sleeper(nn.Module):
-    """Sleeps for a given time, and notes the mode it was called in."""
-
-    def __init__(self, seconds: float):
-        super().__init__()
-        self.seconds, self.modes = seconds, set()
-
-    def forward(self, values: Tensor) -> Tensor:
-        import time
-
-        time.sleep(self.seconds)
-        self.modes.add((self.training, torch.is_inference_mode_enabled()))
-        return values
-
-
-def test_latency_is_the_ratio_of_two_forwards() -> None:
-    slow, fast = Sleeper(0.006), Sleeper(0.002)
-    # sleeping lasts at least as long as asked; a busy machine only brings the two nearer
-    assert 1 < evaluation.latency_ratio(slow, fast, torch.ones(1), repeats=9) < 5
-    assert slow.modes == fast.modes == {(False, True)}
-    assert slow.training
-
-
 def test_what_is_not_finite_is_named_and_padding_may_be_anything() -> None:
     class Poisoned(nn.Module):
         def __init__(self, place: int):

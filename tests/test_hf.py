@@ -17,7 +17,8 @@ from flexrank import hf
 from flexrank.deployment import deploy, export
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
-from flexrank.layers import GaugeAlignedLayer, GaugeAlignedLinear, layer_spec
+from flexrank.layer_specs import layer_spec
+from flexrank.layers import GaugeAlignedLayer, GaugeAlignedLinear
 from tiny_models import agree, outputs
 
 NAMES = list(tiny_models.TRANSFORMERS)

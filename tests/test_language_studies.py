@@ -16,7 +16,7 @@ from flexrank.evaluation import nats_per_token
 from flexrank.experiments import adaptation, calibration_size, find_study, layerwise
 from flexrank.experiments.language import TRAINED, LanguageBench, told_apart
 from flexrank.experiments.study import Ledger, Request
-from flexrank.pipeline.stages import deploy_within
+from flexrank.pipeline.deploying import deploy_within
 from flexrank.surgery import full_profile, select_layers, use_profile
 from tiny_models import batch_for, build, nest
 from tiny_runs import TEXT, settings

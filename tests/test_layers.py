@@ -7,14 +7,8 @@ from torch.nn import functional
 
 from flexrank import layers
 from flexrank.errors import FlexrankError
-from flexrank.layers import (
-    GaugeAlignedConv2d,
-    GaugeAlignedLinear,
-    NestedConv2d,
-    NestedLinear,
-    build_layer,
-    layer_spec,
-)
+from flexrank.layer_specs import build_layer, layer_spec
+from flexrank.layers import GaugeAlignedConv2d, GaugeAlignedLinear, NestedConv2d, NestedLinear
 from flexrank.views import ConvGeometry, conv_geometry, input_rows, output_rows, weight_matrix
 
 GEOMETRY = ConvGeometry(3, (3, 2), (2, 1), (1, 0), (1, 2))

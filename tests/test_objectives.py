@@ -29,6 +29,21 @@ def test_chunked_divergence_is_torchs(chunk: int, temperature: float) -> None:
     (expected * 3).backward()
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(student.grad.double(), other.grad, rtol=1e-4, atol=1e-7)
+    alone = objective.loss(student.detach(), objective.target(teacher, batch), batch)  # a probe's, in fewer passes
+    torch.testing.assert_close(alone.double(), expected.detach(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("top_k", [None, 8])
+def test_a_loss_without_a_gradient_is_the_same(top_k: int | None) -> None:
+    teacher = 3 * torch.randn(64, 500)
+    student = (teacher + 0.05 * torch.randn(64, 500)).requires_grad_()
+    objective = LogitObjective(top_k=top_k)
+    target = objective.target(teacher, {})
+    exact = (teacher.double().softmax(-1) * (teacher.double().log_softmax(-1) - student.double().log_softmax(-1))).sum()
+    found = [float(objective.loss(logits, target, {}).detach()) for logits in (student, student.detach())]
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+    if top_k is None:
+        assert found == pytest.approx([float(exact.detach()) / 64] * 2, rel=1e-3)
 
 
 def lumped(student: torch.Tensor, teacher: torch.Tensor, temperature: float, count: int) -> torch.Tensor:

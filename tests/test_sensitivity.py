@@ -7,14 +7,16 @@ import pytest
 import torch
 from torch import nn
 
+from flexrank.batches import call_model, output_tensor
 from flexrank.calibration import collect_moments
 from flexrank.costs import dense_parameters, deployed_parameters
 from flexrank.decomposition import decompose_
 from flexrank.distillation import distillation_evaluator
 from flexrank.errors import FlexrankError
+from flexrank.layers import NestedLayer
 from flexrank.objectives import FeatureObjective, LogitObjective
 from flexrank.sensitivity import curvature_sensitivity, probe_sensitivity, rank_levels
-from flexrank.surgery import full_profile, nested_layers, select_layers, use_profile
+from flexrank.surgery import full_matrices, full_profile, nested_layers, select_layers, use_profile
 from tiny_models import batch_for, build, nest
 
 
@@ -25,13 +27,36 @@ def test_probe_equals_a_plain_loop(name: str) -> None:
     evaluate = distillation_evaluator(teacher, [batch_for(name)] * 2, FeatureObjective())
     table = probe_sensitivity(model, evaluate, num_levels=3)
     full = full_profile(model)
-    assert table.baseline == evaluate(model)
-    for layer in full:
-        for rank, error in zip(table.ranks[layer], table.errors[layer], strict=True):
-            with use_profile(model, full | {layer: rank}):
-                assert error == evaluate(model) - table.baseline
+    assert table.baseline == pytest.approx(evaluate(model), rel=1e-4, abs=1e-9)
+    with full_matrices(model, 2**32):
+        assert table.baseline == evaluate(model)
+        for layer in full:
+            for rank, error in zip(table.ranks[layer], table.errors[layer], strict=True):
+                with use_profile(model, full | {layer: rank}):
+                    assert error == evaluate(model) - table.baseline
     assert full_profile(model) == {n: layer.rank for n, layer in nested_layers(model).items()}
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_full_layers_multiply_by_a_matrix_that_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = nest(build("bert")), batch_for("bert")
+    layers = nested_layers(model)
+    wanted = output_tensor(call_model(model, batch))
+    seen: list[str] = []
+    names = {id(layer): name for name, layer in layers.items()}
+    active = NestedLayer.active.fget
+    monkeypatch.setattr(NestedLayer, "active", property(lambda layer: seen.append(names[id(layer)]) or active(layer)))
+    with full_matrices(model, 2**30):
+        torch.testing.assert_close(output_tensor(call_model(model, batch)), wanted, rtol=1e-5, atol=1e-6)
+        assert not seen
+        name, layer = next(iter(layers.items()))
+        with use_profile(model, {**full_profile(model), name: 1}):
+            call_model(model, batch)
+        assert seen == [name] and layer.matrix.shape == layer.matrix_shape
+    assert all(layer.full_matrix is None for layer in layers.values())
+    last = layers[list(layers)[-1]]
+    with full_matrices(model, last.matrix.nbytes):  # room for one
+        assert [name for name, layer in layers.items() if layer.full_matrix is not None] == [list(layers)[-1]]
 
 
 def test_what_runs_before_the_probed_layer_does_not_run() -> None:
@@ -90,7 +115,7 @@ def test_a_layer_whose_output_is_changed_in_place_is_run(caplog: pytest.LogCaptu
     assert "the modules before 0.a are not all replayed" in caplog.text
     full = full_profile(model)
     for layer in full:
-        with use_profile(model, full | {layer: table.ranks[layer][0]}):
+        with use_profile(model, full | {layer: table.ranks[layer][0]}), full_matrices(model, 2**32):
             assert table.errors[layer][0] == evaluate(model) - table.baseline > 0
 
 
@@ -126,7 +151,7 @@ def test_a_model_that_cannot_be_replayed_is_run_whole() -> None:
     table = probe_sensitivity(model, evaluate, num_levels=3)
     full = full_profile(model)
     for layer in full:
-        with use_profile(model, full | {layer: table.ranks[layer][0]}):
+        with use_profile(model, full | {layer: table.ranks[layer][0]}), full_matrices(model, 2**32):
             assert table.errors[layer][0] == evaluate(model) - table.baseline
 
 
@@ -154,7 +179,7 @@ def test_blocks_out_of_order_are_run(order: tuple[int, ...]) -> None:
     table = probe_sensitivity(model, evaluate, num_levels=3)
     full = full_profile(model)
     for layer in full:
-        with use_profile(model, full | {layer: table.ranks[layer][0]}):
+        with use_profile(model, full | {layer: table.ranks[layer][0]}), full_matrices(model, 2**32):
             assert table.errors[layer][0] == evaluate(model) - table.baseline > 0
 
 

@@ -1,5 +1,6 @@
 """The table of times, and what planning does with it: against times that are set by hand, and brute force."""
 
+import dataclasses
 import itertools
 import json
 import logging
@@ -8,54 +9,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from flexrank import timing
-from flexrank.calibration import collect_moments
-from flexrank.costs import aligned_parameters, dense_parameters
-from flexrank.decomposition import decompose_
+from flexrank.costs import aligned_parameters
 from flexrank.deployment import deploy
 from flexrank.errors import FlexrankError
-from flexrank.latency import time_chain
 from flexrank.layers import GaugeAlignedLinear, NestedLayer
-from flexrank.planning import LayerPlan, fit_plans, fit_profile, form_key, plan_layer, plan_no_slower
-from flexrank.profiles import ChainEntry, Footprint, ProfileChain, RankProfile
-from flexrank.surgery import nested_layers, select_layers
+from flexrank.planning import LayerPlan, default_loads, fit_plans, fit_profile, plan_layer, plan_no_slower
+from flexrank.surgery import nested_layers
 from flexrank.timing import SHARES, TOKENS, FormKey, TimeTable
+from hand_tables import all_dense, by_hand, chain_of, small_model, total
 
 
-def small_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 8))
-    decompose_(model, collect_moments(model, [torch.randn(64, 12)], select_layers(model)), method="datasvd")
-    return model
-
-
-def by_hand(tmp_path: Path, cost: dict[str, float], model: nn.Module) -> TimeTable:
-    """A table in which a form's time is its parameters times `cost`, at every number of tokens."""
-    table = TimeTable(torch.float32, directory=tmp_path)
-    for layer in nested_layers(model).values():
-        shape, full = layer.matrix_shape, min(layer.matrix_shape)
-        ranks = [max(1, round(share * full)) for share in SHARES]
-        aligned = [cost["aligned"] * aligned_parameters(shape, r, timing.timed_slack(r)) for r in ranks]
-        plain = [cost["plain"] * r * sum(shape) for r in ranks]
-        dense = [cost["dense"] * dense_parameters(shape)]
-        times = {"dense": dense, "plain": plain, "aligned": aligned}
-        table._times[form_key(layer)] = {
-            form: [[one * tokens for one in row] for tokens in TOKENS] for form, row in times.items()
-        }
-    return table
-
-
-def total(plans: dict[str, LayerPlan], layers: dict[str, NestedLayer], table: TimeTable) -> np.ndarray:
-    return sum(
-        (np.array(table.seconds(form_key(layers[name]), plan.rank, plan.slack)) for name, plan in plans.items()),
-        np.zeros(len(TOKENS)),
-    )
-
-
-def all_dense(layers: dict[str, NestedLayer]) -> dict[str, LayerPlan]:
-    return {name: LayerPlan(1, None, dense_parameters(layer.matrix_shape)) for name, layer in layers.items()}
+def no_slower(plans: dict[str, LayerPlan], layers: dict[str, NestedLayer], table: TimeTable) -> dict[str, LayerPlan]:
+    """At each of TOKENS, and dense layers at the rank that they have."""
+    return plan_no_slower(plans, all_dense(layers), layers, table, default_loads(layers))
 
 
 def test_times_are_measured_once_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,11 +87,11 @@ def test_cheap_forms_are_left_and_dear_ones_become_dense(tmp_path: Path) -> None
     layers = nested_layers(model)
     plans = {name: plan_layer(layer, 4, slack=0) for name, layer in layers.items()}
     cheap = by_hand(tmp_path / "a", {"dense": 1.0, "plain": 1.0, "aligned": 1.0}, model)
-    assert plan_no_slower(plans, layers, cheap) == plans
+    assert no_slower(plans, layers, cheap) == plans
     dear = by_hand(tmp_path / "b", {"dense": 1.0, "plain": 90.0, "aligned": 90.0}, model)
-    assert all(plan.slack is None for plan in plan_no_slower(plans, layers, dear).values())
+    assert all(plan.slack is None for plan in no_slower(plans, layers, dear).values())
     plain = by_hand(tmp_path / "c", {"dense": 1.0, "plain": 0.5, "aligned": 90.0}, model)
-    found = plan_no_slower(plans, layers, plain)
+    found = no_slower(plans, layers, plain)
     assert any(plan.slack == plan.rank for plan in found.values())
     assert (total(found, layers, plain) <= total(all_dense(layers), layers, plain) * (1 + 1e-9)).all()
 
@@ -137,7 +105,7 @@ def test_plain_as_large_as_dense_is_no_choice(tmp_path: Path) -> None:
         table = by_hand(tmp_path / str(cost), {"dense": 1.0, "plain": cost, "aligned": 90.0}, model)
         for times in table._times.values():
             times["plain"][0] = [99 * one for one in times["plain"][0]]  # slow at one token alone
-        found = plan_no_slower(plans, layers, table)
+        found = no_slower(plans, layers, table)
         assert (total(found, layers, table) <= total(all_dense(layers), layers, table) * (1 + 1e-9)).all()
 
 
@@ -147,6 +115,53 @@ def test_a_place_that_cannot_be_written_is_told(tmp_path: Path, caplog: pytest.L
     with caplog.at_level(logging.WARNING, "flexrank"):
         table._remember()
     assert "not remembered" in caplog.text and "FLEXRANK_CACHE" in caplog.text
+
+
+def test_a_load_that_no_size_meets_is_left_out_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = small_model()
+    chain, layers = chain_of(model), nested_layers(model)
+    table = by_hand(tmp_path, {"dense": 1.0, "plain": 2.5, "aligned": 2.5}, model)
+    for times in table._times.values():
+        for form in ("plain", "aligned"):
+            times[form][0] = [90 * one for one in times[form][0]]  # one token alone is hopeless
+    with caplog.at_level(logging.WARNING, "flexrank"):
+        plans = fit_plans(model, chain, 0.5, slack=0, times=table)
+    assert len(caplog.records) == 1 and "as fast as the base at 1 rows a layer" in caplog.text
+    limit = total(all_dense(layers), layers, table) * (1 + 1e-9)
+    assert (total(plans, layers, table) <= limit)[1:].all()
+    smallest = fit_plans(model, chain, 0.5, slack=0)
+    assert (total(smallest, layers, table) > limit)[1:].any()  # so that something was chosen
+
+
+def test_the_rows_given_choose_the_forms(tmp_path: Path) -> None:
+    """What is slow at one token alone is taken where one token never comes."""
+    model = small_model()
+    chain = chain_of(model)
+    table = by_hand(tmp_path, {"dense": 1.0, "plain": 0.9, "aligned": 0.9}, model)
+    for times in table._times.values():
+        times["aligned"][0] = [90 * one for one in times["aligned"][0]]
+    many = default_loads(nested_layers(model))[1:]
+    smallest = fit_plans(model, chain, 0.5, slack=0)
+    assert fit_plans(model, chain, 0.5, slack=0, times=table, loads=many) == smallest
+    assert fit_plans(model, chain, 0.5, slack=0, times=table) != smallest
+    slowed = [dataclasses.replace(load, correction=3.0) for load in many]
+    assert fit_plans(model, chain, 0.5, slack=0, times=table, loads=slowed) != smallest
+
+
+def test_a_dense_layer_keeps_the_largest_rank_that_was_consolidated(tmp_path: Path) -> None:
+    model = small_model()
+    chain, layers = chain_of(model), nested_layers(model)
+    entries = [dataclasses.replace(entry, requested=i / 12) for i, entry in enumerate(chain.entries[:9], 1)]
+    chain = dataclasses.replace(chain, entries=(*entries, *chain.entries[9:]))
+    largest = entries[-1].profile
+    table = by_hand(tmp_path, {"dense": 1.0, "plain": 1.9, "aligned": 1.9}, model)
+    plans = fit_plans(model, chain, 0.8, slack=0, times=table)
+    dense = {name: plan.rank for name, plan in plans.items() if plan.slack is None}
+    assert dense == {name: largest[name] for name in dense} and 0 < len(dense) < len(layers)
+    small = deploy(model, plans)
+    for name, rank in dense.items():
+        layer = layers[name]
+        assert torch.allclose(small.get_submodule(name).weight, layer.u[:rank].T @ layer.v[:rank], atol=1e-6)
 
 
 def test_ranks_alone_refuse_times(tmp_path: Path) -> None:
@@ -168,7 +183,7 @@ def test_the_changes_are_near_the_fewest_parameters_of_brute_force(tmp_path: Pat
                 times[form] = [[one * random.uniform(0.5, 3) for one in row] for row in times[form]]
         plans = {name: plan_layer(layer, 5, slack=0) for name, layer in layers.items()}
         limit = total(all_dense(layers), layers, table) * (1 + 1e-9)
-        found = plan_no_slower(plans, layers, table)
+        found = no_slower(plans, layers, table)
         assert (total(found, layers, table) <= limit).all()
         best = float("inf")
         forms = [
@@ -180,20 +195,6 @@ def test_the_changes_are_near_the_fewest_parameters_of_brute_force(tmp_path: Pat
                 best = min(best, sum(plan.parameters for plan in choice))
         ratios.append(sum(plan.parameters for plan in found.values()) / best)
     assert min(ratios) >= 1 and sum(ratios) / len(ratios) < 1.25
-
-
-def chain_of(model: nn.Module) -> ProfileChain:
-    layers = nested_layers(model)
-    entries = []
-    for share in np.linspace(0.1, 1, 12):
-        ranks = {name: max(1, round(share * layer.max_rank)) for name, layer in layers.items()}
-        size = sum(
-            min(aligned_parameters(layers[name].matrix_shape, rank), dense_parameters(layers[name].matrix_shape))
-            for name, rank in ranks.items()
-        )
-        entries.append(ChainEntry(RankProfile(ranks), size, 1 - share))
-    dense = sum(dense_parameters(layer.matrix_shape) for layer in layers.values())
-    return ProfileChain(tuple(entries), dense, Footprint(0, 0, 4), "hand")
 
 
 def test_a_size_near_the_limit_is_found_that_is_as_fast_as_the_base(
@@ -217,29 +218,6 @@ def test_a_size_near_the_limit_is_found_that_is_as_fast_as_the_base(
         plans = fit_plans(model, chain, 0.5, slack=0, times=hopeless)
     assert plans == fit_plans(model, chain, 0.5, slack=0)
     assert "as fast as the base" in caplog.text
-
-
-def test_a_timed_chain_answers_by_latency(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    base = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 8))
-    model = small_model()
-    chain = chain_of(model)
-    table = by_hand(tmp_path, {"dense": 1e-6, "plain": 1e-6, "aligned": 1e-6}, model)
-    with pytest.raises(FlexrankError, match="not timed"):
-        chain.at(max_latency_ms=5)
-    timed = time_chain(model, base, torch.randn(32, 12), chain, table)
-    found = [entry.milliseconds for entry in timed.entries]
-    assert all(ms is not None for ms in found) and found == sorted(found)
-    # The layers' own part is 32 tokens of their parameters' microseconds.
-    inside = 32e-3 * (timed.entries[-1].parameters - timed.entries[0].parameters)
-    assert found[-1] - found[0] == pytest.approx(inside, rel=0.3)
-    middle = timed.entries[6]
-    assert timed.at(max_latency_ms=middle.milliseconds) == middle.profile
-    assert ProfileChain.from_json(timed.to_json()) == chain
-    with pytest.raises(FlexrankError, match="max_latency_ms=1e-09 is too small"):
-        timed.at(max_latency_ms=1e-9)
-    plans = fit_plans(model, timed, max_latency_ms=middle.milliseconds, slack=0)
-    assert {name: plan.rank for name, plan in plans.items()} == dict(middle.profile)
 
 
 def test_the_cache_is_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

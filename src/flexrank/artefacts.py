@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from flexrank.batches import Batch, model_device
 from flexrank.errors import FlexrankError
 from flexrank.integrity import digest_files, read_document, verify_files, write_document
-from flexrank.layers import GaugeAlignedLayer, build_layer, layer_spec
+from flexrank.layer_specs import build_layer, layer_spec
+from flexrank.layers import GaugeAlignedLayer
 from flexrank.storage import directory_aside
 from flexrank.surgery import replace_layer
 

@@ -35,7 +35,7 @@ from flexrank.batches import model_device
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
 from flexrank.integrity import digest_files, digest_tensor, read_document, verify_files, write_document
-from flexrank.layers import build_layer, layer_spec
+from flexrank.layer_specs import build_layer, layer_spec
 from flexrank.profiles import ProfileChain, RankProfile
 from flexrank.storage import directory_aside, directory_bytes, read_json
 from flexrank.surgery import nested_layers, replace_layer

@@ -18,14 +18,13 @@ from flexrank.batches import Batch, call_model, eval_mode, model_device, output_
 from flexrank.costs import aligned_parameters, dense_parameters
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
+from flexrank.layer_specs import build_layer, layer_spec
 from flexrank.layers import (
     GaugeAlignedConv2d,
     GaugeAlignedLayer,
     GaugeAlignedLinear,
     NestedLayer,
     Slack,
-    build_layer,
-    layer_spec,
 )
 from flexrank.planning import Activations, LayerPlan, factors, plan_layer
 from flexrank.storage import directory_aside, read_json, write_json

@@ -5,14 +5,13 @@ not finite is an error that names the batch, never a number that is skipped.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from flexrank.batches import Batch, call_model, eval_mode, mean_pool, model_device, output_tensor, to_device, token_mask
-from flexrank.costs import measure_ratio
 from flexrank.errors import FlexrankError
 
 
@@ -146,25 +145,6 @@ def accuracy(model: nn.Module, batches: Iterable[Batch], labels: Tensor | Sequen
     if classes.shape != expected.shape:
         raise FlexrankError(f"the batches give classes {tuple(classes.shape)}, the labels are {tuple(expected.shape)}")
     return float((classes == expected).double().mean())
-
-
-def latency_ratio(model: nn.Module, base: nn.Module, batch: Batch, repeats: int = 15) -> float:
-    """Time of the model's forward over the base's on one batch: the median over `repeats` pairs, timed in turn."""
-    device = model_device(model)
-    if device != model_device(base):
-        raise FlexrankError(f"the model is on {device}, the base on {model_device(base)}; latency compares one device")
-    batch = to_device(batch, device)
-
-    def forward(timed: nn.Module) -> Callable[[], None]:
-        def run() -> None:
-            call_model(timed, batch)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-
-        return run
-
-    with inference(model, base):
-        return measure_ratio(forward(model), forward(base), repeats)
 
 
 def _outputs(model: nn.Module, batches: Iterable[Batch]) -> Iterator[tuple[object, Batch]]:

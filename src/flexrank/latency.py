@@ -1,29 +1,112 @@
-"""How long each size of a chain takes on this machine, predicted from its layers' measured times."""
+"""How long models take on this machine: measured in turn, and predicted from their layers' times."""
 
 import collections
 import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
 from flexrank.batches import Batch, call_model, eval_mode, model_device, to_device
 from flexrank.calibration import Hooks
-from flexrank.costs import aligned_parameters, dense_parameters
-from flexrank.layers import NestedLayer
+from flexrank.costs import aligned_parameters, dense_parameters, measure_ratio
+from flexrank.errors import FlexrankError
+from flexrank.layers import GaugeAlignedLinear, NestedLayer
 from flexrank.planning import form_key
 from flexrank.profiles import ChainEntry, ProfileChain
 from flexrank.surgery import nested_layers
-from flexrank.timing import TimeTable, timed_slack
+from flexrank.timing import FormKey, Load, TimeTable, timed_slack
 
 REPEATS = 7
+#: A correction outside this is a mistaken measurement, of a model whose layers are too small a part of its time.
+CORRECTIONS = (0.5, 3.0)
+
+
+def latency_ratio(model: nn.Module, base: nn.Module, batch: Batch, repeats: int = 15) -> float:
+    """Time of the model's forward over the base's on one batch: the median over `repeats` pairs, timed in turn."""
+    if model_device(model) != model_device(base):
+        raise FlexrankError(
+            f"the model is on {model_device(model)}, the base on {model_device(base)}; latency compares one device"
+        )
+    with eval_mode(model, base), torch.inference_mode():
+        return measure_ratio(_forward(model, batch), _forward(base, batch), repeats)
+
+
+def seconds_of_forward(model: nn.Module, batch: Batch) -> float:
+    """Median seconds of the model's forward on one batch."""
+    run, seconds = _forward(model, batch), []
+    with eval_mode(model), torch.inference_mode():
+        run()
+        for _ in range(REPEATS):
+            start = time.perf_counter()
+            run()
+            seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def _forward(model: nn.Module, batch: Batch) -> Callable[[], None]:
+    device = model_device(model)
+    batch = to_device(batch, device)
+
+    def run() -> None:
+        call_model(model, batch)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return run
+
+
+def observe_load(base: nn.Module, batch: Batch, layers: Iterable[str]) -> Load:
+    """The rows that a forward on this batch sends through each of the layers, by its calls."""
+    seen: dict[str, list[int]] = collections.defaultdict(list)
+
+    def note(name: str, inputs: Tensor, _: Tensor) -> None:
+        seen[name].append(inputs.shape[:-1].numel())
+
+    with eval_mode(base), torch.inference_mode(), Hooks() as hooks:
+        for name in layers:
+            hooks.watch(base.get_submodule(name), functools.partial(note, name))
+        call_model(base, to_device(batch, model_device(base)))
+    return Load(dict(seen))
+
+
+def correct_load(load: Load, small: nn.Module, base: nn.Module, batch: Batch, times: TimeTable) -> Load:
+    """The load with the correction under which the table's times explain how long a deployed model takes.
+
+    With D and S the table's times of the same layers dense and as they are in the small model, and what lies outside
+    of them alike, the small model's time over the base's is 1 + (correction·S − D) / T.
+
+    Args:
+        load: of `observe_load` on the batch.
+        small: deployed; the more of its layers are of low rank, the better.
+        base: the model before decomposition.
+        batch: as `batches.call_model` takes it.
+        times: this machine's.
+    """
+    dense = inside = 0.0
+    for name in load.rows:
+        layer = small.get_submodule(name)
+        if isinstance(layer, GaugeAlignedLinear):
+            key = FormKey(layer.matrix_shape, getattr(layer.expand, "bias", None) is not None)
+            dense += load.seconds(times, name, key, min(key.shape), None)
+            inside += dataclasses.replace(load, correction=1.0).seconds(times, name, key, layer.rank, layer.slack)
+    if not inside:
+        return load
+    rise = (latency_ratio(small, base, batch) - 1) * seconds_of_forward(base, batch)
+    least, most = CORRECTIONS
+    return dataclasses.replace(load, correction=min(max((dense + rise) / inside, least), most))
 
 
 def time_chain(
-    model: nn.Module, base: nn.Module, batch: Batch, chain: ProfileChain, times: TimeTable | None = None
+    model: nn.Module,
+    base: nn.Module,
+    batch: Batch,
+    chain: ProfileChain,
+    times: TimeTable | None = None,
+    load: Load | None = None,
 ) -> ProfileChain:
     """The chain with every entry's predicted milliseconds for a forward of its deployed model on `batch`.
 
@@ -36,6 +119,7 @@ def time_chain(
         batch: inputs of the size that matters, as `batches.call_model` takes them.
         chain: its profiles.
         times: this machine's; by default those of the base's dtype and the user's cache.
+        load: the batch's; by default as `observe_load` sees it, not corrected.
 
     Returns:
         A chain for `at(max_latency_ms=…)` and `fit_plans`.
@@ -45,47 +129,23 @@ def time_chain(
         dtype = next(parameter.dtype for parameter in base.parameters() if parameter.is_floating_point())
         times = TimeTable(dtype, model_device(base))
     times.measure([form_key(layer) for layer in layers.values()])
-    whole, tokens = _base_seconds(base, batch), _tokens_seen(base, batch, layers)
-    dense = sum(_layer_seconds(layers[name], min(layers[name].matrix_shape), tokens[name], times) for name in layers)
-    rest = max(0.0, whole - dense)
+    seen = load or observe_load(base, batch, layers)
+
+    def inside(profile: dict[str, int]) -> float:
+        return sum(_layer_seconds(name, layers[name], profile[name], seen, times) for name in layers)
+
+    dense = inside({name: min(layer.matrix_shape) for name, layer in layers.items()})
+    rest = max(0.0, seconds_of_forward(base, batch) - dense)
 
     def timed(entry: ChainEntry) -> ChainEntry:
-        inside = sum(_layer_seconds(layer, entry.profile[name], tokens[name], times) for name, layer in layers.items())
-        return dataclasses.replace(entry, milliseconds=1e3 * (rest + inside))
+        return dataclasses.replace(entry, milliseconds=1e3 * (rest + inside(dict(entry.profile))))
 
     return dataclasses.replace(chain, entries=tuple(map(timed, chain.entries)))
 
 
-def _layer_seconds(layer: NestedLayer, rank: int, calls: list[int], times: TimeTable) -> float:
+def _layer_seconds(name: str, layer: NestedLayer, rank: int, load: Load, times: TimeTable) -> float:
     """Of the form with fewest parameters, at the slack that the table was timed with."""
     shape = layer.matrix_shape
     slack = timed_slack(rank)
     is_dense = aligned_parameters(shape, rank, slack) >= dense_parameters(shape)
-    return sum(times.seconds_at(form_key(layer), rank, None if is_dense else slack, tokens) for tokens in calls)
-
-
-def _base_seconds(base: nn.Module, batch: Batch) -> float:
-    batch, seconds = to_device(batch, model_device(base)), []
-    with eval_mode(base), torch.inference_mode():
-        call_model(base, batch)
-        for _ in range(REPEATS):
-            start = time.perf_counter()
-            call_model(base, batch)
-            if model_device(base).type == "cuda":
-                torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
-
-
-def _tokens_seen(base: nn.Module, batch: Batch, layers: Mapping[str, NestedLayer]) -> dict[str, list[int]]:
-    """The rows of each call of each layer."""
-    seen: dict[str, list[int]] = collections.defaultdict(list)
-
-    def note(name: str, inputs: Tensor, _: Tensor) -> None:
-        seen[name].append(inputs.shape[:-1].numel())
-
-    with eval_mode(base), torch.inference_mode(), Hooks() as hooks:
-        for name in layers:
-            hooks.watch(base.get_submodule(name), functools.partial(note, name))
-        call_model(base, to_device(batch, model_device(base)))
-    return seen
+    return load.seconds(times, name, form_key(layer), rank, None if is_dense else slack)

@@ -1,7 +1,6 @@
 """Elastic and deployed layers: forwards only. Who builds them from what is elsewhere (surgery, deployment)."""
 
 import math
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -11,7 +10,7 @@ from torch.nn import functional
 
 from flexrank.errors import FlexrankError
 from flexrank.linalg import choose_slack, gauge_align
-from flexrank.views import ConvGeometry, conv_geometry
+from flexrank.views import ConvGeometry
 
 Slack = int | Literal["auto"]
 #: Up to so many tokens concatenating is quicker than writing in place, whose views cost more than a copy.
@@ -29,9 +28,11 @@ class NestedLayer(nn.Module):
         v: parameter (k, n).
         bias: parameter (m,), or None.
         rank: the active prefix r, from 1 to k.
+        full_matrix: U_k V_kᵀ (m, n) where `surgery.full_matrices` keeps it: then full rank multiplies by it.
     """
 
     geometry: ConvGeometry | None = None
+    full_matrix: Tensor | None = None
 
     def __init__(self, u: Float[Tensor, "k m"], v: Float[Tensor, "k n"], bias: Float[Tensor, " m"] | None = None):
         super().__init__()
@@ -69,11 +70,15 @@ class NestedLayer(nn.Module):
     @property
     def matrix(self) -> Float[Tensor, "m n"]:
         """U_r V_rᵀ at the active rank, materialised."""
+        if self.full_matrix is not None and self.rank == self.max_rank:
+            return self.full_matrix
         u, v = self.active
         return u.T @ v
 
     def is_factored_cheaper(self, tokens: int) -> bool:
         """Whether T·r·(m+n) <= (T + r)·m·n, so that the factored route costs no more operations."""
+        if self.full_matrix is not None and self.rank == self.max_rank:
+            return False
         m, n = self.matrix_shape
         return tokens * self.rank * (m + n) <= (tokens + self.rank) * m * n
 
@@ -282,7 +287,7 @@ class GaugeAlignedConv2d(GaugeAlignedLayer):
     ):
         super().__init__(shape, rank, aligned, bias=bias, device=device, dtype=dtype)
         self.geometry = geometry
-        self.latent = _convolution(geometry, rank, bias=False, device=device, dtype=dtype)
+        self.latent = convolution(geometry, rank, bias=False, device=device, dtype=dtype)
         self.expand = nn.Conv2d(rank, shape[0] - aligned, 1, bias=bias, device=device, dtype=dtype)
 
     @classmethod
@@ -330,63 +335,8 @@ def resolve_slack(u: Tensor, v: Tensor, slack: Slack, dtype: torch.dtype, inputs
     return slack
 
 
-def layer_spec(layer: nn.Module) -> dict[str, Any]:
-    """What `build_layer` needs to rebuild an elastic, deployed or dense layer empty, as a JSON object."""
-    if isinstance(layer, (NestedLayer, GaugeAlignedLayer)):
-        m, n = layer.matrix_shape
-        geometry: ConvGeometry | None = getattr(layer, "geometry", None)
-        form = "nested" if isinstance(layer, NestedLayer) else "aligned"
-        rank = layer.max_rank if isinstance(layer, NestedLayer) else layer.rank
-        spec: dict[str, Any] = {"form": form, "shape": [m, n], "rank": rank}
-        if isinstance(layer, GaugeAlignedLayer):
-            spec |= {"aligned": layer.aligned, "bias": getattr(layer.expand, "bias", None) is not None}
-            return spec | _geometry_json(geometry)
-    elif isinstance(layer, (nn.Linear, nn.Conv2d)):
-        geometry = conv_geometry(layer)
-        weight = layer.weight.flatten(1)
-        spec = {"form": "dense", "shape": list(weight.shape), "rank": min(weight.shape)}
-    else:
-        raise TypeError(f"{type(layer).__name__} is no layer of flexrank's")
-    return spec | {"bias": layer.bias is not None} | _geometry_json(geometry)
-
-
-def build_layer(spec: Mapping[str, Any], *, device: Any = None, dtype: Any = None) -> nn.Module:
-    """An empty layer of a `layer_spec`; its values are to be loaded.
-
-    Raises:
-        FlexrankError: an unknown form.
-    """
-    (m, n), rank, bias = spec["shape"], spec["rank"], spec["bias"]
-    geometry = _geometry_from_json(spec)
-    placement: dict[str, Any] = {"device": device, "dtype": dtype}
-    if spec["form"] == "nested":
-        u, v = torch.empty(rank, m, **placement), torch.empty(rank, n, **placement)
-        bias_value = torch.empty(m, **placement) if bias else None
-        return NestedLinear(u, v, bias_value) if geometry is None else NestedConv2d(u, v, bias_value, geometry)
-    if spec["form"] == "aligned":
-        if geometry is None:
-            return GaugeAlignedLinear((m, n), rank, spec["aligned"], bias=bias, **placement)
-        return GaugeAlignedConv2d((m, n), rank, spec["aligned"], geometry, bias=bias, **placement)
-    if spec["form"] == "dense":
-        if geometry is None:
-            return nn.Linear(n, m, bias=bias, **placement)
-        return _convolution(geometry, m, bias=bias, device=device, dtype=dtype)
-    raise FlexrankError(f"layer form {spec['form']!r} is unknown; this version knows nested, aligned and dense")
-
-
-def _geometry_json(geometry: ConvGeometry | None) -> dict[str, Any]:
-    return {} if geometry is None else {"geometry": [geometry.in_channels, *map(list, geometry[1:])]}
-
-
-def _geometry_from_json(spec: Mapping[str, Any]) -> ConvGeometry | None:
-    if "geometry" not in spec:
-        return None
-    channels, *pairs = spec["geometry"]
-    kernel, stride, padding, dilation = ((int(a), int(b)) for a, b in pairs)
-    return ConvGeometry(int(channels), kernel, stride, padding, dilation)
-
-
-def _convolution(geometry: ConvGeometry, filters: int, *, bias: bool, device: Any, dtype: Any) -> nn.Conv2d:
+def convolution(geometry: ConvGeometry, filters: int, *, bias: bool, device: Any, dtype: Any) -> nn.Conv2d:
+    """An empty convolution of this geometry."""
     channels, kernel, stride, padding, dilation = geometry
     return nn.Conv2d(channels, filters, kernel, stride, padding, dilation, bias=bias, device=device, dtype=dtype)
 

@@ -20,7 +20,8 @@ from flexrank.errors import FlexrankError
 CHUNK = {"cpu": 2**17}
 _LARGE_CHUNK = 2**24
 
-Divergence = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
+#: Of student's rows, what was kept of the teacher's, a temperature, and whether the gradient is wanted.
+Divergence = Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor | None]]
 
 
 class Objective(Protocol):
@@ -178,22 +179,33 @@ def _likeliest(logits: Tensor, temperature: float, count: int) -> Tensor:
 
     A float32 holds whole numbers up to 2²⁴ exactly.
     """
-    log_probability = (logits.float() / temperature).log_softmax(-1)
+    log_probability = _log_probability(logits, temperature)
     values, classes = log_probability.topk(min(count, logits.shape[-1]), sorted=False)
     rest = log_probability.scatter_(1, classes, -torch.inf).logsumexp(-1, keepdim=True)
     return torch.cat([values, rest, classes.float()], -1)
 
 
-def _divergence(student: Tensor, teacher: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def _log_probability(logits: Tensor, temperature: float) -> Tensor:
+    """float32; at temperature 1 without a pass for the division."""
+    logits = logits.float()
+    return (logits if temperature == 1 else logits / temperature).log_softmax(-1)
+
+
+def _divergence(
+    student: Tensor, teacher: Tensor, temperature: float, wants_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
     """Σ KL(softmax(t/T) ‖ softmax(s/T)) over rows, float64, and T times its gradient, softmax(s/T) − softmax(t/T)."""
-    log_student = (student.float() / temperature).log_softmax(-1)
-    log_teacher = (teacher.float() / temperature).log_softmax(-1)
+    log_student, log_teacher = _log_probability(student, temperature), _log_probability(teacher, temperature)
+    if not wants_gradient:  # one pass in place of five
+        return functional.kl_div(log_student, log_teacher, reduction="sum", log_target=True).double(), None
     probability = log_teacher.exp()
     total = (probability * (log_teacher - log_student)).sum(dtype=torch.float64)
     return total, log_student.exp_().sub_(probability)
 
 
-def _lumped_divergence(student: Tensor, target: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def _lumped_divergence(
+    student: Tensor, target: Tensor, temperature: float, wants_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
     """As `_divergence`, over the classes of a `_likeliest` target and one of all others.
 
     The gradient at class j of probability q is q − p where j was kept, q·(1 − p_rest/q_rest) where not.
@@ -201,7 +213,7 @@ def _lumped_divergence(student: Tensor, target: Tensor, temperature: float) -> t
     count = target.shape[-1] // 2
     log_kept, log_rest, classes = target.split([count, 1, count], -1)
     classes = classes.long()
-    log_student = (student.float() / temperature).log_softmax(-1)
+    log_student = _log_probability(student, temperature)
     log_student_kept = log_student.gather(1, classes)
     log_student_rest = log_student.scatter(1, classes, -torch.inf).logsumexp(-1, keepdim=True)
     kept, rest = log_kept.exp(), log_rest.exp()
@@ -210,6 +222,8 @@ def _lumped_divergence(student: Tensor, target: Tensor, temperature: float) -> t
     lost = rest * surplus.masked_fill(rest == 0, 0)
     surprise = kept * (log_kept - log_student_kept).masked_fill(kept == 0, 0)
     total = surprise.sum(dtype=torch.float64) + lost.sum(dtype=torch.float64)
+    if not wants_gradient:
+        return total, None
     # The difference of two exponentials, for the ratio of the rests alone may overflow.
     gradient = log_student.exp() - (log_student + surplus).exp_()
     return total, gradient.scatter_(1, classes, log_student_kept.exp() - kept)
@@ -227,9 +241,9 @@ class _ChunkedDivergence(torch.autograd.Function):
         gradient = torch.empty_like(student) if ctx.needs_input_grad[0] else None  # a probe takes none
         for start in range(0, rows, chunk):
             part = slice(start, start + chunk)
-            added, slope = divergence(student[part], teacher[part], temperature)
+            added, slope = divergence(student[part], teacher[part], temperature, gradient is not None)
             total += added
-            if gradient is not None:
+            if gradient is not None and slope is not None:
                 gradient[part] = slope.mul_(temperature / rows)
         ctx.gradient = gradient
         return (total * temperature**2 / rows).float()

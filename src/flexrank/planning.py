@@ -1,8 +1,9 @@
 """How each layer is to be deployed, dense, plain or gauge-aligned: within limits, and no slower than the base."""
 
 import dataclasses
+import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,14 +16,15 @@ from flexrank.errors import FlexrankError
 from flexrank.layers import NestedLayer, Slack, resolve_slack
 from flexrank.profiles import ChainEntry, ProfileChain, RankProfile
 from flexrank.surgery import footprint, nested_layers
-from flexrank.timing import TOKENS, FormKey, TimeTable
+from flexrank.timing import TOKENS, FormKey, Load, TimeTable
 
 log = logging.getLogger("flexrank")
 
 Activations = Mapping[str, Tensor]
 
-#: A model that is as fast as its base is looked for down to this part of the size that its limits allow.
-LEAST_SIZE = 0.9
+#: A model that is as fast as its base is looked for down to this part of the size that its limits allow, before layers
+#: are dense in it.
+LEAST_SIZE = 0.6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +32,7 @@ class LayerPlan:
     """How one layer is deployed: its form, and the parameters of its matrix in it.
 
     Attributes:
-        rank: r.
+        rank: r. A dense layer has as many parameters at every rank, so it has the largest that was consolidated.
         slack: columns left unaligned, from 0 to r, where r is plain U Vᵀ; None for the dense form.
         parameters: r·(m+n−r+slack), or m·n.
     """
@@ -97,12 +99,13 @@ def fit_plans(
     slack: Slack = "auto",
     activations: Activations | None = None,
     times: TimeTable | None = None,
+    loads: Sequence[Load] | None = None,
 ) -> Plans:
     """How to deploy the chain's largest profile whose deployed model is within every limit, slack included.
 
     `chain.at` counts slack 0; this steps down from there, planning layers but building none. With `times` it goes on,
-    down to `LEAST_SIZE` of that, until the linear layers together are no slower than the base's at any of `TOKENS`;
-    where none is, the first stands, and the log says so.
+    down to `LEAST_SIZE` of that, until the linear layers together are no slower than the base's under any load; where
+    no size is, the loads are left out one by one, and the log says so.
 
     Args:
         model: the elastic model.
@@ -115,6 +118,8 @@ def fit_plans(
         slack: as for `deploy`.
         activations: as for `deploy`.
         times: this machine's; None chooses forms by parameters alone.
+        loads: what the model will be given, that which matters least first; by default each of `TOKENS` once through
+            every layer.
 
     Raises:
         FlexrankError: no limit, one that is out of range, or none of the profiles within them.
@@ -122,36 +127,42 @@ def fit_plans(
     limits: dict[str, Any] = {"max_params": max_params, "max_bytes": max_bytes, "max_latency_ms": max_latency_ms}
     chain = dataclasses.replace(chain, footprint=footprint(model, dtype))
     start = chain.entries.index(chain.entry_at(budget, **limits))
-    planner = _Planner(model, dtype, slack, activations or {}, times)
-    first: tuple[ChainEntry, Plans] | None = None
-    for entry in reversed(chain.entries[: start + 1]):
-        if first is not None and entry.parameters < LEAST_SIZE * first[0].parameters:
-            break
-        if max_latency_ms is not None and chain.milliseconds(entry) > max_latency_ms:
-            continue  # a smaller size may take longer, where a layer is no longer dense
-        smallest = planner.smallest(entry)
-        plans = planner.no_slower(smallest)
-        if _is_within(chain, entry, plans, budget, max_params, max_bytes):
-            return plans
-        if first is None and _is_within(chain, entry, smallest, budget, max_params, max_bytes):
-            first = entry, smallest
-    if first is None:
-        named = f"budget={budget}, " + ", ".join(f"{name}={limit}" for name, limit in limits.items())
-        raise FlexrankError(f"too small for the deployed form, slack included: {named}; ask for more, or slack=0")
+    planner = _Planner(model, chain, dtype, slack, activations or {})
+    within = functools.partial(_is_within, chain, budget, max_params, max_bytes)
+    entries = [
+        # a smaller size may take longer, where a layer is no longer dense
+        entry
+        for entry in reversed(chain.entries[: start + 1])
+        if max_latency_ms is None or chain.milliseconds(entry) <= max_latency_ms
+    ]
+    first = next((entry for entry in entries if within(planner.smallest(entry))), None)
     asked = ", ".join(f"{name}={value}" for name, value in {"budget": budget, **limits}.items() if value is not None)
-    log.warning("%s: no size near is as fast as the base by the times measured; the smallest forms stand", asked)
-    return first[1]
+    if first is None:
+        raise FlexrankError(f"too small for the deployed form, slack included: {asked}; ask for more, or slack=0")
+    if times is None:
+        return planner.smallest(first)
+    near = [entry for entry in entries if LEAST_SIZE * first.parameters <= entry.parameters]
+    loads = loads or default_loads(nested_layers(model))
+    for left_out in range(len(loads)):
+        found = map(functools.partial(planner.no_slower, times=times, loads=loads[left_out:]), near)
+        plans = next(filter(within, found), None)
+        if plans is not None:
+            return plans
+        log.warning("%s: no size near is as fast as the base at %s", asked, loads[left_out])
+    return planner.smallest(first)
+
+
+def default_loads(layers: Iterable[str]) -> list[Load]:
+    """Each of `TOKENS` once through every layer."""
+    names = list(layers)
+    return [Load({name: (tokens,) for name in names}) for tokens in TOKENS]
 
 
 def _is_within(
-    chain: ProfileChain,
-    entry: ChainEntry,
-    plans: Plans,
-    budget: float | None,
-    max_params: int | None,
-    max_bytes: int | None,
+    chain: ProfileChain, budget: float | None, max_params: int | None, max_bytes: int | None, plans: Plans
 ) -> bool:
-    real = dataclasses.replace(entry, parameters=sum(plan.parameters for plan in plans.values()))
+    parameters = sum(plan.parameters for plan in plans.values())
+    real = dataclasses.replace(chain.entries[0], parameters=parameters)
     sizes = chain.relative_size(real), chain.model_parameters(real), chain.model_bytes(real)
     limits = budget, max_params, max_bytes
     return all(limit is None or size <= limit * (1 + 1e-12) for limit, size in zip(limits, sizes, strict=True))
@@ -163,16 +174,15 @@ class _Planner:
     def __init__(
         self,
         model: torch.nn.Module,
+        chain: ProfileChain,
         dtype: torch.dtype | None,
         slack: Slack,
         activations: Activations,
-        times: TimeTable | None,
     ):
         self._layers = nested_layers(model)
-        self._dtype, self._slack, self._activations, self._times = dtype, slack, activations, times
+        self._dtype, self._slack, self._activations = dtype, slack, activations
         self._known: dict[tuple[str, int], LayerPlan] = {}
-        if times is not None:
-            times.measure([form_key(layer) for layer in self._layers.values() if layer.geometry is None])
+        self._largest: Mapping[str, int] = chain.requested[-1].profile if chain.requested else {}
 
     def smallest(self, entry: ChainEntry) -> Plans:
         """The forms with fewest parameters."""
@@ -180,39 +190,46 @@ class _Planner:
             if (name, rank) not in self._known:
                 rows = self._activations.get(name)
                 plan = plan_layer(self._layers[name], rank, dtype=self._dtype, slack=self._slack, rows=rows)
-                self._known[name, rank] = plan
+                self._known[name, rank] = self._dense(name, plan) if plan.slack is None else plan
         return {name: self._known[name, rank] for name, rank in entry.profile.items()}
 
-    def no_slower(self, plans: Plans) -> Plans:
-        """`plan_no_slower` where times are known; else the plans as they are."""
-        if self._times is None:
-            return plans
-        return plan_no_slower(plans, self._layers, self._times)
+    def no_slower(self, entry: ChainEntry, times: TimeTable, loads: Sequence[Load]) -> Plans:
+        """The forms of `plan_no_slower`."""
+        smallest = self.smallest(entry)
+        dense = {name: self._dense(name, plan) for name, plan in smallest.items()}
+        return plan_no_slower(smallest, dense, self._layers, times, loads)
+
+    def _dense(self, name: str, plan: LayerPlan) -> LayerPlan:
+        parameters = dense_parameters(self._layers[name].matrix_shape)
+        return LayerPlan(max(plan.rank, self._largest.get(name, 0)), None, parameters)
 
 
-def plan_no_slower(plans: Plans, layers: Mapping[str, NestedLayer], times: TimeTable) -> Plans:
-    """The plans, in which layers are plain or dense where the whole would be slower than all dense at some of TOKENS.
+def plan_no_slower(
+    plans: Plans, dense: Plans, layers: Mapping[str, NestedLayer], times: TimeTable, loads: Sequence[Load]
+) -> Plans:
+    """The plans, in which layers are plain or `dense` where the whole would be slower than all dense under some load.
 
     The change that saves most time for each parameter it adds comes first. Convolutions are left as they are: their
     time depends on the images' size. All dense is as fast as the base, so that this ends.
     """
     chosen = dict(plans)
     linear = {name: form_key(layer) for name, layer in layers.items() if layer.geometry is None}
-    changes = [(name, form) for name in linear for form in _larger_forms(plans[name], layers[name])]
+    times.measure(list(linear.values()))
+    changes = [(name, form) for name in linear for form in _larger_forms(plans[name], dense[name], layers[name])]
 
-    def seconds(name: str, plan: LayerPlan) -> Float[np.ndarray, " tokens"]:
-        return np.array(times.seconds(linear[name], plan.rank, plan.slack))
+    def seconds(name: str, plan: LayerPlan) -> Float[np.ndarray, " loads"]:
+        return np.array([load.seconds(times, name, linear[name], plan.rank, plan.slack) for load in loads])
 
     now = {name: seconds(name, chosen[name]) for name in linear}
-    dense = sum((seconds(name, _dense(plans[name], layers[name])) for name in linear), np.zeros(len(TOKENS)))
-    after = np.array([seconds(name, form) for name, form in changes]).reshape(len(changes), len(TOKENS))
-    while (excess := sum(now.values(), np.zeros(len(TOKENS))) - dense * (1 + 1e-9)).max() > 0:
-        worst = int((excess / np.maximum(dense, 1e-12)).argmax())
+    limit = sum((seconds(name, dense[name]) for name in linear), np.zeros(len(loads)))
+    after = np.array([seconds(name, form) for name, form in changes]).reshape(len(changes), len(loads))
+    while (excess := sum(now.values(), np.zeros(len(loads))) - limit * (1 + 1e-9)).max() > 0:
+        worst = int((excess / np.maximum(limit, 1e-12)).argmax())
         before = np.array([now[name][worst] for name, _ in changes])
         added = np.array([form.parameters - chosen[name].parameters for name, form in changes])
         gains = np.where(added > 0, (before - after[:, worst]) / np.maximum(added, 1), -np.inf)
         best = int(gains.argmax())
-        assert gains[best] > 0  # some layer is slower than dense at this count, and dense adds to its parameters
+        assert gains[best] > 0  # some layer is slower than dense under this load, and dense adds to its parameters
         name, chosen[changes[best][0]] = changes[best]
         now[name] = after[best]
     return chosen
@@ -223,14 +240,8 @@ def form_key(layer: NestedLayer) -> FormKey:
     return FormKey(layer.matrix_shape, layer.bias is not None)
 
 
-def _larger_forms(plan: LayerPlan, layer: NestedLayer) -> list[LayerPlan]:
-    m, n = layer.matrix_shape
-    plain = LayerPlan(plan.rank, plan.rank, plan.rank * (m + n))
-    dense = _dense(plan, layer)
+def _larger_forms(plan: LayerPlan, dense: LayerPlan, layer: NestedLayer) -> list[LayerPlan]:
+    plain = LayerPlan(plan.rank, plan.rank, plan.rank * sum(layer.matrix_shape))
     # Plain at half the rank of a square layer is as large as dense: only the latter is surely no slower.
     found = [plain] if plan.parameters < plain.parameters < dense.parameters else []
     return [*found, dense] if plan.parameters < dense.parameters else found
-
-
-def _dense(plan: LayerPlan, layer: NestedLayer) -> LayerPlan:
-    return LayerPlan(plan.rank, None, dense_parameters(layer.matrix_shape))

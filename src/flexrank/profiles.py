@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from flexrank.errors import FlexrankError
 from flexrank.storage import require_keys
 
@@ -72,6 +74,11 @@ class SensitivityTable:
     errors: Mapping[str, tuple[float, ...]]
     baseline: float
     footprint: Footprint
+
+    def predicted_error(self, profile: Mapping[str, int]) -> float:
+        """The sum of the layers' errors at these ranks; between probed ranks on a line."""
+        found = (float(np.interp(profile[name], self.ranks[name], self.errors[name])) for name in self.ranks)
+        return sum(found)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads back to the same bits."""

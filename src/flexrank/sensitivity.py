@@ -20,7 +20,7 @@ from flexrank.layers import NestedLayer
 from flexrank.profiles import SensitivityTable
 from flexrank.progress import track
 from flexrank.storage import read_json, require_keys, write_json
-from flexrank.surgery import footprint, full_profile, nested_layers, use_profile
+from flexrank.surgery import footprint, full_matrices, full_profile, nested_layers, use_profile
 
 Evaluate = Callable[[nn.Module], float]
 Spacing = Literal["parameters", "ranks"]
@@ -39,6 +39,7 @@ def probe_sensitivity(
     spacing: Spacing = "parameters",
     checkpoint: str | Path | None = None,
     replay_bytes: int = 2**30,
+    matrix_bytes: int = 2**32,
 ) -> SensitivityTable:
     """Evaluates the model with one layer truncated at a time, all others full (FlexRank, appendix C.2, step 1).
 
@@ -54,13 +55,14 @@ def probe_sensitivity(
         checkpoint: a JSON file; a probe interrupted and called again goes on from it.
         replay_bytes: most bytes of outputs of one block's modules that are kept; where they are more, only whole
             blocks are replayed.
+        matrix_bytes: most bytes of full layers' matrices that are kept, so that they cost no more than dense ones.
 
     Raises:
         FlexrankError: fewer than two levels, an evaluation that is not finite, or a checkpoint of another probe.
     """
     layers = nested_layers(model)
     ranks = {name: rank_levels(layer.matrix_shape, num_levels, spacing) for name, layer in layers.items()}
-    with use_profile(model, full_profile(model)):
+    with use_profile(model, full_profile(model)), full_matrices(model, matrix_bytes):
         baseline = _finite(evaluate(model), "the full model")
         state = _Checkpoint(checkpoint, {name: list(levels) for name, levels in ranks.items()}, baseline)
         for name, kept in itertools.islice(state.errors.items(), 1):

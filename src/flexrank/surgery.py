@@ -156,6 +156,29 @@ def use_profile(model: nn.Module, profile: Mapping[str, int]) -> Iterator[nn.Mod
         set_profile(model, before)
 
 
+@contextlib.contextmanager
+@torch.no_grad()
+def full_matrices(model: nn.Module, room: int) -> Iterator[None]:
+    """Inside the block full rank costs what the dense layer does: its matrix is made once, r·m·n multiply-adds a call.
+
+    Args:
+        model: elastic; its weights stay as they are inside the block.
+        room: most bytes of matrices that are kept; the last layers' come first.
+    """
+    layers = nested_layers(model)
+    for layer in reversed(layers.values()):
+        m, n = layer.matrix_shape
+        room -= m * n * layer.u.element_size()
+        if room < 0:
+            break
+        layer.full_matrix = layer.u.T @ layer.v
+    try:
+        yield
+    finally:
+        for layer in layers.values():
+            layer.full_matrix = None
+
+
 def footprint(model: nn.Module, dtype: torch.dtype | None = None) -> Footprint:
     """What an elastic model holds beside its factors; tied tensors count once, buffers as their state does.
 

@@ -5,6 +5,7 @@ measured, time is interpolated, and a slack other than the one timed counts by i
 `FLEXRANK_CACHE`, by default the user's cache directory.
 """
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -12,7 +13,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,6 +47,29 @@ class FormKey(NamedTuple):
 
     shape: Shape
     has_bias: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """One forward, as its linear layers see it.
+
+    Attributes:
+        rows: layer name to the rows of each of its calls.
+        correction: what low-rank forms take inside the model, over what they take alone: their calls come one after
+            the other here, and between others' there.
+    """
+
+    rows: Mapping[str, Sequence[int]]
+    correction: float = 1.0
+
+    def __str__(self) -> str:
+        counts = sorted({count for counts in self.rows.values() for count in counts})
+        return f"{', '.join(map(str, counts))} rows a layer"
+
+    def seconds(self, times: "TimeTable", name: str, key: FormKey, rank: int, slack: int | None) -> float:
+        """Of all calls of one layer in one form."""
+        alone = sum(times.seconds_at(key, rank, slack, rows) for rows in self.rows.get(name, ()))
+        return alone if slack is None else alone * self.correction
 
 
 class TimeTable:

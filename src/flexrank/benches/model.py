@@ -20,7 +20,8 @@ from flexrank.evaluation import inference
 from flexrank.findings import Result, goal, table
 from flexrank.hf import models
 from flexrank.pipeline import run_stages
-from flexrank.pipeline.stages import Workspace, activations, deploy_within
+from flexrank.pipeline.deploying import activations, deploy_within
+from flexrank.pipeline.workspace import Workspace
 from flexrank.progress import track
 
 #: Rounds in turn; tokens that are generated after a prompt of so many.

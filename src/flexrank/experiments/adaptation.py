@@ -22,8 +22,8 @@ from flexrank.experiments.language import LanguageBench, pycode_settings
 from flexrank.experiments.study import Ledger, Request, Study, count_seeds
 from flexrank.findings import Result, between, claim, spread, table
 from flexrank.layers import GaugeAlignedLayer
+from flexrank.pipeline.deploying import activations, deploy_within
 from flexrank.pipeline.rundir import identity
-from flexrank.pipeline.stages import activations, deploy_within
 from flexrank.progress import track
 from flexrank.views import is_conv1d
 

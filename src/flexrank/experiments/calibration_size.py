@@ -17,7 +17,7 @@ from flexrank.experiments.language import DECOMPOSED, checked_datasvd, load_spac
 from flexrank.experiments.study import Ledger, Request, Study, count_seeds
 from flexrank.findings import Result, between, claim, spread, table
 from flexrank.findings.figures import draw_seeds
-from flexrank.pipeline.stages import Workspace
+from flexrank.pipeline.workspace import Workspace
 from flexrank.surgery import select_layers, uniform_profile, use_profile
 
 SIZES = tuple(2**power for power in range(3, 12))

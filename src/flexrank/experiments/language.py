@@ -24,7 +24,8 @@ from flexrank.experiments.study import Ledger, Request
 from flexrank.hf import models
 from flexrank.pipeline import run_stages
 from flexrank.pipeline.rundir import RunDirectory, identity
-from flexrank.pipeline.stages import Workspace, autocast_dtype, read_chain, require_fitting_inputs
+from flexrank.pipeline.stages import autocast_dtype, read_chain, require_fitting_inputs
+from flexrank.pipeline.workspace import Workspace
 from flexrank.profiles import RankProfile
 from flexrank.surgery import use_profile
 

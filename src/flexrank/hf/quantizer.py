@@ -15,7 +15,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from flexrank.errors import FlexrankError
 from flexrank.integrity import read_document, verify_files
-from flexrank.layers import build_layer
+from flexrank.layer_specs import build_layer
 from flexrank.surgery import replace_layer
 
 METHOD = "flexrank"
@@ -29,7 +29,7 @@ class FlexrankConfig(QuantizationConfigMixin):
     """`quantization_config` of a deployed model.
 
     Attributes:
-        layers: layer name to its `layers.layer_spec`.
+        layers: layer name to its `layer_specs.layer_spec`.
         format: version of the specs.
     """
 

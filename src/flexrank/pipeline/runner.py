@@ -14,8 +14,9 @@ from safetensors import SafetensorError
 from flexrank.config import RunConfig
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
-from flexrank.pipeline import stages
+from flexrank.pipeline import deploying, stages
 from flexrank.pipeline.rundir import RunDirectory, fingerprint, identity
+from flexrank.pipeline.workspace import Workspace
 
 log = logging.getLogger("flexrank")
 
@@ -34,7 +35,7 @@ class Stage:
     """
 
     name: str
-    work: Callable[[stages.Workspace, str], Sequence[str] | None]
+    work: Callable[[Workspace, str], Sequence[str] | None]
     keys: tuple[str, ...]
     needs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -88,7 +89,7 @@ class Outcome:
     directory: Path
     executed: tuple[str, ...]
     skipped: tuple[str, ...]
-    workspace: stages.Workspace
+    workspace: Workspace
 
 
 def stage_names() -> tuple[str, ...]:
@@ -113,7 +114,7 @@ def run_stages(config: RunConfig, until: str = "report") -> Outcome:
     executed: list[str] = []
     skipped: list[str] = []
     with directory.locked(), directory.keep_config(config):
-        work = stages.Workspace(config, directory)
+        work = Workspace(config, directory)
         prints = fingerprints(config, source)
         for stage in STAGES:
             if stage.name in wanted:
@@ -136,7 +137,7 @@ def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None =
     work = outcome.workspace
     name = "-".join(f"{key}-{limit}" for key, limit in limits.items())
     with work.directory.locked(), _clear_disk_errors(work, "deploy"):
-        return stages.export_within(work, place or work.directory / "exports" / name, **limits)
+        return deploying.export_within(work, place or work.directory / "exports" / name, **limits)
 
 
 def fingerprints(config: RunConfig, source: str) -> dict[str, str]:
@@ -152,7 +153,7 @@ def fingerprints(config: RunConfig, source: str) -> dict[str, str]:
     return prints
 
 
-def _do(stage: Stage, work: stages.Workspace, fingerprint: str) -> bool:
+def _do(stage: Stage, work: Workspace, fingerprint: str) -> bool:
     """Runs a stage unless it stands; tells whether it ran."""
     if work.directory.is_finished(stage.name, fingerprint):
         log.info("%s: stands", stage.name)
@@ -167,7 +168,7 @@ def _do(stage: Stage, work: stages.Workspace, fingerprint: str) -> bool:
 
 
 @contextlib.contextmanager
-def _clear_disk_errors(work: stages.Workspace, stage: str) -> Iterator[None]:
+def _clear_disk_errors(work: Workspace, stage: str) -> Iterator[None]:
     """Turns what safetensors raises on a full disk, an error of its own kind, into one line."""
     try:
         yield

@@ -6,14 +6,9 @@ passes between stages in memory but what a file would give again to the same bit
 
 import contextlib
 import copy
-import dataclasses
-import functools
 import importlib.util
 import logging
 import shutil
-import tempfile
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,87 +16,24 @@ from torch import nn
 
 from flexrank import report
 from flexrank.allocation import allocate_ranks
-from flexrank.calibration import Side, collect_moments, collect_rows
-from flexrank.checkpoint import load_elastic, save_elastic
-from flexrank.config import RunConfig
-from flexrank.costs import Shape, dense_parameters
+from flexrank.calibration import Side, collect_moments
+from flexrank.checkpoint import save_elastic
+from flexrank.costs import dense_parameters
 from flexrank.decomposition import decompose_, decompose_by_block_
-from flexrank.deployment import deploy, deployed_parameters_of, export
 from flexrank.distillation import distill_, distillation_evaluator
 from flexrank.errors import FlexrankError
-from flexrank.evaluation import latency_ratio
 from flexrank.hf import models
-from flexrank.latency import time_chain
-from flexrank.objectives import Objective, objective_for
-from flexrank.pipeline.rundir import RunDirectory
-from flexrank.pipeline.samples import Judge, Samples, load_samples
-from flexrank.planning import Activations, LayerPlan, fit_plans, plan_layer
+from flexrank.latency import latency_ratio
+from flexrank.pipeline.deploying import activations, deploy_plans, deploy_within, export_plans, measure, plans_within
+from flexrank.pipeline.workspace import Workspace
+from flexrank.planning import plan_layer
 from flexrank.profiles import ChainEntry, ProfileChain, RankProfile, SensitivityTable
 from flexrank.progress import track
 from flexrank.sensitivity import probe_sensitivity, rank_levels
-from flexrank.storage import directory_bytes, read_json, write_json
+from flexrank.storage import read_json, write_json
 from flexrank.surgery import footprint, full_profile, nested_layers, select_layers
-from flexrank.timing import TimeTable
 
 log = logging.getLogger("flexrank")
-
-
-@dataclasses.dataclass
-class Workspace:
-    """A run at work: its configuration, its directory, and what more than one stage loads."""
-
-    config: RunConfig
-    directory: RunDirectory
-
-    @functools.cached_property
-    def device(self) -> torch.device:
-        """Where the models run."""
-        if self.config.device == "cuda" and not torch.cuda.is_available():
-            raise FlexrankError("device is 'cuda'; torch finds no GPU here, so write cpu or auto")
-        auto = "cuda" if torch.cuda.is_available() else "cpu"
-        return torch.device(auto if self.config.device == "auto" else self.config.device)
-
-    @functools.cached_property
-    def base(self) -> Any:
-        """The original model, in eval mode: the teacher."""
-        dtype = getattr(torch, self.config.dtype)
-        return models.load_model(self.config.model, self.config.task, dtype=dtype).to(self.device)
-
-    @functools.cached_property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer; None for images."""
-        return None if self.config.task == "classification" else models.load_tokenizer(self.config.model)
-
-    @functools.cached_property
-    def samples(self) -> Samples:
-        """The run's data."""
-        return load_samples(self.config, models.resolve_source(self.config.model), self.tokenizer)
-
-    @functools.cached_property
-    def judge(self) -> Judge:
-        """Measures a model's qualities against the base."""
-        return self.samples.judge(self.base)
-
-    def objective(self, hidden_weight: float = 0.0, top_k: int | None = None) -> Objective:
-        """The task's distillation loss."""
-        temperature = self.config.distillation.temperature
-        return objective_for(self.config.task, temperature=temperature, hidden_weight=hidden_weight, top_k=top_k)
-
-    def elastic(self, name: str) -> tuple[nn.Module, ProfileChain]:
-        """The elastic model in RUN/`name`, and its chain."""
-        model, chain = load_elastic(self.directory / name)
-        return model.to(self.device), chain
-
-    @property
-    def deployed_dtype(self) -> torch.dtype:
-        """The dtype of deployed models."""
-        return getattr(torch, self.config.deployment.dtype or self.config.dtype)
-
-    @functools.cached_property
-    def times(self) -> TimeTable | None:
-        """What layers take on this machine; None where forms are chosen by parameters alone."""
-        measured = self.config.deployment.forms == "measured"
-        return TimeTable(self.deployed_dtype, self.device) if measured else None
 
 
 def decompose(work: Workspace, _: str) -> None:
@@ -232,7 +164,7 @@ def export_all(work: Workspace, _: str) -> list[str]:
     for budget, plan in plans.items():
         name = f"{budget:.2f}" if round(budget, 2) == budget else f"{budget!r}"
         small, profile = deploy_plans(work, model, plan)
-        entry = _export(work, small, profile, model, place / name)
+        entry = export_plans(work, small, profile, model, place / name)
         exports.append({"budget": budget, **entry, "directory": f"deployed/{name}", "quality": work.judge(small)})
     places = [entry["directory"] for entry in exports]
     for other in place.iterdir():
@@ -247,9 +179,13 @@ def summarise(work: Workspace, _: str) -> None:
     """Joins what the stages measured into RUN/summary.json, and draws the figures and the page."""
     before = {row["budget"]: row["quality"] for row in read_json(work.directory / "evaluation_initial.json")["rows"]}
     found, chain = read_json(work.directory / "evaluation.json"), read_chain(work)
-    predicted = {tuple(entry.profile.items()): entry.error for entry in chain.entries}
+    table = SensitivityTable.from_json(read_json(work.directory / "sensitivity.json"))
     rows = [
-        {**row, "quality_before": before.get(row["budget"]), "predicted_error": predicted[tuple(row["ranks"].items())]}
+        {
+            **row,
+            "quality_before": before.get(row["budget"]),
+            "predicted_error": table.predicted_error(row["ranks"]),
+        }
         for row in found["rows"]
     ]
     summary = {
@@ -269,77 +205,6 @@ def summarise(work: Workspace, _: str) -> None:
         log.warning("no figures and no page: they need matplotlib, pip install 'flexrank[report]'")
     else:
         report.write_report(work.directory.path)
-
-
-def activations(work: Workspace, model: nn.Module) -> Activations | None:
-    """Calibration rows that the slack is chosen on, so that the dtype's error bound holds where the model is used."""
-    if work.config.deployment.slack != "auto":
-        return None
-    return collect_rows(model, work.samples.calibration, nested_layers(model))
-
-
-def plans_within(
-    work: Workspace, model: nn.Module, chain: ProfileChain, rows: Activations | None, **limits: Any
-) -> dict[str, LayerPlan]:
-    """How to deploy the largest model within the limits of `fit_plans`, slack included."""
-    slack = work.config.deployment.slack
-    if limits.get("max_latency_ms") is not None:
-        base = work.base if work.deployed_dtype is work.base.dtype else copy.deepcopy(work.base).to(work.deployed_dtype)
-        chain = time_chain(model, base, work.samples.example, chain, work.times)
-    return fit_plans(model, chain, dtype=work.deployed_dtype, slack=slack, activations=rows, times=work.times, **limits)
-
-
-def deploy_plans(work: Workspace, model: nn.Module, plans: Mapping[str, LayerPlan]) -> tuple[nn.Module, RankProfile]:
-    """The deployed model, the base itself at full rank, and its ranks."""
-    small = deploy(model, plans, dtype=work.deployed_dtype, base=work.base)
-    return small, RankProfile({name: plan.rank for name, plan in plans.items()})
-
-
-def deploy_within(
-    work: Workspace, model: nn.Module, chain: ProfileChain, rows: Activations | None, **limits: Any
-) -> tuple[nn.Module, RankProfile]:
-    """The largest deployed model within the limits, and its ranks."""
-    return deploy_plans(work, model, plans_within(work, model, chain, rows, **limits))
-
-
-def export_within(work: Workspace, place: Path, **limits: Any) -> dict[str, Any]:
-    """Exports the largest deployed model within the limits; tells what was exported."""
-    model, chain = work.elastic("elastic")
-    small, profile = deploy_within(work, model, chain, activations(work, model), **limits)
-    return {**limits, **_export(work, small, profile, model, place)}
-
-
-def _export(work: Workspace, small: nn.Module, profile: RankProfile, model: nn.Module, place: Path) -> dict[str, Any]:
-    export(small, place, work.samples.example, tokenizer=work.tokenizer)
-    shapes = {name: layer.matrix_shape for name, layer in nested_layers(model).items()}
-    return {
-        "directory": str(place),
-        **sizes(small, profile, shapes),
-        "bytes": directory_bytes(place),
-        "dtype": str(work.deployed_dtype).removeprefix("torch."),
-    }
-
-
-def measure(work: Workspace, small: Any, profile: Mapping[str, int], shapes: Mapping[str, Shape]) -> dict[str, Any]:
-    """Ranks, parameters, bytes on disk (weights and config, as saved) and qualities of a deployed model."""
-    (work.directory / "partial").mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=work.directory / "partial", prefix="evaluate-") as scratch:
-        models.save_model(small, Path(scratch))
-        size = directory_bytes(scratch)
-    return {**sizes(small, profile, shapes), "bytes": size, "quality": work.judge(small)}
-
-
-def sizes(small: nn.Module, profile: Mapping[str, int], shapes: Mapping[str, Shape]) -> dict[str, Any]:
-    """Mean rank, and parameters as they are in the deployed model."""
-    fractions = [rank / min(shapes[name]) for name, rank in profile.items()]
-    in_layers = deployed_parameters_of(small, profile)
-    return {
-        "relative_size": in_layers / sum(map(dense_parameters, shapes.values())),
-        "mean_rank": sum(profile.values()) / len(profile),
-        "mean_rank_fraction": sum(fractions) / len(fractions),
-        "params_layers": in_layers,
-        "params_model": sum(parameter.numel() for parameter in small.parameters()),
-    }
 
 
 def read_chain(work: Workspace) -> ProfileChain:

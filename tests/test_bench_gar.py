@@ -48,11 +48,12 @@ def test_every_cell_is_there_and_the_goals_follow(monkeypatch: pytest.MonkeyPatc
         assert cell["counted"] == aligned_parameters(shape, rank) / (shape[0] * shape[1])
         assert all(ratio > 0 for ratio in cell["ratios"].values()) and set(cell["ratios"]) == set(gar.FORMS)
         assert cell["ratios"]["chosen"] in (cell["ratios"]["ours"], cell["ratios"]["plain"], 1.0)
-    counted, chosen, pivoted, error = found["claims"]
+    counted, chosen, pivoted, beaten, error = found["claims"]
     over = [cell["ratios"]["ours"] / cell["counted"] for cell in cells if cell["tokens"] == 4]
     assert counted["holds"] == (max(over) <= 1.05) and f"worst {max(over):.2f}" in counted["here"]
     assert chosen["holds"] == (max(cell["ratios"]["chosen"] for cell in cells) <= 1.02)
     assert pivoted["holds"] == all(cell["ratios"]["ours"] < cell["ratios"]["pivoted"] for cell in cells)
+    assert beaten["holds"] == all(cell["ratios"]["chosen"] < cell["ratios"]["pivoted"] for cell in cells)
     assert error["holds"] and "worst 2.50" in error["here"]
     gar.draw(found["data"]).savefig(tmp_path / "figure.png")
 

@@ -1,5 +1,6 @@
 """Times of models, and what is predicted of them: against times that are set by hand."""
 
+import copy
 import time
 from pathlib import Path
 
@@ -60,6 +61,25 @@ def test_a_timed_chain_answers_by_latency(tmp_path: Path) -> None:
         timed.at(max_latency_ms=1e-9)
     plans = fit_plans(model, timed, max_latency_ms=middle.milliseconds, slack=0)
     assert {name: plan.rank for name, plan in plans.items()} == dict(middle.profile)
+
+
+def test_the_forms_chosen_are_within_the_latency(tmp_path: Path) -> None:
+    """Where the smallest forms would be slow with one row, those chosen for that are slower with many."""
+    model = small_model()
+    base, batch, chain, layers = copy.deepcopy(model), torch.randn(32, 12), chain_of(model), nested_layers(model)
+    table = by_hand(tmp_path, {"dense": 1e-6, "plain": 2e-6, "aligned": 1e-6}, model)
+    for times in table._times.values():
+        times["aligned"][0] = [90 * one for one in times["aligned"][0]]
+    one, many = (Load({name: [rows] for name in layers}) for rows in (1, 32))
+    timed = time_chain(model, base, batch, chain, table, many)
+    limit = timed.milliseconds(timed.entries[6])
+    rest = timed.milliseconds(timed.entries[-1]) - 1e3 * sum(
+        many.seconds(table, name, form_key(layer), 1, None) for name, layer in layers.items()
+    )
+    plans = fit_plans(model, timed, max_latency_ms=limit, slack=0, times=table, loads=[one, many])
+    inside = sum(many.seconds(table, n, form_key(layers[n]), plan.rank, plan.slack) for n, plan in plans.items())
+    assert rest + 1e3 * inside <= limit * (1 + 1e-9)
+    assert any(plan.slack is None for plan in plans.values())
 
 
 def test_a_load_is_what_a_forward_sends_through_the_layers() -> None:

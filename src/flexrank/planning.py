@@ -113,7 +113,8 @@ def fit_plans(
         budget: deployed over dense parameters of the factorised layers, in (0, 1].
         max_params: the whole model's parameters.
         max_bytes: the whole model's bytes at `dtype`.
-        max_latency_ms: of a chain that `time_chain` timed, as it predicts for the smallest forms.
+        max_latency_ms: of a chain that `time_chain` timed, as it predicts for the smallest forms; for those chosen
+            where `loads` are given too, the last of which is the one that was timed.
         dtype: as for `deploy`.
         slack: as for `deploy`.
         activations: as for `deploy`.
@@ -142,10 +143,11 @@ def fit_plans(
     if times is None:
         return planner.smallest(first)
     near = [entry for entry in entries if LEAST_SIZE * first.parameters <= entry.parameters]
+    is_fast = functools.partial(_is_fast, model, chain, max_latency_ms, times, loads)
     loads = loads or default_loads(nested_layers(model))
     for left_out in range(len(loads)):
         found = map(functools.partial(planner.no_slower, times=times, loads=loads[left_out:]), near)
-        plans = next(filter(within, found), None)
+        plans = next((plans for plans in found if within(plans) and is_fast(plans)), None)
         if plans is not None:
             return plans
         log.warning("%s: no size near is as fast as the base at %s", asked, loads[left_out])
@@ -166,6 +168,25 @@ def _is_within(
     sizes = chain.relative_size(real), chain.model_parameters(real), chain.model_bytes(real)
     limits = budget, max_params, max_bytes
     return all(limit is None or size <= limit * (1 + 1e-12) for limit, size in zip(limits, sizes, strict=True))
+
+
+def _is_fast(
+    model: torch.nn.Module,
+    chain: ProfileChain,
+    max_latency_ms: float | None,
+    times: TimeTable,
+    loads: Sequence[Load] | None,
+    plans: Plans,
+) -> bool:
+    """Whether the plans' own forms are within the limit: the chain's full model, with other forms in its place."""
+    if max_latency_ms is None or not loads:
+        return True
+    layers = {name: layer for name, layer in nested_layers(model).items() if layer.geometry is None}
+    rise = 0.0
+    for name, layer in layers.items():
+        how = times, name, form_key(layer)
+        rise += loads[-1].seconds(*how, plans[name].rank, plans[name].slack) - loads[-1].seconds(*how, 1, None)
+    return chain.milliseconds(chain.entries[-1]) + 1e3 * rise <= max_latency_ms * (1 + 1e-9)
 
 
 class _Planner:

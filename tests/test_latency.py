@@ -3,6 +3,8 @@
 import copy
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from flexrank import latency
 from flexrank.deployment import deploy
 from flexrank.errors import FlexrankError
 from flexrank.latency import correct_load, observe_load, time_chain
-from flexrank.planning import fit_plans, form_key
+from flexrank.pipeline import deploying
+from flexrank.planning import LayerPlan, fit_plans, form_key
 from flexrank.profiles import ProfileChain
 from flexrank.surgery import nested_layers
 from flexrank.timing import Load
@@ -95,7 +98,7 @@ def test_a_load_is_what_a_forward_sends_through_the_layers() -> None:
     assert load == Load({"first": [15, 15], "second": [3]}) and str(load) == "3, 15 rows a layer"
 
 
-def test_a_correction_explains_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_correction_explains_what_was_measured(tmp_path: Path) -> None:
     torch.manual_seed(0)
     base = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 8))
     model, batch = small_model(), torch.randn(32, 12)
@@ -103,14 +106,38 @@ def test_a_correction_explains_what_was_measured(tmp_path: Path, monkeypatch: py
     table = by_hand(tmp_path, {"dense": 1e-6, "plain": 1e-6, "aligned": 1e-6}, model)
     small = deploy(model, {name: 3 for name in layers}, slack=1)
     load = observe_load(base, batch, layers)
-    monkeypatch.setattr(latency, "seconds_of_forward", lambda *_: 0.1)
     dense = sum(load.seconds(table, name, form_key(layer), 3, None) for name, layer in layers.items())
-    for ratio in (0.9, 1.1):
-        monkeypatch.setattr(latency, "latency_ratio", lambda *_, found=ratio: found)
-        corrected = correct_load(load, small, base, batch, table)
+    for ratio in (0.95, 1.05):
+        corrected = correct_load(load, small, ratio, 0.05, table)
         inside = sum(corrected.seconds(table, name, form_key(layer), 3, 1) for name, layer in layers.items())
-        if 0.5 < corrected.correction < 3:
-            assert 1 + (inside - dense) / 0.1 == pytest.approx(ratio)
-        else:
-            assert corrected.correction == (0.5 if ratio < 1 else 3.0)
-    assert correct_load(load, base, base, batch, table) == load  # nothing of low rank in it
+        assert 0.5 < corrected.correction < 3 and 1 + (inside - dense) / 0.05 == pytest.approx(ratio)
+    assert correct_load(load, small, 9.0, 0.05, table).correction == 3
+    assert correct_load(load, base, 9.0, 0.05, table) == load  # nothing of low rank in it
+
+
+@pytest.mark.parametrize(
+    ("ratios", "tried", "chosen"),
+    [([1.0], 1, 0), ([1.2, 1.005], 2, 1), ([1.2, 1.1, 1.15, 1.3], 4, 1)],
+    ids=["at once", "the second", "none"],
+)
+def test_sizes_are_built_until_one_is_no_slower(
+    ratios: list[float], tried: int, chosen: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    work: Any = SimpleNamespace(times=object(), deployed_base=None)
+    given, corrections = iter(ratios), []
+    monkeypatch.setattr(deploying, "latency_ratio", lambda *_: next(given))
+    monkeypatch.setattr(deploying, "seconds_of_forward", lambda *_: 1.0)
+    monkeypatch.setattr(deploying, "deploy_plans", lambda *_: (None, None))
+    steps = iter([1.5, 1.2, 2.0])
+    monkeypatch.setattr(deploying, "correct_load", lambda load, *_: Load(load.rows, next(steps)))
+    plans = [{"layer": LayerPlan(rank, 0, 10 * rank)} for rank in (5, 4, 3, 2)]
+    made = iter(plans[1:])
+
+    def refit(loads: list[Load]) -> Any:
+        corrections.append(loads[0].correction)
+        return next(made)
+
+    with caplog.at_level("WARNING", "flexrank"):
+        found = deploying._no_slower(work, None, plans[0], [(Load({"layer": [1]}), None)], refit)
+    assert found == plans[chosen] and corrections == [1.5, 1.5, 2.0][: tried - 1]
+    assert ("no size near is as fast" in caplog.text) is (min(ratios) > 1.01)

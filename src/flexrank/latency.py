@@ -73,17 +73,17 @@ def observe_load(base: nn.Module, batch: Batch, layers: Iterable[str]) -> Load:
     return Load(dict(seen))
 
 
-def correct_load(load: Load, small: nn.Module, base: nn.Module, batch: Batch, times: TimeTable) -> Load:
+def correct_load(load: Load, small: nn.Module, ratio: float, seconds: float, times: TimeTable) -> Load:
     """The load with the correction under which the table's times explain how long a deployed model takes.
 
     With D and S the table's times of the same layers dense and as they are in the small model, and what lies outside
     of them alike, the small model's time over the base's is 1 + (correction·S − D) / T.
 
     Args:
-        load: of `observe_load` on the batch.
-        small: deployed; the more of its layers are of low rank, the better.
-        base: the model before decomposition.
-        batch: as `batches.call_model` takes it.
+        load: of `observe_load`.
+        small: deployed.
+        ratio: `latency_ratio` of the small model under this load.
+        seconds: T, the base's.
         times: this machine's.
     """
     dense = inside = 0.0
@@ -95,9 +95,8 @@ def correct_load(load: Load, small: nn.Module, base: nn.Module, batch: Batch, ti
             inside += dataclasses.replace(load, correction=1.0).seconds(times, name, key, layer.rank, layer.slack)
     if not inside:
         return load
-    rise = (latency_ratio(small, base, batch) - 1) * seconds_of_forward(base, batch)
     least, most = CORRECTIONS
-    return dataclasses.replace(load, correction=min(max((dense + rise) / inside, least), most))
+    return dataclasses.replace(load, correction=min(max((dense + (ratio - 1) * seconds) / inside, least), most))
 
 
 def time_chain(

@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -37,9 +38,9 @@ SLACK_SHARE = 0.05
 #: Seconds that one timing of a layer takes at least, and bytes of weights that it goes through in turn: a model's next
 #: layer is seldom in the cache.
 LEAST_SECONDS, WEIGHT_BYTES, MOST_COPIES = 1e-3, 2**25, 64
-REPEATS = 5
-#: Raised whenever a layer's forward changes, so that no older times are read.
-FORMAT = 1
+REPEATS = 9
+#: Raised whenever a layer's forward, or how it is timed, changes, so that no older times are read.
+FORMAT = 2
 
 
 class FormKey(NamedTuple):
@@ -147,23 +148,25 @@ def timed_slack(rank: int) -> int:
 def measure_forms(key: FormKey, dtype: torch.dtype, device: torch.device) -> dict[str, list[list[float]]]:
     """Seconds of each form, a row for each of TOKENS: one number for "dense", one for each of SHARES for the others.
 
-    The least of REPEATS runs in turn: other work on the machine only ever adds time.
+    A form's time is the dense one's times the median ratio of REPEATS runs in turn: a machine's speed changes within
+    minutes by more than the forms differ.
     """
     (m, n), full = key.shape, min(key.shape)
     found: dict[str, list[list[float]]] = {"dense": [], "plain": [], "aligned": []}
     for tokens in TOKENS:
         x = torch.randn(tokens, n, device=device).to(dtype)
         dense = rotate_weights(lambda: nn.Linear(n, m, bias=key.has_bias, device=device, dtype=dtype), x)
-        rows: list[list[float]] = []
+        rows: list[tuple[float, ...]] = []
         for share in SHARES:  # one at a time: all of a large head's would not fit in memory
             rank = max(1, round(share * full))
             aligned = min(rank - min(timed_slack(rank), rank), m - 1)
             forms = [functools.partial(_random_layer, key, rank, count, dtype, device) for count in (0, aligned)]
-            rows.append(_least_seconds([dense, *(rotate_weights(form, x) for form in forms)]))
+            rows.append(_paired_seconds([dense, *(rotate_weights(form, x) for form in forms)]))
         base, plain, gauge = zip(*rows, strict=True)
-        found["dense"].append([min(base)])
-        found["plain"].append(list(plain))
-        found["aligned"].append(list(gauge))
+        seconds = statistics.median(base)
+        found["dense"].append([seconds])
+        found["plain"].append([seconds * ratio for ratio in plain])
+        found["aligned"].append([seconds * ratio for ratio in gauge])
     return found
 
 
@@ -186,13 +189,14 @@ def rotate_weights(build: Callable[[], nn.Module], x: Tensor) -> Callable[[], ob
     return run
 
 
-def _least_seconds(runs: Sequence[Callable[[], object]]) -> list[float]:
-    """The least seconds of a call of each, over REPEATS in turn."""
+def _paired_seconds(runs: Sequence[Callable[[], object]]) -> tuple[float, ...]:
+    """Median seconds of a call of the first run, then of each other's median ratio to it, over REPEATS in turn."""
     for run in runs:
         run()
     calls = [max(1, math.ceil(LEAST_SECONDS / max(seconds_of(run, 1), 1e-7))) for run in runs]
     rounds = [[seconds_of(run, count) for run, count in zip(runs, calls, strict=True)] for _ in range(REPEATS)]
-    return [min(times) for times in zip(*rounds, strict=True)]
+    ratios = [[other / base for other in others] for base, *others in rounds]
+    return statistics.median(base for base, *_ in rounds), *map(statistics.median, zip(*ratios, strict=True))
 
 
 def seconds_of(run: Callable[[], object], calls: int) -> float:

@@ -1,7 +1,11 @@
 """A run's deployed models: their forms and loads, within what limits, their sizes, and how they are written."""
 
+import functools
+import hashlib
+import json
+import logging
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +16,21 @@ from flexrank.calibration import collect_rows
 from flexrank.costs import Shape, dense_parameters
 from flexrank.deployment import deploy, deployed_parameters_of, export
 from flexrank.hf import models
-from flexrank.latency import correct_load, observe_load, time_chain
+from flexrank.latency import correct_load, latency_ratio, observe_load, seconds_of_forward, time_chain
 from flexrank.pipeline.workspace import Workspace
-from flexrank.planning import Activations, LayerPlan, Plans, fit_plans, form_key
+from flexrank.planning import Activations, LayerPlan, Plans, fit_plans
 from flexrank.profiles import ProfileChain, RankProfile
 from flexrank.storage import directory_bytes, read_json, write_json
 from flexrank.surgery import nested_layers
-from flexrank.timing import Load
+from flexrank.timing import Load, TimeTable
+
+log = logging.getLogger("flexrank")
+
+FORMS = "forms.json"
+#: A model up to this ratio is as fast as its base: two runs of one model differ by as much.
+NO_SLOWER = 1.01
+#: Models that are built and timed for one size.
+ATTEMPTS = 4
 
 
 def activations(work: Workspace, model: nn.Module) -> Activations | None:
@@ -31,41 +43,87 @@ def activations(work: Workspace, model: nn.Module) -> Activations | None:
 def plans_within(
     work: Workspace, model: nn.Module, chain: ProfileChain, rows: Activations | None, **limits: Any
 ) -> Plans:
-    """How to deploy the largest model within the limits of `fit_plans`, slack included."""
+    """How to deploy the largest model within the limits of `fit_plans`, slack included.
+
+    Where forms are chosen by time, the smallest forms are built and timed against the base, and stand if they are no
+    slower. Else the table of times, corrected by what was measured, plans others, until a model is no slower. Which
+    plans that were is kept in RUN/forms.json, so that a stage done later chooses the same.
+    """
     how: dict[str, Any] = {"dtype": work.deployed_dtype, "slack": work.config.deployment.slack, "activations": rows}
     times = work.times
-    loads = None if times is None else observed_loads(work, model, chain, how)
     if limits.get("max_latency_ms") is not None:
-        load = loads[-1] if loads else None
-        chain = time_chain(model, work.deployed_base, work.samples.example, chain, times, load)
-    return fit_plans(model, chain, times=times, loads=loads, **how, **limits)
+        chain = time_chain(model, work.deployed_base, work.samples.example, chain, times)
+    smallest = fit_plans(model, chain, **how, **limits)
+    if times is None:
+        return smallest
+    batches = _situations(work)
+    loads = [observe_load(work.deployed_base, batch, _linear(model)) for batch in batches]
+    key = _key(chain, smallest, times, loads, limits)
+    kept = _kept_forms(work)
+    if key not in kept:
+        refit = functools.partial(fit_plans, model, chain, times=times, **how, **limits)
+        found = _no_slower(work, model, smallest, list(zip(loads, batches, strict=True)), refit)
+        kept[key] = {name: [plan.rank, plan.slack, plan.parameters] for name, plan in found.items()}
+        write_json(work.directory / FORMS, kept)
+    return {name: LayerPlan(*plan) for name, plan in kept[key].items()}
 
 
-def observed_loads(work: Workspace, model: nn.Module, chain: ProfileChain, how: Mapping[str, Any]) -> list[Load]:
-    """What the run's models are given: one token (of a language model), one sample, a batch of them.
-
-    Each is corrected by the middle size in the smallest forms, whose time depends on ranks and not on weights. That is
-    measured once for a run and machine, and kept in RUN/loads.json: a stage done later chooses the same forms.
-    """
+def _no_slower(
+    work: Workspace,
+    model: nn.Module,
+    plans: Plans,
+    situations: list[tuple[Load, Batch]],
+    refit: Callable[..., Plans],
+) -> Plans:
+    """The first plans whose model is no slower than the base in any situation; else those that are least so."""
     assert work.times is not None
-    base, layers = work.deployed_base, nested_layers(model)
-    linear = [name for name, layer in layers.items() if layer.geometry is None]
-    batches, middle = _situations(work), chain.budgets[len(chain.budgets) // 2]
-    loads = [observe_load(base, batch, linear) for batch in batches]
-    key = {"times": work.times.path.stem, "profile": dict(chain.at(middle)), "rows": [load.rows for load in loads]}
-    path = work.directory / "loads.json"
-    kept = read_json(path) if path.is_file() else {}
-    if kept.get("key") != key:
-        work.times.measure([form_key(layers[name]) for name in linear])
-        small = deploy(model, fit_plans(model, chain, middle, **how), dtype=work.deployed_dtype, base=base)
-        measured = zip(loads, batches, strict=True)
-        found = [correct_load(load, small, base, batch, work.times).correction for load, batch in measured]
-        kept = {"key": key, "corrections": found}
-        write_json(path, kept)
-    return [Load(load.rows, correction) for load, correction in zip(loads, kept["corrections"], strict=True)]
+    base, tried = work.deployed_base, []
+    seconds = [seconds_of_forward(base, batch) for _, batch in situations]
+    loads = [load for load, _ in situations]
+    for attempt in range(ATTEMPTS):
+        small, _ = deploy_plans(work, model, plans)
+        ratios = [latency_ratio(small, base, batch) for _, batch in situations]
+        tried.append((max(ratios), plans))
+        if max(ratios) <= NO_SLOWER or attempt == ATTEMPTS - 1:
+            break
+        corrected = [
+            correct_load(load, small, ratio, took, work.times)
+            for load, ratio, took in zip(loads, ratios, seconds, strict=True)
+        ]
+        # After the first, which has most layers of low rank, a correction only ever grows: the search must end.
+        loads = corrected if not attempt else [max(two, key=_correction) for two in zip(loads, corrected, strict=True)]
+        plans = refit(loads=loads)
+        if any(plans == other for _, other in tried):
+            break
+    ratio, best = min(tried, key=lambda one: one[0])
+    if ratio > NO_SLOWER:
+        log.warning("no size near is as fast as the base: the best takes %.2f times as long where it is slowest", ratio)
+    return best
+
+
+def _correction(load: Load) -> float:
+    return load.correction
+
+
+def _linear(model: nn.Module) -> list[str]:
+    return [name for name, layer in nested_layers(model).items() if layer.geometry is None]
+
+
+def _kept_forms(work: Workspace) -> dict[str, dict[str, list[Any]]]:
+    path = work.directory / FORMS
+    kept: dict[str, dict[str, list[Any]]] = read_json(path) if path.is_file() else {}
+    return kept
+
+
+def _key(chain: ProfileChain, smallest: Plans, times: TimeTable, loads: list[Load], limits: Mapping[str, Any]) -> str:
+    """All that the choice of forms depends on, but for the machine's mood."""
+    plans = {name: [plan.rank, plan.slack] for name, plan in smallest.items()}
+    found = [times.path.stem, plans, [load.rows for load in loads], chain.to_json(), limits]
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _situations(work: Workspace) -> list[Batch]:
+    """What the run's models are given: one token (of a language model), one sample, a batch of them."""
     example: Any = work.samples.example
     one = {key: value[:1] for key, value in example.items()}
     token = [{key: value[:, :1] for key, value in one.items()}] if work.config.task == "language" else []

@@ -78,18 +78,29 @@ def test_writing_in_place_gives_what_concatenating_gives(
     monkeypatch.setattr(layers, "FEW_TOKENS", 0)
     bias = torch.randn(9) if with_bias else None
     layer = GaugeAlignedLinear.from_factors(torch.randn(9, 4), torch.randn(7, 4), bias, slack=1)
-    x = torch.randn(shape)
+    x, written = torch.randn(shape), watch_writes(monkeypatch)
     with torch.no_grad():
-        assert layer._may_write_in_place(x) == (x.ndim > 1 and x.numel() > 0)
         found = layer(x)
+    assert bool(written) == (x.ndim > 1 and x.numel() > 0)
     torch.testing.assert_close(found, layer(x).detach(), rtol=1e-6, atol=1e-6)
 
 
-def test_few_tokens_are_concatenated() -> None:
+def watch_writes(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Grows by one at each output that is written in place."""
+    written: list[object] = []
+    write = GaugeAlignedLinear._write_in_place
+    monkeypatch.setattr(GaugeAlignedLinear, "_write_in_place", lambda *args: written.append(1) or write(*args))
+    return written
+
+
+def test_few_tokens_are_concatenated(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = GaugeAlignedLinear.from_factors(torch.randn(9, 4), torch.randn(7, 4), slack=1)
+    written = watch_writes(monkeypatch)
     with torch.no_grad():
-        assert not layer._may_write_in_place(torch.randn(layers.FEW_TOKENS, 7))
-        assert layer._may_write_in_place(torch.randn(layers.FEW_TOKENS + 1, 7))
+        layer(torch.randn(layers.FEW_TOKENS, 7))
+        assert not written
+        layer(torch.randn(layers.FEW_TOKENS + 1, 7))
+        assert len(written) == 1
 
 
 def test_hooks_adapters_and_autocast_see_the_children_called(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,6 +112,11 @@ def test_hooks_adapters_and_autocast_see_the_children_called(monkeypatch: pytest
         layer(x)
         handle.remove()
         assert calls == [1]
+        own = layer.latent.forward
+        layer.latent.forward = lambda values: calls.append(2) or own(values)  # as accelerate's hooks do
+        layer(x)
+        del layer.latent.forward
+        assert calls == [1, 2]
         with torch.autocast("cpu", torch.bfloat16):
             assert layer(x).dtype == torch.bfloat16
         layer.expand = nn.Sequential(layer.expand, nn.Tanh())

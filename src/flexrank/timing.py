@@ -40,7 +40,7 @@ SLACK_SHARE = 0.05
 LEAST_SECONDS, WEIGHT_BYTES, MOST_COPIES = 1e-3, 2**25, 64
 REPEATS = 9
 #: Raised whenever a layer's forward, or how it is timed, changes, so that no older times are read.
-FORMAT = 2
+FORMAT = 3
 
 
 class FormKey(NamedTuple):

@@ -105,6 +105,13 @@ def test_a_missing_result_is_made_again_and_an_edited_one_refused(copied: Path) 
         rerun(copied)
 
 
+def test_what_reads_times_is_done_again_with_them(copied: Path) -> None:
+    (copied / "evaluation.json").unlink()
+    assert rerun(copied, until="evaluate") == ("evaluate",)
+    assert rerun(copied) == ("report",)
+    assert rerun(copied) == ()
+
+
 def test_a_directory_that_lost_a_file_is_made_again_and_a_truncated_one_refused(
     copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
     RUN/config.yaml           the whole configuration, defaults included
     RUN/stages/STAGE.json     fingerprint and seconds of a finished stage, and checksums of the files it wrote
     RUN/partial/              what an interrupted stage goes on from
+    RUN/forms.json            the forms that times chose for each size and machine, so that stages agree
 
 A stage's fingerprint covers the configuration it reads, the files it reads (the version of Python, where its own
 documentation is the data), the version of flexrank, and the fingerprints of the stages it needs: a changed key makes
@@ -199,6 +200,10 @@ class RunDirectory:
                 shutil.rmtree(path)
             else:
                 path.unlink()
+
+    def forget(self, stage: str) -> None:
+        """The stage is done again when it is next wanted."""
+        self._record(stage).unlink(missing_ok=True)
 
     def _record(self, stage: str) -> Path:
         return self.path / "stages" / f"{stage}.json"

@@ -32,6 +32,8 @@ class Stage:
         needs: stages whose files it reads.
         outputs: files and directories it writes, in the run directory.
         extras: what it may write beside them, for eyes alone.
+        is_timed: its files hold times, or qualities of forms that times chose: done again it gives others, and the
+            stages that read them are done again too.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Stage:
     needs: tuple[str, ...]
     outputs: tuple[str, ...]
     extras: tuple[str, ...] = ()
+    is_timed: bool = False
 
 
 _DEPLOYED = ("deployment.dtype", "deployment.slack", "deployment.forms")
@@ -56,7 +59,7 @@ STAGES = (
     Stage("allocate", stages.allocate, ("allocation",), ("probe",), ("chain.json",)),
     Stage(
         "evaluate_initial", stages.evaluate_initial, ("data.evaluation", *_DEPLOYED, "distillation.steps"),
-        ("decompose", "allocate"), ("evaluation_initial.json",),
+        ("decompose", "allocate"), ("evaluation_initial.json",), is_timed=True,
     ),
     Stage(
         "distill", stages.distill, ("distillation", "data.training"), ("decompose", "allocate"),
@@ -64,10 +67,10 @@ STAGES = (
     ),
     Stage(
         "evaluate", stages.evaluate, ("data.evaluation", "evaluation", *_DEPLOYED), ("distill",),
-        ("evaluation.json",),
+        ("evaluation.json",), is_timed=True,
     ),
     Stage("deploy", stages.export_all, ("deployment", "evaluation.latency_batch_size", "data.evaluation"), ("distill",),
-        ("deployed.json",)),
+        ("deployed.json",), is_timed=True),
     Stage(
         "report", stages.summarise, ("name",), ("evaluate_initial", "evaluate", "deploy"),
         ("summary.json",), ("figures", "report.md", "report.html"),
@@ -163,6 +166,9 @@ def _do(stage: Stage, work: Workspace, fingerprint: str) -> bool:
         more = stage.work(work, fingerprint) or ()
     seconds = time.perf_counter() - start
     work.directory.finish(stage.name, fingerprint, (*stage.outputs, *more), stage.extras, seconds)
+    for reader in STAGES if stage.is_timed else ():
+        if stage.name in reader.needs:
+            work.directory.forget(reader.name)
     log.info("%s: done in %.1f s", stage.name, seconds)
     return True
 

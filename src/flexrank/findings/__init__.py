@@ -59,6 +59,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Row], digits: Any =
     """
     assert all(len(row) == len(columns) for row in rows), title
     each = [digits] * (len(columns) - 1) if isinstance(digits, int) else list(digits)
+    assert len(each) == len(columns) - 1, title
     return {"title": title, "columns": list(columns), "rows": [list(row) for row in rows], "digits": each}
 
 

@@ -6,10 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from flexrank import deployment
 from flexrank.benches import model
 from flexrank.benches.driver import measure
+from flexrank.layers import GaugeAlignedLinear
+from flexrank.pipeline import deploying
 from flexrank.timing import TOKENS, FormKey, TimeTable
 from tiny_runs import rerun, verify_here
 
@@ -38,30 +41,51 @@ def test_every_budget_is_measured_in_every_situation(
     assert (tmp_path / "out" / "model.svg").stat().st_size > 500
 
 
-def test_a_run_with_measured_forms_deploys_what_the_table_says(
+def test_a_run_with_measured_forms_deploys_what_the_times_say(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where one shape is slow in other forms it is dense; where all are, the smallest stand, and it is said."""
     slow: set[tuple[int, int]] = {(56, 32)}
 
+    def dense_seconds(key: FormKey) -> float:
+        return 1e-9 * key.shape[0] * key.shape[1]
+
     def seconds(self: TimeTable, key: FormKey, rank: int, slack: int | None) -> tuple[float, ...]:
-        dense = 1e-9 * key.shape[0] * key.shape[1]
-        return (dense * (1.0 if slack is None else 2.0 if key.shape in slow else 0.5),) * len(TOKENS)
+        return (dense_seconds(key) * (1.0 if slack is None else 1.8 if key.shape in slow else 0.5),) * len(TOKENS)
+
+    def ratio(small: nn.Module, *_: object) -> float:
+        """By the same table, of a model that is nothing but its layers."""
+        found = [one for one in small.modules() if isinstance(one, GaugeAlignedLinear)]
+        keys = [FormKey(one.matrix_shape, False) for one in found]
+        dense = 1e-9 * 2 * 4 * (32 * 32 + 32 * 56)
+        return 1 + sum(dense_seconds(key) * (0.8 if key.shape in slow else -0.5) for key in keys) / dense
 
     monkeypatch.setattr(deployment, "_run_verification", verify_here)
     monkeypatch.setattr(TimeTable, "measure", lambda self, keys: None)
     monkeypatch.setattr(TimeTable, "seconds", seconds)
+    monkeypatch.setattr(deploying, "latency_ratio", ratio)
+    monkeypatch.setattr(deploying, "seconds_of_forward", lambda *_: 1e-9 * 2 * 4 * (32 * 32 + 32 * 56))
     run = Path(shutil.copytree(finished, tmp_path / "run"))
     before = json.loads((run / "deployed.json").read_text())
-    with caplog.at_level(logging.WARNING, "flexrank"):
-        executed = rerun(run, "deployment.forms=measured")
+    assert not [name for name in _dense_layers(run / "deployed" / "0.50") if "gate_proj" in name or "up_proj" in name]
+    executed = rerun(run, "deployment.forms=measured")
     assert "deploy" in executed and "distill" not in executed
-    dense = {name for name in _dense_layers(run / "deployed" / "0.50") if "gate_proj" in name or "up_proj" in name}
-    assert dense or "as fast as the base" in caplog.text
+    assert [name for name in _dense_layers(run / "deployed" / "0.50") if "gate_proj" in name or "up_proj" in name]
+    ranks = json.loads((run / "evaluation.json").read_text())["rows"][-1]
+    assert ranks["params_model"] == json.loads((run / "deployed.json").read_text())[0]["params_model"]
+
+    monkeypatch.setattr(deploying, "latency_ratio", lambda *_: pytest.fail("timed again"))
+    (run / "evaluation.json").unlink()
+    assert rerun(run, "deployment.forms=measured") == ("evaluate", "report")  # by the forms that were kept
+    again = json.loads((run / "evaluation.json").read_text())["rows"][-1]
+    assert {**again, "latency_ratio": None} == {**ranks, "latency_ratio": None}
+
+    monkeypatch.setattr(deploying, "latency_ratio", lambda *_: 1.5)
+    (run / deploying.FORMS).unlink()
     slow |= {(m, n) for m in (16, 32, 56, 64) for n in (16, 32, 56, 64)}
     with caplog.at_level(logging.WARNING, "flexrank"):
         rerun(run, "deployment.forms=measured", "deployment.budgets=[0.5, 0.45]")
-    assert "budget=0.5: no size near is as fast as the base" in caplog.text
+    assert "no size near is fast enough" in caplog.text
     assert json.loads((run / "deployed.json").read_text())[0]["params_model"] == before[0]["params_model"]
 
 

@@ -74,7 +74,7 @@ def test_the_forms_chosen_are_within_the_latency(tmp_path: Path) -> None:
     for times in table._times.values():
         times["aligned"][0] = [2 * one for one in times["aligned"][0]]
     one, many = (Load({name: [rows] for name in layers}) for rows in (1, 32))
-    timed = time_chain(model, base, batch, chain, table, many)
+    timed = time_chain(model, base, batch, chain, table)
     limit = timed.milliseconds(timed.entries[8])
     rest = timed.milliseconds(timed.entries[-1]) - 1e3 * sum(
         many.seconds(table, name, form_key(layer), 1, None) for name, layer in layers.items()
@@ -116,19 +116,30 @@ def test_a_correction_explains_what_was_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ratios", "tried", "chosen"),
-    [([1.0], 1, 0), ([1.2, 1.005], 2, 1), ([1.2, 1.1, 1.15, 1.3], 4, 1)],
-    ids=["at once", "the second", "none"],
+    ("ratios", "limit", "tried", "chosen"),
+    [
+        ([(1.0, 1.0)], None, 1, 0),
+        ([(1.2, 1.0), (1.01, 0.9)], None, 2, 1),
+        ([(1.2, 1.1), (1.1, 1.3), (1.9, 1.0), (1.3, 1.05)], None, 4, 2),  # the last situation matters most
+        ([(1.1, 0.9), (1.1, 0.8), (1.1, 0.7), (1.2, 0.7)], None, 4, 0),  # of sizes alike the largest
+        ([(0.9, 0.9), (0.9, 0.7)], 720.0, 2, 1),  # no slower than the base, but than was asked
+    ],
+    ids=["at once", "the second", "none", "the first situation never", "a limit"],
 )
-def test_sizes_are_built_until_one_is_no_slower(
-    ratios: list[float], tried: int, chosen: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_sizes_are_built_until_one_is_fast_enough(
+    ratios: list[tuple[float, float]],
+    limit: float | None,
+    tried: int,
+    chosen: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     work: Any = SimpleNamespace(times=object(), deployed_base=None)
-    given, corrections = iter(ratios), []
+    given, corrections = iter([one for pair in ratios for one in pair]), []
     monkeypatch.setattr(deploying, "latency_ratio", lambda *_: next(given))
     monkeypatch.setattr(deploying, "seconds_of_forward", lambda *_: 1.0)
     monkeypatch.setattr(deploying, "deploy_plans", lambda *_: (None, None))
-    steps = iter([1.5, 1.2, 2.0])
+    steps = iter([1.5, 1.1, 1.2, 1.1, 2.0, 1.1])
     monkeypatch.setattr(deploying, "correct_load", lambda load, *_: Load(load.rows, next(steps)))
     plans = [{"layer": LayerPlan(rank, 0, 10 * rank)} for rank in (5, 4, 3, 2)]
     made = iter(plans[1:])
@@ -137,7 +148,8 @@ def test_sizes_are_built_until_one_is_no_slower(
         corrections.append(loads[0].correction)
         return next(made)
 
+    situations: Any = [(Load({"layer": [rows]}), None) for rows in (1, 8)]
     with caplog.at_level("WARNING", "flexrank"):
-        found = deploying._no_slower(work, None, plans[0], [(Load({"layer": [1]}), None)], refit)
+        found = deploying._no_slower(work, None, plans[0], situations, refit, limit)
     assert found == plans[chosen] and corrections == [1.5, 1.5, 2.0][: tried - 1]
-    assert ("no size near is as fast" in caplog.text) is (min(ratios) > 1.01)
+    assert ("no size near is fast enough" in caplog.text) is (tried == 4)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import prune
 
 from flexrank import layers
 from flexrank.errors import FlexrankError
@@ -117,6 +118,15 @@ def test_hooks_adapters_and_autocast_see_the_children_called(monkeypatch: pytest
         layer(x)
         del layer.latent.forward
         assert calls == [1, 2]
+        handle = nn.modules.module.register_module_forward_hook(lambda *_: calls.append(3))
+        layer(x)
+        handle.remove()
+        assert calls == [1, 2, 3, 3, 3]
+        prune.l1_unstructured(layer.latent, "weight", 0.5)  # takes the parameter away
+        pruned = layer(x)
+        torch.testing.assert_close(pruned[:, :3], functional.linear(x, layer.latent.weight)[:, :3])
+        prune.remove(layer.latent, "weight")
+        torch.testing.assert_close(layer(x), pruned)
         with torch.autocast("cpu", torch.bfloat16):
             assert layer(x).dtype == torch.bfloat16
         layer.expand = nn.Sequential(layer.expand, nn.Tanh())

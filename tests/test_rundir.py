@@ -74,9 +74,9 @@ def test_an_interrupted_stage_goes_on_to_the_same_bits(
     [
         ("deployment.budgets=[0.8]", ("deploy", "report")),
         ("evaluation.latency=false", ("evaluate", "report")),
-        ("distillation.steps=4", ("evaluate_initial", "distill", "evaluate", "deploy", "report")),
-        ("allocation.budgets=[0.6]", ("allocate", "evaluate_initial", "distill", "evaluate", "deploy", "report")),
-        ("data.probe=8", ("probe", "allocate", "evaluate_initial", "distill", "evaluate", "deploy", "report")),
+        ("distillation.steps=4", ("distill", "evaluate", "evaluate_initial", "deploy", "report")),
+        ("allocation.budgets=[0.6]", ("allocate", "distill", "evaluate", "evaluate_initial", "deploy", "report")),
+        ("data.probe=8", ("probe", "allocate", "distill", "evaluate", "evaluate_initial", "deploy", "report")),
     ],
 )
 def test_a_changed_key_runs_its_stage_and_those_below(

@@ -15,7 +15,17 @@ from flexrank.costs import aligned_parameters
 from flexrank.deployment import deploy
 from flexrank.errors import FlexrankError
 from flexrank.layers import GaugeAlignedLinear, NestedLayer
-from flexrank.planning import LayerPlan, default_loads, fit_plans, fit_profile, plan_layer, plan_no_slower
+from flexrank.planning import (
+    LayerPlan,
+    default_loads,
+    fit_plans,
+    fit_profile,
+    forms_of_plans,
+    is_within,
+    plan_layer,
+    plan_no_slower,
+    plans_of_forms,
+)
 from flexrank.surgery import nested_layers
 from flexrank.timing import SHARES, TOKENS, FormKey, TimeTable
 from hand_tables import all_dense, by_hand, chain_of, small_model, total
@@ -148,20 +158,22 @@ def test_the_rows_given_choose_the_forms(tmp_path: Path) -> None:
     assert fit_plans(model, chain, 0.5, slack=0, times=table, loads=slowed) != smallest
 
 
-def test_a_dense_layer_keeps_the_largest_rank_that_was_consolidated(tmp_path: Path) -> None:
+def test_a_dense_layer_has_full_rank_and_forms_are_kept_without_slack(tmp_path: Path) -> None:
     model = small_model()
     chain, layers = chain_of(model), nested_layers(model)
-    entries = [dataclasses.replace(entry, requested=i / 12) for i, entry in enumerate(chain.entries[:9], 1)]
-    chain = dataclasses.replace(chain, entries=(*entries, *chain.entries[9:]))
-    largest = entries[-1].profile
     table = by_hand(tmp_path, {"dense": 1.0, "plain": 1.9, "aligned": 1.9}, model)
     plans = fit_plans(model, chain, 0.8, slack=0, times=table)
     dense = {name: plan.rank for name, plan in plans.items() if plan.slack is None}
-    assert dense == {name: largest[name] for name in dense} and 0 < len(dense) < len(layers)
+    assert dense == {name: layers[name].max_rank for name in dense} and 0 < len(dense) < len(layers)
     small = deploy(model, plans)
-    for name, rank in dense.items():
-        layer = layers[name]
-        assert torch.allclose(small.get_submodule(name).weight, layer.u[:rank].T @ layer.v[:rank], atol=1e-6)
+    for name in dense:
+        assert torch.allclose(small.get_submodule(name).weight, layers[name].u.T @ layers[name].v, atol=1e-6)
+    assert plans_of_forms(model, json.loads(json.dumps(forms_of_plans(plans))), slack=0) == plans
+    more = plans_of_forms(model, forms_of_plans(plans), slack=2)
+    assert {name: plan.slack for name, plan in more.items()} == {n: None if n in dense else 2 for n in plans}
+    plain = {name: LayerPlan(3, 3, 3 * sum(layer.matrix_shape)) for name, layer in layers.items()}
+    assert plans_of_forms(model, forms_of_plans(plain)) == plain
+    assert is_within(model, chain, plans, 0.8) and not is_within(model, chain, plans, 0.1)
 
 
 def test_ranks_alone_refuse_times(tmp_path: Path) -> None:

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from flexrank.batches import Batch, call_model, eval_mode, model_device, to_device
 from flexrank.calibration import Hooks
-from flexrank.costs import aligned_parameters, dense_parameters, measure_ratio
+from flexrank.costs import measure_ratio
 from flexrank.errors import FlexrankError
-from flexrank.layers import GaugeAlignedLinear, NestedLayer
-from flexrank.planning import form_key
+from flexrank.layers import GaugeAlignedLinear
+from flexrank.planning import form_key, predicted_seconds
 from flexrank.profiles import ChainEntry, ProfileChain
 from flexrank.surgery import nested_layers
-from flexrank.timing import FormKey, Load, TimeTable, timed_slack
+from flexrank.timing import FormKey, Load, TimeTable
 
 REPEATS = 7
 #: A correction outside this is a mistaken measurement, of a model whose layers are too small a part of its time.
@@ -105,7 +105,6 @@ def time_chain(
     batch: Batch,
     chain: ProfileChain,
     times: TimeTable | None = None,
-    load: Load | None = None,
 ) -> ProfileChain:
     """The chain with every entry's predicted milliseconds for a forward of its deployed model on `batch`.
 
@@ -118,7 +117,6 @@ def time_chain(
         batch: inputs of the size that matters, as `batches.call_model` takes them.
         chain: its profiles.
         times: this machine's; by default those of the base's dtype and the user's cache.
-        load: the batch's; by default as `observe_load` sees it, not corrected.
 
     Returns:
         A chain for `at(max_latency_ms=…)` and `fit_plans`.
@@ -128,10 +126,10 @@ def time_chain(
         dtype = next(parameter.dtype for parameter in base.parameters() if parameter.is_floating_point())
         times = TimeTable(dtype, model_device(base))
     times.measure([form_key(layer) for layer in layers.values()])
-    seen = load or observe_load(base, batch, layers)
+    load = observe_load(base, batch, layers)
 
     def inside(profile: dict[str, int]) -> float:
-        return sum(_layer_seconds(name, layers[name], profile[name], seen, times) for name in layers)
+        return sum(predicted_seconds(name, layers[name], profile[name], load, times) for name in layers)
 
     dense = inside({name: min(layer.matrix_shape) for name, layer in layers.items()})
     rest = max(0.0, seconds_of_forward(base, batch) - dense)
@@ -140,11 +138,3 @@ def time_chain(
         return dataclasses.replace(entry, milliseconds=1e3 * (rest + inside(dict(entry.profile))))
 
     return dataclasses.replace(chain, entries=tuple(map(timed, chain.entries)))
-
-
-def _layer_seconds(name: str, layer: NestedLayer, rank: int, load: Load, times: TimeTable) -> float:
-    """Of the form with fewest parameters, at the slack that the table was timed with."""
-    shape = layer.matrix_shape
-    slack = timed_slack(rank)
-    is_dense = aligned_parameters(shape, rank, slack) >= dense_parameters(shape)
-    return load.seconds(times, name, form_key(layer), rank, None if is_dense else slack)

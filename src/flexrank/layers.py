@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules import module as hooks
 
 from flexrank.errors import FlexrankError
 from flexrank.linalg import choose_slack, gauge_align
@@ -250,22 +251,24 @@ class GaugeAlignedLinear(GaugeAlignedLayer):
         Calling both layers as modules, and reading them by `nn.Module.__getattr__`, would take longer than their
         products with one token do.
         """
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or type(x) is not Tensor:
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or type(x) is not Tensor or x.is_meta:
             return None
-        if torch.is_autocast_enabled(x.device.type):
+        if torch.is_autocast_enabled(x.device.type) or hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
             return None
         found = []
         for name in ("latent", "expand"):
             layer = self._modules[name]
             if type(layer) is not nn.Linear or "forward" in layer.__dict__:
                 return None
-            weight = layer._parameters["weight"]
+            weight = layer._parameters.get("weight")  # pruning and sharding take it away
             if type(weight) is not nn.Parameter or weight.dtype != x.dtype:
                 return None
-            if layer._forward_hooks or layer._forward_pre_hooks:
+            if layer._forward_hooks or layer._forward_pre_hooks or "bias" not in layer._parameters:
                 return None
             found += [weight, layer._parameters["bias"]]
-        v_tilde, _, u_hat, bias = found
+        v_tilde, none, u_hat, bias = found
+        if none is not None:
+            return None
         assert v_tilde is not None and u_hat is not None
         return v_tilde, u_hat, bias
 

@@ -16,7 +16,7 @@ from flexrank.errors import FlexrankError
 from flexrank.layers import NestedLayer, Slack, resolve_slack
 from flexrank.profiles import ChainEntry, ProfileChain, RankProfile
 from flexrank.surgery import footprint, nested_layers
-from flexrank.timing import TOKENS, FormKey, Load, TimeTable
+from flexrank.timing import TOKENS, FormKey, Load, TimeTable, timed_slack
 
 log = logging.getLogger("flexrank")
 
@@ -32,7 +32,7 @@ class LayerPlan:
     """How one layer is deployed: its form, and the parameters of its matrix in it.
 
     Attributes:
-        rank: r. A dense layer has as many parameters at every rank, so it has the largest that was consolidated.
+        rank: r. A dense layer has as many parameters at every rank, so that it is planned at its full one.
         slack: columns left unaligned, from 0 to r, where r is plain U Vᵀ; None for the dense form.
         parameters: r·(m+n−r+slack), or m·n.
     """
@@ -128,8 +128,10 @@ def fit_plans(
     limits: dict[str, Any] = {"max_params": max_params, "max_bytes": max_bytes, "max_latency_ms": max_latency_ms}
     chain = dataclasses.replace(chain, footprint=footprint(model, dtype))
     start = chain.entries.index(chain.entry_at(budget, **limits))
-    planner = _Planner(model, chain, dtype, slack, activations or {})
-    within = functools.partial(_is_within, chain, budget, max_params, max_bytes)
+    planner = _Planner(model, dtype, slack, activations or {})
+    within = functools.partial(
+        is_within, model, chain, budget=budget, max_params=max_params, max_bytes=max_bytes, dtype=dtype
+    )
     entries = [
         # a smaller size may take longer, where a layer is no longer dense
         entry
@@ -150,7 +152,8 @@ def fit_plans(
         plans = next((plans for plans in found if within(plans) and is_fast(plans)), None)
         if plans is not None:
             return plans
-        log.warning("%s: no size near is as fast as the base at %s", asked, loads[left_out])
+        wanted = "the base" if max_latency_ms is None else "the base, or as was asked,"
+        log.warning("%s: no size near is as fast as %s at %s", asked, wanted, loads[left_out])
     return planner.smallest(first)
 
 
@@ -160,14 +163,51 @@ def default_loads(layers: Iterable[str]) -> list[Load]:
     return [Load({name: (tokens,) for name in names}) for tokens in TOKENS]
 
 
-def _is_within(
-    chain: ProfileChain, budget: float | None, max_params: int | None, max_bytes: int | None, plans: Plans
+def is_within(
+    model: torch.nn.Module,
+    chain: ProfileChain,
+    plans: Plans,
+    budget: float | None = None,
+    *,
+    max_params: int | None = None,
+    max_bytes: int | None = None,
+    dtype: torch.dtype | None = None,
+    **_: Any,
 ) -> bool:
-    parameters = sum(plan.parameters for plan in plans.values())
-    real = dataclasses.replace(chain.entries[0], parameters=parameters)
+    """Whether the plans' own sizes, slack included, are within the limits of `fit_plans`; latency is not looked at."""
+    chain = dataclasses.replace(chain, footprint=footprint(model, dtype))
+    real = dataclasses.replace(chain.entries[0], parameters=sum(plan.parameters for plan in plans.values()))
     sizes = chain.relative_size(real), chain.model_parameters(real), chain.model_bytes(real)
     limits = budget, max_params, max_bytes
     return all(limit is None or size <= limit * (1 + 1e-12) for limit, size in zip(limits, sizes, strict=True))
+
+
+def forms_of_plans(plans: Plans) -> dict[str, list[Any]]:
+    """Rank and form ("dense", "plain" or "aligned") of each layer, as JSON; slack is the weights' own."""
+    forms = {}
+    for name, plan in plans.items():
+        low_rank = "plain" if plan.slack == plan.rank else "aligned"
+        forms[name] = [plan.rank, "dense" if plan.slack is None else low_rank]
+    return forms
+
+
+def plans_of_forms(
+    model: torch.nn.Module,
+    forms: Mapping[str, Sequence[Any]],
+    *,
+    dtype: torch.dtype | None = None,
+    slack: Slack = "auto",
+    activations: Activations | None = None,
+) -> Plans:
+    """The plans with these ranks and forms; the slack of aligned layers is chosen for this model's weights."""
+    planner, layers, plans = _Planner(model, dtype, slack, activations or {}), nested_layers(model), {}
+    for name, (rank, form) in forms.items():
+        if form == "aligned":
+            plans[name] = planner.layer(name, rank)
+        else:
+            plain = LayerPlan(rank, rank, rank * sum(layers[name].matrix_shape))
+            plans[name] = plain if form == "plain" else planner.dense(name)
+    return plans
 
 
 def _is_fast(
@@ -178,15 +218,17 @@ def _is_fast(
     loads: Sequence[Load] | None,
     plans: Plans,
 ) -> bool:
-    """Whether the plans' own forms are within the limit: the chain's full model, with other forms in its place."""
+    """Whether the plans' own forms are within the limit: the chain's largest size, with other forms in its place."""
     if max_latency_ms is None or not loads:
         return True
     layers = {name: layer for name, layer in nested_layers(model).items() if layer.geometry is None}
+    largest = chain.entries[-1]
     rise = 0.0
     for name, layer in layers.items():
-        how = times, name, form_key(layer)
-        rise += loads[-1].seconds(*how, plans[name].rank, plans[name].slack) - loads[-1].seconds(*how, 1, None)
-    return chain.milliseconds(chain.entries[-1]) + 1e3 * rise <= max_latency_ms * (1 + 1e-9)
+        plan = plans[name]
+        rise += loads[-1].seconds(times, name, form_key(layer), plan.rank, plan.slack)
+        rise -= predicted_seconds(name, layer, largest.profile[name], loads[-1], times)
+    return chain.milliseconds(largest) + 1e3 * rise <= max_latency_ms * (1 + 1e-9)
 
 
 class _Planner:
@@ -195,7 +237,6 @@ class _Planner:
     def __init__(
         self,
         model: torch.nn.Module,
-        chain: ProfileChain,
         dtype: torch.dtype | None,
         slack: Slack,
         activations: Activations,
@@ -203,26 +244,29 @@ class _Planner:
         self._layers = nested_layers(model)
         self._dtype, self._slack, self._activations = dtype, slack, activations
         self._known: dict[tuple[str, int], LayerPlan] = {}
-        self._largest: Mapping[str, int] = chain.requested[-1].profile if chain.requested else {}
 
     def smallest(self, entry: ChainEntry) -> Plans:
         """The forms with fewest parameters."""
-        for name, rank in entry.profile.items():
-            if (name, rank) not in self._known:
-                rows = self._activations.get(name)
-                plan = plan_layer(self._layers[name], rank, dtype=self._dtype, slack=self._slack, rows=rows)
-                self._known[name, rank] = self._dense(name, plan) if plan.slack is None else plan
-        return {name: self._known[name, rank] for name, rank in entry.profile.items()}
+        return {name: self.layer(name, rank) for name, rank in entry.profile.items()}
+
+    def layer(self, name: str, rank: int) -> LayerPlan:
+        """The form with fewest parameters."""
+        if (name, rank) not in self._known:
+            rows = self._activations.get(name)
+            plan = plan_layer(self._layers[name], rank, dtype=self._dtype, slack=self._slack, rows=rows)
+            self._known[name, rank] = self.dense(name) if plan.slack is None else plan
+        return self._known[name, rank]
 
     def no_slower(self, entry: ChainEntry, times: TimeTable, loads: Sequence[Load]) -> Plans:
         """The forms of `plan_no_slower`."""
         smallest = self.smallest(entry)
-        dense = {name: self._dense(name, plan) for name, plan in smallest.items()}
+        dense = {name: self.dense(name) for name in smallest}
         return plan_no_slower(smallest, dense, self._layers, times, loads)
 
-    def _dense(self, name: str, plan: LayerPlan) -> LayerPlan:
-        parameters = dense_parameters(self._layers[name].matrix_shape)
-        return LayerPlan(max(plan.rank, self._largest.get(name, 0)), None, parameters)
+    def dense(self, name: str) -> LayerPlan:
+        """At full rank."""
+        layer = self._layers[name]
+        return LayerPlan(layer.max_rank, None, dense_parameters(layer.matrix_shape))
 
 
 def plan_no_slower(
@@ -254,6 +298,14 @@ def plan_no_slower(
         name, chosen[changes[best][0]] = changes[best]
         now[name] = after[best]
     return chosen
+
+
+def predicted_seconds(name: str, layer: NestedLayer, rank: int, load: Load, times: TimeTable) -> float:
+    """Of the form with fewest parameters, at the slack that the table was timed with."""
+    shape = layer.matrix_shape
+    slack = timed_slack(rank)
+    is_dense = aligned_parameters(shape, rank, slack) >= dense_parameters(shape)
+    return load.seconds(times, name, form_key(layer), rank, None if is_dense else slack)
 
 
 def form_key(layer: NestedLayer) -> FormKey:

@@ -26,6 +26,8 @@ Evaluate = Callable[[nn.Module], float]
 Spacing = Literal["parameters", "ranks"]
 log = logging.getLogger("flexrank")
 
+#: Of full layers' matrices that a probe keeps at most.
+MATRIX_BYTES = 2**32
 #: How far an error may be from a checkpoint's, relatively: another number of threads sums in another order.
 RESUMED_BOUND = 1e-3
 
@@ -39,7 +41,7 @@ def probe_sensitivity(
     spacing: Spacing = "parameters",
     checkpoint: str | Path | None = None,
     replay_bytes: int = 2**30,
-    matrix_bytes: int = 2**32,
+    matrix_bytes: int = MATRIX_BYTES,
 ) -> SensitivityTable:
     """Evaluates the model with one layer truncated at a time, all others full (FlexRank, appendix C.2, step 1).
 

@@ -45,9 +45,10 @@ def run(target: Path | None) -> Result:
     base = copy.deepcopy(work.base).to(work.deployed_dtype)
     situations = _situations(work, base)
     found = [_measured(BASE, work, base, base, situations)]
-    for budget in track(work.config.allocation.budgets, "measuring sizes"):
-        small, _ = deploy_within(work, elastic, chain, rows_of, budget=budget)
-        found.append(_measured(f"{budget:g}", work, small, base, situations))
+    with work.directory.locked():  # the forms chosen are kept there
+        for budget in track(work.config.allocation.budgets, "measuring sizes"):
+            small, _ = deploy_within(work, elastic, chain, rows_of, budget=budget)
+            found.append(_measured(f"{budget:g}", work, small, base, situations))
     return {
         "settings": {
             "model": work.config.model, "dtype": str(work.deployed_dtype), "forms": work.config.deployment.forms,

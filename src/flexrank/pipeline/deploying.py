@@ -5,7 +5,8 @@ import hashlib
 import json
 import logging
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from flexrank.deployment import deploy, deployed_parameters_of, export
 from flexrank.hf import models
 from flexrank.latency import correct_load, latency_ratio, observe_load, seconds_of_forward, time_chain
 from flexrank.pipeline.workspace import Workspace
-from flexrank.planning import Activations, LayerPlan, Plans, fit_plans
+from flexrank.planning import Activations, LayerPlan, Plans, fit_plans, forms_of_plans, is_within, plans_of_forms
 from flexrank.profiles import ProfileChain, RankProfile
 from flexrank.storage import directory_bytes, read_json, write_json
 from flexrank.surgery import nested_layers
@@ -46,26 +47,27 @@ def plans_within(
     """How to deploy the largest model within the limits of `fit_plans`, slack included.
 
     Where forms are chosen by time, the smallest forms are built and timed against the base, and stand if they are no
-    slower. Else the table of times, corrected by what was measured, plans others, until a model is no slower. Which
-    plans that were is kept in RUN/forms.json, so that a stage done later chooses the same.
+    slower. Else the table of times, corrected by what was measured, plans others, until a model is no slower. Ranks and
+    forms are kept in RUN/forms.json, so that a stage done later takes the same where they are within its limits.
     """
     how: dict[str, Any] = {"dtype": work.deployed_dtype, "slack": work.config.deployment.slack, "activations": rows}
     times = work.times
     if limits.get("max_latency_ms") is not None:
         chain = time_chain(model, work.deployed_base, work.samples.example, chain, times)
     smallest = fit_plans(model, chain, **how, **limits)
-    if times is None:
+    if times is None or all(smallest[name].slack is None for name in _linear(model)):
         return smallest
     batches = _situations(work)
     loads = [observe_load(work.deployed_base, batch, _linear(model)) for batch in batches]
-    key = _key(chain, smallest, times, loads, limits)
-    kept = _kept_forms(work)
-    if key not in kept:
+    key = _key(chain, times, loads, limits)
+    kept = _kept_forms(work).get(key)
+    plans = None if kept is None else plans_of_forms(model, kept, **how)
+    if plans is None or not is_within(model, chain, plans, dtype=work.deployed_dtype, **limits):
         refit = functools.partial(fit_plans, model, chain, times=times, **how, **limits)
-        found = _no_slower(work, model, smallest, list(zip(loads, batches, strict=True)), refit)
-        kept[key] = {name: [plan.rank, plan.slack, plan.parameters] for name, plan in found.items()}
-        write_json(work.directory / FORMS, kept)
-    return {name: LayerPlan(*plan) for name, plan in kept[key].items()}
+        situations = list(zip(loads, batches, strict=True))
+        plans = _no_slower(work, model, smallest, situations, refit, limits.get("max_latency_ms"))
+        write_json(work.directory / FORMS, _kept_forms(work) | {key: forms_of_plans(plans)})
+    return plans
 
 
 def _no_slower(
@@ -74,8 +76,9 @@ def _no_slower(
     plans: Plans,
     situations: list[tuple[Load, Batch]],
     refit: Callable[..., Plans],
+    max_latency_ms: float | None = None,
 ) -> Plans:
-    """The first plans whose model is no slower than the base in any situation; else those that are least so."""
+    """The first plans whose model is fast enough in every situation; else those that are most so in the last ones."""
     assert work.times is not None
     base, tried = work.deployed_base, []
     seconds = [seconds_of_forward(base, batch) for _, batch in situations]
@@ -83,22 +86,33 @@ def _no_slower(
     for attempt in range(ATTEMPTS):
         small, _ = deploy_plans(work, model, plans)
         ratios = [latency_ratio(small, base, batch) for _, batch in situations]
-        tried.append((max(ratios), plans))
-        if max(ratios) <= NO_SLOWER or attempt == ATTEMPTS - 1:
+        tried.append((_slowness(ratios, seconds[-1], max_latency_ms), plans))
+        if max(tried[-1][0]) <= NO_SLOWER or attempt == ATTEMPTS - 1:
             break
         corrected = [
             correct_load(load, small, ratio, took, work.times)
             for load, ratio, took in zip(loads, ratios, seconds, strict=True)
         ]
+        del small
         # After the first, which has most layers of low rank, a correction only ever grows: the search must end.
         loads = corrected if not attempt else [max(two, key=_correction) for two in zip(loads, corrected, strict=True)]
         plans = refit(loads=loads)
         if any(plans == other for _, other in tried):
             break
-    ratio, best = min(tried, key=lambda one: one[0])
-    if ratio > NO_SLOWER:
-        log.warning("no size near is as fast as the base: the best takes %.2f times as long where it is slowest", ratio)
+    slowness, best = min(tried, key=lambda one: one[0])
+    if max(slowness) > NO_SLOWER:
+        told = ", ".join(f"{one:.2f}" for one in reversed(slowness[1:]))
+        log.warning("no size near is fast enough; the best takes so many times as long as the base: %s at most", told)
     return best
+
+
+def _slowness(ratios: Sequence[float], base_seconds: float, max_latency_ms: float | None) -> tuple[float, ...]:
+    """What is to be small: time over the limit, then over the base's, the situation that matters most first.
+
+    As fast as the base is fast enough, and hundredths are as fine as two runs of one model agree.
+    """
+    over = 1.0 if max_latency_ms is None else 1e3 * base_seconds * ratios[-1] / max_latency_ms
+    return tuple(max(NO_SLOWER, round(one, 2)) for one in (over, *reversed(ratios)))
 
 
 def _correction(load: Load) -> float:
@@ -109,16 +123,15 @@ def _linear(model: nn.Module) -> list[str]:
     return [name for name, layer in nested_layers(model).items() if layer.geometry is None]
 
 
-def _kept_forms(work: Workspace) -> dict[str, dict[str, list[Any]]]:
+def _kept_forms(work: Workspace) -> dict[str, Any]:
     path = work.directory / FORMS
-    kept: dict[str, dict[str, list[Any]]] = read_json(path) if path.is_file() else {}
+    kept: dict[str, Any] = read_json(path) if path.is_file() else {}
     return kept
 
 
-def _key(chain: ProfileChain, smallest: Plans, times: TimeTable, loads: list[Load], limits: Mapping[str, Any]) -> str:
-    """All that the choice of forms depends on, but for the machine's mood."""
-    plans = {name: [plan.rank, plan.slack] for name, plan in smallest.items()}
-    found = [times.path.stem, plans, [load.rows for load in loads], chain.to_json(), limits]
+def _key(chain: ProfileChain, times: TimeTable, loads: list[Load], limits: Mapping[str, Any]) -> str:
+    """All that the choice of forms depends on, but for the weights, whose values change no times."""
+    found = [metadata.version("flexrank"), times.path.stem, [load.rows for load in loads], chain.to_json(), limits]
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -45,6 +45,7 @@ class Stage:
     is_timed: bool = False
 
 
+#: Forms are chosen first for what is deployed (`evaluate`), and what is measured beside it has the same.
 _DEPLOYED = ("deployment.dtype", "deployment.slack", "deployment.forms")
 _DATA = ("data.source", "data.path", "data.separator", "data.max_tokens", "data.batch_size", "data.calibration")
 STAGES = (
@@ -58,16 +59,16 @@ STAGES = (
     ),
     Stage("allocate", stages.allocate, ("allocation",), ("probe",), ("chain.json",)),
     Stage(
-        "evaluate_initial", stages.evaluate_initial, ("data.evaluation", *_DEPLOYED, "distillation.steps"),
-        ("decompose", "allocate"), ("evaluation_initial.json",), is_timed=True,
-    ),
-    Stage(
         "distill", stages.distill, ("distillation", "data.training"), ("decompose", "allocate"),
         ("elastic", "history.json"),
     ),
     Stage(
         "evaluate", stages.evaluate, ("data.evaluation", "evaluation", *_DEPLOYED), ("distill",),
         ("evaluation.json",), is_timed=True,
+    ),
+    Stage(
+        "evaluate_initial", stages.evaluate_initial, ("data.evaluation", *_DEPLOYED, "distillation.steps"),
+        ("decompose", "allocate"), ("evaluation_initial.json",), is_timed=True,
     ),
     Stage("deploy", stages.export_all, ("deployment", "evaluation.latency_batch_size", "data.evaluation"), ("distill",),
         ("deployed.json",), is_timed=True),
@@ -165,10 +166,10 @@ def _do(stage: Stage, work: Workspace, fingerprint: str) -> bool:
     with work.directory.replacing(stage.name), _clear_disk_errors(work, stage.name):
         more = stage.work(work, fingerprint) or ()
     seconds = time.perf_counter() - start
-    work.directory.finish(stage.name, fingerprint, (*stage.outputs, *more), stage.extras, seconds)
     for reader in STAGES if stage.is_timed else ():
         if stage.name in reader.needs:
             work.directory.forget(reader.name)
+    work.directory.finish(stage.name, fingerprint, (*stage.outputs, *more), stage.extras, seconds)
     log.info("%s: done in %.1f s", stage.name, seconds)
     return True
 

@@ -141,7 +141,9 @@ def evaluate(work: Workspace, _: str) -> None:
         small, profile = deploy_within(work, model, chain, rows_of, budget=budget)
         row = {"budget": budget, **measure(work, small, profile, shapes), "latency_ratio": None}
         if settings.latency:
-            row["latency_ratio"] = latency_ratio(small, work.base, work.samples.example, settings.latency_repeats)
+            row["latency_ratio"] = latency_ratio(
+                small, work.deployed_base, work.samples.example, settings.latency_repeats
+            )
         rows.append({**row, "ranks": dict(profile)})
     base = measure(work, work.base, full_profile(model), shapes)
     layers = {name: {"shape": list(shape)} for name, shape in shapes.items()}

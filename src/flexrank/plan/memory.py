@@ -9,6 +9,7 @@ from torch import nn
 from flexrank.config import RunConfig
 from flexrank.plan.subject import Subject
 from flexrank.report import split_block
+from flexrank.sensitivity import MATRIX_BYTES
 
 #: Of a moment, a float64.
 MOMENT = 8
@@ -18,10 +19,10 @@ def count_memory(subject: Subject, config: RunConfig) -> dict[str, dict[str, int
     """Bytes of each stage by what holds them.
 
     `teacher`, and `student`: while moments are collected a dense copy, which then turns into factors U, V at full
-    rank. `gradients` and `optimizer` (two numbers each) of all that consolidation trains. `targets`: the teacher's
-    outputs that the probe keeps for all its samples. `outputs`: those of one batch, once to calibrate; twice to probe,
-    with the loss's gradient; three times in training, with the teacher's. They have the model's dtype, and in training
-    that of `autocast` where it is named.
+    rank. `gradients` and `optimizer` (two numbers each) of all that consolidation trains. `matrices`: of full layers,
+    while others are probed. `targets`: the teacher's outputs that the probe keeps for all its samples. `outputs`: those
+    of one batch, once to calibrate; twice to probe, with the teacher's; three times in training, with the teacher's and
+    the loss's gradient. They have the model's dtype, and in training that of `autocast` where it is named.
     """
     teacher, student = tensor_bytes(subject.teacher), tensor_bytes(subject.student)
     moments = sum(moment_bytes(subject, config.decomposition.method).values())
@@ -36,6 +37,7 @@ def count_memory(subject: Subject, config: RunConfig) -> dict[str, dict[str, int
         "probe": {
             "teacher": teacher,
             "student": student,
+            "matrices": min(MATRIX_BYTES, size * sum(m * n for m, n in subject.shapes.values())),
             "targets": config.data.probe * subject.targets * size,
             "outputs": 2 * batch * output,
         },

@@ -24,7 +24,12 @@ from .deployment import export as export
 from .distillation import distill_ as distill_
 from .distillation import distillation_evaluator as distillation_evaluator
 from .errors import FlexrankError as FlexrankError
-from .latency import time_chain as time_chain
+from .latency import (
+    observe_load as observe_load,
+)
+from .latency import (
+    time_chain as time_chain,
+)
 from .layers import (
     GaugeAlignedConv2d as GaugeAlignedConv2d,
 )
@@ -68,4 +73,9 @@ from .surgery import (
 from .surgery import (
     use_profile as use_profile,
 )
-from .timing import TimeTable as TimeTable
+from .timing import (
+    Load as Load,
+)
+from .timing import (
+    TimeTable as TimeTable,
+)

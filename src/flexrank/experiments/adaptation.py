@@ -14,6 +14,7 @@ from torch.nn import functional
 from flexrank.batches import Batch, model_device, to_device
 from flexrank.checkpoint import load_elastic, save_elastic
 from flexrank.data import read_texts, token_blocks
+from flexrank.deployment import deploy
 from flexrank.distillation.schedule import scheduled_rate
 from flexrank.environment import assets_directory
 from flexrank.errors import FlexrankError
@@ -22,8 +23,9 @@ from flexrank.experiments.language import LanguageBench, pycode_settings
 from flexrank.experiments.study import Ledger, Request, Study, count_seeds
 from flexrank.findings import Result, between, claim, spread, table
 from flexrank.layers import GaugeAlignedLayer
-from flexrank.pipeline.deploying import activations, deploy_within
+from flexrank.pipeline.deploying import activations
 from flexrank.pipeline.rundir import identity
+from flexrank.planning import fit_plans
 from flexrank.progress import track
 from flexrank.views import is_conv1d
 
@@ -122,11 +124,13 @@ class _Trial:
         return {"nats": nats_per_token(model, self.held_out), "trained": trained}
 
     def submodel(self, budget: float | None) -> nn.Module:
-        """The base, or the submodel that a run would deploy for a budget."""
+        """The base, or the submodel of a budget: in the smallest forms, for a study's result must not hang on times."""
         if budget is None:
             return copy.deepcopy(self.bench.base)
         space, model = self.bench.space, self.elastic()
-        return deploy_within(space, model, self.bench.chain, activations(space, model), budget=budget)[0]
+        rows, dtype = activations(space, model), space.deployed_dtype
+        plans = fit_plans(model, self.bench.chain, budget, dtype=dtype, activations=rows)
+        return deploy(model, plans, dtype=dtype, base=space.base)
 
     def elastic(self) -> nn.Module:
         """The consolidated model, trained once."""

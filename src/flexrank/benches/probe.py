@@ -237,7 +237,7 @@ def draw(data: Mapping[str, Any]) -> Any:
     axes.set_xticks(list(places), [one["name"] for one in data["found"]])
     axes.set(ylabel="time over the probe's")
     axes.margins(y=0.15)
-    axes.legend(frameon=False, fontsize=8, loc="lower center")
+    axes.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
     return figure
 
 

@@ -12,8 +12,9 @@ from flexrank.artefacts import load_deployed
 from flexrank.costs import deployed_parameters
 from flexrank.deployment import deploy, deployed_parameters_of, export
 from flexrank.errors import FlexrankError
+from flexrank.fitting import fit_profile
 from flexrank.layers import GaugeAlignedConv2d, GaugeAlignedLayer, GaugeAlignedLinear, NestedLayer
-from flexrank.planning import fit_profile, plan_layer
+from flexrank.planning import plan_layer
 from flexrank.surgery import full_profile, nested_layers, use_profile
 from tiny_models import agree, outputs
 

@@ -16,7 +16,8 @@ from flexrank.evaluation import nats_per_token
 from flexrank.experiments import adaptation, calibration_size, find_study, layerwise
 from flexrank.experiments.language import TRAINED, LanguageBench, told_apart
 from flexrank.experiments.study import Ledger, Request
-from flexrank.pipeline.deploying import deploy_within
+from flexrank.fitting import Limits
+from flexrank.pipeline.deploying import deploy_within, planner_for
 from flexrank.surgery import full_profile, select_layers, use_profile
 from tiny_models import batch_for, build, nest
 from tiny_runs import TEXT, settings
@@ -116,15 +117,14 @@ def test_adaptation_trains_adapters_alone_on_a_deployed_model(
     assert rows["base"][3] == pytest.approx(nats_per_token(bench.base, held_out))
     assert all(row[4]["mean"] < row[3] for row in rows.values())  # it did adapt
     assert rows["0.5"][0] < rows["0.8"][0] < rows["base"][0]
-    small, _ = deploy_within(bench.space, bench.decomposed(), bench.chain, None, budget=0.5)
+    planner = planner_for(bench.space, bench.decomposed())
+    small, _ = deploy_within(bench.space, planner, bench.chain, Limits(0.5))
     model = adaptation.adapted(small, 0)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert trained and all("lora_" in name for name in trained)
     assert any("latent" in name for name in trained)  # the deployed layers' factors are adapted by name
     assert any("expand" in name for name in trained)
-    single = adaptation.adapted(
-        deploy_within(bench.space, bench.decomposed(), bench.chain, None, budget=0.5)[0], 0, False
-    )
+    single = adaptation.adapted(deploy_within(bench.space, planner, bench.chain, Limits(0.5))[0], 0, False)
     alone = {name for name, parameter in single.named_parameters() if parameter.requires_grad}
     assert alone == {name for name in trained if ".expand." not in name}
     assert [row[6] is None for row in rows.values()] == [True, False, False]

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from flexrank import latency
 from flexrank.deployment import deploy
 from flexrank.errors import FlexrankError
+from flexrank.fitting import Fit, fit_plans
 from flexrank.latency import correct_load, observe_load, time_chain
 from flexrank.pipeline import deploying
-from flexrank.planning import LayerPlan, fit_plans, form_key
+from flexrank.planning import LayerPlan, form_key
 from flexrank.profiles import ProfileChain
 from flexrank.surgery import nested_layers
 from flexrank.timing import Load
@@ -146,7 +147,7 @@ def test_sizes_are_built_until_one_is_fast_enough(
 
     def refit(loads: list[Load]) -> Any:
         corrections.append(loads[0].correction)
-        return next(made)
+        return Fit(next(made))
 
     situations: Any = [(Load({"layer": [rows]}), None) for rows in (1, 8)]
     with caplog.at_level("WARNING", "flexrank"):

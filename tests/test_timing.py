@@ -1,6 +1,5 @@
 """The table of times, and what planning does with it: against times that are set by hand, and brute force."""
 
-import dataclasses
 import itertools
 import json
 import logging
@@ -12,23 +11,12 @@ import torch
 
 from flexrank import timing
 from flexrank.costs import aligned_parameters
-from flexrank.deployment import deploy
-from flexrank.errors import FlexrankError
+from flexrank.fitting import default_loads
 from flexrank.layers import GaugeAlignedLinear, NestedLayer
-from flexrank.planning import (
-    LayerPlan,
-    default_loads,
-    fit_plans,
-    fit_profile,
-    forms_of_plans,
-    is_within,
-    plan_layer,
-    plan_no_slower,
-    plans_of_forms,
-)
+from flexrank.planning import LayerPlan, plan_layer, plan_no_slower
 from flexrank.surgery import nested_layers
 from flexrank.timing import SHARES, TOKENS, FormKey, TimeTable
-from hand_tables import all_dense, by_hand, chain_of, small_model, total
+from hand_tables import all_dense, by_hand, small_model, total
 
 
 def no_slower(plans: dict[str, LayerPlan], layers: dict[str, NestedLayer], table: TimeTable) -> dict[str, LayerPlan]:
@@ -127,61 +115,6 @@ def test_a_place_that_cannot_be_written_is_told(tmp_path: Path, caplog: pytest.L
     assert "not remembered" in caplog.text and "FLEXRANK_CACHE" in caplog.text
 
 
-def test_a_load_that_no_size_meets_is_left_out_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = small_model()
-    chain, layers = chain_of(model), nested_layers(model)
-    table = by_hand(tmp_path, {"dense": 1.0, "plain": 2.5, "aligned": 2.5}, model)
-    for times in table._times.values():
-        for form in ("plain", "aligned"):
-            times[form][0] = [90 * one for one in times[form][0]]  # one token alone is hopeless
-    with caplog.at_level(logging.WARNING, "flexrank"):
-        plans = fit_plans(model, chain, 0.5, slack=0, times=table)
-    assert len(caplog.records) == 1 and "as fast as the base at 1 rows a layer" in caplog.text
-    limit = total(all_dense(layers), layers, table) * (1 + 1e-9)
-    assert (total(plans, layers, table) <= limit)[1:].all()
-    smallest = fit_plans(model, chain, 0.5, slack=0)
-    assert (total(smallest, layers, table) > limit)[1:].any()  # so that something was chosen
-
-
-def test_the_rows_given_choose_the_forms(tmp_path: Path) -> None:
-    """What is slow at one token alone is taken where one token never comes."""
-    model = small_model()
-    chain = chain_of(model)
-    table = by_hand(tmp_path, {"dense": 1.0, "plain": 0.9, "aligned": 0.9}, model)
-    for times in table._times.values():
-        times["aligned"][0] = [90 * one for one in times["aligned"][0]]
-    many = default_loads(nested_layers(model))[1:]
-    smallest = fit_plans(model, chain, 0.5, slack=0)
-    assert fit_plans(model, chain, 0.5, slack=0, times=table, loads=many) == smallest
-    assert fit_plans(model, chain, 0.5, slack=0, times=table) != smallest
-    slowed = [dataclasses.replace(load, correction=3.0) for load in many]
-    assert fit_plans(model, chain, 0.5, slack=0, times=table, loads=slowed) != smallest
-
-
-def test_a_dense_layer_has_full_rank_and_forms_are_kept_without_slack(tmp_path: Path) -> None:
-    model = small_model()
-    chain, layers = chain_of(model), nested_layers(model)
-    table = by_hand(tmp_path, {"dense": 1.0, "plain": 1.9, "aligned": 1.9}, model)
-    plans = fit_plans(model, chain, 0.8, slack=0, times=table)
-    dense = {name: plan.rank for name, plan in plans.items() if plan.slack is None}
-    assert dense == {name: layers[name].max_rank for name in dense} and 0 < len(dense) < len(layers)
-    small = deploy(model, plans)
-    for name in dense:
-        assert torch.allclose(small.get_submodule(name).weight, layers[name].u.T @ layers[name].v, atol=1e-6)
-    assert plans_of_forms(model, json.loads(json.dumps(forms_of_plans(plans))), slack=0) == plans
-    more = plans_of_forms(model, forms_of_plans(plans), slack=2)
-    assert {name: plan.slack for name, plan in more.items()} == {n: None if n in dense else 2 for n in plans}
-    plain = {name: LayerPlan(3, 3, 3 * sum(layer.matrix_shape)) for name, layer in layers.items()}
-    assert plans_of_forms(model, forms_of_plans(plain)) == plain
-    assert is_within(model, chain, plans, 0.8) and not is_within(model, chain, plans, 0.1)
-
-
-def test_ranks_alone_refuse_times(tmp_path: Path) -> None:
-    model = small_model()
-    with pytest.raises(FlexrankError, match="deploy the plans of fit_plans"):
-        fit_profile(model, chain_of(model), 0.5, times=TimeTable(torch.float32, directory=tmp_path))
-
-
 def test_the_changes_are_near_the_fewest_parameters_of_brute_force(tmp_path: Path) -> None:
     """Random times; the greedy answer is feasible, and over all cases at most a quarter larger than the best."""
     model = small_model()
@@ -207,29 +140,6 @@ def test_the_changes_are_near_the_fewest_parameters_of_brute_force(tmp_path: Pat
                 best = min(best, sum(plan.parameters for plan in choice))
         ratios.append(sum(plan.parameters for plan in found.values()) / best)
     assert min(ratios) >= 1 and sum(ratios) / len(ratios) < 1.25
-
-
-def test_a_size_near_the_limit_is_found_that_is_as_fast_as_the_base(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = small_model()
-    chain, layers = chain_of(model), nested_layers(model)
-    slow_at_high_ranks = by_hand(tmp_path / "a", {"dense": 1.0, "plain": 1.3, "aligned": 1.3}, model)
-    limit = total(all_dense(layers), layers, slow_at_high_ranks) * (1 + 1e-9)
-    for budget in (0.9, 0.8, 0.5):
-        caplog.clear()
-        plans = fit_plans(model, chain, budget, slack=0, times=slow_at_high_ranks)
-        assert sum(plan.parameters for plan in plans.values()) <= budget * chain.dense_parameters
-        if not caplog.records:
-            assert (total(plans, layers, slow_at_high_ranks) <= limit).all()
-        deploy(model, plans)
-    assert not caplog.records  # the least budget has one
-    caplog.clear()
-    hopeless = by_hand(tmp_path / "b", {"dense": 1.0, "plain": 90.0, "aligned": 90.0}, model)
-    with caplog.at_level(logging.WARNING, "flexrank"):
-        plans = fit_plans(model, chain, 0.5, slack=0, times=hopeless)
-    assert plans == fit_plans(model, chain, 0.5, slack=0)
-    assert "as fast as the base" in caplog.text
 
 
 def test_the_cache_is_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

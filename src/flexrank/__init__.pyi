@@ -24,6 +24,8 @@ from .deployment import export as export
 from .distillation import distill_ as distill_
 from .distillation import distillation_evaluator as distillation_evaluator
 from .errors import FlexrankError as FlexrankError
+from .fitting import fit_plans as fit_plans
+from .fitting import fit_profile as fit_profile
 from .latency import (
     observe_load as observe_load,
 )
@@ -54,8 +56,6 @@ from .objectives import (
 from .objectives import (
     objective_for as objective_for,
 )
-from .planning import fit_plans as fit_plans
-from .planning import fit_profile as fit_profile
 from .profiles import ProfileChain as ProfileChain
 from .profiles import RankProfile as RankProfile
 from .profiles import SensitivityTable as SensitivityTable

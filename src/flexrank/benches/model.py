@@ -18,9 +18,10 @@ from flexrank.benches.machine import forget_peak, in_fresh_process, interleave, 
 from flexrank.config import load_config
 from flexrank.evaluation import inference
 from flexrank.findings import Result, goal, table
+from flexrank.fitting import Limits
 from flexrank.hf import models
 from flexrank.pipeline import run_stages
-from flexrank.pipeline.deploying import activations, deploy_within
+from flexrank.pipeline.deploying import deploy_within, planner_for
 from flexrank.pipeline.workspace import Workspace
 from flexrank.progress import track
 
@@ -41,13 +42,13 @@ def run(target: Path | None) -> Result:
     outcome = run_stages(load_config(target), "distill")
     work = outcome.workspace
     elastic, chain = work.elastic("elastic")
-    rows_of = activations(work, elastic)
+    planner = planner_for(work, elastic)
     base = copy.deepcopy(work.base).to(work.deployed_dtype)
     situations = _situations(work, base)
     found = [_measured(BASE, work, base, base, situations)]
     with work.directory.locked():  # the forms chosen are kept there
         for budget in track(work.config.allocation.budgets, "measuring sizes"):
-            small, _ = deploy_within(work, elastic, chain, rows_of, budget=budget)
+            small, _ = deploy_within(work, planner, chain, Limits(budget))
             found.append(_measured(f"{budget:g}", work, small, base, situations))
     return {
         "settings": {

@@ -22,10 +22,10 @@ from flexrank.evaluation import nats_per_token
 from flexrank.experiments.language import LanguageBench, pycode_settings
 from flexrank.experiments.study import Ledger, Request, Study, count_seeds
 from flexrank.findings import Result, between, claim, spread, table
+from flexrank.fitting import Limits, fit
 from flexrank.layers import GaugeAlignedLayer
-from flexrank.pipeline.deploying import activations
+from flexrank.pipeline.deploying import planner_for
 from flexrank.pipeline.rundir import identity
-from flexrank.planning import fit_plans
 from flexrank.progress import track
 from flexrank.views import is_conv1d
 
@@ -128,9 +128,8 @@ class _Trial:
         if budget is None:
             return copy.deepcopy(self.bench.base)
         space, model = self.bench.space, self.elastic()
-        rows, dtype = activations(space, model), space.deployed_dtype
-        plans = fit_plans(model, self.bench.chain, budget, dtype=dtype, activations=rows)
-        return deploy(model, plans, dtype=dtype, base=space.base)
+        plans = fit(planner_for(space, model), self.bench.chain, Limits(budget)).plans
+        return deploy(model, plans, dtype=space.deployed_dtype, base=space.base)
 
     def elastic(self) -> nn.Module:
         """The consolidated model, trained once."""

@@ -16,10 +16,11 @@ from flexrank.batches import Batch
 from flexrank.calibration import collect_rows
 from flexrank.costs import Shape, dense_parameters
 from flexrank.deployment import deploy, deployed_parameters_of, export
+from flexrank.fitting import Fit, Limits, fit, is_within
 from flexrank.hf import models
 from flexrank.latency import correct_load, latency_ratio, observe_load, seconds_of_forward, time_chain
 from flexrank.pipeline.workspace import Workspace
-from flexrank.planning import Activations, LayerPlan, Plans, fit_plans, forms_of_plans, is_within, plans_of_forms
+from flexrank.planning import LayerPlan, Planner, Plans, forms_of_plans
 from flexrank.profiles import ProfileChain, RankProfile
 from flexrank.storage import directory_bytes, read_json, write_json
 from flexrank.surgery import nested_layers
@@ -34,38 +35,35 @@ NO_SLOWER = 1.01
 ATTEMPTS = 4
 
 
-def activations(work: Workspace, model: nn.Module) -> Activations | None:
-    """Calibration rows that the slack is chosen on, so that the dtype's error bound holds where the model is used."""
-    if work.config.deployment.slack != "auto":
-        return None
-    return collect_rows(model, work.samples.calibration, nested_layers(model))
+def planner_for(work: Workspace, model: nn.Module) -> Planner:
+    """Plans by the run's settings; slack is chosen on calibration rows, so that the dtype's bound holds where used."""
+    slack = work.config.deployment.slack
+    rows = collect_rows(model, work.samples.calibration, nested_layers(model)) if slack == "auto" else None
+    return Planner(model, dtype=work.deployed_dtype, slack=slack, activations=rows)
 
 
-def plans_within(
-    work: Workspace, model: nn.Module, chain: ProfileChain, rows: Activations | None, **limits: Any
-) -> Plans:
-    """How to deploy the largest model within the limits of `fit_plans`, slack included.
+def plans_within(work: Workspace, planner: Planner, chain: ProfileChain, limits: Limits) -> Plans:
+    """How to deploy the largest model within the limits, slack included.
 
     Where forms are chosen by time, the smallest forms are built and timed against the base, and stand if they are no
     slower. Else the table of times, corrected by what was measured, plans others, until a model is no slower. Ranks and
     forms are kept in RUN/forms.json, so that a stage done later takes the same where they are within its limits.
     """
-    how: dict[str, Any] = {"dtype": work.deployed_dtype, "slack": work.config.deployment.slack, "activations": rows}
-    times = work.times
-    if limits.get("max_latency_ms") is not None:
+    times, model = work.times, planner.model
+    if limits.max_latency_ms is not None:
         chain = time_chain(model, work.deployed_base, work.samples.example, chain, times)
-    smallest = fit_plans(model, chain, **how, **limits)
+    smallest = fit(planner, chain, limits).plans
     if times is None or all(smallest[name].slack is None for name in _linear(model)):
         return smallest
     batches = _situations(work)
     loads = [observe_load(work.deployed_base, batch, _linear(model)) for batch in batches]
     key = _key(chain, times, loads, limits)
     kept = _kept_forms(work).get(key)
-    plans = None if kept is None else plans_of_forms(model, kept, **how)
-    if plans is None or not is_within(model, chain, plans, dtype=work.deployed_dtype, **limits):
-        refit = functools.partial(fit_plans, model, chain, times=times, **how, **limits)
+    plans = None if kept is None else planner.of_forms(kept)
+    if plans is None or not is_within(planner, chain, limits, plans):
+        refit = functools.partial(fit, planner, chain, limits, times)
         situations = list(zip(loads, batches, strict=True))
-        plans = _no_slower(work, model, smallest, situations, refit, limits.get("max_latency_ms"))
+        plans = _no_slower(work, model, smallest, situations, refit, limits.max_latency_ms)
         write_json(work.directory / FORMS, _kept_forms(work) | {key: forms_of_plans(plans)})
     return plans
 
@@ -75,7 +73,7 @@ def _no_slower(
     model: nn.Module,
     plans: Plans,
     situations: list[tuple[Load, Batch]],
-    refit: Callable[..., Plans],
+    refit: Callable[[list[Load]], Fit],
     max_latency_ms: float | None = None,
 ) -> Plans:
     """The first plans whose model is fast enough in every situation; else those that are most so in the last ones."""
@@ -96,7 +94,7 @@ def _no_slower(
         del small
         # After the first, which has most layers of low rank, a correction only ever grows: the search must end.
         loads = corrected if not attempt else [max(two, key=_correction) for two in zip(loads, corrected, strict=True)]
-        plans = refit(loads=loads)
+        plans = refit(loads).plans
         if any(plans == other for _, other in tried):
             break
     slowness, best = min(tried, key=lambda one: one[0])
@@ -129,9 +127,10 @@ def _kept_forms(work: Workspace) -> dict[str, Any]:
     return kept
 
 
-def _key(chain: ProfileChain, times: TimeTable, loads: list[Load], limits: Mapping[str, Any]) -> str:
+def _key(chain: ProfileChain, times: TimeTable, loads: list[Load], limits: Limits) -> str:
     """All that the choice of forms depends on, but for the weights, whose values change no times."""
-    found = [metadata.version("flexrank"), times.path.stem, [load.rows for load in loads], chain.to_json(), limits]
+    found = [metadata.version("flexrank"), times.path.stem, [load.rows for load in loads], chain.to_json()]
+    found.append(limits.given())
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -150,17 +149,17 @@ def deploy_plans(work: Workspace, model: nn.Module, plans: Mapping[str, LayerPla
 
 
 def deploy_within(
-    work: Workspace, model: nn.Module, chain: ProfileChain, rows: Activations | None, **limits: Any
+    work: Workspace, planner: Planner, chain: ProfileChain, limits: Limits
 ) -> tuple[nn.Module, RankProfile]:
     """The largest deployed model within the limits, and its ranks."""
-    return deploy_plans(work, model, plans_within(work, model, chain, rows, **limits))
+    return deploy_plans(work, planner.model, plans_within(work, planner, chain, limits))
 
 
-def export_within(work: Workspace, place: Path, **limits: Any) -> dict[str, Any]:
+def export_within(work: Workspace, place: Path, limits: Limits) -> dict[str, Any]:
     """Exports the largest deployed model within the limits; tells what was exported."""
     model, chain = work.elastic("elastic")
-    small, profile = deploy_within(work, model, chain, activations(work, model), **limits)
-    return {**limits, **export_plans(work, small, profile, model, place)}
+    small, profile = deploy_within(work, planner_for(work, model), chain, limits)
+    return {**limits.given(), **export_plans(work, small, profile, model, place)}
 
 
 def export_plans(

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 
 from flexrank.config import RunConfig
 from flexrank.errors import FlexrankError
+from flexrank.fitting import Limits
 from flexrank.hf import models
 from flexrank.pipeline import deploying, stages
 from flexrank.pipeline.rundir import RunDirectory, fingerprint, identity
@@ -141,7 +142,7 @@ def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None =
     work = outcome.workspace
     name = "-".join(f"{key}-{limit}" for key, limit in limits.items())
     with work.directory.locked(), _clear_disk_errors(work, "deploy"):
-        return deploying.export_within(work, place or work.directory / "exports" / name, **limits)
+        return deploying.export_within(work, place or work.directory / "exports" / name, Limits(**limits))
 
 
 def fingerprints(config: RunConfig, source: str) -> dict[str, str]:

@@ -22,11 +22,11 @@ from flexrank.costs import dense_parameters
 from flexrank.decomposition import decompose_, decompose_by_block_
 from flexrank.distillation import distill_, distillation_evaluator
 from flexrank.errors import FlexrankError
+from flexrank.fitting import Limits
 from flexrank.hf import models
 from flexrank.latency import latency_ratio
-from flexrank.pipeline.deploying import activations, deploy_plans, deploy_within, export_plans, measure, plans_within
+from flexrank.pipeline.deploying import deploy_plans, deploy_within, export_plans, measure, planner_for, plans_within
 from flexrank.pipeline.workspace import Workspace
-from flexrank.planning import plan_layer
 from flexrank.profiles import ChainEntry, ProfileChain, RankProfile, SensitivityTable
 from flexrank.progress import track
 from flexrank.sensitivity import probe_sensitivity, rank_levels
@@ -124,9 +124,9 @@ def evaluate_initial(work: Workspace, _: str) -> None:
     rows = []
     if work.config.distillation.steps:
         model, _chain = work.elastic("elastic_initial")
-        chain, rows_of = read_chain(work), activations(work, model)
+        chain, planner = read_chain(work), planner_for(work, model)
         for budget in track(work.config.allocation.budgets, "evaluating before consolidation"):
-            small, _profile = deploy_within(work, model, chain, rows_of, budget=budget)
+            small, _profile = deploy_within(work, planner, chain, Limits(budget))
             rows.append({"budget": budget, "quality": work.judge(small)})
     write_json(work.directory / "evaluation_initial.json", {"rows": rows})
 
@@ -135,10 +135,10 @@ def evaluate(work: Workspace, _: str) -> None:
     """Sizes, qualities and latencies of the deployed model at each budget, and of the base: RUN/evaluation.json."""
     model, chain = work.elastic("elastic")
     shapes = {name: layer.matrix_shape for name, layer in nested_layers(model).items()}
-    settings, rows_of = work.config.evaluation, activations(work, model)
+    settings, planner = work.config.evaluation, planner_for(work, model)
     rows = []
     for budget in track(work.config.allocation.budgets, "evaluating"):
-        small, profile = deploy_within(work, model, chain, rows_of, budget=budget)
+        small, profile = deploy_within(work, planner, chain, Limits(budget))
         row = {"budget": budget, **measure(work, small, profile, shapes), "latency_ratio": None}
         if settings.latency:
             row["latency_ratio"] = latency_ratio(
@@ -158,10 +158,10 @@ def export_all(work: Workspace, _: str) -> list[str]:
     place = work.directory / "deployed"
     place.mkdir(exist_ok=True)
     model, chain = work.elastic("elastic")
-    rows = activations(work, model)
+    planner = planner_for(work, model)
     # All are planned before the first is published, so that a budget out of reach changes nothing.
     budgets = work.config.deployment.budgets
-    plans = {budget: plans_within(work, model, chain, rows, budget=budget) for budget in budgets}
+    plans = {budget: plans_within(work, planner, chain, Limits(budget)) for budget in budgets}
     exports = []
     for budget, plan in plans.items():
         name = f"{budget:.2f}" if round(budget, 2) == budget else f"{budget!r}"
@@ -216,12 +216,11 @@ def read_chain(work: Workspace) -> ProfileChain:
 
 def _require_reachable_budgets(work: Workspace, model: nn.Module) -> None:
     """Refuses, before hours of probing, a budget below what the least probed ranks cost as they are deployed."""
-    settings, layers, rows = work.config.probe, nested_layers(model), activations(work, model) or {}
-    how: dict[str, Any] = {"dtype": work.deployed_dtype, "slack": work.config.deployment.slack}
+    settings, layers, planner = work.config.probe, nested_layers(model), planner_for(work, model)
     cheapest = dense = 0
     for name, layer in layers.items():
         rank = rank_levels(layer.matrix_shape, settings.levels, settings.spacing)[0]
-        cheapest += plan_layer(layer, rank, rows=rows.get(name), **how).parameters
+        cheapest += planner.layer(name, rank).parameters
         dense += dense_parameters(layer.matrix_shape)
     for key in ("allocation", "deployment"):
         smallest = min(getattr(work.config, key).budgets, default=1.0)

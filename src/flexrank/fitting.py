@@ -1,0 +1,187 @@
+"""The largest size of a chain whose deployed model is within limits, slack included, and no slower than the base."""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from flexrank.errors import FlexrankError
+from flexrank.layers import Slack
+from flexrank.planning import Activations, Planner, Plans, form_key, predicted_seconds
+from flexrank.profiles import ProfileChain, RankProfile
+from flexrank.surgery import footprint
+from flexrank.timing import TOKENS, Load, TimeTable
+
+log = logging.getLogger("flexrank")
+
+#: A model that is as fast as its base is looked for down to this part of the size that its limits allow, before layers
+#: are dense in it.
+LEAST_SIZE = 0.6
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a deployed model must be within; at least one of them.
+
+    Attributes:
+        budget: deployed over dense parameters of the factorised layers, in (0, 1].
+        max_params: the whole model's parameters.
+        max_bytes: the whole model's bytes at the dtype deployed in.
+        max_latency_ms: of a chain that `time_chain` timed, as it predicts for the smallest forms; for those chosen
+            where loads are given too, the last of which is the one that was timed.
+    """
+
+    budget: float | None = None
+    max_params: int | None = None
+    max_bytes: int | None = None
+    max_latency_ms: float | None = None
+
+    def given(self) -> dict[str, Any]:
+        """Those that are not None."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.given().items())
+
+
+class Fit(NamedTuple):
+    """What `fit` found.
+
+    Attributes:
+        plans: how to deploy each layer.
+        slow: loads under which the times foretell more than the base takes, or than was asked.
+    """
+
+    plans: Plans
+    slow: Sequence[Load] = ()
+
+
+def fit_profile(
+    model: torch.nn.Module, chain: ProfileChain, budget: float | None = None, **limits_and_settings: Any
+) -> RankProfile:
+    """The profile of `fit_plans`: the chain's largest whose deployed model is within every limit, slack included.
+
+    Raises:
+        FlexrankError: as `fit_plans`; or `times` are given, which choose forms, and a profile has none.
+    """
+    if limits_and_settings.get("times") is not None:
+        raise FlexrankError("fit_profile gives ranks, and times choose forms; deploy the plans of fit_plans instead")
+    plans = fit_plans(model, chain, budget, **limits_and_settings)
+    return RankProfile({name: plan.rank for name, plan in plans.items()})
+
+
+def fit_plans(
+    model: torch.nn.Module,
+    chain: ProfileChain,
+    budget: float | None = None,
+    *,
+    max_params: int | None = None,
+    max_bytes: int | None = None,
+    max_latency_ms: float | None = None,
+    dtype: torch.dtype | None = None,
+    slack: Slack = "auto",
+    activations: Activations | None = None,
+    times: TimeTable | None = None,
+    loads: Sequence[Load] | None = None,
+) -> Plans:
+    """How to deploy the chain's largest profile whose deployed model is within every limit, slack included.
+
+    `chain.at` counts slack 0; this steps down from there, planning layers but building none. With `times` it goes on,
+    down to `LEAST_SIZE` of that, until the linear layers together are no slower than the base's under any load; where
+    no size is, the loads are left out one by one, and the log says so.
+
+    Args:
+        model: the elastic model.
+        chain: its profiles.
+        budget: as in `Limits`.
+        max_params: as in `Limits`.
+        max_bytes: as in `Limits`.
+        max_latency_ms: as in `Limits`.
+        dtype: as for `deploy`.
+        slack: as for `deploy`.
+        activations: as for `deploy`.
+        times: this machine's; None chooses forms by parameters alone.
+        loads: what the model will be given, that which matters least first; by default each of `TOKENS` once through
+            every layer.
+
+    Raises:
+        FlexrankError: no limit, one that is out of range, or none of the profiles within them.
+    """
+    limits = Limits(budget, max_params, max_bytes, max_latency_ms)
+    planner = Planner(model, dtype=dtype, slack=slack, activations=activations)
+    found = fit(planner, chain, limits, times, loads)
+    for load in found.slow:
+        wanted = "the base" if max_latency_ms is None else "the base, or as was asked,"
+        log.warning("%s: no size near is as fast as %s at %s", limits, wanted, load)
+    return found.plans
+
+
+def fit(
+    planner: Planner,
+    chain: ProfileChain,
+    limits: Limits,
+    times: TimeTable | None = None,
+    loads: Sequence[Load] | None = None,
+) -> Fit:
+    """As `fit_plans`, by a planner that may have planned before; tells what is slow, and warns of nothing."""
+    chain = dataclasses.replace(chain, footprint=footprint(planner.model, planner.dtype))
+    start, most = chain.entries.index(chain.entry_at(**limits.given())), limits.max_latency_ms
+    entries = [
+        # a smaller size may take longer, where a layer is no longer dense
+        entry
+        for entry in reversed(chain.entries[: start + 1])
+        if most is None or chain.milliseconds(entry) <= most
+    ]
+    within = functools.partial(is_within, planner, chain, limits)
+    first = next((entry for entry in entries if within(planner.smallest(entry))), None)
+    if first is None:
+        raise FlexrankError(f"too small for the deployed form, slack included: {limits}; ask for more, or slack=0")
+    if times is None:
+        return Fit(planner.smallest(first))
+    near = [entry for entry in entries if LEAST_SIZE * first.parameters <= entry.parameters]
+    is_fast = functools.partial(_is_fast, planner, chain, most if loads else None, times, loads or ())
+    loads = loads or default_loads(planner.layers)
+    for left_out in range(len(loads)):
+        found = (planner.no_slower(entry, times, loads[left_out:]) for entry in near)
+        plans = next((plans for plans in found if within(plans) and is_fast(plans)), None)
+        if plans is not None:
+            return Fit(plans, loads[:left_out])
+    return Fit(planner.smallest(first), loads)
+
+
+def default_loads(layers: Iterable[str]) -> list[Load]:
+    """Each of `TOKENS` once through every layer."""
+    names = list(layers)
+    return [Load({name: (tokens,) for name in names}) for tokens in TOKENS]
+
+
+def is_within(planner: Planner, chain: ProfileChain, limits: Limits, plans: Plans) -> bool:
+    """Whether the plans' own sizes, slack included, are within the limits; latency is not looked at."""
+    chain = dataclasses.replace(chain, footprint=footprint(planner.model, planner.dtype))
+    real = dataclasses.replace(chain.entries[0], parameters=sum(plan.parameters for plan in plans.values()))
+    sizes = chain.relative_size(real), chain.model_parameters(real), chain.model_bytes(real)
+    asked = limits.budget, limits.max_params, limits.max_bytes
+    return all(limit is None or size <= limit * (1 + 1e-12) for limit, size in zip(asked, sizes, strict=True))
+
+
+def _is_fast(
+    planner: Planner,
+    chain: ProfileChain,
+    max_latency_ms: float | None,
+    times: TimeTable,
+    loads: Sequence[Load],
+    plans: Plans,
+) -> bool:
+    """Whether the plans' own forms are within the limit: the chain's largest size, with other forms in its place."""
+    if max_latency_ms is None:
+        return True
+    largest, rise = chain.entries[-1], 0.0
+    for name, layer in planner.layers.items():
+        if layer.geometry is None:
+            plan = plans[name]
+            rise += loads[-1].seconds(times, name, form_key(layer), plan.rank, plan.slack)
+            rise -= predicted_seconds(name, layer, largest.profile[name], loads[-1], times)
+    return chain.milliseconds(largest) + 1e3 * rise <= max_latency_ms * (1 + 1e-9)

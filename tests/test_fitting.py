@@ -1,0 +1,125 @@
+"""Which size is within limits and no slower than the base: against times that are set by hand."""
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexrank import planning
+from flexrank.deployment import deploy
+from flexrank.errors import FlexrankError
+from flexrank.fitting import Limits, default_loads, fit, fit_plans, fit_profile, is_within
+from flexrank.planning import LayerPlan, Planner, forms_of_plans
+from flexrank.surgery import nested_layers
+from flexrank.timing import TimeTable
+from hand_tables import all_dense, by_hand, chain_of, small_model, total
+
+
+def test_a_load_that_no_size_meets_is_left_out_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = small_model()
+    chain, layers = chain_of(model), nested_layers(model)
+    table = by_hand(tmp_path, {"dense": 1.0, "plain": 2.5, "aligned": 2.5}, model)
+    for times in table._times.values():
+        for form in ("plain", "aligned"):
+            times[form][0] = [90 * one for one in times[form][0]]  # one token alone is hopeless
+    with caplog.at_level(logging.WARNING, "flexrank"):
+        plans = fit_plans(model, chain, 0.5, slack=0, times=table)
+    assert len(caplog.records) == 1 and "as fast as the base at 1 rows a layer" in caplog.text
+    limit = total(all_dense(layers), layers, table) * (1 + 1e-9)
+    assert (total(plans, layers, table) <= limit)[1:].all()
+    smallest = fit_plans(model, chain, 0.5, slack=0)
+    assert (total(smallest, layers, table) > limit)[1:].any()  # so that something was chosen
+
+
+def test_the_rows_given_choose_the_forms(tmp_path: Path) -> None:
+    """What is slow at one token alone is taken where one token never comes."""
+    model = small_model()
+    chain = chain_of(model)
+    table = by_hand(tmp_path, {"dense": 1.0, "plain": 0.9, "aligned": 0.9}, model)
+    for times in table._times.values():
+        times["aligned"][0] = [90 * one for one in times["aligned"][0]]
+    many = default_loads(nested_layers(model))[1:]
+    smallest = fit_plans(model, chain, 0.5, slack=0)
+    assert fit_plans(model, chain, 0.5, slack=0, times=table, loads=many) == smallest
+    assert fit_plans(model, chain, 0.5, slack=0, times=table) != smallest
+    slowed = [dataclasses.replace(load, correction=3.0) for load in many]
+    assert fit_plans(model, chain, 0.5, slack=0, times=table, loads=slowed) != smallest
+
+
+def test_a_dense_layer_has_full_rank_and_forms_are_kept_without_slack(tmp_path: Path) -> None:
+    model = small_model()
+    chain, layers = chain_of(model), nested_layers(model)
+    table = by_hand(tmp_path, {"dense": 1.0, "plain": 1.9, "aligned": 1.9}, model)
+    plans = fit_plans(model, chain, 0.8, slack=0, times=table)
+    dense = {name: plan.rank for name, plan in plans.items() if plan.slack is None}
+    assert dense == {name: layers[name].max_rank for name in dense} and 0 < len(dense) < len(layers)
+    small = deploy(model, plans)
+    for name in dense:
+        assert torch.allclose(small.get_submodule(name).weight, layers[name].u.T @ layers[name].v, atol=1e-6)
+    assert Planner(model, slack=0).of_forms(json.loads(json.dumps(forms_of_plans(plans)))) == plans
+    more = Planner(model, slack=2).of_forms(forms_of_plans(plans))
+    assert {name: plan.slack for name, plan in more.items()} == {n: None if n in dense else 2 for n in plans}
+    plain = {name: LayerPlan(3, 3, 3 * sum(layer.matrix_shape)) for name, layer in layers.items()}
+    assert Planner(model).of_forms(forms_of_plans(plain)) == plain
+    within = [is_within(Planner(model), chain, Limits(budget), plans) for budget in (0.8, 0.1)]
+    assert within == [True, False]
+
+
+def test_ranks_alone_refuse_times(tmp_path: Path) -> None:
+    model = small_model()
+    with pytest.raises(FlexrankError, match="deploy the plans of fit_plans"):
+        fit_profile(model, chain_of(model), 0.5, times=TimeTable(torch.float32, directory=tmp_path))
+
+
+def test_a_size_near_the_limit_is_found_that_is_as_fast_as_the_base(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = small_model()
+    chain, layers = chain_of(model), nested_layers(model)
+    slow_at_high_ranks = by_hand(tmp_path / "a", {"dense": 1.0, "plain": 1.3, "aligned": 1.3}, model)
+    limit = total(all_dense(layers), layers, slow_at_high_ranks) * (1 + 1e-9)
+    for budget in (0.9, 0.8, 0.5):
+        caplog.clear()
+        plans = fit_plans(model, chain, budget, slack=0, times=slow_at_high_ranks)
+        assert sum(plan.parameters for plan in plans.values()) <= budget * chain.dense_parameters
+        if not caplog.records:
+            assert (total(plans, layers, slow_at_high_ranks) <= limit).all()
+        deploy(model, plans)
+    assert not caplog.records  # the least budget has one
+    caplog.clear()
+    hopeless = by_hand(tmp_path / "b", {"dense": 1.0, "plain": 90.0, "aligned": 90.0}, model)
+    with caplog.at_level(logging.WARNING, "flexrank"):
+        plans = fit_plans(model, chain, 0.5, slack=0, times=hopeless)
+    assert plans == fit_plans(model, chain, 0.5, slack=0)
+    assert "as fast as the base" in caplog.text
+
+
+def test_a_planner_chooses_a_layers_slack_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, planned = small_model(), []
+    chain = chain_of(model)
+    plan_layer = planning.plan_layer
+    monkeypatch.setattr(
+        planning, "plan_layer", lambda *given, **how: planned.append(given) or plan_layer(*given, **how)
+    )
+    planner = Planner(model, slack=1)
+    hopeless = by_hand(tmp_path, {"dense": 1.0, "plain": 90.0, "aligned": 90.0}, model)
+    first = fit(planner, chain, Limits(0.5), hopeless)
+    assert planned and len(planned) == len({(id(layer), rank) for layer, rank in planned})
+    count = len(planned)
+    with caplog.at_level(logging.WARNING, "flexrank"):
+        assert fit(planner, chain, Limits(0.5), hopeless) == first
+    assert len(planned) == count and not caplog.records
+    assert first.slow == default_loads(planner.layers)  # every load is slow: told, and left to the caller to warn of
+    assert first.plans == fit_plans(model, chain, 0.5, slack=1) == fit(planner, chain, Limits(0.5)).plans
+
+
+def test_limits_tell_what_was_asked() -> None:
+    assert str(Limits(0.5, max_bytes=10)) == "budget=0.5, max_bytes=10"
+    planner = Planner(small_model(), slack=0)
+    with pytest.raises(FlexrankError, match="needs a budget"):
+        fit(planner, chain_of(planner.model), Limits())

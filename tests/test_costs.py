@@ -68,3 +68,15 @@ def test_measure_ratio_is_the_median_of_paired_ratios(monkeypatch):
 
     monkeypatch.setattr("flexrank.costs.time.perf_counter", lambda: clock[0])
     assert measure_ratio(work, work, repeats=3, warmup=1) == 3.0
+
+
+@pytest.mark.parametrize(("least", "ratio"), [(0.0, 2.0), (2.9, 2.0), (3.1, 16.0), (34.0, 16.0), (35.0, 4.0)])
+def test_measure_ratio_goes_on_for_as_long_as_asked(monkeypatch, least: float, ratio: float):
+    clock = [0.0]
+    spent = iter([2.0, 1.0, 30.0, 1.0, 8.0, 2.0])  # 3, 31 and 10 seconds
+
+    def work() -> None:
+        clock[0] += next(spent)
+
+    monkeypatch.setattr("flexrank.costs.time.perf_counter", lambda: clock[0])
+    assert measure_ratio(work, work, repeats=1, warmup=0, least_seconds=least) == ratio

@@ -22,8 +22,8 @@ from flexrank.objectives import EmbeddingObjective, LogitObjective, default_obje
 from flexrank.plan import make_plan, operations
 from flexrank.plan.memory import moment_bytes
 from flexrank.plan.subject import make_subject
-from flexrank.sensitivity import probe_sensitivity
-from flexrank.surgery import nested_layers, select_layers, uniform_profile, use_profile
+from flexrank.sensitivity import probe_sensitivity, rank_levels
+from flexrank.surgery import full_matrices, full_profile, nested_layers, select_layers, uniform_profile, use_profile
 from flexrank.views import ConvGeometry
 from tiny_plans import BATCH, LENGTH, Build, config_of
 
@@ -157,6 +157,37 @@ def test_candidates_and_evaluations_are_those_of_a_probe(spacing: str, tmp_path:
     assert plan["candidates"] == sum(map(len, table.ranks.values()))
     assert plan["evaluations"] == 1 + sum(len(ranks) - 1 for ranks in table.ranks.values())
     assert (plan["layers"], plan["levels"]) == (len(table.ranks), 6)
+
+
+@pytest.mark.parametrize("build", [models.llama, models.vit])
+@pytest.mark.parametrize("room", [2**32, 0], ids=["matrices kept", "none kept"])
+def test_a_probe_takes_at_most_the_operations_told(
+    build: Build, room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And all of them but what is replayed, told by a probe that replays nothing."""
+    monkeypatch.setattr(operations, "MATRIX_BYTES", room)
+    config = config_of(build, tmp_path, probe={"levels": 4}, data={"probe": BATCH})
+    told, student, batch = make_plan(config)["operations"]["probe"], elastic(real(build)), batch_of(build)
+
+    def evaluate(model: Any) -> float:
+        return float(call_model(model, batch).logits.sum() * 0)
+
+    counts = {}
+    for name, replayed in {"replayed": True, "plain": False}.items():
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            call_model(real(build), batch)  # the teacher
+            if replayed:
+                probe_sensitivity(student, evaluate, 4, matrix_bytes=room)
+            else:
+                ranks = {n: rank_levels(layer.matrix_shape, 4) for n, layer in nested_layers(student).items()}
+                with use_profile(student, full_profile(student)), full_matrices(student, room):
+                    evaluate(student)
+                    for layer, levels in ranks.items():
+                        for rank in levels[:-1]:
+                            with use_profile(student, full_profile(student) | {layer: rank}):
+                                evaluate(student)
+        counts[name] = counter.get_total_flops()
+    assert counts["replayed"] <= counts["plain"] <= told <= 1.1 * counts["plain"]
 
 
 @pytest.mark.parametrize("build", models.TRANSFORMERS)

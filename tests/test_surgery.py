@@ -12,9 +12,11 @@ from flexrank.linalg import plain_svd
 from flexrank.surgery import (
     footprint,
     full_profile,
+    last_within,
     nest_,
     nested_layers,
     replace_layer,
+    room_on,
     select_layers,
     set_profile,
     uniform_profile,
@@ -170,3 +172,9 @@ def test_footprint_counts_the_rest_once(name: str) -> None:
     assert halved.other_bytes - whole == (found.other_bytes - whole) // 2 and halved.bytes_per_parameter == 2
     buffers = sum(b.numel() * b.element_size() for n, b in model.named_buffers() if n in model.state_dict())
     assert found.other_bytes == 4 * found.other_parameters + buffers
+
+
+def test_matrices_take_half_of_a_gpus_free_memory_at_most(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
+    assert [room_on(torch.device(name), 80) for name in ("cpu", "cuda")] == [80, 50]
+    assert last_within({"a": 1, "b": 2, "c": 3}, 5) == ["c", "b"] and last_within({"a": 1, "b": 9}, 5) == []

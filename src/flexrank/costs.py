@@ -39,15 +39,25 @@ def largest_rank(shape: Shape, limit: float) -> int:
 
 
 def measure_ratio(
-    candidate: Callable[[], object], reference: Callable[[], object], repeats: int = 15, warmup: int = 3
+    candidate: Callable[[], object],
+    reference: Callable[[], object],
+    repeats: int = 15,
+    warmup: int = 3,
+    least_seconds: float = 0.0,
 ) -> float:
-    """Median over `repeats` of candidate time / reference time, the two timed in turn so that drift cancels."""
+    """Median of candidate time / reference time, the two timed in turn so that drift cancels.
+
+    Over `repeats` pairs, and as many more as it takes to have timed for `least_seconds`: what else a machine does comes
+    in bursts, that may be longer than a few pairs of short runs.
+    """
     for _ in range(warmup):
         candidate()
         reference()
-    ratios = []
-    for _ in range(repeats):
-        ratios.append(_seconds(candidate) / _seconds(reference))
+    ratios, total = [], 0.0
+    while len(ratios) < repeats or total < least_seconds:
+        own, others = _seconds(candidate), _seconds(reference)
+        ratios.append(own / others)
+        total += own + others
     return statistics.median(ratios)
 
 

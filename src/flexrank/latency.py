@@ -25,14 +25,16 @@ REPEATS = 7
 CORRECTIONS = (0.5, 3.0)
 
 
-def latency_ratio(model: nn.Module, base: nn.Module, batch: Batch, repeats: int = 15) -> float:
-    """Time of the model's forward over the base's on one batch: the median over `repeats` pairs, timed in turn."""
+def latency_ratio(
+    model: nn.Module, base: nn.Module, batch: Batch, repeats: int = 15, least_seconds: float = 0.0
+) -> float:
+    """Time of the model's forward over the base's on one batch: the median of pairs, as `costs.measure_ratio`'s."""
     if model_device(model) != model_device(base):
         raise FlexrankError(
             f"the model is on {model_device(model)}, the base on {model_device(base)}; latency compares one device"
         )
     with eval_mode(model, base), torch.inference_mode():
-        return measure_ratio(_forward(model, batch), _forward(base, batch), repeats)
+        return measure_ratio(_forward(model, batch), _forward(base, batch), repeats, least_seconds=least_seconds)
 
 
 def seconds_of_forward(model: nn.Module, batch: Batch) -> float:

@@ -2,7 +2,9 @@
 
 import contextlib
 import fnmatch
+import itertools
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -163,20 +165,31 @@ def full_matrices(model: nn.Module, room: int) -> Iterator[None]:
 
     Args:
         model: elastic; its weights stay as they are inside the block.
-        room: most bytes of matrices that are kept; the last layers' come first.
+        room: most bytes of matrices that are kept; the last layers' come first. On a GPU, half of what is free there
+            at most.
     """
     layers = nested_layers(model)
-    for layer in reversed(layers.values()):
-        m, n = layer.matrix_shape
-        room -= m * n * layer.u.element_size()
-        if room < 0:
-            break
-        layer.full_matrix = layer.u.T @ layer.v
+    if layers:
+        room = room_on(next(iter(layers.values())).u.device, room)
+    sizes = {name: layer.u.element_size() * math.prod(layer.matrix_shape) for name, layer in layers.items()}
+    for name in last_within(sizes, room):
+        layers[name].full_matrix = layers[name].u.T @ layers[name].v
     try:
         yield
     finally:
         for layer in layers.values():
             layer.full_matrix = None
+
+
+def room_on(device: torch.device, room: int) -> int:
+    """So many bytes, but on a GPU no more than half of those free: the model's own outputs need the rest."""
+    return room if device.type != "cuda" else min(room, torch.cuda.mem_get_info(device)[0] // 2)
+
+
+def last_within(sizes: Mapping[str, int], room: int) -> list[str]:
+    """The names from the last on whose sizes add up to no more than `room`."""
+    sums = itertools.accumulate(reversed(sizes.values()))
+    return [name for name, total in zip(reversed(sizes), sums, strict=True) if total <= room]
 
 
 def footprint(model: nn.Module, dtype: torch.dtype | None = None) -> Footprint:

@@ -114,7 +114,7 @@ def _parameters(subject: Subject) -> dict[str, int]:
 
 
 def _probe(subject: Subject, config: RunConfig) -> dict[str, int]:
-    found = sum(candidates(subject, config).values())
+    found = sum(map(len, candidates(subject, config).values()))
     sizes = {"layers": len(subject.shapes), "levels": config.probe.levels}
     return sizes | {"candidates": found, "evaluations": evaluations(subject, config)}
 

@@ -4,6 +4,8 @@ Counted are the products of layers with a matrix (factorised or dense, lm_head t
 the factorisations. Norms, activations, softmaxes, the loss and the optimiser are not.
 """
 
+import itertools
+import math
 from collections.abc import Mapping
 
 import torch
@@ -12,8 +14,8 @@ from flexrank.config import RunConfig
 from flexrank.costs import Shape
 from flexrank.plan.memory import reads_output
 from flexrank.plan.subject import Subject
-from flexrank.sensitivity import rank_levels
-from flexrank.surgery import uniform_profile
+from flexrank.sensitivity import MATRIX_BYTES, rank_levels
+from flexrank.surgery import last_within, uniform_profile
 
 
 def count_operations(subject: Subject, config: RunConfig) -> dict[str, int]:
@@ -81,23 +83,33 @@ def factorisation(shape: Shape, method: str, from_output: bool = False) -> int:
 def probe(subject: Subject, config: RunConfig) -> int:
     """The teacher once, and L·(K−1)+1 evaluations of the elastic model at full rank, over the probe's samples.
 
-    At most: where the model is a stack of blocks those before the probed one are replayed, about half of the work.
+    Full layers multiply by their matrices, which take 2·k·m·n each to make, where there is room for them; a probed one
+    takes `elastic_forward`. At most: where the model is a stack of blocks those before the probed one are replayed,
+    about half of the work.
     """
     samples, batch = config.data.probe, min(config.data.batch_size, config.data.probe)
-    full = {name: min(shape) for name, shape in subject.shapes.items()}
-    once = forward(subject, batch, full) * samples // batch
-    return forward(subject, samples) + evaluations(subject, config) * once
+    itemsize, full = subject.teacher.dtype.itemsize, {name: min(shape) for name, shape in subject.shapes.items()}
+    kept = last_within({name: itemsize * math.prod(shape) for name, shape in subject.shapes.items()}, MATRIX_BYTES)
+    once = forward(subject, batch, {name: rank for name, rank in full.items() if name not in kept})
+    total, made = evaluations(subject, config) * once, 0
+    for name in kept:
+        shape = subject.shapes[name]
+        made += 2 * full[name] * math.prod(shape)
+        for call, rank in itertools.product(subject.calls[name], candidates(subject, config)[name][:-1]):
+            rows = batch * call.rows
+            total += max(0, elastic_forward(shape, rank, rows) - 2 * rows * math.prod(shape))
+    return forward(subject, samples) + made + total * samples // batch
 
 
 def evaluations(subject: Subject, config: RunConfig) -> int:
     """Evaluations that the probe takes: one for each rank below the full one, and the baseline."""
-    return 1 + sum(candidates(subject, config).values()) - len(subject.shapes)
+    return 1 + sum(map(len, candidates(subject, config).values())) - len(subject.shapes)
 
 
-def candidates(subject: Subject, config: RunConfig) -> dict[str, int]:
+def candidates(subject: Subject, config: RunConfig) -> dict[str, list[int]]:
     """Ranks of each layer among which allocation chooses; fewer than K where so small a layer has no more."""
     levels, spacing = config.probe.levels, config.probe.spacing
-    return {name: len(rank_levels(shape, levels, spacing)) for name, shape in subject.shapes.items()}
+    return {name: rank_levels(shape, levels, spacing) for name, shape in subject.shapes.items()}
 
 
 def consolidation(subject: Subject, config: RunConfig) -> int:

@@ -53,7 +53,8 @@ def measure_ratio(
     for _ in range(warmup):
         candidate()
         reference()
-    ratios, total = [], 0.0
+    ratios: list[float] = []
+    total = 0.0
     while len(ratios) < repeats or total < least_seconds:
         own, others = _seconds(candidate), _seconds(reference)
         ratios.append(own / others)

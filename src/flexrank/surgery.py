@@ -188,8 +188,9 @@ def room_on(device: torch.device, room: int) -> int:
 
 def last_within(sizes: Mapping[str, int], room: int) -> list[str]:
     """The names from the last on whose sizes add up to no more than `room`."""
-    sums = itertools.accumulate(reversed(sizes.values()))
-    return [name for name, total in zip(reversed(sizes), sums, strict=True) if total <= room]
+    names = list(sizes)[::-1]
+    sums = itertools.accumulate(sizes[name] for name in names)
+    return [name for name, total in zip(names, sums, strict=True) if total <= room]
 
 
 def footprint(model: nn.Module, dtype: torch.dtype | None = None) -> Footprint:

@@ -106,7 +106,7 @@ def evaluations(subject: Subject, config: RunConfig) -> int:
     return 1 + sum(map(len, candidates(subject, config).values())) - len(subject.shapes)
 
 
-def candidates(subject: Subject, config: RunConfig) -> dict[str, list[int]]:
+def candidates(subject: Subject, config: RunConfig) -> dict[str, tuple[int, ...]]:
     """Ranks of each layer among which allocation chooses; fewer than K where so small a layer has no more."""
     levels, spacing = config.probe.levels, config.probe.spacing
     return {name: rank_levels(shape, levels, spacing) for name, shape in subject.shapes.items()}

@@ -22,6 +22,8 @@ RIDGE = 1e-6
 STATED_MULTIPLE = 3.0
 ERROR_MULTIPLE = 1.75
 ERROR_FLOOR = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 0.0, torch.float16: 0.0}
+#: Slack is found to this part of the rank: a column more than needed costs 1/r of it.
+SLACK_STEPS = 64
 
 
 #: A Gram matrix is symmetric: strip by strip of so many of its rows, only what is right of the diagonal is computed.
@@ -222,7 +224,9 @@ def alignment_error(
 def choose_slack(
     u: Float[Tensor, "m r"], v: Float[Tensor, "n r"], inputs: Float[Tensor, "t n"], dtype: torch.dtype
 ) -> int:
-    """The least slack among 0, 1, 2, 4, … whose measured error is within the dtype's bound; r (plain U Vᵀ) at worst.
+    """The least slack whose measured error is within the dtype's bound, to r / `SLACK_STEPS`; r, plain U Vᵀ, at worst.
+
+    Found by doubling, then by halving: the error falls as slack grows, but for rounding.
 
     The bound is `ERROR_MULTIPLE` times the plain factors' own error in that dtype, or, if larger, the same part of
     `ERROR_FLOOR`: what is stated is to hold on other inputs too.
@@ -231,12 +235,16 @@ def choose_slack(
     probe = _AlignmentProbe(u, v, inputs, dtype)
     floor = ERROR_FLOOR.get(dtype, 0.0) / STATED_MULTIPLE
     bound = ERROR_MULTIPLE * max(probe.error(rank), floor)
-    slack = 0
-    while slack < rank:
-        if probe.error(slack) <= bound:
-            return slack
-        slack = max(1, 2 * slack)
-    return rank
+    failed, slack = -1, 0
+    while slack < rank and probe.error(slack) > bound:
+        failed, slack = slack, min(rank, max(1, 2 * slack))
+    while slack - failed > max(1, rank // SLACK_STEPS):
+        middle = (failed + slack) // 2
+        if probe.error(middle) <= bound:
+            slack = middle
+        else:
+            failed = middle
+    return slack
 
 
 class _AlignmentProbe:

@@ -22,6 +22,8 @@ def test_every_budget_is_measured_in_every_situation(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model, "REPEATS", 1)
+    monkeypatch.setattr(model, "SECONDS", 0.0)
+    monkeypatch.setattr(deploying, "PATIENCE", 0.0)
     monkeypatch.setattr(model, "NEW_TOKENS", 3)
     monkeypatch.setattr(model, "PROMPT", 4)
     monkeypatch.setattr(model, "in_fresh_process", lambda function, *args: function(*args))
@@ -53,7 +55,7 @@ def test_a_run_with_measured_forms_deploys_what_the_times_say(
     def seconds(self: TimeTable, key: FormKey, rank: int, slack: int | None) -> tuple[float, ...]:
         return (dense_seconds(key) * (1.0 if slack is None else 1.8 if key.shape in slow else 0.5),) * len(TOKENS)
 
-    def ratio(small: nn.Module, *_: object) -> float:
+    def ratio(small: nn.Module, *_: object, **__: object) -> float:
         """By the same table, of a model that is nothing but its layers."""
         found = [one for one in small.modules() if isinstance(one, GaugeAlignedLinear)]
         keys = [FormKey(one.matrix_shape, False) for one in found]
@@ -74,13 +76,13 @@ def test_a_run_with_measured_forms_deploys_what_the_times_say(
     ranks = json.loads((run / "evaluation.json").read_text())["rows"][-1]
     assert ranks["params_model"] == json.loads((run / "deployed.json").read_text())[0]["params_model"]
 
-    monkeypatch.setattr(deploying, "latency_ratio", lambda *_: pytest.fail("timed again"))
+    monkeypatch.setattr(deploying, "latency_ratio", lambda *_, **__: pytest.fail("timed again"))
     (run / "evaluation.json").unlink()
     assert rerun(run, "deployment.forms=measured") == ("evaluate", "report")  # by the forms that were kept
     again = json.loads((run / "evaluation.json").read_text())["rows"][-1]
     assert {**again, "latency_ratio": None} == {**ranks, "latency_ratio": None}
 
-    monkeypatch.setattr(deploying, "latency_ratio", lambda *_: 1.5)
+    monkeypatch.setattr(deploying, "latency_ratio", lambda *_, **__: 1.5)
     (run / deploying.FORMS).unlink()
     slow |= {(m, n) for m in (16, 32, 56, 64) for n in (16, 32, 56, 64)}
     with caplog.at_level(logging.WARNING, "flexrank"):

@@ -120,7 +120,7 @@ def test_a_correction_explains_what_was_measured(tmp_path: Path) -> None:
     ("ratios", "limit", "tried", "chosen"),
     [
         ([(1.0, 1.0)], None, 1, 0),
-        ([(1.2, 1.0), (1.01, 0.9)], None, 2, 1),
+        ([(1.2, 1.0), (1.0, 0.9)], None, 2, 1),
         ([(1.2, 1.1), (1.1, 1.3), (1.9, 1.0), (1.3, 1.05)], None, 4, 2),  # the last situation matters most
         ([(1.1, 0.9), (1.1, 0.8), (1.1, 0.7), (1.2, 0.7)], None, 4, 0),  # of sizes alike the largest
         ([(0.9, 0.9), (0.9, 0.7)], 720.0, 2, 1),  # no slower than the base, but than was asked
@@ -137,11 +137,17 @@ def test_sizes_are_built_until_one_is_fast_enough(
 ) -> None:
     work: Any = SimpleNamespace(times=object(), deployed_base=None)
     given, corrections = iter([one for pair in ratios for one in pair]), []
-    monkeypatch.setattr(deploying, "latency_ratio", lambda *_: next(given))
+    monkeypatch.setattr(deploying, "latency_ratio", lambda *_, **__: next(given))
     monkeypatch.setattr(deploying, "seconds_of_forward", lambda *_: 1.0)
     monkeypatch.setattr(deploying, "deploy_plans", lambda *_: (None, None))
     steps = iter([1.5, 1.1, 1.2, 1.1, 2.0, 1.1])
-    monkeypatch.setattr(deploying, "correct_load", lambda load, *_: Load(load.rows, next(steps)))
+    asked: list[float] = []
+
+    def correct(load: Load, _: Any, ratio: float, *__: Any) -> Load:
+        asked.append(ratio)
+        return Load(load.rows, next(steps))
+
+    monkeypatch.setattr(deploying, "correct_load", correct)
     plans = [{"layer": LayerPlan(rank, 0, 10 * rank)} for rank in (5, 4, 3, 2)]
     made = iter(plans[1:])
 
@@ -152,5 +158,7 @@ def test_sizes_are_built_until_one_is_fast_enough(
     situations: Any = [(Load({"layer": [rows]}), None) for rows in (1, 8)]
     with caplog.at_level("WARNING", "flexrank"):
         found = deploying._no_slower(work, None, plans[0], situations, refit, limit)
+    measured = [one for pair in ratios[: tried - 1] for one in pair]
+    assert asked == [one + deploying.MARGIN for one in measured]
     assert found == plans[chosen] and corrections == [1.5, 1.5, 2.0][: tried - 1]
     assert ("no size near is fast enough" in caplog.text) is (tried == 4)

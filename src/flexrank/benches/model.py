@@ -3,6 +3,7 @@
 import copy
 import functools
 import itertools
+import math
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -25,8 +26,8 @@ from flexrank.pipeline.deploying import deploy_within, planner_for
 from flexrank.pipeline.workspace import Workspace
 from flexrank.progress import track
 
-#: Rounds in turn; tokens that are generated after a prompt of so many.
-REPEATS, NEW_TOKENS, PROMPT = 9, 24, 32
+#: Rounds in turn and seconds that they take, both at least; tokens that are generated after a prompt of so many.
+REPEATS, SECONDS, NEW_TOKENS, PROMPT = 9, 2.0, 24, 32
 #: A ratio up to this is as fast as the base: what two runs of one model differ by.
 OVER_BASE = 1.02
 BASE = "base"
@@ -53,7 +54,7 @@ def run(target: Path | None) -> Result:
     return {
         "settings": {
             "model": work.config.model, "dtype": str(work.deployed_dtype), "forms": work.config.deployment.forms,
-            "repeats": REPEATS, "situations": [name for name, _, _ in situations],
+            "repeats": REPEATS, "seconds": SECONDS, "situations": [name for name, _, _ in situations],
         },
         "tables": [_ratio_table(found, situations), _size_table(found, situations)],
         "claims": _goals(found),
@@ -108,7 +109,8 @@ def _measured(
     times = []
     with inference(small, base):
         for _, _, run_with in situations:
-            own, theirs = interleave([functools.partial(run_with, model) for model in (small, base)], REPEATS)
+            runs = [functools.partial(run_with, model) for model in (small, base)]
+            own, theirs = interleave(runs, _rounds(runs))
             ratio = statistics.median(one / other for one, other in zip(own, theirs, strict=True))
             times.append({"seconds": statistics.median(own), "ratio": 1.0 if name == BASE else ratio})
     example = {key: value.cpu() for key, value in dict(work.samples.example).items()}
@@ -117,6 +119,12 @@ def _measured(
         peak = in_fresh_process(_peak, scratch, work.config.task, str(work.deployed_dtype), example)
     size = sum(tensor.numel() * tensor.element_size() for tensor in small.state_dict().values())
     return {"name": name, "times": times, "bytes": size, "peak": peak}
+
+
+def _rounds(runs: Sequence[Callable[[], object]]) -> int:
+    """Short forwards are run more often: a few of them would all meet one moment of the machine."""
+    once = sum(statistics.median(seconds) for seconds in interleave(runs, 3))
+    return max(REPEATS, math.ceil(SECONDS / once))
 
 
 @torch.inference_mode()

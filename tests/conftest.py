@@ -34,6 +34,14 @@ def _seeded() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _impatient() -> None:
+    """Tiny models' times mean nothing: a second for each would be a minute of the suite."""
+    from flexrank.pipeline import deploying
+
+    deploying.PATIENCE = 0.0
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Tests leave the user's table of times alone."""
     os.environ["FLEXRANK_CACHE"] = str(tmp_path_factory.mktemp("cache"))

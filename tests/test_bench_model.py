@@ -23,7 +23,6 @@ def test_every_budget_is_measured_in_every_situation(
 ) -> None:
     monkeypatch.setattr(model, "REPEATS", 1)
     monkeypatch.setattr(model, "SECONDS", 0.0)
-    monkeypatch.setattr(deploying, "PATIENCE", 0.0)
     monkeypatch.setattr(model, "NEW_TOKENS", 3)
     monkeypatch.setattr(model, "PROMPT", 4)
     monkeypatch.setattr(model, "in_fresh_process", lambda function, *args: function(*args))
@@ -76,9 +75,10 @@ def test_a_run_with_measured_forms_deploys_what_the_times_say(
     ranks = json.loads((run / "evaluation.json").read_text())["rows"][-1]
     assert ranks["params_model"] == json.loads((run / "deployed.json").read_text())[0]["params_model"]
 
-    monkeypatch.setattr(deploying, "latency_ratio", lambda *_, **__: pytest.fail("timed again"))
-    (run / "evaluation.json").unlink()
-    assert rerun(run, "deployment.forms=measured") == ("evaluate", "report")  # by the forms that were kept
+    with monkeypatch.context() as patch:
+        patch.setattr(deploying, "_no_slower", lambda *_: pytest.fail("chosen again"))
+        (run / "evaluation.json").unlink()
+        assert rerun(run, "deployment.forms=measured") == ("evaluate", "report")  # by the forms that were kept
     again = json.loads((run / "evaluation.json").read_text())["rows"][-1]
     assert {**again, "latency_ratio": None} == {**ranks, "latency_ratio": None}
 
@@ -94,3 +94,9 @@ def test_a_run_with_measured_forms_deploys_what_the_times_say(
 def _dense_layers(export: Path) -> set[str]:
     layers = json.loads((export / "flexrank.json").read_text())["layers"]
     return {name for name, spec in layers.items() if spec["form"] == "dense"}
+
+
+@pytest.mark.parametrize(("each", "rounds"), [(0.5, 9), (0.01, 100)])
+def test_short_forwards_are_timed_more_often(each: float, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "interleave", lambda runs, repeats: [[each] * repeats for _ in runs])
+    assert model._rounds([lambda: None, lambda: None]) == rounds

@@ -44,6 +44,16 @@ def test_latency_is_the_ratio_of_two_forwards() -> None:
     assert slow.training
 
 
+def test_latency_is_measured_for_as_long_as_asked() -> None:
+    calls: list[int] = []
+    model = nn.Identity()
+    model.register_forward_hook(lambda *_: calls.append(1))
+    latency.latency_ratio(model, Sleeper(0.002), torch.ones(1), repeats=1)
+    assert len(calls) == 4  # three to warm up
+    latency.latency_ratio(model, Sleeper(0.002), torch.ones(1), repeats=1, least_seconds=0.01)
+    assert 5 < len(calls) - 4 <= 8  # 2 ms or more each, the last one past ten
+
+
 def test_a_timed_chain_answers_by_latency(tmp_path: Path) -> None:
     torch.manual_seed(0)
     base = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 8))
@@ -121,11 +131,12 @@ def test_a_correction_explains_what_was_measured(tmp_path: Path) -> None:
     [
         ([(1.0, 1.0)], None, 1, 0),
         ([(1.2, 1.0), (1.0, 0.9)], None, 2, 1),
+        ([(1.01, 0.9), (1.004, 0.9)], None, 2, 1),
         ([(1.2, 1.1), (1.1, 1.3), (1.9, 1.0), (1.3, 1.05)], None, 4, 2),  # the last situation matters most
         ([(1.1, 0.9), (1.1, 0.8), (1.1, 0.7), (1.2, 0.7)], None, 4, 0),  # of sizes alike the largest
         ([(0.9, 0.9), (0.9, 0.7)], 720.0, 2, 1),  # no slower than the base, but than was asked
     ],
-    ids=["at once", "the second", "none", "the first situation never", "a limit"],
+    ids=["at once", "the second", "by a hundredth", "none", "the first situation never", "a limit"],
 )
 def test_sizes_are_built_until_one_is_fast_enough(
     ratios: list[tuple[float, float]],
@@ -137,7 +148,12 @@ def test_sizes_are_built_until_one_is_fast_enough(
 ) -> None:
     work: Any = SimpleNamespace(times=object(), deployed_base=None)
     given, corrections = iter([one for pair in ratios for one in pair]), []
-    monkeypatch.setattr(deploying, "latency_ratio", lambda *_, **__: next(given))
+
+    def timed(*_: object, least_seconds: float) -> float:
+        assert least_seconds == deploying.PATIENCE
+        return next(given)
+
+    monkeypatch.setattr(deploying, "latency_ratio", timed)
     monkeypatch.setattr(deploying, "seconds_of_forward", lambda *_: 1.0)
     monkeypatch.setattr(deploying, "deploy_plans", lambda *_: (None, None))
     steps = iter([1.5, 1.1, 1.2, 1.1, 2.0, 1.1])

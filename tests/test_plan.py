@@ -159,12 +159,12 @@ def test_candidates_and_evaluations_are_those_of_a_probe(spacing: str, tmp_path:
     assert (plan["layers"], plan["levels"]) == (len(table.ranks), 6)
 
 
-@pytest.mark.parametrize("build", [models.llama, models.vit])
-@pytest.mark.parametrize("room", [2**32, 0], ids=["matrices kept", "none kept"])
-def test_a_probe_takes_at_most_the_operations_told(
+@pytest.mark.parametrize("build", [models.llama, models.gpt2])
+@pytest.mark.parametrize("room", [2**32, 15000, 0], ids=["matrices kept", "some kept", "none kept"])
+def test_a_probe_takes_the_operations_told(
     build: Build, room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And all of them but what is replayed, told by a probe that replays nothing."""
+    """All of them, to the last one, for a probe that replays nothing."""
     monkeypatch.setattr(operations, "MATRIX_BYTES", room)
     config = config_of(build, tmp_path, probe={"levels": 4}, data={"probe": BATCH})
     told, student, batch = make_plan(config)["operations"]["probe"], elastic(real(build)), batch_of(build)
@@ -187,7 +187,7 @@ def test_a_probe_takes_at_most_the_operations_told(
                             with use_profile(student, full_profile(student) | {layer: rank}):
                                 evaluate(student)
         counts[name] = counter.get_total_flops()
-    assert counts["replayed"] <= counts["plain"] <= told <= 1.1 * counts["plain"]
+    assert counts["replayed"] < counts["plain"] == told
 
 
 @pytest.mark.parametrize("build", models.TRANSFORMERS)

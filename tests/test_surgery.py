@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from flexrank import surgery
 from flexrank.costs import deployed_parameters
 from flexrank.errors import FlexrankError
 from flexrank.linalg import plain_svd
 from flexrank.surgery import (
     footprint,
+    full_matrices,
     full_profile,
     last_within,
     nest_,
@@ -176,5 +178,15 @@ def test_footprint_counts_the_rest_once(name: str) -> None:
 
 def test_matrices_take_half_of_a_gpus_free_memory_at_most(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
-    assert [room_on(torch.device(name), 80) for name in ("cpu", "cuda")] == [80, 50]
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 30)
+    assert [room_on(torch.device(name), 80) for name in ("cpu", "cuda")] == [80, 60]
     assert last_within({"a": 1, "b": 2, "c": 3}, 5) == ["c", "b"] and last_within({"a": 1, "b": 9}, 5) == []
+
+
+def test_full_matrices_keep_to_the_room_of_their_device(monkeypatch):
+    model = nest(build("llama_untied"))
+    layers = list(nested_layers(model).values())
+    monkeypatch.setattr(surgery, "room_on", lambda device, room: layers[-1].matrix.nbytes)
+    with full_matrices(model, 2**32):
+        assert [layer.full_matrix is not None for layer in layers] == [False] * (len(layers) - 1) + [True]

@@ -170,7 +170,7 @@ class EvaluationConfig(Section):
     Attributes:
         latency: whether each deployed size is timed against the base, on the same batch, in turn.
         latency_batch_size: samples in that batch.
-        latency_repeats: timings of each; the median of their ratios is kept.
+        latency_repeats: timings of each, more where they take less than a second; the median of their ratios is kept.
     """
 
     latency: bool = True

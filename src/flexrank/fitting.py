@@ -52,7 +52,7 @@ class Fit(NamedTuple):
 
     Attributes:
         plans: how to deploy each layer.
-        slow: loads under which the times foretell more than the base takes, or than was asked.
+        slow: loads that were given up, that which matters least first: with them no size near was fast enough.
     """
 
     plans: Plans
@@ -96,10 +96,10 @@ def fit_plans(
     Args:
         model: the elastic model.
         chain: its profiles.
-        budget: as in `Limits`.
-        max_params: as in `Limits`.
-        max_bytes: as in `Limits`.
-        max_latency_ms: as in `Limits`.
+        budget: deployed over dense parameters of the factorised layers, in (0, 1].
+        max_params: the whole model's parameters.
+        max_bytes: the whole model's bytes at `dtype`.
+        max_latency_ms: of a chain that `time_chain` timed; see `fitting.Limits`.
         dtype: as for `deploy`.
         slack: as for `deploy`.
         activations: as for `deploy`.

@@ -22,7 +22,7 @@ RIDGE = 1e-6
 STATED_MULTIPLE = 3.0
 ERROR_MULTIPLE = 1.75
 ERROR_FLOOR = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 0.0, torch.float16: 0.0}
-#: Slack is found to this part of the rank: a column more than needed costs 1/r of it.
+#: Slack is found to this part of the rank; each column costs r parameters of the layer's r·(m+n−r+slack).
 SLACK_STEPS = 64
 
 

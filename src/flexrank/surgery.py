@@ -183,7 +183,13 @@ def full_matrices(model: nn.Module, room: int) -> Iterator[None]:
 
 def room_on(device: torch.device, room: int) -> int:
     """So many bytes, but on a GPU no more than half of those free: the model's own outputs need the rest."""
-    return room if device.type != "cuda" else min(room, torch.cuda.mem_get_info(device)[0] // 2)
+    if device.type != "cuda":
+        return room
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    half = (torch.cuda.mem_get_info(device)[0] + unused) // 2
+    if half < room:
+        log.info("full layers' matrices take up to %d bytes, half of what is free on %s", half, device)
+    return min(room, half)
 
 
 def last_within(sizes: Mapping[str, int], room: int) -> list[str]:

@@ -26,7 +26,7 @@ from flexrank.pipeline.deploying import deploy_within, planner_for
 from flexrank.pipeline.workspace import Workspace
 from flexrank.progress import track
 
-#: Rounds in turn and seconds that they take, both at least; tokens that are generated after a prompt of so many.
+#: Rounds in turn, at least, and about the least seconds of them; tokens that are generated after a prompt of so many.
 REPEATS, SECONDS, NEW_TOKENS, PROMPT = 9, 2.0, 24, 32
 #: A ratio up to this is as fast as the base: what two runs of one model differ by.
 OVER_BASE = 1.02

@@ -24,8 +24,10 @@ from flexrank.experiments.study import Ledger, Request, Study, count_seeds
 from flexrank.findings import Result, between, claim, spread, table
 from flexrank.fitting import Limits, fit
 from flexrank.layers import GaugeAlignedLayer
+from flexrank.linalg import SLACK_STEPS
 from flexrank.pipeline.deploying import planner_for
 from flexrank.pipeline.rundir import identity
+from flexrank.planning import Planner
 from flexrank.progress import track
 from flexrank.views import is_conv1d
 
@@ -49,12 +51,8 @@ def run(request: Request) -> Result:
         "domain": domain.name, "adapter_rank": RANK, "adapter_steps": steps, "adapter_learning_rate": LEARNING_RATE,
     }  # fmt: skip
     adapters = {"steps": steps, "held_out": HELD_OUT, "rank": RANK, "alpha": ALPHA, "learning_rate": LEARNING_RATE}
-    ledger = Ledger(
-        request.work,
-        bench.key(
-            domain=identity(domain), adapters=adapters, deployment=bench.config.deployment.model_dump(mode="json")
-        ),
-    )
+    forms = bench.config.deployment.model_dump(mode="json") | {"slack_steps": SLACK_STEPS}
+    ledger = Ledger(request.work, bench.key(domain=identity(domain), adapters=adapters, deployment=forms))
     trial = _Trial(bench, ledger, *_domain_blocks(bench, texts, str(domain)), steps)
     found = {}
     for budget in (None, *bench.budgets):
@@ -127,9 +125,14 @@ class _Trial:
         """The base, or the submodel of a budget: in the smallest forms, for a study's result must not hang on times."""
         if budget is None:
             return copy.deepcopy(self.bench.base)
-        space, model = self.bench.space, self.elastic()
-        plans = fit(planner_for(space, model), self.bench.chain, Limits(budget)).plans
-        return deploy(model, plans, dtype=space.deployed_dtype, base=space.base)
+        space = self.bench.space
+        plans = fit(self.planner, self.bench.chain, Limits(budget)).plans
+        return deploy(self.planner.model, plans, dtype=space.deployed_dtype, base=space.base)
+
+    @functools.cached_property
+    def planner(self) -> Planner:
+        """Of the consolidated model, that slack is searched once a layer and rank."""
+        return planner_for(self.bench.space, self.elastic())
 
     def elastic(self) -> nn.Module:
         """The consolidated model, trained once."""

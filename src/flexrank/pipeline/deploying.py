@@ -19,6 +19,7 @@ from flexrank.deployment import deploy, deployed_parameters_of, export
 from flexrank.fitting import Fit, Limits, fit, is_within
 from flexrank.hf import models
 from flexrank.latency import correct_load, latency_ratio, observe_load, seconds_of_forward, time_chain
+from flexrank.linalg import SLACK_STEPS
 from flexrank.pipeline.workspace import Workspace
 from flexrank.planning import LayerPlan, Planner, Plans, forms_of_plans
 from flexrank.profiles import ProfileChain, RankProfile
@@ -29,8 +30,8 @@ from flexrank.timing import Load, TimeTable
 log = logging.getLogger("flexrank")
 
 FORMS = "forms.json"
-#: A model up to this ratio is as fast as its base; one that is not is planned anew to be faster by the margin, for what
-#: was measured once comes back within some hundredths only.
+#: A model up to this ratio, to the hundredth, is as fast as its base. One that is not is planned anew to be faster by
+#: the margin: minutes later a ratio comes back within some hundredths only.
 NO_SLOWER, MARGIN = 1.0, 0.02
 #: Seconds that a model and its base are timed in turn in each situation, at least.
 PATIENCE = 1.0
@@ -86,7 +87,7 @@ def _no_slower(
     loads = [load for load, _ in situations]
     for attempt in range(ATTEMPTS):
         small, _ = deploy_plans(work, model, plans)
-        ratios = [latency_ratio(small, base, batch, least_seconds=PATIENCE) for _, batch in situations]
+        ratios = [ratio_to_base(work, small, batch) for _, batch in situations]
         tried.append((_slowness(ratios, seconds[-1], max_latency_ms), plans))
         if max(tried[-1][0]) <= NO_SLOWER or attempt == ATTEMPTS - 1:
             break
@@ -107,10 +108,15 @@ def _no_slower(
     return best
 
 
+def ratio_to_base(work: Workspace, small: nn.Module, batch: Batch, repeats: int = 15) -> float:
+    """`latency_ratio` to the base as it would be deployed, for `PATIENCE` seconds at least."""
+    return latency_ratio(small, work.deployed_base, batch, repeats, least_seconds=PATIENCE)
+
+
 def _slowness(ratios: Sequence[float], base_seconds: float, max_latency_ms: float | None) -> tuple[float, ...]:
     """What is to be small: time over the limit, then over the base's, the situation that matters most first.
 
-    As fast as the base is fast enough, and hundredths are as fine as two runs of one model agree.
+    In hundredths, the finest that two measurements of one model agree to; as fast as the base is fast enough.
     """
     over = 1.0 if max_latency_ms is None else 1e3 * base_seconds * ratios[-1] / max_latency_ms
     return tuple(max(NO_SLOWER, round(one, 2)) for one in (over, *reversed(ratios)))
@@ -132,8 +138,8 @@ def _kept_forms(work: Workspace) -> dict[str, Any]:
 
 def _key(chain: ProfileChain, times: TimeTable, loads: list[Load], limits: Limits) -> str:
     """All that the choice of forms depends on, but for the weights, whose values change no times."""
-    found = [metadata.version("flexrank"), times.path.stem, [load.rows for load in loads], chain.to_json()]
-    found.append(limits.given())
+    found: list[Any] = [metadata.version("flexrank"), times.path.stem, [load.rows for load in loads], chain.to_json()]
+    found += [limits.given(), SLACK_STEPS, NO_SLOWER, MARGIN, PATIENCE, ATTEMPTS]
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -24,8 +24,15 @@ from flexrank.distillation import distill_, distillation_evaluator
 from flexrank.errors import FlexrankError
 from flexrank.fitting import Limits
 from flexrank.hf import models
-from flexrank.latency import latency_ratio
-from flexrank.pipeline.deploying import deploy_plans, deploy_within, export_plans, measure, planner_for, plans_within
+from flexrank.pipeline.deploying import (
+    deploy_plans,
+    deploy_within,
+    export_plans,
+    measure,
+    planner_for,
+    plans_within,
+    ratio_to_base,
+)
 from flexrank.pipeline.workspace import Workspace
 from flexrank.profiles import ChainEntry, ProfileChain, RankProfile, SensitivityTable
 from flexrank.progress import track
@@ -141,9 +148,7 @@ def evaluate(work: Workspace, _: str) -> None:
         small, profile = deploy_within(work, planner, chain, Limits(budget))
         row = {"budget": budget, **measure(work, small, profile, shapes), "latency_ratio": None}
         if settings.latency:
-            row["latency_ratio"] = latency_ratio(
-                small, work.deployed_base, work.samples.example, settings.latency_repeats
-            )
+            row["latency_ratio"] = ratio_to_base(work, small, work.samples.example, settings.latency_repeats)
         rows.append({**row, "ranks": dict(profile)})
     base = measure(work, work.base, full_profile(model), shapes)
     layers = {name: {"shape": list(shape)} for name, shape in shapes.items()}

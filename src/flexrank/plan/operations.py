@@ -83,21 +83,22 @@ def factorisation(shape: Shape, method: str, from_output: bool = False) -> int:
 def probe(subject: Subject, config: RunConfig) -> int:
     """The teacher once, and L·(K−1)+1 evaluations of the elastic model at full rank, over the probe's samples.
 
-    Full layers multiply by their matrices, which take 2·k·m·n each to make, where there is room for them; a probed one
-    takes `elastic_forward`. At most: where the model is a stack of blocks those before the probed one are replayed,
-    about half of the work.
+    Full layers multiply by their matrices, which take 2·k·m·n each to make, up to `MATRIX_BYTES` (a GPU with less
+    memory free keeps fewer, and multiplies more); a probed one takes `elastic_forward`. At most: where the model is a
+    stack of blocks those before the probed one are replayed, about half of the work.
     """
     samples, batch = config.data.probe, min(config.data.batch_size, config.data.probe)
     itemsize, full = subject.teacher.dtype.itemsize, {name: min(shape) for name, shape in subject.shapes.items()}
     kept = last_within({name: itemsize * math.prod(shape) for name, shape in subject.shapes.items()}, MATRIX_BYTES)
-    once = forward(subject, batch, {name: rank for name, rank in full.items() if name not in kept})
-    total, made = evaluations(subject, config) * once, 0
-    for name in kept:
+    factored = {name: rank for name, rank in full.items() if name not in kept}
+    total = evaluations(subject, config) * forward(subject, batch, factored)
+    for name, ranks in candidates(subject, config).items():
         shape = subject.shapes[name]
-        made += 2 * full[name] * math.prod(shape)
-        for call, rank in itertools.product(subject.calls[name], candidates(subject, config)[name][:-1]):
+        for call, rank in itertools.product(subject.calls[name], ranks[:-1]):
             rows = batch * call.rows
-            total += max(0, elastic_forward(shape, rank, rows) - 2 * rows * math.prod(shape))
+            whole = 2 * rows * math.prod(shape) if name in kept else elastic_forward(shape, full[name], rows)
+            total += elastic_forward(shape, rank, rows) - whole
+    made = sum(2 * full[name] * math.prod(subject.shapes[name]) for name in kept)
     return forward(subject, samples) + made + total * samples // batch
 
 

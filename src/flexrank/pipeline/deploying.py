@@ -30,9 +30,9 @@ from flexrank.timing import Load, TimeTable
 log = logging.getLogger("flexrank")
 
 FORMS = "forms.json"
-#: A model up to this ratio, to the hundredth, is as fast as its base. One that is not is planned anew to be faster by
-#: the margin: minutes later a ratio comes back within some hundredths only.
-NO_SLOWER, MARGIN = 1.0, 0.02
+#: A model up to this ratio, to the hundredth, is as fast as its base. The smallest forms must be faster by the margin,
+#: and others are planned to be: minutes later a ratio comes back within some hundredths only.
+NO_SLOWER, MARGIN = 1.0, 0.03
 #: Seconds that a model and its base are timed in turn in each situation, at least.
 PATIENCE = 1.0
 #: Models that are built and timed for one size.
@@ -80,7 +80,7 @@ def _no_slower(
     refit: Callable[[list[Load]], Fit],
     max_latency_ms: float | None = None,
 ) -> Plans:
-    """The first plans whose model is fast enough in every situation; else those that are most so in the last ones."""
+    """The first plans whose model is fast enough in every situation; else those nearest to it, the last one first."""
     assert work.times is not None
     base, tried = work.deployed_base, []
     seconds = [seconds_of_forward(base, batch) for _, batch in situations]
@@ -89,7 +89,9 @@ def _no_slower(
         small, _ = deploy_plans(work, model, plans)
         ratios = [ratio_to_base(work, small, batch) for _, batch in situations]
         tried.append((_slowness(ratios, seconds[-1], max_latency_ms), plans))
-        if max(tried[-1][0]) <= NO_SLOWER or attempt == ATTEMPTS - 1:
+        if max(tried[-1][0]) <= NO_SLOWER - (0 if attempt else MARGIN):
+            return plans
+        if attempt == ATTEMPTS - 1:
             break
         corrected = [
             correct_load(load, small, ratio + MARGIN, took, work.times)
@@ -101,7 +103,7 @@ def _no_slower(
         plans = refit(loads).plans
         if any(plans == other for _, other in tried):
             break
-    slowness, best = min(tried, key=lambda one: one[0])
+    slowness, best = min(tried, key=lambda one: tuple(max(NO_SLOWER, ratio) for ratio in one[0]))
     if max(slowness) > NO_SLOWER:
         told = ", ".join(f"{one:.2f}" for one in reversed(slowness[1:]))
         log.warning("no size near is fast enough; the best takes so many times as long as the base: %s at most", told)
@@ -116,10 +118,10 @@ def ratio_to_base(work: Workspace, small: nn.Module, batch: Batch, repeats: int 
 def _slowness(ratios: Sequence[float], base_seconds: float, max_latency_ms: float | None) -> tuple[float, ...]:
     """What is to be small: time over the limit, then over the base's, the situation that matters most first.
 
-    In hundredths, the finest that two measurements of one model agree to; as fast as the base is fast enough.
+    In hundredths, the finest that two measurements of one model agree to.
     """
-    over = 1.0 if max_latency_ms is None else 1e3 * base_seconds * ratios[-1] / max_latency_ms
-    return tuple(max(NO_SLOWER, round(one, 2)) for one in (over, *reversed(ratios)))
+    over = 0.0 if max_latency_ms is None else 1e3 * base_seconds * ratios[-1] / max_latency_ms
+    return tuple(round(one, 2) for one in (over, *reversed(ratios)))
 
 
 def _correction(load: Load) -> float:

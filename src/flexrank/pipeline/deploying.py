@@ -49,9 +49,10 @@ def planner_for(work: Workspace, model: nn.Module) -> Planner:
 def plans_within(work: Workspace, planner: Planner, chain: ProfileChain, limits: Limits) -> Plans:
     """How to deploy the largest model within the limits, slack included.
 
-    Where forms are chosen by time, the smallest forms are built and timed against the base, and stand if they are faster
-    by `MARGIN`. Else the table of times, corrected by what was measured, plans others, until a model is no slower. Ranks and
-    forms are kept in RUN/forms.json, so that a stage done later takes the same where they are within its limits.
+    Where forms are chosen by time, the smallest forms are built and timed against the base, and stand if they are
+    faster by `MARGIN`. Else the table of times, corrected by what was measured, plans others, until a model is no
+    slower. Ranks and forms are kept in RUN/forms.json, so that a stage done later takes the same where they are within
+    its limits.
     """
     times, model = work.times, planner.model
     if limits.max_latency_ms is not None:

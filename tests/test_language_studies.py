@@ -13,7 +13,7 @@ from flexrank.batches import call_model
 from flexrank.config import parse_config
 from flexrank.distillation import distill_
 from flexrank.evaluation import nats_per_token
-from flexrank.experiments import adaptation, calibration_size, find_study, layerwise
+from flexrank.experiments import adaptation, calibration_size, find_study, layerwise, lm_profiles
 from flexrank.experiments.language import TRAINED, LanguageBench, told_apart
 from flexrank.experiments.study import Ledger, Request
 from flexrank.fitting import Limits
@@ -99,6 +99,23 @@ def test_each_block_is_trained_on_the_originals_inputs_alone(asked: Any) -> None
     first = [p.grad for name, p in model.named_parameters() if name.startswith(names[0])]
     assert all(gradient is None or not gradient.any() for gradient in first)
     assert not model._forward_hooks and not model.get_submodule(names[0])._forward_pre_hooks
+
+
+def test_concentration_is_that_of_the_rows_that_a_layer_reads_and_writes(asked: Any) -> None:
+    bench = LanguageBench(asked("lm-profiles"))
+    name = next(name for name in bench.profiles[0] if name.endswith("o_proj"))
+    layer, rows = bench.base.get_submodule(name), []
+    hook = layer.register_forward_hook(lambda _, inputs, output: rows.append(inputs[0].flatten(0, -2).double()))
+    for batch in bench.space.samples.calibration:
+        call_model(bench.base, batch)
+    hook.remove()
+    inputs = torch.cat(rows).detach()
+    found = lm_profiles._concentration(bench, [name])
+    for (share,), values in zip(found, (inputs @ layer.weight.detach().double().T, inputs), strict=True):
+        energies = torch.linalg.svdvals(values).square()
+        width = len(energies)
+        needed = next(count for count in range(1, width + 1) if energies[:count].sum() >= 0.99 * energies.sum())
+        assert share == needed / width
 
 
 # peft asks transformers for a name that it has renamed.

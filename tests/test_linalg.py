@@ -16,6 +16,7 @@ from flexrank.linalg import (
     choose_slack,
     data_svd,
     gauge_align,
+    leading_count,
     plain_svd,
     whitened_svd,
 )
@@ -160,6 +161,15 @@ def test_slack_is_the_least_within_the_bound(rank: int, step: int) -> None:
         if rank == 80 and dtype is torch.bfloat16:
             assert 0 < slack < rank and slack & (slack - 1)  # no power of two, where doubling stops
             assert alignment_error(u, v, 0, x, dtype) > 3 * alignment_error(u, v, rank, x, dtype)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.9, 0.99, 1.0])
+def test_leading_components_hold_their_share_and_one_fewer_do_not(share: float) -> None:
+    energies = torch.tensor([8.0, 4.0, 2.0, 1.0, 1.0, 0.0], dtype=torch.float64)
+    count = leading_count(energies, share)
+    assert energies[:count].sum() >= share * 16
+    assert count == 1 or energies[: count - 1].sum() < share * 16
+    assert leading_count(torch.zeros(3, dtype=torch.float64), share) == 0
 
 
 def test_singular_leading_block_takes_slack() -> None:

@@ -51,6 +51,17 @@ class Factors(NamedTuple):
     energies: Float[Tensor, " k"]
 
 
+def leading_count(energies: Float[Tensor, " k"], share: float) -> int:
+    """How many leading components hold at least this share of the energy; 0 of a layer that has none.
+
+    Args:
+        energies: (k,), falling, not negative.
+        share: within 0 … 1.
+    """
+    held = energies.cumsum(0)
+    return int((held < share * held[-1]).sum()) + 1 if held[-1] > 0 else 0
+
+
 def plain_svd(weight: Float[Tensor, "m n"]) -> Factors:
     """Singular value decomposition of the weight alone, the data-free baseline.
 

@@ -1,17 +1,26 @@
 """Which layers keep their ranks: heatmaps of the kept rank by layer and module (FlexRank, Fig. 5)."""
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
+from flexrank.calibration import collect_moments
 from flexrank.errors import FlexrankError
+from flexrank.evaluation import spearman
 from flexrank.experiments.language import LanguageBench, pycode_settings
 from flexrank.experiments.study import Request, Study
 from flexrank.findings import Result, claim, table
+from flexrank.linalg import leading_count
 from flexrank.report import ordered_layers, split_block
+from flexrank.views import weight_matrix
 
 #: Of the modules that write into the residual stream after attention, the names that architectures give them.
 ATTENTION_OUTPUTS = ("o_proj", "attn.c_proj", "out_proj", "attention.output.dense", "self_attention.dense", "out_lin")
+
+#: The share of energy that tells how concentrated what a layer reads and writes is.
+ENERGY = 0.99
 
 
 def run(request: Request) -> Result:
@@ -26,52 +35,94 @@ def run(request: Request) -> Result:
     dense = bench.chain.entries[-1].profile
     layers = ordered_layers(dense)
     shares = [[profile[name] / dense[name] for name in layers] for profile in bench.profiles]
-    modules = list(dict.fromkeys(split_block(name)[1] for name in layers))
-    rows = []
-    for module in modules:
-        of_module = [place for place, name in enumerate(layers) if split_block(name)[1] == module]
-        cells = []
-        for kept in shares:
-            values = [kept[place] for place in of_module]
-            cells.append(f"{statistics.fmean(values):.2f} ({min(values):.2f}–{max(values):.2f})")
-        rows.append([module, *cells])
+    written, read = _concentration(bench, layers)
+    tables = [
+        _table(f"Share of its ranks that a module keeps: {bench.config.name}", layers, bench.budgets, shares),
+        _table(
+            f"Share of its directions that holds {ENERGY:.0%} of the energy, over the calibration's tokens",
+            layers, ("of its output, in its rank", "of its input, in its width"), (written, read),
+        ),
+    ]  # fmt: skip
     return {
         "settings": bench.facts() | {"predicted_error": [bench.chain.entry_at(b).error for b in bench.budgets]},
-        "tables": [
-            table(
-                f"Share of its ranks that a module keeps, mean over blocks (least–most): {bench.config.name}",
-                ["module", *(f"{budget:g}" for budget in bench.budgets)],
-                rows,
-            )
-        ],
-        "claims": _claims(layers, bench.budgets, shares),
+        "tables": tables,
+        "claims": _claims(layers, bench.budgets, shares, written, read),
         "data": {"layers": layers, "budgets": bench.budgets, "shares": shares},
     }
 
 
-def _claims(layers: list[str], budgets: list[float], shares: list[list[float]]) -> list[dict[str, Any]]:
+@torch.no_grad()
+def _concentration(bench: LanguageBench, layers: Sequence[str]) -> tuple[list[float], list[float]]:
+    """For each layer how many leading components hold `ENERGY` of its output's, over its rank; and of its input's."""
+    chosen = {name: bench.base.get_submodule(name) for name in layers}
+    moments = collect_moments(bench.base, bench.space.samples.calibration, chosen, side="input")
+    written: list[float] = []
+    read: list[float] = []
+    for name, layer in chosen.items():
+        weight, moment = weight_matrix(layer).double(), moments[name].moment
+        for found, gram, width in (
+            (written, weight @ moment @ weight.T, min(weight.shape)), (read, moment, len(moment)),
+        ):  # fmt: skip
+            energies = torch.linalg.eigvalsh(gram).flip(0).clamp(min=0)
+            found.append(leading_count(energies, ENERGY) / width)
+    return written, read
+
+
+def _by_module(layers: Sequence[str], values: Sequence[float]) -> dict[str, list[float]]:
+    modules: dict[str, list[float]] = {}
+    for name, value in zip(layers, values, strict=True):
+        modules.setdefault(split_block(name)[1], []).append(value)
+    return modules
+
+
+def _table(title: str, layers: Sequence[str], columns: Sequence[Any], found: Sequence[Sequence[float]]) -> Any:
+    """A row a module, a column each of `found`, which holds a value a layer."""
+    by_module = [_by_module(layers, values) for values in found]
+    rows = []
+    for module in by_module[0]:
+        each = (column[module] for column in by_module)
+        rows.append([module, *(f"{statistics.fmean(one):.2f} ({min(one):.2f}–{max(one):.2f})" for one in each)])
+    named = [column if isinstance(column, str) else f"{column:g}" for column in columns]
+    return table(f"{title}; mean over blocks (least–most)", ["module", *named], rows)
+
+
+def _claims(
+    layers: list[str], budgets: list[float], shares: list[list[float]], written: list[float], read: list[float]
+) -> list[dict[str, Any]]:
     middle = min(range(len(budgets)), key=lambda index: abs(budgets[index] - 0.4))
     kept, budget = shares[middle], f"{budgets[middle]:g}"
     told = f"at {budget} layers keep {min(kept):.2f} to {max(kept):.2f} of their ranks"
     alike = "components are not truncated alike: some keep twice the share of others"
     claims = [claim(alike, "visible in the heatmaps", told, max(kept) > 2 * min(kept))]
-    modules: dict[str, list[float]] = {}
-    for name, share in zip(layers, kept, strict=True):
-        modules.setdefault(split_block(name)[1], []).append(share)
+    modules = _by_module(layers, kept)
     outputs = next((module for module in modules if module.endswith(ATTENTION_OUTPUTS)), None)
-    if outputs is not None:
-        third = len(modules[outputs]) // 3
-        own = statistics.fmean(modules[outputs][third : len(modules[outputs]) - third])
-        others = {module: statistics.fmean(values) for module, values in modules.items() if module != outputs}
-        most = max(others, key=lambda module: others[module])
-        claims.append(
-            claim(
-                "the output projections of the central attention layers keep the most", "GPT-2, at .4",
-                f"at {budget} they keep {own:.2f} of their ranks, {most} {others[most]:.2f}", own >= others[most],
-                "" if own >= others[most] else "not found out",
-            )
-        )  # fmt: skip
-    return claims
+    if outputs is None:
+        return claims
+    third = len(modules[outputs]) // 3
+    own = statistics.fmean(modules[outputs][third : len(modules[outputs]) - third])
+    others = {module: statistics.fmean(values) for module, values in modules.items() if module != outputs}
+    most = max(others, key=lambda module: others[module])
+    holds = own >= others[most]
+    told = f"at {budget} they keep {own:.2f} of their ranks, {most} {others[most]:.2f}"
+    what = "the output projections of the central attention layers keep the most"
+    why = "" if holds else _reason(layers, kept, written, read, (outputs, most))
+    return [*claims, claim(what, "GPT-2, at .4", told, holds, why)]
+
+
+def _reason(
+    layers: list[str], kept: list[float], written: list[float], read: list[float], pair: tuple[str, str]
+) -> str:
+    """What sets the outputs' module apart from the one that keeps most, and whether that tells the other layers too."""
+    energetic, inputs = _by_module(layers, written), _by_module(layers, read)
+    own, most, width = (statistics.fmean(one) for one in (*(energetic[name] for name in pair), inputs[pair[0]]))
+    told = (
+        f"{ENERGY:.0%} of the energy of what they write lies in {own:.2f} of their rank, of {pair[1]}'s in {most:.2f}"
+        f" (of what they read, in {width:.2f} of its width)"
+    )
+    if len(set(written)) == 1:
+        return told
+    rho = spearman(kept, written)
+    return f"{told}; over all {len(layers)} layers the ranks kept go with this share, Spearman ρ {rho:.2f}"
 
 
 def draw(data: Mapping[str, Any]) -> Any:

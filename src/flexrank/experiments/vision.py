@@ -29,6 +29,7 @@ from flexrank.findings import Result, between, claim, shown, spread, table
 from flexrank.hf.models import eager_attention, load_model
 from flexrank.images import AlteredBatches, Scaling
 from flexrank.integrity import digest_file
+from flexrank.linalg import leading_count
 from flexrank.objectives import LogitObjective
 from flexrank.pipeline.stages import autocast_dtype
 from flexrank.profiles import ProfileChain
@@ -198,11 +199,8 @@ class _Trial:
 
     def energetic_share(self) -> float:
         """Share of a layer's components that hold 99 % of its output's energy, a mean over the layers."""
-        shares = []
-        for energies in self.decomposed[1].values():
-            held = energies.cumsum(0) / energies.sum()
-            shares.append(int((held < ENERGY).sum() + 1) / len(energies))
-        return statistics.fmean(shares)
+        found = self.decomposed[1].values()
+        return statistics.fmean(leading_count(energies, ENERGY) / len(energies) for energies in found)
 
     def allocate(self) -> ProfileChain:
         """One nested profile for each budget."""

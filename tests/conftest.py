@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,11 +35,16 @@ def _seeded() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _impatient() -> None:
-    """Tiny models' times mean nothing: a second for each would be a minute of the suite."""
-    from flexrank.pipeline import deploying
+def times_apart() -> Callable[..., bool]:
+    """Tiny models' times mean nothing: a second for each, and a process for all, would be minutes of the suite.
+
+    Returns what tells whether a run's models are timed in a process of their own, for the tests of that.
+    """
+    from flexrank.pipeline import deploying, runner
 
     deploying.PATIENCE = 0.0
+    original, runner._times_apart = runner._times_apart, lambda _: False
+    return original
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,7 +1,6 @@
 """From an elastic model at a profile to a plain small one, and to an artefact that was seen to load elsewhere."""
 
 import copy
-import os
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from flexrank.artefacts import DOCUMENT, Factory, describe_deployed, write_batch, write_state
 from flexrank.batches import Batch, call_model, eval_mode, model_device, output_tensor, to_device
 from flexrank.costs import aligned_parameters, dense_parameters
+from flexrank.environment import modules_environment
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
 from flexrank.layer_specs import build_layer, layer_spec
@@ -204,8 +204,7 @@ def _outputs(small: nn.Module, inputs: Batch) -> Tensor:
 
 def _run_verification(artefact: Path, scratch: Path, timeout: float) -> None:
     """Runs `flexrank.verification` in a new interpreter that sees the same modules and no network."""
-    paths = [path or os.getcwd() for path in sys.path]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+    environment = modules_environment() | {"HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "flexrank.verification", str(artefact), str(scratch)]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)

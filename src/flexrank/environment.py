@@ -2,6 +2,7 @@
 
 import os
 import platform
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,11 @@ def assets_directory(*needed: str) -> Path:
         if not (directory / name).exists():
             raise FlexrankError(f"{directory / name}: missing; set FLEXRANK_ASSETS to the folder that holds {name}")
     return directory
+
+
+def modules_environment() -> dict[str, str]:
+    """The environment of a new interpreter that is to see the same modules as this one."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
 
 
 def machine_facts() -> dict[str, Any]:

@@ -13,32 +13,38 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flexrank.calibration import collect_moments, collect_rows
-from flexrank.config import RunConfig
-from flexrank.costs import aligned_parameters, dense_parameters, measure_ratio
 from flexrank.decomposition import decompose_
 from flexrank.environment import machine_facts
+from flexrank.experiments.gar_cost import (
+    COLOURS,
+    FORMS,
+    PARTS,
+    SHARES,
+    TIMINGS,
+    can_compile,
+    cost_claims,
+    cost_tables,
+    draw_cost,
+    measure_panels,
+    rank_at,
+)
 from flexrank.experiments.language import DECOMPOSED, checked_datasvd, load_space, pycode_settings, told_apart
 from flexrank.experiments.study import Ledger, Request, Study, count_seeds
-from flexrank.findings import Result, claim, shown, spread, table
-from flexrank.layers import GaugeAlignedLinear, NestedLayer
+from flexrank.findings import Result, claim, table
+from flexrank.layers import NestedLayer
 from flexrank.linalg import ERROR_FLOOR, SLACK_STEPS, STATED_MULTIPLE, alignment_error, choose_slack
-from flexrank.peers import PivotedLinear, pivoted_order
+from flexrank.peers import pivoted_order
 from flexrank.progress import track
 from flexrank.surgery import nested_layers, select_layers
 
-FORMS = {"plain": "plain U Vᵀ", "paper": "paper's GAR", "pivoted": "pivoted GAR", "ours": "ours, with slack"}
-COLOURS = {"plain": "#0072B2", "paper": "#D55E00", "pivoted": "#E69F00", "ours": "#009E73"}
-SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.97)
-TIMED, JUDGED = ("float32", "bfloat16"), ("float32", "bfloat16", "float16")
-#: How often the whole measurement is repeated, and timings of a layer (after one to warm up) in each.
-REPEATS, TIMINGS = 3, 5
+JUDGED = ("float32", "bfloat16", "float16")
+#: How often the whole measurement is repeated.
+REPEATS = 3
 #: Width and height of the timed matrix, and tokens.
 QUICK, FULL = (2048, 2048), (4096, 8192)
-#: A measured cost that is off the counted one by at most this part follows it closely.
-CLOSE = 0.15
 #: At most so many layers, evenly spread, are judged, on at most so many batches.
 LAYERS, BATCHES = 48, 16
 
@@ -55,14 +61,19 @@ def run(request: Request) -> Result:
     summaries = _summaries(errors)
     slacks = {dtype: _slack_shares(errors, dtype) for dtype in JUDGED}
     # Times belong to a machine; so do units of them.
-    panels = _panels(Ledger(request.work, {**key, "machine": machine_facts()}), width, tokens, slacks, repeats, config)
+    timed = Ledger(
+        request.work, {**key, "parts": list(PARTS), "compiles": can_compile("cpu"), "machine": machine_facts()}
+    )
+    panels = measure_panels(timed, width, tokens, slacks, repeats, config.device)
     judged, model = len({row["layer"] for row in errors}), Path(config.model).name
-    title = f"forward time over a dense layer's at shares of the full rank: {width} × {width}, {tokens} tokens"
     return {
         "settings": settings | {"repeats": repeats, "model": model, "layers": judged, "slack_shares": slacks},
-        "tables": [_cost_table(panels, title), _error_table(summaries, slacks, model)],
+        "tables": [
+            *cost_tables(panels, f"{width} × {width}, {tokens} tokens"),
+            _error_table(summaries, slacks, model),
+        ],
         "claims": [
-            *(one for panel in panels for one in _cost_claims(panel)),
+            *(one for panel in panels for one in cost_claims(panel)),
             *(_error_claim(dtype, summary) for dtype, summary in summaries.items()),
         ],
         "data": {"panels": panels, "errors": summaries, "model": model},
@@ -109,7 +120,7 @@ def _layer_errors(subject: Callable[[], _Subject], name: str) -> list[dict[str, 
     layers, seen, unseen = subject()
     layer, rows = layers[name], []
     for share in SHARES:
-        rank = _rank(share, layer.max_rank)
+        rank = rank_at(share, layer.max_rank)
         u, v = layer.u[:rank].T.double(), layer.v[:rank].T.double()
         order = pivoted_order(u)
         for dtype in JUDGED:
@@ -135,90 +146,9 @@ def _slack_shares(errors: list[dict[str, Any]], dtype: str) -> list[float]:
     return [statistics.median(found) for found in parts.values()]
 
 
-def _panels(
-    ledger: Ledger, width: int, tokens: int, slacks: Mapping[str, list[float]], repeats: int, config: RunConfig
-) -> list[dict[str, Any]]:
-    """For each device and dtype: the forms' costs over a dense layer's at each share, measured and counted."""
-    panels = []
-    for device, dtype in itertools.product(_devices(config.device), TIMED):
-        time = functools.partial(_time, width, tokens, device, dtype, slacks[dtype])
-        rounds = track(range(repeats), f"timing {dtype} on {device}")
-        timed = [ledger.take(f"time {device} {dtype} {number}", time) for number in rounds]
-        measured = {
-            form: [spread(ratios) for ratios in zip(*(one[form] for one in timed), strict=True)] for form in FORMS
-        }
-        at = list(zip(SHARES, slacks[dtype], strict=True))
-        counted = {form: [_counted(form, width, share, slack) for share, slack in at] for form in FORMS}
-        panels.append({"device": device, "dtype": dtype, "shares": SHARES, "measured": measured, "counted": counted})
-    return panels
-
-
-def _time(width: int, tokens: int, device: str, dtype: str, slacks: list[float]) -> dict[str, list[float]]:
-    """Each form's forward time over a dense layer's, the two in turn, at each share; the weights are random."""
-    precision = getattr(torch, dtype)
-    dense = nn.Linear(width, width, bias=False, device=device, dtype=precision)
-    x = torch.randn(tokens, width, device=device).to(precision)
-    times: dict[str, list[float]] = {form: [] for form in FORMS}
-    for (share, slack_share), form in itertools.product(zip(SHARES, slacks, strict=True), FORMS):
-        layer = _random_layer(form, width, _rank(share, width), slack_share, device, precision)
-        times[form].append(measure_ratio(_forward(layer, x), _forward(dense, x), TIMINGS, warmup=1))
-    return times
-
-
-def _random_layer(form: str, width: int, rank: int, slack_share: float, device: str, dtype: torch.dtype) -> nn.Module:
-    if form == "pivoted":
-        return PivotedLinear(width, rank, torch.randperm(width, device=device), dtype=dtype)
-    aligned = rank - _slack(form, rank, slack_share)
-    return GaugeAlignedLinear((width, width), rank, aligned, bias=False, device=device, dtype=dtype)
-
-
-def _forward(layer: nn.Module, x: Tensor) -> Callable[[], object]:
-    def forward() -> None:
-        layer(x)
-        if x.is_cuda:
-            torch.cuda.synchronize()  # the call returns before the work is done
-
-    return forward
-
-
-def _counted(form: str, width: int, share: float, slack_share: float) -> float:
-    """Multiply-adds over a dense layer's: r(m+n−r+p)/mn, where plain U Vᵀ has p = r, and the paper's form p = 0."""
-    shape, rank = (width, width), _rank(share, width)
-    return aligned_parameters(shape, rank, _slack(form, rank, slack_share)) / dense_parameters(shape)
-
-
-def _slack(form: str, rank: int, slack_share: float) -> int:
-    return {"plain": rank, "paper": 0, "pivoted": 0, "ours": round(slack_share * rank)}[form]
-
-
-def _rank(share: float, full: int) -> int:
-    """At least 1, and not full, where nothing would be left to align."""
-    return max(1, min(round(share * full), full - 1))
-
-
 def _finite(number: float) -> float | None:
     """None for what overflows: JSON has no infinity."""
     return number if math.isfinite(number) else None
-
-
-def _devices(wanted: str) -> list[str]:
-    """What is timed: the device that the configuration names, or with `auto` this CPU, and a GPU where there is one."""
-    if wanted != "auto":
-        return [wanted]
-    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-
-
-def _cost_table(panels: list[dict[str, Any]], title: str) -> dict[str, Any]:
-    rows = []
-    for panel, (form, name) in itertools.product(panels, FORMS.items()):
-        rows.append([f"{panel['device']}, {panel['dtype']}: {name}", *panel["measured"][form]])
-        rows.append(["    operations counted", *panel["counted"][form]])
-    return table(title, ["form", *(f"{share:g}" for share in SHARES)], rows, digits=2)
-
-
-def _over_counted(panel: Mapping[str, Any], form: str) -> list[float]:
-    pairs = zip(panel["measured"][form], panel["counted"][form], strict=True)
-    return [measured["mean"] / counted for measured, counted in pairs]
 
 
 def _summaries(errors: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -253,27 +183,6 @@ def _error_table(summaries: Mapping[str, Any], slacks: Mapping[str, list[float]]
     return table(title, columns, rows, digits=(4, 2, 2, 3, 3))
 
 
-def _cost_claims(panel: Mapping[str, Any]) -> list[dict[str, Any]]:
-    where, last = f"{panel['device']}, {panel['dtype']}", f"{SHARES[-1]:g} of the full rank"
-    top = {form: shown(cells[-1], 2) for form, cells in panel["measured"].items()}
-    worst = max(cell["mean"] for cell in panel["measured"]["paper"])
-    ranges = {form: _over_counted(panel, form) for form in FORMS}
-    is_double = abs(ranges["plain"][-1] - 1) <= CLOSE
-    follows = all(abs(ratio - 1) <= CLOSE for form in ("plain", "paper") for ratio in ranges[form])
-    told = ", ".join(f"{FORMS[form]} {min(found):.2f} to {max(found):.2f}" for form, found in ranges.items())
-    setting = "settings differ: eager torch here, torch.compile on an RTX 5090 there"
-    found = (
-        (f"plain U Vᵀ costs up to 2× a dense layer ({where})", "up to 2",
-         f"{top['plain']} at {last} (counted {panel['counted']['plain'][-1]:.2f})", is_double),
-        (f"GAR always costs less than a dense layer, even at almost full rank ({where})", "always below 1",
-         f"{top['paper']} at {last} (counted {panel['counted']['paper'][-1]:.3f}); pivoted {top['pivoted']}, "
-         f"ours {top['ours']}", worst < 1),
-        (f"the cost closely follows the theory, here within {CLOSE:.0%} ({where})", "closely",
-         f"measured over counted: {told}", follows),
-    )  # fmt: skip
-    return [claim(what, paper, here, holds, "" if holds else setting) for what, paper, here, holds in found]
-
-
 def _error_claim(dtype: str, summary: Mapping[str, Any]) -> dict[str, Any]:
     ranks, forms = summary["plain"]["ranks"], [form for form in FORMS if form != "plain"]
     worst, median = ({f: summary[f][key] for f in forms} for key in ("worst_times", "median_times"))
@@ -297,23 +206,11 @@ def draw(data: Mapping[str, Any]) -> Any:
     figure = Figure(figsize=(3.5 * (count + 1), 3.5), layout="constrained")
     *places, last = figure.subplots(1, count + 1)
     for axes, panel in zip(places, data["panels"], strict=True):
-        _draw_cost(axes, panel)
+        draw_cost(axes, panel)
     places[0].set_ylabel("forward time over a dense layer's")
     places[0].legend(frameon=False, loc="upper left", fontsize=8)
     _draw_errors(last, data["errors"], data["model"])
     return figure
-
-
-def _draw_cost(axes: Any, panel: Mapping[str, Any]) -> None:
-    shares = panel["shares"]
-    axes.axhline(1, color="#555555", linewidth=0.8)
-    for form, name in FORMS.items():
-        means, deviations = ([cell[key] for cell in panel["measured"][form]] for key in ("mean", "sd"))
-        axes.errorbar(shares, means, deviations, color=COLOURS[form], marker="o", markersize=3.5, capsize=2, label=name)
-        axes.plot(shares, panel["counted"][form], color=COLOURS[form], linestyle=(0, (4, 2)), linewidth=1)
-    axes.set_title(f"{panel['device']}, {panel['dtype']}; operations dashed", loc="left", fontsize=10)
-    axes.set_xlabel("share of the full rank")
-    axes.set_ylim(bottom=0)
 
 
 def _draw_errors(axes: Any, errors: Mapping[str, Any], model: str) -> None:

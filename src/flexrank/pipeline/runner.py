@@ -16,6 +16,7 @@ from flexrank.errors import FlexrankError
 from flexrank.fitting import Limits
 from flexrank.hf import models
 from flexrank.pipeline import deploying, stages
+from flexrank.pipeline.fresh import go_on_in_fresh_process
 from flexrank.pipeline.rundir import RunDirectory, fingerprint, identity
 from flexrank.pipeline.workspace import Workspace
 
@@ -88,7 +89,7 @@ class Outcome:
         directory: the run directory.
         executed: stages that ran, in order.
         skipped: stages that stood.
-        workspace: what the run loaded.
+        workspace: what the run loaded in this process.
     """
 
     directory: Path
@@ -104,6 +105,8 @@ def stage_names() -> tuple[str, ...]:
 
 def run_stages(config: RunConfig, until: str = "report") -> Outcome:
     """Does a stage and all it needs, each only where its result does not stand yet.
+
+    On a CPU, what times models runs in a process of its own where this one has done another stage before.
 
     Args:
         config: the run.
@@ -122,10 +125,25 @@ def run_stages(config: RunConfig, until: str = "report") -> Outcome:
         work = Workspace(config, directory)
         prints = fingerprints(config, source)
         for stage in STAGES:
-            if stage.name in wanted:
-                done = _do(stage, work, prints[stage.name])
-                (executed if done else skipped).append(stage.name)
-    return Outcome(directory.path, tuple(executed), tuple(skipped), work)
+            if stage.name not in wanted:
+                continue
+            stands = directory.is_finished(stage.name, prints[stage.name])
+            if executed and stage.is_timed and not stands and _times_apart(work):
+                break
+            done = _do(stage, work, prints[stage.name], stands)
+            (executed if done else skipped).append(stage.name)
+        else:
+            return Outcome(directory.path, tuple(executed), tuple(skipped), work)
+    del work  # the other process loads its own
+    executed += go_on_in_fresh_process(directory.path, until)
+    skipped = [stage.name for stage in STAGES if stage.name in wanted - set(executed)]
+    return Outcome(directory.path, tuple(executed), tuple(skipped), Workspace(config, directory))
+
+
+def _times_apart(work: Workspace) -> bool:
+    """Whether models are timed on a CPU, whose memory a training leaves in another state."""
+    config = work.config
+    return work.device.type == "cpu" and (config.deployment.forms == "measured" or config.evaluation.latency)
 
 
 def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None = None) -> dict[str, Any]:
@@ -158,9 +176,9 @@ def fingerprints(config: RunConfig, source: str) -> dict[str, str]:
     return prints
 
 
-def _do(stage: Stage, work: Workspace, fingerprint: str) -> bool:
+def _do(stage: Stage, work: Workspace, fingerprint: str, stands: bool) -> bool:
     """Runs a stage unless it stands; tells whether it ran."""
-    if work.directory.is_finished(stage.name, fingerprint):
+    if stands:
         log.info("%s: stands", stage.name)
         return False
     start = time.perf_counter()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexrank.benches import gar
-from flexrank.costs import aligned_parameters
+from flexrank.costs import aligned_parameters, nearest_rank
 from flexrank.layers import GaugeAlignedLinear
 from flexrank.peers import PivotedLinear
 
@@ -44,7 +44,7 @@ def test_every_cell_is_there_and_the_goals_follow(monkeypatch: pytest.MonkeyPatc
     assert len(cells) == 2 * 2 * 2 * len(gar.SHARES)
     for cell in cells:
         shape = tuple(cell["shape"])
-        rank = max(1, round(cell["share"] * min(shape)))
+        rank = nearest_rank(shape, cell["share"])
         assert cell["counted"] == aligned_parameters(shape, rank) / (shape[0] * shape[1])
         assert all(ratio > 0 for ratio in cell["ratios"].values()) and set(cell["ratios"]) == set(gar.FORMS)
         assert cell["ratios"]["chosen"] in (cell["ratios"]["ours"], cell["ratios"]["plain"], 1.0)
@@ -63,7 +63,7 @@ def test_the_forms_timed_are_those_named() -> None:
     assert isinstance(layers[0], torch.nn.Linear) and len(layers) == 1 + 4 * len(gar.SHARES)
     for share, start in zip(gar.SHARES, range(1, len(layers), 4), strict=True):
         plain, paper, pivoted, ours = layers[start : start + 4]
-        rank = max(1, round(share * 32))
+        rank = nearest_rank((40, 32), share)
         assert isinstance(plain, GaugeAlignedLinear) and isinstance(ours, GaugeAlignedLinear)
         assert isinstance(paper, GaugeAlignedLinear) and isinstance(pivoted, PivotedLinear)
         assert (plain.aligned, paper.aligned, ours.slack) == (0, rank, max(1, round(0.25 * rank)))

@@ -5,11 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexrank.costs import deployed_parameters
+from flexrank.costs import deployed_parameters, rank_levels
 from flexrank.experiments import front, mnist
 from flexrank.experiments.study import Request
 from flexrank.profiles import Footprint, SensitivityTable
-from flexrank.sensitivity import rank_levels
 
 
 def test_best_within_is_the_least_of_what_fits() -> None:

@@ -13,6 +13,7 @@ import models
 from flexrank import calibration, distillation, linalg
 from flexrank.batches import call_model, output_tensor
 from flexrank.calibration import collect_moments
+from flexrank.costs import rank_levels
 from flexrank.decomposition import decompose_
 from flexrank.deployment import deploy, deployed_parameters_of
 from flexrank.distillation import step
@@ -22,7 +23,7 @@ from flexrank.objectives import EmbeddingObjective, LogitObjective, default_obje
 from flexrank.plan import make_plan, operations
 from flexrank.plan.memory import moment_bytes
 from flexrank.plan.subject import make_subject
-from flexrank.sensitivity import probe_sensitivity, rank_levels
+from flexrank.sensitivity import probe_sensitivity
 from flexrank.surgery import full_matrices, full_profile, nested_layers, select_layers, uniform_profile, use_profile
 from flexrank.views import ConvGeometry
 from tiny_plans import BATCH, LENGTH, Build, config_of

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from flexrank.calibration import collect_moments
+from flexrank.costs import rank_levels
 from flexrank.decomposition import decompose_
 from flexrank.experiments import mnist, ranking
 from flexrank.experiments.study import Request
 from flexrank.profiles import Footprint, SensitivityTable
-from flexrank.sensitivity import rank_levels
 from flexrank.surgery import nested_layers, select_layers, use_profile
 
 IMAGES, LABELS = torch.randn(40, 1, 28, 28), torch.randint(0, 10, (40,))

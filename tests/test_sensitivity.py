@@ -9,13 +9,13 @@ from torch import nn
 
 from flexrank.batches import call_model, output_tensor
 from flexrank.calibration import collect_moments
-from flexrank.costs import dense_parameters, deployed_parameters
+from flexrank.costs import dense_parameters, deployed_parameters, nearest_rank, rank_block, rank_levels
 from flexrank.decomposition import decompose_
 from flexrank.distillation import distillation_evaluator
 from flexrank.errors import FlexrankError
 from flexrank.layers import NestedLayer
 from flexrank.objectives import FeatureObjective, LogitObjective
-from flexrank.sensitivity import curvature_sensitivity, probe_sensitivity, rank_levels
+from flexrank.sensitivity import curvature_sensitivity, probe_sensitivity
 from flexrank.surgery import full_matrices, full_profile, nested_layers, select_layers, use_profile
 from tiny_models import batch_for, build, nest
 
@@ -185,13 +185,27 @@ def test_blocks_out_of_order_are_run(order: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("shape", [(384, 384), (1536, 384), (7, 300), (2, 2), (1, 9)])
 def test_levels_are_even_in_parameters(shape: tuple[int, int]) -> None:
-    levels = rank_levels(shape, 10)
+    levels = rank_levels(shape, 10, "parameters")
     assert levels[-1] == min(shape) and list(levels) == sorted(set(levels)) and levels[0] >= 1
     for share in range(1, 10):
         limit = dense_parameters(shape) * share / 10
         fitting = [r for r in range(1, min(shape) + 1) if deployed_parameters(shape, r) <= limit]
         assert (fitting[-1] if fitting else 1) in levels
     assert rank_levels((100, 100), 10, "ranks") == tuple(range(10, 101, 10))
+    blocks = rank_levels(shape, 10)
+    block = rank_block(shape)
+    assert blocks == tuple(sorted({rank // block * block or rank for rank in levels[:-1]} | {levels[-1]}))
+
+
+@pytest.mark.parametrize(
+    "full, block", [(4096, 32), (512, 32), (511, 16), (384, 16), (256, 16), (64, 4), (31, 1), (3, 1)]
+)
+def test_a_block_is_a_power_of_two_that_leaves_sixteen(full: int, block: int) -> None:
+    assert rank_block((full, 2 * full)) == rank_block((full + 7, full)) == block
+    for share in (0.01, 0.1, 0.5, 0.97, 1.0):
+        rank = nearest_rank((full, 2 * full), share)
+        assert 1 <= rank <= full and (rank % block == 0 or rank in (full, max(1, round(share * full))))
+        assert abs(rank - share * full) <= max(1, block / 2)
 
 
 def test_an_interrupted_probe_resumes_to_the_same_bits(tmp_path: Path) -> None:

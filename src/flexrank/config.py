@@ -81,10 +81,16 @@ class DecompositionConfig(Section):
 
 
 class ProbeConfig(Section):
-    """How finely sensitivity is probed: `levels` ranks a layer, the last full, even in parameters or in ranks."""
+    """How finely sensitivity is probed.
+
+    Attributes:
+        levels: ranks a layer, the last one full.
+        spacing: `parameters` has them even in parameters, `blocks` the same rounded down to whole blocks of up to 32,
+            which hardware multiplies faster, `ranks` even in ranks, as the paper.
+    """
 
     levels: Annotated[int, Field(ge=2)] = 10
-    spacing: Literal["parameters", "ranks"] = "parameters"
+    spacing: Literal["blocks", "parameters", "ranks"] = "blocks"
 
 
 class AllocationConfig(Section):

@@ -7,14 +7,14 @@ import itertools
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from flexrank import calibration
 from flexrank.calibration import Hooks, LayerMoment
-from flexrank.costs import Shape, dense_parameters, largest_rank
+from flexrank.costs import Spacing, rank_levels
 from flexrank.errors import FlexrankError
 from flexrank.layers import NestedLayer
 from flexrank.profiles import SensitivityTable
@@ -23,7 +23,6 @@ from flexrank.storage import read_json, require_keys, write_json
 from flexrank.surgery import footprint, full_matrices, full_profile, nested_layers, use_profile
 
 Evaluate = Callable[[nn.Module], float]
-Spacing = Literal["parameters", "ranks"]
 log = logging.getLogger("flexrank")
 
 #: Of full layers' matrices that a probe keeps at most.
@@ -38,7 +37,7 @@ def probe_sensitivity(
     evaluate: Evaluate,
     num_levels: int = 10,
     *,
-    spacing: Spacing = "parameters",
+    spacing: Spacing = "blocks",
     checkpoint: str | Path | None = None,
     replay_bytes: int = 2**30,
     matrix_bytes: int = MATRIX_BYTES,
@@ -53,7 +52,7 @@ def probe_sensitivity(
         model: elastic; evaluated in the mode it is in, and left as it was.
         evaluate: any measure of a model, lower is better; deterministic, its batches in a fixed order.
         num_levels: ranks probed for each layer, the full one included.
-        spacing: ranks even in deployed parameters, or in ranks (the paper's).
+        spacing: of the ranks, see `costs.rank_levels`.
         checkpoint: a JSON file; a probe interrupted and called again goes on from it.
         replay_bytes: most bytes of outputs of one block's modules that are kept; where they are more, only whole
             blocks are replayed.
@@ -89,7 +88,7 @@ def curvature_sensitivity(
     rows: int,
     num_levels: int = 10,
     *,
-    spacing: Spacing = "parameters",
+    spacing: Spacing = "blocks",
 ) -> SensitivityTable:
     """Predicts every probe from one calibration pass: ½ tr(G ΔW Σ ΔWᵀ), all ranks of all layers at once.
 
@@ -131,25 +130,6 @@ def _curvature_errors(layer: NestedLayer, moment: Tensor, gradient_moment: Tenso
     after = products.flip(0, 1).cumsum(0).cumsum(1).diagonal().flip(0)
     # Both factors are positive semidefinite, and so is their product: what is below zero is rounding.
     return torch.cat([after.clamp(min=0), after.new_zeros(1)]) / 2
-
-
-def rank_levels(shape: Shape, num_levels: int, spacing: Spacing = "parameters") -> tuple[int, ...]:
-    """Rising ranks, the last one full: level j of K has j/K of the full rank, or of the dense parameters.
-
-    Even steps in parameters put the levels where budgets are: for a square layer, 9 of 10 even ranks cost over .19.
-
-    Raises:
-        FlexrankError: fewer than two levels.
-    """
-    if num_levels < 2:
-        raise FlexrankError(f"num_levels is {num_levels}; probing needs at least 2")
-    full = min(shape)
-    if spacing == "ranks":
-        return tuple(sorted({max(1, round(full * level / num_levels)) for level in range(1, num_levels + 1)}))
-    levels = {full}
-    for level in range(1, num_levels):
-        levels.add(max(1, largest_rank(shape, dense_parameters(shape) * level / num_levels)))
-    return tuple(sorted(levels))
 
 
 def _probe(model: nn.Module, layer: NestedLayer, name: str, rank: int, evaluate: Evaluate, baseline: float) -> float:

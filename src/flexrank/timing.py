@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flexrank.costs import Shape, aligned_parameters
+from flexrank.costs import Shape, aligned_parameters, nearest_rank
 from flexrank.environment import machine_facts
 from flexrank.layers import GaugeAlignedLinear
 from flexrank.progress import track
@@ -40,7 +40,7 @@ SLACK_SHARE = 0.05
 LEAST_SECONDS, WEIGHT_BYTES, MOST_COPIES = 1e-3, 2**25, 64
 REPEATS = 9
 #: Raised whenever a layer's forward, or how it is timed, changes, so that no older times are read.
-FORMAT = 3
+FORMAT = 4
 
 
 class FormKey(NamedTuple):
@@ -120,7 +120,7 @@ class TimeTable:
         times = self._times[key]
         if slack is None:
             return tuple(row[0] for row in times["dense"])
-        ranks = [max(1, round(share * min(key.shape))) for share in SHARES]
+        ranks = [nearest_rank(key.shape, share) for share in SHARES]
         found = (float(np.interp(rank, ranks, row)) for row in times["plain" if slack == rank else "aligned"])
         if slack == rank:
             return tuple(found)
@@ -151,14 +151,14 @@ def measure_forms(key: FormKey, dtype: torch.dtype, device: torch.device) -> dic
     A form's time is the dense one's times the median ratio of REPEATS runs in turn: a machine's speed changes within
     minutes by more than the forms differ.
     """
-    (m, n), full = key.shape, min(key.shape)
+    m, n = key.shape
     found: dict[str, list[list[float]]] = {"dense": [], "plain": [], "aligned": []}
     for tokens in TOKENS:
         x = torch.randn(tokens, n, device=device).to(dtype)
         dense = rotate_weights(lambda: nn.Linear(n, m, bias=key.has_bias, device=device, dtype=dtype), x)
         rows: list[tuple[float, ...]] = []
         for share in SHARES:  # one at a time: all of a large head's would not fit in memory
-            rank = max(1, round(share * full))
+            rank = nearest_rank(key.shape, share)
             aligned = min(rank - min(timed_slack(rank), rank), m - 1)
             forms = [functools.partial(_random_layer, key, rank, count, dtype, device) for count in (0, aligned)]
             rows.append(_paired_seconds([dense, *(rotate_weights(form, x) for form in forms)]))

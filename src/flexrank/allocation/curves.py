@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from flexrank.costs import dense_parameters, deployed_parameters
+from flexrank.costs import BLOCK, dense_parameters, deployed_parameters
 from flexrank.errors import FlexrankError
 from flexrank.profiles import ChainEntry, RankProfile, SensitivityTable
 
+#: Probed ranks whose common divisor is less are no whole blocks, but as they fell.
+LEAST_BLOCK = 8
 Ints = NDArray[np.signedinteger]
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
@@ -108,6 +110,7 @@ def refine(curve: LayerCurve, shape: tuple[int, int], count: int) -> LayerCurve:
     """Adds interpolated candidates, about `count` in all, evenly placed in cost between the probed ranks.
 
     `curve` is `monotone` or `undominated`. Its points stay exact, and nothing is extrapolated below its first rank.
+    Where the probed ranks are whole blocks, what is added is too.
     The error is interpolated in its logarithm (monotone cubic in the rank), for errors fall by orders of magnitude. In
     the last stretch, where it falls to 0 or below, it is a straight line: too high for a convex curve, on purpose,
     for the optimum seeks out whatever is predicted too low (a cubic tail did 17 % worse there in truth). In the same
@@ -115,13 +118,15 @@ def refine(curve: LayerCurve, shape: tuple[int, int], count: int) -> LayerCurve:
     it by up to 32 % (36 layers) where they were very noisy: what is chosen more finely follows the noise more closely.
     """
     wanted = np.linspace(curve.parameters[0], curve.parameters[-1], count)
-    every_rank = np.arange(curve.ranks[0], curve.ranks[-1] + 1)
+    block = math.gcd(BLOCK, *(int(rank) for rank in curve.ranks[:-1]))
+    block = block if block >= LEAST_BLOCK else 1
+    every_rank = np.append(np.arange(curve.ranks[0], curve.ranks[-1], block), curve.ranks[-1])
     costs = np.array([deployed_parameters(shape, int(rank)) for rank in every_rank], np.int64)
     near = every_rank[np.minimum(np.searchsorted(costs, wanted), len(costs) - 1)]
     ranks = np.union1d(curve.ranks, near)
     errors = _interpolate(curve, ranks)
     errors[np.searchsorted(ranks, curve.ranks)] = curve.errors
-    return LayerCurve(curve.name, ranks, costs[ranks - every_rank[0]], errors)
+    return LayerCurve(curve.name, ranks, costs[np.searchsorted(every_rank, ranks)], errors)
 
 
 def _interpolate(curve: LayerCurve, ranks: Ints) -> Floats:

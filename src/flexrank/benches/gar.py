@@ -18,7 +18,7 @@ from flexrank.benches.bench import Bench
 from flexrank.benches.machine import interleave
 from flexrank.calibration import collect_moments, collect_rows
 from flexrank.checkpoint import load_elastic
-from flexrank.costs import Shape, aligned_parameters, dense_parameters
+from flexrank.costs import Shape, aligned_parameters, dense_parameters, nearest_rank, rank_levels
 from flexrank.data import sentence_batches, stdlib_corpus
 from flexrank.decomposition import decompose_
 from flexrank.findings import Result, goal, table
@@ -27,7 +27,6 @@ from flexrank.layers import GaugeAlignedLinear
 from flexrank.linalg import STATED_MULTIPLE, alignment_error, choose_slack
 from flexrank.peers import PivotedLinear
 from flexrank.progress import track
-from flexrank.sensitivity import rank_levels
 from flexrank.surgery import nested_layers, select_layers
 from flexrank.timing import FormKey, TimeTable, rotate_weights
 
@@ -76,7 +75,7 @@ def measure_shape(shape: Shape, dtype: torch.dtype, device: str, slack_share: fl
         builds = _builds(shape, dtype, device, slack_share)
         ratios, dense = _ratios([rotate_weights(build, x) for build in builds])
         for share, found in zip(SHARES, zip(*[iter(ratios)] * 4, strict=True), strict=True):
-            rank, slack = _rank(shape, share), _slack(shape, share, slack_share)
+            rank, slack = nearest_rank(shape, share), _slack(shape, share, slack_share)
             of_form = dict(zip(FORMS, found, strict=False))
             of_form["chosen"] = of_form.get(_chosen(times, shape, rank, slack, tokens), 1.0)
             cells.append({
@@ -92,12 +91,8 @@ def _devices() -> list[str]:
     return ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
-def _rank(shape: Shape, share: float) -> int:
-    return max(1, round(share * min(shape)))
-
-
 def _slack(shape: Shape, share: float, slack_share: float) -> int:
-    return max(1, round(slack_share * _rank(shape, share)))
+    return max(1, round(slack_share * nearest_rank(shape, share)))
 
 
 def _builds(shape: Shape, dtype: torch.dtype, device: str, slack_share: float) -> list[Callable[[], nn.Module]]:
@@ -106,7 +101,7 @@ def _builds(shape: Shape, dtype: torch.dtype, device: str, slack_share: float) -
     placed: dict[str, Any] = {"device": device, "dtype": dtype}
     builds: list[Callable[[], nn.Module]] = [functools.partial(nn.Linear, n, m, bias=False, **placed)]
     for share in SHARES:
-        rank = _rank(shape, share)
+        rank = nearest_rank(shape, share)
         order = torch.randperm(m, device=device)
         ours = min(rank - _slack(shape, share, slack_share), m - 1)
         aligned = functools.partial(GaugeAlignedLinear, shape, rank, bias=False, **placed)

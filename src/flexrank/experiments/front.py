@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from flexrank.allocation import allocate_ranks
 from flexrank.calibration import collect_moments
-from flexrank.costs import deployed_parameters
+from flexrank.costs import deployed_parameters, rank_levels
 from flexrank.decomposition import decompose_
 from flexrank.distillation import distill_, distillation_evaluator
 from flexrank.evaluation import inference
@@ -27,7 +27,7 @@ from flexrank.experiments.study import Ledger, Request, Study, count_seeds
 from flexrank.findings import Result, between, claim, spread, table
 from flexrank.profiles import ProfileChain, SensitivityTable
 from flexrank.progress import track
-from flexrank.sensitivity import probe_sensitivity, rank_levels
+from flexrank.sensitivity import probe_sensitivity
 from flexrank.surgery import nested_layers, select_layers, use_profile
 
 BUDGETS = tuple(round(0.1 * step, 1) for step in range(2, 11))

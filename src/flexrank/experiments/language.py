@@ -58,7 +58,7 @@ def _settings(
         "task": "language",
         "model": str(assets_directory() / name),
         "data": texts | dict(data),
-        "probe": {"levels": 8},
+        "probe": {"levels": 8, "spacing": "parameters"},
         "allocation": {"budgets": [0.8, 0.6, 0.4, 0.2]},
         "distillation": {"batch_size": 8, **distillation},
     }

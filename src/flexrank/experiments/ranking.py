@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flexrank.allocation import allocate_ranks
 from flexrank.calibration import collect_moments
-from flexrank.costs import deployed_parameters
+from flexrank.costs import deployed_parameters, rank_levels
 from flexrank.decomposition import decompose_
 from flexrank.evaluation import spearman
 from flexrank.experiments import mnist
@@ -21,7 +21,7 @@ from flexrank.layers import NestedLayer
 from flexrank.objectives import LogitObjective
 from flexrank.profiles import ProfileChain, SensitivityTable
 from flexrank.progress import track
-from flexrank.sensitivity import curvature_sensitivity, probe_sensitivity, rank_levels
+from flexrank.sensitivity import curvature_sensitivity, probe_sensitivity
 from flexrank.surgery import nested_layers, select_layers
 
 NETWORKS = ("lenet", "narrow")

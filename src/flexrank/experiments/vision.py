@@ -206,7 +206,8 @@ class _Trial:
         """One nested profile for each budget."""
         evaluate = distillation_evaluator(self.network.model, self.batches(self.probe), OBJECTIVE)
         checkpoint = self.ledger.directory / f"{self.label}, probe.json"
-        return allocate_ranks(probe_sensitivity(self.model, evaluate, self.plan.levels, checkpoint=checkpoint), BUDGETS)
+        table = probe_sensitivity(self.model, evaluate, self.plan.levels, spacing="parameters", checkpoint=checkpoint)
+        return allocate_ranks(table, BUDGETS)
 
     def consolidate(self, chain: ProfileChain) -> list[float]:
         """Trains all profiles together, and measures them."""

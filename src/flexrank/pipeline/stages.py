@@ -18,7 +18,7 @@ from flexrank import report
 from flexrank.allocation import allocate_ranks
 from flexrank.calibration import Side, collect_moments
 from flexrank.checkpoint import save_elastic
-from flexrank.costs import dense_parameters
+from flexrank.costs import dense_parameters, rank_levels
 from flexrank.decomposition import decompose_, decompose_by_block_
 from flexrank.distillation import distill_, distillation_evaluator
 from flexrank.errors import FlexrankError
@@ -36,7 +36,7 @@ from flexrank.pipeline.deploying import (
 from flexrank.pipeline.workspace import Workspace
 from flexrank.profiles import ChainEntry, ProfileChain, RankProfile, SensitivityTable
 from flexrank.progress import track
-from flexrank.sensitivity import probe_sensitivity, rank_levels
+from flexrank.sensitivity import probe_sensitivity
 from flexrank.storage import read_json, write_json
 from flexrank.surgery import footprint, full_profile, nested_layers, select_layers
 

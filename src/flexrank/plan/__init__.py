@@ -11,14 +11,13 @@ from typing import Any
 import torch
 
 from flexrank.config import RunConfig
-from flexrank.costs import deployed_parameters
+from flexrank.costs import deployed_parameters, rank_levels
 from flexrank.errors import FlexrankError
 from flexrank.plan.memory import count_memory, moment_bytes
 from flexrank.plan.operations import candidates, count_operations, evaluations
 from flexrank.plan.subject import Subject, make_subject
 from flexrank.plan.table import print_plan
 from flexrank.report import split_block
-from flexrank.sensitivity import rank_levels
 from flexrank.surgery import dense_reasons, footprint, uniform_profile
 
 __all__ = ["DEFAULT_TFLOPS", "make_plan", "print_plan"]

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 import torch
 
 from flexrank.config import RunConfig
-from flexrank.costs import Shape
+from flexrank.costs import Shape, rank_levels
 from flexrank.plan.memory import reads_output
 from flexrank.plan.subject import Subject
-from flexrank.sensitivity import MATRIX_BYTES, rank_levels
+from flexrank.sensitivity import MATRIX_BYTES
 from flexrank.surgery import last_within, uniform_profile
 
 

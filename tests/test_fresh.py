@@ -1,6 +1,7 @@
 """The rest of a run in a process of its own: what goes there, what comes back, and what goes wrong."""
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,18 +19,26 @@ from tiny_runs import settings
 
 
 def test_what_is_timed_runs_elsewhere_once_this_process_has_worked(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times_apart: Callable[..., bool]
+    sources: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    times_apart: Callable[..., bool],
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.INFO, logger="flexrank")  # of the other process too
     here, do = [], runner._do
 
-    def noted(stage: runner.Stage, *others: Any) -> bool:
+    def noted(stage: runner.Stage, *others: Any) -> None:
         here.append(stage.name)
-        return do(stage, *others)
+        do(stage, *others)
 
     monkeypatch.setattr(runner, "_times_apart", times_apart)
     monkeypatch.setattr(runner, "_do", noted)
     config = parse_config(settings(sources / "language", sources / "text.txt", tmp_path / "run"))
     outcome = run_stages(config)
+    told = capfd.readouterr().err
+    assert "evaluating: done" in told and told.count("stands") == 0  # one process did the rest, and told of it here
     assert outcome.executed == stage_names() and not outcome.skipped
     assert here == ["decompose", "probe", "allocate", "distill"]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["rows"][0]["latency_ratio"] > 0

@@ -23,6 +23,23 @@ def test_the_elastic_networks_profiles_are_of_the_grid() -> None:
     assert kept.ranks == {"a": (1, 9)} and kept.errors == {"a": (0.5, 0.0)}
 
 
+def test_the_gap_is_the_choice_of_profiles_times_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: two submodels of .5, of which the elastic network has the worse, and the full one."""
+    monkeypatch.setattr(front, "BUDGETS", (0.5, 1.0))
+    one = {
+        "grid": [[0.5, 1, 2], [0.5, 2, 1], [1.0, 9, 9]],
+        "alone": {"DataSVD": [[0.2, 0.1], [0.1, 0.1], [0.05, 0.1]]},
+        "elastic": {"shares": [0.5, 1.0], "ranks": [[1, 2], [9, 9]], "after": [[0.6, 0.1], [0.1, 0.1]]},
+        "longer": {"shares": [0.5, 1.0], "after": [[0.3, 0.1], [0.1, 0.1]]},
+    }
+    assert front._choices(one) == [2.0, 1.0] and front._gaps(one, "DataSVD") == [pytest.approx(6), 2]
+    why = front._reason([one], [front._gaps(one, "DataSVD")[:1]])
+    assert (
+        "6.00 times the front's; its profiles trained alone are 2.00 times" in why
+        and "sharing their weights 3.00" in why
+    )
+
+
 def test_no_budget_is_below_the_least_submodel_of_either_grid() -> None:
     """Else its front is empty, and the study ends in a division by it."""
     shapes = [(10, 25), (16, 160), (32, 64), (10, 32)]
@@ -50,6 +67,8 @@ def test_the_study_runs_whole_on_few_images_and_goes_on_from_its_units(
     assert aligned < random
     falling = [cell["mean"] for cell in rows["front from DataSVD: divergence"]]
     assert falling == sorted(falling, reverse=True)
+    choices = rows["the elastic network's profiles, each trained alone / front from DataSVD"]
+    assert all(cell["mean"] >= 1 for cell in choices)
     assert len(front.draw(first["data"]).axes) == 1
     monkeypatch.setattr(front, "train_stacked_", None)  # every unit is finished: nothing is trained again
     assert front.run(Request(work=tmp_path, seeds=1))["tables"] == first["tables"]

@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ def run(request: Request) -> Result:
         "images_a_step": IMAGES_A_STEP, "calibration": CALIBRATION, "probe": PROBE, "epochs": mnist.EPOCHS,
         "submodels_at_once": CHUNK,
     }  # fmt: skip
-    ledger = Ledger(request.work, settings)
+    ledger = Ledger(request.work, settings | {"units": "with ranks"})
     found = [_Seed(seed, levels, ledger).run() for seed in range(seeds)]
     return {
         "settings": settings | {"longer": LONGER, "seeds": seeds, "submodels": len(levels) ** 4},
@@ -144,7 +144,8 @@ class _Seed:
             max_norm=float("inf"),
         )  # fmt: skip
         shares = [entry.parameters / chain.dense_parameters for entry in chain.requested]
-        return {"shares": shares, "before": before, "after": self._chain_figures(model, chain)}
+        ranks = [[entry.profile[name] for name in self.shapes] for entry in chain.requested]
+        return {"shares": shares, "ranks": ranks, "before": before, "after": self._chain_figures(model, chain)}
 
     def _chain_figures(self, model: nn.Module, chain: ProfileChain) -> list[list[float]]:
         found = []
@@ -177,8 +178,18 @@ def _gaps(one: Mapping[str, Any], origin: str, which: str = "elastic") -> list[f
     ]
 
 
+def _choices(one: Mapping[str, Any]) -> list[float]:
+    """For each budget, the divergence of the elastic network's profile, trained alone, over the best of the grid's."""
+    places = {tuple(row[1:]): place for place, row in enumerate(one["grid"])}
+    shares, values = [row[0] for row in one["grid"]], [figures[0] for figures in one["alone"]["DataSVD"]]
+    own = [values[places[tuple(ranks)]] for ranks in one["elastic"]["ranks"]]
+    return [
+        value / best_within(shares, values, share) for value, share in zip(own, one["elastic"]["shares"], strict=True)
+    ]
+
+
 def _gap_table(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    def row(name: str, values: Sequence[Sequence[float]]) -> list[Any]:
+    def row(name: str, values: Iterable[Sequence[float]]) -> list[Any]:
         return [name, *map(spread, zip(*values, strict=True))]
 
     def fronts(origin: str, figure: int) -> list[list[float]]:
@@ -199,6 +210,7 @@ def _gap_table(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for origin in ORIGINS:
         rows.append(row(f"elastic / front from {origin}", [_gaps(one, origin) for one in found]))
         rows.append(row(f"{longer} / front from {origin}", [_gaps(one, origin, "longer") for one in found]))
+    rows.append(row("the elastic network's profiles, each trained alone / front from DataSVD", map(_choices, found)))
     rows += [row(f"front from {origin}: test error", fronts(origin, 1)) for origin in ORIGINS]
     rows.append(row("elastic network: test error", [[f[1] for f in one["elastic"]["after"]] for one in found]))
     rows.append(row(f"{longer}: test error", [[f[1] for f in one["longer"]["after"]] for one in found]))
@@ -239,8 +251,10 @@ def _claims(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _reason(found: Sequence[Mapping[str, Any]], aligned: Sequence[Sequence[float]]) -> str:
-    """By budget, where the elastic network is above the front, and what more steps change of it."""
+    """By budget, what of the gap the choice of profiles makes, what sharing, and what more steps change of it."""
     below_full = slice(0, len(BUDGETS) - 1)
+    choices = [_choices(one)[below_full] for one in found]
+    shared = [[a / b for a, b in zip(*pair, strict=True)] for pair in zip(aligned, choices, strict=True)]
     longer = [_gaps(one, "DataSVD", "longer")[below_full] for one in found]
 
     def told(gaps: Sequence[Sequence[float]]) -> str:
@@ -248,7 +262,10 @@ def _reason(found: Sequence[Mapping[str, Any]], aligned: Sequence[Sequence[float
         return ", ".join(f"{mean:.2f}" for mean in means)
 
     budgets = ", ".join(f"{budget:g}" for budget in BUDGETS[below_full])
-    return f"at {budgets}: {told(aligned)} times the front's; with {LONGER} times the steps {told(longer)}"
+    return (
+        f"at {budgets}: {told(aligned)} times the front's; its profiles trained alone are {told(choices)} times the "
+        f"front's, and sharing their weights {told(shared)} times that; with {LONGER} times the steps {told(longer)}"
+    )
 
 
 def _better_at(gaps: Sequence[Sequence[float]]) -> int:

@@ -10,7 +10,7 @@ import torch
 from flexrank import progress
 from flexrank.config import load_config
 from flexrank.errors import FlexrankError
-from flexrank.pipeline.runner import run_stages
+from flexrank.pipeline.runner import go_on
 
 
 def main(asked: dict[str, Any]) -> int:
@@ -20,7 +20,7 @@ def main(asked: dict[str, Any]) -> int:
     logging.getLogger("flexrank").setLevel(asked["level"])
     progress.show(asked["progress"])
     try:
-        outcome = run_stages(load_config(asked["directory"]), asked["until"])
+        outcome = go_on(load_config(asked["directory"]), asked["until"], asked["told"])
     except FlexrankError as error:
         print(json.dumps({"error": str(error)}))
         return 2

@@ -8,6 +8,7 @@ import json
 import logging
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -17,12 +18,13 @@ from flexrank.environment import modules_environment
 from flexrank.errors import FlexrankError
 
 
-def go_on_in_fresh_process(directory: Path, until: str) -> list[str]:
+def go_on_in_fresh_process(directory: Path, until: str, told: Sequence[str] = ()) -> list[str]:
     """Goes on with a run to a stage by `python -m flexrank.pipeline`; what it tells is on this standard error.
 
     Args:
         directory: the run's, which no process holds.
         until: the last stage.
+        told: stages that were told of here, done or standing.
 
     Returns:
         The stages that ran.
@@ -30,11 +32,11 @@ def go_on_in_fresh_process(directory: Path, until: str) -> list[str]:
     Raises:
         FlexrankError: a wrong input of a stage, in its own words; or the process was killed.
     """
-    told = {
-        "directory": str(directory), "until": until, "threads": torch.get_num_threads(),
+    asked = {
+        "directory": str(directory), "until": until, "told": list(told), "threads": torch.get_num_threads(),
         "level": logging.getLogger("flexrank").getEffectiveLevel(), "progress": progress.is_shown(),
     }  # fmt: skip
-    command = [sys.executable, "-m", "flexrank.pipeline", json.dumps(told)]
+    command = [sys.executable, "-m", "flexrank.pipeline", json.dumps(asked)]
     done = subprocess.run(command, env=modules_environment(), stdout=subprocess.PIPE, text=True)
     answer = json.loads(done.stdout.splitlines()[-1]) if done.returncode in (0, 2) else {}
     if "error" in answer:

@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,11 +116,17 @@ def run_stages(config: RunConfig, until: str = "report") -> Outcome:
         FlexrankError: a wrong input of any stage; what was finished before it stays.
         KeyboardInterrupt: passed on; the same call goes on from where it was.
     """
+    return go_on(config, until)
+
+
+def go_on(config: RunConfig, until: str, told: Collection[str] = ()) -> Outcome:
+    """As `run_stages`, which says nothing of stages that stand where they are `told` of before."""
     directory = RunDirectory(config.directory)
     source = models.resolve_source(config.model)
     wanted = _needed(until)
     executed: list[str] = []
     skipped: list[str] = []
+    has_worked = False
     with directory.locked(), directory.keep_config(config):
         work = Workspace(config, directory)
         prints = fingerprints(config, source)
@@ -128,14 +134,20 @@ def run_stages(config: RunConfig, until: str = "report") -> Outcome:
             if stage.name not in wanted:
                 continue
             stands = directory.is_finished(stage.name, prints[stage.name])
-            if executed and stage.is_timed and not stands and _times_apart(work):
+            if has_worked and stage.is_timed and not stands and _times_apart(work):
                 break
-            done = _do(stage, work, prints[stage.name], stands)
-            (executed if done else skipped).append(stage.name)
+            if stands:
+                skipped.append(stage.name)
+                if stage.name not in told:
+                    log.info("%s: stands", stage.name)
+                continue
+            _do(stage, work, prints[stage.name])
+            executed.append(stage.name)
+            has_worked |= not stage.is_timed
         else:
             return Outcome(directory.path, tuple(executed), tuple(skipped), work)
     del work  # the other process loads its own
-    executed += go_on_in_fresh_process(directory.path, until)
+    executed += go_on_in_fresh_process(directory.path, until, [*executed, *skipped])
     skipped = [stage.name for stage in STAGES if stage.name in wanted - set(executed)]
     return Outcome(directory.path, tuple(executed), tuple(skipped), Workspace(config, directory))
 
@@ -176,11 +188,8 @@ def fingerprints(config: RunConfig, source: str) -> dict[str, str]:
     return prints
 
 
-def _do(stage: Stage, work: Workspace, fingerprint: str, stands: bool) -> bool:
-    """Runs a stage unless it stands; tells whether it ran."""
-    if stands:
-        log.info("%s: stands", stage.name)
-        return False
+def _do(stage: Stage, work: Workspace, fingerprint: str) -> None:
+    """Runs a stage, and forgets those that read what it now holds otherwise."""
     start = time.perf_counter()
     with work.directory.replacing(stage.name), _clear_disk_errors(work, stage.name):
         more = stage.work(work, fingerprint) or ()
@@ -190,7 +199,6 @@ def _do(stage: Stage, work: Workspace, fingerprint: str, stands: bool) -> bool:
             work.directory.forget(reader.name)
     work.directory.finish(stage.name, fingerprint, (*stage.outputs, *more), stage.extras, seconds)
     log.info("%s: done in %.1f s", stage.name, seconds)
-    return True
 
 
 @contextlib.contextmanager

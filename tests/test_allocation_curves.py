@@ -1,6 +1,7 @@
 """Curves of candidates: checked, fitted, refined."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +14,7 @@ from allocation_tables import (
 )
 from flexrank.allocation import allocate_ranks
 from flexrank.allocation.curves import LayerCurve, monotone, refine, step_slopes, undominated
-from flexrank.costs import deployed_parameters
+from flexrank.costs import deployed_parameters, rank_levels
 from flexrank.profiles import SensitivityTable
 
 
@@ -64,6 +65,15 @@ def test_interpolation_is_near_the_truth_on_an_exponential_and_even_in_cost():
     np.testing.assert_allclose(fine.errors[inside], 5 * np.exp(-0.03 * fine.ranks[inside]), rtol=1e-9)
     widest = np.diff(fine.parameters).max()
     assert widest <= 1.3 * (fine.parameters[-1] - fine.parameters[0]) / 39
+
+
+@pytest.mark.parametrize("shape, block", [((512, 512), 32), ((384, 1536), 16), ((64, 100), 4)])
+def test_what_is_added_between_whole_blocks_is_whole_blocks(shape: tuple[int, int], block: int) -> None:
+    for spacing in ("blocks", "parameters"):
+        ranks = list(rank_levels(shape, 6, spacing))
+        curve = curve_of([*np.exp(-0.1 * np.array(ranks[:-1])), 0.0], ranks, shape)
+        added = sorted(set(refine(curve, shape, 24).ranks.tolist()) - set(ranks))
+        assert added and all(rank % block == 0 for rank in added) == (spacing == "blocks")
 
 
 def test_interpolated_candidates_lower_the_predicted_error_and_meet_budgets_more_closely():

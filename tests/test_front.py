@@ -36,8 +36,10 @@ def test_the_gap_is_the_choice_of_profiles_times_sharing(monkeypatch: pytest.Mon
     why = front._reason([one], [front._gaps(one, "DataSVD")[:1]])
     assert (
         "6.00 times the front's; its profiles trained alone are 2.00 times" in why
-        and "sharing their weights 3.00" in why
+        and "in one set of weights 3.00" in why
     )
+    lost = front._lost_cases([[0.9], [1.5]], [[5.0], [6.0]])
+    assert lost == "0.5, seed 1: 1.50 times it, 6.00 times the front from DataSVD"
 
 
 def test_no_budget_is_below_the_least_submodel_of_either_grid() -> None:

@@ -86,7 +86,9 @@ def subject(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(gar, "QUICK", (32, 8))
     for module in (gar, gar_cost):
         monkeypatch.setattr(module, "SHARES", (0.25, 0.75))
-    monkeypatch.setattr(gar_cost, "_devices", lambda wanted: ["cpu"])
+    for module in (gar, gar_cost):
+        monkeypatch.setattr(module, "devices_of", lambda wanted: ["cpu"])
+        monkeypatch.setattr(module, "can_compile", lambda device: True)
     monkeypatch.setattr(gar_cost, "_compiled_ratio", lambda *_: 0.5)  # four graphs take longer than all else here
     monkeypatch.setattr(gar, "_decomposed", lambda _: found)
     yield found
@@ -116,7 +118,7 @@ def test_the_whole_study_on_a_tiny_model(
     assert all(cell["n"] == 2 and cell["mean"] > 0 for row in cost["rows"][::2] for cell in row[1:])
     assert cost["rows"][1][1:] == [0.5, 1.5]
     assert cost["rows"][3][1:] == [8 * 56 / 1024, 24 * 40 / 1024]
-    assert len(parts["rows"]) == 2 * 6 and parts["rows"][3][1:] == [8 * 24 / 1024, 24 * 8 / 1024]
+    assert len(parts["rows"]) == 2 * 8 and parts["rows"][3][1:] == [8 * 24 / 1024, 24 * 8 / 1024]
     places = ((cost, 2), (parts, 0), (parts, 2), (parts, 4))
     for whole, first, second, rest in zip(*(one["rows"][row][1:] for one, row in places), strict=True):
         assert whole["mean"] == pytest.approx(first["mean"] + second["mean"] + rest)
@@ -140,7 +142,8 @@ def test_slack_is_chosen_on_other_activations_than_errors_are_measured_on(subjec
 
 
 def row(share: float, dtype: str, **errors: float) -> dict[str, Any]:
-    return {"layer": "a", "share": share, "dtype": dtype, "rank": 10, "slack": 2, **errors}
+    condition = {"paper": 100 * share, "pivoted": None}
+    return {"layer": "a", "share": share, "dtype": dtype, "rank": 10, "slack": 2, "condition": condition, **errors}
 
 
 def test_summaries_count_the_bound_and_tell_an_overflow() -> None:
@@ -168,6 +171,7 @@ def panel(factor: float) -> dict[str, Any]:
     forms, shares = gar_cost.FORMS, gar_cost.SHARES
     counted = {form: [gar_cost.counted_cost(form, 100, share, 0.1) for share in shares] for form in forms}
     counted["first"] = [gar_cost.rank_at(share, 100) / 100 for share in shares]
+    counted["blocks"] = [gar_cost.counted_cost("paper", 100, share, 0.0) for share in shares]
     counted["second"] = [whole - first for whole, first in zip(counted["paper"], counted["first"], strict=True)]
     measured = {
         form: [{"mean": factor * one, "sd": 0.01, "n": 3} for one in values] for form, values in counted.items()
@@ -183,6 +187,22 @@ def test_cost_claims_follow_the_numbers() -> None:
     assert "1.94 ± 0.01 at 0.97" in gar_cost.cost_claims(panel(1.0))[0]["here"]
     why = gar_cost.cost_claims(panel(1.1))[1]["why"]
     assert "at 0.97 the paper's two products alone take 1.067 ± 0.010 (counted 0.970)" in why
+
+
+def test_the_products_timed_are_those_of_the_layer() -> None:
+    layer = gar_cost.random_layer("paper", 32, 12, 0.0, "cpu", torch.float32)
+    assert isinstance(layer, GaugeAlignedLinear)
+    x = torch.randn(5, 32)
+    with torch.no_grad():
+        found = [product() for product in gar_cost._products(layer, x).values()]
+        torch.testing.assert_close(torch.cat(found, -1), layer(x))
+
+
+@pytest.mark.skipif(not gar_cost.can_compile("cpu"), reason="torch.compile has no compiler here")
+def test_compiled_layers_are_timed() -> None:
+    layer = gar_cost.random_layer("paper", 8, 4, 0.0, "cpu", torch.float32)
+    with torch.no_grad():
+        assert gar_cost._compiled_ratio(layer, nn.Linear(8, 8, bias=False), torch.randn(3, 8)) > 0
 
 
 def test_another_task_and_another_decomposition_are_named(tmp_path: Path, sources: Path) -> None:

@@ -151,7 +151,7 @@ def test_sizes_by_budget_are_those_of_deployed_models(build: Build, tmp_path: Pa
         assert row["mean_rank"] == sum(profile.values()) / len(profile)
 
 
-@pytest.mark.parametrize("spacing", ["parameters", "ranks"])
+@pytest.mark.parametrize("spacing", ["blocks", "parameters", "ranks"])
 def test_candidates_and_evaluations_are_those_of_a_probe(spacing: str, tmp_path: Path) -> None:
     plan = make_plan(config_of(models.llama, tmp_path, probe={"levels": 6, "spacing": spacing}))["probe"]
     table = probe_sensitivity(elastic(real(models.llama)), lambda _: 0.0, 6, spacing=spacing)  # type: ignore[arg-type]

@@ -49,13 +49,13 @@ def rank_block(shape: Shape) -> int:
     """The number that a fast rank of this layer is a multiple of: a power of two up to `BLOCK`.
 
     A 2048 × 2048 layer in bfloat16 took 1.15 of its dense time at rank 1020 and .80 at 1024, two cores with bfloat16
-    tiles (`flexrank bench gar`); GPUs' matrix units ask for multiples of 8 at least.
+    tiles (docs/log.md); GPUs' matrix units ask for multiples of 8 at least.
     """
     return 2 ** int(math.log2(min(BLOCK, max(1, min(shape) // LEAST_BLOCKS))))
 
 
 def nearest_rank(shape: Shape, share: float) -> int:
-    """The rank of whole blocks that is nearest to this share of the full rank; of a few ranks, not rounded to none."""
+    """The rank of whole blocks nearest to this share of the full rank; the full one at most, never rounded to none."""
     full, block = min(shape), rank_block(shape)
     return min(full, round(share * full / block) * block or max(1, round(share * full)))
 

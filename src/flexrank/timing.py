@@ -1,7 +1,8 @@
 """Which form of a layer is fastest here: measured once, and remembered for this machine, thread count and dtype.
 
-A layer of one shape is timed dense, plain and gauge-aligned at a few ranks and numbers of tokens; between the ranks
-measured, time is interpolated, and a slack other than the one timed counts by its parameters. Tables live in
+A layer of one shape is timed dense, plain and gauge-aligned at a few ranks, in whole blocks, and numbers of tokens;
+between the ranks measured, time is interpolated, which is too little for ranks of no whole blocks, and a slack other
+than the one timed counts by its parameters. Tables live in
 `FLEXRANK_CACHE`, by default the user's cache directory.
 """
 

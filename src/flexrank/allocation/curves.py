@@ -7,12 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from flexrank.costs import BLOCK, dense_parameters, deployed_parameters
+from flexrank.costs import dense_parameters, deployed_parameters, rank_block
 from flexrank.errors import FlexrankError
 from flexrank.profiles import ChainEntry, RankProfile, SensitivityTable
 
-#: Probed ranks whose common divisor is less are no whole blocks, but as they fell.
-LEAST_BLOCK = 8
 Ints = NDArray[np.signedinteger]
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
@@ -118,9 +116,11 @@ def refine(curve: LayerCurve, shape: tuple[int, int], count: int) -> LayerCurve:
     it by up to 32 % (36 layers) where they were very noisy: what is chosen more finely follows the noise more closely.
     """
     wanted = np.linspace(curve.parameters[0], curve.parameters[-1], count)
-    block = math.gcd(BLOCK, *(int(rank) for rank in curve.ranks[:-1]))
-    block = block if block >= LEAST_BLOCK else 1
-    every_rank = np.append(np.arange(curve.ranks[0], curve.ranks[-1], block), curve.ranks[-1])
+    block = rank_block(shape)
+    if any(rank % block for rank in curve.ranks[:-1] if rank > block):
+        block = 1
+    between = np.arange(block, curve.ranks[-1], block)
+    every_rank = np.union1d(curve.ranks, between[between > curve.ranks[0]])
     costs = np.array([deployed_parameters(shape, int(rank)) for rank in every_rank], np.int64)
     near = every_rank[np.minimum(np.searchsorted(costs, wanted), len(costs) - 1)]
     ranks = np.union1d(curve.ranks, near)

@@ -192,7 +192,7 @@ def _tables(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             where = f"{shape[0]} × {shape[1]}, {tokens} tokens"
             rows += [[f"{where}: {told}", *(c["ratios"][form] for c in of_shape)] for form, told in FORMS.items()]
             rows.append([f"{where}: operations counted", *(cell["counted"] for cell in of_shape)])
-        title = f"time over a dense layer's at shares of the full rank: {device}, {dtype}"
+        title = f"time over a dense layer's at the whole blocks nearest to shares of the full rank: {device}, {dtype}"
         tables.append(table(title, ["form", *(f"{share:g}" for share in SHARES)], rows, digits=2))
     return tables
 

@@ -51,7 +51,7 @@ def run(_: Path | None = None) -> Result:
         model = bench.decomposed(method)
         results[f"{method}, uniform"] = bench.scores(model, functools.partial(uniform_profile, model))
     model = bench.decomposed("datasvd")
-    table = probe_sensitivity(model, bench.probe_loss())
+    table = probe_sensitivity(model, bench.probe_loss(), spacing="parameters")
     paper = allocate_ranks(table, BUDGETS, method="paper", savings="ranks")
     joint = allocate_ranks(table, BUDGETS, method="joint")
     excess = _excess(table, joint)

@@ -98,8 +98,7 @@ def _claims(
     outputs = next((module for module in modules if module.endswith(ATTENTION_OUTPUTS)), None)
     if outputs is None:
         return claims
-    third = len(modules[outputs]) // 3
-    own = statistics.fmean(modules[outputs][third : len(modules[outputs]) - third])
+    own = statistics.fmean(_central(modules[outputs]))
     others = {module: statistics.fmean(values) for module, values in modules.items() if module != outputs}
     most = max(others, key=lambda module: others[module])
     holds = own >= others[most]
@@ -109,12 +108,19 @@ def _claims(
     return [*claims, claim(what, "GPT-2, at .4", told, holds, why)]
 
 
+def _central(by_block: list[float]) -> list[float]:
+    """Without the first and the last third of the blocks."""
+    third = len(by_block) // 3
+    return by_block[third : len(by_block) - third]
+
+
 def _reason(
     layers: list[str], kept: list[float], written: list[float], read: list[float], pair: tuple[str, str]
 ) -> str:
     """What sets the outputs' module apart from the one that keeps most, and whether that tells the other layers too."""
     energetic, inputs = _by_module(layers, written), _by_module(layers, read)
-    own, most, width = (statistics.fmean(one) for one in (*(energetic[name] for name in pair), inputs[pair[0]]))
+    found = _central(energetic[pair[0]]), energetic[pair[1]], _central(inputs[pair[0]])
+    own, most, width = map(statistics.fmean, found)
     told = (
         f"{ENERGY:.0%} of the energy of what they write lies in {own:.2f} of their rank, of {pair[1]}'s in {most:.2f}"
         f" (of what they read, in {width:.2f} of its width)"

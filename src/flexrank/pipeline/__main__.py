@@ -1,8 +1,11 @@
-"""The process that `pipeline/fresh` starts: goes on with a run, and answers with one JSON object as its last line."""
+"""The process that `pipeline/fresh` starts: goes on with a run, and writes what came of it to a file."""
 
 import json
 import logging
+import os
 import sys
+import threading
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,22 +13,37 @@ import torch
 from flexrank import progress
 from flexrank.config import load_config
 from flexrank.errors import FlexrankError
-from flexrank.pipeline.runner import go_on
+from flexrank.pipeline.runner import export_one, go_on
+from flexrank.storage import write_json
 
 
 def main(asked: dict[str, Any]) -> int:
-    """Does what was asked; a wrong input is the answer's `error`, and exit status 2."""
+    """Does what was asked; a wrong input, or what the system refuses, is in the answer, with exit status 2."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(asked["threads"])
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("flexrank").setLevel(asked["level"])
     progress.show(asked["progress"])
+    answer: dict[str, Any] = {}
     try:
         outcome = go_on(load_config(asked["directory"]), asked["until"], asked["told"])
+        answer["executed"] = list(outcome.executed)
+        if asked["limits"] is not None:
+            answer["export"] = export_one(outcome, asked["limits"], Path(asked["place"]) if asked["place"] else None)
     except FlexrankError as error:
-        print(json.dumps({"error": str(error)}))
-        return 2
-    print(json.dumps({"executed": outcome.executed}))
-    return 0
+        answer = {"error": str(error)}
+    except ModuleNotFoundError as error:
+        answer = {"module": error.name}
+    except OSError as error:
+        answer = {"system": [error.errno, error.strerror or str(error), error.filename and str(error.filename)]}
+    write_json(Path(asked["answer"]), answer)
+    return 0 if "executed" in answer else 2
+
+
+def _end_with_parent() -> None:
+    """Ends this process when standard input does: nobody waits for it, and the run's lock is to be free."""
+    os.read(0, 1)
+    os._exit(1)
 
 
 if __name__ == "__main__":

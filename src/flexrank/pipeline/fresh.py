@@ -1,4 +1,4 @@
-"""The rest of a run in a process of its own, which times models as they will be: fresh, not after a training.
+"""Work of a run in a process of its own, which times models as they will be: fresh, not after a training.
 
 A process that has trained hands out memory otherwise: a small model took .70 of its base's time there, and .55 in a
 process that had done nothing else (docs/log.md).
@@ -8,41 +8,69 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from flexrank import progress
 from flexrank.environment import modules_environment
 from flexrank.errors import FlexrankError
+from flexrank.storage import read_json
 
 
-def go_on_in_fresh_process(directory: Path, until: str, told: Sequence[str] = ()) -> list[str]:
-    """Goes on with a run to a stage by `python -m flexrank.pipeline`; what it tells is on this standard error.
+def in_fresh_process(
+    directory: Path,
+    until: str,
+    told: Sequence[str] = (),
+    limits: Mapping[str, Any] | None = None,
+    place: Path | None = None,
+) -> dict[str, Any]:
+    """Goes on with a run by `python -m flexrank.pipeline`; what that tells is on this standard error.
+
+    It ends with this process, however that ends. Between the two nobody holds the run: another process may take it,
+    which is told then as at any other time.
 
     Args:
         directory: the run's, which no process holds.
         until: the last stage.
         told: stages that were told of here, done or standing.
+        limits: of a size to export after that, as `runner.export_one`; None exports none.
+        place: of the export.
 
     Returns:
-        The stages that ran.
+        The stages that ran there, "executed"; and what was exported, "export".
 
     Raises:
         FlexrankError: a wrong input of a stage, in its own words; or the process was killed.
+        OSError: a full disk, and the like, as it was there.
+        ModuleNotFoundError: an optional package is missing.
     """
-    asked = {
-        "directory": str(directory), "until": until, "told": list(told), "threads": torch.get_num_threads(),
-        "level": logging.getLogger("flexrank").getEffectiveLevel(), "progress": progress.is_shown(),
-    }  # fmt: skip
-    command = [sys.executable, "-m", "flexrank.pipeline", json.dumps(asked)]
-    done = subprocess.run(command, env=modules_environment(), stdout=subprocess.PIPE, text=True)
-    answer = json.loads(done.stdout.splitlines()[-1]) if done.returncode in (0, 2) else {}
+    with tempfile.TemporaryDirectory() as scratch:
+        asked = {
+            "directory": str(directory), "until": until, "told": list(told), "threads": torch.get_num_threads(),
+            "level": logging.getLogger("flexrank").getEffectiveLevel(), "progress": progress.is_shown(),
+            "limits": None if limits is None else dict(limits), "place": None if place is None else str(place),
+            "answer": str(Path(scratch, "answer.json")),
+        }  # fmt: skip
+        command = [sys.executable, "-m", "flexrank.pipeline", json.dumps(asked)]
+        # Its standard input ends when this process does; standard output stays this process's own.
+        with subprocess.Popen(command, env=modules_environment(), stdin=subprocess.PIPE, stdout=2) as process:
+            status = process.wait()
+        answer: dict[str, Any] = read_json(Path(scratch, "answer.json")) if status in (0, 2) else {}
+    _raise_as_there(answer)
+    if status:
+        told_status = f"the process that measures its models ended with status {status}"
+        raise FlexrankError(f"{directory}: {told_status}; the same command goes on from there")
+    return answer
+
+
+def _raise_as_there(answer: Mapping[str, Any]) -> None:
     if "error" in answer:
         raise FlexrankError(answer["error"])
-    if done.returncode:
-        status = f"the process that measures its models ended with status {done.returncode}"
-        raise FlexrankError(f"{directory}: {status}; the same command goes on from there")
-    executed: list[str] = answer["executed"]
-    return executed
+    if "system" in answer:
+        raise OSError(*answer["system"])
+    if "module" in answer:
+        raise ModuleNotFoundError(f"No module named {answer['module']!r}", name=answer["module"])

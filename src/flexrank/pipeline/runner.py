@@ -16,7 +16,7 @@ from flexrank.errors import FlexrankError
 from flexrank.fitting import Limits
 from flexrank.hf import models
 from flexrank.pipeline import deploying, stages
-from flexrank.pipeline.fresh import go_on_in_fresh_process
+from flexrank.pipeline.fresh import in_fresh_process
 from flexrank.pipeline.rundir import RunDirectory, fingerprint, identity
 from flexrank.pipeline.workspace import Workspace
 
@@ -147,7 +147,7 @@ def go_on(config: RunConfig, until: str, told: Collection[str] = ()) -> Outcome:
         else:
             return Outcome(directory.path, tuple(executed), tuple(skipped), work)
     del work  # the other process loads its own
-    executed += go_on_in_fresh_process(directory.path, until, [*executed, *skipped])
+    executed += in_fresh_process(directory.path, until, [*executed, *skipped])["executed"]
     skipped = [stage.name for stage in STAGES if stage.name in wanted - set(executed)]
     return Outcome(directory.path, tuple(executed), tuple(skipped), Workspace(config, directory))
 
@@ -159,7 +159,7 @@ def _times_apart(work: Workspace) -> bool:
 
 
 def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None = None) -> dict[str, Any]:
-    """Exports one size of a consolidated run, verified in a fresh process.
+    """Exports one size of a consolidated run, verified in a fresh process; chosen in one too, as stages that time are.
 
     Args:
         outcome: of `run_stages(config, "distill")`.
@@ -170,6 +170,10 @@ def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None =
         FlexrankError: no profile is within the limits, or the export does not load; nothing is written then.
     """
     work = outcome.workspace
+    if outcome.executed and _times_apart(work):
+        known = [*outcome.executed, *outcome.skipped]
+        found: dict[str, Any] = in_fresh_process(outcome.directory, "distill", known, limits, place)["export"]
+        return found
     name = "-".join(f"{key}-{limit}" for key, limit in limits.items())
     with work.directory.locked(), _clear_disk_errors(work, "deploy"):
         return deploying.export_within(work, place or work.directory / "exports" / name, Limits(**limits))

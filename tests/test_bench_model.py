@@ -42,6 +42,15 @@ def test_every_budget_is_measured_in_every_situation(
     assert (tmp_path / "out" / "model.svg").stat().st_size > 500
 
 
+def test_what_has_just_been_consolidated_is_measured_in_a_fresh_process(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(copied / "elastic")
+    monkeypatch.setattr(model, "in_fresh_process", lambda function, *args: {"function": function, "args": args})
+    assert model.run(copied) == {"function": model.run, "args": (copied,)}
+    assert (copied / "elastic" / "elastic.safetensors").is_file()
+
+
 def test_a_run_with_measured_forms_deploys_what_the_times_say(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

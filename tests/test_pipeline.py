@@ -110,7 +110,7 @@ def test_a_budget_holds_with_its_slack_and_bytes_follow_the_dtype(
     finished: Path, copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deployment, "_run_verification", verify_here)
-    rerun(copied, "deployment.slack=4", "deployment.dtype=bfloat16")
+    rerun(copied, "deployment.slack=8", "deployment.dtype=bfloat16")
     summary, before = summary_of(copied), summary_of(finished)
     for row, old in zip(summary["rows"], before["rows"], strict=True):
         assert row["params_layers"] <= row["budget"] * summary["base"]["params_layers"]

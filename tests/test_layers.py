@@ -133,6 +133,16 @@ def test_hooks_adapters_and_autocast_see_the_children_called(monkeypatch: pytest
         assert float(layer(x)[:, 3:].abs().max()) <= 1
 
 
+def test_a_pruned_bias_of_the_aligned_outputs_counts() -> None:
+    layer = GaugeAlignedLinear.from_factors(torch.randn(9, 4), torch.randn(7, 4), torch.randn(9), slack=1)
+    x = torch.randn(2, 7)
+    with torch.no_grad():
+        before, bias = layer(x), layer.bias.clone()
+        prune.l1_unstructured(layer, "bias", 2)  # takes the parameter away: `bias` is masked at each call
+        torch.testing.assert_close(layer(x)[:, :3], before[:, :3] - bias + layer.bias)
+        assert int((layer.bias == 0).sum()) == 2
+
+
 @pytest.mark.parametrize("slack", [0, 2, "auto"])
 def test_aligned_convolution_is_the_plain_product(slack: int | str) -> None:
     u, v, bias = torch.randn(9, 5), torch.randn(18, 5), torch.randn(9)

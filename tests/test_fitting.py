@@ -1,20 +1,24 @@
 """Which size is within limits and no slower than the base: against times that are set by hand."""
 
+import copy
 import dataclasses
 import json
 import logging
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from flexrank import planning
 from flexrank.deployment import deploy
 from flexrank.errors import FlexrankError
 from flexrank.fitting import Limits, default_loads, fit, fit_plans, fit_profile, is_within
-from flexrank.planning import LayerPlan, Planner, forms_of_plans
+from flexrank.latency import time_chain
+from flexrank.planning import LayerPlan, Planner, form_key, forms_of_plans
 from flexrank.surgery import nested_layers
-from flexrank.timing import TimeTable
+from flexrank.timing import Load, TimeTable
 from hand_tables import all_dense, by_hand, chain_of, small_model, total
 
 
@@ -123,3 +127,59 @@ def test_limits_tell_what_was_asked() -> None:
     planner = Planner(small_model(), slack=0)
     with pytest.raises(FlexrankError, match="needs a budget"):
         fit(planner, chain_of(planner.model), Limits())
+
+
+def random_table(place: Path, model: nn.Module, seed: int) -> TimeTable:
+    """Forms cost from half to three times their parameters, another factor at each rank and number of tokens."""
+    table, random = by_hand(place, {"dense": 1e-6, "plain": 1e-6, "aligned": 1e-6}, model), np.random.default_rng(seed)
+    for times in table._times.values():
+        for form in ("plain", "aligned"):
+            times[form] = [[one * random.uniform(0.5, 3) for one in row] for row in times[form]]
+    return table
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_quickest_forms_are_those_of_brute_force(seed: int, tmp_path: Path) -> None:
+    model = small_model()
+    planner, table, chain = Planner(model, slack=1), random_table(tmp_path, model, seed), chain_of(model)
+    load = Load(dict.fromkeys(planner.layers, (16,)))
+    for entry in chain.entries:
+        plans = planner.quickest(entry, table, load)
+        for name, layer in planner.layers.items():
+            rank, (m, n), key = entry.profile[name], layer.matrix_shape, form_key(layer)
+            slacks = [slack for slack in (1, rank) if rank * (m + n - rank + slack) < m * n]
+            took = load.seconds(table, name, key, plans[name].rank, plans[name].slack)
+            assert took == min(load.seconds(table, name, key, rank, slack) for slack in (*slacks, None))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_latency_takes_the_largest_size_whose_quickest_forms_are_within(seed: int, tmp_path: Path) -> None:
+    model = small_model()
+    layers, table, chain = nested_layers(model), random_table(tmp_path, model, seed), chain_of(model)
+    load = Load(dict.fromkeys(layers, (16,)))
+    timed = time_chain(model, copy.deepcopy(model), torch.randn(16, 12), chain, table, is_quickest=True)
+    planner = Planner(model, slack=1)
+
+    def inside(plans: dict[str, LayerPlan]) -> float:
+        return sum(load.seconds(table, n, form_key(layers[n]), plan.rank, plan.slack) for n, plan in plans.items())
+
+    full = inside({name: planner.dense(name) for name in layers})
+    for share in (0.5, 0.7, 0.9):
+        limit = timed.milliseconds(timed.entries[-1]) - 1e3 * (1 - share) * full
+        fitting = [e for e in chain.entries if inside(planner.quickest(e, table, load)) <= share * full * (1 + 1e-9)]
+        if not fitting:
+            continue
+        plans = fit_plans(model, timed, max_latency_ms=limit, slack=1, times=table, loads=[load])
+        assert plans == planner.quickest(fitting[-1], table, load)
+
+
+def test_quickest_forms_keep_to_a_budget(tmp_path: Path) -> None:
+    model = small_model()
+    table, chain = by_hand(tmp_path, {"dense": 9.0, "plain": 0.1, "aligned": 1.0}, model), chain_of(model)
+    planner = Planner(model, slack=1)
+    smallest, quickest = (fit(planner, chain, Limits(0.6), table, is_quickest=quick).plans for quick in (False, True))
+    for plans in (smallest, quickest):
+        assert sum(plan.parameters for plan in plans.values()) <= 0.6 * chain.dense_parameters
+    assert all(plan.slack == 1 for plan in smallest.values())
+    assert all(plan.slack == plan.rank for plan in quickest.values())
+    assert sum(plan.rank for plan in quickest.values()) < sum(plan.rank for plan in smallest.values())

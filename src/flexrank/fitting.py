@@ -30,8 +30,8 @@ class Limits:
         budget: deployed over dense parameters of the factorised layers, in (0, 1].
         max_params: the whole model's parameters.
         max_bytes: the whole model's bytes at the dtype deployed in.
-        max_latency_ms: of a chain that `time_chain` timed, as it predicts for the smallest forms; for those chosen
-            where loads are given too, the last of which is the one that was timed.
+        max_latency_ms: of a chain that `time_chain` timed. As it predicts; for the forms chosen, the quickest, where
+            loads are given too, the last of which is the one that was timed.
     """
 
     budget: float | None = None
@@ -91,7 +91,8 @@ def fit_plans(
 
     `chain.at` counts slack 0; this steps down from there, planning layers but building none. With `times` it goes on,
     down to `LEAST_SIZE` of that, until the linear layers together are no slower than the base's under any load; where
-    no size is, the loads are left out one by one, and the log says so.
+    no size is, the loads are left out one by one, and the log says so. Forms are the smallest that do; the quickest
+    under the last load where `max_latency_ms` is given, for plain U Vᵀ, a little larger, takes less time at low rank.
 
     Args:
         model: the elastic model.
@@ -125,8 +126,13 @@ def fit(
     limits: Limits,
     times: TimeTable | None = None,
     loads: Sequence[Load] | None = None,
+    *,
+    is_quickest: bool = False,
 ) -> Fit:
-    """As `fit_plans`, by a planner that may have planned before; tells what is slow, and warns of nothing."""
+    """As `fit_plans`, by a planner that may have planned before; tells what is slow, and warns of nothing.
+
+    With `is_quickest` the forms are the quickest, whatever the limits.
+    """
     chain = dataclasses.replace(chain, footprint=footprint(planner.model, planner.dtype))
     start, most = chain.entries.index(chain.entry_at(**limits.given())), limits.max_latency_ms
     entries = [
@@ -144,8 +150,9 @@ def fit(
     near = [entry for entry in entries if LEAST_SIZE * first.parameters <= entry.parameters]
     is_fast = functools.partial(_is_fast, planner, chain, most if loads else None, times, loads or ())
     loads = loads or default_loads(planner.layers)
+    plan = functools.partial(planner.no_slower, times=times, is_quickest=is_quickest or most is not None)
     for left_out in range(len(loads)):
-        found = (planner.no_slower(entry, times, loads[left_out:]) for entry in near)
+        found = (plan(entry, loads=loads[left_out:]) for entry in near)
         plans = next((plans for plans in found if within(plans) and is_fast(plans)), None)
         if plans is not None:
             return Fit(plans, loads[:left_out])

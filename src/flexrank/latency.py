@@ -107,6 +107,8 @@ def time_chain(
     batch: Batch,
     chain: ProfileChain,
     times: TimeTable | None = None,
+    *,
+    is_quickest: bool = False,
 ) -> ProfileChain:
     """The chain with every entry's predicted milliseconds for a forward of its deployed model on `batch`.
 
@@ -119,6 +121,8 @@ def time_chain(
         batch: inputs of the size that matters, as `batches.call_model` takes them.
         chain: its profiles.
         times: this machine's; by default those of the base's dtype and the user's cache.
+        is_quickest: of each layer the quickest form, as `fit_plans` takes by its `times`; else the one with fewest
+            parameters, as `deploy` takes.
 
     Returns:
         A chain for `at(max_latency_ms=…)` and `fit_plans`.
@@ -131,7 +135,8 @@ def time_chain(
     load = observe_load(base, batch, layers)
 
     def inside(profile: dict[str, int]) -> float:
-        return sum(predicted_seconds(name, layers[name], profile[name], load, times) for name in layers)
+        found = (predicted_seconds(n, layers[n], profile[n], load, times, is_quickest=is_quickest) for n in layers)
+        return sum(found)
 
     dense = inside({name: min(layer.matrix_shape) for name, layer in layers.items()})
     rest = max(0.0, seconds_of_forward(base, batch) - dense)

@@ -112,11 +112,24 @@ class Planner:
         layer = self.layers[name]
         return LayerPlan(layer.max_rank, None, dense_parameters(layer.matrix_shape))
 
-    def no_slower(self, entry: ChainEntry, times: TimeTable, loads: Sequence[Load]) -> Plans:
-        """The forms of `plan_no_slower`."""
-        smallest = self.smallest(entry)
-        dense = {name: self.dense(name) for name in smallest}
-        return plan_no_slower(smallest, dense, self.layers, times, loads)
+    def quickest(self, entry: ChainEntry, times: TimeTable, load: Load) -> Plans:
+        """The forms that take least time under the load; of forms alike the smallest, as for a convolution."""
+        plans = self.smallest(entry)
+        linear = {name: form_key(layer) for name, layer in self.layers.items() if layer.geometry is None}
+        times.measure(list(linear.values()))
+        for name, key in linear.items():
+            forms = [plans[name], *_larger_forms(plans[name], self.dense(name), self.layers[name])]
+            taken = [load.seconds(times, name, key, form.rank, form.slack) for form in forms]
+            plans[name] = forms[taken.index(min(taken))]
+        return plans
+
+    def no_slower(
+        self, entry: ChainEntry, times: TimeTable, loads: Sequence[Load], *, is_quickest: bool = False
+    ) -> Plans:
+        """The forms of `plan_no_slower`, from the smallest on, or from the quickest under the last load."""
+        plans = self.quickest(entry, times, loads[-1]) if is_quickest else self.smallest(entry)
+        dense = {name: self.dense(name) for name in plans}
+        return plan_no_slower(plans, dense, self.layers, times, loads)
 
     def of_forms(self, forms: Mapping[str, Sequence[Any]]) -> Plans:
         """The plans with the ranks and forms of `forms_of_plans`; slack is chosen for this model's weights."""
@@ -161,12 +174,21 @@ def plan_no_slower(
     return chosen
 
 
-def predicted_seconds(name: str, layer: NestedLayer, rank: int, load: Load, times: TimeTable) -> float:
-    """Of the form with fewest parameters, at the slack that the table was timed with."""
-    shape = layer.matrix_shape
-    slack = timed_slack(rank)
-    is_dense = aligned_parameters(shape, rank, slack) >= dense_parameters(shape)
-    return load.seconds(times, name, form_key(layer), rank, None if is_dense else slack)
+def predicted_seconds(
+    name: str, layer: NestedLayer, rank: int, load: Load, times: TimeTable, *, is_quickest: bool = False
+) -> float:
+    """Of the form with fewest parameters, or the least of all forms, at the slack that the table was timed with."""
+    key, slack = form_key(layer), timed_slack(rank)
+    (m, n), dense = key.shape, dense_parameters(key.shape)
+
+    def seconds(columns: int | None) -> float:
+        return load.seconds(times, name, key, rank, columns)
+
+    if aligned_parameters(key.shape, rank, slack) >= dense:
+        return seconds(None)
+    if not is_quickest:
+        return seconds(slack)
+    return min(seconds(slack), seconds(None), *([seconds(rank)] if rank * (m + n) < dense else []))
 
 
 def form_key(layer: NestedLayer) -> FormKey:

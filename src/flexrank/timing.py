@@ -41,7 +41,7 @@ SLACK_SHARE = 0.05
 LEAST_SECONDS, WEIGHT_BYTES, MOST_COPIES = 1e-3, 2**25, 64
 REPEATS = 9
 #: Raised whenever a layer's forward, or how it is timed, changes, so that no older times are read.
-FORMAT = 4
+FORMAT = 5
 
 
 class FormKey(NamedTuple):

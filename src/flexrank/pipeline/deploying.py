@@ -49,26 +49,30 @@ def planner_for(work: Workspace, model: nn.Module) -> Planner:
 def plans_within(work: Workspace, planner: Planner, chain: ProfileChain, limits: Limits) -> Plans:
     """How to deploy the largest model within the limits, slack included.
 
-    Where forms are chosen by time, the smallest forms are built and timed against the base, and stand if they are
-    faster by `MARGIN`. Else the table of times, corrected by what was measured, plans others, until a model is no
-    slower. Ranks and forms are kept in RUN/forms.json, so that a stage done later takes the same where they are within
-    its limits.
+    Where forms are chosen by time, the smallest forms, or the quickest where a latency or `deployment.forms` asks for
+    them, are built and timed against the base, and stand if they are faster by `MARGIN`. Else the table of times,
+    corrected by what was measured, plans others, until a model is no slower. Ranks and forms are kept in
+    RUN/forms.json, so that a stage done later takes the same where they are within its limits.
     """
-    times, model = work.times, planner.model
-    if limits.max_latency_ms is not None:
-        chain = time_chain(model, work.deployed_base, work.samples.example, chain, times)
-    smallest = fit(planner, chain, limits).plans
-    if times is None or all(smallest[name].slack is None for name in _linear(model)):
-        return smallest
+    times, model, most = work.times, planner.model, limits.max_latency_ms
+    is_quickest = times is not None and (most is not None or work.config.deployment.forms == "quickest")
+    if most is not None:
+        example = work.samples.example
+        chain = time_chain(model, work.deployed_base, example, chain, times, is_quickest=is_quickest)
+    if times is None:
+        return fit(planner, chain, limits).plans
     batches = _situations(work)
     loads = [observe_load(work.deployed_base, batch, _linear(model)) for batch in batches]
-    key = _key(chain, times, loads, limits)
+    refit = functools.partial(fit, planner, chain, limits, times, is_quickest=is_quickest)
+    first = (refit(loads) if is_quickest else fit(planner, chain, limits)).plans
+    if all(first[name].slack is None for name in _linear(model)):
+        return first
+    key = _key(chain, times, loads, limits, is_quickest=is_quickest)
     kept = _kept_forms(work).get(key)
     plans = None if kept is None else planner.of_forms(kept)
     if plans is None or not is_within(planner, chain, limits, plans):
-        refit = functools.partial(fit, planner, chain, limits, times)
         situations = list(zip(loads, batches, strict=True))
-        plans = _no_slower(work, model, smallest, situations, refit, limits.max_latency_ms)
+        plans = _no_slower(work, model, first, situations, refit, most)
         write_json(work.directory / FORMS, _kept_forms(work) | {key: forms_of_plans(plans)})
     return plans
 
@@ -139,10 +143,10 @@ def _kept_forms(work: Workspace) -> dict[str, Any]:
     return kept
 
 
-def _key(chain: ProfileChain, times: TimeTable, loads: list[Load], limits: Limits) -> str:
+def _key(chain: ProfileChain, times: TimeTable, loads: list[Load], limits: Limits, *, is_quickest: bool) -> str:
     """All that the choice of forms depends on, but for the weights, whose values change no times."""
     found: list[Any] = [metadata.version("flexrank"), times.path.stem, [load.rows for load in loads], chain.to_json()]
-    found += [limits.given(), SLACK_STEPS, NO_SLOWER, MARGIN, PATIENCE, ATTEMPTS]
+    found += [limits.given(), is_quickest, SLACK_STEPS, NO_SLOWER, MARGIN, PATIENCE, ATTEMPTS]
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
 
 

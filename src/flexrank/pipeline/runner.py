@@ -155,7 +155,7 @@ def go_on(config: RunConfig, until: str, told: Collection[str] = ()) -> Outcome:
 def _times_apart(work: Workspace) -> bool:
     """Whether models are timed on a CPU, whose memory a training leaves in another state."""
     config = work.config
-    return work.device.type == "cpu" and (config.deployment.forms == "measured" or config.evaluation.latency)
+    return work.device.type == "cpu" and (config.deployment.forms != "smallest" or config.evaluation.latency)
 
 
 def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None = None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from flexrank.benches import gar
 from flexrank.costs import aligned_parameters, nearest_rank
 from flexrank.layers import GaugeAlignedLinear
 from flexrank.peers import PivotedLinear
+from flexrank.timing import SHARES, TOKENS, FormKey, TimeTable
 
 
 @pytest.mark.slow
@@ -47,24 +48,47 @@ def test_every_cell_is_there_and_the_goals_follow(monkeypatch: pytest.MonkeyPatc
         rank = nearest_rank(shape, cell["share"])
         assert cell["counted"] == aligned_parameters(shape, rank) / (shape[0] * shape[1])
         assert all(ratio > 0 for ratio in cell["ratios"].values()) and set(cell["ratios"]) == set(gar.FORMS)
-        assert cell["ratios"]["chosen"] in (cell["ratios"]["ours"], cell["ratios"]["plain"], 1.0)
-    counted, chosen, pivoted, beaten, error = found["claims"]
-    over = [cell["ratios"]["ours"] / cell["counted"] for cell in cells if cell["tokens"] == 4]
-    assert counted["holds"] == (max(over) <= 1.05) and f"worst {max(over):.2f}" in counted["here"]
-    assert chosen["holds"] == (max(cell["ratios"]["chosen"] for cell in cells) <= 1.02)
-    assert pivoted["holds"] == all(cell["ratios"]["ours"] < cell["ratios"]["pivoted"] for cell in cells)
-    assert beaten["holds"] == all(cell["ratios"]["chosen"] < cell["ratios"]["pivoted"] for cell in cells)
+        for way in ("chosen", "quickest"):
+            assert cell["ratios"][way] in (cell["ratios"]["ours"], cell["ratios"]["plain"], 1.0)
+        assert cell["products"] > 0
+    *goals, error = found["claims"]
+    for form, goal in zip(("ours", "quickest"), goals[:2], strict=True):
+        over = [cell["ratios"][form] / cell["counted"] for cell in cells if cell["tokens"] == 4]
+        assert goal["holds"] == (max(over) <= 1.05) and f"worst {max(over):.2f}" in goal["here"]
+    for form, goal in zip(("chosen", "quickest"), goals[2:4], strict=True):
+        assert goal["holds"] == (max(cell["ratios"][form] for cell in cells) <= 1.02)
+    for form, goal in zip(("ours", "chosen", "quickest"), goals[4:], strict=True):
+        assert goal["holds"] == all(cell["ratios"][form] < cell["ratios"]["pivoted"] for cell in cells)
     assert error["holds"] and "worst 2.50" in error["here"]
     gar.draw(found["data"]).savefig(tmp_path / "figure.png")
 
 
 def test_the_forms_timed_are_those_named() -> None:
     layers = [build() for build in gar._builds((40, 32), torch.float32, "cpu", 0.25)]
-    assert isinstance(layers[0], torch.nn.Linear) and len(layers) == 1 + 4 * len(gar.SHARES)
-    for share, start in zip(gar.SHARES, range(1, len(layers), 4), strict=True):
-        plain, paper, pivoted, ours = layers[start : start + 4]
+    assert isinstance(layers[0], torch.nn.Linear) and len(layers) == 1 + 5 * len(gar.SHARES)
+    for share, start in zip(gar.SHARES, range(1, len(layers), 5), strict=True):
+        plain, paper, pivoted, ours, products = layers[start : start + 5]
         rank = nearest_rank((40, 32), share)
         assert isinstance(plain, GaugeAlignedLinear) and isinstance(ours, GaugeAlignedLinear)
         assert isinstance(paper, GaugeAlignedLinear) and isinstance(pivoted, PivotedLinear)
         assert (plain.aligned, paper.aligned, ours.slack) == (0, rank, max(1, round(0.25 * rank)))
         assert plain.rank == paper.rank == ours.rank == len(pivoted.pivots) == rank
+        alone = sum(parameter.numel() for parameter in products.parameters())
+        assert alone == sum(parameter.numel() for parameter in ours.parameters())
+        assert products(torch.ones(3, 32)).shape == (3, 40 - ours.aligned)
+
+
+def test_the_table_gives_the_smallest_form_no_slower_and_the_quickest(tmp_path: Path) -> None:
+    table, key = TimeTable(torch.float32, directory=tmp_path), FormKey((32, 32), False)
+
+    def choices(dense: float, plain: float, aligned: float, rank: int = 8) -> tuple[str, ...]:
+        form = {"dense": [[dense]], "plain": [[plain] * len(SHARES)], "aligned": [[aligned] * len(SHARES)]}
+        table._times[key] = {name: rows * len(TOKENS) for name, rows in form.items()}
+        table._found.clear()
+        return tuple(gar._choices(table, (32, 32), rank, 1, 16).values())
+
+    assert choices(1, 2, 2) == ("dense", "dense")
+    assert choices(3, 1, 2) == ("ours", "plain")
+    assert choices(3, 1, 4) == ("plain", "plain")
+    assert choices(3, 1, 2, rank=24) == ("ours", "ours")  # plain would be larger than dense
+    assert choices(3, 1, 2, rank=32) == ("dense", "dense")

@@ -151,7 +151,7 @@ def _synchronised(run: Callable[[], object], calls: int) -> Callable[[], None]:
 
 
 def _choices(times: TimeTable, shape: Shape, rank: int, slack: int, tokens: int) -> dict[str, str]:
-    """By the table, with so many tokens: the form of fewest parameters that is no slower than dense, and the quickest."""
+    """By the table at so many tokens: the form of fewest parameters that is no slower than dense, and the quickest."""
     key, dense = FormKey(shape, has_bias=False), dense_parameters(shape)
     forms = {"ours": slack, "plain": rank}
     columns = {form: one for form, one in forms.items() if aligned_parameters(shape, rank, one) < dense}

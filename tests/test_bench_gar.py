@@ -31,6 +31,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(gar, "MANY_TOKENS", 4)
     monkeypatch.setattr(gar, "WIDE", 24)
     monkeypatch.setattr("flexrank.timing.REPEATS", 1)
+    monkeypatch.setattr("flexrank.timing.SWEEPS", 1)
     monkeypatch.setattr("flexrank.timing.LEAST_SECONDS", 1e-6)
     monkeypatch.setattr("flexrank.timing.MOST_COPIES", 1)
     error = {"worst_ours": 2.5, "median_ours": 1.5, "worst_paper": 900.0, "median_paper": 20.0, "ranks": 7}

@@ -28,7 +28,7 @@ def test_every_budget_is_measured_in_every_situation(
     monkeypatch.setattr(model, "in_fresh_process", lambda function, *args: function(*args))
     run = Path(shutil.copytree(finished, tmp_path / "run"))
     result = measure(model.BENCH, run, tmp_path / "out")
-    ratios, sizes = result["tables"]
+    ratios, sizes, asked = result["tables"]
     assert [row[0] for row in ratios["rows"]] == ["base", "0.8", "0.5"]
     assert ratios["columns"][1:] == ["1 text of 32 tokens", "4 texts of 32 tokens", "3 tokens generated"]
     assert all(ratio == 1 for ratio in ratios["rows"][0][1:])
@@ -39,6 +39,9 @@ def test_every_budget_is_measured_in_every_situation(
     worst = max(ratio for row in ratios["rows"][1:] for ratio in row[1:])
     assert result["claims"][0]["holds"] == (worst <= model.OVER_BASE)
     assert f"worst {worst:.2f}" in result["claims"][0]["here"]
+    assert [row[0] for row in asked["rows"]] == [
+        f"{share:g}, {way}" for share in model.ASKED for way in ("as deployed", "smallest forms")
+    ]
     assert (tmp_path / "out" / "model.svg").stat().st_size > 500
 
 

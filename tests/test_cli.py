@@ -239,6 +239,7 @@ def test_a_size_is_found_by_latency(
 
     monkeypatch.setattr(deployment, "_run_verification", verify_here)
     monkeypatch.setattr(timing, "REPEATS", 1)
+    monkeypatch.setattr(timing, "SWEEPS", 1)
     monkeypatch.setattr(timing, "LEAST_SECONDS", 1e-6)
     place = Path(shutil.copytree(finished[0], tmp_path / "run"))
     # A tenth of a microsecond is below what any model takes outside its layers.

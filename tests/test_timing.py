@@ -26,6 +26,7 @@ def no_slower(plans: dict[str, LayerPlan], layers: dict[str, NestedLayer], table
 
 def test_times_are_measured_once_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "REPEATS", 1)
+    monkeypatch.setattr(timing, "SWEEPS", 1)
     monkeypatch.setattr(timing, "LEAST_SECONDS", 1e-6)
     key = FormKey((24, 16), True)
     first = TimeTable(torch.float32, directory=tmp_path)
@@ -43,6 +44,7 @@ def test_times_are_measured_once_and_remembered(tmp_path: Path, monkeypatch: pyt
 
 def test_every_form_timed_has_the_parameters_it_is_timed_for(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[GaugeAlignedLinear] = []
+    monkeypatch.setattr(timing, "SWEEPS", 1)
     monkeypatch.setattr(timing, "REPEATS", 1)
     monkeypatch.setattr(timing, "LEAST_SECONDS", 1e-6)
     monkeypatch.setattr(timing, "MOST_COPIES", 1)
@@ -61,6 +63,21 @@ def test_every_form_timed_has_the_parameters_it_is_timed_for(monkeypatch: pytest
         assert layer.aligned == min(rank - timing.timed_slack(rank), 19)
     assert [len(row) for row in found["dense"]] == [1] * len(TOKENS)
     assert all(len(row) == len(SHARES) for form in ("plain", "aligned") for row in found[form])
+
+
+def test_a_busy_moment_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three sweeps, one in which everything of low rank took nine times as long."""
+    sweeps = iter([1.0, 9.0, 1.0])
+
+    def ranks(_: FormKey, tokens: int, *__: object) -> list[tuple[float, ...]]:
+        busy = next(sweeps) if tokens == TOKENS[0] else 1.0
+        return [(0.5 * tokens, 0.4 * busy, 0.6 * busy)] * len(SHARES)
+
+    monkeypatch.setattr(timing, "_measure_ranks", ranks)
+    found = timing.measure_forms(FormKey((8, 8), False), torch.float32, torch.device("cpu"))
+    assert found["dense"] == [[0.5 * tokens] for tokens in TOKENS]
+    np.testing.assert_allclose(found["plain"], [[0.2 * tokens] * len(SHARES) for tokens in TOKENS])
+    np.testing.assert_allclose(found["aligned"], [[0.3 * tokens] * len(SHARES) for tokens in TOKENS])
 
 
 def test_times_between_ranks_slacks_and_tokens_are_interpolated(tmp_path: Path) -> None:

@@ -39,9 +39,11 @@ SLACK_SHARE = 0.05
 #: Seconds that one timing of a layer takes at least, and bytes of weights that it goes through in turn: a model's next
 #: layer is seldom in the cache.
 LEAST_SECONDS, WEIGHT_BYTES, MOST_COPIES = 1e-3, 2**25, 64
-REPEATS = 9
+#: Rounds in turn, fewer where the dense layer takes longer than SLOW seconds; and how often all is gone through. A busy
+#: moment of the machine outlasts nine rounds: of three sweeps the median is off by half as much as one.
+REPEATS, FEW_REPEATS, SLOW, SWEEPS = 9, 3, 0.02, 3
 #: Raised whenever a layer's forward, or how it is timed, changes, so that no older times are read.
-FORMAT = 5
+FORMAT = 6
 
 
 class FormKey(NamedTuple):
@@ -149,26 +151,28 @@ def timed_slack(rank: int) -> int:
 def measure_forms(key: FormKey, dtype: torch.dtype, device: torch.device) -> dict[str, list[list[float]]]:
     """Seconds of each form, a row for each of TOKENS: one number for "dense", one for each of SHARES for the others.
 
-    A form's time is the dense one's times the median ratio of REPEATS runs in turn: a machine's speed changes within
-    minutes by more than the forms differ.
+    A form's time is the dense one's times the median ratio of runs in turn: a machine's speed changes within minutes
+    by more than the forms differ.
     """
+    sweeps = np.array([[_measure_ranks(key, tokens, dtype, device) for tokens in TOKENS] for _ in range(SWEEPS)])
+    times = np.median(sweeps, axis=0)  # TOKENS x SHARES x (dense, plain over it, aligned over it)
+    dense = np.median(times[:, :, 0], axis=1, keepdims=True)
+    plain, aligned = dense * times[:, :, 1], dense * times[:, :, 2]
+    return {"dense": dense.tolist(), "plain": plain.tolist(), "aligned": aligned.tolist()}
+
+
+def _measure_ranks(key: FormKey, tokens: int, dtype: torch.dtype, device: torch.device) -> list[tuple[float, ...]]:
+    """For each of SHARES: the dense layer's seconds, and the ratios of plain and of gauge-aligned."""
     m, n = key.shape
-    found: dict[str, list[list[float]]] = {"dense": [], "plain": [], "aligned": []}
-    for tokens in TOKENS:
-        x = torch.randn(tokens, n, device=device).to(dtype)
-        dense = rotate_weights(lambda: nn.Linear(n, m, bias=key.has_bias, device=device, dtype=dtype), x)
-        rows: list[tuple[float, ...]] = []
-        for share in SHARES:  # one at a time: all of a large head's would not fit in memory
-            rank = nearest_rank(key.shape, share)
-            aligned = min(rank - min(timed_slack(rank), rank), m - 1)
-            forms = [functools.partial(_random_layer, key, rank, count, dtype, device) for count in (0, aligned)]
-            rows.append(_paired_seconds([dense, *(rotate_weights(form, x) for form in forms)]))
-        base, plain, gauge = zip(*rows, strict=True)
-        seconds = statistics.median(base)
-        found["dense"].append([seconds])
-        found["plain"].append([seconds * ratio for ratio in plain])
-        found["aligned"].append([seconds * ratio for ratio in gauge])
-    return found
+    x = torch.randn(tokens, n, device=device).to(dtype)
+    dense = rotate_weights(lambda: nn.Linear(n, m, bias=key.has_bias, device=device, dtype=dtype), x)
+    rows = []
+    for share in SHARES:  # one at a time: all of a large head's would not fit in memory
+        rank = nearest_rank(key.shape, share)
+        aligned = min(rank - min(timed_slack(rank), rank), m - 1)
+        forms = [functools.partial(_random_layer, key, rank, count, dtype, device) for count in (0, aligned)]
+        rows.append(_paired_seconds([dense, *(rotate_weights(form, x) for form in forms)]))
+    return rows
 
 
 def _random_layer(key: FormKey, rank: int, aligned: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -191,11 +195,13 @@ def rotate_weights(build: Callable[[], nn.Module], x: Tensor) -> Callable[[], ob
 
 
 def _paired_seconds(runs: Sequence[Callable[[], object]]) -> tuple[float, ...]:
-    """Median seconds of a call of the first run, then of each other's median ratio to it, over REPEATS in turn."""
+    """Median seconds of a call of the first run, then of each other's median ratio to it, over rounds in turn."""
     for run in runs:
         run()
-    calls = [max(1, math.ceil(LEAST_SECONDS / max(seconds_of(run, 1), 1e-7))) for run in runs]
-    rounds = [[seconds_of(run, count) for run, count in zip(runs, calls, strict=True)] for _ in range(REPEATS)]
+    once = [max(seconds_of(run, 1), 1e-7) for run in runs]
+    calls = [math.ceil(LEAST_SECONDS / seconds) for seconds in once]
+    repeats = FEW_REPEATS if once[0] > SLOW else REPEATS
+    rounds = [[seconds_of(run, count) for run, count in zip(runs, calls, strict=True)] for _ in range(repeats)]
     ratios = [[other / base for other in others] for base, *others in rounds]
     return statistics.median(base for base, *_ in rounds), *map(statistics.median, zip(*ratios, strict=True))
 

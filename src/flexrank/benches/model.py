@@ -6,7 +6,7 @@ import itertools
 import math
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +17,26 @@ from flexrank.batches import Batch, call_model, model_device
 from flexrank.benches.bench import Bench
 from flexrank.benches.machine import forget_peak, in_fresh_process, interleave, resident_peak
 from flexrank.config import load_config
+from flexrank.errors import FlexrankError
 from flexrank.evaluation import inference
 from flexrank.findings import Result, goal, table
-from flexrank.fitting import Limits
+from flexrank.fitting import Limits, fit
 from flexrank.hf import models
+from flexrank.latency import latency_ratio, seconds_of_forward, time_chain
 from flexrank.pipeline import run_stages
-from flexrank.pipeline.deploying import deploy_within, planner_for
+from flexrank.pipeline.deploying import deploy_plans, deploy_within, planner_for, plans_within
 from flexrank.pipeline.workspace import Workspace
+from flexrank.planning import Planner, Plans
+from flexrank.profiles import ProfileChain
 from flexrank.progress import track
+from flexrank.timing import TimeTable
 
 #: Rounds in turn, at least, and about the least seconds of them; tokens that are generated after a prompt of so many.
 REPEATS, SECONDS, NEW_TOKENS, PROMPT = 9, 2.0, 24, 32
 #: A ratio up to this is as fast as the base: what two runs of one model differ by.
 OVER_BASE = 1.02
+#: Latencies that are asked for, over the base's; a ratio to what was asked up to this has kept to it.
+ASKED, OVER_ASKED = (0.85, 0.7, 0.55), 1.05
 BASE = "base"
 
 
@@ -54,14 +61,15 @@ def run(target: Path | None) -> Result:
         for budget in track(work.config.allocation.budgets, "measuring sizes"):
             small, _ = deploy_within(work, planner, chain, Limits(budget))
             found.append(_measured(f"{budget:g}", work, small, base, situations))
+        asked = list(_asked(work, planner, chain))
     return {
         "settings": {
             "model": work.config.model, "dtype": str(work.deployed_dtype), "forms": work.config.deployment.forms,
             "repeats": REPEATS, "seconds": SECONDS, "situations": [name for name, _, _ in situations],
         },
-        "tables": [_ratio_table(found, situations), _size_table(found, situations)],
-        "claims": _goals(found),
-        "data": {"found": found, "situations": [name for name, _, _ in situations]},
+        "tables": [_ratio_table(found, situations), _size_table(found, situations), _asked_table(asked)],
+        "claims": [*_goals(found), *_asked_goals(asked)],
+        "data": {"found": found, "situations": [name for name, _, _ in situations], "asked": asked},
     }  # fmt: skip
 
 
@@ -139,6 +147,47 @@ def _peak(directory: str, task: Any, dtype: str, batch: Batch) -> int:
     model = models.load_model(directory, task, dtype=getattr(torch, dtype.removeprefix("torch.")))
     call_model(model, batch)
     return resident_peak() - before
+
+
+def _asked(work: Workspace, planner: Planner, chain: ProfileChain) -> Iterator[dict[str, Any]]:
+    """The largest model within each latency of a batch: as deployed, or in the smallest forms by the table."""
+    base, example = work.deployed_base, work.samples.example
+    times = work.times or TimeTable(work.deployed_dtype, work.device)
+    in_smallest = time_chain(planner.model, base, example, chain, times)
+    ways: dict[str, Callable[[Limits], Plans]] = {
+        "as deployed": functools.partial(plans_within, work, planner, chain),
+        "smallest forms": lambda limits: fit(planner, in_smallest, limits).plans,
+    }
+    milliseconds = 1e3 * seconds_of_forward(base, example)
+    for share, (way, plans_for) in track(list(itertools.product(ASKED, ways.items())), "asking for latencies"):
+        try:
+            plans = plans_for(Limits(max_latency_ms=share * milliseconds))
+        except FlexrankError:  # less than the least that the chain offers
+            yield {"asked": share, "way": way, "ratio": None, "size": None, "quality": {}}
+            continue
+        small, _ = deploy_plans(work, planner.model, plans)
+        ratio = latency_ratio(small, base, example, REPEATS, least_seconds=SECONDS)
+        size = sum(plan.parameters for plan in plans.values()) / chain.dense_parameters
+        yield {"asked": share, "way": way, "ratio": ratio, "size": size, "quality": work.judge(small)}
+
+
+def _asked_table(asked: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    qualities = list(dict.fromkeys(name for one in asked for name in one["quality"]))
+    rows = [
+        [f"{one['asked']:g}, {one['way']}", one["ratio"], one["size"], *map(one["quality"].get, qualities)]
+        for one in asked
+    ]  # fmt: skip
+    title = "the largest model within a latency of a batch, over the base's"
+    return table(title, ["asked", "measured", "layers' size", *qualities], rows)
+
+
+def _asked_goals(asked: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    over = [one["ratio"] / one["asked"] for one in asked if one["way"] == "as deployed" and one["ratio"]]
+    if not over:
+        return []
+    within = sum(ratio <= OVER_ASKED for ratio in over)
+    here = f"worst {max(over):.2f}; {within} of {len(over)} within"
+    return [goal("time of a batch over the latency asked for", f"at most {OVER_ASKED}", here, within == len(over))]
 
 
 def _ratio_table(found: Sequence[Mapping[str, Any]], situations: Sequence[Situation]) -> dict[str, Any]:

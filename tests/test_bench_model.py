@@ -2,13 +2,14 @@
 
 import json
 import logging
+import math
 import shutil
 from pathlib import Path
 
 import pytest
 from torch import nn
 
-from flexrank import deployment
+from flexrank import deployment, fitting
 from flexrank.benches import model
 from flexrank.benches.driver import measure
 from flexrank.layers import GaugeAlignedLinear
@@ -64,7 +65,8 @@ def test_a_run_with_measured_forms_deploys_what_the_times_say(
         return 1e-9 * key.shape[0] * key.shape[1]
 
     def seconds(self: TimeTable, key: FormKey, rank: int, slack: int | None) -> tuple[float, ...]:
-        return (dense_seconds(key) * (1.0 if slack is None else 1.8 if key.shape in slow else 0.5),) * len(TOKENS)
+        low_rank = 1.8 if key.shape in slow else 0.4 if slack == rank else 0.5
+        return (dense_seconds(key) * (1.0 if slack is None else low_rank),) * len(TOKENS)
 
     def ratio(small: nn.Module, *_: object, **__: object) -> float:
         """By the same table, of a model that is nothing but its layers."""
@@ -94,6 +96,19 @@ def test_a_run_with_measured_forms_deploys_what_the_times_say(
     again = json.loads((run / "evaluation.json").read_text())["rows"][-1]
     assert {**again, "latency_ratio": None} == {**ranks, "latency_ratio": None}
 
+    assert _joining_layers(run / "deployed" / "0.50")
+    slow.clear()
+    monkeypatch.setattr(fitting, "LEAST_SIZE", 0.1)  # this run's chain has few entries
+    rerun(run, "deployment.forms=quickest")
+    assert not _joining_layers(run / "deployed" / "0.50")
+    sizes = json.loads((run / "evaluation.json").read_text())["rows"]
+    assert all(row["relative_size"] <= row["budget"] for row in sizes if row["budget"] < 1)
+    keys = json.loads((run / deploying.FORMS).read_text())
+    slow.add((56, 32))
+    rerun(run, "deployment.forms=measured")
+    assert _joining_layers(run / "deployed" / "0.50")
+    assert json.loads((run / deploying.FORMS).read_text()) == keys
+
     monkeypatch.setattr(deploying, "latency_ratio", lambda *_, **__: 1.5)
     (run / deploying.FORMS).unlink()
     slow |= {(m, n) for m in (16, 32, 56, 64) for n in (16, 32, 56, 64)}
@@ -106,6 +121,33 @@ def test_a_run_with_measured_forms_deploys_what_the_times_say(
 def _dense_layers(export: Path) -> set[str]:
     layers = json.loads((export / "flexrank.json").read_text())["layers"]
     return {name for name, spec in layers.items() if spec["form"] == "dense"}
+
+
+def _joining_layers(export: Path) -> set[str]:
+    """Of low rank, and not plain where plain would be smaller than dense."""
+    layers = json.loads((export / "flexrank.json").read_text())["layers"]
+    aligned = {name: spec for name, spec in layers.items() if spec.get("aligned")}
+    return {n for n, spec in aligned.items() if spec["rank"] * sum(spec["shape"]) < math.prod(spec["shape"])}
+
+
+def test_latencies_out_of_reach_are_counted() -> None:
+    def row(asked: float, ratio: float | None, way: str = "as deployed") -> dict[str, object]:
+        return {
+            "asked": asked,
+            "way": way,
+            "ratio": ratio,
+            "size": 0.5,
+            "quality": {} if ratio is None else {"mrr": 1.0},
+        }
+
+    (kept,) = model._asked_goals([row(0.8, 0.82), row(0.5, 0.5), row(0.8, 9.0, "smallest forms")])
+    assert kept["holds"] and kept["here"] == "worst 1.02; 2 of 2 within"
+    (missed,) = model._asked_goals([row(0.8, 0.9), row(0.5, None)])
+    assert missed["holds"] is False and missed["here"] == "worst 1.12; 0 of 1 within; 1 out of reach"
+    (none,) = model._asked_goals([row(0.5, None)])
+    assert none["holds"] is None and none["here"] == "none; 1 out of reach"
+    shown = model._asked_table([row(0.8, 0.9), row(0.5, None)])["rows"]
+    assert shown == [["0.8, as deployed", 0.9, 0.5, 1.0], ["0.5, as deployed", None, 0.5, None]]
 
 
 @pytest.mark.parametrize(("each", "rounds"), [(0.5, 9), (0.01, 100)])

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from flexrank.errors import FlexrankError
 from flexrank.fitting import Limits, default_loads, fit, fit_plans, fit_profile, is_within
 from flexrank.latency import time_chain
 from flexrank.planning import LayerPlan, Planner, form_key, forms_of_plans
+from flexrank.profiles import ProfileChain
 from flexrank.surgery import nested_layers
 from flexrank.timing import Load, TimeTable
 from hand_tables import all_dense, by_hand, chain_of, small_model, total
@@ -163,14 +165,15 @@ def test_a_latency_takes_the_largest_size_whose_quickest_forms_are_within(seed: 
     def inside(plans: dict[str, LayerPlan]) -> float:
         return sum(load.seconds(table, n, form_key(layers[n]), plan.rank, plan.slack) for n, plan in plans.items())
 
-    full = inside({name: planner.dense(name) for name in layers})
-    for share in (0.5, 0.7, 0.9):
+    full, checked = inside({name: planner.dense(name) for name in layers}), 0
+    for share in (0.6, 0.75, 0.9):
         limit = timed.milliseconds(timed.entries[-1]) - 1e3 * (1 - share) * full
         fitting = [e for e in chain.entries if inside(planner.quickest(e, table, load)) <= share * full * (1 + 1e-9)]
-        if not fitting:
-            continue
-        plans = fit_plans(model, timed, max_latency_ms=limit, slack=1, times=table, loads=[load])
-        assert plans == planner.quickest(fitting[-1], table, load)
+        if fitting:
+            plans = fit_plans(model, timed, max_latency_ms=limit, slack=1, times=table, loads=[load])
+            assert plans == planner.quickest(fitting[-1], table, load)
+            checked += 1
+    assert checked
 
 
 def test_quickest_forms_keep_to_a_budget(tmp_path: Path) -> None:
@@ -183,3 +186,58 @@ def test_quickest_forms_keep_to_a_budget(tmp_path: Path) -> None:
     assert all(plan.slack == 1 for plan in smallest.values())
     assert all(plan.slack == plan.rank for plan in quickest.values())
     assert sum(plan.rank for plan in quickest.values()) < sum(plan.rank for plan in smallest.values())
+
+
+def test_a_chain_timed_in_the_quickest_forms_is_planned_in_them(tmp_path: Path) -> None:
+    model = small_model()
+    table, chain = by_hand(tmp_path, {"dense": 1e-6, "plain": 0.3e-6, "aligned": 1e-6}, model), chain_of(model)
+    load = Load(dict.fromkeys(nested_layers(model), (16,)))
+    base, batch = copy.deepcopy(model), torch.randn(16, 12)
+    timed = time_chain(model, base, batch, chain, table, is_quickest=True)
+    limit = timed.milliseconds(timed.entries[4])
+    assert all(plan.slack == plan.rank for plan in _fitted(model, timed, limit, times=table, loads=[load]).values())
+    for given in ({}, {"times": table}, {"loads": [load]}):
+        with pytest.raises(FlexrankError, match="timed in the quickest forms, which times and loads choose"):
+            _fitted(model, timed, limit, **given)
+    assert not ProfileChain.from_json(timed.to_json()).is_quickest and timed.to_json() == chain.to_json()
+    plainly = time_chain(model, base, batch, chain, table)
+    found = _fitted(model, plainly, plainly.milliseconds(plainly.entries[4]), times=table, loads=[load])
+    assert all(plan.slack == 1 for plan in found.values())
+
+
+def _fitted(model: nn.Module, chain: ProfileChain, limit: float, **given: Any) -> dict[str, LayerPlan]:
+    return fit_plans(model, chain, max_latency_ms=limit, slack=1, **given)
+
+
+def test_a_chain_cut_short_of_the_whole_model_keeps_to_the_latency(tmp_path: Path) -> None:
+    """Where the largest size is not dense, its own prediction must be of the quickest forms too."""
+    model = small_model()
+    table = by_hand(tmp_path, {"dense": 1e-6, "plain": 0.3e-6, "aligned": 1e-6}, model)
+    for times in table._times.values():
+        times["plain"][0] = [9 * one for one in times["plain"][0]]  # slow with one row: forms change for that load
+    layers, whole = nested_layers(model), chain_of(model)
+    chain = dataclasses.replace(whole, entries=whole.entries[:5])
+    one, many = (Load(dict.fromkeys(layers, (rows,))) for rows in (1, 16))
+    timed = time_chain(model, copy.deepcopy(model), torch.randn(16, 12), chain, table, is_quickest=True)
+
+    def milliseconds(plans: dict[str, LayerPlan]) -> float:
+        found = (many.seconds(table, n, form_key(layers[n]), plan.rank, plan.slack) for n, plan in plans.items())
+        return 1e3 * sum(found)
+
+    quickest = Planner(model, slack=1).quickest(chain.entries[-1], table, many)
+    rest = timed.milliseconds(timed.entries[-1]) - milliseconds(quickest)
+    limit = 3 * timed.milliseconds(timed.entries[-1])
+    plans = _fitted(model, timed, limit, times=table, loads=[one, many])
+    assert plans != quickest
+    assert rest + milliseconds(plans) <= limit * (1 + 1e-9)
+
+
+def test_quickest_forms_that_are_too_large_are_given_up_and_told(tmp_path: Path) -> None:
+    """Where dense is the quickest everywhere, a budget is met by the smallest forms."""
+    model = small_model()
+    table, chain = by_hand(tmp_path, {"dense": 0.1, "plain": 1.0, "aligned": 0.3}, model), chain_of(model)
+    planner = Planner(model, slack=1)
+    found = fit(planner, chain, Limits(0.5), table, is_quickest=True)
+    assert not found.is_quickest
+    assert sum(plan.parameters for plan in found.plans.values()) <= 0.5 * chain.dense_parameters
+    assert fit(planner, chain, Limits(1.0), table, is_quickest=True).is_quickest

@@ -65,7 +65,7 @@ def test_only_a_cpu_that_is_to_be_timed_is_left(tmp_path: Path, times_apart: Cal
         work.__dict__["device"] = torch.device(device)
         return times_apart(work)
 
-    assert asked("cpu", "measured", False) and asked("cpu", "smallest", True)
+    assert asked("cpu", "measured", False) and asked("cpu", "quickest", False) and asked("cpu", "smallest", True)
     assert not asked("cpu", "smallest", False) and not asked("cuda", "measured", True)
 
 

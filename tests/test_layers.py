@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils import prune
 
 from flexrank import layers
@@ -104,33 +105,49 @@ def test_few_tokens_are_concatenated(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(written) == 1
 
 
-def test_hooks_adapters_and_autocast_see_the_children_called(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("child", ["latent", "expand"])
+def test_hooks_adapters_and_autocast_see_the_children_called(child: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "FEW_TOKENS", 0)
-    layer = GaugeAlignedLinear.from_factors(torch.randn(9, 4), torch.randn(7, 4), slack=1)
-    x, calls = torch.randn(2, 7), []
-    handle = layer.expand.register_forward_hook(lambda *_: calls.append(1))
+    layer = GaugeAlignedLinear.from_factors(torch.randn(9, 4), torch.randn(7, 4), torch.randn(9), slack=1)
+    x, calls, own = torch.randn(2, 7), [], getattr(layer, child)
     with torch.no_grad():
+        plain, written = layer(x), watch_writes(monkeypatch)
+        for register in (own.register_forward_hook, own.register_forward_pre_hook):
+            handle = register(lambda *_: calls.append(1))
+            layer(x)
+            handle.remove()
+        assert calls == [1, 1]
+        forward = own.forward
+        own.forward = lambda values: calls.append(2) or forward(values)  # as accelerate's hooks do
         layer(x)
-        handle.remove()
-        assert calls == [1]
-        own = layer.latent.forward
-        layer.latent.forward = lambda values: calls.append(2) or own(values)  # as accelerate's hooks do
-        layer(x)
-        del layer.latent.forward
-        assert calls == [1, 2]
-        handle = nn.modules.module.register_module_forward_hook(lambda *_: calls.append(3))
-        layer(x)
-        handle.remove()
-        assert calls == [1, 2, 3, 3, 3]
-        prune.l1_unstructured(layer.latent, "weight", 0.5)  # takes the parameter away
-        pruned = layer(x)
-        torch.testing.assert_close(pruned[:, :3], functional.linear(x, layer.latent.weight)[:, :3])
-        prune.remove(layer.latent, "weight")
-        torch.testing.assert_close(layer(x), pruned)
+        del own.forward
+        assert calls == [1, 1, 2]
+        for register in (nn.modules.module.register_module_forward_hook, register_module_forward_pre_hook):
+            calls.clear()
+            handle = register(lambda *_: calls.append(3))
+            layer(x)
+            handle.remove()
+            assert calls == [3, 3, 3]
+        for name in ("weight", "bias") if child == "expand" else ("weight",):
+            kept = getattr(own, name).clone()
+            prune.l1_unstructured(own, name, 0.5)  # takes the parameter away
+            pruned = layer(x)
+            prune.remove(own, name)
+            torch.testing.assert_close(layer(x), pruned)
+            assert not torch.allclose(pruned, plain)
+            getattr(own, name).copy_(kept)
         with torch.autocast("cpu", torch.bfloat16):
             assert layer(x).dtype == torch.bfloat16
-        layer.expand = nn.Sequential(layer.expand, nn.Tanh())
-        assert float(layer(x)[:, 3:].abs().max()) <= 1
+        assert len(written) == (2 if child == "expand" else 1)  # once for each parameter that pruning gave back
+        setattr(layer, child, nn.Sequential(own, nn.Tanh()))
+        seen = layer(x)[:, 3:] if child == "expand" else layer(x)[:, :3] - layer.bias
+        assert float(seen.abs().max()) <= 1 + 1e-6
+
+
+def test_a_meta_tensor_goes_through() -> None:
+    layer = GaugeAlignedLinear((9, 7), 4, 3, bias=False, device="meta")
+    with torch.no_grad():
+        assert layer(torch.randn(2, 7, device="meta")).shape == (2, 9)
 
 
 def test_a_pruned_bias_of_the_aligned_outputs_counts() -> None:
@@ -151,6 +168,18 @@ def test_aligned_convolution_is_the_plain_product(slack: int | str) -> None:
     expected = functional.conv2d(x, (u @ v.T).view(9, 3, 3, 2), bias, *GEOMETRY[2:])
     torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(layer(x[0]), expected[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_under_autocast_outputs_have_the_dtype_of_a_dense_layers(with_bias: bool) -> None:
+    bias = torch.randn(9) if with_bias else None
+    linear = GaugeAlignedLinear.from_factors(torch.randn(9, 4), torch.randn(7, 4), bias, slack=1)
+    conv = GaugeAlignedConv2d.from_factors(torch.randn(9, 4), torch.randn(18, 4), bias, GEOMETRY, slack=1)
+    for layer, x in ((linear, torch.randn(2, 7)), (conv, torch.randn(2, 3, 9, 8))):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = layer(x)
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found.float(), layer(x), rtol=0.05, atol=0.2)
 
 
 def test_bf16_alignment_is_within_three_times_plain() -> None:

@@ -153,9 +153,9 @@ class DeploymentConfig(Section):
         budgets: one export each; may be empty.
         dtype: of the exported weights; None keeps the model's.
         slack: rows left out of gauge alignment; `auto` chooses it by the stated error bound of the dtype.
-        forms: of the layers. `measured` times them on this machine, once, so that no size is slower than the base;
-            `smallest` takes those with fewest parameters, for a machine that is not this one; `quickest` those that
-                take least time here, and so somewhat lower ranks at a budget.
+        forms: of the layers. `measured` times them on this machine, once, so that no size is slower than the base, and
+            takes the quickest where a latency is asked for; `smallest` takes those with fewest parameters, for a
+            machine that is not this one; `quickest` those that take least time here, of lower rank at a budget.
     """
 
     budgets: tuple[Budget, ...] = (0.5, 0.25)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import torch
 from flexrank.errors import FlexrankError
 from flexrank.layers import Slack
 from flexrank.planning import Activations, Planner, Plans, form_key, predicted_seconds
-from flexrank.profiles import ProfileChain, RankProfile
+from flexrank.profiles import ChainEntry, ProfileChain, RankProfile
 from flexrank.surgery import footprint
 from flexrank.timing import TOKENS, Load, TimeTable
 
@@ -30,8 +31,8 @@ class Limits:
         budget: deployed over dense parameters of the factorised layers, in (0, 1].
         max_params: the whole model's parameters.
         max_bytes: the whole model's bytes at the dtype deployed in.
-        max_latency_ms: of a chain that `time_chain` timed. As it predicts; for the forms chosen, the quickest, where
-            loads are given too, the last of which is the one that was timed.
+        max_latency_ms: of a chain that `time_chain` timed, as it predicts; for the forms chosen where loads are given
+            too, the last of which is the one that was timed.
     """
 
     budget: float | None = None
@@ -53,10 +54,13 @@ class Fit(NamedTuple):
     Attributes:
         plans: how to deploy each layer.
         slow: loads that were given up, that which matters least first: with them no size near was fast enough.
+        is_quickest: the forms are the quickest. Where they were asked for and no size near has them within the limits,
+            the smallest take their place.
     """
 
     plans: Plans
     slow: Sequence[Load] = ()
+    is_quickest: bool = False
 
 
 def fit_profile(
@@ -91,8 +95,8 @@ def fit_plans(
 
     `chain.at` counts slack 0; this steps down from there, planning layers but building none. With `times` it goes on,
     down to `LEAST_SIZE` of that, until the linear layers together are no slower than the base's under any load; where
-    no size is, the loads are left out one by one, and the log says so. Forms are the smallest that do; the quickest
-    under the last load where `max_latency_ms` is given, for plain U Vᵀ, a little larger, takes less time at low rank.
+    no size is, the loads are left out one by one, and the log says so. Forms are the smallest that do; for a latency
+    that the chain was timed for in the quickest forms, those: at low rank plain U Vᵀ, a little larger, is quicker.
 
     Args:
         model: the elastic model.
@@ -109,7 +113,8 @@ def fit_plans(
             every layer.
 
     Raises:
-        FlexrankError: no limit, one that is out of range, or none of the profiles within them.
+        FlexrankError: no limit, one that is out of range, none of the profiles within them, or a latency in the
+            quickest forms without `times` and `loads` to choose them by.
     """
     limits = Limits(budget, max_params, max_bytes, max_latency_ms)
     planner = Planner(model, dtype=dtype, slack=slack, activations=activations)
@@ -131,16 +136,18 @@ def fit(
 ) -> Fit:
     """As `fit_plans`, by a planner that may have planned before; tells what is slow, and warns of nothing.
 
-    With `is_quickest` the forms are the quickest, whatever the limits.
+    With `is_quickest` the forms are the quickest under the last load, whatever the limits.
+
+    Raises:
+        FlexrankError: as `fit_plans`.
     """
     chain = dataclasses.replace(chain, footprint=footprint(planner.model, planner.dtype))
-    start, most = chain.entries.index(chain.entry_at(**limits.given())), limits.max_latency_ms
-    entries = [
-        # a smaller size may take longer, where a layer is no longer dense
-        entry
-        for entry in reversed(chain.entries[: start + 1])
-        if most is None or chain.milliseconds(entry) <= most
-    ]
+    entries, most = _entries_within(chain, limits), limits.max_latency_ms
+    if most is not None and chain.is_quickest and not (times and loads):
+        raise FlexrankError(
+            "this chain was timed in the quickest forms, which times and loads choose; give both, or "
+            "time_chain(…, is_quickest=False)"
+        )
     within = functools.partial(is_within, planner, chain, limits)
     first = next((entry for entry in entries if within(planner.smallest(entry))), None)
     if first is None:
@@ -150,13 +157,20 @@ def fit(
     near = [entry for entry in entries if LEAST_SIZE * first.parameters <= entry.parameters]
     is_fast = functools.partial(_is_fast, planner, chain, most if loads else None, times, loads or ())
     loads = loads or default_loads(planner.layers)
-    plan = functools.partial(planner.no_slower, times=times, is_quickest=is_quickest or most is not None)
-    for left_out in range(len(loads)):
-        found = (plan(entry, loads=loads[left_out:]) for entry in near)
+    ways = (True, False) if is_quickest or (most is not None and chain.is_quickest) else (False,)
+    for left_out, way in itertools.product(range(len(loads)), ways):
+        found = (planner.no_slower(entry, times, loads[left_out:], is_quickest=way) for entry in near)
         plans = next((plans for plans in found if within(plans) and is_fast(plans)), None)
         if plans is not None:
-            return Fit(plans, loads[:left_out])
+            return Fit(plans, loads[:left_out], way)
     return Fit(planner.smallest(first), loads)
+
+
+def _entries_within(chain: ProfileChain, limits: Limits) -> list[ChainEntry]:
+    """From the largest down; a smaller size may take longer, where a layer is no longer dense."""
+    start, most = chain.entries.index(chain.entry_at(**limits.given())), limits.max_latency_ms
+    entries = reversed(chain.entries[: start + 1])
+    return [entry for entry in entries if most is None or chain.milliseconds(entry) <= most]
 
 
 def default_loads(layers: Iterable[str]) -> list[Load]:
@@ -185,10 +199,10 @@ def _is_fast(
     """Whether the plans' own forms are within the limit: the chain's largest size, with other forms in its place."""
     if max_latency_ms is None:
         return True
-    largest, rise = chain.entries[-1], 0.0
+    largest, rise, quickest = chain.entries[-1], 0.0, chain.is_quickest
     for name, layer in planner.layers.items():
         if layer.geometry is None:
             plan = plans[name]
             rise += loads[-1].seconds(times, name, form_key(layer), plan.rank, plan.slack)
-            rise -= predicted_seconds(name, layer, largest.profile[name], loads[-1], times)
+            rise -= predicted_seconds(name, layer, largest.profile[name], loads[-1], times, is_quickest=quickest)
     return chain.milliseconds(largest) + 1e3 * rise <= max_latency_ms * (1 + 1e-9)

@@ -121,11 +121,10 @@ def time_chain(
         batch: inputs of the size that matters, as `batches.call_model` takes them.
         chain: its profiles.
         times: this machine's; by default those of the base's dtype and the user's cache.
-        is_quickest: of each layer the quickest form, as `fit_plans` takes by its `times`; else the one with fewest
-            parameters, as `deploy` takes.
+        is_quickest: of each layer the quickest form; else the one with fewest parameters, as `deploy` takes.
 
     Returns:
-        A chain for `at(max_latency_ms=…)` and `fit_plans`.
+        A chain for `at(max_latency_ms=…)` and `fit_plans`, which plans the forms that the chain was timed for.
     """
     layers = {name: layer for name, layer in nested_layers(model).items() if layer.geometry is None}
     if times is None:
@@ -144,4 +143,4 @@ def time_chain(
     def timed(entry: ChainEntry) -> ChainEntry:
         return dataclasses.replace(entry, milliseconds=1e3 * (rest + inside(dict(entry.profile))))
 
-    return dataclasses.replace(chain, entries=tuple(map(timed, chain.entries)))
+    return dataclasses.replace(chain, entries=tuple(map(timed, chain.entries)), is_quickest=is_quickest)

@@ -188,6 +188,10 @@ class GaugeAlignedLayer(nn.Module):
             if self.bias is not None:
                 self.bias.copy_(bias[: self.aligned])
 
+    def _cast_bias(self, latent: Tensor) -> Tensor | None:
+        """The bias in the dtype of the latents, which under autocast is another than its own."""
+        return None if self.bias is None else self.bias.to(latent.dtype)
+
     def extra_repr(self) -> str:  # noqa: D102
         m, n = self.matrix_shape
         return f"in={n}, out={m}, rank={self.rank}, aligned={self.aligned}"
@@ -239,7 +243,8 @@ class GaugeAlignedLinear(GaugeAlignedLayer):
         weights = self._plain_weights(x)
         if weights is None:
             latent = self.latent(x)
-            return self._joined(latent, self.bias, self.expand(latent)) if self.aligned else self.expand(latent)
+            rest = self.expand(latent)
+            return self._joined(latent, self._cast_bias(latent), rest) if self.aligned else rest
         v_tilde, u_hat, head_bias, bias = weights
         latent = linear(x, v_tilde)
         if self.aligned == 0:
@@ -256,7 +261,9 @@ class GaugeAlignedLinear(GaugeAlignedLayer):
         `nn.Module.__getattr__`, would take longer than their products with one token do; a loop over both, and names
         looked up in modules, a tenth of such a layer's time.
         """
-        if is_grad_enabled() or type(x) is not Tensor or is_compiling() or is_autocast_enabled(x.device.type):
+        if is_grad_enabled() or type(x) is not Tensor or x.is_meta or is_compiling():
+            return None
+        if is_autocast_enabled(x.device.type):  # which knows no meta tensors
             return None
         modules, own = self._modules, self._parameters
         latent, expand = modules["latent"], modules["expand"]
@@ -274,7 +281,7 @@ class GaugeAlignedLinear(GaugeAlignedLayer):
             return None
         if "bias" not in own or "bias" not in of_expand:
             return None
-        if of_latent.get("bias") is not None or not v_tilde.dtype == x.dtype == u_hat.dtype or x.is_meta:
+        if of_latent.get("bias") is not None or not v_tilde.dtype == x.dtype == u_hat.dtype:
             return None
         return v_tilde, u_hat, own["bias"], of_expand["bias"]
 
@@ -344,8 +351,8 @@ class GaugeAlignedConv2d(GaugeAlignedLayer):
         latent = self.latent(x)
         if self.aligned == 0:
             return self.expand(latent)
-        head = latent.narrow(-3, 0, self.aligned)
-        head = head if self.bias is None else head + self.bias[:, None, None]
+        head, bias = latent.narrow(-3, 0, self.aligned), self._cast_bias(latent)
+        head = head if bias is None else head + bias[:, None, None]
         return torch.cat([head, self.expand(latent)], -3)
 
 

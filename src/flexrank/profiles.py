@@ -126,6 +126,7 @@ class ProfileChain:
         footprint: the rest of the model.
         method: how it was allocated.
         gap: the solver's proven relative gap of the requested profiles; None where the method proves none.
+        is_quickest: the entries' milliseconds are of the quickest forms, not of the smallest; never saved.
     """
 
     entries: tuple[ChainEntry, ...]
@@ -133,6 +134,7 @@ class ProfileChain:
     footprint: Footprint
     method: str
     gap: float | None = None
+    is_quickest: bool = False
 
     def __post_init__(self) -> None:
         if not self.entries:
@@ -235,6 +237,7 @@ class ProfileChain:
         for entry, source in zip(value["entries"], self.entries, strict=True):
             entry["profile"] = dict(source.profile)
             del entry["milliseconds"]  # of this machine
+        del value["is_quickest"]
         return value
 
     @classmethod

@@ -151,8 +151,8 @@ def timed_slack(rank: int) -> int:
 def measure_forms(key: FormKey, dtype: torch.dtype, device: torch.device) -> dict[str, list[list[float]]]:
     """Seconds of each form, a row for each of TOKENS: one number for "dense", one for each of SHARES for the others.
 
-    A form's time is the dense one's times the median ratio of runs in turn: a machine's speed changes within minutes
-    by more than the forms differ.
+    A form's time is the dense one's times the median ratio of runs in turn, and of SWEEPS of them: a machine's speed
+    changes within minutes by more than the forms differ.
     """
     sweeps = np.array([[_measure_ranks(key, tokens, dtype, device) for tokens in TOKENS] for _ in range(SWEEPS)])
     times = np.median(sweeps, axis=0)  # TOKENS x SHARES x (dense, plain over it, aligned over it)

@@ -46,13 +46,16 @@ def planner_for(work: Workspace, model: nn.Module) -> Planner:
     return Planner(model, dtype=work.deployed_dtype, slack=slack, activations=rows)
 
 
-def plans_within(work: Workspace, planner: Planner, chain: ProfileChain, limits: Limits) -> Plans:
+def plans_within(
+    work: Workspace, planner: Planner, chain: ProfileChain, limits: Limits, *, are_kept: bool = True
+) -> Plans:
     """How to deploy the largest model within the limits, slack included.
 
     Where forms are chosen by time, the smallest forms, or the quickest where a latency or `deployment.forms` asks for
     them, are built and timed against the base, and stand if they are faster by `MARGIN`. Else the table of times,
     corrected by what was measured, plans others, until a model is no slower. Ranks and forms are kept in
-    RUN/forms.json, so that a stage done later takes the same where they are within its limits.
+    RUN/forms.json, so that a stage done later takes the same where they are within its limits; unless `are_kept` is
+    False.
     """
     times, model, most = work.times, planner.model, limits.max_latency_ms
     is_quickest = times is not None and (most is not None or work.config.deployment.forms == "quickest")
@@ -64,16 +67,19 @@ def plans_within(work: Workspace, planner: Planner, chain: ProfileChain, limits:
     batches = _situations(work)
     loads = [observe_load(work.deployed_base, batch, _linear(model)) for batch in batches]
     refit = functools.partial(fit, planner, chain, limits, times, is_quickest=is_quickest)
-    first = (refit(loads) if is_quickest else fit(planner, chain, limits)).plans
-    if all(first[name].slack is None for name in _linear(model)):
-        return first
+    first = refit(loads[-1:]) if is_quickest else fit(planner, chain, limits)
+    if is_quickest and not first.is_quickest:
+        log.warning("%s: no size near is within it in its quickest forms; the smallest are taken", limits)
+    if all(first.plans[name].slack is None for name in _linear(model)):
+        return first.plans
     key = _key(chain, times, loads, limits, is_quickest=is_quickest)
     kept = _kept_forms(work).get(key)
     plans = None if kept is None else planner.of_forms(kept)
     if plans is None or not is_within(planner, chain, limits, plans):
         situations = list(zip(loads, batches, strict=True))
-        plans = _no_slower(work, model, first, situations, refit, most)
-        write_json(work.directory / FORMS, _kept_forms(work) | {key: forms_of_plans(plans)})
+        plans = _no_slower(work, model, first.plans, situations, refit, most)
+        if are_kept:
+            write_json(work.directory / FORMS, _kept_forms(work) | {key: forms_of_plans(plans)})
     return plans
 
 
@@ -103,7 +109,7 @@ def _no_slower(
             for load, ratio, took in zip(loads, ratios, seconds, strict=True)
         ]
         del small
-        # After the first, which has most layers of low rank, a correction only ever grows: the search must end.
+        # After the first, which has few or no layers made dense, a correction only ever grows: the search must end.
         loads = corrected if not attempt else [max(two, key=_correction) for two in zip(loads, corrected, strict=True)]
         plans = refit(loads).plans
         if any(plans == other for _, other in tried):
@@ -111,6 +117,7 @@ def _no_slower(
     slowness, best = min(tried, key=lambda one: tuple(max(NO_SLOWER, ratio) for ratio in one[0]))
     if max(slowness) > NO_SLOWER:
         told = ", ".join(f"{one:.2f}" for one in reversed(slowness[1:]))
+        told += f", and {slowness[0]:.2f} times the latency asked for" if slowness[0] > NO_SLOWER else ""
         log.warning("no size near is fast enough; the best takes so many times as long as the base: %s at most", told)
     return best
 

@@ -137,6 +137,8 @@ def test_a_correction_explains_what_was_measured(tmp_path: Path) -> None:
         ([(1.2, 1.1), (1.1, 1.3), (1.9, 1.0), (1.3, 1.05)], None, 4, 2),  # the last situation matters most
         ([(1.1, 0.9), (1.1, 0.8), (1.1, 0.7), (1.2, 0.7)], None, 4, 0),  # of sizes alike the largest
         ([(0.9, 0.9), (0.9, 0.7)], 720.0, 2, 1),  # no slower than the base, but than was asked
+        ([(0.9, 0.5), (0.9, 0.7)], 720.0, 2, 1),  # much of the latency unused
+        ([(0.9, 0.5), (0.9, 0.75), (0.9, 0.6), (0.9, 0.55)], 720.0, 4, 2),  # the third is larger than the fourth
     ],
     ids=[
         "at once",
@@ -147,6 +149,8 @@ def test_a_correction_explains_what_was_measured(tmp_path: Path) -> None:
         "none",
         "the first situation never",
         "a limit",
+        "unused",
+        "the largest within",
     ],
 )
 def test_sizes_are_built_until_one_is_fast_enough(
@@ -175,7 +179,8 @@ def test_sizes_are_built_until_one_is_fast_enough(
         return Load(load.rows, next(steps))
 
     monkeypatch.setattr(deploying, "correct_load", correct)
-    plans = [{"layer": LayerPlan(rank, 0, 10 * rank)} for rank in (5, 4, 3, 2)]
+    ranks = (5, 4, 3, 2) if limit is None else (2, 5, 4, 3)
+    plans = [{"layer": LayerPlan(rank, 0, 10 * rank)} for rank in ranks]
     made = iter(plans[1:])
 
     def refit(loads: list[Load]) -> Any:
@@ -186,7 +191,9 @@ def test_sizes_are_built_until_one_is_fast_enough(
     with caplog.at_level("WARNING", "flexrank"):
         found = deploying._no_slower(work, None, plans[0], situations, refit, limit)
     measured = [one for pair in ratios[: tried - 1] for one in pair]
-    assert asked == [one + deploying.MARGIN for one in measured]
-    assert found == plans[chosen] and corrections == [1.5, 1.5, 2.0][: tried - 1]
+    assert asked == [one + (deploying.MARGIN if limit is None else deploying.AIM) for one in measured]
+    # each of the two situations is corrected; towards a latency freely, else only ever more
+    free, rising = [1.5, 1.2, 2.0], [1.5, 1.5, 2.0]
+    assert found == plans[chosen] and corrections == (rising if limit is None else free)[: tried - 1]
     is_slow = round(max(ratios[chosen]), 2) > 1
     assert ("no size near is fast enough" in caplog.text) is is_slow

@@ -20,7 +20,7 @@ from flexrank.profiles import ChainEntry, ProfileChain
 from flexrank.surgery import nested_layers
 from flexrank.timing import FormKey, Load, TimeTable
 
-REPEATS = 7
+REPEATS, LEAST_SECONDS = 7, 0.5
 #: A correction outside this is a mistaken measurement, of a model whose layers are too small a part of its time.
 CORRECTIONS = (0.5, 3.0)
 
@@ -38,11 +38,12 @@ def latency_ratio(
 
 
 def seconds_of_forward(model: nn.Module, batch: Batch) -> float:
-    """Median seconds of the model's forward on one batch."""
-    run, seconds = _forward(model, batch), []
+    """Median seconds of the model's forward on one batch, of `REPEATS` at least and `LEAST_SECONDS` of them."""
+    run = _forward(model, batch)
+    seconds: list[float] = []
     with eval_mode(model), torch.inference_mode():
         run()
-        for _ in range(REPEATS):
+        while len(seconds) < REPEATS or sum(seconds) < LEAST_SECONDS:
             start = time.perf_counter()
             run()
             seconds.append(time.perf_counter() - start)

@@ -33,6 +33,8 @@ FORMS = "forms.json"
 #: A model up to this ratio, to the hundredth, is as fast as its base. The smallest forms must be faster by the margin,
 #: and others are planned to be: minutes later a ratio comes back within some hundredths only.
 NO_SLOWER, MARGIN = 1.0, 0.03
+#: A latency that was asked for is aimed at this much below; where more of it is unused, a larger model is looked for.
+AIM, UNUSED = 0.02, 0.06
 #: Seconds that a model and its base are timed in turn in each situation, at least.
 PATIENCE = 1.0
 #: Models that are built and timed for one size.
@@ -91,35 +93,60 @@ def _no_slower(
     refit: Callable[[list[Load]], Fit],
     max_latency_ms: float | None = None,
 ) -> Plans:
-    """The first plans whose model is fast enough in every situation; else those nearest to it, the last one first."""
+    """The first plans whose model is fast enough in every situation; else those nearest to it, the last one first.
+
+    Within a latency, the largest that was tried, until one uses nearly all of it.
+    """
     assert work.times is not None
     base, tried = work.deployed_base, []
     seconds = [seconds_of_forward(base, batch) for _, batch in situations]
     loads = [load for load, _ in situations]
+    margin = MARGIN if max_latency_ms is None else AIM
     for attempt in range(ATTEMPTS):
         small, _ = deploy_plans(work, model, plans)
         ratios = [ratio_to_base(work, small, batch) for _, batch in situations]
-        tried.append((_slowness(ratios, seconds[-1], max_latency_ms), plans))
-        if max(tried[-1][0]) <= NO_SLOWER - (0 if attempt else MARGIN):
+        slowness = _slowness(ratios, seconds[-1], max_latency_ms)
+        tried.append((slowness, plans))
+        if _is_enough(slowness, attempt, max_latency_ms):
             return plans
         if attempt == ATTEMPTS - 1:
             break
         corrected = [
-            correct_load(load, small, ratio + MARGIN, took, work.times)
+            correct_load(load, small, ratio + margin, took, work.times)
             for load, ratio, took in zip(loads, ratios, seconds, strict=True)
         ]
         del small
-        # After the first, which has few or no layers made dense, a correction only ever grows: the search must end.
-        loads = corrected if not attempt else [max(two, key=_correction) for two in zip(loads, corrected, strict=True)]
+        if attempt and max_latency_ms is None:
+            # The first has few or no layers made dense. After it a correction only ever grows: the search must end.
+            corrected = [max(two, key=_correction) for two in zip(loads, corrected, strict=True)]
+        loads = corrected
         plans = refit(loads).plans
         if any(plans == other for _, other in tried):
             break
+    return _best(tried, max_latency_ms)
+
+
+def _is_enough(slowness: Sequence[float], attempt: int, max_latency_ms: float | None) -> bool:
+    if max_latency_ms is None:
+        return max(slowness) <= NO_SLOWER - (0 if attempt else MARGIN)
+    return max(slowness) <= NO_SLOWER and slowness[0] >= NO_SLOWER - UNUSED
+
+
+def _best(tried: Sequence[tuple[tuple[float, ...], Plans]], max_latency_ms: float | None) -> Plans:
+    """Within a latency the largest that is fast enough; else the first that is, or the nearest to it."""
+    fast = [plans for slowness, plans in tried if max(slowness) <= NO_SLOWER]
+    if fast and max_latency_ms is not None:
+        return max(fast, key=_parameters)
     slowness, best = min(tried, key=lambda one: tuple(max(NO_SLOWER, ratio) for ratio in one[0]))
     if max(slowness) > NO_SLOWER:
         told = ", ".join(f"{one:.2f}" for one in reversed(slowness[1:]))
         told += f", and {slowness[0]:.2f} times the latency asked for" if slowness[0] > NO_SLOWER else ""
         log.warning("no size near is fast enough; the best takes so many times as long as the base: %s at most", told)
     return best
+
+
+def _parameters(plans: Plans) -> int:
+    return sum(plan.parameters for plan in plans.values())
 
 
 def ratio_to_base(work: Workspace, small: nn.Module, batch: Batch, repeats: int = 15) -> float:

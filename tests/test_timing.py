@@ -71,13 +71,28 @@ def test_a_busy_moment_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def ranks(_: FormKey, tokens: int, *__: object) -> list[tuple[float, ...]]:
         busy = next(sweeps) if tokens == TOKENS[0] else 1.0
-        return [(0.5 * tokens, 0.4 * busy, 0.6 * busy)] * len(SHARES)
+        return [(1e-9 * tokens, 0.4 * busy, 0.6 * busy)] * len(SHARES)
 
     monkeypatch.setattr(timing, "_measure_ranks", ranks)
     found = timing.measure_forms(FormKey((8, 8), False), torch.float32, torch.device("cpu"))
-    assert found["dense"] == [[0.5 * tokens] for tokens in TOKENS]
-    np.testing.assert_allclose(found["plain"], [[0.2 * tokens] * len(SHARES) for tokens in TOKENS])
-    np.testing.assert_allclose(found["aligned"], [[0.3 * tokens] * len(SHARES) for tokens in TOKENS])
+    np.testing.assert_allclose(found["dense"], [[1e-9 * tokens] for tokens in TOKENS])
+    np.testing.assert_allclose(found["plain"], [[0.4e-9 * tokens] * len(SHARES) for tokens in TOKENS])
+    np.testing.assert_allclose(found["aligned"], [[0.6e-9 * tokens] * len(SHARES) for tokens in TOKENS])
+
+
+def test_what_would_take_long_counts_in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def ranks(_: FormKey, tokens: int, *__: object) -> list[tuple[float, ...]]:
+        asked.append(tokens)
+        return [(1e-4 * tokens, 0.5, 0.7)] * len(SHARES)
+
+    monkeypatch.setattr(timing, "_measure_ranks", ranks)
+    monkeypatch.setattr(timing, "SWEEPS", 1)
+    found = timing.measure_forms(FormKey((8, 8), False), torch.float32, torch.device("cpu"))
+    assert asked == list(TOKENS[:-1])  # 2048 would take .2 s
+    np.testing.assert_allclose(found["dense"], [[1e-4 * tokens] for tokens in TOKENS])
+    np.testing.assert_allclose(found["aligned"], [[0.7e-4 * tokens] * len(SHARES) for tokens in TOKENS])
 
 
 def test_times_between_ranks_slacks_and_tokens_are_interpolated(tmp_path: Path) -> None:

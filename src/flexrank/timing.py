@@ -31,8 +31,10 @@ from flexrank.storage import read_json, write_json
 
 log = logging.getLogger("flexrank")
 
-#: Tokens that forms are timed at: one as in decoding, a few sentences, and enough to be bound by arithmetic.
-TOKENS = (1, 16, 128, 512)
+#: Tokens that forms are timed at: one as in decoding, a few sentences, and enough to be bound by arithmetic. From 512
+#: to 2048 narrow layers still gain (768 x 768, bfloat16, half the rank: 1.7 and .75 of dense). A layer whose dense form
+#: would take longer than SLOWEST seconds at the last counts there in proportion to the number before.
+TOKENS, SLOWEST = (1, 16, 128, 512, 2048), 0.1
 SHARES = (0.05, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 1.0)
 #: Of the timed gauge-aligned form, over its rank.
 SLACK_SHARE = 0.05
@@ -43,7 +45,7 @@ LEAST_SECONDS, WEIGHT_BYTES, MOST_COPIES = 1e-3, 2**25, 64
 #: moment of the machine outlasts nine rounds: of three sweeps the median is off by half as much as one.
 REPEATS, FEW_REPEATS, SLOW, SWEEPS = 9, 3, 0.02, 3
 #: Raised whenever a layer's forward, or how it is timed, changes, so that no older times are read.
-FORMAT = 6
+FORMAT = 7
 
 
 class FormKey(NamedTuple):
@@ -154,11 +156,21 @@ def measure_forms(key: FormKey, dtype: torch.dtype, device: torch.device) -> dic
     A form's time is the dense one's times the median ratio of runs in turn, and of SWEEPS of them: a machine's speed
     changes within minutes by more than the forms differ.
     """
-    sweeps = np.array([[_measure_ranks(key, tokens, dtype, device) for tokens in TOKENS] for _ in range(SWEEPS)])
+    sweeps = np.array([_measure_tokens(key, dtype, device) for _ in range(SWEEPS)])
     times = np.median(sweeps, axis=0)  # TOKENS x SHARES x (dense, plain over it, aligned over it)
     dense = np.median(times[:, :, 0], axis=1, keepdims=True)
     plain, aligned = dense * times[:, :, 1], dense * times[:, :, 2]
     return {"dense": dense.tolist(), "plain": plain.tolist(), "aligned": aligned.tolist()}
+
+
+def _measure_tokens(key: FormKey, dtype: torch.dtype, device: torch.device) -> list[list[tuple[float, ...]]]:
+    """For each of TOKENS what `_measure_ranks` gives."""
+    *fewer, most = TOKENS
+    found = [_measure_ranks(key, tokens, dtype, device) for tokens in fewer]
+    growth, (longest, *_) = most / fewer[-1], found[-1][0]
+    if growth * longest > SLOWEST:
+        return [*found, [(growth * dense, *ratios) for dense, *ratios in found[-1]]]
+    return [*found, _measure_ranks(key, most, dtype, device)]
 
 
 def _measure_ranks(key: FormKey, tokens: int, dtype: torch.dtype, device: torch.device) -> list[tuple[float, ...]]:

@@ -17,6 +17,7 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
     # Tests never download: a missing file is an error at once, not a wait for the network.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    torch.manual_seed(0)  # for what test files draw when they are imported
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,6 +28,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"no assets at {ASSETS}; set FLEXRANK_ASSETS to their directory"))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no GPU here"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _seeded_module() -> None:
+    torch.manual_seed(0)  # a file's own fixtures draw the same whatever ran before it
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,9 @@ from flexrank.experiments.study import Request
 from flexrank.profiles import Footprint, SensitivityTable
 from flexrank.surgery import nested_layers, select_layers, use_profile
 
-IMAGES, LABELS = torch.randn(40, 1, 28, 28), torch.randint(0, 10, (40,))
+_DRAWN = torch.Generator().manual_seed(0)
+IMAGES = torch.randn(40, 1, 28, 28, generator=_DRAWN)
+LABELS = torch.randint(0, 10, (40,), generator=_DRAWN)
 
 
 def small(levels: int, monkeypatch: pytest.MonkeyPatch) -> nn.Sequential:
@@ -86,10 +88,11 @@ def test_the_study_runs_whole_on_few_images(tmp_path: Any, monkeypatch: pytest.M
     monkeypatch.setattr(ranking, "PROBE", 64)
     monkeypatch.setattr(ranking, "BUDGETS", (0.6, 0.9))
     found = ranking.run(Request(work=tmp_path, seeds=2))
-    rho, nu = (sum(one["mean"] for one in (row[at] for row in found["tables"][0]["rows"][:2])) / 2 for at in (1, 2))
-    assert [one["holds"] for one in found["claims"][:2]] == [rho >= 0.98, nu <= 4]  # both losses agree on few images
-    rho = found["tables"][0]["rows"][0][1]
-    assert 0.5 < rho["mean"] <= 1 and rho["n"] == 2
+    rhos, nus = ([row[at] for row in found["tables"][0]["rows"][:2]] for at in (1, 2))
+    # A claim holds where it does of both losses.
+    lowest, highest = min(one["mean"] for one in rhos), max(one["mean"] for one in nus)
+    assert [one["holds"] for one in found["claims"][:2]] == [lowest >= 0.98, highest <= 4]
+    assert 0.5 < rhos[0]["mean"] <= 1 and rhos[0]["n"] == 2
     # An exact prediction has no regret, so the nested chain by the probe cannot be below the best submodel.
     assert all(row[1]["mean"] >= -1e-9 for row in found["tables"][1]["rows"])
     assert len(ranking.draw(found["data"]).axes) == 3

@@ -1,6 +1,7 @@
 """Times of models, and what is predicted of them: against times that are set by hand."""
 
 import copy
+import itertools
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,23 +128,23 @@ def test_a_correction_explains_what_was_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ratios", "limit", "tried", "chosen"),
+    ("ratios", "limit", "chosen"),
     [
-        ([(0.97, 0.97)], None, 1, 0),
-        ([(0.98, 0.9), (1.0, 0.9)], None, 2, 1),
-        ([(0.98, 0.9), (1.1, 0.9), (1.1, 0.9), (1.1, 0.9)], None, 4, 0),
-        ([(1.2, 1.0), (1.0, 0.9)], None, 2, 1),
-        ([(1.01, 0.9), (1.004, 0.9)], None, 2, 1),
-        ([(1.2, 1.1), (1.1, 1.3), (1.9, 1.0), (1.3, 1.05)], None, 4, 2),  # the last situation matters most
-        ([(1.1, 0.9), (1.1, 0.8), (1.1, 0.7), (1.2, 0.7)], None, 4, 0),  # of sizes alike the largest
-        ([(0.9, 0.9), (0.9, 0.7)], 720.0, 2, 1),  # no slower than the base, but than was asked
-        ([(0.9, 0.5), (0.9, 0.7)], 720.0, 2, 1),  # much of the latency unused
-        ([(0.9, 0.5), (0.9, 0.75), (0.9, 0.6), (0.9, 0.55)], 720.0, 4, 2),  # the third is larger than the fourth
+        ([[(0.97, 0.97), (0.97, 0.97)]], None, 0),
+        ([[(0.98, 0.9), (1.01, 0.9)], [(0.99, 0.9), (1.0, 0.9)]], None, 1),
+        ([[(1.1, 0.9)], [(1.0, 0.9), (1.1, 0.9)], [(1.1, 0.9)], [(1.1, 0.9)]], None, 0),
+        ([[(1.2, 1.0)], [(1.0, 0.9), (1.0, 0.9)]], None, 1),
+        ([[(1.01, 0.9)], [(1.004, 0.9), (1.0, 0.9)]], None, 1),
+        ([[(1.2, 1.1)], [(1.1, 1.3)], [(1.9, 1.0)], [(1.3, 1.05)]], None, 2),  # the last situation matters most
+        ([[(1.1, 0.9)], [(1.1, 0.8)], [(1.1, 0.7)], [(1.2, 0.7)]], None, 0),  # of sizes alike the largest
+        ([[(0.9, 0.9)], [(0.9, 0.7), (0.9, 0.7)]], 720.0, 1),  # no slower than the base, but than was asked
+        ([[(0.9, 0.5)], [(0.9, 0.7), (0.9, 0.7)]], 720.0, 1),  # much of the latency unused
+        ([[(0.9, 0.5)], [(0.9, 0.75)], [(0.9, 0.6)], [(0.9, 0.55)]], 720.0, 2),  # the third is larger than the fourth
     ],
     ids=[
         "at once",
-        "not by the margin",
-        "but no other",
+        "not twice",
+        "none is twice",
         "the second",
         "by a hundredth",
         "none",
@@ -154,15 +155,14 @@ def test_a_correction_explains_what_was_measured(tmp_path: Path) -> None:
     ],
 )
 def test_sizes_are_built_until_one_is_fast_enough(
-    ratios: list[tuple[float, float]],
+    ratios: list[list[tuple[float, float]]],
     limit: float | None,
-    tried: int,
     chosen: int,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     work: Any = SimpleNamespace(times=object(), deployed_base=None)
-    given, corrections = iter([one for pair in ratios for one in pair]), []
+    given, corrections = itertools.chain.from_iterable(itertools.chain.from_iterable(ratios)), []
 
     def timed(*_: object, least_seconds: float) -> float:
         assert least_seconds == deploying.PATIENCE
@@ -190,10 +190,11 @@ def test_sizes_are_built_until_one_is_fast_enough(
     situations: Any = [(Load({"layer": [rows]}), None) for rows in (1, 8)]
     with caplog.at_level("WARNING", "flexrank"):
         found = deploying._no_slower(work, None, plans[0], situations, refit, limit)
-    measured = [one for pair in ratios[: tried - 1] for one in pair]
-    assert asked == [one + (deploying.MARGIN if limit is None else deploying.AIM) for one in measured]
+    assert next(given, None) is None  # each was measured, and twice where it would do
+    slower = [[max(one) for one in zip(*pairs, strict=True)] for pairs in ratios]
+    margin = deploying.MARGIN if limit is None else deploying.AIM
+    assert asked == [one + margin for pair in slower[:-1] for one in pair]
     # each of the two situations is corrected; towards a latency freely, else only ever more
     free, rising = [1.5, 1.2, 2.0], [1.5, 1.5, 2.0]
-    assert found == plans[chosen] and corrections == (rising if limit is None else free)[: tried - 1]
-    is_slow = round(max(ratios[chosen]), 2) > 1
-    assert ("no size near is fast enough" in caplog.text) is is_slow
+    assert found == plans[chosen] and corrections == (rising if limit is None else free)[: len(ratios) - 1]
+    assert ("no size near is fast enough" in caplog.text) is (round(max(slower[chosen]), 2) > 1)

@@ -77,13 +77,13 @@ def test_aligned_linear_is_the_plain_product(slack: int | str, with_bias: bool) 
 def test_writing_in_place_gives_what_concatenating_gives(
     shape: tuple[int, ...], with_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layers, "FEW_TOKENS", 0)
+    monkeypatch.setattr(layers, "FEW_OUTPUTS", 9)
     bias = torch.randn(9) if with_bias else None
     layer = GaugeAlignedLinear.from_factors(torch.randn(9, 4), torch.randn(7, 4), bias, slack=1)
     x, written = torch.randn(shape), watch_writes(monkeypatch)
     with torch.no_grad():
         found = layer(x)
-    assert bool(written) == (x.ndim > 1 and x.numel() > 0)
+    assert bool(written) == (x.numel() > 7)
     torch.testing.assert_close(found, layer(x).detach(), rtol=1e-6, atol=1e-6)
 
 
@@ -95,19 +95,19 @@ def watch_writes(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return written
 
 
-def test_few_tokens_are_concatenated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_outputs_are_concatenated(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = GaugeAlignedLinear.from_factors(torch.randn(9, 4), torch.randn(7, 4), slack=1)
-    written = watch_writes(monkeypatch)
+    written, few = watch_writes(monkeypatch), layers.FEW_OUTPUTS // 9
     with torch.no_grad():
-        layer(torch.randn(layers.FEW_TOKENS, 7))
+        layer(torch.randn(few, 7))
         assert not written
-        layer(torch.randn(layers.FEW_TOKENS + 1, 7))
+        layer(torch.randn(few + 1, 7))
         assert len(written) == 1
 
 
 @pytest.mark.parametrize("child", ["latent", "expand"])
 def test_hooks_adapters_and_autocast_see_the_children_called(child: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "FEW_TOKENS", 0)
+    monkeypatch.setattr(layers, "FEW_OUTPUTS", 0)
     layer = GaugeAlignedLinear.from_factors(torch.randn(9, 4), torch.randn(7, 4), torch.randn(9), slack=1)
     x, calls, own = torch.randn(2, 7), [], getattr(layer, child)
     with torch.no_grad():
@@ -142,6 +142,14 @@ def test_hooks_adapters_and_autocast_see_the_children_called(child: str, monkeyp
         setattr(layer, child, nn.Sequential(own, nn.Tanh()))
         seen = layer(x)[:, 3:] if child == "expand" else layer(x)[:, :3] - layer.bias
         assert float(seen.abs().max()) <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("child", ["latent", "expand"])
+def test_backward_hooks_see_the_children_called(child: str) -> None:
+    layer, calls = GaugeAlignedLinear.from_factors(torch.randn(9, 4), torch.randn(7, 4), slack=1), []
+    getattr(layer, child).register_full_backward_hook(lambda *_: calls.append(1))
+    layer(torch.randn(2, 7, requires_grad=True)).sum().backward()
+    assert calls == [1]
 
 
 def test_a_meta_tensor_goes_through() -> None:

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, is_autocast_enabled, is_grad_enabled, nn
+from torch import Tensor, is_grad_enabled, nn
 from torch.compiler import is_compiling
 from torch.nn import Linear, Parameter, functional
 from torch.nn.functional import linear
@@ -16,8 +16,8 @@ from flexrank.linalg import choose_slack, gauge_align
 from flexrank.views import ConvGeometry
 
 Slack = int | Literal["auto"]
-#: Up to so many tokens concatenating is quicker than writing in place, whose views cost more than a copy.
-FEW_TOKENS = 64
+#: Up to an output of so many numbers concatenating is quicker than writing in place, whose views cost more than a copy.
+FEW_OUTPUTS = 2**17
 
 
 class NestedLayer(nn.Module):
@@ -188,10 +188,6 @@ class GaugeAlignedLayer(nn.Module):
             if self.bias is not None:
                 self.bias.copy_(bias[: self.aligned])
 
-    def _cast_bias(self, latent: Tensor) -> Tensor | None:
-        """The bias in the dtype of the latents, which under autocast is another than its own."""
-        return None if self.bias is None else self.bias.to(latent.dtype)
-
     def extra_repr(self) -> str:  # noqa: D102
         m, n = self.matrix_shape
         return f"in={n}, out={m}, rank={self.rank}, aligned={self.aligned}"
@@ -240,30 +236,29 @@ class GaugeAlignedLinear(GaugeAlignedLayer):
         return layer
 
     def forward(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch m"]:  # noqa: D102
-        weights = self._plain_weights(x)
+        weights = self._plain_weights()
         if weights is None:
             latent = self.latent(x)
             rest = self.expand(latent)
-            return self._joined(latent, self._cast_bias(latent), rest) if self.aligned else rest
+            return self._joined(latent, self.bias, rest) if self.aligned else rest
         v_tilde, u_hat, head_bias, bias = weights
         latent = linear(x, v_tilde)
         if self.aligned == 0:
             return linear(latent, u_hat, bias)
-        if x.ndim < 2 or x.numel() <= FEW_TOKENS * self.in_features:
+        few = x.numel() * self.out_features <= FEW_OUTPUTS * self.in_features
+        if few or not _are_plain(x, latent, v_tilde, u_hat):
             return self._joined(latent, head_bias, linear(latent, u_hat, bias))
         output = self._write_in_place(latent.view(-1, self.rank), head_bias, u_hat, bias)
         return output.unflatten(0, x.shape[:-1])
 
-    def _plain_weights(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None:
-        """Ṽᵀ, Û and both parts' biases where numbers alone are wanted: no gradient, graph, autocast, adapter, hook.
+    def _plain_weights(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None:
+        """Ṽᵀ, Û and both parts' biases where calling the children would do no more than `linear`: no adapter, no hook.
 
-        Nor where a layer is quantised, pruned or sharded. Calling both layers as modules, and reading them by
-        `nn.Module.__getattr__`, would take longer than their products with one token do; a loop over both, and names
-        looked up in modules, a tenth of such a layer's time.
+        Calling both as modules, and reading them by `nn.Module.__getattr__`, would take longer than their products
+        with one token do. What this reads has left the processor's caches since the layer's last call: each further
+        object costs, and asking for autocast more than all the rest.
         """
-        if is_grad_enabled() or type(x) is not Tensor or x.is_meta or is_compiling():
-            return None
-        if is_autocast_enabled(x.device.type):  # which knows no meta tensors
+        if is_grad_enabled() or is_compiling():
             return None
         modules, own = self._modules, self._parameters
         latent, expand = modules["latent"], modules["expand"]
@@ -277,11 +272,9 @@ class GaugeAlignedLinear(GaugeAlignedLayer):
             return None
         of_latent, of_expand = latent._parameters, expand._parameters
         v_tilde, u_hat = of_latent.get("weight"), of_expand.get("weight")  # pruning and sharding take them away
-        if type(v_tilde) is not Parameter or type(u_hat) is not Parameter:
+        if v_tilde is None or u_hat is None or of_latent.get("bias") is not None:
             return None
         if "bias" not in own or "bias" not in of_expand:
-            return None
-        if of_latent.get("bias") is not None or not v_tilde.dtype == x.dtype == u_hat.dtype:
             return None
         return v_tilde, u_hat, own["bias"], of_expand["bias"]
 
@@ -289,7 +282,7 @@ class GaugeAlignedLinear(GaugeAlignedLayer):
         self, latent: Float[Tensor, "*batch r"], bias: Tensor | None, rest: Float[Tensor, "*batch k"]
     ) -> Float[Tensor, "*batch m"]:
         head = latent.narrow(-1, 0, self.aligned)
-        return torch.cat((head if bias is None else head + bias, rest), -1)
+        return torch.cat((head if bias is None else head + _cast(bias, latent), rest), -1)
 
     def _write_in_place(
         self, latent: Float[Tensor, "t r"], head_bias: Tensor | None, u_hat: Float[Tensor, "k r"], bias: Tensor | None
@@ -351,9 +344,22 @@ class GaugeAlignedConv2d(GaugeAlignedLayer):
         latent = self.latent(x)
         if self.aligned == 0:
             return self.expand(latent)
-        head, bias = latent.narrow(-3, 0, self.aligned), self._cast_bias(latent)
-        head = head if bias is None else head + bias[:, None, None]
+        head = latent.narrow(-3, 0, self.aligned)
+        if self.bias is not None:
+            head = head + _cast(self.bias, latent)[:, None, None]
         return torch.cat([head, self.expand(latent)], -3)
+
+
+def _are_plain(x: Tensor, latent: Tensor, *weights: Tensor) -> bool:
+    """Whether a product may be written into a buffer: no subclass, no meta tensor, one dtype, which autocast keeps."""
+    if type(x) is not Tensor or x.is_meta or latent.dtype != x.dtype:
+        return False
+    return all(type(one) is Parameter and one.dtype == x.dtype for one in weights)
+
+
+def _cast(bias: Tensor, latent: Tensor) -> Tensor:
+    """The bias in the dtype of the latents, which under autocast is another than its own."""
+    return bias if bias.dtype == latent.dtype else bias.to(latent.dtype)
 
 
 @torch.no_grad()

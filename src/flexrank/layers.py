@@ -245,8 +245,8 @@ class GaugeAlignedLinear(GaugeAlignedLayer):
         latent = linear(x, v_tilde)
         if self.aligned == 0:
             return linear(latent, u_hat, bias)
-        few = x.numel() * self.out_features <= FEW_OUTPUTS * self.in_features
-        if few or not _are_plain(x, latent, v_tilde, u_hat):
+        is_small = type(x) is not Tensor or x.numel() * self.out_features <= FEW_OUTPUTS * self.in_features
+        if is_small or not _are_plain(x, latent, v_tilde, u_hat):
             return self._joined(latent, head_bias, linear(latent, u_hat, bias))
         output = self._write_in_place(latent.view(-1, self.rank), head_bias, u_hat, bias)
         return output.unflatten(0, x.shape[:-1])
@@ -351,10 +351,12 @@ class GaugeAlignedConv2d(GaugeAlignedLayer):
 
 
 def _are_plain(x: Tensor, latent: Tensor, *weights: Tensor) -> bool:
-    """Whether a product may be written into a buffer: no subclass, no meta tensor, one dtype, which autocast keeps."""
-    if type(x) is not Tensor or x.is_meta or latent.dtype != x.dtype:
-        return False
-    return all(type(one) is Parameter and one.dtype == x.dtype for one in weights)
+    """Whether a product may be written into a buffer: no meta tensor, no subclass, one dtype, which autocast keeps."""
+    return (
+        not x.is_meta
+        and latent.dtype == x.dtype
+        and all(type(one) is Parameter and one.dtype == x.dtype for one in weights)
+    )
 
 
 def _cast(bias: Tensor, latent: Tensor) -> Tensor:

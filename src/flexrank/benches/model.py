@@ -153,13 +153,16 @@ def _asked(work: Workspace, planner: Planner, chain: ProfileChain) -> Iterator[d
     """The largest model within each latency of a batch: as deployed, or in the smallest forms by the table."""
     base, example = work.deployed_base, work.samples.example
     times = work.times or TimeTable(work.deployed_dtype, work.device)
-    in_smallest = time_chain(planner.model, base, example, chain, times)
+
+    def in_smallest(limits: Limits) -> Plans:
+        return fit(planner, time_chain(planner.model, base, example, chain, times), limits).plans
+
     ways: dict[str, Callable[[Limits], Plans]] = {
         "as deployed": functools.partial(plans_within, work, planner, chain, are_kept=False),
-        "smallest forms": lambda limits: fit(planner, in_smallest, limits).plans,
+        "smallest forms": in_smallest,
     }
-    milliseconds = 1e3 * seconds_of_forward(base, example)
     for share, (way, plans_for) in track(list(itertools.product(ASKED, ways.items())), "asking for latencies"):
+        milliseconds = 1e3 * seconds_of_forward(base, example)  # a machine's speed changes within minutes
         try:
             plans = plans_for(Limits(max_latency_ms=share * milliseconds))
         except FlexrankError as error:  # too small

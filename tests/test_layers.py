@@ -1,5 +1,6 @@
 """Elastic and deployed layers against the dense forward of their own matrix."""
 
+import jaxtyping
 import pytest
 import torch
 from torch import nn
@@ -150,6 +151,15 @@ def test_backward_hooks_see_the_children_called(child: str) -> None:
     getattr(layer, child).register_full_backward_hook(lambda *_: calls.append(1))
     layer(torch.randn(2, 7, requires_grad=True)).sum().backward()
     assert calls == [1]
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_layer_is_traced(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # a traced value is no tensor
+    layer = GaugeAlignedLinear.from_factors(torch.randn(9, 4), torch.randn(7, 4), torch.randn(9), slack=1)
+    x = torch.randn(2, 7)
+    with torch.set_grad_enabled(grad):
+        torch.testing.assert_close(torch.fx.symbolic_trace(layer)(x), layer(x))
 
 
 def test_a_meta_tensor_goes_through() -> None:

@@ -180,3 +180,13 @@ def test_the_cache_is_where_the_environment_says(tmp_path: Path, monkeypatch: py
     monkeypatch.delenv("FLEXRANK_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     assert TimeTable(torch.float32).path.parent == tmp_path / "home" / "flexrank" / "times"
+
+
+def test_what_runs_between_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def take(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    assert timing.seconds_of(lambda: take(2), 3) == timing.seconds_of(lambda: take(2), 3, lambda: take(50)) == 2

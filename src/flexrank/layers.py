@@ -282,7 +282,8 @@ class GaugeAlignedLinear(GaugeAlignedLayer):
         self, latent: Float[Tensor, "*batch r"], bias: Tensor | None, rest: Float[Tensor, "*batch k"]
     ) -> Float[Tensor, "*batch m"]:
         head = latent.narrow(-1, 0, self.aligned)
-        return torch.cat((head if bias is None else head + _cast(bias, latent), rest), -1)
+        # Under autocast the latents have another dtype than the bias.
+        return torch.cat((head if bias is None else head + bias.to(latent.dtype), rest), -1)
 
     def _write_in_place(
         self, latent: Float[Tensor, "t r"], head_bias: Tensor | None, u_hat: Float[Tensor, "k r"], bias: Tensor | None
@@ -346,7 +347,7 @@ class GaugeAlignedConv2d(GaugeAlignedLayer):
             return self.expand(latent)
         head = latent.narrow(-3, 0, self.aligned)
         if self.bias is not None:
-            head = head + _cast(self.bias, latent)[:, None, None]
+            head = head + self.bias.to(latent.dtype)[:, None, None]
         return torch.cat([head, self.expand(latent)], -3)
 
 
@@ -357,11 +358,6 @@ def _are_plain(x: Tensor, latent: Tensor, *weights: Tensor) -> bool:
         and latent.dtype == x.dtype
         and all(type(one) is Parameter and one.dtype == x.dtype for one in weights)
     )
-
-
-def _cast(bias: Tensor, latent: Tensor) -> Tensor:
-    """The bias in the dtype of the latents, which under autocast is another than its own."""
-    return bias if bias.dtype == latent.dtype else bias.to(latent.dtype)
 
 
 @torch.no_grad()

@@ -211,8 +211,8 @@ def _between(x: Tensor) -> Callable[[], object] | None:
     """What a model does between two linear layers, as far as the second one's time goes.
 
     After it a layer's code and objects come from further away in the memory, and more so where it has more of them:
-    at 25 tokens through 384 x 384 a dense layer takes 5 % longer than right after another call of it, a gauge-aligned
-    one of rank 128 16 %. On a GPU they are ready before it needs them.
+    at 25 tokens through 384 x 384 the gauge-aligned form of rank 128 takes .95 of the dense one's time, and .88 to .93
+    where each follows another call of its kind. On a GPU they are ready before it needs them.
     """
     if x.device.type == "cuda":
         return None

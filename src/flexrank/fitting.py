@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,8 +12,8 @@ import torch
 
 from flexrank.errors import FlexrankError
 from flexrank.layers import Slack
-from flexrank.planning import Activations, Planner, Plans, form_key, predicted_seconds
-from flexrank.profiles import ChainEntry, ProfileChain, RankProfile
+from flexrank.planning import Activations, Planner, Plans, form_key, plan_least_error, predicted_seconds
+from flexrank.profiles import ChainEntry, ProfileChain, RankProfile, SensitivityTable
 from flexrank.surgery import footprint
 from flexrank.timing import TOKENS, Load, TimeTable
 
@@ -90,6 +91,7 @@ def fit_plans(
     activations: Activations | None = None,
     times: TimeTable | None = None,
     loads: Sequence[Load] | None = None,
+    sensitivity: SensitivityTable | None = None,
 ) -> Plans:
     """How to deploy the chain's largest profile whose deployed model is within every limit, slack included.
 
@@ -111,6 +113,8 @@ def fit_plans(
         times: this machine's; None chooses forms by parameters alone.
         loads: what the model will be given, that which matters least first; by default each of `TOKENS` once through
             every layer.
+        sensitivity: that the chain was allocated by. With `times`, and no latency, ranks are then chosen together with
+            forms, for the least predicted error, which a layer made dense changes for all others.
 
     Raises:
         FlexrankError: no limit, one that is out of range, none of the profiles within them, or a latency in the
@@ -118,7 +122,7 @@ def fit_plans(
     """
     limits = Limits(budget, max_params, max_bytes, max_latency_ms)
     planner = Planner(model, dtype=dtype, slack=slack, activations=activations)
-    found = fit(planner, chain, limits, times, loads)
+    found = fit(planner, chain, limits, times, loads, sensitivity=sensitivity)
     for load in found.slow:
         wanted = "the base" if max_latency_ms is None else "the base, or as was asked,"
         log.warning("%s: no size near is as fast as %s at %s", limits, wanted, load)
@@ -133,6 +137,7 @@ def fit(
     loads: Sequence[Load] | None = None,
     *,
     is_quickest: bool = False,
+    sensitivity: SensitivityTable | None = None,
 ) -> Fit:
     """As `fit_plans`, by a planner that may have planned before; tells what is slow, and warns of nothing.
 
@@ -154,6 +159,10 @@ def fit(
         raise FlexrankError(f"too small for the deployed form, slack included: {limits}; ask for more, or slack=0")
     if times is None:
         return Fit(planner.smallest(first))
+    if sensitivity is not None and most is None and not is_quickest:
+        found_together = _fit_together(planner, chain, limits, times, loads, sensitivity)
+        if found_together is not None:
+            return found_together
     near = [entry for entry in entries if LEAST_SIZE * first.parameters <= entry.parameters]
     is_fast = functools.partial(_is_fast, planner, chain, most if loads else None, times, loads or ())
     loads = loads or default_loads(planner.layers)
@@ -164,6 +173,36 @@ def fit(
         if plans is not None:
             return Fit(plans, loads[:left_out], way)
     return Fit(planner.smallest(first), loads)
+
+
+def _fit_together(
+    planner: Planner,
+    chain: ProfileChain,
+    limits: Limits,
+    times: TimeTable,
+    loads: Sequence[Load] | None,
+    sensitivity: SensitivityTable,
+) -> Fit | None:
+    """Ranks and forms of least predicted error; None where no load is left under which some are as fast as the base."""
+    loads = loads or default_loads(planner.layers)
+    most = _most_parameters(chain, limits)
+    for left_out in range(len(loads)):
+        plans = plan_least_error(planner, sensitivity, most, times, loads[left_out:])
+        if plans is not None:
+            return Fit(plans, loads[:left_out])
+    return None
+
+
+def _most_parameters(chain: ProfileChain, limits: Limits) -> int:
+    """Of the factorised layers' matrices, within every limit of size."""
+    other, limited = chain.footprint, []
+    if limits.budget is not None:
+        limited.append(limits.budget * chain.dense_parameters)
+    if limits.max_params is not None:
+        limited.append(limits.max_params - other.other_parameters)
+    if limits.max_bytes is not None:
+        limited.append((limits.max_bytes - other.other_bytes) / other.bytes_per_parameter)
+    return math.floor(min(limited) * (1 + 1e-12))
 
 
 def _entries_within(chain: ProfileChain, limits: Limits) -> list[ChainEntry]:

@@ -11,11 +11,14 @@ from torch import Tensor
 
 from flexrank.costs import aligned_parameters, dense_parameters
 from flexrank.layers import NestedLayer, Slack, resolve_slack
-from flexrank.profiles import ChainEntry
+from flexrank.profiles import ChainEntry, SensitivityTable
 from flexrank.surgery import nested_layers
 from flexrank.timing import FormKey, Load, TimeTable, timed_slack
 
 Activations = Mapping[str, Tensor]
+#: Relative gap to which ranks and forms are chosen together, seconds for it at most, and what a model's parameters
+#: weigh beside the largest error: of choices alike the smallest.
+GAP, TIME_LIMIT, TIE = 1e-3, 10.0, 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +110,17 @@ class Planner:
             self._known[name, rank] = self.dense(name) if plan.slack is None else plan
         return self._known[name, rank]
 
+    def forms(self, name: str, rank: int) -> list[LayerPlan]:
+        """The forms with fewer parameters than dense; a slack that is not chosen yet counts as the one timed."""
+        layer = self.layers[name]
+        plan = self._known.get((name, rank))
+        if plan is None:
+            slack = min(rank, timed_slack(rank) if self._slack == "auto" else self._slack)
+            plan = LayerPlan(rank, slack, aligned_parameters(layer.matrix_shape, rank, slack))
+        forms = [plan, *_larger_forms(plan, self.dense(name), layer)]
+        dense = dense_parameters(layer.matrix_shape)
+        return [form for form in forms if form.slack is not None and form.parameters < dense]
+
     def dense(self, name: str) -> LayerPlan:
         """At full rank."""
         layer = self.layers[name]
@@ -142,6 +156,10 @@ class Planner:
                 plans[name] = plain if form == "plain" else self.dense(name)
         return plans
 
+    def of_form(self, name: str, plan: LayerPlan) -> LayerPlan:
+        """The plan, with the slack that is chosen for the layer's weights where it is gauge-aligned."""
+        return plan if plan.slack in (None, plan.rank) else self.layer(name, plan.rank)
+
 
 def plan_no_slower(
     plans: Plans, dense: Plans, layers: Mapping[str, NestedLayer], times: TimeTable, loads: Sequence[Load]
@@ -172,6 +190,86 @@ def plan_no_slower(
         name, chosen[changes[best][0]] = changes[best]
         now[name] = after[best]
     return chosen
+
+
+def plan_least_error(
+    planner: Planner, sensitivity: SensitivityTable, most: int, times: TimeTable, loads: Sequence[Load]
+) -> Plans | None:
+    """Rank and form of each layer, of least predicted error, within a size and no slower than all dense under any load.
+
+    One integer program over the probed ranks in each form. A slack is chosen, which takes long, only for what a
+    solution takes, and where it changes that, the program is solved again.
+
+    Args:
+        planner: of the elastic model.
+        sensitivity: of its layers; a dense layer has no error.
+        most: parameters of the factorised layers' matrices, slack included.
+        times: this machine's.
+        loads: what the model will be given.
+
+    Returns:
+        None where nothing so small is so fast, or nothing was found in TIME_LIMIT seconds.
+    """
+    keys = {name: form_key(layer) for name, layer in planner.layers.items() if layer.geometry is None}
+    times.measure(list(keys.values()))
+
+    def seconds(name: str, plan: LayerPlan) -> list[float]:
+        """Of a convolution none are known, and none counted."""
+        return [load.seconds(times, name, keys[name], plan.rank, plan.slack) if name in keys else 0.0 for load in loads]
+
+    limit = np.sum([seconds(name, planner.dense(name)) for name in planner.layers], axis=0)
+    cap = most
+    while True:
+        choices = [(name, *choice) for name in planner.layers for choice in _choices(planner, sensitivity, name)]
+        taken = np.array([seconds(name, plan) for name, plan, _ in choices]) / np.maximum(limit, 1e-12)
+        found = _least_error(choices, taken, cap)
+        if found is None:
+            return None
+        plans = {name: planner.of_form(name, plan) for name, plan in found.items()}
+        size = sum(plan.parameters for plan in plans.values())
+        spent = np.sum([seconds(name, plan) for name, plan in plans.items()], axis=0)
+        if size <= most and (plans == found or (spent <= limit).all()):
+            return plans
+        if plans == found:  # within the solver's tolerance alone
+            cap -= size - most
+
+
+def _choices(planner: Planner, sensitivity: SensitivityTable, name: str) -> list[tuple[LayerPlan, float]]:
+    """The layer's forms at its probed ranks, and their errors; dense first."""
+    ranks, errors, full = sensitivity.ranks[name], sensitivity.errors[name], planner.layers[name].max_rank
+    found = [(planner.dense(name), float(np.interp(full, ranks, errors)))]
+    for rank, error in zip(ranks, errors, strict=True):
+        if rank <= full:
+            found += [(form, error) for form in planner.forms(name, rank)]
+    return found
+
+
+def _least_error(
+    choices: Sequence[tuple[str, LayerPlan, float]], taken: Float[np.ndarray, "choices loads"], cap: int
+) -> Plans | None:
+    """One choice of each layer, of least error, within `cap` parameters and a share of 1 of each load's seconds."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import coo_array
+
+    names = list(dict.fromkeys(name for name, _, _ in choices))
+    rows = [names.index(name) for name, _, _ in choices]
+    one_each = coo_array((np.ones(len(choices)), (rows, range(len(choices)))))
+    parameters = np.array([plan.parameters for _, plan, _ in choices], float) / max(cap, 1)
+    errors = np.array([error for _, _, error in choices])
+    result = milp(
+        errors / (float(np.abs(errors).max(initial=0)) or 1.0) + TIE * parameters,
+        integrality=np.ones(len(choices), np.int64),
+        bounds=Bounds(0, 1),
+        constraints=[
+            LinearConstraint(one_each, 1, 1),
+            LinearConstraint(parameters[None], -np.inf, 1),
+            LinearConstraint(taken.T, -np.inf, 1),
+        ],
+        options={"mip_rel_gap": GAP, "time_limit": TIME_LIMIT},
+    )
+    if result.x is None:
+        return None
+    return {name: plan for (name, plan, _), is_taken in zip(choices, result.x > 0.5, strict=True) if is_taken}
 
 
 def predicted_seconds(

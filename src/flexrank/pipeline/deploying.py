@@ -22,7 +22,7 @@ from flexrank.latency import correct_load, latency_ratio, observe_load, seconds_
 from flexrank.linalg import SLACK_STEPS
 from flexrank.pipeline.workspace import Workspace
 from flexrank.planning import LayerPlan, Planner, Plans, forms_of_plans
-from flexrank.profiles import ProfileChain, RankProfile
+from flexrank.profiles import ProfileChain, RankProfile, SensitivityTable
 from flexrank.storage import directory_bytes, read_json, write_json
 from flexrank.surgery import nested_layers
 from flexrank.timing import Load, TimeTable
@@ -55,11 +55,11 @@ def plans_within(
 ) -> Plans:
     """How to deploy the largest model within the limits, slack included.
 
-    Where forms are chosen by time, the smallest that are no slower than the base by the table of times, or the
-    quickest where a latency or `deployment.forms` asks for them, are built and timed against the base, twice before
-    they stand. Else the table, corrected by what was measured, plans others, until a model is no slower. Ranks and
-    forms are kept in RUN/forms.json, so that a stage done later takes the same where they are within its limits;
-    unless `are_kept` is False.
+    Where forms are chosen by time, ranks and forms of least predicted error that are no slower than the base by the
+    table of times, or the chain's in their quickest forms where a latency or `deployment.forms` asks for those, are
+    built and timed against the base, twice before they stand. Else the table, corrected by what was measured, plans
+    others, until a model is no slower. Ranks and forms are kept in RUN/forms.json, so that a stage done later takes
+    the same where they are within its limits; unless `are_kept` is False.
     """
     times, model, most = work.times, planner.model, limits.max_latency_ms
     is_quickest = times is not None and (most is not None or work.config.deployment.forms == "quickest")
@@ -72,13 +72,14 @@ def plans_within(
     correction = LEAST_CORRECTION if most is None else 1.0
     rows = [observe_load(work.deployed_base, batch, _linear(model)).rows for batch in batches]
     loads = [Load(one, correction) for one in rows]
-    refit = functools.partial(fit, planner, chain, limits, times, is_quickest=is_quickest)
+    sensitivity = SensitivityTable.from_json(read_json(work.directory / "sensitivity.json"))
+    refit = functools.partial(fit, planner, chain, limits, times, is_quickest=is_quickest, sensitivity=sensitivity)
     first = refit(loads)
     if is_quickest and not first.is_quickest:
         log.warning("%s: no size near is within it in its quickest forms; the smallest are taken", limits)
     if all(first.plans[name].slack is None for name in _linear(model)):
         return first.plans
-    key = _key(chain, times, loads, limits, is_quickest=is_quickest)
+    key = _key(chain, sensitivity, times, loads, limits, is_quickest=is_quickest)
     kept = _kept_forms(work).get(key)
     plans = None if kept is None else planner.of_forms(kept)
     if plans is None or not is_within(planner, chain, limits, plans):
@@ -193,9 +194,18 @@ def _kept_forms(work: Workspace) -> dict[str, Any]:
     return kept
 
 
-def _key(chain: ProfileChain, times: TimeTable, loads: list[Load], limits: Limits, *, is_quickest: bool) -> str:
+def _key(
+    chain: ProfileChain,
+    sensitivity: SensitivityTable,
+    times: TimeTable,
+    loads: list[Load],
+    limits: Limits,
+    *,
+    is_quickest: bool,
+) -> str:
     """All that the choice of forms depends on, but for the weights, whose values change no times."""
     found: list[Any] = [metadata.version("flexrank"), times.path.stem, [load.rows for load in loads], chain.to_json()]
+    found += [sensitivity.to_json()]
     found += [limits.given(), is_quickest, SLACK_STEPS, PATIENCE, ATTEMPTS]
     found += [NO_SLOWER, MARGIN, LEAST_CORRECTION, AIM, UNUSED]
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]

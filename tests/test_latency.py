@@ -138,8 +138,8 @@ def test_a_correction_explains_what_was_measured(tmp_path: Path) -> None:
         ([[(1.2, 1.1)], [(1.1, 1.3)], [(1.9, 1.0)], [(1.3, 1.05)]], None, 2),  # the last situation matters most
         ([[(1.1, 0.9)], [(1.1, 0.8)], [(1.1, 0.7)], [(1.2, 0.7)]], None, 0),  # of sizes alike the largest
         ([[(0.9, 0.9)], [(0.9, 0.7), (0.9, 0.7)]], 720.0, 1),  # no slower than the base, but than was asked
-        ([[(0.9, 0.5)], [(0.9, 0.7), (0.9, 0.7)]], 720.0, 1),  # much of the latency unused
-        ([[(0.9, 0.5)], [(0.9, 0.75)], [(0.9, 0.6)], [(0.9, 0.55)]], 720.0, 2),  # the third is larger than the fourth
+        ([[(0.9, 0.5), (0.9, 0.5)], [(0.9, 0.7), (0.9, 0.7)]], 720.0, 1),  # much of the latency unused
+        ([[(0.9, 0.5)] * 2, [(0.9, 0.75)], [(0.9, 0.6)] * 2, [(0.9, 0.55)] * 2], 720.0, 2),  # the third is the largest
     ],
     ids=[
         "at once",

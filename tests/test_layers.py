@@ -78,13 +78,13 @@ def test_aligned_linear_is_the_plain_product(slack: int | str, with_bias: bool) 
 def test_writing_in_place_gives_what_concatenating_gives(
     shape: tuple[int, ...], with_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layers, "FEW_OUTPUTS", 9)
+    monkeypatch.setattr(layers, "FEW_OUTPUTS", 0)
     bias = torch.randn(9) if with_bias else None
     layer = GaugeAlignedLinear.from_factors(torch.randn(9, 4), torch.randn(7, 4), bias, slack=1)
     x, written = torch.randn(shape), watch_writes(monkeypatch)
     with torch.no_grad():
         found = layer(x)
-    assert bool(written) == (x.numel() > 7)
+    assert bool(written) == (x.numel() > 0)
     torch.testing.assert_close(found, layer(x).detach(), rtol=1e-6, atol=1e-6)
 
 

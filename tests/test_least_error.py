@@ -1,5 +1,6 @@
 """Ranks and forms chosen together, against brute force over every choice of a small model."""
 
+import dataclasses
 import itertools
 from pathlib import Path
 
@@ -7,11 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+import models
+from flexrank.calibration import collect_moments
+from flexrank.decomposition import decompose_
 from flexrank.errors import FlexrankError
-from flexrank.fitting import Limits, fit, fit_plans
+from flexrank.fitting import Limits, default_loads, fit, fit_plans
 from flexrank.planning import LayerPlan, Planner, form_key, plan_least_error
 from flexrank.profiles import SensitivityTable
-from flexrank.surgery import footprint
+from flexrank.surgery import footprint, select_layers
 from flexrank.timing import Load, TimeTable
 from hand_tables import by_hand, chain_of, small_model
 
@@ -125,3 +129,56 @@ def test_every_limit_of_size_holds(tmp_path: Path) -> None:
     assert small < 4
     with pytest.raises(FlexrankError, match="too small"):
         fit_plans(planner.model, chain, 0.01, slack=1, times=table, loads=loads, sensitivity=sensitivity)
+
+
+def test_a_fit_takes_what_the_program_finds(tmp_path: Path) -> None:
+    planner, table, sensitivity, loads = random_case(tmp_path, 5)
+    chain = chain_of(planner.model)
+    most = int(0.7 * chain.dense_parameters)
+    plans = plan_least_error(planner, sensitivity, most, table, loads)
+    together = fit(planner, chain, Limits(0.7), table, loads, sensitivity=sensitivity)
+    assert together.plans == plans != fit(planner, chain, Limits(0.7), table, loads).plans and not together.slow
+    for times in table._times.values():  # nothing of low rank is ever fast enough: what the chain gives, and it is told
+        times["plain"], times["aligned"] = (
+            [[1.0 for _ in row] for row in times[form]] for form in ("plain", "aligned")
+        )
+    table._found.clear()
+    assert plan_least_error(planner, sensitivity, most, table, loads) is None
+    hopeless = fit(planner, chain, Limits(0.7), table, loads, sensitivity=sensitivity)
+    assert hopeless == fit(planner, chain, Limits(0.7), table, loads) and hopeless.slow
+
+
+def test_a_lucky_probe_cuts_nothing(tmp_path: Path) -> None:
+    planner, table, sensitivity, loads = random_case(tmp_path, 1)
+    lucky = {name: (*errors[:-2], -1.0, 0.0) for name, errors in sensitivity.errors.items()}
+    noisy = dataclasses.replace(sensitivity, errors=lucky)
+    dense = {name: planner.dense(name) for name in planner.layers}
+    size = sum(plan.parameters for plan in dense.values())
+    assert plan_least_error(planner, noisy, size, table, loads) == dense
+    fitted = dataclasses.replace(noisy, errors={name: (*e[:-2], 0.0, 0.0) for name, e in lucky.items()})
+    found = [plan_least_error(planner, one, size // 2, table, loads) for one in (noisy, fitted)]
+    assert found[0] == found[1]
+
+
+def test_convolutions_take_no_time_and_their_smallest_form(tmp_path: Path) -> None:
+    model = models.conv_net()
+    moments = collect_moments(model, [torch.randn(4, 3, 9, 9)], select_layers(model))
+    decompose_(model, moments)
+    planner = Planner(model, slack=1)
+    shapes = {name: layer.matrix_shape for name, layer in planner.layers.items()}
+    ranks = {name: (max(1, min(shape) // 2), min(shape)) for name, shape in shapes.items()}
+    sensitivity = SensitivityTable(shapes, ranks, {n: (0.1, 0.0) for n in ranks}, 1.0, footprint(model))
+    table = by_hand(tmp_path, {"dense": 1e-6, "plain": 1e-6, "aligned": 1e-6}, model)
+    dense = sum(m * n for m, n in shapes.values())
+    plans = plan_least_error(planner, sensitivity, int(0.8 * dense), table, default_loads(planner.layers))
+    assert plans is not None and sum(plan.parameters for plan in plans.values()) <= 0.8 * dense
+    cut = {name: plan for name, plan in plans.items() if plan.slack is not None}
+    assert cut and all(plan == planner.layer(name, plan.rank) for name, plan in cut.items())
+
+
+def test_a_sensitivity_of_other_layers_is_refused(tmp_path: Path) -> None:
+    planner, table, sensitivity, loads = random_case(tmp_path, 2)
+    other = dataclasses.replace(sensitivity, shapes={**sensitivity.shapes, "2": (9, 9)})
+    for given in (other, dataclasses.replace(sensitivity, shapes={"x": (2, 2)})):
+        with pytest.raises(FlexrankError, match="is not alike in the model and in it"):
+            plan_least_error(planner, given, 10, table, loads)

@@ -114,11 +114,12 @@ def fit_plans(
         loads: what the model will be given, that which matters least first; by default each of `TOKENS` once through
             every layer.
         sensitivity: that the chain was allocated by. With `times`, and no latency, ranks are then chosen together with
-            forms, for the least predicted error, which a layer made dense changes for all others.
+            forms, for the least predicted error: a layer made dense changes what is best for all others. Where none is
+            fast enough, ranks are the chain's as before.
 
     Raises:
-        FlexrankError: no limit, one that is out of range, none of the profiles within them, or a latency in the
-            quickest forms without `times` and `loads` to choose them by.
+        FlexrankError: no limit, one that is out of range, none of the profiles within them, a latency in the quickest
+            forms without `times` and `loads` to choose them by, or a sensitivity of other layers.
     """
     limits = Limits(budget, max_params, max_bytes, max_latency_ms)
     planner = Planner(model, dtype=dtype, slack=slack, activations=activations)
@@ -159,13 +160,13 @@ def fit(
         raise FlexrankError(f"too small for the deployed form, slack included: {limits}; ask for more, or slack=0")
     if times is None:
         return Fit(planner.smallest(first))
-    if sensitivity is not None and most is None and not is_quickest:
-        found_together = _fit_together(planner, chain, limits, times, loads, sensitivity)
-        if found_together is not None:
-            return found_together
-    near = [entry for entry in entries if LEAST_SIZE * first.parameters <= entry.parameters]
     is_fast = functools.partial(_is_fast, planner, chain, most if loads else None, times, loads or ())
     loads = loads or default_loads(planner.layers)
+    if sensitivity is not None and most is None and not is_quickest:
+        plans = plan_least_error(planner, sensitivity, _most_parameters(chain, limits), times, loads)
+        if plans is not None:
+            return Fit(plans)
+    near = [entry for entry in entries if LEAST_SIZE * first.parameters <= entry.parameters]
     ways = (True, False) if is_quickest or (most is not None and chain.is_quickest) else (False,)
     for left_out, way in itertools.product(range(len(loads)), ways):
         found = (planner.no_slower(entry, times, loads[left_out:], is_quickest=way) for entry in near)
@@ -173,24 +174,6 @@ def fit(
         if plans is not None:
             return Fit(plans, loads[:left_out], way)
     return Fit(planner.smallest(first), loads)
-
-
-def _fit_together(
-    planner: Planner,
-    chain: ProfileChain,
-    limits: Limits,
-    times: TimeTable,
-    loads: Sequence[Load] | None,
-    sensitivity: SensitivityTable,
-) -> Fit | None:
-    """Ranks and forms of least predicted error; None where no load is left under which some are as fast as the base."""
-    loads = loads or default_loads(planner.layers)
-    most = _most_parameters(chain, limits)
-    for left_out in range(len(loads)):
-        plans = plan_least_error(planner, sensitivity, most, times, loads[left_out:])
-        if plans is not None:
-            return Fit(plans, loads[:left_out])
-    return None
 
 
 def _most_parameters(chain: ProfileChain, limits: Limits) -> int:

@@ -249,7 +249,7 @@ class GaugeAlignedLinear(GaugeAlignedLayer):
         if is_small or not _are_plain(x, latent, v_tilde, u_hat):
             return self._joined(latent, head_bias, linear(latent, u_hat, bias))
         output = self._write_in_place(latent.view(-1, self.rank), head_bias, u_hat, bias)
-        return output.unflatten(0, x.shape[:-1])
+        return output.view(*x.shape[:-1], self.out_features)
 
     def _plain_weights(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None:
         """Ṽᵀ, Û and both parts' biases where calling the children would do no more than `linear`: no adapter, no hook.

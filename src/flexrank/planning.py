@@ -9,16 +9,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from flexrank.allocation.curves import LayerCurve, monotone, read_curves
 from flexrank.costs import aligned_parameters, dense_parameters
+from flexrank.errors import FlexrankError
 from flexrank.layers import NestedLayer, Slack, resolve_slack
 from flexrank.profiles import ChainEntry, SensitivityTable
 from flexrank.surgery import nested_layers
 from flexrank.timing import FormKey, Load, TimeTable, timed_slack
 
 Activations = Mapping[str, Tensor]
-#: Relative gap to which ranks and forms are chosen together, seconds for it at most, and what a model's parameters
-#: weigh beside the largest error: of choices alike the smallest.
-GAP, TIME_LIMIT, TIE = 1e-3, 10.0, 1e-6
+#: Relative gap to which ranks and forms are chosen together, seconds for it at most, and how often; the solver's
+#: tolerances are absolute, so that the largest error counts as SCALE, and all parameters as TIE beside it.
+GAP, TIME_LIMIT, ROUNDS, SCALE, TIE = 1e-3, 10.0, 8, 1e4, 1e-2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,15 +113,21 @@ class Planner:
         return self._known[name, rank]
 
     def forms(self, name: str, rank: int) -> list[LayerPlan]:
-        """The forms with fewer parameters than dense; a slack that is not chosen yet counts as the one timed."""
+        """The forms with fewer parameters than dense; a slack that is not chosen yet is guessed."""
         layer = self.layers[name]
         plan = self._known.get((name, rank))
         if plan is None:
-            slack = min(rank, timed_slack(rank) if self._slack == "auto" else self._slack)
+            slack = self._guessed_slack(name, rank) if self._slack == "auto" else min(rank, self._slack)
             plan = LayerPlan(rank, slack, aligned_parameters(layer.matrix_shape, rank, slack))
         forms = [plan, *_larger_forms(plan, self.dense(name), layer)]
         dense = dense_parameters(layer.matrix_shape)
         return [form for form in forms if form.slack is not None and form.parameters < dense]
+
+    def _guessed_slack(self, name: str, rank: int) -> int:
+        """The one that is timed, or the largest share of the rank that this layer's slack has had at another."""
+        known = [plan for (layer, _), plan in self._known.items() if layer == name and plan.slack is not None]
+        share = max((plan.slack / plan.rank for plan in known if plan.slack is not None), default=0.0)
+        return min(rank, max(timed_slack(rank), round(share * rank)))
 
     def dense(self, name: str) -> LayerPlan:
         """At full rank."""
@@ -198,18 +206,25 @@ def plan_least_error(
     """Rank and form of each layer, of least predicted error, within a size and no slower than all dense under any load.
 
     One integer program over the probed ranks in each form. A slack is chosen, which takes long, only for what a
-    solution takes, and where it changes that, the program is solved again.
+    solution takes; where that does not fit then, the program is solved again.
 
     Args:
         planner: of the elastic model.
-        sensitivity: of its layers; a dense layer has no error.
+        sensitivity: of its layers. Errors that rise with the rank are taken for noise, as `allocate_ranks` does.
         most: parameters of the factorised layers' matrices, slack included.
         times: this machine's.
         loads: what the model will be given.
 
     Returns:
-        None where nothing so small is so fast, or nothing was found in TIME_LIMIT seconds.
+        None where nothing so small is so fast, or nothing was found in TIME_LIMIT seconds, ROUNDS times.
+
+    Raises:
+        FlexrankError: the sensitivity is not one, or not of these layers.
     """
+    curves = _curves(planner, sensitivity)
+    dense = {name: planner.dense(name) for name in planner.layers}
+    if most >= sum(plan.parameters for plan in dense.values()):
+        return dense
     keys = {name: form_key(layer) for name, layer in planner.layers.items() if layer.geometry is None}
     times.measure(list(keys.values()))
 
@@ -217,10 +232,10 @@ def plan_least_error(
         """Of a convolution none are known, and none counted."""
         return [load.seconds(times, name, keys[name], plan.rank, plan.slack) if name in keys else 0.0 for load in loads]
 
-    limit = np.sum([seconds(name, planner.dense(name)) for name in planner.layers], axis=0)
+    limit = np.sum([seconds(name, plan) for name, plan in dense.items()], axis=0)
     cap = most
-    while True:
-        choices = [(name, *choice) for name in planner.layers for choice in _choices(planner, sensitivity, name)]
+    for _ in range(ROUNDS):
+        choices = [(name, *choice) for name in planner.layers for choice in _choices(planner, curves[name])]
         taken = np.array([seconds(name, plan) for name, plan, _ in choices]) / np.maximum(limit, 1e-12)
         found = _least_error(choices, taken, cap)
         if found is None:
@@ -232,15 +247,27 @@ def plan_least_error(
             return plans
         if plans == found:  # within the solver's tolerance alone
             cap -= size - most
+    return None
 
 
-def _choices(planner: Planner, sensitivity: SensitivityTable, name: str) -> list[tuple[LayerPlan, float]]:
-    """The layer's forms at its probed ranks, and their errors; dense first."""
-    ranks, errors, full = sensitivity.ranks[name], sensitivity.errors[name], planner.layers[name].max_rank
-    found = [(planner.dense(name), float(np.interp(full, ranks, errors)))]
-    for rank, error in zip(ranks, errors, strict=True):
-        if rank <= full:
-            found += [(form, error) for form in planner.forms(name, rank)]
+def _curves(planner: Planner, sensitivity: SensitivityTable) -> dict[str, LayerCurve]:
+    shapes = {name: layer.matrix_shape for name, layer in planner.layers.items()}
+    if shapes != dict(sensitivity.shapes):
+        odd = sorted(name for name, _ in shapes.items() ^ sensitivity.shapes.items())[0]
+        raise FlexrankError(
+            f"sensitivity: layer {odd!r} is not alike in the model and in it; give the model's own table"
+        )
+    return {curve.name: monotone(curve) for curve in read_curves(sensitivity)}
+
+
+def _choices(planner: Planner, curve: LayerCurve) -> list[tuple[LayerPlan, float]]:
+    """The layer's forms at its probed ranks, and their errors; dense first. Of a convolution, the smallest alone."""
+    layer = planner.layers[curve.name]
+    found = [(planner.dense(curve.name), float(np.interp(layer.max_rank, curve.ranks, curve.errors)))]
+    for rank, error in zip(curve.ranks.tolist(), curve.errors.tolist(), strict=True):
+        if rank <= layer.max_rank:
+            forms = planner.forms(curve.name, rank)
+            found += [(form, error) for form in (forms if layer.geometry is None else forms[:1])]
     return found
 
 
@@ -257,7 +284,7 @@ def _least_error(
     parameters = np.array([plan.parameters for _, plan, _ in choices], float) / max(cap, 1)
     errors = np.array([error for _, _, error in choices])
     result = milp(
-        errors / (float(np.abs(errors).max(initial=0)) or 1.0) + TIE * parameters,
+        SCALE * errors / (float(errors.max(initial=0)) or 1.0) + TIE * parameters,
         integrality=np.ones(len(choices), np.int64),
         bounds=Bounds(0, 1),
         constraints=[

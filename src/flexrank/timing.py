@@ -62,8 +62,7 @@ class Load:
 
     Attributes:
         rows: layer name to the rows of each of its calls.
-        correction: what low-rank forms take inside the model, over what they take alone: their calls come one after
-            the other here, and between others' there.
+        correction: what low-rank forms take inside the model, over what they take in the table.
     """
 
     rows: Mapping[str, Sequence[int]]

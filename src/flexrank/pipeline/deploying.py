@@ -25,7 +25,7 @@ from flexrank.planning import LayerPlan, Planner, Plans, forms_of_plans
 from flexrank.profiles import ProfileChain, RankProfile, SensitivityTable
 from flexrank.storage import directory_bytes, read_json, write_json
 from flexrank.surgery import nested_layers
-from flexrank.timing import Load, TimeTable
+from flexrank.timing import Load
 
 log = logging.getLogger("flexrank")
 
@@ -71,23 +71,30 @@ def plans_within(
     batches = _situations(work)
     correction = LEAST_CORRECTION if most is None else 1.0
     rows = [observe_load(work.deployed_base, batch, _linear(model)).rows for batch in batches]
-    loads = [Load(one, correction) for one in rows]
-    sensitivity = SensitivityTable.from_json(read_json(work.directory / "sensitivity.json"))
+    loads, sensitivity = [Load(one, correction) for one in rows], _sensitivity(work)
+    key = _key(work, chain, sensitivity, loads, limits, is_quickest=is_quickest)
+    kept = _kept_forms(work).get(key)
+    plans = None if kept is None else planner.of_forms(kept)
+    if plans is not None and is_within(planner, chain, limits, plans):
+        return plans
     refit = functools.partial(fit, planner, chain, limits, times, is_quickest=is_quickest, sensitivity=sensitivity)
     first = refit(loads)
     if is_quickest and not first.is_quickest:
         log.warning("%s: no size near is within it in its quickest forms; the smallest are taken", limits)
     if all(first.plans[name].slack is None for name in _linear(model)):
         return first.plans
-    key = _key(chain, sensitivity, times, loads, limits, is_quickest=is_quickest)
-    kept = _kept_forms(work).get(key)
-    plans = None if kept is None else planner.of_forms(kept)
-    if plans is None or not is_within(planner, chain, limits, plans):
-        situations = list(zip(loads, batches, strict=True))
-        plans = _no_slower(work, model, first.plans, situations, refit, most)
-        if are_kept:
-            write_json(work.directory / FORMS, _kept_forms(work) | {key: forms_of_plans(plans)})
+    plans = _no_slower(work, model, first.plans, list(zip(loads, batches, strict=True)), refit, most)
+    if are_kept:
+        write_json(work.directory / FORMS, _kept_forms(work) | {key: forms_of_plans(plans)})
     return plans
+
+
+def _sensitivity(work: Workspace) -> SensitivityTable | None:
+    """The probe's errors, where ranks are chosen anew by them; the paper's, and interpolated ones, stay the chain's."""
+    allocation = work.config.allocation
+    if allocation.method != "joint" or allocation.candidates_per_layer is not None:
+        return None
+    return SensitivityTable.from_json(read_json(work.directory / "sensitivity.json"))
 
 
 def _no_slower(
@@ -108,7 +115,7 @@ def _no_slower(
     for attempt in range(ATTEMPTS):
         small, _ = deploy_plans(work, model, plans)
         ratios = [ratio_to_base(work, small, batch) for _, batch in situations]
-        if _is_enough(_slowness(ratios, seconds[-1], max_latency_ms), max_latency_ms):
+        if max(_slowness(ratios, seconds[-1], max_latency_ms)) <= NO_SLOWER:
             # Of noisy times those that are fast enough are too fast: they must be so twice.
             again = [ratio_to_base(work, small, batch) for _, batch in situations]
             ratios = [max(two) for two in zip(ratios, again, strict=True)]
@@ -195,18 +202,19 @@ def _kept_forms(work: Workspace) -> dict[str, Any]:
 
 
 def _key(
+    work: Workspace,
     chain: ProfileChain,
-    sensitivity: SensitivityTable,
-    times: TimeTable,
+    sensitivity: SensitivityTable | None,
     loads: list[Load],
     limits: Limits,
     *,
     is_quickest: bool,
 ) -> str:
     """All that the choice of forms depends on, but for the weights, whose values change no times."""
-    found: list[Any] = [metadata.version("flexrank"), times.path.stem, [load.rows for load in loads], chain.to_json()]
-    found += [sensitivity.to_json()]
-    found += [limits.given(), is_quickest, SLACK_STEPS, PATIENCE, ATTEMPTS]
+    assert work.times is not None
+    found: list[Any] = [metadata.version("flexrank"), work.times.path.stem, [load.rows for load in loads]]
+    found += [chain.to_json(), None if sensitivity is None else sensitivity.to_json()]
+    found += [limits.given(), is_quickest, work.config.deployment.slack, SLACK_STEPS, PATIENCE, ATTEMPTS]
     found += [NO_SLOWER, MARGIN, LEAST_CORRECTION, AIM, UNUSED]
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -279,7 +279,7 @@ def _facts(summary: Summary) -> list[str]:
     if summary.get("allocation"):
         gap = summary["allocation"].get("gap")
         proof = "" if gap is None else f", proven within {gap:.2%} of the optimum"
-        lines.append(f"Ranks: {summary['allocation']['method']} allocation{proof}.")
+        lines.append(f"The chain's ranks: {summary['allocation']['method']} allocation{proof}.")
     lines += [
         f"Deployed at {export['budget']:g}: {export['directory']}, {count(export['bytes'])}B, "
         + "".join(f"{LABELS.get(name, name)} {value:.4f}, " for name, value in (export.get("quality") or {}).items())

@@ -30,7 +30,9 @@ def by_hand(tmp_path: Path, cost: dict[str, float], model: nn.Module) -> TimeTab
     for layer in nested_layers(model).values():
         shape, full = layer.matrix_shape, min(layer.matrix_shape)
         ranks = [max(1, round(share * full)) for share in SHARES]
-        aligned = [cost["aligned"] * aligned_parameters(shape, r, timing.timed_slack(r)) for r in ranks]
+        aligned = [
+            cost["aligned"] * aligned_parameters(shape, r, timing.timed_slack(shape, r, torch.float32)) for r in ranks
+        ]
         plain = [cost["plain"] * r * sum(shape) for r in ranks]
         dense = [cost["dense"] * dense_parameters(shape)]
         times = {"dense": dense, "plain": plain, "aligned": aligned}

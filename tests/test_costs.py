@@ -1,6 +1,7 @@
 import itertools
 
 import pytest
+import torch
 
 from flexrank.costs import (
     aligned_parameters,
@@ -8,6 +9,8 @@ from flexrank.costs import (
     deployed_parameters,
     largest_rank,
     measure_ratio,
+    rank_block,
+    whole_slack,
 )
 
 SHAPES = [(6, 9), (9, 6), (7, 7), (1, 5), (5, 1), (48, 12)]
@@ -57,6 +60,17 @@ def test_largest_rank_is_exact_where_floats_are_not():
     for rank in (2**29 + 3, min(shape) - 1):
         cost = deployed_parameters(shape, rank)
         assert [largest_rank(shape, limit) for limit in (cost - 1, cost, cost + 1)] == [rank - 1, rank, rank]
+
+
+@pytest.mark.parametrize("shape", [(384, 384), (1003, 512), (64, 256), (7, 7)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_slack_of_whole_blocks_is_the_least_of_them(shape, dtype):
+    block = rank_block(shape)
+    for rank in range(1, min(shape) + 1, 7):
+        for slack in range(0, rank + 1, 3):
+            fitting = [one for one in range(slack, rank) if (shape[0] - rank + one) % block == 0]
+            expected = slack if dtype is torch.float32 else min([*fitting, rank])
+            assert whole_slack(shape, rank, slack, dtype) == expected
 
 
 def test_measure_ratio_is_the_median_of_paired_ratios(monkeypatch):

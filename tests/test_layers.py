@@ -12,6 +12,7 @@ from flexrank import layers
 from flexrank.errors import FlexrankError
 from flexrank.layer_specs import build_layer, layer_spec
 from flexrank.layers import GaugeAlignedConv2d, GaugeAlignedLinear, NestedConv2d, NestedLinear
+from flexrank.linalg import choose_slack
 from flexrank.views import ConvGeometry, conv_geometry, input_rows, output_rows, weight_matrix
 
 GEOMETRY = ConvGeometry(3, (3, 2), (2, 1), (1, 0), (1, 2))
@@ -209,6 +210,18 @@ def test_bf16_alignment_is_within_three_times_plain() -> None:
         return float((layer(x).detach().double() - exact).norm() / exact.norm())
 
     assert error("auto") <= 3 * error(150) < error(0)
+
+
+def test_chosen_slack_leaves_whole_blocks_to_multiply_in_half_precision_alone() -> None:
+    u, v, x = torch.randn(400, 150).double(), torch.randn(384, 150).double(), torch.randn(100, 384).double()
+    for dtype, is_half in ((torch.bfloat16, True), (torch.float16, True), (torch.float32, False)):
+        least = choose_slack(u, v, x, dtype)
+        layer = GaugeAlignedLinear.from_factors(u, v, slack="auto", dtype=dtype, inputs=x)
+        if is_half:
+            assert (400 - layer.aligned) % 16 == 0  # 384 are 24 blocks of 16
+            assert least <= layer.slack < least + 16
+        else:
+            assert layer.slack == least
 
 
 @pytest.mark.parametrize("make", [nested_linear, nested_conv])

@@ -60,7 +60,7 @@ def test_every_form_timed_has_the_parameters_it_is_timed_for(monkeypatch: pytest
     assert [layer.rank for layer in built] == [rank for rank in ranks for _ in range(2)] * len(TOKENS)
     assert all(layer.aligned == 0 for layer in built[::2])
     for layer, rank in zip(built[1 : 2 * len(ranks) : 2], ranks, strict=True):
-        assert layer.aligned == min(rank - timing.timed_slack(rank), 19)
+        assert layer.aligned == min(rank - timing.timed_slack((20, 40), rank, torch.float32), 19)
     assert [len(row) for row in found["dense"]] == [1] * len(TOKENS)
     assert all(len(row) == len(SHARES) for form in ("plain", "aligned") for row in found[form])
 
@@ -102,7 +102,7 @@ def test_times_between_ranks_slacks_and_tokens_are_interpolated(tmp_path: Path) 
     assert table.seconds(key, 9, None) == tuple(256.0 * tokens for tokens in TOKENS)
     ranks = [max(1, round(share * 16)) for share in SHARES]
     for rank in ranks:
-        slack = timing.timed_slack(rank)
+        slack = timing.timed_slack((16, 16), rank, torch.float32)
         if slack < rank:
             assert table.seconds(key, rank, slack)[0] == pytest.approx(aligned_parameters((16, 16), rank, slack))
             more = table.seconds(key, rank, slack + 1)[0]

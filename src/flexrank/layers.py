@@ -11,6 +11,7 @@ from torch.nn import Linear, Parameter, functional
 from torch.nn.functional import linear
 from torch.nn.modules import module as hooks
 
+from flexrank.costs import whole_slack
 from flexrank.errors import FlexrankError
 from flexrank.linalg import choose_slack, gauge_align
 from flexrank.views import ConvGeometry
@@ -364,6 +365,8 @@ def _are_plain(x: Tensor, latent: Tensor, *weights: Tensor) -> bool:
 def resolve_slack(u: Tensor, v: Tensor, slack: Slack, dtype: torch.dtype, inputs: Tensor | None = None) -> int:
     """The number of slack columns that `slack` stands for at factors u (m, r) and v (n, r).
 
+    "auto" is the least within the dtype's error bound; in half precision the least of whole blocks.
+
     Raises:
         FlexrankError: a number outside 0 … r.
     """
@@ -371,7 +374,8 @@ def resolve_slack(u: Tensor, v: Tensor, slack: Slack, dtype: torch.dtype, inputs
         if inputs is None or not bool(inputs.any()):  # rows of zeros would call every form exact
             generator = torch.Generator().manual_seed(0)
             inputs = torch.randn(64, v.shape[0], generator=generator)
-        return choose_slack(u.double(), v.double(), inputs.double().to(u.device), dtype)
+        least = choose_slack(u.double(), v.double(), inputs.double().to(u.device), dtype)
+        return whole_slack((len(u), len(v)), u.shape[1], least, dtype)
     if not 0 <= slack <= u.shape[1]:
         raise FlexrankError(f"slack {slack} is out of range; rank {u.shape[1]} takes 0 to {u.shape[1]}, or 'auto'")
     return slack

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flexrank.allocation.curves import LayerCurve, monotone, read_curves
-from flexrank.costs import aligned_parameters, dense_parameters
+from flexrank.costs import aligned_parameters, dense_parameters, whole_slack
 from flexrank.errors import FlexrankError
 from flexrank.layers import NestedLayer, Slack, resolve_slack
 from flexrank.profiles import ChainEntry, SensitivityTable
@@ -127,7 +127,9 @@ class Planner:
         """The one that is timed, or the largest share of the rank that this layer's slack has had at another."""
         known = [plan for (layer, _), plan in self._known.items() if layer == name and plan.slack is not None]
         share = max((plan.slack / plan.rank for plan in known if plan.slack is not None), default=0.0)
-        return min(rank, max(timed_slack(rank), round(share * rank)))
+        shape, dtype = self.layers[name].matrix_shape, self.dtype or self.layers[name].u.dtype
+        guessed = whole_slack(shape, rank, round(share * rank), dtype)
+        return min(rank, max(timed_slack(shape, rank, dtype), guessed))
 
     def dense(self, name: str) -> LayerPlan:
         """At full rank."""
@@ -303,7 +305,8 @@ def predicted_seconds(
     name: str, layer: NestedLayer, rank: int, load: Load, times: TimeTable, *, is_quickest: bool = False
 ) -> float:
     """Of the form with fewest parameters, or the least of all forms, at the slack that the table was timed with."""
-    key, slack = form_key(layer), timed_slack(rank)
+    key = form_key(layer)
+    slack = timed_slack(key.shape, rank, times.dtype)
     (m, n), dense = key.shape, dense_parameters(key.shape)
 
     def seconds(columns: int | None) -> float:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flexrank.costs import Shape, aligned_parameters, nearest_rank
+from flexrank.costs import Shape, aligned_parameters, nearest_rank, whole_slack
 from flexrank.environment import machine_facts
 from flexrank.layers import GaugeAlignedLinear
 from flexrank.progress import track
@@ -46,7 +46,7 @@ LEAST_SECONDS, WEIGHT_BYTES, MOST_COPIES = 1e-3, 2**25, 64
 #: moment of the machine outlasts nine rounds: of three sweeps the median is off by half as much as one.
 REPEATS, FEW_REPEATS, SLOW, SWEEPS = 9, 3, 0.02, 3
 #: Raised whenever a layer's forward, or how it is timed, changes, so that no older times are read.
-FORMAT = 8
+FORMAT = 9
 
 
 class FormKey(NamedTuple):
@@ -129,7 +129,8 @@ class TimeTable:
         found = (float(np.interp(rank, ranks, row)) for row in times["plain" if slack == rank else "aligned"])
         if slack == rank:
             return tuple(found)
-        counted = aligned_parameters(key.shape, rank, slack) / aligned_parameters(key.shape, rank, timed_slack(rank))
+        timed = timed_slack(key.shape, rank, self.dtype)
+        counted = aligned_parameters(key.shape, rank, slack) / aligned_parameters(key.shape, rank, timed)
         return tuple(one * max(1.0, counted) for one in found)
 
     def seconds_at(self, key: FormKey, rank: int, slack: int | None, tokens: int) -> float:
@@ -144,9 +145,10 @@ def cache_directory() -> Path:
     return Path(os.environ.get("FLEXRANK_CACHE") or Path(home) / "flexrank")
 
 
-def timed_slack(rank: int) -> int:
-    """The slack that the gauge-aligned form is timed with at this rank."""
-    return max(1, round(SLACK_SHARE * rank))
+def timed_slack(shape: Shape, rank: int, dtype: torch.dtype) -> int:
+    """The slack that the gauge-aligned form is timed with at this rank, in whole blocks where it is deployed so."""
+    slack = min(rank, max(1, round(SLACK_SHARE * rank)))
+    return whole_slack(shape, rank, slack, dtype)
 
 
 @torch.inference_mode()
@@ -181,7 +183,7 @@ def _measure_ranks(key: FormKey, tokens: int, dtype: torch.dtype, device: torch.
     rows = []
     for share in SHARES:  # one at a time: all of a large head's would not fit in memory
         rank = nearest_rank(key.shape, share)
-        aligned = min(rank - min(timed_slack(rank), rank), m - 1)
+        aligned = min(rank - timed_slack(key.shape, rank, dtype), m - 1)
         forms = [functools.partial(_random_layer, key, rank, count, dtype, device) for count in (0, aligned)]
         rows.append(_paired_seconds([dense, *(rotate_weights(form, x) for form in forms)], _between(x)))
     return rows

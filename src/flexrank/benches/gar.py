@@ -18,7 +18,7 @@ from flexrank.benches.bench import Bench
 from flexrank.benches.machine import interleave
 from flexrank.calibration import collect_moments, collect_rows
 from flexrank.checkpoint import load_elastic
-from flexrank.costs import Shape, aligned_parameters, dense_parameters, nearest_rank, rank_levels
+from flexrank.costs import Shape, aligned_parameters, dense_parameters, nearest_rank, rank_levels, whole_slack
 from flexrank.data import sentence_batches, stdlib_corpus
 from flexrank.decomposition import decompose_
 from flexrank.findings import Result, goal, table
@@ -82,7 +82,7 @@ def measure_shape(shape: Shape, dtype: torch.dtype, device: str, slack_share: fl
         builds = _builds(shape, dtype, device, slack_share)
         ratios, dense = _ratios([rotate_weights(build, x) for build in builds])
         for share, found in zip(SHARES, zip(*[iter(ratios)] * len(TIMED), strict=True), strict=True):
-            rank, slack = nearest_rank(shape, share), _slack(shape, share, slack_share)
+            rank, slack = nearest_rank(shape, share), _slack(shape, share, slack_share, dtype)
             of_form = dict(zip(TIMED, found, strict=True))
             products = of_form.pop("products")
             for way, form in _choices(times, shape, rank, slack, tokens).items():
@@ -100,8 +100,9 @@ def _devices() -> list[str]:
     return ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
-def _slack(shape: Shape, share: float, slack_share: float) -> int:
-    return max(1, round(slack_share * nearest_rank(shape, share)))
+def _slack(shape: Shape, share: float, slack_share: float, dtype: torch.dtype) -> int:
+    rank = nearest_rank(shape, share)
+    return whole_slack(shape, rank, max(1, round(slack_share * rank)), dtype)
 
 
 def _builds(shape: Shape, dtype: torch.dtype, device: str, slack_share: float) -> list[Callable[[], nn.Module]]:
@@ -112,7 +113,7 @@ def _builds(shape: Shape, dtype: torch.dtype, device: str, slack_share: float) -
     for share in SHARES:
         rank = nearest_rank(shape, share)
         order = torch.randperm(m, device=device)
-        ours = min(rank - _slack(shape, share, slack_share), m - 1)
+        ours = min(rank - _slack(shape, share, slack_share, dtype), m - 1)
         aligned = functools.partial(GaugeAlignedLinear, shape, rank, bias=False, **placed)
         builds += [
             functools.partial(aligned, aligned=0),
@@ -173,15 +174,17 @@ def measure_error(dtype: torch.dtype = torch.bfloat16, levels: int = 10) -> dict
     for name, layer in layers.items():
         for rank in rank_levels(layer.matrix_shape, levels)[:-1]:
             u, v = layer.u[:rank].T.double(), layer.v[:rank].T.double()
-            slack = choose_slack(u, v, chosen_on[name], dtype)
+            least = choose_slack(u, v, chosen_on[name], dtype)
+            slack = whole_slack(layer.matrix_shape, rank, least, dtype)
             plain, ours, paper = (
                 alignment_error(u, v, columns, measured_on[name], dtype) for columns in (rank, slack, 0)
             )
-            rows.append({"layer": name, "rank": rank, "slack": slack, "plain": plain, "ours": ours, "paper": paper})
+            found = {"layer": name, "rank": rank, "least_slack": least, "slack": slack}
+            rows.append({**found, "plain": plain, "ours": ours, "paper": paper})
     ratios = {way: [row[way] / row["plain"] for row in rows] for way in ("ours", "paper")}
     result: dict[str, Any] = {f"worst_{way}": max(found) for way, found in ratios.items()}
     result |= {f"median_{way}": statistics.median(found) for way, found in ratios.items()}
-    share = statistics.median(row["slack"] / row["rank"] for row in rows)
+    share = statistics.median(row["least_slack"] / row["rank"] for row in rows)
     return {**result, "source": source, "median_slack_share": share, "ranks": len(rows), "rows": rows}
 
 

@@ -153,9 +153,9 @@ class DeploymentConfig(Section):
         budgets: one export each; may be empty.
         dtype: of the exported weights; None keeps the model's.
         slack: rows left out of gauge alignment; `auto` chooses it by the stated error bound of the dtype.
-        forms: of the layers. `measured` times them on this machine, once, so that no size is slower than the base, or
-            than was asked: with `joint` allocation each layer's rank is chosen anew with its form, by the probe; with
-            the chain's ranks it takes the quickest where a latency is asked for. `smallest` takes those with fewest parameters at the chain's ranks, for a
+        forms: of the layers. `measured` times them on this machine, once, so that no size is slower than the base:
+            with `joint` allocation each layer's rank is chosen anew with its form, by the probe; where a latency is
+            asked for it takes the quickest. `smallest` takes those with fewest parameters at the chain's ranks, for a
             machine that is not this one; `quickest` those that take least time here, of lower rank at a budget.
     """
 

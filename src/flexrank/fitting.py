@@ -99,7 +99,6 @@ def fit_plans(
     down to `LEAST_SIZE` of that, until the linear layers together are no slower than the base's under any load; where
     no size is, the loads are left out one by one, and the log says so. Forms are the smallest that do; for a latency
     that the chain was timed for in the quickest forms, those: at low rank plain U Vᵀ, a little larger, is quicker.
-    With the `sensitivity` as well, ranks and forms are chosen anew and together, for the least predicted error.
 
     Args:
         model: the elastic model.
@@ -114,9 +113,9 @@ def fit_plans(
         times: this machine's; None chooses forms by parameters alone.
         loads: what the model will be given, that which matters least first; by default each of `TOKENS` once through
             every layer.
-        sensitivity: that the chain was allocated by. With `times`, and for a latency `loads`, ranks are then chosen
-            together with forms: a layer made dense changes what is best for all others. Where nothing is within the
-            limits and fast enough, ranks are the chain's as before.
+        sensitivity: that the chain was allocated by. With `times`, and no latency, ranks are then chosen together with
+            forms, for the least predicted error: a layer made dense changes what is best for all others. Where none is
+            fast enough, ranks are the chain's as before.
 
     Raises:
         FlexrankError: no limit, one that is out of range, none of the profiles within them, a latency in the quickest
@@ -161,14 +160,12 @@ def fit(
         raise FlexrankError(f"too small for the deployed form, slack included: {limits}; ask for more, or slack=0")
     if times is None:
         return Fit(planner.smallest(first))
-    is_timed = most is not None and bool(loads)
+    is_fast = functools.partial(_is_fast, planner, chain, most if loads else None, times, loads or ())
     loads = loads or default_loads(planner.layers)
-    is_fast = functools.partial(_is_fast, planner, chain, most if is_timed else None, times, loads[-1])
-    if sensitivity is not None and (not is_quickest if most is None else is_timed):
-        seconds = math.inf if most is None else _most_seconds(planner, chain, most, times, loads[-1])
-        plans = plan_least_error(planner, sensitivity, _most_parameters(chain, limits), times, loads, seconds)
+    if sensitivity is not None and most is None and not is_quickest:
+        plans = plan_least_error(planner, sensitivity, _most_parameters(chain, limits), times, loads)
         if plans is not None:
-            return Fit(plans, is_quickest=is_quickest)
+            return Fit(plans)
     near = [entry for entry in entries if LEAST_SIZE * first.parameters <= entry.parameters]
     ways = (True, False) if is_quickest or (most is not None and chain.is_quickest) else (False,)
     for left_out, way in itertools.product(range(len(loads)), ways):
@@ -188,7 +185,7 @@ def _most_parameters(chain: ProfileChain, limits: Limits) -> int:
         limited.append(limits.max_params - other.other_parameters)
     if limits.max_bytes is not None:
         limited.append((limits.max_bytes - other.other_bytes) / other.bytes_per_parameter)
-    return math.floor(min(limited, default=chain.dense_parameters) * (1 + 1e-12))
+    return math.floor(min(limited) * (1 + 1e-12))
 
 
 def _entries_within(chain: ProfileChain, limits: Limits) -> list[ChainEntry]:
@@ -218,23 +215,16 @@ def _is_fast(
     chain: ProfileChain,
     max_latency_ms: float | None,
     times: TimeTable,
-    load: Load,
+    loads: Sequence[Load],
     plans: Plans,
 ) -> bool:
-    """Whether the plans' own forms are within the latency."""
+    """Whether the plans' own forms are within the limit: the chain's largest size, with other forms in its place."""
     if max_latency_ms is None:
         return True
-    linear = {name: form_key(layer) for name, layer in planner.layers.items() if layer.geometry is None}
-    taken = sum(load.seconds(times, name, key, plans[name].rank, plans[name].slack) for name, key in linear.items())
-    return taken <= _most_seconds(planner, chain, max_latency_ms, times, load) + 1e-12 * max_latency_ms
-
-
-def _most_seconds(planner: Planner, chain: ProfileChain, max_latency_ms: float, times: TimeTable, load: Load) -> float:
-    """That the linear layers may take together: as in the chain's largest size, and what that leaves of the time."""
-    largest = chain.entries[-1]
-    inside = sum(
-        predicted_seconds(name, layer, largest.profile[name], load, times, is_quickest=chain.is_quickest)
-        for name, layer in planner.layers.items()
-        if layer.geometry is None
-    )
-    return inside + (max_latency_ms - chain.milliseconds(largest)) / 1e3
+    largest, rise, quickest = chain.entries[-1], 0.0, chain.is_quickest
+    for name, layer in planner.layers.items():
+        if layer.geometry is None:
+            plan = plans[name]
+            rise += loads[-1].seconds(times, name, form_key(layer), plan.rank, plan.slack)
+            rise -= predicted_seconds(name, layer, largest.profile[name], loads[-1], times, is_quickest=quickest)
+    return chain.milliseconds(largest) + 1e3 * rise <= max_latency_ms * (1 + 1e-9)

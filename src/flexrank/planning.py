@@ -1,7 +1,6 @@
 """How each layer of a profile is to be deployed, dense, plain or gauge-aligned: small, and no slower than the base."""
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -204,12 +203,7 @@ def plan_no_slower(
 
 
 def plan_least_error(
-    planner: Planner,
-    sensitivity: SensitivityTable,
-    most: int,
-    times: TimeTable,
-    loads: Sequence[Load],
-    most_seconds: float = math.inf,
+    planner: Planner, sensitivity: SensitivityTable, most: int, times: TimeTable, loads: Sequence[Load]
 ) -> Plans | None:
     """Rank and form of each layer, of least predicted error, within a size and no slower than all dense under any load.
 
@@ -222,7 +216,6 @@ def plan_least_error(
         most: parameters of the factorised layers' matrices, slack included.
         times: this machine's.
         loads: what the model will be given.
-        most_seconds: that the linear layers together may take under the last load.
 
     Returns:
         None where nothing so small is so fast, or nothing was found in TIME_LIMIT seconds, ROUNDS times.
@@ -232,6 +225,8 @@ def plan_least_error(
     """
     curves = _curves(planner, sensitivity)
     dense = {name: planner.dense(name) for name in planner.layers}
+    if most >= sum(plan.parameters for plan in dense.values()):
+        return dense
     keys = {name: form_key(layer) for name, layer in planner.layers.items() if layer.geometry is None}
     times.measure(list(keys.values()))
 
@@ -240,9 +235,7 @@ def plan_least_error(
         return [load.seconds(times, name, keys[name], plan.rank, plan.slack) if name in keys else 0.0 for load in loads]
 
     limit = np.sum([seconds(name, plan) for name, plan in dense.items()], axis=0)
-    if most >= sum(plan.parameters for plan in dense.values()) and limit[-1] <= most_seconds:
-        return dense
-    limit[-1], cap = min(limit[-1], most_seconds), most
+    cap = most
     for _ in range(ROUNDS):
         choices = [(name, *choice) for name in planner.layers for choice in _choices(planner, curves[name])]
         taken = np.array([seconds(name, plan) for name, plan, _ in choices]) / np.maximum(limit, 1e-12)

@@ -55,9 +55,9 @@ def plans_within(
 ) -> Plans:
     """How to deploy the largest model within the limits, slack included.
 
-    Where forms are chosen by time, ranks and forms of least predicted error that are no slower than the base, or than
-    was asked, by the table of times, or the chain's in their quickest forms where `deployment.forms` asks for those,
-    are built and timed against the base, twice before they stand. Else the table, corrected by what was measured, plans
+    Where forms are chosen by time, ranks and forms of least predicted error that are no slower than the base by the
+    table of times, or the chain's in their quickest forms where a latency or `deployment.forms` asks for those, are
+    built and timed against the base, twice before they stand. Else the table, corrected by what was measured, plans
     others, until a model is no slower. Ranks and forms are kept in RUN/forms.json, so that a stage done later takes
     the same where they are within its limits; unless `are_kept` is False.
     """
@@ -107,7 +107,7 @@ def _no_slower(
 ) -> Plans:
     """The first plans whose model is fast enough in every situation; else those nearest to it, the last one first.
 
-    Within a latency, those of all tried that use most of it, until some use nearly all.
+    Within a latency, the largest that was tried, until one uses nearly all of it.
     """
     base, tried = work.deployed_base, []
     seconds = [seconds_of_forward(base, batch) for _, batch in situations]
@@ -157,16 +157,20 @@ def _is_enough(slowness: Sequence[float], max_latency_ms: float | None) -> bool:
 
 
 def _best(tried: Sequence[tuple[tuple[float, ...], Plans]], max_latency_ms: float | None) -> Plans:
-    """Within a latency those that use most of it; else the first that are fast enough, or the nearest to it."""
-    fast = [(slowness[0], plans) for slowness, plans in tried if max(slowness) <= NO_SLOWER]
+    """Within a latency the largest that is fast enough; else the first that is, or the nearest to it."""
+    fast = [plans for slowness, plans in tried if max(slowness) <= NO_SLOWER]
     if fast and max_latency_ms is not None:
-        return max(fast, key=lambda one: one[0])[1]
+        return max(fast, key=_parameters)
     slowness, best = min(tried, key=lambda one: tuple(max(NO_SLOWER, ratio) for ratio in one[0]))
     if max(slowness) > NO_SLOWER:
         told = ", ".join(f"{one:.2f}" for one in reversed(slowness[1:]))
         told += f", and {slowness[0]:.2f} times the latency asked for" if slowness[0] > NO_SLOWER else ""
         log.warning("no size near is fast enough; the best takes so many times as long as the base: %s at most", told)
     return best
+
+
+def _parameters(plans: Plans) -> int:
+    return sum(plan.parameters for plan in plans.values())
 
 
 def ratio_to_base(work: Workspace, small: nn.Module, batch: Batch, repeats: int = 15) -> float:

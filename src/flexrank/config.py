@@ -123,7 +123,8 @@ class DistillationConfig(Section):
     Attributes:
         steps: optimiser steps; 0 leaves the decomposed network as it is.
         weights: chance of each of `allocation.budgets`, from the largest to the smallest; None draws them alike.
-        hidden_weight: of the tokens' relative error beside the cosine (embedding).
+        hidden_weight: of the tokens' relative error beside the cosine (embedding): there is more to learn in a text's
+            tokens than in its one embedding, and every size is better for it.
         autocast: `auto` takes bfloat16 where the hardware computes in it, `off` stays in the model's dtype.
         checkpoint_every: steps between two checkpoints that an interrupted run goes on from.
         temperature: of the softmax in the language and classification losses.
@@ -138,7 +139,7 @@ class DistillationConfig(Section):
     accumulation: Count = 1
     weights: tuple[Annotated[float, Field(gt=0)], ...] | None = None
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    hidden_weight: Annotated[float, Field(ge=0)] = 0.0
+    hidden_weight: Annotated[float, Field(ge=0)] = 4.0
     autocast: Literal["auto", "off", "bfloat16"] = "auto"
     checkpoint_every: Count = 100
     max_norm: Annotated[float, Field(gt=0)] = 1.0

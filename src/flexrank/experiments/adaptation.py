@@ -24,7 +24,7 @@ from flexrank.experiments.study import Ledger, Request, Study, count_seeds
 from flexrank.findings import Result, between, claim, spread, table
 from flexrank.fitting import Limits, fit
 from flexrank.layers import GaugeAlignedLayer
-from flexrank.linalg import SLACK_STEPS
+from flexrank.linalg import ERROR_MULTIPLE, SLACK_STEPS
 from flexrank.pipeline.deploying import planner_for
 from flexrank.pipeline.rundir import identity
 from flexrank.planning import Planner
@@ -51,7 +51,7 @@ def run(request: Request) -> Result:
         "domain": domain.name, "adapter_rank": RANK, "adapter_steps": steps, "adapter_learning_rate": LEARNING_RATE,
     }  # fmt: skip
     adapters = {"steps": steps, "held_out": HELD_OUT, "rank": RANK, "alpha": ALPHA, "learning_rate": LEARNING_RATE}
-    forms = bench.config.deployment.model_dump(mode="json") | {"slack_steps": SLACK_STEPS}
+    forms = bench.config.deployment.model_dump(mode="json") | {"slack_steps": SLACK_STEPS, "multiple": ERROR_MULTIPLE}
     ledger = Ledger(request.work, bench.key(domain=identity(domain), adapters=adapters, deployment=forms))
     trial = _Trial(bench, ledger, *_domain_blocks(bench, texts, str(domain)), steps)
     found = {}

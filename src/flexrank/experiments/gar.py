@@ -38,7 +38,7 @@ from flexrank.experiments.language import DECOMPOSED, checked_datasvd, load_spac
 from flexrank.experiments.study import Ledger, Request, Study, count_seeds
 from flexrank.findings import Result, claim, shown, table
 from flexrank.layers import NestedLayer
-from flexrank.linalg import ERROR_FLOOR, SLACK_STEPS, STATED_MULTIPLE, alignment_error, choose_slack
+from flexrank.linalg import ERROR_FLOOR, ERROR_MULTIPLE, SLACK_STEPS, STATED_MULTIPLE, alignment_error, choose_slack
 from flexrank.peers import pivoted_order
 from flexrank.progress import track
 from flexrank.surgery import nested_layers, select_layers
@@ -59,7 +59,7 @@ def run(request: Request) -> Result:
     repeats, config = count_seeds(request, REPEATS, REPEATS), checked_datasvd(request)
     settings = {"width": width, "tokens": tokens, "shares": SHARES, "timings": TIMINGS}
     key = {**settings, **told_apart(config, DECOMPOSED), "batches": BATCHES, "layers": LAYERS}
-    key |= {"slack_steps": SLACK_STEPS, "units": "with condition"}
+    key |= {"slack_steps": SLACK_STEPS, "multiple": ERROR_MULTIPLE, "units": "by input, with condition"}
     errors = _errors(Ledger(request.work, key), request)
     summaries = _summaries(errors)
     slacks = {dtype: _slack_shares(errors, dtype) for dtype in JUDGED}

@@ -19,7 +19,7 @@ from flexrank.deployment import deploy, deployed_parameters_of, export
 from flexrank.fitting import Fit, Limits, fit, is_within
 from flexrank.hf import models
 from flexrank.latency import correct_load, latency_ratio, observe_load, seconds_of_forward, time_chain
-from flexrank.linalg import SLACK_STEPS
+from flexrank.linalg import ERROR_MULTIPLE, SLACK_STEPS
 from flexrank.pipeline.workspace import Workspace
 from flexrank.planning import LayerPlan, Planner, Plans, forms_of_plans
 from flexrank.profiles import ProfileChain, RankProfile, SensitivityTable
@@ -214,8 +214,8 @@ def _key(
     assert work.times is not None
     found: list[Any] = [metadata.version("flexrank"), work.times.path.stem, [load.rows for load in loads]]
     found += [chain.to_json(), None if sensitivity is None else sensitivity.to_json()]
-    found += [limits.given(), is_quickest, work.config.deployment.slack, SLACK_STEPS, PATIENCE, ATTEMPTS]
-    found += [NO_SLOWER, MARGIN, LEAST_CORRECTION, AIM, UNUSED]
+    found += [limits.given(), is_quickest, work.config.deployment.slack, SLACK_STEPS, ERROR_MULTIPLE]
+    found += [PATIENCE, ATTEMPTS, NO_SLOWER, MARGIN, LEAST_CORRECTION, AIM, UNUSED]
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -1,5 +1,6 @@
 """The study of gauge alignment: the pivoted peer against U Vᵀ, costs counted by hand, the whole on a tiny model."""
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,13 @@ def test_pivoting_takes_the_rows_that_stand_out_and_repairs_a_singular_leading_b
         assert alignment_error(u[order], v, 0, x, dtype) < 10 * alignment_error(u, v, 3, x, dtype)
 
 
+def error_by_input(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """The root mean square of each row's relative error, by a loop; a short row's is over a tenth of the median one."""
+    least = float(exact.norm(dim=1).median()) / 10
+    ratios = [float((a - b).norm()) / max(float(b.norm()), least) for a, b in zip(found, exact, strict=True)]
+    return math.sqrt(sum(ratio**2 for ratio in ratios) / len(ratios))
+
+
 def test_the_study_judges_the_pivoted_layer_as_it_runs() -> None:
     """`alignment_error` on permuted rows is the error of the layer that puts them back."""
     u, v = factors(24, 16, 7)
@@ -55,7 +63,7 @@ def test_the_study_judges_the_pivoted_layer_as_it_runs() -> None:
     exact = x.double() @ v @ u.T
     layer = PivotedLinear.from_factors(u, v, torch.bfloat16)
     with torch.no_grad():
-        error = float((layer(x).double() - exact).norm() / exact.norm())
+        error = error_by_input(layer(x).double(), exact)
     assert error == pytest.approx(alignment_error(u[pivoted_order(u)], v, 0, x, torch.bfloat16), rel=1e-6)
 
 
@@ -103,7 +111,7 @@ def worst_plain_error(subject: gar._Subject) -> float:
             u, v, x = layer.u[:rank].T.double(), layer.v[:rank].T.double(), subject.unseen[name].bfloat16()
             plain = GaugeAlignedLinear.from_factors(u, v, slack=rank, dtype=torch.bfloat16)
             exact = x.double() @ v @ u.T
-            worst = max(worst, float((plain(x).double() - exact).norm() / exact.norm()))
+            worst = max(worst, error_by_input(plain(x).double(), exact))
     return worst
 
 

@@ -172,6 +172,25 @@ def test_leading_components_hold_their_share_and_one_fewer_do_not(share: float) 
     assert leading_count(torch.zeros(3, dtype=torch.float64), share) == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_errors_are_those_of_each_input(dtype: torch.dtype) -> None:
+    """One input a thousand times as long would hide all others' errors; one of next to nothing counts by the others."""
+    u, v, x = torch.randn(64, 20).double(), torch.randn(48, 20).double(), torch.randn(30, 48).double()
+    u[1] = u[0] * (1 + 1e-3)
+    x[3] *= 1e-9
+    plain, error = (alignment_error(u, v, slack, x, dtype) for slack in (20, 0))
+    rounded, (u_hat, v_tilde) = x.to(dtype), gauge_align(u, v, 0)
+    latent = rounded @ v_tilde.to(dtype)
+    found = torch.cat([latent, latent @ u_hat.to(dtype).T], 1).double()
+    exact = (rounded.double() @ v) @ u.T
+    least = float(exact.norm(dim=1).median()) / 10
+    squares = [float((a - b).norm() / max(float(b.norm()), least)) ** 2 for a, b in zip(found, exact, strict=True)]
+    assert error == pytest.approx((sum(squares) / len(squares)) ** 0.5, rel=1e-6) and error > 10 * plain
+    x[5] *= 1000
+    assert alignment_error(u, v, 0, x, dtype) == pytest.approx(error, rel=0.3)
+    assert alignment_error(u, v, 20, x, dtype) == pytest.approx(plain, rel=0.3)
+
+
 def test_singular_leading_block_takes_slack() -> None:
     u, v = torch.randn(16, 6).double(), torch.randn(10, 6).double()
     u[1] = u[0]

@@ -191,6 +191,18 @@ def test_errors_are_those_of_each_input(dtype: torch.dtype) -> None:
     assert alignment_error(u, v, 20, x, dtype) == pytest.approx(plain, rel=0.3)
 
 
+def test_inputs_of_zeros_leave_the_error_of_the_others() -> None:
+    """Most are zero, and one gives next to nothing: neither calls every form as bad as the aligned one."""
+    u, v, x = torch.randn(64, 20).double(), torch.randn(48, 20).double(), torch.randn(30, 48).double()
+    u[1] = u[0] * (1 + 1e-3)
+    least = choose_slack(u, v, x, torch.bfloat16)
+    null = torch.linalg.qr(v, mode="complete").Q[:, -1:].T  # V takes nothing of it, but for its rounding
+    padded = torch.cat([x, null, torch.zeros(90, 48)])
+    assert alignment_error(u, v, 20, padded, torch.bfloat16) < 0.02
+    assert 0 < least and 0 < choose_slack(u, v, padded, torch.bfloat16)
+    assert alignment_error(u, v, 0, torch.zeros(4, 48).double(), torch.bfloat16) == 0
+
+
 def test_singular_leading_block_takes_slack() -> None:
     u, v = torch.randn(16, 6).double(), torch.randn(10, 6).double()
     u[1] = u[0]

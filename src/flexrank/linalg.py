@@ -229,8 +229,8 @@ def alignment_error(
 
     Of each input by itself, then their root mean square: in many transformers a few tokens have outputs forty times as
     long as all others, and over all inputs at once only those would count. An output shorter than a tenth of the median
-    one counts as if it had that length. The inputs are rounded to `dtype` first, so that only the form's own error
-    counts. Infinite where it overflows.
+    one that is not zero counts as if it had that length. The inputs are rounded to `dtype` first, so that only the
+    form's own error counts. Infinite where it overflows.
     """
     return _AlignmentProbe(u, v, inputs, dtype).error(slack)
 
@@ -269,7 +269,8 @@ class _AlignmentProbe:
         self._inputs = inputs.to(dtype)
         self._exact = (self._inputs.double() @ self._v) @ self._u.T
         lengths = self._exact.norm(dim=1)
-        self._lengths = lengths.clamp(min=max(float(lengths.median()) / 10, 1e-300))
+        usual = lengths[lengths > 0].median() if bool(lengths.any()) else lengths.new_tensor(0.0)
+        self._lengths = lengths.clamp(min=max(float(usual) / 10, 1e-300))
 
     def error(self, slack: int) -> float:
         u_hat, v_tilde = gauge_align(self._u, self._v, slack)

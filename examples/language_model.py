@@ -6,7 +6,8 @@ MODEL is a directory or a hub name, TEXT a UTF-8 file, or a folder of them, in t
 import argparse
 
 import flexrank as fr
-from flexrank import data, evaluation
+from flexrank.data import metrics as evaluation
+from flexrank.data import text as data
 from flexrank.hf.models import load_model, load_tokenizer
 
 

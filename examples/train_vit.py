@@ -7,8 +7,8 @@ import argparse
 from pathlib import Path
 
 from flexrank.errors import FlexrankError
-from flexrank.experiments import driver, vision
-from flexrank.experiments.vit import Recipe, train_vit
+from research.studies import driver, vision
+from research.studies.vit import Recipe, train_vit
 
 
 def main() -> None:

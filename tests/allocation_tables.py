@@ -6,9 +6,9 @@ import math
 import numpy as np
 from hypothesis import HealthCheck, settings
 
-from flexrank.allocation.curves import CostTable
-from flexrank.costs import dense_parameters, deployed_parameters
+from flexrank.allocate.curves import CostTable
 from flexrank.profiles import Footprint, ProfileChain, SensitivityTable
+from flexrank.profiles.costs import dense_parameters, deployed_parameters
 
 FOOTPRINT = Footprint(7, 28, 4)
 SOLVER_TOLERANCE = 1e-6  # of HiGHS, of the errors' scale

@@ -46,7 +46,7 @@ def times_apart() -> Callable[..., bool]:
 
     Returns what tells whether a run's models are timed in a process of their own, for the tests of that.
     """
-    from flexrank.pipeline import deploying, runner
+    from flexrank.run import deploying, runner
 
     deploying.PATIENCE = 0.0
     original, runner._times_apart = runner._times_apart, lambda _: False
@@ -80,8 +80,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def finished(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole language run; not to be changed, copy it."""
-    from flexrank.config import parse_config
-    from flexrank.pipeline import run_stages, stage_names
+    from flexrank.run import run_stages, stage_names
+    from flexrank.run.config import parse_config
     from tiny_runs import settings
 
     output = tmp_path_factory.mktemp("runs") / "whole"

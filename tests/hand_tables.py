@@ -6,15 +6,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from flexrank import timing
-from flexrank.calibration import collect_moments
-from flexrank.costs import aligned_parameters, dense_parameters
-from flexrank.decomposition import decompose_
-from flexrank.layers import NestedLayer
-from flexrank.planning import LayerPlan, form_key
+from flexrank.calibrate import collect_moments
+from flexrank.decompose import decompose_
+from flexrank.deployment import timing
+from flexrank.deployment.planning import LayerPlan, form_key
+from flexrank.deployment.timing import SHARES, TOKENS, TimeTable
+from flexrank.nn.layers import NestedLayer
+from flexrank.nn.surgery import nested_layers, select_layers
 from flexrank.profiles import ChainEntry, Footprint, ProfileChain, RankProfile
-from flexrank.surgery import nested_layers, select_layers
-from flexrank.timing import SHARES, TOKENS, TimeTable
+from flexrank.profiles.costs import aligned_parameters, dense_parameters
 
 
 def small_model() -> nn.Sequential:

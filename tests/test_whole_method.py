@@ -12,11 +12,11 @@ from torch import nn
 
 import flexrank as fr
 import tiny_models
-from flexrank import data
-from flexrank.batches import call_model, output_tensor
+from flexrank.data import text as data
+from flexrank.data.batches import call_model, output_tensor
+from flexrank.distill.objectives import EmbeddingObjective, FeatureObjective, LogitObjective, Objective
 from flexrank.hf.models import load_model, load_tokenizer
-from flexrank.objectives import EmbeddingObjective, FeatureObjective, LogitObjective, Objective
-from flexrank.surgery import full_profile
+from flexrank.nn.surgery import full_profile
 
 SHORT = {"steps": 24, "warmup_steps": 2}
 PLAIN = {"perceptron": "tiny_models:perceptron", "convnet": "tiny_models:convnet"}

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 import models
-from flexrank.batches import call_model, output_tensor
-from flexrank.linalg import plain_svd
+from flexrank.data.batches import call_model, output_tensor
+from flexrank.nn.linalg import plain_svd
+from flexrank.nn.matrix import weight_matrix
+from flexrank.nn.surgery import footprint, nest_, nested_layers, select_layers
 from flexrank.profiles import ChainEntry, ProfileChain, RankProfile
-from flexrank.surgery import footprint, nest_, nested_layers, select_layers
-from flexrank.views import weight_matrix
 
 
 class TiedBlocks(nn.Module):

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import models
-from flexrank.config import RunConfig, parse_config
 from flexrank.hf.models import save_config
+from flexrank.run.config import RunConfig, parse_config
 
 BATCH, LENGTH = 3, 10
 

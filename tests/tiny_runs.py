@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from flexrank import verification
-from flexrank.config import load_config
-from flexrank.pipeline import run_stages
+from flexrank.deployment import verification
+from flexrank.run import run_stages
+from flexrank.run.config import load_config
 
 TEXT = "\n".join(
     f"the quick brown fox number {n} jumps over {n * 7 % 13} lazy dogs and {n % 5} cats" for n in range(400)

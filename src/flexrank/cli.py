@@ -112,7 +112,7 @@ def run(
     if dry_run or tflops is not None:
         _show_plan(config, overrides, dry_run, tflops, as_json)
         return
-    from flexrank import report
+    from flexrank.run import report
 
     outcome = _run(config, overrides, "report")
     summary = report.read_summary(outcome.directory)
@@ -129,7 +129,7 @@ def decompose(config: Config, overrides: Set = None, as_json: Json = False) -> N
 @app.command()
 def probe(config: Config, overrides: Set = None, as_json: Json = False) -> None:
     """Probes each layer's sensitivity: sensitivity.json."""
-    from flexrank.storage import read_json
+    from flexrank.files import read_json
 
     outcome = _run(config, overrides, "probe")
     _show_stage(outcome, read_json(outcome.directory / "sensitivity.json"), as_json)
@@ -138,7 +138,7 @@ def probe(config: Config, overrides: Set = None, as_json: Json = False) -> None:
 @app.command()
 def allocate(config: Config, overrides: Set = None, as_json: Json = False) -> None:
     """Chooses the ranks of every budget: chain.json."""
-    from flexrank.storage import read_json
+    from flexrank.files import read_json
 
     outcome = _run(config, overrides, "allocate")
     _show_stage(outcome, read_json(outcome.directory / "chain.json"), as_json)
@@ -147,7 +147,7 @@ def allocate(config: Config, overrides: Set = None, as_json: Json = False) -> No
 @app.command()
 def distill(config: Config, overrides: Set = None, as_json: Json = False) -> None:
     """Consolidates all sizes into one set of weights: elastic/."""
-    from flexrank.storage import read_json
+    from flexrank.files import read_json
 
     outcome = _run(config, overrides, "distill")
     history = read_json(outcome.directory / "history.json")
@@ -159,7 +159,7 @@ def distill(config: Config, overrides: Set = None, as_json: Json = False) -> Non
 @app.command()
 def evaluate(config: Config, overrides: Set = None, as_json: Json = False) -> None:
     """Measures sizes, qualities and latencies of every budget: evaluation.json."""
-    from flexrank.storage import read_json
+    from flexrank.files import read_json
 
     outcome = _run(config, overrides, "evaluate")
     _show_stage(outcome, read_json(outcome.directory / "evaluation.json"), as_json)
@@ -179,7 +179,7 @@ def deploy(
     as_json: Json = False,
 ) -> None:
     """Exports small models, verified in a fresh process: those of the config, or one within the limits given."""
-    from flexrank.storage import read_json
+    from flexrank.files import read_json
 
     given = {"budget": budget, "max_bytes": max_bytes, "max_params": max_params, "max_latency_ms": max_latency_ms}
     limits = {name: limit for name, limit in given.items() if limit is not None}
@@ -198,7 +198,7 @@ def deploy(
         outcome = _run(config, overrides, "deploy")
         _show_stage(outcome, {"deployed": read_json(outcome.directory / "deployed.json")}, as_json)
         return
-    from flexrank.pipeline import export_one
+    from flexrank.run import export_one
 
     outcome = _run(config, overrides, "distill")
     with _resumable(outcome.directory):
@@ -209,8 +209,8 @@ def deploy(
 @app.command()
 def report(run_directory: Config, as_json: Json = False) -> None:
     """Draws the figures and the page again from summary.json, and prints the table; computes nothing."""
-    from flexrank import report as pages
-    from flexrank.config import load_config
+    from flexrank.run import report as pages
+    from flexrank.run.config import load_config
 
     directory = run_directory if run_directory.is_dir() else load_config(run_directory).directory
     summary = pages.read_summary(directory)
@@ -221,7 +221,7 @@ def report(run_directory: Config, as_json: Json = False) -> None:
 @app.command()
 def inspect(directory: Directory, as_json: Json = False) -> None:
     """Tells what an artefact holds, elastic or deployed, without loading its weights."""
-    from flexrank.checkpoint import inspect_artefact
+    from flexrank.artefacts.elastic import inspect_artefact
 
     found = inspect_artefact(directory)
     if as_json:
@@ -240,7 +240,7 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Runs a benchmark: results/bench/NAME/result.json, its figure, and its tables."""
-    from flexrank.benches import driver
+    from research.benches import driver
 
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         found = driver.answer(name, target, listed, page, output)
@@ -264,7 +264,7 @@ def reproduce(
     as_json: Json = False,
 ) -> None:
     """Repeats an experiment of the paper: results/NAME/result.json, its figure, and one table."""
-    from flexrank.experiments import driver
+    from research.studies import driver
 
     wishes = driver.Wishes(full, model, config, tuple(overrides or ()), seeds, domain, output)
     with _study_interrupted(), contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
@@ -274,11 +274,11 @@ def reproduce(
 
 
 def _run(config: Path, overrides: list[str] | None, until: str) -> Any:
-    from flexrank.config import load_config
+    from flexrank.run.config import load_config
 
     checked = load_config(config, overrides or ())
     with _resumable(checked.directory):
-        from flexrank.pipeline import run_stages
+        from flexrank.run import run_stages
 
         return run_stages(checked, until)
 
@@ -289,8 +289,8 @@ def _show_plan(config: Path, overrides: list[str] | None, dry_run: bool, tflops:
         raise FlexrankError("--tflops belongs to --dry-run: a run takes the time it takes")
     from rich.console import Console
 
-    from flexrank.config import load_config
-    from flexrank.plan import DEFAULT_TFLOPS, make_plan, print_plan
+    from flexrank.run.config import load_config
+    from flexrank.run.dry_run import DEFAULT_TFLOPS, make_plan, print_plan
 
     found = make_plan(load_config(config, overrides or ()), DEFAULT_TFLOPS if tflops is None else tflops)
     if as_json:
@@ -323,7 +323,7 @@ def _show_report(directory: Path, summary: dict[str, Any], as_json: bool, more: 
     """Prints the table, on standard error where standard output is for JSON."""
     from rich.console import Console
 
-    from flexrank import report
+    from flexrank.run import report
 
     # Wide enough for the table: without a terminal rich would cut it at 80.
     width = None if (sys.stderr if as_json else sys.stdout).isatty() else 140
@@ -351,7 +351,7 @@ def _print_artefact(directory: Path, found: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from flexrank.report import count
+    from flexrank.run.report import count
 
     console = Console(width=None if sys.stdout.isatty() else 120)
     told = f"{directory}: {found['kind']} {found['class']}, {count(found['parameters'])} parameters of {found['dtype']}"

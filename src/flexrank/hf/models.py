@@ -11,8 +11,7 @@ from typing import Any, Literal
 import torch
 
 from flexrank.errors import FlexrankError
-from flexrank.integrity import read_document, verify_files
-from flexrank.storage import read_json, write_json
+from flexrank.files import read_document, read_json, verify_files, write_json
 
 Task = Literal["embedding", "language", "classification"]
 TASKS: tuple[Task, ...] = ("embedding", "language", "classification")

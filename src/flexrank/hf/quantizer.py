@@ -14,9 +14,9 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from flexrank.errors import FlexrankError
-from flexrank.integrity import read_document, verify_files
-from flexrank.layer_specs import build_layer
-from flexrank.surgery import replace_layer
+from flexrank.files import read_document, verify_files
+from flexrank.nn.specs import build_layer
+from flexrank.nn.surgery import replace_layer
 
 METHOD = "flexrank"
 

@@ -1,0 +1,1 @@
+"""Rivals of flexrank, to compare with."""

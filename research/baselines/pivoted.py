@@ -1,0 +1,59 @@
+"""Forms of rivals, to compare with; no layers of the library."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from flexrank.nn.linalg import gauge_align
+
+
+class PivotedLinear(nn.Module):
+    """y[pivots] = z, y[rest] = Û z, with z = Ṽᵀx: aligned to pivot rows (Zhao et al., PIFA, ICML 2025).
+
+    Stores r·(m+n−r) parameters and the rows' order. A peer to compare with, not a layer of the library.
+
+    Attributes:
+        pivots: (r,) the outputs that are latents.
+        rest: (m−r,) the others.
+    """
+
+    pivots: Tensor
+    rest: Tensor
+
+    def __init__(self, inputs: int, rank: int, order: Int[Tensor, " m"], *, dtype: torch.dtype):
+        super().__init__()
+        placement: dict[str, Any] = {"device": order.device, "dtype": dtype}
+        self.latent = nn.Linear(inputs, rank, bias=False, **placement)
+        self.expand = nn.Linear(rank, len(order) - rank, bias=False, **placement)
+        self.register_buffer("pivots", order[:rank].clone())
+        self.register_buffer("rest", order[rank:].clone())
+
+    @classmethod
+    @torch.no_grad()
+    def from_factors(cls, u: Float[Tensor, "m r"], v: Float[Tensor, "n r"], dtype: torch.dtype) -> "PivotedLinear":
+        """The layer for y = U Vᵀ x."""
+        order = pivoted_order(u)
+        layer = cls(v.shape[0], u.shape[1], order, dtype=dtype)
+        u_hat, v_tilde = gauge_align(u[order], v, slack=0)
+        layer.latent.weight.copy_(v_tilde.T)
+        layer.expand.weight.copy_(u_hat)
+        return layer
+
+    def forward(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch m"]:  # noqa: D102
+        latent = self.latent(x)
+        output = latent.new_empty(*x.shape[:-1], len(self.pivots) + len(self.rest))
+        output.index_copy_(-1, self.pivots, latent)
+        return output.index_copy_(-1, self.rest, self.expand(latent))
+
+
+def pivoted_order(u: Float[Tensor, "m r"]) -> Int[Tensor, " m"]:
+    """The rows of U, first the r that QR with column pivoting of Uᵀ chooses, then the others in their order."""
+    import scipy.linalg
+
+    _, chosen = scipy.linalg.qr(u.T.double().cpu().numpy(), mode="r", pivoting=True)
+    pivots = torch.as_tensor(chosen[: u.shape[1]].copy(), dtype=torch.int64)
+    is_rest = torch.ones(len(u), dtype=torch.bool)
+    is_rest[pivots] = False
+    return torch.cat([pivots, is_rest.nonzero()[:, 0]]).to(u.device)

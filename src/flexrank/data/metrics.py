@@ -1,0 +1,209 @@
+"""What a size keeps: figures of a model over batches it was not made with.
+
+Every function runs the model in eval mode without gradients and leaves each module's mode as it was. A value that is
+not finite is an error that names the batch, never a number that is skipped.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from flexrank.data.batches import (
+    Batch,
+    call_model,
+    eval_mode,
+    mean_pool,
+    model_device,
+    output_tensor,
+    to_device,
+    token_mask,
+)
+from flexrank.errors import FlexrankError
+
+
+@contextlib.contextmanager
+def inference(*models: nn.Module) -> Iterator[None]:
+    """Eval mode and no gradients inside the block; afterwards every submodule trains, or not, as before it."""
+    with eval_mode(*models), torch.inference_mode():
+        yield
+
+
+def embed(model: nn.Module, batches: Iterable[Batch]) -> Tensor:
+    """Embeddings (N, d) in float32 on the CPU, each of length one, in the order of the texts.
+
+    Token states (B, T, d) are mean-pooled with the batch's mask; outputs (B, d) are scaled to length one. Batches that
+    tell their `order`, as `data.SentenceBatches` does, are put back into it; others count as ordered.
+
+    Raises:
+        FlexrankError: there are no rows, or an output is not finite.
+    """
+    rows = torch.cat([_embedding(output, batch).float().cpu() for output, batch in _outputs(model, batches)])
+    order = getattr(batches, "order", None)
+    if order is None:
+        return rows
+    restored = torch.empty_like(rows)
+    restored[order] = rows
+    return restored
+
+
+def cosine_to_teacher(model: nn.Module, teacher_embeddings: Tensor, batches: Iterable[Batch]) -> float:
+    """Mean cosine of the model's embeddings to the teacher's, `embed(teacher, batches)`, in [-1, 1].
+
+    Raises:
+        FlexrankError: the two differ in shape, or as `embed`.
+    """
+    return mean_cosine(embed(model, batches), teacher_embeddings)
+
+
+def mean_cosine(first: Tensor, second: Tensor) -> float:
+    """Mean cosine of the rows of two (N, d) tensors.
+
+    Raises:
+        FlexrankError: they differ in shape, are empty, or are not finite.
+    """
+    _require_alike(first, second)
+    return float(functional.cosine_similarity(first.double(), second.double(), dim=-1).mean())
+
+
+def retrieval_mrr(queries: Tensor, documents: Tensor, block: int = 1024) -> float:
+    """Mean reciprocal rank of document i among all N documents for query i, by inner product.
+
+    Args:
+        queries: (N, d).
+        documents: (N, d); of equal scores the right document counts as the last.
+        block: queries scored at once; memory is block · N.
+
+    Raises:
+        FlexrankError: the two differ in shape, are empty, or are not finite.
+    """
+    _require_alike(queries, documents)
+    queries, documents = queries.float(), documents.float()
+    total = 0.0
+    for start in range(0, len(queries), block):
+        scores = queries[start : start + block] @ documents.T
+        own = scores.diagonal(start).unsqueeze(1)
+        total += float((scores >= own).sum(1).double().reciprocal().sum())
+    return total / len(queries)
+
+
+def spearman(first: Sequence[float] | Tensor, second: Sequence[float] | Tensor) -> float:
+    """Spearman's rank correlation of two series of equal length.
+
+    Raises:
+        FlexrankError: they differ in length, have fewer than two values, are not finite, or one is constant.
+    """
+    from scipy import stats
+
+    one, two = (torch.as_tensor(values, dtype=torch.float64) for values in (first, second))
+    _require_alike(one, two)
+    if one.ndim != 1 or min(len(one.unique()), len(two.unique())) < 2:
+        raise FlexrankError("a rank correlation needs two series of numbers, neither of them constant")
+    return float(stats.spearmanr(one.numpy(), two.numpy()).statistic)
+
+
+def nats_per_token(model: nn.Module, batches: Iterable[Batch], chunk: int = 1024) -> float:
+    """Mean cross entropy, in nats, of each real token given those before it in its row (causal language models).
+
+    Args:
+        model: gives logits (B, T, V).
+        batches: `input_ids` (B, T), with an `attention_mask` where rows are padded; or the ids alone.
+        chunk: tokens whose log-softmax is taken at once, in float32.
+
+    Raises:
+        FlexrankError: no row holds two real tokens, or a logit is not finite.
+    """
+    total, count = 0.0, 0
+    for output, batch in _outputs(model, batches):
+        ids = _token_ids(batch)
+        mask = token_mask(batch)
+        mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
+        predicted = mask[:, 1:] & mask[:, :-1]
+        logits, targets = output_tensor(output)[:, :-1][predicted], ids[:, 1:][predicted]
+        count += len(targets)
+        for part, target in zip(logits.split(chunk), targets.split(chunk), strict=True):
+            total += float(functional.cross_entropy(part.float(), target, reduction="none").sum(dtype=torch.float64))
+    if not count:
+        raise FlexrankError("no batch has a row of two real tokens; there is no next token to predict")
+    return total / count
+
+
+def predict(model: nn.Module, batches: Iterable[Batch]) -> Tensor:
+    """The class (N,) int64 of each row: the largest of the logits (B, classes).
+
+    Raises:
+        FlexrankError: there are no rows, or an output is not finite.
+    """
+    return torch.cat([output_tensor(output).argmax(-1).cpu() for output, _ in _outputs(model, batches)])
+
+
+def accuracy(model: nn.Module, batches: Iterable[Batch], labels: Tensor | Sequence[int]) -> float:
+    """Share of rows whose class is the label, in [0, 1]. With the teacher's classes as labels: agreement.
+
+    Args:
+        model: gives logits (B, classes).
+        batches: inputs alone, N rows over all of them.
+        labels: (N,) classes.
+
+    Raises:
+        FlexrankError: the numbers of rows and labels differ, or as `predict`.
+    """
+    classes, expected = predict(model, batches), torch.as_tensor(labels)
+    if classes.shape != expected.shape:
+        raise FlexrankError(f"the batches give classes {tuple(classes.shape)}, the labels are {tuple(expected.shape)}")
+    return float((classes == expected).double().mean())
+
+
+def _outputs(model: nn.Module, batches: Iterable[Batch]) -> Iterator[tuple[object, Batch]]:
+    """The model's output and the batch on its device, for each batch.
+
+    Raises:
+        FlexrankError: there are no batches, or a real token's output is not finite.
+    """
+    device, number = model_device(model), 0
+    for number, batch in enumerate(batches, start=1):
+        batch = to_device(batch, device)
+        with inference(model):  # entered anew for each batch: a generator must not leave the caller in this mode
+            output = call_model(model, batch)
+            _require_finite(output_tensor(output), batch, number)
+        yield output, batch
+    if not number:
+        raise FlexrankError("there are no batches to evaluate on; give at least one")
+
+
+def _require_finite(output: Tensor, batch: Batch, number: int) -> None:
+    mask = token_mask(batch)
+    if bool(torch.isfinite(output).all()):
+        return
+    # What a model gives for padding is never read, so it may be anything.
+    if mask is None or output.shape[:2] != mask.shape or not bool(torch.isfinite(output[mask]).all()):
+        raise FlexrankError(f"batch {number}: the model's output is not finite (NaN or infinity); check its weights")
+
+
+def _embedding(output: object, batch: Batch) -> Tensor:
+    states = output_tensor(output)
+    if states.ndim == 2:
+        return functional.normalize(states.float(), dim=-1)
+    mask = token_mask(batch)
+    # Zero times NaN is NaN: padding must be cleared, not only weighted by zero.
+    return mean_pool(states if mask is None else states.masked_fill(~mask.unsqueeze(-1), 0), mask)
+
+
+def _token_ids(batch: Batch) -> Tensor:
+    if isinstance(batch, Mapping):
+        ids = batch.get("input_ids")
+    else:
+        ids = batch if isinstance(batch, Tensor) else batch[0]
+    if not isinstance(ids, Tensor) or ids.ndim != 2:
+        raise FlexrankError("a language batch needs input_ids of shape (batch, tokens)")
+    return ids
+
+
+def _require_alike(first: Tensor, second: Tensor) -> None:
+    if first.shape != second.shape or not first.numel():
+        raise FlexrankError(f"expected two like shapes, not empty; got {tuple(first.shape)} and {tuple(second.shape)}")
+    for name, values in (("first", first), ("second", second)):
+        if not bool(torch.isfinite(values).all()):
+            raise FlexrankError(f"the {name} of the two holds NaN or infinity; check the model's weights")

@@ -1,0 +1,108 @@
+"""Stage one: every selected layer becomes ordered rank-one components (FlexRank, section 3.1)."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from flexrank.calibrate import GradientLoss, LayerMoment, Side, moments_by_block
+from flexrank.data.batches import Batch
+from flexrank.errors import FlexrankError
+from flexrank.nn.linalg import Factors, data_svd, plain_svd, whitened_svd
+from flexrank.nn.matrix import weight_matrix
+from flexrank.nn.surgery import nest_
+from flexrank.progress import track
+
+Method = Literal["datasvd", "paper", "svd", "fisher"]
+METHODS: tuple[Method, ...] = ("datasvd", "paper", "svd", "fisher")
+
+
+@torch.no_grad()
+def decompose_(
+    model: nn.Module, moments: Mapping[str, LayerMoment] | Iterable[str], *, method: Method = "datasvd"
+) -> dict[str, Tensor]:
+    """Replaces each layer in place by its elastic form W = U Vᵀ at full rank, components in order of importance.
+
+    Args:
+        model: holds the layers that `moments` names.
+        moments: from `collect_moments`; for "svd" the layers' names suffice.
+        method: "datasvd" (without whitening), "fisher" (also weighted by the outputs' gradients), "paper" (whitened,
+            FlexRank appendix C.1), or "svd" (weights alone).
+
+    Returns:
+        For each layer the components' energies (k,), falling: their part of the weighted squared output.
+
+    Raises:
+        FlexrankError: an unknown method, a moment that the method needs and lacks, or values that are not finite.
+    """
+    _require_known(method)
+    energies = {}
+    for name in track(list(moments), "decomposing"):
+        weight = weight_matrix(model.get_submodule(name)).detach()
+        moment = moments[name] if isinstance(moments, Mapping) else None
+        try:
+            factors = _decompose(weight, moment, method)
+        except FlexrankError as error:
+            raise FlexrankError(f"layer {name!r}: {error}") from error
+        energies[name] = factors.energies
+        nest_(model, name, factors)
+    return energies
+
+
+def decompose_by_block_(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    layers: Iterable[str],
+    *,
+    method: Method = "datasvd",
+    gradient_loss: GradientLoss | None = None,
+) -> dict[str, Tensor]:
+    """Calibrates and decomposes a stack of blocks one at a time: the moments of one block stand in memory, not of all.
+
+    The last block comes first, so that every moment is the original model's, as `collect_moments` gives it (gradients,
+    which pass through the layers after, to the rounding of the factors there). L blocks
+    take (L + 1)/2 forwards over the batches in place of one, and with `gradient_loss` L, each with its backward.
+
+    Args:
+        model: as `decompose_`.
+        batches: of calibration; run over once for each block.
+        layers: names, from `select_layers`. Hold no layer itself: it would stay in memory beside its elastic form.
+        method: as `decompose_`; "svd" needs no moments and no batches, so call `decompose_` with the names.
+        gradient_loss: for "fisher", as `collect_moments`.
+
+    Returns:
+        As `decompose_`, in the order of `layers`.
+
+    Raises:
+        FlexrankError: as `collect_moments` and `decompose_`.
+    """
+    _require_known(method)
+    names, energies = list(layers), dict[str, Tensor]()
+    side: Side = "input" if method == "paper" else "smaller"
+    for moments in moments_by_block(model, batches, names, side=side, gradient_loss=gradient_loss):
+        energies |= decompose_(model, moments, method=method)
+        del moments  # before those of the next block are allocated
+    return {name: energies[name] for name in names}
+
+
+def _require_known(method: str) -> None:
+    if method not in METHODS:
+        raise FlexrankError(f"decomposition method {method!r} is unknown; it is one of {', '.join(METHODS)}")
+
+
+def _decompose(weight: Tensor, moment: LayerMoment | None, method: Method) -> Factors:
+    if method == "svd":
+        return plain_svd(weight)
+    if moment is None:
+        raise FlexrankError(f"method {method!r} needs moments; call collect_moments first")
+    if method == "paper":
+        if moment.side != "input":
+            raise FlexrankError("method 'paper' needs the input's moment; collect_moments(..., side='input') keeps it")
+        return whitened_svd(weight, moment.moment)
+    if method == "fisher" and moment.gradient_moment is None:
+        raise FlexrankError("method 'fisher' needs collect_moments(..., gradient_loss=...)")
+    gradient = moment.gradient_moment if method == "fisher" else None
+    if moment.side == "input":
+        return data_svd(weight, input_moment=moment.moment, gradient_moment=gradient)
+    return data_svd(weight, output_moment=moment.moment, mean_square=moment.mean_square, gradient_moment=gradient)

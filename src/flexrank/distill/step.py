@@ -1,0 +1,161 @@
+"""One optimiser step of a student that follows a teacher; the student may be elastic or any other module."""
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexrank.data.batches import Batch, call_model, eval_mode, model_device, to_device
+from flexrank.distill.objectives import Objective, default_objective
+from flexrank.errors import FlexrankError
+
+#: A batch, and its place in a sequence that gives it again (None where there is none).
+Item = tuple[int | None, Batch]
+
+
+class Targets:
+    """The teacher's targets. Those of a sequence's batches are kept, up to `limit` bytes, as each pass asks again."""
+
+    def __init__(self, model: nn.Module, objective: Objective | None, autocast: torch.dtype | None, limit: int):
+        self._model, self._objective, self._autocast, self._room = model, objective, autocast, limit
+        self._kept: dict[int, Tensor] = {}
+
+    def autocast(self) -> torch.autocast:
+        """The dtype that both models run under."""
+        enabled = self._autocast is not None
+        return torch.autocast(model_device(self._model).type, dtype=self._autocast, enabled=enabled)
+
+    @torch.no_grad()
+    def of(self, index: int | None, batch: Batch) -> Tensor:
+        """What the objective needs of the teacher's output."""
+        if index is not None and index in self._kept:
+            return self._kept[index]
+        output = call_model(self._model, batch)
+        if self._objective is None:
+            self._objective = default_objective(output)
+        target = self._objective.target(output, batch)
+        size = target.untyped_storage().nbytes()  # a view holds all that it was cut from
+        if index is not None and size <= self._room:
+            self._kept[index] = target
+            self._room -= size
+        return target
+
+    def loss(self, output: Any, target: Tensor, batch: Batch) -> Tensor:
+        """The objective's loss of a student's output; `target` was asked for before."""
+        assert self._objective is not None
+        return self._objective.loss(output, target, batch)
+
+
+class Step:
+    """Forward, backward, clipping and the optimiser's update.
+
+    Args:
+        model: the student.
+        targets: the teacher's.
+        trainable: the student's parameters that the optimiser has.
+        optimizer: its own groups' learning rates are the caller's to set.
+        max_norm: gradients are clipped to this length.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        targets: Targets,
+        trainable: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        max_norm: float,
+    ):
+        self._model, self._targets, self._optimizer, self._max_norm = model, targets, optimizer, max_norm
+        self._trainable = list(trainable.values())
+
+    def take(self, items: Iterable[Item], parts: int, number: int) -> float:
+        """Takes step `number` on these batches, `parts` of them; returns their mean loss.
+
+        Raises:
+            FlexrankError: the loss or the gradient's length is not finite; nothing has moved then.
+        """
+        loss = sum(self._backward(item, parts) for item in items) / parts
+        _finite(loss, number, "loss")
+        _finite(self._clip(), number, "gradient's length")
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    def _backward(self, item: Item, parts: int) -> float:
+        """Adds the gradient of this part of a step's loss; returns the part's own loss."""
+        index, batch = item[0], to_device(item[1], model_device(self._model))
+        with self._targets.autocast():
+            target = self._targets.of(index, batch)
+            loss = self._targets.loss(call_model(self._model, batch), target, batch)
+        del target  # not needed to go back, and as large as the logits
+        (loss / parts).backward()
+        return float(loss.detach())
+
+    def _clip(self) -> float:
+        """Clips the gradients to `max_norm`; returns their length before. Shorter ones are not touched."""
+        gradients = [parameter.grad for parameter in self._trainable if parameter.grad is not None]
+        length = torch.nn.utils.get_total_norm(gradients)
+        found = float(length)
+        if found > self._max_norm:
+            torch.nn.utils.clip_grads_with_norm_(self._trainable, self._max_norm, length)
+        return found
+
+
+def trainable_parameters(model: nn.Module, train_embeddings: bool = False) -> dict[str, nn.Parameter]:
+    """What consolidation trains, by name; `train_embeddings` as in `distill_`.
+
+    Raises:
+        FlexrankError: nothing, or weights of half precision.
+    """
+    frozen = set()
+    if not train_embeddings:
+        embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        frozen = {id(parameter) for module in embeddings for parameter in module.parameters()}
+    trainable = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in frozen and parameter.is_floating_point() and parameter.requires_grad
+    }
+    if not trainable:
+        raise FlexrankError("every parameter has requires_grad=False; consolidation has nothing to train")
+    for name, parameter in trainable.items():
+        if parameter.dtype.itemsize < 4:
+            raise FlexrankError(
+                f"parameter {name!r} is {parameter.dtype}; consolidate float32 weights, with autocast={parameter.dtype}"
+            )
+    return trainable
+
+
+def make_optimizer(
+    trainable: Mapping[str, nn.Parameter], learning_rate: float, weight_decay: float = 0.0
+) -> torch.optim.AdamW:
+    """AdamW, with decay of matrices alone."""
+    groups = [
+        {"params": [p for p in trainable.values() if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in trainable.values() if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=learning_rate, fused=True)
+
+
+@contextlib.contextmanager
+def training(model: nn.Module, teacher: nn.Module, trainable: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """Only `trainable` gets gradients, both models are in eval mode; all is put back after the block."""
+    required = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    chosen = set(map(id, trainable.values()))
+    for parameter in required:
+        parameter.requires_grad_(id(parameter) in chosen)
+    try:
+        with eval_mode(model, teacher):
+            yield
+    finally:
+        for parameter, flag in required.items():
+            parameter.requires_grad_(flag)
+            parameter.grad = None
+
+
+def _finite(value: float, step: int, what: str) -> None:
+    if not math.isfinite(value):
+        raise FlexrankError(f"the {what} is {value} at step {step}; lower the learning rate, or check the batches")

@@ -1,0 +1,209 @@
+"""Files that are either whole or absent, and checksums that tell a truncated or edited one before it is used."""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flexrank.errors import FlexrankError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Version of the JSON documents beside the tensors.
+FORMAT = 1
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Writes `value` as JSON at `path`, replacing it in one rename (floats keep every bit: `repr` round-trips)."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with write_aside(path) as aside:
+        aside.write_text(json.dumps(value, indent=1, sort_keys=False, allow_nan=False) + "\n", encoding="utf8")
+
+
+def read_json(path: str | Path) -> Any:
+    """Reads a JSON file.
+
+    Raises:
+        FlexrankError: the file is missing, or is not JSON.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FlexrankError(f"{path}: no such file")
+
+    def refuse(constant: str) -> None:
+        raise FlexrankError(f"{path}: holds {constant}, which is no JSON number")
+
+    try:
+        return json.loads(path.read_text(encoding="utf8"), parse_constant=refuse)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise FlexrankError(f"{path}: not JSON ({error})") from error
+
+
+def require_keys(value: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
+    """Checks that a JSON object holds `keys`.
+
+    Raises:
+        FlexrankError: naming the first key that is absent, and `where` it was looked for.
+    """
+    for key in keys:
+        if key not in value:
+            raise FlexrankError(f"{where}: key {key!r} is missing; it needs {', '.join(keys)}")
+
+
+@contextlib.contextmanager
+def write_aside(path: str | Path) -> Iterator[Path]:
+    """Yields a path beside `path` to write a file to; renames it to `path` on success, removes it on failure."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".aside", dir=path.parent)
+    os.close(handle)
+    aside = Path(name)
+    try:
+        yield aside
+        aside.chmod(0o666 & ~_umask())
+        _flush(aside)
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def directory_aside(path: str | Path, *markers: str) -> Iterator[Path]:
+    """Yields an empty directory beside `path`; renames it to `path` on success, removes it on failure.
+
+    A directory already at `path` is replaced only after the new one is whole, and only if it is empty or holds one
+    of the files `markers`, which tell that it is of the same kind: nobody's other files are lost.
+
+    Raises:
+        FlexrankError: there is a file, or a directory that holds something else.
+    """
+    path = Path(path)
+    if path.is_dir() and any(path.iterdir()) and not any((path / marker).is_file() for marker in markers):
+        raise FlexrankError(f"{path}: holds other files, and no {markers[0]} to replace; remove it, or choose another")
+    if path.exists() and not path.is_dir():
+        raise FlexrankError(f"{path}: is a file; choose another name for the directory")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".aside", dir=path.parent))
+    aside.chmod(0o777 & ~_umask())
+    try:
+        yield aside
+        for file in aside.rglob("*"):
+            _flush(file)
+        _replace_directory(aside, path)
+    finally:
+        if aside.exists():
+            shutil.rmtree(aside)
+
+
+def _replace_directory(new: Path, path: Path) -> None:
+    """Renames `new` to `path`; a directory there before is put back if that fails, and removed if it does not."""
+    if not path.exists():
+        os.replace(new, path)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".old", dir=path.parent))
+    try:
+        os.replace(path, old / path.name)
+        os.replace(new, path)
+    except BaseException:
+        if not path.exists():
+            os.replace(old / path.name, path)
+        raise
+    finally:
+        shutil.rmtree(old)
+
+
+def directory_bytes(path: str | Path) -> int:
+    """Bytes of all files under `path`."""
+    return sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())
+
+
+def _flush(path: Path) -> None:
+    """Has the system write a file out, so that after a power cut a renamed file is not an empty one."""
+    if path.is_file():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current
+
+
+def digest_tensor(tensor: "Tensor") -> str:
+    """SHA-256 of the tensor's bytes, row-major, in hexadecimal."""
+    import torch
+
+    if tensor.numel() == 0:
+        return hashlib.sha256(b"").hexdigest()
+    octets = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(octets.numpy().data).hexdigest()
+
+
+def digest_file(path: str | Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def digest_files(directory: str | Path) -> dict[str, str]:
+    """Digests of every file in `directory` and below it, by its path there."""
+    directory = Path(directory)
+    files = sorted(file for file in directory.rglob("*") if file.is_file())
+    return {file.relative_to(directory).as_posix(): digest_file(file) for file in files}
+
+
+def verify_files(directory: str | Path, digests: Mapping[str, str]) -> None:
+    """Checks files against their digests.
+
+    Raises:
+        FlexrankError: a file is missing, or its bytes are not those that were written.
+    """
+    for name, digest in digests.items():
+        path = Path(directory) / name
+        if not path.is_file():
+            raise FlexrankError(f"{path}: no such file; the artefact is incomplete")
+        if digest_file(path) != digest:
+            raise FlexrankError(
+                f"{path}: does not match its checksum; truncated, edited, or saved over (then delete flexrank.json)"
+            )
+
+
+def write_document(path: str | Path, kind: str, content: Mapping[str, Any]) -> None:
+    """Writes a JSON document with its kind, format and a checksum of itself."""
+    document = {"kind": kind, "format": FORMAT, **content}
+    write_json(path, document | {"checksum": _digest_json(document)})
+
+
+def read_document(path: str | Path, kind: str, keys: tuple[str, ...]) -> dict[str, Any]:
+    """Reads what `write_document` wrote.
+
+    Raises:
+        FlexrankError: the file is missing, of another kind or format, lacks a key, or does not match its checksum.
+    """
+    document = read_json(path)
+    if not isinstance(document, dict) or document.get("kind") != kind:
+        raise FlexrankError(f"{path}: not the description of an artefact of kind {kind!r}")
+    if document.get("format") != FORMAT:
+        raise FlexrankError(
+            f"{path}: has format {document.get('format')!r}; this version of flexrank reads format {FORMAT}"
+        )
+    require_keys(document, (*keys, "checksum"), str(path))
+    checksum = document.pop("checksum")
+    if _digest_json(document) != checksum:
+        raise FlexrankError(f"{path}: does not match its checksum; the file was truncated or edited")
+    return document
+
+
+def _digest_json(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, allow_nan=False).encode()).hexdigest()

@@ -1,5 +1,0 @@
-"""A run from its configuration: stages that write one run directory, each skipped while what it depends on stands."""
-
-from flexrank.pipeline.runner import Outcome, export_one, run_stages, stage_names
-
-__all__ = ["Outcome", "export_one", "run_stages", "stage_names"]

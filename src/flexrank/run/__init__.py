@@ -1,0 +1,5 @@
+"""A run from its configuration: stages that write one run directory, each skipped while what it depends on stands."""
+
+from flexrank.run.runner import Outcome, export_one, run_stages, stage_names
+
+__all__ = ["Outcome", "export_one", "run_stages", "stage_names"]

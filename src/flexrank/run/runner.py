@@ -1,0 +1,226 @@
+"""Which stages there are, in what order, and which of them a run must still do."""
+
+import contextlib
+import dataclasses
+import logging
+import platform
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from flexrank.deployment.fitting import Limits
+from flexrank.errors import FlexrankError
+from flexrank.hf import models
+from flexrank.run import deploying, stages
+from flexrank.run.config import RunConfig
+from flexrank.run.fresh import in_fresh_process
+from flexrank.run.rundir import RunDirectory, fingerprint, identity
+from flexrank.run.workspace import Workspace
+
+log = logging.getLogger("flexrank")
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One step of a run.
+
+    Attributes:
+        name: as the command line and the records have it.
+        work: does it; takes the workspace and the stage's fingerprint, and may return more outputs.
+        keys: parts of the configuration it reads, dotted; those of the stages it needs are theirs.
+        needs: stages whose files it reads.
+        outputs: files and directories it writes, in the run directory.
+        extras: what it may write beside them, for eyes alone.
+        is_timed: its files hold times, or qualities of forms that times chose: done again it gives others, and the
+            stages that read them are done again too.
+    """
+
+    name: str
+    work: Callable[[Workspace, str], Sequence[str] | None]
+    keys: tuple[str, ...]
+    needs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    extras: tuple[str, ...] = ()
+    is_timed: bool = False
+
+
+#: Forms are chosen first for what is deployed (`evaluate`), and what is measured beside it has the same.
+_DEPLOYED = ("deployment.dtype", "deployment.slack", "deployment.forms")
+_DATA = ("data.source", "data.path", "data.separator", "data.max_tokens", "data.batch_size", "data.calibration")
+STAGES = (
+    Stage(
+        "decompose", stages.decompose, ("model", "task", "dtype", "seed", *_DATA, "layers", "decomposition"),
+        (), ("elastic_initial",),
+    ),
+    Stage(
+        "probe", stages.probe, ("data.probe", "probe", "distillation.temperature"), ("decompose",),
+        ("sensitivity.json",),
+    ),
+    Stage("allocate", stages.allocate, ("allocation",), ("probe",), ("chain.json",)),
+    Stage(
+        "distill", stages.distill, ("distillation", "data.training"), ("decompose", "allocate"),
+        ("elastic", "history.json"),
+    ),
+    Stage(
+        "evaluate", stages.evaluate, ("data.evaluation", "evaluation", *_DEPLOYED), ("distill",),
+        ("evaluation.json",), is_timed=True,
+    ),
+    Stage(
+        "evaluate_initial", stages.evaluate_initial, ("data.evaluation", *_DEPLOYED, "distillation.steps"),
+        ("decompose", "allocate"), ("evaluation_initial.json",), is_timed=True,
+    ),
+    Stage("deploy", stages.export_all, ("deployment", "evaluation.latency_batch_size", "data.evaluation"), ("distill",),
+        ("deployed.json",), is_timed=True),
+    Stage(
+        "report", stages.summarise, ("name",), ("evaluate_initial", "evaluate", "deploy"),
+        ("summary.json",), ("figures", "report.md", "report.html"),
+    ),
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a run did.
+
+    Attributes:
+        directory: the run directory.
+        executed: stages that ran, in order.
+        skipped: stages that stood.
+        workspace: what the run loaded in this process.
+    """
+
+    directory: Path
+    executed: tuple[str, ...]
+    skipped: tuple[str, ...]
+    workspace: Workspace
+
+
+def stage_names() -> tuple[str, ...]:
+    """The stages in order."""
+    return tuple(stage.name for stage in STAGES)
+
+
+def run_stages(config: RunConfig, until: str = "report") -> Outcome:
+    """Does a stage and all it needs, each only where its result does not stand yet.
+
+    On a CPU, what times models runs in a process of its own where this one has done another stage before.
+
+    Args:
+        config: the run.
+        until: the last stage; see `stage_names`.
+
+    Raises:
+        FlexrankError: a wrong input of any stage; what was finished before it stays.
+        KeyboardInterrupt: passed on; the same call goes on from where it was.
+    """
+    return go_on(config, until)
+
+
+def go_on(config: RunConfig, until: str, told: Collection[str] = ()) -> Outcome:
+    """As `run_stages`, which says nothing of stages that stand where they are `told` of before."""
+    directory = RunDirectory(config.directory)
+    source = models.resolve_source(config.model)
+    wanted = _needed(until)
+    executed: list[str] = []
+    skipped: list[str] = []
+    has_worked = False
+    with directory.locked(), directory.keep_config(config):
+        work = Workspace(config, directory)
+        prints = fingerprints(config, source)
+        for stage in STAGES:
+            if stage.name not in wanted:
+                continue
+            stands = directory.is_finished(stage.name, prints[stage.name])
+            if has_worked and stage.is_timed and not stands and _times_apart(work):
+                break
+            if stands:
+                skipped.append(stage.name)
+                if stage.name not in told:
+                    log.info("%s: stands", stage.name)
+                continue
+            _do(stage, work, prints[stage.name])
+            executed.append(stage.name)
+            has_worked |= not stage.is_timed
+        else:
+            return Outcome(directory.path, tuple(executed), tuple(skipped), work)
+    del work  # the other process loads its own
+    executed += in_fresh_process(directory.path, until, [*executed, *skipped])["executed"]
+    skipped = [stage.name for stage in STAGES if stage.name in wanted - set(executed)]
+    return Outcome(directory.path, tuple(executed), tuple(skipped), Workspace(config, directory))
+
+
+def _times_apart(work: Workspace) -> bool:
+    """Whether models are timed on a CPU, whose memory a training leaves in another state."""
+    config = work.config
+    return work.device.type == "cpu" and (config.deployment.forms != "smallest" or config.evaluation.latency)
+
+
+def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None = None) -> dict[str, Any]:
+    """Exports one size of a consolidated run, verified in a fresh process; chosen in one too, as stages that time are.
+
+    Args:
+        outcome: of `run_stages(config, "distill")`.
+        limits: `budget`, `max_params`, `max_bytes`, `max_latency_ms`; at least one.
+        place: where to write; RUN/exports/LIMITS by default.
+
+    Raises:
+        FlexrankError: no profile is within the limits, or the export does not load; nothing is written then.
+    """
+    work = outcome.workspace
+    if outcome.executed and _times_apart(work):
+        known = [*outcome.executed, *outcome.skipped]
+        found: dict[str, Any] = in_fresh_process(outcome.directory, "distill", known, limits, place)["export"]
+        return found
+    name = "-".join(f"{key}-{limit}" for key, limit in limits.items())
+    with work.directory.locked(), _clear_disk_errors(work, "deploy"):
+        return deploying.export_within(work, place or work.directory / "exports" / name, Limits(**limits))
+
+
+def fingerprints(config: RunConfig, source: str) -> dict[str, str]:
+    """Each stage's fingerprint; that of the first covers the model's files and the data's."""
+    path = config.data.path  # none: the documentation of this Python
+    sources = {"model": identity(source), "data": platform.python_version() if path is None else identity(path)}
+    if config.data.held_out is not None:
+        sources["held_out"] = identity(config.data.held_out)
+    prints: dict[str, str] = {}
+    for stage in STAGES:
+        needs = [prints[name] for name in stage.needs]
+        prints[stage.name] = fingerprint(stage.name, config, stage.keys, needs, None if needs else sources)
+    return prints
+
+
+def _do(stage: Stage, work: Workspace, fingerprint: str) -> None:
+    """Runs a stage, and forgets those that read what it now holds otherwise."""
+    start = time.perf_counter()
+    with work.directory.replacing(stage.name), _clear_disk_errors(work, stage.name):
+        more = stage.work(work, fingerprint) or ()
+    seconds = time.perf_counter() - start
+    for reader in STAGES if stage.is_timed else ():
+        if stage.name in reader.needs:
+            work.directory.forget(reader.name)
+    work.directory.finish(stage.name, fingerprint, (*stage.outputs, *more), stage.extras, seconds)
+    log.info("%s: done in %.1f s", stage.name, seconds)
+
+
+@contextlib.contextmanager
+def _clear_disk_errors(work: Workspace, stage: str) -> Iterator[None]:
+    """Turns what safetensors raises on a full disk, an error of its own kind, into one line."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise FlexrankError(f"{work.directory.path}: {stage} cannot write its tensors ({error})") from error
+
+
+def _needed(until: str) -> set[str]:
+    """A stage and all that it needs, directly or not."""
+    by_name = {stage.name: stage for stage in STAGES}
+    found: set[str] = set()
+    queue = [until]
+    while queue:
+        name = queue.pop()
+        found.add(name)
+        queue += [need for need in by_name[name].needs if need not in found]
+    return found

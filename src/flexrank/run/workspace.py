@@ -1,0 +1,83 @@
+"""What more than one stage of a run loads, once."""
+
+import copy
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from flexrank.artefacts.elastic import load_elastic
+from flexrank.deployment.timing import TimeTable
+from flexrank.distill.objectives import Objective, objective_for
+from flexrank.errors import FlexrankError
+from flexrank.hf import models
+from flexrank.profiles import ProfileChain
+from flexrank.run.config import RunConfig
+from flexrank.run.rundir import RunDirectory
+from flexrank.run.samples import Judge, Samples, load_samples
+
+
+@dataclasses.dataclass
+class Workspace:
+    """A run at work: its configuration, its directory, and what more than one stage loads."""
+
+    config: RunConfig
+    directory: RunDirectory
+
+    @functools.cached_property
+    def device(self) -> torch.device:
+        """Where the models run."""
+        if self.config.device == "cuda" and not torch.cuda.is_available():
+            raise FlexrankError("device is 'cuda'; torch finds no GPU here, so write cpu or auto")
+        auto = "cuda" if torch.cuda.is_available() else "cpu"
+        return torch.device(auto if self.config.device == "auto" else self.config.device)
+
+    @functools.cached_property
+    def base(self) -> Any:
+        """The original model, in eval mode: the teacher."""
+        dtype = getattr(torch, self.config.dtype)
+        return models.load_model(self.config.model, self.config.task, dtype=dtype).to(self.device)
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer; None for images."""
+        return None if self.config.task == "classification" else models.load_tokenizer(self.config.model)
+
+    @functools.cached_property
+    def samples(self) -> Samples:
+        """The run's data."""
+        return load_samples(self.config, models.resolve_source(self.config.model), self.tokenizer)
+
+    @functools.cached_property
+    def judge(self) -> Judge:
+        """Measures a model's qualities against the base."""
+        return self.samples.judge(self.base)
+
+    def objective(self, hidden_weight: float = 0.0, top_k: int | None = None) -> Objective:
+        """The task's distillation loss."""
+        temperature = self.config.distillation.temperature
+        return objective_for(self.config.task, temperature=temperature, hidden_weight=hidden_weight, top_k=top_k)
+
+    def elastic(self, name: str) -> tuple[nn.Module, ProfileChain]:
+        """The elastic model in RUN/`name`, and its chain."""
+        model, chain = load_elastic(self.directory / name)
+        return model.to(self.device), chain
+
+    @property
+    def deployed_dtype(self) -> torch.dtype:
+        """The dtype of deployed models."""
+        return getattr(torch, self.config.deployment.dtype or self.config.dtype)
+
+    @functools.cached_property
+    def deployed_base(self) -> Any:
+        """The original model in the dtype of deployed ones."""
+        same = self.deployed_dtype is self.base.dtype
+        return self.base if same else copy.deepcopy(self.base).to(self.deployed_dtype)
+
+    @functools.cached_property
+    def times(self) -> TimeTable | None:
+        """What layers take on this machine; None where forms are chosen by parameters alone."""
+        is_timed = self.config.deployment.forms != "smallest"
+        return TimeTable(self.deployed_dtype, self.device) if is_timed else None

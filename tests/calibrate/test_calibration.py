@@ -1,0 +1,333 @@
+"""Streamed moments against the full data held at once."""
+
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from flexrank.calibrate import (
+    Moments,
+    collect_moments,
+    collect_rows,
+    collector,
+    load_moments,
+    merge_moments,
+    save_moments,
+)
+from flexrank.calibrate.groups import Inputs
+from flexrank.distill.objectives import FeatureObjective
+from flexrank.errors import FlexrankError
+from flexrank.nn import linalg
+from flexrank.nn.matrix import input_rows, weight_matrix
+from flexrank.nn.surgery import select_layers
+from tiny_models import TRANSFORMERS, batch_for, build
+
+
+def full_data(model: nn.Module, batches: list, layers: dict[str, nn.Module]) -> dict[str, torch.Tensor]:
+    """Every unpadded input row of every layer, by hooks of the test's own."""
+    rows: dict[str, list[torch.Tensor]] = {name: [] for name in layers}
+    mask: list[torch.Tensor | None] = [None]
+
+    def hook(name: str, layer: nn.Module):
+        def see(_: nn.Module, args: tuple, __: object) -> None:
+            found = input_rows(layer, args[0])
+            keep = mask[0]
+            rows[name].append(found if keep is None or keep.numel() != len(found) else found[keep.reshape(-1).bool()])
+
+        return see
+
+    handles = [layer.register_forward_hook(hook(name, layer)) for name, layer in layers.items()]
+    with torch.no_grad():
+        for batch in batches:
+            mask[0] = batch.get("attention_mask") if isinstance(batch, dict) else None
+            model(**batch) if isinstance(batch, dict) else model(batch)
+    for handle in handles:
+        handle.remove()
+    return {name: torch.cat(found).double() for name, found in rows.items()}
+
+
+def assert_moments_match(moments: Moments, layers: dict[str, nn.Module], rows: dict[str, torch.Tensor]) -> None:
+    for name, moment in moments.items():
+        second = rows[name].T @ rows[name]
+        weight = weight_matrix(layers[name]).detach().double()
+        expected = second if moment.side == "input" else weight @ second @ weight.T
+        torch.testing.assert_close(moment.moment, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+        assert moment.tokens == len(rows[name])
+        assert moment.mean_square == pytest.approx(float(second.trace()) / second.shape[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", [*TRANSFORMERS, "perceptron", "convnet", "tied_blocks"])
+@pytest.mark.parametrize("side", ["smaller", "input"])
+def test_streamed_equals_full_data(name: str, side: str) -> None:
+    model, batch = build(name), batch_for(name)
+    batches = [batch, {k: v.flip(0) for k, v in batch.items()} if isinstance(batch, dict) else batch + 1]
+    layers = select_layers(model)
+    moments = collect_moments(model, iter(batches), layers, side=side)
+    assert list(moments) == list(layers)
+    assert_moments_match(moments, layers, full_data(model, batches, layers))
+    if side == "input":
+        assert all(moment.side == "input" for moment in moments.values())
+
+
+def test_padding_does_not_enter() -> None:
+    """Other tokens under the mask's zeros change nothing."""
+    model, batch = build("bert"), batch_for("bert")
+    layers = select_layers(model, exclude=["pooler"])
+    a = collect_moments(model, [batch], layers)
+    ids = torch.where(batch["attention_mask"].bool(), batch["input_ids"], 7)
+    b = collect_moments(model, [batch | {"input_ids": ids}], layers)
+    for name in layers:
+        torch.testing.assert_close(a[name].moment, b[name].moment, rtol=1e-4, atol=1e-4)
+        assert a[name].tokens == int(batch["attention_mask"].sum())
+
+
+def test_shared_inputs_are_accumulated_once_and_the_smaller_side_is_taken() -> None:
+    model = build("llama_untied")
+    moments = collect_moments(model, [batch_for("llama_untied")], select_layers(model))
+    block = "model.layers.0."
+    q, k, v = (moments[f"{block}self_attn.{p}_proj"].moment for p in "qkv")
+    assert q is k and q is v
+    assert moments[f"{block}mlp.gate_proj"].moment is moments[f"{block}mlp.up_proj"].moment
+    down = moments[f"{block}mlp.down_proj"]
+    assert down.side == "output" and down.moment.shape == (32, 32)
+
+
+def test_half_precision_is_summed_in_float64() -> None:
+    model = build("perceptron").bfloat16()
+    batch = batch_for("perceptron").bfloat16()
+    layers = select_layers(model)
+    moments = collect_moments(model, [batch], layers)
+    assert all(moment.moment.dtype == torch.float64 for moment in moments.values())
+    assert_moments_match(moments, layers, full_data(model, [batch], layers))
+
+
+def test_model_is_left_as_it_was() -> None:
+    model = build("tied_blocks").train().requires_grad_(False)
+    statistics = model.first[1].running_mean.clone()
+    collect_moments(model, [batch_for("tied_blocks")], select_layers(model), gradient_loss=lambda y, _: y.sum())
+    assert model.training and not any(p.requires_grad for p in model.parameters())
+    assert torch.equal(model.first[1].running_mean, statistics)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_hooks_are_removed_after_an_error() -> None:
+    model = build("perceptron")
+    with pytest.raises(FlexrankError, match="layer '0' saw a value that is not finite in batch 1"):
+        collect_moments(model, [torch.randn(2, 12), torch.full((2, 12), float("nan"))], select_layers(model))
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_gradient_moments_equal_autograd() -> None:
+    model, x = build("perceptron"), batch_for("perceptron")
+    target = torch.randn(3, 6)
+    moments = collect_moments(
+        model, [x, x + 1], select_layers(model), gradient_loss=lambda y, _: (y * target).pow(2).sum()
+    )
+    expected = torch.zeros(16, 16, dtype=torch.float64)
+    for batch in (x, x + 1):
+        hidden = model[2](model[1](model[0](batch))).detach().requires_grad_()
+        (model[4](model[3](hidden)) * target).pow(2).sum().backward()
+        expected += hidden.grad.double().T @ hidden.grad.double()
+    torch.testing.assert_close(moments["2"].gradient_moment, expected, rtol=1e-4, atol=1e-6)
+
+
+class Wandering(nn.Module):
+    """Two layers that share their input until told otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.apart = nn.Linear(4, 4), nn.Linear(4, 4), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) + self.b(x + 1 if self.apart else x)
+
+
+def test_inputs_that_part_are_an_error() -> None:
+    model = Wandering()
+
+    def batches():
+        yield torch.randn(2, 4)
+        yield torch.randn(2, 4)
+        model.apart = True
+        yield torch.randn(2, 4)
+
+    with pytest.raises(FlexrankError, match="'a' and 'b' shared their input in the first batch and not in batch 2"):
+        collect_moments(model, batches(), select_layers(model))
+
+
+def test_an_input_changed_in_place_is_not_shared() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 9), nn.Linear(4, 9)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x * 1
+            first = self.a(x)
+            x += 1
+            return first + self.b(x)
+
+    model, x = InPlace(), torch.randn(5, 4)
+    moments = collect_moments(model, [x], select_layers(model))
+    assert moments["a"].moment is not moments["b"].moment
+    torch.testing.assert_close(moments["b"].moment, ((x + 1).T @ (x + 1)).double(), rtol=1e-5, atol=1e-5)
+
+
+def test_wrong_inputs_are_named() -> None:
+    model = build("perceptron")
+    layers = select_layers(model)
+    with pytest.raises(FlexrankError, match="calibration got no batches"):
+        collect_moments(model, [], layers)
+    with pytest.raises(FlexrankError, match="layer 'extra' did not run"):
+        collect_moments(model, [torch.randn(2, 12)], layers | {"extra": nn.Linear(3, 3)})
+    bert = build("bert")
+    with pytest.raises(FlexrankError, match="attention_mask has shape"):
+        batch = batch_for("bert")
+        mask = batch["attention_mask"][:, None, None, :].bool()
+        collect_moments(bert, [batch | {"attention_mask": mask}], select_layers(bert))
+
+
+def test_only_the_last_inputs_are_held() -> None:
+    held = Inputs(held=2)
+    tensors = [torch.ones(3) for _ in range(4)]
+    assert [held.number(tensors[i]) for i in (0, 0, 1, 0, 2, 0)] == [1, 1, 2, 1, 3, 1]  # what is read again stays
+    assert [number for number, _ in held._held] == [3, 1]
+    tensors[0].add_(1)
+    assert held.number(tensors[0]) == 4  # another value in the same memory
+    assert held.number(tensors[2].view(3)) != held.number(tensors[3])
+
+
+def test_rows_of_no_batch_are_refused() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    with pytest.raises(FlexrankError, match="at least one batch"):
+        collect_rows(model, [], {"0": model[0]})
+
+
+def test_saved_moments_load_to_the_same_bits(tmp_path: Path) -> None:
+    model = build("llama_untied")
+    layers = select_layers(model)
+    moments = collect_moments(
+        model, [batch_for("llama_untied")], layers, gradient_loss=lambda out, _: out.logits.square().sum()
+    )
+    save_moments(moments, tmp_path / "moments.safetensors")
+    again = load_moments(tmp_path / "moments.safetensors")
+    assert list(again) == list(moments)
+    for name, moment in moments.items():
+        assert torch.equal(again[name].moment, moment.moment)
+        assert torch.equal(again[name].gradient_moment, moment.gradient_moment)
+        assert (again[name].side, again[name].tokens, again[name].mean_square) == (
+            moment.side, moment.tokens, moment.mean_square,
+        )  # fmt: skip
+    q, k = (again[f"model.layers.0.self_attn.{p}_proj"] for p in "qk")
+    assert q.moment is k.moment
+
+
+def test_rows_are_real_activations_spread_over_the_batches() -> None:
+    model, batch = build("bert"), batch_for("bert")
+    layers = select_layers(model, exclude=["pooler"])
+    batches = [{k: v.roll(shift, 1) if k == "input_ids" else v for k, v in batch.items()} for shift in range(20)]
+    rows = collect_rows(model, batches, layers, count=64)
+    for name in layers:
+        assert len(rows[name]) == 64
+        for part, index in zip(rows[name].split(4), sorted({round(i * 19 / 15) for i in range(16)}), strict=True):
+            data = full_data(model, [batches[index]], {name: layers[name]})[name]
+            places = torch.linspace(0, len(data) - 1, 4).long()
+            torch.testing.assert_close(part.double(), data[places], rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_are_those_of_the_layer_before_an_activation_in_place() -> None:
+    def make(inplace: bool) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 5), nn.ReLU(inplace=inplace), nn.Linear(5, 4))
+
+    x = torch.randn(30, 6)
+    found = [
+        collect_moments(model, [x], select_layers(model), gradient_loss=lambda y, _: y.square().sum())
+        for model in (make(False), make(True))
+    ]
+    for name in ("0", "2"):
+        torch.testing.assert_close(found[1][name].gradient_moment, found[0][name].gradient_moment)
+
+
+def test_fisher_draws_anew_for_each_batch_and_alike_in_each_run() -> None:
+    """Oracle: with y = W x and a projection z, G of the layer tends to the identity times the tokens."""
+    model = nn.Sequential(nn.Linear(3, 3))
+    batches = [torch.randn(16, 3) for _ in range(300)]
+    layers = {"0": model[0]}
+    loss = FeatureObjective().fisher_loss
+    before = torch.random.get_rng_state()
+    moment = collect_moments(model, batches, layers, gradient_loss=loss)["0"].gradient_moment
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.testing.assert_close(moment / 4800, torch.eye(3).double(), rtol=0.1, atol=0.06)
+    assert torch.equal(collect_moments(model, batches, layers, gradient_loss=loss)["0"].gradient_moment, moment)
+
+
+def test_a_weight_that_is_not_finite_is_named() -> None:
+    model = build("perceptron")
+    with torch.no_grad():
+        model[0].weight[0, 0] = float("nan")
+    with pytest.raises(FlexrankError, match="layer '0': the weight holds values that are not finite"):
+        collect_moments(model, [torch.randn(2, 12)], select_layers(model))
+
+
+@pytest.mark.parametrize("side", ["smaller", "input"])
+def test_merged_moments_are_those_of_all_batches(side: str) -> None:
+    model, batches = build("llama_tied"), [batch_for("llama_tied")] * 3
+    layers = select_layers(model)
+    first, second, both = (
+        collect_moments(model, part, layers, side=side) for part in (batches[:1], batches[1:], batches)
+    )
+    before = {name: layer.moment.clone() for name, layer in first.items()}
+    merged = merge_moments(first, second)
+    for name, layer in both.items():
+        torch.testing.assert_close(merged[name].moment, layer.moment)
+        assert merged[name].tokens == layer.tokens and merged[name].side == layer.side
+        assert merged[name].mean_square == pytest.approx(layer.mean_square)
+        assert torch.equal(first[name].moment, before[name])
+    shared = [len({id(layer.moment) for layer in moments.values()}) for moments in (both, merged)]
+    assert shared[0] == shared[1] < len(layers) or side == "smaller"
+
+
+def test_moments_of_other_layers_do_not_merge() -> None:
+    model = build("llama_tied")
+    layers = select_layers(model)
+    name, *_ = layers
+    first = collect_moments(model, [batch_for("llama_tied")], layers)
+    second = collect_moments(model, [batch_for("llama_tied")], {name: layers[name]})
+    with pytest.raises(FlexrankError, match="cannot be merged"):
+        merge_moments(first, second)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_products_by_strips_equal_one_product(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strips and rows that do not divide the sizes; the oracle in float64."""
+    monkeypatch.setattr(linalg, "STRIP", 5)
+    monkeypatch.setattr(linalg, "ROWS", 7)
+    monkeypatch.setattr(collector, "STRIP", 3)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(13, 8), nn.Linear(8, 16)).to(dtype)
+    batches = [torch.randn(20, 13).to(dtype), torch.randn(9, 13).to(dtype)]
+    layers = select_layers(model)
+    moments = collect_moments(model, batches, layers)
+    assert moments["0"].side == "output" and moments["1"].side == "input"
+    assert_moments_match(moments, layers, full_data(model, batches, layers))
+    for moment in moments.values():
+        below = moment.moment.tril(-5)  # beside the blocks on the diagonal, it is a copy
+        assert torch.equal(below, moment.moment.triu(5).T)
+
+
+def test_a_product_that_overflows_is_named() -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    batches = [torch.randn(4, 3), torch.full((4, 3), 1e20)]
+    with pytest.raises(FlexrankError, match="layer '0' saw a value that is not finite in batch 1"):
+        collect_moments(model, batches, select_layers(model))
+
+
+def test_finding_groups_holds_no_input() -> None:
+    found, tensor = Inputs(), torch.ones(2, 3)
+    assert found.number(tensor) == found.number(tensor.view(2, 3)) == 1 != found.number(tensor.T)
+    died = weakref.ref(tensor)
+    del tensor
+    assert died() is None and found.number(torch.ones(2, 3)) == 3

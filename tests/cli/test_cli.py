@@ -1,0 +1,282 @@
+"""Every verb through its own door: results on standard output, one line and exit 2 for what is wrong."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors import SafetensorError, safe_open
+from typer.testing import CliRunner
+
+from flexrank import cli, deployment
+from flexrank import probe as sensitivity
+from tiny_runs import TEXT, settings, write_model
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config of a tiny run, beside its model and its text."""
+    place = tmp_path_factory.mktemp("cli")
+    (place / "text.txt").write_text(TEXT)
+    values = settings(write_model(place / "model", "language"), place / "text.txt", place / "run")
+    (place / "tiny.yaml").write_text(yaml.safe_dump(values))
+    return place / "tiny.yaml"
+
+
+@pytest.fixture(scope="module")
+def finished(config: Path) -> tuple[Path, dict[str, Any]]:
+    """The run directory of `flexrank run CONFIG --json` in a process of its own, and what that printed."""
+    done = flexrank("run", str(config), "--json")
+    assert done.returncode == 0, done.stderr
+    return config.parent / "run", json.loads(done.stdout)  # nothing but the object on standard output
+
+
+def flexrank(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONWARNINGS": "error"}
+    command = [sys.executable, "-m", "flexrank", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+
+def invoke(*arguments: object) -> Any:
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+def refused(*arguments: object) -> str:
+    """The message of a call that must end with 2 and one line."""
+    result = invoke(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    lines = [line for line in result.stderr.splitlines() if not line.startswith(("left dense", "calibrating"))]
+    assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
+    return lines[0]
+
+
+def test_run_prints_its_summary_as_json(finished: tuple[Path, dict[str, Any]]) -> None:
+    directory, printed = finished
+    assert printed["executed"][0] == "decompose" and printed["executed"][-1] == "report"
+    assert printed["rows"] == json.loads((directory / "summary.json").read_text())["rows"]
+
+
+def test_run_ends_with_the_table(config: Path, finished: tuple[Path, dict[str, Any]]) -> None:
+    result = invoke("run", config)
+    assert result.exit_code == 0
+    lines = [line.split()[0] for line in result.stdout.splitlines() if line.strip()]
+    assert [word for word in lines if word in ("base", "0.8", "0.5")] == ["base", "0.8", "0.5"]
+    assert result.stderr.count(": stands") == 8
+
+
+@pytest.mark.parametrize(
+    ("verb", "key"),
+    [
+        ("decompose", "artefact"), ("probe", "errors"), ("allocate", "entries"), ("distill", "last_loss"),
+        ("evaluate", "rows"), ("deploy", "deployed"), ("report", "written"),
+    ],
+)  # fmt: skip
+def test_each_verb_takes_the_run_directory_and_prints_json_last(
+    verb: str, key: str, finished: tuple[Path, dict[str, Any]]
+) -> None:
+    directory, _ = finished
+    result = invoke(verb, directory, "--json")
+    assert result.exit_code == 0, result.output
+    last = json.loads(result.stdout.splitlines()[-1])
+    assert key in last and last["directory"] == str(directory)
+    assert last.get("executed", []) == []
+
+
+def test_inspect_tells_what_an_artefact_holds(finished: tuple[Path, dict[str, Any]]) -> None:
+    directory, printed = finished
+    found = json.loads(invoke("inspect", directory / "deployed" / "0.50", "--json").stdout)
+    row = next(row for row in printed["rows"] if row["budget"] == 0.5)
+    assert (found["kind"], found["parameters"]) == ("deployed", row["params_model"])
+    table = invoke("inspect", directory / "elastic").stdout
+    assert "elastic LlamaForCausalLM" in table and "model.layers.1.mlp.down_proj" in table
+
+
+def test_deploy_writes_one_size_within_the_limit(
+    finished: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, printed = finished
+    limit = printed["base"]["params_model"] * 2 // 3
+    monkeypatch.setattr(deployment, "_run_verification", lambda *_: None)
+    monkeypatch.setattr(deployment, "_compare", lambda *_: None)
+    result = invoke("deploy", directory, "--max-params", limit, "--output", tmp_path / "small", "--json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    found = json.loads(invoke("inspect", tmp_path / "small", "--json").stdout)
+    assert found["parameters"] == told["export"]["params_model"] <= limit
+    assert told["export"]["params_model"] > limit // 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["run", "nowhere.yaml"], "nowhere.yaml: no such config file"),
+        (["run"], "Missing argument 'CONFIG'"),
+        (["walk"], "No such command 'walk'"),
+        (["run", "CONFIG", "--fast"], "No such option: --fast"),
+        (["run", "CONFIG", "--set", "distilation.steps=3"], "did you mean 'distillation'?"),
+        (["probe", "CONFIG", "--set", "probe.levels=1"], "probe.levels is 1"),
+        (["run", "CONFIG", "--set", "model=./nowhere", "--set", "output=OUT"], "./nowhere"),
+        (["run", "CONFIG", "--set", "output=CONFIG"], "is a file; the run directory needs another place"),
+        (["deploy", "CONFIG", "--budget", "0"], "--budget is 0.0; it is a fraction in (0, 1]"),
+        (["deploy", "CONFIG", "--budget", "1.5"], "--budget is 1.5"),
+        (["deploy", "CONFIG", "--max-bytes", "-3"], "--max-bytes is -3"),
+        (["deploy", "CONFIG", "--max-latency-ms", "0"], "--max-latency-ms is 0"),
+        (["deploy", "CONFIG", "--output", "OUT"], "--output needs --budget"),
+        (["deploy", "CONFIG", "--budget", "0.5", "--output", "HERE"], "is there and no deployed model"),
+        (["inspect", "nowhere"], "nowhere"),
+        (["inspect", "HERE"], "no artefact"),
+        (["report", "HERE"], "summary.json"),
+        (["bench", "nothing"], "bench 'nothing' is unknown; it is one of"),
+        (["reproduce", "fig99"], "study 'fig99' is unknown; it is one of theory, ranking"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_2(arguments: list[str], part: str, config: Path, tmp_path: Path) -> None:
+    (tmp_path / "keep.txt").write_text("mine")
+    places = {"CONFIG": str(config), "OUT": str(tmp_path / "out"), "HERE": str(tmp_path)}
+    for name, place in places.items():
+        arguments = [argument.replace(name, place) for argument in arguments]
+    assert part in refused(*arguments)
+    assert (tmp_path / "keep.txt").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "out") == ["keep.txt"]
+
+
+def test_a_budget_below_what_can_be_reached_is_one_line(finished: tuple[Path, dict[str, Any]]) -> None:
+    result = invoke("deploy", finished[0], "--budget", "0.0001")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1].startswith("error: budget=0.0001 is too small")
+
+
+def test_an_edited_artefact_is_one_line(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    place = Path(shutil.copytree(finished[0] / "elastic", tmp_path / "elastic"))
+    state = place / "elastic.safetensors"
+    state.write_bytes(state.read_bytes()[:-8])
+    assert "elastic.safetensors" in refused("inspect", place)
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "part"),
+    [
+        (
+            "rundir.RunDirectory.keep_config",
+            OSError(28, "No space left on device", "/disk/t"),
+            "/disk/t: No space left",
+        ),
+        ("stages.collect_moments", SafetensorError("I/O error: No space left on device"), "decompose cannot write"),
+    ],
+)
+def test_a_full_disk_is_one_line(
+    where: str, error: Exception, part: str, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(f"flexrank.run.{where}", full)
+    assert part in refused("run", config, "--set", f"output={tmp_path / 'run'}")
+
+
+@pytest.mark.parametrize("limit", [100, 20_000, 60_000, 120_000])
+def test_a_disk_that_fills_up_leaves_whole_files_alone(limit: int, config: Path, tmp_path: Path) -> None:
+    """The system itself refuses bytes beyond the limit of a file, in the midst of the config, a tensor or a figure."""
+    code = (
+        f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); "
+        "from flexrank.cli import main; main()"
+    )
+    arguments = ["run", str(config), "--set", f"output={tmp_path / 'run'}"]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and last.startswith("error: ") and "File too large" in last, done.stderr
+    assert "Traceback" not in done.stderr
+    left = list(tmp_path.rglob("*"))
+    assert not [path for path in left if path.name.endswith((".aside", ".old", ".was"))]
+    for path in left:
+        if path.suffix == ".json":
+            json.loads(path.read_text())
+        elif path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as file:
+                assert file.keys()
+
+
+@pytest.mark.parametrize("where", ["weight", "activation"])
+def test_a_value_that_is_not_finite_is_named_and_nothing_is_left(where: str, config: Path, tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    place = Path(shutil.copytree(config.parent / "model", tmp_path / "model"))
+    model = LlamaForCausalLM.from_pretrained(place)
+    block = model.model.layers[1]  # its norm makes what the projections read
+    (block.mlp.up_proj if where == "weight" else block.input_layernorm).weight.data.flatten()[3] = float("nan")
+    model.save_pretrained(place)
+    for method in ("datasvd", "svd"):
+        values = [f"model={place}", f"output={tmp_path / 'run'}", f"decomposition.method={method}"]
+        message = refused("run", config, *(part for value in values for part in ("--set", value)))
+        assert "layers.1." in message and "finite" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_an_interruption_is_one_line_that_tells_how_to_go_on(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sensitivity, "_probe", stop)
+    result = invoke("run", config, "--set", f"output={tmp_path / 'run'}")
+    assert result.exit_code == 130
+    assert result.stderr.splitlines()[-1] == f"interrupted; `flexrank run {tmp_path / 'run'}` goes on from here"
+    monkeypatch.undo()
+    assert invoke("probe", tmp_path / "run").exit_code == 0
+
+
+def test_a_size_is_found_by_latency(
+    finished: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flexrank import deployment
+    from flexrank.deployment import timing
+    from tiny_runs import verify_here
+
+    monkeypatch.setattr(deployment, "_run_verification", verify_here)
+    monkeypatch.setattr(timing, "REPEATS", 1)
+    monkeypatch.setattr(timing, "SWEEPS", 1)
+    monkeypatch.setattr(timing, "LEAST_SECONDS", 1e-6)
+    place = Path(shutil.copytree(finished[0], tmp_path / "run"))
+    # A tenth of a microsecond is below what any model takes outside its layers.
+    refusal = invoke("deploy", place, "--max-latency-ms", 1e-4)
+    assert refusal.exit_code == 2 and "max_latency_ms=0.0001 is too small; the least" in refusal.stderr.splitlines()[-1]
+    found = invoke("deploy", place, "--max-latency-ms", 60000, "--json")
+    assert found.exit_code == 0, found.output
+    export = json.loads(found.stdout)["export"]
+    assert export["max_latency_ms"] == 60000 and export["relative_size"] == 1
+    assert (place / "exports" / "max_latency_ms-60000.0" / "flexrank.json").is_file()
+
+
+def test_a_missing_extra_is_one_line_that_names_it(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object) -> None:
+        raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
+
+    monkeypatch.setattr("flexrank.run.run_stages", missing)
+    assert "transformers is not installed: pip install 'flexrank[hf]'" in refused("run", config)
+
+
+def test_quiet_tells_nothing(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    place = Path(shutil.copytree(finished[0], tmp_path / "run"))
+    result = invoke("--quiet", "distill", place, "--set", "distillation.steps=2", "--json")
+    assert result.exit_code == 0 and result.stderr == "" and json.loads(result.stdout)["executed"] == ["distill"]
+
+
+def test_help_loads_no_transformers_and_no_matplotlib() -> None:
+    """Help must come at once; a heavy import belongs to the verb that needs it."""
+    code = (
+        "import sys; from flexrank import cli\n"
+        "try: cli.app(['--help'])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "heavy = {'transformers', 'matplotlib', 'scipy', 'pydantic'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "reproduce" in done.stdout

@@ -1,0 +1,209 @@
+"""Images are what the file holds, scaled by the plain formula; altered batches are crops that a loop can find again."""
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from flexrank.cli import EXTRAS
+from flexrank.data.images import AlteredBatches, Scaling, channels_first, read_images
+from flexrank.errors import FlexrankError
+from flexrank.run.config import parse_config
+from flexrank.run.samples import load_samples
+
+PLAIN = Scaling((0.0,), (1.0,), 1.0)
+
+
+def random_images(count: int, size: int = 8) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(0).integers(0, 256, (count, size, size, 3), dtype=np.uint8)
+
+
+def encode(images: Any, mode: str = "RGB") -> dict[str, Any]:
+    """The arrays of a file of JPEGs."""
+    files = []
+    for image in images:
+        with io.BytesIO() as buffer:
+            Image.fromarray(image).convert(mode).save(buffer, "JPEG", quality=90)
+            files.append(buffer.getvalue())
+    offsets = np.cumsum([0, *map(len, files)])
+    return {"jpg": np.frombuffer(b"".join(files), np.uint8), "offsets": offsets, "y": np.arange(len(files)) % 5}
+
+
+def write(path: Path, **arrays: Any) -> Path:
+    np.savez(path, **arrays)
+    return path
+
+
+@pytest.mark.parametrize("shape", [(6, 8, 8, 3), (6, 8, 8)])
+def test_images_come_as_they_are(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    wanted = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    images, labels = read_images(write(tmp_path / "a.npz", x=wanted, y=np.array([0, 1, 2, 0, 1, 9], np.uint8)))
+    assert (images == wanted).all()
+    assert (labels.dtype, labels.tolist()) == (np.int64, [0, 1, 2, 0, 1, 9])
+    tensor = channels_first(images)
+    for index, channel in ((5, 0), (2, tensor.shape[1] - 1)):
+        plane = wanted[index] if len(shape) == 3 else wanted[index, :, :, channel]
+        assert (tensor[index, channel].numpy() == plane).all()
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_jpegs_are_decoded_to_rgb_each_in_its_place(tmp_path: Path, mode: str) -> None:
+    arrays = encode(random_images(7), mode)
+    arrays["offsets"] = arrays["offsets"].astype(np.uint32)
+    images, labels = read_images(write(tmp_path / "a.npz", **arrays))
+    content, offsets = arrays["jpg"].tobytes(), arrays["offsets"].tolist()
+    for index in range(7):
+        one = Image.open(io.BytesIO(content[offsets[index] : offsets[index + 1]])).convert("RGB")
+        assert (images[index] == np.asarray(one)).all()
+    assert labels.tolist() == [0, 1, 2, 3, 4, 0, 1]
+
+
+def test_jpegs_of_a_run_are_scaled_by_the_plain_formula(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.npz", **encode(random_images(40)))
+    scaling = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.25, 0.3], "rescale_factor": 1 / 255}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(scaling))
+    data = {"source": "images", "path": str(path), "calibration": 4, "probe": 4, "batch_size": 4, "evaluation": 4}
+    config = parse_config({"name": "n", "task": "classification", "model": str(tmp_path), "data": data})
+    example: Any = load_samples(config, str(tmp_path), None).example
+    wanted = (read_images(path)[0] / 255 - scaling["image_mean"]) / scaling["image_std"]
+    found = example["pixel_values"].permute(0, 2, 3, 1)
+    distances = [np.abs(found[0].double().numpy() - one).max() for one in wanted]
+    assert min(distances) < 1e-5 < sorted(distances)[1]
+
+
+def test_wrong_files_are_refused_in_one_line(tmp_path: Path) -> None:
+    good, encoded = random_images(4), encode(random_images(4))
+    cut = encoded["offsets"].copy()
+    torn = encoded["jpg"].copy()
+    torn[cut[2] : cut[3]] = 0
+    mixed = encode([*random_images(2), *random_images(1, 12)])
+    y = np.arange(4)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"x": good}, "expected an .npz file with arrays x and y, or jpg, offsets and y; it has x"),
+        ({"y": y}, "expected an .npz"),
+        ({"jpg": encoded["jpg"], "y": y}, "it has jpg, y"),
+        ({"z": y}, "it has none of them"),
+        ({"x": good.astype(np.float32), "y": y}, r"x is float32 \(4, 8, 8, 3\)"),
+        ({"x": good.reshape(4, -1), "y": y}, r"x is uint8 \(4, 192\)"),
+        ({"x": good[:0], "y": y[:0]}, "x is uint8"),
+        ({"x": good, "y": y[:3]}, r"y is int64 \(3,\); expected one whole number for each of 4 images"),
+        ({"x": good, "y": y / 2}, "y is float64"),
+        ({**encoded, "jpg": encoded["jpg"].astype(np.int16)}, "jpg is int16"),
+        ({**encoded, "offsets": cut / 2}, "offsets is float64"),
+        ({**encoded, "offsets": cut[::-1].astype(np.uint32)}, "offsets must rise"),
+        ({**encoded, "offsets": cut + 1}, "offsets must rise, from 0 at the least to the"),
+        ({**encoded, "jpg": torn}, "image 2 of 4 is no whole JPEG"),
+        ({**encoded, "offsets": np.array([0, *(cut[1:] - 9)])}, "image 0 of 4 is no whole JPEG"),
+        (mixed, "image 2 is 12 × 12, the first 8 × 8; expected one size for all"),
+        ({"x": np.array([{}]), "y": y[:1]}, "expected an .npz"),
+    ]
+    for arrays, message in cases:
+        with pytest.raises(FlexrankError, match=message) as error:
+            read_images(write(tmp_path / "a.npz", **arrays))
+        assert "\n" not in str(error.value) and str(tmp_path / "a.npz") in str(error.value)
+
+
+def test_files_that_are_no_archives_are_refused(tmp_path: Path) -> None:
+    whole = write(tmp_path / "whole.npz", x=random_images(4), y=np.arange(4)).read_bytes()
+    np.save(tmp_path / "single.npy", random_images(4))
+    (tmp_path / "text.npz").write_text("no archive")
+    (tmp_path / "torn.npz").write_bytes(whole[:-40])
+    (tmp_path / "edited.npz").write_bytes(whole.replace(random_images(4).tobytes()[:64], b"\0" * 64))
+    for name, message in (
+        ("absent.npz", "no such file of images"),
+        ("single.npy", "expected an .npz file"),
+        ("text.npz", "expected an .npz file"),
+        ("torn.npz", "expected an .npz file"),
+        ("edited.npz", "expected an .npz file"),
+    ):
+        with pytest.raises(FlexrankError, match=message):
+            read_images(tmp_path / name)
+
+
+def test_without_pillow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.npz", **encode(random_images(2)))
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(ModuleNotFoundError) as error:
+        read_images(path)
+    assert EXTRAS[error.value.name or ""] == "images"
+
+
+def test_scaling_is_what_its_file_says(tmp_path: Path) -> None:
+    path = tmp_path / "preprocessor_config.json"
+    scaling = Scaling((0.1, 0.2, 0.3), (0.5, 0.6, 0.7), 1 / 128)
+    path.write_text(json.dumps(scaling.to_json()))
+    assert Scaling.read(path) == scaling
+    path.write_text('{"image_mean": [0.1]}')
+    with pytest.raises(FlexrankError, match="key 'image_std' is missing"):
+        Scaling.read(path)
+
+
+def candidates(image: torch.Tensor, padding: int) -> dict[tuple[int, int, bool], torch.Tensor]:
+    """Every crop of an image (C, H, W) in its black frame, and its mirror, by a plain loop over pixels."""
+    channels, height, width = image.shape
+    found = {}
+    for top in range(2 * padding + 1):
+        for left in range(2 * padding + 1):
+            crop = torch.zeros(channels, height, width)
+            for y in range(height):
+                for x in range(width):
+                    row, column = y + top - padding, x + left - padding
+                    if 0 <= row < height and 0 <= column < width:
+                        crop[:, y, x] = image[:, row, column].float()
+            found[top, left, False] = crop
+            found[top, left, True] = torch.stack([crop[:, :, width - 1 - x] for x in range(width)], -1)
+    return found
+
+
+def test_altered_batches_are_crops_and_mirrors_of_the_images_they_name() -> None:
+    images = channels_first(np.random.default_rng(1).integers(1, 256, (5, 4, 4, 2), dtype=np.uint8))
+    batches = AlteredBatches(images, PLAIN, 2, seed=0, padding=1)
+    known = [candidates(image, 1) for image in images]
+    drawn, stream = set(), iter(batches)
+    for number in range(60):
+        batch = next(stream)
+        for row, found in zip(batches.rows(number).tolist(), batch, strict=True):
+            matching = [key for key, one in known[row].items() if torch.equal(one, found)]
+            assert len(matching) == 1, (number, row)
+            drawn.add(matching[0])
+    assert len(drawn) == 18  # all nine places, mirrored and not, come up
+
+
+def test_each_pass_has_a_new_order_and_each_image_once_at_most() -> None:
+    batches = AlteredBatches(torch.zeros(50, 1, 2, 2, dtype=torch.uint8), PLAIN, 8, seed=3)
+    passes = [torch.cat([batches.rows(6 * epoch + i) for i in range(batches.per_pass)]) for epoch in range(3)]
+    assert batches.per_pass == 6
+    for rows in passes:
+        assert len(set(rows.tolist())) == 48
+    assert not torch.equal(passes[0], passes[1])
+    assert torch.equal(AlteredBatches(torch.zeros(50, 1, 2, 2).byte(), PLAIN, 8, seed=3).rows(7), passes[1][8:16])
+    assert not torch.equal(AlteredBatches(torch.zeros(50, 1, 2, 2).byte(), PLAIN, 8, seed=4).rows(7), passes[1][8:16])
+
+
+def test_batches_go_on_where_a_state_stood() -> None:
+    images = channels_first(random_images(20))
+
+    def build() -> AlteredBatches:
+        return AlteredBatches(images, Scaling((0.5,) * 3, (0.2,) * 3), 6, seed=0)
+
+    stream = iter(build())
+    wanted = [next(stream) for _ in range(8)]
+    first = build()
+    half = iter(first)
+    for _ in range(5):
+        next(half)
+    second = build()
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for batch, one in zip(wanted[5:], second, strict=False):
+        assert torch.equal(batch, one)
+
+
+def test_too_few_images_for_a_batch_are_refused() -> None:
+    with pytest.raises(FlexrankError, match="3 images are fewer than one batch of 4"):
+        AlteredBatches(torch.zeros(3, 1, 2, 2, dtype=torch.uint8), PLAIN, 4, seed=0)

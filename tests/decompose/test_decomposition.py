@@ -1,0 +1,107 @@
+"""The decomposed model against the original, and each method against its definition."""
+
+import pytest
+import torch
+
+from flexrank.calibrate import collect_moments
+from flexrank.data.batches import call_model, output_tensor
+from flexrank.decompose import METHODS, decompose_, decompose_by_block_
+from flexrank.distill.objectives import FeatureObjective
+from flexrank.errors import FlexrankError
+from flexrank.nn.linalg import plain_svd, whitened_svd
+from flexrank.nn.matrix import weight_matrix
+from flexrank.nn.surgery import nested_layers, select_layers, use_profile
+from tiny_models import PLAIN, TRANSFORMERS, batch_for, build
+
+
+@pytest.mark.parametrize("name", [*TRANSFORMERS, *PLAIN])
+@pytest.mark.parametrize("method", METHODS)
+def test_full_rank_equals_the_original(name: str, method: str) -> None:
+    model, batch = build(name), batch_for(name)
+    with torch.no_grad():
+        before = output_tensor(call_model(model, batch)).clone()
+        loss = FeatureObjective().fisher_loss if method == "fisher" else None
+        side = "input" if method == "paper" else "smaller"
+        layers = select_layers(model)
+        decompose_(model, collect_moments(model, [batch], layers, side=side, gradient_loss=loss), method=method)
+        after = output_tensor(call_model(model, batch))
+    assert nested_layers(model).keys() == layers.keys()
+    # The whitened form inverts a moment of few tokens: it is held to the accuracy that its conditioning leaves.
+    assert float((after - before).norm() / before.norm()) < (1e-3 if method == "paper" else 1e-5)
+
+
+@pytest.mark.parametrize("name", ["perceptron", "convnet"])
+def test_truncated_output_is_nearer_than_plain_svds(name: str) -> None:
+    """One layer at a time, on the data it was calibrated on: DataSVD is the optimum, so it is never beaten."""
+    batch = torch.randn(40, *batch_for(name).shape[1:])
+    errors = {}
+    for method in ("datasvd", "svd"):
+        model = build(name)
+        with torch.no_grad():
+            layers = {"0": select_layers(model)["0"]}
+            before = model[0](batch)
+            decompose_(model, collect_moments(model, [batch], layers), method=method)
+            with use_profile(model, {"0": 4}):
+                errors[method] = float((model[0](batch) - before).norm())
+    assert 0 < errors["datasvd"] < errors["svd"]
+
+
+def test_paper_and_svd_are_the_named_procedures() -> None:
+    batch = torch.randn(40, 12)
+    for method, oracle in (("paper", whitened_svd), ("svd", lambda w, _: plain_svd(w))):
+        model = build("perceptron")
+        layers = select_layers(model)
+        weight = weight_matrix(layers["0"]).detach().clone()
+        moments = collect_moments(model, [batch], layers, side="input")
+        energies = decompose_(model, moments, method=method)
+        factors = oracle(weight, moments["0"].moment)
+        torch.testing.assert_close(model[0].u.detach(), factors.u.float())
+        torch.testing.assert_close(energies["0"], factors.energies)
+
+
+def test_wrong_uses_are_named() -> None:
+    model = build("perceptron")
+    moments = collect_moments(model, [torch.randn(4, 12)], select_layers(model))
+    with pytest.raises(FlexrankError, match="method 'pca' is unknown; it is one of datasvd, paper, svd, fisher"):
+        decompose_(model, moments, method="pca")
+    with pytest.raises(FlexrankError, match="method 'fisher' needs"):
+        decompose_(model, moments, method="fisher")
+    with pytest.raises(FlexrankError, match="layer '0': method 'datasvd' needs moments"):
+        decompose_(model, ["0"])
+    decompose_(model, ["0", "2"], method="svd")
+    assert list(nested_layers(model)) == ["0", "2"]
+
+
+def test_an_output_moment_cannot_be_whitened() -> None:
+    model = build("llama_untied")
+    moments = collect_moments(model, [batch_for("llama_untied")], select_layers(model))
+    down = "model.layers.0.mlp.down_proj"
+    with pytest.raises(FlexrankError, match=f"layer '{down}': method 'paper' needs the input's moment"):
+        decompose_(model, {down: moments[down]}, method="paper")
+
+
+def test_a_dead_layer_is_named_by_whitening_only() -> None:
+    model = build("perceptron")
+    moments = collect_moments(model, [torch.zeros(4, 12)], {"0": model[0]}, side="input")
+    with pytest.raises(FlexrankError, match="layer '0': the second moment is zero"):
+        decompose_(model, moments, method="paper")
+    decompose_(model, moments)
+
+
+@pytest.mark.parametrize("name", ["llama_untied", "gpt2", "bert", "dinov3", "convnet"])
+@pytest.mark.parametrize("method", ["datasvd", "paper", "fisher"])
+def test_block_by_block_is_the_whole_model_at_once(name: str, method: str) -> None:
+    """To the bit; fisher's gradients pass through layers already factorised, whose rounding they carry."""
+    batches = [batch_for(name)] * 2
+    loss = FeatureObjective().fisher_loss if method == "fisher" else None
+    whole, blocks = build(name), build(name)
+    layers = select_layers(whole)
+    side = "input" if method == "paper" else "smaller"
+    wanted = decompose_(whole, collect_moments(whole, batches, layers, side=side, gradient_loss=loss), method=method)
+    found = decompose_by_block_(blocks, batches, list(layers), method=method, gradient_loss=loss)
+    assert list(found) == list(wanted)
+    for layer, energies in wanted.items():
+        bound = {"rtol": 1e-3, "atol": 1e-6 * float(energies[0])} if method == "fisher" else {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(found[layer], energies, **bound)
+        if method != "fisher":
+            assert torch.equal(nested_layers(blocks)[layer].u, nested_layers(whole)[layer].u)

@@ -1,0 +1,344 @@
+"""Consolidation: it learns, every profile is served, and a resumed run is the unbroken one to the bit."""
+
+import copy
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from flexrank.distill import distill_, distillation_evaluator
+from flexrank.distill.objectives import EmbeddingObjective, FeatureObjective, LogitObjective
+from flexrank.distill.schedule import Schedule
+from flexrank.errors import FlexrankError
+from flexrank.nn.surgery import full_profile, nested_layers, use_profile
+from tiny_models import batch_for, build, chain_of, nest
+
+SETTINGS = {"steps": 60, "learning_rate": 1e-2, "warmup_steps": 3}
+
+
+def batches(name: str) -> list:
+    batch = batch_for(name)
+    if isinstance(batch, torch.Tensor):
+        return [torch.randn(8, *batch.shape[1:], generator=torch.Generator().manual_seed(i)) for i in range(6)]
+    return [{key: value.roll(shift, 0) for key, value in batch.items()} for shift in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("name", "objective"),
+    [("perceptron", FeatureObjective()), ("convnet", FeatureObjective()), ("gpt2", LogitObjective()),
+     ("bert", EmbeddingObjective(0.5)), ("vit", LogitObjective(2.0))],
+)  # fmt: skip
+def test_every_profile_comes_nearer_to_the_teacher(name: str, objective) -> None:
+    teacher, model = build(name), nest(build(name))
+    evaluate = distillation_evaluator(teacher, batches(name), objective)
+    profiles = [entry.profile for entry in chain_of(model, (0.3, 0.6)).entries]
+
+    def errors() -> list[float]:
+        found = []
+        for profile in profiles:
+            with use_profile(model, profile):
+                found.append(evaluate(model))
+        return found
+
+    before = errors()
+    history = distill_(model, teacher, batches(name), profiles, objective=objective, **SETTINGS)
+    assert all(after < 0.8 * start for after, start in zip(errors(), before, strict=True))
+    assert history.steps == len(history.losses) == 60
+    assert full_profile(model) == {n: layer.rank for n, layer in nested_layers(model).items()}
+
+
+def test_one_step_is_adamw_on_the_gradient_of_the_drawn_profile() -> None:
+    """Oracle: the same step by hand, two accumulated batches, clipped."""
+    teacher, model = build("perceptron"), nest(build("perceptron"))
+    twin, data, profile = copy.deepcopy(model), batches("perceptron")[:2], {"0": 3, "2": 4, "4": 2}
+    settings = {"steps": 1, "learning_rate": 1e-2, "accumulation": 2, "max_norm": 0.1, "weight_decay": 0.3}
+    distill_(model, teacher, data, [profile], objective=FeatureObjective(), **settings)
+    matrices = [p for p in twin.parameters() if p.ndim > 1]
+    vectors = [p for p in twin.parameters() if p.ndim <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0}], lr=1e-2
+    )
+    with use_profile(twin, profile):
+        for batch in data:
+            target = teacher(batch).detach()
+            ((twin(batch) - target).square().sum() / target.square().sum() / 2).backward()
+    torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+    before = copy.deepcopy(twin)
+    optimizer.step()
+    for name, rank in profile.items():  # what no profile uses does not even decay
+        for factor in ("u", "v"):
+            untouched = before.get_submodule(name).get_parameter(factor)[rank:]
+            twin.get_submodule(name).get_parameter(factor).data[rank:] = untouched
+    for ours, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["sequence", "iterable", "stateful"])
+def test_a_resumed_run_equals_the_unbroken_one(kind: str, tmp_path: Path) -> None:
+    teacher, profiles = build("perceptron"), [{"0": 3, "2": 4, "4": 2}, {"0": 9, "2": 9, "4": 4}]
+
+    class Loader:
+        """Gives its batches again on each pass; `stateful` remembers where it stood, and is seen to be asked."""
+
+        def __init__(self) -> None:
+            self.at = 0
+
+        def __iter__(self):
+            for batch in batches("perceptron")[self.at :]:
+                self.at = (self.at + 1) % 6
+                yield batch
+
+    class Stateful(Loader):
+        def state_dict(self) -> dict:
+            return {"at": self.at}
+
+        def load_state_dict(self, state: dict) -> None:
+            self.at = state["at"]
+
+    make = {"sequence": lambda: batches("perceptron"), "iterable": Loader, "stateful": Stateful}[kind]
+
+    def run(model: nn.Module, data: object, path: Path | None, stop: int | None = None):
+        calls = 0
+
+        class Stopping(FeatureObjective):
+            def loss(self, output, target, batch):
+                nonlocal calls
+                calls += 1
+                if calls == stop:
+                    raise KeyboardInterrupt
+                return super().loss(output, target, batch)
+
+            __repr__ = FeatureObjective.__repr__
+
+        return distill_(
+            model,
+            teacher,
+            data,
+            profiles,
+            objective=Stopping(),
+            checkpoint=path,
+            checkpoint_every=5,
+            weights=[1, 2],
+            **SETTINGS,
+        )
+
+    unbroken = nest(build("perceptron"))
+    expected = run(unbroken, make(), None)
+    broken, path = nest(build("perceptron")), tmp_path / "state"
+    with pytest.raises(KeyboardInterrupt):
+        run(broken, make(), path, stop=37)
+    resumed = nest(build("perceptron"))
+    assert run(resumed, make(), path) == expected
+    for a, b in zip(resumed.parameters(), unbroken.parameters(), strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(FlexrankError, match="was written with learning_rate=0.01, not 0.1"):
+        distill_(
+            resumed, teacher, make(), profiles, objective=FeatureObjective(), checkpoint=path, weights=[1, 2],
+            **SETTINGS | {"learning_rate": 0.1},
+        )  # fmt: skip
+
+
+def test_profiles_are_drawn_in_proportion_and_evenly() -> None:
+    counts = Counter(Schedule([1, 2, 5], seed=0).draw(step) for step in range(8000))
+    for index, weight in enumerate([1, 2, 5]):
+        assert counts[index] == pytest.approx(1000 * weight, rel=0.03)
+    even = Schedule([1, 1, 1, 1], seed=3)
+    for start in range(0, 40, 4):
+        assert sorted(even.draw(step) for step in range(start, start + 4)) == [0, 1, 2, 3]
+
+
+def test_what_is_not_trained_does_not_move() -> None:
+    teacher, model = build("llama_tied"), nest(build("llama_tied"))
+    model.model.norm.weight.requires_grad_(False)
+    model.model.layers[0].mlp.down_proj.v.requires_grad_(False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    outside = {name: value.clone() for name, value in teacher.state_dict().items()}
+    distill_(model, teacher, batches("llama_tied"), [full_profile(model) | {"model.layers.0.mlp.up_proj": 2}],
+             objective=LogitObjective(), steps=3, learning_rate=1e-2)  # fmt: skip
+    after = model.state_dict()
+    assert torch.equal(after["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
+    assert torch.equal(after["model.norm.weight"], before["model.norm.weight"])
+    assert torch.equal(after["model.layers.0.mlp.down_proj.v"], before["model.layers.0.mlp.down_proj.v"])
+    assert not torch.equal(after["model.layers.0.mlp.down_proj.u"], before["model.layers.0.mlp.down_proj.u"])
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert not torch.equal(after["model.layers.0.mlp.up_proj.u"], before["model.layers.0.mlp.up_proj.u"])
+    assert all(torch.equal(value, outside[name]) for name, value in teacher.state_dict().items())
+    assert not model.model.norm.weight.requires_grad and model.model.embed_tokens.weight.requires_grad
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_teacher_runs_once_for_each_batch_of_a_sequence() -> None:
+    """What is kept gives the same weights as what is computed anew. Three of the six targets fit into 600 bytes."""
+    trained, calls = [], []
+    for cache, expected in ((2**20, 6), (0, 60), (600, 6 + 9 * 3)):
+        teacher, model, count = build("perceptron"), nest(build("perceptron")), [0]
+        teacher.register_forward_hook(lambda *_, count=count: count.__setitem__(0, count[0] + 1))
+        profiles = [{"0": 3, "2": 4, "4": 2}]
+        distill_(model, teacher, batches("perceptron"), profiles, teacher_cache=cache, **SETTINGS)
+        trained.append(torch.cat([p.flatten() for p in model.parameters()]))
+        calls.append((count[0], expected))
+    assert all(torch.equal(weights, trained[0]) for weights in trained)
+    assert all(found == expected for found, expected in calls), calls
+
+
+@pytest.mark.parametrize(("name", "objective"), [("gpt2", LogitObjective()), ("perceptron", FeatureObjective())])
+def test_the_objective_is_found_by_the_teachers_output(name: str, objective) -> None:
+    teacher, found = build(name), []
+    for given in (None, objective):
+        model = nest(build(name))
+        profile = {layer: max(1, rank // 2) for layer, rank in full_profile(model).items()}
+        evaluate = distillation_evaluator(teacher, batches(name), given)
+        with use_profile(model, profile):
+            before = evaluate(model)
+        distill_(model, teacher, batches(name), [profile], objective=given, steps=3)
+        with use_profile(model, profile):
+            found.append((before, evaluate(model)))
+    assert found[0] == found[1]
+
+
+def test_the_evaluator_leaves_dropout_out_and_the_modes_alone() -> None:
+    teacher = build("bert").train()
+    evaluate = distillation_evaluator(teacher, batches("bert"), EmbeddingObjective(0.5))
+    model = nest(build("bert")).train()
+    assert evaluate(model) < 1e-9 and model.training and teacher.training
+
+
+def test_components_that_no_profile_uses_stay_and_are_no_work(tmp_path: Path) -> None:
+    """The optimiser's state, in the checkpoint, is of used components alone; the model is whole again afterwards."""
+    teacher, model = build("convnet"), nest(build("convnet"))
+    before, whole = copy.deepcopy(model.state_dict()), dict(model.named_parameters())
+    small, large = {"0": 2, "3": 9, "6": 6}, {"0": 5, "3": 4, "6": 6}
+    settings = {"steps": 4, "learning_rate": 1e-2, "weight_decay": 0.5, "checkpoint": tmp_path / "a"}
+    distill_(model, teacher, batches("convnet"), [small, large], **settings)
+    saved = safetensors.torch.load_file(tmp_path / "a" / "state.safetensors")
+    assert all(whole[name] is parameter for name, parameter in model.named_parameters())
+    for name, used in {"0": 5, "3": 9, "6": 6}.items():
+        layer = model.get_submodule(name)
+        assert layer.rank == layer.max_rank
+        for factor in ("u", "v"):
+            key, now = f"{name}.{factor}", layer.get_parameter(factor)
+            assert torch.equal(now[used:], before[key][used:])
+            assert all(not torch.equal(a, b) for a, b in zip(now[:used], before[key][:used], strict=True))
+            assert torch.equal(saved[key], now[:used])
+            assert saved[f"{key}//exp_avg"].shape == saved[f"{key}//exp_avg_sq"].shape == saved[key].shape
+
+
+def test_the_model_is_whole_after_an_error_too() -> None:
+    teacher, model = build("perceptron"), nest(build("perceptron"))
+    before, profile = full_profile(model), {"0": 3, "2": 4, "4": 2}
+    for layer in nested_layers(model).values():
+        layer.rank = layer.max_rank - 1
+    with pytest.raises(FlexrankError, match="the loss is nan at step 0"):
+        distill_(model, teacher, [torch.full((2, 12), float("nan"))], [profile], steps=1)
+    assert full_profile(model) == before
+    assert all(layer.rank == layer.max_rank - 1 for layer in nested_layers(model).values())
+    with pytest.raises(FlexrankError, match="layer '2' is not in the profile"):
+        distill_(model, teacher, batches("perceptron"), [{"0": 3, "4": 2}], steps=1)
+    with pytest.raises(FlexrankError, match="layer '0': rank 99 is out of range"):
+        distill_(model, teacher, batches("perceptron"), [{**profile, "0": 99}], steps=1)
+
+
+def test_gradients_within_the_limit_are_not_touched() -> None:
+    """A limit just above the gradient's length trains to the same bits as none."""
+    teacher, trained = build("perceptron"), []
+    for limit in (1e9, 1e4):
+        model = nest(build("perceptron"))
+        distill_(model, teacher, batches("perceptron"), [{"0": 3, "2": 4, "4": 2}], max_norm=limit, **SETTINGS)
+        trained.append(torch.cat([parameter.flatten() for parameter in model.parameters()]))
+    assert torch.equal(*trained)
+
+
+def test_likeliest_classes_train_and_more_of_their_targets_are_kept() -> None:
+    teacher, calls = build("gpt2"), []
+    count = [0]
+    teacher.register_forward_hook(lambda *_: count.__setitem__(0, count[0] + 1))
+    for top_k in (None, 4):
+        model, objective = nest(build("gpt2")), LogitObjective(top_k=top_k)
+        profile = chain_of(model, (0.4,)).entries[0].profile
+        evaluate = distillation_evaluator(teacher, batches("gpt2"))
+        with use_profile(model, profile):
+            before, count[0] = evaluate(model), 0
+            distill_(model, teacher, batches("gpt2"), [profile], objective=objective, teacher_cache=6000, **SETTINGS)
+            calls.append(count[0])
+            assert evaluate(model) < 0.8 * before
+    assert calls[0] > calls[1] == 3
+
+
+def test_what_cannot_be_trained_is_refused() -> None:
+    teacher, model = build("perceptron"), nest(build("perceptron"))
+    profile = full_profile(model)
+    with pytest.raises(FlexrankError, match=r"'0.u' is torch.bfloat16; consolidate float32 weights"):
+        distill_(copy.deepcopy(model).bfloat16(), teacher, batches("perceptron"), [profile], steps=1)
+    with pytest.raises(FlexrankError, match="every parameter has requires_grad=False"):
+        distill_(copy.deepcopy(model).requires_grad_(False), teacher, batches("perceptron"), [profile], steps=1)
+
+    class Exploding(FeatureObjective):
+        def loss(self, output, target, batch):
+            return (output - output.detach()).abs().sqrt().sum()  # zero, with an infinite slope
+
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(FlexrankError, match="the gradient's length is (nan|inf) at step 0"):
+        distill_(model, teacher, batches("perceptron"), [profile], objective=Exploding(), steps=1)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    teacher, profile = build("perceptron"), {"0": 3, "2": 4, "4": 2}
+    distill_(nest(build("perceptron")), teacher, batches("perceptron"), [profile], steps=2, checkpoint=tmp_path / "a")
+    frozen = nest(build("perceptron"))
+    frozen[2].v.requires_grad_(False)
+    with pytest.raises(FlexrankError, match=r"holds a parameter not trained here, '2.v'; it belongs to another run"):
+        distill_(frozen, teacher, batches("perceptron"), [profile], steps=2, checkpoint=tmp_path / "a")
+    with pytest.raises(FlexrankError, match="was written with teacher="):
+        other = build("perceptron", seed=1)
+        distill_(nest(other), other, batches("perceptron"), [profile], steps=2, checkpoint=tmp_path / "a")
+
+
+def test_batch_norm_statistics_and_dropout_rest() -> None:
+    teacher, model = build("convnet"), nest(build("convnet")).train()
+    statistics = model[1].running_mean.clone()
+    distill_(model, teacher, batches("convnet"), [full_profile(model)], objective=FeatureObjective(), steps=2)
+    assert torch.equal(model[1].running_mean, statistics) and model.training and not teacher.training
+
+
+def test_bf16_autocast_keeps_float32_parameters_and_learns() -> None:
+    teacher, model = build("perceptron"), nest(build("perceptron"))
+    profile = {"0": 4, "2": 4, "4": 3}
+    evaluate = distillation_evaluator(teacher, batches("perceptron"), FeatureObjective())
+    with use_profile(model, profile):
+        before = evaluate(model)
+    distill_(
+        model,
+        teacher,
+        batches("perceptron"),
+        [profile],
+        objective=FeatureObjective(),
+        autocast=torch.bfloat16,
+        **SETTINGS,
+    )
+    with use_profile(model, profile):
+        assert evaluate(model) < 0.8 * before
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+
+
+def test_wrong_uses_are_named() -> None:
+    teacher, model = build("perceptron"), nest(build("perceptron"))
+    profile = full_profile(model)
+    good = {"objective": FeatureObjective(), "steps": 1}
+    with pytest.raises(FlexrankError, match="distillation got no batches"):
+        distill_(model, teacher, [], [profile], **good)
+    with pytest.raises(FlexrankError, match="distillation got no batches"):
+        distill_(model, teacher, iter([]), [profile], **good)
+    with pytest.raises(FlexrankError, match="distillation got no profiles"):
+        distill_(model, teacher, batches("perceptron"), [], **good)
+    with pytest.raises(FlexrankError, match="steps is 0"):
+        distill_(model, teacher, batches("perceptron"), [profile], **good | {"steps": 0})
+    with pytest.raises(FlexrankError, match="give 1 positive numbers"):
+        distill_(model, teacher, batches("perceptron"), [profile], weights=[1, 2], **good)
+    with pytest.raises(FlexrankError, match="the loss is nan at step 0"):
+        distill_(model, teacher, [torch.full((2, 12), float("nan"))], [profile], **good)
+    with pytest.raises(FlexrankError, match="no elastic layers"):
+        distill_(build("perceptron"), teacher, batches("perceptron"), [profile], **good)

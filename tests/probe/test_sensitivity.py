@@ -1,0 +1,293 @@
+"""The probe against a plain loop that truncates by hand."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from flexrank.calibrate import collect_moments
+from flexrank.data.batches import call_model, output_tensor
+from flexrank.decompose import decompose_
+from flexrank.distill import distillation_evaluator
+from flexrank.distill.objectives import FeatureObjective, LogitObjective
+from flexrank.errors import FlexrankError
+from flexrank.nn.layers import NestedLayer
+from flexrank.nn.surgery import full_matrices, full_profile, nested_layers, select_layers, use_profile
+from flexrank.probe import curvature_sensitivity, probe_sensitivity
+from flexrank.profiles.costs import dense_parameters, deployed_parameters, nearest_rank, rank_block, rank_levels
+from tiny_models import batch_for, build, nest
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama_tied", "dinov3", "convnet", "perceptron", "tied_blocks"])
+def test_probe_equals_a_plain_loop(name: str) -> None:
+    """Bit for bit, the replay of cached blocks included."""
+    teacher, model = build(name), nest(build(name))
+    evaluate = distillation_evaluator(teacher, [batch_for(name)] * 2, FeatureObjective())
+    table = probe_sensitivity(model, evaluate, num_levels=3)
+    full = full_profile(model)
+    assert table.baseline == pytest.approx(evaluate(model), rel=1e-4, abs=1e-9)
+    with full_matrices(model, 2**32):
+        assert table.baseline == evaluate(model)
+        for layer in full:
+            for rank, error in zip(table.ranks[layer], table.errors[layer], strict=True):
+                with use_profile(model, full | {layer: rank}):
+                    assert error == evaluate(model) - table.baseline
+    assert full_profile(model) == {n: layer.rank for n, layer in nested_layers(model).items()}
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_full_layers_multiply_by_a_matrix_that_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = nest(build("bert")), batch_for("bert")
+    layers = nested_layers(model)
+    wanted = output_tensor(call_model(model, batch))
+    seen: list[str] = []
+    names = {id(layer): name for name, layer in layers.items()}
+    active = NestedLayer.active.fget
+    monkeypatch.setattr(NestedLayer, "active", property(lambda layer: seen.append(names[id(layer)]) or active(layer)))
+    with full_matrices(model, 2**30):
+        torch.testing.assert_close(output_tensor(call_model(model, batch)), wanted, rtol=1e-5, atol=1e-6)
+        assert not seen
+        name, layer = next(iter(layers.items()))
+        with use_profile(model, {**full_profile(model), name: 1}):
+            call_model(model, batch)
+        assert seen == [name] and layer.matrix.shape == layer.matrix_shape
+    assert all(layer.full_matrix is None for layer in layers.values())
+    last = layers[list(layers)[-1]]
+    with full_matrices(model, last.matrix.nbytes):  # room for one
+        assert [name for name, layer in layers.items() if layer.full_matrix is not None] == [list(layers)[-1]]
+
+
+def test_what_runs_before_the_probed_layer_does_not_run() -> None:
+    model = nest(build("bert"))
+    runs: dict[str, list[int]] = {"attention": [0, 0], "query": [0, 0]}
+
+    def count(module: nn.Module, seen: list[int], index: int) -> None:
+        own = module.forward
+
+        def forward(*args: object, **kwargs: object) -> object:
+            seen[index] += 1
+            return own(*args, **kwargs)
+
+        module.forward = forward
+
+    for index, block in enumerate(model.encoder.layer):
+        count(block.attention.self, runs["attention"], index)
+        count(block.attention.self.query, runs["query"], index)
+    evaluate = distillation_evaluator(build("bert"), [batch_for("bert")], FeatureObjective())
+    probe_sensitivity(model, evaluate, num_levels=3)
+    # Baseline and survey; a recording of each block, which runs the block before; a check of block 0, which runs block
+    # 1; 2 ranks of 6 layers of block 0. In its own block attention runs for its three projections alone.
+    assert runs["attention"] == [2 + 1 + 3 * 2 + 1, 2 + 1 + 1 + 6 * 2 + 1 + 3 * 2]
+    assert runs["query"] == [2 + 1 + 1 * 2 + 1, 2 + 1 + 1 + 6 * 2 + 1 + 1 * 2]
+
+
+def test_modules_that_do_not_fit_are_run(caplog: pytest.LogCaptureFixture) -> None:
+    """The table is the same; only blocks are replayed, and the log says so."""
+    evaluate = distillation_evaluator(build("bert"), [batch_for("bert")] * 2, FeatureObjective())
+    wanted = probe_sensitivity(nest(build("bert")), evaluate, num_levels=3)
+    with caplog.at_level("INFO", "flexrank"):
+        assert probe_sensitivity(nest(build("bert")), evaluate, num_levels=3, replay_bytes=100) == wanted
+    assert "the modules before encoder.layer.0.attention.self.query are not all replayed" in caplog.text
+
+
+class Added(nn.Module):
+    """An operation in place on what an elastic layer returned: its output cannot be replayed, its block's can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        y += x
+        return self.b(y)
+
+
+def test_a_layer_whose_output_is_changed_in_place_is_run(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    teacher = nn.Sequential(Added(), Added())
+    model = nest(copy.deepcopy(teacher))
+    evaluate = distillation_evaluator(teacher, [torch.randn(4, 6)] * 2, FeatureObjective())
+    with caplog.at_level("INFO", "flexrank"):
+        table = probe_sensitivity(model, evaluate, num_levels=3)
+    assert "the modules before 0.a are not all replayed" in caplog.text
+    full = full_profile(model)
+    for layer in full:
+        with use_profile(model, full | {layer: table.ranks[layer][0]}), full_matrices(model, 2**32):
+            assert table.errors[layer][0] == evaluate(model) - table.baseline > 0
+
+
+class Wrapped(nn.Module):
+    """A stack whose later blocks change what an earlier one returned, in place: it cannot be replayed."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.add_(self.linear(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.Block() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_model_that_cannot_be_replayed_is_run_whole() -> None:
+    torch.manual_seed(1)
+    teacher = Wrapped()
+    model = Wrapped()
+    model.load_state_dict(teacher.state_dict())
+    nest(model)
+    evaluate = distillation_evaluator(teacher, [torch.randn(4, 6)], FeatureObjective())
+    table = probe_sensitivity(model, evaluate, num_levels=3)
+    full = full_profile(model)
+    for layer in full:
+        with use_profile(model, full | {layer: table.ranks[layer][0]}), full_matrices(model, 2**32):
+            assert table.errors[layer][0] == evaluate(model) - table.baseline
+
+
+class Reordered(nn.Module):
+    """Blocks run in another order than they are listed, or twice over: at full rank a replay would not be noticed."""
+
+    def __init__(self, order: tuple[int, ...]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)])
+        self.order = order
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.order:
+            x = self.blocks[index](x)
+        return x
+
+
+@pytest.mark.parametrize("order", [(2, 1, 0), (0, 1, 2, 0, 1, 2), (0, 1, 0, 2)])
+def test_blocks_out_of_order_are_run(order: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    teacher, model = Reordered(order), Reordered(order)
+    model.load_state_dict(teacher.state_dict())
+    nest(model)
+    evaluate = distillation_evaluator(teacher, [torch.randn(4, 6)] * 2, FeatureObjective())
+    table = probe_sensitivity(model, evaluate, num_levels=3)
+    full = full_profile(model)
+    for layer in full:
+        with use_profile(model, full | {layer: table.ranks[layer][0]}), full_matrices(model, 2**32):
+            assert table.errors[layer][0] == evaluate(model) - table.baseline > 0
+
+
+@pytest.mark.parametrize("shape", [(384, 384), (1536, 384), (7, 300), (2, 2), (1, 9)])
+def test_levels_are_even_in_parameters(shape: tuple[int, int]) -> None:
+    levels = rank_levels(shape, 10, "parameters")
+    assert levels[-1] == min(shape) and list(levels) == sorted(set(levels)) and levels[0] >= 1
+    for share in range(1, 10):
+        limit = dense_parameters(shape) * share / 10
+        fitting = [r for r in range(1, min(shape) + 1) if deployed_parameters(shape, r) <= limit]
+        assert (fitting[-1] if fitting else 1) in levels
+    assert rank_levels((100, 100), 10, "ranks") == tuple(range(10, 101, 10))
+    blocks = rank_levels(shape, 10)
+    block = rank_block(shape)
+    assert blocks == tuple(sorted({rank // block * block or rank for rank in levels[:-1]} | {levels[-1]}))
+
+
+@pytest.mark.parametrize(
+    "full, block", [(4096, 32), (512, 32), (511, 16), (384, 16), (256, 16), (64, 4), (31, 1), (3, 1)]
+)
+def test_a_block_is_a_power_of_two_that_leaves_sixteen(full: int, block: int) -> None:
+    assert rank_block((full, 2 * full)) == rank_block((full + 7, full)) == block
+    for share in (0.01, 0.1, 0.5, 0.97, 1.0):
+        rank = nearest_rank((full, 2 * full), share)
+        assert 1 <= rank <= full and (rank % block == 0 or rank in (full, max(1, round(share * full))))
+        assert abs(rank - share * full) <= max(1, block / 2)
+
+
+def test_an_interrupted_probe_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    teacher, path = build("bert"), tmp_path / "probe.json"
+    evaluate = distillation_evaluator(teacher, [batch_for("bert")], FeatureObjective())
+    expected = probe_sensitivity(nest(build("bert")), evaluate, num_levels=3)
+    calls = 0
+
+    def stopping(model: nn.Module) -> float:
+        nonlocal calls
+        calls += 1
+        if calls == 12:
+            raise KeyboardInterrupt
+        return evaluate(model)
+
+    model = nest(build("bert"))
+    with pytest.raises(KeyboardInterrupt):
+        probe_sensitivity(model, stopping, num_levels=3, checkpoint=path)
+    assert all(layer.rank == layer.max_rank for layer in nested_layers(model).values())
+    calls = 100
+    assert probe_sensitivity(model, stopping, num_levels=3, checkpoint=path) == expected
+    assert calls - 100 < 2 + 4 + 2 * 13  # baseline and survey, two recordings and checks, and all probes
+    with pytest.raises(FlexrankError, match="belongs to another probe"):
+        probe_sensitivity(model, evaluate, num_levels=4, checkpoint=path)
+    with pytest.raises(FlexrankError, match="belongs to another probe"):  # the full model gives nearly the same
+        probe_sensitivity(model, lambda m: 1.1 * evaluate(m), num_levels=3, checkpoint=path)
+    # Another number of threads rounds otherwise.
+    assert probe_sensitivity(model, lambda m: evaluate(m) * (1 + 1e-6), num_levels=3, checkpoint=path) == expected
+
+
+def test_wrong_uses_are_named() -> None:
+    model = nest(build("perceptron"))
+    with pytest.raises(FlexrankError, match="num_levels is 1"):
+        probe_sensitivity(model, lambda m: 0.0, num_levels=1)
+    with pytest.raises(FlexrankError, match="evaluating layer '0' at rank .* gave nan"):
+        full = full_profile(model)["0"]
+        probe_sensitivity(model, lambda m: 1.0 if m[0].rank == full else float("nan"), num_levels=2)
+
+
+def test_curvature_is_the_trace_formula_at_every_rank() -> None:
+    """½ tr(G ΔW Σ ΔWᵀ) by plain products, layer by layer and rank by rank, in float64."""
+    model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 4)).double()
+    batches = [torch.randn(32, 6, dtype=torch.float64) for _ in range(3)]
+    moments = collect_moments(
+        model, batches, select_layers(model), side="input", gradient_loss=LogitObjective().fisher_loss
+    )
+    weights = {name: model.get_submodule(name).weight.detach().clone() for name in moments}
+    decompose_(model, moments)
+    table = curvature_sensitivity(model, moments, rows=96, num_levels=4, spacing="ranks")
+    for name, layer in nested_layers(model).items():
+        moment = moments[name]
+        assert moment.gradient_moment is not None
+        for rank, error in zip(table.ranks[name], table.errors[name], strict=True):
+            change = weights[name] - (layer.u[:rank].T @ layer.v[:rank]).detach()
+            expected = torch.trace(moment.gradient_moment / 96 @ change @ (moment.moment / 96) @ change.T) / 2
+            assert error == pytest.approx(float(expected), rel=1e-9, abs=1e-12)
+        assert table.errors[name][-1] == 0
+
+
+def test_curvature_predicts_a_small_divergence() -> None:
+    """One linear layer that loses little: the divergence is its curvature, where inputs tell nothing of gradients."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 8)).double()
+    with torch.no_grad():
+        model[1].weight.mul_(0.05)
+    batches = [torch.randn(4000, 12, dtype=torch.float64)]
+    moments = collect_moments(
+        model, batches, select_layers(model), side="input", gradient_loss=LogitObjective().fisher_loss
+    )
+    teacher = copy.deepcopy(model)
+    decompose_(model, moments)
+    evaluate = distillation_evaluator(teacher, batches, LogitObjective())
+    probed = probe_sensitivity(model, evaluate, 4, spacing="ranks")
+    curved = curvature_sensitivity(model, moments, 4000, 4, spacing="ranks")
+    assert curved.errors["1"][:-1] == pytest.approx(probed.errors["1"][:-1], rel=0.1)
+
+
+def test_curvature_names_what_it_lacks() -> None:
+    model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 4))
+    moments = collect_moments(model, [torch.randn(8, 6)], select_layers(model), side="input")
+    decompose_(model, moments)
+    with pytest.raises(FlexrankError, match="layer '0': curvature needs"):
+        curvature_sensitivity(model, moments, 8)
+    with pytest.raises(FlexrankError, match="rows is 0"):
+        curvature_sensitivity(model, moments, 0)

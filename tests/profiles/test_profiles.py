@@ -1,0 +1,105 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexrank.errors import FlexrankError
+from flexrank.files import read_json, write_json
+from flexrank.profiles import ChainEntry, Footprint, ProfileChain, RankProfile, SensitivityTable
+
+FOOTPRINT = Footprint(other_parameters=100, other_bytes=333, bytes_per_parameter=2)
+
+
+def chain_of(*rows: tuple[int, int, int, float, float | None]) -> ProfileChain:
+    entries = tuple(ChainEntry(RankProfile({"a": a, "b": b}), cost, error, want) for a, b, cost, error, want in rows)
+    return ProfileChain(entries, 100, FOOTPRINT, "joint", 0.1 + 0.2)
+
+
+CHAIN = chain_of((1, 1, 20, 0.9, None), (2, 1, 40, 0.5, 0.4), (2, 3, 70, 0.1 + 0.2, 0.75), (4, 4, 100, 0.0, 1.0))
+
+
+def test_at_picks_the_largest_within_a_budget_parameters_or_bytes():
+    assert CHAIN.at(0.2) == {"a": 1, "b": 1}
+    assert CHAIN.at(0.69) == {"a": 2, "b": 1}
+    assert CHAIN.at(0.7) == {"a": 2, "b": 3}
+    assert CHAIN.at(1.0) == {"a": 4, "b": 4}
+    assert CHAIN.at(max_params=100 + 40) == {"a": 2, "b": 1}
+    assert CHAIN.at(max_params=100 + 39) == {"a": 1, "b": 1}
+    assert CHAIN.at(max_bytes=333 + 2 * 70) == {"a": 2, "b": 3}
+    assert CHAIN.at(max_bytes=333 + 2 * 70 - 1) == {"a": 2, "b": 1}
+
+
+def test_at_picks_the_smallest_within_an_error():
+    assert CHAIN.at(max_error=0.5) == {"a": 2, "b": 1}
+    assert CHAIN.at(max_error=0.49) == {"a": 2, "b": 3}
+    assert CHAIN.at(1.0, max_error=0.5) == {"a": 4, "b": 4}  # a budget is spent
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({}, "needs a budget"),
+        ({"budget": 0}, "budget 0 is out of range"),
+        ({"budget": 1.5}, "budget 1.5 is out of range"),
+        ({"budget": 0.19}, "budget=0.19 is too small; the least that this chain offers is 0.2"),
+        ({"max_params": 119}, "the least that this chain offers is 120"),
+        ({"max_bytes": 372}, "the least that this chain offers is 373"),
+        ({"budget": 0.2, "max_error": 0.5}, "max_error=0.5 is too small; the least that this chain offers is 0.9"),
+    ],
+)
+def test_limits_that_nothing_meets_are_told(limits, message):
+    with pytest.raises(FlexrankError) as caught:
+        CHAIN.at(**limits)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_requested_entries_are_told_apart():
+    assert CHAIN.budgets == (0.4, 0.75, 1.0)
+    assert [entry.parameters for entry in CHAIN.requested] == [40, 70, 100]
+
+
+def test_a_chain_must_be_nested_and_rise():
+    with pytest.raises(FlexrankError, match="at least one"):
+        ProfileChain((), 1, FOOTPRINT, "joint")
+    with pytest.raises(FlexrankError, match="nested"):
+        chain_of((2, 1, 20, 0.5, None), (1, 2, 40, 0.4, None))
+    with pytest.raises(FlexrankError, match="rise in cost"):
+        chain_of((1, 1, 40, 0.5, None), (1, 2, 20, 0.4, None))
+
+
+def test_a_rank_profile_is_a_hashable_mapping():
+    profile = RankProfile({"a": 1, "b": 2})
+    assert profile == {"b": 2, "a": 1} and hash(profile) == hash(RankProfile({"b": 2, "a": 1}))
+    assert profile.fits_in({"a": 1, "b": 3})
+    assert not profile.fits_in({"a": 1, "b": 1})
+    assert not profile.fits_in({"a": 1, "b": 2, "c": 3})
+    with pytest.raises(FlexrankError, match="layer 'a' has rank 0"):
+        RankProfile({"a": 0})
+
+
+@given(
+    errors=st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=2, max_size=2),
+    gap=st.none() | st.floats(0, 1),
+)
+def test_chains_keep_every_bit_through_json(errors, gap):
+    entries = (
+        ChainEntry(RankProfile({"a": 1}), 3, errors[0], 1 / 3),
+        ChainEntry(RankProfile({"a": 2}), 5, errors[1]),
+    )
+    chain = ProfileChain(entries, 9, FOOTPRINT, "joint", gap)
+    assert ProfileChain.from_json(json.loads(json.dumps(chain.to_json()))) == chain
+
+
+def test_chains_and_tables_keep_every_bit_through_a_file(tmp_path):
+    table = SensitivityTable({"a": (3, 4)}, {"a": (1, 3)}, {"a": (0.1 + 0.2, 0.0)}, 1 / 3, FOOTPRINT)
+    write_json(tmp_path / "table.json", table.to_json())
+    assert SensitivityTable.from_json(read_json(tmp_path / "table.json")) == table
+    write_json(tmp_path / "chain.json", CHAIN.to_json())
+    assert ProfileChain.from_json(read_json(tmp_path / "chain.json")) == CHAIN
+
+
+@pytest.mark.parametrize(("kind", "key"), [(ProfileChain, "entries"), (SensitivityTable, "shapes")])
+def test_json_without_a_key_is_told(kind, key):
+    with pytest.raises(FlexrankError, match=f"key '{key}' is missing"):
+        kind.from_json({})

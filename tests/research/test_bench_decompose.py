@@ -1,0 +1,50 @@
+"""The bench's own code at a tiny size: its numbers are there, and its verdicts follow from them."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from flexrank.nn.linalg import ridged, whitened_svd
+from research.benches import decompose
+from research.findings.figures import save_figure
+
+KINDS = (
+    decompose.Kind("q, o", (12, 12), 2, 2),
+    decompose.Kind("up", (30, 12), 2, 1),
+    decompose.Kind("down", (12, 30), 1, 1),
+)
+
+
+def test_the_bench_measures_what_it_claims(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    for name, value in {"KINDS": KINDS, "SOLVED": 20, "TOKENS": 40}.items():
+        monkeypatch.setattr(decompose, name, value)
+    monkeypatch.setattr(decompose.machine, "product_rate", lambda *_: 1e9)
+    result = decompose.run()
+    json.dumps(result)
+    assert result["data"]["solve"]["30"] == pytest.approx(decompose._solve_seconds(20) * 1.5**3)
+    for row in result["data"]["rows"]:
+        assert len(row["ours"]) == len(row["whitened"]) == decompose.REPEATS
+        assert all(math.isfinite(one) and one > 0 for one in (*row["ours"], *row["whitened"], row["operations"]))
+    save_figure(lambda: decompose.draw(result["data"]), tmp_path / "decompose")
+    assert (tmp_path / "decompose.png").is_file()
+
+
+@pytest.mark.parametrize(("whitened", "met"), [(3.0, True), (2.9, False)])
+def test_the_verdict_follows_from_the_seconds(whitened: float, met: bool) -> None:
+    """Two layers of one input: 2·3 + 2 against 2·1."""
+    rows = [{"number": 2, "inputs": 1, "solve": 2.0, "ours": [1.0], "whitened": [whitened], "shape": [4, 4]}]
+    assert decompose.totals(rows) == (2.0, 2 * whitened + 2, 2 * whitened)
+    (goal,) = decompose._goals(rows)
+    assert goal["holds"] is met
+
+
+def test_the_rival_is_the_whitened_procedure() -> None:
+    """With Σ^{1/2} = Σ^{-1/2} = 1 its factors are those of `whitened_svd`."""
+    weight, moment = torch.randn(5, 7), torch.eye(7).double()
+    left, right = decompose.whiten(weight, moment)
+    factors = whitened_svd(weight, moment)
+    assert torch.allclose(ridged(moment), moment, atol=1e-5)
+    torch.testing.assert_close(left @ right.T, factors.u.T @ factors.v, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,76 @@
+"""The front of submodels trained alone, at a size that takes seconds."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexrank.profiles import Footprint, SensitivityTable
+from flexrank.profiles.costs import deployed_parameters, rank_levels
+from research.studies import front, mnist
+from research.studies.study import Request
+
+
+def test_best_within_is_the_least_of_what_fits() -> None:
+    assert front.best_within([0.2, 0.5, 0.9], [3.0, 4.0, 1.0], 0.5) == 3.0
+    assert front.best_within([0.2, 0.5, 0.9], [3.0, 2.0, 1.0], 0.5) == 2.0
+    assert front.best_within([0.2], [3.0], 0.1) == float("inf")
+
+
+def test_the_elastic_networks_profiles_are_of_the_grid() -> None:
+    table = SensitivityTable({"a": (9, 9)}, {"a": (1, 3, 9)}, {"a": (0.5, 0.2, 0.0)}, 0.0, Footprint(0, 0, 4))
+    kept = front.at_levels(table, (0, 2))
+    assert kept.ranks == {"a": (1, 9)} and kept.errors == {"a": (0.5, 0.0)}
+
+
+def test_the_gap_is_the_choice_of_profiles_times_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: two submodels of .5, of which the elastic network has the worse, and the full one."""
+    monkeypatch.setattr(front, "BUDGETS", (0.5, 1.0))
+    one = {
+        "grid": [[0.5, 1, 2], [0.5, 2, 1], [1.0, 9, 9]],
+        "alone": {"DataSVD": [[0.2, 0.1], [0.1, 0.1], [0.05, 0.1]]},
+        "elastic": {"shares": [0.5, 1.0], "ranks": [[1, 2], [9, 9]], "after": [[0.6, 0.1], [0.1, 0.1]]},
+        "longer": {"shares": [0.5, 1.0], "after": [[0.3, 0.1], [0.1, 0.1]]},
+    }
+    assert front._choices(one) == [2.0, 1.0] and front._gaps(one, "DataSVD") == [pytest.approx(6), 2]
+    why = front._reason([one], [front._gaps(one, "DataSVD")[:1]])
+    assert (
+        "6.00 times the front's; its profiles trained alone are 2.00 times" in why
+        and "in one set of weights 3.00" in why
+    )
+    lost = front._lost_cases([[0.9], [1.5]], [[5.0], [6.0]])
+    assert lost == "0.5, seed 1: 1.50 times it, 6.00 times the front from DataSVD"
+
+
+def test_no_budget_is_below_the_least_submodel_of_either_grid() -> None:
+    """Else its front is empty, and the study ends in a division by it."""
+    shapes = [(10, 25), (16, 160), (32, 64), (10, 32)]
+    least = sum(deployed_parameters(shape, rank_levels(shape, mnist.LEVELS, "ranks")[0]) for shape in shapes)
+    assert front.COARSE[0] == 0 and least <= front.BUDGETS[0] * sum(m * n for m, n in shapes)
+
+
+def test_the_study_runs_whole_on_few_images_and_goes_on_from_its_units(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images, labels = torch.randn(256, 1, 28, 28), torch.randint(0, 10, (256,))
+    monkeypatch.setattr(mnist, "load_images", lambda split: (images, labels))
+    for name, value in {"CALIBRATION": 64, "PROBE": 64, "ELASTIC_STEPS": 20, "COARSE": (0, 9), "CHUNK": 5}.items():
+        monkeypatch.setattr(front, name, value)
+    monkeypatch.setattr(front, "STEPS", {"random": 3, "DataSVD": 20})
+    first = front.run(Request(work=tmp_path, seeds=1))
+    assert first["settings"]["submodels"] == 16
+    rows = {row[0]: row[1:] for row in first["tables"][0]["rows"]}
+    # At budget 1 the elastic network is compared with the grid's full model, and DataSVD untrained is the network.
+    assert rows["DataSVD, untrained: divergence"][-1]["mean"] == pytest.approx(0, abs=1e-5)
+    random, aligned = (
+        rows["front from random: divergence"][-1]["mean"],
+        rows["front from DataSVD: divergence"][-1]["mean"],
+    )
+    assert aligned < random
+    falling = [cell["mean"] for cell in rows["front from DataSVD: divergence"]]
+    assert falling == sorted(falling, reverse=True)
+    choices = rows["the elastic network's profiles, each trained alone / front from DataSVD"]
+    assert all(cell["mean"] >= 1 for cell in choices)
+    assert len(front.draw(first["data"]).axes) == 1
+    monkeypatch.setattr(front, "train_stacked_", None)  # every unit is finished: nothing is trained again
+    assert front.run(Request(work=tmp_path, seeds=1))["tables"] == first["tables"]

@@ -1,0 +1,298 @@
+"""The networks of the study `vision` are what they claim to be, and the study measures what it says."""
+
+import dataclasses
+import io
+import math
+import runpy
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+import models
+import tiny_models
+from flexrank import progress
+from flexrank.data.images import Scaling
+from flexrank.errors import FlexrankError
+from flexrank.files import read_json
+from flexrank.hf.models import load_model
+from flexrank.nn.surgery import use_profile
+from research.studies import driver, resnet, vision, vit
+from research.studies.study import Request
+from research.studies.vision import BUDGETS, Images, Network, Plan, compress
+from research.studies.vit import Recipe, train_vit
+
+SCALING = Scaling((0.5,) * 3, (0.25,) * 3)
+TINY = Recipe(epochs=3, batch_size=8, hidden=16, layers=1, heads=2, feed_forward=24, patch=8)
+PLAN = Plan(steps=4, batch_size=8, calibration=16, probe=8, levels=8, warmup_steps=1, test=40)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Any:
+    progress.show(False)
+    yield
+    progress.show(True)
+
+
+def colours(count: int, size: int, seed: int) -> tuple[Any, Any]:
+    """Noisy images (N, size, size, 3) of one of three colours, and which."""
+    random = np.random.default_rng(seed)
+    labels = random.integers(0, 3, count)
+    images = random.integers(0, 120, (count, size, size, 3))
+    images[np.arange(count), :, :, labels] += 80
+    return images.astype(np.uint8), labels
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory like that of CIFAR-10."""
+    directory = tmp_path_factory.mktemp("images")
+    for name, count in ((vit.TRAIN, 40), (vit.TEST, 30)):
+        images, labels = colours(count, 16, count)
+        encoded = []
+        for image in images:
+            with io.BytesIO() as buffer:
+                Image.fromarray(image).save(buffer, "JPEG", quality=95)
+                encoded.append(buffer.getvalue())
+        offsets = np.cumsum([0, *map(len, encoded)])
+        np.savez(directory / name, jpg=np.frombuffer(b"".join(encoded), np.uint8), offsets=offsets, y=labels)
+    return directory
+
+
+def test_training_writes_a_network_that_loads_and_is_as_good_as_it_says(files: Path, tmp_path: Path) -> None:
+    record = train_vit(files, tmp_path / "vit", dataclasses.replace(TINY, epochs=8, learning_rate=1e-2))
+    model = load_model(tmp_path / "vit", "classification")
+    scaling = Scaling.read(tmp_path / "vit" / "preprocessor_config.json")
+    pixels, labels = vit.read_tensors(files / vit.TEST)
+    with torch.no_grad():
+        right = sum(
+            int(model(scaling(one[None])).logits.argmax() == label) for one, label in zip(pixels, labels, strict=True)
+        )
+    assert record["accuracy"] == right / len(labels) > 0.5
+    assert record == read_json(tmp_path / "vit" / vit.RECORD)
+    assert len(record["losses"]) == 8 and record["losses"][-1] < record["losses"][0]
+    assert [path.name for path in tmp_path.iterdir()] == ["vit"]  # no checkpoint is left
+
+
+def test_an_interrupted_training_goes_on_to_the_same_bits(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = train_vit(files, tmp_path / "whole", TINY)
+    save = vit.State.save
+
+    def save_and_stop(state: vit.State) -> None:
+        save(state)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(vit.State, "save", save_and_stop)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            train_vit(files, tmp_path / "cut", TINY)
+    monkeypatch.undo()
+    assert not (tmp_path / "cut").exists()
+    with pytest.raises(FlexrankError, match="was written with epochs=3, not 4"):
+        train_vit(files, tmp_path / "cut", dataclasses.replace(TINY, epochs=4))
+    assert train_vit(files, tmp_path / "cut", TINY) == wanted
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_a_training_replaces_only_another_training(files: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.txt").write_text("mine")
+    recipe = dataclasses.replace(TINY, epochs=1)
+    with pytest.raises(FlexrankError, match="holds other files"):
+        train_vit(files, tmp_path, recipe)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"epochs": 0}, "epochs is 0; it must be at least 1"),
+        ({"batch_size": -1}, "batch_size is -1; it must be at least 1"),
+        ({"learning_rate": 0.0}, "learning_rate is 0; it must be a number above 0"),
+        ({"learning_rate": math.nan}, "learning_rate is nan; it must be a number above 0"),
+    ],
+)
+def test_an_impossible_recipe_is_named(change: Any, told: str, files: Path, tmp_path: Path) -> None:
+    with pytest.raises(FlexrankError) as error:
+        train_vit(files, tmp_path / "vit", dataclasses.replace(TINY, **change))
+    assert str(error.value) == told
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs examples/train_vit.py with these arguments."""
+
+    def run(*arguments: object) -> None:
+        monkeypatch.setattr(sys, "argv", ["train_vit.py", *map(str, arguments)])
+        runpy.run_path(str(Path(__file__).parents[2] / "examples" / "train_vit.py"), run_name="__main__")
+
+    return run
+
+
+def test_the_example_tells_a_wrong_input_in_one_line(example: Any, tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as end:
+        example("--images", tmp_path / "nowhere", "--output", tmp_path / "vit")
+    printed = capsys.readouterr()
+    wanted = f"error: {tmp_path / 'nowhere' / vit.TRAIN}: no such file of images (.npz)\n"
+    assert (end.value.code, printed.out, printed.err) == (2, "", wanted)
+
+
+def test_the_example_writes_where_the_study_looks(
+    example: Any, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def note(*given: Any) -> dict[str, float]:
+        calls.append(given)
+        return {"accuracy": 0.5}
+
+    calls: list[Any] = []
+    monkeypatch.setattr(vit, "train_vit", note)
+    monkeypatch.chdir(tmp_path)
+    example("--images", files, "--epochs", 2)
+    place = driver.request_of(vision.STUDY, driver.Wishes()).work.parent / vision.VIT_DIRECTORY
+    assert calls == [(files, place, Recipe(epochs=2))] and place == Path("runs/reproduce/vit-cifar10")
+    assert capsys.readouterr().out == "50.00% of the test images are classified right\n"
+
+
+def test_the_study_tells_how_its_transformer_was_trained(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assets = tmp_path / "assets"
+    shutil.copytree(files, assets / "cifar10")
+    (assets / vision.RESNET_FILE).parent.mkdir()
+    save_file(resnet.ResNet20().state_dict(), assets / vision.RESNET_FILE)
+    monkeypatch.setenv("FLEXRANK_ASSETS", str(assets))
+    monkeypatch.setattr(vision, "compress", lambda *_: {"settings": {"seeds": 3}, "tables": []})
+    record = train_vit(files, tmp_path / vision.VIT_DIRECTORY, dataclasses.replace(TINY, epochs=1))
+    found = vision.run(Request(tmp_path / "vision"))
+    trained = dataclasses.asdict(TINY) | {"epochs": 1, "accuracy": record["accuracy"]}
+    assert found == {"settings": {"seeds": 3, "training_of_the_transformer": trained}, "tables": []}
+
+
+def test_the_shortcut_is_option_a() -> None:
+    x = torch.randn(2, 4, 6, 6)
+    found = resnet.shortcut(x, 8, 2)
+    assert found.shape == (2, 8, 3, 3)
+    for channel in range(8):
+        for row in range(3):
+            for column in range(3):
+                wanted = x[:, channel - 2, 2 * row, 2 * column] if 2 <= channel < 6 else torch.zeros(2)
+                assert torch.equal(found[:, channel, row, column], wanted)
+    assert torch.equal(resnet.shortcut(x, 4, 1), x)
+
+
+def test_resnet20_has_the_published_size() -> None:
+    model = resnet.ResNet20()
+    assert sum(p.numel() for p in model.parameters()) == 269_722  # He et al. 2016, table 6: .27 million
+    convolutions = [m for m in model.modules() if isinstance(m, torch.nn.Conv2d)]
+    assert len(convolutions) + 1 == 20
+
+
+def test_resnet20_classifies_as_published(assets: Path) -> None:
+    model = resnet.load_resnet20(assets / vision.RESNET_FILE)
+    pixels, labels = vit.read_tensors(assets / "cifar10" / vit.TEST)
+    images = Images(pixels[:1000], pixels[:1000], labels[:1000])
+    network = Network("r", "ResNet-20", model, resnet.SCALING, 1e-3, "", False)
+    # 87.31 % of all 10,000; three standard deviations of the share of 1,000 are 3.2 points.
+    assert abs(vision._measure(model, network, images) - 87.31) < 3.2
+
+
+def networks() -> tuple[Network, ...]:
+    torch.manual_seed(0)
+    transformer = models.vit()
+    with torch.no_grad():
+        for parameter in transformer.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape)
+    return (
+        Network("vit", "vision transformer", transformer, SCALING, 1e-3, "a", True),
+        Network("conv", "convolutions", tiny_models.build("convnet"), SCALING, 1e-3, "b", False),
+    )
+
+
+def tiny_images() -> Images:
+    training, _ = colours(80, 16, 0)
+    test, classes = colours(60, 16, 1)
+    first, second = (torch.from_numpy(values).permute(0, 3, 1, 2).contiguous() for values in (training, test))
+    return Images(first, second, torch.from_numpy(classes))
+
+
+def share_right(model: Any, images: Images, count: int) -> float:
+    """Percent right among the first test images, one by one."""
+    right = 0
+    for image, label in zip(images.test[:count], images.classes[:count], strict=True):
+        value = (image[None].float() / 255 - 0.5) / 0.25
+        output = model(value)
+        right += int(getattr(output, "logits", output).argmax() == label)
+    return 100 * right / count
+
+
+@torch.no_grad()
+def test_the_whole_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images, nets = tiny_images(), networks()
+    with torch.enable_grad():
+        result = compress(nets, images, PLAN, 2, Request(tmp_path))
+    assert result["data"]["images"] == 40
+    trials = {}
+    for network, found in zip(nets, result["data"]["networks"], strict=True):
+        assert found["full"] == pytest.approx(share_right(network.model, images, 40))
+        assert len(found["datasvd"]) == len(found["consolidated"]) == 2
+        trials[network.name] = found
+    assert not list(tmp_path.rglob("*, distilled"))
+    # A unit that is finished is not computed again, and what is read back is what was found.
+    monkeypatch.setattr(vision, "distill_", None)
+    monkeypatch.setattr(vision, "collect_moments", None)
+    assert compress(nets, images, PLAN, 2, Request(tmp_path)) == result
+
+    quality, sizes = result["tables"]
+    assert quality["columns"][:2] == ["network, stage", "full"] and len(quality["columns"]) == 2 + len(BUDGETS)
+    mean = sum(values[BUDGETS.index(0.3)] for values in trials["vit"]["consolidated"]) / 2
+    row = next(row for row in quality["rows"] if row[0] == "vision transformer, consolidated")
+    assert row[2 + BUDGETS.index(0.3)]["mean"] == pytest.approx(mean)
+    assert sizes["rows"][1][1] == pytest.approx(share_right(nets[1].model, images, 60))
+    assert sizes["rows"][0][2:] == sorted(sizes["rows"][0][2:], reverse=True)
+    assert [one["holds"] for one in result["claims"]][1::2] == [None, None]  # the paper has no ResNet
+    first = result["claims"][0]
+    lost = [trials["vit"]["full"] - values[BUDGETS.index(0.3)] for values in trials["vit"]["consolidated"]]
+    assert first["holds"] == (max(lost) <= 5)
+    assert first["here"].startswith(f"{trials['vit']['full'] - mean:.1f} ({min(lost):.1f} to {max(lost):.1f})")
+
+    figure = vision.draw(result["data"])
+    panels = figure.axes
+    assert [panel.get_title() for panel in panels] == ["vision transformer", "convolutions"]
+    line = next(line for line in panels[0].get_lines() if line.get_label() == "consolidated")
+    assert line.get_ydata()[BUDGETS.index(0.3)] == pytest.approx(mean)
+
+
+@torch.no_grad()
+def test_stages_of_a_trial(tmp_path: Path) -> None:
+    """The parts of the training images do not meet; DataSVD is the decomposed network at the chain's profile."""
+    images, network = tiny_images(), networks()[0]
+    ledger = vision.Ledger(tmp_path, {})
+    trial = vision._Trial(network, images, PLAN, 1, ledger)
+    parts = [set(rows.tolist()) for rows in (trial.calibration, trial.probe, trial.rest)]
+    assert [len(part) for part in parts] == [16, 8, 56] and len(set.union(*parts)) == 80
+    assert set(vision._Trial(network, images, PLAN, 2, ledger).calibration.tolist()) != parts[0]
+
+    wanted = []
+    for energies in trial.decomposed[1].values():
+        values = energies.tolist()
+        wanted.append(next(r for r in range(1, len(values) + 1) if sum(values[:r]) >= 0.99 * sum(values)) / len(values))
+    assert trial.energetic_share() == pytest.approx(sum(wanted) / len(wanted))
+    chain = trial.allocate()
+    assert list(chain.budgets) == sorted(BUDGETS)
+    before = trial.accuracies(chain)
+    with use_profile(trial.model, chain.at(0.3)):
+        expected = share_right(trial.model, images, 60)
+    assert before[BUDGETS.index(0.3)] == pytest.approx(expected)
+    kept = {name: value.clone() for name, value in trial.model.state_dict().items()}
+    with torch.enable_grad():
+        trial.consolidate(chain)
+    assert any(not torch.equal(value, kept[name]) for name, value in trial.model.state_dict().items())
+    assert trial.model.config._attn_implementation == network.model.config._attn_implementation == "sdpa"

@@ -1,0 +1,122 @@
+"""Wrong keys and values are one line that names them; right ones freeze to what was written."""
+
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import pytest
+import yaml
+
+from flexrank.errors import FlexrankError
+from flexrank.run.config import load_config, parse_config, write_config
+
+LEAST = {"name": "tiny", "task": "embedding", "model": "somewhere"}
+
+
+def message(overrides: list[str], tmp_path: Path, **values: Any) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(LEAST | values))
+    with pytest.raises(FlexrankError) as caught:
+        load_config(path, overrides)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def test_the_least_config_has_the_papers_budgets_and_a_directory_by_name() -> None:
+    config = parse_config(LEAST)
+    assert config.allocation.budgets == (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+    assert config.directory == Path("runs/tiny")
+    with pytest.raises(pydantic.ValidationError):
+        config.name = "other"  # type: ignore[misc]
+
+
+def test_what_is_written_is_read_back_to_the_same(tmp_path: Path) -> None:
+    config = parse_config(LEAST | {"layers": {"exclude": ["pooler"]}, "deployment": {"slack": 4, "budgets": []}})
+    write_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+def test_a_run_directory_is_its_own_output(tmp_path: Path) -> None:
+    write_config(parse_config(LEAST), tmp_path / "config.yaml")
+    assert load_config(tmp_path).directory == tmp_path
+
+
+def test_overrides_are_yaml_and_make_missing_sections(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(LEAST))
+    overrides = ["distillation.steps=7", "distillation.learning_rate=1e-3", "allocation.budgets=[.25, .75]", "seed=3"]
+    config = load_config(path, overrides)
+    assert (config.distillation.steps, config.distillation.learning_rate, config.seed) == (7, 1e-3, 3)
+    assert config.allocation.budgets == (0.75, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("distilation.steps=3", ["'distilation'", "did you mean 'distillation'?"]),
+        ("distillation.step=3", ["'distillation.step'", "did you mean 'distillation.steps'?"]),
+        ("steps=3", ["'steps'", "did you mean 'distillation.steps'?"]),
+        ("data.zzzzz=3", ["'data.zzzzz'", "data has source, path"]),
+        ("probe.levels=ten", ["probe.levels is 'ten'", "valid integer"]),
+        ("allocation.budgets=[0.5, 1.5]", ["allocation.budgets.1 is 1.5", "less than or equal to 1"]),
+        ("deployment.budgets=[0]", ["deployment.budgets.0 is 0", "greater than 0"]),
+        ("allocation.budgets=[.5, .5]", ["allocation.budgets is [0.5, 0.5]", "may stand once"]),
+        ("allocation.savings=ranks", ["allocation.savings 'ranks'", "'paper'"]),
+        ("deployment.slack=-1", ["deployment.slack is -1", "'auto' or a whole number"]),
+        ("deployment.slack=true", ["deployment.slack is True", "'auto' or a whole number"]),
+        ("layers.exclude=pooler", ["layers.exclude is 'pooler'", "a list in brackets"]),
+        ("probe=3", ["probe is 3", "probe.levels"]),
+        ("distillation.weights=[1, 2]", ["distillation.weights has 2 numbers", "has 8"]),
+        ("distillation.top_k=0", ["distillation.top_k is 0", "greater than or equal to 1"]),
+        ("distillation.learning_rate=.nan", ["distillation.learning_rate is nan"]),
+        ("dtype=int8", ["dtype is 'int8'", "'bfloat16'"]),
+        ("name=a/b", ["name is 'a/b'"]),
+        ("data.source=text", ["data.path is missing", "reads a file"]),
+        ("task=classification", ["'stdlib-docs' does not fit task 'classification'"]),
+        ("model.x=3", ["--set 'model.x=3'", "'model' is a value"]),
+        ("steps", ["--set 'steps'", "KEY=VALUE"]),
+        ("seed=[", ["--set 'seed=['", "not YAML"]),
+    ],
+)
+def test_a_wrong_override_is_one_line(override: str, parts: list[str], tmp_path: Path) -> None:
+    text = message([override], tmp_path)
+    for part in parts:
+        assert part in text, text
+
+
+def test_a_missing_key_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("name: tiny\ntask: language\n")
+    with pytest.raises(FlexrankError, match="key 'model' is missing"):
+        load_config(path)
+
+
+def test_a_misspelt_required_key_is_told_as_misspelt(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("name: tiny\ntask: language\nmodle: x\n")
+    with pytest.raises(FlexrankError, match="'modle'; did you mean 'model'"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "part"), [("name: [", "not YAML"), ("- a\n- b\n", "a mapping of keys"), (b"\xff\xfe\x00", "not YAML")]
+)
+def test_a_file_that_is_no_config_is_one_line(content: str | bytes, part: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(FlexrankError) as caught:
+        load_config(path)
+    assert part in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_missing_file_and_a_directory_without_a_run_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(FlexrankError, match="no such config file"):
+        load_config(tmp_path / "none.yaml")
+    with pytest.raises(FlexrankError, match="is no run directory"):
+        load_config(tmp_path)
+
+
+def test_the_examples_are_valid() -> None:
+    for path in sorted((Path(__file__).parents[2] / "examples").glob("**/*.yaml")):
+        assert load_config(path).name

@@ -1,0 +1,234 @@
+"""The whole way on tiny models: what it writes and exports, for each task, and what it refuses."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexrank import deployment
+from flexrank.data.text import SPLITS
+from flexrank.distill import distillation_evaluator
+from flexrank.distill.objectives import objective_for
+from flexrank.errors import FlexrankError
+from flexrank.nn.surgery import use_profile
+from flexrank.run import run_stages
+from flexrank.run.config import load_config, parse_config
+from flexrank.run.samples import load_samples
+from flexrank.run.stages import autocast_dtype
+from tiny_runs import TEXT, rerun, settings, summary_of, verify_here
+
+
+def test_the_summary_has_the_promised_keys_and_keeps_to_the_budgets(finished: Path) -> None:
+    summary = summary_of(finished)
+    assert {"model", "base", "rows"} <= summary.keys()
+    assert [row["budget"] for row in summary["rows"]] == [0.8, 0.5]
+    dense = sum(m * n for m, n in (layer["shape"] for layer in summary["layers"].values()))
+    assert summary["base"]["params_layers"] == dense
+    for row in summary["rows"]:
+        assert {"params_layers", "params_model", "bytes", "quality", "latency_ratio"} <= row.keys()
+        assert row["params_layers"] <= row["budget"] * dense
+        assert row["params_model"] - row["params_layers"] == summary["base"]["params_model"] - dense
+        assert row["latency_ratio"] > 0
+        assert row["mean_rank"] == sum(row["ranks"].values()) / len(row["ranks"])
+
+
+def test_the_exported_model_is_the_row_of_its_budget(finished: Path, sources: Path) -> None:
+    """Loaded as anybody would load it, it has the row's parameters, bytes and quality."""
+    import transformers
+    from safetensors import safe_open
+
+    import flexrank  # noqa: F401
+
+    row = next(row for row in summary_of(finished)["rows"] if row["budget"] == 0.5)
+    place = finished / "deployed" / "0.50"
+    with safe_open(place / "model.safetensors", framework="pt") as file:
+        assert sum(file.get_tensor(name).numel() for name in file.keys()) == row["params_model"]
+    added = {"flexrank.json", "tokenizer.json", "tokenizer_config.json"}  # by the export, beside what a model saves
+    files = [path for path in place.iterdir() if path.name not in added]
+    assert sum(path.stat().st_size for path in files) == row["bytes"]
+    small = transformers.AutoModelForCausalLM.from_pretrained(place)
+    config = load_config(finished)
+    samples = load_samples(config, str(sources / "language"), transformers.AutoTokenizer.from_pretrained(place))
+    assert samples.judge(small)(small)["nats_per_token"] == pytest.approx(row["quality"]["nats_per_token"], rel=1e-6)
+
+
+def test_the_base_row_is_the_original(finished: Path, sources: Path) -> None:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(sources / "language").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(sources / "language")
+    samples = load_samples(load_config(finished), str(sources / "language"), tokenizer)
+    base = summary_of(finished)["base"]
+    assert base["quality"] == samples.judge(model)(model)
+    assert base["params_model"] == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_consolidation_lowers_the_loss_it_minimises(finished: Path, sources: Path) -> None:
+    """The elastic model of the run is nearer to its teacher than the decomposed one, at the smallest size."""
+    import transformers
+
+    from flexrank.artefacts.elastic import load_elastic
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(sources / "language").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(sources / "language")
+    samples = load_samples(load_config(finished), str(sources / "language"), tokenizer)
+    evaluate = distillation_evaluator(model, samples.training, objective_for("language"))
+    (before, _), (after, chain) = (load_elastic(finished / name) for name in ("elastic_initial", "elastic"))
+    with use_profile(before, chain.at(0.5)), use_profile(after, chain.at(0.5)):
+        assert evaluate(after) < evaluate(before)
+
+
+def test_without_consolidation_the_artefact_is_the_decomposed_network(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deployment, "_run_verification", verify_here)
+    rerun(copied, "distillation.steps=0")
+    one, two = (copied / name / "elastic.safetensors" for name in ("elastic_initial", "elastic"))
+    assert one.read_bytes() == two.read_bytes()
+    assert all(row["quality_before"] is None for row in summary_of(copied)["rows"])
+
+
+@pytest.mark.parametrize(("features", "expected"), [({"avx512_bf16": True}, torch.bfloat16), ({"avx2": True}, None)])
+def test_autocast_takes_bfloat16_where_the_processor_has_it(
+    features: dict[str, bool], expected: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
+    assert autocast_dtype("auto", torch.device("cpu")) is expected
+    assert autocast_dtype("off", torch.device("cpu")) is None
+    assert autocast_dtype("bfloat16", torch.device("cpu")) is torch.bfloat16
+
+
+def test_weights_go_from_the_largest_budget_to_the_smallest(copied: Path) -> None:
+    """Where the second of two budgets, the smaller, has all the weight, no step trains the larger."""
+    rerun(copied, "distillation.weights=[1e-9, 1]", until="distill")
+    assert json.loads((copied / "history.json").read_text())["budgets"] == [0.5] * 6
+
+
+def test_a_budget_holds_with_its_slack_and_bytes_follow_the_dtype(
+    finished: Path, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deployment, "_run_verification", verify_here)
+    rerun(copied, "deployment.slack=8", "deployment.dtype=bfloat16")
+    summary, before = summary_of(copied), summary_of(finished)
+    for row, old in zip(summary["rows"], before["rows"], strict=True):
+        assert row["params_layers"] <= row["budget"] * summary["base"]["params_layers"]
+        assert row["mean_rank"] < old["mean_rank"]  # the slack's parameters come out of the same budget
+        assert row["bytes"] < 0.7 * old["bytes"]
+    assert [entry["dtype"] for entry in summary["deployed"]] == ["bfloat16"]
+    (half,) = [row for row in summary["rows"] if row["budget"] == 0.5]
+    assert summary["deployed"][0]["quality"] == half["quality"] != half["quality_before"]
+
+
+def test_an_encoder_goes_all_the_way(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row of a budget is what the exported model gives by hand: mean-pooled over real tokens, held-out texts."""
+    import transformers
+
+    monkeypatch.setattr(deployment, "_run_verification", verify_here)
+    config = settings(sources / "embedding", sources / "text.txt", tmp_path / "run", "embedding")
+    config["layers"] = {"exclude": ["pooler"]}
+    run_stages(parse_config(config))
+    summary = summary_of(tmp_path / "run")
+    assert summary["base"]["quality"]["cosine"] == pytest.approx(1.0, abs=1e-6)
+    assert not any("pooler" in name for name in summary["layers"])
+    model, small = (
+        transformers.AutoModel.from_pretrained(place).eval()
+        for place in (sources / "embedding", tmp_path / "run" / "deployed" / "0.50")
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(sources / "embedding", padding_side="right")
+    held_out = TEXT.splitlines()[-len(TEXT.splitlines()) * SPLITS["evaluation"] // 100 :]
+    random.Random(0).shuffle(held_out)
+    batch = tokenizer(held_out[:16], padding=True, truncation=True, max_length=32, return_tensors="pt")
+    mask = batch["attention_mask"].unsqueeze(-1)
+    with torch.no_grad():
+        one, two = (
+            (m(batch["input_ids"], batch["attention_mask"])[0] * mask).sum(1) / mask.sum(1) for m in (model, small)
+        )
+    cosine = torch.nn.functional.cosine_similarity(one, two).mean()
+    row = next(row for row in summary["rows"] if row["budget"] == 0.5)
+    assert row["quality"]["cosine"] == pytest.approx(float(cosine), abs=1e-6)
+    assert cosine < 0.9999
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["model=./nowhere"], ["./nowhere", "no such directory"]),
+        (["model=package:no_such_package/model"], ["no_such_package", "pip install"]),
+        (["data.path=nowhere.txt"], ["nowhere.txt"]),
+        (["data.batch_size=4096"], ["data.calibration", "shorter than one batch of 4096"]),
+        (["data.max_tokens=1000000"], ["data.max_tokens is 1000000", "reads at most 64"]),
+        (["layers.include=[nothing]"], ["'nothing'", "matches no module"]),
+        (["allocation.budgets=[0.001]"], ["0.001", "too small"]),
+        (["device=cuda"], ["device is 'cuda'", "no GPU"]),
+    ],
+)
+def test_wrong_input_is_one_line_and_leaves_no_half_result(
+    overrides: list[str], parts: list[str], finished: Path, tmp_path: Path
+) -> None:
+    if overrides == ["device=cuda"] and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    config = load_config(finished, [*overrides, f"output={tmp_path / 'run'}"])
+    with pytest.raises(FlexrankError) as caught:
+        run_stages(config)
+    assert "\n" not in str(caught.value)
+    for part in parts:
+        assert part in str(caught.value)
+    assert not list(tmp_path.glob("**/*.aside"))
+
+
+def test_calibration_probe_training_and_evaluation_share_no_text(sources: Path, tmp_path: Path) -> None:
+    """Every sample is told by its tokens; a fifth of the file is held out."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(sources / "embedding")
+    values = settings(sources / "embedding", sources / "text.txt", tmp_path, "embedding")
+    values["data"] |= {"calibration": 25, "probe": 15, "training": 10_000, "evaluation": 10_000, "max_tokens": 100}
+    seen: dict[str, set[tuple[int, ...]]] = {}
+    config = parse_config(values)
+    samples = load_samples(config, "", tokenizer)
+    for name in ("calibration", "probe", "training"):
+        rows = [row for batch in getattr(samples, name) for row in batch["input_ids"].tolist()]
+        seen[name] = {tuple(token for token in row if token) for row in rows}
+    shares, lines = SPLITS, TEXT.splitlines()
+    held_out_at = len(lines) * (shares["calibration"] + shares["training"]) // 100
+    assert [len(seen[name]) for name in ("calibration", "probe")] == [25, 15]
+    assert len(seen["training"]) == len(lines) * shares["training"] // 100
+    assert not seen["calibration"] & seen["probe"]
+    assert not (seen["calibration"] | seen["probe"]) & seen["training"]
+    held_out = {tuple(tokenizer(line)["input_ids"]) for line in lines[held_out_at:]}
+    assert not held_out & (seen["calibration"] | seen["probe"] | seen["training"])
+
+
+def test_texts_held_out_in_a_file_of_their_own_leave_the_other_to_training(sources: Path, tmp_path: Path) -> None:
+    import transformers
+
+    other = [f"these {n} words stand in another file" for n in range(40)]
+    (tmp_path / "other.txt").write_text("\n".join(other))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(sources / "embedding")
+    values = settings(sources / "embedding", sources / "text.txt", tmp_path, "embedding")
+    values["data"] |= {"held_out": str(tmp_path / "other.txt"), "training": 10_000, "evaluation": 10_000}
+    samples = load_samples(parse_config(values), "", tokenizer)
+    lines = len(TEXT.splitlines())
+    assert sum(len(batch["input_ids"]) for batch in samples.training) == lines - lines * SPLITS["calibration"] // 100
+    wanted = {tuple(tokenizer(line, truncation=True, max_length=32)["input_ids"]) for line in other}
+    assert {tuple(token for token in row if token) for row in samples.example["input_ids"].tolist()} <= wanted
+
+
+def test_held_out_texts_belong_to_texts(sources: Path, tmp_path: Path) -> None:
+    values = settings(sources / "embedding", sources / "text.txt", tmp_path, "embedding")
+    values["data"] |= {"source": "stdlib-docs", "held_out": "x.txt"}
+    with pytest.raises(FlexrankError, match="data.held_out belongs to data.source 'text'"):
+        parse_config(values)
+
+
+def test_a_changed_file_of_held_out_texts_makes_the_run_anew(sources: Path, tmp_path: Path) -> None:
+    from flexrank.run.runner import fingerprints
+
+    (tmp_path / "other.txt").write_text("one\ntwo\n")
+    values = settings(sources / "language", sources / "text.txt", tmp_path / "run")
+    values["data"] |= {"held_out": str(tmp_path / "other.txt")}
+    before = fingerprints(parse_config(values), values["model"])
+    (tmp_path / "other.txt").write_text("one\nthree\n")
+    assert fingerprints(parse_config(values), values["model"]) != before

@@ -1,0 +1,69 @@
+"""Image classification goes the whole way from a config, and wrong images are refused in one line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import models
+from flexrank.errors import FlexrankError
+from flexrank.run import run_stages
+from flexrank.run.config import parse_config
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    directory = tmp_path_factory.mktemp("vit")
+    vit = models.vit()
+    with torch.no_grad():
+        for parameter in vit.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape)
+    vit.save_pretrained(directory)
+    scaling = {"rescale_factor": 1 / 255, "image_mean": [0.5] * 3, "image_std": [0.25] * 3}
+    (directory / "preprocessor_config.json").write_text(json.dumps(scaling))
+    return directory
+
+
+def settings(model: Path, images: Path, output: Path) -> dict[str, Any]:
+    return {
+        "name": "images", "task": "classification", "model": str(model), "device": "cpu", "output": str(output),
+        "data": {"source": "images", "path": str(images), "calibration": 32, "probe": 16, "training": 64,
+                 "evaluation": 32, "batch_size": 8},
+        "probe": {"levels": 3}, "allocation": {"budgets": [0.8, 0.5]},
+        "distillation": {"steps": 40, "batch_size": 16, "learning_rate": 3e-4, "warmup_steps": 2},
+        "deployment": {"budgets": [0.5]}, "evaluation": {"latency": False},
+    }  # fmt: skip
+
+
+def write_images(path: Path, size: int = 16, dtype: str = "uint8") -> Path:
+    random = np.random.default_rng(0)
+    np.savez(path, x=random.integers(0, 256, (400, size, size, 3)).astype(dtype), y=random.integers(0, 5, 400))
+    return path
+
+
+def test_a_whole_run(model: Path, tmp_path: Path) -> None:
+    images = write_images(tmp_path / "images.npz")
+    run_stages(parse_config(settings(model, images, tmp_path / "run")))
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["base"]["quality"]["agreement"] == 1
+    for row in summary["rows"]:
+        assert row["params_model"] < summary["base"]["params_model"]
+        assert row["quality_before"]["agreement"] <= row["quality"]["agreement"] + 0.1
+    assert (tmp_path / "run" / "deployed" / "0.50" / "model.safetensors").is_file()
+
+
+def test_wrong_images_are_refused(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.npz").write_text("no archive")
+    for path, message in (
+        (tmp_path / "absent.npz", "no such file of images"),
+        (tmp_path / "text.npz", "expected an .npz file with arrays x and y"),
+        (write_images(tmp_path / "floats.npz", dtype="float32"), "x is float32"),
+        (write_images(tmp_path / "large.npz", size=20), "image"),
+    ):
+        with pytest.raises(FlexrankError, match=message) as error:
+            run_stages(parse_config(settings(model, path, tmp_path / "run")))
+        assert "\n" not in str(error.value)

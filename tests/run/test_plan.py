@@ -1,0 +1,336 @@
+"""Every figure of a plan against the real thing: real models decomposed, run, trained and deployed, and counted."""
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import models
+from flexrank import calibrate as calibration
+from flexrank import distill as distillation
+from flexrank.calibrate import collect_moments
+from flexrank.data.batches import call_model, output_tensor
+from flexrank.decompose import decompose_
+from flexrank.deployment import deploy, deployed_parameters_of
+from flexrank.distill import step
+from flexrank.distill.objectives import EmbeddingObjective, LogitObjective, default_objective
+from flexrank.hf.models import meta_model, save_config
+from flexrank.nn import linalg
+from flexrank.nn.layers import NestedConv2d, NestedLinear
+from flexrank.nn.matrix import ConvGeometry
+from flexrank.nn.surgery import full_matrices, full_profile, nested_layers, select_layers, uniform_profile, use_profile
+from flexrank.probe import probe_sensitivity
+from flexrank.profiles.costs import rank_levels
+from flexrank.run.dry_run import make_plan, operations
+from flexrank.run.dry_run.memory import moment_bytes
+from flexrank.run.dry_run.subject import make_subject
+from tiny_plans import BATCH, LENGTH, Build, config_of
+
+
+def batch_of(build: Build, rows: int = BATCH) -> Any:
+    """A batch without padding."""
+    generator = torch.Generator().manual_seed(0)
+    if build in models.VISION:
+        return {"pixel_values": torch.randn(rows, 3, 16, 16, generator=generator)}
+    return {"input_ids": torch.randint(3, models.VOCABULARY, (rows, LENGTH), generator=generator)}
+
+
+def real(build: Build) -> Any:
+    """The model on the CPU, with attention as plain products, which the counter sees."""
+    torch.manual_seed(0)
+    model = build()
+    model.set_attn_implementation("eager")
+    return model
+
+
+def elastic(model: Any, **selection: Any) -> Any:
+    student = copy.deepcopy(model)
+    decompose_(student, list(select_layers(student, **selection)), method="svd")
+    return student
+
+
+def bytes_of(tensors: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in {id(one): one for one in tensors}.values())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quiet_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("build", models.TRANSFORMERS)
+def test_parameters_and_layers_are_those_of_the_real_model(build: Build, tmp_path: Path) -> None:
+    plan, model = make_plan(config_of(build, tmp_path)), real(build)
+    student = elastic(model)
+    layers = nested_layers(student)
+    sizes = plan["parameters"]
+    assert sizes["model"] == model.num_parameters()
+    assert sizes["elastic_model"] == sum(p.numel() for p in student.parameters())
+    assert sizes["factors"] == sum(layer.u.numel() + layer.v.numel() for layer in layers.values())
+    assert sizes["trained"] == sum(p.numel() for p in step.trainable_parameters(student).values())
+    assert sizes["layers"] == sum(row["parameters"] for row in plan["layers"])
+    assert sizes["model"] == sum(row["parameters"] for row in (*plan["layers"], *plan["dense"]))
+    found = sorted((tuple(row["shape"]), row["layers"]) for row in plan["layers"])
+    shapes = [layer.matrix_shape for layer in layers.values()]
+    for shape in set(shapes):
+        assert sum(number for other, number in found if other == shape) == shapes.count(shape)
+    assert plan["probe"]["layers"] == len(layers) == sum(row["layers"] for row in plan["layers"])
+
+
+def test_what_stays_dense_is_told_with_its_reason_and_counted_once(tmp_path: Path) -> None:
+    config = config_of(models.tied_llama, tmp_path, layers={"exclude": ["down_proj"]})
+    found = {row["kind"]: (row["reason"], row["modules"], row["parameters"]) for row in make_plan(config)["dense"]}
+    model = real(models.tied_llama)
+    norms = sum(p.numel() for name, p in model.named_parameters() if "norm" in name)
+    assert found == {
+        "model.embed_tokens": ("embedding", 1, 64 * 32),
+        "mlp.down_proj": ("excluded", 2, 2 * 32 * 48),
+        "lm_head": ("weight tied to model.embed_tokens", 1, 0),
+        "all else": ("norms, biases and tokens of its own", 0, norms),
+    }
+
+
+@pytest.mark.parametrize("build", models.TRANSFORMERS)
+@pytest.mark.parametrize("method", ["datasvd", "paper", "fisher"])
+def test_moments_take_the_bytes_that_calibration_allocates(build: Build, method: str, tmp_path: Path) -> None:
+    subject = make_subject(config_of(build, tmp_path, decomposition={"method": method}))
+    model = real(build)
+    objective = EmbeddingObjective() if build is models.bert else default_objective(call_model(model, batch_of(build)))
+    loss = objective.fisher_loss if method == "fisher" else None
+    side: Any = "input" if method == "paper" else "smaller"
+    moments = collect_moments(model, [batch_of(build)], select_layers(model), side=side, gradient_loss=loss)
+    tensors = [entry.moment for entry in moments.values()]
+    tensors += [entry.gradient_moment for entry in moments.values() if entry.gradient_moment is not None]
+    assert sum(moment_bytes(subject, method).values()) == bytes_of(tensors)
+    groups = calibration._find_groups(model, batch_of(build), select_layers(model))
+    assert sorted(subject.groups) == sorted(map(tuple, groups))
+
+
+def test_memory_is_what_real_training_holds(tmp_path: Path) -> None:
+    plan = make_plan(config_of(models.tied_llama, tmp_path))["memory"]
+    model = real(models.tied_llama)
+    student = elastic(model)
+    tensors = [bytes_of([*one.parameters(), *one.buffers()]) for one in (model, student)]
+    for stage, student_bytes in {"calibration": tensors[0], "probe": tensors[1], "consolidation": tensors[1]}.items():
+        assert (plan[stage]["teacher"], plan[stage]["student"]) == (tensors[0], student_bytes)
+    trainable = step.trainable_parameters(student)
+    optimizer = step.make_optimizer(trainable, 1e-3, 0.0)
+    batch = batch_of(models.tied_llama)
+    with step.training(student, model, trainable):
+        output = call_model(student, batch).logits
+        output.square().sum().backward()
+        gradients = bytes_of([p.grad for p in trainable.values()])
+        optimizer.step()
+    states = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+    assert (plan["consolidation"]["gradients"], plan["consolidation"]["optimizer"]) == (gradients, bytes_of(states))
+    one = bytes_of([output])
+    assert [plan[stage]["outputs"] for stage in ("calibration", "probe", "consolidation")] == [one, 2 * one, 3 * one]
+    kept = [LogitObjective().target(call_model(model, batch_of(models.tied_llama, rows)), {}) for rows in (3, 2)]
+    assert plan["probe"]["targets"] == bytes_of(kept)
+    assert all(parts["all"] == sum(parts.values()) - parts["all"] for parts in plan.values())
+
+
+@pytest.mark.parametrize("build", [models.gpt2, models.tied_llama, models.dinov3])
+def test_sizes_by_budget_are_those_of_deployed_models(build: Build, tmp_path: Path) -> None:
+    plan = make_plan(config_of(build, tmp_path, deployment={"dtype": "bfloat16"}))
+    student = elastic(real(build))
+    dense = sum(m * n for m, n in (layer.matrix_shape for layer in nested_layers(student).values()))
+    for row in plan["budgets"]:
+        profile = uniform_profile(student, row["budget"])
+        small = deploy(student, profile, dtype=torch.bfloat16, slack=0)
+        persistent = {key: value for key, value in small.state_dict(keep_vars=True).items()}
+        layers = deployed_parameters_of(small, profile)
+        assert row["params_layers"] == layers and row["relative_size"] == layers / dense <= row["budget"]
+        assert row["params_model"] == sum(p.numel() for p in small.parameters())
+        assert row["bytes"] == bytes_of(persistent.values())
+        assert row["mean_rank"] == sum(profile.values()) / len(profile)
+
+
+@pytest.mark.parametrize("spacing", ["blocks", "parameters", "ranks"])
+def test_candidates_and_evaluations_are_those_of_a_probe(spacing: str, tmp_path: Path) -> None:
+    plan = make_plan(config_of(models.llama, tmp_path, probe={"levels": 6, "spacing": spacing}))["probe"]
+    table = probe_sensitivity(elastic(real(models.llama)), lambda _: 0.0, 6, spacing=spacing)  # type: ignore[arg-type]
+    assert plan["candidates"] == sum(map(len, table.ranks.values()))
+    assert plan["evaluations"] == 1 + sum(len(ranks) - 1 for ranks in table.ranks.values())
+    assert (plan["layers"], plan["levels"]) == (len(table.ranks), 6)
+
+
+@pytest.mark.parametrize("build", [models.llama, models.gpt2])
+@pytest.mark.parametrize("room", [2**32, 15000, 0], ids=["matrices kept", "some kept", "none kept"])
+def test_a_probe_takes_the_operations_told(
+    build: Build, room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them, to the last one, for a probe that replays nothing."""
+    monkeypatch.setattr(operations, "MATRIX_BYTES", room)
+    config = config_of(build, tmp_path, probe={"levels": 4}, data={"probe": BATCH})
+    told, student, batch = make_plan(config)["operations"]["probe"], elastic(real(build)), batch_of(build)
+
+    def evaluate(model: Any) -> float:
+        return float(call_model(model, batch).logits.sum() * 0)
+
+    counts = {}
+    for name, replayed in {"replayed": True, "plain": False}.items():
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            call_model(real(build), batch)  # the teacher
+            if replayed:
+                probe_sensitivity(student, evaluate, 4, matrix_bytes=room)
+            else:
+                ranks = {n: rank_levels(layer.matrix_shape, 4) for n, layer in nested_layers(student).items()}
+                with use_profile(student, full_profile(student)), full_matrices(student, room):
+                    evaluate(student)
+                    for layer, levels in ranks.items():
+                        for rank in levels[:-1]:
+                            with use_profile(student, full_profile(student) | {layer: rank}):
+                                evaluate(student)
+        counts[name] = counter.get_total_flops()
+    assert counts["replayed"] < counts["plain"] == told
+
+
+@pytest.mark.parametrize("build", models.TRANSFORMERS)
+def test_a_forward_pass_takes_the_operations_that_torch_counts(build: Build, tmp_path: Path) -> None:
+    subject, model = make_subject(config_of(build, tmp_path)), real(build)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        call_model(model, batch_of(build))
+    assert operations.forward(subject, BATCH) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("build", models.TRANSFORMERS)
+@pytest.mark.parametrize("budget", [0.9, 0.4])
+def test_a_training_pass_takes_the_operations_that_torch_counts(build: Build, budget: float, tmp_path: Path) -> None:
+    """All to the last one. Two layers are left out: an encoder of images reads its patch embedding's weight to learn
+    the dtype, which makes the matrix once or twice more, and BERT's pooler has no part in the loss."""
+    left_out = ["patch_embeddings"] if build in models.VISION else ["pooler"] if build is models.bert else []
+    config = config_of(build, tmp_path, layers={"exclude": left_out})
+    subject, model = make_subject(config), real(build)
+    student = elastic(model, exclude=left_out)
+    ranks = uniform_profile(student, budget)
+    trainable = step.trainable_parameters(student)
+    with step.training(student, model, trainable), use_profile(student, ranks):
+        with FlopCounterMode(display=False) as counter:
+            output = output_tensor(call_model(student, batch_of(build)))
+            assert operations.forward(subject, BATCH, ranks) == counter.get_total_flops()
+            output.sum().backward()
+    unused = 0
+    if build is models.bert:
+        m, n = subject.matrices["pooler.dense"]
+        unused = 4 * BATCH * m * n
+    total = operations.forward(subject, BATCH, ranks) + operations.backward(subject, BATCH, ranks)
+    assert total - unused == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("build", models.VISION)
+def test_with_the_patch_embedding_the_difference_is_within_the_matrix_made_twice(build: Build, tmp_path: Path) -> None:
+    subject, student = make_subject(config_of(build, tmp_path)), elastic(real(build))
+    ranks = uniform_profile(student, 0.9)
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), use_profile(student, ranks):
+        call_model(student, batch_of(build))
+    (name,) = (name for name in ranks if "patch" in name)
+    m, n = subject.shapes[name]
+    more = counter.get_total_flops() - operations.forward(subject, BATCH, ranks)
+    assert more in (2 * ranks[name] * m * n, 4 * ranks[name] * m * n)
+
+
+@pytest.mark.parametrize("is_inner", [True, False])
+@pytest.mark.parametrize(("rows", "rank"), [(3, 8), (64, 2), (64, 8)])
+def test_an_elastic_layer_takes_the_cheaper_route_both_ways(rows: int, rank: int, is_inner: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    geometry = ConvGeometry(3, (2, 2), (2, 2), (0, 0), (1, 1))
+    u, v = torch.randn(8, 10, generator=generator), torch.randn(8, 12, generator=generator)
+    inputs = {NestedLinear: torch.randn(rows, 12), NestedConv2d: torch.randn(1, 3, 2, 2 * rows)}
+    for layer in (NestedLinear(u, v), NestedConv2d(u, v, None, geometry)):
+        layer.rank = rank
+        with FlopCounterMode(display=False) as counter:
+            output = layer(inputs[type(layer)].requires_grad_(is_inner))
+            assert counter.get_total_flops() == operations.elastic_forward((10, 12), rank, rows)
+            output.sum().backward()
+        both = operations.elastic_forward((10, 12), rank, rows)
+        both += operations.elastic_backward((10, 12), rank, rows, is_inner)
+        assert counter.get_total_flops() == both
+
+
+@pytest.mark.parametrize("build", [models.tied_llama, models.vit])
+@pytest.mark.parametrize("method", ["datasvd", "paper", "fisher"])
+def test_calibration_takes_the_operations_that_torch_counts(build: Build, method: str, tmp_path: Path) -> None:
+    config = config_of(build, tmp_path, decomposition={"method": method})
+    subject, model = make_subject(config), real(build)
+    loss = LogitObjective().fisher_loss if method == "fisher" else None
+    side: Any = "input" if method == "paper" else "smaller"
+    with FlopCounterMode(display=False) as counter:
+        batches = [batch_of(build), batch_of(build)]
+        collect_moments(model, batches, select_layers(model), side=side, gradient_loss=loss)
+    assert operations.calibration(subject, config) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("shape", [(7, 12), (12, 7), (9, 9)])
+def test_a_factorisation_is_its_products_and_textbook_terms(shape: tuple[int, int]) -> None:
+    m, n = shape
+    k, longer = min(shape), max(shape)
+    weight, rows = torch.randn(m, n, dtype=torch.float64), torch.randn(40, n, dtype=torch.float64)
+    moment, output = rows.T @ rows, weight @ rows.T @ rows @ weight.T
+    gradient = torch.eye(m, dtype=torch.float64)
+    triangle = n**3 // 3 + n**3 if m > n else 0
+    svd, joint = 14 * longer * k**2 + 8 * k**3, 9 * k**3 + triangle
+    cases: list[tuple[str, bool, int, Callable[[], Any]]] = [
+        ("svd", False, svd, lambda: linalg.plain_svd(weight)),
+        ("paper", False, 9 * n**3 + svd, lambda: linalg.whitened_svd(weight, moment)),
+        ("datasvd", False, joint, lambda: linalg.data_svd(weight, input_moment=moment)),
+        ("fisher", False, joint + 9 * m**3,
+         lambda: linalg.data_svd(weight, input_moment=moment, gradient_moment=gradient)),
+    ]  # fmt: skip
+    if m <= n:
+        of_output: dict[str, Any] = {"output_moment": output, "mean_square": 1.0}
+        cases += [
+            ("datasvd", True, joint, lambda: linalg.data_svd(weight, **of_output)),
+            ("fisher", True, joint + 9 * m**3, lambda: linalg.data_svd(weight, gradient_moment=gradient, **of_output)),
+        ]
+    for method, from_output, terms, factorise in cases:
+        with FlopCounterMode(display=False) as counter:
+            factorise()
+        assert operations.factorisation(shape, method, from_output) == counter.get_total_flops() + terms
+
+
+def test_consolidation_takes_the_operations_that_torch_counts(tmp_path: Path) -> None:
+    build, costs = models.tied_llama, {}
+    model, batches = real(build), [batch_of(build), batch_of(build)]
+    for budget in (0.9, 0.4):
+        config = config_of(build, tmp_path, allocation={"budgets": [budget]})
+        student = elastic(model)
+        with FlopCounterMode(display=False) as counter:
+            distillation.distill_(
+                student, model, batches, [uniform_profile(student, budget)], steps=2, accumulation=2, teacher_cache=0
+            )
+        costs[budget] = counter.get_total_flops()
+        assert make_plan(config)["operations"]["consolidation"] == costs[budget]
+    both = config_of(build, tmp_path, distillation={"weights": [3.0, 1.0]})
+    assert make_plan(both)["operations"]["consolidation"] == round(0.75 * costs[0.9] + 0.25 * costs[0.4])
+
+
+def test_tokens_hours_and_stages_add_up(tmp_path: Path) -> None:
+    plan = make_plan(config_of(models.vit, tmp_path), tflops=2.0)
+    assert plan["sample_tokens"] == 17 and plan["tokens"] == 2 * 2 * BATCH * 17  # 16 patches and the class token
+    assert make_plan(config_of(models.llama, tmp_path))["tokens"] == 2 * 2 * BATCH * LENGTH
+    stages = {stage: number for stage, number in plan["operations"].items() if stage != "all"}
+    assert plan["operations"]["all"] == sum(stages.values()) and list(stages) == list(plan["memory"])
+    hours = plan["hours"]
+    assert hours["decomposition"] is None
+    assert hours["all"] == pytest.approx(sum(value for name, value in hours.items() if value and name != "all"))
+    assert hours["probe"] == pytest.approx(stages["probe"] / 2e12 / 3600)
+    once = operations.forward(make_subject(config_of(models.vit, tmp_path)), 1)
+    assert stages["probe"] > plan["probe"]["evaluations"] * 5 * once * 0.9
+
+
+def test_the_meta_model_has_the_buffers_and_ties_of_the_real_one(tmp_path: Path) -> None:
+    save_config(models.tied_llama(), tmp_path)
+    model, wanted = meta_model(tmp_path, "language"), models.tied_llama()
+    assert {name: value.shape for name, value in model.state_dict().items()} == {
+        name: value.shape for name, value in wanted.state_dict().items()
+    }
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())) and not model.training

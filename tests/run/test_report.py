@@ -1,0 +1,155 @@
+"""The table and the pictures hold what the summary says, and need nothing else."""
+
+import copy
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from flexrank.errors import FlexrankError
+from flexrank.run import report
+
+SHAPES = {
+    f"encoder.layer.{block}.{name}": {"shape": shape}
+    for block in (0, 1, 2, 10)
+    for name, shape in (("attention.query", [32, 32]), ("output.dense", [32, 64]))
+}
+
+
+def summary(blocks: dict[str, Any] = SHAPES) -> dict[str, Any]:
+    dense = sum(m * n for m, n in (layer["shape"] for layer in blocks.values()))
+    base = {
+        "params_layers": dense, "params_model": dense + 5000, "bytes": 4 * dense + 20000, "mean_rank": 32.0,
+        "mean_rank_fraction": 1.0, "quality": {"cosine": 1.0, "mrr": 0.5},
+    }  # fmt: skip
+    rows = [
+        {
+            "budget": budget, "relative_size": budget - 0.01, "params_layers": int(dense * (budget - 0.01)),
+            "params_model": int(dense * (budget - 0.01)) + 5000, "bytes": int(4 * dense * budget) + 20000,
+            "mean_rank": 32 * budget, "mean_rank_fraction": budget, "ranks": dict.fromkeys(blocks, int(32 * budget)),
+            "quality": {"cosine": 0.9 + budget / 10, "mrr": 0.4}, "latency_ratio": budget,
+            "quality_before": {"cosine": 0.7 + budget / 10, "mrr": 0.3},
+        }
+        for budget in (0.75, 0.5)
+    ]  # fmt: skip
+    return {"name": "tiny", "model": "a <model>", "base": base, "rows": rows, "layers": blocks}
+
+
+def write(directory: Path, value: dict[str, Any]) -> Path:
+    (directory / "summary.json").write_text(json.dumps(value))
+    return directory
+
+
+def test_the_table_shows_every_row_before_and_after() -> None:
+    console = Console(width=140, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    report.print_table(summary(), console)
+    console.file.close()
+    lines = console.export_text().splitlines()
+    row = next(line for line in lines if line.strip().startswith("0.5 "))
+    assert re.split(r"\s{2,}", row.strip()) == [
+        "0.5", "16 (50%)", "6.02k", "11.02k", "44.58kB", "0.7500 > 0.9500", "0.3000 > 0.4000", "0.50x",
+    ]  # fmt: skip
+    assert any(line.strip().startswith("base") and "1.0000" in line for line in lines)
+
+
+def test_without_consolidation_or_latency_the_table_says_neither() -> None:
+    value = summary()
+    for row in value["rows"]:
+        row["quality_before"] = row["latency_ratio"] = None
+    _, rows = report.table_cells(value)
+    assert rows[1][-3:] == ["0.9750", "0.4000", "-"]
+    assert "consolidation" not in report.note(value) and "latency" not in report.note(value)
+
+
+def test_layers_keep_the_models_order_and_stand_by_block() -> None:
+    names = ["embed", "layers.0.q", "layers.1.q", "layers.0.up", "layers.10.q", "layers.2.q", "lm_head"]
+    assert report.ordered_layers(dict.fromkeys(names)) == [
+        "embed", "layers.0.q", "layers.0.up", "layers.1.q", "layers.10.q", "layers.2.q", "lm_head",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("model.layers.3.mlp.up_proj", ("model.layers.3", "mlp.up_proj")),
+        ("lm_head", ("", "lm_head")),
+        ("0", ("", "0")),
+        ("layer1.0.conv1", ("layer1.0", "conv1")),
+    ],
+)
+def test_a_layers_name_is_its_block_and_the_rest(name: str, parts: tuple[str, str]) -> None:
+    assert report.split_block(name) == parts
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(950, "950"), (1500, "1.50k"), (22_713_216, "22.71M"), (123_456_789, "123M"), (7e9, "7.00G")]
+)
+def test_counts_are_short(number: int, text: str) -> None:
+    assert report.count(number) == text
+
+
+def test_the_page_holds_figures_and_numbers_and_needs_no_other_file(tmp_path: Path) -> None:
+    paths = report.write_report(write(tmp_path, summary()))
+    assert {path.name for path in paths} == {"quality.png", "ranks.png", "report.md", "report.html"}
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 2
+    assert "a &lt;model&gt;" in page and "0.7500 &gt; 0.9500" in page
+    assert not re.search(r'(src|href)="(?!data:)', page)
+    assert "| 0.5 | 16 (50%) |" in (tmp_path / "report.md").read_text()
+
+
+def texts(path: Path) -> list[str]:
+    """What an SVG says, in its comments: matplotlib writes glyphs as paths and their text beside them."""
+    return re.findall(r"<!-- (.*?) -->", path.read_text())
+
+
+def test_the_figures_name_their_series_layers_and_ranks(tmp_path: Path) -> None:
+    report.write_report(write(tmp_path, summary()))
+    quality = texts(tmp_path / "figures" / "quality.svg")
+    assert quality.count("consolidated") == quality.count("decomposed only") == 2
+    assert "cosine to the teacher (higher is better)" in quality
+    ranks = texts(tmp_path / "figures" / "ranks.svg")
+    assert ranks.count("attention.query") == 4 and ranks.count("encoder.layer.10") == 1
+    assert ranks.count("24") == ranks.count("16") == len(SHAPES)
+
+
+def test_a_falling_quality_is_named_so(tmp_path: Path) -> None:
+    value = summary()
+    for holder in (value["base"], *value["rows"]):
+        holder["quality"] = {"nats_per_token": 2.0}
+    for row in value["rows"]:
+        row["quality_before"] = {"nats_per_token": 3.0}
+    report.write_report(write(tmp_path, value))
+    assert "nats per token (lower is better)" in texts(tmp_path / "figures" / "quality.svg")
+
+
+def test_many_layers_are_drawn_without_their_names(tmp_path: Path) -> None:
+    many = {f"model.layers.{block}.{name}": {"shape": [32, 32]} for block in range(32) for name in "abcdefg"}
+    report.write_report(write(tmp_path, summary(many)))
+    ranks = texts(tmp_path / "figures" / "ranks.svg")
+    assert "model.layers.31" in ranks and "a" not in ranks
+
+
+def test_the_same_summary_gives_the_same_files(tmp_path: Path) -> None:
+    write(tmp_path, summary())
+    first = {path: path.read_bytes() for path in report.write_report(tmp_path)}
+    assert {path: path.read_bytes() for path in report.write_report(tmp_path)} == first
+
+
+def test_a_directory_without_a_summary_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(FlexrankError, match="summary.json: no such file; `flexrank run` writes it"):
+        report.write_report(tmp_path)
+    value = copy.deepcopy(summary())
+    del value["rows"]
+    with pytest.raises(FlexrankError, match="key 'rows' is missing"):
+        report.write_report(write(tmp_path, value))
+
+
+def test_without_matplotlib_the_message_tells_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(FlexrankError, match=r"pip install 'flexrank\[report\]'"):
+        report.write_report(write(tmp_path, summary()))

@@ -1,0 +1,201 @@
+"""What stands and what runs again, what an interruption or a wrong input leaves, and who may write to a run."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexrank import deployment
+from flexrank import probe as sensitivity
+from flexrank.distill.step import Step
+from flexrank.errors import FlexrankError
+from flexrank.run import run_stages
+from flexrank.run.config import load_config, parse_config
+from flexrank.run.rundir import RunDirectory
+from tiny_runs import TEXT, rerun, settings, verify_here
+
+
+def test_a_second_run_does_nothing_and_touches_nothing(copied: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in copied.rglob("*") if path.name != "run.lock"}
+    assert rerun(copied) == ()
+    after = {path: path.stat().st_mtime_ns for path in copied.rglob("*") if path.name != "run.lock"}
+    assert {path for path in after if path.is_file()} == {path for path in before if path.is_file()}
+    assert all(after[path] == before[path] for path in after if path.is_file())
+
+
+class Stop:
+    """Counts calls of a function, and at one of them acts as Ctrl-C does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, at: int | None):
+        self.calls, original = 0, getattr(where, name)
+
+        def counted(*arguments: Any, **options: Any) -> Any:
+            self.calls += 1
+            if self.calls == at:
+                raise KeyboardInterrupt
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(where, name, counted)
+
+
+@pytest.mark.parametrize(
+    ("stage", "where", "name", "at", "left", "result"),
+    [
+        # 15 layers of 4 ranks, the last of them for nothing: the 22nd call is in the sixth layer, so five are kept.
+        # The first call of the resumed one sees that the checkpoint is of the same probe.
+        ("probe", sensitivity, "_probe", 22, 1 + 4 * 10, "sensitivity.json"),
+        # 6 steps, a checkpoint every 2: stopped in the fifth, four are kept.
+        ("distill", Step, "_backward", 5, 2, "elastic/elastic.safetensors"),
+    ],
+)
+def test_an_interrupted_stage_goes_on_to_the_same_bits(
+    stage: str, where: Any, name: str, at: int, left: int, result: str,
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    config = load_config(finished).model_copy(update={"output": str(tmp_path / "run")})
+    with monkeypatch.context() as patch:
+        Stop(patch, where, name, at)
+        with pytest.raises(KeyboardInterrupt):
+            run_stages(config, stage)
+    partial = tmp_path / "run" / "partial"
+    (kept,) = partial.iterdir()
+    (partial / f".{kept.name}.0.aside").write_text("what a killed process was writing")
+    with monkeypatch.context() as patch:
+        resumed = Stop(patch, where, name, None)
+        assert stage in run_stages(config, stage).executed
+    assert resumed.calls == left
+    assert (tmp_path / "run" / result).read_bytes() == (finished / result).read_bytes()
+    assert not list(partial.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("override", "again"),
+    [
+        ("deployment.budgets=[0.8]", ("deploy", "report")),
+        ("evaluation.latency=false", ("evaluate", "report")),
+        ("distillation.steps=4", ("distill", "evaluate", "evaluate_initial", "deploy", "report")),
+        ("allocation.budgets=[0.6]", ("allocate", "distill", "evaluate", "evaluate_initial", "deploy", "report")),
+        ("data.probe=8", ("probe", "allocate", "distill", "evaluate", "evaluate_initial", "deploy", "report")),
+    ],
+)
+def test_a_changed_key_runs_its_stage_and_those_below(
+    override: str, again: tuple[str, ...], copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deployment, "_run_verification", verify_here)
+    assert rerun(copied, override) == again
+    assert rerun(copied) == ()
+
+
+def test_changed_texts_run_everything_again(sources: Path, copied: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text(TEXT)
+    assert rerun(copied, f"data.path={other}", until="decompose") == ("decompose",)
+    other.write_text(TEXT.replace("fox", "cat"))
+    assert rerun(copied, until="decompose") == ("decompose",)
+    assert rerun(copied, until="decompose") == ()
+
+
+def test_a_missing_result_is_made_again_and_an_edited_one_refused(copied: Path) -> None:
+    (copied / "chain.json").unlink()
+    assert rerun(copied, until="allocate") == ("allocate",)
+    text = (copied / "chain.json").read_text()
+    (copied / "chain.json").write_text(text.replace('"joint"', '"jOint"'))
+    with pytest.raises(FlexrankError, match="chain.json: was edited after `allocate` wrote it"):
+        rerun(copied)
+
+
+def test_what_reads_times_is_done_again_with_them(copied: Path) -> None:
+    (copied / "evaluation.json").unlink()
+    assert rerun(copied, until="evaluate") == ("evaluate",)
+    assert rerun(copied) == ("report",)
+    assert rerun(copied) == ()
+
+
+def test_a_directory_that_lost_a_file_is_made_again_and_a_truncated_one_refused(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deployment, "_run_verification", verify_here)
+    (copied / "deployed" / "0.50" / "model.safetensors").unlink()
+    (copied / "figures" / "ranks.png").unlink()
+    assert rerun(copied) == ("deploy", "report")
+    assert rerun(copied) == ()
+    state = copied / "elastic_initial" / "elastic.safetensors"
+    state.write_bytes(state.read_bytes()[:-8])
+    with pytest.raises(FlexrankError, match="was edited after `decompose` wrote it; delete .*/elastic_initial to make"):
+        rerun(copied)
+    shutil.rmtree(copied / "elastic_initial")
+    assert rerun(copied) == ("decompose",)
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("data.path=./nowhere.txt", "nowhere.txt"),
+        ("distillation.learning_rate=1e30", "at step"),
+        ("model=./nowhere", "nowhere"),
+        ("deployment.budgets=[0.8, 0.001]", "too small"),
+        ("dtype=bfloat16", "dtype 'bfloat16' cannot be consolidated; keep float32"),
+    ],
+)
+def test_a_wrong_input_leaves_a_finished_run_as_it_was(override: str, part: str, copied: Path) -> None:
+    before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file() and "partial" not in path.parts}
+    with pytest.raises(FlexrankError, match=part):
+        rerun(copied, override)
+    assert not [path for path in copied.rglob("*") if path.name.endswith((".was", ".aside", ".old"))]
+    after = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file() and "partial" not in path.parts}
+    assert after == before
+    assert rerun(copied) == ()
+
+
+def test_a_wrong_input_leaves_no_directory(sources: Path, tmp_path: Path) -> None:
+    config = settings(sources / "language", tmp_path / "nowhere.txt", tmp_path / "run")
+    with pytest.raises(FlexrankError, match="nowhere.txt"):
+        run_stages(parse_config(config))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_budget_out_of_reach_is_refused_before_anything_is_probed(sources: Path, tmp_path: Path) -> None:
+    config = settings(sources / "language", sources / "text.txt", tmp_path / "run")
+    config["deployment"]["budgets"] = [0.5, 0.001]
+    with pytest.raises(
+        FlexrankError, match=r"deployment.budgets: 0.001 is too small; with probe.levels 4 the least is"
+    ):
+        run_stages(parse_config(config))
+    assert [path.stem for path in (tmp_path / "run" / "stages").iterdir()] == ["decompose"]
+
+
+def test_a_configuration_that_cannot_be_read_is_not_written_over(copied: Path) -> None:
+    config = load_config(copied)
+    (copied / "config.yaml").write_text("name: tiny\nkey_of_the_future: 1\n")
+    with pytest.raises(FlexrankError, match="unknown key 'key_of_the_future'"):
+        run_stages(config)
+    assert (copied / "config.yaml").read_text() == "name: tiny\nkey_of_the_future: 1\n"
+
+
+def test_an_exported_size_that_is_no_longer_wanted_is_removed(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deployment, "_run_verification", verify_here)
+    (copied / "deployed" / "mine.txt").write_text("not to be removed")
+    (copied / "deployed" / ".0.50.killed.aside").mkdir()
+    rerun(copied, "deployment.budgets=[0.8]", until="deploy")
+    assert sorted(path.name for path in (copied / "deployed").iterdir()) == ["0.80", "mine.txt"]
+    (copied / "deployed" / "mine.txt").write_text("and may change")
+    assert rerun(copied, until="deploy") == ()
+    rerun(copied, "deployment.budgets=[]", until="deploy")
+    assert [path.name for path in (copied / "deployed").iterdir()] == ["mine.txt"]
+
+
+def test_one_process_at_a_time_writes_to_a_run(copied: Path) -> None:
+    with RunDirectory(copied).locked(), pytest.raises(FlexrankError, match=f"process {os.getpid()} writes to this run"):
+        rerun(copied)
+
+
+def test_the_lock_of_a_dead_process_does_not_count(copied: Path) -> None:
+    (copied / "run.lock").write_text("999999")
+    assert rerun(copied) == ()
+
+
+def test_a_run_of_another_name_is_not_written_over(copied: Path) -> None:
+    with pytest.raises(FlexrankError, match="holds the run 'tiny', not 'other'"):
+        rerun(copied, "name=other")

@@ -5,7 +5,6 @@ process that had done nothing else (docs/log.md).
 """
 
 import importlib
-import json
 import os
 import subprocess
 import sys

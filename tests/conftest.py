@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,22 +40,22 @@ def _seeded() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def times_apart() -> Callable[..., bool]:
-    """Tiny models' times mean nothing: a second for each, and a process for all, would be minutes of the suite.
+def _timed_here() -> None:
+    """Tiny models' times mean nothing: a second for each, and a process for all, would be minutes of the suite."""
+    from flexrank.run import measure, sizes, stages
+    from tiny_runs import here
 
-    Returns what tells whether a run's models are timed in a process of their own, for the tests of that.
-    """
-    from flexrank.run import deploying, runner
-
-    deploying.PATIENCE = 0.0
-    original, runner._times_apart = runner._times_apart, lambda _: False
-    return original
+    measure.RATIO_SECONDS = 0.0
+    stages.in_fresh_process = sizes.in_fresh_process = here
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Tests leave the user's table of times alone."""
-    os.environ["FLEXRANK_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+@pytest.fixture
+def verified_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exports are loaded and run in this process; `test_exports` has the fresh one."""
+    from flexrank.deployment import exports
+    from tiny_runs import here
+
+    monkeypatch.setattr(exports, "in_fresh_process", here)
 
 
 @pytest.fixture(scope="session")

@@ -7,15 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import allocate_ranks, check_chain, random_table, run_often, spread_budgets, transformer_table
 
-from allocation_tables import (
-    check_chain,
-    random_table,
-    run_often,
-    spread_budgets,
-    transformer_table,
-)
-from flexrank.allocate import allocate_ranks, paper
+from flexrank.allocate import paper
 from flexrank.allocate.curves import read_curves
 from flexrank.profiles import SensitivityTable
 from flexrank.profiles.costs import deployed_parameters

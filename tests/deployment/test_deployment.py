@@ -1,22 +1,16 @@
-"""Deployed models against the elastic ones they come from, and exports that must be whole or absent."""
-
-import itertools
+"""Deployed models against the elastic ones they come from."""
 
 import pytest
 import torch
 from torch import nn
 
 import tiny_models
-from flexrank import deployment
-from flexrank.artefacts.deployed import load_deployed
-from flexrank.deployment import deploy, deployed_parameters_of, export
-from flexrank.deployment.fitting import fit_profile
-from flexrank.deployment.planning import plan_layer
+from flexrank.deployment import deploy, deployed_parameters_of, find_slack
 from flexrank.errors import FlexrankError
 from flexrank.nn.layers import GaugeAlignedConv2d, GaugeAlignedLayer, GaugeAlignedLinear, NestedLayer
 from flexrank.nn.surgery import full_profile, nested_layers, use_profile
 from flexrank.profiles.costs import deployed_parameters
-from tiny_models import agree, outputs
+from tiny_models import outputs
 
 ALL = [*tiny_models.TRANSFORMERS, *tiny_models.PLAIN]
 
@@ -117,17 +111,43 @@ def test_bfloat16_keeps_its_accuracy_and_non_persistent_buffers(name):
         assert key in persistent or (kept.dtype == buffer.dtype and torch.equal(kept, buffer))
 
 
-def test_a_layers_form_is_the_one_with_fewest_parameters():
-    layer = tiny_models.nest(nn.Sequential(nn.Linear(10, 6)))[0]
+def test_a_layers_format_is_the_one_with_fewest_parameters():
+    model = tiny_models.nest(nn.Sequential(nn.Linear(10, 6)))
     for rank in range(1, 7):
-        slacks = {slack: rank * (16 - rank + slack) for slack in range(rank + 1)}
-        assert plan_layer(layer, rank, slack=99).parameters == min(slacks[rank], 60)
-        for slack, aligned in slacks.items():
-            plan = plan_layer(layer, rank, slack=slack)
-            assert plan.parameters == min(aligned, 60)
-            assert (plan.slack is None) == (aligned >= 60)
-    with pytest.raises(FlexrankError, match="slack -1"):
-        plan_layer(layer, 2, slack=-1)
+        for slack in range(rank + 1):
+            aligned = rank * (16 - rank + slack)
+            layer = deploy(model, {"0": rank}, slack=slack)[0]
+            assert deployed_parameters_of(nn.Sequential(layer), ["0"]) == min(aligned, 60)
+            assert isinstance(layer, GaugeAlignedLinear) == (aligned < 60)
+
+
+def test_kept_slack_deploys_the_same_model_and_is_chosen_once(monkeypatch):
+    name = "bert"
+    model, batch = tiny_models.nest(tiny_models.build(name)), tiny_models.batch_for(name)
+    profiles = [entry.profile for entry in tiny_models.chain_of(model).entries]
+    table = find_slack(model, profiles, dtype=torch.bfloat16)
+    assert table.dtype == "bfloat16"
+    again = [deploy(model, profile, dtype=torch.bfloat16) for profile in profiles]
+    monkeypatch.setattr("flexrank.deployment.slack.resolve_slack", lambda *_: pytest.fail("slack was chosen again"))
+    for profile, small in zip(profiles, again, strict=True):
+        kept = deploy(model, profile, dtype=torch.bfloat16, slack=table)
+        assert torch.equal(outputs(kept, batch), outputs(small, batch))
+        shapes = {name: layer.matrix_shape for name, layer in nested_layers(model).items()}
+        assert table.parameters(profile, shapes) == deployed_parameters_of(kept, profile)
+    assert find_slack(model, profiles, dtype=torch.bfloat16, known=table) == table
+    with pytest.raises(FlexrankError, match="chosen for bfloat16; find_slack for float32"):
+        deploy(model, profiles[0], slack=table)
+
+
+def test_slack_is_measured_on_the_activations_given(monkeypatch):
+    model, rows, seen = tiny_models.nest(nn.Sequential(nn.Linear(40, 30))), torch.randn(64, 40), []
+    monkeypatch.setattr(
+        "flexrank.deployment.slack.resolve_slack", lambda u, v, slack, dtype, inputs: seen.append((slack, inputs)) or 5
+    )
+    assert find_slack(model, [{"0": 12}], activations={"0": rows}).at("0", 12) == 5
+    find_slack(model, [{"0": 12}, {"0": 4}], slack=7)
+    assert seen[0][0] == "auto" and seen[0][1] is rows
+    assert [slack for slack, _ in seen[1:]] == [7, 4]  # at most the rank
 
 
 def test_convolutions_become_convolutions():
@@ -151,120 +171,3 @@ def test_wrong_profiles_are_named():
         deploy(model, {"0": 3, "2": 3, "4": 3}, slack=-1)
     with pytest.raises(FlexrankError, match="no elastic layers"):
         deploy(nn.Linear(2, 2), {})
-
-
-@pytest.mark.parametrize("slack", [0, 2, "auto"])
-def test_fit_profile_finds_the_largest_that_really_fits(slack):
-    model = tiny_models.nest(tiny_models.build("perceptron"))
-    chain = tiny_models.chain_of(model, tuple(step / 20 for step in range(4, 21)))
-    sizes = {}
-    for entry in chain.entries:
-        small = deploy(model, entry.profile, slack=slack)
-        sizes[entry.profile] = (
-            deployed_parameters_of(small, entry.profile),
-            sum(p.numel() for p in small.parameters()),
-        )
-    for budget in (0.4, 0.55, 0.7, 0.9, 1.0):
-        fitting = [
-            entry.profile for entry in chain.entries if sizes[entry.profile][0] <= budget * chain.dense_parameters
-        ]
-        assert fit_profile(model, chain, budget, slack=slack) == fitting[-1]
-    for limit in (300, 420, 601, 730):
-        fitting = [entry.profile for entry in chain.entries if sizes[entry.profile][1] <= limit]
-        assert fit_profile(model, chain, max_params=limit, slack=slack) == fitting[-1]
-        assert fit_profile(model, chain, max_bytes=4 * limit, slack=slack) == fitting[-1]
-        if slack == 0:  # the slack of bfloat16 differs
-            assert fit_profile(model, chain, max_bytes=2 * limit, slack=slack, dtype=torch.bfloat16) == fitting[-1]
-
-
-def test_fit_profile_says_when_nothing_fits():
-    model = tiny_models.nest(tiny_models.build("perceptron"))
-    chain = tiny_models.chain_of(model)
-    with pytest.raises(FlexrankError, match="max_params=10 is too small"):
-        fit_profile(model, chain, max_params=10)
-    least = chain.relative_size(chain.entries[0])
-    with pytest.raises(FlexrankError, match="slack included"):
-        fit_profile(model, chain, least, slack=1)
-    with pytest.raises(FlexrankError, match="needs a budget"):
-        fit_profile(model, chain)
-
-
-@pytest.fixture
-def convnet():
-    model = tiny_models.nest(tiny_models.build("convnet"))
-    return deploy(model, tiny_models.chain_of(model).entries[1].profile)
-
-
-def test_export_publishes_what_a_fresh_process_has_run(convnet, tmp_path):
-    batch = tiny_models.batch_for("convnet")
-    convnet.train()
-    export(convnet, tmp_path / "small", batch, factory="tiny_models:convnet")
-    assert convnet.training and convnet[1].training
-    again = load_deployed(tmp_path / "small")
-    assert agree(outputs(again, batch), outputs(convnet.eval(), batch))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["small"]
-    assert sorted(path.name for path in (tmp_path / "small").iterdir()) == ["flexrank.json", "model.safetensors"]
-
-
-def other_convnet():
-    return nn.Sequential(*itertools.islice(tiny_models.convnet(), 6))
-
-
-def shifted_convnet():
-    class Shifted(nn.Sequential):
-        def forward(self, x):
-            return super().forward(x) + 1e-3
-
-    return Shifted(*tiny_models.convnet())
-
-
-@pytest.mark.parametrize(
-    ("factory", "message"),
-    [
-        (other_convnet, "failed in a fresh process.*has no layer '6'"),
-        (shifted_convnet, "outputs differ by"),
-        ("tiny_models:nothing", "cannot be imported"),
-        ("tiny_models", "not of the form"),
-        (lambda: None, "cannot be imported by name"),
-        (None, "needs factory="),
-    ],
-)
-def test_a_failed_export_leaves_nothing_behind(convnet, tmp_path, factory, message):
-    with pytest.raises(FlexrankError, match=message):
-        export(convnet, tmp_path / "small", tiny_models.batch_for("convnet"), factory=factory)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_corrupted_export_leaves_the_old_one(convnet, tmp_path, monkeypatch):
-    kept = tmp_path / "small"
-    export(convnet, kept, tiny_models.batch_for("convnet"), factory="tiny_models:convnet")
-    (kept / "old").write_text("old")
-    run = deployment._run_verification
-
-    def corrupt_and_run(artefact, scratch, timeout):
-        path = artefact / "model.safetensors"
-        content = bytearray(path.read_bytes())
-        content[-3] ^= 1
-        path.write_bytes(content)
-        run(artefact, scratch, timeout)
-
-    monkeypatch.setattr(deployment, "_run_verification", corrupt_and_run)
-    with pytest.raises(FlexrankError, match="does not match its checksum"):
-        export(convnet, kept, tiny_models.batch_for("convnet"), factory=tiny_models.convnet)
-    assert [path.name for path in tmp_path.iterdir()] == ["small"] and (kept / "old").read_text() == "old"
-
-
-def test_outputs_that_are_not_finite_are_not_exported(convnet, tmp_path, monkeypatch):
-    monkeypatch.setattr(deployment, "_run_verification", lambda *arguments: pytest.fail("came too far"))
-    convnet[1].weight.data.fill_(float("nan"))
-    with pytest.raises(FlexrankError, match="not finite"):
-        export(convnet, tmp_path / "small", tiny_models.batch_for("convnet"), factory="tiny_models:convnet")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_slow_fresh_process_is_ended(convnet, tmp_path):
-    with pytest.raises(FlexrankError, match=r"within 0\.01 s"):
-        export(
-            convnet, tmp_path / "small", tiny_models.batch_for("convnet"), factory="tiny_models:convnet", timeout=0.01
-        )
-    assert list(tmp_path.iterdir()) == []

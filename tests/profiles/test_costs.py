@@ -1,15 +1,17 @@
 import itertools
+import math
 
 import pytest
-import torch
 
 from flexrank.profiles.costs import (
+    LayerFormat,
     aligned_parameters,
     dense_parameters,
     deployed_parameters,
     largest_rank,
-    measure_ratio,
+    layer_format,
     rank_block,
+    rank_levels,
     whole_slack,
 )
 
@@ -28,9 +30,13 @@ def count_aligned(shape: tuple[int, int], rank: int, slack: int) -> int:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_parameters_equal_a_count_of_what_is_stored(shape):
     for rank in range(1, min(shape) + 1):
-        for slack in range(rank + 1):
-            assert aligned_parameters(shape, rank, slack) == count_aligned(shape, rank, slack)
-            forms = (shape[0] * shape[1], count_aligned(shape, rank, rank), count_aligned(shape, rank, slack))
+        for slack in range(rank + 3):
+            assert aligned_parameters(shape, rank, slack) == count_aligned(shape, rank, min(slack, rank))
+            forms = (
+                shape[0] * shape[1],
+                count_aligned(shape, rank, rank),
+                count_aligned(shape, rank, min(slack, rank)),
+            )
             assert deployed_parameters(shape, rank, slack) == min(forms)
 
 
@@ -55,42 +61,48 @@ def test_largest_rank_equals_a_search_over_all_ranks(shape):
         assert largest_rank(shape, limit) == sum(cost <= limit for cost in costs)
 
 
-def test_largest_rank_is_exact_where_floats_are_not():
-    shape = (3 * 2**30 + 1, 2**31 + 7)
-    for rank in (2**29 + 3, min(shape) - 1):
-        cost = deployed_parameters(shape, rank)
-        assert [largest_rank(shape, limit) for limit in (cost - 1, cost, cost + 1)] == [rank - 1, rank, rank]
+@pytest.mark.parametrize("shape", [(40, 40), (64, 128)])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.4])
+def test_largest_rank_counts_slack_and_whole_blocks(shape, share):
+    m, n = shape
+    cost = {r: min(m * n, r * (m + n - r + min(r, math.ceil(share * r)))) for r in range(1, min(shape) + 1)}
+    for limit in range(0, m * n + 1, 37):
+        for block in (1, 4):
+            expected = max((r for r in cost if cost[r] <= limit and r % block == 0), default=0)
+            assert largest_rank(shape, limit, share, block) == expected
+
+
+@pytest.mark.parametrize(
+    ("rank", "slack", "expected"),
+    [(10, 0, LayerFormat.GAUGE_ALIGNED), (10, 10, LayerFormat.LOW_RANK), (10, 12, LayerFormat.LOW_RANK),
+     (20, 19, LayerFormat.GAUGE_ALIGNED), (20, 20, LayerFormat.DENSE), (40, 0, LayerFormat.DENSE),
+     (39, 1, LayerFormat.DENSE), (39, 0, LayerFormat.GAUGE_ALIGNED)],
+)  # fmt: skip
+def test_the_format_with_fewest_parameters(rank, slack, expected):
+    """40 × 40: 1600 numbers dense, 80·r low-rank, r·(80 − r + p) gauge-aligned."""
+    assert layer_format((40, 40), rank, slack) is expected
+
+
+def test_levels_are_even_in_parameters_up_to_the_least_saving():
+    levels = rank_levels((384, 384), 10)
+    assert levels[-1] == 384 and len(levels) == 10
+    dense = 384 * 384
+    for level, rank in enumerate(levels[:-1], 1):
+        limit = 0.75 * dense * level / 9
+        cost, larger = (r * (768 - r + math.ceil(0.1 * r)) for r in (rank, rank + 16))
+        assert rank % 16 == 0 and cost <= limit < larger
+    assert rank_levels((384, 384), 10, "parameters", 0.0, 0.0) == tuple(
+        [max(r for r in range(1, 384) if r * (768 - r) <= dense * level / 10) for level in range(1, 10)] + [384]
+    )
+    assert rank_levels((40, 60), 10, "ranks") == (4, 8, 12, 16, 20, 24, 28, 32, 36, 40)
 
 
 @pytest.mark.parametrize("shape", [(384, 384), (1003, 512), (64, 256), (7, 7)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_slack_of_whole_blocks_is_the_least_of_them(shape, dtype):
     block = rank_block(shape)
     for rank in range(1, min(shape) + 1, 7):
         for slack in range(0, rank + 1, 3):
             fitting = [one for one in range(slack, rank) if (shape[0] - rank + one) % block == 0]
-            expected = slack if dtype is torch.float32 else min([*fitting, rank])
+            expected = slack if dtype == "float32" else min([*fitting, rank])
             assert whole_slack(shape, rank, slack, dtype) == expected
-
-
-def test_measure_ratio_is_the_median_of_paired_ratios(monkeypatch):
-    clock = [0.0]
-    spent = iter([9.0, 9.0, 2.0, 1.0, 30.0, 1.0, 6.0, 2.0])  # a warm-up, then three pairs: 2, 30 and 3
-
-    def work() -> None:
-        clock[0] += next(spent)
-
-    monkeypatch.setattr("flexrank.profiles.costs.time.perf_counter", lambda: clock[0])
-    assert measure_ratio(work, work, repeats=3, warmup=1) == 3.0
-
-
-@pytest.mark.parametrize(("least", "ratio"), [(0.0, 2.0), (2.9, 2.0), (3.1, 16.0), (34.0, 16.0), (35.0, 4.0)])
-def test_measure_ratio_goes_on_for_as_long_as_asked(monkeypatch, least: float, ratio: float):
-    clock = [0.0]
-    spent = iter([2.0, 1.0, 30.0, 1.0, 8.0, 2.0])  # 3, 31 and 10 seconds
-
-    def work() -> None:
-        clock[0] += next(spent)
-
-    monkeypatch.setattr("flexrank.profiles.costs.time.perf_counter", lambda: clock[0])
-    assert measure_ratio(work, work, repeats=1, warmup=0, least_seconds=least) == ratio

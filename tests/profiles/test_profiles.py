@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from flexrank.errors import FlexrankError
 from flexrank.files import read_json, write_json
-from flexrank.profiles import ChainEntry, Footprint, ProfileChain, RankProfile, SensitivityTable
+from flexrank.profiles import ChainEntry, Footprint, ProfileChain, RankProfile, SensitivityTable, SlackTable
 
 FOOTPRINT = Footprint(other_parameters=100, other_bytes=333, bytes_per_parameter=2)
 
@@ -28,6 +28,13 @@ def test_at_picks_the_largest_within_a_budget_parameters_or_bytes():
     assert CHAIN.at(max_params=100 + 39) == {"a": 1, "b": 1}
     assert CHAIN.at(max_bytes=333 + 2 * 70) == {"a": 2, "b": 3}
     assert CHAIN.at(max_bytes=333 + 2 * 70 - 1) == {"a": 2, "b": 1}
+
+
+def test_a_requested_budget_gives_the_profile_that_was_solved_for_it():
+    assert CHAIN.at(0.75) == {"a": 2, "b": 3}
+    spare = chain_of((1, 1, 20, 0.9, 0.4), (2, 1, 30, 0.8, None), (4, 4, 100, 0.0, None))
+    assert spare.at(0.4) == {"a": 1, "b": 1}
+    assert spare.at(0.39) == spare.at(0.4, max_error=0.9) == {"a": 2, "b": 1}
 
 
 def test_at_picks_the_smallest_within_an_error():
@@ -103,3 +110,16 @@ def test_chains_and_tables_keep_every_bit_through_a_file(tmp_path):
 def test_json_without_a_key_is_told(kind, key):
     with pytest.raises(FlexrankError, match=f"key '{key}' is missing"):
         kind.from_json({})
+
+
+def test_slack_is_counted_in_the_parameters_and_kept_by_layer_and_rank():
+    table = SlackTable("bfloat16", {"a": {10: 2}, "b": {20: 20}})
+    shapes = {"a": (40, 40), "b": (40, 60), "c": (8, 8)}
+    profile = {"a": 10, "b": 20, "c": 8}
+    assert table.parameters(profile, shapes) == 10 * (80 - 10 + 2) + 20 * 100 + 64
+    assert SlackTable.from_json(json.loads(json.dumps(table.to_json()))) == table
+    assert table.covers({"a": 10}) and not table.covers({"a": 11}) and not table.covers({"c": 8})
+    with pytest.raises(FlexrankError, match="layer 'a': no slack was chosen for rank 11"):
+        table.at("a", 11)
+    with pytest.raises(FlexrankError, match="chosen for bfloat16; find_slack for float32"):
+        table.require_dtype("float32")

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexrank import deployment
 from flexrank.data.text import SPLITS
 from flexrank.distill import distillation_evaluator
 from flexrank.distill.objectives import objective_for
@@ -17,7 +16,9 @@ from flexrank.run import run_stages
 from flexrank.run.config import load_config, parse_config
 from flexrank.run.samples import load_samples
 from flexrank.run.stages import autocast_dtype
-from tiny_runs import TEXT, rerun, settings, summary_of, verify_here
+from tiny_runs import TEXT, rerun, settings, summary_of
+
+pytestmark = pytest.mark.usefixtures("verified_here")
 
 
 def test_the_summary_has_the_promised_keys_and_keeps_to_the_budgets(finished: Path) -> None:
@@ -83,7 +84,6 @@ def test_consolidation_lowers_the_loss_it_minimises(finished: Path, sources: Pat
 def test_without_consolidation_the_artefact_is_the_decomposed_network(
     copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deployment, "_run_verification", verify_here)
     rerun(copied, "distillation.steps=0")
     one, two = (copied / name / "elastic.safetensors" for name in ("elastic_initial", "elastic"))
     assert one.read_bytes() == two.read_bytes()
@@ -109,7 +109,6 @@ def test_weights_go_from_the_largest_budget_to_the_smallest(copied: Path) -> Non
 def test_a_budget_holds_with_its_slack_and_bytes_follow_the_dtype(
     finished: Path, copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deployment, "_run_verification", verify_here)
     rerun(copied, "deployment.slack=8", "deployment.dtype=bfloat16")
     summary, before = summary_of(copied), summary_of(finished)
     for row, old in zip(summary["rows"], before["rows"], strict=True):
@@ -125,7 +124,6 @@ def test_an_encoder_goes_all_the_way(sources: Path, tmp_path: Path, monkeypatch:
     """The row of a budget is what the exported model gives by hand: mean-pooled over real tokens, held-out texts."""
     import transformers
 
-    monkeypatch.setattr(deployment, "_run_verification", verify_here)
     config = settings(sources / "embedding", sources / "text.txt", tmp_path / "run", "embedding")
     config["layers"] = {"exclude": ["pooler"]}
     run_stages(parse_config(config))

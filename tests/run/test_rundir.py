@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from flexrank import deployment
 from flexrank import probe as sensitivity
 from flexrank.distill.step import Step
 from flexrank.errors import FlexrankError
 from flexrank.run import run_stages
 from flexrank.run.config import load_config, parse_config
 from flexrank.run.rundir import RunDirectory
-from tiny_runs import TEXT, rerun, settings, verify_here
+from tiny_runs import TEXT, rerun, settings
+
+pytestmark = pytest.mark.usefixtures("verified_here")
 
 
 def test_a_second_run_does_nothing_and_touches_nothing(copied: Path) -> None:
@@ -83,7 +84,6 @@ def test_an_interrupted_stage_goes_on_to_the_same_bits(
 def test_a_changed_key_runs_its_stage_and_those_below(
     override: str, again: tuple[str, ...], copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deployment, "_run_verification", verify_here)
     assert rerun(copied, override) == again
     assert rerun(copied) == ()
 
@@ -116,7 +116,6 @@ def test_what_reads_times_is_done_again_with_them(copied: Path) -> None:
 def test_a_directory_that_lost_a_file_is_made_again_and_a_truncated_one_refused(
     copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deployment, "_run_verification", verify_here)
     (copied / "deployed" / "0.50" / "model.safetensors").unlink()
     (copied / "figures" / "ranks.png").unlink()
     assert rerun(copied) == ("deploy", "report")
@@ -175,7 +174,6 @@ def test_a_configuration_that_cannot_be_read_is_not_written_over(copied: Path) -
 
 
 def test_an_exported_size_that_is_no_longer_wanted_is_removed(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deployment, "_run_verification", verify_here)
     (copied / "deployed" / "mine.txt").write_text("not to be removed")
     (copied / "deployed" / ".0.50.killed.aside").mkdir()
     rerun(copied, "deployment.budgets=[0.8]", until="deploy")

@@ -4,18 +4,17 @@
 NumPy and SciPy only.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from flexrank.allocate import joint, paper
-from flexrank.allocate.chain import Anchor, fill_chain
-from flexrank.allocate.curves import CostTable, LayerCurve, monotone, read_curves, refine, total_dense, undominated
-from flexrank.allocate.knapsack import solve_window
+from flexrank.allocate.chain import Anchor, fill_chain, mark_budgets
+from flexrank.allocate.curves import CostTable, LayerCurve, monotone, read_curves, total_dense
 from flexrank.errors import FlexrankError
 from flexrank.profiles import ChainEntry, ProfileChain, SensitivityTable
+from flexrank.profiles.costs import MIN_SAVING, SLACK_SHARE
 
 __all__ = ["allocate_ranks", "unconstrained_bounds"]
 
@@ -27,22 +26,22 @@ def allocate_ranks(
     budgets: Sequence[float],
     *,
     method: str = "joint",
+    min_saving: float = MIN_SAVING,
+    slack_share: float = SLACK_SHARE,
     savings: str = "parameters",
     weights: Weights | None = None,
     gap: float = 1e-3,
     time_limit: float = 60.0,
-    candidates_per_layer: int | None = None,
     grid: int | None = None,
     monotone_errors: bool | None = None,
 ) -> ProfileChain:
-    """Chooses nested rank profiles from the layers' sensitivities, errors taken to add up over the layers.
+    """Chooses nested rank profiles from the layers' sensitivities, whose errors are taken to add up.
 
-    `joint` minimises the weighted sum of the budgets' predicted errors under nesting (module `joint`: each budget's own
-    optimum, which is often nested already, else an integer program), and fills the chain between the solved profiles
-    by single steps of least error per saving.
+    `joint` minimises the weighted sum of the budgets' predicted errors under nesting (module `joint`), over the probed
+    ranks that save enough, and fills the chain between the solved profiles by single steps of least error per saving.
 
     `paper` is the printed algorithm (module `paper`): its chain as it comes, and of it the best profile within each
-    budget. The least and the full profile are added where the chain lacks them.
+    budget. The least and the full profile are added where the chain lacks them. It counts slack 0 and every rank.
 
     Budget 1 is always the full model.
 
@@ -50,72 +49,64 @@ def allocate_ranks(
         table: probe results S (L × K).
         budgets: deployed over dense parameters of the factorised layers, each in (0, 1], none twice.
         method: "joint" or "paper".
+        min_saving: of `joint`: a factorised layer saves at least this share of the dense operations.
+        slack_share: of `joint`: slack counted in every cost, over the rank.
         savings: what `paper` counts, "parameters" or "ranks". The budgets count parameters in either case.
-        weights: of the budgets' errors in `joint`: a mapping from budget, or a sequence in the order of `budgets`;
-            all equal if None. `paper` has none.
-        gap: relative gap, proven, at which `joint` may stop, in [0, 1).
-        time_limit: seconds for `joint`'s integer program; the chain's `gap` tells what was reached.
-        candidates_per_layer: None for the probed ranks alone; else `joint` also chooses among interpolated ranks
-            between them, about this many a layer in all, evenly placed in cost (see `curves.refine`).
-        grid: None for exact savings in `paper`; else parameters are counted in units of dense / grid, each layer's
-            saving rounded down, so that no budget is overrun. With L layers the front found at a saving is then at
-            least as good as the exact front at that saving plus L / grid of the dense parameters.
-        monotone_errors: whether errors that rise with the rank are taken for noise and fitted (see `curves.monotone`);
-            the predicted errors are then the fit's. None: yes for `joint`, no for `paper`, as printed. Where the probed
-            errors never rise it makes no difference; elsewhere compare the two methods with the same setting.
+        weights: of the budgets' errors in `joint`: a mapping from budget, or in the order of `budgets`; None for equal.
+        gap: proven relative gap at which `joint` may stop, in [0, 1).
+        time_limit: seconds for `joint`.
+        grid: of `paper`: None for exact savings; else they are counted in units of dense / grid, rounded down. With L
+            layers the front at a saving is as good as the exact one at that saving plus L / grid of the dense
+            parameters.
+        monotone_errors: whether errors that rise with the rank are fitted as noise (see `curves.monotone`); the
+            predicted errors are then the fit's. None: yes for `joint`, no for `paper`, as printed.
 
     Returns:
         Profiles from the least to the full, nested; one `requested` for each budget, never above it.
 
     Raises:
-        FlexrankError: an argument is out of range, the table is not whole, or a budget is below the least profile.
+        FlexrankError: an argument is out of range, the table is incomplete, or a budget is below the least profile.
     """
-    _check_options(method, savings, gap, time_limit, candidates_per_layer, grid)
-    curves = read_curves(table)
-    if method == "joint" if monotone_errors is None else monotone_errors:
-        curves = [monotone(curve) for curve in curves]
+    _check_options(method, savings, min_saving, slack_share, gap, time_limit, grid)
+    is_joint = method == "joint"
+    curves = _curves(table, is_joint if monotone_errors is None else monotone_errors, is_joint, min_saving, slack_share)
     budgets, alphas = _check_budgets(budgets, weights)
     caps = _caps(table, curves, budgets)
-    solved_gap: float | None = None
-    if method == "paper":
+    if not is_joint:
         entries, label = _paper_chain(curves, budgets, caps, savings, _grid_unit(table, grid))
-    else:
-        curves = _joint_curves(table, curves, candidates_per_layer)
-        entries, solved_gap = _joint_chain(curves, budgets, caps, alphas, gap, time_limit)
-        label = "joint" if candidates_per_layer is None else f"joint, {candidates_per_layer} candidates a layer"
-    return ProfileChain(entries, total_dense(table), table.footprint, label, solved_gap)
+        return ProfileChain(entries, total_dense(table), table.footprint, label)
+    entries, solved_gap = _joint_chain(curves, budgets, caps, alphas, gap, time_limit)
+    return ProfileChain(entries, total_dense(table), table.footprint, "joint", solved_gap)
 
 
 def unconstrained_bounds(
     table: SensitivityTable,
     budgets: Sequence[float],
     *,
-    candidates_per_layer: int | None = None,
+    min_saving: float = MIN_SAVING,
+    slack_share: float = SLACK_SHARE,
     monotone_errors: bool = True,
 ) -> tuple[float, ...]:
     """A proven lower bound of the error of any profile within each budget, nested or not, in the order of `budgets`.
 
-    It is the unconstrained Pareto front to within `joint.CLOSE`, unless the search outgrows `knapsack.STATES`.
-
     Raises:
         FlexrankError: as `allocate_ranks`.
     """
-    _check_options("joint", "parameters", 0.0, 1.0, candidates_per_layer, None)
-    curves = [monotone(curve) if monotone_errors else curve for curve in read_curves(table)]
+    curves = _curves(table, monotone_errors, True, min_saving, slack_share)
     rising, _ = _check_budgets(budgets, None)
     caps = _caps(table, curves, rising)
-    curves = _joint_curves(table, curves, candidates_per_layer)
-    costs = CostTable(curves)
     bounds = {
-        budget: solve_window(costs, np.zeros_like(costs.top), costs.top, cap, joint.CLOSE).bound
+        budget: joint.solve_nested(curves, [cap], [1.0], gap=1e-6, time_limit=60.0).bound
         for budget, cap in zip(rising, caps, strict=True)
     }
     return tuple(bounds[float(budget)] for budget in budgets)
 
 
-def _joint_curves(table: SensitivityTable, curves: Sequence[LayerCurve], count: int | None) -> list[LayerCurve]:
-    falling = [curve if (np.diff(curve.errors) <= 0).all() else undominated(curve) for curve in curves]
-    return falling if count is None else [refine(curve, table.shapes[curve.name], count) for curve in falling]
+def _curves(
+    table: SensitivityTable, is_monotone: bool, is_joint: bool, min_saving: float, slack_share: float
+) -> list[LayerCurve]:
+    curves = read_curves(table, min_saving, slack_share) if is_joint else read_curves(table)
+    return [monotone(curve) for curve in curves] if is_monotone else curves
 
 
 def _joint_chain(
@@ -155,28 +146,11 @@ def _paper_chain(
     levels = np.where(selection.choices == paper.NO_SAVING, table.top[:, None], selection.choices).T[::-1]
     least = [np.zeros_like(table.top)] if levels[0].any() else []
     full = [table.top] if (levels[-1] < table.top).any() else []
-    return _mark_budgets(table.entries(np.stack([*least, *levels, *full])), budgets, caps), label
-
-
-def _mark_budgets(
-    entries: Sequence[ChainEntry], budgets: Sequence[float], caps: Sequence[int]
-) -> tuple[ChainEntry, ...]:
-    """SelectProfiles: the largest profile of the chain within each budget, which is its best, marked as requested."""
-    costs = [entry.parameters for entry in entries]
-    answers: dict[int, list[float]] = {}
-    for budget, cap in zip(budgets, caps, strict=True):
-        answers.setdefault(int(np.searchsorted(costs, cap, side="right")) - 1, []).append(budget)
-    marked: list[ChainEntry] = []
-    for index, entry in enumerate(entries):
-        if index not in answers:
-            marked.append(entry)
-        for budget in answers.get(index, ()):
-            marked.append(dataclasses.replace(entry, requested=budget))
-    return tuple(marked)
+    return mark_budgets(table.entries(np.stack([*least, *levels, *full])), budgets, caps), label
 
 
 def _check_options(
-    method: str, savings: str, gap: float, time_limit: float, candidates_per_layer: int | None, grid: int | None
+    method: str, savings: str, min_saving: float, slack_share: float, gap: float, time_limit: float, grid: int | None
 ) -> None:
     if method not in ("joint", "paper"):
         raise FlexrankError(f"method {method!r} is unknown; it is 'joint' or 'paper'")
@@ -184,15 +158,13 @@ def _check_options(
         raise FlexrankError(f"savings {savings!r} is unknown; it is 'parameters' or 'ranks'")
     if method == "joint" and savings == "ranks":
         raise FlexrankError("savings='ranks' belongs to method='paper'; 'joint' counts parameters")
-    if not 0 <= gap < 1:
-        raise FlexrankError(f"gap {gap} is out of range; it is a relative gap in [0, 1)")
+    for name, share in (("min_saving", min_saving), ("slack_share", slack_share), ("gap", gap)):
+        if not 0 <= share < 1:
+            raise FlexrankError(f"{name} {share} is out of range; it is in [0, 1)")
     if not time_limit > 0:
         raise FlexrankError(f"time_limit {time_limit} is out of range; it is in seconds, above 0")
-    for name, count in (("candidates_per_layer", candidates_per_layer), ("grid", grid)):
-        if count is not None and count < 2:
-            raise FlexrankError(f"{name} {count} is out of range; it is at least 2, or None")
-    if candidates_per_layer is not None and method == "paper":
-        raise FlexrankError("candidates_per_layer belongs to method='joint'; 'paper' chooses among the probed ranks")
+    if grid is not None and grid < 2:
+        raise FlexrankError(f"grid {grid} is out of range; it is at least 2, or None")
     if grid is not None and (method == "joint" or savings == "ranks"):
         raise FlexrankError("grid belongs to method='paper' with savings='parameters'")
 

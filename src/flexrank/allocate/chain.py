@@ -1,5 +1,6 @@
-"""From chosen profiles to the chain: what lies between them, and every entry's cost and error."""
+"""From chosen profiles to the chain: what lies between them, and which entries answer a budget."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,8 +14,8 @@ Anchor = tuple[Ints, float | None]  # levels (L,), the budget it answers
 def fill_chain(curves: Sequence[LayerCurve], anchors: Sequence[Anchor]) -> tuple[ChainEntry, ...]:
     """Entries from the least profile to the full one, through every anchor, by single steps between.
 
-    Going up from one anchor to the next, the step that saves most error a parameter comes first (so going down, that
-    of least error a saving), on the lower convex hull of each layer's stretch.
+    Going up from one anchor to the next, the step that saves most error per parameter comes first (so going down, that
+    of least error per saving), on the lower convex hull of each layer's stretch.
 
     Args:
         curves: the layers' candidates.
@@ -34,6 +35,22 @@ def fill_chain(curves: Sequence[LayerCurve], anchors: Sequence[Anchor]) -> tuple
             entries += table.entries(levels + raised.cumsum(axis=0), requested)
         levels = stop
     return tuple(entries)
+
+
+def mark_budgets(
+    entries: Sequence[ChainEntry], budgets: Sequence[float], caps: Sequence[int]
+) -> tuple[ChainEntry, ...]:
+    """SelectProfiles (FlexRank, algorithm 2): the largest profile within each budget is marked as requested."""
+    costs = [entry.parameters for entry in entries]
+    answers: dict[int, list[float]] = {}
+    for budget, cap in zip(budgets, caps, strict=True):
+        answers.setdefault(int(np.searchsorted(costs, cap, side="right")) - 1, []).append(budget)
+    marked: list[ChainEntry] = []
+    for index, entry in enumerate(entries):
+        if index not in answers:
+            marked.append(entry)
+        marked += [dataclasses.replace(entry, requested=budget) for budget in answers.get(index, ())]
+    return tuple(marked)
 
 
 def _ordered_steps(curves: Sequence[LayerCurve], low: Ints, high: Ints) -> Ints:

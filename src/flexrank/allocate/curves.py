@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from flexrank.errors import FlexrankError
 from flexrank.profiles import ChainEntry, RankProfile, SensitivityTable
-from flexrank.profiles.costs import dense_parameters, deployed_parameters, rank_block
+from flexrank.profiles.costs import dense_parameters, expected_parameters, is_worth_it
 
 Ints = NDArray[np.signedinteger]
 Bools = NDArray[np.bool_]
@@ -23,7 +23,7 @@ class LayerCurve:
     Attributes:
         name: the layer.
         ranks: (K,), strictly rising.
-        parameters: (K,), deployed parameters at those ranks (gauge-aligned, slack 0), strictly rising.
+        parameters: (K,), expected deployed parameters at those ranks, strictly rising.
         errors: (K,), predicted rise of the probe loss; 0 at full rank.
     """
 
@@ -37,8 +37,13 @@ class LayerCurve:
         return LayerCurve(self.name, self.ranks[kept], self.parameters[kept], self.errors[kept])
 
 
-def read_curves(table: SensitivityTable) -> list[LayerCurve]:
-    """The probed points as they are, checked.
+def read_curves(table: SensitivityTable, min_saving: float = 0.0, slack_share: float = 0.0) -> list[LayerCurve]:
+    """The probed points that save enough to be worth it, and full rank, checked.
+
+    Args:
+        table: probe results.
+        min_saving: see `costs.MIN_SAVING`; 0 keeps every rank.
+        slack_share: see `costs.SLACK_SHARE`; 0 counts none.
 
     Raises:
         FlexrankError: the table is empty or names different layers, or a layer's ranks do not rise to full rank,
@@ -50,12 +55,19 @@ def read_curves(table: SensitivityTable) -> list[LayerCurve]:
         if names.keys() != table.shapes.keys():
             odd = sorted(names.keys() ^ table.shapes.keys())[0]
             raise FlexrankError(f"sensitivity table: layer {odd!r} is in only one of shapes and {part}")
-    return [_read_curve(table, name) for name in table.shapes]
+    return [_read_curve(table, name, min_saving, slack_share) for name in table.shapes]
 
 
-def _read_curve(table: SensitivityTable, name: str) -> LayerCurve:
+def _read_curve(table: SensitivityTable, name: str, min_saving: float, slack_share: float) -> LayerCurve:
     shape, ranks, errors = table.shapes[name], table.ranks[name], table.errors[name]
-    full = min(shape)
+    _check_curve(name, min(shape), ranks, errors)
+    kept = np.array([is_worth_it(shape, rank, min_saving, slack_share) for rank in ranks])
+    parameters = [expected_parameters(shape, rank, slack_share) for rank in ranks]
+    curve = LayerCurve(name, np.array(ranks, np.int64), np.array(parameters, np.int64), np.array(errors, np.float64))
+    return curve.take(kept)
+
+
+def _check_curve(name: str, full: int, ranks: Sequence[int], errors: Sequence[float]) -> None:
     rising = all(small < large for small, large in zip(ranks, ranks[1:], strict=False))
     if not ranks or ranks[0] < 1 or not rising or ranks[-1] != full:
         raise FlexrankError(f"layer {name!r} is probed at ranks {list(ranks)}; they must rise from 1 or more to {full}")
@@ -66,8 +78,6 @@ def _read_curve(table: SensitivityTable, name: str) -> LayerCurve:
             raise FlexrankError(f"layer {name!r} has error {error} at rank {rank}; probe errors must be finite")
     if errors[-1] != 0:
         raise FlexrankError(f"layer {name!r} has error {errors[-1]} at full rank; errors are rises over it, so 0 there")
-    parameters = [deployed_parameters(shape, rank) for rank in ranks]
-    return LayerCurve(name, np.array(ranks, np.int64), np.array(parameters, np.int64), np.array(errors, np.float64))
 
 
 def total_dense(table: SensitivityTable) -> int:
@@ -75,26 +85,12 @@ def total_dense(table: SensitivityTable) -> int:
     return sum(map(dense_parameters, table.shapes.values()))
 
 
-def undominated(curve: LayerCurve) -> LayerCurve:
-    """Drops each candidate that a smaller rank equals or betters; full rank always stays.
-
-    Probes are noisy, so an error may rise with the rank. The optimum loses nothing by the drop, nested or not: let
-    f map each rank to the smallest rank whose error is the running minimum there. f never raises cost or error, and
-    as it is monotone it keeps nested profiles nested. Nothing is smoothed: every figure left is one that was measured.
-    """
-    best_before = np.concatenate(([np.inf], np.minimum.accumulate(curve.errors)[:-1]))
-    kept = curve.errors < best_before
-    kept[-1] = True
-    return curve.take(kept)
-
-
 def monotone(curve: LayerCurve) -> LayerCurve:
     """The least-squares fit whose errors never rise with the rank nor fall below full rank's 0.
 
-    A larger rank is a longer prefix of the same factors, so a rise, or an error below 0, is taken for noise of the
-    probe. A curve that is monotone already keeps every bit. Without the fit one lucky probe lets a layer be cut to
-    nothing and leaves a large budget unspent: on simulated tables with noise added to the errors, the profiles chosen
-    from the errors as measured had a true error 1.03 to 4 times as large (36 layers, budgets .2 to .9).
+    A larger rank is a longer prefix of the same factors, so a rise, or an error below 0, is noise of the probe. A
+    curve that is monotone already keeps every bit. Without the fit one lucky probe lets a layer be cut to nothing: on
+    simulated noisy tables the profiles had 1.03 to 4 times the true error (36 layers, budgets .2 to .9).
     """
     from scipy.optimize import isotonic_regression
 
@@ -104,45 +100,8 @@ def monotone(curve: LayerCurve) -> LayerCurve:
     return dataclasses.replace(curve, errors=np.append(fit, 0.0))
 
 
-def refine(curve: LayerCurve, shape: tuple[int, int], count: int) -> LayerCurve:
-    """Adds interpolated candidates, about `count` in all, evenly placed in cost between the probed ranks.
-
-    `curve` is `monotone` or `undominated`. Its points stay exact, and nothing is extrapolated below its first rank.
-    Where the probed ranks are whole blocks, what is added is too.
-    The error is interpolated in its logarithm (monotone cubic in the rank), for errors fall by orders of magnitude. In
-    the last stretch, where it falls to 0 or below, it is a straight line: too high for a convex curve, on purpose,
-    for the optimum seeks out whatever is predicted too low (a cubic tail did 17 % worse there in truth). In the same
-    simulations 32 candidates lowered the true error by 1 to 5 % where the probes were exact or little noisy, and raised
-    it by up to 32 % (36 layers) where they were very noisy: what is chosen more finely follows the noise more closely.
-    """
-    wanted = np.linspace(curve.parameters[0], curve.parameters[-1], count)
-    block = rank_block(shape)
-    if any(rank % block for rank in curve.ranks[:-1] if rank > block):
-        block = 1
-    between = np.arange(block, curve.ranks[-1], block)
-    every_rank = np.union1d(curve.ranks, between[between > curve.ranks[0]])
-    costs = np.array([deployed_parameters(shape, int(rank)) for rank in every_rank], np.int64)
-    near = every_rank[np.minimum(np.searchsorted(costs, wanted), len(costs) - 1)]
-    ranks = np.union1d(curve.ranks, near)
-    errors = _interpolate(curve, ranks)
-    errors[np.searchsorted(ranks, curve.ranks)] = curve.errors
-    return LayerCurve(curve.name, ranks, costs[np.searchsorted(every_rank, ranks)], errors)
-
-
-def _interpolate(curve: LayerCurve, ranks: Ints) -> Floats:
-    from scipy.interpolate import PchipInterpolator
-
-    errors = np.interp(ranks, curve.ranks, curve.errors)
-    positive = int(np.count_nonzero(curve.errors > 0))  # they come first, for the errors fall
-    if positive > 1:
-        inside = ranks <= curve.ranks[positive - 1]
-        logarithm = PchipInterpolator(curve.ranks[:positive], np.log(curve.errors[:positive]))
-        errors[inside] = np.exp(logarithm(ranks[inside]))
-    return errors
-
-
 def step_slopes(parameters: Ints, errors: Floats) -> Floats:
-    """For each step between neighbours (K-1,), the slope of the lower convex hull over it: error saved a parameter.
+    """For each step between neighbours (K-1,), the slope of the lower convex hull over it: error saved per parameter.
 
     The slopes fall with the rank, so steps sorted by slope over all layers keep every layer's own order.
     """
@@ -167,7 +126,6 @@ class CostTable:
         self.curves = curves
         width = max(len(curve.ranks) for curve in curves)
         self.top = np.array([len(curve.ranks) - 1 for curve in curves], np.int64)
-        self.real = np.arange(width) <= self.top[:, None]  # False where padded
         pad = np.minimum(np.arange(width), self.top[:, None])
         self.ranks = np.stack([curve.ranks[index] for curve, index in zip(curves, pad, strict=True)])
         self.parameters = np.stack([curve.parameters[index] for curve, index in zip(curves, pad, strict=True)])

@@ -1,21 +1,39 @@
-"""All requested profiles together, nested by constraint.
+"""The profiles of all budgets together, nested by constraint: an integer program, solved by HiGHS.
 
-Each budget alone (module `knapsack`) where that proves enough, else in one program (module `program`).
+With y[b, s] = 1 if budget b drops step s (a layer's step from one candidate to the next):
+
+    minimise    Σ_b w_b Σ_s Δe_s y[b, s]
+    subject to  Σ_s Δc_s y[b, s] ≥ c_full − cap_b     (each budget is kept)
+                y[b, s] ≤ y[b, s']                    (s' the next step of the same layer: a rank is a prefix)
+                y[b', s] ≤ y[b, s]                    (b' the next larger budget: profiles are nested)
+
+All but the first kind of constraint are differences of two variables, so that the program is integral but for one row
+per budget, and its relaxation is close. Dropped steps are counted, not kept ones, so that the objective is the error
+itself and the solver's relative gap is one of the error.
 """
 
+import contextlib
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from flexrank.allocate.adjustment import repair, spend
-from flexrank.allocate.curves import Bools, CostTable, Ints, LayerCurve
-from flexrank.allocate.knapsack import Best, solve_window
-from flexrank.allocate.program import solve_program
+from flexrank.allocate.curves import Bools, CostTable, Floats, Ints, LayerCurve
+from flexrank.errors import FlexrankError
 
-SWEEPS = 4
-CLOSE = 1e-5  # relative gap of a budget by itself: finer than is asked, for it costs little
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
+
+#: HiGHS's tolerances are absolute, 1e-6: the largest error counts as ERROR_SCALE, so that small ones matter, and costs
+#: are counted in at most COST_UNITS whole units a step, rounded up, so that no cap is overrun.
+ERROR_SCALE, COST_UNITS = 1e4, 2**16
+#: What all dropped parameters together weigh beside the largest error: of profiles alike in error the larger one wins.
+TIE = 1e-7
+#: A program is solved to this part of the gap, so that what nesting adds has room in it.
+GAP_SHARE = 4
 
 
 class Solution(NamedTuple):
@@ -27,108 +45,139 @@ class Solution(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """(objective − bound) / |objective|; 0 where the two agree to rounding."""
+        """(objective − bound) / |objective|; 0 where the two agree to the solver's tolerance."""
         difference = self.objective - self.bound
         scale = max(abs(self.objective), abs(self.bound))
-        return 0.0 if difference <= 1e-12 * scale else difference / scale
+        return 0.0 if difference <= 1e-9 * scale else difference / scale
 
 
 def solve_nested(
     curves: Sequence[LayerCurve], caps: Sequence[int], weights: Sequence[float], gap: float, time_limit: float
 ) -> Solution:
-    """Profiles for rising `caps` (parameters), nested, of least weighted error.
+    """Nested profiles for rising caps, of least weighted error.
 
-    Each budget alone has an exact optimum, and these add up to a bound of the nested program. Then nested profiles:
-    each the best between its neighbours. Layers by the dozen are almost nested by themselves, so this often proves the
-    gap. Where it does not, one integer program is solved over the candidates that the bounds leave; the better
-    profiles and the better bound are kept.
+    The optima of the single budgets add up to a bound. Profiles of dozens of layers are almost nested by themselves, so
+    solving each budget above the one before it often proves the gap; where it does not, one program is solved.
 
     Args:
-        curves: the layers' candidates. Every cap holds the profile of all first candidates.
-        caps: parameters allowed, rising.
+        curves: the layers' candidates. Every cap admits the first candidate of all layers.
+        caps: parameters allowed.
         weights: of the errors, positive.
-        gap: relative gap to solve to.
-        time_limit: seconds for the integer program.
+        gap: relative gap to stop at.
+        time_limit: seconds for one program.
 
-    Returns:
-        Levels (B, L) that keep every cap and are nested; their weighted error; and the bound.
+    Raises:
+        FlexrankError: HiGHS has no solution after `time_limit`.
     """
-    table = CostTable(curves)
-    own = min(gap, CLOSE)
-    alone = [solve_window(table, np.zeros_like(table.top), table.top, cap, own) for cap in caps]
-    quick = solve_by_budget(table, alone, caps, weights, gap)
-    if quick.gap <= gap:
-        return quick
-    kept = still_possible(alone, weights, quick)
-    least = [best.bound for best in alone]
-    levels, bound = solve_program(curves, caps, weights, gap, time_limit, kept, least)
-    repair(table, levels, caps)
-    polish(table, levels, caps, alone, own)
-    objective = _objective(table, levels, weights)
-    bound = min(max(bound, quick.bound), quick.objective)
-    return Solution(levels, objective, bound) if objective < quick.objective else quick._replace(bound=bound)
+    program = _Program(curves, gap / GAP_SHARE, time_limit)
+    alone = [program.solve([cap], [1.0]) for cap in caps]
+    bound = float(np.dot(weights, [solution.bound for solution in alone]))
+    rows: list[Ints] = []
+    for cap, solution in zip(caps, alone, strict=True):
+        row = solution.levels[0]
+        if rows and (row < rows[-1]).any():
+            row = program.solve([cap], [1.0], least=rows[-1]).levels[0]
+        rows.append(row)
+    nested = Solution(np.stack(rows), program.error(rows, weights), bound)
+    if nested.gap <= gap:
+        return nested
+    together = program.solve(caps, weights)
+    best = min(nested, together, key=lambda solution: solution.objective)
+    return best._replace(bound=min(best.objective, max(bound, together.bound)))
 
 
-def solve_by_budget(
-    table: CostTable, alone: Sequence[Best], caps: Sequence[int], weights: Sequence[float], gap: float
-) -> Solution:
-    """Nested profiles from each budget's own best: the smallest budget first; if that is not enough, the largest."""
-    bound = math.fsum(weight * best.bound for weight, best in zip(weights, alone, strict=True))
-    found = []
-    for order in (range(len(caps)), range(len(caps) - 1, -1, -1)):
-        levels = _nest(table, alone, caps, order, min(gap, CLOSE))
-        found.append(Solution(levels, _objective(table, levels, weights), bound))
-        if found[-1].gap <= gap:
-            break
-    return min(found, key=lambda solution: solution.objective)
+class _Program:
+    """The integer program of these layers, for any caps."""
+
+    def __init__(self, curves: Sequence[LayerCurve], gap: float, time_limit: float):
+        self._curves, self._options = curves, {"mip_rel_gap": gap, "time_limit": time_limit}
+        self._table = CostTable(curves)
+        errors = np.concatenate([-np.diff(curve.errors) for curve in curves])
+        costs = np.concatenate([np.diff(curve.parameters) for curve in curves])
+        self._scale = (float(np.abs(errors).max(initial=0)) or 1.0) / ERROR_SCALE
+        self._step_errors = errors / self._scale + TIE * ERROR_SCALE * costs / max(1, costs.sum())
+
+    def error(self, rows: Sequence[Ints], weights: Sequence[float]) -> float:
+        """Weighted error of profiles (B, L)."""
+        return math.fsum(weight * self._table.error(row) for weight, row in zip(weights, rows, strict=True))
+
+    def solve(self, caps: Sequence[int], weights: Sequence[float], least: Ints | None = None) -> Solution:
+        """Nested profiles for these caps alone, each at least `least` (L,)."""
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
+        if not len(self._step_errors):
+            return Solution(np.zeros((len(caps), len(self._curves)), np.int64), 0.0, 0.0)
+        objective = np.outer(weights, self._step_errors).ravel()
+        with _quiet_output():
+            result = milp(
+                objective,
+                integrality=np.ones(len(objective), np.int64),
+                bounds=Bounds(0, 1 if least is None else np.tile(self._droppable(least), len(caps))),
+                constraints=[
+                    LinearConstraint(*_budget_rows(self._curves, caps), np.inf),
+                    LinearConstraint(_order_rows(self._curves, len(caps)), -np.inf, 0),
+                ],
+                options=self._options,
+            )
+        if result.x is None:
+            raise FlexrankError(
+                f"no allocation within {self._options['time_limit']:g} s: {result.message}; give more time_limit"
+            )
+        levels = _levels(self._curves, (result.x > 0.5).reshape(len(caps), -1))
+        error = self.error(levels, weights)
+        return Solution(levels, error, min(error, float(result.mip_dual_bound) * self._scale))
+
+    def _droppable(self, least: Ints) -> Floats:
+        """1 for the steps above the least levels, 0 for those up to them."""
+        steps = [np.arange(1, len(curve.ranks)) > level for curve, level in zip(self._curves, least, strict=True)]
+        return np.concatenate(steps).astype(float)
 
 
-def _nest(table: CostTable, alone: Sequence[Best], caps: Sequence[int], order: range, gap: float) -> Ints:
-    low, high = np.zeros_like(table.top), table.top
-    levels = np.zeros((len(caps), len(table.top)), np.int64)
-    for budget in order:
-        row = alone[budget].levels
-        if (row < low).any() or (row > high).any():
-            row = solve_window(table, low, high, caps[budget], gap).levels
-        levels[budget] = row
-        low, high = (row, high) if order.step > 0 else (low, row)
-    polish(table, levels, caps, alone, gap)
-    return levels
+@contextlib.contextmanager
+def _quiet_output() -> Iterator[None]:
+    """HiGHS 1.12 prints a line of its own to the process's output (its issue 2783); inside the block none does."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
-def still_possible(alone: Sequence[Best], weights: Sequence[float], known: Solution) -> Bools:
-    """The candidates (B, L, K) that a solution no worse than the known one may hold.
+def _budget_rows(curves: Sequence[LayerCurve], caps: Sequence[int]) -> tuple["csr_array", Floats]:
+    """For each budget the units that its dropped steps save, and what they have to save, half a unit less."""
+    from scipy.sparse import csr_array, kron
 
-    No budget's error can be below its own bound, so none can be above that by more than all bounds together leave.
-    """
-    left = known.objective - known.bound
-    kept = []
-    for best, weight in zip(alone, weights, strict=True):
-        room = left / weight + best.bound - best.relaxed
-        kept.append(best.excess <= room + best.rounding)
-    return np.stack(kept)
-
-
-def _objective(table: CostTable, levels: Ints, weights: Sequence[float]) -> float:
-    return math.fsum(weight * table.error(row) for weight, row in zip(weights, levels, strict=True))
+    largest = max(int(np.diff(curve.parameters).max(initial=0)) for curve in curves)
+    unit = max(1, -(-largest // COST_UNITS))
+    units = [-(-curve.parameters // unit) for curve in curves]
+    saved = np.concatenate([np.diff(one) for one in units])
+    needs = np.array([sum(int(one[-1]) for one in units) - cap // unit for cap in caps])
+    return csr_array(kron(np.eye(len(caps)), saved[None, :])), needs - 0.5
 
 
-def polish(table: CostTable, levels: Ints, caps: Sequence[int], alone: Sequence[Best], gap: float) -> None:
-    """Spends what is spare, then solves each budget again between its neighbours, in place, for up to `SWEEPS`.
+def _order_rows(curves: Sequence[LayerCurve], budgets: int) -> "csr_array":
+    """Rows y_a − y_b ≤ 0: a prefix in every layer, and nested over the budgets."""
+    from scipy.sparse import csr_array
 
-    A budget whose error is that of its own bound, to the relative `gap`, is left as it is.
-    """
-    spend(table, levels, caps)
-    for _ in range(SWEEPS):
-        before = levels.copy()
-        for budget, cap in enumerate(caps):
-            error = table.error(levels[budget])
-            if error - alone[budget].bound <= gap * abs(error):
-                continue
-            low = levels[budget - 1] if budget else np.zeros_like(table.top)
-            high = levels[budget + 1] if budget + 1 < len(caps) else table.top
-            row = solve_window(table, low, high, cap, gap).levels
-            if table.error(row) < error:
-                levels[budget] = row
-        if np.array_equal(before, levels):
-            return
+    layer = np.repeat(np.arange(len(curves)), [len(curve.ranks) - 1 for curve in curves])
+    steps = len(layer)
+    inner = np.flatnonzero(layer[1:] == layer[:-1])
+    prefix = (inner + steps * np.arange(budgets)[:, None]).ravel()
+    larger_budget = np.arange(steps, budgets * steps)
+    low = np.concatenate((prefix, larger_budget))
+    high = np.concatenate((prefix + 1, larger_budget - steps))
+    rows = np.arange(len(low))
+    values = np.repeat([1.0, -1.0], len(low))
+    indices = (np.concatenate((rows, rows)), np.concatenate((low, high)))
+    return csr_array((values, indices), shape=(len(low), budgets * steps))
+
+
+def _levels(curves: Sequence[LayerCurve], drops: Bools) -> Ints:
+    """Levels (B, L): the steps kept in each layer, nested to the bit; dropped steps are each layer's last ones."""
+    layer = np.repeat(np.arange(len(curves)), [len(curve.ranks) - 1 for curve in curves])
+    kept = np.stack([np.bincount(layer, weights=~row, minlength=len(curves)) for row in drops]).astype(np.int64)
+    return np.minimum.accumulate(kept[::-1])[::-1].copy()

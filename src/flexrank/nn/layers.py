@@ -375,7 +375,7 @@ def resolve_slack(u: Tensor, v: Tensor, slack: Slack, dtype: torch.dtype, inputs
             generator = torch.Generator().manual_seed(0)
             inputs = torch.randn(64, v.shape[0], generator=generator)
         least = choose_slack(u.double(), v.double(), inputs.double().to(u.device), dtype)
-        return whole_slack((len(u), len(v)), u.shape[1], least, dtype)
+        return whole_slack((len(u), len(v)), u.shape[1], least, str(dtype).removeprefix("torch."))
     if not 0 <= slack <= u.shape[1]:
         raise FlexrankError(f"slack {slack} is out of range; rank {u.shape[1]} takes 0 to {u.shape[1]}, or 'auto'")
     return slack

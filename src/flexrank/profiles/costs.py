@@ -1,25 +1,42 @@
-"""What a layer costs at a rank in parameters, and how two times are compared.
+"""What a layer costs at a rank, which format it is deployed in, and which of its ranks are worth having.
 
-A layer is its matrix, m × n (out × in). Deployed, it takes the cheapest of three forms: dense (m·n parameters),
-plain U Vᵀ (r·(m+n)), or gauge-aligned with slack p (r·(m+n−r) + p·r; FlexRank, section 3.5, is p = 0).
+A layer is its matrix, m × n (out × in). Deployed, it is dense (m·n parameters), low-rank U Vᵀ (r·(m+n)), or
+gauge-aligned with slack p (r·(m+n−r+p); FlexRank, section 3.5, is p = 0). As many multiply-adds are done per token.
 """
 
+import bisect
+import enum
 import math
-import statistics
-import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from flexrank.errors import FlexrankError
 
-if TYPE_CHECKING:
-    import torch
-
 Shape = tuple[int, int]
 Spacing = Literal["blocks", "parameters", "ranks"]
-#: Ranks of a block: a whole number of vector registers and matrix tiles, in float32 and in bfloat16. At least so many
-#: blocks make up a layer, so that the ranks of small ones stay fine enough to choose among.
+#: Ranks of a block: a whole number of vector registers and matrix tiles, in float32 and in bfloat16. A layer has at
+#: least this many blocks, so that the ranks of small layers stay fine enough to choose among.
 BLOCK, LEAST_BLOCKS = 32, 16
+#: Least share of the dense operations that a factorised layer saves: nearer to full rank a second product costs more
+#: than is saved (`python -m research gar`).
+MIN_SAVING = 0.25
+#: Slack that is expected of gauge alignment, over the rank: counted when ranks are allocated, before any is chosen, so
+#: that deployed sizes keep their budget (docs/log.md).
+SLACK_SHARE = 0.1
+
+
+class LayerFormat(enum.StrEnum):
+    """How a deployed layer holds its matrix."""
+
+    DENSE = "dense"
+    LOW_RANK = "low-rank"
+    GAUGE_ALIGNED = "gauge-aligned"
+
+
+def layer_format(shape: Shape, rank: int, slack: int = 0) -> LayerFormat:
+    """The format with fewest parameters; without aligned rows (slack r) gauge alignment is plain U Vᵀ."""
+    if aligned_parameters(shape, rank, slack) >= dense_parameters(shape):
+        return LayerFormat.DENSE
+    return LayerFormat.LOW_RANK if slack >= rank else LayerFormat.GAUGE_ALIGNED
 
 
 def dense_parameters(shape: Shape) -> int:
@@ -28,63 +45,78 @@ def dense_parameters(shape: Shape) -> int:
 
 
 def aligned_parameters(shape: Shape, rank: int, slack: int = 0) -> int:
-    """Parameters of the gauge-aligned form: n·r for Ṽ and (m−g)·r for Û, where g = r−p outputs are latents."""
-    return rank * (shape[0] + shape[1] - rank + slack)
+    """Parameters r·(m+n−r+p) of the gauge-aligned format; the slack p is at most r, which is U Vᵀ."""
+    return rank * (shape[0] + shape[1] - rank + min(slack, rank))
 
 
 def deployed_parameters(shape: Shape, rank: int, slack: int = 0) -> int:
-    """Parameters of the cheapest form. Rising in `rank`, and m·n at full rank."""
-    return min(dense_parameters(shape), aligned_parameters(shape, rank, min(slack, rank)))
+    """Parameters of the format with fewest. Rising in `rank`, and m·n at full rank."""
+    return min(dense_parameters(shape), aligned_parameters(shape, rank, slack))
 
 
-def largest_rank(shape: Shape, limit: float) -> int:
-    """The largest rank whose `deployed_parameters` are within `limit`; 0 where not even rank one is.
+def expected_parameters(shape: Shape, rank: int, slack_share: float = SLACK_SHARE) -> int:
+    """`deployed_parameters` with a slack of this share of the rank."""
+    return deployed_parameters(shape, rank, math.ceil(slack_share * rank))
 
-    Below full rank that is the smaller root of r(m+n−r) = limit rounded down, taken in whole numbers.
-    """
-    if limit >= dense_parameters(shape):
-        return min(shape)
-    total = sum(shape)
-    return max(0, (total - 1 - math.isqrt(total**2 - 4 * math.floor(limit) - 1)) // 2)
+
+def largest_rank(shape: Shape, limit: float, slack_share: float = 0.0, block: int = 1) -> int:
+    """The largest multiple of `block` whose `expected_parameters` are within `limit`; 0 where none is."""
+    ranks = range(block, min(shape) + 1, block)
+    return block * bisect.bisect_right(ranks, limit, key=lambda rank: expected_parameters(shape, rank, slack_share))
 
 
 def rank_block(shape: Shape) -> int:
     """The number that a fast rank of this layer is a multiple of: a power of two up to `BLOCK`.
 
-    A 2048 × 2048 layer in bfloat16 took 1.15 of its dense time at rank 1020 and .80 at 1024, two cores with bfloat16
+    A 2048 × 2048 layer in bfloat16 took 1.15 of its dense time at rank 1020 and .80 at 1024, on two cores with bfloat16
     tiles (docs/log.md); GPUs' matrix units ask for multiples of 8 at least.
     """
     return 2 ** int(math.log2(min(BLOCK, max(1, min(shape) // LEAST_BLOCKS))))
 
 
-def whole_slack(shape: Shape, rank: int, slack: int, dtype: "torch.dtype") -> int:
+def whole_slack(shape: Shape, rank: int, slack: int, dtype: str) -> int:
     """In half precision the least slack from this one on that leaves whole blocks of outputs to multiply.
 
-    That is plain U Vᵀ's r at most. 2048 × 2048, bfloat16, 2048 tokens, rank 512: with 102 columns .52 of the dense
-    layer's time, with 128 .44. In float32 both take as long (docs/log.md), and the slack stays as it is.
+    It is at most r, plain U Vᵀ. 2048 × 2048, bfloat16, 2048 tokens, rank 512: .52 of the dense layer's time with 102
+    columns, .44 with 128. In float32 both take as long, and the slack stays as it is.
     """
-    if dtype.itemsize != 2:
-        return slack
+    if dtype not in ("bfloat16", "float16"):
+        return min(rank, slack)
     computed = shape[0] - rank + slack
     return min(rank, slack + -computed % rank_block(shape))
 
 
 def nearest_rank(shape: Shape, share: float) -> int:
-    """The rank of whole blocks nearest to this share of the full rank; the full one at most, never rounded to none."""
+    """The rank of whole blocks nearest to this share of the full rank, from 1 to the full rank."""
     full, block = min(shape), rank_block(shape)
     return min(full, round(share * full / block) * block or max(1, round(share * full)))
 
 
-def rank_levels(shape: Shape, num_levels: int, spacing: Spacing = "blocks") -> tuple[int, ...]:
-    """Rising ranks, the last one full: level j of K has j/K of the dense parameters, or of the full rank.
+def is_worth_it(shape: Shape, rank: int, min_saving: float, slack_share: float) -> bool:
+    """Whether the layer saves `min_saving` of the dense operations at this rank, or is dense: at full rank."""
+    limit = (1 - min_saving) * dense_parameters(shape)
+    return rank == min(shape) or expected_parameters(shape, rank, slack_share) <= limit
 
-    Even steps in parameters put the levels where budgets are: for a square layer, 9 of 10 even ranks cost over .19.
+
+def rank_levels(
+    shape: Shape,
+    num_levels: int,
+    spacing: Spacing = "blocks",
+    min_saving: float = MIN_SAVING,
+    slack_share: float = SLACK_SHARE,
+) -> tuple[int, ...]:
+    """The ranks to probe, rising, the last one full.
+
+    Below the full rank they are even in parameters, up to the largest rank that `is_worth_it`: budgets count
+    parameters, and for a square layer 9 of 10 even ranks cost over .19.
 
     Args:
         shape: of the layer's matrix.
-        num_levels: K; there are fewer where so small a layer has no more.
-        spacing: "parameters" takes the largest rank within each share of the parameters, "blocks" that rounded down to
-            whole blocks of `rank_block`, "ranks" (the paper's) even steps in rank.
+        num_levels: K, at most; small layers have fewer.
+        spacing: "parameters" as above; "blocks" rounds down to whole blocks of `rank_block`; "ranks" is the paper's,
+            even steps in rank up to the full one.
+        min_saving: see `MIN_SAVING`.
+        slack_share: see `SLACK_SHARE`.
 
     Raises:
         FlexrankError: fewer than two levels.
@@ -95,38 +127,15 @@ def rank_levels(shape: Shape, num_levels: int, spacing: Spacing = "blocks") -> t
     if spacing == "ranks":
         return tuple(sorted({max(1, round(full * level / num_levels)) for level in range(1, num_levels + 1)}))
     block = rank_block(shape) if spacing == "blocks" else 1
-    levels = {full}
-    for level in range(1, num_levels):
-        rank = largest_rank(shape, dense_parameters(shape) * level / num_levels)
-        levels.add(max(1, rank // block * block if rank > block else rank))
-    return tuple(sorted(levels))
+    limits = [share * dense_parameters(shape) for share in _level_shares(num_levels, min_saving)]
+    ranks = (
+        largest_rank(shape, limit, slack_share, block) or largest_rank(shape, limit, slack_share) for limit in limits
+    )
+    return tuple(sorted({full, *(max(1, rank) for rank in ranks)}))
 
 
-def measure_ratio(
-    candidate: Callable[[], object],
-    reference: Callable[[], object],
-    repeats: int = 15,
-    warmup: int = 3,
-    least_seconds: float = 0.0,
-) -> float:
-    """Median of candidate time / reference time, the two timed in turn so that drift cancels.
-
-    Over `repeats` pairs, and as many more as it takes to have timed for `least_seconds`: what else a machine does comes
-    in bursts, that may be longer than a few pairs of short runs.
-    """
-    for _ in range(warmup):
-        candidate()
-        reference()
-    ratios: list[float] = []
-    total = 0.0
-    while len(ratios) < repeats or total < least_seconds:
-        own, others = _seconds(candidate), _seconds(reference)
-        ratios.append(own / others)
-        total += own + others
-    return statistics.median(ratios)
-
-
-def _seconds(function: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
+def _level_shares(num_levels: int, min_saving: float) -> list[float]:
+    """Shares of the dense parameters below 1: j/K without a least saving, else even steps up to 1 − min_saving."""
+    if min_saving == 0:
+        return [level / num_levels for level in range(1, num_levels)]
+    return [(1 - min_saving) * level / (num_levels - 1) for level in range(1, num_levels)]

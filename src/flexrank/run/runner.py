@@ -5,19 +5,18 @@ import dataclasses
 import logging
 import platform
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
-from flexrank.deployment.fitting import Limits
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
-from flexrank.run import deploying, stages
+from flexrank.run import stages
 from flexrank.run.config import RunConfig
-from flexrank.run.fresh import in_fresh_process
 from flexrank.run.rundir import RunDirectory, fingerprint, identity
+from flexrank.run.sizes import Sizes, export_size
 from flexrank.run.workspace import Workspace
 
 log = logging.getLogger("flexrank")
@@ -34,8 +33,7 @@ class Stage:
         needs: stages whose files it reads.
         outputs: files and directories it writes, in the run directory.
         extras: what it may write beside them, for eyes alone.
-        is_timed: its files hold times, or qualities of forms that times chose: done again it gives others, and the
-            stages that read them are done again too.
+        is_timed: its files hold times: done again it gives others, and the stages that read them are done again too.
     """
 
     name: str
@@ -47,8 +45,7 @@ class Stage:
     is_timed: bool = False
 
 
-#: Forms are chosen first for what is deployed (`evaluate`), and what is measured beside it has the same.
-_DEPLOYED = ("deployment.dtype", "deployment.slack", "deployment.forms")
+_DEPLOYED = ("deployment.dtype", "deployment.slack")
 _DATA = ("data.source", "data.path", "data.separator", "data.max_tokens", "data.batch_size", "data.calibration")
 STAGES = (
     Stage(
@@ -56,7 +53,7 @@ STAGES = (
         (), ("elastic_initial",),
     ),
     Stage(
-        "probe", stages.probe, ("data.probe", "probe", "distillation.temperature"), ("decompose",),
+        "probe", stages.probe, ("data.probe", "probe", "distillation.temperature", "allocation.method", "allocation.min_saving"), ("decompose",),
         ("sensitivity.json",),
     ),
     Stage("allocate", stages.allocate, ("allocation",), ("probe",), ("chain.json",)),
@@ -64,16 +61,18 @@ STAGES = (
         "distill", stages.distill, ("distillation", "data.training"), ("decompose", "allocate"),
         ("elastic", "history.json"),
     ),
+    Stage("slack", stages.slack, _DEPLOYED, ("distill",), ("slack.json",)),
     Stage(
-        "evaluate", stages.evaluate, ("data.evaluation", "evaluation", *_DEPLOYED), ("distill",),
-        ("evaluation.json",), is_timed=True,
+        "evaluate_initial", stages.evaluate_initial, ("data.evaluation", "distillation.steps"),
+        ("decompose", "allocate"), ("evaluation_initial.json",),
     ),
     Stage(
-        "evaluate_initial", stages.evaluate_initial, ("data.evaluation", *_DEPLOYED, "distillation.steps"),
-        ("decompose", "allocate"), ("evaluation_initial.json",), is_timed=True,
+        "evaluate", stages.evaluate, ("data.evaluation", "evaluation"), ("slack",), ("evaluation.json",), is_timed=True
     ),
-    Stage("deploy", stages.export_all, ("deployment", "evaluation.latency_batch_size", "data.evaluation"), ("distill",),
-        ("deployed.json",), is_timed=True),
+    Stage(
+        "deploy", stages.export_all, ("deployment", "evaluation.latency_batch_size", "data.evaluation"), ("slack",),
+        ("deployed.json",),
+    ),
     Stage(
         "report", stages.summarise, ("name",), ("evaluate_initial", "evaluate", "deploy"),
         ("summary.json",), ("figures", "report.md", "report.html"),
@@ -88,7 +87,7 @@ class Outcome:
     Attributes:
         directory: the run directory.
         executed: stages that ran, in order.
-        skipped: stages that stood.
+        skipped: stages that were up to date.
         workspace: what the run loaded in this process.
     """
 
@@ -106,8 +105,6 @@ def stage_names() -> tuple[str, ...]:
 def run_stages(config: RunConfig, until: str = "report") -> Outcome:
     """Does a stage and all it needs, each only where its result does not stand yet.
 
-    On a CPU, what times models runs in a process of its own where this one has done another stage before.
-
     Args:
         config: the run.
         until: the last stage; see `stage_names`.
@@ -116,53 +113,31 @@ def run_stages(config: RunConfig, until: str = "report") -> Outcome:
         FlexrankError: a wrong input of any stage; what was finished before it stays.
         KeyboardInterrupt: passed on; the same call goes on from where it was.
     """
-    return go_on(config, until)
-
-
-def go_on(config: RunConfig, until: str, told: Collection[str] = ()) -> Outcome:
-    """As `run_stages`, which says nothing of stages that stand where they are `told` of before."""
     directory = RunDirectory(config.directory)
     source = models.resolve_source(config.model)
     wanted = _needed(until)
     executed: list[str] = []
     skipped: list[str] = []
-    has_worked = False
     with directory.locked(), directory.keep_config(config):
         work = Workspace(config, directory)
         prints = fingerprints(config, source)
         for stage in STAGES:
             if stage.name not in wanted:
                 continue
-            stands = directory.is_finished(stage.name, prints[stage.name])
-            if has_worked and stage.is_timed and not stands and _times_apart(work):
-                break
-            if stands:
+            if directory.is_finished(stage.name, prints[stage.name]):
                 skipped.append(stage.name)
-                if stage.name not in told:
-                    log.info("%s: stands", stage.name)
+                log.info("%s: up to date", stage.name)
                 continue
             _do(stage, work, prints[stage.name])
             executed.append(stage.name)
-            has_worked |= not stage.is_timed
-        else:
-            return Outcome(directory.path, tuple(executed), tuple(skipped), work)
-    del work  # the other process loads its own
-    executed += in_fresh_process(directory.path, until, [*executed, *skipped])["executed"]
-    skipped = [stage.name for stage in STAGES if stage.name in wanted - set(executed)]
-    return Outcome(directory.path, tuple(executed), tuple(skipped), Workspace(config, directory))
-
-
-def _times_apart(work: Workspace) -> bool:
-    """Whether models are timed on a CPU, whose memory a training leaves in another state."""
-    config = work.config
-    return work.device.type == "cpu" and (config.deployment.forms != "smallest" or config.evaluation.latency)
+    return Outcome(directory.path, tuple(executed), tuple(skipped), work)
 
 
 def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None = None) -> dict[str, Any]:
-    """Exports one size of a consolidated run, verified in a fresh process; chosen in one too, as stages that time are.
+    """Exports one size of a consolidated run, verified in a fresh process.
 
     Args:
-        outcome: of `run_stages(config, "distill")`.
+        outcome: of `run_stages(config, "slack")`.
         limits: `budget`, `max_params`, `max_bytes`, `max_latency_ms`; at least one.
         place: where to write; RUN/exports/LIMITS by default.
 
@@ -170,13 +145,12 @@ def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None =
         FlexrankError: no profile is within the limits, or the export does not load; nothing is written then.
     """
     work = outcome.workspace
-    if outcome.executed and _times_apart(work):
-        known = [*outcome.executed, *outcome.skipped]
-        found: dict[str, Any] = in_fresh_process(outcome.directory, "distill", known, limits, place)["export"]
-        return found
     name = "-".join(f"{key}-{limit}" for key, limit in limits.items())
     with work.directory.locked(), _clear_disk_errors(work, "deploy"):
-        return deploying.export_within(work, place or work.directory / "exports" / name, Limits(**limits))
+        sizes = Sizes(work)
+        profile = sizes.within(limits)
+        place = place or work.directory / "exports" / name
+        return {**limits, **export_size(sizes, sizes.deployed(profile), profile, place)}
 
 
 def fingerprints(config: RunConfig, source: str) -> dict[str, str]:

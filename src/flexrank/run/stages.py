@@ -9,6 +9,7 @@ import copy
 import importlib.util
 import logging
 import shutil
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,26 +19,21 @@ from flexrank.allocate import allocate_ranks
 from flexrank.artefacts.elastic import save_elastic
 from flexrank.calibrate import Side, collect_moments
 from flexrank.decompose import decompose_, decompose_by_block_
-from flexrank.deployment.fitting import Limits
+from flexrank.deployment.process import in_fresh_process
 from flexrank.distill import distill_, distillation_evaluator
 from flexrank.errors import FlexrankError
 from flexrank.files import read_json, write_json
 from flexrank.hf import models
-from flexrank.nn.surgery import footprint, full_profile, nested_layers, select_layers
+from flexrank.nn.matrix import matrix_shape
+from flexrank.nn.surgery import footprint, full_profile, nested_layers, select_layers, use_profile
 from flexrank.probe import probe_sensitivity
 from flexrank.profiles import ChainEntry, ProfileChain, RankProfile, SensitivityTable
-from flexrank.profiles.costs import dense_parameters, rank_levels
+from flexrank.profiles.costs import Shape, dense_parameters, expected_parameters, rank_levels
 from flexrank.progress import track
 from flexrank.run import report
-from flexrank.run.deploying import (
-    deploy_plans,
-    deploy_within,
-    export_plans,
-    measure,
-    planner_for,
-    plans_within,
-    ratio_to_base,
-)
+from flexrank.run.config import RunConfig
+from flexrank.run.measure import latency_ratios
+from flexrank.run.sizes import Sizes, choose_slack, evaluate_size, export_size
 from flexrank.run.workspace import Workspace
 
 log = logging.getLogger("flexrank")
@@ -47,27 +43,25 @@ def decompose(work: Workspace, _: str) -> None:
     """Calibrates and decomposes: RUN/elastic_initial, whose chain is the full model alone."""
     require_fitting_inputs(work)
     model, settings = copy.deepcopy(work.base), work.config.decomposition
-    layers = list(select_layers(model, work.config.layers.include, work.config.layers.exclude))
+    layers = select_layers(model, work.config.layers.include, work.config.layers.exclude)
+    require_reachable_budgets(work.config, {name: matrix_shape(layer) for name, layer in layers.items()})
     loss = work.objective().fisher_loss if settings.method == "fisher" else None
     batches = work.samples.calibration
     if settings.by_block:
-        decompose_by_block_(model, batches, layers, method=settings.method, gradient_loss=loss)
+        names = list(layers)
+        del layers  # a layer that is held on to stays in memory beside its elastic form
+        decompose_by_block_(model, batches, names, method=settings.method, gradient_loss=loss)
     else:
-        chosen = {name: model.get_submodule(name) for name in layers}
         side: Side = "input" if settings.method == "paper" else "smaller"
-        moments = collect_moments(model, batches, chosen, side=side, gradient_loss=loss)
-        del chosen  # a layer that is held on to stays in memory beside its elastic form
+        moments = collect_moments(model, batches, layers, side=side, gradient_loss=loss)
+        del layers
         decompose_(model, moments, method=settings.method)
-    full = RankProfile(full_profile(model))
-    dense = sum(dense_parameters(layer.matrix_shape) for layer in nested_layers(model).values())
-    chain = ProfileChain((ChainEntry(full, dense, 0.0),), dense, footprint(model), "full")
-    save_elastic(model, chain, work.directory / "elastic_initial", tokenizer=work.tokenizer)
+    save_elastic(model, _full_chain(model), work.directory / "elastic_initial", tokenizer=work.tokenizer)
 
 
 def probe(work: Workspace, fingerprint: str) -> None:
     """Probes each layer: RUN/sensitivity.json. Layers already probed are kept through an interruption."""
     model, _ = work.elastic("elastic_initial")
-    _require_reachable_budgets(work, model)
     evaluate = distillation_evaluator(work.base, work.samples.probe, work.objective())
     table = probe_sensitivity(
         model,
@@ -75,20 +69,17 @@ def probe(work: Workspace, fingerprint: str) -> None:
         work.config.probe.levels,
         spacing=work.config.probe.spacing,
         checkpoint=work.directory.partial("probe", fingerprint, ".json"),
+        **_rule(work.config),
     )
     write_json(work.directory / "sensitivity.json", table.to_json())
 
 
 def allocate(work: Workspace, _: str) -> None:
     """Chooses the ranks of every budget: RUN/chain.json."""
-    table = SensitivityTable.from_json(read_json(work.directory / "sensitivity.json"))
-    settings = work.config.allocation
+    settings, table = work.config.allocation, read_table(work)
+    require_reachable_budgets(work.config, table.shapes)
     chain = allocate_ranks(
-        table,
-        settings.budgets,
-        method=settings.method,
-        savings=settings.savings,
-        candidates_per_layer=settings.candidates_per_layer,
+        table, settings.budgets, method=settings.method, savings=settings.savings, **_rule(work.config)
     )
     write_json(work.directory / "chain.json", chain.to_json())
 
@@ -112,7 +103,7 @@ def distill(work: Workspace, fingerprint: str) -> None:
                 steps=settings.steps,
                 learning_rate=settings.learning_rate,
                 warmup_steps=settings.warmup_steps,
-                weights=None if settings.weights is None else settings.weights[::-1],  # the chain's order is rising
+                weights=None if settings.weights is None else settings.weights[::-1],  # the chain is rising
                 weight_decay=settings.weight_decay,
                 accumulation=settings.accumulation,
                 max_norm=settings.max_norm,
@@ -126,31 +117,37 @@ def distill(work: Workspace, fingerprint: str) -> None:
     write_json(work.directory / "history.json", history)
 
 
+def slack(work: Workspace, _: str) -> None:
+    """Chooses the slack of every layer at its ranks in the requested budgets: RUN/slack.json."""
+    model, chain = work.elastic("elastic")
+    table = choose_slack(work, model, [entry.profile for entry in chain.requested])
+    write_json(work.directory / "slack.json", table.to_json())
+
+
 def evaluate_initial(work: Workspace, _: str) -> None:
     """Qualities before consolidation: RUN/evaluation_initial.json; no rows where nothing is consolidated."""
     rows = []
     if work.config.distillation.steps:
         model, _chain = work.elastic("elastic_initial")
-        chain, planner = read_chain(work), planner_for(work, model)
+        chain = read_chain(work)
         for budget in track(work.config.allocation.budgets, "evaluating before consolidation"):
-            small, _profile = deploy_within(work, planner, chain, Limits(budget))
-            rows.append({"budget": budget, "quality": work.judge(small)})
+            with use_profile(model, chain.at(budget)):
+                rows.append({"budget": budget, "quality": work.judge(model)})
     write_json(work.directory / "evaluation_initial.json", {"rows": rows})
 
 
 def evaluate(work: Workspace, _: str) -> None:
     """Sizes, qualities and latencies of the deployed model at each budget, and of the base: RUN/evaluation.json."""
-    model, chain = work.elastic("elastic")
-    shapes = {name: layer.matrix_shape for name, layer in nested_layers(model).items()}
-    settings, planner = work.config.evaluation, planner_for(work, model)
-    rows = []
-    for budget in track(work.config.allocation.budgets, "evaluating"):
-        small, profile = deploy_within(work, planner, chain, Limits(budget))
-        row = {"budget": budget, **measure(work, small, profile, shapes), "latency_ratio": None}
-        if settings.latency:
-            row["latency_ratio"] = ratio_to_base(work, small, work.samples.example, settings.latency_repeats)
-        rows.append({**row, "ranks": dict(profile)})
-    base = measure(work, work.base, full_profile(model), shapes)
+    sizes, budgets = Sizes(work), work.config.allocation.budgets
+    shapes, rows = sizes.shapes, []
+    for budget in track(budgets, "evaluating"):
+        profile = sizes.at(budget)
+        row = evaluate_size(work, sizes.deployed(profile), profile, shapes)
+        rows.append({"budget": budget, **row, "latency_ratio": None, "ranks": dict(profile)})
+    base = evaluate_size(work, work.base, full_profile(sizes.model), shapes)
+    if work.config.evaluation.latency:
+        ratios = in_fresh_process(latency_ratios, str(work.directory.path))
+        rows = [{**row, "latency_ratio": ratio} for row, ratio in zip(rows, ratios, strict=True)]
     layers = {name: {"shape": list(shape)} for name, shape in shapes.items()}
     write_json(work.directory / "evaluation.json", {"base": base, "rows": rows, "layers": layers})
 
@@ -158,20 +155,16 @@ def evaluate(work: Workspace, _: str) -> None:
 def export_all(work: Workspace, _: str) -> list[str]:
     """Exports each deployment budget to RUN/deployed/BUDGET, verified in a fresh process; returns their places.
 
-    What holds no `flexrank.json` in RUN/deployed is somebody's own, and left.
+    A directory of RUN/deployed without a `flexrank.json` belongs to somebody else, and is left.
     """
-    place = work.directory / "deployed"
+    place, exports = work.directory / "deployed", []
     place.mkdir(exist_ok=True)
-    model, chain = work.elastic("elastic")
-    planner = planner_for(work, model)
-    # All are planned before the first is published, so that a budget out of reach changes nothing.
-    budgets = work.config.deployment.budgets
-    plans = {budget: plans_within(work, planner, chain, Limits(budget)) for budget in budgets}
-    exports = []
-    for budget, plan in plans.items():
+    sizes = Sizes(work)
+    profiles = {budget: sizes.at(budget) for budget in work.config.deployment.budgets}
+    for budget, profile in profiles.items():
         name = f"{budget:.2f}" if round(budget, 2) == budget else f"{budget!r}"
-        small, profile = deploy_plans(work, model, plan)
-        entry = export_plans(work, small, profile, model, place / name)
+        small = sizes.deployed(profile)
+        entry = export_size(sizes, small, profile, place / name)
         exports.append({"budget": budget, **entry, "directory": f"deployed/{name}", "quality": work.judge(small)})
     places = [entry["directory"] for entry in exports]
     for other in place.iterdir():
@@ -185,23 +178,18 @@ def export_all(work: Workspace, _: str) -> list[str]:
 def summarise(work: Workspace, _: str) -> None:
     """Joins what the stages measured into RUN/summary.json, and draws the figures and the page."""
     before = {row["budget"]: row["quality"] for row in read_json(work.directory / "evaluation_initial.json")["rows"]}
-    found, chain = read_json(work.directory / "evaluation.json"), read_chain(work)
-    table = SensitivityTable.from_json(read_json(work.directory / "sensitivity.json"))
+    evaluation, chain, table = read_json(work.directory / "evaluation.json"), read_chain(work), read_table(work)
     rows = [
-        {
-            **row,
-            "quality_before": before.get(row["budget"]),
-            "predicted_error": table.predicted_error(row["ranks"]),
-        }
-        for row in found["rows"]
+        {**row, "quality_before": before.get(row["budget"]), "predicted_error": table.predicted_error(row["ranks"])}
+        for row in evaluation["rows"]
     ]
     summary = {
         "name": work.config.name,
         "model": work.config.model,
         "task": work.config.task,
-        "base": found["base"],
+        "base": evaluation["base"],
         "rows": rows,
-        "layers": found["layers"],
+        "layers": evaluation["layers"],
         "allocation": {"method": chain.method, "gap": chain.gap},
         "distillation": {"steps": work.config.distillation.steps},
         "deployed": read_json(work.directory / "deployed.json"),
@@ -219,20 +207,37 @@ def read_chain(work: Workspace) -> ProfileChain:
     return ProfileChain.from_json(read_json(work.directory / "chain.json"))
 
 
-def _require_reachable_budgets(work: Workspace, model: nn.Module) -> None:
-    """Refuses, before hours of probing, a budget below what the least probed ranks cost as they are deployed."""
-    settings, layers, planner = work.config.probe, nested_layers(model), planner_for(work, model)
-    cheapest = dense = 0
-    for name, layer in layers.items():
-        rank = rank_levels(layer.matrix_shape, settings.levels, settings.spacing)[0]
-        cheapest += planner.layer(name, rank).parameters
-        dense += dense_parameters(layer.matrix_shape)
+def read_table(work: Workspace) -> SensitivityTable:
+    """The probe's errors in RUN/sensitivity.json."""
+    return SensitivityTable.from_json(read_json(work.directory / "sensitivity.json"))
+
+
+def _full_chain(model: nn.Module) -> ProfileChain:
+    dense = sum(dense_parameters(layer.matrix_shape) for layer in nested_layers(model).values())
+    full = ChainEntry(RankProfile(full_profile(model)), dense, 0.0)
+    return ProfileChain((full,), dense, footprint(model), "full")
+
+
+def _rule(config: RunConfig) -> dict[str, Any]:
+    """Which ranks are worth having; the printed algorithm counts no slack and leaves no rank out."""
+    if config.allocation.method == "paper":
+        return {"min_saving": 0.0, "slack_share": 0.0}
+    return {"min_saving": config.allocation.min_saving}
+
+
+def require_reachable_budgets(config: RunConfig, shapes: Mapping[str, Shape]) -> None:
+    """Refuses, before hours of work, a budget below what the least probed ranks cost."""
+    rule = _rule(config)
+    ranks = {n: rank_levels(shape, config.probe.levels, config.probe.spacing, **rule)[0] for n, shape in shapes.items()}
+    share = {"slack_share": rule["slack_share"]} if "slack_share" in rule else {}
+    least = sum(expected_parameters(shapes[name], rank, **share) for name, rank in ranks.items())
+    dense = sum(map(dense_parameters, shapes.values()))
     for key in ("allocation", "deployment"):
-        smallest = min(getattr(work.config, key).budgets, default=1.0)
-        if smallest < cheapest / dense:
+        smallest = min(getattr(config, key).budgets, default=1.0)
+        if smallest < least / dense:
             raise FlexrankError(
-                f"{key}.budgets: {smallest} is too small; with probe.levels {settings.levels} the least is "
-                f"{cheapest / dense:.4f}"
+                f"{key}.budgets: {smallest} is too small; with probe.levels {config.probe.levels} the least is "
+                f"{least / dense:.4f}"
             )
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from flexrank.artefacts.elastic import load_elastic
-from flexrank.deployment.timing import TimeTable
 from flexrank.distill.objectives import Objective, objective_for
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
@@ -75,9 +74,3 @@ class Workspace:
         """The original model in the dtype of deployed ones."""
         same = self.deployed_dtype is self.base.dtype
         return self.base if same else copy.deepcopy(self.base).to(self.deployed_dtype)
-
-    @functools.cached_property
-    def times(self) -> TimeTable | None:
-        """What layers take on this machine; None where forms are chosen by parameters alone."""
-        is_timed = self.config.deployment.forms != "smallest"
-        return TimeTable(self.deployed_dtype, self.device) if is_timed else None

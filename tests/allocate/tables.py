@@ -2,17 +2,28 @@
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 from hypothesis import HealthCheck, settings
 
-from flexrank.allocate.curves import CostTable
+from flexrank import allocate
 from flexrank.profiles import Footprint, ProfileChain, SensitivityTable
 from flexrank.profiles.costs import dense_parameters, deployed_parameters
 
 FOOTPRINT = Footprint(7, 28, 4)
 SOLVER_TOLERANCE = 1e-6  # of HiGHS, of the errors' scale
+EVERY_RANK: dict[str, Any] = {"min_saving": 0.0, "slack_share": 0.0}
 run_often = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def allocate_ranks(table: SensitivityTable, budgets, **options) -> ProfileChain:
+    """Over every probed rank, slack not counted: what brute force searches."""
+    return allocate.allocate_ranks(table, budgets, **{**EVERY_RANK, **options})
+
+
+def unconstrained_bounds(table: SensitivityTable, budgets) -> tuple[float, ...]:
+    return allocate.unconstrained_bounds(table, budgets, **EVERY_RANK)
 
 
 def random_table(layers: int, levels: int, seed: int, falling: bool = True, width: int = 24) -> SensitivityTable:
@@ -72,12 +83,6 @@ def brute_force(table: SensitivityTable, budgets: list[float], weights: list[flo
             levels: min((v for low, v in own if all(map(int.__le__, low, levels))), default=math.inf) for levels in best
         }
     return min(best.values())
-
-
-def every_profile(costs: CostTable, low=None, high=None) -> list[np.ndarray]:
-    """All levels between two profiles, or of the whole table."""
-    ends = zip(costs.top * 0 if low is None else low, costs.top if high is None else high, strict=True)
-    return [np.array(levels) for levels in itertools.product(*(range(a, b + 1) for a, b in ends))]
 
 
 def check_chain(chain: ProfileChain, table: SensitivityTable, budgets) -> None:

@@ -1,0 +1,141 @@
+"""An export is published only after a fresh process has loaded it and given equal outputs."""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from flexrank.artefacts.deployed import (
+    DOCUMENT,
+    Factory,
+    describe_deployed,
+    load_deployed,
+    read_batch,
+    write_batch,
+    write_state,
+)
+from flexrank.data.batches import Batch, call_model, eval_mode, model_device, output_tensor, to_device
+from flexrank.deployment.process import in_fresh_process
+from flexrank.errors import FlexrankError
+from flexrank.files import directory_aside
+from flexrank.hf import models
+
+#: Largest relative difference ‖y − y*‖/‖y*‖ between the outputs of an exported model here and in a fresh process.
+#: The same weights run the same code, so only the order of sums may differ: a few roundings of the dtype.
+OUTPUT_BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
+
+
+def export(
+    small: nn.Module,
+    directory: str | Path,
+    inputs: Batch,
+    *,
+    tokenizer: Any = None,
+    factory: Factory | None = None,
+    timeout: float = 1800.0,
+) -> None:
+    """Writes a deployed model and publishes it only after a fresh process has loaded it and given equal outputs.
+
+    Args:
+        small: what `deploy` returned.
+        directory: an artefact there is replaced, only on success; a directory that holds anything else is refused.
+        inputs: a batch to run, as `batches.call_model` takes it.
+        tokenizer: written beside a transformers model.
+        factory: for any other model: how a fresh process builds its bare architecture.
+        timeout: seconds that the fresh process may take.
+
+    Raises:
+        FlexrankError: keys are missing or unexpected, or outputs differ by more than `OUTPUT_BOUNDS`. Nothing is left.
+    """
+    library = "transformers" if models.is_transformers_model(small) else "torch"
+    if library == "torch" and factory is None:
+        raise FlexrankError(f"export of a {type(small).__name__} needs factory=, 'package.module:function'")
+    expected = _outputs(small, inputs)
+    with directory_aside(directory, DOCUMENT) as aside, tempfile.TemporaryDirectory() as scratch:
+        if library == "transformers":
+            models.save_model(small, aside, tokenizer)
+            specs = models.attached_layers(small)
+            describe_deployed(small, aside, library=library, layers=specs, aliases={}, factory=None)
+        else:
+            write_state(small, aside, factory=factory)
+        write_batch(Path(scratch, "inputs.safetensors"), inputs)
+        report = _load_and_run(aside, Path(scratch), library, model_device(small), timeout)
+        _compare(report, Path(scratch, "outputs.safetensors"), expected, str(directory))
+
+
+def output_bound(dtype: torch.dtype) -> float:
+    """The stated bound for outputs of this dtype (`OUTPUT_BOUNDS`; 0 for integers)."""
+    return OUTPUT_BOUNDS.get(dtype, 0.0)
+
+
+def load_and_run(artefact: str, scratch: str, library: str, device: str) -> dict[str, list[str]]:
+    """Loads an artefact and runs SCRATCH/inputs.safetensors; writes SCRATCH/outputs.safetensors.
+
+    Returns:
+        What the loader complained of: problem to names of tensors.
+
+    Raises:
+        FlexrankError: the artefact does not load.
+    """
+    problems: dict[str, list[str]] = {}
+    model: Any
+    if library == "transformers":
+        models.verify_export(artefact)
+        model, report = models.load_by_architecture(artefact)
+        problems = {key: sorted(map(str, value)) for key, value in report.items() if value}
+    else:
+        model = load_deployed(artefact)
+    inputs = read_batch(Path(scratch, "inputs.safetensors"), torch.device(device))
+    with torch.no_grad():
+        output = output_tensor(call_model(model.to(device), inputs))
+    save_file({"output": output.cpu().contiguous()}, Path(scratch, "outputs.safetensors"))
+    return problems
+
+
+def _load_and_run(
+    artefact: Path, scratch: Path, library: str, device: torch.device, timeout: float
+) -> dict[str, list[str]]:
+    """`load_and_run` in a fresh process without a network."""
+    arguments = (str(artefact), str(scratch), library, str(device))
+    offline = {"HF_HUB_OFFLINE": "1"}
+    try:
+        return in_fresh_process(load_and_run, *arguments, timeout=timeout, environment=offline)
+    except FlexrankError as error:
+        raise FlexrankError(f"the exported model failed in a fresh process, nothing was kept: {error}") from error
+
+
+@torch.no_grad()
+def _outputs(small: nn.Module, inputs: Batch) -> Tensor:
+    """The model's outputs in eval mode; every module's mode is then as it was.
+
+    Raises:
+        FlexrankError: they are not finite.
+    """
+    with eval_mode(small):
+        outputs = output_tensor(call_model(small, to_device(inputs, model_device(small)))).cpu()
+    if not bool(torch.isfinite(outputs).all()):
+        raise FlexrankError("the model's outputs for these inputs are not finite; nothing was exported")
+    return outputs
+
+
+def _compare(report: Mapping[str, Sequence[str]], outputs: Path, expected: Tensor, directory: str) -> None:
+    """Raises unless the loader reported nothing and the outputs are within the bound."""
+    for problem, names in report.items():
+        raise FlexrankError(f"{directory}: {problem} on reloading ({', '.join(names[:3])} …); nothing was kept")
+    reloaded = load_file(outputs)["output"]
+    if reloaded.shape != expected.shape or reloaded.dtype != expected.dtype:
+        raise FlexrankError(
+            f"{directory}: the reloaded model returns {reloaded.dtype} {tuple(reloaded.shape)}, not "
+            f"{expected.dtype} {tuple(expected.shape)}; nothing was kept"
+        )
+    scale = float(expected.double().norm())
+    error = float((reloaded.double() - expected.double()).norm()) / (scale or 1.0)
+    if not error <= output_bound(expected.dtype):
+        raise FlexrankError(
+            f"{directory}: outputs differ by {error:.1e} on reloading, above the bound "
+            f"{output_bound(expected.dtype):.1e} of {expected.dtype}; nothing was kept"
+        )

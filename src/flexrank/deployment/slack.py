@@ -1,0 +1,62 @@
+"""Slack: how many columns of each layer gauge alignment leaves unaligned, so that a dtype's error bound is kept."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from flexrank.nn.layers import NestedLayer, Slack, resolve_slack
+from flexrank.nn.surgery import nested_layers
+from flexrank.profiles import SlackTable
+from flexrank.profiles.costs import LayerFormat, layer_format
+from flexrank.progress import track
+
+Activations = Mapping[str, Tensor]
+
+
+def find_slack(
+    model: nn.Module,
+    profiles: Iterable[Mapping[str, int]],
+    *,
+    dtype: torch.dtype | None = None,
+    slack: Slack = "auto",
+    activations: Activations | None = None,
+    known: SlackTable | None = None,
+) -> SlackTable:
+    """The slack of every layer at the ranks of these profiles, to deploy any of them with.
+
+    Args:
+        model: elastic, with the weights that are deployed.
+        profiles: such as those of a chain's requested entries.
+        dtype: as for `deploy`.
+        slack: as for `deploy`.
+        activations: as for `deploy`.
+        known: of the same model and dtype; what it holds is not chosen again.
+    """
+    layers = nested_layers(model)
+    dtype = dtype or next(iter(layers.values())).u.dtype
+    columns = {name: dict(known.columns.get(name, {})) if known else {} for name in layers}
+    wanted = [(name, rank) for profile in profiles for name, rank in profile.items() if rank not in columns[name]]
+    for name, rank in track(list(dict.fromkeys(wanted)), "choosing slack") if wanted else ():
+        columns[name][rank] = layer_slack(name, layers[name], rank, slack, dtype, activations or {})
+    return SlackTable(str(dtype).removeprefix("torch."), columns)
+
+
+def layer_slack(
+    name: str, layer: NestedLayer, rank: int, slack: Slack | SlackTable, dtype: torch.dtype, activations: Activations
+) -> int:
+    """The columns that one layer leaves unaligned at this rank; 0 where it is dense whatever the slack."""
+    if layer_format(layer.matrix_shape, rank) is LayerFormat.DENSE:
+        return 0
+    if isinstance(slack, SlackTable):
+        slack.require_dtype(str(dtype).removeprefix("torch."))
+        return slack.at(name, rank)
+    return resolve_slack(
+        *prefix_factors(layer, rank), slack if slack == "auto" else min(slack, rank), dtype, activations.get(name)
+    )
+
+
+def prefix_factors(layer: NestedLayer, rank: int) -> tuple[Float[Tensor, "m r"], Float[Tensor, "n r"]]:
+    """U and V of the layer's first components, in float64."""
+    return layer.u.detach()[:rank].T.double(), layer.v.detach()[:rank].T.double()

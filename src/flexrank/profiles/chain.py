@@ -1,0 +1,198 @@
+"""Rank profiles and the nested chain of them."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from flexrank.errors import FlexrankError
+from flexrank.files import require_keys
+
+
+@dataclasses.dataclass(frozen=True)
+class RankProfile(Mapping[str, int]):
+    """One rank for each factorised layer: the paper's **m** = {r_l}. A mapping from layer name to rank."""
+
+    ranks: Mapping[str, int]
+
+    def __post_init__(self) -> None:
+        for name, rank in self.ranks.items():
+            if not isinstance(rank, int) or rank < 1:
+                raise FlexrankError(f"layer {name!r} has rank {rank!r}; a rank is an integer of at least 1")
+        object.__setattr__(self, "ranks", dict(self.ranks))
+
+    def __getitem__(self, name: str) -> int:
+        return self.ranks[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.ranks)
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def __hash__(self) -> int:
+        return hash(tuple(sorted(self.ranks.items())))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mapping) and dict(self.ranks) == dict(other)
+
+    def fits_in(self, other: Mapping[str, int]) -> bool:
+        """Whether every rank is at most the other profile's: self ⪯ other, componentwise."""
+        return self.ranks.keys() == other.keys() and all(rank <= other[name] for name, rank in self.ranks.items())
+
+
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+    """What the model holds beside its factorised layers' matrices, for whole-model figures.
+
+    Attributes:
+        other_parameters: parameters outside the factorised matrices (embeddings, norms, biases, dense layers).
+        other_bytes: their bytes.
+        bytes_per_parameter: bytes of one parameter of a factorised layer.
+    """
+
+    other_parameters: int
+    other_bytes: int
+    bytes_per_parameter: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ChainEntry:
+    """One profile of a chain.
+
+    Attributes:
+        profile: the ranks.
+        parameters: of the factorised layers as they are deployed, the slack that is expected included.
+        error: predicted error, the sum of the layers' probe errors.
+        requested: the budget this profile was solved for, or None for one that fills the chain between two.
+    """
+
+    profile: RankProfile
+    parameters: int
+    error: float
+    requested: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ProfileChain:
+    """Profiles nested componentwise, by rising cost: the paper's 𝓜*.
+
+    Attributes:
+        entries: from the cheapest to the full model.
+        dense_parameters: parameters of the factorised layers, dense.
+        footprint: the rest of the model.
+        method: how it was allocated.
+        gap: the solver's proven relative gap of the requested profiles; None where the method proves none.
+    """
+
+    entries: tuple[ChainEntry, ...]
+    dense_parameters: int
+    footprint: Footprint
+    method: str
+    gap: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.entries:
+            raise FlexrankError("a chain needs at least one profile")
+        for small, large in zip(self.entries, self.entries[1:], strict=False):
+            if small.parameters > large.parameters or not small.profile.fits_in(large.profile):
+                raise FlexrankError("a chain's profiles must be nested and rise in cost")
+
+    @property
+    def requested(self) -> tuple[ChainEntry, ...]:
+        """The entries that were solved for a budget, cheapest first."""
+        return tuple(entry for entry in self.entries if entry.requested is not None)
+
+    @property
+    def budgets(self) -> tuple[float, ...]:
+        """The budgets that were asked for, rising."""
+        return tuple(entry.requested for entry in self.entries if entry.requested is not None)
+
+    def at(
+        self,
+        budget: float | None = None,
+        *,
+        max_params: int | None = None,
+        max_bytes: int | None = None,
+        max_error: float | None = None,
+    ) -> RankProfile:
+        """The largest profile within every limit given; with `max_error` alone, the smallest within that error.
+
+        A budget that was requested gives the profile that was solved, and is trained, for it.
+
+        Args:
+            budget: deployed over dense parameters of the factorised layers, in (0, 1].
+            max_params: the whole model's parameters.
+            max_bytes: the whole model's bytes.
+            max_error: predicted error.
+
+        Raises:
+            FlexrankError: no limit is given, a limit is out of range, or no profile is within them.
+        """
+        return self.entry_at(budget, max_params=max_params, max_bytes=max_bytes, max_error=max_error).profile
+
+    def entry_at(
+        self,
+        budget: float | None = None,
+        *,
+        max_params: int | None = None,
+        max_bytes: int | None = None,
+        max_error: float | None = None,
+    ) -> ChainEntry:
+        """As `at`, with the cost and the predicted error of the profile."""
+        limits = (
+            (budget, self.relative_size, "budget"),
+            (max_params, self.model_parameters, "max_params"),
+            (max_bytes, self.model_bytes, "max_bytes"),
+            (max_error, lambda entry: entry.error, "max_error"),
+        )
+        if all(limit is None for limit, _, _ in limits):
+            raise FlexrankError("chain.at needs a budget, max_params, max_bytes or max_error")
+        if budget is not None and not 0 < budget <= 1:
+            raise FlexrankError(f"budget {budget} is out of range; it is a fraction of the dense layers, in (0, 1]")
+        is_budget_alone = all(limit is None for limit in (max_params, max_bytes, max_error))
+        if is_budget_alone and budget in self.budgets:
+            return next(entry for entry in self.entries if entry.requested == budget)
+        entries = list(self.entries)
+        for limit, measure, name in limits:
+            if limit is None:
+                continue
+            least = min(map(measure, entries))
+            entries = [entry for entry in entries if measure(entry) <= limit * (1 + 1e-12)]
+            if not entries:
+                raise FlexrankError(f"{name}={limit} is too small; the least that this chain offers is {least}")
+        is_error_alone = all(limit is None for limit in (budget, max_params, max_bytes))
+        return entries[0] if is_error_alone else entries[-1]
+
+    def relative_size(self, entry: ChainEntry) -> float:
+        """Deployed over dense parameters of the factorised layers (the paper's relative size)."""
+        return entry.parameters / self.dense_parameters
+
+    def model_parameters(self, entry: ChainEntry) -> int:
+        """Parameters of the whole deployed model."""
+        return entry.parameters + self.footprint.other_parameters
+
+    def model_bytes(self, entry: ChainEntry) -> int:
+        """Bytes of the whole deployed model's tensors."""
+        return entry.parameters * self.footprint.bytes_per_parameter + self.footprint.other_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that `from_json` reads back to the same chain."""
+        value = dataclasses.asdict(self)
+        for entry, source in zip(value["entries"], self.entries, strict=True):
+            entry["profile"] = dict(source.profile)
+        return value
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "ProfileChain":
+        """Reads `to_json`'s object."""
+        require_keys(value, ("entries", "dense_parameters", "footprint", "method", "gap"), "profile chain")
+        entries: Sequence[Mapping[str, Any]] = value["entries"]
+        return cls(
+            entries=tuple(
+                ChainEntry(RankProfile(e["profile"]), e["parameters"], e["error"], e["requested"]) for e in entries
+            ),
+            dense_parameters=value["dense_parameters"],
+            footprint=Footprint(**value["footprint"]),
+            method=value["method"],
+            gap=value["gap"],
+        )

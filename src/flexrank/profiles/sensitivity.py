@@ -1,0 +1,49 @@
+"""What probing measured: the error of each layer alone at each probed rank."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from flexrank.files import require_keys
+from flexrank.profiles.chain import Footprint
+
+
+@dataclasses.dataclass(frozen=True)
+class SensitivityTable:
+    """Probe results S (L × K): the error of truncating one layer alone to one rank (FlexRank, appendix C.2).
+
+    Attributes:
+        shapes: layer name to (m, n).
+        ranks: layer name to its probed ranks, rising; the last is full rank.
+        errors: layer name to the errors at those ranks, evaluate(truncated) − evaluate(full); the last is 0.
+        baseline: evaluate(model) at full rank.
+        footprint: the rest of the model.
+    """
+
+    shapes: Mapping[str, tuple[int, int]]
+    ranks: Mapping[str, tuple[int, ...]]
+    errors: Mapping[str, tuple[float, ...]]
+    baseline: float
+    footprint: Footprint
+
+    def predicted_error(self, profile: Mapping[str, int]) -> float:
+        """The sum of the layers' errors at these ranks; between probed ranks on a line."""
+        return sum(float(np.interp(profile[name], self.ranks[name], self.errors[name])) for name in self.ranks)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that `from_json` reads back to the same bits."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "SensitivityTable":
+        """Reads `to_json`'s object."""
+        require_keys(value, ("shapes", "ranks", "errors", "baseline", "footprint"), "sensitivity table")
+        return cls(
+            shapes={name: (int(m), int(n)) for name, (m, n) in value["shapes"].items()},
+            ranks={name: tuple(map(int, ranks)) for name, ranks in value["ranks"].items()},
+            errors={name: tuple(map(float, errors)) for name, errors in value["errors"].items()},
+            baseline=float(value["baseline"]),
+            footprint=Footprint(**value["footprint"]),
+        )

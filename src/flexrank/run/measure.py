@@ -1,0 +1,181 @@
+"""A run's deployed models against their base: latency for a prompt and for decoding, tokens per second, peak memory.
+
+All is measured in a fresh process: one that has just trained makes small models look slower than they are.
+"""
+
+import functools
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from flexrank.artefacts.deployed import read_batch, write_batch
+from flexrank.data.batches import call_model, eval_mode, model_device, output_tensor
+from flexrank.deployment.machine import (
+    forget_peak,
+    interleave,
+    latency_ratio,
+    machine_facts,
+    median_ratio,
+    resident_peak,
+)
+from flexrank.deployment.process import in_fresh_process
+from flexrank.files import write_json
+from flexrank.hf import models
+from flexrank.progress import track
+from flexrank.run.config import load_config
+from flexrank.run.rundir import RunDirectory
+from flexrank.run.sizes import Sizes
+from flexrank.run.workspace import Workspace
+
+#: Rounds in turn and seconds of them, at least; tokens that are generated after a prompt of PROMPT tokens.
+REPEATS, LEAST_SECONDS, NEW_TOKENS, PROMPT = 9, 2.0, 24, 32
+#: Seconds that a size and its base model are timed for in the table of a run, at least.
+RATIO_SECONDS = 1.0
+RESULT = "measurement.json"
+
+
+class Workload(NamedTuple):
+    """What is timed: its name, its tokens (or images), and the call."""
+
+    name: str
+    tokens: int
+    call: Callable[[nn.Module], object]
+
+
+def measure_run(directory: Path) -> dict[str, Any]:
+    """Measures the base model and every budget of a trained run in a fresh process; writes RUN/measurement.json."""
+    result: dict[str, Any] = in_fresh_process(measure_sizes, str(directory))
+    write_json(directory / RESULT, result)
+    return result
+
+
+def latency_ratios(directory: str) -> list[float]:
+    """Each budget's time over the base model's on the run's example batch, in the order of `allocation.budgets`."""
+    sizes = _open(directory)
+    work, settings = sizes.work, sizes.work.config.evaluation
+    ratios = []
+    for budget in track(work.config.allocation.budgets, "measuring latency"):
+        small = sizes.deployed(sizes.at(budget))
+        ratios.append(
+            latency_ratio(small, work.deployed_base, work.samples.example, settings.latency_repeats, RATIO_SECONDS)
+        )
+    return ratios
+
+
+def measure_sizes(directory: str) -> dict[str, Any]:
+    """The whole measurement: a row for the base model and one per budget."""
+    sizes = _open(directory)
+    work, base = sizes.work, sizes.work.deployed_base
+    workloads = _workloads(work, base)
+    rows = [{"name": "base", **_measure(work, base, base, workloads)}]
+    for budget in track(work.config.allocation.budgets, "measuring sizes"):
+        small = sizes.deployed(sizes.at(budget))
+        rows.append({"name": f"{budget:g}", **_measure(work, small, base, workloads)})
+    return {
+        "model": work.config.model,
+        "dtype": str(work.deployed_dtype).removeprefix("torch."),
+        "machine": machine_facts(),
+        "workloads": [{"name": one.name, "tokens": one.tokens} for one in workloads],
+        "rows": rows,
+    }
+
+
+def print_measurement(result: Mapping[str, Any], console: Console) -> None:
+    """Prints times over the base model's, then weights, memory, latency and tokens per second."""
+    names = [workload["name"] for workload in result["workloads"]]
+    ratios = Table("budget", *names, title="time over the base model's, in turn", box=None, padding=(0, 2))
+    for row in result["rows"]:
+        ratios.add_row(row["name"], *(f"{time['ratio']:.2f}" for time in row["times"]))
+    columns = [f"{name}: {unit}" for name in names for unit in ("ms", "tokens/s")]
+    sizes = Table("budget", "MB of weights", "MB at the peak", *columns, box=None, padding=(0, 2))
+    for row in result["rows"]:
+        cells = [f"{row['bytes'] / 1e6:.1f}", f"{row['peak'] / 1e6:.1f}" if row["peak"] else "-"]
+        for workload, time in zip(result["workloads"], row["times"], strict=True):
+            cells += [f"{1e3 * time['seconds']:.1f}", f"{workload['tokens'] / time['seconds']:.0f}"]
+        sizes.add_row(row["name"], *cells)
+    for table in (ratios, sizes):
+        console.print(table)
+
+
+def peak_of_forward(directory: str, task: Any, dtype: str, batch: str) -> int:
+    """Bytes that loading a saved model and one forward take at most, beyond the libraries."""
+    import transformers  # noqa: F401  # in memory before the count begins
+
+    before = forget_peak()
+    model = models.load_model(directory, task, dtype=getattr(torch, dtype))
+    with torch.inference_mode():
+        output_tensor(call_model(model, read_batch(Path(batch), torch.device("cpu"))))
+    return resident_peak() - before
+
+
+def _open(directory: str) -> Sizes:
+    return Sizes(Workspace(load_config(directory), RunDirectory(directory)))
+
+
+def _workloads(work: Workspace, base: Any) -> list[Workload]:
+    """One sample and a batch of them; for language models that generate, decoding too."""
+    example: Any = work.samples.example
+    device, first = model_device(base), next(iter(example.values()))
+    batches = [{key: value[:count].to(device) for key, value in example.items()} for count in (1, len(first))]
+    workloads = [_forward_workload(batch) for batch in batches]
+    if work.config.task == "language" and callable(getattr(base, "generate", None)):
+        prompt = {key: value[:1, :PROMPT] for key, value in batches[0].items()}
+        generate = functools.partial(_generate, prompt)
+        workloads.append(Workload(f"{NEW_TOKENS} tokens generated", NEW_TOKENS, generate))
+    return workloads
+
+
+def _forward_workload(batch: Mapping[str, torch.Tensor]) -> Workload:
+    shape = next(iter(batch.values())).shape
+    plural = "" if shape[0] == 1 else "s"
+    if "pixel_values" in batch:
+        return Workload(f"{shape[0]} image{plural}", shape[0], functools.partial(_forward, batch))
+    name = f"{shape[0]} text{plural} of {shape[1]} tokens"
+    return Workload(name, int(batch["attention_mask"].sum()), functools.partial(_forward, batch))
+
+
+def _forward(batch: Mapping[str, Any], model: nn.Module) -> None:
+    call_model(model, batch)
+    _wait(model)
+
+
+def _generate(prompt: Mapping[str, Any], model: Any) -> None:
+    model.generate(**prompt, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
+    _wait(model)
+
+
+def _wait(model: nn.Module) -> None:
+    if model_device(model).type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _measure(work: Workspace, small: Any, base: nn.Module, workloads: Sequence[Workload]) -> dict[str, Any]:
+    times = []
+    with eval_mode(small, base), torch.inference_mode():
+        for workload in workloads:
+            runs = [functools.partial(workload.call, model) for model in (small, base)]
+            own, others = interleave(runs, REPEATS, least_seconds=LEAST_SECONDS)
+            ratio = 1.0 if small is base else median_ratio(own, others)
+            times.append({"seconds": statistics.median(own), "ratio": ratio})
+    weights = sum(tensor.nbytes for tensor in small.state_dict().values())
+    return {"times": times, "bytes": weights, "peak": _peak(work, small)}
+
+
+def _peak(work: Workspace, small: Any) -> int | None:
+    """Peak memory of loading and running in a fresh process; None where the system does not tell it."""
+    if not Path("/proc/self/clear_refs").exists():
+        return None
+    with tempfile.TemporaryDirectory() as scratch:
+        model, batch = Path(scratch, "model"), Path(scratch, "batch.safetensors")
+        models.save_model(small, model)
+        write_batch(batch, work.samples.example)
+        dtype = str(work.deployed_dtype).removeprefix("torch.")
+        peak: int = in_fresh_process(peak_of_forward, str(model), work.config.task, dtype, str(batch))
+        return peak

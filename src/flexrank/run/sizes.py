@@ -1,0 +1,142 @@
+"""A run's deployed models: which profile is within a limit, their sizes and qualities, and how they are written."""
+
+import dataclasses
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from flexrank.calibrate import collect_rows
+from flexrank.deployment import deploy, deployed_parameters_of, entry_within_latency, export, find_slack
+from flexrank.deployment.process import in_fresh_process
+from flexrank.errors import FlexrankError
+from flexrank.files import directory_bytes, read_json
+from flexrank.hf import models
+from flexrank.nn.surgery import footprint, nested_layers
+from flexrank.profiles import ChainEntry, ProfileChain, RankProfile, SlackTable
+from flexrank.profiles.costs import Shape, dense_parameters
+from flexrank.run.config import load_config
+from flexrank.run.rundir import RunDirectory
+from flexrank.run.workspace import Workspace
+
+
+class Sizes:
+    """The elastic model of a run, and any size of it as it is deployed."""
+
+    def __init__(self, work: Workspace):
+        self.work = work
+        self.model, chain = work.elastic("elastic")
+        self.chain = dataclasses.replace(chain, footprint=footprint(self.model, work.deployed_dtype))
+        self.shapes: dict[str, Shape] = {n: layer.matrix_shape for n, layer in nested_layers(self.model).items()}
+        self._slack: SlackTable | None = None
+
+    def slack_for(self, profile: Mapping[str, int]) -> SlackTable:
+        """The run's slack; for ranks that no requested budget has it is chosen here, on the same rows."""
+        path = self.work.directory / "slack.json"
+        if self._slack is None and path.is_file():
+            self._slack = SlackTable.from_json(read_json(path))
+        if self._slack is None or not self._slack.covers(profile):
+            self._slack = choose_slack(self.work, self.model, [profile], self._slack)
+        return self._slack
+
+    def deployed(self, profile: Mapping[str, int]) -> nn.Module:
+        """The plain model at this profile, in the dtype of deployment."""
+        return deploy(self.model, profile, dtype=self.work.deployed_dtype, slack=self.slack_for(profile))
+
+    def at(self, budget: float) -> RankProfile:
+        """The chain's profile for a budget: the one that was trained, where the budget was requested."""
+        return self.chain.at(budget)
+
+    def within(self, limits: Mapping[str, float]) -> RankProfile:
+        """The largest profile within the limits, slack included.
+
+        Args:
+            limits: `budget`, `max_params`, `max_bytes`, `max_latency_ms`; at least one.
+        """
+        latency = limits.get("max_latency_ms")
+        by_size: dict[str, Any] = {name: limit for name, limit in limits.items() if name != "max_latency_ms"}
+        largest = self.chain.entry_at(**by_size) if by_size else self.chain.entries[-1]
+        entries = self.chain.entries[: self.chain.entries.index(largest) + 1]
+        if by_size.keys() - {"budget"}:
+            entries = self._fitting(entries, by_size)
+        if latency is None:
+            return entries[-1].profile
+        # A process that has trained times models wrongly.
+        chosen = in_fresh_process(find_within_latency, str(self.work.directory.path), len(entries), latency)
+        return entries[chosen].profile
+
+    def _fitting(self, entries: tuple[ChainEntry, ...], limits: Mapping[str, Any]) -> tuple[ChainEntry, ...]:
+        """The entries up to the largest whose deployed model, with the slack that it has, is within the limits."""
+        for count in range(len(entries), 0, -1):
+            profile = entries[count - 1].profile
+            parameters = self.slack_for(profile).parameters(profile, self.shapes)
+            deployed = dataclasses.replace(entries[count - 1], parameters=parameters)
+            if is_within(self.chain, deployed, limits):
+                return entries[:count]
+        raise FlexrankError(f"{limits}: too small for the least profile with its slack; give more, or slack 0")
+
+
+def is_within(chain: ProfileChain, entry: ChainEntry, limits: Mapping[str, Any]) -> bool:
+    """Whether the whole model's parameters and bytes are within `max_params` and `max_bytes`."""
+    sizes = {"max_params": chain.model_parameters(entry), "max_bytes": chain.model_bytes(entry)}
+    return all(size <= limits.get(name, size) for name, size in sizes.items())
+
+
+def choose_slack(
+    work: Workspace, model: nn.Module, profiles: list[RankProfile], known: SlackTable | None = None
+) -> SlackTable:
+    """Slack by the run's settings, measured on calibration rows, so that the dtype's bound holds on real inputs."""
+    slack = work.config.deployment.slack
+    rows = collect_rows(model, work.samples.calibration, nested_layers(model)) if slack == "auto" else None
+    return find_slack(model, profiles, dtype=work.deployed_dtype, slack=slack, activations=rows, known=known)
+
+
+def find_within_latency(directory: str, count: int, max_latency_ms: float) -> int:
+    """The place of the largest of the chain's first `count` entries within a latency, on the run's example batch."""
+    sizes = Sizes(Workspace(load_config(directory), RunDirectory(directory)))
+    entries = sizes.chain.entries[:count]
+    entry = entry_within_latency(
+        entries,
+        lambda one: sizes.deployed(one.profile),
+        sizes.work.deployed_base,
+        sizes.work.samples.example,
+        max_latency_ms,
+    )
+    return entries.index(entry)
+
+
+def export_size(sizes: Sizes, small: nn.Module, profile: RankProfile, place: Path) -> dict[str, Any]:
+    """Exports a deployed model, verified in a fresh process; returns where, and its sizes."""
+    work = sizes.work
+    export(small, place, work.samples.example, tokenizer=work.tokenizer)
+    return {
+        "directory": str(place),
+        **count_parameters(small, profile, sizes.shapes),
+        "bytes": directory_bytes(place),
+        "dtype": str(work.deployed_dtype).removeprefix("torch."),
+    }
+
+
+def evaluate_size(
+    work: Workspace, small: Any, profile: Mapping[str, int], shapes: Mapping[str, Shape]
+) -> dict[str, Any]:
+    """Ranks, parameters, bytes on disk (weights and config, as saved) and qualities of a deployed model."""
+    with tempfile.TemporaryDirectory() as scratch:
+        models.save_model(small, Path(scratch))
+        size = directory_bytes(scratch)
+    return {**count_parameters(small, profile, shapes), "bytes": size, "quality": work.judge(small)}
+
+
+def count_parameters(small: nn.Module, profile: Mapping[str, int], shapes: Mapping[str, Shape]) -> dict[str, Any]:
+    """Mean rank, and parameters as they are in the deployed model."""
+    fractions = [rank / min(shapes[name]) for name, rank in profile.items()]
+    in_layers = deployed_parameters_of(small, profile)
+    return {
+        "relative_size": in_layers / sum(map(dense_parameters, shapes.values())),
+        "mean_rank": sum(profile.values()) / len(profile),
+        "mean_rank_fraction": sum(fractions) / len(fractions),
+        "params_layers": in_layers,
+        "params_model": sum(parameter.numel() for parameter in small.parameters()),
+    }

@@ -1,0 +1,93 @@
+"""Exports are whole and verified in a fresh process, or absent."""
+
+import itertools
+
+import pytest
+from torch import nn
+
+import tiny_models
+from flexrank.artefacts.deployed import load_deployed
+from flexrank.deployment import deploy, export, exports
+from flexrank.errors import FlexrankError
+from tiny_models import agree, outputs
+
+
+@pytest.fixture
+def convnet():
+    model = tiny_models.nest(tiny_models.build("convnet"))
+    return deploy(model, tiny_models.chain_of(model).entries[1].profile)
+
+
+def test_export_publishes_what_a_fresh_process_has_run(convnet, tmp_path):
+    batch = tiny_models.batch_for("convnet")
+    convnet.train()
+    export(convnet, tmp_path / "small", batch, factory="tiny_models:convnet")
+    assert convnet.training and convnet[1].training
+    again = load_deployed(tmp_path / "small")
+    assert agree(outputs(again, batch), outputs(convnet.eval(), batch))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["small"]
+    assert sorted(path.name for path in (tmp_path / "small").iterdir()) == ["flexrank.json", "model.safetensors"]
+
+
+def other_convnet():
+    return nn.Sequential(*itertools.islice(tiny_models.convnet(), 6))
+
+
+def shifted_convnet():
+    class Shifted(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x) + 1e-3
+
+    return Shifted(*tiny_models.convnet())
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (other_convnet, "failed in a fresh process.*has no layer '6'"),
+        (shifted_convnet, "outputs differ by"),
+        ("tiny_models:nothing", "cannot be imported"),
+        ("tiny_models", "not of the form"),
+        (lambda: None, "cannot be imported by name"),
+        (None, "needs factory="),
+    ],
+)
+def test_a_failed_export_leaves_nothing_behind(convnet, tmp_path, factory, message):
+    with pytest.raises(FlexrankError, match=message):
+        export(convnet, tmp_path / "small", tiny_models.batch_for("convnet"), factory=factory)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_corrupted_export_leaves_the_old_one(convnet, tmp_path, monkeypatch):
+    kept = tmp_path / "small"
+    export(convnet, kept, tiny_models.batch_for("convnet"), factory="tiny_models:convnet")
+    (kept / "old").write_text("old")
+    run = exports._load_and_run
+
+    def corrupt_and_run(artefact, *others):
+        path = artefact / "model.safetensors"
+        content = bytearray(path.read_bytes())
+        content[-3] ^= 1
+        path.write_bytes(content)
+        return run(artefact, *others)
+
+    monkeypatch.setattr(exports, "_load_and_run", corrupt_and_run)
+    with pytest.raises(FlexrankError, match="does not match its checksum"):
+        export(convnet, kept, tiny_models.batch_for("convnet"), factory=tiny_models.convnet)
+    assert [path.name for path in tmp_path.iterdir()] == ["small"] and (kept / "old").read_text() == "old"
+
+
+def test_outputs_that_are_not_finite_are_not_exported(convnet, tmp_path, monkeypatch):
+    monkeypatch.setattr(exports, "_load_and_run", lambda *arguments: pytest.fail("came too far"))
+    convnet[1].weight.data.fill_(float("nan"))
+    with pytest.raises(FlexrankError, match="not finite"):
+        export(convnet, tmp_path / "small", tiny_models.batch_for("convnet"), factory="tiny_models:convnet")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_slow_fresh_process_is_ended(convnet, tmp_path):
+    with pytest.raises(FlexrankError, match=r"within 0\.01 s"):
+        export(
+            convnet, tmp_path / "small", tiny_models.batch_for("convnet"), factory="tiny_models:convnet", timeout=0.01
+        )
+    assert list(tmp_path.iterdir()) == []

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 import flexrank as fr
-import tiny_models
+import tiny
 from flexrank.data import text as data
 from flexrank.data.batches import call_model, output_tensor
 from flexrank.distill.objectives import EmbeddingObjective, FeatureObjective, LogitObjective, Objective
 from flexrank.hf.models import load_model, load_tokenizer
-from flexrank.nn.surgery import full_profile
+from flexrank.nn.switch import full_profile
 
 SHORT = {"steps": 24, "warmup_steps": 2}
-PLAIN = {"perceptron": "tiny_models:perceptron", "convnet": "tiny_models:convnet"}
+PLAIN = {"perceptron": "tiny:perceptron", "convnet": "tiny:convnet"}
 
 
 def go_all_the_way(
@@ -71,12 +71,12 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def objective_of(name: str) -> Objective:
-    return LogitObjective() if name in (*tiny_models.CAUSAL, "vit") else FeatureObjective()
+    return LogitObjective() if name in (*tiny.CAUSAL, "vit") else FeatureObjective()
 
 
-@pytest.mark.parametrize("name", [*tiny_models.TRANSFORMERS, *PLAIN])
+@pytest.mark.parametrize("name", [*tiny.TRANSFORMERS, *PLAIN])
 def test_small_models_of_every_kind(name: str, tmp_path: Path) -> None:
-    teacher, batch = tiny_models.build(name), tiny_models.batch_for(name)
+    teacher, batch = tiny.build(name), tiny.batch_for(name)
     if isinstance(batch, torch.Tensor):
         batches = [torch.randn(40, *batch.shape[1:]) for _ in range(2)]
     else:

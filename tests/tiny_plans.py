@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import models
+import tiny
 from flexrank.hf.models import save_config
 from flexrank.run.config import RunConfig, parse_config
 
@@ -15,8 +15,8 @@ Build = Callable[[], Any]
 
 def config_of(build: Build, place: Path, **more: Any) -> RunConfig:
     """A run of the tiny model, known by its config.json alone."""
-    images = build in models.VISION
-    task = "classification" if images else "embedding" if build is models.bert else "language"
+    images = build in tiny.VISION
+    task = "classification" if images else "embedding" if build is tiny.bert else "language"
     model = build()
     save_config(model, place)
     value: dict[str, Any] = {

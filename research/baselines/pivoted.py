@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from flexrank.nn.linalg import gauge_align
+from flexrank.nn.alignment import gauge_align
 
 
 class PivotedLinear(nn.Module):

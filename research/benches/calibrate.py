@@ -19,7 +19,7 @@ from flexrank.calibrate.groups import find_groups
 from flexrank.data.batches import call_model
 from flexrank.nn.linalg import STRIP
 from flexrank.nn.matrix import matrix_shape
-from flexrank.nn.surgery import select_layers
+from flexrank.nn.select import select_layers
 from research.benches import machine
 from research.benches.bench import Bench
 from research.findings import Result, goal, spread, table

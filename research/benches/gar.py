@@ -12,17 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from flexrank.deployment.timing import FormKey, TimeTable, rotate_weights
 from torch import Tensor, nn
 
 from flexrank.artefacts.elastic import load_elastic
 from flexrank.calibrate import collect_moments, collect_rows
 from flexrank.data.text import sentence_batches, stdlib_corpus
 from flexrank.decompose import decompose_
-from flexrank.deployment.timing import FormKey, TimeTable, rotate_weights
 from flexrank.hf.models import load_model, load_tokenizer
-from flexrank.nn.layers import GaugeAlignedLinear
-from flexrank.nn.linalg import STATED_MULTIPLE, alignment_error, choose_slack
-from flexrank.nn.surgery import nested_layers, select_layers
+from flexrank.nn.alignment import STATED_MULTIPLE, alignment_error, choose_slack
+from flexrank.nn.gauge_aligned import GaugeAlignedLinear
+from flexrank.nn.select import select_layers
+from flexrank.nn.switch import nested_layers
 from flexrank.profiles.costs import Shape, aligned_parameters, dense_parameters, nearest_rank, rank_levels, whole_slack
 from flexrank.progress import track
 from research.baselines.pivoted import PivotedLinear

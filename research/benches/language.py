@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from flexrank.deployment.environment import assets_directory
 from torch import nn
 
 from flexrank.allocate import allocate_ranks
@@ -15,11 +16,11 @@ from flexrank.calibrate import collect_moments
 from flexrank.data.metrics import nats_per_token
 from flexrank.data.text import STORY_SEPARATOR, read_texts, token_blocks
 from flexrank.decompose import decompose_
-from flexrank.deployment.environment import assets_directory
 from flexrank.distill import distill_, distillation_evaluator
 from flexrank.distill.objectives import LogitObjective
 from flexrank.hf.models import load_model, load_tokenizer
-from flexrank.nn.surgery import select_layers, uniform_profile, use_profile
+from flexrank.nn.select import select_layers
+from flexrank.nn.switch import uniform_profile, use_profile
 from flexrank.probe import probe_sensitivity
 from flexrank.profiles import RankProfile
 from research.benches.bench import BUDGETS, Bench

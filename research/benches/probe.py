@@ -12,17 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from flexrank.deployment.environment import assets_directory
 from torch import nn
 
 from flexrank.data.batches import Batch, call_model
 from flexrank.data.text import passages, read_texts, sentence_batches, stdlib_documents, token_blocks
 from flexrank.decompose import decompose_
-from flexrank.deployment.environment import assets_directory
 from flexrank.distill import distillation_evaluator
 from flexrank.distill.objectives import EmbeddingObjective, LogitObjective, Objective
 from flexrank.hf.models import load_model, load_tokenizer, resolve_source
 from flexrank.nn.matrix import matrix_shape
-from flexrank.nn.surgery import full_matrices, full_profile, nested_layers, select_layers, use_profile
+from flexrank.nn.select import select_layers
+from flexrank.nn.switch import full_matrices, full_profile, nested_layers, use_profile
 from flexrank.probe import block_stack, probe_sensitivity
 from flexrank.profiles import SensitivityTable
 from research.benches import machine

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from flexrank.deployment.environment import assets_directory
 from torch import Tensor, nn
 
 from flexrank.allocate import allocate_ranks, unconstrained_bounds
@@ -23,11 +24,11 @@ from flexrank.calibrate import collect_moments
 from flexrank.data.metrics import embed, mean_cosine, spearman
 from flexrank.data.text import sentence_batches
 from flexrank.decompose import decompose_
-from flexrank.deployment.environment import assets_directory
 from flexrank.distill import distill_, distillation_evaluator
 from flexrank.distill.objectives import EmbeddingObjective
 from flexrank.hf.models import eager_attention, load_model, load_tokenizer
-from flexrank.nn.surgery import select_layers, uniform_profile, use_profile
+from flexrank.nn.select import select_layers
+from flexrank.nn.switch import uniform_profile, use_profile
 from flexrank.probe import probe_sensitivity
 from flexrank.profiles import ProfileChain, RankProfile, SensitivityTable
 from research.benches.bench import BUDGETS, Bench

@@ -16,17 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from flexrank.deployment.environment import assets_directory
 from torch import Tensor, nn
 from torch.utils import flop_counter
 
-from flexrank.deployment.environment import assets_directory
 from flexrank.distill.objectives import objective_for
 from flexrank.distill.prefixes import used_components
 from flexrank.distill.step import Step, Targets, make_optimizer, trainable_parameters, training
 from flexrank.hf.models import Task, load_model
 from flexrank.nn.linalg import Factors
 from flexrank.nn.matrix import weight_matrix
-from flexrank.nn.surgery import full_profile, nest_, select_layers, uniform_profile, use_profile
+from flexrank.nn.select import nest_, select_layers
+from flexrank.nn.switch import full_profile, uniform_profile, use_profile
 from research.benches.bench import BUDGETS, Bench
 from research.benches.machine import (
     copy_rate,

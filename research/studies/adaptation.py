@@ -8,6 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from flexrank.deployment.environment import assets_directory
+from flexrank.deployment.fitting import Limits, fit
+from flexrank.deployment.planning import Planner
+from flexrank.run.deploying import planner_for
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -16,16 +20,12 @@ from flexrank.data.batches import Batch, model_device, to_device
 from flexrank.data.metrics import nats_per_token
 from flexrank.data.text import read_texts, token_blocks
 from flexrank.deployment import deploy
-from flexrank.deployment.environment import assets_directory
-from flexrank.deployment.fitting import Limits, fit
-from flexrank.deployment.planning import Planner
 from flexrank.distill.schedule import scheduled_rate
 from flexrank.errors import FlexrankError
-from flexrank.nn.layers import GaugeAlignedLayer
-from flexrank.nn.linalg import ERROR_MULTIPLE, SLACK_STEPS
+from flexrank.nn.alignment import ERROR_MULTIPLE, SLACK_STEPS
+from flexrank.nn.gauge_aligned import GaugeAlignedLayer
 from flexrank.nn.matrix import is_conv1d
 from flexrank.progress import track
-from flexrank.run.deploying import planner_for
 from flexrank.run.rundir import identity
 from research.findings import Result, between, claim, spread, table
 from research.studies.language import LanguageBench, pycode_settings

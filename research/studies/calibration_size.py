@@ -13,7 +13,8 @@ from flexrank.calibrate import Moments, collect_moments, merge_moments
 from flexrank.data.batches import Batch
 from flexrank.decompose import decompose_
 from flexrank.errors import FlexrankError
-from flexrank.nn.surgery import select_layers, uniform_profile, use_profile
+from flexrank.nn.select import select_layers
+from flexrank.nn.switch import uniform_profile, use_profile
 from flexrank.run.workspace import Workspace
 from research.findings import Result, between, claim, spread, table
 from research.findings.figures import draw_seeds

@@ -20,7 +20,8 @@ from flexrank.calibrate import collect_moments
 from flexrank.data.metrics import inference
 from flexrank.decompose import decompose_
 from flexrank.distill import distill_, distillation_evaluator
-from flexrank.nn.surgery import nested_layers, select_layers, use_profile
+from flexrank.nn.select import select_layers
+from flexrank.nn.switch import nested_layers, use_profile
 from flexrank.probe import probe_sensitivity
 from flexrank.profiles import ProfileChain, SensitivityTable
 from flexrank.profiles.costs import deployed_parameters, rank_levels

@@ -13,15 +13,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from flexrank.deployment.environment import machine_facts
 from torch import Tensor
 
 from flexrank.calibrate import collect_moments, collect_rows
 from flexrank.data.metrics import spearman
 from flexrank.decompose import decompose_
-from flexrank.deployment.environment import machine_facts
-from flexrank.nn.layers import NestedLayer
-from flexrank.nn.linalg import ERROR_FLOOR, ERROR_MULTIPLE, SLACK_STEPS, STATED_MULTIPLE, alignment_error, choose_slack
-from flexrank.nn.surgery import nested_layers, select_layers
+from flexrank.nn.alignment import (
+    ERROR_FLOOR,
+    ERROR_MULTIPLE,
+    SLACK_STEPS,
+    STATED_MULTIPLE,
+    alignment_error,
+    choose_slack,
+)
+from flexrank.nn.elastic import NestedLayer
+from flexrank.nn.select import select_layers
+from flexrank.nn.switch import nested_layers
 from flexrank.progress import track
 from research.baselines.pivoted import pivoted_order
 from research.findings import Result, claim, shown, table

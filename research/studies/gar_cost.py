@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexrank.nn.layers import GaugeAlignedLinear
+from flexrank.nn.gauge_aligned import GaugeAlignedLinear
 from flexrank.profiles.costs import aligned_parameters, dense_parameters, measure_ratio, nearest_rank, rank_block
 from flexrank.progress import track
 from research.baselines.pivoted import PivotedLinear

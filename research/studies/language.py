@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from flexrank.deployment.environment import assets_directory
 from torch import nn
 
 from flexrank.data.text import STORY_SEPARATOR
-from flexrank.deployment.environment import assets_directory
 from flexrank.distill import distill_
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
-from flexrank.nn.surgery import use_profile
+from flexrank.nn.switch import use_profile
 from flexrank.profiles import RankProfile
 from flexrank.run import run_stages
 from flexrank.run.config import RunConfig

@@ -14,8 +14,9 @@ from flexrank.calibrate import collect_moments
 from flexrank.data.metrics import spearman
 from flexrank.decompose import decompose_
 from flexrank.distill.objectives import LogitObjective
-from flexrank.nn.layers import NestedLayer
-from flexrank.nn.surgery import nested_layers, select_layers
+from flexrank.nn.elastic import NestedLayer
+from flexrank.nn.select import select_layers
+from flexrank.nn.switch import nested_layers
 from flexrank.probe import curvature_sensitivity, probe_sensitivity
 from flexrank.profiles import ProfileChain, SensitivityTable
 from flexrank.profiles.costs import deployed_parameters, rank_levels

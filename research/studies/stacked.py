@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flexrank.distill.schedule import scheduled_rate
-from flexrank.nn.layers import NestedConv2d, NestedLayer, NestedLinear
+from flexrank.nn.elastic import NestedConv2d, NestedLayer, NestedLinear
 
 Ranks = Sequence[Sequence[int]]
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from flexrank.deployment.environment import assets_directory
 from torch import Tensor, nn
 
 from flexrank.allocate import allocate_ranks
@@ -22,13 +23,13 @@ from flexrank.calibrate import collect_moments
 from flexrank.data.images import AlteredBatches, Scaling
 from flexrank.data.metrics import accuracy
 from flexrank.decompose import decompose_
-from flexrank.deployment.environment import assets_directory
 from flexrank.distill import distill_, distillation_evaluator
 from flexrank.distill.objectives import LogitObjective
 from flexrank.files import digest_file, read_json
 from flexrank.hf.models import eager_attention, load_model
 from flexrank.nn.linalg import leading_count
-from flexrank.nn.surgery import select_layers, use_profile
+from flexrank.nn.select import select_layers
+from flexrank.nn.switch import use_profile
 from flexrank.probe import probe_sensitivity
 from flexrank.profiles import ProfileChain
 from flexrank.progress import track

@@ -50,30 +50,14 @@ from .distill.objectives import (
     objective_for as objective_for,
 )
 from .errors import FlexrankError as FlexrankError
-from .nn.layers import (
-    GaugeAlignedConv2d as GaugeAlignedConv2d,
-)
-from .nn.layers import (
-    GaugeAlignedLinear as GaugeAlignedLinear,
-)
-from .nn.layers import (
-    NestedConv2d as NestedConv2d,
-)
-from .nn.layers import (
-    NestedLinear as NestedLinear,
-)
-from .nn.surgery import (
-    nested_layers as nested_layers,
-)
-from .nn.surgery import (
-    select_layers as select_layers,
-)
-from .nn.surgery import (
-    set_profile as set_profile,
-)
-from .nn.surgery import (
-    use_profile as use_profile,
-)
+from .nn.elastic import NestedConv2d as NestedConv2d
+from .nn.elastic import NestedLinear as NestedLinear
+from .nn.gauge_aligned import GaugeAlignedConv2d as GaugeAlignedConv2d
+from .nn.gauge_aligned import GaugeAlignedLinear as GaugeAlignedLinear
+from .nn.select import select_layers as select_layers
+from .nn.switch import nested_layers as nested_layers
+from .nn.switch import set_profile as set_profile
+from .nn.switch import use_profile as use_profile
 from .probe import curvature_sensitivity as curvature_sensitivity
 from .probe import probe_sensitivity as probe_sensitivity
 from .profiles import ProfileChain as ProfileChain

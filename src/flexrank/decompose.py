@@ -11,7 +11,7 @@ from flexrank.data.batches import Batch
 from flexrank.errors import FlexrankError
 from flexrank.nn.linalg import Factors, data_svd, plain_svd, whitened_svd
 from flexrank.nn.matrix import weight_matrix
-from flexrank.nn.surgery import nest_
+from flexrank.nn.select import nest_
 from flexrank.progress import track
 
 Method = Literal["datasvd", "paper", "svd", "fisher"]

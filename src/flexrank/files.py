@@ -1,4 +1,4 @@
-"""Files that are either whole or absent, and checksums that tell a truncated or edited one before it is used."""
+"""Files and directories that are whole or absent, and checksums that reveal a truncated or edited file."""
 
 import contextlib
 import hashlib
@@ -21,24 +21,18 @@ FORMAT = 1
 
 def write_json(path: str | Path, value: Any) -> None:
     """Writes `value` as JSON at `path`, replacing it in one rename (floats keep every bit: `repr` round-trips)."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     with write_aside(path) as aside:
         aside.write_text(json.dumps(value, indent=1, sort_keys=False, allow_nan=False) + "\n", encoding="utf8")
 
 
 def read_json(path: str | Path) -> Any:
-    """Reads a JSON file.
-
-    Raises:
-        FlexrankError: the file is missing, or is not JSON.
-    """
+    """The content of a JSON file; it is a FlexrankError if the file is missing or not JSON."""
     path = Path(path)
     if not path.is_file():
         raise FlexrankError(f"{path}: no such file")
 
     def refuse(constant: str) -> None:
-        raise FlexrankError(f"{path}: holds {constant}, which is no JSON number")
+        raise FlexrankError(f"{path}: holds {constant}, which is not a JSON number")
 
     try:
         return json.loads(path.read_text(encoding="utf8"), parse_constant=refuse)
@@ -47,11 +41,7 @@ def read_json(path: str | Path) -> Any:
 
 
 def require_keys(value: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
-    """Checks that a JSON object holds `keys`.
-
-    Raises:
-        FlexrankError: naming the first key that is absent, and `where` it was looked for.
-    """
+    """Raises FlexrankError unless the JSON object holds all `keys`; the message names `where`."""
     for key in keys:
         if key not in value:
             raise FlexrankError(f"{where}: key {key!r} is missing; it needs {', '.join(keys)}")
@@ -78,11 +68,11 @@ def write_aside(path: str | Path) -> Iterator[Path]:
 def directory_aside(path: str | Path, *markers: str) -> Iterator[Path]:
     """Yields an empty directory beside `path`; renames it to `path` on success, removes it on failure.
 
-    A directory already at `path` is replaced only after the new one is whole, and only if it is empty or holds one
-    of the files `markers`, which tell that it is of the same kind: nobody's other files are lost.
+    An existing directory is replaced only once the new one is whole, and only if it is empty or holds one of the files
+    `markers`, by which it is known to be of the same kind: no other files are lost.
 
     Raises:
-        FlexrankError: there is a file, or a directory that holds something else.
+        FlexrankError: `path` is a file, or a directory that holds something else.
     """
     path = Path(path)
     if path.is_dir() and any(path.iterdir()) and not any((path / marker).is_file() for marker in markers):
@@ -103,7 +93,7 @@ def directory_aside(path: str | Path, *markers: str) -> Iterator[Path]:
 
 
 def _replace_directory(new: Path, path: Path) -> None:
-    """Renames `new` to `path`; a directory there before is put back if that fails, and removed if it does not."""
+    """Renames `new` to `path`. A directory there before is removed, or put back where the renaming fails."""
     if not path.exists():
         os.replace(new, path)
         return
@@ -125,7 +115,7 @@ def directory_bytes(path: str | Path) -> int:
 
 
 def _flush(path: Path) -> None:
-    """Has the system write a file out, so that after a power cut a renamed file is not an empty one."""
+    """Has the system write a file to disk, so that a renamed file is not empty after a power cut."""
     if path.is_file():
         with open(path, "rb") as file:
             os.fsync(file.fileno())
@@ -135,6 +125,11 @@ def _umask() -> int:
     current = os.umask(0)
     os.umask(current)
     return current
+
+
+def digest_json(value: Any) -> str:
+    """SHA-256 of the value as JSON with sorted keys, in hexadecimal."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
 def digest_tensor(tensor: "Tensor") -> str:
@@ -149,26 +144,19 @@ def digest_tensor(tensor: "Tensor") -> str:
 
 def digest_file(path: str | Path) -> str:
     """SHA-256 of a file, in hexadecimal."""
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def digest_files(directory: str | Path) -> dict[str, str]:
-    """Digests of every file in `directory` and below it, by its path there."""
+    """Digests of all files under `directory`, by relative path."""
     directory = Path(directory)
     files = sorted(file for file in directory.rglob("*") if file.is_file())
     return {file.relative_to(directory).as_posix(): digest_file(file) for file in files}
 
 
 def verify_files(directory: str | Path, digests: Mapping[str, str]) -> None:
-    """Checks files against their digests.
-
-    Raises:
-        FlexrankError: a file is missing, or its bytes are not those that were written.
-    """
+    """Raises FlexrankError if a file is missing, or does not match its digest."""
     for name, digest in digests.items():
         path = Path(directory) / name
         if not path.is_file():
@@ -182,7 +170,7 @@ def verify_files(directory: str | Path, digests: Mapping[str, str]) -> None:
 def write_document(path: str | Path, kind: str, content: Mapping[str, Any]) -> None:
     """Writes a JSON document with its kind, format and a checksum of itself."""
     document = {"kind": kind, "format": FORMAT, **content}
-    write_json(path, document | {"checksum": _digest_json(document)})
+    write_json(path, document | {"checksum": digest_json(document)})
 
 
 def read_document(path: str | Path, kind: str, keys: tuple[str, ...]) -> dict[str, Any]:
@@ -200,10 +188,6 @@ def read_document(path: str | Path, kind: str, keys: tuple[str, ...]) -> dict[st
         )
     require_keys(document, (*keys, "checksum"), str(path))
     checksum = document.pop("checksum")
-    if _digest_json(document) != checksum:
+    if digest_json(document) != checksum:
         raise FlexrankError(f"{path}: does not match its checksum; the file was truncated or edited")
     return document
-
-
-def _digest_json(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, allow_nan=False).encode()).hexdigest()

@@ -21,8 +21,8 @@ from flexrank.distill.objectives import FeatureObjective
 from flexrank.errors import FlexrankError
 from flexrank.nn import linalg
 from flexrank.nn.matrix import input_rows, weight_matrix
-from flexrank.nn.surgery import select_layers
-from tiny_models import TRANSFORMERS, batch_for, build
+from flexrank.nn.select import select_layers
+from tiny import TRANSFORMERS, batch_for, build
 
 
 def full_data(model: nn.Module, batches: list, layers: dict[str, nn.Module]) -> dict[str, torch.Tensor]:

@@ -12,8 +12,8 @@ from flexrank.calibrate import Moments, collect_moments, moments_by_block
 from flexrank.distill.objectives import FeatureObjective
 from flexrank.nn.linalg import plain_svd
 from flexrank.nn.matrix import weight_matrix
-from flexrank.nn.surgery import nest_, select_layers
-from tiny_models import TRANSFORMERS, batch_for, build
+from flexrank.nn.select import nest_, select_layers
+from tiny import TRANSFORMERS, batch_for, build
 
 
 @pytest.mark.parametrize("name", [*TRANSFORMERS, "perceptron", "convnet", "tied_blocks"])

@@ -72,8 +72,8 @@ def test_jpegs_of_a_run_are_scaled_by_the_plain_formula(tmp_path: Path) -> None:
     config = parse_config({"name": "n", "task": "classification", "model": str(tmp_path), "data": data})
     example: Any = load_samples(config, str(tmp_path), None).example
     wanted = (read_images(path)[0] / 255 - scaling["image_mean"]) / scaling["image_std"]
-    found = example["pixel_values"].permute(0, 2, 3, 1)
-    distances = [np.abs(found[0].double().numpy() - one).max() for one in wanted]
+    images = example["pixel_values"].permute(0, 2, 3, 1)
+    distances = [np.abs(images[0].double().numpy() - one).max() for one in wanted]
     assert min(distances) < 1e-5 < sorted(distances)[1]
 
 
@@ -147,7 +147,7 @@ def test_scaling_is_what_its_file_says(tmp_path: Path) -> None:
 def candidates(image: torch.Tensor, padding: int) -> dict[tuple[int, int, bool], torch.Tensor]:
     """Every crop of an image (C, H, W) in its black frame, and its mirror, by a plain loop over pixels."""
     channels, height, width = image.shape
-    found = {}
+    crops = {}
     for top in range(2 * padding + 1):
         for left in range(2 * padding + 1):
             crop = torch.zeros(channels, height, width)
@@ -156,9 +156,9 @@ def candidates(image: torch.Tensor, padding: int) -> dict[tuple[int, int, bool],
                     row, column = y + top - padding, x + left - padding
                     if 0 <= row < height and 0 <= column < width:
                         crop[:, y, x] = image[:, row, column].float()
-            found[top, left, False] = crop
-            found[top, left, True] = torch.stack([crop[:, :, width - 1 - x] for x in range(width)], -1)
-    return found
+            crops[top, left, False] = crop
+            crops[top, left, True] = torch.stack([crop[:, :, width - 1 - x] for x in range(width)], -1)
+    return crops
 
 
 def test_altered_batches_are_crops_and_mirrors_of_the_images_they_name() -> None:
@@ -168,8 +168,8 @@ def test_altered_batches_are_crops_and_mirrors_of_the_images_they_name() -> None
     drawn, stream = set(), iter(batches)
     for number in range(60):
         batch = next(stream)
-        for row, found in zip(batches.rows(number).tolist(), batch, strict=True):
-            matching = [key for key, one in known[row].items() if torch.equal(one, found)]
+        for row, image in zip(batches.rows(number).tolist(), batch, strict=True):
+            matching = [key for key, one in known[row].items() if torch.equal(one, image)]
             assert len(matching) == 1, (number, row)
             drawn.add(matching[0])
     assert len(drawn) == 18  # all nine places, mirrored and not, come up

@@ -10,8 +10,9 @@ from flexrank.distill.objectives import FeatureObjective
 from flexrank.errors import FlexrankError
 from flexrank.nn.linalg import plain_svd, whitened_svd
 from flexrank.nn.matrix import weight_matrix
-from flexrank.nn.surgery import nested_layers, select_layers, use_profile
-from tiny_models import PLAIN, TRANSFORMERS, batch_for, build
+from flexrank.nn.select import select_layers
+from flexrank.nn.switch import nested_layers, use_profile
+from tiny import PLAIN, TRANSFORMERS, batch_for, build
 
 
 @pytest.mark.parametrize("name", [*TRANSFORMERS, *PLAIN])

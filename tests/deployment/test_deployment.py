@@ -4,15 +4,16 @@ import pytest
 import torch
 from torch import nn
 
-import tiny_models
+import tiny
 from flexrank.deployment import deploy, deployed_parameters_of, find_slack
 from flexrank.errors import FlexrankError
-from flexrank.nn.layers import GaugeAlignedConv2d, GaugeAlignedLayer, GaugeAlignedLinear, NestedLayer
-from flexrank.nn.surgery import full_profile, nested_layers, use_profile
+from flexrank.nn.elastic import NestedLayer
+from flexrank.nn.gauge_aligned import GaugeAlignedConv2d, GaugeAlignedLayer, GaugeAlignedLinear
+from flexrank.nn.switch import full_profile, nested_layers, use_profile
 from flexrank.profiles.costs import deployed_parameters
-from tiny_models import outputs
+from tiny import outputs
 
-ALL = [*tiny_models.TRANSFORMERS, *tiny_models.PLAIN]
+ALL = [*tiny.TRANSFORMERS, *tiny.PLAIN]
 
 #: Whole-model bound in float32: every layer may add 2e-6 (`linalg.ERROR_FLOOR`) where slack is chosen.
 WHOLE_MODEL = 5e-5
@@ -24,14 +25,14 @@ def relative(found, wanted):
 
 @pytest.fixture(params=ALL)
 def named(request):
-    return request.param, tiny_models.nest(tiny_models.build(request.param))
+    return request.param, tiny.nest(tiny.build(request.param))
 
 
 def test_deployed_equals_the_elastic_model_at_every_profile(named):
     name, model = named
-    batch = tiny_models.batch_for(name)
+    batch = tiny.batch_for(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    for entry in tiny_models.chain_of(model).entries:
+    for entry in tiny.chain_of(model).entries:
         with use_profile(model, entry.profile):
             wanted = outputs(model, batch)
         small = deploy(model, entry.profile)
@@ -44,7 +45,7 @@ def test_deployed_equals_the_elastic_model_at_every_profile(named):
 
 def test_slack_zero_is_the_papers_form_and_counts_its_parameters(named):
     _, model = named
-    entry = tiny_models.chain_of(model).entries[1]
+    entry = tiny.chain_of(model).entries[1]
     small = deploy(model, entry.profile, slack=0)
     layers = nested_layers(model)
     wanted = sum(deployed_parameters(layers[name].matrix_shape, rank) for name, rank in entry.profile.items())
@@ -58,8 +59,8 @@ def test_slack_zero_is_the_papers_form_and_counts_its_parameters(named):
 
 def test_full_rank_is_dense_and_equals_the_original(named):
     name, model = named
-    batch = tiny_models.batch_for(name)
-    base = tiny_models.build(name)
+    batch = tiny.batch_for(name)
+    base = tiny.build(name)
     small = deploy(model, full_profile(model))
     assert not any(isinstance(module, GaugeAlignedLayer) for module in small.modules())
     assert relative(outputs(small, batch), outputs(base, batch)) < 1e-5
@@ -69,35 +70,35 @@ def test_full_rank_is_dense_and_equals_the_original(named):
 
 
 def test_ties_modes_and_frozen_parameters_are_kept():
-    model = tiny_models.nest(tiny_models.build("tied_blocks"))
+    model = tiny.nest(tiny.build("tied_blocks"))
     model.head.requires_grad_(False)
     model.train()
     model.first[1].eval()
-    small = deploy(model, tiny_models.chain_of(model).entries[0].profile)
+    small = deploy(model, tiny.chain_of(model).entries[0].profile)
     assert isinstance(small.shared, GaugeAlignedLinear) and small.again is small.shared
     assert not any(parameter.requires_grad for parameter in small.head.parameters())
     assert all(parameter.requires_grad for parameter in small.shared.parameters())
     assert small.training and small.shared.training and small.shared.latent.training and not small.first[1].training
-    language = tiny_models.nest(tiny_models.build("llama_tied"))
-    small = deploy(language, tiny_models.chain_of(language).entries[0].profile)
+    language = tiny.nest(tiny.build("llama_tied"))
+    small = deploy(language, tiny.chain_of(language).entries[0].profile)
     assert small.lm_head.weight is small.model.embed_tokens.weight
     assert small.lm_head.weight is not language.lm_head.weight
 
 
 def test_elastic_factors_are_never_copied(monkeypatch):
-    model = tiny_models.nest(tiny_models.build("bert"))
+    model = tiny.nest(tiny.build("bert"))
 
     def refuse(self, memo):
         raise AssertionError("an elastic layer was copied")
 
     monkeypatch.setattr(NestedLayer, "__deepcopy__", refuse, raising=False)
-    deploy(model, tiny_models.chain_of(model).entries[0].profile)
+    deploy(model, tiny.chain_of(model).entries[0].profile)
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "convnet"])
 def test_bfloat16_keeps_its_accuracy_and_non_persistent_buffers(name):
-    model, batch = tiny_models.nest(tiny_models.build(name)), tiny_models.batch_for(name)
-    entry = tiny_models.chain_of(model).entries[1]
+    model, batch = tiny.nest(tiny.build(name)), tiny.batch_for(name)
+    entry = tiny.chain_of(model).entries[1]
     small = deploy(model, entry.profile, dtype=torch.bfloat16)
     plain = deploy(model, entry.profile, dtype=torch.bfloat16, slack=10**6)  # nothing aligned
     assert {parameter.dtype for parameter in small.parameters()} == {torch.bfloat16}
@@ -112,7 +113,7 @@ def test_bfloat16_keeps_its_accuracy_and_non_persistent_buffers(name):
 
 
 def test_a_layers_format_is_the_one_with_fewest_parameters():
-    model = tiny_models.nest(nn.Sequential(nn.Linear(10, 6)))
+    model = tiny.nest(nn.Sequential(nn.Linear(10, 6)))
     for rank in range(1, 7):
         for slack in range(rank + 1):
             aligned = rank * (16 - rank + slack)
@@ -123,8 +124,8 @@ def test_a_layers_format_is_the_one_with_fewest_parameters():
 
 def test_kept_slack_deploys_the_same_model_and_is_chosen_once(monkeypatch):
     name = "bert"
-    model, batch = tiny_models.nest(tiny_models.build(name)), tiny_models.batch_for(name)
-    profiles = [entry.profile for entry in tiny_models.chain_of(model).entries]
+    model, batch = tiny.nest(tiny.build(name)), tiny.batch_for(name)
+    profiles = [entry.profile for entry in tiny.chain_of(model).entries]
     table = find_slack(model, profiles, dtype=torch.bfloat16)
     assert table.dtype == "bfloat16"
     again = [deploy(model, profile, dtype=torch.bfloat16) for profile in profiles]
@@ -140,7 +141,7 @@ def test_kept_slack_deploys_the_same_model_and_is_chosen_once(monkeypatch):
 
 
 def test_slack_is_measured_on_the_activations_given(monkeypatch):
-    model, rows, seen = tiny_models.nest(nn.Sequential(nn.Linear(40, 30))), torch.randn(64, 40), []
+    model, rows, seen = tiny.nest(nn.Sequential(nn.Linear(40, 30))), torch.randn(64, 40), []
     monkeypatch.setattr(
         "flexrank.deployment.slack.resolve_slack", lambda u, v, slack, dtype, inputs: seen.append((slack, inputs)) or 5
     )
@@ -151,15 +152,15 @@ def test_slack_is_measured_on_the_activations_given(monkeypatch):
 
 
 def test_convolutions_become_convolutions():
-    model = tiny_models.nest(tiny_models.build("convnet"))
-    small = deploy(model, tiny_models.chain_of(model).entries[0].profile)
+    model = tiny.nest(tiny.build("convnet"))
+    small = deploy(model, tiny.chain_of(model).entries[0].profile)
     assert isinstance(small[0], GaugeAlignedConv2d) and isinstance(small[6], GaugeAlignedLinear)
     dense = deploy(model, full_profile(model))
     assert type(dense[3]) is nn.Conv2d and dense[3].bias is None and dense[3].dilation == (2, 2)
 
 
 def test_wrong_profiles_are_named():
-    model = tiny_models.nest(tiny_models.build("perceptron"))
+    model = tiny.nest(tiny.build("perceptron"))
     for profile, message in (
         ({"0": 3, "2": 3}, "'4' is not in the profile"),
         ({"0": 3, "2": 3, "4": 3, "9": 1}, "'9' is not in the model"),

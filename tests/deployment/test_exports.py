@@ -5,23 +5,23 @@ import itertools
 import pytest
 from torch import nn
 
-import tiny_models
+import tiny
 from flexrank.artefacts.deployed import load_deployed
 from flexrank.deployment import deploy, export, exports
 from flexrank.errors import FlexrankError
-from tiny_models import agree, outputs
+from tiny import agree, outputs
 
 
 @pytest.fixture
 def convnet():
-    model = tiny_models.nest(tiny_models.build("convnet"))
-    return deploy(model, tiny_models.chain_of(model).entries[1].profile)
+    model = tiny.nest(tiny.build("convnet"))
+    return deploy(model, tiny.chain_of(model).entries[1].profile)
 
 
 def test_export_publishes_what_a_fresh_process_has_run(convnet, tmp_path):
-    batch = tiny_models.batch_for("convnet")
+    batch = tiny.batch_for("convnet")
     convnet.train()
-    export(convnet, tmp_path / "small", batch, factory="tiny_models:convnet")
+    export(convnet, tmp_path / "small", batch, factory="tiny:convnet")
     assert convnet.training and convnet[1].training
     again = load_deployed(tmp_path / "small")
     assert agree(outputs(again, batch), outputs(convnet.eval(), batch))
@@ -30,7 +30,7 @@ def test_export_publishes_what_a_fresh_process_has_run(convnet, tmp_path):
 
 
 def other_convnet():
-    return nn.Sequential(*itertools.islice(tiny_models.convnet(), 6))
+    return nn.Sequential(*itertools.islice(tiny.convnet(), 6))
 
 
 def shifted_convnet():
@@ -38,7 +38,7 @@ def shifted_convnet():
         def forward(self, x):
             return super().forward(x) + 1e-3
 
-    return Shifted(*tiny_models.convnet())
+    return Shifted(*tiny.convnet())
 
 
 @pytest.mark.parametrize(
@@ -46,21 +46,21 @@ def shifted_convnet():
     [
         (other_convnet, "failed in a fresh process.*has no layer '6'"),
         (shifted_convnet, "outputs differ by"),
-        ("tiny_models:nothing", "cannot be imported"),
-        ("tiny_models", "not of the form"),
+        ("tiny:nothing", "cannot be imported"),
+        ("tiny", "not of the form"),
         (lambda: None, "cannot be imported by name"),
         (None, "needs factory="),
     ],
 )
 def test_a_failed_export_leaves_nothing_behind(convnet, tmp_path, factory, message):
     with pytest.raises(FlexrankError, match=message):
-        export(convnet, tmp_path / "small", tiny_models.batch_for("convnet"), factory=factory)
+        export(convnet, tmp_path / "small", tiny.batch_for("convnet"), factory=factory)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_corrupted_export_leaves_the_old_one(convnet, tmp_path, monkeypatch):
     kept = tmp_path / "small"
-    export(convnet, kept, tiny_models.batch_for("convnet"), factory="tiny_models:convnet")
+    export(convnet, kept, tiny.batch_for("convnet"), factory="tiny:convnet")
     (kept / "old").write_text("old")
     run = exports._load_and_run
 
@@ -73,7 +73,7 @@ def test_a_corrupted_export_leaves_the_old_one(convnet, tmp_path, monkeypatch):
 
     monkeypatch.setattr(exports, "_load_and_run", corrupt_and_run)
     with pytest.raises(FlexrankError, match="does not match its checksum"):
-        export(convnet, kept, tiny_models.batch_for("convnet"), factory=tiny_models.convnet)
+        export(convnet, kept, tiny.batch_for("convnet"), factory=tiny.convnet)
     assert [path.name for path in tmp_path.iterdir()] == ["small"] and (kept / "old").read_text() == "old"
 
 
@@ -81,13 +81,11 @@ def test_outputs_that_are_not_finite_are_not_exported(convnet, tmp_path, monkeyp
     monkeypatch.setattr(exports, "_load_and_run", lambda *arguments: pytest.fail("came too far"))
     convnet[1].weight.data.fill_(float("nan"))
     with pytest.raises(FlexrankError, match="not finite"):
-        export(convnet, tmp_path / "small", tiny_models.batch_for("convnet"), factory="tiny_models:convnet")
+        export(convnet, tmp_path / "small", tiny.batch_for("convnet"), factory="tiny:convnet")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_slow_fresh_process_is_ended(convnet, tmp_path):
     with pytest.raises(FlexrankError, match=r"within 0\.01 s"):
-        export(
-            convnet, tmp_path / "small", tiny_models.batch_for("convnet"), factory="tiny_models:convnet", timeout=0.01
-        )
+        export(convnet, tmp_path / "small", tiny.batch_for("convnet"), factory="tiny:convnet", timeout=0.01)
     assert list(tmp_path.iterdir()) == []

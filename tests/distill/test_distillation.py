@@ -13,8 +13,8 @@ from flexrank.distill import distill_, distillation_evaluator
 from flexrank.distill.objectives import EmbeddingObjective, FeatureObjective, LogitObjective
 from flexrank.distill.schedule import Schedule
 from flexrank.errors import FlexrankError
-from flexrank.nn.surgery import full_profile, nested_layers, use_profile
-from tiny_models import batch_for, build, chain_of, nest
+from flexrank.nn.switch import full_profile, nested_layers, use_profile
+from tiny import batch_for, build, chain_of, nest
 
 SETTINGS = {"steps": 60, "learning_rate": 1e-2, "warmup_steps": 3}
 

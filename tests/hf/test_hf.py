@@ -12,52 +12,61 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-import tiny_models
+import tiny
 from flexrank import hf
+from flexrank.cli import EXTRAS
 from flexrank.deployment import deploy, export
 from flexrank.errors import FlexrankError
-from flexrank.hf import models
-from flexrank.nn.layers import GaugeAlignedLayer, GaugeAlignedLinear
+from flexrank.hf import meta, models
+from flexrank.nn.gauge_aligned import GaugeAlignedLayer, GaugeAlignedLinear
 from flexrank.nn.specs import layer_spec
-from tiny_models import agree, outputs
+from tiny import agree, outputs, same_state
 
-NAMES = list(tiny_models.TRANSFORMERS)
-AUTO = dict.fromkeys(tiny_models.CAUSAL, "AutoModelForCausalLM") | {
+NAMES = list(tiny.TRANSFORMERS)
+AUTO = dict.fromkeys(tiny.CAUSAL, "AutoModelForCausalLM") | {
     "bert": "AutoModel",
     "vit": "AutoModelForImageClassification",
     "dinov3": "AutoModel",
 }
 
 
-def same_state(found, wanted):
-    found, wanted = found.state_dict(), wanted.state_dict()
-    return found.keys() == wanted.keys() and all(torch.equal(value, found[key]) for key, value in wanted.items())
-
-
-def small_model(name):
-    model = tiny_models.nest(tiny_models.build(name))
-    return deploy(model, tiny_models.chain_of(model).entries[1].profile)
+def small_model(name, **options):
+    model = tiny.elastic(name)
+    return deploy(model, tiny.chain_of(model).entries[1].profile, **options)
 
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory):
     """Every small model saved by transformers alone, beside its inputs and outputs: {name: (model, directory)}."""
     root = tmp_path_factory.mktemp("saved")
-    found = {}
+    models_saved = {}
     for name in NAMES:
-        small, batch = small_model(name), tiny_models.batch_for(name)
+        small, batch = small_model(name), tiny.batch_for(name)
         small.save_pretrained(root / name)
         save_file(batch | {"expected": outputs(small, batch)}, root / f"{name}.safetensors")
-        found[name] = (small, root / name)
-    return found
+        models_saved[name] = (small, root / name)
+    return models_saved
+
+
+def specs_of(model):
+    """The specs of the gauge-aligned layers by name."""
+    modules = model.named_modules()
+    return {name: layer_spec(layer) for name, layer in modules if isinstance(layer, GaugeAlignedLayer)}
+
+
+def flip_a_bit(path, place):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
 
 
 def fresh(script, *arguments):
-    """Runs a script in a new interpreter; returns (exit status, standard output, standard error)."""
+    """The words that a script prints in a new interpreter."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    return done.returncode, done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -66,23 +75,16 @@ def test_a_saved_model_comes_back_to_the_same_bits(name, saved):
     again, report = getattr(transformers, AUTO[name]).from_pretrained(directory, output_loading_info=True)
     assert not any(report.values())
     assert type(again) is type(small) and same_state(again, small)
-    batch = tiny_models.batch_for(name)
+    batch = tiny.batch_for(name)
     assert agree(outputs(again, batch), outputs(small, batch))
-    wanted = {key: layer_spec(layer) for key, layer in small.named_modules() if isinstance(layer, GaugeAlignedLayer)}
-    found = {key: layer_spec(layer) for key, layer in again.named_modules() if isinstance(layer, GaugeAlignedLayer)}
-    assert found == wanted and wanted
+    assert specs_of(again) == specs_of(small) != {}
     assert all(parameter.requires_grad for parameter in again.parameters())
     assert next(again.half().parameters()).dtype == torch.float16  # transformers forbids it for quantized models
 
 
-def test_a_flipped_bit_is_found_by_transformers_own_loading(tmp_path):
-    model, batch = tiny_models.nest(tiny_models.build("bert")), tiny_models.batch_for("bert")
-    small = deploy(model, tiny_models.chain_of(model).entries[1].profile)
-    export(small, tmp_path / "small", batch)
-    state = tmp_path / "small" / "model.safetensors"
-    content = bytearray(state.read_bytes())
-    content[-3] ^= 1
-    state.write_bytes(content)
+def test_transformers_own_loading_notices_a_flipped_bit(tmp_path):
+    export(small_model("bert"), tmp_path / "small", tiny.batch_for("bert"))
+    flip_a_bit(tmp_path / "small" / "model.safetensors", -3)
     with pytest.raises(
         FlexrankError, match=r"model.safetensors: does not match its checksum.*then delete flexrank.json"
     ):
@@ -107,11 +109,11 @@ def test_tied_weights_stay_tied(saved):
     assert isinstance(untied.lm_head, GaugeAlignedLinear)
 
 
-@pytest.mark.parametrize("name", tiny_models.CAUSAL)
+@pytest.mark.parametrize("name", tiny.CAUSAL)
 def test_generate_gives_the_same_tokens(name, saved):
     small, directory = saved[name]
     again = transformers.AutoModelForCausalLM.from_pretrained(directory)
-    batch = {key: value[:1] for key, value in tiny_models.batch_for(name).items()}
+    batch = {key: value[:1] for key, value in tiny.batch_for(name).items()}
     options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     wanted = small.generate(**batch, **options)
     assert wanted.shape == (1, 22) and torch.equal(again.generate(**batch, **options), wanted)
@@ -122,22 +124,21 @@ def test_generate_gives_the_same_tokens(name, saved):
 
 
 def test_bfloat16_is_saved_and_loaded_as_such(tmp_path):
-    model = tiny_models.nest(tiny_models.build("qwen3"))
-    small = deploy(model, tiny_models.chain_of(model).entries[1].profile, dtype=torch.bfloat16)
+    small = small_model("qwen3", dtype=torch.bfloat16)
     small.save_pretrained(tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    batch = tiny_models.batch_for("qwen3")
+    batch = tiny.batch_for("qwen3")
     assert again.dtype == torch.bfloat16 and agree(outputs(again, batch), outputs(small, batch))
 
 
 def test_a_base_loads_from_its_head_and_a_head_from_its_base(saved, tmp_path):
     small, directory = saved["llama_untied"]
     base = transformers.AutoModel.from_pretrained(directory)
-    batch = tiny_models.batch_for("llama_untied")
+    batch = tiny.batch_for("llama_untied")
     assert agree(outputs(base, batch), outputs(small.model, batch))
     bert, directory = saved["bert"]
     head = transformers.AutoModelForSequenceClassification.from_pretrained(directory)
-    batch = tiny_models.batch_for("bert")
+    batch = tiny.batch_for("bert")
     assert agree(outputs(head.bert, batch), outputs(bert, batch))
 
 
@@ -166,9 +167,9 @@ for pair in sys.argv[2:]:
     batch = load_file(root / f"{name}.safetensors")
     expected = batch.pop("expected")
     with torch.no_grad():
-        found = model(**batch)
-    found = found.logits if hasattr(found, "logits") else found.last_hidden_state
-    print(name, float((found - expected).norm() / expected.norm()) <= 1e-5)
+        output = model(**batch)
+    output = output.logits if hasattr(output, "logits") else output.last_hidden_state
+    print(name, float((output - expected).norm() / expected.norm()) <= 1e-5)
 """
 
 
@@ -199,10 +200,8 @@ assert "flexrank" in auto.AUTO_QUANTIZER_MAPPING and "flexrank" in auto.AUTO_QUA
 @pytest.mark.parametrize("imports", [FLEXRANK_FIRST, TRANSFORMERS_FIRST], ids=["flexrank_first", "transformers_first"])
 def test_every_model_loads_in_a_fresh_process(imports, saved):
     root = saved["bert"][1].parent
-    script = LOAD_ALL.replace("IMPORTS", imports)
-    code, out, error = fresh(script, root, *(f"{name}={AUTO[name]}" for name in NAMES))
-    assert code == 0, error
-    assert out.split() == [word for name in NAMES for word in (name, "True")]
+    printed = fresh(LOAD_ALL.replace("IMPORTS", imports), root, *(f"{name}={AUTO[name]}" for name in NAMES))
+    assert printed == [word for name in NAMES for word in (name, "True")]
 
 
 def test_an_unsuitable_transformers_is_one_warning_not_a_failure(monkeypatch):
@@ -222,17 +221,35 @@ def test_without_flexrank_nothing_loads_with_random_weights(saved):
             print(name, "size" in str(error) or "shape" in str(error))
     assert "flexrank" not in sys.modules
     """
-    code, out, error = fresh(script, saved["bert"][1].parent, *(f"{name}={AUTO[name]}" for name in NAMES))
-    assert code == 0, error
-    assert out.split() == [word for name in NAMES for word in (name, "True")]
+    printed = fresh(script, saved["bert"][1].parent, *(f"{name}={AUTO[name]}" for name in NAMES))
+    assert printed == [word for name in NAMES for word in (name, "True")]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda path: models.load_model(path, "language"),
+        models.load_tokenizer,
+        models.load_by_architecture,
+        models.skeleton,
+        lambda path: meta.meta_model(path, "language"),
+    ],
+)
+def test_without_transformers_the_error_names_it(call, tmp_path, monkeypatch):
+    """Its dependencies are missing then too; `cli.EXTRAS` knows the extra of transformers alone."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    for name in ("transformers", "huggingface_hub", "huggingface_hub.errors"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ModuleNotFoundError) as error:
+        call(tmp_path)
+    assert EXTRAS[error.value.name] == "hf"
 
 
 def test_an_export_loads_with_trusted_code_and_no_import_of_flexrank(tmp_path):
-    small, batch = small_model("llama_tied"), tiny_models.batch_for("llama_tied")
+    small, batch = small_model("llama_tied"), tiny.batch_for("llama_tied")
     export(small, tmp_path / "llama_tied", batch)
     save_file(batch | {"expected": outputs(small, batch)}, tmp_path / "llama_tied.safetensors")
-    told = json.loads((tmp_path / "llama_tied" / "config.json").read_text())["auto_map"]
-    assert told == {
+    assert json.loads((tmp_path / "llama_tied" / "config.json").read_text())["auto_map"] == {
         "AutoModel": "modeling_flexrank.LlamaModel",
         "AutoModelForCausalLM": "modeling_flexrank.LlamaForCausalLM",
     }
@@ -247,23 +264,17 @@ assert torch.equal(again(**batch).logits, model(**batch).logits)
 base = transformers.AutoModel.from_pretrained(root / "llama_tied", trust_remote_code=True)
 assert type(base).__name__ == "LlamaModel" and "flexrank" in sys.modules
 """
-    environment = tmp_path / "modules"
-    script = f"import os; os.environ['HF_MODULES_CACHE'] = {str(environment)!r}\n" + trusting
-    code, out, error = fresh(script, tmp_path, "llama_tied=AutoModelForCausalLM")
-    assert code == 0, error
-    assert out.split() == ["llama_tied", "True"]
+    script = f"import os; os.environ['HF_MODULES_CACHE'] = {str(tmp_path / 'modules')!r}\n" + trusting
+    assert fresh(script, tmp_path, "llama_tied=AutoModelForCausalLM") == ["llama_tied", "True"]
     assert same_state(models.load_model(tmp_path / "llama_tied", "language"), small)
-    weights = tmp_path / "llama_tied" / "model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
+    flip_a_bit(tmp_path / "llama_tied" / "model.safetensors", -1)
     with pytest.raises(FlexrankError, match="does not match its checksum"):
         models.load_model(tmp_path / "llama_tied", "language")
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "dinov3", "bert"])
 def test_a_skeleton_is_the_architecture_with_right_buffers(name, tmp_path):
-    model = tiny_models.build(name)
+    model = tiny.build(name)
     models.save_config(model, tmp_path)
     bare = models.skeleton(tmp_path)
     assert type(bare) is type(model) and not bare.training
@@ -273,20 +284,17 @@ def test_a_skeleton_is_the_architecture_with_right_buffers(name, tmp_path):
     buffers = dict(model.named_buffers())
     assert all(torch.equal(value, buffers[key]) for key, value in bare.named_buffers()) and buffers
     bare.load_state_dict(model.state_dict())
-    batch = tiny_models.batch_for(name)
+    batch = tiny.batch_for(name)
     assert agree(outputs(bare, batch), outputs(model, batch))
 
 
 def test_models_load_by_task(tmp_path):
     for name, task in (("bert", "embedding"), ("gpt2", "language"), ("vit", "classification")):
-        model = tiny_models.build(name)
+        model = tiny.build(name)
         model.save_pretrained(tmp_path / name)
         again = models.load_model(tmp_path / name, task)
         assert type(again) is type(model) and same_state(again, model) and not again.training
-    transformers.BertForSequenceClassification(model_config := tiny_models.build("bert").config).save_pretrained(
-        tmp_path / "sequence"
-    )
-    assert model_config.model_type == "bert"
+    transformers.BertForSequenceClassification(tiny.bert().config).save_pretrained(tmp_path / "sequence")
     assert type(models.load_model(tmp_path / "sequence", "classification")).__name__ == "BertForSequenceClassification"
     assert models.load_model(tmp_path / "gpt2", "language", dtype=torch.bfloat16).dtype == torch.bfloat16
 
@@ -335,7 +343,7 @@ def test_lora_adapts_a_deployed_model(saved):
     model = transformers.AutoModelForCausalLM.from_pretrained(saved["llama_untied"][1])
     config = peft.LoraConfig(r=2, target_modules=["latent", "expand"], task_type="CAUSAL_LM")
     adapted = peft.get_peft_model(model, config)
-    batch = tiny_models.batch_for("llama_untied")
+    batch = tiny.batch_for("llama_untied")
     optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=5e-3)
     losses = []
     for _ in range(16):
@@ -347,25 +355,3 @@ def test_lora_adapts_a_deployed_model(saved):
     assert losses[-1] < 0.9 * losses[0]
     merged = adapted.merge_and_unload()
     assert isinstance(merged.lm_head, GaugeAlignedLinear)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "stories260k",
-        pytest.param("babyllama", marks=pytest.mark.slow),
-        pytest.param("pycode5m", marks=pytest.mark.slow),
-    ],
-)
-def test_real_language_models_go_all_the_way(name, assets, tmp_path):
-    model = tiny_models.nest(models.load_model(assets / name, "language"))
-    tokenizer = models.load_tokenizer(assets / name)
-    small = deploy(model, tiny_models.chain_of(model, (0.6,)).entries[0].profile, slack=2)
-    small.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    again = models.load_model(tmp_path, "language")
-    batch = dict(models.load_tokenizer(tmp_path)("Once upon a time", return_tensors="pt"))
-    assert agree(outputs(again, batch), outputs(small, batch))
-    options = {"max_new_tokens": 8, "do_sample": False}
-    inputs = {"input_ids": batch["input_ids"]}
-    assert torch.equal(again.generate(**inputs, **options), small.generate(**inputs, **options))

@@ -13,11 +13,12 @@ from flexrank.decompose import decompose_
 from flexrank.distill import distillation_evaluator
 from flexrank.distill.objectives import FeatureObjective, LogitObjective
 from flexrank.errors import FlexrankError
-from flexrank.nn.layers import NestedLayer
-from flexrank.nn.surgery import full_matrices, full_profile, nested_layers, select_layers, use_profile
+from flexrank.nn.elastic import NestedLayer
+from flexrank.nn.select import select_layers
+from flexrank.nn.switch import full_matrices, full_profile, nested_layers, use_profile
 from flexrank.probe import curvature_sensitivity, probe_sensitivity
 from flexrank.profiles.costs import dense_parameters, deployed_parameters, nearest_rank, rank_block, rank_levels
-from tiny_models import batch_for, build, nest
+from tiny import batch_for, build, nest
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama_tied", "dinov3", "convnet", "perceptron", "tied_blocks"])

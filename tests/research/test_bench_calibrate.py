@@ -10,7 +10,7 @@ import torch
 from flexrank.calibrate import collect_moments
 from flexrank.calibrate.groups import find_groups
 from flexrank.nn import linalg
-from flexrank.nn.surgery import select_layers
+from flexrank.nn.select import select_layers
 from research.benches import calibrate
 from research.findings.figures import save_figure
 

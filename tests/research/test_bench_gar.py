@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from flexrank.deployment.timing import SHARES, TOKENS, FormKey, TimeTable
-from flexrank.nn.layers import GaugeAlignedLinear
+
+from flexrank.nn.gauge_aligned import GaugeAlignedLinear
 from flexrank.profiles.costs import aligned_parameters, nearest_rank
 from research.baselines.pivoted import PivotedLinear
 from research.benches import gar

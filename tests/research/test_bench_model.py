@@ -7,12 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from flexrank.deployment.timing import TOKENS, FormKey, TimeTable
 from torch import nn
 
 from flexrank import deployment
 from flexrank.deployment import fitting
-from flexrank.deployment.timing import TOKENS, FormKey, TimeTable
-from flexrank.nn.layers import GaugeAlignedLinear
+from flexrank.nn.gauge_aligned import GaugeAlignedLinear
 from flexrank.run import deploying
 from research.benches import model
 from research.benches.driver import measure

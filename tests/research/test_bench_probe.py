@@ -9,7 +9,7 @@ import pytest
 from flexrank.distill.objectives import FeatureObjective, LogitObjective
 from research.benches import probe
 from research.findings.figures import save_figure
-from tiny_models import batch_for, build
+from tiny import batch_for, build
 
 
 def test_the_bench_measures_what_it_claims(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from flexrank.errors import FlexrankError
-from flexrank.nn.layers import GaugeAlignedLinear
-from flexrank.nn.linalg import alignment_error
+from flexrank.nn.alignment import alignment_error
+from flexrank.nn.gauge_aligned import GaugeAlignedLinear
 from flexrank.run.config import parse_config
 from research.baselines.pivoted import PivotedLinear, pivoted_order
 from research.studies import find_study, gar, gar_cost

@@ -7,19 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from flexrank.deployment.fitting import Limits
+from flexrank.run.deploying import deploy_within, planner_for
 from torch import nn
 
 from flexrank.data.batches import call_model
 from flexrank.data.metrics import nats_per_token
-from flexrank.deployment.fitting import Limits
 from flexrank.distill import distill_
-from flexrank.nn.surgery import full_profile, select_layers, use_profile
+from flexrank.nn.select import select_layers
+from flexrank.nn.switch import full_profile, use_profile
 from flexrank.run.config import parse_config
-from flexrank.run.deploying import deploy_within, planner_for
 from research.studies import adaptation, calibration_size, find_study, layerwise, lm_profiles
 from research.studies.language import TRAINED, LanguageBench, told_apart
 from research.studies.study import Ledger, Request
-from tiny_models import batch_for, build, nest
+from tiny import batch_for, build, nest
 from tiny_runs import TEXT, settings
 
 BUDGETS = [0.8, 0.5]

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from flexrank.calibrate import collect_moments
 from flexrank.decompose import decompose_
-from flexrank.nn.surgery import nested_layers, select_layers, use_profile
+from flexrank.nn.select import select_layers
+from flexrank.nn.switch import nested_layers, use_profile
 from flexrank.profiles import Footprint, SensitivityTable
 from flexrank.profiles.costs import rank_levels
 from research.studies import mnist, ranking

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from flexrank.decompose import decompose_
 from flexrank.distill.schedule import scheduled_rate
-from flexrank.nn.surgery import nested_layers, use_profile
+from flexrank.nn.switch import nested_layers, use_profile
 from research.studies.mnist import build_network
 from research.studies.stacked import StackedNetwork, train_stacked_
 

@@ -15,14 +15,13 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-import models
-import tiny_models
+import tiny
 from flexrank import progress
 from flexrank.data.images import Scaling
 from flexrank.errors import FlexrankError
 from flexrank.files import read_json
 from flexrank.hf.models import load_model
-from flexrank.nn.surgery import use_profile
+from flexrank.nn.switch import use_profile
 from research.studies import driver, resnet, vision, vit
 from research.studies.study import Request
 from research.studies.vision import BUDGETS, Images, Network, Plan, compress
@@ -206,13 +205,13 @@ def test_resnet20_classifies_as_published(assets: Path) -> None:
 
 def networks() -> tuple[Network, ...]:
     torch.manual_seed(0)
-    transformer = models.vit()
+    transformer = tiny.vit()
     with torch.no_grad():
         for parameter in transformer.parameters():
             parameter += 0.1 * torch.randn(parameter.shape)
     return (
         Network("vit", "vision transformer", transformer, SCALING, 1e-3, "a", True),
-        Network("conv", "convolutions", tiny_models.build("convnet"), SCALING, 1e-3, "b", False),
+        Network("conv", "convolutions", tiny.build("convnet"), SCALING, 1e-3, "b", False),
     )
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import models
+import tiny
 from flexrank import cli
 from flexrank.errors import FlexrankError
-from flexrank.hf.models import meta_model
+from flexrank.hf.meta import meta_model
 from flexrank.run import runner
 from flexrank.run.config import load_config
 from flexrank.run.dry_run import make_plan
@@ -94,7 +94,7 @@ def invoke(*arguments: object) -> Any:
 @pytest.fixture
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A config and its architecture, alone in the current directory."""
-    config = config_of(models.tied_llama, tmp_path, architecture="architecture.json")
+    config = config_of(tiny.llama_tied, tmp_path, architecture="architecture.json")
     (tmp_path / "config.json").rename(tmp_path / "architecture.json")
     (tmp_path / "generation_config.json").unlink()
     (tmp_path / "tiny.json").write_text(json.dumps(config.model_dump(mode="json")))
@@ -153,14 +153,14 @@ def test_wrong_input_is_one_line_and_exit_2(arguments: list[str], part: str, wri
 
 
 def test_the_architecture_makes_no_stage_run_again(tmp_path: Path) -> None:
-    config = config_of(models.tied_llama, tmp_path)
+    config = config_of(tiny.llama_tied, tmp_path)
     other = config.model_copy(update={"architecture": None})
     assert runner.fingerprints(config, str(tmp_path)) == runner.fingerprints(other, str(tmp_path))
 
 
 def test_a_task_without_a_class_is_planned_by_the_architecture_and_said(tmp_path: Path) -> None:
-    plan = make_plan(config_of(models.dinov3, tmp_path))
+    plan = make_plan(config_of(tiny.dinov3, tmp_path))
     assert plan["class"] == "DINOv3ViTModel" and "its classification head is not counted" in plan["notes"][-1]
     with pytest.raises(FlexrankError, match="AutoModelForImageClassification has no class for 'dinov3_vit'"):
         meta_model(tmp_path, "classification")
-    assert "classification head" not in " ".join(make_plan(config_of(models.vit, tmp_path))["notes"])
+    assert "classification head" not in " ".join(make_plan(config_of(tiny.vit, tmp_path))["notes"])

@@ -11,7 +11,7 @@ from flexrank.data.text import SPLITS
 from flexrank.distill import distillation_evaluator
 from flexrank.distill.objectives import objective_for
 from flexrank.errors import FlexrankError
-from flexrank.nn.surgery import use_profile
+from flexrank.nn.switch import use_profile
 from flexrank.run import run_stages
 from flexrank.run.config import load_config, parse_config
 from flexrank.run.samples import load_samples

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-import models
+import tiny
 from flexrank.errors import FlexrankError
 from flexrank.run import run_stages
 from flexrank.run.config import parse_config
@@ -18,7 +18,7 @@ from flexrank.run.config import parse_config
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     directory = tmp_path_factory.mktemp("vit")
-    vit = models.vit()
+    vit = tiny.vit()
     with torch.no_grad():
         for parameter in vit.parameters():
             parameter += 0.1 * torch.randn(parameter.shape)

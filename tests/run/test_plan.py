@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-import models
+import tiny
 from flexrank import calibrate as calibration
 from flexrank import distill as distillation
 from flexrank.calibrate import collect_moments
@@ -18,11 +18,13 @@ from flexrank.decompose import decompose_
 from flexrank.deployment import deploy, deployed_parameters_of
 from flexrank.distill import step
 from flexrank.distill.objectives import EmbeddingObjective, LogitObjective, default_objective
-from flexrank.hf.models import meta_model, save_config
+from flexrank.hf.meta import meta_model
+from flexrank.hf.models import save_config
 from flexrank.nn import linalg
-from flexrank.nn.layers import NestedConv2d, NestedLinear
+from flexrank.nn.elastic import NestedConv2d, NestedLinear
 from flexrank.nn.matrix import ConvGeometry
-from flexrank.nn.surgery import full_matrices, full_profile, nested_layers, select_layers, uniform_profile, use_profile
+from flexrank.nn.select import select_layers
+from flexrank.nn.switch import full_matrices, full_profile, nested_layers, uniform_profile, use_profile
 from flexrank.probe import probe_sensitivity
 from flexrank.profiles.costs import rank_levels
 from flexrank.run.dry_run import make_plan, operations
@@ -34,9 +36,9 @@ from tiny_plans import BATCH, LENGTH, Build, config_of
 def batch_of(build: Build, rows: int = BATCH) -> Any:
     """A batch without padding."""
     generator = torch.Generator().manual_seed(0)
-    if build in models.VISION:
+    if build in tiny.VISION:
         return {"pixel_values": torch.randn(rows, 3, 16, 16, generator=generator)}
-    return {"input_ids": torch.randint(3, models.VOCABULARY, (rows, LENGTH), generator=generator)}
+    return {"input_ids": torch.randint(3, tiny.VOCABULARY, (rows, LENGTH), generator=generator)}
 
 
 def real(build: Build) -> Any:
@@ -65,7 +67,7 @@ def _quiet_threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("build", models.TRANSFORMERS)
+@pytest.mark.parametrize("build", tiny.TRANSFORMERS.values())
 def test_parameters_and_layers_are_those_of_the_real_model(build: Build, tmp_path: Path) -> None:
     plan, model = make_plan(config_of(build, tmp_path)), real(build)
     student = elastic(model)
@@ -85,9 +87,9 @@ def test_parameters_and_layers_are_those_of_the_real_model(build: Build, tmp_pat
 
 
 def test_what_stays_dense_is_told_with_its_reason_and_counted_once(tmp_path: Path) -> None:
-    config = config_of(models.tied_llama, tmp_path, layers={"exclude": ["down_proj"]})
+    config = config_of(tiny.llama_tied, tmp_path, layers={"exclude": ["down_proj"]})
     found = {row["kind"]: (row["reason"], row["modules"], row["parameters"]) for row in make_plan(config)["dense"]}
-    model = real(models.tied_llama)
+    model = real(tiny.llama_tied)
     norms = sum(p.numel() for name, p in model.named_parameters() if "norm" in name)
     assert found == {
         "model.embed_tokens": ("embedding", 1, 64 * 32),
@@ -97,12 +99,12 @@ def test_what_stays_dense_is_told_with_its_reason_and_counted_once(tmp_path: Pat
     }
 
 
-@pytest.mark.parametrize("build", models.TRANSFORMERS)
+@pytest.mark.parametrize("build", tiny.TRANSFORMERS.values())
 @pytest.mark.parametrize("method", ["datasvd", "paper", "fisher"])
 def test_moments_take_the_bytes_that_calibration_allocates(build: Build, method: str, tmp_path: Path) -> None:
     subject = make_subject(config_of(build, tmp_path, decomposition={"method": method}))
     model = real(build)
-    objective = EmbeddingObjective() if build is models.bert else default_objective(call_model(model, batch_of(build)))
+    objective = EmbeddingObjective() if build is tiny.bert else default_objective(call_model(model, batch_of(build)))
     loss = objective.fisher_loss if method == "fisher" else None
     side: Any = "input" if method == "paper" else "smaller"
     moments = collect_moments(model, [batch_of(build)], select_layers(model), side=side, gradient_loss=loss)
@@ -114,15 +116,15 @@ def test_moments_take_the_bytes_that_calibration_allocates(build: Build, method:
 
 
 def test_memory_is_what_real_training_holds(tmp_path: Path) -> None:
-    plan = make_plan(config_of(models.tied_llama, tmp_path))["memory"]
-    model = real(models.tied_llama)
+    plan = make_plan(config_of(tiny.llama_tied, tmp_path))["memory"]
+    model = real(tiny.llama_tied)
     student = elastic(model)
     tensors = [bytes_of([*one.parameters(), *one.buffers()]) for one in (model, student)]
     for stage, student_bytes in {"calibration": tensors[0], "probe": tensors[1], "consolidation": tensors[1]}.items():
         assert (plan[stage]["teacher"], plan[stage]["student"]) == (tensors[0], student_bytes)
     trainable = step.trainable_parameters(student)
     optimizer = step.make_optimizer(trainable, 1e-3, 0.0)
-    batch = batch_of(models.tied_llama)
+    batch = batch_of(tiny.llama_tied)
     with step.training(student, model, trainable):
         output = call_model(student, batch).logits
         output.square().sum().backward()
@@ -132,12 +134,12 @@ def test_memory_is_what_real_training_holds(tmp_path: Path) -> None:
     assert (plan["consolidation"]["gradients"], plan["consolidation"]["optimizer"]) == (gradients, bytes_of(states))
     one = bytes_of([output])
     assert [plan[stage]["outputs"] for stage in ("calibration", "probe", "consolidation")] == [one, 2 * one, 3 * one]
-    kept = [LogitObjective().target(call_model(model, batch_of(models.tied_llama, rows)), {}) for rows in (3, 2)]
+    kept = [LogitObjective().target(call_model(model, batch_of(tiny.llama_tied, rows)), {}) for rows in (3, 2)]
     assert plan["probe"]["targets"] == bytes_of(kept)
     assert all(parts["all"] == sum(parts.values()) - parts["all"] for parts in plan.values())
 
 
-@pytest.mark.parametrize("build", [models.gpt2, models.tied_llama, models.dinov3])
+@pytest.mark.parametrize("build", [tiny.gpt2, tiny.llama_tied, tiny.dinov3])
 def test_sizes_by_budget_are_those_of_deployed_models(build: Build, tmp_path: Path) -> None:
     plan = make_plan(config_of(build, tmp_path, deployment={"dtype": "bfloat16"}))
     student = elastic(real(build))
@@ -155,14 +157,14 @@ def test_sizes_by_budget_are_those_of_deployed_models(build: Build, tmp_path: Pa
 
 @pytest.mark.parametrize("spacing", ["blocks", "parameters", "ranks"])
 def test_candidates_and_evaluations_are_those_of_a_probe(spacing: str, tmp_path: Path) -> None:
-    plan = make_plan(config_of(models.llama, tmp_path, probe={"levels": 6, "spacing": spacing}))["probe"]
-    table = probe_sensitivity(elastic(real(models.llama)), lambda _: 0.0, 6, spacing=spacing)  # type: ignore[arg-type]
+    plan = make_plan(config_of(tiny.llama_untied, tmp_path, probe={"levels": 6, "spacing": spacing}))["probe"]
+    table = probe_sensitivity(elastic(real(tiny.llama_untied)), lambda _: 0.0, 6, spacing=spacing)  # type: ignore[arg-type]
     assert plan["candidates"] == sum(map(len, table.ranks.values()))
     assert plan["evaluations"] == 1 + sum(len(ranks) - 1 for ranks in table.ranks.values())
     assert (plan["layers"], plan["levels"]) == (len(table.ranks), 6)
 
 
-@pytest.mark.parametrize("build", [models.llama, models.gpt2])
+@pytest.mark.parametrize("build", [tiny.llama_untied, tiny.gpt2])
 @pytest.mark.parametrize("room", [2**32, 15000, 0], ids=["matrices kept", "some kept", "none kept"])
 def test_a_probe_takes_the_operations_told(
     build: Build, room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -193,7 +195,7 @@ def test_a_probe_takes_the_operations_told(
     assert counts["replayed"] < counts["plain"] == told
 
 
-@pytest.mark.parametrize("build", models.TRANSFORMERS)
+@pytest.mark.parametrize("build", tiny.TRANSFORMERS.values())
 def test_a_forward_pass_takes_the_operations_that_torch_counts(build: Build, tmp_path: Path) -> None:
     subject, model = make_subject(config_of(build, tmp_path)), real(build)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -201,12 +203,12 @@ def test_a_forward_pass_takes_the_operations_that_torch_counts(build: Build, tmp
     assert operations.forward(subject, BATCH) == counter.get_total_flops()
 
 
-@pytest.mark.parametrize("build", models.TRANSFORMERS)
+@pytest.mark.parametrize("build", tiny.TRANSFORMERS.values())
 @pytest.mark.parametrize("budget", [0.9, 0.4])
 def test_a_training_pass_takes_the_operations_that_torch_counts(build: Build, budget: float, tmp_path: Path) -> None:
     """All to the last one. Two layers are left out: an encoder of images reads its patch embedding's weight to learn
     the dtype, which makes the matrix once or twice more, and BERT's pooler has no part in the loss."""
-    left_out = ["patch_embeddings"] if build in models.VISION else ["pooler"] if build is models.bert else []
+    left_out = ["patch_embeddings"] if build in tiny.VISION else ["pooler"] if build is tiny.bert else []
     config = config_of(build, tmp_path, layers={"exclude": left_out})
     subject, model = make_subject(config), real(build)
     student = elastic(model, exclude=left_out)
@@ -218,14 +220,14 @@ def test_a_training_pass_takes_the_operations_that_torch_counts(build: Build, bu
             assert operations.forward(subject, BATCH, ranks) == counter.get_total_flops()
             output.sum().backward()
     unused = 0
-    if build is models.bert:
+    if build is tiny.bert:
         m, n = subject.matrices["pooler.dense"]
         unused = 4 * BATCH * m * n
     total = operations.forward(subject, BATCH, ranks) + operations.backward(subject, BATCH, ranks)
     assert total - unused == counter.get_total_flops()
 
 
-@pytest.mark.parametrize("build", models.VISION)
+@pytest.mark.parametrize("build", tiny.VISION)
 def test_with_the_patch_embedding_the_difference_is_within_the_matrix_made_twice(build: Build, tmp_path: Path) -> None:
     subject, student = make_subject(config_of(build, tmp_path)), elastic(real(build))
     ranks = uniform_profile(student, 0.9)
@@ -255,7 +257,7 @@ def test_an_elastic_layer_takes_the_cheaper_route_both_ways(rows: int, rank: int
         assert counter.get_total_flops() == both
 
 
-@pytest.mark.parametrize("build", [models.tied_llama, models.vit])
+@pytest.mark.parametrize("build", [tiny.llama_tied, tiny.vit])
 @pytest.mark.parametrize("method", ["datasvd", "paper", "fisher"])
 def test_calibration_takes_the_operations_that_torch_counts(build: Build, method: str, tmp_path: Path) -> None:
     config = config_of(build, tmp_path, decomposition={"method": method})
@@ -297,7 +299,7 @@ def test_a_factorisation_is_its_products_and_textbook_terms(shape: tuple[int, in
 
 
 def test_consolidation_takes_the_operations_that_torch_counts(tmp_path: Path) -> None:
-    build, costs = models.tied_llama, {}
+    build, costs = tiny.llama_tied, {}
     model, batches = real(build), [batch_of(build), batch_of(build)]
     for budget in (0.9, 0.4):
         config = config_of(build, tmp_path, allocation={"budgets": [budget]})
@@ -313,22 +315,22 @@ def test_consolidation_takes_the_operations_that_torch_counts(tmp_path: Path) ->
 
 
 def test_tokens_hours_and_stages_add_up(tmp_path: Path) -> None:
-    plan = make_plan(config_of(models.vit, tmp_path), tflops=2.0)
+    plan = make_plan(config_of(tiny.vit, tmp_path), tflops=2.0)
     assert plan["sample_tokens"] == 17 and plan["tokens"] == 2 * 2 * BATCH * 17  # 16 patches and the class token
-    assert make_plan(config_of(models.llama, tmp_path))["tokens"] == 2 * 2 * BATCH * LENGTH
+    assert make_plan(config_of(tiny.llama_untied, tmp_path))["tokens"] == 2 * 2 * BATCH * LENGTH
     stages = {stage: number for stage, number in plan["operations"].items() if stage != "all"}
     assert plan["operations"]["all"] == sum(stages.values()) and list(stages) == list(plan["memory"])
     hours = plan["hours"]
     assert hours["decomposition"] is None
     assert hours["all"] == pytest.approx(sum(value for name, value in hours.items() if value and name != "all"))
     assert hours["probe"] == pytest.approx(stages["probe"] / 2e12 / 3600)
-    once = operations.forward(make_subject(config_of(models.vit, tmp_path)), 1)
+    once = operations.forward(make_subject(config_of(tiny.vit, tmp_path)), 1)
     assert stages["probe"] > plan["probe"]["evaluations"] * 5 * once * 0.9
 
 
 def test_the_meta_model_has_the_buffers_and_ties_of_the_real_one(tmp_path: Path) -> None:
-    save_config(models.tied_llama(), tmp_path)
-    model, wanted = meta_model(tmp_path, "language"), models.tied_llama()
+    save_config(tiny.llama_tied(), tmp_path)
+    model, wanted = meta_model(tmp_path, "language"), tiny.llama_tied()
     assert {name: value.shape for name, value in model.state_dict().items()} == {
         name: value.shape for name, value in wanted.state_dict().items()
     }

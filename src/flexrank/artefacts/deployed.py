@@ -1,29 +1,25 @@
-"""States on disk: safetensors beside a JSON document, for any torch module. Nothing is pickled.
+"""Deployed models on disk, for any torch module.
 
-A deployed artefact is `model.safetensors` with `flexrank.json`: the gauge-aligned layers' specs, the names that share
-one tensor, the factory of the bare architecture, and checksums. A transformers model has its own files beside it.
+A deployed artefact is `model.safetensors` with `flexrank.json`: the gauge-aligned layers' specs, the names of tied
+tensors, the factory of the bare architecture, and checksums. A transformers model has its own files beside these.
 """
 
-import contextlib
 import functools
 import importlib
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
-from flexrank.data.batches import Batch, model_device
+from flexrank.artefacts.tensors import named_tensors, open_tensors, put_tensors, write_tensors
+from flexrank.data.batches import model_device
 from flexrank.errors import FlexrankError
 from flexrank.files import digest_files, directory_aside, read_document, verify_files, write_document
-from flexrank.nn.layers import GaugeAlignedLayer
+from flexrank.nn.gauge_aligned import GaugeAlignedLayer
+from flexrank.nn.select import replace_layer
 from flexrank.nn.specs import build_layer, layer_spec
-from flexrank.nn.surgery import replace_layer
 
 STATE = "model.safetensors"
 DOCUMENT = "flexrank.json"
@@ -40,7 +36,7 @@ def save_deployed(small: nn.Module, directory: str | Path, *, factory: Factory |
     Args:
         small: what `deploy` returned.
         directory: an artefact there is replaced; a directory that holds anything else is refused.
-        factory: how to build the bare architecture; without it `load_deployed` needs `model=`.
+        factory: builds the bare architecture; without it `load_deployed` needs `model=`.
 
     Raises:
         FlexrankError: the factory cannot be imported by name, or the state cannot be written.
@@ -52,9 +48,11 @@ def save_deployed(small: nn.Module, directory: str | Path, *, factory: Factory |
 def write_state(small: nn.Module, directory: Path, *, factory: Factory | None = None) -> None:
     """Writes the two files of `save_deployed` into an existing directory."""
     name = None if factory is None else factory_name(factory)
+    modules = small.named_modules()
+    specs = {name: layer_spec(module) for name, module in modules if isinstance(module, GaugeAlignedLayer)}
     tensors, aliases = named_tensors(small)
     write_tensors(directory / STATE, tensors)
-    describe_deployed(small, directory, library="torch", layers=aligned_specs(small), aliases=aliases, factory=name)
+    describe_deployed(small, directory, library="torch", layers=specs, aliases=aliases, factory=name)
 
 
 def describe_deployed(
@@ -66,7 +64,7 @@ def describe_deployed(
     aliases: Mapping[str, str],
     factory: str | None,
 ) -> None:
-    """Writes `flexrank.json` beside what the directory holds, with a checksum of every file."""
+    """Writes `flexrank.json` with a checksum of every file in the directory."""
     content = {
         "library": library,
         "class": type(small).__name__,
@@ -85,8 +83,8 @@ def load_deployed(directory: str | Path, *, model: nn.Module | None = None) -> n
 
     Args:
         directory: the artefact.
-        model: the bare architecture, filled in place; by default the recorded factory is imported and called, so
-            read artefacts of others with `model=` if their factories are not to be run.
+        model: the bare architecture, filled in place. By default the recorded factory is imported and called; pass
+            `model=` for artefacts whose factories you do not trust.
 
     Raises:
         FlexrankError: a file is missing, truncated or edited, or the architecture does not fit the state.
@@ -106,17 +104,11 @@ def load_deployed(directory: str | Path, *, model: nn.Module | None = None) -> n
     return model.eval()
 
 
-def aligned_specs(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Specs of the gauge-aligned layers by name; every other layer is as its architecture builds it."""
-    modules = model.named_modules()
-    return {name: layer_spec(module) for name, module in modules if isinstance(module, GaugeAlignedLayer)}
-
-
 def factory_name(factory: Factory) -> str:
-    """The "module:function" under which a fresh process finds the factory.
+    """The "module:function" by which a fresh process imports the factory.
 
     Raises:
-        FlexrankError: it is not importable by name (a lambda, a local function, one of `__main__`).
+        FlexrankError: it cannot be imported by name (a lambda, a local function, one of `__main__`).
     """
     if isinstance(factory, str):
         _import_factory(factory)
@@ -128,11 +120,7 @@ def factory_name(factory: Factory) -> str:
 
 
 def bare_model(factory: str | None, directory: str | Path) -> nn.Module:
-    """Calls the factory that an artefact names.
-
-    Raises:
-        FlexrankError: it names none, it cannot be imported, or it returns no module.
-    """
+    """The module that an artefact's factory returns; it is a FlexrankError if there is no such factory."""
     if factory is None:
         raise FlexrankError(f"{directory}: names no factory; pass model= with the bare architecture")
     model = _import_factory(factory)()
@@ -146,118 +134,7 @@ def _import_factory(name: str) -> Callable[[], Any]:
     if not separator or not module_name or not path:
         raise FlexrankError(f"factory {name!r} is not of the form 'package.module:function'")
     try:
-        found: Any = importlib.import_module(module_name)
-        return functools.reduce(getattr, path.split("."), found)
+        module: Any = importlib.import_module(module_name)
+        return functools.reduce(getattr, path.split("."), module)
     except (ImportError, AttributeError) as error:
         raise FlexrankError(f"factory {name!r} cannot be imported: {error}") from error
-
-
-def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The model's state with every tensor once, and the other names of those that have several.
-
-    Raises:
-        FlexrankError: the state holds something that is not a tensor.
-    """
-    tensors: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    owners: dict[tuple[Any, ...], str] = {}
-    for name, value in model.state_dict().items():
-        if not isinstance(value, Tensor):
-            raise FlexrankError(f"state {name!r} is a {type(value).__name__}; only tensors are saved")
-        key = (value.data_ptr(), value.dtype, value.shape, value.stride())
-        if value.numel() and key in owners:
-            aliases[name] = owners[key]
-            continue
-        owners[key] = name
-        tensors[name] = value
-    return tensors, aliases
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes tensors as safetensors; views into a shared storage are written each for itself.
-
-    Raises:
-        FlexrankError: the file cannot be written.
-    """
-    storages: dict[int, int] = {}
-    for tensor in tensors.values():
-        storages[tensor.untyped_storage().data_ptr()] = storages.get(tensor.untyped_storage().data_ptr(), 0) + 1
-    apart = {
-        name: tensor.clone() if storages[tensor.untyped_storage().data_ptr()] > 1 else tensor.contiguous()
-        for name, tensor in tensors.items()
-    }
-    try:
-        save_file(apart, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise FlexrankError(f"{path}: cannot be written ({error})") from error
-
-
-@contextlib.contextmanager
-def open_tensors(path: Path) -> Iterator[Any]:
-    """An open safetensors file, read by name or by slice.
-
-    Raises:
-        FlexrankError: it is missing, truncated, or no safetensors file.
-    """
-    if not path.is_file():
-        raise FlexrankError(f"{path}: no such file; the artefact is incomplete")
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except SafetensorError as error:
-        raise FlexrankError(f"{path}: truncated, or not a safetensors file ({error})") from error
-
-
-def put_tensors(model: nn.Module, tensors: Mapping[str, Tensor], aliases: Mapping[str, str], where: object) -> None:
-    """Makes `tensors` the model's state, each under all its names; the model takes their dtype and device.
-
-    Raises:
-        FlexrankError: a name is missing or unexpected, or a shape differs; `where` tells the source.
-    """
-    wanted = {name: value.shape for name, value in model.state_dict().items()}
-    given = {**tensors, **{alias: tensors[name] for alias, name in aliases.items() if name in tensors}}
-    for name in wanted.keys() - given.keys():
-        raise FlexrankError(f"{where}: tensor {name!r} of {type(model).__name__} is missing")
-    for name in given.keys() - wanted.keys():
-        raise FlexrankError(f"{where}: tensor {name!r} has no place in {type(model).__name__}")
-    for name, value in given.items():
-        if value.shape != wanted[name]:
-            raise FlexrankError(
-                f"{where}: tensor {name!r} has shape {tuple(value.shape)}; the model needs {tuple(wanted[name])}"
-            )
-    model.load_state_dict(given, assign=True)
-    for alias, name in aliases.items():
-        owner, _, leaf = alias.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, functools.reduce(getattr, name.split("."), model))
-
-
-def write_batch(path: Path, batch: Batch) -> None:
-    """Writes a batch as safetensors: its tensors, and its structure and plain values as JSON in the header.
-
-    Raises:
-        FlexrankError: it holds a value that is neither a tensor nor plain JSON.
-    """
-    if isinstance(batch, Tensor):
-        kind, items = "tensor", {"0": batch}
-    elif isinstance(batch, Mapping):
-        kind, items = "mapping", dict(batch)
-    else:
-        kind, items = "tuple", {str(index): value for index, value in enumerate(batch)}
-    tensors = {name: value for name, value in items.items() if isinstance(value, Tensor)}
-    plain = {name: value for name, value in items.items() if not isinstance(value, Tensor)}
-    try:
-        structure = json.dumps({"kind": kind, "names": list(items), "plain": plain}, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise FlexrankError(f"the inputs hold {', '.join(plain)}, not all tensors or plain values: {error}") from error
-    save_file({name: value.detach().cpu().clone() for name, value in tensors.items()}, path, {"batch": structure})
-
-
-def read_batch(path: Path, device: torch.device) -> Batch:
-    """Reads what `write_batch` wrote, onto `device`; a list comes back as a tuple."""
-    with open_tensors(path) as file:
-        structure = json.loads(file.metadata()["batch"])
-        items = structure["plain"] | {name: file.get_tensor(name).to(device) for name in file.keys()}
-    if structure["kind"] == "tensor":
-        return items["0"]
-    ordered = {name: items[name] for name in structure["names"]}
-    return ordered if structure["kind"] == "mapping" else tuple(ordered.values())

@@ -1,13 +1,14 @@
-"""One elastic artefact for every size, read whole or only as far as a budget goes; and what an artefact holds.
+"""One elastic artefact for every size, read whole or only up to a budget; and a summary of what an artefact holds.
 
-`elastic.safetensors` stores factors component-major, so the r leading components of a layer are the first bytes of its
-tensors: a reader with a budget touches no others. `elastic.json` holds the layers' specs, the chain, and a checksum
-for every segment between two ranks of the chain, so that what is read is checked even when the rest is not read.
+`elastic.safetensors` stores factors by component, so that a layer's r leading components are the first bytes of its
+tensors; a reader with a budget touches no others. `elastic.json` holds the layers' specs, the chain, and a checksum for
+each segment between two ranks of the chain, so that a prefix is checked without the rest.
 """
 
 import dataclasses
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from itertools import pairwise
@@ -16,21 +17,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flexrank.artefacts.deployed import (
-    DOCUMENT,
-    KEYS,
-    KIND,
-    STATE,
-    Factory,
-    bare_model,
-    factory_name,
-    load_deployed,
-    named_tensors,
-    open_tensors,
-    put_tensors,
-    save_deployed,
-    write_tensors,
-)
+from flexrank.artefacts.deployed import DOCUMENT, KEYS, KIND, STATE, Factory, bare_model, factory_name
+from flexrank.artefacts.tensors import named_tensors, open_tensors, put_tensors, write_tensors
 from flexrank.data.batches import model_device
 from flexrank.errors import FlexrankError
 from flexrank.files import (
@@ -44,11 +32,10 @@ from flexrank.files import (
     write_document,
 )
 from flexrank.hf import models
+from flexrank.nn.select import replace_layer
 from flexrank.nn.specs import build_layer, layer_spec
-from flexrank.nn.surgery import nested_layers, replace_layer
-from flexrank.profiles import ProfileChain, RankProfile
-
-__all__ = ["inspect_artefact", "load_deployed", "load_elastic", "save_deployed", "save_elastic"]
+from flexrank.nn.switch import nested_layers
+from flexrank.profiles import ProfileChain
 
 ELASTIC_STATE = "elastic.safetensors"
 ELASTIC_DOCUMENT = "elastic.json"
@@ -70,28 +57,32 @@ def save_elastic(
         model: with elastic layers; all their components are written, whatever the active ranks.
         chain: its profiles.
         directory: an artefact there is replaced; a directory that holds anything else is refused.
-        factory: for a model that is not transformers': how to build its bare architecture.
+        factory: builds the bare architecture of a model that is not transformers'.
         tokenizer: written beside a transformers model.
 
     Raises:
-        FlexrankError: the model has no elastic layers, the chain names others, or the disk refuses the files.
+        FlexrankError: the model has no elastic layers, or the chain names others.
     """
     layers = nested_layers(model)
     _require_same_layers(layers, chain)
     tensors, aliases = named_tensors(model)
     content = {
-        **_model_facts(model, factory),
+        "library": "transformers" if models.is_transformers_model(model) else "torch",
+        "class": type(model).__name__,
+        "factory": None if factory is None else factory_name(factory),
+        "flexrank": metadata.version("flexrank"),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "layers": {name: layer_spec(layer) for name, layer in layers.items()},
         "aliases": aliases,
         "chain": chain.to_json(),
-        "tensors": dict(_segment_digests(tensors, _segments(chain, layers))),
+        "tensors": _digests(tensors, _segments(chain, layers)),
     }
     with directory_aside(directory, ELASTIC_DOCUMENT, ELASTIC_STATE) as aside:
         if content["library"] == "transformers":
             models.save_config(model, aside)
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
-        files = digest_files(aside)  # the tensors have digests of their own, one a segment
+        files = digest_files(aside)  # before the tensors, which have digests of their own
         write_tensors(aside / ELASTIC_STATE, tensors)
         write_document(aside / ELASTIC_DOCUMENT, ELASTIC_KIND, content | {"files": files})
 
@@ -109,8 +100,8 @@ def load_elastic(
     Args:
         directory: what `save_elastic` wrote.
         budget: read only the components of the largest profile within this budget; the chain ends there.
-        model: the bare architecture, filled in place, where the artefact is neither transformers' nor names a
-            factory, or where its factory is not to be run.
+        model: the bare architecture, filled in place; needed where the artefact is neither transformers' nor names a
+            factory, or where you do not trust its factory.
         max_params: as `budget`, by the whole model's parameters.
         max_bytes: as `budget`, by the whole model's bytes.
 
@@ -132,8 +123,8 @@ def load_elastic(
     device = model_device(model)
     for name, spec in document["layers"].items():
         replace_layer(model, name, build_layer(spec | {"rank": ranks[name]}, device="meta"))
-    tensors = dict(_read_prefixes(directory / ELASTIC_STATE, document, ranks))
-    put_tensors(model, {name: t.to(device) for name, t in tensors.items()}, document["aliases"], directory)
+    tensors = _read_prefixes(directory / ELASTIC_STATE, document["tensors"], ranks)
+    put_tensors(model, {name: tensor.to(device) for name, tensor in tensors}, document["aliases"], directory)
     return model.eval(), chain
 
 
@@ -146,24 +137,24 @@ def inspect_artefact(directory: str | Path) -> dict[str, Any]:
         params_layers, params_model, bytes, mean_rank.
 
     Raises:
-        FlexrankError: it is no artefact of flexrank's, or a file of it is missing or damaged.
+        FlexrankError: it is not an artefact of flexrank, or a file is missing or damaged.
     """
     directory = Path(directory)
     if not directory.is_dir():
         raise FlexrankError(f"{directory}: no such directory")
+    content: dict[str, Any]
     if (directory / ELASTIC_DOCUMENT).is_file():
-        document = _read_elastic(directory)
-        found = {"kind": ELASTIC_KIND, "budgets": _budget_rows(ProfileChain.from_json(document["chain"]))}
-        files = [directory / ELASTIC_STATE]
+        document, files = _read_elastic(directory), [directory / ELASTIC_STATE]
+        content = {"kind": ELASTIC_KIND, "budgets": _budget_rows(ProfileChain.from_json(document["chain"]))}
     else:
-        document, found = _deployed_document(directory), {"kind": KIND}
-        files = _weight_files(directory)
-    dtypes, values = _header_summary(files)
-    return found | {
+        document, files = _deployed_document(directory), _weight_files(directory)
+        content = {"kind": KIND}
+    dtype, values = _header_summary(files)
+    return content | {
         "library": document["library"],
         "class": document["class"],
         "version": document.get("flexrank"),
-        "dtype": dtypes,
+        "dtype": dtype,
         "parameters": document.get("parameters", values),
         "bytes_on_disk": directory_bytes(directory),
         "layers": document["layers"],
@@ -177,23 +168,13 @@ def _read_elastic(directory: Path) -> dict[str, Any]:
     return read_document(path, ELASTIC_KIND, ELASTIC_KEYS)
 
 
-def _model_facts(model: nn.Module, factory: Factory | None) -> dict[str, Any]:
-    return {
-        "library": "transformers" if models.is_transformers_model(model) else "torch",
-        "class": type(model).__name__,
-        "factory": None if factory is None else factory_name(factory),
-        "flexrank": metadata.version("flexrank"),
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-    }
-
-
 def _require_same_layers(layers: Mapping[str, Any], chain: ProfileChain) -> None:
     largest = chain.entries[-1].profile
     for name in largest.keys() ^ layers.keys():
         raise FlexrankError(f"layer {name!r} is not in both the model and the chain; they must name the same layers")
     for name, rank in largest.items():
         if rank > layers[name].max_rank:
-            raise FlexrankError(f"layer {name!r}: the chain asks for rank {rank}; it has {layers[name].max_rank}")
+            raise FlexrankError(f"layer {name!r}: the chain needs rank {rank}; the layer has {layers[name].max_rank}")
 
 
 def _segments(chain: ProfileChain, layers: Mapping[str, Any]) -> dict[str, list[int]]:
@@ -205,29 +186,30 @@ def _segments(chain: ProfileChain, layers: Mapping[str, Any]) -> dict[str, list[
     return stops
 
 
-def _segment_digests(tensors: Mapping[str, Tensor], stops: Mapping[str, list[int]]) -> Iterator[tuple[str, Any]]:
+def _digests(tensors: Mapping[str, Tensor], stops: Mapping[str, list[int]]) -> dict[str, Any]:
     """Each tensor's digest, or for a factor the pairs [end, digest] of its segments."""
-    for name, tensor in tensors.items():
-        if name in stops:
-            bounds = pairwise([0, *stops[name]])
-            yield name, [[end, digest_tensor(tensor[start:end])] for start, end in bounds]
-        else:
-            yield name, digest_tensor(tensor)
+    return {
+        name: _segment_digests(tensor, stops[name]) if name in stops else digest_tensor(tensor)
+        for name, tensor in tensors.items()
+    }
 
 
-def _read_prefixes(path: Path, document: Mapping[str, Any], ranks: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+def _segment_digests(tensor: Tensor, ends: list[int]) -> list[list[Any]]:
+    return [[end, digest_tensor(tensor[start:end])] for start, end in pairwise([0, *ends])]
+
+
+def _read_prefixes(path: Path, digests: Mapping[str, Any], ranks: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
     """The tensors, factors up to their rank, each checked against its digests."""
     limits = {f"{name}.{factor}": rank for name, rank in ranks.items() for factor in "uv"}
     with open_tensors(path) as file:
         present = set(file.keys())
-        for name, digest in document["tensors"].items():
+        for name, digest in digests.items():
             if name not in present:
                 raise FlexrankError(f"{path}: tensor {name!r} is missing")
             if name in limits:
                 tensor = file.get_slice(name)[: limits[name]]
-                bounds = pairwise([0, *(end for end, _ in digest if end <= limits[name])])
-                found = [digest_tensor(tensor[start:end]) for start, end in bounds]
-                matches = found == [wanted for end, wanted in digest if end <= limits[name]]
+                wanted = [segment for segment in digest if segment[0] <= limits[name]]
+                matches = _segment_digests(tensor, [end for end, _ in wanted]) == wanted
             else:
                 tensor = file.get_tensor(name)
                 matches = digest_tensor(tensor) == digest
@@ -243,7 +225,7 @@ def _deployed_document(directory: Path) -> dict[str, Any]:
     specs = config.get("quantization_config") or {}
     if specs.get("quant_method") != "flexrank":
         raise FlexrankError(
-            f"{directory}: no artefact of flexrank's; it has neither {ELASTIC_DOCUMENT} nor {DOCUMENT}, "
+            f"{directory}: not an artefact of flexrank; it has neither {ELASTIC_DOCUMENT} nor {DOCUMENT}, "
             "nor a config.json with flexrank layers"
         )
     names = config.get("architectures") or [None]
@@ -253,29 +235,27 @@ def _deployed_document(directory: Path) -> dict[str, Any]:
 def _weight_files(directory: Path) -> list[Path]:
     """The weight files: one, or the shards that the index names."""
     index = directory / f"{STATE}.index.json"
-    if not index.is_file():
-        return [directory / STATE]
-    return [directory / name for name in sorted(set(read_json(index)["weight_map"].values()))]
+    names = sorted(set(read_json(index)["weight_map"].values())) if index.is_file() else [STATE]
+    return [directory / name for name in names]
 
 
 def _header_summary(files: list[Path]) -> tuple[str, int]:
-    """The dtype that most stored values have, and the number of values."""
-    counts: dict[str, int] = {}
+    """The dtype of most stored values, and the number of values."""
+    counts: Counter[str] = Counter()
     for path in files:
         with open_tensors(path):  # checks that the file is as long as its header says
-            header = _header(path)
-        for name, entry in header.items():
+            content = _header(path)
+        for name, entry in content.items():
             if name != "__metadata__":
-                counts[entry["dtype"]] = counts.get(entry["dtype"], 0) + math.prod(entry["shape"])
+                counts[entry["dtype"]] += math.prod(entry["shape"])
     if not counts:
         raise FlexrankError(f"{files[0]}: holds no tensors")
-    return max(counts, key=lambda dtype: counts[dtype]), sum(counts.values())
+    return counts.most_common(1)[0][0], counts.total()
 
 
 def _header(path: Path) -> dict[str, Any]:
     with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        return json.loads(file.read(length))
+        return json.loads(file.read(int.from_bytes(file.read(8), "little")))
 
 
 def _budget_rows(chain: ProfileChain) -> list[dict[str, Any]]:
@@ -285,11 +265,7 @@ def _budget_rows(chain: ProfileChain) -> list[dict[str, Any]]:
             "params_layers": entry.parameters,
             "params_model": chain.model_parameters(entry),
             "bytes": chain.model_bytes(entry),
-            "mean_rank": _mean_rank(entry.profile),
+            "mean_rank": sum(entry.profile.values()) / len(entry.profile),
         }
         for entry in chain.requested
     ]
-
-
-def _mean_rank(profile: RankProfile) -> float:
-    return sum(profile.values()) / len(profile)

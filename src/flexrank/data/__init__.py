@@ -1,1 +1,1 @@
-"""What a model is given and how well it does: batches, texts, images, metrics."""
+"""Texts, images and batches, and how good a model is over them."""

@@ -1,4 +1,4 @@
-"""What a batch is, how a model is called with it, and which of its outputs count."""
+"""What a batch is, how a model is called with it, and which tensor of its output counts."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -17,9 +17,7 @@ def call_model(model: nn.Module, batch: Batch) -> Any:
     """Calls `model(**batch)` for a mapping, `model(*batch)` for a tuple or list, `model(batch)` for a tensor."""
     if isinstance(batch, Mapping):
         return model(**batch)
-    if isinstance(batch, Tensor):
-        return model(batch)
-    return model(*batch)
+    return model(batch) if isinstance(batch, Tensor) else model(*batch)
 
 
 def token_mask(batch: Batch) -> Tensor | None:
@@ -37,7 +35,7 @@ def token_mask(batch: Batch) -> Tensor | None:
 
 
 def output_tensor(output: Any) -> Tensor:
-    """The tensor that a model's output stands for: itself, its `logits`, else its `last_hidden_state`.
+    """The tensor in a model's output: itself, its `logits`, else its `last_hidden_state`, else a tuple's first.
 
     Raises:
         FlexrankError: the output has none of them.
@@ -54,26 +52,23 @@ def output_tensor(output: Any) -> Tensor:
 
 
 def mean_pool(hidden: Tensor, mask: Tensor | None) -> Tensor:
-    """Sentence embeddings (B, d): the mean of `hidden` (B, T, d) over real tokens, scaled to length one, in float32.
+    """Embeddings (B, d) of unit length in float32: the mean of `hidden` (B, T, d) over real tokens.
 
-    Embeddings (B, d) that the model has pooled itself are only scaled.
-
-    Source: the pooling of sentence-transformers' all-MiniLM models. A row with no real token gives a zero vector.
+    Embeddings (B, d) that the model has pooled itself are only scaled. A row with no real token gives zeros.
+    Source: the pooling of sentence-transformers' all-MiniLM models.
     """
-    hidden = hidden.float()
-    if hidden.ndim == 2:  # pooled by the model itself
-        return functional.normalize(hidden, dim=-1)
-    if mask is None:
-        pooled = hidden.mean(1)
-    else:
-        weight = mask.to(hidden.dtype).unsqueeze(-1)
-        pooled = (hidden * weight).sum(1) / weight.sum(1).clamp(min=1)
+    pooled = hidden.float()
+    if hidden.ndim != 2 and mask is None:
+        pooled = pooled.mean(1)
+    elif hidden.ndim != 2 and mask is not None:
+        weight = mask.to(pooled.dtype).unsqueeze(-1)
+        pooled = (pooled * weight).sum(1) / weight.sum(1).clamp(min=1)
     return functional.normalize(pooled, dim=-1)
 
 
 @contextlib.contextmanager
 def eval_mode(*models: nn.Module) -> Iterator[None]:
-    """Eval mode inside the block; afterwards every submodule trains, or not, as before it."""
+    """Eval mode inside the block; afterwards every submodule has the mode it had before."""
     modes = [(module, module.training) for model in models for module in model.modules()]
     for model in models:
         model.eval()
@@ -85,17 +80,19 @@ def eval_mode(*models: nn.Module) -> Iterator[None]:
 
 
 def model_device(model: nn.Module) -> torch.device:
-    """The device of the model's first parameter (the CPU for a model without any)."""
+    """The device of the model's first parameter; the CPU for a model without any."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch with its tensors on `device`; other values as they are."""
+    """The batch with its tensors on `device`, and its other values unchanged."""
+
+    def moved(value: Any) -> Any:
+        return value.to(device) if isinstance(value, Tensor) else value
+
     if isinstance(batch, Tensor):
         return batch.to(device)
     if isinstance(batch, Mapping):
-        return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
-    moved = [value.to(device) if isinstance(value, Tensor) else value for value in batch]
-    if hasattr(batch, "_fields"):  # a named tuple takes its values one by one
-        return type(batch)(*moved)
-    return type(batch)(moved)
+        return {key: moved(value) for key, value in batch.items()}
+    values = map(moved, batch)
+    return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)  # `_fields`: a named tuple

@@ -1,4 +1,4 @@
-"""Images: read from one file, scaled as a model wants them, and shifted and mirrored anew for training."""
+"""Images: read from one file, scaled for a model, and shifted and mirrored at random for training."""
 
 import dataclasses
 import io
@@ -19,7 +19,7 @@ from torch.nn import functional
 from flexrank.errors import FlexrankError
 from flexrank.files import read_json
 
-#: What numpy raises for a file that is no archive, a damaged one, or one of pickled objects.
+#: What numpy raises for a file that is not an archive, is damaged, or holds pickled objects.
 UNREADABLE = (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile, zlib.error)
 WANTED = "an .npz file with arrays x and y, or jpg, offsets and y"
 
@@ -27,32 +27,16 @@ WANTED = "an .npz file with arrays x and y, or jpg, offsets and y"
 def read_images(path: str | Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """Images, uint8 (N, H, W, C) or (N, H, W), and their classes (N,).
 
-    The file is an .npz with classes `y`, and either `x`, the images themselves, or `jpg`, their JPEG files one after
-    the other as uint8 (bytes,), with `offsets` (N + 1,): image i is jpg[offsets[i]:offsets[i + 1]]. JPEGs come out in
-    RGB, and need pillow.
+    The .npz file holds classes `y` and either `x`, the images themselves, or `jpg`, their JPEG files joined as uint8
+    (bytes,), with `offsets` (N + 1,): image i is jpg[offsets[i]:offsets[i + 1]], decoded to RGB with pillow.
 
     Raises:
         FlexrankError: no such file, other arrays than these, or an image that cannot be decoded.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise FlexrankError(f"{path}: no such file of images (.npz)")
-    try:
-        with zipfile.ZipFile(path):
-            pass  # numpy would take any other file for a single array, or for a pickle
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in ("x", "jpg", "offsets", "y") if name in file}
-    except UNREADABLE as error:
-        raise FlexrankError(f"{path}: expected {WANTED} ({error})") from error
-    if "y" not in arrays or not ("x" in arrays or {"jpg", "offsets"} <= arrays.keys()):
-        raise FlexrankError(f"{path}: expected {WANTED}; it has {', '.join(arrays) or 'none of them'}")
-    labels = arrays["y"]
-    if "x" in arrays:
-        images = arrays["x"]
-        if images.dtype != np.uint8 or images.ndim not in (3, 4) or not len(images):
-            raise FlexrankError(f"{path}: x is {_kind(images)}; expected uint8 (N, H, W[, C])")
-    else:
-        images = _decode(path, arrays["jpg"], arrays["offsets"])
+    arrays = _read_arrays(Path(path))
+    images, labels = arrays["x"] if "x" in arrays else _decode(path, arrays["jpg"], arrays["offsets"]), arrays["y"]
+    if images.dtype != np.uint8 or images.ndim not in (3, 4) or not len(images):
+        raise FlexrankError(f"{path}: x is {_kind(images)}; expected uint8 (N, H, W[, C])")
     if labels.dtype.kind not in "iu" or labels.shape != images.shape[:1]:
         wanted = f"one whole number for each of {len(images)} images"
         raise FlexrankError(f"{path}: y is {_kind(labels)}; expected {wanted}")
@@ -61,13 +45,7 @@ def read_images(path: str | Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """How bytes become what a model reads: (byte · factor − mean) / deviation, by channel.
-
-    Attributes:
-        mean: one for each channel.
-        deviation: one for each channel.
-        factor: 1/255 maps bytes to [0, 1].
-    """
+    """The model's input is (byte · factor − mean) / deviation, with a mean and a deviation for each channel."""
 
     mean: tuple[float, ...]
     deviation: tuple[float, ...]
@@ -75,18 +53,14 @@ class Scaling:
 
     @classmethod
     def read(cls, path: Path) -> "Scaling":
-        """From a model's preprocessor_config.json.
-
-        Raises:
-            FlexrankError: there is none, or it does not tell them.
-        """
+        """From a model's preprocessor_config.json; it is a FlexrankError if the file or a key is missing."""
         if not path.is_file():
-            raise FlexrankError(f"{path}: no such file; it tells the mean and deviation of the images")
-        found = read_json(path)
+            raise FlexrankError(f"{path}: no such file; it holds the mean and deviation of the images")
+        config = read_json(path)
         for key in ("image_mean", "image_std"):
-            if not isinstance(found.get(key), list):
-                raise FlexrankError(f"{path}: key {key!r} is missing, or no list of numbers, one for each channel")
-        return cls(tuple(found["image_mean"]), tuple(found["image_std"]), found.get("rescale_factor", 1 / 255))
+            if not isinstance(config.get(key), list):
+                raise FlexrankError(f"{path}: key {key!r} is missing, or not a list of numbers, one for each channel")
+        return cls(tuple(config["image_mean"]), tuple(config["image_std"]), config.get("rescale_factor", 1 / 255))
 
     def to_json(self) -> dict[str, Any]:
         """The content of a preprocessor_config.json."""
@@ -99,26 +73,21 @@ class Scaling:
 
 
 def channels_first(images: NDArray[np.uint8]) -> Tensor:
-    """Images (N, H, W, C) or (N, H, W) as a uint8 tensor (N, C, H, W), of one channel where there is none."""
+    """Images (N, H, W, C) or (N, H, W) as a uint8 tensor (N, C, H, W); C is 1 where there is no such axis."""
     tensor = torch.from_numpy(images)
     return (tensor.unsqueeze(1) if tensor.ndim == 3 else tensor.permute(0, 3, 1, 2)).contiguous()
 
 
 class AlteredBatches:
-    """Batches (B, C, H, W) without end: all images in a new order each pass, each one shifted and perhaps mirrored.
+    """Endless batches (B, C, H, W): all images in a new order each pass, each one shifted and mirrored at random.
 
-    The customary augmentation of CIFAR-10 (He et al. 2016, section 4.2): a crop of the image's own size out of a
-    frame of black, `padding` wide, and a mirrored copy of every other image. What batch i holds follows from the seed
-    and i alone; a run that goes on from `state_dict` sees what an unbroken one sees. The last images of a pass that
-    fill no batch are left out.
+    This is the customary augmentation of CIFAR-10 (He et al. 2016, section 4.2): a crop of the image's own size out of
+    a black frame, `padding` wide, mirrored with probability 1/2. Batch i depends on the seed and i alone, so that a run
+    continued from `state_dict` sees the same batches. The last images of a pass, if they fill no batch, are left out.
     """
 
     def __init__(self, images: Tensor, scaling: Scaling, batch_size: int, seed: int, padding: int = 4):
-        """Takes images, uint8 (N, C, H, W).
-
-        Raises:
-            FlexrankError: there are fewer images than one batch holds.
-        """
+        """`images` are uint8 (N, C, H, W), at least as many as one batch holds."""
         if len(images) < batch_size:
             raise FlexrankError(f"{len(images)} images are fewer than one batch of {batch_size}")
         self._images, self._scaling, self._size = images, scaling, batch_size
@@ -127,28 +96,28 @@ class AlteredBatches:
 
     @property
     def per_pass(self) -> int:
-        """Batches in which all images are seen once."""
+        """Batches per pass over all images."""
         return len(self._images) // self._size
 
     def rows(self, number: int) -> Tensor:
-        """Which images (B,) batch `number` holds."""
+        """Indices (B,) of the images in batch `number`."""
         epoch, position = divmod(number, self.per_pass)
         if self._order[0] != epoch:
             self._order = epoch, torch.randperm(len(self._images), generator=self._generator("order", epoch))
         return self._order[1][position * self._size : (position + 1) * self._size]
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Goes on from where the last iteration stood."""
+        """Continues after the last batch of any earlier iteration."""
         while True:
             self._count += 1
             yield self._batch(self._count - 1)
 
     def state_dict(self) -> dict[str, int]:
-        """Where it stands."""
+        """The number of batches so far."""
         return {"count": self._count}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes on from a `state_dict`."""
+        """Continues from a `state_dict`."""
         self._count = state["count"]
 
     def _batch(self, number: int) -> Tensor:
@@ -166,8 +135,23 @@ class AlteredBatches:
         return torch.Generator().manual_seed(random.Random(f"{self._seed} {what} {number}").getrandbits(31))
 
 
-def _decode(path: Path, encoded: NDArray[Any], offsets: NDArray[Any]) -> NDArray[np.uint8]:
-    """JPEG files to RGB images (N, H, W, 3), all of one size."""
+def _read_arrays(path: Path) -> dict[str, NDArray[Any]]:
+    if not path.is_file():
+        raise FlexrankError(f"{path}: no such file of images (.npz)")
+    try:
+        with zipfile.ZipFile(path):
+            pass  # numpy would take any other file for a single array, or for a pickle
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in ("x", "jpg", "offsets", "y") if name in file}
+    except UNREADABLE as error:
+        raise FlexrankError(f"{path}: expected {WANTED} ({error})") from error
+    if "y" not in arrays or not ("x" in arrays or {"jpg", "offsets"} <= arrays.keys()):
+        raise FlexrankError(f"{path}: expected {WANTED}; it has {', '.join(arrays) or 'none of them'}")
+    return arrays
+
+
+def _decode(path: str | Path, encoded: NDArray[Any], offsets: NDArray[Any]) -> NDArray[np.uint8]:
+    """JPEG files as RGB images (N, H, W, 3), all of one size."""
     from PIL import Image
 
     if encoded.dtype != np.uint8 or encoded.ndim != 1:
@@ -182,10 +166,10 @@ def _decode(path: Path, encoded: NDArray[Any], offsets: NDArray[Any]) -> NDArray
         try:
             image = np.asarray(Image.open(io.BytesIO(content[start:end])).convert("RGB"))
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            told = str(error).partition("\n")[0]
-            raise FlexrankError(f"{path}: image {index} of {len(offsets) - 1} is no whole JPEG ({told})") from error
+            reason = str(error).partition("\n")[0]
+            raise FlexrankError(f"{path}: image {index} of {len(ends) - 1} is not a whole JPEG ({reason})") from error
         if index == 0:
-            images = np.empty((len(offsets) - 1, *image.shape), np.uint8)
+            images = np.empty((len(ends) - 1, *image.shape), np.uint8)
         if image.shape != images.shape[1:]:
             sizes = f"{image.shape[1]} × {image.shape[0]}, the first {images.shape[2]} × {images.shape[1]}"
             raise FlexrankError(f"{path}: image {index} is {sizes}; expected one size for all")

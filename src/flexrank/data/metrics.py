@@ -1,7 +1,7 @@
-"""What a size keeps: figures of a model over batches it was not made with.
+"""Qualities of a model over batches it was not made with.
 
-Every function runs the model in eval mode without gradients and leaves each module's mode as it was. A value that is
-not finite is an error that names the batch, never a number that is skipped.
+Every function runs the model in eval mode without gradients, and restores each module's mode. A value that is not
+finite is an error that names the batch; it is never skipped.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ from flexrank.errors import FlexrankError
 
 @contextlib.contextmanager
 def inference(*models: nn.Module) -> Iterator[None]:
-    """Eval mode and no gradients inside the block; afterwards every submodule trains, or not, as before it."""
+    """Eval mode and no gradients inside the block; afterwards every submodule has the mode it had before."""
     with eval_mode(*models), torch.inference_mode():
         yield
 
 
 def embed(model: nn.Module, batches: Iterable[Batch]) -> Tensor:
-    """Embeddings (N, d) in float32 on the CPU, each of length one, in the order of the texts.
+    """Embeddings (N, d) of unit length in float32 on the CPU, in the order of the texts.
 
-    Token states (B, T, d) are mean-pooled with the batch's mask; outputs (B, d) are scaled to length one. Batches that
-    tell their `order`, as `data.SentenceBatches` does, are put back into it; others count as ordered.
+    Token states (B, T, d) are mean-pooled with the batch's mask; outputs (B, d) are only scaled. Where the batches have
+    an `order`, as `data.SentenceBatches` do, rows are put back into it.
 
     Raises:
         FlexrankError: there are no rows, or an output is not finite.
@@ -50,20 +50,12 @@ def embed(model: nn.Module, batches: Iterable[Batch]) -> Tensor:
 
 
 def cosine_to_teacher(model: nn.Module, teacher_embeddings: Tensor, batches: Iterable[Batch]) -> float:
-    """Mean cosine of the model's embeddings to the teacher's, `embed(teacher, batches)`, in [-1, 1].
-
-    Raises:
-        FlexrankError: the two differ in shape, or as `embed`.
-    """
+    """Mean cosine, in [-1, 1], of the model's embeddings to the teacher's, `embed(teacher, batches)`."""
     return mean_cosine(embed(model, batches), teacher_embeddings)
 
 
 def mean_cosine(first: Tensor, second: Tensor) -> float:
-    """Mean cosine of the rows of two (N, d) tensors.
-
-    Raises:
-        FlexrankError: they differ in shape, are empty, or are not finite.
-    """
+    """Mean cosine of the rows of two (N, d) tensors; both must be finite."""
     _require_alike(first, second)
     return float(functional.cosine_similarity(first.double(), second.double(), dim=-1).mean())
 
@@ -73,7 +65,7 @@ def retrieval_mrr(queries: Tensor, documents: Tensor, block: int = 1024) -> floa
 
     Args:
         queries: (N, d).
-        documents: (N, d); of equal scores the right document counts as the last.
+        documents: (N, d). Of equal scores the right document ranks last.
         block: queries scored at once; memory is block · N.
 
     Raises:
@@ -110,15 +102,14 @@ def nats_per_token(model: nn.Module, batches: Iterable[Batch], chunk: int = 1024
     Args:
         model: gives logits (B, T, V).
         batches: `input_ids` (B, T), with an `attention_mask` where rows are padded; or the ids alone.
-        chunk: tokens whose log-softmax is taken at once, in float32.
+        chunk: tokens per log-softmax, in float32.
 
     Raises:
         FlexrankError: no row holds two real tokens, or a logit is not finite.
     """
     total, count = 0.0, 0
     for output, batch in _outputs(model, batches):
-        ids = _token_ids(batch)
-        mask = token_mask(batch)
+        ids, mask = _token_ids(batch), token_mask(batch)
         mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
         predicted = mask[:, 1:] & mask[:, :-1]
         logits, targets = output_tensor(output)[:, :-1][predicted], ids[:, 1:][predicted]
@@ -131,7 +122,7 @@ def nats_per_token(model: nn.Module, batches: Iterable[Batch], chunk: int = 1024
 
 
 def predict(model: nn.Module, batches: Iterable[Batch]) -> Tensor:
-    """The class (N,) int64 of each row: the largest of the logits (B, classes).
+    """The class (N,) int64 of each row: the largest of its logits (B, classes).
 
     Raises:
         FlexrankError: there are no rows, or an output is not finite.
@@ -140,12 +131,7 @@ def predict(model: nn.Module, batches: Iterable[Batch]) -> Tensor:
 
 
 def accuracy(model: nn.Module, batches: Iterable[Batch], labels: Tensor | Sequence[int]) -> float:
-    """Share of rows whose class is the label, in [0, 1]. With the teacher's classes as labels: agreement.
-
-    Args:
-        model: gives logits (B, classes).
-        batches: inputs alone, N rows over all of them.
-        labels: (N,) classes.
+    """Share of rows whose class is the label (N,), in [0, 1]; with the teacher's classes as labels, the agreement.
 
     Raises:
         FlexrankError: the numbers of rows and labels differ, or as `predict`.
@@ -157,15 +143,11 @@ def accuracy(model: nn.Module, batches: Iterable[Batch], labels: Tensor | Sequen
 
 
 def _outputs(model: nn.Module, batches: Iterable[Batch]) -> Iterator[tuple[object, Batch]]:
-    """The model's output and the batch on its device, for each batch.
-
-    Raises:
-        FlexrankError: there are no batches, or a real token's output is not finite.
-    """
+    """The model's output for each batch, and the batch on the model's device."""
     device, number = model_device(model), 0
     for number, batch in enumerate(batches, start=1):
         batch = to_device(batch, device)
-        with inference(model):  # entered anew for each batch: a generator must not leave the caller in this mode
+        with inference(model):  # entered for each batch: a generator must not leave the caller in this mode
             output = call_model(model, batch)
             _require_finite(output_tensor(output), batch, number)
         yield output, batch
@@ -174,19 +156,16 @@ def _outputs(model: nn.Module, batches: Iterable[Batch]) -> Iterator[tuple[objec
 
 
 def _require_finite(output: Tensor, batch: Batch, number: int) -> None:
-    mask = token_mask(batch)
     if bool(torch.isfinite(output).all()):
         return
-    # What a model gives for padding is never read, so it may be anything.
+    mask = token_mask(batch)  # outputs at padding are never read, so they may be anything
     if mask is None or output.shape[:2] != mask.shape or not bool(torch.isfinite(output[mask]).all()):
         raise FlexrankError(f"batch {number}: the model's output is not finite (NaN or infinity); check its weights")
 
 
 def _embedding(output: object, batch: Batch) -> Tensor:
     states = output_tensor(output)
-    if states.ndim == 2:
-        return functional.normalize(states.float(), dim=-1)
-    mask = token_mask(batch)
+    mask = None if states.ndim == 2 else token_mask(batch)
     # Zero times NaN is NaN: padding must be cleared, not only weighted by zero.
     return mean_pool(states if mask is None else states.masked_fill(~mask.unsqueeze(-1), 0), mask)
 

@@ -1,7 +1,6 @@
-"""Texts that every machine has, texts of the user, and batches of either.
+"""Texts of Python's standard library, texts of the user, and batches of either.
 
-Tokenizers come in as arguments; every order here is fixed by the seed, so that step i of a resumed run sees what step
-i of an unbroken one saw.
+Every order is fixed by the seed, so that step i of a resumed run sees the batch that an unbroken run would see.
 """
 
 import ast
@@ -23,8 +22,10 @@ from flexrank.errors import FlexrankError
 LEFT_OUT = frozenset({"test", "tests", "idle_test", "lib2to3", "site-packages", "dist-packages", "__pycache__"})
 TOPICS = Path("pydoc_data", "topics.py")
 SPLITS = {"calibration": 10, "training": 65, "evaluation": 25}
-# Modules differ a hundredfold in size: with this salt not only they but their texts divide as SPLITS says.
+#: Modules differ a hundredfold in size: with this salt their texts are divided as SPLITS says, not only the modules.
 SPLIT_SALT = "123:"
+#: The least words of a passage, and of the two texts of a retrieval pair.
+PASSAGE_WORDS, QUERY_WORDS, REMAINDER_WORDS = 4, 3, 12
 TEXT_SUFFIXES = (".txt", ".md", ".rst")
 STORY_SEPARATOR = "\n<|endoftext|>\n"
 
@@ -32,22 +33,14 @@ Item = TypeVar("Item")
 
 
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer; those of transformers fit."""
+    """What batches need of a tokenizer; those of transformers fit. A token that it lacks is None."""
 
-    @property
-    def pad_token_id(self) -> Any:
-        """The token that fills short rows, or None."""
-
-    @property
-    def bos_token_id(self) -> Any:
-        """The token that a text begins with, or None."""
-
-    @property
-    def eos_token_id(self) -> Any:
-        """The token that a text ends with, or None."""
+    pad_token_id: Any
+    bos_token_id: Any
+    eos_token_id: Any
 
     def __call__(self, text: list[str], **options: Any) -> Mapping[str, Any]:
-        """Token ids under `input_ids`, one list a text."""
+        """Token ids under `input_ids`, one list per text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,10 +48,10 @@ class Document:
     """One docstring.
 
     Attributes:
-        module: where it stands, dotted.
-        name: of the class or function, qualified; empty for the module itself.
-        query: its first paragraph, on one line.
-        remainder: the paragraphs after it.
+        module: dotted name.
+        name: qualified name of the class or function; empty for the module itself.
+        query: the first paragraph, on one line.
+        remainder: the other paragraphs.
     """
 
     module: str
@@ -69,12 +62,12 @@ class Document:
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Texts by use, from three sets of modules that do not meet; each in a fixed random order, so a prefix is fair.
+    """Texts by use, from three disjoint sets of modules. Each is in a fixed random order, so that a prefix is fair.
 
     Attributes:
         calibration: texts for the moments and the probe.
         training: texts for consolidation.
-        evaluation: (first paragraph, remainder) of docstrings, for retrieval.
+        evaluation: (query, remainder) of docstrings, for retrieval.
     """
 
     calibration: tuple[str, ...]
@@ -88,13 +81,9 @@ def stdlib_corpus(max_pairs: int | None = None, root: str | Path | None = None) 
 
 
 def split_documents(documents: Iterable[Document], max_pairs: int | None = None) -> Corpus:
-    """Documents split by module.
+    """Documents split by module, with at most `max_pairs` retrieval pairs.
 
-    No text of `calibration` or `training` occurs in `evaluation`: what is copied between modules stays out of them.
-
-    Args:
-        documents: of all modules.
-        max_pairs: the most retrieval pairs to keep.
+    A text that was copied between modules is kept in one split only: evaluation before calibration before training.
     """
     parts: dict[str, list[Document]] = {name: [] for name in SPLITS}
     for document in documents:
@@ -108,9 +97,9 @@ def split_documents(documents: Iterable[Document], max_pairs: int | None = None)
 
 
 def stdlib_documents(root: str | Path | None = None) -> list[Document]:
-    """Docstrings of the standard library and its `pydoc` topics, read from the sources; nothing is imported.
+    """Docstrings of the standard library and its `pydoc` topics, in the order of the sources; nothing is imported.
 
-    Ordered by path, then by place in the file. Tests and installed packages are left out.
+    Tests and installed packages are left out.
 
     Raises:
         FlexrankError: there are no sources at `root`.
@@ -127,10 +116,10 @@ def stdlib_documents(root: str | Path | None = None) -> list[Document]:
 
 
 def split_of(module: str) -> str:
-    """The split that a module belongs to, by the name of its top-level package alone.
+    """The split of a module, by the name of its top-level package alone.
 
-    A module and its pure-Python twin (`decimal`, `_pydecimal`) share their docstrings, and so a split. The topics of
-    the language reference quote each other, and are training texts together.
+    A module and its pure-Python twin (`decimal`, `_pydecimal`) share docstrings, and therefore a split. The topics of
+    the language reference quote each other, and are all training texts.
     """
     top = module.partition(".")[0]
     if top == TOPICS.parts[0]:
@@ -144,30 +133,18 @@ def split_of(module: str) -> str:
     raise AssertionError("unreachable: the shares cover every place")
 
 
-def passages(documents: Iterable[Document], min_words: int = 4) -> list[str]:
-    """Every first line and every paragraph of prose, each once, in order; code, tables and fragments are left out."""
-    found: dict[str, None] = {}
-    for document in documents:
-        for text in (document.query, *_paragraphs(document.remainder)):
-            if len(text.split()) >= min_words and _is_prose(text):
-                found[text] = None
-    return list(found)
+def passages(documents: Iterable[Document]) -> list[str]:
+    """Every query and every paragraph of prose, each once, in order; code, tables and fragments are left out."""
+    texts = (text for document in documents for text in (document.query, *_paragraphs(document.remainder)))
+    return list(dict.fromkeys(text for text in texts if len(text.split()) >= PASSAGE_WORDS and _is_prose(text)))
 
 
-def retrieval_pairs(
-    documents: Iterable[Document], min_query_words: int = 3, min_words: int = 12
-) -> list[tuple[str, str]]:
-    """(query, remainder) of the docstrings that have both; a query or a remainder that occurs again is taken once.
-
-    Args:
-        documents: where to look.
-        min_query_words: the least words of a query.
-        min_words: the least words of a remainder.
-    """
+def retrieval_pairs(documents: Iterable[Document]) -> list[tuple[str, str]]:
+    """(query, remainder) of the docstrings that have both; a repeated query or remainder is taken once."""
     queries, remainders, pairs = set(), set(), []
     for document in documents:
         query, remainder = document.query, " ".join(document.remainder.split())
-        if len(query.split()) < min_query_words or len(remainder.split()) < min_words or not _is_prose(query):
+        if len(query.split()) < QUERY_WORDS or len(remainder.split()) < REMAINDER_WORDS or not _is_prose(query):
             continue
         if query.lower() in queries or remainder in remainders:
             continue
@@ -178,14 +155,14 @@ def retrieval_pairs(
 
 
 def read_texts(path: str | Path, separator: str = "\n") -> list[str]:
-    r"""The texts of a UTF-8 file, or of every .txt, .md and .rst file under a folder, in order; empty ones left out.
+    r"""The texts of a UTF-8 file, or of every .txt, .md and .rst file under a folder, in order.
 
     Args:
         path: the file or folder.
-        separator: what divides a file into texts: a line end, "\n\n" for paragraphs, `STORY_SEPARATOR`.
+        separator: between the texts of a file: a line end, "\n\n" for paragraphs, `STORY_SEPARATOR`.
 
     Raises:
-        FlexrankError: nothing is there, it is not UTF-8, or it holds no text.
+        FlexrankError: the path does not exist, is not UTF-8, or holds no text.
     """
     path = Path(path)
     if not path.exists():
@@ -204,9 +181,9 @@ def read_texts(path: str | Path, separator: str = "\n") -> list[str]:
 def token_blocks(
     tokenizer: Tokenizer, texts: Sequence[str], length: int, batch_size: int = 1
 ) -> list[dict[str, Tensor]]:
-    """Batches of full blocks for language modelling: all texts joined, each after the tokenizer's start token.
+    """Batches of full blocks for language modelling: all texts joined, each after `bos_token_id`, else `eos_token_id`.
 
-    The start token is `bos_token_id`, or `eos_token_id` where there is none. A last, shorter block is left out.
+    A last, shorter block is left out.
 
     Returns:
         Batches of `input_ids` and `attention_mask`, (batch_size, length) int64; the last may have fewer rows.
@@ -229,10 +206,10 @@ def token_blocks(
 
 
 class SentenceBatches(Sequence[dict[str, Tensor]]):
-    """Padded batches of texts, made when they are asked for: `batches[i]` is the same at every time.
+    """Padded batches of texts, each made when it is read.
 
     Attributes:
-        order: (N,) the text that each row stands for, over all batches in turn.
+        order: (N,) the index of each row's text, over all batches in turn.
     """
 
     def __init__(self, rows: Sequence[Sequence[int]], groups: Sequence[Sequence[int]], pad: int):
@@ -246,26 +223,23 @@ class SentenceBatches(Sequence[dict[str, Tensor]]):
         if isinstance(index, slice):
             return SentenceBatches(self._rows, self._groups[index], self._pad)
         rows = [self._rows[place] for place in self._groups[index]]
-        width = max(map(len, rows))
-        ids = torch.full((len(rows), width), self._pad)
-        mask = torch.zeros((len(rows), width), dtype=torch.int64)
-        for place, row in enumerate(rows):
-            ids[place, : len(row)] = torch.tensor(row)
-            mask[place, : len(row)] = 1
-        return {"input_ids": ids, "attention_mask": mask}
+        lengths = torch.tensor([len(row) for row in rows])
+        width = int(lengths.max())
+        ids = torch.tensor([[*row, *[self._pad] * (width - len(row))] for row in rows])
+        return {"input_ids": ids, "attention_mask": (torch.arange(width) < lengths.unsqueeze(1)).long()}
 
 
 def sentence_batches(
     tokenizer: Tokenizer, texts: Sequence[str], batch_size: int, max_tokens: int, seed: int | None = None
 ) -> SentenceBatches:
-    """Batches of texts of like length, `input_ids` and `attention_mask` (≤ batch_size, T) int64, padded on the right.
+    """Batches of texts of like length: `input_ids` and `attention_mask` (≤ batch_size, T) int64, padded on the right.
 
     Args:
         tokenizer: adds its special tokens.
         texts: one row each.
-        batch_size: rows of a batch; the last batch may have fewer.
+        batch_size: rows per batch.
         max_tokens: longer texts are cut; T is the longest row of the batch.
-        seed: shuffles what is batched together and the batches' order; None sorts all by length.
+        seed: of the order of texts and batches; None sorts all texts by length.
 
     Raises:
         FlexrankError: there are no texts, or one is empty.
@@ -298,7 +272,7 @@ def _groups_of_like_length(lengths: Sequence[int], batch_size: int, seed: int | 
 def _token_ids(tokenizer: Tokenizer, texts: Sequence[str], **options: Any) -> list[list[int]]:
     if isinstance(texts, str) or not len(texts):
         raise FlexrankError("no texts; expected a list with at least one")
-    # The length warning is about one forward pass; joined texts are cut into blocks afterwards.
+    # Not verbose: the warning about length concerns one forward pass, and joined texts are cut into blocks.
     return tokenizer(list(texts), verbose=False, **options)["input_ids"]
 
 
@@ -310,7 +284,7 @@ def _require_positive(**values: int) -> None:
 
 def _docstrings(path: Path, module: str) -> Iterator[Document]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about escapes in the library's own sources
+        warnings.simplefilter("ignore")  # the library's sources have invalid escapes
         tree = ast.parse(path.read_bytes(), filename=str(path))
     for name, node in _documented(tree, ""):
         first, _, rest = (ast.get_docstring(node) or "").partition("\n\n")
@@ -346,13 +320,13 @@ def _paragraphs(text: str) -> Iterator[str]:
 
 
 def _is_prose(text: str) -> bool:
-    """Whether a text is words rather than code, a table or a signature: four letters or blanks in five characters."""
+    """Whether a text is words, not code or a table: at least 80 % of its characters are letters or blanks."""
     plain = sum(character.isalpha() or character == " " for character in text)
     return ">>>" not in text and "::=" not in text and plain >= 0.8 * len(text)
 
 
 def _mixed(items: Iterable[Item]) -> tuple[Item, ...]:
-    """The items in an order that is random, yet the same on every machine."""
+    """The items in a random order that is the same on every machine."""
     return tuple(sorted(items, key=lambda item: _stable_number(repr(item))))
 
 

@@ -11,10 +11,11 @@ from flexrank.deployment.latency import entry_within_latency
 from flexrank.deployment.slack import Activations, find_slack, layer_slack, prefix_factors
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
-from flexrank.nn.layers import GaugeAlignedConv2d, GaugeAlignedLayer, GaugeAlignedLinear, NestedLayer, Slack
+from flexrank.nn.elastic import NestedLayer
+from flexrank.nn.gauge_aligned import GaugeAlignedConv2d, GaugeAlignedLayer, GaugeAlignedLinear, Slack
 from flexrank.nn.matrix import matrix_shape
 from flexrank.nn.specs import build_layer, layer_spec
-from flexrank.nn.surgery import nested_layers, require_fitting
+from flexrank.nn.switch import nested_layers, require_fitting
 from flexrank.profiles import SlackTable
 from flexrank.profiles.costs import LayerFormat, aligned_parameters, dense_parameters, layer_format
 

@@ -9,15 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from flexrank.artefacts.deployed import (
-    DOCUMENT,
-    Factory,
-    describe_deployed,
-    load_deployed,
-    read_batch,
-    write_batch,
-    write_state,
-)
+from flexrank.artefacts.deployed import DOCUMENT, Factory, describe_deployed, load_deployed, write_state
+from flexrank.artefacts.tensors import read_batch, write_batch
 from flexrank.data.batches import Batch, call_model, eval_mode, model_device, output_tensor, to_device
 from flexrank.deployment.process import in_fresh_process
 from flexrank.errors import FlexrankError

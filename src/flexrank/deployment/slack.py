@@ -6,8 +6,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from flexrank.nn.layers import NestedLayer, Slack, resolve_slack
-from flexrank.nn.surgery import nested_layers
+from flexrank.nn.elastic import NestedLayer
+from flexrank.nn.gauge_aligned import Slack, resolve_slack
+from flexrank.nn.switch import nested_layers
 from flexrank.profiles import SlackTable
 from flexrank.profiles.costs import LayerFormat, layer_format
 from flexrank.progress import track

@@ -18,7 +18,7 @@ from flexrank.distill.schedule import Schedule, scheduled_rate
 from flexrank.distill.state import State
 from flexrank.distill.step import Step, Targets, make_optimizer, trainable_parameters, training
 from flexrank.errors import FlexrankError
-from flexrank.nn.surgery import use_profile
+from flexrank.nn.switch import use_profile
 from flexrank.profiles import ProfileChain
 from flexrank.progress import track
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
-from flexrank.nn.layers import NestedLayer
-from flexrank.nn.surgery import nested_layers, require_fitting
+from flexrank.nn.elastic import NestedLayer
+from flexrank.nn.switch import nested_layers, require_fitting
 
 
 @contextlib.contextmanager

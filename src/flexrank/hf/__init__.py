@@ -1,7 +1,7 @@
-"""Glue to transformers, which is never imported from here: what needs it registers when somebody else imports it.
+"""Registers flexrank's quantizer with transformers, without importing transformers.
 
-`import flexrank` suffices for `AutoModel.from_pretrained` to load a deployed model, whichever of the two is imported
-first: the quantizer is registered at once where transformers' registry is loaded, and right after it loads elsewhere.
+After `import flexrank`, `AutoModel.from_pretrained` loads deployed models. If transformers' registry of quantizers is
+not imported yet, an import hook registers flexrank as soon as that is.
 """
 
 import importlib
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any
 
-#: The module that holds transformers' registry of quantizers; it is imported by everything that loads a model.
+#: transformers' registry of quantizers, which every load of a model imports.
 REGISTRY = "transformers.quantizers.auto"
 
 
@@ -31,41 +31,30 @@ def _register_now() -> None:
         warnings.warn(f"flexrank cannot load its models here, it needs transformers>=5.23,<6: {error}", stacklevel=2)
 
 
-class _RegistryFinder:  # no importlib.abc: importing that takes longer than all of this package
-    """Finds the registry as the other finders do, with a loader that registers after the module has run."""
+class _RegistryFinder:  # without importlib.abc, whose import takes longer than all of this package
+    """Finds the registry by the other finders, and has its loader register flexrank after the module has run."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname != REGISTRY:
             return None
-        for finder in sys.meta_path:
-            spec = None if isinstance(finder, _RegistryFinder) else finder.find_spec(fullname, path, target)
-            if spec is not None:
-                loader: Any = _RegisteringLoader(spec.loader)
-                spec.loader = loader
-                return spec
-        return None
+        others = (finder for finder in sys.meta_path if not isinstance(finder, _RegistryFinder))
+        spec = next((spec for finder in others if (spec := finder.find_spec(fullname, path, target))), None)
+        if spec is not None:
+            _register_after(spec.loader)
+        return spec
 
 
-class _RegisteringLoader:
-    """The registry's own loader in everything else."""
+def _register_after(loader: Any) -> None:
+    execute = loader.exec_module
 
-    def __init__(self, loader: Any):
-        self._loader = loader
+    def execute_and_register(module: types.ModuleType) -> None:
+        execute(module)
+        if module.__name__ == REGISTRY:
+            _register_now()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> types.ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        _register_now()
+    loader.exec_module = execute_and_register
 
 
 register()

@@ -1,4 +1,7 @@
-"""transformers models by name or directory. transformers is imported inside the functions that need it."""
+"""transformers models by name or directory: loading, saving, and skeletons.
+
+Every function that needs transformers imports it first, so that where it is missing the error names it.
+"""
 
 import contextlib
 import copy
@@ -19,7 +22,7 @@ TASKS: tuple[Task, ...] = ("embedding", "language", "classification")
 #: A directory inside an installed package: "package:NAME/path".
 PACKAGE_PREFIX = "package:"
 
-#: Files of which a tokenizer has at least one.
+#: A tokenizer has at least one of these files.
 TOKENIZER_FILES = ("tokenizer*.json", "tokenizer.model", "vocab.*", "spiece.model")
 
 REMOTE_MODULE = "modeling_flexrank"
@@ -31,22 +34,14 @@ import transformers
 
 
 def resolve_source(name: str | Path) -> str:
-    """The hub name or directory that `name` stands for; "package:NAME/path" is inside an installed package.
+    """A hub name, or the directory of a path or of "package:NAME/path" inside an installed package.
 
     Raises:
         FlexrankError: the package is not installed, or has no such directory; or a path does not exist.
     """
     name = str(name)
     if name.startswith(PACKAGE_PREFIX):
-        package, _, inner = name.removeprefix(PACKAGE_PREFIX).partition("/")
-        spec = importlib.util.find_spec(package) if package.isidentifier() else None
-        if spec is None or not spec.submodule_search_locations:
-            wanted = package.replace("_", "-")
-            raise FlexrankError(f"model {name!r} needs the package {package!r}: pip install {wanted}")
-        directory = Path(list(spec.submodule_search_locations)[0]) / inner
-        if not directory.is_dir():
-            raise FlexrankError(f"model {name!r}: the package {package!r} has no directory {inner!r}")
-        return str(directory)
+        return _package_directory(name)
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -57,18 +52,32 @@ def resolve_source(name: str | Path) -> str:
     return name
 
 
+def _package_directory(name: str) -> str:
+    package, _, inner = name.removeprefix(PACKAGE_PREFIX).partition("/")
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        wanted = package.replace("_", "-")
+        raise FlexrankError(f"model {name!r} needs the package {package!r}: pip install {wanted}")
+    directory = Path(list(spec.submodule_search_locations)[0]) / inner
+    if not directory.is_dir():
+        raise FlexrankError(f"model {name!r}: the package {package!r} has no directory {inner!r}")
+    return str(directory)
+
+
 def load_model(name: str | Path, task: Task, *, dtype: torch.dtype | None = torch.float32) -> Any:
-    """A pretrained model in eval mode; one that `export` wrote is checked against its checksums first.
+    """A pretrained model in eval mode; the checksums of an export are checked first.
 
     Args:
         name: hub name, directory, or "package:NAME/path".
         task: embedding (`AutoModel`), language (`AutoModelForCausalLM`) or classification (of images or sequences,
             as the config says).
-        dtype: of the weights; None keeps that of the file.
+        dtype: of the weights; None keeps the file's.
 
     Raises:
         FlexrankError: no such model, task or weights, or a damaged artefact.
     """
+    import transformers
+
     source = resolve_source(name)
     if task not in TASKS:
         raise FlexrankError(f"task {task!r} is unknown; it is one of {', '.join(TASKS)}")
@@ -76,22 +85,20 @@ def load_model(name: str | Path, task: Task, *, dtype: torch.dtype | None = torc
     if (Path(source) / "elastic.json").is_file():
         raise FlexrankError(f"model {str(name)!r}: an elastic artefact; read it with load_elastic")
     with clear_errors(str(name)):
-        auto_class = _auto_class(source, task)
+        auto_class = class_for(
+            task, transformers.AutoConfig.from_pretrained(source) if task == "classification" else None
+        )
         with quiet_loading():
             model = auto_class.from_pretrained(source, dtype="auto" if dtype is None else dtype, use_safetensors=True)
     return model.eval()
 
 
 def load_tokenizer(name: str | Path) -> Any:
-    """The tokenizer beside a model.
-
-    Raises:
-        FlexrankError: there is none.
-    """
+    """The tokenizer beside a model; it is a FlexrankError if there is none."""
     import transformers
 
     source = resolve_source(name)
-    # transformers makes an empty tokenizer up for a directory that has only a config.
+    # transformers invents an empty tokenizer for a directory that has only a config.
     if Path(source).is_dir() and not any(any(Path(source).glob(pattern)) for pattern in TOKENIZER_FILES):
         raise FlexrankError(f"model {str(name)!r}: the directory has no tokenizer")
     with clear_errors(str(name)):
@@ -105,88 +112,32 @@ def load_by_architecture(directory: str | Path) -> tuple[Any, dict[str, Any]]:
 
 
 def skeleton(directory: str | Path) -> Any:
-    """The model of the class that `config.json` names, with uninitialised weights but right non-persistent buffers.
+    """The model of the class that `config.json` names, with uninitialised weights and correct non-persistent buffers.
 
-    Built on the CPU without running any initialiser; on the meta device rotary frequencies would have no values.
+    It is built on the CPU, without initialisers: on the meta device rotary frequencies would have no values.
 
     Raises:
         FlexrankError: there is no config, or it names a class that transformers does not have.
     """
-    from transformers import AutoConfig
+    import transformers
     from transformers.initialization import no_init_weights
 
     architecture = _architecture(directory)
     with clear_errors(str(directory)):
-        config = AutoConfig.from_pretrained(directory)
+        config = transformers.AutoConfig.from_pretrained(directory)
     with no_init_weights():
         model = architecture._from_config(config, dtype=config.dtype or torch.float32)
     model.tie_weights()
     if model.can_generate() and (Path(directory) / "generation_config.json").is_file():
-        from transformers import GenerationConfig
-
-        model.generation_config = GenerationConfig.from_pretrained(directory)
+        model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
     return model.eval()
-
-
-def meta_model(
-    name: str | Path, task: Task, *, dtype: torch.dtype = torch.float32, architecture: str | Path | None = None
-) -> Any:
-    """The model that `load_model` would load, on the meta device: shapes without memory. Nothing is downloaded.
-
-    Args:
-        name: as for `load_model`; of a name on the hub the config must be in the local cache.
-        task: as for `load_model`.
-        dtype: of the weights that it stands for.
-        architecture: a config.json to build in place of the model's own. Where transformers has no class of the task
-            for it, the class that it names itself.
-
-    Raises:
-        FlexrankError: no such config, one of a compressed model, or no class for it.
-    """
-    import transformers
-
-    config = _config_alone(name, architecture)
-    auto_class = _class_for(task, config)
-    if type(config) in auto_class._model_mapping:
-        build = auto_class.from_config
-    elif architecture is not None and (own := getattr(transformers, (config.architectures or [""])[0], None)):
-        build = own._from_config
-    else:
-        raise FlexrankError(f"model {str(name)!r}: {auto_class.__name__} has no class for {config.model_type!r}")
-    with clear_errors(str(architecture or name)), torch.device("meta"):
-        return build(config, dtype=dtype).eval()
-
-
-def meta_sample(model: Any, task: Task, length: int) -> dict[str, torch.Tensor]:
-    """One sample on the meta device: `length` tokens, or an image of the size that the model was made for.
-
-    Raises:
-        FlexrankError: the model's config does not tell the size of its images.
-    """
-    if task != "classification":
-        return {"input_ids": torch.zeros(1, length, dtype=torch.int64, device="meta")}
-    side, channels = getattr(model.config, "image_size", None), getattr(model.config, "num_channels", 3)
-    if side is None:
-        raise FlexrankError(f"{type(model).__name__}: its config has no image_size, which a plan counts by")
-    height, width = (side, side) if isinstance(side, int) else side
-    return {"pixel_values": torch.zeros(1, channels, height, width, device="meta")}
-
-
-def attention_width(model: Any) -> int:
-    """Heads times their size, summed over the attention layers; 0 for a model whose config names no heads."""
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_attention_heads", None)
-    if heads is None:
-        return 0
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return config.num_hidden_layers * heads * size
 
 
 @contextlib.contextmanager
 def eager_attention(model: Any) -> Iterator[None]:
-    """The model with attention as plain matrix products inside the block, and as it was after it.
+    """Inside the block the model's attention is plain matrix products.
 
-    On a CPU, and for short texts, the backward pass of torch's fused attention takes far longer than the products.
+    On a CPU and for short texts, the backward pass of torch's fused attention takes far longer than these.
     """
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
@@ -207,7 +158,7 @@ def save_config(model: Any, directory: Path) -> None:
 
 
 def save_model(model: Any, directory: Path, tokenizer: Any = None) -> None:
-    """`save_pretrained`, and a modelling file that imports flexrank for those who load with `trust_remote_code`."""
+    """`save_pretrained`, and a modelling file that imports flexrank when the model loads with `trust_remote_code`."""
     with quiet_loading():
         model.save_pretrained(directory)
     if tokenizer is not None:
@@ -217,17 +168,17 @@ def save_model(model: Any, directory: Path, tokenizer: Any = None) -> None:
 
 
 def attach(model: Any, layers: Mapping[str, Mapping[str, Any]]) -> None:
-    """Makes a deployed transformers model save itself: its layers' specs go into `config.json`."""
-    from flexrank.hf.quantizer import attach_config
+    """Makes `save_pretrained` of a deployed transformers model write its layers' specs into `config.json`."""
+    from flexrank.hf import quantizer
 
-    attach_config(model, layers)
+    quantizer.attach(model, layers)
 
 
 def attached_layers(model: Any) -> dict[str, Any]:
-    """The specs that `attach` gave the model; none if it was not attached."""
-    from flexrank.hf.quantizer import is_attached
+    """The specs that `attach` gave the model; empty if it was not attached."""
+    from flexrank.hf import quantizer
 
-    return dict(model.hf_quantizer.quantization_config.layers) if is_attached(model) else {}
+    return quantizer.attached_layers(model)
 
 
 def is_transformers_model(model: object) -> bool:
@@ -237,11 +188,7 @@ def is_transformers_model(model: object) -> bool:
 
 
 def verify_export(directory: str | Path) -> None:
-    """Checks the files of a directory that `export` wrote; any other is left to its loader.
-
-    Raises:
-        FlexrankError: a file is missing, truncated or edited.
-    """
+    """Raises FlexrankError if files that `export` wrote are missing or changed; other directories pass."""
     path = Path(directory) / "flexrank.json"
     if path.is_file():
         verify_files(directory, read_document(path, "deployed", ("files",))["files"])
@@ -254,6 +201,7 @@ def clear_errors(name: str) -> Iterator[None]:
     Raises:
         FlexrankError: no such model or file, or weights that do not fit the architecture.
     """
+    import transformers  # noqa: F401, before its dependency: where both are missing, the error names transformers
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
@@ -261,7 +209,7 @@ def clear_errors(name: str) -> Iterator[None]:
         yield
     except FlexrankError:
         raise
-    except StrictDataclassError as error:  # a config's value; its first line alone does not tell which
+    except StrictDataclassError as error:  # about a value of the config, which its first line does not name
         raise FlexrankError(f"model {name!r} cannot be loaded: {' '.join(str(error).split())}") from error
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
@@ -270,7 +218,7 @@ def clear_errors(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_loading() -> Iterator[None]:
-    """No progress bar while transformers loads or writes; as it was afterwards."""
+    """Inside the block transformers shows no progress bars."""
     from transformers.utils import logging as hf_logging
 
     was_enabled = hf_logging.is_progress_bar_enabled()
@@ -293,14 +241,8 @@ def _architecture(directory: str | Path) -> Any:
     return model_class
 
 
-def _auto_class(source: str, task: Task) -> Any:
-    import transformers
-
-    return _class_for(task, transformers.AutoConfig.from_pretrained(source) if task == "classification" else None)
-
-
-def _class_for(task: Task, config: Any) -> Any:
-    """The auto class of a task; of images or sequences, as `config` has it, for classification."""
+def class_for(task: Task, config: Any) -> Any:
+    """The auto class of a task; for classification that of images or of sequences, as `config` says."""
     import transformers
 
     if task == "embedding":
@@ -314,30 +256,8 @@ def _class_for(task: Task, config: Any) -> Any:
     return sequence if type(config) in sequence._model_mapping else image
 
 
-def _config_alone(name: str | Path, architecture: str | Path | None) -> Any:
-    """The config of a model, or the one given in its place, from this machine's files alone."""
-    import transformers
-
-    if architecture is not None and not Path(architecture).is_file():
-        raise FlexrankError(f"architecture {str(architecture)!r}: no such file; it is a config.json of transformers")
-    source = str(architecture) if architecture is not None else resolve_source(name)
-    with clear_errors(source):
-        try:
-            config = transformers.AutoConfig.from_pretrained(source, local_files_only=True)
-        except OSError as error:
-            if Path(source).exists():
-                raise
-            raise FlexrankError(
-                f"model {str(name)!r}: its config is not on this machine, and a dry run downloads nothing; name a "
-                "config.json with the key architecture"
-            ) from error
-    if getattr(config, "quantization_config", None) is not None:
-        raise FlexrankError(f"model {source!r}: compressed already; a plan counts a dense model's layers")
-    return config
-
-
 def _write_remote_code(model: Any, directory: Path) -> None:
-    """Adds `modeling_flexrank.py` and the `auto_map` that leads to it. The classes keep transformers' names."""
+    """Writes `modeling_flexrank.py`, whose classes keep transformers' names, and the `auto_map` that names them."""
     classes = _auto_map(model)
     body = "".join(f"\n\nclass {name}(transformers.{name}):\n    pass\n" for name in dict.fromkeys(classes.values()))
     (directory / f"{REMOTE_MODULE}.py").write_text(_REMOTE_CODE + body, encoding="utf8")
@@ -347,16 +267,16 @@ def _write_remote_code(model: Any, directory: Path) -> None:
 
 
 def _auto_map(model: Any) -> dict[str, str]:
-    """Auto class to the model class it loads for this config: that of the model itself, and of its bare base."""
+    """Auto class to the model class it loads for this config, for the model's own class and its base model's."""
     from transformers.models.auto import modeling_auto
 
     wanted = {type(model).__name__, type(model.base_model).__name__}
-    found = {}
+    classes = {}
     for name, auto_class in vars(modeling_auto).items():
         mapping = getattr(auto_class, "_model_mapping", None)
         if name.startswith("AutoModel") and mapping is not None and type(model.config) in mapping:
             target = mapping[type(model.config)]
             names = [kind.__name__ for kind in (target if isinstance(target, tuple) else (target,))]
             if kinds := [kind for kind in names if kind in wanted]:
-                found[name] = kinds[0]
-    return found
+                classes[name] = kinds[0]
+    return classes

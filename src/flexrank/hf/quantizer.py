@@ -1,25 +1,22 @@
-"""transformers loads and saves deployed models as it does quantized ones: layers are swapped before weights load.
+"""Deployed models as transformers' quantized ones: their layers are swapped before the weights load.
 
-The layers' specs stand in `config.json` under `quantization_config`. Importing this module registers it; importing
-`flexrank` does so as soon as transformers' registry is there.
+The layers' specs are in `config.json` under `quantization_config`. Importing this module registers it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from flexrank.errors import FlexrankError
 from flexrank.files import read_document, verify_files
+from flexrank.nn.select import replace_layer
 from flexrank.nn.specs import build_layer
-from flexrank.nn.surgery import replace_layer
 
 METHOD = "flexrank"
-
 #: Version of the specs in `config.json`.
 FORMAT = 1
 
@@ -29,7 +26,7 @@ class FlexrankConfig(QuantizationConfigMixin):
     """`quantization_config` of a deployed model.
 
     Attributes:
-        layers: layer name to its `layer_specs.layer_spec`.
+        layers: layer name to its `specs.layer_spec`.
         format: version of the specs.
     """
 
@@ -49,13 +46,13 @@ class FlexrankQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         _verify_weights(kwargs.get("checkpoint_files") or [])
-        # The device (meta) and dtype are the defaults that transformers sets around this call.
+        # transformers sets the default device (meta) and dtype around this call.
         for name, spec in _specs_for(model, self.quantization_config.layers):
             replace_layer(model, name, build_layer(spec))
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        # transformers forbids full training, .half() and .float() of quantized models; this one is plain tensors.
+        # transformers forbids full training, .half() and .float() of quantized models; this model has plain tensors.
         model.is_quantized = False
         for module in model.modules():
             if hasattr(module, "config"):
@@ -63,26 +60,22 @@ class FlexrankQuantizer(HfQuantizer):
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        """Always: the state is plain tensors."""
+        """Always: the state holds plain tensors."""
         return True
 
     @property
     def is_trainable(self) -> bool:
-        """Always: the layers are plain torch layers."""
+        """Always: the layers are torch layers."""
         return True
 
     @property
     def is_compileable(self) -> bool:
-        """Always, for the same reason."""
+        """Always: the layers are torch layers."""
         return True
 
 
 def _verify_weights(files: Sequence[str]) -> None:
-    """Checks weights against the checksums that `export` wrote beside them; without these they load unchecked.
-
-    Raises:
-        FlexrankError: a weight file was truncated or edited.
-    """
+    """Raises FlexrankError if weights differ from the checksums beside them; without checksums they pass."""
     document = Path(files[0]).parent / "flexrank.json" if files else None
     if document is not None and document.is_file():
         digests = read_document(document, "deployed", ("files",))["files"]
@@ -91,32 +84,31 @@ def _verify_weights(files: Sequence[str]) -> None:
 
 
 def _specs_for(model: Any, layers: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each spec under the layer's name in this model.
+    """Each spec with the layer's name in this model.
 
-    A head's model may be loaded from a bare one's artefact (names gain `base_model_prefix`), or the other way round
-    (names lose it, and the head's own layers are not wanted).
+    A model with a head may load a base model's artefact: names gain `base_model_prefix`. A base model may load that of
+    a model with a head: names lose the prefix, and the head's layers are skipped.
     """
     prefix = f"{model.base_model_prefix}." if model.base_model_prefix else ""
     modules = dict(model.named_modules())
     from_head = bool(prefix) and any(name.startswith(prefix) for name in layers)
     for name, spec in layers.items():
         candidates = (name, name.removeprefix(prefix), prefix + name)
-        found = next((candidate for candidate in candidates if candidate in modules), None)
-        if found is not None:
-            yield found, spec
+        present = next((candidate for candidate in candidates if candidate in modules), None)
+        if present is not None:
+            yield present, spec
         elif name.startswith(prefix) or not from_head:
             raise FlexrankError(f"{type(model).__name__} has no layer {name!r}, which config.json says is deployed")
 
 
-def attach_config(model: Any, layers: Mapping[str, Mapping[str, Any]]) -> None:
-    """Makes `model.save_pretrained` write the layers' specs, beside those of a model that already had some."""
-    present = getattr(model, "hf_quantizer", None)
-    known = present.quantization_config.layers if isinstance(present, FlexrankQuantizer) else {}
-    config = FlexrankConfig({**known, **layers})
+def attach(model: Any, layers: Mapping[str, Mapping[str, Any]]) -> None:
+    """Makes `model.save_pretrained` write the layers' specs, and those that the model already has."""
+    config = FlexrankConfig({**attached_layers(model), **layers})
     model.hf_quantizer = FlexrankQuantizer(config, pre_quantized=True)
     model.config.quantization_config = config
 
 
-def is_attached(module: nn.Module) -> bool:
-    """Whether this model saves flexrank's specs."""
-    return isinstance(getattr(module, "hf_quantizer", None), FlexrankQuantizer)
+def attached_layers(model: Any) -> dict[str, Any]:
+    """The specs that `save_pretrained` writes."""
+    present = getattr(model, "hf_quantizer", None)
+    return dict(present.quantization_config.layers) if isinstance(present, FlexrankQuantizer) else {}

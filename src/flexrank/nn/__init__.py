@@ -1,1 +1,1 @@
-"""Elastic and deployed layers, a layer as its matrix, and how a model is rebuilt from them."""
+"""Elastic and deployed layers, a layer as its matrix, and how a model's layers are replaced and switched."""

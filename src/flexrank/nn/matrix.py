@@ -1,17 +1,18 @@
-"""A layer as its matrix (out × in): the only place that tells layer types apart.
+"""A layer as its matrix (outputs × inputs): the only place that distinguishes layer types.
 
-`nn.Linear` stores m × n; GPT-2's `Conv1D` stores n × m; `nn.Conv2d` unfolds to C_out × C_in·h·w. Fused projections
-(`c_attn`, `qkv_proj`, `gate_up_proj`) are one matrix.
+`nn.Linear` stores m × n, GPT-2's `Conv1D` stores n × m, and `nn.Conv2d` unfolds to C_out × C_in·h·w. A fused projection
+(`c_attn`, `qkv_proj`, `gate_up_proj`) is one matrix.
 """
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn import functional
 
 
 class ConvGeometry(NamedTuple):
-    """What a convolution needs beside its matrix."""
+    """What a convolution has beside its matrix and bias."""
 
     in_channels: int
     kernel_size: tuple[int, int]
@@ -19,18 +20,35 @@ class ConvGeometry(NamedTuple):
     padding: tuple[int, int]
     dilation: tuple[int, int]
 
+    def filters(self, matrix: Tensor) -> Tensor:
+        """The matrix (m, C_in·h·w) as filters (m, C_in, h, w)."""
+        return matrix.unflatten(1, (self.in_channels, *self.kernel_size))
+
+    def layer(self, filters: int, *, bias: bool, device: Any, dtype: Any) -> nn.Conv2d:
+        """An empty convolution with this geometry."""
+        channels, kernel, stride, padding, dilation = self
+        return nn.Conv2d(channels, filters, kernel, stride, padding, dilation, bias=bias, device=device, dtype=dtype)
+
+    def positions(self, x: Tensor) -> int:
+        """The number of output positions over images x (…, C, H, W): what is counted as tokens."""
+        count = math.prod(x.shape[:-3])
+        for size, kernel, stride, padding, dilation in zip(x.shape[-2:], *self[1:], strict=True):
+            count *= (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+        return count
+
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether this is transformers' `Conv1D` (weight in × out), told without importing transformers."""
+    """Whether this is transformers' `Conv1D` (weight in × out); transformers is not imported."""
     kind = type(module)
     return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
 
 
 def unsupported_reason(module: nn.Module) -> str | None:
-    """Why a layer that holds a matrix cannot be factorised; None where it can, or holds none."""
+    """Why a layer that holds a matrix cannot be factorised; None where it can, or where there is no matrix."""
+    kind = type(module).__name__
     if isinstance(module, nn.Conv2d):
-        if type(module) is not nn.Conv2d:  # it may standardise its weight, or pad, in a forward of its own
-            return f"{type(module).__name__} is a Conv2d of its own kind"
+        if type(module) is not nn.Conv2d:  # its own forward may standardise the weight, or pad
+            return f"{kind} is a Conv2d of its own kind"
         if module.groups != 1:
             return f"convolution with {module.groups} groups"
         if module.padding_mode != "zeros" or isinstance(module.padding, str):
@@ -38,39 +56,37 @@ def unsupported_reason(module: nn.Module) -> str | None:
     if isinstance(module, nn.Embedding):
         return "embedding"
     if isinstance(module, (nn.Conv1d, nn.Conv3d, nn.ConvTranspose2d, nn.Bilinear, nn.MultiheadAttention)):
-        return f"{type(module).__name__} is not supported"
+        return f"{kind} is not supported"
     if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
-        return f"{type(module).__name__} is a Linear of its own kind"
+        return f"{kind} is a Linear of its own kind"
     return None
 
 
 def is_layer(module: nn.Module) -> bool:
     """Whether the module is a layer that can be factorised."""
-    if unsupported_reason(module) is not None:
-        return False
-    return isinstance(module, (nn.Linear, nn.Conv2d)) or is_conv1d(module)
+    has_matrix = isinstance(module, (nn.Linear, nn.Conv2d)) or is_conv1d(module)
+    return has_matrix and unsupported_reason(module) is None
 
 
 def matrix_shape(layer: nn.Module) -> tuple[int, int]:
     """(m, n) = (outputs, inputs) of the layer's matrix."""
-    weight = weight_matrix(layer)
-    return weight.shape[0], weight.shape[1]
+    m, n = weight_matrix(layer).shape
+    return m, n
 
 
 def weight_matrix(layer: nn.Module) -> Tensor:
     """The layer's matrix (m, n): a view of its weight, in its dtype.
 
     Raises:
-        TypeError: the module is no layer with a matrix.
+        TypeError: the module is not a layer with a matrix.
     """
     if isinstance(layer, nn.Linear):
         return layer.weight
     if isinstance(layer, nn.Conv2d):
         return layer.weight.flatten(1)
     if is_conv1d(layer):
-        weight = layer.weight
-        assert isinstance(weight, Tensor)
-        return weight.T
+        assert isinstance(layer.weight, Tensor)
+        return layer.weight.T
     raise TypeError(f"{type(layer).__name__} has no matrix")
 
 
@@ -97,13 +113,9 @@ def input_rows(layer: nn.Module, inputs: Tensor) -> Tensor:
     geometry = conv_geometry(layer)
     if geometry is None:
         return inputs.reshape(-1, inputs.shape[-1])
-    patches = functional.unfold(
-        inputs if inputs.ndim == 4 else inputs.unsqueeze(0),
-        geometry.kernel_size,
-        dilation=geometry.dilation,
-        padding=geometry.padding,
-        stride=geometry.stride,
-    )
+    images = inputs if inputs.ndim == 4 else inputs.unsqueeze(0)
+    _, kernel, stride, padding, dilation = geometry
+    patches = functional.unfold(images, kernel, dilation=dilation, padding=padding, stride=stride)
     return patches.transpose(1, 2).reshape(-1, patches.shape[1])
 
 
@@ -116,9 +128,9 @@ def output_rows(layer: nn.Module, outputs: Tensor) -> Tensor:
 
 
 def masked_rows(rows: Tensor, mask: Tensor | None) -> Tensor:
-    """The rows of real tokens: those where the (B, T) mask is set, where there is one row for each of its entries.
+    """The rows whose tokens the (B, T) mask marks as real.
 
-    Rows of any other number (a pooled vector for each sentence, patches of an image) are all kept.
+    Where there is not one row for each entry of the mask (pooled vectors, patches of an image), all rows are kept.
     """
     if mask is None or rows.shape[0] != mask.numel():
         return rows

@@ -16,8 +16,8 @@ from flexrank import calibrate as calibration
 from flexrank.calibrate import Hooks, LayerMoment
 from flexrank.errors import FlexrankError
 from flexrank.files import read_json, require_keys, write_json
-from flexrank.nn.layers import NestedLayer
-from flexrank.nn.surgery import footprint, full_matrices, full_profile, nested_layers, use_profile
+from flexrank.nn.elastic import NestedLayer
+from flexrank.nn.switch import footprint, full_matrices, full_profile, nested_layers, use_profile
 from flexrank.profiles import SensitivityTable
 from flexrank.profiles.costs import Spacing, rank_levels
 from flexrank.progress import track

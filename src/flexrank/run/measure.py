@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from flexrank.artefacts.deployed import read_batch, write_batch
+from flexrank.artefacts.tensors import read_batch, write_batch
 from flexrank.data.batches import call_model, eval_mode, model_device, output_tensor
 from flexrank.deployment.machine import (
     forget_peak,

@@ -14,7 +14,7 @@ from flexrank.deployment.process import in_fresh_process
 from flexrank.errors import FlexrankError
 from flexrank.files import directory_bytes, read_json
 from flexrank.hf import models
-from flexrank.nn.surgery import footprint, nested_layers
+from flexrank.nn.switch import footprint, nested_layers
 from flexrank.profiles import ChainEntry, ProfileChain, RankProfile, SlackTable
 from flexrank.profiles.costs import Shape, dense_parameters
 from flexrank.run.config import load_config

@@ -25,7 +25,8 @@ from flexrank.errors import FlexrankError
 from flexrank.files import read_json, write_json
 from flexrank.hf import models
 from flexrank.nn.matrix import matrix_shape
-from flexrank.nn.surgery import footprint, full_profile, nested_layers, select_layers, use_profile
+from flexrank.nn.select import select_layers
+from flexrank.nn.switch import footprint, full_profile, nested_layers, use_profile
 from flexrank.probe import probe_sensitivity
 from flexrank.profiles import ChainEntry, ProfileChain, RankProfile, SensitivityTable
 from flexrank.profiles.costs import Shape, dense_parameters, expected_parameters, rank_levels

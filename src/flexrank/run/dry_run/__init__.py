@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from flexrank.errors import FlexrankError
-from flexrank.nn.surgery import dense_reasons, footprint, uniform_profile
+from flexrank.nn.select import dense_reasons
+from flexrank.nn.switch import footprint, uniform_profile
 from flexrank.profiles.costs import deployed_parameters, rank_levels
 from flexrank.run.config import RunConfig
 from flexrank.run.dry_run.memory import count_memory, moment_bytes

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from flexrank.nn.surgery import last_within, uniform_profile
+from flexrank.nn.switch import last_within, uniform_profile
 from flexrank.probe import MATRIX_BYTES
 from flexrank.profiles.costs import Shape, rank_levels
 from flexrank.run.config import RunConfig

@@ -13,10 +13,11 @@ from flexrank.calibrate import Hooks
 from flexrank.data.batches import call_model, output_tensor
 from flexrank.distill.objectives import EmbeddingObjective, default_objective
 from flexrank.errors import FlexrankError
-from flexrank.hf import models
+from flexrank.hf import meta, models
 from flexrank.nn.linalg import Factors
 from flexrank.nn.matrix import conv_geometry, input_rows, is_layer, matrix_shape
-from flexrank.nn.surgery import nest_, nested_layers, select_layers
+from flexrank.nn.select import nest_, select_layers
+from flexrank.nn.switch import nested_layers
 from flexrank.profiles.costs import Shape
 from flexrank.run.config import RunConfig
 
@@ -73,7 +74,7 @@ class Subject:
 
         Scores and mixed values are 2·T²·d each. The whole square is counted, also where a mask hides a part of it.
         """
-        return 4 * self.tokens**2 * models.attention_width(self.teacher)
+        return 4 * self.tokens**2 * meta.attention_width(self.teacher)
 
 
 def make_subject(config: RunConfig) -> Subject:
@@ -83,7 +84,7 @@ def make_subject(config: RunConfig) -> Subject:
         FlexrankError: the architecture cannot be built, or no layer can be factorised.
     """
     dtype = getattr(torch, config.dtype)
-    teacher = models.meta_model(config.model, config.task, dtype=dtype, architecture=config.architecture)
+    teacher = meta.meta_model(config.model, config.task, dtype=dtype, architecture=config.architecture)
     _require_positions(teacher, config)
     _freeze_embeddings(teacher)
     layers = select_layers(teacher, config.layers.include, config.layers.exclude)
@@ -91,7 +92,7 @@ def make_subject(config: RunConfig) -> Subject:
     for name in layers:
         nest_(student, name, _empty_factors(matrix_shape(layers[name])))
     watched = {name: module for name, module in teacher.named_modules() if is_layer(module)}
-    calls, inputs, output = _watch(teacher, watched, models.meta_sample(teacher, config.task, config.data.max_tokens))
+    calls, inputs, output = _watch(teacher, watched, meta.meta_sample(teacher, config.task, config.data.max_tokens))
     objective = EmbeddingObjective() if config.task == "embedding" else default_objective(output)
     linear = [call.rows for name in calls for call in calls[name] if conv_geometry(watched[name]) is None]
     return Subject(

@@ -1,4 +1,4 @@
-"""Elastic and deployed layers against the dense forward of their own matrix."""
+"""Gauge-aligned layers against the plain product U Vᵀ x, by every route of their forward."""
 
 import jaxtyping
 import pytest
@@ -9,58 +9,26 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils import prune
 
 from flexrank.errors import FlexrankError
-from flexrank.nn import layers
-from flexrank.nn.layers import GaugeAlignedConv2d, GaugeAlignedLinear, NestedConv2d, NestedLinear
-from flexrank.nn.linalg import choose_slack
-from flexrank.nn.matrix import ConvGeometry, conv_geometry, input_rows, output_rows, weight_matrix
-from flexrank.nn.specs import build_layer, layer_spec
+from flexrank.nn import gauge_aligned
+from flexrank.nn.alignment import choose_slack
+from flexrank.nn.gauge_aligned import GaugeAlignedConv2d, GaugeAlignedLinear
+from flexrank.nn.matrix import ConvGeometry
 
 GEOMETRY = ConvGeometry(3, (3, 2), (2, 1), (1, 0), (1, 2))
 
 
-def nested_linear() -> NestedLinear:
-    return NestedLinear(torch.randn(6, 8), torch.randn(6, 6), torch.randn(8))
+def aligned(*, bias: bool = True, slack: int = 1) -> GaugeAlignedLinear:
+    """A layer of 9 x 7, with 4 − slack aligned outputs."""
+    factors = torch.randn(9, 4), torch.randn(7, 4)
+    return GaugeAlignedLinear.from_factors(*factors, torch.randn(9) if bias else None, slack=slack)
 
 
-def nested_conv() -> NestedConv2d:
-    return NestedConv2d(torch.randn(7, 7), torch.randn(7, 18), torch.randn(7), GEOMETRY)
-
-
-@pytest.mark.parametrize("tokens", [1, 4, 300])
-@pytest.mark.parametrize("rank", [1, 3, 6])
-def test_both_routes_of_a_linear_give_the_prefix(tokens: int, rank: int) -> None:
-    layer = nested_linear()
-    layer.rank = rank
-    x = torch.randn(2, tokens, 6)
-    expected = functional.linear(x, layer.u[:rank].T @ layer.v[:rank], layer.bias)
-    torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_the_cheaper_route_is_taken() -> None:
-    """Against a count of multiply-adds."""
-    layer = nested_linear()
-    for rank in range(1, 7):
-        layer.rank = rank
-        for tokens in (1, 2, 5, 100):
-            factored, materialised = tokens * rank * (8 + 6), tokens * 8 * 6 + rank * 8 * 6
-            assert layer.is_factored_cheaper(tokens) == (factored <= materialised)
-
-
-@pytest.mark.parametrize("rank", [1, 4, 7])
-def test_both_routes_of_a_convolution_give_the_prefix(rank: int) -> None:
-    layer = nested_conv()
-    layer.rank = rank
-    for x in (torch.randn(1, 3, 4, 5), torch.randn(9, 3, 20, 21)):
-        weight = (layer.u[:rank].T @ layer.v[:rank]).view(7, 3, 3, 2)
-        expected = functional.conv2d(x, weight, layer.bias, *GEOMETRY[2:])
-        torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_rows_of_a_convolution_are_what_its_matrix_multiplies() -> None:
-    conv = nn.Conv2d(3, 7, (3, 2), (2, 1), (1, 0), (1, 2), bias=False)
-    assert conv_geometry(conv) == GEOMETRY
-    x = torch.randn(4, 3, 9, 8)
-    torch.testing.assert_close(input_rows(conv, x) @ weight_matrix(conv).T, output_rows(conv, conv(x)))
+def watch_writes(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Grows by one at each output that is written in place."""
+    written: list[object] = []
+    write = GaugeAlignedLinear._write_in_place
+    monkeypatch.setattr(GaugeAlignedLinear, "_write_in_place", lambda *args: written.append(1) or write(*args))
+    return written
 
 
 @pytest.mark.parametrize("slack", [0, 1, 4, "auto"])
@@ -79,27 +47,16 @@ def test_aligned_linear_is_the_plain_product(slack: int | str, with_bias: bool) 
 def test_writing_in_place_gives_what_concatenating_gives(
     shape: tuple[int, ...], with_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layers, "FEW_OUTPUTS", 0)
-    bias = torch.randn(9) if with_bias else None
-    layer = GaugeAlignedLinear.from_factors(torch.randn(9, 4), torch.randn(7, 4), bias, slack=1)
-    x, written = torch.randn(shape), watch_writes(monkeypatch)
+    monkeypatch.setattr(gauge_aligned, "FEW_OUTPUTS", 0)
+    layer, x, written = aligned(bias=with_bias), torch.randn(shape), watch_writes(monkeypatch)
     with torch.no_grad():
-        found = layer(x)
+        output = layer(x)
     assert bool(written) == (x.numel() > 0)
-    torch.testing.assert_close(found, layer(x).detach(), rtol=1e-6, atol=1e-6)
-
-
-def watch_writes(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Grows by one at each output that is written in place."""
-    written: list[object] = []
-    write = GaugeAlignedLinear._write_in_place
-    monkeypatch.setattr(GaugeAlignedLinear, "_write_in_place", lambda *args: written.append(1) or write(*args))
-    return written
+    torch.testing.assert_close(output, layer(x).detach(), rtol=1e-6, atol=1e-6)
 
 
 def test_small_outputs_are_concatenated(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = GaugeAlignedLinear.from_factors(torch.randn(9, 4), torch.randn(7, 4), slack=1)
-    written, few = watch_writes(monkeypatch), layers.FEW_OUTPUTS // 9
+    layer, written, few = aligned(), watch_writes(monkeypatch), gauge_aligned.FEW_OUTPUTS // 9
     with torch.no_grad():
         layer(torch.randn(few, 7))
         assert not written
@@ -109,8 +66,8 @@ def test_small_outputs_are_concatenated(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("child", ["latent", "expand"])
 def test_hooks_adapters_and_autocast_see_the_children_called(child: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "FEW_OUTPUTS", 0)
-    layer = GaugeAlignedLinear.from_factors(torch.randn(9, 4), torch.randn(7, 4), torch.randn(9), slack=1)
+    monkeypatch.setattr(gauge_aligned, "FEW_OUTPUTS", 0)
+    layer = aligned()
     x, calls, own = torch.randn(2, 7), [], getattr(layer, child)
     with torch.no_grad():
         plain, written = layer(x), watch_writes(monkeypatch)
@@ -148,7 +105,7 @@ def test_hooks_adapters_and_autocast_see_the_children_called(child: str, monkeyp
 
 @pytest.mark.parametrize("child", ["latent", "expand"])
 def test_backward_hooks_see_the_children_called(child: str) -> None:
-    layer, calls = GaugeAlignedLinear.from_factors(torch.randn(9, 4), torch.randn(7, 4), slack=1), []
+    layer, calls = aligned(), []
     getattr(layer, child).register_full_backward_hook(lambda *_: calls.append(1))
     layer(torch.randn(2, 7, requires_grad=True)).sum().backward()
     assert calls == [1]
@@ -157,7 +114,7 @@ def test_backward_hooks_see_the_children_called(child: str) -> None:
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_layer_is_traced(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # a traced value is no tensor
-    layer = GaugeAlignedLinear.from_factors(torch.randn(9, 4), torch.randn(7, 4), torch.randn(9), slack=1)
+    layer = aligned()
     x = torch.randn(2, 7)
     with torch.set_grad_enabled(grad):
         torch.testing.assert_close(torch.fx.symbolic_trace(layer)(x), layer(x))
@@ -170,7 +127,7 @@ def test_a_meta_tensor_goes_through() -> None:
 
 
 def test_a_pruned_bias_of_the_aligned_outputs_counts() -> None:
-    layer = GaugeAlignedLinear.from_factors(torch.randn(9, 4), torch.randn(7, 4), torch.randn(9), slack=1)
+    layer = aligned()
     x = torch.randn(2, 7)
     with torch.no_grad():
         before, bias = layer(x), layer.bias.clone()
@@ -192,13 +149,12 @@ def test_aligned_convolution_is_the_plain_product(slack: int | str) -> None:
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_under_autocast_outputs_have_the_dtype_of_a_dense_layers(with_bias: bool) -> None:
     bias = torch.randn(9) if with_bias else None
-    linear = GaugeAlignedLinear.from_factors(torch.randn(9, 4), torch.randn(7, 4), bias, slack=1)
     conv = GaugeAlignedConv2d.from_factors(torch.randn(9, 4), torch.randn(18, 4), bias, GEOMETRY, slack=1)
-    for layer, x in ((linear, torch.randn(2, 7)), (conv, torch.randn(2, 3, 9, 8))):
+    for layer, x in ((aligned(bias=with_bias), torch.randn(2, 7)), (conv, torch.randn(2, 3, 9, 8))):
         with torch.autocast("cpu", torch.bfloat16):
-            found = layer(x)
-        assert found.dtype == torch.bfloat16
-        torch.testing.assert_close(found.float(), layer(x), rtol=0.05, atol=0.2)
+            output = layer(x)
+        assert output.dtype == torch.bfloat16
+        torch.testing.assert_close(output.float(), layer(x), rtol=0.05, atol=0.2)
 
 
 def test_bf16_alignment_is_within_three_times_plain() -> None:
@@ -224,28 +180,8 @@ def test_chosen_slack_leaves_whole_blocks_to_multiply_in_half_precision_alone() 
             assert layer.slack == least
 
 
-@pytest.mark.parametrize("make", [nested_linear, nested_conv])
-def test_spec_rebuilds_elastic_layers(make: object) -> None:
-    layer = make()  # type: ignore[operator]
-    again = build_layer(layer_spec(layer))
-    again.load_state_dict(layer.state_dict())
-    x = torch.randn(2, 3, 9, 8) if isinstance(layer, NestedConv2d) else torch.randn(2, 6)
-    assert torch.equal(again(x), layer(x))
-
-
-def test_spec_rebuilds_deployed_and_dense_layers() -> None:
-    x, image = torch.randn(2, 7), torch.randn(2, 3, 9, 8)
-    aligned = GaugeAlignedLinear.from_factors(torch.randn(9, 4), torch.randn(7, 4), torch.randn(9), slack=1)
-    conv = GaugeAlignedConv2d.from_factors(torch.randn(9, 4), torch.randn(18, 4), None, GEOMETRY, slack=4)
-    dense_conv = nn.Conv2d(3, 7, (3, 2), (2, 1), (1, 0), (1, 2))
-    for layer, inputs in ((aligned, x), (conv, image), (nn.Linear(7, 3, bias=False), x), (dense_conv, image)):
-        again = build_layer(layer_spec(layer))
-        again.load_state_dict(layer.state_dict())
-        assert torch.equal(again(inputs), layer(inputs))
-
-
 def test_a_plain_linear_refuses_a_deployed_layers_state() -> None:
-    layer = GaugeAlignedLinear.from_factors(torch.randn(9, 4), torch.randn(7, 4), slack=0)
+    layer = aligned(slack=0)
     with pytest.raises(RuntimeError, match="size mismatch for weight"):
         nn.Linear(7, 9, bias=False).load_state_dict(layer.state_dict(), strict=False)
 
@@ -257,28 +193,20 @@ def test_a_wide_layer_at_full_rank_keeps_one_column_of_slack(slack: int | str) -
     torch.testing.assert_close(layer(x), x @ v @ u.T, rtol=1e-3, atol=1e-3)
 
 
-def test_wrong_ranks_and_slacks_are_named() -> None:
-    layer = nested_linear()
-    for rank in (0, 7):
-        with pytest.raises(FlexrankError, match=f"rank {rank} is out of range; this layer has 1 to 6"):
-            layer.rank = rank
-    with pytest.raises(FlexrankError, match="slack 5 is out of range"):
-        GaugeAlignedLinear.from_factors(torch.randn(9, 4), torch.randn(7, 4), slack=5)
-    with pytest.raises(FlexrankError, match="leading 4 rows of U are singular"):
-        GaugeAlignedLinear.from_factors(torch.zeros(9, 4), torch.randn(7, 4), slack=0)
-
-
-def test_rows_of_zeros_do_not_pass_for_exact():
+def test_rows_of_zeros_do_not_count_as_exact() -> None:
     """Every form is exact on them; the slack is then chosen on normal rows."""
-    generator = torch.Generator().manual_seed(0)
-    u, v = torch.randn(64, 24, generator=generator), torch.randn(48, 24, generator=generator)
+    u, v = torch.randn(64, 24), torch.randn(48, 24)
     u[1] = u[0] * (1 + 1e-4)  # the leading block is all but singular
     how = {"slack": "auto", "dtype": torch.bfloat16}
     chosen = GaugeAlignedLinear.from_factors(u, v, **how).slack
     assert GaugeAlignedLinear.from_factors(u, v, **how, inputs=torch.zeros(5, 48)).slack == chosen > 0
 
 
-def test_factors_that_overflow_the_dtype_are_an_error():
+def test_wrong_slacks_and_factors_are_named() -> None:
+    with pytest.raises(FlexrankError, match="slack 5 is out of range"):
+        aligned(slack=5)
+    with pytest.raises(FlexrankError, match="leading 4 rows of U are singular"):
+        GaugeAlignedLinear.from_factors(torch.zeros(9, 4), torch.randn(7, 4), slack=0)
     u, v = torch.randn(9, 4), torch.randn(7, 4)
     with pytest.raises(FlexrankError, match="overflow torch.float16; choose another dtype"):
         GaugeAlignedLinear.from_factors(u * 1e6, v, slack=4, dtype=torch.float16)

@@ -1,24 +1,32 @@
 """Files are whole or absent, whatever happens while they are written."""
 
+import hashlib
 import os
 from pathlib import Path
 
 import pytest
 
 from flexrank.errors import FlexrankError
-from flexrank.files import directory_aside, directory_bytes, read_json, require_keys, write_aside, write_json
+from flexrank.files import (
+    digest_json,
+    directory_aside,
+    directory_bytes,
+    read_json,
+    require_keys,
+    write_aside,
+    write_json,
+)
 
 
 def test_json_keeps_every_bit(tmp_path: Path) -> None:
     value = {"a": 0.1 + 0.2, "b": [1e-323, -0.0], "ü": None}
     write_json(tmp_path / "deep" / "x.json", value)
-    found = read_json(tmp_path / "deep" / "x.json")
-    assert repr(found) == repr(value)
+    assert repr(read_json(tmp_path / "deep" / "x.json")) == repr(value)
     assert os.listdir(tmp_path / "deep") == ["x.json"]
 
 
 @pytest.mark.parametrize("text", [b"{", b"\xff\xfe", b'{"a": NaN}', b"[1, Infinity]", b""])
-def test_what_is_no_json_is_named(text: bytes, tmp_path: Path) -> None:
+def test_what_is_not_json_is_named(text: bytes, tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_bytes(text)
     with pytest.raises(FlexrankError, match="x.json: ") as error:
@@ -91,3 +99,10 @@ def test_a_directory_is_put_back_where_the_renaming_fails(
 def test_missing_keys_are_named() -> None:
     with pytest.raises(FlexrankError, match="chain: key 'b' is missing; it needs a, b"):
         require_keys({"a": 1}, ("a", "b"), "chain")
+
+
+def test_the_digest_of_json_is_that_of_its_text_with_sorted_keys() -> None:
+    wanted = hashlib.sha256(b'{"a": [1, 0.5, null], "b": "\\u00fc"}').hexdigest()
+    assert digest_json({"b": "ü", "a": (1, 0.5, None)}) == wanted
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        digest_json(float("nan"))

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import models
+import tiny
 from flexrank.data import text as data
 from flexrank.errors import FlexrankError
 
-TOKENIZER = models.WordTokenizer()
+TOKENIZER = tiny.WordTokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +58,10 @@ def test_documents_are_every_docstring_in_order_and_nothing_is_imported(library:
 
 
 def test_documents_agree_with_what_python_says_of_itself(documents: list[data.Document]) -> None:
-    found = {(document.module, document.name): document for document in documents}
+    by_name = {(document.module, document.name): document for document in documents}
     for owner in (inspect.getdoc, warnings.catch_warnings, difflib.SequenceMatcher.ratio, argparse):
         module = owner.__name__ if inspect.ismodule(owner) else owner.__module__
-        document = found[module, "" if inspect.ismodule(owner) else owner.__qualname__]
+        document = by_name[module, "" if inspect.ismodule(owner) else owner.__qualname__]
         whole = " ".join(f"{document.query} {document.remainder}".split())
         assert whole == " ".join((inspect.getdoc(owner) or "").split())
 
@@ -154,7 +154,7 @@ def test_token_blocks_hold_every_token_once_in_order() -> None:
 
 
 def test_token_blocks_begin_texts_with_eos_where_there_is_no_bos() -> None:
-    class OnlyEnd(models.WordTokenizer):
+    class OnlyEnd(tiny.WordTokenizer):
         bos_token_id = None
 
     class Neither(OnlyEnd):

@@ -9,19 +9,19 @@ from scipy import stats
 from torch import Tensor, nn
 from torch.nn import functional
 
-import models
+import tiny
 from flexrank.data import metrics as evaluation
 from flexrank.data import text as data
 from flexrank.errors import FlexrankError
 
-TOKENIZER = models.WordTokenizer()
+TOKENIZER = tiny.WordTokenizer()
 TEXTS = [" ".join(f"w{number * place}" for place in range(2 + number % 9)) for number in range(23)]
 
 
 @pytest.fixture(scope="module")
 def encoder() -> nn.Module:
     torch.manual_seed(0)
-    return models.bert()
+    return tiny.bert()
 
 
 def one_by_one(model: nn.Module, texts: list[str]) -> Tensor:
@@ -42,7 +42,7 @@ def test_embeddings_are_each_text_alone_in_its_place(encoder: nn.Module, seed: i
 
 
 def test_embeddings_of_plain_batches_keep_their_order() -> None:
-    model, batches = models.mlp(), [torch.randn(3, 12), torch.randn(2, 12)]
+    model, batches = tiny.perceptron(), [torch.randn(3, 12), torch.randn(2, 12)]
     with torch.no_grad():
         expected = functional.normalize(model(torch.cat(batches)), dim=-1)
     torch.testing.assert_close(evaluation.embed(model, batches), expected)
@@ -55,7 +55,7 @@ def test_mean_cosine_is_a_loop_over_rows() -> None:
 
 
 def test_mode_and_gradients_come_back_as_they_were(encoder: nn.Module) -> None:
-    model = models.mlp().train()
+    model = tiny.perceptron().train()
     model[0].eval()
     assert not evaluation.embed(model, [torch.randn(2, 12)]).requires_grad
     assert [module.training for module in model.children()] == [False, True, True, True, True]
@@ -84,9 +84,9 @@ def brute_force_mrr(queries: Tensor, documents: Tensor) -> float:
 def test_retrieval_is_a_count_of_better_documents(block: int) -> None:
     documents = torch.randint(-3, 4, (23, 4)).float()  # integers: scores are exact, and many are tied
     queries = (documents + torch.randint(-2, 3, documents.shape)).float()
-    found = evaluation.retrieval_mrr(queries, documents, block=block)
-    assert found == pytest.approx(brute_force_mrr(queries, documents), abs=1e-12)
-    assert 0.05 < found < 1
+    mrr = evaluation.retrieval_mrr(queries, documents, block=block)
+    assert mrr == pytest.approx(brute_force_mrr(queries, documents), abs=1e-12)
+    assert 0.05 < mrr < 1
 
 
 def test_retrieval_knows_its_ends() -> None:
@@ -117,14 +117,14 @@ def full_cross_entropy(model: nn.Module, texts: list[str]) -> float:
 
 @pytest.mark.parametrize("chunk", [3, 1024])
 def test_nats_are_those_of_each_text_alone(chunk: int) -> None:
-    model = models.llama()
+    model = tiny.llama_untied()
     batches = data.sentence_batches(TOKENIZER, TEXTS, 4, 32)
     expected = full_cross_entropy(model, TEXTS)
     assert evaluation.nats_per_token(model, batches, chunk=chunk) == pytest.approx(expected, rel=1e-5)
 
 
 def test_nats_leave_out_padding_on_the_left() -> None:
-    model = models.llama()
+    model = tiny.llama_untied()
     ids = torch.randint(3, 64, (1, 6))
     padded = {
         "input_ids": functional.pad(ids, (3, 0)),
@@ -136,7 +136,7 @@ def test_nats_leave_out_padding_on_the_left() -> None:
 
 
 def test_accuracy_is_a_count_and_agreement_is_with_the_teacher() -> None:
-    model, batches = models.conv_net(), [torch.randn(4, 3, 9, 9) for _ in range(3)]
+    model, batches = tiny.convnet(), [torch.randn(4, 3, 9, 9) for _ in range(3)]
     with torch.no_grad():
         classes = model(torch.cat(batches)).argmax(-1)
     assert torch.equal(evaluation.predict(model, batches), classes)
@@ -159,7 +159,7 @@ def test_what_is_not_finite_is_named_and_padding_may_be_anything() -> None:
             states[-1, self.place] = float("nan")
             return states
 
-    batches = [models.token_batch(), models.token_batch()]
+    batches = [tiny.token_batch(), tiny.token_batch()]
     assert torch.isfinite(evaluation.embed(Poisoned(-1), batches)).all()
     with pytest.raises(FlexrankError, match="batch 1: .*not finite"):
         evaluation.embed(Poisoned(0), batches)
@@ -170,7 +170,7 @@ def test_what_is_not_finite_is_named_and_padding_may_be_anything() -> None:
 
 
 def test_nothing_to_evaluate_is_an_error() -> None:
-    model = models.llama()
+    model = tiny.llama_untied()
     single = {"input_ids": torch.ones(2, 1, dtype=torch.int64), "attention_mask": torch.ones(2, 1)}
     for call, words in (
         (lambda: evaluation.embed(model, []), "no batches"),

@@ -8,45 +8,49 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-import tiny_models
-from flexrank.artefacts import elastic as checkpoint
-from flexrank.artefacts.deployed import read_batch, write_batch
-from flexrank.artefacts.elastic import inspect_artefact, load_deployed, load_elastic, save_deployed, save_elastic
+import tiny
+from flexrank.artefacts import elastic
+from flexrank.artefacts.deployed import load_deployed, save_deployed
+from flexrank.artefacts.elastic import inspect_artefact, load_elastic, save_elastic
+from flexrank.artefacts.tensors import read_batch, write_batch
 from flexrank.deployment import deploy, deployed_parameters_of
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
-from flexrank.nn.surgery import nested_layers, use_profile
-from flexrank.profiles import ProfileChain
-from tiny_models import agree, outputs
+from flexrank.nn.switch import full_profile, use_profile
+from tiny import agree, outputs, same_state
 
-NAMES = ["bert", "llama_tied", "gpt2", "qwen3", "dinov3", *tiny_models.PLAIN]
+NAMES = ["bert", "llama_tied", "gpt2", "qwen3", "dinov3", *tiny.PLAIN]
 
 
 def factory_of(name):
-    return f"tiny_models:{name}" if name in tiny_models.PLAIN else None
+    return f"tiny:{name}" if name in tiny.PLAIN else None
 
 
-def same_state(found, wanted):
-    found, wanted = found.state_dict(), wanted.state_dict()
-    return found.keys() == wanted.keys() and all(torch.equal(value, found[key]) for key, value in wanted.items())
+def deployed(name, index=1, **options):
+    """An elastic network, deployed at a profile of its chain."""
+    model = tiny.elastic(name)
+    return deploy(model, tiny.chain_of(model).entries[index].profile, **options)
+
+
+def saved_elastic(name, directory):
+    """A saved elastic network: (directory, model, chain)."""
+    model = tiny.elastic(name)
+    chain = tiny.chain_of(model)
+    with use_profile(model, chain.entries[0].profile):  # the active ranks do not matter
+        save_elastic(model, chain, directory, factory=factory_of(name))
+    return directory, model, chain
 
 
 @pytest.fixture
 def saved(tmp_path):
-    """A saved elastic perceptron: (directory, model, chain)."""
-    model = tiny_models.nest(tiny_models.build("perceptron"))
-    chain = tiny_models.chain_of(model)
-    save_elastic(model, chain, tmp_path / "elastic", factory=tiny_models.perceptron)
-    return tmp_path / "elastic", model, chain
+    return saved_elastic("perceptron", tmp_path / "elastic")
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_elastic_model_comes_back_to_the_same_bits(name, tmp_path):
-    model, batch = tiny_models.nest(tiny_models.build(name)), tiny_models.batch_for(name)
-    chain = tiny_models.chain_of(model)
-    with use_profile(model, chain.entries[0].profile):  # the active ranks do not matter
-        save_elastic(model, chain, tmp_path / "elastic", factory=factory_of(name))
-    again, same_chain = load_elastic(tmp_path / "elastic")
+    directory, model, chain = saved_elastic(name, tmp_path / "elastic")
+    again, same_chain = load_elastic(directory)
+    batch = tiny.batch_for(name)
     assert same_state(again, model) and same_chain == chain and not again.training
     for entry in chain.entries:
         with use_profile(model, entry.profile), use_profile(again, entry.profile):
@@ -55,10 +59,8 @@ def test_an_elastic_model_comes_back_to_the_same_bits(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["llama_tied", "tied_blocks"])
 def test_ties_survive(name, tmp_path):
-    model = tiny_models.nest(tiny_models.build(name))
-    chain = tiny_models.chain_of(model)
-    save_elastic(model, chain, tmp_path / "elastic", factory=factory_of(name))
-    for again in (load_elastic(tmp_path / "elastic")[0], load_elastic(tmp_path / "elastic", 0.6)[0]):
+    directory, *_ = saved_elastic(name, tmp_path / "elastic")
+    for again in (load_elastic(directory)[0], load_elastic(directory, 0.6)[0]):
         if name == "llama_tied":
             assert again.lm_head.weight is again.model.embed_tokens.weight
         else:
@@ -75,10 +77,10 @@ def test_a_budget_reads_no_byte_beyond_its_prefix(saved):
             tensors[f"{name}.{factor}"][rank:] = float("nan")
     save_file(tensors, path)
     small, shorter = load_elastic(directory, 0.6)
-    batch = tiny_models.batch_for("perceptron")
+    batch = tiny.batch_for("perceptron")
     with use_profile(model, entry.profile):
         assert agree(outputs(small, batch), outputs(model, batch))
-    assert {name: layer.max_rank for name, layer in nested_layers(small).items()} == entry.profile
+    assert full_profile(small) == entry.profile
     assert shorter.entries == chain.entries[: chain.entries.index(entry) + 1]
     assert same_state(deploy(small, entry.profile), deploy(model, entry.profile))
     with pytest.raises(FlexrankError, match=r"elastic.safetensors: tensor '\d.[uv]' does not match its checksum"):
@@ -89,15 +91,13 @@ def test_other_limits_choose_the_prefix_too(saved):
     directory, _, chain = saved
     for entry in chain.entries:
         small, shorter = load_elastic(directory, max_params=chain.model_parameters(entry))
-        assert (
-            shorter.entries[-1] == entry and {n: x.max_rank for n, x in nested_layers(small).items()} == entry.profile
-        )
+        assert shorter.entries[-1] == entry and full_profile(small) == entry.profile
         assert load_elastic(directory, max_bytes=chain.model_bytes(entry))[1] == shorter
 
 
 def test_a_given_architecture_is_filled_in_place(saved):
     directory, model, _ = saved
-    bare = tiny_models.perceptron()
+    bare = tiny.perceptron()
     again, _ = load_elastic(directory, model=bare)
     assert again is bare and same_state(again, model)
 
@@ -136,19 +136,26 @@ def drop_tensor(path):
         ("elastic.safetensors", truncate, "truncated, or not a safetensors file"),
         ("elastic.safetensors", flip, "does not match its checksum"),
         ("elastic.safetensors", drop_tensor, "tensor '0.u' is missing"),
+        ("model.safetensors", truncate, "does not match its checksum"),
+        ("model.safetensors", flip, "does not match its checksum"),
+        ("model.safetensors", lambda path: path.unlink(), "incomplete"),
+        ("flexrank.json", lambda path: edit(path, layers={}), "does not match its checksum"),
+        ("flexrank.json", lambda path: path.unlink(), "no such file"),
     ],
 )
-def test_damage_to_an_elastic_artefact_is_one_line(saved, file, damage, message):
-    directory = saved[0]
-    damage(directory / file)
+def test_damage_to_an_artefact_is_one_line(file, damage, message, tmp_path):
+    if "elastic" in file:
+        saved_elastic("perceptron", tmp_path / "artefact")
+    else:
+        save_deployed(deployed("perceptron"), tmp_path / "artefact", factory=tiny.perceptron)
+    damage(tmp_path / "artefact" / file)
     with pytest.raises(FlexrankError, match=message) as caught:
-        load_elastic(directory)
+        (load_elastic if "elastic" in file else load_deployed)(tmp_path / "artefact")
     assert "\n" not in str(caught.value)
 
 
 def test_an_edited_config_is_noticed(tmp_path):
-    model = tiny_models.nest(tiny_models.build("bert"))
-    save_elastic(model, tiny_models.chain_of(model), tmp_path / "elastic")
+    saved_elastic("bert", tmp_path / "elastic")
     edit(tmp_path / "elastic" / "config.json", layer_norm_eps=1.0)
     with pytest.raises(FlexrankError, match="config.json: does not match its checksum"):
         load_elastic(tmp_path / "elastic")
@@ -161,12 +168,12 @@ def test_wrong_use_is_one_line(saved, tmp_path):
             load_elastic(directory, **limits)
     with pytest.raises(FlexrankError, match="has no layer '4'"):
         load_elastic(directory, model=nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 16)))
-    wider = nn.Sequential(*tiny_models.perceptron(), nn.LayerNorm(6))
+    wider = nn.Sequential(*tiny.perceptron(), nn.LayerNorm(6))
     with pytest.raises(FlexrankError, match="tensor '5.(weight|bias)' of Sequential is missing"):
         load_elastic(directory, model=wider)
     with pytest.raises(FlexrankError, match="no such directory"):
         inspect_artefact(tmp_path / "nowhere")
-    other = tiny_models.chain_of(tiny_models.nest(tiny_models.build("convnet")))
+    other = tiny.chain_of(tiny.elastic("convnet"))
     with pytest.raises(FlexrankError, match="both the model and the chain"):
         save_elastic(model, other, tmp_path / "other")
     save_elastic(model, chain, tmp_path / "unnamed")
@@ -182,51 +189,25 @@ def test_a_full_disk_leaves_the_old_artefact(saved, monkeypatch):
     def full(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "write_document", full)
+    monkeypatch.setattr(elastic, "write_document", full)
     with pytest.raises(OSError, match="No space"):
         save_elastic(model, chain, directory)
     assert (directory / "elastic.json").read_bytes() == before and len(list(directory.parent.iterdir())) == 1
 
 
-@pytest.mark.parametrize("name", list(tiny_models.PLAIN))
+@pytest.mark.parametrize("name", list(tiny.PLAIN))
 @pytest.mark.parametrize("index", [0, 3])
 def test_a_deployed_module_comes_back_to_the_same_bits(name, index, tmp_path):
-    model = tiny_models.nest(tiny_models.build(name))
-    small = deploy(model, tiny_models.chain_of(model).entries[index].profile)
-    save_deployed(small, tmp_path / "small", factory=f"tiny_models:{name}")
-    for again in (
-        load_deployed(tmp_path / "small"),
-        load_deployed(tmp_path / "small", model=tiny_models.PLAIN[name]()),
-    ):
-        assert same_state(again, small)
-        batch = tiny_models.batch_for(name)
-        assert agree(outputs(again, batch), outputs(small, batch))
-
-
-@pytest.mark.parametrize(
-    ("file", "damage", "message"),
-    [
-        ("model.safetensors", truncate, "does not match its checksum"),
-        ("model.safetensors", flip, "does not match its checksum"),
-        ("model.safetensors", lambda path: path.unlink(), "incomplete"),
-        ("flexrank.json", lambda path: edit(path, layers={}), "does not match its checksum"),
-        ("flexrank.json", lambda path: path.unlink(), "no such file"),
-    ],
-)
-def test_damage_to_a_deployed_artefact_is_one_line(tmp_path, file, damage, message):
-    model = tiny_models.nest(tiny_models.build("perceptron"))
-    small = deploy(model, tiny_models.chain_of(model).entries[1].profile)
-    save_deployed(small, tmp_path / "small", factory=tiny_models.perceptron)
-    damage(tmp_path / "small" / file)
-    with pytest.raises(FlexrankError, match=message):
-        load_deployed(tmp_path / "small")
+    small, batch = deployed(name, index), tiny.batch_for(name)
+    save_deployed(small, tmp_path / "small", factory=f"tiny:{name}")
+    for model in (None, tiny.PLAIN[name]()):
+        again = load_deployed(tmp_path / "small", model=model)
+        assert same_state(again, small) and agree(outputs(again, batch), outputs(small, batch))
 
 
 def test_a_state_of_other_shapes_is_named(tmp_path):
-    model = tiny_models.nest(tiny_models.build("tied_blocks"))
-    small = deploy(model, tiny_models.chain_of(model).entries[0].profile)
-    save_deployed(small, tmp_path / "small")
-    other = tiny_models.tied_blocks()
+    save_deployed(deployed("tied_blocks"), tmp_path / "small")
+    other = tiny.tied_blocks()
     other.first[1] = nn.BatchNorm1d(21)
     with pytest.raises(FlexrankError, match=r"'first.1.\w+' has shape \(20,\); the model needs \(21,\)"):
         load_deployed(tmp_path / "small", model=other)
@@ -234,16 +215,14 @@ def test_a_state_of_other_shapes_is_named(tmp_path):
 
 @pytest.mark.parametrize("name", ["bert", "convnet"])
 def test_inspect_tells_what_an_artefact_holds(name, tmp_path):
-    model = tiny_models.nest(tiny_models.build(name))
-    chain = tiny_models.chain_of(model)
-    save_elastic(model, chain, tmp_path / "elastic", factory=factory_of(name))
-    told = inspect_artefact(tmp_path / "elastic")
-    assert told["kind"] == "elastic" and told["class"] == type(model).__name__ and told["dtype"] == "F32"
-    assert told["bytes_on_disk"] == sum(file.stat().st_size for file in (tmp_path / "elastic").iterdir())
-    assert told["parameters"] == sum(parameter.numel() for parameter in model.parameters())
-    assert {key: spec["rank"] for key, spec in told["layers"].items()} == chain.entries[-1].profile
+    directory, model, chain = saved_elastic(name, tmp_path / "elastic")
+    summary = inspect_artefact(tmp_path / "elastic")
+    assert summary["kind"] == "elastic" and summary["class"] == type(model).__name__ and summary["dtype"] == "F32"
+    assert summary["bytes_on_disk"] == sum(file.stat().st_size for file in (tmp_path / "elastic").iterdir())
+    assert summary["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    assert {key: spec["rank"] for key, spec in summary["layers"].items()} == chain.entries[-1].profile
     small = deploy(model, chain.entries[1].profile, slack=0)
-    row = told["budgets"][1]
+    row = summary["budgets"][1]
     assert row["params_layers"] == deployed_parameters_of(small, chain.entries[1].profile)
     assert row["params_model"] == sum(parameter.numel() for parameter in small.parameters())
 
@@ -251,20 +230,19 @@ def test_inspect_tells_what_an_artefact_holds(name, tmp_path):
         models.save_model(small, tmp_path / "small")
     else:
         save_deployed(small, tmp_path / "small")
-    told = inspect_artefact(tmp_path / "small")
-    assert told["kind"] == "deployed" and told["class"] == type(model).__name__ and "budgets" not in told
-    deployed = {key: spec["rank"] for key, spec in told["layers"].items()}
+    summary = inspect_artefact(tmp_path / "small")
+    assert summary["kind"] == "deployed" and summary["class"] == type(model).__name__ and "budgets" not in summary
+    deployed = {key: spec["rank"] for key, spec in summary["layers"].items()}
     assert deployed.items() <= chain.entries[1].profile.items() and deployed
     buffers = 0 if name == "bert" else 2 * 12 + 1
-    assert told["parameters"] in (row["params_model"], row["params_model"] + buffers)
+    assert summary["parameters"] in (row["params_model"], row["params_model"] + buffers)
 
 
 def test_inspect_refuses_other_directories(tmp_path):
-    with pytest.raises(FlexrankError, match="no artefact of flexrank's"):
-        inspect_artefact(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(FlexrankError, match="no artefact of flexrank's"):
-        inspect_artefact(tmp_path)
+    for content in ("{}", '{"model_type": "bert"}'):
+        with pytest.raises(FlexrankError, match="not an artefact of flexrank"):
+            inspect_artefact(tmp_path)
+        (tmp_path / "config.json").write_text(content)
 
 
 @pytest.mark.parametrize(
@@ -281,16 +259,9 @@ def test_a_batch_comes_back_as_it_was(batch, tmp_path):
     if isinstance(batch, torch.Tensor):
         assert torch.equal(again, batch)
         return
-    pairs = (
-        zip(batch.values(), again.values(), strict=True) if isinstance(batch, dict) else zip(batch, again, strict=True)
-    )
     assert type(again) is type(batch)
-    for wanted, found in pairs:
-        assert torch.equal(found, wanted) if isinstance(wanted, torch.Tensor) else found == wanted
+    given, read = ((x.values() if isinstance(x, dict) else x) for x in (batch, again))
+    for wanted, value in zip(given, read, strict=True):
+        assert torch.equal(value, wanted) if isinstance(wanted, torch.Tensor) else value == wanted
     with pytest.raises(FlexrankError, match="not all tensors or plain values"):
         write_batch(tmp_path / "inputs", (object(),))
-
-
-def test_the_chain_in_the_artefact_is_json(saved):
-    directory, _, chain = saved
-    assert ProfileChain.from_json(json.loads((directory / "elastic.json").read_text())["chain"]) == chain

@@ -1,0 +1,115 @@
+"""States and batches as safetensors files: every tensor once, also under its other names. Nothing is pickled."""
+
+import contextlib
+import functools
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from flexrank.data.batches import Batch
+from flexrank.errors import FlexrankError
+
+
+def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The model's state with every tensor once, and each further name with the name it is an alias of.
+
+    Raises:
+        FlexrankError: the state holds something that is not a tensor.
+    """
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    owners: dict[tuple[Any, ...], str] = {}
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise FlexrankError(f"state {name!r} is a {type(value).__name__}; only tensors are saved")
+        key = (value.data_ptr(), value.dtype, value.shape, value.stride())
+        if value.numel() and key in owners:
+            aliases[name] = owners[key]
+        else:
+            owners[key] = name
+            tensors[name] = value
+    return tensors, aliases
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Writes tensors as safetensors; views into a shared storage are written each for itself."""
+    storages = {name: tensor.untyped_storage().data_ptr() for name, tensor in tensors.items()}
+    uses = Counter(storages.values())
+    apart = {n: t.clone() if uses[storages[n]] > 1 else t.contiguous() for n, t in tensors.items()}
+    try:
+        save_file(apart, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise FlexrankError(f"{path}: cannot be written ({error})") from error
+
+
+@contextlib.contextmanager
+def open_tensors(path: Path) -> Iterator[Any]:
+    """An open safetensors file, read by name or by slice; it is a FlexrankError if it is missing or damaged."""
+    if not path.is_file():
+        raise FlexrankError(f"{path}: no such file; the artefact is incomplete")
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise FlexrankError(f"{path}: truncated, or not a safetensors file ({error})") from error
+
+
+def put_tensors(model: nn.Module, tensors: Mapping[str, Tensor], aliases: Mapping[str, str], source: Path) -> None:
+    """Makes `tensors` the model's state, each under all its names; the model takes their dtype and device.
+
+    Raises:
+        FlexrankError: a name is missing or unexpected, or a shape differs; it names `source`.
+    """
+    wanted = {name: value.shape for name, value in model.state_dict().items()}
+    given = {**tensors, **{alias: tensors[name] for alias, name in aliases.items() if name in tensors}}
+    for name in wanted.keys() - given.keys():
+        raise FlexrankError(f"{source}: tensor {name!r} of {type(model).__name__} is missing")
+    for name in given.keys() - wanted.keys():
+        raise FlexrankError(f"{source}: tensor {name!r} has no place in {type(model).__name__}")
+    for name, value in given.items():
+        if value.shape != wanted[name]:
+            shapes = f"has shape {tuple(value.shape)}; the model needs {tuple(wanted[name])}"
+            raise FlexrankError(f"{source}: tensor {name!r} {shapes}")
+    model.load_state_dict(given, assign=True)
+    for alias, name in aliases.items():
+        owner, _, leaf = alias.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, functools.reduce(getattr, name.split("."), model))
+
+
+def write_batch(path: Path, batch: Batch) -> None:
+    """Writes a batch as safetensors: its tensors, and its structure and plain values as JSON in the header.
+
+    Raises:
+        FlexrankError: it holds a value that is neither a tensor nor plain JSON.
+    """
+    if isinstance(batch, Tensor):
+        kind, items = "tensor", {"0": batch}
+    elif isinstance(batch, Mapping):
+        kind, items = "mapping", dict(batch)
+    else:
+        kind, items = "tuple", {str(index): value for index, value in enumerate(batch)}
+    tensors = {name: value.detach().cpu().clone() for name, value in items.items() if isinstance(value, Tensor)}
+    plain = {name: value for name, value in items.items() if name not in tensors}
+    try:
+        structure = json.dumps({"kind": kind, "names": list(items), "plain": plain}, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise FlexrankError(f"the inputs hold {', '.join(plain)}, not all tensors or plain values: {error}") from error
+    save_file(tensors, path, {"batch": structure})
+
+
+def read_batch(path: Path, device: torch.device) -> Batch:
+    """Reads what `write_batch` wrote, onto `device`; a list comes back as a tuple."""
+    with open_tensors(path) as file:
+        structure = json.loads(file.metadata()["batch"])
+        items = structure["plain"] | {name: file.get_tensor(name).to(device) for name in file.keys()}
+    if structure["kind"] == "tensor":
+        return items["0"]
+    ordered = {name: items[name] for name in structure["names"]}
+    return ordered if structure["kind"] == "mapping" else tuple(ordered.values())

@@ -1,0 +1,81 @@
+"""transformers models known by their config alone, for a dry run: on the meta device, without weights or downloads."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flexrank.errors import FlexrankError
+from flexrank.hf.models import Task, class_for, clear_errors, resolve_source
+
+
+def meta_model(
+    name: str | Path, task: Task, *, dtype: torch.dtype = torch.float32, architecture: str | Path | None = None
+) -> Any:
+    """The model that `load_model` would load, on the meta device: shapes without memory. Nothing is downloaded.
+
+    Args:
+        name: as for `load_model`; the config of a hub name must be in the local cache.
+        task: as for `load_model`.
+        dtype: of the weights.
+        architecture: a config.json in place of the model's own. If transformers has no class of the task for it, the
+            class that it names is taken.
+
+    Raises:
+        FlexrankError: there is no such config, the model is compressed, or no class fits.
+    """
+    import transformers
+
+    config = _config_of(name, architecture)
+    auto_class = class_for(task, config)
+    if type(config) in auto_class._model_mapping:
+        build = auto_class.from_config
+    elif architecture is not None and (own := getattr(transformers, (config.architectures or [""])[0], None)):
+        build = own._from_config
+    else:
+        raise FlexrankError(f"model {str(name)!r}: {auto_class.__name__} has no class for {config.model_type!r}")
+    with clear_errors(str(architecture or name)), torch.device("meta"):
+        return build(config, dtype=dtype).eval()
+
+
+def meta_sample(model: Any, task: Task, length: int) -> dict[str, torch.Tensor]:
+    """One sample on the meta device: `length` tokens, or an image of the size in the model's config."""
+    if task != "classification":
+        return {"input_ids": torch.zeros(1, length, dtype=torch.int64, device="meta")}
+    side, channels = getattr(model.config, "image_size", None), getattr(model.config, "num_channels", 3)
+    if side is None:
+        raise FlexrankError(f"{type(model).__name__}: its config has no image_size, which a plan counts by")
+    height, width = (side, side) if isinstance(side, int) else side
+    return {"pixel_values": torch.zeros(1, channels, height, width, device="meta")}
+
+
+def attention_width(model: Any) -> int:
+    """Heads times head size, summed over the attention layers; 0 for a model whose config has no heads."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        return 0
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return config.num_hidden_layers * heads * size
+
+
+def _config_of(name: str | Path, architecture: str | Path | None) -> Any:
+    """The config of a model, or the architecture in its place, from files on this machine."""
+    import transformers
+
+    if architecture is not None and not Path(architecture).is_file():
+        raise FlexrankError(f"architecture {str(architecture)!r}: no such file; it is a config.json of transformers")
+    source = str(architecture) if architecture is not None else resolve_source(name)
+    with clear_errors(source):
+        try:
+            config = transformers.AutoConfig.from_pretrained(source, local_files_only=True)
+        except OSError as error:
+            if Path(source).exists():
+                raise
+            raise FlexrankError(
+                f"model {str(name)!r}: its config is not on this machine, and a dry run downloads nothing; name a "
+                "config.json with the key architecture"
+            ) from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise FlexrankError(f"model {source!r}: compressed already; a plan counts a dense model's layers")
+    return config

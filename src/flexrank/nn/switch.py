@@ -1,0 +1,129 @@
+"""Switching an elastic model between sizes, and what it holds beside its factors."""
+
+import contextlib
+import itertools
+import logging
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from flexrank.errors import FlexrankError
+from flexrank.nn.elastic import NestedLayer
+from flexrank.profiles import Footprint, RankProfile
+from flexrank.profiles.costs import largest_rank
+
+log = logging.getLogger("flexrank")
+
+
+def nested_layers(model: nn.Module) -> dict[str, NestedLayer]:
+    """The elastic layers by name; it is a FlexrankError if the model has none."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, NestedLayer)}
+    if not layers:
+        raise FlexrankError(f"{type(model).__name__} has no elastic layers; decompose it first")
+    return layers
+
+
+def full_profile(model: nn.Module) -> dict[str, int]:
+    """The full rank of every elastic layer."""
+    return {name: layer.max_rank for name, layer in nested_layers(model).items()}
+
+
+def uniform_profile(model: nn.Module, budget: float) -> RankProfile:
+    """Each layer's largest rank whose deployed parameters are within the budget's share of its dense ones."""
+    shapes = {name: layer.matrix_shape for name, layer in nested_layers(model).items()}
+    return RankProfile({name: max(1, largest_rank((m, n), budget * m * n)) for name, (m, n) in shapes.items()})
+
+
+def set_profile(model: nn.Module, profile: Mapping[str, int]) -> None:
+    """Sets the active ranks of all elastic layers.
+
+    Raises:
+        FlexrankError: the profile names other layers than the model has, or a rank is out of range.
+    """
+    layers = nested_layers(model)
+    require_fitting(layers, profile)
+    for name, rank in profile.items():
+        layers[name].rank = rank
+
+
+def require_fitting(layers: Mapping[str, NestedLayer], profile: Mapping[str, int]) -> None:
+    """Raises FlexrankError unless the profile gives each elastic layer, and no other, a rank in its range."""
+    for name in profile.keys() ^ layers.keys():
+        where = "profile" if name in layers else "model"
+        raise FlexrankError(f"layer {name!r} is not in the {where}; profile and model must name the same layers")
+    for name, rank in profile.items():
+        if not 1 <= rank <= layers[name].max_rank:
+            raise FlexrankError(f"layer {name!r}: rank {rank} is out of range; it has 1 to {layers[name].max_rank}")
+
+
+@contextlib.contextmanager
+def use_profile(model: nn.Module, profile: Mapping[str, int]) -> Iterator[nn.Module]:
+    """The model at this profile inside the block (the paper's 𝒯_m), and as it was after it."""
+    before = {name: layer.rank for name, layer in nested_layers(model).items()}
+    set_profile(model, profile)
+    try:
+        yield model
+    finally:
+        set_profile(model, before)
+
+
+@contextlib.contextmanager
+@torch.no_grad()
+def full_matrices(model: nn.Module, room: int) -> Iterator[None]:
+    """Inside the block full rank costs what the dense layer costs: its matrix is made once, not at each call.
+
+    Args:
+        model: elastic; its weights must not change inside the block.
+        room: most bytes for matrices, of the last layers first; on a GPU at most half of the free memory is taken.
+    """
+    layers = nested_layers(model)
+    room = room_on(next(iter(layers.values())).u.device, room)
+    sizes = {name: layer.u.element_size() * math.prod(layer.matrix_shape) for name, layer in layers.items()}
+    for name in last_within(sizes, room):
+        layers[name].full_matrix = layers[name].u.T @ layers[name].v
+    try:
+        yield
+    finally:
+        for layer in layers.values():
+            layer.full_matrix = None
+
+
+def room_on(device: torch.device, room: int) -> int:
+    """`room` bytes, on a GPU at most half of those free: the model's own outputs need the rest."""
+    if device.type != "cuda":
+        return room
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    half = (torch.cuda.mem_get_info(device)[0] + unused) // 2
+    if half < room:
+        log.info("full layers' matrices take up to %d bytes, half of what is free on %s", half, device)
+    return min(room, half)
+
+
+def last_within(sizes: Mapping[str, int], room: int) -> list[str]:
+    """The names of as many last sizes as sum to at most `room`, the last one first."""
+    names = list(sizes)[::-1]
+    sums = itertools.accumulate(sizes[name] for name in names)
+    return [name for name, total in zip(names, sums, strict=True) if total <= room]
+
+
+def footprint(model: nn.Module, dtype: torch.dtype | None = None) -> Footprint:
+    """What an elastic model holds beside its factors, with every floating tensor in `dtype` if that is given.
+
+    Tied tensors and buffers count once; buffers that are not part of the state do not count.
+    """
+
+    def size(tensor: Tensor) -> int:
+        return tensor.numel() * (dtype if dtype and tensor.is_floating_point() else tensor.dtype).itemsize
+
+    layers = nested_layers(model).values()
+    factors = {id(parameter) for layer in layers for parameter in (layer.u, layer.v)}
+    others = [parameter for parameter in model.parameters() if id(parameter) not in factors]
+    persistent = {id(value) for value in model.state_dict(keep_vars=True).values()}
+    buffers = [buffer for buffer in model.buffers() if id(buffer) in persistent]
+    return Footprint(
+        other_parameters=sum(parameter.numel() for parameter in others),
+        other_bytes=sum(map(size, (*others, *buffers))),
+        bytes_per_parameter=dtype.itemsize if dtype else max(layer.u.element_size() for layer in layers),
+    )

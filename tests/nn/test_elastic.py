@@ -1,0 +1,96 @@
+"""Elastic layers against the dense forward of their own matrix, and layers rebuilt from their specs."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from flexrank.errors import FlexrankError
+from flexrank.nn.elastic import NestedConv2d, NestedLinear
+from flexrank.nn.gauge_aligned import GaugeAlignedConv2d, GaugeAlignedLinear
+from flexrank.nn.matrix import ConvGeometry, conv_geometry, input_rows, output_rows, weight_matrix
+from flexrank.nn.specs import build_layer, layer_spec
+
+GEOMETRY = ConvGeometry(3, (3, 2), (2, 1), (1, 0), (1, 2))
+
+
+def nested_linear() -> NestedLinear:
+    return NestedLinear(torch.randn(6, 8), torch.randn(6, 6), torch.randn(8))
+
+
+def nested_conv() -> NestedConv2d:
+    return NestedConv2d(torch.randn(7, 7), torch.randn(7, 18), torch.randn(7), GEOMETRY)
+
+
+@pytest.mark.parametrize("rank", [1, 3, 6])
+def test_both_routes_of_a_linear_give_the_prefix(rank: int) -> None:
+    layer = nested_linear()
+    layer.rank = rank
+    for tokens in (1, 4, 300):
+        x = torch.randn(2, tokens, 6)
+        expected = functional.linear(x, layer.u[:rank].T @ layer.v[:rank], layer.bias)
+        torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_cheaper_route_is_taken() -> None:
+    """Against a count of multiply-adds."""
+    layer = nested_linear()
+    for rank in range(1, 7):
+        layer.rank = rank
+        for tokens in (1, 2, 5, 100):
+            factored, materialised = tokens * rank * (8 + 6), tokens * 8 * 6 + rank * 8 * 6
+            assert layer.is_factored_cheaper(tokens) == (factored <= materialised)
+
+
+@pytest.mark.parametrize("rank", [1, 4, 7])
+def test_both_routes_of_a_convolution_give_the_prefix(rank: int) -> None:
+    layer = nested_conv()
+    layer.rank = rank
+    for x in (torch.randn(1, 3, 4, 5), torch.randn(9, 3, 20, 21)):
+        weight = (layer.u[:rank].T @ layer.v[:rank]).view(7, 3, 3, 2)
+        expected = functional.conv2d(x, weight, layer.bias, *GEOMETRY[2:])
+        torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
+        assert GEOMETRY.positions(x) == expected[:, 0].numel()
+
+
+def test_rows_of_a_convolution_are_what_its_matrix_multiplies() -> None:
+    conv = nn.Conv2d(3, 7, (3, 2), (2, 1), (1, 0), (1, 2), bias=False)
+    assert conv_geometry(conv) == GEOMETRY
+    x = torch.randn(4, 3, 9, 8)
+    torch.testing.assert_close(input_rows(conv, x) @ weight_matrix(conv).T, output_rows(conv, conv(x)))
+
+
+def test_wrong_ranks_are_named() -> None:
+    layer = nested_linear()
+    for rank in (0, 7):
+        with pytest.raises(FlexrankError, match=f"rank {rank} is out of range; this layer has 1 to 6"):
+            layer.rank = rank
+
+
+def aligned_linear() -> GaugeAlignedLinear:
+    return GaugeAlignedLinear.from_factors(torch.randn(8, 4), torch.randn(6, 4), torch.randn(8), slack=1)
+
+
+def aligned_conv() -> GaugeAlignedConv2d:
+    return GaugeAlignedConv2d.from_factors(torch.randn(9, 4), torch.randn(18, 4), None, GEOMETRY, slack=4)
+
+
+def dense_linear() -> nn.Linear:
+    return nn.Linear(6, 3, bias=False)
+
+
+def dense_conv() -> nn.Conv2d:
+    return nn.Conv2d(3, 7, (3, 2), (2, 1), (1, 0), (1, 2))
+
+
+@pytest.mark.parametrize(
+    "make", [nested_linear, nested_conv, aligned_linear, aligned_conv, dense_linear, dense_conv]
+)  # fmt: skip
+def test_a_spec_rebuilds_its_layer(make: Any) -> None:
+    layer = make()
+    again = build_layer(layer_spec(layer))
+    again.load_state_dict(layer.state_dict())
+    x = torch.randn(2, 6) if "linear" in make.__name__ else torch.randn(2, 3, 9, 8)
+    assert type(again) is type(layer) and torch.equal(again(x), layer(x))

@@ -1,0 +1,96 @@
+"""Selecting layers, saying why others stay dense, and replacing them."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from flexrank.errors import FlexrankError
+from flexrank.nn.linalg import plain_svd
+from flexrank.nn.matrix import weight_matrix
+from flexrank.nn.select import nest_, replace_layer, select_layers
+from tiny import TRANSFORMERS, batch_for, build, nest
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_layers_of_every_architecture_are_found(name: str) -> None:
+    model = build(name)
+    layers = select_layers(model)
+    matrices = {n for n, p in model.named_parameters() if p.ndim >= 2}
+    held = {n for n in matrices if n.rsplit(".", 1)[0] in layers}
+    rest = {n for n in matrices - held if "embed" not in n and "wte" not in n and "wpe" not in n}
+    assert not rest - {"vit.embeddings.patch_embeddings.projection.weight", "lm_head.weight"}, rest
+    assert "lm_head" not in layers or model.get_input_embeddings().weight is not model.lm_head.weight
+
+
+def test_a_tied_head_is_left_dense_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "flexrank")
+    assert "lm_head" not in select_layers(build("llama_tied"))
+    assert "lm_head" in select_layers(build("llama_untied"))
+    assert "left dense: lm_head (weight tied to model.embed_tokens)" in caplog.text
+
+
+class SamePadding(nn.Conv2d):
+    """Its forward may do anything."""
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(3, 8, 4))
+
+
+def test_what_is_not_a_known_layer_is_left_dense_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "flexrank")
+    model = nn.Sequential(
+        nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 6, 1), nn.Embedding(3, 4), SamePadding(4, 4, 3),
+        nn.TransformerEncoderLayer(8, 2, 8), nn.Linear(4, 4), Experts(), nn.Linear(1, 4),
+        nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+    )  # fmt: skip
+    assert list(select_layers(model)) == ["1", "5"]
+    for reason in (
+        "0 (convolution with 4 groups)",
+        "2 (embedding)",
+        "3 (SamePadding is a Conv2d of its own kind)",
+        "4.linear1 (torch's fused encoder layer reads its weight, and does not call it)",
+        "6 (Experts with parameter gate_up_proj (3, 8, 4) is not supported)",
+        "7 (a matrix of rank one has nothing to factorise)",
+        "8 (",
+    ):
+        assert f"left dense: {reason}" in caplog.text
+
+
+def test_patterns_select() -> None:
+    model = build("bert")
+    assert all(".attention." in n for n in select_layers(model, include=["*.attention.*"]))
+    assert "pooler.dense" in select_layers(model) and "pooler.dense" not in select_layers(model, exclude=["pooler"])
+    with pytest.raises(FlexrankError, match="'poler' matches no module"):
+        select_layers(model, exclude=["poler"])
+    with pytest.raises(FlexrankError, match="no layer of Sequential can be factorised"):
+        select_layers(nn.Sequential(nn.ReLU()))
+
+
+def test_a_shared_module_is_replaced_everywhere() -> None:
+    model = build("tied_blocks")
+    x = batch_for("tied_blocks")
+    expected = model(x)
+    assert list(select_layers(model)) == ["first.0", "shared", "head"]
+    nest(model)
+    assert model.shared is model.again
+    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(FlexrankError, match="has no layer 'nothing'"):
+        replace_layer(model, "nothing", nn.ReLU())
+
+
+@pytest.mark.parametrize("frozen", [[], ["weight"], ["bias"], ["weight", "bias"]])
+def test_bias_dtype_mode_and_grad_flags_are_kept(frozen: list[str]) -> None:
+    model = nn.Sequential(nn.Linear(6, 4, dtype=torch.bfloat16)).train(bool(frozen))
+    for name in frozen:
+        getattr(model[0], name).requires_grad_(False)
+    bias = model[0].bias.clone()
+    nested = nest_(model, "0", plain_svd(weight_matrix(model[0]).detach()))
+    assert nested.bias is not None and torch.equal(nested.bias, bias)
+    assert nested.u.dtype == torch.bfloat16 and nested.training == bool(frozen)
+    assert nested.u.requires_grad == nested.v.requires_grad == ("weight" not in frozen)
+    assert nested.bias.requires_grad == ("bias" not in frozen)

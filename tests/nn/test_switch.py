@@ -1,0 +1,87 @@
+"""Switching sizes, and what an elastic model holds beside its factors."""
+
+import pytest
+import torch
+from torch import nn
+
+from flexrank.errors import FlexrankError
+from flexrank.nn import switch
+from flexrank.nn.matrix import weight_matrix
+from flexrank.nn.select import select_layers
+from flexrank.nn.switch import (
+    footprint,
+    full_matrices,
+    full_profile,
+    last_within,
+    nested_layers,
+    room_on,
+    set_profile,
+    uniform_profile,
+    use_profile,
+)
+from flexrank.profiles.costs import deployed_parameters
+from tiny import batch_for, build, elastic, nest
+
+
+def test_use_profile_is_reversible() -> None:
+    model = elastic("perceptron")
+    x = batch_for("perceptron")
+    before = model(x)
+    full = full_profile(model)
+    with pytest.raises(RuntimeError, match="inside"), use_profile(model, dict.fromkeys(full, 2)):
+        assert all(layer.rank == 2 for layer in nested_layers(model).values())
+        assert not torch.allclose(model(x), before)
+        raise RuntimeError("inside")
+    assert torch.equal(model(x), before)
+
+
+def test_uniform_profile_takes_each_layers_largest_rank_within_the_budget() -> None:
+    model = elastic("bert")
+    profile = uniform_profile(model, 0.5)
+    for name, layer in nested_layers(model).items():
+        m, n = layer.matrix_shape
+        assert deployed_parameters((m, n), profile[name]) <= m * n / 2
+        assert deployed_parameters((m, n), profile[name] + 1) > m * n / 2
+
+
+def test_wrong_profiles_are_named() -> None:
+    model = elastic("perceptron")
+    full = full_profile(model)
+    with pytest.raises(FlexrankError, match="layer 'x' is not in the model"):
+        set_profile(model, full | {"x": 1})
+    with pytest.raises(FlexrankError, match="layer '0': rank 99 is out of range; it has 1 to 12"):
+        set_profile(model, full | {"0": 99})
+    assert all(layer.rank == layer.max_rank for layer in nested_layers(model).values())
+    with pytest.raises(FlexrankError, match="no elastic layers"):
+        nested_layers(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "gpt2", "convnet", "tied_blocks"])
+def test_footprint_counts_the_rest_once(name: str) -> None:
+    model = build(name)
+    matrices = sum(weight_matrix(layer).numel() for layer in select_layers(model).values())
+    everything = sum(p.numel() for p in model.parameters())
+    rest = footprint(nest(model))
+    assert rest.other_parameters == everything - matrices
+    assert rest.bytes_per_parameter == 4
+    halved = footprint(model, torch.bfloat16)
+    whole = sum(b.numel() * b.element_size() for n, b in model.named_buffers() if "num_batches" in n)
+    assert halved.other_bytes - whole == (rest.other_bytes - whole) // 2 and halved.bytes_per_parameter == 2
+    buffers = sum(b.numel() * b.element_size() for n, b in model.named_buffers() if n in model.state_dict())
+    assert rest.other_bytes == 4 * rest.other_parameters + buffers
+
+
+def test_matrices_take_half_of_a_gpus_free_memory_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 30)
+    assert [room_on(torch.device(name), 80) for name in ("cpu", "cuda")] == [80, 60]
+    assert last_within({"a": 1, "b": 2, "c": 3}, 5) == ["c", "b"] and last_within({"a": 1, "b": 9}, 5) == []
+
+
+def test_full_matrices_keep_to_the_room_of_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = elastic("llama_untied")
+    layers = list(nested_layers(model).values())
+    monkeypatch.setattr(switch, "room_on", lambda device, room: layers[-1].matrix.nbytes)
+    with full_matrices(model, 2**32):
+        assert [layer.full_matrix is not None for layer in layers] == [False] * (len(layers) - 1) + [True]

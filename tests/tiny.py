@@ -1,0 +1,219 @@
+"""Tiny networks with random weights, one of each kind to support; batches, elastic forms and chains for them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from flexrank.data.batches import call_model, output_tensor
+from flexrank.nn.linalg import plain_svd
+from flexrank.nn.matrix import weight_matrix
+from flexrank.nn.select import nest_, select_layers
+from flexrank.nn.switch import footprint, nested_layers
+from flexrank.profiles import ChainEntry, ProfileChain, RankProfile
+
+VOCABULARY = 64
+ENCODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+TEXT = ENCODER | {"vocab_size": VOCABULARY, "max_position_embeddings": 64}
+DECODER = TEXT | {"num_key_value_heads": 2}
+IMAGE = ENCODER | {"image_size": 16, "patch_size": 4}
+
+
+class TiedBlocks(nn.Module):
+    """A module used twice, batch normalisation, and a non-persistent buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(12, 20), nn.BatchNorm1d(20), nn.GELU())
+        self.shared = nn.Linear(20, 20)
+        self.again = self.shared
+        self.head = nn.Linear(20, 6, bias=False)
+        self.register_buffer("shift", torch.linspace(0, 1, 20), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.again(torch.relu(self.shared(self.first(x)) + self.shift)))
+
+
+def tied_blocks() -> nn.Module:
+    return TiedBlocks().eval()
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 16, bias=False), nn.ReLU(), nn.Linear(16, 6)
+    ).eval()  # fmt: skip
+
+
+def convnet() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 12, 3, padding=1), nn.BatchNorm2d(12), nn.ReLU(),
+        nn.Conv2d(12, 20, 3, stride=2, padding=1, dilation=2, bias=False),
+        nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(80, 6),
+    ).eval()  # fmt: skip
+
+
+def llama_untied(*, tied: bool = False) -> Any:
+    """Grouped-query attention: four heads on two."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**DECODER, tie_word_embeddings=tied)).eval()
+
+
+def llama_tied() -> Any:
+    """The head is the embedding."""
+    return llama_untied(tied=True)
+
+
+def qwen3() -> Any:
+    """Norms of queries and keys, and a head size of its own."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(Qwen3Config(**DECODER, head_dim=16, tie_word_embeddings=True)).eval()
+
+
+def phi3() -> Any:
+    """Fused `qkv_proj` and `gate_up_proj`."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    return Phi3ForCausalLM(Phi3Config(**DECODER, pad_token_id=0, bos_token_id=1, eos_token_id=2)).eval()
+
+
+def gpt2() -> Any:
+    """`Conv1D` layers, a fused `c_attn`, a tied head."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)).eval()
+
+
+def bert() -> Any:
+    """An encoder of sentences, with a pooler."""
+    from transformers import BertConfig, BertModel
+
+    return BertModel(BertConfig(**TEXT)).eval()
+
+
+def vit() -> Any:
+    """An image classifier."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    return ViTForImageClassification(ViTConfig(**IMAGE, num_labels=5)).eval()
+
+
+def dinov3() -> Any:
+    """An encoder of images with rotary positions."""
+    from transformers import DINOv3ViTConfig, DINOv3ViTModel
+
+    return DINOv3ViTModel(DINOv3ViTConfig(**IMAGE)).eval()
+
+
+Build = Callable[[], Any]
+PLAIN: dict[str, Build] = {build.__name__: build for build in (perceptron, convnet, tied_blocks)}
+TRANSFORMERS: dict[str, Build] = {
+    build.__name__: build for build in (bert, llama_tied, llama_untied, gpt2, qwen3, phi3, vit, dinov3)
+}
+CAUSAL = ("llama_tied", "llama_untied", "gpt2", "qwen3", "phi3")
+VISION = (vit, dinov3)
+
+
+def build(name: str, seed: int = 0) -> Any:
+    """The network `name`, with biases and norms off their initial zeros and ones."""
+    torch.manual_seed(seed)
+    model = (TRANSFORMERS | PLAIN)[name]()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def batch_for(name: str) -> Any:
+    """A batch of three for the network `name`."""
+    if name in TRANSFORMERS and TRANSFORMERS[name] not in VISION:
+        return token_batch()
+    generator = torch.Generator().manual_seed(0 if name in TRANSFORMERS else 1)
+    if name in TRANSFORMERS:
+        return {"pixel_values": torch.randn(3, 3, 16, 16, generator=generator)}
+    return torch.randn(*((3, 3, 8, 8) if name == "convnet" else (3, 12)), generator=generator)
+
+
+def token_batch() -> dict[str, torch.Tensor]:
+    """Three rows of ten random tokens; the last row's last three are padding."""
+    ids = torch.randint(3, VOCABULARY, (3, 10), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    ids[-1, -3:], mask[-1, -3:] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+class WordTokenizer:
+    """One token per word, a checksum of it; takes the options of transformers' tokenizers."""
+
+    pad_token_id, bos_token_id, eos_token_id = 0, 1, 2
+
+    def __call__(
+        self,
+        text: list[str],
+        *,
+        truncation: bool = False,
+        max_length: int | None = None,
+        add_special_tokens: bool = True,
+        verbose: bool = True,
+    ) -> dict[str, list[list[int]]]:
+        rows = []
+        for one in text:
+            row = [3 + sum(word.encode()) % (VOCABULARY - 3) for word in one.split()]
+            if add_special_tokens:
+                row = [self.bos_token_id, *row][: max_length if truncation else None]
+            rows.append(row)
+        return {"input_ids": rows}
+
+
+def outputs(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The tensor of the model's output."""
+    with torch.no_grad():
+        return output_tensor(call_model(model, batch))
+
+
+def agree(output: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Whether the same weights, loaded anew, gave the same outputs.
+
+    A few roundings may differ: kernels choose their order of sums by where in memory a tensor begins.
+    """
+    bound = 2**-7 if wanted.dtype == torch.bfloat16 else 1e-6
+    alike = output.dtype == wanted.dtype and output.shape == wanted.shape
+    return alike and bool((output - wanted).norm() <= bound * wanted.norm())
+
+
+def same_state(model: nn.Module, wanted: nn.Module) -> bool:
+    """Whether both states have the same names and the same bits."""
+    state, other = model.state_dict(), wanted.state_dict()
+    return state.keys() == other.keys() and all(torch.equal(value, state[name]) for name, value in other.items())
+
+
+def nest(model: nn.Module) -> nn.Module:
+    """The model with every layer elastic, by plain SVD."""
+    for name, layer in select_layers(model).items():
+        nest_(model, name, plain_svd(weight_matrix(layer).detach()))
+    return model
+
+
+def elastic(name: str) -> Any:
+    """The network `name` with every layer elastic."""
+    return nest(build(name))
+
+
+def chain_of(model: nn.Module, budgets: tuple[float, ...] = (0.25, 0.5, 0.8, 1.0)) -> ProfileChain:
+    """A chain of equal shares of every layer's parameters; its predicted errors are made up."""
+    shapes = {name: layer.matrix_shape for name, layer in nested_layers(model).items()}
+    dense = sum(m * n for m, n in shapes.values())
+    entries = []
+    for budget in budgets:
+        limits = {name: max(budget * m * n, m + n - 1) for name, (m, n) in shapes.items()}
+        ranks = {
+            name: max(r for r in range(1, min(m, n) + 1) if r * (m + n - r) <= limits[name])
+            for name, (m, n) in shapes.items()
+        }
+        parameters = sum(rank * (sum(shapes[name]) - rank) for name, rank in ranks.items())
+        entries.append(ChainEntry(RankProfile(ranks), parameters, 1 - budget, parameters / dense))
+    return ProfileChain(tuple(entries), dense, footprint(model), "uniform")

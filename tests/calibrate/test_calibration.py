@@ -16,7 +16,7 @@ from flexrank.calibrate import (
     merge_moments,
     save_moments,
 )
-from flexrank.calibrate.groups import Inputs
+from flexrank.calibrate.groups import RecentInputs as Inputs
 from flexrank.distill.objectives import FeatureObjective
 from flexrank.errors import FlexrankError
 from flexrank.nn import linalg
@@ -190,10 +190,10 @@ def test_wrong_inputs_are_named() -> None:
 
 
 def test_only_the_last_inputs_are_held() -> None:
-    held = Inputs(held=2)
+    held = Inputs(known=2)
     tensors = [torch.ones(3) for _ in range(4)]
     assert [held.number(tensors[i]) for i in (0, 0, 1, 0, 2, 0)] == [1, 1, 2, 1, 3, 1]  # what is read again stays
-    assert [number for number, _ in held._held] == [3, 1]
+    assert list(held._numbers.values()) == [3, 1]
     tensors[0].add_(1)
     assert held.number(tensors[0]) == 4  # another value in the same memory
     assert held.number(tensors[2].view(3)) != held.number(tensors[3])

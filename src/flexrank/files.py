@@ -182,7 +182,7 @@ def verify_files(directory: str | Path, digests: Mapping[str, str]) -> None:
 def write_document(path: str | Path, kind: str, content: Mapping[str, Any]) -> None:
     """Writes a JSON document with its kind, format and a checksum of itself."""
     document = {"kind": kind, "format": FORMAT, **content}
-    write_json(path, document | {"checksum": _digest_json(document)})
+    write_json(path, document | {"checksum": digest_json(document)})
 
 
 def read_document(path: str | Path, kind: str, keys: tuple[str, ...]) -> dict[str, Any]:
@@ -200,10 +200,11 @@ def read_document(path: str | Path, kind: str, keys: tuple[str, ...]) -> dict[st
         )
     require_keys(document, (*keys, "checksum"), str(path))
     checksum = document.pop("checksum")
-    if _digest_json(document) != checksum:
+    if digest_json(document) != checksum:
         raise FlexrankError(f"{path}: does not match its checksum; the file was truncated or edited")
     return document
 
 
-def _digest_json(value: Any) -> str:
+def digest_json(value: Any) -> str:
+    """SHA-256 of a JSON value, its keys sorted, in hexadecimal."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, allow_nan=False).encode()).hexdigest()

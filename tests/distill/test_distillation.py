@@ -16,6 +16,7 @@ from flexrank.errors import FlexrankError
 from flexrank.nn.surgery import full_profile, nested_layers, use_profile
 from tiny_models import batch_for, build, chain_of, nest
 
+RATES = (60, 1e-2, 3, 0.0)
 SETTINGS = {"steps": 60, "learning_rate": 1e-2, "warmup_steps": 3}
 
 
@@ -142,10 +143,10 @@ def test_a_resumed_run_equals_the_unbroken_one(kind: str, tmp_path: Path) -> Non
 
 
 def test_profiles_are_drawn_in_proportion_and_evenly() -> None:
-    counts = Counter(Schedule([1, 2, 5], seed=0).draw(step) for step in range(8000))
+    counts = Counter(Schedule([1, 2, 5], 0, *RATES).draw(step) for step in range(8000))
     for index, weight in enumerate([1, 2, 5]):
         assert counts[index] == pytest.approx(1000 * weight, rel=0.03)
-    even = Schedule([1, 1, 1, 1], seed=3)
+    even = Schedule([1, 1, 1, 1], 3, *RATES)
     for start in range(0, 40, 4):
         assert sorted(even.draw(step) for step in range(start, start + 4)) == [0, 1, 2, 3]
 

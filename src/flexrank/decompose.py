@@ -57,22 +57,17 @@ def decompose_by_block_(
     method: Method = "datasvd",
     gradient_loss: GradientLoss | None = None,
 ) -> dict[str, Tensor]:
-    """Calibrates and decomposes a stack of blocks one at a time, so that memory holds one block's moments, not all.
+    """`decompose_` of a stack of blocks, one at a time, so that memory holds the moments of one block, not of all.
 
     The last block comes first, so that every moment is that of `collect_moments` for the original model (gradients,
     which pass through the layers after, differ by the rounding of the factors there). L blocks take (L + 1)/2 forwards
-    over the batches in place of one, and with `gradient_loss` L, each with its backward.
+    over the batches in place of one, and with `gradient_loss` L, each with its backward. Returns and raises as
+    `collect_moments` and `decompose_` do.
 
     Args:
         layers: names, from `select_layers`. Hold no layer itself: it would stay in memory beside its elastic form.
-        method: as `decompose_`; "svd" needs no batches, so call `decompose_` with the names.
+        method: any but "svd", which needs no batches: call `decompose_` with the names.
         gradient_loss: for "fisher", as `collect_moments`.
-
-    Returns:
-        As `decompose_`, in the order of `layers`.
-
-    Raises:
-        FlexrankError: as `collect_moments` and `decompose_`.
     """
     _require_known(method)
     names, energies = list(layers), dict[str, Tensor]()

@@ -1,5 +1,6 @@
 """The checkpoint of an interrupted consolidation."""
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,26 +14,24 @@ from flexrank.errors import FlexrankError
 from flexrank.files import directory_aside, read_json, write_json
 
 
+@dataclasses.dataclass
 class State:
     """What a resumed run needs: trainable tensors, the optimiser's, the feed's place, and the losses so far.
 
     Loaded from `path` if there is a checkpoint; without a path nothing is saved.
     """
 
-    def __init__(
-        self,
-        path: str | Path | None,
-        settings: dict[str, Any],
-        trainable: Mapping[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer,
-        feed: Feed,
-    ):
-        self.path = None if path is None else Path(path)
-        self.settings, self.trainable, self.optimizer, self.feed = settings, trainable, optimizer, feed
-        self.losses: list[float] = []
-        self.choices: list[int] = []
-        if self.path is not None and self.path.exists():
-            self._load(self.path)
+    path: str | Path | None
+    settings: dict[str, Any]
+    trainable: Mapping[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    feed: Feed
+    losses: list[float] = dataclasses.field(default_factory=list)
+    choices: list[int] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.path is not None and Path(self.path).exists():
+            self._load(Path(self.path))
 
     @property
     def step(self) -> int:

@@ -1,6 +1,7 @@
 """One optimiser step of a student that follows a teacher; the student may be elastic or any other module."""
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -49,23 +50,19 @@ class Targets:
         return self._objective.loss(output, target, batch)
 
 
+@dataclasses.dataclass
 class Step:
     """Forward, backward, clipping of gradients to length `max_norm`, and the optimiser's update of a student."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        targets: Targets,
-        trainable: Mapping[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer,
-        max_norm: float,
-    ):
-        self._model, self._targets, self._optimizer, self._max_norm = model, targets, optimizer, max_norm
-        self._trainable = list(trainable.values())
+    model: nn.Module
+    targets: Targets
+    trainable: Mapping[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    max_norm: float
 
     def set_rate(self, rate: float) -> None:
         """Sets the learning rate of the next steps."""
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = rate
 
     def take(self, items: Iterable[Item], parts: int, number: int) -> float:
@@ -77,26 +74,26 @@ class Step:
         loss = sum(self._backward(item, parts) for item in items) / parts
         _require_finite(loss, number, "loss")
         _require_finite(self._clip(), number, "gradient's length")
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
         return loss
 
     def _backward(self, item: Item, parts: int) -> float:
         """Adds the gradient of this batch's part of the loss; returns the batch's own loss."""
-        index, batch = item[0], to_device(item[1], model_device(self._model))
-        with self._targets.autocast():
-            target = self._targets.of(index, batch)
-            loss = self._targets.loss(call_model(self._model, batch), target, batch)
+        index, batch = item[0], to_device(item[1], model_device(self.model))
+        with self.targets.autocast():
+            target = self.targets.of(index, batch)
+            loss = self.targets.loss(call_model(self.model, batch), target, batch)
         del target  # not needed to go back, and as large as the logits
         (loss / parts).backward()
         return float(loss.detach())
 
     def _clip(self) -> float:
         """Clips gradients that are longer than `max_norm`; returns their length before."""
-        gradients = [parameter.grad for parameter in self._trainable if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in self.trainable.values() if parameter.grad is not None]
         length = torch.nn.utils.get_total_norm(gradients)
-        if float(length) > self._max_norm:
-            torch.nn.utils.clip_grads_with_norm_(self._trainable, self._max_norm, length)
+        if float(length) > self.max_norm:
+            torch.nn.utils.clip_grads_with_norm_(self.trainable.values(), self.max_norm, length)
         return float(length)
 
 

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexrank.calibrate import Hooks, Moments, collect_moments, moments_by_block
+from flexrank.calibrate import Hooks, Moments, collect_moments, find_groups, moments_by_block
 from flexrank.calibrate.collector import Collector
-from flexrank.calibrate.groups import find_groups
 from flexrank.data.batches import call_model
 from flexrank.nn.linalg import STRIP
 from flexrank.nn.matrix import matrix_shape
@@ -62,14 +61,14 @@ def measure_moments(dtype: str) -> dict[str, Any]:
     calls: list[tuple[Callable[[Tensor, Tensor], None], Tensor, Tensor]] = []
     with Hooks() as hooks:
         for name, layer in layers.items():
-            see = collector.watcher(name, layer)
+            see = collector.watcher(name)
             hooks.watch(layer, lambda inputs, output, see=see: calls.append((see, inputs, output)))  # type: ignore[misc]
         call_model(model, batch)
 
     def collect() -> None:
-        collector.start_batch(0, batch["attention_mask"].bool())
-        for see, inputs, output in calls:
-            see(inputs, output)
+        with collector.batch(0, batch["attention_mask"].bool()):
+            for see, inputs, output in calls:
+                see(inputs, output)
 
     rows, width = SHAPE[0] * SHAPE[1], SIZES["hidden_size"]
     left, right = torch.randn(width, rows), torch.randn(rows, width)

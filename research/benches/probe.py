@@ -15,6 +15,7 @@ import torch
 from flexrank.deployment.environment import assets_directory
 from torch import nn
 
+from flexrank.calibrate import block_stack
 from flexrank.data.batches import Batch, call_model
 from flexrank.data.text import passages, read_texts, sentence_batches, stdlib_documents, token_blocks
 from flexrank.decompose import decompose_
@@ -24,7 +25,7 @@ from flexrank.hf.models import load_model, load_tokenizer, resolve_source
 from flexrank.nn.matrix import matrix_shape
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import full_matrices, full_profile, nested_layers, use_profile
-from flexrank.probe import block_stack, probe_sensitivity
+from flexrank.probe import probe_sensitivity
 from flexrank.profiles import SensitivityTable
 from research.benches import machine
 from research.benches.bench import Bench
@@ -95,7 +96,7 @@ def measure(subject: Subject) -> dict[str, Any]:
         "same": probe[-1].errors == kept[-1].errors,
         "parts": time_parts(model, evaluate, subject),
         "work": count_work(model, subject),
-        "blocks": len(block_stack(model)),
+        "blocks": len(block_stack(model, nested_layers(model))),
         "ratios": {
             way: [slow / fast for fast, slow in zip(seconds[WAYS[0]], seconds[way], strict=True)] for way in WAYS[1:]
         },
@@ -148,7 +149,7 @@ def count_work(model: nn.Module, subject: Subject) -> dict[str, float]:
     if head is not None:
         shapes.append(matrix_shape(head))
     products = sum(m * n for m, n in shapes)
-    stack = block_stack(model)
+    stack = block_stack(model, layers)
     within = [name for name in layers if stack and name.startswith(f"{stack[0][0]}.")]
     width = shapes[0][1]
     targets = [subject.objective.target(call_model(subject.teacher, batch), batch) for batch in subject.batches]

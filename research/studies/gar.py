@@ -19,14 +19,7 @@ from torch import Tensor
 from flexrank.calibrate import collect_moments, collect_rows
 from flexrank.data.metrics import spearman
 from flexrank.decompose import decompose_
-from flexrank.nn.alignment import (
-    ERROR_FLOOR,
-    ERROR_MULTIPLE,
-    SLACK_STEPS,
-    STATED_MULTIPLE,
-    alignment_error,
-    choose_slack,
-)
+from flexrank.nn.alignment import ERROR_FLOOR, ERROR_MULTIPLE, SLACK_STEPS, STATED_MULTIPLE, alignment_error, choose_slack
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import nested_layers

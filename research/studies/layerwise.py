@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flexrank.calibrate import block_stack
 from flexrank.data.batches import Batch
 from flexrank.errors import FlexrankError
-from flexrank.probe import block_stack
+from flexrank.nn.switch import nested_layers
 from research.findings import Result, between, claim, spread, table
 from research.findings.figures import NEUTRAL, OTHER, OURS, draw_seeds
 from research.studies.language import LanguageBench, stories_settings
@@ -99,7 +100,7 @@ def taped(teacher: nn.Module, student: nn.Module) -> Iterator[BlockObjective]:
     Raises:
         FlexrankError: the student is no stack of blocks.
     """
-    names = [name for name, _ in block_stack(student)]
+    names = [name for name, _ in block_stack(student, nested_layers(student))]
     if not names:
         raise FlexrankError(f"{type(student).__name__} has no stack of blocks to train one by one")
     tape = BlockObjective()

@@ -25,13 +25,12 @@ def decompose_(
     """Replaces each layer in place by its elastic form W = U Vᵀ at full rank, components in order of importance.
 
     Args:
-        model: holds the layers that `moments` names.
         moments: from `collect_moments`; for "svd" the layers' names suffice.
         method: "datasvd" (without whitening), "fisher" (also weighted by the outputs' gradients), "paper" (whitened,
             FlexRank appendix C.1), or "svd" (weights alone).
 
     Returns:
-        For each layer the components' energies (k,), falling: their part of the weighted squared output.
+        The energies (k,) of each layer's components, falling: their parts of the weighted squared output.
 
     Raises:
         FlexrankError: an unknown method, a moment that the method needs and lacks, or values that are not finite.
@@ -58,24 +57,17 @@ def decompose_by_block_(
     method: Method = "datasvd",
     gradient_loss: GradientLoss | None = None,
 ) -> dict[str, Tensor]:
-    """Calibrates and decomposes a stack of blocks one at a time: the moments of one block stand in memory, not of all.
+    """`decompose_` of a stack of blocks, one at a time, so that memory holds the moments of one block, not of all.
 
-    The last block comes first, so that every moment is the original model's, as `collect_moments` gives it (gradients,
-    which pass through the layers after, to the rounding of the factors there). L blocks
-    take (L + 1)/2 forwards over the batches in place of one, and with `gradient_loss` L, each with its backward.
+    The last block comes first, so that every moment is that of `collect_moments` for the original model (gradients,
+    which pass through the layers after, differ by the rounding of the factors there). L blocks take (L + 1)/2 forwards
+    over the batches in place of one, and with `gradient_loss` L, each with its backward. Returns and raises as
+    `collect_moments` and `decompose_` do.
 
     Args:
-        model: as `decompose_`.
-        batches: of calibration; run over once for each block.
         layers: names, from `select_layers`. Hold no layer itself: it would stay in memory beside its elastic form.
-        method: as `decompose_`; "svd" needs no moments and no batches, so call `decompose_` with the names.
+        method: any but "svd", which needs no batches: call `decompose_` with the names.
         gradient_loss: for "fisher", as `collect_moments`.
-
-    Returns:
-        As `decompose_`, in the order of `layers`.
-
-    Raises:
-        FlexrankError: as `collect_moments` and `decompose_`.
     """
     _require_known(method)
     names, energies = list(layers), dict[str, Tensor]()

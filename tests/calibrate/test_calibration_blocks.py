@@ -91,6 +91,6 @@ def test_a_stack_run_twice_is_one_part(caplog: pytest.LogCaptureFixture) -> None
     layers = select_layers(model)
     with caplog.at_level("INFO", "flexrank"):
         (found,) = moments_by_block(model, batches, layers)
-    assert "Looped is no stack of blocks run once and in order" in caplog.text
+    assert "Looped has no stack of blocks that run once and in order" in caplog.text
     for name, moment in collect_moments(model, batches, layers).items():
         assert torch.equal(found[name].moment, moment.moment) and moment.tokens == 20

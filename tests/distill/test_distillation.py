@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,9 @@ from flexrank.errors import FlexrankError
 from flexrank.nn.switch import full_profile, nested_layers, use_profile
 from tiny import batch_for, build, chain_of, nest
 
+RATES = (60, 1e-2, 3, 0.0)
+#: A profile of the perceptron.
+SMALL = {"0": 3, "2": 4, "4": 2}
 SETTINGS = {"steps": 60, "learning_rate": 1e-2, "warmup_steps": 3}
 
 
@@ -27,33 +31,40 @@ def batches(name: str) -> list:
 
 
 @pytest.mark.parametrize(
-    ("name", "objective"),
-    [("perceptron", FeatureObjective()), ("convnet", FeatureObjective()), ("gpt2", LogitObjective()),
-     ("bert", EmbeddingObjective(0.5)), ("vit", LogitObjective(2.0))],
+    ("name", "objective", "autocast"),
+    [("perceptron", FeatureObjective(), None), ("perceptron", FeatureObjective(), torch.bfloat16),
+     ("convnet", FeatureObjective(), None), ("gpt2", LogitObjective(), None), ("bert", EmbeddingObjective(0.5), None),
+     ("vit", LogitObjective(2.0), None)],
 )  # fmt: skip
-def test_every_profile_comes_nearer_to_the_teacher(name: str, objective) -> None:
+def test_every_profile_comes_nearer_to_the_teacher(name: str, objective, autocast: torch.dtype | None) -> None:
     teacher, model = build(name), nest(build(name))
     evaluate = distillation_evaluator(teacher, batches(name), objective)
     profiles = [entry.profile for entry in chain_of(model, (0.3, 0.6)).entries]
 
     def errors() -> list[float]:
-        found = []
-        for profile in profiles:
-            with use_profile(model, profile):
-                found.append(evaluate(model))
-        return found
+        return [error_at(model, profile, evaluate) for profile in profiles]
 
     before = errors()
-    history = distill_(model, teacher, batches(name), profiles, objective=objective, **SETTINGS)
+    history = distill_(model, teacher, batches(name), profiles, objective=objective, autocast=autocast, **SETTINGS)
     assert all(after < 0.8 * start for after, start in zip(errors(), before, strict=True))
     assert history.steps == len(history.losses) == 60
     assert full_profile(model) == {n: layer.rank for n, layer in nested_layers(model).items()}
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+
+
+def error_at(model: nn.Module, profile: Mapping[str, int], evaluate: Callable[[nn.Module], float]) -> float:
+    with use_profile(model, profile):
+        return evaluate(model)
+
+
+def weights_of(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
 def test_one_step_is_adamw_on_the_gradient_of_the_drawn_profile() -> None:
     """Oracle: the same step by hand, two accumulated batches, clipped."""
     teacher, model = build("perceptron"), nest(build("perceptron"))
-    twin, data, profile = copy.deepcopy(model), batches("perceptron")[:2], {"0": 3, "2": 4, "4": 2}
+    twin, data, profile = copy.deepcopy(model), batches("perceptron")[:2], SMALL
     settings = {"steps": 1, "learning_rate": 1e-2, "accumulation": 2, "max_norm": 0.1, "weight_decay": 0.3}
     distill_(model, teacher, data, [profile], objective=FeatureObjective(), **settings)
     matrices = [p for p in twin.parameters() if p.ndim > 1]
@@ -78,10 +89,10 @@ def test_one_step_is_adamw_on_the_gradient_of_the_drawn_profile() -> None:
 
 @pytest.mark.parametrize("kind", ["sequence", "iterable", "stateful"])
 def test_a_resumed_run_equals_the_unbroken_one(kind: str, tmp_path: Path) -> None:
-    teacher, profiles = build("perceptron"), [{"0": 3, "2": 4, "4": 2}, {"0": 9, "2": 9, "4": 4}]
+    teacher, profiles = build("perceptron"), [SMALL, {"0": 9, "2": 9, "4": 4}]
 
     class Loader:
-        """Gives its batches again on each pass; `stateful` remembers where it stood, and is seen to be asked."""
+        """Gives its batches again on each pass, from where it is."""
 
         def __init__(self) -> None:
             self.at = 0
@@ -100,7 +111,7 @@ def test_a_resumed_run_equals_the_unbroken_one(kind: str, tmp_path: Path) -> Non
 
     make = {"sequence": lambda: batches("perceptron"), "iterable": Loader, "stateful": Stateful}[kind]
 
-    def run(model: nn.Module, data: object, path: Path | None, stop: int | None = None):
+    def run(model: nn.Module, data: object, path: Path | None, stop: int | None = None, **settings):
         calls = 0
 
         class Stopping(FeatureObjective):
@@ -113,17 +124,8 @@ def test_a_resumed_run_equals_the_unbroken_one(kind: str, tmp_path: Path) -> Non
 
             __repr__ = FeatureObjective.__repr__
 
-        return distill_(
-            model,
-            teacher,
-            data,
-            profiles,
-            objective=Stopping(),
-            checkpoint=path,
-            checkpoint_every=5,
-            weights=[1, 2],
-            **SETTINGS,
-        )
+        settings = {"weights": [1, 2], "checkpoint_every": 5} | SETTINGS | settings
+        return distill_(model, teacher, data, profiles, objective=Stopping(), checkpoint=path, **settings)
 
     unbroken = nest(build("perceptron"))
     expected = run(unbroken, make(), None)
@@ -132,20 +134,16 @@ def test_a_resumed_run_equals_the_unbroken_one(kind: str, tmp_path: Path) -> Non
         run(broken, make(), path, stop=37)
     resumed = nest(build("perceptron"))
     assert run(resumed, make(), path) == expected
-    for a, b in zip(resumed.parameters(), unbroken.parameters(), strict=True):
-        assert torch.equal(a, b)
+    assert torch.equal(weights_of(resumed), weights_of(unbroken))
     with pytest.raises(FlexrankError, match="was written with learning_rate=0.01, not 0.1"):
-        distill_(
-            resumed, teacher, make(), profiles, objective=FeatureObjective(), checkpoint=path, weights=[1, 2],
-            **SETTINGS | {"learning_rate": 0.1},
-        )  # fmt: skip
+        run(resumed, make(), path, learning_rate=0.1)
 
 
 def test_profiles_are_drawn_in_proportion_and_evenly() -> None:
-    counts = Counter(Schedule([1, 2, 5], seed=0).draw(step) for step in range(8000))
+    counts = Counter(Schedule([1, 2, 5], 0, *RATES).draw(step) for step in range(8000))
     for index, weight in enumerate([1, 2, 5]):
         assert counts[index] == pytest.approx(1000 * weight, rel=0.03)
-    even = Schedule([1, 1, 1, 1], seed=3)
+    even = Schedule([1, 1, 1, 1], 3, *RATES)
     for start in range(0, 40, 4):
         assert sorted(even.draw(step) for step in range(start, start + 4)) == [0, 1, 2, 3]
 
@@ -176,27 +174,24 @@ def test_the_teacher_runs_once_for_each_batch_of_a_sequence() -> None:
     for cache, expected in ((2**20, 6), (0, 60), (600, 6 + 9 * 3)):
         teacher, model, count = build("perceptron"), nest(build("perceptron")), [0]
         teacher.register_forward_hook(lambda *_, count=count: count.__setitem__(0, count[0] + 1))
-        profiles = [{"0": 3, "2": 4, "4": 2}]
-        distill_(model, teacher, batches("perceptron"), profiles, teacher_cache=cache, **SETTINGS)
-        trained.append(torch.cat([p.flatten() for p in model.parameters()]))
+        distill_(model, teacher, batches("perceptron"), [SMALL], teacher_cache=cache, **SETTINGS)
+        trained.append(weights_of(model))
         calls.append((count[0], expected))
     assert all(torch.equal(weights, trained[0]) for weights in trained)
-    assert all(found == expected for found, expected in calls), calls
+    assert all(count == expected for count, expected in calls), calls
 
 
 @pytest.mark.parametrize(("name", "objective"), [("gpt2", LogitObjective()), ("perceptron", FeatureObjective())])
-def test_the_objective_is_found_by_the_teachers_output(name: str, objective) -> None:
-    teacher, found = build(name), []
+def test_the_default_objective_is_that_of_the_teachers_output(name: str, objective) -> None:
+    teacher, errors = build(name), []
     for given in (None, objective):
         model = nest(build(name))
         profile = {layer: max(1, rank // 2) for layer, rank in full_profile(model).items()}
         evaluate = distillation_evaluator(teacher, batches(name), given)
-        with use_profile(model, profile):
-            before = evaluate(model)
+        before = error_at(model, profile, evaluate)
         distill_(model, teacher, batches(name), [profile], objective=given, steps=3)
-        with use_profile(model, profile):
-            found.append((before, evaluate(model)))
-    assert found[0] == found[1]
+        errors.append((before, error_at(model, profile, evaluate)))
+    assert errors[0] == errors[1]
 
 
 def test_the_evaluator_leaves_dropout_out_and_the_modes_alone() -> None:
@@ -228,17 +223,13 @@ def test_components_that_no_profile_uses_stay_and_are_no_work(tmp_path: Path) ->
 
 def test_the_model_is_whole_after_an_error_too() -> None:
     teacher, model = build("perceptron"), nest(build("perceptron"))
-    before, profile = full_profile(model), {"0": 3, "2": 4, "4": 2}
+    before = full_profile(model)
     for layer in nested_layers(model).values():
         layer.rank = layer.max_rank - 1
     with pytest.raises(FlexrankError, match="the loss is nan at step 0"):
-        distill_(model, teacher, [torch.full((2, 12), float("nan"))], [profile], steps=1)
+        distill_(model, teacher, [torch.full((2, 12), float("nan"))], [SMALL], steps=1)
     assert full_profile(model) == before
     assert all(layer.rank == layer.max_rank - 1 for layer in nested_layers(model).values())
-    with pytest.raises(FlexrankError, match="layer '2' is not in the profile"):
-        distill_(model, teacher, batches("perceptron"), [{"0": 3, "4": 2}], steps=1)
-    with pytest.raises(FlexrankError, match="layer '0': rank 99 is out of range"):
-        distill_(model, teacher, batches("perceptron"), [{**profile, "0": 99}], steps=1)
 
 
 def test_gradients_within_the_limit_are_not_touched() -> None:
@@ -246,25 +237,25 @@ def test_gradients_within_the_limit_are_not_touched() -> None:
     teacher, trained = build("perceptron"), []
     for limit in (1e9, 1e4):
         model = nest(build("perceptron"))
-        distill_(model, teacher, batches("perceptron"), [{"0": 3, "2": 4, "4": 2}], max_norm=limit, **SETTINGS)
-        trained.append(torch.cat([parameter.flatten() for parameter in model.parameters()]))
+        distill_(model, teacher, batches("perceptron"), [SMALL], max_norm=limit, **SETTINGS)
+        trained.append(weights_of(model))
     assert torch.equal(*trained)
 
 
 def test_likeliest_classes_train_and_more_of_their_targets_are_kept() -> None:
     teacher, calls = build("gpt2"), []
-    count = [0]
-    teacher.register_forward_hook(lambda *_: count.__setitem__(0, count[0] + 1))
+    teacher.register_forward_hook(lambda *_: calls.append(1))
+    counts = []
     for top_k in (None, 4):
         model, objective = nest(build("gpt2")), LogitObjective(top_k=top_k)
         profile = chain_of(model, (0.4,)).entries[0].profile
         evaluate = distillation_evaluator(teacher, batches("gpt2"))
-        with use_profile(model, profile):
-            before, count[0] = evaluate(model), 0
-            distill_(model, teacher, batches("gpt2"), [profile], objective=objective, teacher_cache=6000, **SETTINGS)
-            calls.append(count[0])
-            assert evaluate(model) < 0.8 * before
-    assert calls[0] > calls[1] == 3
+        before = error_at(model, profile, evaluate)
+        calls.clear()
+        distill_(model, teacher, batches("gpt2"), [profile], objective=objective, teacher_cache=6000, **SETTINGS)
+        counts.append(len(calls))
+        assert error_at(model, profile, evaluate) < 0.8 * before
+    assert counts[0] > counts[1] == 3
 
 
 def test_what_cannot_be_trained_is_refused() -> None:
@@ -286,7 +277,7 @@ def test_what_cannot_be_trained_is_refused() -> None:
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
-    teacher, profile = build("perceptron"), {"0": 3, "2": 4, "4": 2}
+    teacher, profile = build("perceptron"), SMALL
     distill_(nest(build("perceptron")), teacher, batches("perceptron"), [profile], steps=2, checkpoint=tmp_path / "a")
     frozen = nest(build("perceptron"))
     frozen[2].v.requires_grad_(False)
@@ -304,41 +295,20 @@ def test_batch_norm_statistics_and_dropout_rest() -> None:
     assert torch.equal(model[1].running_mean, statistics) and model.training and not teacher.training
 
 
-def test_bf16_autocast_keeps_float32_parameters_and_learns() -> None:
-    teacher, model = build("perceptron"), nest(build("perceptron"))
-    profile = {"0": 4, "2": 4, "4": 3}
-    evaluate = distillation_evaluator(teacher, batches("perceptron"), FeatureObjective())
-    with use_profile(model, profile):
-        before = evaluate(model)
-    distill_(
-        model,
-        teacher,
-        batches("perceptron"),
-        [profile],
-        objective=FeatureObjective(),
-        autocast=torch.bfloat16,
-        **SETTINGS,
-    )
-    with use_profile(model, profile):
-        assert evaluate(model) < 0.8 * before
-    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
-
-
-def test_wrong_uses_are_named() -> None:
-    teacher, model = build("perceptron"), nest(build("perceptron"))
-    profile = full_profile(model)
-    good = {"objective": FeatureObjective(), "steps": 1}
-    with pytest.raises(FlexrankError, match="distillation got no batches"):
-        distill_(model, teacher, [], [profile], **good)
-    with pytest.raises(FlexrankError, match="distillation got no batches"):
-        distill_(model, teacher, iter([]), [profile], **good)
-    with pytest.raises(FlexrankError, match="distillation got no profiles"):
-        distill_(model, teacher, batches("perceptron"), [], **good)
-    with pytest.raises(FlexrankError, match="steps is 0"):
-        distill_(model, teacher, batches("perceptron"), [profile], **good | {"steps": 0})
-    with pytest.raises(FlexrankError, match="give 1 positive numbers"):
-        distill_(model, teacher, batches("perceptron"), [profile], weights=[1, 2], **good)
-    with pytest.raises(FlexrankError, match="the loss is nan at step 0"):
-        distill_(model, teacher, [torch.full((2, 12), float("nan"))], [profile], **good)
-    with pytest.raises(FlexrankError, match="no elastic layers"):
-        distill_(build("perceptron"), teacher, batches("perceptron"), [profile], **good)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batches": []}, "distillation got no batches"),
+        ({"batches": iter([])}, "distillation got no batches"),
+        ({"chain": []}, "distillation got no profiles"),
+        ({"chain": [{"0": 3, "4": 2}]}, "layer '2' is not in the profile"),
+        ({"chain": [SMALL | {"0": 99}]}, "layer '0': rank 99 is out of range"),
+        ({"steps": 0}, "steps is 0"),
+        ({"weights": [1, 2]}, "give 1 positive numbers"),
+        ({"model": nn.Identity()}, "no elastic layers"),
+    ],
+)
+def test_wrong_uses_are_named(change: dict, message: str) -> None:
+    good = {"model": nest(build("perceptron")), "batches": batches("perceptron"), "chain": [SMALL], "steps": 1}
+    with pytest.raises(FlexrankError, match=message):
+        distill_(teacher=build("perceptron"), **good | change)

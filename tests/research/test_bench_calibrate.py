@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexrank.calibrate import collect_moments
-from flexrank.calibrate.groups import find_groups
+from flexrank.calibrate import collect_moments, find_groups
 from flexrank.nn import linalg
 from flexrank.nn.select import select_layers
 from research.benches import calibrate

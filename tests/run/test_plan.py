@@ -10,9 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
-from flexrank import calibrate as calibration
 from flexrank import distill as distillation
-from flexrank.calibrate import collect_moments
+from flexrank.calibrate import collect_moments, find_groups
 from flexrank.data.batches import call_model, output_tensor
 from flexrank.decompose import decompose_
 from flexrank.deployment import deploy, deployed_parameters_of
@@ -111,7 +110,7 @@ def test_moments_take_the_bytes_that_calibration_allocates(build: Build, method:
     tensors = [entry.moment for entry in moments.values()]
     tensors += [entry.gradient_moment for entry in moments.values() if entry.gradient_moment is not None]
     assert sum(moment_bytes(subject, method).values()) == bytes_of(tensors)
-    groups = calibration._find_groups(model, batch_of(build), select_layers(model))
+    groups = find_groups(model, batch_of(build), select_layers(model))
     assert sorted(subject.groups) == sorted(map(tuple, groups))
 
 

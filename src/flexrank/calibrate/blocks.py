@@ -1,19 +1,19 @@
-"""A stack of blocks, and which layers of a model belong to which of them, by the order in which they run."""
+"""The stack of blocks of a model, and in which of its sections each layer runs."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import nn
 
-from flexrank.calibrate.groups import Hooks
+from flexrank.calibrate.hooks import Event
 
 
-class Part(NamedTuple):
-    """Layers calibrated together.
+class Section(NamedTuple):
+    """The layers of one block of the stack, or those that run between two blocks, before the first or after the last.
 
     Attributes:
         names: of the layers.
-        until: the block after whose return nothing of the part runs; None where the whole model has to.
+        until: the block after whose return none of the layers runs; None where the whole model has to run.
     """
 
     names: tuple[str, ...]
@@ -21,13 +21,13 @@ class Part(NamedTuple):
 
 
 def block_stack(model: nn.Module, layers: Iterable[str]) -> list[tuple[str, nn.Module]]:
-    """The children of the ModuleList or Sequential that holds most of these layers; none where there is no such."""
+    """The named children of the ModuleList or Sequential that holds most of these layers; empty without such a one."""
     best: list[tuple[str, nn.Module]] = []
     names, most = list(layers), 0
     for name, module in model.named_modules():
         if not isinstance(module, (nn.ModuleList, nn.Sequential)):
             continue
-        children: Mapping[str, nn.Module] = dict(module.named_children())
+        children = dict(module.named_children())
         prefix = f"{name}." if name else ""
         held = sum(layer.startswith(f"{prefix}{child}.") for layer in names for child in children)
         if held > most and len(children) > 1:
@@ -35,49 +35,26 @@ def block_stack(model: nn.Module, layers: Iterable[str]) -> list[tuple[str, nn.M
     return best
 
 
-class BlockOrder:
-    """Sees one forward of a model: where, among the blocks, each layer runs last."""
-
-    def __init__(self, blocks: Sequence[nn.Module]):
-        self._blocks = blocks
-        self._started: list[int] = []
-        self._returned: list[int] = []
-        self._places: dict[str, tuple[int, int]] = {}  # blocks started and returned at the layer's last call
-
-    def watch(self, hooks: Hooks, layers: Mapping[str, nn.Module]) -> None:
-        """Hooks blocks and layers for the length of `hooks`."""
-        for place, block in enumerate(self._blocks):
-            hooks.add(block.register_forward_pre_hook(_note(self._started, place)))
-            hooks.add(block.register_forward_hook(_note(self._returned, place)))
-        for name, layer in layers.items():
-            hooks.add(layer.register_forward_pre_hook(self._placed(name)))
-
-    def _placed(self, name: str) -> Callable[..., None]:
-        def hook(*_: object) -> None:
-            self._places[name] = (len(self._started), len(self._returned))
-
-        return hook
-
-    @property
-    def in_order(self) -> bool:
-        """Whether each block ran once, in the stack's order, one after the other."""
-        return self._started == self._returned == list(range(len(self._blocks)))
-
-    def parts(self) -> list[Part]:
-        """The parts, the last to run first: what replaces a part's layers changes nothing that runs before them."""
-        by_place: dict[tuple[int, int], list[str]] = {}
-        for name, place in self._places.items():
-            by_place.setdefault(place, []).append(name)
-        parts = []
-        for place in sorted(by_place, reverse=True):
-            returned = place[1]
-            until = self._blocks[returned] if returned < len(self._blocks) else None
-            parts.append(Part(tuple(by_place[place]), until))
-        return parts
+def runs_in_order(forwards: Iterable[Sequence[Event]], blocks: Sequence[nn.Module]) -> bool:
+    """Whether every forward runs each block once, one after the other, in this order."""
+    wanted = [(block, returns) for block in blocks for returns in (False, True)]
+    chosen = set(wanted)
+    return all([event for event in forward if event in chosen] == wanted for forward in forwards)
 
 
-def _note(places: list[int], place: int) -> Callable[..., Any]:
-    def hook(*_: object) -> None:
-        places.append(place)
-
-    return hook
+def find_sections(
+    forward: Sequence[Event], blocks: Sequence[nn.Module], layers: Mapping[str, nn.Module]
+) -> list[Section]:
+    """The sections of one forward, the last to run first, each layer where it runs last."""
+    places: dict[nn.Module, tuple[int, int]] = {}
+    chosen, started, returned = set(blocks), 0, 0
+    for module, returns in forward:
+        if module in chosen:
+            started, returned = started + (not returns), returned + returns
+        if not returns:
+            places[module] = (started, returned)
+    by_place: dict[tuple[int, int], list[str]] = {}
+    for name, layer in layers.items():
+        by_place.setdefault(places[layer], []).append(name)
+    untils = [*blocks, None]
+    return [Section(tuple(by_place[place]), untils[place[1]]) for place in sorted(by_place, reverse=True)]

@@ -1,12 +1,14 @@
 """Sums second moments while a model runs: float32 products of a bounded number of rows, float64 sums of those."""
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from flexrank.calibrate.groups import Version, version_of
+from flexrank.calibrate.hooks import Hooks
 from flexrank.calibrate.moments import LayerMoment, Moments
 from flexrank.errors import FlexrankError
 from flexrank.nn.linalg import STRIP, add_gram, mirror
@@ -14,108 +16,113 @@ from flexrank.nn.matrix import bias_of, input_rows, masked_rows, matrix_shape, o
 
 
 class Collector:
-    """Sums moments while the model runs; one accumulator a group of layers with the same input."""
+    """Sums moments while the model runs. Layers that share their input share one sum, which the first of them adds to.
+
+    `groups` are from `find_groups`; side "smaller" sums the output's moment where that is less work.
+    """
 
     def __init__(
         self, layers: Mapping[str, nn.Module], groups: Sequence[Sequence[str]], side: str, with_gradients: bool
     ):
-        self._moments: Moments = {}
-        self._leaders: dict[str, str] = {}
-        self._groups: dict[str, Sequence[str]] = {}
-        self._seen: dict[str, list[Version]] = {}
-        self._outputs: list[tuple[str, nn.Module, GradientEdge]] = []
-        self._with_gradients = with_gradients
+        self._layers, self._with_gradients = layers, with_gradients
+        self._groups = {name: group for group in groups for name in group}
+        self._read: dict[str, list[Version]] = {}
+        self._outputs: list[tuple[str, GradientEdge]] = []
         self._batch = 0
         self._mask: Tensor | None = None
+        allocated: Moments = {}
         for group in groups:
-            self._leaders |= dict.fromkeys(group, group[0])
-            self._groups[group[0]] = group
-            self._allocate(group, layers, side)
-        self._moments = {name: self._moments[name] for name in layers}
+            allocated |= self._allocate(group, side)
+        self._moments = {name: allocated[name] for name in layers}
 
-    def _allocate(self, group: Sequence[str], layers: Mapping[str, nn.Module], side: str) -> None:
-        shapes = {name: matrix_shape(layers[name]) for name in group}
-        inputs = shapes[group[0]][1]
+    def _allocate(self, group: Sequence[str], side: str) -> Moments:
+        shapes = {name: matrix_shape(self._layers[name]) for name in group}
+        n = shapes[group[0]][1]
         outputs_cost = sum(m * m for m, _ in shapes.values())
-        is_output = side == "smaller" and all(m <= n for m, n in shapes.values()) and outputs_cost < inputs**2
-        shared = None if is_output else _zeros(layers[group[0]], inputs)
+        is_output = side == "smaller" and all(m <= n for m, _ in shapes.values()) and outputs_cost < n**2
+        shared = None if is_output else self._zeros(group[0], n)
+        moments = {}
         for name, (m, _) in shapes.items():
-            layer = layers[name]
-            moment = _zeros(layer, m) if shared is None else shared
-            gradient = _zeros(layer, m) if self._with_gradients else None
-            self._moments[name] = LayerMoment("output" if is_output else "input", moment, gradient_moment=gradient)
+            moment = self._zeros(name, m) if shared is None else shared
+            gradient = self._zeros(name, m) if self._with_gradients else None
+            moments[name] = LayerMoment("output" if is_output else "input", moment, gradient_moment=gradient)
+        return moments
 
-    def start_batch(self, index: int, mask: Tensor | None) -> None:
-        """Tells which batch comes, and its real tokens (B, T); None where all are."""
-        self._batch = index
-        self._mask = None if mask is None or bool(mask.all()) else mask  # rows need no copy where none is left out
-        self._seen = {name: [] for name in self._leaders}
+    def _zeros(self, name: str, size: int) -> Tensor:
+        return torch.zeros(size, size, dtype=torch.float64, device=weight_matrix(self._layers[name]).device)
 
-    def watcher(self, name: str, layer: nn.Module) -> Callable[[Tensor, Tensor], None]:
-        """What is to see the layer's input and output at each of its calls."""
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[Hooks]:
+        """Inside the block each call of a layer adds to its moment; the hooks may own others too."""
+        with Hooks() as hooks:
+            for name, layer in self._layers.items():
+                hooks.watch(layer, self.watcher(name))
+            yield hooks
+
+    def watcher(self, name: str) -> Callable[[Tensor, Tensor], None]:
+        """The function that takes the layer's input and output of each call."""
 
         def see(inputs: Tensor, outputs: Tensor) -> None:
             if self._with_gradients:
                 # The edge, not the tensor: an activation in place would put another value and gradient there.
-                self._outputs.append((name, layer, get_gradient_edge(outputs)))
+                self._outputs.append((name, get_gradient_edge(outputs)))
             with torch.no_grad():
-                self._add(name, layer, inputs.detach(), outputs.detach())
+                self._add(name, inputs.detach(), outputs.detach())
 
         return see
 
+    @contextlib.contextmanager
+    def batch(self, index: int, mask: Tensor | None) -> Iterator[None]:
+        """Inside the block one batch runs, of this number and these real tokens (B, T); None where all are real."""
+        self._batch = index
+        self._mask = None if mask is None or bool(mask.all()) else mask  # rows need no copy where none is left out
+        self._read = {name: [] for name in self._layers}
+        yield
+        for name, group in self._groups.items():
+            if self._moments[name].side == "input" and self._read[name] != self._read[group[0]]:
+                pair = f"layers {group[0]!r} and {name!r}"
+                raise FlexrankError(f"{pair} shared their input in the first batch and not in batch {index}")
+
     def add_gradients(self, loss: Tensor) -> None:
-        """Adds the second moments of the loss's gradients at the outputs seen since the last call."""
-        gradients = torch.autograd.grad(loss, [edge for _, _, edge in self._outputs], allow_unused=True)
-        for (name, layer, _), gradient in zip(self._outputs, gradients, strict=True):
+        """Adds the second moments of the loss's gradients at the outputs since the last call."""
+        gradients = torch.autograd.grad(loss, [edge for _, edge in self._outputs], allow_unused=True)
+        for (name, _), gradient in zip(self._outputs, gradients, strict=True):
             moment = self._moments[name].gradient_moment
             if gradient is not None and moment is not None:  # a layer the loss does not reach has no gradient
-                self._sum(name, moment, masked_rows(output_rows(layer, gradient), self._mask))
+                self._sum(name, moment, masked_rows(output_rows(self._layers[name], gradient), self._mask))
         self._outputs.clear()
 
     def finish(self) -> Moments:
-        """The moments, whole: until now each held what is right of its diagonal."""
-        whole: set[int] = set()
+        """The moments, made symmetric: until now each holds only its upper triangle."""
+        finished: set[int] = set()
         for name, entry in self._moments.items():
             for moment in (entry.moment, entry.gradient_moment):
-                if moment is not None and id(moment) not in whole:
+                if moment is not None and id(moment) not in finished:
                     mirror(moment)
-                    whole.add(id(moment))
+                    finished.add(id(moment))
             if entry.side == "input":
-                entry.tokens = self._moments[self._leaders[name]].tokens
+                entry.tokens = self._moments[self._groups[name][0]].tokens
                 entry.mean_square = float(entry.moment.trace()) / entry.moment.shape[0]
         return self._moments
 
-    def _add(self, name: str, layer: nn.Module, inputs: Tensor, outputs: Tensor) -> None:
-        entry, leader = self._moments[name], self._leaders[name]
-        if entry.side == "output" or name == leader:
-            rows = masked_rows(input_rows(layer, inputs), self._mask)
+    def _add(self, name: str, inputs: Tensor, outputs: Tensor) -> None:
+        entry = self._moments[name]
+        if entry.side == "output" or name == self._groups[name][0]:
+            rows = masked_rows(input_rows(self._layers[name], inputs), self._mask)
             entry.tokens += rows.shape[0]
             if entry.side == "output":
                 entry.mean_square += _energy(rows) / rows.shape[1]
-                rows = self._output_rows(layer, rows, outputs)
+                rows = self._output_rows(name, rows, outputs)
             self._sum(name, entry.moment, rows)
-        if entry.side == "input":
-            self._check_sharing(name, leader, inputs)
+        self._read[name].append(version_of(inputs))
 
-    def _check_sharing(self, name: str, leader: str, inputs: Tensor) -> None:
-        """Remembers an input until every layer of the group has read it, and sees that each reads the same."""
-        self._seen[name].append(version_of(inputs))
-        calls, partner = len(self._seen[name]), self._seen[leader]
-        if len(partner) < calls or partner[calls - 1] != self._seen[name][-1]:
-            raise FlexrankError(
-                f"layers {leader!r} and {name!r} shared their input in the first batch and not in batch {self._batch}"
-            )
-        if all(len(self._seen[member]) == len(partner) for member in self._groups[leader]):
-            for member in self._groups[leader]:
-                self._seen[member].clear()
-
-    def _output_rows(self, layer: nn.Module, rows: Tensor, outputs: Tensor) -> Tensor:
+    def _output_rows(self, name: str, rows: Tensor, outputs: Tensor) -> Tensor:
         """W x of each row, without the bias, in float32 or better."""
+        layer = self._layers[name]
         if outputs.dtype.itemsize < 4:  # half precision has rounded the output: take the product again
             return _product(rows, weight_matrix(layer))
-        found = masked_rows(output_rows(layer, outputs), self._mask)
-        bias = bias_of(layer)
-        return found if bias is None else found - bias
+        products, bias = masked_rows(output_rows(layer, outputs), self._mask), bias_of(layer)
+        return products if bias is None else products - bias
 
     def _sum(self, name: str, moment: Tensor, rows: Tensor) -> None:
         add_gram(moment, rows)
@@ -125,7 +132,7 @@ class Collector:
 
 
 def _product(rows: Tensor, weight: Tensor) -> Tensor:
-    """Rows (t, n) times weightᵀ (m, n) in float32, block by block: neither is copied whole."""
+    """Rows (t, n) times weightᵀ (m, n) in float32, strip by strip: neither is copied whole."""
     product = torch.empty(len(rows), len(weight), dtype=torch.float32, device=rows.device)
     for top in range(0, len(rows), STRIP):
         part = rows[top : top + STRIP].float()
@@ -138,7 +145,3 @@ def _energy(rows: Tensor) -> float:
     """The sum of squares: each row's in float32 or better, their sum in float64."""
     lengths = torch.linalg.vector_norm(rows, dim=1, dtype=torch.promote_types(rows.dtype, torch.float32))
     return float(lengths.double().square().sum())
-
-
-def _zeros(layer: nn.Module, size: int) -> Tensor:
-    return torch.zeros(size, size, dtype=torch.float64, device=weight_matrix(layer).device)

@@ -1,4 +1,4 @@
-"""What calibration found: second moments, merged, and as a file."""
+"""Second moments of layers: as values, merged, and as a file."""
 
 import dataclasses
 import json
@@ -14,14 +14,14 @@ from flexrank.files import write_aside
 
 @dataclasses.dataclass
 class LayerMoment:
-    """What calibration knows of one layer, summed over tokens.
+    """Moments of one layer, summed over tokens.
 
     Attributes:
         side: "input" for Σ = Σ_t x_t x_tᵀ (n × n), "output" for C = W Σ Wᵀ (m × m).
         moment: float64; the same tensor for all layers that read the same input.
         mean_square: tr(Σ)/n.
-        tokens: how many rows were summed.
-        gradient_moment: G (m × m) float64, the second moment of the loss's gradient at the output, where asked for.
+        tokens: the number of rows summed.
+        gradient_moment: G (m × m) float64, the second moment of the loss's gradient at the output; None without a loss.
     """
 
     side: Literal["input", "output"]
@@ -35,28 +35,28 @@ Moments = dict[str, LayerMoment]
 
 
 def merge_moments(first: Moments, second: Moments) -> Moments:
-    """The moments of two sets of samples together, of the same layers and settings; both are left as they are.
+    """The moments of two sets of samples together; both are left as they are.
 
     Raises:
         FlexrankError: they differ in layers, side, or gradients.
     """
-    kinds = [
-        [(name, layer.side, layer.gradient_moment is None) for name, layer in moments.items()]
-        for moments in (first, second)
-    ]
-    if kinds[0] != kinds[1]:
+    if _kinds(first) != _kinds(second):
         raise FlexrankError("moments of other layers, sides or gradients cannot be merged; collect both alike")
     sums: dict[int, Tensor] = {}  # layers that share their input's moment share the sum
     merged: Moments = {}
     for name, layer in first.items():
         other = second[name]
         moment = sums.setdefault(id(layer.moment), layer.moment + other.moment)
-        tokens = layer.tokens + other.tokens
         gradient = None
         if layer.gradient_moment is not None and other.gradient_moment is not None:
             gradient = layer.gradient_moment + other.gradient_moment
-        merged[name] = LayerMoment(layer.side, moment, layer.mean_square + other.mean_square, tokens, gradient)
+        mean_square, tokens = layer.mean_square + other.mean_square, layer.tokens + other.tokens
+        merged[name] = LayerMoment(layer.side, moment, mean_square, tokens, gradient)
     return merged
+
+
+def _kinds(moments: Moments) -> list[tuple[str, str, bool]]:
+    return [(name, layer.side, layer.gradient_moment is None) for name, layer in moments.items()]
 
 
 def save_moments(moments: Moments, path: str | Path) -> None:

@@ -1,8 +1,6 @@
 """Stage three: one set of weights learns to serve every profile (FlexRank, section 3.3, eq. 5 and 6)."""
 
 import dataclasses
-import hashlib
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,10 +12,11 @@ from flexrank.data.batches import Batch, call_model, eval_mode, model_device, to
 from flexrank.distill.feed import Feed
 from flexrank.distill.objectives import Objective, default_objective
 from flexrank.distill.prefixes import used_components
-from flexrank.distill.schedule import Schedule, scheduled_rate
+from flexrank.distill.schedule import Schedule
 from flexrank.distill.state import State
 from flexrank.distill.step import Step, Targets, make_optimizer, trainable_parameters, training
 from flexrank.errors import FlexrankError
+from flexrank.files import digest_json, digest_tensor
 from flexrank.nn.switch import use_profile
 from flexrank.profiles import ProfileChain
 from flexrank.progress import track
@@ -27,12 +26,9 @@ Profiles = ProfileChain | Sequence[Mapping[str, int]]
 
 @dataclasses.dataclass(frozen=True)
 class TrainingHistory:
-    """What a consolidation did.
+    """The loss of each step, the index of its profile (cheapest first), and the number of steps.
 
-    Attributes:
-        losses: the loss of each step.
-        profiles: the index of each step's profile, cheapest first.
-        steps: how many steps were taken in all, those of earlier, interrupted calls included.
+    Steps of earlier, interrupted calls are included.
     """
 
     losses: tuple[float, ...]
@@ -45,12 +41,10 @@ def distillation_evaluator(
 ) -> Callable[[nn.Module], float]:
     """evaluate(model) -> mean objective over `batches` (weighted by their rows), both models in eval mode.
 
-    What the objective needs of the teacher's outputs is kept, so that it need not run again.
+    The teacher runs once; its targets and the batches are kept on its device.
 
     Args:
-        teacher: the original.
-        batches: in a fixed order; kept, on the teacher's device.
-        objective: the loss; by default the one that `default_objective` finds for the teacher's output.
+        objective: the loss; by default that of `default_objective` for the teacher's output.
 
     Raises:
         FlexrankError: there are no batches.
@@ -96,70 +90,64 @@ def distill_(
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 200,
 ) -> TrainingHistory:
-    """Trains the elastic model in place: each step draws one profile and follows the frozen teacher on one batch.
+    """Trains the elastic model in place: each step draws one profile and follows the frozen teacher.
 
-    AdamW, linear warm-up, cosine decay. Dropout stays off and batch norms keep their statistics, which all profiles
-    share. Profiles and batches are drawn from (seed, step) alone, so an interrupted run resumes to the same bits.
-
-    Components above a layer's largest trained rank stay as they were: no gradient, no decay, no state of the optimiser.
-    So train budget 1 only where the base's own weights will not be kept: `deploy(base=)` gives the base itself there.
-    Without it, a model trained below full rank is at full rank its trained components and these old ones.
+    AdamW (weight decay of matrices alone), linear warm-up, cosine decay; no dropout, fixed batch norms. Components
+    above a layer's largest trained rank stay as they were. A resumed run gives the same bits as an unbroken one.
 
     Args:
-        model: elastic.
-        teacher: the original; frozen, in eval mode.
         batches: a sequence, shuffled anew each pass, whose items never change (else `teacher_cache=0`); or an iterable,
-            taken in its order, again and again. One with `state_dict` and `load_state_dict` (torchdata's
-            StatefulDataLoader) resumes by them, others by skipping.
+            taken again and again. One with `state_dict` and `load_state_dict` resumes by them, others by skipping.
         chain: its requested profiles are trained; or the profiles themselves, cheapest first.
-        objective: the loss; by default the one that `default_objective` finds for the teacher's output.
-        steps: optimiser steps.
-        learning_rate: peak.
-        warmup_steps: of linear rise.
-        final_learning_rate: what the cosine falls to.
-        weights: α, one for each profile, cheapest first; equal by default.
-        weight_decay: of matrices.
-        accumulation: batches a step.
-        max_norm: gradients are clipped to this length.
-        autocast: run both models under this dtype; parameters and optimiser keep theirs.
-        train_embeddings: embeddings (and heads tied to them) are frozen unless set; so is what does not require grad.
+        objective: the loss; by default that of `default_objective` for the teacher's output.
+        weights: α, how often each profile is drawn relative to the others; equal by default.
+        accumulation: batches per step.
+        autocast: the dtype both models run under; parameters and optimiser keep theirs.
+        train_embeddings: else embeddings, and heads tied to them, are frozen, as is what does not require grad.
         teacher_cache: bytes of the teacher's outputs kept from one pass over a sequence to the next.
-        seed: of profiles and batch order.
         checkpoint: a directory, written every `checkpoint_every` steps and at the end; found there, it is resumed.
-        checkpoint_every: steps.
 
     Raises:
-        FlexrankError: wrong settings, no batches, weights of half precision, which AdamW's small steps would not
-            move, a loss or gradient that is not finite, or a checkpoint of another run.
+        FlexrankError: wrong settings, no batches, half precision, a loss that is not finite, or a foreign checkpoint.
     """
     profiles = _profiles(chain)
+    _require_counts(steps=steps, accumulation=accumulation, checkpoint_every=checkpoint_every)
+    alpha = _positive(weights, len(profiles))
+    schedule = Schedule(alpha, seed, steps, learning_rate, warmup_steps, final_learning_rate)
     settings = {
-        "steps": steps, "learning_rate": learning_rate, "warmup_steps": warmup_steps, "weight_decay": weight_decay,
-        "final_learning_rate": final_learning_rate, "accumulation": accumulation, "max_norm": max_norm, "seed": seed,
-        "autocast": str(autocast), "train_embeddings": train_embeddings, "objective": repr(objective),
-        "teacher": None if checkpoint is None else _identity(teacher),
-        "profiles": _digest([sorted(profile.items()) for profile in profiles]),
-        "weights": None if weights is None else list(weights),
+        **dataclasses.asdict(schedule), "weight_decay": weight_decay, "accumulation": accumulation,
+        "max_norm": max_norm, "autocast": str(autocast), "train_embeddings": train_embeddings,
+        "objective": repr(objective), "profiles": digest_json(profiles),
+        "teacher": _identity(teacher) if checkpoint else None,
     }  # fmt: skip
-    schedule = Schedule(_positive(weights, len(profiles)), seed)
-    _check_counts(steps=steps, accumulation=accumulation, checkpoint_every=checkpoint_every)
     with used_components(model, profiles):
         trainable = trainable_parameters(model, train_embeddings)
         optimizer = make_optimizer(trainable, learning_rate, weight_decay)
-        feed = Feed(batches, seed)
-        state = State(checkpoint, settings, trainable, optimizer, feed)
-        taking = Step(model, Targets(teacher, objective, autocast, teacher_cache), trainable, optimizer, max_norm)
+        state = State(checkpoint, settings, trainable, optimizer, Feed(batches, seed))
+        step = Step(model, Targets(teacher, objective, autocast, teacher_cache), trainable, optimizer, max_norm)
         with training(model, teacher, trainable):
-            for step in track(range(state.step, steps), "distilling", steps, state.step):
-                for group in optimizer.param_groups:
-                    group["lr"] = scheduled_rate(step, steps, learning_rate, warmup_steps, final_learning_rate)
-                choice = schedule.draw(step)
-                with use_profile(model, profiles[choice]):
-                    loss = taking.take((feed.next() for _ in range(accumulation)), accumulation, step)
-                state.advance(loss, choice)
-                if state.step % checkpoint_every == 0 or state.step == steps:
-                    state.save()
+            _train(model, profiles, schedule, step, state, accumulation, checkpoint_every)
     return TrainingHistory(tuple(state.losses), tuple(state.choices), state.step)
+
+
+def _train(
+    model: nn.Module,
+    profiles: Sequence[Mapping[str, int]],
+    schedule: Schedule,
+    step: Step,
+    state: State,
+    accumulation: int,
+    checkpoint_every: int,
+) -> None:
+    """Takes the steps that are left."""
+    for number in track(range(state.step, schedule.steps), "distilling", schedule.steps, state.step):
+        choice = schedule.draw(number)
+        step.set_rate(schedule.rate(number))
+        with use_profile(model, profiles[choice]):
+            loss = step.take((state.feed.next() for _ in range(accumulation)), accumulation, number)
+        state.advance(loss, choice)
+        if state.step % checkpoint_every == 0 or state.step == schedule.steps:
+            state.save()
 
 
 def _profiles(chain: Profiles) -> list[dict[str, int]]:
@@ -170,26 +158,21 @@ def _profiles(chain: Profiles) -> list[dict[str, int]]:
     return [dict(profile) for profile in chain]
 
 
-def _positive(weights: Sequence[float] | None, count: int) -> Sequence[float]:
+def _positive(weights: Sequence[float] | None, count: int) -> list[float]:
     if weights is None:
         return [1.0] * count
     if len(weights) != count or not all(math.isfinite(w) and w > 0 for w in weights):
         raise FlexrankError(f"weights {list(weights)} do not fit; give {count} positive numbers, one for each profile")
-    return weights
+    return list(weights)
 
 
-def _check_counts(**counts: int) -> None:
+def _require_counts(**counts: int) -> None:
     for name, value in counts.items():
         if value < 1:
             raise FlexrankError(f"{name} is {value}; it must be at least 1")
 
 
 def _identity(model: nn.Module) -> str:
-    """Tells a model from others of its kind: a digest of its tensors' names, shapes and first values."""
-    state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    firsts = [[name, list(value.shape), value.flatten()[:16].double().tolist()] for name, value in state.items()]
-    return _digest(firsts)
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+    """A digest of the names, shapes and first values of the model's tensors."""
+    tensors = [(name, value) for name, value in model.state_dict().items() if isinstance(value, Tensor)]
+    return digest_json([(name, list(value.shape), digest_tensor(value.flatten()[:16])) for name, value in tensors])

@@ -1,4 +1,4 @@
-"""Batches without end, in an order that a resumed run finds again."""
+"""Batches without end, in an order that a resumed run repeats."""
 
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,11 +12,9 @@ class Feed:
     """Batches without end. A sequence is shuffled by (seed, pass); an iterable is taken in its own order."""
 
     def __init__(self, batches: Sequence[Batch] | Iterable[Batch], seed: int):
-        self._batches, self._seed = batches, seed
-        self._indexed = isinstance(batches, Sequence)
-        self._count = 0
+        self._batches, self._seed, self._count = batches, seed, 0
         self._shuffled: tuple[int, list[int]] = (-1, [])
-        self._iterator: Iterator[Batch] | None = None
+        self._iterator: Iterator[Batch] = iter(())
 
     def next(self) -> tuple[int | None, Batch]:
         """The next batch, and its place in the sequence (None where the batches are an iterable).
@@ -24,39 +22,41 @@ class Feed:
         Raises:
             FlexrankError: there are none.
         """
-        if self._indexed:
-            assert isinstance(self._batches, Sequence)
-            if not self._batches:
-                raise FlexrankError("distillation got no batches; it needs at least one")
-            epoch, position = divmod(self._count, len(self._batches))
-            self._count += 1
-            index = self._order(epoch)[position]
-            return index, self._batches[index]
+        if isinstance(self._batches, Sequence):
+            index = self._next_index(len(self._batches))
+            batch = self._batches[index]
+        else:
+            index, batch = None, self._next_of_iterable(self._batches)
         self._count += 1
-        for _ in range(2):
-            if self._iterator is None:
-                self._iterator = iter(self._batches)
-            for batch in self._iterator:
-                return None, batch
-            self._iterator = None
-        raise FlexrankError("distillation got no batches; an iterable must give them again on each pass")
+        return index, batch
 
-    def _order(self, epoch: int) -> list[int]:
+    def _next_index(self, size: int) -> int:
+        if size == 0:
+            raise FlexrankError("distillation got no batches; it needs at least one")
+        epoch, position = divmod(self._count, size)
         if self._shuffled[0] != epoch:
-            order = list(range(len(self._batches)))  # type: ignore[arg-type]
+            order = list(range(size))
             random.Random(f"{self._seed} batches {epoch}").shuffle(order)
             self._shuffled = epoch, order
-        return self._shuffled[1]
+        return self._shuffled[1][position]
+
+    def _next_of_iterable(self, batches: Iterable[Batch]) -> Batch:
+        for batch in self._iterator:
+            return batch
+        self._iterator = iter(batches)
+        for batch in self._iterator:
+            return batch
+        raise FlexrankError("distillation got no batches; an iterable must give them again on each pass")
 
     def state(self) -> dict[str, Any]:
-        """Where it stands, as a JSON object."""
+        """Its place, as a JSON object."""
         own = getattr(self._batches, "state_dict", None)
         return {"count": self._count, "loader": own() if callable(own) else None}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state`: by the loader's own means where it has them, else by skipping."""
+        """Continues from a `state`: by the loader's own means where it has them, else by skipping."""
         load = getattr(self._batches, "load_state_dict", None)
-        if self._indexed or state["count"] == 0:
+        if isinstance(self._batches, Sequence) or state["count"] == 0:
             self._count = state["count"]
         elif callable(load) and state["loader"] is not None:
             load(state["loader"])

@@ -1,4 +1,4 @@
-"""Only components that some profile uses take part in training."""
+"""Training of only the components that some profile uses."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,14 +11,10 @@ from flexrank.nn.switch import nested_layers, require_fitting
 
 @contextlib.contextmanager
 def used_components(model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> Iterator[None]:
-    """Inside the block each elastic layer holds the first components alone, up to its largest rank in `profiles`.
+    """Inside the block each elastic layer holds only its first components, up to its largest rank in `profiles`.
 
-    They are parameters of their own in the memory of the whole ones: what is trained in the block stands in `u` and `v`
-    after it, and the components above are as they were. So those need no gradient and no state of an optimiser.
-
-    Args:
-        model: elastic.
-        profiles: at least one.
+    They are parameters of their own in the memory of the whole ones: training them changes the first components of `u`
+    and `v`, and the components above need no gradient and no state of an optimiser.
 
     Raises:
         FlexrankError: a profile names other layers than the model has, or a rank is out of range.

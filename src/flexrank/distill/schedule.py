@@ -6,12 +6,16 @@ import random
 from collections.abc import Sequence
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Schedule:
     """Draws profiles in proportion to their weights, evenly spread: each round of n draws is stratified."""
 
     weights: Sequence[float]
     seed: int
+    steps: int
+    learning_rate: float
+    warmup_steps: int
+    final_learning_rate: float
 
     def draw(self, step: int) -> int:
         """The index of the step's profile."""
@@ -25,6 +29,10 @@ class Schedule:
             if point < 0:
                 return index
         return count - 1
+
+    def rate(self, step: int) -> float:
+        """The learning rate of the step."""
+        return scheduled_rate(step, self.steps, self.learning_rate, self.warmup_steps, self.final_learning_rate)
 
 
 def scheduled_rate(step: int, steps: int, peak: float, warmup: int, final: float) -> float:

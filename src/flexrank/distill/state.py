@@ -1,5 +1,6 @@
-"""What an interrupted consolidation goes on from."""
+"""The checkpoint of an interrupted consolidation."""
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,23 +14,24 @@ from flexrank.errors import FlexrankError
 from flexrank.files import directory_aside, read_json, write_json
 
 
+@dataclasses.dataclass
 class State:
-    """Everything a resumed run needs: trainable tensors, the optimiser's, the feed's place, and the losses so far."""
+    """What a resumed run needs: trainable tensors, the optimiser's, the feed's place, and the losses so far.
 
-    def __init__(
-        self,
-        path: str | Path | None,
-        settings: dict[str, Any],
-        trainable: Mapping[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer,
-        feed: Feed,
-    ):
-        self.path = None if path is None else Path(path)
-        self.settings, self.trainable, self.optimizer, self.feed = settings, trainable, optimizer, feed
-        self.losses: list[float] = []
-        self.choices: list[int] = []
-        if self.path is not None and self.path.exists():
-            self._load(self.path)
+    Loaded from `path` if there is a checkpoint; without a path nothing is saved.
+    """
+
+    path: str | Path | None
+    settings: dict[str, Any]
+    trainable: Mapping[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    feed: Feed
+    losses: list[float] = dataclasses.field(default_factory=list)
+    choices: list[int] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.path is not None and Path(self.path).exists():
+            self._load(Path(self.path))
 
     @property
     def step(self) -> int:
@@ -37,12 +39,12 @@ class State:
         return len(self.losses)
 
     def advance(self, loss: float, choice: int) -> None:
-        """Counts a step."""
+        """Adds a step with its loss and the index of its profile."""
         self.losses.append(loss)
         self.choices.append(choice)
 
     def save(self) -> None:
-        """Writes everything aside, then in place of what was there; nothing without a path."""
+        """Replaces the checkpoint, whole or not at all."""
         if self.path is None:
             return
         tensors = {}
@@ -50,35 +52,37 @@ class State:
             tensors[name] = parameter.detach()
             for key, value in self.optimizer.state[parameter].items():
                 tensors[f"{name}//{key}"] = value
+        record = {
+            "settings": self.settings, "losses": self.losses, "choices": self.choices, "feed": self.feed.state()
+        }  # fmt: skip
         with directory_aside(self.path, "state.json") as aside:
             safetensors.torch.save_file(tensors, aside / "state.safetensors")
-            write_json(
-                aside / "state.json",
-                {"settings": self.settings, "losses": self.losses, "choices": self.choices, "feed": self.feed.state()},
-            )
+            write_json(aside / "state.json", record)
 
-    @torch.no_grad()
     def _load(self, path: Path) -> None:
         state = read_json(path / "state.json")
         for key, value in self.settings.items():
-            if state["settings"].get(key) != value:
-                found = state["settings"].get(key)
-                raise FlexrankError(f"{path}: was written with {key}={found}, not {value}; remove it or change back")
+            there = state["settings"].get(key)
+            if there != value:
+                raise FlexrankError(f"{path}: was written with {key}={there}, not {value}; remove it or change back")
         with safetensors.safe_open(path / "state.safetensors", framework="pt") as file:
-            keys = set(file.keys())
-            for name in {key for key in keys if "//" not in key} ^ self.trainable.keys():
-                where = "no trainable parameter" if name in self.trainable else "a parameter not trained here,"
-                raise FlexrankError(f"{path}: holds {where} {name!r}; it belongs to another run")
-            for name, parameter in self.trainable.items():
-                kept = file.get_tensor(name)
-                if kept.shape != parameter.shape:
-                    shapes = f"{tuple(kept.shape)}, not {tuple(parameter.shape)}"
-                    raise FlexrankError(f"{path}: parameter {name!r} is {shapes}; it belongs to another model")
-                parameter.copy_(kept)
-            for key in keys:
-                name, separator, slot = key.partition("//")
-                if separator:
-                    parameter = self.trainable[name]
-                    self.optimizer.state[parameter][slot] = file.get_tensor(key).to(parameter.device)
+            self._load_tensors(path, file)
         self.losses, self.choices = state["losses"], state["choices"]
         self.feed.restore(state["feed"])
+
+    @torch.no_grad()
+    def _load_tensors(self, path: Path, file: Any) -> None:
+        keys = set(file.keys())
+        for name in {key for key in keys if "//" not in key} ^ self.trainable.keys():
+            what = "no trainable parameter" if name in self.trainable else "a parameter not trained here,"
+            raise FlexrankError(f"{path}: holds {what} {name!r}; it belongs to another run")
+        for key in keys:
+            name, separator, slot = key.partition("//")
+            tensor, parameter = file.get_tensor(key), self.trainable[name]
+            if separator:
+                self.optimizer.state[parameter][slot] = tensor.to(parameter.device)
+            elif tensor.shape != parameter.shape:
+                shapes = f"{tuple(tensor.shape)}, not {tuple(parameter.shape)}"
+                raise FlexrankError(f"{path}: parameter {name!r} is {shapes}; it belongs to another model")
+            else:
+                parameter.copy_(tensor)

@@ -1,6 +1,7 @@
 """One optimiser step of a student that follows a teacher; the student may be elastic or any other module."""
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -17,14 +18,14 @@ Item = tuple[int | None, Batch]
 
 
 class Targets:
-    """The teacher's targets. Those of a sequence's batches are kept, up to `limit` bytes, as each pass asks again."""
+    """The teacher's targets; those of a sequence's batches are kept for later passes, up to `limit` bytes."""
 
     def __init__(self, model: nn.Module, objective: Objective | None, autocast: torch.dtype | None, limit: int):
         self._model, self._objective, self._autocast, self._room = model, objective, autocast, limit
         self._kept: dict[int, Tensor] = {}
 
     def autocast(self) -> torch.autocast:
-        """The dtype that both models run under."""
+        """The context of both models' forwards."""
         enabled = self._autocast is not None
         return torch.autocast(model_device(self._model).type, dtype=self._autocast, enabled=enabled)
 
@@ -44,76 +45,66 @@ class Targets:
         return target
 
     def loss(self, output: Any, target: Tensor, batch: Batch) -> Tensor:
-        """The objective's loss of a student's output; `target` was asked for before."""
+        """The objective's loss of a student's output, after `of` has given the target."""
         assert self._objective is not None
         return self._objective.loss(output, target, batch)
 
 
+@dataclasses.dataclass
 class Step:
-    """Forward, backward, clipping and the optimiser's update.
+    """Forward, backward, clipping of gradients to length `max_norm`, and the optimiser's update of a student."""
 
-    Args:
-        model: the student.
-        targets: the teacher's.
-        trainable: the student's parameters that the optimiser has.
-        optimizer: its own groups' learning rates are the caller's to set.
-        max_norm: gradients are clipped to this length.
-    """
+    model: nn.Module
+    targets: Targets
+    trainable: Mapping[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    max_norm: float
 
-    def __init__(
-        self,
-        model: nn.Module,
-        targets: Targets,
-        trainable: Mapping[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer,
-        max_norm: float,
-    ):
-        self._model, self._targets, self._optimizer, self._max_norm = model, targets, optimizer, max_norm
-        self._trainable = list(trainable.values())
+    def set_rate(self, rate: float) -> None:
+        """Sets the learning rate of the next steps."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
 
     def take(self, items: Iterable[Item], parts: int, number: int) -> float:
         """Takes step `number` on these batches, `parts` of them; returns their mean loss.
 
         Raises:
-            FlexrankError: the loss or the gradient's length is not finite; nothing has moved then.
+            FlexrankError: the loss or the gradient's length is not finite; the weights are unchanged then.
         """
         loss = sum(self._backward(item, parts) for item in items) / parts
-        _finite(loss, number, "loss")
-        _finite(self._clip(), number, "gradient's length")
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        _require_finite(loss, number, "loss")
+        _require_finite(self._clip(), number, "gradient's length")
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
         return loss
 
     def _backward(self, item: Item, parts: int) -> float:
-        """Adds the gradient of this part of a step's loss; returns the part's own loss."""
-        index, batch = item[0], to_device(item[1], model_device(self._model))
-        with self._targets.autocast():
-            target = self._targets.of(index, batch)
-            loss = self._targets.loss(call_model(self._model, batch), target, batch)
+        """Adds the gradient of this batch's part of the loss; returns the batch's own loss."""
+        index, batch = item[0], to_device(item[1], model_device(self.model))
+        with self.targets.autocast():
+            target = self.targets.of(index, batch)
+            loss = self.targets.loss(call_model(self.model, batch), target, batch)
         del target  # not needed to go back, and as large as the logits
         (loss / parts).backward()
         return float(loss.detach())
 
     def _clip(self) -> float:
-        """Clips the gradients to `max_norm`; returns their length before. Shorter ones are not touched."""
-        gradients = [parameter.grad for parameter in self._trainable if parameter.grad is not None]
+        """Clips gradients that are longer than `max_norm`; returns their length before."""
+        gradients = [parameter.grad for parameter in self.trainable.values() if parameter.grad is not None]
         length = torch.nn.utils.get_total_norm(gradients)
-        found = float(length)
-        if found > self._max_norm:
-            torch.nn.utils.clip_grads_with_norm_(self._trainable, self._max_norm, length)
-        return found
+        if float(length) > self.max_norm:
+            torch.nn.utils.clip_grads_with_norm_(self.trainable.values(), self.max_norm, length)
+        return float(length)
 
 
 def trainable_parameters(model: nn.Module, train_embeddings: bool = False) -> dict[str, nn.Parameter]:
-    """What consolidation trains, by name; `train_embeddings` as in `distill_`.
+    """The parameters that consolidation trains, by name; `train_embeddings` as in `distill_`.
 
     Raises:
-        FlexrankError: nothing, or weights of half precision.
+        FlexrankError: there are none, or they have half precision, which AdamW's small steps would not move.
     """
-    frozen = set()
-    if not train_embeddings:
-        embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-        frozen = {id(parameter) for module in embeddings for parameter in module.parameters()}
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding) and not train_embeddings]
+    frozen = {id(parameter) for module in embeddings for parameter in module.parameters()}
     trainable = {
         name: parameter
         for name, parameter in model.named_parameters()
@@ -142,7 +133,7 @@ def make_optimizer(
 
 @contextlib.contextmanager
 def training(model: nn.Module, teacher: nn.Module, trainable: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Only `trainable` gets gradients, both models are in eval mode; all is put back after the block."""
+    """Inside the block only `trainable` gets gradients, and both models are in eval mode."""
     required = {parameter: parameter.requires_grad for parameter in model.parameters()}
     chosen = set(map(id, trainable.values()))
     for parameter in required:
@@ -156,6 +147,6 @@ def training(model: nn.Module, teacher: nn.Module, trainable: Mapping[str, nn.Pa
             parameter.grad = None
 
 
-def _finite(value: float, step: int, what: str) -> None:
+def _require_finite(value: float, step: int, what: str) -> None:
     if not math.isfinite(value):
         raise FlexrankError(f"the {what} is {value} at step {step}; lower the learning rate, or check the batches")

@@ -1,0 +1,58 @@
+"""Hooks that are removed when their block ends, and the order in which a model's modules run."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+#: A module, and whether it returns (else it is called).
+Event = tuple[nn.Module, bool]
+
+
+class Hooks:
+    """Owns forward hooks for the length of a `with` block, and removes every one of them whatever happens."""
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> "Hooks":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def add(self, handle: RemovableHandle) -> None:
+        """Owns this hook too."""
+        self._handles.append(handle)
+
+    def watch(self, layer: nn.Module, see: Callable[[Tensor, Tensor], None]) -> None:
+        """Calls `see(input, output)` after each forward of `layer`."""
+
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+            see(args[0] if args else next(iter(kwargs.values())), output)
+
+        self.add(layer.register_forward_hook(hook, with_kwargs=True))
+
+
+@contextlib.contextmanager
+def traced(model: nn.Module) -> Iterator[list[list[Event]]]:
+    """Yields a list to which each forward of the model inside the block adds the list of its events, in order."""
+    forwards: list[list[Event]] = []
+
+    def note(returns: bool, module: nn.Module, *_: object) -> None:
+        if not forwards:  # a part of the model is called without the model: nothing tells forwards apart
+            forwards.append([])
+        forwards[-1].append((module, returns))
+
+    with Hooks() as hooks:
+        hooks.add(model.register_forward_pre_hook(lambda *_: forwards.append([])))
+        for module in model.modules():
+            if module is not model:
+                hooks.add(module.register_forward_pre_hook(functools.partial(note, False)))
+                hooks.add(module.register_forward_hook(functools.partial(note, True)))
+        yield forwards

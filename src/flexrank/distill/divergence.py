@@ -1,0 +1,121 @@
+"""Divergence of a student's logits from a teacher's, chunk by chunk: no full float32 copy of the logits exists."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+#: Logits of one chunk by device: a CPU keeps its few float32 copies, 512 KiB each, in its cache.
+CHUNK = {"cpu": 2**17}
+_LARGE_CHUNK = 2**24
+
+#: Takes student's logits, teacher's target, temperature, and whether the gradient is wanted; gives sum and gradient.
+Divergence = Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor | None]]
+
+
+def mean_divergence(student: Tensor, target: Tensor, temperature: float, chunk: int | None, lumped: bool) -> Tensor:
+    """T²·KL at temperature T, the mean over rows; the gradient flows into `student` (rows, classes), once.
+
+    Args:
+        target: the teacher's logits, or where `lumped`, its `likeliest` classes.
+        chunk: rows of one chunk; None takes `CHUNK` logits.
+    """
+    divergence = _lumped_divergence if lumped else _divergence
+    loss = _MeanDivergence.apply(student, target, temperature, _chunk_rows(chunk, student), divergence)
+    assert isinstance(loss, Tensor)
+    return loss
+
+
+def likeliest(logits: Tensor, temperature: float, count: int, chunk: int | None) -> Tensor:
+    """(rows, 2k+1) float32: the k largest log-probabilities, that of all other classes, and the k classes' numbers.
+
+    A float32 holds whole numbers up to 2²⁴ exactly.
+    """
+    return torch.cat([_likeliest(part, temperature, count) for part in logits.split(_chunk_rows(chunk, logits))])
+
+
+def _likeliest(logits: Tensor, temperature: float, count: int) -> Tensor:
+    log_probability = _log_probability(logits, temperature)
+    values, classes = log_probability.topk(min(count, logits.shape[-1]), sorted=False)
+    rest = log_probability.scatter_(1, classes, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([values, rest, classes.float()], -1)
+
+
+def _chunk_rows(chunk: int | None, logits: Tensor) -> int:
+    return chunk or max(1, CHUNK.get(logits.device.type, _LARGE_CHUNK) // logits.shape[-1])
+
+
+def _log_probability(logits: Tensor, temperature: float) -> Tensor:
+    """float32; at temperature 1 without a pass for the division."""
+    logits = logits.float()
+    return (logits if temperature == 1 else logits / temperature).log_softmax(-1)
+
+
+def _divergence(
+    student: Tensor, teacher: Tensor, temperature: float, wants_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Σ KL(softmax(t/T) ‖ softmax(s/T)) over rows, float64, and T times its gradient, softmax(s/T) − softmax(t/T)."""
+    log_student, log_teacher = _log_probability(student, temperature), _log_probability(teacher, temperature)
+    if not wants_gradient:  # one pass in place of five
+        return functional.kl_div(log_student, log_teacher, reduction="sum", log_target=True).double(), None
+    probability = log_teacher.exp()
+    total = (probability * (log_teacher - log_student)).sum(dtype=torch.float64)
+    return total, log_student.exp_().sub_(probability)
+
+
+def _lumped_divergence(
+    student: Tensor, target: Tensor, temperature: float, wants_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """As `_divergence`, over the classes of a `likeliest` target and one class of all others.
+
+    The gradient at a class of probability q is q − p for the likeliest, and q·(1 − p_rest/q_rest) for the others.
+    """
+    count = target.shape[-1] // 2
+    log_kept, log_rest, classes = target.split([count, 1, count], -1)
+    classes = classes.long()
+    log_student = _log_probability(student, temperature)
+    log_student_kept = log_student.gather(1, classes)
+    log_student_rest = log_student.scatter(1, classes, -torch.inf).logsumexp(-1, keepdim=True)
+    kept, rest = log_kept.exp(), log_rest.exp()
+    # At k = V no class is left over, and a teacher may give those left over no probability: they add nothing then.
+    surplus = (log_rest - log_student_rest).masked_fill(log_rest == -torch.inf, -torch.inf)
+    lost = rest * surplus.masked_fill(rest == 0, 0)
+    surprise = kept * (log_kept - log_student_kept).masked_fill(kept == 0, 0)
+    total = surprise.sum(dtype=torch.float64) + lost.sum(dtype=torch.float64)
+    if not wants_gradient:
+        return total, None
+    # The difference of two exponentials, for the ratio of the rests alone may overflow.
+    gradient = log_student.exp() - (log_student + surplus).exp_()
+    return total, gradient.scatter_(1, classes, log_student_kept.exp() - kept)
+
+
+class _MeanDivergence(torch.autograd.Function):
+    """The mean over rows of T² times a divergence; the forward takes the gradient too, in the student's dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, student: Tensor, teacher: Tensor, temperature: float, chunk: int, divergence: Divergence
+    ) -> Tensor:
+        rows = student.shape[0]
+        total = student.new_zeros((), dtype=torch.float64)
+        gradient = torch.empty_like(student) if ctx.needs_input_grad[0] else None  # a probe takes none
+        for start in range(0, rows, chunk):
+            part = slice(start, start + chunk)
+            added, slope = divergence(student[part], teacher[part], temperature, gradient is not None)
+            total += added
+            if gradient is not None and slope is not None:
+                gradient[part] = slope.mul_(temperature / rows)
+        ctx.gradient = gradient
+        return (total * temperature**2 / rows).float()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None, None]:
+        """Scales the gradient in place, for a copy would be as large as the logits: this works once."""
+        gradient, ctx.gradient = ctx.gradient, None
+        if gradient is None:
+            raise RuntimeError("the gradient of this divergence was already taken; it is not kept for a second time")
+        return gradient.mul_(grad_output.to(gradient.dtype)), None, None, None, None

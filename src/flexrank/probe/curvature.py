@@ -1,0 +1,61 @@
+"""Predicts every probe from the moments of one calibration pass."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from flexrank.calibrate import LayerMoment
+from flexrank.errors import FlexrankError
+from flexrank.nn.elastic import NestedLayer
+from flexrank.nn.switch import nested_layers
+from flexrank.probe.table import make_table, probed_ranks
+from flexrank.profiles import SensitivityTable
+from flexrank.profiles.costs import Spacing
+
+
+@torch.no_grad()
+def curvature_sensitivity(
+    model: nn.Module,
+    moments: Mapping[str, LayerMoment],
+    rows: int,
+    num_levels: int = 10,
+    *,
+    spacing: Spacing = "blocks",
+) -> SensitivityTable:
+    """Predicts every probe: ½ tr(G ΔW Σ ΔWᵀ), all ranks of all layers at once.
+
+    This is the second-order rise of a divergence from the model itself, a mean over rows, if activations and gradients
+    are independent and tokens uncorrelated (the K-FAC approximation). With H = (UᵀGU) ∘ (VᵀΣV), a layer's error at
+    rank r is half the sum of H over the components after r.
+
+    Args:
+        moments: from `collect_moments(..., side="input", gradient_loss=objective.fisher_loss)` with these weights.
+        rows: rows of the loss in the calibration data: real tokens (language), sentences, images.
+        num_levels: ranks of each layer, the full one included.
+        spacing: of the ranks, see `costs.rank_levels`.
+
+    Raises:
+        FlexrankError: a layer's moment is missing, not of its input, or without gradients; or rows is below 1.
+    """
+    if rows < 1:
+        raise FlexrankError(f"rows is {rows}; it must be at least 1")
+    ranks, errors = probed_ranks(model, num_levels, spacing), {}
+    for name, layer in nested_layers(model).items():
+        moment = moments.get(name)
+        if moment is None or moment.side != "input" or moment.gradient_moment is None:
+            raise FlexrankError(
+                f"layer {name!r}: curvature needs collect_moments(..., side='input', gradient_loss=...) of this layer"
+            )
+        rises = _rises(layer, moment.moment, moment.gradient_moment) / (moment.tokens * rows)
+        errors[name] = [float(rises[rank]) for rank in ranks[name]]
+    return make_table(model, ranks, errors, 0.0)
+
+
+def _rises(layer: NestedLayer, moment: Tensor, gradient_moment: Tensor) -> Tensor:
+    """½ tr(G ΔW_r Σ ΔW_rᵀ) for r = 0 … k, (k + 1,), with the sums of both moments."""
+    u, v = layer.u.detach().double(), layer.v.detach().double()
+    products = (u @ gradient_moment.to(u.device) @ u.T) * (v @ moment.to(v.device) @ v.T)
+    after = products.flip(0, 1).cumsum(0).cumsum(1).diagonal().flip(0)
+    # Both factors are positive semidefinite, and so is their product: what is below zero is rounding.
+    return torch.cat([after.clamp(min=0), after.new_zeros(1)]) / 2

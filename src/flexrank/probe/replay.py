@@ -1,0 +1,195 @@
+"""What runs before the probed layer returns what it returned to the full model, and does not run again."""
+
+import collections
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from flexrank.calibrate import Hooks, block_stack
+from flexrank.calibrate.blocks import runs_in_order
+from flexrank.calibrate.hooks import Event, traced
+from flexrank.nn.switch import nested_layers
+
+log = logging.getLogger("flexrank")
+
+
+class Start(NamedTuple):
+    """Where a layer's probes start: what runs before the layer is the same in all of them.
+
+    Attributes:
+        stretch: the part of the forward from the start of a block to the start of the next; 0 is before the first.
+        place: of the layer's call among the events of the stretch.
+        modules: the outermost modules that return in the stretch before the layer is called.
+    """
+
+    stretch: int
+    place: int
+    modules: tuple[nn.Module, ...]
+
+
+def find_starts(
+    forwards: Sequence[Sequence[Event]], blocks: Collection[nn.Module], layers: Mapping[str, nn.Module]
+) -> dict[str, Start]:
+    """Where the probes of each layer that runs start."""
+    divided = [_stretches(forward, blocks) for forward in forwards]
+    calls = collections.Counter(module for forward in forwards for module, returns in forward if not returns)
+    once = {module for module, count in calls.items() if count == len(forwards)}
+    starts = {}
+    for name, layer in layers.items():
+        call = (layer, False)
+        stretch = min((i for parts in divided for i, events in enumerate(parts) if call in events), default=None)
+        if stretch is None:
+            continue
+        events = divided[0][stretch]
+        if all(parts[stretch] == events for parts in divided):
+            place = events.index(call)
+            starts[name] = Start(stretch, place, _returned(events[:place], once))
+        else:
+            starts[name] = Start(stretch, 0, ())
+    return starts
+
+
+def _stretches(forward: Iterable[Event], blocks: Collection[nn.Module]) -> list[list[Event]]:
+    """A forward's events, divided where one of the blocks is called."""
+    stretches: list[list[Event]] = [[]]
+    for module, returns in forward:
+        if module in blocks and not returns:
+            stretches.append([])
+        stretches[-1].append((module, returns))
+    return stretches
+
+
+def _returned(events: Sequence[Event], once: Collection[nn.Module]) -> tuple[nn.Module, ...]:
+    """The outermost of the modules that both are called and return within these events, once in each forward."""
+    done = [module for module, returns in events if returns and module in once and (module, False) in events]
+    inner = {child for module in done for child in itertools.islice(module.modules(), 1, None)}
+    return tuple(module for module in done if module not in inner)
+
+
+class Outputs:
+    """What one block, and modules after it, return in one evaluation; of the modules up to `room` bytes."""
+
+    def __init__(self, room: int):
+        self.block: list[Any] = []
+        self.modules: dict[nn.Module, list[Any]] = {}
+        self._sums: dict[nn.Module, list[float]] = {}
+        self._room = room
+
+    def keep_block(self, _block: nn.Module, _args: object, output: Any) -> None:
+        """A hook."""
+        self.block.append(output)
+
+    def keep_module(self, module: nn.Module, _args: object, output: Any) -> None:
+        """A hook."""
+        self._room -= sum(part.nbytes for part in _parts(output) if isinstance(part, Tensor))
+        self.modules.setdefault(module, []).append(output)
+        self._sums.setdefault(module, []).append(_sum(output))
+        if self._room < 0:
+            self.modules.clear()
+
+    def drop_changed(self) -> None:
+        """Forgets outputs that were changed in place after they were returned, or hold more than tensors."""
+        for module, sums in self._sums.items():
+            if module in self.modules and [_sum(output) for output in self.modules[module]] != sums:
+                del self.modules[module]
+
+
+def _parts(output: Any) -> tuple[Any, ...]:
+    return output if isinstance(output, tuple) else (output,)
+
+
+def _sum(output: Any) -> float:
+    """Tells whether an output has changed; NaN, which never equals itself, where it holds more than tensors."""
+    if not all(part is None or isinstance(part, Tensor) for part in _parts(output)):
+        return float("nan")
+    return sum(float(part.sum()) for part in _parts(output) if part is not None)
+
+
+class Replay:
+    """Gives back what the full model's modules return before the probed layer, in every call of `evaluate`.
+
+    Kept are the outputs of one block, the last before the probed layer's stretch, and of the stretch's own modules. All
+    blocks before the stretch return what the last of them did. A replay is used only if it gives the baseline back to
+    the bit.
+    """
+
+    def __init__(self, model: nn.Module, evaluate: Callable[[nn.Module], float], baseline: float, room: int):
+        self._model, self._evaluate, self._baseline, self._room = model, evaluate, baseline, room
+        layers = nested_layers(model)
+        blocks = [block for _, block in block_stack(model, layers)]
+        with traced(model) as forwards:
+            evaluate(model)
+        self._stack = blocks if runs_in_order(forwards, blocks) else []
+        self._starts = find_starts(forwards, set(self._stack), layers)
+        self._stretch = -1
+        self._replayed: list[nn.Module] = []
+        self._outputs = Outputs(room)
+
+    @contextlib.contextmanager
+    def before(self, name: str) -> Iterator[None]:
+        """Inside the block, nothing runs that comes before the layer, as far as it can be replayed."""
+        start = self._starts.get(name, Start(0, 0, ()))
+        if start.stretch != self._stretch:
+            self._record(start.stretch, name)
+        with self._replaying(start.modules):
+            yield
+
+    def _record(self, stretch: int, name: str) -> None:
+        """Records the outputs for the probes of one stretch, and keeps those that give the baseline."""
+        blocks = self._stack[: max(stretch - 1, 0)]
+        starts = [start for start in self._starts.values() if start.stretch == stretch]
+        modules = list(dict.fromkeys(module for start in starts for module in start.modules))
+        self._outputs.modules.clear()
+        outputs = self._run_recorded(blocks, modules)
+        self._stretch, self._replayed, self._outputs = stretch, blocks, outputs
+        if outputs.modules and not self._gives_baseline(max(starts, key=lambda start: start.place).modules):
+            outputs.modules.clear()
+        if blocks and not outputs.modules and not self._gives_baseline(()):
+            self._replayed = []
+        if len(self._replayed) < len(blocks):
+            log.info("probe: cannot reuse the blocks before layer %s; they run for every probe", name)
+        elif len(outputs.modules) < len(modules):
+            log.info("probe: cannot reuse all modules in the block of layer %s; they run for every probe", name)
+
+    def _run_recorded(self, blocks: Sequence[nn.Module], modules: Sequence[nn.Module]) -> Outputs:
+        """Outputs of the last of the blocks and of the modules in one evaluation, if there are any."""
+        outputs = Outputs(self._room)
+        if blocks or modules:
+            with Hooks() as hooks, self._replaying(()):  # the block kept for an earlier stretch serves once more
+                for block in blocks[-1:]:
+                    hooks.add(block.register_forward_hook(outputs.keep_block))
+                for module in modules:
+                    hooks.add(module.register_forward_hook(outputs.keep_module))
+                self._evaluate(self._model)
+        outputs.drop_changed()
+        return outputs
+
+    def _gives_baseline(self, modules: Sequence[nn.Module]) -> bool:
+        with self._replaying(modules):
+            return self._evaluate(self._model) == self._baseline
+
+    @contextlib.contextmanager
+    def _replaying(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Inside the block these modules, and the blocks before the stretch, return what is kept of them."""
+        outputs = dict.fromkeys(self._replayed, self._outputs.block)
+        outputs |= {module: self._outputs.modules[module] for module in modules if module in self._outputs.modules}
+        own = {module: module.__dict__.get("forward") for module in outputs}
+        for module, kept in outputs.items():
+            module.__dict__["forward"] = _replayed(kept)
+        try:
+            yield
+        finally:
+            for module, forward in own.items():
+                module.__dict__.pop("forward")
+                if forward is not None:
+                    module.__dict__["forward"] = forward
+
+
+def _replayed(outputs: Sequence[Any]) -> Callable[..., Any]:
+    """A forward that returns these in turn, again and again."""
+    calls = itertools.cycle(outputs)
+    return lambda *_args, **_kwargs: next(calls)

@@ -163,7 +163,7 @@ def test_an_edited_artefact_is_one_line(finished: tuple[Path, dict[str, Any]], t
     ("where", "error", "part"),
     [
         (
-            "rundir.RunDirectory.keep_config",
+            "directory.RunDirectory.keep_config",
             OSError(28, "No space left on device", "/disk/t"),
             "/disk/t: No space left",
         ),

@@ -17,8 +17,8 @@ from flexrank.deployment.environment import modules_environment
 from flexrank.errors import FlexrankError
 from flexrank.run import fresh, run_stages, runner, stage_names
 from flexrank.run.config import load_config, parse_config
+from flexrank.run.directory import RunDirectory
 from flexrank.run.fresh import in_fresh_process
-from flexrank.run.rundir import RunDirectory
 from flexrank.run.workspace import Workspace
 from tiny_runs import settings
 

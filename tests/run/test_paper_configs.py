@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flexrank.run.dry_run.subject import make_subject
+from tiny_plans import config_of
 from typer.testing import CliRunner
 
 import models
@@ -17,9 +19,7 @@ from flexrank.hf.models import meta_model
 from flexrank.run import runner
 from flexrank.run.config import load_config
 from flexrank.run.dry_run import make_plan
-from flexrank.run.dry_run.subject import make_subject
 from flexrank.run.report import count
-from tiny_plans import config_of
 
 ROOT = Path(__file__).parents[2]
 PAPER = ROOT / "examples" / "paper"

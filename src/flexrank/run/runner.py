@@ -16,8 +16,8 @@ from flexrank.errors import FlexrankError
 from flexrank.hf import models
 from flexrank.run import deploying, stages
 from flexrank.run.config import RunConfig
+from flexrank.run.directory import RunDirectory, fingerprint, identity
 from flexrank.run.fresh import in_fresh_process
-from flexrank.run.rundir import RunDirectory, fingerprint, identity
 from flexrank.run.workspace import Workspace
 
 log = logging.getLogger("flexrank")
@@ -130,6 +130,7 @@ def go_on(config: RunConfig, until: str, told: Collection[str] = ()) -> Outcome:
     with directory.locked(), directory.keep_config(config):
         work = Workspace(config, directory)
         prints = fingerprints(config, source)
+        directory.remove_stale(prints)
         for stage in STAGES:
             if stage.name not in wanted:
                 continue

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from flexrank.run.dry_run.subject import make_subject
+from tiny_plans import BATCH, LENGTH, Build, config_of
 from torch.utils.flop_counter import FlopCounterMode
 
 import models
@@ -27,8 +29,6 @@ from flexrank.probe import probe_sensitivity
 from flexrank.profiles.costs import rank_levels
 from flexrank.run.dry_run import make_plan, operations
 from flexrank.run.dry_run.memory import moment_bytes
-from flexrank.run.dry_run.subject import make_subject
-from tiny_plans import BATCH, LENGTH, Build, config_of
 
 
 def batch_of(build: Build, rows: int = BATCH) -> Any:

@@ -13,7 +13,7 @@ from flexrank.distill.step import Step
 from flexrank.errors import FlexrankError
 from flexrank.run import run_stages
 from flexrank.run.config import load_config, parse_config
-from flexrank.run.rundir import RunDirectory
+from flexrank.run.directory import RunDirectory
 from tiny_runs import TEXT, rerun, settings, verify_here
 
 

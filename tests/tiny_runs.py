@@ -62,7 +62,7 @@ def settings(model: Path, data: Path, output: Path, task: str = "language") -> d
         "probe": {"levels": 4},
         "allocation": {"budgets": [0.8, 0.5]},
         "distillation": {"steps": 6, "batch_size": 4, "checkpoint_every": 2, "warmup_steps": 1, "learning_rate": 1e-3},
-        "deployment": {"budgets": [0.5], "forms": "smallest"},
+        "deployment": {"budgets": [0.5]},
         "evaluation": {"latency_repeats": 3, "latency_batch_size": 4},
     }  # fmt: skip
 

@@ -56,13 +56,13 @@ def plans_within(
     """How to deploy the largest model within the limits, slack included.
 
     Where forms are chosen by time, ranks and forms of least predicted error that are no slower than the base by the
-    table of times, or the chain's in their quickest forms where a latency or `deployment.forms` asks for those, are
+    table of times, or the chain's in their quickest forms where a latency asks for those, are
     built and timed against the base, twice before they stand. Else the table, corrected by what was measured, plans
     others, until a model is no slower. Ranks and forms are kept in RUN/forms.json, so that a stage done later takes
     the same where they are within its limits; unless `are_kept` is False.
     """
     times, model, most = work.times, planner.model, limits.max_latency_ms
-    is_quickest = times is not None and (most is not None or work.config.deployment.forms == "quickest")
+    is_quickest = times is not None and most is not None
     if most is not None:
         example = work.samples.example
         chain = time_chain(model, work.deployed_base, example, chain, times, is_quickest=is_quickest)
@@ -92,7 +92,7 @@ def plans_within(
 def _sensitivity(work: Workspace) -> SensitivityTable | None:
     """The probe's errors, where ranks are chosen anew by them; the paper's, and interpolated ones, stay the chain's."""
     allocation = work.config.allocation
-    if allocation.method != "joint" or allocation.candidates_per_layer is not None:
+    if allocation.method != "joint":
         return None
     return SensitivityTable.from_json(read_json(work.directory / "sensitivity.json"))
 

@@ -48,7 +48,7 @@ class Stage:
 
 
 #: Forms are chosen first for what is deployed (`evaluate`), and what is measured beside it has the same.
-_DEPLOYED = ("deployment.dtype", "deployment.slack", "deployment.forms")
+_DEPLOYED = ("deployment.dtype", "deployment.slack")
 _DATA = ("data.source", "data.path", "data.separator", "data.max_tokens", "data.batch_size", "data.calibration")
 STAGES = (
     Stage(
@@ -156,7 +156,7 @@ def go_on(config: RunConfig, until: str, told: Collection[str] = ()) -> Outcome:
 def _times_apart(work: Workspace) -> bool:
     """Whether models are timed on a CPU, whose memory a training leaves in another state."""
     config = work.config
-    return work.device.type == "cpu" and (config.deployment.forms != "smallest" or config.evaluation.latency)
+    return work.device.type == "cpu" and config.evaluation.latency
 
 
 def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None = None) -> dict[str, Any]:

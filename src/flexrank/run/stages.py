@@ -88,7 +88,6 @@ def allocate(work: Workspace, _: str) -> None:
         settings.budgets,
         method=settings.method,
         savings=settings.savings,
-        candidates_per_layer=settings.candidates_per_layer,
     )
     write_json(work.directory / "chain.json", chain.to_json())
 

@@ -1,6 +1,7 @@
 """Every figure of a dry run against real models that are decomposed, run, trained and deployed."""
 
 import copy
+import functools
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import models
 from flexrank import calibrate as calibration
-from flexrank import distill as distillation
 from flexrank.calibrate import collect_moments
 from flexrank.data.batches import call_model, output_tensor
 from flexrank.decompose import decompose_
 from flexrank.deployment import deploy, deployed_parameters_of
-from flexrank.distill import step
+from flexrank.distill import distill_, step
 from flexrank.distill.objectives import EmbeddingObjective, LogitObjective, default_objective
 from flexrank.hf.models import meta_model, save_config
 from flexrank.nn import linalg
@@ -52,6 +52,13 @@ def elastic(model: Any, **selection: Any) -> Any:
     student = copy.deepcopy(model)
     decompose_(student, list(select_layers(student, **selection)), method="svd")
     return student
+
+
+def flops(run: Callable[[], Any]) -> int:
+    """The operations that torch counts."""
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_total_flops()
 
 
 def bytes_of(tensors: Any) -> int:
@@ -167,30 +174,26 @@ def test_a_probe_takes_the_operations_counted(
     def evaluate(model: Any) -> float:
         return float(call_model(model, batch).logits.sum() * 0)
 
-    counts = {}
-    for name, replayed in {"replayed": True, "plain": False}.items():
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            call_model(real(build), batch)  # the teacher
-            if replayed:
-                probe_sensitivity(student, evaluate, 4, matrix_bytes=room)
-            else:
-                ranks = {n: rank_levels(layer.matrix_shape, 4) for n, layer in nested_layers(student).items()}
-                with use_profile(student, full_profile(student)), full_matrices(student, room):
-                    evaluate(student)
-                    for layer, levels in ranks.items():
-                        for rank in levels[:-1]:
-                            with use_profile(student, full_profile(student) | {layer: rank}):
-                                evaluate(student)
-        counts[name] = counter.get_total_flops()
-    assert counts["replayed"] < counts["plain"] == expected
+    def plain_probe() -> None:
+        ranks = {name: rank_levels(layer.matrix_shape, 4) for name, layer in nested_layers(student).items()}
+        with use_profile(student, full_profile(student)), full_matrices(student, room):
+            evaluate(student)
+            for layer, levels in ranks.items():
+                for rank in levels[:-1]:
+                    with use_profile(student, full_profile(student) | {layer: rank}):
+                        evaluate(student)
+
+    with torch.no_grad():
+        teacher = flops(lambda: call_model(real(build), batch))
+        replayed = flops(lambda: probe_sensitivity(student, evaluate, 4, matrix_bytes=room))
+        assert replayed < flops(plain_probe) == expected - teacher
 
 
 @pytest.mark.parametrize("build", models.TRANSFORMERS)
 def test_a_forward_pass_takes_the_operations_that_torch_counts(build: Build, tmp_path: Path) -> None:
     architecture, model = build_architecture(config_of(build, tmp_path)), real(build)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        call_model(model, batch_of(build))
-    assert operations.forward(architecture, BATCH) == counter.get_total_flops()
+    with torch.no_grad():
+        assert operations.forward(architecture, BATCH) == flops(lambda: call_model(model, batch_of(build)))
 
 
 @pytest.mark.parametrize("build", models.TRANSFORMERS)
@@ -221,12 +224,14 @@ def test_a_training_pass_takes_the_operations_that_torch_counts(build: Build, bu
 def test_with_the_patch_embedding_the_difference_is_within_the_matrix_made_twice(build: Build, tmp_path: Path) -> None:
     architecture, student = build_architecture(config_of(build, tmp_path)), elastic(real(build))
     ranks = uniform_profile(student, 0.9)
-    with FlopCounterMode(display=False) as counter, torch.no_grad(), use_profile(student, ranks):
-        call_model(student, batch_of(build))
+    with torch.no_grad(), use_profile(student, ranks):
+        counted = flops(lambda: call_model(student, batch_of(build)))
     (name,) = (name for name in ranks if "patch" in name)
     m, n = architecture.shapes[name]
-    more = counter.get_total_flops() - operations.forward(architecture, BATCH, ranks)
-    assert more in (2 * ranks[name] * m * n, 4 * ranks[name] * m * n)
+    assert counted - operations.forward(architecture, BATCH, ranks) in (
+        2 * ranks[name] * m * n,
+        4 * ranks[name] * m * n,
+    )
 
 
 @pytest.mark.parametrize("needs_gradient", [True, False])
@@ -254,10 +259,9 @@ def test_calibration_takes_the_operations_that_torch_counts(build: Build, method
     architecture, model = build_architecture(config), real(build)
     loss = LogitObjective().fisher_loss if method == "fisher" else None
     side: Any = "input" if method == "paper" else "smaller"
-    with FlopCounterMode(display=False) as counter:
-        batches = [batch_of(build), batch_of(build)]
-        collect_moments(model, batches, select_layers(model), side=side, gradient_loss=loss)
-    assert operations.calibration(architecture, config) == counter.get_total_flops()
+    batches, layers = [batch_of(build)] * 2, select_layers(model)
+    counted = flops(lambda: collect_moments(model, batches, layers, side=side, gradient_loss=loss))
+    assert operations.calibration(architecture, config) == counted
 
 
 @pytest.mark.parametrize("shape", [(7, 12), (12, 7), (9, 9)])
@@ -283,22 +287,16 @@ def test_a_factorisation_is_its_products_and_textbook_terms(shape: tuple[int, in
             ("fisher", True, joint + 9 * m**3, lambda: linalg.data_svd(weight, gradient_moment=gradient, **of_output)),
         ]
     for method, from_output, terms, factorise in cases:
-        with FlopCounterMode(display=False) as counter:
-            factorise()
-        assert operations.factorisation(shape, method, from_output) == counter.get_total_flops() + terms
+        assert operations.factorisation(shape, method, from_output) == flops(factorise) + terms
 
 
 def test_consolidation_takes_the_operations_that_torch_counts(tmp_path: Path) -> None:
     build, costs = models.tied_llama, {}
-    model, batches = real(build), [batch_of(build), batch_of(build)]
+    model, batches = real(build), [batch_of(build)] * 2
     for budget in (0.9, 0.4):
-        config = config_of(build, tmp_path, allocation={"budgets": [budget]})
-        student = elastic(model)
-        with FlopCounterMode(display=False) as counter:
-            distillation.distill_(
-                student, model, batches, [uniform_profile(student, budget)], steps=2, accumulation=2, teacher_cache=0
-            )
-        costs[budget] = counter.get_total_flops()
+        config, student = config_of(build, tmp_path, allocation={"budgets": [budget]}), elastic(model)
+        chain, steps = [uniform_profile(student, budget)], {"steps": 2, "accumulation": 2, "teacher_cache": 0}
+        costs[budget] = flops(functools.partial(distill_, student, model, batches, chain, **steps))
         assert dry_run(config)["operations"]["consolidation"] == costs[budget]
     both = config_of(build, tmp_path, distillation={"weights": [3.0, 1.0]})
     assert dry_run(both)["operations"]["consolidation"] == round(0.75 * costs[0.9] + 0.25 * costs[0.4])

@@ -209,8 +209,8 @@ class RunConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _agrees(self) -> "RunConfig":
-        for message in self._conflicts():
-            raise ValueError(message)
+        if conflict := next(self._conflicts(), None):
+            raise ValueError(conflict)
         return self
 
     def _conflicts(self) -> Iterator[str]:

@@ -326,14 +326,14 @@ def _first_line(error: pydantic.ValidationError) -> str:
 
 
 def _suggestion(key: str) -> str:
-    """The known key that a misspelt one is probably meant to be."""
+    """The known key that a misspelt one is probably meant to be: of the same section, or else of any."""
     parent, _, last = key.rpartition(".")
     names = list(known_keys())
     siblings = [name for name in names if name.rpartition(".")[0] == parent]
-    close = difflib.get_close_matches(key, siblings, n=1) or difflib.get_close_matches(key, names, n=1)
-    close += [name for name in names if name.rpartition(".")[2] == last]
-    if close:
-        return f"did you mean {close[0]!r}?"
+    for candidates in (siblings, names):
+        by_last = {name.rpartition(".")[2]: name for name in reversed(candidates)}
+        if close := difflib.get_close_matches(last, by_last, n=1):
+            return f"did you mean {by_last[close[0]]!r}?"
     return f"{parent or 'the config'} has {', '.join(name.rpartition('.')[2] for name in siblings)}"
 
 

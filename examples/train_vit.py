@@ -12,10 +12,10 @@ from research.studies.vit import Recipe, train_vit
 
 
 def main() -> None:
-    """Trains the network that `flexrank reproduce vision` compresses, and prints its accuracy."""
+    """Trains the network that `python -m research vision` compresses, and prints its accuracy."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=Path, required=True, help="a directory of train_jpg.npz and test_jpg.npz")
-    told = "a directory, for the model; %(default)s by default, where `flexrank reproduce vision` looks for it"
+    told = "a directory, for the model; %(default)s by default, where `python -m research vision` looks for it"
     parser.add_argument("--output", type=Path, default=driver.WORK / vision.VIT_DIRECTORY, help=told)
     parser.add_argument("--epochs", type=int, default=Recipe.epochs)
     parser.add_argument("--learning-rate", type=float, default=Recipe.learning_rate)

@@ -26,7 +26,7 @@ from flexrank.nn.alignment import ERROR_MULTIPLE, SLACK_STEPS
 from flexrank.nn.gauge_aligned import GaugeAlignedLayer
 from flexrank.nn.matrix import is_conv1d
 from flexrank.progress import track
-from flexrank.run.rundir import identity
+from flexrank.run.directory import identity
 from research.findings import Result, between, claim, spread, table
 from research.studies.language import LanguageBench, pycode_settings
 from research.studies.study import Ledger, Request, Study, count_seeds

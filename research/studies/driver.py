@@ -16,7 +16,7 @@ from flexrank.deployment.environment import assets_directory, machine_facts
 from flexrank.errors import FlexrankError
 from flexrank.files import write_json
 from flexrank.run.config import RunConfig, load_config, parse_overridden
-from flexrank.run.rundir import RunDirectory
+from flexrank.run.directory import RunDirectory
 from research.findings import RESULT, Result
 from research.findings.figures import save_figure
 from research.findings.terminal import print_claims, print_table

@@ -24,7 +24,7 @@ from flexrank.nn.switch import use_profile
 from flexrank.profiles import RankProfile
 from flexrank.run import run_stages
 from flexrank.run.config import RunConfig
-from flexrank.run.rundir import RunDirectory, identity
+from flexrank.run.directory import RunDirectory, identity
 from flexrank.run.stages import autocast_dtype, read_chain, require_fitting_inputs
 from flexrank.run.workspace import Workspace
 from research.studies.study import Ledger, Request

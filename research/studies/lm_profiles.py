@@ -11,7 +11,7 @@ from flexrank.data.metrics import spearman
 from flexrank.errors import FlexrankError
 from flexrank.nn.linalg import leading_count
 from flexrank.nn.matrix import weight_matrix
-from flexrank.run.report import ordered_layers, split_block
+from flexrank.run.tables import ordered_layers, split_block
 from research.findings import Result, claim, table
 from research.studies.language import LanguageBench, pycode_settings
 from research.studies.study import Request, Study

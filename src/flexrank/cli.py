@@ -1,14 +1,14 @@
-"""The command line: a verb a stage, and verbs that look, draw and measure.
+"""The command line: one verb for each stage of a run, and verbs that report on what a run has written.
 
-Standard output holds the result alone, the table or with --json one JSON object; all else goes to standard error. A
-wrong input is one line there, and exit 2. Everything heavy is imported by the verb that needs it.
+Standard output holds only the result: a table, or with --json one JSON object. Everything else goes to standard error.
+A wrong input is one line there, and exit status 2. Heavy libraries are imported by the verb that needs them.
 """
 
 import contextlib
 import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,47 +17,43 @@ from typer.core import TyperGroup
 
 from flexrank import progress
 from flexrank.errors import FlexrankError
+from flexrank.files import read_json
 
 WRONG_INPUT, INTERRUPTED = 2, 130
 
-# What a verb may need beyond the core, and the extra that brings it.
-EXTRAS = {"transformers": "hf", "matplotlib": "report", "peft": "peft", "PIL": "images"}
+#: Packages that a verb may need beyond the core, and the extra that installs each.
+EXTRAS = {
+    "transformers": "hf", "huggingface_hub": "hf", "tokenizers": "hf", "matplotlib": "report", "peft": "peft",
+    "PIL": "images",
+}  # fmt: skip
 
 
 class OneLineErrors(TyperGroup):
-    """Turns every wrong input into one line on standard error and exit 2."""
+    """A group of commands that reports a wrong input as one line on standard error, with exit status 2."""
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **extra: Any,
-    ) -> Any:
-        """As click's, but for how errors end."""
-        options = {"complete_var": complete_var, "windows_expand_args": windows_expand_args, **extra}
+    def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:
+        """Runs the command line, as click does, and ends the process."""
         if not standalone_mode:
-            return super().main(args, prog_name, standalone_mode=False, **options)
+            return super().main(*args, standalone_mode=False, **options)
         try:
-            sys.exit(super().main(args, prog_name, standalone_mode=False, **options) or 0)
+            sys.exit(super().main(*args, standalone_mode=False, **options) or 0)
         except FlexrankError as error:
             _fail(str(error))
         except OSError as error:
-            # A full disk, a file that may not be read: the system's own words, and the file they are about.
+            # A full disk, or a file that may not be read: the system's own words, and the file they are about.
             _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error))
         except ModuleNotFoundError as error:
-            if error.name not in EXTRAS:
+            package = (error.name or "").partition(".")[0]
+            if package not in EXTRAS:
                 raise
-            _fail(f"{error.name} is not installed: pip install 'flexrank[{EXTRAS[error.name]}]'")
+            _fail(f"{package} is not installed: pip install 'flexrank[{EXTRAS[package]}]'")
         except typer.Abort:
             sys.exit(INTERRUPTED)
         except _USAGE_ERROR as error:
             _fail(error.format_message())
 
 
-# typer carries its own click in newer versions; its public exceptions tell which.
+# Newer versions of typer carry their own click; the base class of typer's public exception is in the right one.
 _USAGE_ERROR: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 app = typer.Typer(
@@ -73,7 +69,6 @@ app = typer.Typer(
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file, or a run directory.")]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides a key of the config.")]
 Json = Annotated[bool, typer.Option("--json", help="Prints one JSON object, last on standard output.")]
-Directory = Annotated[Path, typer.Argument(metavar="DIR")]
 
 
 def main() -> None:
@@ -83,18 +78,16 @@ def main() -> None:
 
 @app.callback()
 def _start(
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Tells warnings and errors only.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Prints only warnings and errors.")] = False,
 ) -> None:
     log = logging.getLogger("flexrank")
-    for handler in list(log.handlers):
-        log.removeHandler(handler)
-    log.addHandler(_StandardError())
+    log.handlers = [_StandardError()]
     log.setLevel(logging.WARNING if quiet else logging.INFO)
     progress.show(not quiet)
 
 
 class _StandardError(logging.Handler):
-    """Writes to what is standard error at the time, as `print` does."""
+    """Writes to the current `sys.stderr`, as `print` does."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr, flush=True)
@@ -104,13 +97,15 @@ class _StandardError(logging.Handler):
 def run(
     config: Config,
     overrides: Set = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Prints the run's plan; computes nothing.")] = False,
-    tflops: Annotated[float | None, typer.Option(help="With --dry-run: 10^12 operations a second; 100.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Prints sizes and costs of the run, and stops.")] = False,
+    tflops: Annotated[float | None, typer.Option(help="With --dry-run: 10^12 operations per second; 100.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Goes the whole way; goes on from where an earlier run of this config was."""
+    """Runs all stages; continues an earlier run of the same config."""
     if dry_run or tflops is not None:
-        _show_plan(config, overrides, dry_run, tflops, as_json)
+        if not dry_run:
+            raise FlexrankError("--tflops belongs to --dry-run")
+        _show_dry_run(config, overrides, tflops, as_json)
         return
     from flexrank.run import report
 
@@ -122,47 +117,37 @@ def run(
 @app.command()
 def decompose(config: Config, overrides: Set = None, as_json: Json = False) -> None:
     """Calibrates, and decomposes each layer: elastic_initial/."""
-    outcome = _run(config, overrides, "decompose")
-    _show_stage(outcome, {"artefact": str(outcome.directory / "elastic_initial")}, as_json)
+    _run_stage("decompose", config, overrides, as_json, lambda run: {"artefact": str(run / "elastic_initial")})
 
 
 @app.command()
 def probe(config: Config, overrides: Set = None, as_json: Json = False) -> None:
     """Probes each layer's sensitivity: sensitivity.json."""
-    from flexrank.files import read_json
-
-    outcome = _run(config, overrides, "probe")
-    _show_stage(outcome, read_json(outcome.directory / "sensitivity.json"), as_json)
+    _run_stage("probe", config, overrides, as_json, lambda run: read_json(run / "sensitivity.json"))
 
 
 @app.command()
 def allocate(config: Config, overrides: Set = None, as_json: Json = False) -> None:
     """Chooses the ranks of every budget: chain.json."""
-    from flexrank.files import read_json
-
-    outcome = _run(config, overrides, "allocate")
-    _show_stage(outcome, read_json(outcome.directory / "chain.json"), as_json)
+    _run_stage("allocate", config, overrides, as_json, lambda run: read_json(run / "chain.json"))
 
 
 @app.command()
 def distill(config: Config, overrides: Set = None, as_json: Json = False) -> None:
     """Consolidates all sizes into one set of weights: elastic/."""
-    from flexrank.files import read_json
 
-    outcome = _run(config, overrides, "distill")
-    history = read_json(outcome.directory / "history.json")
-    last = history["losses"][-1] if history["losses"] else None
-    found = {"artefact": str(outcome.directory / "elastic"), "steps": history["steps"], "last_loss": last}
-    _show_stage(outcome, found, as_json)
+    def result(run: Path) -> dict[str, Any]:
+        history = read_json(run / "history.json")
+        last = history["losses"][-1] if history["losses"] else None
+        return {"artefact": str(run / "elastic"), "steps": history["steps"], "last_loss": last}
+
+    _run_stage("distill", config, overrides, as_json, result)
 
 
 @app.command()
 def evaluate(config: Config, overrides: Set = None, as_json: Json = False) -> None:
     """Measures sizes, qualities and latencies of every budget: evaluation.json."""
-    from flexrank.files import read_json
-
-    outcome = _run(config, overrides, "evaluate")
-    _show_stage(outcome, read_json(outcome.directory / "evaluation.json"), as_json)
+    _run_stage("evaluate", config, overrides, as_json, lambda run: read_json(run / "evaluation.json"))
 
 
 @app.command()
@@ -172,38 +157,38 @@ def deploy(
     budget: Annotated[float | None, typer.Option(help="Share of the factorised layers' dense parameters.")] = None,
     max_bytes: Annotated[int | None, typer.Option(help="The most bytes of the whole model's tensors.")] = None,
     max_params: Annotated[int | None, typer.Option(help="The most parameters of the whole model.")] = None,
-    max_latency_ms: Annotated[
-        float | None, typer.Option(help="The most milliseconds here, for a batch as the table's latency is of.")
-    ] = None,
+    max_latency_ms: Annotated[float | None, typer.Option(help="The most milliseconds per batch, here.")] = None,
     output: Annotated[Path | None, typer.Option(help="Where to write; RUN/exports/LIMITS by default.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Exports small models, verified in a fresh process: those of the config, or one within the limits given."""
-    from flexrank.files import read_json
-
+    """Exports small models, verified in a fresh process: those of the config, or one within the given limits."""
     given = {"budget": budget, "max_bytes": max_bytes, "max_params": max_params, "max_latency_ms": max_latency_ms}
     limits = {name: limit for name, limit in given.items() if limit is not None}
-    for name, limit in limits.items():
-        if limit <= 0 or (name == "budget" and limit > 1):
-            right = "a fraction in (0, 1]" if name == "budget" else "a number above 0"
-            raise FlexrankError(f"--{name.replace('_', '-')} is {limit}; it is {right}")
-    if output is not None and not limits:
-        raise FlexrankError(
-            "--output needs --budget, --max-bytes, --max-params or --max-latency-ms: what to write there"
-        )
-    is_empty = output is not None and output.is_dir() and not any(output.iterdir())
-    if output is not None and output.exists() and not is_empty and not (output / "flexrank.json").is_file():
-        raise FlexrankError(f"--output {output}: is there and no deployed model; only one of those is written over")
+    _check_limits(limits)
+    if output is not None:
+        _check_output(output, limits)
     if not limits:
-        outcome = _run(config, overrides, "deploy")
-        _show_stage(outcome, {"deployed": read_json(outcome.directory / "deployed.json")}, as_json)
+        _run_stage("deploy", config, overrides, as_json, lambda run: {"deployed": read_json(run / "deployed.json")})
         return
     from flexrank.run import export_one
 
-    outcome = _run(config, overrides, "distill")
+    outcome = _run(config, overrides, "slack")
     with _resumable(outcome.directory):
-        found = export_one(outcome, limits, output)
-    _show_stage(outcome, {"export": found}, as_json)
+        export = export_one(outcome, limits, output)
+    _show_stage(outcome, {"export": export}, as_json)
+
+
+@app.command()
+def measure(config: Config, overrides: Set = None, as_json: Json = False) -> None:
+    """Times every size against the base model, and its memory: measurement.json."""
+    from flexrank.run.measure import measure_run, print_measurement
+
+    outcome = _run(config, overrides, "slack")
+    with _resumable(outcome.directory):
+        result = measure_run(outcome.directory)
+    print_measurement(result, _console(160, stderr=as_json))
+    if as_json:
+        _print_json({"directory": str(outcome.directory), **result})
 
 
 @app.command()
@@ -219,61 +204,36 @@ def report(run_directory: Config, as_json: Json = False) -> None:
 
 
 @app.command()
-def inspect(directory: Directory, as_json: Json = False) -> None:
-    """Tells what an artefact holds, elastic or deployed, without loading its weights."""
+def inspect(directory: Annotated[Path, typer.Argument(metavar="DIR")], as_json: Json = False) -> None:
+    """Lists what an artefact holds, elastic or deployed, without loading its weights."""
     from flexrank.artefacts.elastic import inspect_artefact
+    from flexrank.run.tables import print_artefact
 
-    found = inspect_artefact(directory)
+    artefact = inspect_artefact(directory)
     if as_json:
-        _print_json(found)
+        _print_json(artefact)
     else:
-        _print_artefact(directory, found)
+        print_artefact(directory, artefact, _console(120))
 
 
-@app.command()
-def bench(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="A benchmark; --list tells them.")] = None,
-    target: Annotated[Path | None, typer.Argument(metavar="[DIR]", help="What some benchmarks measure.")] = None,
-    listed: Annotated[bool, typer.Option("--list", help="Tells what each measures, and its minutes.")] = False,
-    output: Annotated[Path | None, typer.Option(help="Where to write; results/bench/NAME by default.")] = None,
-    page: Annotated[Path | None, typer.Option(help="Then writes all of results/bench/ as this Markdown page.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Runs a benchmark: results/bench/NAME/result.json, its figure, and its tables."""
-    from research.benches import driver
-
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        found = driver.answer(name, target, listed, page, output)
-    if as_json:
-        _print_json(found)
+def _check_limits(limits: Mapping[str, float]) -> None:
+    for name, limit in limits.items():
+        if limit <= 0 or (name == "budget" and limit > 1):
+            right = "a fraction in (0, 1]" if name == "budget" else "a number above 0"
+            raise FlexrankError(f"--{name.replace('_', '-')} is {limit}; it is {right}")
 
 
-@app.command()
-def reproduce(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="A study of the paper; --list tells them.")] = None,
-    listed: Annotated[bool, typer.Option("--list", help="Tells each study's cost and the paper's figure.")] = False,
-    every: Annotated[bool, typer.Option("--all", help="Runs the quick form of every study.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="The paper's size of it, instead of the quick form.")] = False,
-    model: Annotated[str | None, typer.Option(help="Any causal language model, in place of the study's own.")] = None,
-    config: Annotated[Path | None, typer.Option(help="A run's YAML: its model, data and settings.")] = None,
-    overrides: Set = None,
-    seeds: Annotated[int | None, typer.Option(help="How many, where chance enters.")] = None,
-    domain: Annotated[Path | None, typer.Option(help="Texts of the second domain (adaptation).")] = None,
-    output: Annotated[Path | None, typer.Option(help="Where to write; results/NAME by default.")] = None,
-    page: Annotated[Path | None, typer.Option(help="Then writes all of results/ as this Markdown page.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Repeats an experiment of the paper: results/NAME/result.json, its figure, and one table."""
-    from research.studies import driver
-
-    wishes = driver.Wishes(full, model, config, tuple(overrides or ()), seeds, domain, output)
-    with _study_interrupted(), contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        found = driver.answer(name, listed, every, page, wishes)
-    if as_json:
-        _print_json(found)
+def _check_output(output: Path, limits: Mapping[str, float]) -> None:
+    """Refuses a place without a size to write there, and one that holds anything but a deployed model."""
+    if not limits:
+        raise FlexrankError("--output needs --budget, --max-bytes, --max-params or --max-latency-ms")
+    is_empty = output.is_dir() and not any(output.iterdir())
+    if output.exists() and not is_empty and not (output / "flexrank.json").is_file():
+        raise FlexrankError(f"--output {output}: exists and is not a deployed model; only a deployed model is replaced")
 
 
 def _run(config: Path, overrides: list[str] | None, until: str) -> Any:
+    """Runs the stages up to `until`, and returns their `Outcome`."""
     from flexrank.run.config import load_config
 
     checked = load_config(config, overrides or ())
@@ -283,51 +243,40 @@ def _run(config: Path, overrides: list[str] | None, until: str) -> Any:
         return run_stages(checked, until)
 
 
-def _show_plan(config: Path, overrides: list[str] | None, dry_run: bool, tflops: float | None, as_json: bool) -> None:
-    """Prints what a run would do; nothing is computed, downloaded or written."""
-    if not dry_run:
-        raise FlexrankError("--tflops belongs to --dry-run: a run takes the time it takes")
-    from rich.console import Console
-
-    from flexrank.run.config import load_config
-    from flexrank.run.dry_run import DEFAULT_TFLOPS, make_plan, print_plan
-
-    found = make_plan(load_config(config, overrides or ()), DEFAULT_TFLOPS if tflops is None else tflops)
-    if as_json:
-        _print_json(found)
-    else:
-        print_plan(found, Console(width=None if sys.stdout.isatty() else 160))
-
-
-@contextlib.contextmanager
-def _study_interrupted() -> Iterator[None]:
-    """Ends a Ctrl-C with one line; finished units are kept."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on from the last finished unit", file=sys.stderr)
-        raise typer.Exit(INTERRUPTED) from None
+def _run_stage(
+    stage: str, config: Path, overrides: list[str] | None, as_json: bool, result: Callable[[Path], dict[str, Any]]
+) -> None:
+    """Runs up to a stage, and prints the run directory, or as JSON the `result` read from there."""
+    outcome = _run(config, overrides, stage)
+    _show_stage(outcome, result(outcome.directory), as_json)
 
 
 @contextlib.contextmanager
 def _resumable(directory: Path) -> Iterator[None]:
-    """Ends a Ctrl-C with one line that tells how to go on."""
+    """Ends a Ctrl-C with one line that says how to continue."""
     try:
         yield
     except KeyboardInterrupt:
-        print(f"\ninterrupted; `flexrank run {directory}` goes on from here", file=sys.stderr)
+        print(f"\ninterrupted; `flexrank run {directory}` continues from here", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
 
 
-def _show_report(directory: Path, summary: dict[str, Any], as_json: bool, more: dict[str, Any]) -> None:
-    """Prints the table, on standard error where standard output is for JSON."""
-    from rich.console import Console
+def _show_dry_run(config: Path, overrides: list[str] | None, tflops: float | None, as_json: bool) -> None:
+    from flexrank.run.config import load_config
+    from flexrank.run.dry_run import DEFAULT_TFLOPS, dry_run, print_dry_run
 
+    result = dry_run(load_config(config, overrides or ()), DEFAULT_TFLOPS if tflops is None else tflops)
+    if as_json:
+        _print_json(result)
+    else:
+        print_dry_run(result, _console(160))
+
+
+def _show_report(directory: Path, summary: dict[str, Any], as_json: bool, more: dict[str, Any]) -> None:
+    """Prints the table; on standard error where standard output is for JSON."""
     from flexrank.run import report
 
-    # Wide enough for the table: without a terminal rich would cut it at 80.
-    width = None if (sys.stderr if as_json else sys.stdout).isatty() else 140
-    report.print_table(summary, Console(stderr=as_json, width=width))
+    report.print_table(summary, _console(140, stderr=as_json))
     page = directory / "report.html"
     if page.is_file():
         print(f"figures and page: {page}", file=sys.stderr)
@@ -335,11 +284,11 @@ def _show_report(directory: Path, summary: dict[str, Any], as_json: bool, more: 
         _print_json({"directory": str(directory), **more, **summary})
 
 
-def _show_stage(outcome: Any, found: dict[str, Any], as_json: bool) -> None:
+def _show_stage(outcome: Any, result: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        _print_json({"directory": str(outcome.directory), "executed": list(outcome.executed), **found})
+        _print_json({"directory": str(outcome.directory), "executed": list(outcome.executed), **result})
     else:
-        print(found["export"]["directory"] if "export" in found else outcome.directory)
+        print(result["export"]["directory"] if "export" in result else outcome.directory)
 
 
 def _print_json(value: Any) -> None:
@@ -347,29 +296,15 @@ def _print_json(value: Any) -> None:
     print(json.dumps(value, allow_nan=False), flush=True)
 
 
-def _print_artefact(directory: Path, found: dict[str, Any]) -> None:
+def _console(width: int, stderr: bool = False) -> Any:
+    """A console of this width where the stream is no terminal: rich would cut its lines at 80 characters."""
     from rich.console import Console
-    from rich.table import Table
 
-    from flexrank.run.report import count
-
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    told = f"{directory}: {found['kind']} {found['class']}, {count(found['parameters'])} parameters of {found['dtype']}"
-    console.print(f"{told}, {count(found['bytes_on_disk'])}B on disk", markup=False, highlight=False, soft_wrap=True)
-    if found.get("budgets"):
-        table = Table("budget", "mean rank", "params, layers", "params, model", "tensors", box=None, padding=(0, 2))
-        for row in reversed(found["budgets"]):
-            sizes = (count(row["params_layers"]), count(row["params_model"]), f"{count(row['bytes'])}B")
-            table.add_row(f"{row['budget']:g}", f"{row['mean_rank']:.1f}", *sizes)
-        console.print(table)
-    table = Table("layer", "form", "shape", "rank", box=None, padding=(0, 2))
-    for name, spec in found["layers"].items():
-        shape = " x ".join(str(size) for size in spec["shape"])
-        table.add_row(name, str(spec["form"]), shape, str(spec.get("rank", "full")))
-    console.print(table)
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=None if stream.isatty() else width)
 
 
 def _fail(message: str) -> None:
-    """Prints the message as one line, and ends with 2."""
+    """Prints the message as one line, and ends the process."""
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(WRONG_INPUT)

@@ -152,7 +152,7 @@ def test_another_model_or_setting_never_writes_over_the_studys_own_result(
 
 
 def test_two_processes_do_not_run_one_study(here: Path) -> None:
-    from flexrank.run.rundir import RunDirectory
+    from flexrank.run.directory import RunDirectory
 
     with RunDirectory(Path("runs/reproduce/theory")).locked():
         done = invoke("reproduce", "theory")

@@ -1,4 +1,4 @@
-"""The configs of the paper's own models, their plans, and the verb that prints a plan."""
+"""The configs of the paper's own models, their dry runs, and the verb that prints a dry run."""
 
 import json
 import re
@@ -16,10 +16,10 @@ from flexrank.errors import FlexrankError
 from flexrank.hf.meta import meta_model
 from flexrank.run import runner
 from flexrank.run.config import load_config
-from flexrank.run.dry_run import make_plan
-from flexrank.run.dry_run.subject import make_subject
-from flexrank.run.report import count
-from tiny_plans import config_of
+from flexrank.run.dry_run import dry_run
+from flexrank.run.dry_run.architecture import build_architecture
+from flexrank.run.tables import count
+from tiny_dry_runs import config_of
 
 ROOT = Path(__file__).parents[2]
 PAPER = ROOT / "examples" / "paper"
@@ -30,61 +30,58 @@ PUBLISHED = {
 
 
 @pytest.fixture(scope="module")
-def paper_plans() -> Iterator[tuple[dict[str, dict[str, Any]], float]]:
-    """The plan of each config, and the processor's seconds for all."""
+def paper_results() -> Iterator[tuple[dict[str, dict[str, Any]], float]]:
+    """The dry run of each config, and the processor's seconds for all."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         start = time.process_time()
-        plans = {name: make_plan(load_config(PAPER / f"{name}.yaml")) for name in PUBLISHED}
-        yield plans, time.process_time() - start
+        results = {name: dry_run(load_config(PAPER / f"{name}.yaml")) for name in PUBLISHED}
+        yield results, time.process_time() - start
 
 
-def test_the_papers_models_have_their_published_sizes(paper_plans: tuple[dict[str, Any], float]) -> None:
-    plans, seconds = paper_plans
+def test_the_papers_models_have_their_published_sizes(paper_results: tuple[dict[str, Any], float]) -> None:
+    results, seconds = paper_results
     assert {path.stem for path in PAPER.glob("*.yaml")} == set(PUBLISHED)
     for name, millions in PUBLISHED.items():
-        assert plans[name]["parameters"]["model"] == pytest.approx(millions * 1e6, rel=5e-4), name
+        assert results[name]["parameters"]["model"] == pytest.approx(millions * 1e6, rel=5e-4), name
     assert seconds < 20
 
 
 def test_the_papers_models_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    subject = make_subject(load_config(PAPER / "llama-3.1-8b.yaml"))
-    for model in (subject.teacher, subject.student):
+    architecture = build_architecture(load_config(PAPER / "llama-3.1-8b.yaml"))
+    for model in (architecture.teacher, architecture.student):
         assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    assert len(subject.shapes) == 32 * 7
+    assert len(architecture.shapes) == 32 * 7
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_configs_have_the_papers_hyperparameters(name: str, paper_plans: tuple[dict[str, Any], float]) -> None:
-    config, plan = load_config(PAPER / f"{name}.yaml"), paper_plans[0][name]
+def test_the_configs_have_the_papers_hyperparameters(name: str, paper_results: tuple[dict[str, Any], float]) -> None:
+    config, result = load_config(PAPER / f"{name}.yaml"), paper_results[0][name]
     is_vision = name.startswith("dinov3")
     settings = config.distillation
-    assert settings.batch_size * settings.accumulation == (1024 if is_vision else 512) == plan["samples_per_step"]
+    assert settings.batch_size * settings.accumulation == (1024 if is_vision else 512) == result["samples_per_step"]
     assert settings.steps == (25_000 if is_vision else 10_000)
     assert (settings.learning_rate, settings.warmup_steps, config.probe.levels) == (1e-5, 715, 10)
     assert config.data.calibration == 1000 and config.name == name
-    assert plan["sample_tokens"] == (14 * 14 + 4 + 1 if is_vision else 1024)
+    assert result["sample_tokens"] == (14 * 14 + 4 + 1 if is_vision else 1024)
     if not is_vision:
-        assert plan["tokens"] == pytest.approx(5e9, rel=0.05)  # "5B tokens"
-    candidates = plan["probe"]["layers"] * 10
-    assert (plan["probe"]["candidates"], plan["probe"]["evaluations"]) == (candidates, candidates * 9 // 10 + 1)
+        assert result["tokens"] == pytest.approx(5e9, rel=0.05)  # "5B tokens"
+    candidates = result["probe"]["layers"] * 10
+    assert (result["probe"]["candidates"], result["probe"]["evaluations"]) == (candidates, candidates * 9 // 10 + 1)
 
 
-def test_the_readme_shows_what_the_dry_run_prints(paper_plans: tuple[dict[str, Any], float]) -> None:
+def test_the_readme_shows_what_the_dry_run_prints(paper_results: tuple[dict[str, Any], float]) -> None:
     text = (PAPER / "README.md").read_text(encoding="utf8")
-    for name, plan in paper_plans[0].items():
-        half = next(row for row in plan["budgets"] if row["budget"] == 0.5)
+    for name, result in paper_results[0].items():
+        half = next(row for row in result["budgets"] if row["budget"] == 0.5)
         cells = [
-            f"`{name}`", count(plan["parameters"]["model"]), str(plan["probe"]["layers"]),
-            str(plan["probe"]["evaluations"]), count(plan["parameters"]["factors"]), count(half["params_model"]),
-            f"{count(max(parts['all'] for parts in plan['memory'].values()))}B",
-            f"{plan['operations']['all'] / 1e18:.3g}E", f"{plan['hours']['all']:.0f}",
+            f"`{name}`", count(result["parameters"]["model"]), str(result["probe"]["layers"]),
+            str(result["probe"]["evaluations"]), count(result["parameters"]["factors"]), count(half["params_model"]),
+            f"{count(max(parts['all'] for parts in result['memory'].values()))}B",
+            f"{result['operations']['all'] / 1e18:.3g}E", f"{result['hours']['all']:.0f}",
         ]  # fmt: skip
         assert f"| {' | '.join(cells)} |" in text
-
-
-# The verb.
 
 
 def invoke(*arguments: object) -> Any:
@@ -102,33 +99,30 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "tiny.json"
 
 
-def test_a_dry_run_prints_the_plan_and_writes_nothing(written: Path) -> None:
+def test_a_dry_run_prints_its_figures_and_writes_nothing(written: Path) -> None:
     before = {path: path.read_bytes() for path in written.parent.iterdir()}
-    result = invoke("run", written, "--dry-run", "--tflops", "3")
-    assert result.exit_code == 0, result.output
+    printed = invoke("run", written, "--dry-run", "--tflops", "3")
+    assert printed.exit_code == 0, printed.output
     assert {path: path.read_bytes() for path in written.parent.rglob("*")} == before
-    plan = json.loads(invoke("run", written, "--dry-run", "--json", "--tflops", "3").stdout)
-    assert plan == json.loads(json.dumps(make_plan(load_config(written), 3.0)))
-    for part in ("hours at 3 T/s", "self_attn.q_proj", "weight tied to model.embed_tokens", *plan["notes"]):
-        assert part in result.stdout
-    for row in plan["budgets"]:
-        assert re.search(rf"^ +{row['budget']:g} .* {count(row['params_model'])} ", result.stdout, re.MULTILINE)
-    for stage, parts in plan["memory"].items():
-        assert re.search(rf"^ +{stage} .* {count(parts['all'])}B ", result.stdout, re.MULTILINE)
+    result = json.loads(invoke("run", written, "--dry-run", "--json", "--tflops", "3").stdout)
+    assert result == json.loads(json.dumps(dry_run(load_config(written), 3.0)))
+    for part in ("hours at 3 T/s", "self_attn.q_proj", "weight tied to model.embed_tokens", *result["notes"]):
+        assert part in printed.stdout
+    for row in result["budgets"]:
+        assert re.search(rf"^ +{row['budget']:g} .* {count(row['params_model'])} ", printed.stdout, re.MULTILINE)
+    for stage, parts in result["memory"].items():
+        assert re.search(rf"^ +{stage} .* {count(parts['all'])}B ", printed.stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
         (["--tflops", "3"], "--tflops belongs to --dry-run"),
-        (["--dry-run", "--tflops", "0"], "--tflops is 0; give 10^12 operations a second"),
+        (["--dry-run", "--tflops", "0"], "--tflops is 0; give 10^12 operations per second"),
         (["--dry-run", "--tflops", "inf"], "--tflops is inf"),
         (["--dry-run", "--set", "architecture=nowhere.json"], "architecture 'nowhere.json': no such file"),
         (["--dry-run", "--set", "architecture=null"], "model 'nobody/nothing': its config is not on this machine"),
-        (
-            ["--dry-run", "--set", "architecture=null", "--set", "model=./nowhere"],
-            "model './nowhere': no such directory",
-        ),
+        (["--dry-run", "--set", "architecture=null", "--set", "model=./nowhere"], "'./nowhere': no such directory"),
         (["--dry-run", "--set", "architecture=wrong.json"], "hidden_size"),
         (["--dry-run", "--set", "architecture=empty.json"], "Should have a `model_type` key"),
         (["--dry-run", "--set", "architecture=deployed.json"], "compressed already"),
@@ -158,9 +152,9 @@ def test_the_architecture_makes_no_stage_run_again(tmp_path: Path) -> None:
     assert runner.fingerprints(config, str(tmp_path)) == runner.fingerprints(other, str(tmp_path))
 
 
-def test_a_task_without_a_class_is_planned_by_the_architecture_and_said(tmp_path: Path) -> None:
-    plan = make_plan(config_of(tiny.dinov3, tmp_path))
-    assert plan["class"] == "DINOv3ViTModel" and "its classification head is not counted" in plan["notes"][-1]
+def test_an_encoder_without_a_head_is_counted_and_noted(tmp_path: Path) -> None:
+    result = dry_run(config_of(tiny.dinov3, tmp_path))
+    assert result["class"] == "DINOv3ViTModel" and "its classification head is not counted" in result["notes"][-1]
     with pytest.raises(FlexrankError, match="AutoModelForImageClassification has no class for 'dinov3_vit'"):
         meta_model(tmp_path, "classification")
-    assert "classification head" not in " ".join(make_plan(config_of(tiny.vit, tmp_path))["notes"])
+    assert "classification head" not in " ".join(dry_run(config_of(tiny.vit, tmp_path))["notes"])

@@ -16,7 +16,7 @@ from flexrank.probe.curvature import curvature_sensitivity
 from flexrank.probe.replay import Replay
 from flexrank.probe.table import make_table, probed_ranks
 from flexrank.profiles import SensitivityTable
-from flexrank.profiles.costs import Spacing
+from flexrank.profiles.costs import MIN_SAVING, SLACK_SHARE, Spacing
 from flexrank.progress import track
 
 __all__ = ["MATRIX_BYTES", "Evaluate", "curvature_sensitivity", "probe_sensitivity"]
@@ -36,6 +36,8 @@ def probe_sensitivity(
     num_levels: int = 10,
     *,
     spacing: Spacing = "blocks",
+    min_saving: float = MIN_SAVING,
+    slack_share: float = SLACK_SHARE,
     checkpoint: str | Path | None = None,
     replay_bytes: int = 2**30,
     matrix_bytes: int = MATRIX_BYTES,
@@ -50,7 +52,9 @@ def probe_sensitivity(
         model: elastic; evaluated in the mode it is in, and left as it was.
         evaluate: any measure of a model, lower is better; deterministic, its batches in a fixed order.
         num_levels: ranks of each layer, the full one included.
-        spacing: of the ranks, see `costs.rank_levels`.
+        spacing: of the ranks; this and the next two as in `costs.rank_levels`.
+        min_saving: as for `allocate_ranks`, which leaves other ranks out.
+        slack_share: as for `allocate_ranks`.
         checkpoint: a JSON file; an interrupted probe resumes from it.
         replay_bytes: most bytes of outputs of one block's modules that are kept; above, only whole blocks are replayed.
         matrix_bytes: most bytes of full layers' matrices that are kept, so that they cost no more than dense ones.
@@ -58,7 +62,7 @@ def probe_sensitivity(
     Raises:
         FlexrankError: fewer than two levels, an evaluation that is not finite, or a checkpoint of another probe.
     """
-    layers, ranks = nested_layers(model), probed_ranks(model, num_levels, spacing)
+    layers, ranks = nested_layers(model), probed_ranks(model, num_levels, spacing, min_saving, slack_share)
     with use_profile(model, full_profile(model)), full_matrices(model, matrix_bytes):
         baseline = _finite(evaluate(model), "the full model")
         state = _Checkpoint(checkpoint, {name: list(levels) for name, levels in ranks.items()}, baseline)

@@ -9,9 +9,12 @@ from flexrank.profiles import SensitivityTable
 from flexrank.profiles.costs import Spacing, rank_levels
 
 
-def probed_ranks(model: nn.Module, num_levels: int, spacing: Spacing) -> dict[str, tuple[int, ...]]:
+def probed_ranks(
+    model: nn.Module, num_levels: int, spacing: Spacing, min_saving: float, slack_share: float
+) -> dict[str, tuple[int, ...]]:
     """The ranks of each elastic layer, rising to the full one; see `costs.rank_levels`."""
-    return {name: rank_levels(layer.matrix_shape, num_levels, spacing) for name, layer in nested_layers(model).items()}
+    shapes = {name: layer.matrix_shape for name, layer in nested_layers(model).items()}
+    return {name: rank_levels(shape, num_levels, spacing, min_saving, slack_share) for name, shape in shapes.items()}
 
 
 def make_table(

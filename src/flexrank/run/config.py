@@ -1,7 +1,6 @@
 """The configuration of a run: a YAML file and `--set key=value` overrides in, a frozen `RunConfig` out.
 
-Every wrong key or value is one line that names it, says what was given and what would be right. The core takes flat
-arguments and knows nothing of this module; only the pipeline and the command line do.
+Every wrong key or value is one line that names it, says what was given and what would be right.
 """
 
 import copy
@@ -28,24 +27,22 @@ class Section(pydantic.BaseModel):
 
 
 class DataConfig(Section):
-    """What is read, and how much of it each stage sees. A sample is a text, a block of tokens, or an image.
+    """What a run reads, and how many samples each stage takes. A sample is a text, a block of tokens, or an image.
 
     Attributes:
         source: `stdlib-docs` (documentation of Python's own standard library), `text` (a UTF-8 file or a folder of
-            them), or `images` (an .npz file with classes `y`, and uint8 `x`, (N, H, W) or (N, H, W, C), or in place
-            of `x` JPEG files, as `images.read_images` tells).
-        path: what `text` or `images` reads; relative to the current directory.
-        held_out: of `text`, another file or folder whose texts are the evaluation's; None takes the last quarter of
-            `path` for it.
-        separator: what divides a file of `text` into texts; None is a line end for embeddings, and for language no
-            division: one running text.
-        calibration: at most so many samples for the moments. They and the next three are fewer where there are fewer.
-        probe: samples that one probe evaluates.
+            them), or `images` (an .npz file, see `data.images.read_images`).
+        path: file or folder of `text` or `images`; relative to the current directory.
+        held_out: of `text`, another file or folder for the evaluation; None takes the last quarter of `path`.
+        separator: what divides a file of `text` into texts; None is a line end for embeddings, and for language none:
+            the file is one running text.
+        calibration: at most this many samples for the moments; this key and the next three take what the data has.
+        probe: samples of one evaluation of the probe.
         training: samples that consolidation draws from.
         evaluation: samples that the table's qualities are measured on (of `stdlib-docs`: pairs of a docstring's first
             paragraph and its remainder); no other stage sees them.
-        max_tokens: tokens a text is cut to (embedding), or a block holds (language).
-        batch_size: samples a forward pass takes outside training.
+        max_tokens: tokens that a text is cut to (embedding), or that a block holds (language).
+        batch_size: samples per forward pass, outside training.
     """
 
     source: Literal["stdlib-docs", "text", "images"] = "stdlib-docs"
@@ -61,7 +58,7 @@ class DataConfig(Section):
 
 
 class LayersConfig(Section):
-    """Which layers are factorised: names, globs, or parts between dots such as lm_head, as `select_layers` has it."""
+    """Which layers are factorised: names, globs, or parts between dots such as lm_head; see `select_layers`."""
 
     include: tuple[str, ...] | None = None
     exclude: tuple[str, ...] = ()
@@ -71,9 +68,8 @@ class DecompositionConfig(Section):
     """How a weight becomes factors (FlexRank, section 3.1).
 
     Attributes:
-        method: of the factorisation.
-        by_block: calibrate and factorise one block of the model's stack at a time: one block's moments stand in memory
-            at once, for about half as many more forwards over the calibration data as there are blocks.
+        by_block: calibrates and factorises one block of the model's stack at a time. Only one block's moments are in
+            memory, but calibration takes about half as many forward passes as there are blocks.
     """
 
     method: Literal["datasvd", "paper", "svd", "fisher"] = "datasvd"
@@ -84,9 +80,9 @@ class ProbeConfig(Section):
     """How finely sensitivity is probed.
 
     Attributes:
-        levels: ranks a layer, the last one full.
-        spacing: `parameters` has them even in parameters, `blocks` the same rounded down to whole blocks of up to 32,
-            which hardware multiplies faster, `ranks` even in ranks, as the paper.
+        levels: ranks per layer, the last one full.
+        spacing: `parameters` has even steps in parameters; `blocks` rounds those ranks down to whole blocks of up to
+            32, which hardware multiplies faster; `ranks` has even steps in rank, as the paper.
     """
 
     levels: Annotated[int, Field(ge=2)] = 10
@@ -99,21 +95,21 @@ class AllocationConfig(Section):
     Attributes:
         method: `joint` solves all budgets together, `paper` is the printed algorithm.
         savings: what `paper` counts.
-        candidates_per_layer: about how many ranks `joint` chooses among in each layer, between the probed ones; None
-            keeps to the probed ones.
-        budgets: in falling order, whatever order they are given in.
+        min_saving: a factorised layer saves at least this share of the dense layer's operations; ranks in between are
+            no candidates, so that a layer is dense or worth factorising. `paper` has no such rule.
+        budgets: kept in falling order.
     """
 
     method: Literal["joint", "paper"] = "joint"
     savings: Literal["parameters", "ranks"] = "parameters"
-    candidates_per_layer: Annotated[int, Field(ge=2)] | None = None
+    min_saving: Annotated[float, Field(ge=0, lt=1)] = 0.25
     budgets: Annotated[tuple[Budget, ...], Field(min_length=1)] = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 
     @pydantic.field_validator("budgets")
     @classmethod
     def _distinct_and_falling(cls, budgets: tuple[float, ...]) -> tuple[float, ...]:
         if len(set(budgets)) != len(budgets):
-            raise ValueError("each budget may stand once")
+            raise ValueError("it has a budget twice")
         return tuple(sorted(budgets, reverse=True))
 
 
@@ -122,14 +118,13 @@ class DistillationConfig(Section):
 
     Attributes:
         steps: optimiser steps; 0 leaves the decomposed network as it is.
-        weights: chance of each of `allocation.budgets`, from the largest to the smallest; None draws them alike.
-        hidden_weight: of the tokens' relative error beside the cosine (embedding): there is more to learn in a text's
-            tokens than in its one embedding, and every size is better for it.
+        weights: chance of each of `allocation.budgets`, from the largest to the smallest; None means equal chances.
+        hidden_weight: of the tokens' relative error, beside the cosine of the texts (embedding).
         autocast: `auto` takes bfloat16 where the hardware computes in it, `off` stays in the model's dtype.
-        checkpoint_every: steps between two checkpoints that an interrupted run goes on from.
+        checkpoint_every: steps between the checkpoints that an interrupted run resumes from.
         temperature: of the softmax in the language and classification losses.
-        top_k: of the teacher's classes those losses tell apart, the likeliest; all others count as one. None tells
-            all apart; a number lets far more of the teacher's outputs be kept from one pass to the next.
+        top_k: those losses tell apart this many of the teacher's likeliest classes, and all others count as one; more
+            of the teacher's outputs then fit in memory. None tells all classes apart.
     """
 
     steps: Annotated[int, Field(ge=0)] = 400
@@ -148,22 +143,17 @@ class DistillationConfig(Section):
 
 
 class DeploymentConfig(Section):
-    """What is exported, verified in a fresh process, to RUN/deployed/BUDGET.
+    """Which sizes are exported to RUN/deployed/BUDGET, each verified in a fresh process.
 
     Attributes:
         budgets: one export each; may be empty.
         dtype: of the exported weights; None keeps the model's.
-        slack: rows left out of gauge alignment; `auto` chooses it by the stated error bound of the dtype.
-        forms: of the layers. `measured` times them on this machine, once, so that no size is slower than the base:
-            with `joint` allocation each layer's rank is chosen anew with its form, by the probe; where a latency is
-            asked for it takes the quickest. `smallest` takes those with fewest parameters at the chain's ranks, for a
-            machine that is not this one; `quickest` those that take least time here, of lower rank at a budget.
+        slack: rows left out of gauge alignment; `auto` chooses them by the error bound of the dtype.
     """
 
     budgets: tuple[Budget, ...] = (0.5, 0.25)
     dtype: Dtype | None = None
     slack: Literal["auto"] | int = "auto"
-    forms: Literal["measured", "smallest", "quickest"] = "measured"
 
     @pydantic.field_validator("slack", mode="before")
     @classmethod
@@ -177,7 +167,7 @@ class EvaluationConfig(Section):
     """What the table measures beside quality.
 
     Attributes:
-        latency: whether each deployed size is timed against the base, on the same batch, in turn.
+        latency: whether each deployed size is timed against the base model, in turn on one batch.
         latency_batch_size: samples in that batch.
         latency_repeats: timings of each, more where they take less than a second; the median of their ratios is kept.
     """
@@ -191,15 +181,13 @@ class RunConfig(Section):
     """A whole run. Only `name`, `task` and `model` must be given.
 
     Attributes:
-        name: of the run; `output` defaults to runs/NAME.
-        task: what the model does, which decides the batches, the distillation loss and the qualities in the table.
+        task: decides the batches, the distillation loss and the qualities in the table.
         model: a directory, a model's name on the hub, or `package:PACKAGE/PATH` for weights in an installed package.
-        architecture: a transformers config.json, relative to the current directory, that a dry run builds in place of
-            the model's own, so that nothing is downloaded; a real run does not read it.
+        architecture: a transformers config.json that only a dry run reads, in place of the model's own, so that it
+            downloads nothing; relative to the current directory.
         dtype: of the weights and the computation; what is consolidated must be float32.
         device: `auto` takes a GPU where there is one.
-        seed: of every draw.
-        output: the run directory, relative to the current one; `{name}` stands for the name.
+        output: the run directory, relative to the current one; `{name}` is replaced by the name.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -221,26 +209,29 @@ class RunConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _agrees(self) -> "RunConfig":
-        source, path = self.data.source, self.data.path
-        if source != "stdlib-docs" and path is None:
-            raise ValueError(f"data.path is missing: data.source {source!r} reads a file, so give its path")
-        if source != "text" and self.data.held_out is not None:
-            raise ValueError(f"data.held_out belongs to data.source 'text'; data.source is {source!r}")
-        if (source == "images") != (self.task == "classification"):
-            raise ValueError(
-                f"data.source {source!r} does not fit task {self.task!r}: only classification reads images"
-            )
-        weights, budgets = self.distillation.weights, self.allocation.budgets
-        if weights is not None and len(weights) != len(budgets):
-            raise ValueError(f"distillation.weights has {len(weights)} numbers; allocation.budgets has {len(budgets)}")
-        if self.distillation.steps and self.dtype != "float32":
-            raise ValueError(
-                f"dtype {self.dtype!r} cannot be consolidated; keep float32, with distillation.autocast bfloat16 "
-                f"and deployment.dtype {self.dtype}"
-            )
-        if self.allocation.method == "joint" and self.allocation.savings == "ranks":
-            raise ValueError("allocation.savings 'ranks' belongs to allocation.method 'paper'; 'joint' has parameters")
+        if conflict := next(self._conflicts(), None):
+            raise ValueError(conflict)
         return self
+
+    def _conflicts(self) -> Iterator[str]:
+        """What is wrong between keys, in one line each."""
+        source, allocation, weights = self.data.source, self.allocation, self.distillation.weights
+        if source != "stdlib-docs" and self.data.path is None:
+            yield f"data.path is missing: data.source {source!r} reads a file, so give its path"
+        if source != "text" and self.data.held_out is not None:
+            yield f"data.held_out belongs to data.source 'text'; data.source is {source!r}"
+        if (source == "images") != (self.task == "classification"):
+            yield f"data.source {source!r} does not fit task {self.task!r}: only classification reads images"
+        if weights is not None and len(weights) != len(allocation.budgets):
+            sizes = f"{len(weights)} numbers; allocation.budgets has {len(allocation.budgets)}"
+            yield f"distillation.weights has {sizes}"
+        if self.distillation.steps and self.dtype != "float32":
+            right = f"keep float32, with distillation.autocast bfloat16 and deployment.dtype {self.dtype}"
+            yield f"dtype {self.dtype!r} cannot be consolidated; {right}"
+        if allocation.method == "joint" and allocation.savings == "ranks":
+            yield "allocation.savings 'ranks' belongs to allocation.method 'paper'; 'joint' has parameters"
+        if allocation.method == "paper" and allocation.min_saving not in (0, AllocationConfig().min_saving):
+            yield f"allocation.min_saving {allocation.min_saving:g} belongs to method 'joint', not to 'paper'"
 
     @property
     def directory(self) -> Path:
@@ -251,16 +242,15 @@ class RunConfig(Section):
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Reads a YAML file, or the `config.yaml` of a run directory, and applies `key=value` overrides.
 
-    A run directory's own place wins over the `output` it was made with, so that a moved run goes on where it is.
+    A run directory's own path replaces the `output` that it was made with, so that a moved run continues where it is.
 
     Raises:
         FlexrankError: the file is missing or no YAML mapping, or a key or value is wrong; one line that names it.
     """
     path = Path(path)
-    is_run_directory = path.is_dir()
-    file = path / "config.yaml" if is_run_directory else path
+    file = path / "config.yaml" if path.is_dir() else path
     if not file.is_file():
-        what = "is no run directory, it has no config.yaml" if is_run_directory else "no such config file"
+        what = "is no run directory, it has no config.yaml" if path.is_dir() else "no such config file"
         raise FlexrankError(f"{path}: {what}")
     try:
         value = yaml.safe_load(file.read_text(encoding="utf8"))
@@ -268,11 +258,17 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
         raise FlexrankError(f"{file}: not YAML ({' '.join(str(error).split())})") from error
     if not isinstance(value, dict):
         raise FlexrankError(f"{file}: holds {_shown(value)}; a config is a mapping of keys such as name, task, model")
-    if is_run_directory:
+    if path.is_dir():
         value["output"] = str(path)
+    return parse_overridden(value, overrides, str(file))
+
+
+def parse_overridden(value: Mapping[str, Any], overrides: Iterable[str], where: str) -> RunConfig:
+    """Applies `key=value` overrides to a mapping, and checks it."""
+    changed = copy.deepcopy(dict(value))
     for override in overrides:
-        _override(value, override)
-    return parse_config(value, where=str(file))
+        _override(changed, override)
+    return parse_config(changed, where)
 
 
 def parse_config(value: Mapping[str, Any], where: str = "config") -> RunConfig:
@@ -287,14 +283,6 @@ def parse_config(value: Mapping[str, Any], where: str = "config") -> RunConfig:
         raise FlexrankError(f"{where}: {_first_line(error)}") from error
 
 
-def parse_overridden(value: Mapping[str, Any], overrides: Iterable[str], where: str) -> RunConfig:
-    """Checks a mapping with `key=value` overrides applied; as `load_config`, without a file."""
-    changed = copy.deepcopy(dict(value))
-    for override in overrides:
-        _override(changed, override)
-    return parse_config(changed, where=where)
-
-
 def write_config(config: RunConfig, path: str | Path) -> None:
     """Writes the whole configuration, defaults included, as YAML that `load_config` reads back to the same."""
     Path(path).write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf8")
@@ -303,70 +291,58 @@ def write_config(config: RunConfig, path: str | Path) -> None:
 def _override(value: dict[str, Any], override: str) -> None:
     """Applies one `a.b=value` in place; the value is YAML."""
     key, equals, text = override.partition("=")
-    key = key.strip()
-    if not equals or not key:
+    if not equals or not key.strip():
         raise FlexrankError(f"--set {override!r}: write KEY=VALUE, for example --set distillation.steps=100")
+    *parents, last = key.strip().split(".")
+    for parent in parents:
+        value = value.setdefault(parent, {})
+        if not isinstance(value, dict):
+            raise FlexrankError(f"--set {override!r}: {parent!r} is a value, not a section with keys")
     try:
-        parsed = yaml.safe_load(text)
+        value[last] = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise FlexrankError(f"--set {override!r}: the value is not YAML") from error
-    *parents, last = key.split(".")
-    section = value
-    for parent in parents:
-        inner = section.setdefault(parent, {})
-        if not isinstance(inner, dict):
-            raise FlexrankError(f"--set {override!r}: {parent!r} is a value, not a section with keys")
-        section = inner
-    section[last] = parsed
 
 
 def _first_line(error: pydantic.ValidationError) -> str:
-    """The first finding as one line; unknown keys first, for a misspelt key is also a missing one."""
-    findings = sorted(error.errors(), key=lambda finding: finding["type"] != "extra_forbidden")
-    finding = findings[0]
-    key = ".".join(map(str, finding["loc"]))
-    given, message = finding["input"], finding["msg"]
-    if finding["type"] == "extra_forbidden":
+    """The first problem in one line; unknown keys come first, for a misspelt key is also a missing one."""
+    problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+    key, kind = ".".join(map(str, problem["loc"])), problem["type"]
+    given, message = _shown(problem["input"]), problem["msg"]
+    if kind == "extra_forbidden":
         return f"unknown key {key!r}; {_suggestion(key)}"
-    if finding["type"] == "missing":
+    if kind == "missing":
         return f"key {key!r} is missing"
-    if finding["type"] == "model_type":
+    if kind == "model_type":
         keys = ", ".join(name for name in known_keys() if name.startswith(f"{key}."))
-        return f"{key} is {_shown(given)}; it is a section with keys {keys}"
-    if finding["type"] == "value_error":
-        message = str(finding["ctx"]["error"])
+        return f"{key} is {given}; it is a section with keys {keys}"
+    if kind == "value_error":
+        message = str(problem["ctx"]["error"])
         if not key:
             return message
-    elif finding["type"] == "tuple_type":
+    elif kind == "tuple_type":
         message = "input should be a list in brackets"
-    return f"{key} is {_shown(given)}; {message[0].lower()}{message[1:]}"
+    return f"{key} is {given}; {message[0].lower()}{message[1:]}"
 
 
 def _suggestion(key: str) -> str:
-    """What the misspelt `key` may have meant."""
-    parent = key.rpartition(".")[0]
-    siblings = [name for name in known_keys() if name.rpartition(".")[0] == parent]
-    for names in (siblings, known_keys()):
-        close = difflib.get_close_matches(key, names, n=1)
-        if close:
-            return f"did you mean {close[0]!r}?"
-    last = key.rpartition(".")[2]
-    moved = [name for name in known_keys() if name.rpartition(".")[2] == last]
-    if moved:
-        return f"did you mean {moved[0]!r}?"
+    """The known key that a misspelt one is probably meant to be: of the same section, or else of any."""
+    parent, _, last = key.rpartition(".")
+    names = list(known_keys())
+    siblings = [name for name in names if name.rpartition(".")[0] == parent]
+    for candidates in (siblings, names):
+        by_last = {name.rpartition(".")[2]: name for name in reversed(candidates)}
+        if close := difflib.get_close_matches(last, by_last, n=1):
+            return f"did you mean {by_last[close[0]]!r}?"
     return f"{parent or 'the config'} has {', '.join(name.rpartition('.')[2] for name in siblings)}"
 
 
-def known_keys() -> list[str]:
+def known_keys(section: type[pydantic.BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
     """Every key of the configuration, dotted, sections included."""
-    return list(_keys_of(RunConfig, ""))
-
-
-def _keys_of(section: type[pydantic.BaseModel], prefix: str) -> Iterator[str]:
     for name, field in section.model_fields.items():
         yield prefix + name
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            yield from _keys_of(field.annotation, f"{prefix}{name}.")
+            yield from known_keys(field.annotation, f"{prefix}{name}.")
 
 
 def _shown(value: Any) -> str:

@@ -30,7 +30,7 @@ from flexrank.files import write_json
 from flexrank.hf import models
 from flexrank.progress import track
 from flexrank.run.config import load_config
-from flexrank.run.rundir import RunDirectory
+from flexrank.run.directory import RunDirectory
 from flexrank.run.sizes import Sizes
 from flexrank.run.workspace import Workspace
 

@@ -15,7 +15,7 @@ from flexrank.errors import FlexrankError
 from flexrank.hf import models
 from flexrank.run import stages
 from flexrank.run.config import RunConfig
-from flexrank.run.rundir import RunDirectory, fingerprint, identity
+from flexrank.run.directory import RunDirectory, fingerprint, identity
 from flexrank.run.sizes import Sizes, export_size
 from flexrank.run.workspace import Workspace
 
@@ -53,7 +53,9 @@ STAGES = (
         (), ("elastic_initial",),
     ),
     Stage(
-        "probe", stages.probe, ("data.probe", "probe", "distillation.temperature", "allocation.method", "allocation.min_saving"), ("decompose",),
+        "probe", stages.probe,
+        ("data.probe", "probe", "distillation.temperature", "allocation.method", "allocation.min_saving"),
+        ("decompose",),
         ("sensitivity.json",),
     ),
     Stage("allocate", stages.allocate, ("allocation",), ("probe",), ("chain.json",)),
@@ -121,6 +123,8 @@ def run_stages(config: RunConfig, until: str = "report") -> Outcome:
     with directory.locked(), directory.keep_config(config):
         work = Workspace(config, directory)
         prints = fingerprints(config, source)
+        directory.remove_stale(prints)
+        directory.remove_stale(prints)
         for stage in STAGES:
             if stage.name not in wanted:
                 continue

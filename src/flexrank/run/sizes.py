@@ -18,7 +18,7 @@ from flexrank.nn.switch import footprint, nested_layers
 from flexrank.profiles import ChainEntry, ProfileChain, RankProfile, SlackTable
 from flexrank.profiles.costs import Shape, dense_parameters
 from flexrank.run.config import load_config
-from flexrank.run.rundir import RunDirectory
+from flexrank.run.directory import RunDirectory
 from flexrank.run.workspace import Workspace
 
 

@@ -14,7 +14,7 @@ from flexrank.errors import FlexrankError
 from flexrank.hf import models
 from flexrank.profiles import ProfileChain
 from flexrank.run.config import RunConfig
-from flexrank.run.rundir import RunDirectory
+from flexrank.run.directory import RunDirectory
 from flexrank.run.samples import Judge, Samples, load_samples
 
 

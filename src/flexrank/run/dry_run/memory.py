@@ -1,78 +1,72 @@
-"""What stands in memory at each stage, in bytes.
+"""Bytes that each stage holds in memory.
 
 Counted are weights, gradients, AdamW's two moments, the calibration's second moments, and the outputs of a batch.
-Activations, the workspace of a product or factorisation, and what an allocator holds back are not.
+Activations, workspaces of products and factorisations, and what an allocator holds back are not.
 """
 
 from torch import nn
 
 from flexrank.probe import MATRIX_BYTES
 from flexrank.run.config import RunConfig
-from flexrank.run.dry_run.subject import Subject
-from flexrank.run.report import split_block
+from flexrank.run.dry_run.architecture import Architecture
+from flexrank.run.tables import split_block
 
-#: Of a moment, a float64.
-MOMENT = 8
+#: Bytes of a number in a second moment, which is summed in float64.
+MOMENT_BYTES = 8
 
 
-def count_memory(subject: Subject, config: RunConfig) -> dict[str, dict[str, int]]:
-    """Bytes of each stage by what holds them.
+def count_memory(architecture: Architecture, config: RunConfig) -> dict[str, dict[str, int]]:
+    """Bytes of each stage by what holds them, and of all together.
 
-    `teacher`, and `student`: while moments are collected a dense copy, which then turns into factors U, V at full
-    rank. `gradients` and `optimizer` (two numbers each) of all that consolidation trains. `matrices`: of full layers,
-    while others are probed. `targets`: the teacher's outputs that the probe keeps for all its samples. `outputs`: those
-    of one batch, once to calibrate; twice to probe, with the teacher's; three times in training, with the teacher's and
-    the loss's gradient. They have the model's dtype, and in training that of `autocast` where it is named.
+    `student` is a dense copy while moments are collected, and then turns into factors U, V at full rank. `matrices` are
+    those of full layers, while others are probed. `targets` are the teacher's outputs that the probe keeps for all its
+    samples. `outputs` are those of one batch: once to calibrate; twice to probe, with the teacher's; three times in
+    training, with the teacher's and the loss's gradient, in the dtype of `autocast` where it is named.
     """
-    teacher, student = tensor_bytes(subject.teacher), tensor_bytes(subject.student)
-    moments = sum(moment_bytes(subject, config.decomposition.method).values())
-    trained = sum(p.numel() * p.element_size() for p in subject.student.parameters() if p.requires_grad)
-    size = subject.teacher.dtype.itemsize
-    output = subject.outputs * size
-    in_training = subject.outputs * (2 if config.distillation.autocast == "bfloat16" else size)
-    batch = config.data.batch_size
-    return {
-        "calibration": {"teacher": teacher, "student": teacher, "moments": moments, "outputs": batch * output},
-        "decomposition": {"teacher": teacher, "student": student, "moments": moments},
-        "probe": {
-            "teacher": teacher,
-            "student": student,
-            "matrices": min(MATRIX_BYTES, size * sum(m * n for m, n in subject.shapes.values())),
-            "targets": config.data.probe * subject.targets * size,
-            "outputs": 2 * batch * output,
-        },
-        "consolidation": {
-            "teacher": teacher,
-            "student": student,
-            "gradients": trained,
-            "optimizer": 2 * trained,
-            "outputs": 3 * config.distillation.batch_size * in_training,
-        },
+    teacher, student = tensor_bytes(architecture.teacher), tensor_bytes(architecture.student)
+    moments = sum(moment_bytes(architecture, config.decomposition.method).values())
+    trained = sum(p.numel() * p.element_size() for p in architecture.student.parameters() if p.requires_grad)
+    size = architecture.teacher.dtype.itemsize
+    output = config.data.batch_size * architecture.outputs * size
+    in_training = architecture.outputs * (2 if config.distillation.autocast == "bfloat16" else size)
+    both = {"teacher": teacher, "student": student}
+    matrices = min(MATRIX_BYTES, size * architecture.dense_parameters)
+    targets = config.data.probe * architecture.targets * size
+    training = {"gradients": trained, "optimizer": 2 * trained}
+    stages = {
+        "calibration": {"teacher": teacher, "student": teacher, "moments": moments, "outputs": output},
+        "decomposition": {**both, "moments": moments},
+        "probe": {**both, "matrices": matrices, "targets": targets, "outputs": 2 * output},
+        "consolidation": {**both, **training, "outputs": 3 * config.distillation.batch_size * in_training},
     }
+    return {stage: parts | {"all": sum(parts.values())} for stage, parts in stages.items()}
 
 
-def moment_bytes(subject: Subject, method: str) -> dict[str, int]:
-    """Bytes of the second moments by block of the model: 8·m² or 8·n², one for layers that share their input.
-
-    `fisher` adds 8·m² for the gradients of each layer's output.
-    """
-    found: dict[str, int] = {}
-    for group in subject.groups:
-        is_output = reads_output(subject, group, method)
-        for name in group:
-            m, n = subject.shapes[name]
-            size = m**2 if is_output else n**2 * (name == group[0])
-            size += m**2 * (method == "fisher")
-            block = split_block(name)[0]
-            found[block] = found.get(block, 0) + MOMENT * size
-    return found
+def moment_bytes(architecture: Architecture, method: str) -> dict[str, int]:
+    """Bytes of the second moments in each block of the model: 8·d² each, and for `fisher` 8·m² more per layer."""
+    widths = moment_widths(architecture, method)
+    sizes = {split_block(name)[0]: 0 for name in architecture.shapes}
+    for name, (m, _) in architecture.shapes.items():
+        numbers = widths.get(name, 0) ** 2 + (m**2 if method == "fisher" else 0)
+        sizes[split_block(name)[0]] += MOMENT_BYTES * numbers
+    return sizes
 
 
-def reads_output(subject: Subject, group: tuple[str, ...], method: str) -> bool:
-    """Whether these layers' moments are those of their outputs, as `collect_moments` chooses: where that is less."""
-    shapes = [subject.shapes[name] for name in group]
-    is_less = all(m <= n for m, n in shapes) and sum(m * m for m, _ in shapes) < shapes[0][1] ** 2
-    return method != "paper" and is_less
+def moment_widths(architecture: Architecture, method: str) -> dict[str, int]:
+    """The width d of each moment (d x d) by layer; layers that share their input have one, under the first's name."""
+    outputs = layers_by_output(architecture, method)
+    owners = [name for group in architecture.groups for name in group if name in outputs or name == group[0]]
+    return {name: architecture.shapes[name][0 if name in outputs else 1] for name in owners}
+
+
+def layers_by_output(architecture: Architecture, method: str) -> set[str]:
+    """Layers whose moment is that of the output: where that is less work, as `collect_moments` chooses."""
+    names: set[str] = set()
+    for group in architecture.groups if method != "paper" else ():
+        shapes = [architecture.shapes[name] for name in group]
+        if all(m <= n for m, n in shapes) and sum(m * m for m, _ in shapes) < shapes[0][1] ** 2:
+            names.update(group)
+    return names
 
 
 def tensor_bytes(model: nn.Module) -> int:

@@ -1,6 +1,6 @@
-"""How many operations each stage takes: floating-point multiplications and additions, so two for each product.
+"""Floating-point operations of each stage: multiplications and additions, so two for each product.
 
-Counted are the products of layers with a matrix (factorised or dense, lm_head too), attention's own, the moments and
+Counted are the products of layers with a matrix (factorised or dense, lm_head too), those of attention, the moments and
 the factorisations. Norms, activations, softmaxes, the loss and the optimiser are not.
 """
 
@@ -14,42 +14,31 @@ from flexrank.nn.switch import last_within, uniform_profile
 from flexrank.probe import MATRIX_BYTES
 from flexrank.profiles.costs import Shape, rank_levels
 from flexrank.run.config import RunConfig
-from flexrank.run.dry_run.memory import reads_output
-from flexrank.run.dry_run.subject import Subject
+from flexrank.run.dry_run.architecture import Architecture
+from flexrank.run.dry_run.memory import layers_by_output, moment_widths
 
 
-def count_operations(subject: Subject, config: RunConfig) -> dict[str, int]:
-    """Operations of each stage; see the functions."""
-    return {
-        "calibration": calibration(subject, config),
-        "decomposition": decomposition(subject, config.decomposition.method),
-        "probe": probe(subject, config),
-        "consolidation": consolidation(subject, config),
-    }
-
-
-def calibration(subject: Subject, config: RunConfig) -> int:
-    """N samples forward, their first batch once more to find shared inputs, and 2·T·d² for each moment of size d.
+def calibration(architecture: Architecture, config: RunConfig) -> int:
+    """Forward passes of all samples and once more of the first batch, and 2·T·d² for each moment of width d.
 
     `fisher` adds a backward pass down to each layer's output, 2·T·m·n for each layer after the first group, and the
     gradients' moments, 2·T·m².
     """
-    samples, method = config.data.calibration, config.decomposition.method
-    first = min(config.data.batch_size, samples)
-    products = sum(_moment_products(subject, group, method) for group in subject.groups)
+    samples, method, calls = config.data.calibration, config.decomposition.method, architecture.calls
+    widths = moment_widths(architecture, method)
+    products = sum(2 * call.rows * width**2 for name, width in widths.items() for call in calls[name])
     if method == "fisher":
-        products += 2 * subject.attention + sum(
-            2 * call.rows * m * (n * (name not in subject.groups[0]) + m * (name in subject.shapes))
-            for name, (m, n) in subject.matrices.items()
-            for call in subject.calls[name]
-        )
-    return forward(subject, samples + first) + samples * products
+        products += 2 * architecture.attention
+        for name, (m, n) in architecture.matrices.items():
+            width = n * (name not in architecture.groups[0]) + m * (name in architecture.shapes)
+            products += sum(2 * call.rows * m * width for call in calls[name])
+    return forward(architecture, samples + min(config.data.batch_size, samples)) + samples * products
 
 
-def decomposition(subject: Subject, method: str) -> int:
-    """The leading terms of each layer's factorisation, in float64; see `factorisation`."""
-    readers = {name for group in subject.groups if reads_output(subject, group, method) for name in group}
-    return sum(factorisation(shape, method, name in readers) for name, shape in subject.shapes.items())
+def decomposition(architecture: Architecture, method: str) -> int:
+    """The leading terms of each layer's factorisation, in float64."""
+    outputs = layers_by_output(architecture, method)
+    return sum(factorisation(shape, method, name in outputs) for name, shape in architecture.shapes.items())
 
 
 def factorisation(shape: Shape, method: str, from_output: bool = False) -> int:
@@ -80,81 +69,80 @@ def factorisation(shape: Shape, method: str, from_output: bool = False) -> int:
     return total
 
 
-def probe(subject: Subject, config: RunConfig) -> int:
-    """The teacher once, and L·(K−1)+1 evaluations of the elastic model at full rank, over the probe's samples.
+def probe(architecture: Architecture, config: RunConfig) -> int:
+    """The teacher once, and all evaluations of the elastic model at full rank, over the probe's samples.
 
     Full layers multiply by their matrices, which take 2·k·m·n each to make, up to `MATRIX_BYTES` (a GPU with less
-    memory free keeps fewer, and multiplies more); a probed one takes `elastic_forward`. At most: where the model is a
-    stack of blocks those before the probed one are replayed, about half of the work.
+    memory free keeps fewer, and multiplies more). This is the most that a probe takes: where the model is a stack of
+    blocks, those before the probed one are replayed, which saves about half.
     """
-    samples, batch = config.data.probe, min(config.data.batch_size, config.data.probe)
-    itemsize, full = subject.teacher.dtype.itemsize, {name: min(shape) for name, shape in subject.shapes.items()}
-    kept = last_within({name: itemsize * math.prod(shape) for name, shape in subject.shapes.items()}, MATRIX_BYTES)
+    samples, batch, shapes = config.data.probe, min(config.data.batch_size, config.data.probe), architecture.shapes
+    full, itemsize = {name: min(shape) for name, shape in shapes.items()}, architecture.teacher.dtype.itemsize
+    kept = last_within({name: itemsize * math.prod(shape) for name, shape in shapes.items()}, MATRIX_BYTES)
     factored = {name: rank for name, rank in full.items() if name not in kept}
-    total = evaluations(subject, config) * forward(subject, batch, factored)
-    for name, ranks in candidates(subject, config).items():
-        shape = subject.shapes[name]
-        for call, rank in itertools.product(subject.calls[name], ranks[:-1]):
-            rows = batch * call.rows
+    total = evaluations(architecture, config) * forward(architecture, batch, factored)
+    for name, ranks in candidates(architecture, config).items():
+        for call, rank in itertools.product(architecture.calls[name], ranks[:-1]):
+            rows, shape = batch * call.rows, shapes[name]
             whole = 2 * rows * math.prod(shape) if name in kept else elastic_forward(shape, full[name], rows)
             total += elastic_forward(shape, rank, rows) - whole
-    made = sum(2 * full[name] * math.prod(subject.shapes[name]) for name in kept)
-    return forward(subject, samples) + made + total * samples // batch
+    made = sum(2 * full[name] * math.prod(shapes[name]) for name in kept)
+    return forward(architecture, samples) + made + total * samples // batch
 
 
-def evaluations(subject: Subject, config: RunConfig) -> int:
-    """Evaluations that the probe takes: one for each rank below the full one, and the baseline."""
-    return 1 + sum(map(len, candidates(subject, config).values())) - len(subject.shapes)
+def evaluations(architecture: Architecture, config: RunConfig) -> int:
+    """Evaluations that the probe takes: one for each rank below the full one, and one at full rank."""
+    return 1 + sum(len(ranks) - 1 for ranks in candidates(architecture, config).values())
 
 
-def candidates(subject: Subject, config: RunConfig) -> dict[str, tuple[int, ...]]:
-    """Ranks of each layer among which allocation chooses; fewer than K where so small a layer has no more."""
+def candidates(architecture: Architecture, config: RunConfig) -> dict[str, tuple[int, ...]]:
+    """Rising ranks of each layer among which allocation chooses."""
     levels, spacing = config.probe.levels, config.probe.spacing
-    return {name: rank_levels(shape, levels, spacing) for name, shape in subject.shapes.items()}
+    return {name: rank_levels(shape, levels, spacing) for name, shape in architecture.shapes.items()}
 
 
-def consolidation(subject: Subject, config: RunConfig) -> int:
-    """Steps × batches × (teacher forward + student forward and backward, a mean over the budgets by their weights).
+def consolidation(architecture: Architecture, config: RunConfig) -> int:
+    """Steps × batches × (teacher forward + student forward and backward, the mean over the budgets by their weights).
 
-    A budget's ranks are those of its uniform profile. The teacher's kept outputs, which save forwards, are left out.
+    A budget's ranks are those of its uniform profile. Forward passes that kept outputs of the teacher save are counted.
     """
     settings, budgets = config.distillation, config.allocation.budgets
     weights = settings.weights or [1.0] * len(budgets)
     student = 0.0
     for budget, weight in zip(budgets, weights, strict=True):
-        ranks = uniform_profile(subject.student, budget)
-        passes = forward(subject, settings.batch_size, ranks) + backward(subject, settings.batch_size, ranks)
+        ranks = uniform_profile(architecture.student, budget)
+        passes = forward(architecture, settings.batch_size, ranks) + backward(architecture, settings.batch_size, ranks)
         student += passes * weight / sum(weights)
-    return round((forward(subject, settings.batch_size) + student) * settings.accumulation * settings.steps)
+    return round((forward(architecture, settings.batch_size) + student) * settings.accumulation * settings.steps)
 
 
-def forward(subject: Subject, samples: int, ranks: Mapping[str, int] | None = None) -> int:
+def forward(architecture: Architecture, samples: int, ranks: Mapping[str, int] | None = None) -> int:
     """One forward pass of a batch: 2·T·m·n for a dense layer, `elastic_forward` for one in `ranks`, and attention."""
-    total = samples * subject.attention
-    for name, shape in subject.matrices.items():
+    total = samples * architecture.attention
+    for name, (m, n) in architecture.matrices.items():
         rank = (ranks or {}).get(name)
-        for call in subject.calls[name]:
+        for call in architecture.calls[name]:
             rows = samples * call.rows
-            total += 2 * rows * shape[0] * shape[1] if rank is None else elastic_forward(shape, rank, rows)
+            total += 2 * rows * m * n if rank is None else elastic_forward((m, n), rank, rows)
     return total
 
 
-def backward(subject: Subject, samples: int, ranks: Mapping[str, int]) -> int:
+def backward(architecture: Architecture, samples: int, ranks: Mapping[str, int]) -> int:
     """The backward pass of consolidation, as if each layer's output reached the loss.
 
-    A dense layer takes 2·T·m·n for its weight, where that is trained, and as much for its input, where something
-    before it is; attention takes twice its forward.
+    A dense layer takes 2·T·m·n for its weight, if that is trained, and as much for its input, if something before it
+    is trained; attention takes twice its forward pass.
     """
-    total = 2 * samples * subject.attention
-    for name, (m, n) in subject.matrices.items():
-        weight = subject.teacher.get_submodule(name).weight
+    total = 2 * samples * architecture.attention
+    for name, (m, n) in architecture.matrices.items():
+        weight = architecture.teacher.get_submodule(name).weight
         assert isinstance(weight, torch.Tensor)
-        for call in subject.calls[name]:
+        for call in architecture.calls[name]:
             rows = samples * call.rows
             if name in ranks:
-                total += elastic_backward((m, n), ranks[name], rows, call.is_inner)
+                total += elastic_backward((m, n), ranks[name], rows, call.needs_gradient)
             else:
-                total += 2 * rows * m * n * (weight.requires_grad + call.is_inner)
+                total += 2 * rows * m * n * (weight.requires_grad + call.needs_gradient)
     return total
 
 
@@ -164,16 +152,10 @@ def elastic_forward(shape: Shape, rank: int, rows: int) -> int:
     return 2 * min(rows * rank * (m + n), (rows + rank) * m * n)
 
 
-def elastic_backward(shape: Shape, rank: int, rows: int, is_inner: bool = True) -> int:
-    """Twice the forward; less the product for the input, 2·T·r·n or 2·T·m·n, where nothing before is trained."""
+def elastic_backward(shape: Shape, rank: int, rows: int, needs_gradient: bool = True) -> int:
+    """Twice the forward pass, less the product for an input that needs no gradient: 2·T·r·n or 2·T·m·n."""
     m, n = shape
     is_factored = rows * rank * (m + n) <= (rows + rank) * m * n
-    return 2 * elastic_forward(shape, rank, rows) - (0 if is_inner else 2 * rows * n * (rank if is_factored else m))
-
-
-def _moment_products(subject: Subject, group: tuple[str, ...], method: str) -> int:
-    """2·T·m² for each layer's output, or 2·T·n² once for the input that the group shares."""
-    if not reads_output(subject, group, method):
-        group = group[:1]
-        return sum(2 * call.rows * subject.shapes[name][1] ** 2 for name in group for call in subject.calls[name])
-    return sum(2 * call.rows * subject.shapes[name][0] ** 2 for name in group for call in subject.calls[name])
+    return 2 * elastic_forward(shape, rank, rows) - (
+        0 if needs_gradient else 2 * rows * n * (rank if is_factored else m)
+    )

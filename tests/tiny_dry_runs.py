@@ -1,4 +1,4 @@
-"""The configuration of a tiny run that a plan is made of, known by its architecture alone."""
+"""The configuration of a tiny run for a dry run, known by its architecture alone."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What stands and what runs again, what an interruption or a wrong input leaves, and who may write to a run."""
+"""What runs again, what an interruption or a wrong input leaves, and who may write to a run."""
 
 import os
 import shutil
@@ -12,7 +12,8 @@ from flexrank.distill.step import Step
 from flexrank.errors import FlexrankError
 from flexrank.run import run_stages
 from flexrank.run.config import load_config, parse_config
-from flexrank.run.rundir import RunDirectory
+from flexrank.run.directory import RunDirectory
+from flexrank.run.runner import fingerprints
 from tiny_runs import TEXT, rerun, settings
 
 pytestmark = pytest.mark.usefixtures("verified_here")
@@ -62,13 +63,37 @@ def test_an_interrupted_stage_goes_on_to_the_same_bits(
             run_stages(config, stage)
     partial = tmp_path / "run" / "partial"
     (kept,) = partial.iterdir()
-    (partial / f".{kept.name}.0.aside").write_text("what a killed process was writing")
+    leave_stale_files(partial, f".{kept.name}.0.aside")
     with monkeypatch.context() as patch:
         resumed = Stop(patch, where, name, None)
         assert stage in run_stages(config, stage).executed
     assert resumed.calls == left
     assert (tmp_path / "run" / result).read_bytes() == (finished / result).read_bytes()
-    assert not list(partial.iterdir())
+    assert not partial.exists()
+
+
+def leave_stale_files(partial: Path, *names: str) -> None:
+    """What killed processes leave: scratch of an evaluation, and checkpoints of other configurations."""
+    (partial / "evaluate-x1y2z3").mkdir(parents=True)
+    (partial / "evaluate-x1y2z3" / "model.safetensors").write_text("")
+    (partial / "distill-0123456789abcdef").mkdir()
+    for name in ("probe-0123456789abcdef.json", *names):
+        (partial / name).write_text("")
+
+
+def test_a_run_leaves_nothing_stale_in_partial(copied: Path) -> None:
+    """A checkpoint that an unfinished stage resumes from stays, through a run that ends before that stage."""
+    config, partial = load_config(copied), copied / "partial"
+    leave_stale_files(partial)
+    assert rerun(copied) == ()
+    assert not partial.exists()
+    kept = partial / f"distill-{fingerprints(config, config.model)['distill'][:16]}"
+    shutil.rmtree(copied / "elastic")
+    (copied / "stages" / "distill.json").unlink()
+    leave_stale_files(partial)
+    kept.mkdir()
+    assert rerun(copied, until="probe") == ()
+    assert list(partial.iterdir()) == [kept]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
-"""Every figure of a plan against the real thing: real models decomposed, run, trained and deployed, and counted."""
+"""Every figure of a dry run against real models that are decomposed, run, trained and deployed."""
 
 import copy
-from collections.abc import Callable, Iterator
+import functools
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
-from flexrank import distill as distillation
 from flexrank.calibrate import collect_moments, find_groups
 from flexrank.data.batches import call_model, output_tensor
 from flexrank.decompose import decompose_
 from flexrank.deployment import deploy, deployed_parameters_of
-from flexrank.distill import step
+from flexrank.distill import distill_, step
 from flexrank.distill.objectives import EmbeddingObjective, LogitObjective, default_objective
 from flexrank.hf.meta import meta_model
 from flexrank.hf.models import save_config
@@ -26,10 +27,10 @@ from flexrank.nn.select import select_layers
 from flexrank.nn.switch import full_matrices, full_profile, nested_layers, uniform_profile, use_profile
 from flexrank.probe import probe_sensitivity
 from flexrank.profiles.costs import rank_levels
-from flexrank.run.dry_run import make_plan, operations
+from flexrank.run.dry_run import dry_run, operations
+from flexrank.run.dry_run.architecture import build_architecture
 from flexrank.run.dry_run.memory import moment_bytes
-from flexrank.run.dry_run.subject import make_subject
-from tiny_plans import BATCH, LENGTH, Build, config_of
+from tiny_dry_runs import BATCH, LENGTH, Build, config_of
 
 
 def batch_of(build: Build, rows: int = BATCH) -> Any:
@@ -54,43 +55,41 @@ def elastic(model: Any, **selection: Any) -> Any:
     return student
 
 
+def flops(run: Callable[[], Any]) -> int:
+    """The operations that torch counts."""
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_total_flops()
+
+
 def bytes_of(tensors: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in {id(one): one for one in tensors}.values())
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _quiet_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("build", tiny.TRANSFORMERS.values())
 def test_parameters_and_layers_are_those_of_the_real_model(build: Build, tmp_path: Path) -> None:
-    plan, model = make_plan(config_of(build, tmp_path)), real(build)
+    result, model = dry_run(config_of(build, tmp_path)), real(build)
     student = elastic(model)
-    layers = nested_layers(student)
-    sizes = plan["parameters"]
+    layers, sizes = nested_layers(student), result["parameters"]
     assert sizes["model"] == model.num_parameters()
     assert sizes["elastic_model"] == sum(p.numel() for p in student.parameters())
     assert sizes["factors"] == sum(layer.u.numel() + layer.v.numel() for layer in layers.values())
     assert sizes["trained"] == sum(p.numel() for p in step.trainable_parameters(student).values())
-    assert sizes["layers"] == sum(row["parameters"] for row in plan["layers"])
-    assert sizes["model"] == sum(row["parameters"] for row in (*plan["layers"], *plan["dense"]))
-    found = sorted((tuple(row["shape"]), row["layers"]) for row in plan["layers"])
-    shapes = [layer.matrix_shape for layer in layers.values()]
-    for shape in set(shapes):
-        assert sum(number for other, number in found if other == shape) == shapes.count(shape)
-    assert plan["probe"]["layers"] == len(layers) == sum(row["layers"] for row in plan["layers"])
+    assert sizes["layers"] == sum(row["parameters"] for row in result["layers"])
+    assert sizes["model"] == sum(row["parameters"] for row in (*result["layers"], *result["dense"]))
+    counts: Counter[tuple[int, ...]] = Counter()
+    for row in result["layers"]:
+        counts[tuple(row["shape"])] += row["layers"]
+    assert counts == Counter(layer.matrix_shape for layer in layers.values())
+    assert result["probe"]["layers"] == len(layers) == sum(row["layers"] for row in result["layers"])
 
 
-def test_what_stays_dense_is_told_with_its_reason_and_counted_once(tmp_path: Path) -> None:
+def test_what_stays_dense_has_its_reason_and_counts_once(tmp_path: Path) -> None:
     config = config_of(tiny.llama_tied, tmp_path, layers={"exclude": ["down_proj"]})
-    found = {row["kind"]: (row["reason"], row["modules"], row["parameters"]) for row in make_plan(config)["dense"]}
+    rows = {row["kind"]: (row["reason"], row["modules"], row["parameters"]) for row in dry_run(config)["dense"]}
     model = real(tiny.llama_tied)
     norms = sum(p.numel() for name, p in model.named_parameters() if "norm" in name)
-    assert found == {
+    assert rows == {
         "model.embed_tokens": ("embedding", 1, 64 * 32),
         "mlp.down_proj": ("excluded", 2, 2 * 32 * 48),
         "lm_head": ("weight tied to model.embed_tokens", 1, 0),
@@ -101,7 +100,7 @@ def test_what_stays_dense_is_told_with_its_reason_and_counted_once(tmp_path: Pat
 @pytest.mark.parametrize("build", tiny.TRANSFORMERS.values())
 @pytest.mark.parametrize("method", ["datasvd", "paper", "fisher"])
 def test_moments_take_the_bytes_that_calibration_allocates(build: Build, method: str, tmp_path: Path) -> None:
-    subject = make_subject(config_of(build, tmp_path, decomposition={"method": method}))
+    architecture = build_architecture(config_of(build, tmp_path, decomposition={"method": method}))
     model = real(build)
     objective = EmbeddingObjective() if build is tiny.bert else default_objective(call_model(model, batch_of(build)))
     loss = objective.fisher_loss if method == "fisher" else None
@@ -109,18 +108,18 @@ def test_moments_take_the_bytes_that_calibration_allocates(build: Build, method:
     moments = collect_moments(model, [batch_of(build)], select_layers(model), side=side, gradient_loss=loss)
     tensors = [entry.moment for entry in moments.values()]
     tensors += [entry.gradient_moment for entry in moments.values() if entry.gradient_moment is not None]
-    assert sum(moment_bytes(subject, method).values()) == bytes_of(tensors)
+    assert sum(moment_bytes(architecture, method).values()) == bytes_of(tensors)
     groups = find_groups(model, batch_of(build), select_layers(model))
-    assert sorted(subject.groups) == sorted(map(tuple, groups))
+    assert sorted(architecture.groups) == sorted(map(tuple, groups))
 
 
 def test_memory_is_what_real_training_holds(tmp_path: Path) -> None:
-    plan = make_plan(config_of(tiny.llama_tied, tmp_path))["memory"]
+    memory = dry_run(config_of(tiny.llama_tied, tmp_path))["memory"]
     model = real(tiny.llama_tied)
     student = elastic(model)
     tensors = [bytes_of([*one.parameters(), *one.buffers()]) for one in (model, student)]
     for stage, student_bytes in {"calibration": tensors[0], "probe": tensors[1], "consolidation": tensors[1]}.items():
-        assert (plan[stage]["teacher"], plan[stage]["student"]) == (tensors[0], student_bytes)
+        assert (memory[stage]["teacher"], memory[stage]["student"]) == (tensors[0], student_bytes)
     trainable = step.trainable_parameters(student)
     optimizer = step.make_optimizer(trainable, 1e-3, 0.0)
     batch = batch_of(tiny.llama_tied)
@@ -130,20 +129,20 @@ def test_memory_is_what_real_training_holds(tmp_path: Path) -> None:
         gradients = bytes_of([p.grad for p in trainable.values()])
         optimizer.step()
     states = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
-    assert (plan["consolidation"]["gradients"], plan["consolidation"]["optimizer"]) == (gradients, bytes_of(states))
+    assert (memory["consolidation"]["gradients"], memory["consolidation"]["optimizer"]) == (gradients, bytes_of(states))
     one = bytes_of([output])
-    assert [plan[stage]["outputs"] for stage in ("calibration", "probe", "consolidation")] == [one, 2 * one, 3 * one]
+    assert [memory[stage]["outputs"] for stage in ("calibration", "probe", "consolidation")] == [one, 2 * one, 3 * one]
     kept = [LogitObjective().target(call_model(model, batch_of(tiny.llama_tied, rows)), {}) for rows in (3, 2)]
-    assert plan["probe"]["targets"] == bytes_of(kept)
-    assert all(parts["all"] == sum(parts.values()) - parts["all"] for parts in plan.values())
+    assert memory["probe"]["targets"] == bytes_of(kept)
+    assert all(parts["all"] == sum(parts.values()) - parts["all"] for parts in memory.values())
 
 
 @pytest.mark.parametrize("build", [tiny.gpt2, tiny.llama_tied, tiny.dinov3])
 def test_sizes_by_budget_are_those_of_deployed_models(build: Build, tmp_path: Path) -> None:
-    plan = make_plan(config_of(build, tmp_path, deployment={"dtype": "bfloat16"}))
+    result = dry_run(config_of(build, tmp_path, deployment={"dtype": "bfloat16"}))
     student = elastic(real(build))
     dense = sum(m * n for m, n in (layer.matrix_shape for layer in nested_layers(student).values()))
-    for row in plan["budgets"]:
+    for row in result["budgets"]:
         profile = uniform_profile(student, row["budget"])
         small = deploy(student, profile, dtype=torch.bfloat16, slack=0)
         persistent = {key: value for key, value in small.state_dict(keep_vars=True).items()}
@@ -156,50 +155,46 @@ def test_sizes_by_budget_are_those_of_deployed_models(build: Build, tmp_path: Pa
 
 @pytest.mark.parametrize("spacing", ["blocks", "parameters", "ranks"])
 def test_candidates_and_evaluations_are_those_of_a_probe(spacing: str, tmp_path: Path) -> None:
-    plan = make_plan(config_of(tiny.llama_untied, tmp_path, probe={"levels": 6, "spacing": spacing}))["probe"]
+    probe = dry_run(config_of(tiny.llama_untied, tmp_path, probe={"levels": 6, "spacing": spacing}))["probe"]
     table = probe_sensitivity(elastic(real(tiny.llama_untied)), lambda _: 0.0, 6, spacing=spacing)  # type: ignore[arg-type]
-    assert plan["candidates"] == sum(map(len, table.ranks.values()))
-    assert plan["evaluations"] == 1 + sum(len(ranks) - 1 for ranks in table.ranks.values())
-    assert (plan["layers"], plan["levels"]) == (len(table.ranks), 6)
+    assert probe["candidates"] == sum(map(len, table.ranks.values()))
+    assert probe["evaluations"] == 1 + sum(len(ranks) - 1 for ranks in table.ranks.values())
+    assert (probe["layers"], probe["levels"]) == (len(table.ranks), 6)
 
 
 @pytest.mark.parametrize("build", [tiny.llama_untied, tiny.gpt2])
 @pytest.mark.parametrize("room", [2**32, 15000, 0], ids=["matrices kept", "some kept", "none kept"])
-def test_a_probe_takes_the_operations_told(
+def test_a_probe_takes_the_operations_counted(
     build: Build, room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of them, to the last one, for a probe that replays nothing."""
     monkeypatch.setattr(operations, "MATRIX_BYTES", room)
     config = config_of(build, tmp_path, probe={"levels": 4}, data={"probe": BATCH})
-    told, student, batch = make_plan(config)["operations"]["probe"], elastic(real(build)), batch_of(build)
+    expected, student, batch = dry_run(config)["operations"]["probe"], elastic(real(build)), batch_of(build)
 
     def evaluate(model: Any) -> float:
         return float(call_model(model, batch).logits.sum() * 0)
 
-    counts = {}
-    for name, replayed in {"replayed": True, "plain": False}.items():
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            call_model(real(build), batch)  # the teacher
-            if replayed:
-                probe_sensitivity(student, evaluate, 4, matrix_bytes=room)
-            else:
-                ranks = {n: rank_levels(layer.matrix_shape, 4) for n, layer in nested_layers(student).items()}
-                with use_profile(student, full_profile(student)), full_matrices(student, room):
-                    evaluate(student)
-                    for layer, levels in ranks.items():
-                        for rank in levels[:-1]:
-                            with use_profile(student, full_profile(student) | {layer: rank}):
-                                evaluate(student)
-        counts[name] = counter.get_total_flops()
-    assert counts["replayed"] < counts["plain"] == told
+    def plain_probe() -> None:
+        ranks = {name: rank_levels(layer.matrix_shape, 4) for name, layer in nested_layers(student).items()}
+        with use_profile(student, full_profile(student)), full_matrices(student, room):
+            evaluate(student)
+            for layer, levels in ranks.items():
+                for rank in levels[:-1]:
+                    with use_profile(student, full_profile(student) | {layer: rank}):
+                        evaluate(student)
+
+    with torch.no_grad():
+        teacher = flops(lambda: call_model(real(build), batch))
+        replayed = flops(lambda: probe_sensitivity(student, evaluate, 4, matrix_bytes=room))
+        assert replayed < flops(plain_probe) == expected - teacher
 
 
 @pytest.mark.parametrize("build", tiny.TRANSFORMERS.values())
 def test_a_forward_pass_takes_the_operations_that_torch_counts(build: Build, tmp_path: Path) -> None:
-    subject, model = make_subject(config_of(build, tmp_path)), real(build)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        call_model(model, batch_of(build))
-    assert operations.forward(subject, BATCH) == counter.get_total_flops()
+    architecture, model = build_architecture(config_of(build, tmp_path)), real(build)
+    with torch.no_grad():
+        assert operations.forward(architecture, BATCH) == flops(lambda: call_model(model, batch_of(build)))
 
 
 @pytest.mark.parametrize("build", tiny.TRANSFORMERS.values())
@@ -209,38 +204,40 @@ def test_a_training_pass_takes_the_operations_that_torch_counts(build: Build, bu
     the dtype, which makes the matrix once or twice more, and BERT's pooler has no part in the loss."""
     left_out = ["patch_embeddings"] if build in tiny.VISION else ["pooler"] if build is tiny.bert else []
     config = config_of(build, tmp_path, layers={"exclude": left_out})
-    subject, model = make_subject(config), real(build)
+    architecture, model = build_architecture(config), real(build)
     student = elastic(model, exclude=left_out)
     ranks = uniform_profile(student, budget)
     trainable = step.trainable_parameters(student)
     with step.training(student, model, trainable), use_profile(student, ranks):
         with FlopCounterMode(display=False) as counter:
             output = output_tensor(call_model(student, batch_of(build)))
-            assert operations.forward(subject, BATCH, ranks) == counter.get_total_flops()
+            assert operations.forward(architecture, BATCH, ranks) == counter.get_total_flops()
             output.sum().backward()
     unused = 0
     if build is tiny.bert:
-        m, n = subject.matrices["pooler.dense"]
+        m, n = architecture.matrices["pooler.dense"]
         unused = 4 * BATCH * m * n
-    total = operations.forward(subject, BATCH, ranks) + operations.backward(subject, BATCH, ranks)
+    total = operations.forward(architecture, BATCH, ranks) + operations.backward(architecture, BATCH, ranks)
     assert total - unused == counter.get_total_flops()
 
 
 @pytest.mark.parametrize("build", tiny.VISION)
 def test_with_the_patch_embedding_the_difference_is_within_the_matrix_made_twice(build: Build, tmp_path: Path) -> None:
-    subject, student = make_subject(config_of(build, tmp_path)), elastic(real(build))
+    architecture, student = build_architecture(config_of(build, tmp_path)), elastic(real(build))
     ranks = uniform_profile(student, 0.9)
-    with FlopCounterMode(display=False) as counter, torch.no_grad(), use_profile(student, ranks):
-        call_model(student, batch_of(build))
+    with torch.no_grad(), use_profile(student, ranks):
+        counted = flops(lambda: call_model(student, batch_of(build)))
     (name,) = (name for name in ranks if "patch" in name)
-    m, n = subject.shapes[name]
-    more = counter.get_total_flops() - operations.forward(subject, BATCH, ranks)
-    assert more in (2 * ranks[name] * m * n, 4 * ranks[name] * m * n)
+    m, n = architecture.shapes[name]
+    assert counted - operations.forward(architecture, BATCH, ranks) in (
+        2 * ranks[name] * m * n,
+        4 * ranks[name] * m * n,
+    )
 
 
-@pytest.mark.parametrize("is_inner", [True, False])
+@pytest.mark.parametrize("needs_gradient", [True, False])
 @pytest.mark.parametrize(("rows", "rank"), [(3, 8), (64, 2), (64, 8)])
-def test_an_elastic_layer_takes_the_cheaper_route_both_ways(rows: int, rank: int, is_inner: bool) -> None:
+def test_an_elastic_layer_takes_the_cheaper_route_both_ways(rows: int, rank: int, needs_gradient: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     geometry = ConvGeometry(3, (2, 2), (2, 2), (0, 0), (1, 1))
     u, v = torch.randn(8, 10, generator=generator), torch.randn(8, 12, generator=generator)
@@ -248,11 +245,11 @@ def test_an_elastic_layer_takes_the_cheaper_route_both_ways(rows: int, rank: int
     for layer in (NestedLinear(u, v), NestedConv2d(u, v, None, geometry)):
         layer.rank = rank
         with FlopCounterMode(display=False) as counter:
-            output = layer(inputs[type(layer)].requires_grad_(is_inner))
+            output = layer(inputs[type(layer)].requires_grad_(needs_gradient))
             assert counter.get_total_flops() == operations.elastic_forward((10, 12), rank, rows)
             output.sum().backward()
         both = operations.elastic_forward((10, 12), rank, rows)
-        both += operations.elastic_backward((10, 12), rank, rows, is_inner)
+        both += operations.elastic_backward((10, 12), rank, rows, needs_gradient)
         assert counter.get_total_flops() == both
 
 
@@ -260,13 +257,12 @@ def test_an_elastic_layer_takes_the_cheaper_route_both_ways(rows: int, rank: int
 @pytest.mark.parametrize("method", ["datasvd", "paper", "fisher"])
 def test_calibration_takes_the_operations_that_torch_counts(build: Build, method: str, tmp_path: Path) -> None:
     config = config_of(build, tmp_path, decomposition={"method": method})
-    subject, model = make_subject(config), real(build)
+    architecture, model = build_architecture(config), real(build)
     loss = LogitObjective().fisher_loss if method == "fisher" else None
     side: Any = "input" if method == "paper" else "smaller"
-    with FlopCounterMode(display=False) as counter:
-        batches = [batch_of(build), batch_of(build)]
-        collect_moments(model, batches, select_layers(model), side=side, gradient_loss=loss)
-    assert operations.calibration(subject, config) == counter.get_total_flops()
+    batches, layers = [batch_of(build)] * 2, select_layers(model)
+    counted = flops(lambda: collect_moments(model, batches, layers, side=side, gradient_loss=loss))
+    assert operations.calibration(architecture, config) == counted
 
 
 @pytest.mark.parametrize("shape", [(7, 12), (12, 7), (9, 9)])
@@ -292,39 +288,33 @@ def test_a_factorisation_is_its_products_and_textbook_terms(shape: tuple[int, in
             ("fisher", True, joint + 9 * m**3, lambda: linalg.data_svd(weight, gradient_moment=gradient, **of_output)),
         ]
     for method, from_output, terms, factorise in cases:
-        with FlopCounterMode(display=False) as counter:
-            factorise()
-        assert operations.factorisation(shape, method, from_output) == counter.get_total_flops() + terms
+        assert operations.factorisation(shape, method, from_output) == flops(factorise) + terms
 
 
 def test_consolidation_takes_the_operations_that_torch_counts(tmp_path: Path) -> None:
     build, costs = tiny.llama_tied, {}
-    model, batches = real(build), [batch_of(build), batch_of(build)]
+    model, batches = real(build), [batch_of(build)] * 2
     for budget in (0.9, 0.4):
-        config = config_of(build, tmp_path, allocation={"budgets": [budget]})
-        student = elastic(model)
-        with FlopCounterMode(display=False) as counter:
-            distillation.distill_(
-                student, model, batches, [uniform_profile(student, budget)], steps=2, accumulation=2, teacher_cache=0
-            )
-        costs[budget] = counter.get_total_flops()
-        assert make_plan(config)["operations"]["consolidation"] == costs[budget]
+        config, student = config_of(build, tmp_path, allocation={"budgets": [budget]}), elastic(model)
+        chain, steps = [uniform_profile(student, budget)], {"steps": 2, "accumulation": 2, "teacher_cache": 0}
+        costs[budget] = flops(functools.partial(distill_, student, model, batches, chain, **steps))
+        assert dry_run(config)["operations"]["consolidation"] == costs[budget]
     both = config_of(build, tmp_path, distillation={"weights": [3.0, 1.0]})
-    assert make_plan(both)["operations"]["consolidation"] == round(0.75 * costs[0.9] + 0.25 * costs[0.4])
+    assert dry_run(both)["operations"]["consolidation"] == round(0.75 * costs[0.9] + 0.25 * costs[0.4])
 
 
 def test_tokens_hours_and_stages_add_up(tmp_path: Path) -> None:
-    plan = make_plan(config_of(tiny.vit, tmp_path), tflops=2.0)
-    assert plan["sample_tokens"] == 17 and plan["tokens"] == 2 * 2 * BATCH * 17  # 16 patches and the class token
-    assert make_plan(config_of(tiny.llama_untied, tmp_path))["tokens"] == 2 * 2 * BATCH * LENGTH
-    stages = {stage: number for stage, number in plan["operations"].items() if stage != "all"}
-    assert plan["operations"]["all"] == sum(stages.values()) and list(stages) == list(plan["memory"])
-    hours = plan["hours"]
+    result = dry_run(config_of(tiny.vit, tmp_path), tflops=2.0)
+    assert result["sample_tokens"] == 17 and result["tokens"] == 2 * 2 * BATCH * 17  # 16 patches and the class token
+    assert dry_run(config_of(tiny.llama_untied, tmp_path))["tokens"] == 2 * 2 * BATCH * LENGTH
+    stages = {stage: number for stage, number in result["operations"].items() if stage != "all"}
+    assert result["operations"]["all"] == sum(stages.values()) and list(stages) == list(result["memory"])
+    hours = result["hours"]
     assert hours["decomposition"] is None
     assert hours["all"] == pytest.approx(sum(value for name, value in hours.items() if value and name != "all"))
     assert hours["probe"] == pytest.approx(stages["probe"] / 2e12 / 3600)
-    once = operations.forward(make_subject(config_of(tiny.vit, tmp_path)), 1)
-    assert stages["probe"] > plan["probe"]["evaluations"] * 5 * once * 0.9
+    once = operations.forward(build_architecture(config_of(tiny.vit, tmp_path)), 1)
+    assert stages["probe"] > result["probe"]["evaluations"] * 5 * once * 0.9
 
 
 def test_the_meta_model_has_the_buffers_and_ties_of_the_real_one(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
-"""What a run would work on: the model and its elastic form on the meta device, and what one sample does in them."""
+"""The architecture of a run's models on the meta device, where tensors have shapes and take no memory."""
 
 import copy
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,30 +22,23 @@ from flexrank.profiles.costs import Shape
 from flexrank.run.config import RunConfig
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """What one call of a layer does for one sample.
-
-    Attributes:
-        rows: that its matrix multiplies: tokens, patches, or positions of a convolution.
-        is_inner: whether something trained stands before it, so that the loss's gradient goes on to its input.
-    """
+class Call(NamedTuple):
+    """One call of a layer for one sample: rows of its input, and whether something before the layer is trained."""
 
     rows: int
-    is_inner: bool
+    needs_gradient: bool
 
 
 @dataclasses.dataclass(frozen=True)
-class Subject:
-    """A model without its weights, and what one sample does in it.
+class Architecture:
+    """The base model and its elastic form without weights, and what one sample does in them.
 
     Attributes:
-        teacher: the model, on the meta device; what consolidation would train requires a gradient.
-        student: its elastic form at full rank, likewise.
+        teacher: the base model; what consolidation trains requires a gradient.
+        student: its elastic form at full rank; likewise.
         calls: of each layer with a matrix, factorised or not, in the order in which they run.
         groups: factorised layers that read the same tensors, and so share a moment; in the same order.
-        tokens: positions of one sample: tokens, or the most rows that a linear layer sees of an image (patches,
-            registers and class token).
+        tokens: tokens of one sample; of an image, the most rows that a linear layer reads.
         outputs: numbers in the model's output for one sample.
         targets: numbers that the probe keeps of the teacher's output for one sample.
     """
@@ -68,60 +61,55 @@ class Subject:
         """(m, n) of each factorised layer."""
         return {name: layer.matrix_shape for name, layer in nested_layers(self.student).items()}
 
-    @functools.cached_property
-    def attention(self) -> int:
-        """Operations of attention's own products for one sample: 4·T²·heads·head size in each layer.
+    @property
+    def dense_parameters(self) -> int:
+        """Parameters of the factorised layers in the base model."""
+        return sum(m * n for m, n in self.shapes.values())
 
-        Scores and mixed values are 2·T²·d each. The whole square is counted, also where a mask hides a part of it.
-        """
+    @property
+    def attention(self) -> int:
+        """Operations of scores and mixed values for one sample: 4·T²·heads·head size per layer, masks ignored."""
         return 4 * self.tokens**2 * meta.attention_width(self.teacher)
 
 
-def make_subject(config: RunConfig) -> Subject:
-    """The subject of a run.
+def build_architecture(config: RunConfig) -> Architecture:
+    """Builds both models, and runs one sample through the base model.
 
     Raises:
         FlexrankError: the architecture cannot be built, or no layer can be factorised.
     """
     dtype = getattr(torch, config.dtype)
     teacher = meta.meta_model(config.model, config.task, dtype=dtype, architecture=config.architecture)
-    _require_positions(teacher, config)
-    _freeze_embeddings(teacher)
+    limit = getattr(teacher.config, "max_position_embeddings", None)
+    if config.task != "classification" and limit is not None and config.data.max_tokens > limit:
+        raise FlexrankError(f"data.max_tokens is {config.data.max_tokens}; this model reads at most {limit}")
+    for module in teacher.modules():
+        if isinstance(module, nn.Embedding):
+            module.requires_grad_(False)  # consolidation trains neither embeddings nor what is tied to them
     layers = select_layers(teacher, config.layers.include, config.layers.exclude)
     student = copy.deepcopy(teacher)
-    for name in layers:
-        nest_(student, name, _empty_factors(matrix_shape(layers[name])))
+    for name, layer in layers.items():
+        nest_(student, name, _empty_factors(matrix_shape(layer)))
     watched = {name: module for name, module in teacher.named_modules() if is_layer(module)}
     calls, inputs, output = _watch(teacher, watched, meta.meta_sample(teacher, config.task, config.data.max_tokens))
     objective = EmbeddingObjective() if config.task == "embedding" else default_objective(output)
     linear = [call.rows for name in calls for call in calls[name] if conv_geometry(watched[name]) is None]
-    return Subject(
+    groups: dict[Any, list[str]] = {}
+    for name in filter(layers.__contains__, inputs):
+        groups.setdefault((*inputs[name], conv_geometry(layers[name])), []).append(name)
+    return Architecture(
         teacher=teacher,
         student=student,
         calls=calls,
-        groups=_groups({name: (*inputs[name], conv_geometry(layers[name])) for name in inputs if name in layers}),
+        groups=tuple(map(tuple, groups.values())),
         tokens=max(linear, default=1) if config.task == "classification" else config.data.max_tokens,
         outputs=output_tensor(output).numel(),
         targets=objective.target(output, {}).numel(),
     )
 
 
-def _require_positions(teacher: Any, config: RunConfig) -> None:
-    limit = getattr(teacher.config, "max_position_embeddings", None)
-    if config.task != "classification" and limit is not None and config.data.max_tokens > limit:
-        raise FlexrankError(f"data.max_tokens is {config.data.max_tokens}; this model reads at most {limit}")
-
-
-def _freeze_embeddings(model: nn.Module) -> None:
-    """Leaves a gradient to what consolidation trains: all but embeddings and what is tied to them."""
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            module.requires_grad_(False)
-
-
 def _empty_factors(shape: Shape) -> Factors:
-    m, n = shape
-    rank = min(shape)
+    (m, n), rank = shape, min(shape)
     u, v, energies = (torch.empty(size, dtype=torch.float64, device="meta") for size in ((rank, m), (rank, n), (rank,)))
     return Factors(u, v, energies)
 
@@ -129,9 +117,9 @@ def _empty_factors(shape: Shape) -> Factors:
 def _watch(
     model: nn.Module, layers: Mapping[str, nn.Module], sample: Mapping[str, Tensor]
 ) -> tuple[dict[str, tuple[Call, ...]], dict[str, list[Any]], Any]:
-    """Runs one sample on the meta device: each layer's calls, the identities of what they read, and the output.
+    """Runs one sample: each layer's calls, the identities of the tensors they read, and the model's output.
 
-    Tensors there have no address; their storages tell them apart, and are all held until the end.
+    Tensors on the meta device have no address. Their storages tell them apart, while all of them are held.
     """
     calls: dict[str, list[Call]] = {}
     inputs: dict[str, list[Any]] = {}
@@ -139,19 +127,12 @@ def _watch(
 
     def see(name: str, tensor: Tensor, _: Tensor) -> None:
         held.append(tensor)
-        place = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor._version)
+        identity = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor._version)
         calls.setdefault(name, []).append(Call(input_rows(layers[name], tensor).shape[0], tensor.requires_grad))
-        inputs.setdefault(name, []).append(place)
+        inputs.setdefault(name, []).append(identity)
 
     with Hooks() as hooks, models.clear_errors(type(model).__name__):
         for name, layer in layers.items():
             hooks.watch(layer, functools.partial(see, name))
         output = call_model(model, sample)
-    return {name: tuple(found) for name, found in calls.items()}, inputs, output
-
-
-def _groups(keys: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
-    groups: dict[Any, list[str]] = {}
-    for name, key in keys.items():
-        groups.setdefault(key, []).append(name)
-    return tuple(map(tuple, groups.values()))
+    return {name: tuple(own) for name, own in calls.items()}, inputs, output

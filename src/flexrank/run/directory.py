@@ -1,0 +1,252 @@
+"""The run directory: who may write to it, which stages are up to date, and what an interrupted stage resumes from.
+
+    RUN/config.yaml           the whole configuration, defaults included
+    RUN/stages/STAGE.json     fingerprint and seconds of a finished stage, and checksums of the files it wrote
+    RUN/partial/              checkpoints of interrupted stages
+
+A stage's fingerprint covers the configuration it reads, the files it reads (the version of Python, where its own
+documentation is the data), the version of flexrank, and the fingerprints of the stages it needs. A changed key thus
+runs its stage and those below it again, and no other.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from flexrank.errors import FlexrankError
+from flexrank.files import digest_file, read_json, write_aside, write_json
+from flexrank.run.config import RunConfig, load_config, write_config
+
+#: Larger files are identified by size and time of change: hashing a 16 GB model takes longer than a run with nothing
+#: to do.
+HASHED_BYTES = 1 << 30
+
+
+class RunDirectory:
+    """A run's files, and the records of the stages that wrote them."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._has_finished_a_stage = False
+
+    def __truediv__(self, name: str) -> Path:
+        return self.path / name
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Holds the run directory for this process, and makes it if it is absent.
+
+        The system drops the lock when its process ends, so a killed run leaves no lock behind.
+
+        Raises:
+            FlexrankError: another process holds it, or the path is no directory.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise FlexrankError(f"{self.path}: is a file; the run directory needs another place (key output)")
+        is_new = not self.path.exists()
+        self.path.mkdir(parents=True, exist_ok=True)
+        with open(self.path / "run.lock", "a+", encoding="utf8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                file.seek(0)
+                holder = file.read().strip() or "unknown"
+                raise FlexrankError(
+                    f"{self.path}: process {holder} writes to this run; wait for it, or choose another output"
+                ) from error
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            try:
+                yield
+            finally:
+                file.truncate(0)
+                self._remove_what_is_empty(is_new)
+
+    def _remove_what_is_empty(self, is_new: bool) -> None:
+        """Removes partial/ if it is empty, and all of a new directory if a wrong input ended the run before a stage."""
+        if is_new and {path.name for path in self.path.rglob("*")} <= {"run.lock", "partial", "stages"}:
+            shutil.rmtree(self.path)
+        elif self._partial.is_dir() and not any(self._partial.iterdir()):
+            self._partial.rmdir()
+
+    @contextlib.contextmanager
+    def keep_config(self, config: RunConfig) -> Iterator[None]:
+        """Writes config.yaml. If a wrong input ends the block before a stage is done, the old one comes back.
+
+        Raises:
+            FlexrankError: the directory holds a run of another name, or one that this version cannot read.
+        """
+        path, backup = self.path / "config.yaml", self.path / "config.yaml.was"
+        old = load_config(self.path) if path.is_file() else None
+        if old is not None and old.name != config.name:
+            raise FlexrankError(f"{self.path}: holds the run {old.name!r}, not {config.name!r}; choose another output")
+        is_new = old is None or old.model_copy(update={"output": config.output}) != config
+        self._has_finished_a_stage = False
+        try:
+            if is_new:
+                if old is not None:
+                    os.replace(path, backup)
+                with write_aside(path) as aside:
+                    write_config(config, aside)
+            yield
+        except Exception:
+            if is_new and not self._has_finished_a_stage:
+                path.unlink(missing_ok=True)
+                if old is not None:
+                    os.replace(backup, path)  # a renaming needs no room on a full disk
+            raise
+        finally:
+            backup.unlink(missing_ok=True)
+
+    def is_finished(self, stage: str, fingerprint: str) -> bool:
+        """Whether the stage ran with this fingerprint and all files it wrote are there.
+
+        Raises:
+            FlexrankError: one of them was edited or truncated since.
+        """
+        record = self._read_record(stage)
+        if record.get("fingerprint") != fingerprint or not self._is_whole(record):
+            return False
+        for name in self._edited(record):
+            output = self.path / Path(name).parts[0]
+            raise FlexrankError(
+                f"{self.path / name}: was edited after `{stage}` wrote it; delete {output} to make it anew"
+            )
+        return True
+
+    def _is_whole(self, record: Mapping[str, Any]) -> bool:
+        return all((self.path / name).exists() for name in record["files"])
+
+    def _edited(self, record: Mapping[str, Any]) -> list[str]:
+        return [name for name, mark in record["files"].items() if mark not in (None, _mark(self.path / name))]
+
+    @contextlib.contextmanager
+    def replacing(self, stage: str) -> Iterator[None]:
+        """Puts the stage's record away during the block, so that what a killed stage leaves never counts as finished.
+
+        A stage that fails before it has changed its old results gets their record back.
+        """
+        path = self._record(stage)
+        backup = path.with_name(f"{path.name}.was")
+        if path.is_file():
+            os.replace(path, backup)
+        try:
+            yield
+        except BaseException:
+            if backup.is_file():
+                record = read_json(backup)
+                if self._is_whole(record) and not self._edited(record):
+                    os.replace(backup, path)
+            raise
+        finally:
+            backup.unlink(missing_ok=True)
+
+    def finish(
+        self, stage: str, fingerprint: str, outputs: Sequence[str], extras: Sequence[str], seconds: float
+    ) -> None:
+        """Records a stage that is done, and removes its checkpoint.
+
+        Its `outputs`, files and directories, may not be edited from now on. Its `extras`, written for people to look
+        at, may be; if one of them is missing, the stage runs again.
+        """
+        files = {name: _mark(self.path / name) for name in self._files(outputs)} | dict.fromkeys(self._files(extras))
+        record = {"stage": stage, "fingerprint": fingerprint, "seconds": round(seconds, 3), "files": files}
+        write_json(self._record(stage), record)
+        for path in self._partial.glob(f"{stage}-*"):
+            _remove(path)
+        self._has_finished_a_stage = True
+
+    def _files(self, names: Sequence[str]) -> list[str]:
+        """The named files, and those in the named directories, relative to the run directory."""
+        roots = [self.path / name for name in names]
+        files = [file for root in roots for file in ([root] if root.is_file() else sorted(root.rglob("*")))]
+        return [str(file.relative_to(self.path)) for file in files if file.is_file()]
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each finished stage."""
+        records = [read_json(path) for path in sorted((self.path / "stages").glob("*.json"))]
+        return {record["stage"]: record["seconds"] for record in records}
+
+    def partial(self, stage: str, fingerprint: str, ending: str = "") -> Path:
+        """Where a stage keeps the checkpoint that it resumes from after an interruption."""
+        self._partial.mkdir(exist_ok=True)
+        return self._partial / f"{stage}-{fingerprint[:16]}{ending}"
+
+    def remove_stale(self, fingerprints: Mapping[str, str]) -> None:
+        """Removes from partial/ all but the checkpoints that unfinished stages of these fingerprints resume from.
+
+        The rest is scratch of killed processes, and checkpoints of other configurations.
+        """
+        unfinished = {
+            f"{stage}-{fingerprint[:16]}"
+            for stage, fingerprint in fingerprints.items()
+            if self._read_record(stage).get("fingerprint") != fingerprint
+        }
+        for path in self._partial.iterdir() if self._partial.is_dir() else ():
+            if path.name.partition(".")[0] not in unfinished:
+                _remove(path)
+
+    def forget(self, stage: str) -> None:
+        """Makes the stage run again when it is next needed."""
+        self._record(stage).unlink(missing_ok=True)
+
+    @property
+    def _partial(self) -> Path:
+        return self.path / "partial"
+
+    def _record(self, stage: str) -> Path:
+        return self.path / "stages" / f"{stage}.json"
+
+    def _read_record(self, stage: str) -> dict[str, Any]:
+        """A finished stage's record; empty for any other stage."""
+        path = self._record(stage)
+        return read_json(path) if path.is_file() else {}
+
+
+def fingerprint(stage: str, config: RunConfig, keys: Sequence[str], needs: Sequence[str], sources: Any = None) -> str:
+    """SHA-256 over what a stage depends on.
+
+    That is dotted keys or sections of the configuration, the fingerprints of the stages that it needs, and the
+    identities of the files that it reads.
+    """
+    values = {key: _value_at(config.model_dump(mode="json"), key) for key in keys}
+    parts = {"stage": stage, "version": metadata.version("flexrank"), "config": values, "needs": list(needs)}
+    return hashlib.sha256(json.dumps(parts | {"sources": sources}, sort_keys=True).encode()).hexdigest()
+
+
+def identity(path: str | Path) -> Any:
+    """Identifies the content of a file or directory; the name itself where there is neither."""
+    path = Path(path)
+    if path.is_dir():
+        return {str(file.relative_to(path)): identity(file) for file in sorted(path.rglob("*")) if file.is_file()}
+    if not path.is_file():
+        return str(path)
+    stat = path.stat()
+    return digest_file(path) if stat.st_size <= HASHED_BYTES else [stat.st_size, stat.st_mtime_ns]
+
+
+def _mark(path: Path) -> str | int:
+    """The digest of an output, or the size of a large one: in any copy of the run it shows whether it was edited."""
+    size = path.stat().st_size
+    return digest_file(path) if size <= HASHED_BYTES else size
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _value_at(value: Mapping[str, Any], key: str) -> Any:
+    for part in key.split("."):
+        value = value[part]
+    return value

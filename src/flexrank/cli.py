@@ -33,10 +33,11 @@ class OneLineErrors(TyperGroup):
 
     def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:
         """Runs the command line, as click does, and ends the process."""
+        options["standalone_mode"] = False  # click then raises its errors
         if not standalone_mode:
-            return super().main(*args, standalone_mode=False, **options)
+            return super().main(*args, **options)
         try:
-            sys.exit(super().main(*args, standalone_mode=False, **options) or 0)
+            sys.exit(super().main(*args, **options) or 0)
         except FlexrankError as error:
             _fail(str(error))
         except OSError as error:

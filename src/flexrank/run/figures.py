@@ -1,5 +1,6 @@
 """A run's figures, from its summary alone: quality over size, and the ranks of every layer at every budget."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def draw_figures(summary: Summary, directory: Path) -> list[Path]:
     """Writes quality.png and ranks.png, each with its .svg, and returns the paths of the two PNG files."""
     draws = {"quality": draw_quality, "ranks": draw_ranks}
     return [
-        save_figure(lambda draw=draw: draw(summary), directory / name, dpi=160, bbox_inches=None)[0]
+        save_figure(functools.partial(draw, summary), directory / name, dpi=160, bbox_inches=None)[0]
         for name, draw in draws.items()
     ]
 

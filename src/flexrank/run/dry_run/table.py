@@ -9,7 +9,7 @@ from rich.table import Table
 from flexrank.run.tables import count, new_table, print_line
 
 PARTS = ("teacher", "student", "gradients", "optimizer", "moments", "targets", "outputs", "all")
-STYLE = {"title_justify": "left", "padding": (0, 1)}
+STYLE: dict[str, Any] = {"title_justify": "left", "padding": (0, 1)}
 
 
 def print_dry_run(result: Mapping[str, Any], console: Console) -> None:

@@ -16,7 +16,7 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -90,14 +90,14 @@ class _Program:
     """The integer program of these layers, for any caps."""
 
     def __init__(self, curves: Sequence[LayerCurve], gap: float, time_limit: float):
-        self._curves, self._options = curves, {"mip_rel_gap": gap, "time_limit": time_limit}
+        self._curves, self._gap, self._time_limit = curves, gap, time_limit
         self._table = CostTable(curves)
         errors = np.concatenate([-np.diff(curve.errors) for curve in curves])
         costs = np.concatenate([np.diff(curve.parameters) for curve in curves])
         self._scale = (float(np.abs(errors).max(initial=0)) or 1.0) / ERROR_SCALE
         self._step_errors = errors / self._scale + TIE * ERROR_SCALE * costs / max(1, costs.sum())
 
-    def error(self, rows: Sequence[Ints], weights: Sequence[float]) -> float:
+    def error(self, rows: Iterable[Ints], weights: Sequence[float]) -> float:
         """Weighted error of profiles (B, L)."""
         return math.fsum(weight * self._table.error(row) for weight, row in zip(weights, rows, strict=True))
 
@@ -117,11 +117,11 @@ class _Program:
                     LinearConstraint(*_budget_rows(self._curves, caps), np.inf),
                     LinearConstraint(_order_rows(self._curves, len(caps)), -np.inf, 0),
                 ],
-                options=self._options,
+                options={"mip_rel_gap": self._gap, "time_limit": self._time_limit},
             )
         if result.x is None:
             raise FlexrankError(
-                f"no allocation within {self._options['time_limit']:g} s: {result.message}; give more time_limit"
+                f"no allocation within {self._time_limit:g} s: {result.message}; give a larger time_limit"
             )
         levels = _levels(self._curves, (result.x > 0.5).reshape(len(caps), -1))
         error = self.error(levels, weights)

@@ -11,7 +11,7 @@ from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.switch import nested_layers
 from flexrank.probe.table import make_table, probed_ranks
 from flexrank.profiles import SensitivityTable
-from flexrank.profiles.costs import Spacing
+from flexrank.profiles.costs import MIN_SAVING, SLACK_SHARE, Spacing
 
 
 @torch.no_grad()
@@ -22,6 +22,8 @@ def curvature_sensitivity(
     num_levels: int = 10,
     *,
     spacing: Spacing = "blocks",
+    min_saving: float = MIN_SAVING,
+    slack_share: float = SLACK_SHARE,
 ) -> SensitivityTable:
     """Predicts every probe: ½ tr(G ΔW Σ ΔWᵀ), all ranks of all layers at once.
 
@@ -33,14 +35,16 @@ def curvature_sensitivity(
         moments: from `collect_moments(..., side="input", gradient_loss=objective.fisher_loss)` with these weights.
         rows: rows of the loss in the calibration data: real tokens (language), sentences, images.
         num_levels: ranks of each layer, the full one included.
-        spacing: of the ranks, see `costs.rank_levels`.
+        spacing: of the ranks; this and the next two as in `costs.rank_levels`.
+        min_saving: as for `allocate_ranks`, which leaves other ranks out.
+        slack_share: as for `allocate_ranks`.
 
     Raises:
         FlexrankError: a layer's moment is missing, not of its input, or without gradients; or rows is below 1.
     """
     if rows < 1:
         raise FlexrankError(f"rows is {rows}; it must be at least 1")
-    ranks, errors = probed_ranks(model, num_levels, spacing), {}
+    ranks, errors = probed_ranks(model, num_levels, spacing, min_saving, slack_share), {}
     for name, layer in nested_layers(model).items():
         moment = moments.get(name)
         if moment is None or moment.side != "input" or moment.gradient_moment is None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ def is_within(chain: ProfileChain, entry: ChainEntry, limits: Mapping[str, Any])
 
 
 def choose_slack(
-    work: Workspace, model: nn.Module, profiles: list[RankProfile], known: SlackTable | None = None
+    work: Workspace, model: nn.Module, profiles: Iterable[Mapping[str, int]], known: SlackTable | None = None
 ) -> SlackTable:
     """Slack by the run's settings, measured on calibration rows, so that the dtype's bound holds on real inputs."""
     slack = work.config.deployment.slack

@@ -9,7 +9,6 @@ import copy
 import importlib.util
 import logging
 import shutil
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,10 +28,10 @@ from flexrank.nn.select import select_layers
 from flexrank.nn.switch import footprint, full_profile, nested_layers, use_profile
 from flexrank.probe import probe_sensitivity
 from flexrank.profiles import ChainEntry, ProfileChain, RankProfile, SensitivityTable
-from flexrank.profiles.costs import Shape, dense_parameters, expected_parameters, rank_levels
+from flexrank.profiles.costs import dense_parameters
 from flexrank.progress import track
 from flexrank.run import report
-from flexrank.run.config import RunConfig
+from flexrank.run.candidates import require_reachable_budgets, rule
 from flexrank.run.measure import latency_ratios
 from flexrank.run.sizes import Sizes, choose_slack, evaluate_size, export_size
 from flexrank.run.workspace import Workspace
@@ -70,7 +69,7 @@ def probe(work: Workspace, fingerprint: str) -> None:
         work.config.probe.levels,
         spacing=work.config.probe.spacing,
         checkpoint=work.directory.partial("probe", fingerprint, ".json"),
-        **_rule(work.config),
+        **rule(work.config),
     )
     write_json(work.directory / "sensitivity.json", table.to_json())
 
@@ -80,7 +79,7 @@ def allocate(work: Workspace, _: str) -> None:
     settings, table = work.config.allocation, read_table(work)
     require_reachable_budgets(work.config, table.shapes)
     chain = allocate_ranks(
-        table, settings.budgets, method=settings.method, savings=settings.savings, **_rule(work.config)
+        table, settings.budgets, method=settings.method, savings=settings.savings, **rule(work.config)
     )
     write_json(work.directory / "chain.json", chain.to_json())
 
@@ -217,29 +216,6 @@ def _full_chain(model: nn.Module) -> ProfileChain:
     dense = sum(dense_parameters(layer.matrix_shape) for layer in nested_layers(model).values())
     full = ChainEntry(RankProfile(full_profile(model)), dense, 0.0)
     return ProfileChain((full,), dense, footprint(model), "full")
-
-
-def _rule(config: RunConfig) -> dict[str, Any]:
-    """Which ranks are worth having; the printed algorithm counts no slack and leaves no rank out."""
-    if config.allocation.method == "paper":
-        return {"min_saving": 0.0, "slack_share": 0.0}
-    return {"min_saving": config.allocation.min_saving}
-
-
-def require_reachable_budgets(config: RunConfig, shapes: Mapping[str, Shape]) -> None:
-    """Refuses, before hours of work, a budget below what the least probed ranks cost."""
-    rule = _rule(config)
-    ranks = {n: rank_levels(shape, config.probe.levels, config.probe.spacing, **rule)[0] for n, shape in shapes.items()}
-    share = {"slack_share": rule["slack_share"]} if "slack_share" in rule else {}
-    least = sum(expected_parameters(shapes[name], rank, **share) for name, rank in ranks.items())
-    dense = sum(map(dense_parameters, shapes.values()))
-    for key in ("allocation", "deployment"):
-        smallest = min(getattr(config, key).budgets, default=1.0)
-        if smallest < least / dense:
-            raise FlexrankError(
-                f"{key}.budgets: {smallest} is too small; with probe.levels {config.probe.levels} the least is "
-                f"{least / dense:.4f}"
-            )
 
 
 def require_fitting_inputs(work: Workspace) -> None:

@@ -12,11 +12,12 @@ from flexrank.errors import FlexrankError
 from flexrank.nn.select import dense_reasons
 from flexrank.nn.switch import footprint, uniform_profile
 from flexrank.profiles.costs import deployed_parameters
+from flexrank.run.candidates import candidate_ranks, require_reachable_budgets
 from flexrank.run.config import RunConfig
 from flexrank.run.dry_run import operations
 from flexrank.run.dry_run.architecture import Architecture, build_architecture
 from flexrank.run.dry_run.memory import count_memory, moment_bytes
-from flexrank.run.dry_run.operations import candidates, evaluations
+from flexrank.run.dry_run.operations import evaluations
 from flexrank.run.dry_run.table import print_dry_run
 from flexrank.run.tables import split_block
 
@@ -55,7 +56,7 @@ def dry_run(config: RunConfig, tflops: float = DEFAULT_TFLOPS) -> dict[str, Any]
     if not 0 < tflops < float("inf"):
         raise FlexrankError(f"--tflops is {tflops:g}; give 10^12 operations per second, a number above 0")
     architecture = build_architecture(config)
-    _require_reachable_budgets(architecture, config)
+    require_reachable_budgets(config, architecture.shapes)
     moments = moment_bytes(architecture, config.decomposition.method).values()
     per_step = config.distillation.batch_size * config.distillation.accumulation
     return {
@@ -98,21 +99,9 @@ def _operations(architecture: Architecture, config: RunConfig, tflops: float) ->
 
 
 def _probe(architecture: Architecture, config: RunConfig) -> dict[str, int]:
-    number = sum(map(len, candidates(architecture, config).values()))
+    number = sum(map(len, candidate_ranks(config, architecture.shapes).values()))
     sizes = {"layers": len(architecture.shapes), "levels": config.probe.levels, "candidates": number}
     return sizes | {"evaluations": evaluations(architecture, config)}
-
-
-def _require_reachable_budgets(architecture: Architecture, config: RunConfig) -> None:
-    """Refuses a budget below the size of the least candidates."""
-    ranks, levels = candidates(architecture, config), config.probe.levels
-    cheapest = sum(deployed_parameters(shape, ranks[name][0]) for name, shape in architecture.shapes.items())
-    least = cheapest / architecture.dense_parameters
-    for key in ("allocation", "deployment"):
-        smallest = min(getattr(config, key).budgets, default=1.0)
-        if smallest < least:
-            what = f"{key}.budgets: {smallest} is too small"
-            raise FlexrankError(f"{what}; with probe.levels {levels} the least is {least:.4f}")
 
 
 def _layer_rows(architecture: Architecture) -> list[dict[str, Any]]:

@@ -12,7 +12,8 @@ import torch
 
 from flexrank.nn.switch import last_within, uniform_profile
 from flexrank.probe import MATRIX_BYTES
-from flexrank.profiles.costs import Shape, rank_levels
+from flexrank.profiles.costs import Shape
+from flexrank.run.candidates import candidate_ranks
 from flexrank.run.config import RunConfig
 from flexrank.run.dry_run.architecture import Architecture
 from flexrank.run.dry_run.memory import layers_by_output, moment_widths
@@ -81,7 +82,7 @@ def probe(architecture: Architecture, config: RunConfig) -> int:
     kept = last_within({name: itemsize * math.prod(shape) for name, shape in shapes.items()}, MATRIX_BYTES)
     factored = {name: rank for name, rank in full.items() if name not in kept}
     total = evaluations(architecture, config) * forward(architecture, batch, factored)
-    for name, ranks in candidates(architecture, config).items():
+    for name, ranks in candidate_ranks(config, architecture.shapes).items():
         for call, rank in itertools.product(architecture.calls[name], ranks[:-1]):
             rows, shape = batch * call.rows, shapes[name]
             whole = 2 * rows * math.prod(shape) if name in kept else elastic_forward(shape, full[name], rows)
@@ -92,13 +93,7 @@ def probe(architecture: Architecture, config: RunConfig) -> int:
 
 def evaluations(architecture: Architecture, config: RunConfig) -> int:
     """Evaluations that the probe takes: one for each rank below the full one, and one at full rank."""
-    return 1 + sum(len(ranks) - 1 for ranks in candidates(architecture, config).values())
-
-
-def candidates(architecture: Architecture, config: RunConfig) -> dict[str, tuple[int, ...]]:
-    """Rising ranks of each layer among which allocation chooses."""
-    levels, spacing = config.probe.levels, config.probe.spacing
-    return {name: rank_levels(shape, levels, spacing) for name, shape in architecture.shapes.items()}
+    return 1 + sum(len(ranks) - 1 for ranks in candidate_ranks(config, architecture.shapes).values())
 
 
 def consolidation(architecture: Architecture, config: RunConfig) -> int:

@@ -1,0 +1,38 @@
+"""The ranks that a run chooses among, and whether its budgets can be met with them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from flexrank.errors import FlexrankError
+from flexrank.profiles.costs import SLACK_SHARE, Shape, dense_parameters, expected_parameters, rank_levels
+from flexrank.run.config import RunConfig
+
+
+def rule(config: RunConfig) -> dict[str, Any]:
+    """`min_saving` and `slack_share`; the printed algorithm leaves no rank out and counts no slack."""
+    if config.allocation.method == "paper":
+        return {"min_saving": 0.0, "slack_share": 0.0}
+    return {"min_saving": config.allocation.min_saving, "slack_share": SLACK_SHARE}
+
+
+def candidate_ranks(config: RunConfig, shapes: Mapping[str, Shape]) -> dict[str, tuple[int, ...]]:
+    """The probed ranks of each layer, rising to the full one."""
+    probe = config.probe
+    return {name: rank_levels(shape, probe.levels, probe.spacing, **rule(config)) for name, shape in shapes.items()}
+
+
+def require_reachable_budgets(config: RunConfig, shapes: Mapping[str, Shape]) -> None:
+    """Refuses, before hours of work, a budget below what the least candidates cost.
+
+    Raises:
+        FlexrankError: names the budget, and the least one.
+    """
+    share = rule(config)["slack_share"]
+    ranks = candidate_ranks(config, shapes)
+    cheapest = sum(expected_parameters(shape, ranks[name][0], share) for name, shape in shapes.items())
+    least = cheapest / sum(map(dense_parameters, shapes.values()))
+    for key in ("allocation", "deployment"):
+        smallest = min(getattr(config, key).budgets, default=1.0)
+        if smallest < least:
+            what = f"{key}.budgets: {smallest} is too small"
+            raise FlexrankError(f"{what}; with probe.levels {config.probe.levels} the least is {least:.4f}")

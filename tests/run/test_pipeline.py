@@ -12,10 +12,14 @@ from flexrank.distill import distillation_evaluator
 from flexrank.distill.objectives import objective_for
 from flexrank.errors import FlexrankError
 from flexrank.nn.switch import use_profile
+from flexrank.profiles import ProfileChain
 from flexrank.run import run_stages
 from flexrank.run.config import load_config, parse_config
+from flexrank.run.directory import RunDirectory
 from flexrank.run.samples import load_samples
+from flexrank.run.sizes import Sizes
 from flexrank.run.stages import autocast_dtype
+from flexrank.run.workspace import Workspace
 from tiny_runs import TEXT, rerun, settings, summary_of
 
 pytestmark = pytest.mark.usefixtures("verified_here")
@@ -106,18 +110,44 @@ def test_weights_go_from_the_largest_budget_to_the_smallest(copied: Path) -> Non
     assert json.loads((copied / "history.json").read_text())["budgets"] == [0.5] * 6
 
 
-def test_a_budget_holds_with_its_slack_and_bytes_follow_the_dtype(
-    finished: Path, copied: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rerun(copied, "deployment.slack=8", "deployment.dtype=bfloat16")
+def test_another_dtype_has_the_same_ranks_its_own_slack_and_fewer_bytes(finished: Path, copied: Path) -> None:
+    assert rerun(copied, "deployment.dtype=bfloat16") == ("slack", "evaluate", "deploy", "report")
     summary, before = summary_of(copied), summary_of(finished)
+    columns = json.loads((copied / "slack.json").read_text())["columns"]
     for row, old in zip(summary["rows"], before["rows"], strict=True):
-        assert row["params_layers"] <= row["budget"] * summary["base"]["params_layers"]
-        assert row["mean_rank"] < old["mean_rank"]  # the slack's parameters come out of the same budget
+        assert row["ranks"] == old["ranks"]
+        count = 0
+        for name, rank in row["ranks"].items():
+            m, n = summary["layers"][name]["shape"]
+            count += min(m * n, rank * (m + n - rank + columns[name][str(rank)]))
+        assert row["params_layers"] == count
         assert row["bytes"] < 0.7 * old["bytes"]
     assert [entry["dtype"] for entry in summary["deployed"]] == ["bfloat16"]
     (half,) = [row for row in summary["rows"] if row["budget"] == 0.5]
     assert summary["deployed"][0]["quality"] == half["quality"] != half["quality_before"]
+
+
+def test_sizes_are_nested_and_those_that_were_trained(finished: Path) -> None:
+    chain = ProfileChain.from_json(json.loads((finished / "chain.json").read_text()))
+    large, small = summary_of(finished)["rows"]
+    for row in (large, small):
+        assert dict(chain.at(row["budget"])) == row["ranks"]
+        for name, rank in row["ranks"].items():
+            m, n = summary_of(finished)["layers"][name]["shape"]
+            assert rank == min(m, n) or rank * (m + n - rank + -(-rank // 10)) <= 0.75 * m * n
+    assert all(small["ranks"][name] <= rank for name, rank in large["ranks"].items())
+
+
+def test_a_size_within_limits_is_the_largest_that_really_is(copied: Path) -> None:
+    """By the deployed models themselves, every entry of the chain built; latency by ratios set by hand elsewhere."""
+    sizes = Sizes(Workspace(load_config(copied), RunDirectory(copied)))
+    counts = [sum(p.numel() for p in sizes.deployed(e.profile).parameters()) for e in sizes.chain.entries]
+    for limit in (counts[0], counts[3], counts[3] + 5, counts[-1] - 1, counts[-1]):
+        expected = max(i for i, count in enumerate(counts) if count <= limit)
+        assert sizes.within({"max_params": limit}) == sizes.chain.entries[expected].profile
+        assert sizes.within({"max_bytes": 4 * limit}) == sizes.chain.entries[expected].profile
+    with pytest.raises(FlexrankError, match="too small"):
+        sizes.within({"max_params": counts[0] - 1})
 
 
 def test_an_encoder_goes_all_the_way(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

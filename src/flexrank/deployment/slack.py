@@ -38,8 +38,8 @@ def find_slack(
     layers = nested_layers(model)
     dtype = dtype or next(iter(layers.values())).u.dtype
     columns = {name: dict(known.columns.get(name, {})) if known else {} for name in layers}
-    wanted = [(name, rank) for profile in profiles for name, rank in profile.items() if rank not in columns[name]]
-    for name, rank in track(list(dict.fromkeys(wanted)), "choosing slack") if wanted else ():
+    wanted = {(name, rank): None for profile in profiles for name, rank in profile.items() if rank not in columns[name]}
+    for name, rank in track(list(wanted), "choosing slack") if len(wanted) > len(layers) else wanted:
         columns[name][rank] = layer_slack(name, layers[name], rank, slack, dtype, activations or {})
     return SlackTable(str(dtype).removeprefix("torch."), columns)
 

@@ -15,8 +15,8 @@ from flexrank.errors import FlexrankError
 from flexrank.files import directory_bytes, read_json
 from flexrank.hf import models
 from flexrank.nn.switch import footprint, nested_layers
-from flexrank.profiles import ChainEntry, ProfileChain, RankProfile, SlackTable
-from flexrank.profiles.costs import Shape, dense_parameters
+from flexrank.profiles import ChainEntry, RankProfile, SlackTable
+from flexrank.profiles.costs import Shape, dense_parameters, deployed_parameters
 from flexrank.run.config import load_config
 from flexrank.run.directory import RunDirectory
 from flexrank.run.workspace import Workspace
@@ -55,33 +55,34 @@ class Sizes:
         Args:
             limits: `budget`, `max_params`, `max_bytes`, `max_latency_ms`; at least one.
         """
-        latency = limits.get("max_latency_ms")
-        by_size: dict[str, Any] = {name: limit for name, limit in limits.items() if name != "max_latency_ms"}
-        largest = self.chain.entry_at(**by_size) if by_size else self.chain.entries[-1]
+        latency, whole = limits.get("max_latency_ms"), limits.keys() & {"max_params", "max_bytes"}
+        largest = self.chain.entry_at(limits["budget"]) if "budget" in limits else self.chain.entries[-1]
         entries = self.chain.entries[: self.chain.entries.index(largest) + 1]
-        if by_size.keys() - {"budget"}:
-            entries = self._fitting(entries, by_size)
+        if whole:
+            entries = self._fitting(entries, {name: limits[name] for name in whole})
         if latency is None:
             return entries[-1].profile
         # A process that has trained times models wrongly.
         chosen = in_fresh_process(find_within_latency, str(self.work.directory.path), len(entries), latency)
         return entries[chosen].profile
 
-    def _fitting(self, entries: tuple[ChainEntry, ...], limits: Mapping[str, Any]) -> tuple[ChainEntry, ...]:
-        """The entries up to the largest whose deployed model, with the slack that it has, is within the limits."""
+    def _fitting(self, entries: tuple[ChainEntry, ...], limits: Mapping[str, float]) -> tuple[ChainEntry, ...]:
+        """The entries up to the largest whose deployed model is within the limits; slack is chosen only near them."""
         for count in range(len(entries), 0, -1):
             profile = entries[count - 1].profile
-            parameters = self.slack_for(profile).parameters(profile, self.shapes)
-            deployed = dataclasses.replace(entries[count - 1], parameters=parameters)
-            if is_within(self.chain, deployed, limits):
-                return entries[:count]
-        raise FlexrankError(f"{limits}: too small for the least profile with its slack; give more, or slack 0")
+            least = sum(deployed_parameters(self.shapes[name], rank) for name, rank in profile.items())
+            if self._is_within(least, limits):
+                parameters = self.slack_for(profile).parameters(profile, self.shapes)
+                if self._is_within(parameters, limits):
+                    return entries[:count]
+        asked = ", ".join(f"{name}={limit:g}" for name, limit in limits.items())
+        raise FlexrankError(f"{asked} is too small for the least profile with its slack")
 
-
-def is_within(chain: ProfileChain, entry: ChainEntry, limits: Mapping[str, Any]) -> bool:
-    """Whether the whole model's parameters and bytes are within `max_params` and `max_bytes`."""
-    sizes = {"max_params": chain.model_parameters(entry), "max_bytes": chain.model_bytes(entry)}
-    return all(size <= limits.get(name, size) for name, size in sizes.items())
+    def _is_within(self, parameters: int, limits: Mapping[str, float]) -> bool:
+        """Whether a model with this many parameters in its layers is within `max_params` and `max_bytes`."""
+        entry = dataclasses.replace(self.chain.entries[0], parameters=parameters)
+        sizes = {"max_params": self.chain.model_parameters(entry), "max_bytes": self.chain.model_bytes(entry)}
+        return all(sizes[name] <= limit for name, limit in limits.items())
 
 
 def choose_slack(

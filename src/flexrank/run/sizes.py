@@ -1,6 +1,7 @@
 """A run's deployed models: which profile is within a limit, their sizes and qualities, and how they are written."""
 
 import dataclasses
+import logging
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -20,6 +21,8 @@ from flexrank.profiles.costs import Shape, dense_parameters, deployed_parameters
 from flexrank.run.config import load_config
 from flexrank.run.directory import RunDirectory
 from flexrank.run.workspace import Workspace
+
+log = logging.getLogger("flexrank")
 
 
 class Sizes:
@@ -60,11 +63,14 @@ class Sizes:
         entries = self.chain.entries[: self.chain.entries.index(largest) + 1]
         if whole:
             entries = self._fitting(entries, {name: limits[name] for name in whole})
-        if latency is None:
-            return entries[-1].profile
-        # A process that has trained times models wrongly.
-        chosen = in_fresh_process(find_within_latency, str(self.work.directory.path), len(entries), latency)
-        return entries[chosen].profile
+        if latency is not None:  # in a fresh process: one that has trained times models wrongly
+            chosen = in_fresh_process(find_within_latency, str(self.work.directory.path), len(entries), latency)
+            entries = entries[: chosen + 1]
+        if entries[-1].parameters > self.chain.requested[-1].parameters:
+            log.warning(
+                "this size exceeds the largest trained budget, %g: some parts are untrained", self.chain.budgets[-1]
+            )
+        return entries[-1].profile
 
     def _fitting(self, entries: tuple[ChainEntry, ...], limits: Mapping[str, float]) -> tuple[ChainEntry, ...]:
         """The entries up to the largest whose deployed model is within the limits; slack is chosen only near them."""

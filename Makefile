@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 
-.PHONY: demo test lint results clean
+.PHONY: demo test lint results bench clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/flexrank run examples/minilm.yaml
@@ -21,7 +21,11 @@ lint: $(VENV)/.dev-installed
 
 # The quick forms of the paper's studies, on the models and data that FLEXRANK_ASSETS names; docs/results.md from their JSON.
 results: $(VENV)/.dev-installed
-	$(BIN)/flexrank reproduce --all --page docs/results.md
+	$(BIN)/python -m research --all --page
+
+# What each stage costs, and what the sizes are worth; docs/performance.md from the JSON.
+bench: $(VENV)/.dev-installed
+	$(BIN)/python -m research --benches --page
 
 clean:
 	rm -rf $(VENV) runs

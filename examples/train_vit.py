@@ -7,7 +7,8 @@ import argparse
 from pathlib import Path
 
 from flexrank.errors import FlexrankError
-from research.studies import driver, vision
+from research.runner import WORK
+from research.studies import vision
 from research.studies.vit import Recipe, train_vit
 
 
@@ -16,7 +17,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=Path, required=True, help="a directory of train_jpg.npz and test_jpg.npz")
     told = "a directory, for the model; %(default)s by default, where `python -m research vision` looks for it"
-    parser.add_argument("--output", type=Path, default=driver.WORK / vision.VIT_DIRECTORY, help=told)
+    parser.add_argument("--output", type=Path, default=WORK / vision.VIT_DIRECTORY, help=told)
     parser.add_argument("--epochs", type=int, default=Recipe.epochs)
     parser.add_argument("--learning-rate", type=float, default=Recipe.learning_rate)
     parser.add_argument("--batch-size", type=int, default=Recipe.batch_size)

@@ -1,1 +1,1 @@
-"""The evidence for flexrank: studies of the paper, benchmarks, baselines. Run `python -m research --list`."""
+"""The evidence: studies that repeat the paper, and benches of what the package costs. `python -m research --list`."""

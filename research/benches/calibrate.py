@@ -7,7 +7,6 @@ read and returned in a real forward; peaks are those of fresh processes.
 import ctypes
 import statistics
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +15,15 @@ from torch import Tensor, nn
 from flexrank.calibrate import Hooks, Moments, collect_moments, find_groups, moments_by_block
 from flexrank.calibrate.collector import Collector
 from flexrank.data.batches import call_model
+from flexrank.deployment.machine import forget_peak, interleave, resident_peak
+from flexrank.deployment.process import in_fresh_process
 from flexrank.nn.linalg import STRIP
 from flexrank.nn.matrix import matrix_shape
 from flexrank.nn.select import select_layers
-from research.benches import machine
-from research.benches.bench import Bench
-from research.findings import Result, goal, spread, table
+from research import machine
+from research.experiment import Experiment, Request
+from research.figures import NEUTRAL, OTHER, OURS, draw_bars, draw_level, panels
+from research.result import Result, goal, spread, table
 
 #: Of Llama 3.2 1B; its vocabulary plays no part, for the head is not run.
 SIZES = {
@@ -38,10 +40,10 @@ SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "
 SHARE, MEBIBYTE = 0.7, 2**20
 
 
-def run(_: Path | None = None) -> Result:
+def run(_: Request) -> Result:
     """Measures both."""
     rates = {dtype: measure_moments(dtype) for dtype in DTYPES}
-    peaks = {way: machine.in_fresh_process(measure_peak, way, SIZES, MEASURED, SHAPE, BATCHES) for way in WAYS}
+    peaks = {way: in_fresh_process(measure_peak, way, SIZES, MEASURED, SHAPE, BATCHES) for way in WAYS}
     copy = machine.copy_rate()
     return {
         "settings": {"batch": list(SHAPE), "repeats": REPEATS, "blocks measured": MEASURED, "strip": STRIP},
@@ -73,7 +75,7 @@ def measure_moments(dtype: str) -> dict[str, Any]:
     rows, width = SHAPE[0] * SHAPE[1], SIZES["hidden_size"]
     left, right = torch.randn(width, rows), torch.randn(rows, width)
     runs = (collect, lambda: left @ right, lambda: call_model(model, batch))
-    moments, product, forward = machine.interleave(runs, REPEATS)
+    moments, product, forward = interleave(runs, REPEATS)
     work = count_work(collector.finish(), layers, groups, rows, getattr(torch, dtype))
     peak = 2 * rows * width**2
     shares = [work["operations"] / m / (peak / p) for m, p in zip(moments, product, strict=True)]
@@ -114,13 +116,13 @@ def measure_peak(
     WAYS[way](small, build_batches((1, 4), 1), list(select_layers(small)))  # so that code is loaded before it counts
     with torch.no_grad():
         call_model(model, data[0])
-        machine.forget_peak()
+        forget_peak()
         for batch in data:
             call_model(model, batch)
-    own = machine.resident_peak()
-    machine.forget_peak()
+    own = resident_peak()
+    forget_peak()
     moments = WAYS[way](model, data, names)
-    return {"own": own, "above": machine.resident_peak() - own, "moments": moments}
+    return {"own": own, "above": resident_peak() - own, "moments": moments}
 
 
 def _at_once(model: nn.Module, data: Any, names: list[str]) -> int:
@@ -135,7 +137,7 @@ def _by_block(model: nn.Module, data: Any, names: list[str]) -> int:
     return largest
 
 
-#: What each process does, and the bytes of moments that stand at once.
+#: What each process does, and the bytes of moments that are in memory at once.
 WAYS: dict[str, Callable[[nn.Module, Any, list[str]], int]] = {"all at once": _at_once, "by block": _by_block}
 
 
@@ -162,7 +164,7 @@ def build_batches(shape: tuple[int, int], count: int) -> list[dict[str, Tensor]]
 def _seconds_table(rates: Mapping[str, Any]) -> dict[str, Any]:
     rows, tokens = [], SHAPE[0] * SHAPE[1]
     for dtype, one in rates.items():
-        seconds = {what: statistics.median(found) for what, found in one["seconds"].items()}
+        seconds = {what: statistics.median(rounds) for what, rounds in one["seconds"].items()}
         million = [BLOCKS * seconds[what] * 1e6 / tokens for what in ("forward", "moments")]
         ratio = seconds["moments"] / seconds["forward"]
         rows.append([dtype, seconds["forward"], spread(one["seconds"]["moments"]), ratio, *million])
@@ -194,7 +196,7 @@ def _peak_table(peaks: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rate_goal(dtype: str, one: Mapping[str, Any]) -> dict[str, Any]:
     share = statistics.median(one["shares"])
-    what = f"moments of one block, {dtype} weights: operations done a second, of the machine's product rate"
+    what = f"moments of one block, {dtype} weights: operations done per second, of the machine's product rate"
     why = f"as whole products {statistics.median(one['whole_shares']):.0%}: only the upper triangle's strips are taken"
     return goal(what, f"at least {SHARE:.0%}", f"{share:.0%}", share >= SHARE, why)
 
@@ -210,31 +212,25 @@ def _peak_goal(peaks: Mapping[str, Any]) -> dict[str, Any]:
 
 def draw(data: Mapping[str, Any]) -> Any:
     """Shares of the product rate, and peaks of both ways."""
-    from matplotlib.figure import Figure
-
-    from research.findings.figures import NEUTRAL, OTHER, OURS
-
-    figure = Figure(figsize=(7, 2.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    names = list(data["rates"])
-    left.bar(names, [statistics.median(data["rates"][name]["shares"]) for name in names], color=OURS, width=0.5)
-    left.axhline(SHARE, color=NEUTRAL, linestyle="--", label="goal")
+    figure, (left, right) = panels(2, (7, 2.6))
+    names, ways = list(data["rates"]), list(data["peaks"])
+    shares = [statistics.median(data["rates"][name]["shares"]) for name in names]
+    draw_bars(left, names, {"moments": shares}, (OURS,))
+    draw_level(left, SHARE, "goal", color=NEUTRAL, linestyle="--")
     left.set(ylabel="share of the product rate", title="moments of one block")
-    left.legend(frameon=False)
-    ways = list(data["peaks"])
-    right.bar(ways, [data["peaks"][way]["above"] / MEBIBYTE for way in ways], color=[OTHER, OURS], width=0.5)
-    right.axhline(
-        data["peaks"]["by block"]["moments"] / MEBIBYTE, color=NEUTRAL, linestyle="--", label="one block's moments"
-    )
+    draw_bars(right, ways, {"peak": [data["peaks"][way]["above"] / MEBIBYTE for way in ways]}, (OTHER,))
+    one_block = data["peaks"]["by block"]["moments"] / MEBIBYTE
+    draw_level(right, one_block, "one block's moments", color=NEUTRAL, linestyle="--")
     right.set(ylabel="MiB above a forward's peak", title=f"{MEASURED} blocks")
-    right.legend(frameon=False)
+    for axes in (left, right):
+        axes.legend()
     return figure
 
 
-BENCH = Bench(
+EXPERIMENT = Experiment(
     name="calibrate",
     title="Calibration",
-    measures="the seconds of second moments against this machine's matrix products, and their peak of memory",
+    shows="the seconds of second moments against this machine's matrix products, and their peak of memory",
     minutes=1.5,
     run=run,
     draw=draw,

@@ -7,27 +7,20 @@ import functools
 import statistics
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flexrank.deployment.machine import interleave
 from flexrank.nn.linalg import data_svd
-from research.benches import machine
-from research.benches.bench import Bench
-from research.findings import Result, goal, table
+from research.experiment import Experiment, Request
+from research.figures import NEUTRAL, OTHER, OURS, draw_bars, draw_level, panels
+from research.result import Result, goal, table
 
 
 class Kind(NamedTuple):
-    """Layers of one shape in a block.
-
-    Attributes:
-        name: of them.
-        shape: (m, n).
-        number: how many of the block's layers.
-        inputs: how many tensors they read: whitening's eigenproblem is solved once for each.
-    """
+    """Layers of one shape (m, n) in a block; whitening solves an eigenproblem for each of the `inputs` they read."""
 
     name: str
     shape: tuple[int, int]
@@ -47,15 +40,14 @@ SOLVED, BLOCKS = 8192, 16
 REPEATS, TOKENS, FASTER = 2, 4096, 4.0
 
 
-def run(_: Path | None = None) -> Result:
+def run(_: Request) -> Result:
     """Factorises a layer of each shape in both ways."""
     solve = {size: _solve_seconds(min(size, SOLVED)) * (size / min(size, SOLVED)) ** 3 for size in _sizes()}
     rows = [measure(kind, solve[kind.shape[1]]) for kind in KINDS]
-    rate = machine.product_rate(2048, 2048, 2048, torch.float64)
-    data = {"rows": rows, "rate": rate, "solve": {str(size): seconds for size, seconds in solve.items()}}
+    data = {"rows": rows, "solve": {str(size): seconds for size, seconds in solve.items()}}
     return {
         "settings": {"repeats": REPEATS, "tokens": TOKENS, "largest eigenproblem solved": SOLVED},
-        "tables": [_table(rows), _roofline(rows, rate)],
+        "tables": [_table(rows)],
         "claims": _goals(rows),
         "data": data,
     }
@@ -75,11 +67,8 @@ def measure(kind: Kind, solve: float) -> dict[str, Any]:
         given: dict[str, Any] = {"output_moment": (outputs.T @ outputs).double(), "mean_square": mean}
     else:
         given = {"input_moment": moment}
-    ours, whitened = machine.interleave([lambda: data_svd(weight, **given), lambda: whiten(weight, moment)], REPEATS, 0)
-    return {
-        **kind._asdict(), "shape": list(kind.shape), "ours": ours, "whitened": whitened, "solve": solve,
-        "operations": operations(kind.shape, "output_moment" in given),
-    }  # fmt: skip
+    ours, whitened = interleave([lambda: data_svd(weight, **given), lambda: whiten(weight, moment)], REPEATS, 0)
+    return {**kind._asdict(), "shape": list(kind.shape), "ours": ours, "whitened": whitened, "solve": solve}
 
 
 def whiten(weight: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,18 +79,6 @@ def whiten(weight: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
     left, singular, right = torch.linalg.svd(weight.double() @ root, full_matrices=False)
     scale = singular.sqrt()
     return left * scale, root @ (right.T * scale)
-
-
-def operations(shape: tuple[int, int], from_output: bool) -> float:
-    """Operations of `data_svd`: 9 k³ for the eigenproblem and its vectors, and the products."""
-    m, n = shape
-    k = min(shape)
-    strips = 5 / 8  # of a product with itself, at four strips
-    total = 9 * k**3
-    if m > n:  # WᵀW, R's inverse, R Σ Rᵀ, R⁻¹ P, W R⁻¹ P and Rᵀ P
-        return total + 2 * m * n**2 * (strips + 1) + n**3 + 4 * n**3 + 2 * n**3 + 2 * n**3
-    moment = 2 * m**2 * n * strips if from_output else 2 * m * n**2 + 2 * m**2 * n
-    return total + moment + 2 * m * n * k  # and Wᵀ P
 
 
 @functools.cache
@@ -127,7 +104,7 @@ def _medians(row: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _table(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    cells = []
+    cells: list[list[Any]] = []
     for row in rows:
         ours, whitened = _medians(row)
         shared = row["solve"] * row["inputs"] / row["number"]
@@ -135,32 +112,17 @@ def _table(rows: list[dict[str, Any]]) -> dict[str, Any]:
         cells.append([row["name"], shape, row["number"], ours, whitened, shared, (whitened + shared) / ours])
     ours, rival, svd = totals(rows)
     cells.append(["the block", None, sum(row["number"] for row in rows), ours, svd, rival - svd, rival / ours])
-    cells.append(
-        [f"{BLOCKS} blocks, multiplied", None, None, BLOCKS * ours, BLOCKS * svd, BLOCKS * (rival - svd), None]
-    )
-    title = f"seconds of a layer; Σ's eigenproblem, once an input, is the cube's beyond {SOLVED}"
+    whole = [BLOCKS * seconds for seconds in (ours, svd, rival - svd)]
+    cells.append([f"{BLOCKS} blocks, multiplied", None, None, *whole, None])
+    title = f"seconds of a layer; Σ's eigenproblem, once for each input, is extrapolated by the cube beyond {SOLVED}"
     columns = ["layers", "shape", "number", "DataSVD", "whitened SVD", "and Σ's eigenproblem", "times faster"]
     return table(title, columns, cells, digits=[0, 0, 2, 2, 2, 1])
 
 
 def totals(rows: list[dict[str, Any]]) -> tuple[float, float, float]:
     """Seconds of the block: ours, the whitened way's, and those of the latter without Σ's eigenproblems."""
-    ours = sum(row["number"] * _medians(row)[0] for row in rows)
-    svd = sum(row["number"] * _medians(row)[1] for row in rows)
+    ours, svd = (sum(row["number"] * _medians(row)[way] for row in rows) for way in (0, 1))
     return ours, svd + sum(row["inputs"] * row["solve"] for row in rows), svd
-
-
-def _roofline(rows: list[dict[str, Any]], rate: float) -> dict[str, Any]:
-    cells = []
-    for row in rows:
-        m, n = row["shape"]
-        ours = statistics.median(row["ours"])
-        moved = 8 * (3 * m * n + 6 * min(m, n) ** 2 + min(m, n) * (m + n))
-        least = row["operations"] / rate
-        cells.append([row["name"], row["operations"] / 1e9, moved / 1e9, rate / 1e9, least, least / ours])
-    title = "roofline of DataSVD, float64 products; the eigenproblem, half of it no matrix product, counted as 9 k³"
-    columns = ["layers", "GFLOP", "GB at least", "GFLOP/s here", "least seconds", "reached"]
-    return table(title, columns, cells, digits=[0, 2, 0, 2, 2])
 
 
 def _goals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -171,37 +133,28 @@ def _goals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         f"without any of Σ's eigenproblems the whitened way takes {svd / ours:.1f} times ours; that of down's input, "
         f"{widest} wide, which DataSVD never forms, was {how}"
     )
-    what = "decomposition of one block against a full SVD of its whitened weights"
-    ratio = rival / ours
+    what, ratio = "decomposition of one block against a full SVD of its whitened weights", rival / ours
     return [goal(what, f"{FASTER:g} times faster", f"{ratio:.1f} times", ratio >= FASTER, why)]
 
 
 def draw(data: Mapping[str, Any]) -> Any:
     """How many times faster, by shape."""
-    from matplotlib.figure import Figure
-
-    from research.findings.figures import NEUTRAL, OTHER, OURS
-
-    figure = Figure(figsize=(5, 2.6), layout="constrained")
-    axes = figure.subplots()
-    names = [row["name"] for row in data["rows"]]
-    svd = [_medians(row)[1] / _medians(row)[0] for row in data["rows"]]
-    solve = [row["solve"] * row["inputs"] / row["number"] / _medians(row)[0] for row in data["rows"]]
-    whole = [first + second for first, second in zip(svd, solve, strict=True)]
-    places = range(len(names))  # side by side: lengths on a logarithmic axis do not add up
-    axes.bar([place - 0.2 for place in places], svd, 0.38, color=OURS, label="its products and SVD alone")
-    axes.bar([place + 0.2 for place in places], whole, 0.38, color=OTHER, label="with Σ's eigenproblem")
-    axes.axhline(FASTER, color=NEUTRAL, linestyle="--", label="goal, of the whole block")
-    axes.set_xticks(list(places), names)
+    figure, (axes,) = panels(size=(5, 2.6))
+    rows = data["rows"]
+    svd = [_medians(row)[1] / _medians(row)[0] for row in rows]
+    solve = [row["solve"] * row["inputs"] / row["number"] / _medians(row)[0] for row in rows]
+    series = {"its products and SVD alone": svd, "with Σ's eigenproblem": list(map(sum, zip(svd, solve, strict=True)))}
+    draw_bars(axes, [row["name"] for row in rows], series, (OURS, OTHER))
+    draw_level(axes, FASTER, "goal, of the whole block", color=NEUTRAL, linestyle="--")
     axes.set(ylabel="whitened SVD / DataSVD", yscale="log", ylim=(1, None))
-    axes.legend(frameon=False)
+    axes.legend()
     return figure
 
 
-BENCH = Bench(
+EXPERIMENT = Experiment(
     name="decompose",
     title="Decomposition",
-    measures="one block's DataSVD against a full SVD of whitened weights, layer by layer",
+    shows="one block's DataSVD against a full SVD of whitened weights, layer by layer",
     minutes=4,
     run=run,
     draw=draw,

@@ -5,18 +5,17 @@ import re
 import statistics
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from flexrank.allocate import allocate_ranks, unconstrained_bounds
 from flexrank.profiles import Footprint, SensitivityTable
-from research.benches.bench import BUDGETS, Bench
-from research.benches.machine import copy_rate
-from research.findings import Result, goal, table
-from research.findings.figures import NEUTRAL, OTHER, OURS
+from research.experiment import EVERY_RANK, Experiment, Request
+from research.figures import NEUTRAL, OTHER, OURS, panels
+from research.result import Result, goal, table
 
+BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 LAYERS = (4, 12, 48, 112, 224)
 LEVELS = (10, 20)
 WIDTH = 512
@@ -34,10 +33,9 @@ METHODS: dict[str, dict[str, Any]] = {
 EXPECTED = 15.0  # seconds: where the printed algorithm would take longer, it is not run
 GROWTH = 3.0  # of its time with the layers, as a power: its states grow as the square or so, the layers once more
 SECONDS, GAP = 10.0, 0.01
-COPY = 2**27
 
 
-def run(_: Path | None = None) -> Result:
+def run(_: Request) -> Result:
     """Times every method on every table; errors are over a proven bound of any profile's, nested or not."""
     rows: list[dict[str, Any]] = []
     for levels in LEVELS:
@@ -45,14 +43,14 @@ def run(_: Path | None = None) -> Result:
         for layers in LAYERS:
             sensitivities = synthetic_table(layers, levels)
             start = time.perf_counter()
-            bounds = unconstrained_bounds(sensitivities, BUDGETS)
-            told = {"layers": layers, "levels": levels, "bound_seconds": time.perf_counter() - start}
+            bounds = unconstrained_bounds(sensitivities, BUDGETS, **EVERY_RANK)
+            size = {"layers": layers, "levels": levels, "bound_seconds": time.perf_counter() - start}
             for name, options in METHODS.items():
                 expected = expected_seconds(before.get(name), layers)
                 if expected > EXPECTED:
-                    rows.append({**told, "method": name, "expected": expected})
+                    rows.append({**size, "method": name, "expected": expected})
                     continue
-                rows.append({**told, "method": name, **_measure(sensitivities, options, bounds)})
+                rows.append({**size, "method": name, **_measure(sensitivities, options, bounds)})
                 if options.get("method") == "paper":
                     before[name] = rows[-1]
     settings = {
@@ -62,7 +60,7 @@ def run(_: Path | None = None) -> Result:
     }  # fmt: skip
     return {
         "settings": settings,
-        "tables": [_times(rows), _errors(rows), _roofline(rows)],
+        "tables": [_times(rows), _errors(rows)],
         "claims": [_speed(rows)],
         "data": {"rows": rows, "budgets": list(BUDGETS)},
     }
@@ -93,7 +91,7 @@ def expected_seconds(before: Mapping[str, Any] | None, layers: int) -> float:
 
 def _measure(sensitivities: SensitivityTable, options: Mapping[str, Any], bounds: tuple[float, ...]) -> dict[str, Any]:
     start = time.perf_counter()
-    chain = allocate_ranks(sensitivities, BUDGETS, **options)
+    chain = allocate_ranks(sensitivities, BUDGETS, **EVERY_RANK, **options)
     seconds = time.perf_counter() - start
     errors = [entry.error for entry in reversed(chain.requested)]  # in the order of BUDGETS, which fall
     states = re.search(r"(\d+) states", chain.method)
@@ -107,69 +105,50 @@ def _measure(sensitivities: SensitivityTable, options: Mapping[str, Any], bounds
     }
 
 
+def _size(row: Mapping[str, Any]) -> str:
+    return f"{row['layers']} × {row['levels']}"
+
+
 def _times(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    shown = []
+    cells: list[list[Any]] = []
     for row in rows:
-        size = f"{row['layers']} × {row['levels']}"
         if "expected" in row:
-            reason = f"not run: {row['expected']:.0f} s expected"
-            shown.append([size, row["method"], reason, None, None, None])
+            measured: list[Any] = [f"not run: {row['expected']:.0f} s expected", None, None, None]
         else:
             gap = None if row["gap"] is None else 100 * row["gap"]
-            shown.append([size, row["method"], row["seconds"], row["states"], row["entries"], gap])
+            measured = [row["seconds"], row["states"], row["entries"], gap]
+        cells.append([_size(row), row["method"], *measured])
     columns = ["layers × levels", "method", "seconds", "states", "profiles", "proven gap, %"]
     title = f"Time; the printed algorithm is not run above {EXPECTED:g} s, as the time at fewer layers foretells"
-    return table(title, columns, shown, (0, 2, 0, 0, 4))
+    return table(title, columns, cells, (0, 2, 0, 0, 4))
 
 
 def _errors(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    shown = [
-        [f"{row['layers']} × {row['levels']}", row["method"], 100 * row["sum_above"],
-         100 * statistics.fmean(row["above"]), 100 * max(row["above"])]
-        for row in rows if "above" in row
-    ]  # fmt: skip
-    columns = ["layers × levels", "method", "of the sum, %", "mean over budgets, %", "worst budget, %"]
-    return table(
-        "Predicted error above a bound of any profile's at the budget, nested or not", columns, shown, (0, 3, 3, 3)
-    )
-
-
-def _roofline(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What one bound at λ must read, against the machine's copying: the least work that any proof of a gap has.
-
-    The tables of all budgets' candidates (errors and parameters, 8 bytes each) are read once, with two operations a
-    candidate, so that memory is the limit.
-    """
-    rate = copy_rate(COPY)
-    shown = []
+    cells = []
     for row in rows:
-        if row["method"] == AT_GOAL:
-            candidates = row["layers"] * row["levels"]
-            work, read = 2 * candidates * len(BUDGETS), 16 * candidates * len(BUDGETS)
-            size = f"{row['layers']} × {row['levels']}"
-            shown.append([size, work, read, rate / 1e9, row["seconds"], 100 * read / rate / row["seconds"]])
-    columns = ["layers × levels", "operations", "bytes", "copying, GB/s", "seconds", "share of the limit, %"]
-    return table("Joint against one reading of its table for every budget", columns, shown, (0, 0, 2, 3, 6))
+        if "above" in row:
+            above = row["sum_above"], statistics.fmean(row["above"]), max(row["above"])
+            cells.append([_size(row), row["method"], *(100 * one for one in above)])
+    columns = ["layers × levels", "method", "of the sum, %", "mean over budgets, %", "worst budget, %"]
+    title = "Predicted error above a bound of any profile's at the budget, nested or not"
+    return table(title, columns, cells, (0, 3, 3, 3))
 
 
 def _speed(rows: list[dict[str, Any]]) -> Result:
     largest = max((row for row in rows if row["method"] == AT_GOAL), key=lambda row: (row["layers"], row["levels"]))
     what = f"{largest['layers']} × {largest['levels']}, {len(BUDGETS)} budgets, allocated with a proven gap"
     here = f"{largest['seconds']:.2f} s at a proven gap of {largest['gap']:.2%}"
-    asked = f"{SECONDS:g} s at {GAP:.0%}"
+    most = f"{SECONDS:g} s at {GAP:.0%}"
     holds = largest["seconds"] <= SECONDS and largest["gap"] <= GAP
-    return goal(what, asked, here, holds)
+    return goal(what, most, here, holds)
 
 
 def draw(data: Mapping[str, Any]) -> Any:
     """Seconds over layers, and the error above the bound at each budget, of the most levels."""
-    from matplotlib.figure import Figure
-
     levels = max(row["levels"] for row in data["rows"])
     rows = [row for row in data["rows"] if row["levels"] == levels and "seconds" in row]
     lines = dict(zip(METHODS, ((OTHER, ":"), (OTHER, "-"), (NEUTRAL, "-"), (OURS, ":"), (OURS, "-")), strict=True))
-    figure = Figure(figsize=(9.5, 3.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = panels(2, (9.5, 3.6))
     for name, (colour, dash) in lines.items():
         own = [row for row in rows if row["method"] == name]
         style = {"color": colour, "linestyle": dash, "marker": "o", "markersize": 4, "label": name}
@@ -183,14 +162,14 @@ def draw(data: Mapping[str, Any]) -> Any:
         ticks = sorted({row["layers"] for row in rows})
         axes.set_xticks(ticks, list(map(str, ticks)), minor=False)
         axes.minorticks_off()
-    left.legend(frameon=False, fontsize=7)
+    left.legend(fontsize=7)
     return figure
 
 
-BENCH = Bench(
+EXPERIMENT = Experiment(
     name="search",
     title="Rank allocation",
-    measures="time, states, proven gap and predicted error of `paper` and `joint` over the number of layers",
+    shows="time, states, proven gap and predicted error of `paper` and `joint` over the number of layers",
     minutes=1,
     run=run,
     draw=draw,

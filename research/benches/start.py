@@ -4,13 +4,11 @@ import functools
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from research.benches.bench import Bench
-from research.benches.machine import interleave
-from research.findings import Result, goal, spread, table
+from flexrank.deployment.machine import interleave
+from research.experiment import Experiment, Request
+from research.result import Result, goal, spread, table
 
 REPEATS = 9
 HELP, ADDED = 0.5, 0.3
@@ -24,20 +22,20 @@ PROGRAMS = {
 }
 
 
-def run(_: Path | None = None) -> Result:
+def run(_: Request) -> Result:
     """Starts each program in turn; seconds of the whole process."""
     starts = [functools.partial(_start, program) for program in PROGRAMS.values()]
     seconds = dict(zip(PROGRAMS, interleave(starts, REPEATS), strict=True))
-    base = seconds["import torch"]
+    torch = seconds["import torch"]
     added = {
-        name: [one - torch for one, torch in zip(seconds[name], base, strict=True)]
+        name: statistics.median(own - base for own, base in zip(seconds[name], torch, strict=True))
         for name in ("import torch, flexrank", "every public name")
     }
-    rows = [[name, statistics.median(found), spread(found), _over(added, name)] for name, found in seconds.items()]
+    rows = [[name, statistics.median(all_of), spread(all_of), added.get(name)] for name, all_of in seconds.items()]
     return {
         "settings": {"repeats": REPEATS},
         "tables": [table("seconds of a fresh interpreter", ["program", "median", "all", "over import torch"], rows)],
-        "claims": _goals(seconds, added),
+        "claims": _goals(statistics.median(seconds["flexrank --help"]), *added.values()),
         "data": {"seconds": seconds},
     }
 
@@ -46,24 +44,18 @@ def _start(program: str) -> None:
     subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
 
 
-def _over(added: Mapping[str, list[float]], name: str) -> float | None:
-    return statistics.median(added[name]) if name in added else None
-
-
-def _goals(seconds: Mapping[str, list[float]], added: Mapping[str, list[float]]) -> list[dict[str, Any]]:
-    answer, more = statistics.median(seconds["flexrank --help"]), statistics.median(added["import torch, flexrank"])
-    whole = statistics.median(added["every public name"])
+def _goals(answer: float, added: float, whole: float) -> list[dict[str, Any]]:
     return [
         goal("flexrank --help answers", f"under {HELP} s", f"{answer:.2f} s", answer < HELP),
-        goal("import flexrank, over torch's own import", f"under {ADDED} s", f"{more:.2f} s", more < ADDED),
+        goal("import flexrank, over torch's own import", f"under {ADDED} s", f"{added:.2f} s", added < ADDED),
         goal("the same, with every public name used", f"under {ADDED} s", f"{whole:.2f} s", whole < ADDED),
     ]
 
 
-BENCH = Bench(
+EXPERIMENT = Experiment(
     name="start",
     title="Import and start",
-    measures="the seconds until the command answers, and those that `import flexrank` adds to torch's import",
+    shows="the seconds until the command answers, and those that `import flexrank` adds to torch's import",
     minutes=1,
     run=run,
 )

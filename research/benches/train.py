@@ -9,17 +9,18 @@ import copy
 import dataclasses
 import functools
 import gc
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from flexrank.deployment.environment import assets_directory
 from torch import Tensor, nn
 from torch.utils import flop_counter
 
+from flexrank.deployment.machine import forget_peak, interleave, resident_peak
+from flexrank.deployment.process import in_fresh_process
 from flexrank.distill.objectives import objective_for
 from flexrank.distill.prefixes import used_components
 from flexrank.distill.step import Step, Targets, make_optimizer, trainable_parameters, training
@@ -28,35 +29,26 @@ from flexrank.nn.linalg import Factors
 from flexrank.nn.matrix import weight_matrix
 from flexrank.nn.select import nest_, select_layers
 from flexrank.nn.switch import full_profile, uniform_profile, use_profile
-from research.benches.bench import BUDGETS, Bench
-from research.benches.machine import (
-    copy_rate,
-    forget_peak,
-    in_fresh_process,
-    interleave,
-    product_rate,
-    resident_peak,
-)
-from research.findings import Result, goal, table
-from research.findings.figures import NEUTRAL, OTHER, OURS
+from research.assets import assets_directory
+from research.experiment import Experiment, Request
+from research.figures import NEUTRAL, OTHER, OURS, draw_level, panels
+from research.machine import copy_rate, product_rate
+from research.result import Result, goal, table
 
+BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 #: Goals, and what the paper pays in time (FlexRank, section 3.4).
 TIME_GOAL, MEMORY_GOAL, PAPER = 1.15, 1.6, 2.0
 REPEATS = 2
-DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+DTYPES = ("float32", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A model and its batch.
+    """A model and its batch of `rows` sequences.
 
     Attributes:
-        name: shown.
-        task: of the model.
         source: `asset:NAME`, `package:…`, or `random` for a Llama of `shape`.
-        rows: sequences a batch.
-        tokens: of each.
-        shape: (layers, width, inner width, vocabulary) of a random one.
+        shape: (layers, width, inner width, vocabulary) of a random model.
     """
 
     name: str
@@ -64,7 +56,7 @@ class Subject:
     source: str
     rows: int
     tokens: int
-    shape: tuple[int, int, int, int] | None = None
+    shape: Sequence[int] | None = None
 
 
 SUBJECTS = (
@@ -74,9 +66,9 @@ SUBJECTS = (
 )
 
 
-def run(_: Path | None = None) -> Result:
-    """Runs the bench; about four minutes on two cores."""
-    found = [measure(subject, dtype) for subject in SUBJECTS for dtype in DTYPES]
+def run(_: Request) -> Result:
+    """Runs the bench."""
+    rows = [measure(subject, dtype) for subject in SUBJECTS for dtype in DTYPES]
     settings: dict[str, Any] = {
         "profiles": "of equal budgets in every layer",
         "students_and_tokens": "random",
@@ -85,37 +77,36 @@ def run(_: Path | None = None) -> Result:
         "repeats": REPEATS,
         "batch": {one.name: f"{one.rows} × {one.tokens} tokens" for one in SUBJECTS},
     }
-    data = {"budgets": [1.0, *BUDGETS], "rows": found}
-    return {"settings": settings, "tables": _tables(found), "claims": _claims(found), "data": data}
+    data = {"budgets": [1.0, *BUDGETS], "rows": rows}
+    return {"settings": settings, "tables": _tables(rows), "claims": _claims(rows), "data": data}
 
 
-def measure(subject: Subject, dtype: torch.dtype) -> dict[str, Any]:
+def measure(subject: Subject, dtype: str) -> dict[str, Any]:
     """Times, memory, operations and bytes of one subject in one dtype; ratios are the elastic student's over the dense.
 
     `fresh` counts the teacher's forward into both steps, `kept` finds its target kept from an earlier pass.
     """
     setting = _Setting(subject, dtype)
-    timed = setting.timed()
-    memory = {key: in_fresh_process(peak_of_step, subject, dtype, key) for key in ("dense", "trained", "full")}
+    timed, described = setting.timed(), dataclasses.asdict(subject)
+    memory = {key: in_fresh_process(peak_of_step, described, dtype, key) for key in ("dense", "trained", "full")}
     rate, copied = setting.product_rate, copy_rate()
-    floor = {key: timed[key]["operations"] / rate + timed[key]["bytes"] / copied for key in ("dense", "elastic")}
     return {
         "subject": subject.name,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype,
         **timed,
         "memory": memory,
         "memory_ratio": memory["trained"] / memory["dense"],
         "memory_ratio_full": memory["full"] / memory["dense"],
         "product_rate": rate,
         "copy_rate": copied,
-        "floor": floor,
+        "floor": {key: timed[key]["operations"] / rate + timed[key]["bytes"] / copied for key in ("dense", "elastic")},
     }
 
 
 class _Setting:
     """Both students, their steps, and the teacher's target."""
 
-    def __init__(self, subject: Subject, dtype: torch.dtype):
+    def __init__(self, subject: Subject, dtype: str):
         self.teacher, self.batch = build(subject), batch_of(subject)
         self.tokens = subject.rows * subject.tokens
         self.autocast = _autocast(dtype)
@@ -124,7 +115,7 @@ class _Setting:
         self.elastic = elastic_copy(self.teacher, subject.task)
         self.profiles = {budget: uniform_profile(self.elastic, budget) for budget in BUDGETS}
         largest = max(map(weight_matrix, select_layers(self.teacher).values()), key=Tensor.numel)
-        self.product_rate = product_rate(self.tokens, largest.shape[1], largest.shape[0], dtype)
+        self.product_rate = product_rate(self.tokens, largest.shape[1], largest.shape[0], getattr(torch, dtype))
 
     def timed(self) -> dict[str, Any]:
         """Ratios by budget, and what the steps take and do. Budget 1 is trained, and timed, by itself."""
@@ -133,7 +124,7 @@ class _Setting:
         ratios = {way: {1.0: full[way][1.0], **below[way]} for way in ("fresh", "kept")}
         means = {f"mean_{way}": statistics.fmean(below[way].values()) for way in ("fresh", "kept")}
         return {
-            **{way: list(found.values()) for way, found in ratios.items()},
+            **{way: list(by_budget.values()) for way, by_budget in ratios.items()},
             **means,
             **{key: below[key] for key in ("dense", "elastic")},
         }
@@ -175,39 +166,37 @@ class _Setting:
             yield lambda: step.take([(0, self.batch)], 1, 0), sum(p.numel() for p in trained.values())
 
 
-def peak_of_step(subject: Subject, dtype: torch.dtype, which: str) -> int:
+def peak_of_step(described: Mapping[str, Any], dtype: str, which: str) -> int:
     """Bytes that consolidation holds at most, beside what the interpreter and its libraries do; in a fresh process.
 
     Teacher, student, optimiser's state, gradients, and what a step keeps and works on; the teacher runs in the step.
 
     Args:
-        subject: the model.
+        described: the subject's fields.
         dtype: that both models run in.
         which: `dense`, `trained` (an elastic student of `BUDGETS`), or `full` (the same with budget 1).
     """
+    subject = Subject(**described)
     teacher, batch = build(subject), batch_of(subject)
     with torch.no_grad():
         teacher(**{key: value[:1, :2] for key, value in batch.items()})
     before = forget_peak() - sum(p.numel() * p.element_size() for p in teacher.parameters())
     model = dense_copy(teacher, subject.task) if which == "dense" else elastic_copy(teacher, subject.task)
-    profiles: list[Mapping[str, int]] = []
-    if which != "dense":
-        profiles = [uniform_profile(model, budget) for budget in (max(BUDGETS), min(BUDGETS))]
-        profiles += [full_profile(model)] if which == "full" else []
+    budgets = () if which == "dense" else (max(BUDGETS), min(BUDGETS))
+    profiles: list[Mapping[str, int]] = [uniform_profile(model, budget) for budget in budgets]
+    profiles += [full_profile(model)] if which == "full" else []
     with used_components(model, profiles) if profiles else contextlib.nullcontext():
         trained = trainable_parameters(model)
         targets = Targets(teacher, objective_for(subject.task, hidden_weight=0.5), _autocast(dtype), 0)
         step = Step(model, targets, trained, make_optimizer(trained, 1e-6), 1.0)
         with training(model, teacher, trained):
             take = functools.partial(step.take, [(None, batch)], 1, 0)
-            for number in range(2):
-                if number:  # the first step makes the optimiser's state
+            for is_second in (False, True):
+                if is_second:  # the first step makes the optimiser's state
                     gc.collect()
                     forget_peak()
-                for profile in profiles[::-1]:
+                for profile in profiles[::-1] or [{}]:
                     _at(model, profile, take)
-                if not profiles:
-                    take()
     return resident_peak() - before
 
 
@@ -283,7 +272,8 @@ def operations(run: Callable[[], object]) -> int:
 
 
 def _at(model: nn.Module, profile: Mapping[str, int], step: Callable[[], object]) -> None:
-    with use_profile(model, profile):
+    """A step at the profile; at none, of a dense model."""
+    with use_profile(model, profile) if profile else contextlib.nullcontext():
         step()
 
 
@@ -292,37 +282,32 @@ def _ratio(ours: Sequence[float], dense: Sequence[float], both: Sequence[float])
     return statistics.median((a + c) / (b + c) for a, b, c in zip(ours, dense, both, strict=True))
 
 
-def _autocast(dtype: torch.dtype) -> torch.dtype | None:
-    return None if dtype == torch.float32 else dtype
+def _autocast(dtype: str) -> torch.dtype | None:
+    return None if dtype == "float32" else getattr(torch, dtype)
 
 
-def _tables(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    budgets = [f"{budget:g}" for budget in (1.0, *BUDGETS)]
-    tables = []
-    for way, told in (("fresh", "the teacher runs in each step"), ("kept", "its targets are kept from pass to pass")):
-        rows = [[_name(one), *one[way], one[f"mean_{way}"]] for one in found]
-        title = f"Time of a step over the dense student's, by budget: {told}"
-        tables.append(table(title, ["", *budgets, f"mean, {budgets[1]} to {budgets[-1]}"], rows, digits=2))
-    mib = 2.0**20
+def _tables(subjects: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    tables, budgets = [], [1.0, *BUDGETS]
+    for way, how in (("fresh", "the teacher runs in each step"), ("kept", "its targets are kept from pass to pass")):
+        rows = [[_name(one), *one[way], one[f"mean_{way}"]] for one in subjects]
+        title = f"Time of a step over the dense student's, by budget: {how}"
+        tables.append(table(title, ["", *budgets, f"mean, {max(BUDGETS):g} to {min(BUDGETS):g}"], rows, digits=2))
     rows = [
-        [_name(one), *(one["memory"][key] / mib for key in ("dense", "trained", "full")), one["memory_ratio"],
-         one["memory_ratio_full"]] for one in found
+        [_name(one), *(one["memory"][key] / 2**20 for key in ("dense", "trained", "full")), one["memory_ratio"],
+         one["memory_ratio_full"]] for one in subjects
     ]  # fmt: skip
-    columns = ["", "dense, MiB", f"elastic to {budgets[1]}, MiB", "elastic to 1, MiB", "ratio", "ratio, to 1"]
+    columns = ["", "dense, MiB", f"elastic to {max(BUDGETS):g}, MiB", "elastic to 1, MiB", "ratio", "ratio, to 1"]
     tables.append(table("Peak memory of consolidation, each in a fresh process", columns, rows, [0, 0, 0, 2, 2]))
-    return [*tables, _roofline(found)]
+    return [*tables, _roofline(subjects)]
 
 
-def _roofline(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _roofline(subjects: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     rows = []
-    for one in found:
-        for key in ("dense", "elastic"):
-            facts, floor = one[key], one["floor"][key]
-            rows.append(
-                [f"{_name(one)}, {key}", facts["operations"] / 1e9, facts["bytes"] / 1e6, facts["trained"] / 1e6,
-                 one["product_rate"] / 1e9, floor, facts["seconds"], floor / facts["seconds"],
-                 facts["tokens_per_second"]]
-            )  # fmt: skip
+    for one, key in itertools.product(subjects, ("dense", "elastic")):
+        facts, floor = one[key], one["floor"][key]
+        work = [facts["operations"] / 1e9, facts["bytes"] / 1e6, facts["trained"] / 1e6, one["product_rate"] / 1e9]
+        times = [floor, facts["seconds"], floor / facts["seconds"], facts["tokens_per_second"]]
+        rows.append([f"{_name(one)}, {key}", *work, *times])
     columns = ["", "Gop", "MB of the optimiser", "trained, millions", "Gop/s here", "floor, s", "measured, s",
                "share achieved", "tokens/s"]  # fmt: skip
     title = "Roofline of a step whose target is at hand (elastic: mean over budgets): products at the rate of the "
@@ -330,19 +315,18 @@ def _roofline(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return table(title, columns, rows, [1, 0, 1, 0, 3, 3, 2, 0])
 
 
-def _claims(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _claims(subjects: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    limits = {
+        "mean_fresh": (TIME_GOAL, "time of a step", "mean over budgets, the teacher in each step"),
+        "mean_kept": (TIME_GOAL, "time of a step", "mean over budgets, the teacher's targets kept"),
+        "memory_ratio": (MEMORY_GOAL, "peak memory", f"budgets to {max(BUDGETS):g}"),
+        "memory_ratio_full": (MEMORY_GOAL, "peak memory", "budget 1 among them"),
+    }
     claims = []
-    for way, told in (("fresh", "the teacher in each step"), ("kept", "the teacher's targets kept")):
-        slowest = max(found, key=lambda one: one[f"mean_{way}"])
-        value = slowest[f"mean_{way}"]
-        here = f"{value:.2f} at worst ({_name(slowest)})"
-        what = f"time of a step over the dense student's, mean over budgets, {told}"
-        claims.append(goal(what, f"at most {TIME_GOAL:g}", here, value <= TIME_GOAL))
-    for key, told in (("memory_ratio", f"budgets to {max(BUDGETS):g}"), ("memory_ratio_full", "budget 1 among them")):
-        largest = max(found, key=lambda one: one[key])
-        here = f"{largest[key]:.2f} at worst ({_name(largest)})"
-        what = f"peak memory over the dense student's, {told}"
-        claims.append(goal(what, f"at most {MEMORY_GOAL:g}", here, largest[key] <= MEMORY_GOAL))
+    for key, (limit, what, how) in limits.items():
+        worst = max(subjects, key=lambda one: one[key])
+        here = f"{worst[key]:.2f} at worst ({_name(worst)})"
+        claims.append(goal(f"{what} over the dense student's, {how}", f"at most {limit:g}", here, worst[key] <= limit))
     return claims
 
 
@@ -352,29 +336,26 @@ def _name(one: Mapping[str, Any]) -> str:
 
 def draw(data: Mapping[str, Any]) -> Any:
     """Time over the dense student's by budget; a panel for each way of having the teacher's target."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 3.4), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
+    figure, places = panels(2, (8, 3.4), sharey=True)
     names = list(dict.fromkeys(one["subject"] for one in data["rows"]))
-    for axes, way, title in zip(panels, ("fresh", "kept"), ("teacher in each step", "targets kept"), strict=True):
+    for axes, way, title in zip(places, ("fresh", "kept"), ("teacher in each step", "targets kept"), strict=True):
         for one in data["rows"]:
             line = "-" if one["dtype"] == "float32" else "--"
             marker = "osD^v"[names.index(one["subject"]) % 5]
             axes.plot(data["budgets"], one[way], line, marker=marker, markersize=4, color=OURS, label=_name(one))
-        axes.axhline(PAPER, color=OTHER, label="the paper, about 2")
-        axes.axhline(1.0, color=NEUTRAL, linewidth=0.8)
-        axes.axhline(TIME_GOAL, color=NEUTRAL, linestyle=":", label=f"goal of the mean, {TIME_GOAL:g}")
+        draw_level(axes, PAPER, "the paper, about 2", color=OTHER, linestyle="-")
+        draw_level(axes, 1.0, color=NEUTRAL, linestyle="-")
+        draw_level(axes, TIME_GOAL, f"goal of the mean, {TIME_GOAL:g}", color=NEUTRAL)
         axes.set(title=title, xlabel="budget", ylim=(0, None))
-    panels[0].set_ylabel("time over the dense student's step")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    places[0].set_ylabel("time over the dense student's step")
+    figure.legend(*places[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
 
 
-BENCH = Bench(
+EXPERIMENT = Experiment(
     name="train",
     title="Consolidation: a step against the dense student's",
-    measures="time at every budget and peak memory, the elastic student's over the dense one's",
+    shows="time at every budget and peak memory, the elastic student's over the dense one's",
     minutes=6,
     run=run,
     draw=draw,

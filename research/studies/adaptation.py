@@ -8,28 +8,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from flexrank.deployment.environment import assets_directory
-from flexrank.deployment.fitting import Limits, fit
-from flexrank.deployment.planning import Planner
-from flexrank.run.deploying import planner_for
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flexrank.artefacts.elastic import load_elastic, save_elastic
+from flexrank import FlexrankError, collect_rows, deploy, load_elastic, nested_layers, save_elastic
 from flexrank.data.batches import Batch, model_device, to_device
 from flexrank.data.metrics import nats_per_token
 from flexrank.data.text import read_texts, token_blocks
-from flexrank.deployment import deploy
 from flexrank.distill.schedule import scheduled_rate
-from flexrank.errors import FlexrankError
 from flexrank.nn.alignment import ERROR_MULTIPLE, SLACK_STEPS
 from flexrank.nn.gauge_aligned import GaugeAlignedLayer
 from flexrank.nn.matrix import is_conv1d
 from flexrank.progress import track
 from flexrank.run.directory import identity
-from research.findings import Result, between, claim, spread, table
+from research.assets import assets_directory
+from research.experiment import Experiment, Ledger, Request
+from research.figures import OURS, draw_bars, panels
+from research.result import Result, between, claim, spread, table
 from research.studies.language import LanguageBench, pycode_settings
-from research.studies.study import Ledger, Request, Study, count_seeds
 
 #: Blocks of the second domain that are held out, and optimiser steps of the adapters.
 HELD_OUT, STEPS, FULL_STEPS = 48, 60, 600
@@ -40,51 +36,42 @@ BASE = "base"
 
 def run(request: Request) -> Result:
     """Runs the study; a seed draws the adapters' first weights and the order of their batches."""
-    import peft  # noqa: F401  # its absence is to be told before anything is trained
+    import peft  # noqa: F401  # without it nothing is to be trained in vain
 
-    seeds = count_seeds(request, 3, 3)
     domain = request.domain or assets_directory(SECOND_DOMAIN[0]).joinpath(*SECOND_DOMAIN)
-    texts = read_texts(domain, "\0")
-    bench = LanguageBench(request)
+    texts, bench = read_texts(domain, "\0"), LanguageBench(request)
     steps = FULL_STEPS if request.full else STEPS
-    settings = bench.facts() | {
-        "domain": domain.name, "adapter_rank": RANK, "adapter_steps": steps, "adapter_learning_rate": LEARNING_RATE,
-    }  # fmt: skip
-    adapters = {"steps": steps, "held_out": HELD_OUT, "rank": RANK, "alpha": ALPHA, "learning_rate": LEARNING_RATE}
-    forms = bench.config.deployment.model_dump(mode="json") | {"slack_steps": SLACK_STEPS, "multiple": ERROR_MULTIPLE}
-    ledger = Ledger(request.work, bench.key(domain=identity(domain), adapters=adapters, deployment=forms))
-    trial = _Trial(bench, ledger, *_domain_blocks(bench, texts, str(domain)), steps)
-    found = {}
-    for budget in (None, *bench.budgets):
-        name = BASE if budget is None else f"{budget:g}"
-        before = ledger.take(f"{name}, before", functools.partial(trial.before, budget))
-        after = [
-            ledger.take(f"{name}, seed {seed}", functools.partial(trial.after, budget, seed)) for seed in range(seeds)
-        ]
-        found[name] = {**before, "after": [one["nats"] for one in after], "trained": after[0]["trained"]}
-        if budget is not None and budget < 1:
-            # A factorised layer is two linear layers, and peft adapts both; this is with one adapter, as the base has.
-            single = [
-                ledger.take(f"{name}, latents alone, seed {seed}", functools.partial(trial.after, budget, seed, False))
-                for seed in range(seeds)
-            ]
-            found[name] |= {"single": [one["nats"] for one in single], "single_trained": single[0]["trained"]}
-    rows = [
-        [name, one["parameters"], one["trained"], one["own"], one["nats"], spread(one["after"]),
-         one.get("single_trained"), spread(one["single"]) if "single" in one else None]
-        for name, one in found.items()
-    ]  # fmt: skip
-    title = (
-        f"Held-out nats per token on {domain.name} before and after {steps} steps of LoRA (rank {RANK}): "
-        f"{bench.config.name}, its own domain beside it"
-    )
-    columns = ["size", "parameters", "adapters", "own domain", "before", "after", "on latents alone", "after"]
-    return {
-        "settings": settings | {"seeds": seeds},
-        "tables": [table(title, columns, rows)],
-        "claims": _claims(found),
-        "data": {"found": found, "domain": domain.stem},
+    adapters: dict[str, Any] = {
+        "steps": steps,
+        "held_out": HELD_OUT,
+        "rank": RANK,
+        "alpha": ALPHA,
+        "learning_rate": LEARNING_RATE,
     }
+    deployment: dict[str, Any] = {"dtype": str(bench.space.deployed_dtype), "slack": bench.config.deployment.slack}
+    deployment |= {"slack_steps": SLACK_STEPS, "multiple": ERROR_MULTIPLE}
+    ledger = Ledger(request.work, bench.key(domain=identity(domain), adapters=adapters, deployment=deployment))
+    trial = _Trial(bench, ledger, *_domain_blocks(bench, texts, str(domain)), steps)
+    sizes = {BASE: trial.measure(None, request.seeds)}
+    sizes |= {f"{budget:g}": trial.measure(budget, request.seeds) for budget in bench.budgets}
+    facts: dict[str, Any] = {"adapter_rank": RANK, "adapter_steps": steps, "adapter_learning_rate": LEARNING_RATE}
+    return {
+        "settings": bench.facts(domain=domain.name, **facts, seeds=request.seeds),
+        "tables": [_table(sizes, f"on {domain.name} before and after {steps} steps of LoRA", bench.config.name)],
+        "claims": _claims(sizes),
+        "data": {"sizes": sizes, "domain": domain.stem},
+    }
+
+
+def _table(sizes: Mapping[str, Any], what: str, name: str) -> dict[str, Any]:
+    rows = [
+        [size, one["parameters"], one["trained"], one["own"], one["nats"], spread(one["after"]),
+         one.get("single_trained"), spread(one["single"]) if "single" in one else None]
+        for size, one in sizes.items()
+    ]  # fmt: skip
+    title = f"Held-out nats per token {what} (rank {RANK}): {name}, its own domain beside it"
+    columns = ["size", "parameters", "adapters", "own domain", "before", "after", "on latents alone", "after"]
+    return table(title, columns, rows)
 
 
 def _domain_blocks(bench: LanguageBench, texts: Sequence[str], name: str) -> tuple[list[Batch], list[Batch]]:
@@ -110,38 +97,49 @@ class _Trial:
     held_out: Sequence[Batch]
     steps: int
 
+    def measure(self, budget: float | None, seeds: int) -> dict[str, Any]:
+        name = BASE if budget is None else f"{budget:g}"
+        before = self.ledger.take(f"{name}, before", self.before, budget)
+        after = self.ledger.take_seeds(name, seeds, self.after, budget, True)
+        measured = {**before, "after": [one["nats"] for one in after], "trained": after[0]["trained"]}
+        if budget is None or budget >= 1:
+            return measured
+        # A factorised layer is two linear layers, and peft adapts both; this is with one adapter, as the base has.
+        single = self.ledger.take_seeds(f"{name}, latents alone", seeds, self.after, budget, False)
+        return measured | {"single": [one["nats"] for one in single], "single_trained": single[0]["trained"]}
+
     def before(self, budget: float | None) -> dict[str, Any]:
         model = self.submodel(budget)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         return {"nats": nats_per_token(model, self.held_out), "own": self.bench.nats(model), "parameters": parameters}
 
-    def after(self, budget: float | None, seed: int, on_both_factors: bool = True) -> dict[str, Any]:
+    def after(self, budget: float | None, on_both_factors: bool, seed: int) -> dict[str, Any]:
         model = adapted(self.submodel(budget), seed, on_both_factors)
         train_adapters_(model, self.training, self.steps, seed, self.bench.autocast)
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         return {"nats": nats_per_token(model, self.held_out), "trained": trained}
 
     def submodel(self, budget: float | None) -> nn.Module:
-        """The base, or the submodel of a budget: in the smallest forms, for a study's result must not hang on times."""
-        if budget is None:
-            return copy.deepcopy(self.bench.base)
+        """The base, or the deployed submodel of a budget."""
         space = self.bench.space
-        plans = fit(self.planner, self.bench.chain, Limits(budget)).plans
-        return deploy(self.planner.model, plans, dtype=space.deployed_dtype, base=space.base)
+        if budget is None:
+            return copy.deepcopy(space.base)
+        dtype, slack = space.deployed_dtype, space.config.deployment.slack
+        profile = self.bench.chain.at(budget)
+        return deploy(self.elastic, profile, dtype=dtype, slack=slack, activations=self.rows, base=space.base)
 
     @functools.cached_property
-    def planner(self) -> Planner:
-        """Of the consolidated model, that slack is searched once a layer and rank."""
-        return planner_for(self.bench.space, self.elastic())
+    def rows(self) -> dict[str, Tensor]:
+        """Inputs of each layer, which slack is chosen on."""
+        return collect_rows(self.elastic, self.bench.space.samples.calibration, nested_layers(self.elastic))
 
+    @functools.cached_property
     def elastic(self) -> nn.Module:
         """The consolidated model, trained once."""
         bench, directory = self.bench, self.ledger.directory / "elastic"
         if not directory.is_dir():
-            steps, path = bench.config.distillation.steps, self.ledger.directory / "training"
-            save_elastic(
-                bench.trained(bench.profiles[::-1], steps=steps, seed=0, checkpoint=path), bench.chain, directory
-            )
+            model = bench.trained(bench.profiles[::-1], steps=bench.steps, seed=0, name="training")
+            save_elastic(model, bench.chain, directory)
         return load_elastic(directory)[0].to(bench.space.device)
 
 
@@ -191,9 +189,8 @@ def _next_token_loss(model: nn.Module, batch: Any) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), batch["input_ids"][:, 1:].flatten())
 
 
-def _claims(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    sizes = [name for name in found if name != BASE]
-    after = {name: one["after"] for name, one in found.items()}
+def _claims(sizes: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    after = {name: one["after"] for name, one in sizes.items()}
     claims = []
     if "1" in after:
         over = [own / base - 1 for own, base in zip(after["1"], after[BASE], strict=True)]
@@ -202,32 +199,28 @@ def _claims(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
                   "25.0 against 25.7 % accuracy (math, 1B)", f"over it {between(over, '+.2%')}",
                   max(map(abs, over)) <= 0.02)
         )  # fmt: skip
-    won = {name: [1 - math.exp(value - one["nats"]) for value in one["after"]] for name, one in found.items()}
-    told = ", ".join(f"{name} {between(after[name], '.3f')}, perplexity −{between(won[name], '.0%')}" for name in found)
+    won = {name: [1 - math.exp(value - one["nats"]) for value in one["after"]] for name, one in sizes.items()}
+    here = ", ".join(f"{name} {between(after[name], '.3f')}, perplexity −{between(won[name], '.0%')}" for name in sizes)
     falls = all(min(gains) > 0 for gains in won.values())
-    rises = _rises([after[name] for name in sizes])
-    claims.append(
-        claim("every submodel adapts, and the larger the better, every seed",
-              "20.5, 15.7, 13.6 % accuracy at .8, .6, .4 (math, 1B)", told, falls and rises,
-              _reason(found, falls, rises))
-    )  # fmt: skip
-    return claims
+    rises = _rises([values for name, values in after.items() if name != BASE])
+    what, paper = "every submodel adapts, and the larger the better, every seed", "accuracy at .8, .6, .4 (math, 1B)"
+    return [*claims, claim(what, f"20.5, 15.7, 13.6 % {paper}", here, falls and rises, _reason(sizes, falls, rises))]
 
 
-def _reason(found: Mapping[str, Mapping[str, Any]], falls: bool, rises: bool) -> str:
+def _reason(sizes: Mapping[str, Mapping[str, Any]], falls: bool, rises: bool) -> str:
     """Of what the claim fails in; of the order, what one adapter a layer does in place of two."""
     if not falls:
-        stuck = [name for name, one in found.items() if max(one["after"]) >= one["nats"]]
+        stuck = [name for name, one in sizes.items() if max(one["after"]) >= one["nats"]]
         return f"the loss did not fall at {', '.join(stuck)}: too few steps, or too large a learning rate"
     if rises:
         return ""
-    single = {name: one["single"] for name, one in found.items() if "single" in one}
+    single = {name: one["single"] for name, one in sizes.items() if "single" in one}
     if not single:
-        return "not found out"
-    told = ", ".join(f"{name} {between(after, '.3f')}" for name, after in single.items())
-    full = [found["1"]["after"]] if "1" in found else []
+        return "not known"
+    here = ", ".join(f"{name} {between(after, '.3f')}" for name, after in single.items())
+    full = [sizes["1"]["after"]] if "1" in sizes else []
     ordered = "the order is the paper's then" if _rises([*full, *single.values()]) else "no order of sizes then either"
-    return f"a factorised layer is two linear layers, each with an adapter; with one, on the latents: {told}; {ordered}"
+    return f"a factorised layer is two linear layers, each with an adapter; with one, on the latents: {here}; {ordered}"
 
 
 def _rises(by_size: Sequence[Sequence[float]]) -> bool:
@@ -237,37 +230,31 @@ def _rises(by_size: Sequence[Sequence[float]]) -> bool:
 
 
 def draw(data: Mapping[str, Any]) -> Any:
-    """Loss on the second domain by size, before and after adaptation."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.6, 3.6), layout="constrained")
-    axes = figure.subplots()
-    found = data["found"]
-    names = list(found)
-    means = [sum(one["after"]) / len(one["after"]) for one in found.values()]
-    spreads = [
-        [mean - min(one["after"]) for mean, one in zip(means, found.values(), strict=True)],
-        [max(one["after"]) - mean for mean, one in zip(means, found.values(), strict=True)],
-    ]
-    places = range(len(names))
-    axes.bar([p - 0.2 for p in places], [one["nats"] for one in found.values()], 0.38, color="#bbbbbb", label="before")
-    axes.bar([p + 0.2 for p in places], means, 0.38, yerr=spreads, color="#0072b2", label="after LoRA", capsize=3)
-    axes.set_xticks(list(places), names)
+    """Loss on the second domain by size, before and after adaptation; the range over seeds."""
+    figure, (axes,) = panels(size=(5.6, 3.6))
+    sizes = data["sizes"]
+    after = [one["after"] for one in sizes.values()]
+    means = [sum(values) / len(values) for values in after]
+    draw_bars(
+        axes, list(sizes), {"before": [one["nats"] for one in sizes.values()], "after LoRA": means}, ("#bbbbbb", OURS)
+    )
+    for place, values in enumerate(after):
+        axes.plot([place + 0.2] * 2, [min(values), max(values)], color="black", linewidth=1)
     axes.set(xlabel="size", ylabel=f"nats per token on {data['domain']}")
-    axes.legend(frameon=False, ncols=2, loc="upper left", bbox_to_anchor=(0, 1.12))
+    axes.legend(ncols=2, loc="upper left", bbox_to_anchor=(0, 1.12))
     return figure
 
 
-STUDY = Study(
+EXPERIMENT = Experiment(
     name="adaptation",
     title="LoRA on deployed submodels",
     shows="the loss on a second text domain before and after LoRA, at 1, .8, .6 and .4, against the base adapted alike",
     paper="the full size adapts as the base; smaller sizes degrade gracefully (Table 1)",
     minutes=25,
     full_minutes=90,
+    seeds=(3, 3),
     run=run,
     draw=draw,
-    takes_model=True,
     settings=lambda full: pycode_settings(
         allocation={"budgets": [1.0, 0.8, 0.6, 0.4]}, distillation={"steps": 1500 if full else 120}
     ),

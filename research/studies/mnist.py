@@ -14,10 +14,10 @@ from torch.nn import functional
 
 from flexrank.data.batches import Batch
 from flexrank.data.metrics import inference
-from flexrank.deployment.environment import assets_directory
 from flexrank.distill.objectives import LogitObjective
 from flexrank.files import write_aside
 from flexrank.progress import track
+from research.assets import assets_directory
 
 LEVELS = 10
 EPOCHS, BATCH, LEARNING_RATE = 4, 128, 2e-3

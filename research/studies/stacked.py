@@ -1,6 +1,6 @@
 """Many submodels of one small network trained at once, each with weights of its own, as one batched computation.
 
-M copies of an elastic `nn.Sequential` (convolutions, ReLU, Flatten, linear layers) stand in tensors with a leading
+M copies of an elastic `nn.Sequential` (convolutions, ReLU, Flatten, linear layers) are tensors with a leading
 axis M; a step is one batched matrix product a layer for all of them, in place of M steps. Activations are kept as
 (M, channels, height, width, N), the images N last, so that unfolding a convolution copies runs of N numbers: with N
 first, two thirds of a step were copies. A step of one `narrow` submodel with 64 images takes 17 MFLOP.
@@ -80,11 +80,11 @@ def _linear(values: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def _conv(values: Tensor, weight: Tensor, bias: Tensor, geometry: Any) -> Tensor:
     patches = _Unfold.apply(values, geometry.kernel_size, geometry.stride)  # (1 or M, n, H'·W'·N)
     if len(patches) == 1:  # all read the same images: one product for all submodels
-        found = (weight.flatten(0, 1) @ patches[0]).unflatten(0, weight.shape[:2]) + bias
+        output = (weight.flatten(0, 1) @ patches[0]).unflatten(0, weight.shape[:2]) + bias
     else:
-        found = torch.baddbmm(bias, weight, patches)
+        output = torch.baddbmm(bias, weight, patches)
     height, width = _out_size(values, geometry.kernel_size, geometry.stride)
-    return found.unflatten(2, (height, width, values.shape[-1]))
+    return output.unflatten(2, (height, width, values.shape[-1]))
 
 
 def _out_size(values: Tensor, kernel: tuple[int, int], stride: tuple[int, int]) -> tuple[int, int]:
@@ -104,14 +104,14 @@ class _Unfold(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (rows, columns), (down, right) = ctx.kernel, ctx.stride
-        found = gradient.new_zeros(ctx.shape)
-        height, width = _out_size(found, ctx.kernel, ctx.stride)
+        total = gradient.new_zeros(ctx.shape)
+        height, width = _out_size(total, ctx.kernel, ctx.stride)
         parts = gradient.reshape(*ctx.shape[:2], rows, columns, height, width, ctx.shape[-1])
         for row in range(rows):
             for column in range(columns):
-                window = found[:, :, row : row + down * height : down, column : column + right * width : right]
+                window = total[:, :, row : row + down * height : down, column : column + right * width : right]
                 window += parts[:, :, row, column]
-        return found, None, None
+        return total, None, None
 
 
 def draw_rows(count: int, batch: int, steps: int, seed: int) -> Iterator[Tensor]:
@@ -126,29 +126,12 @@ def draw_rows(count: int, batch: int, steps: int, seed: int) -> Iterator[Tensor]
 
 
 def train_stacked_(
-    network: StackedNetwork,
-    images: Tensor,
-    targets: Tensor,
-    *,
-    steps: int,
-    learning_rate: float,
-    warmup_steps: int,
-    batch: int,
-    seed: int,
-) -> None:
-    """Trains every submodel in place on the teacher's logits, by AdamW with warm-up and a cosine schedule.
+    network: StackedNetwork, images: Tensor, targets: Tensor, *, steps: int, learning_rate: float, warmup_steps: int,
+    batch: int, seed: int
+) -> None:  # fmt: skip
+    """Trains every submodel in place on the teacher's logits (N, classes), by AdamW with warm-up and a cosine schedule.
 
-    All submodels see the same batches; their losses are added up, so that none feels another.
-
-    Args:
-        network: changed in place.
-        images: (N, C, H, W).
-        targets: the teacher's logits, (N, classes).
-        steps: of the optimiser.
-        learning_rate: the highest.
-        warmup_steps: over which it rises from zero.
-        batch: images a step.
-        seed: of the batches.
+    All submodels see the same batches, drawn by the seed; their losses are added up, so that none feels another.
     """
     optimizer = torch.optim.AdamW(network.parameters(), learning_rate, weight_decay=0.0, fused=True)
     for step, rows in enumerate(draw_rows(len(images), batch, steps, seed)):

@@ -4,21 +4,21 @@ M* is 10 × 10 with singular values i^-1.2. Its factors U, V are trained as a wh
 or over the ten nested ones (NSL); every submodel is then compared with the best matrices of its rank. All in float64.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 
 from flexrank.progress import track
-from research.findings import Result, claim, spread, table
-from research.studies.study import Ledger, Request, Study, count_seeds
+from research.experiment import Experiment, Ledger, Request
+from research.figures import GREEN, OTHER, OURS, panels
+from research.result import Result, claim, spread, spreads, table
 
 SIZE, DECAY, SEEDS = 10, 1.2, 20
 #: As parts of ‖M*‖²: below the first a minimum counts as the global one, below the second a gap counts as none.
 EXCESS, ZERO = 1e-12, 1e-6
-#: L-BFGS steps of a round, rounds of a start, and starts, before a minimisation is given up (and told).
+#: L-BFGS steps of a round, rounds of a start, and starts, before a minimisation is given up (and reported).
 STEPS, ROUNDS, STARTS = 2000, 10, 5
 FIGURE_SEED = 0
 TITLES = {
@@ -27,12 +27,11 @@ TITLES = {
     "nsl": "nested learning (NSL)",
 }
 
-# Okabe and Ito's palette; the labels stand where the first panel leaves room.
-_ALL, _BEST, _FRONT = "#0072B2", "#D55E00", "#009E73"
+#: In the figure, where the first panel leaves room.
 _LABELS = (
-    (f"all {2**SIZE - 1} submodels", (5.5, 1.98), _ALL),
-    ("best of each rank", (1.1, 0.5), _BEST),
-    ("true Pareto front", (2.4, 0.19), _FRONT),
+    (f"all {2**SIZE - 1} submodels", (5.5, 1.98), OURS),
+    ("best of each rank", (1.1, 0.5), OTHER),
+    ("true Pareto front", (2.4, 0.19), GREEN),
 )
 
 Matrix = Float[np.ndarray, "m n"]
@@ -94,7 +93,7 @@ def subspaces_objective(u: Matrix, v: Matrix, matrix: Matrix) -> tuple[float, Ma
 def nested_objective(u: Matrix, v: Matrix, matrix: Matrix) -> tuple[float, Matrix, Matrix]:
     """NSL, the mean of ‖U Π_[r] Vᵀ − M*‖² over the k prefixes (eq. 12), and its gradients."""
     rests = np.cumsum(u.T[:, :, None] * v.T[:, None, :], 0) - matrix
-    # Component j stands in the prefixes from j on, so its gradient is that of their rests' sum.
+    # Component j is in the prefixes from j on, so its gradient is that of their rests' sum.
     pulls = np.cumsum(rests[::-1], 0)[::-1] * (2 / len(rests))
     return float((rests**2).sum() / len(rests)), np.einsum("jmn,nj->mj", pulls, v), np.einsum("jmn,mj->nj", pulls, u)
 
@@ -153,15 +152,15 @@ def minimise(method: str, target: Target, seed: int) -> Minimum:
         generator = np.random.default_rng([seed, start])
         point = generator.standard_normal(2 * SIZE * SIZE) / SIZE**0.5
         for _ in range(ROUNDS):
-            found: Any = minimize(loss, point, jac=True, method="L-BFGS-B", options=options)
+            end: Any = minimize(loss, point, jac=True, method="L-BFGS-B", options=options)
             total += 1
-            excess = (found.fun - least) / (target.singular**2).sum()
+            excess = (end.fun - least) / (target.singular**2).sum()
             if excess <= EXCESS:
-                return Minimum(*_factors(found.x), excess, total, start)
-            if found.status == 0:
+                return Minimum(*_factors(end.x), excess, total, start)
+            if end.status == 0:
                 break
-            point = _balanced(found.x)
-    return Minimum(*_factors(found.x), excess, total, start)
+            point = _balanced(end.x)
+    return Minimum(*_factors(end.x), excess, total, start)
 
 
 def masks() -> Bool[np.ndarray, "s k"]:
@@ -176,85 +175,73 @@ def submodels(u: Matrix, v: Matrix) -> Float[np.ndarray, "s m n"]:
 
 def best_gaps(u: Matrix, v: Matrix, target: Target) -> Float[np.ndarray, " k"]:
     """ℰ(U, V, r) = min over |S| = r of ‖U Π_S Vᵀ − A_r‖² (FlexRank, eq. 9), for r = 1 … k, over all S."""
-    found, ranks = submodels(u, v), masks().sum(1)
+    products, ranks = submodels(u, v), masks().sum(1)
     by_rank = range(1, SIZE + 1)
-    return np.array([((found[ranks == r] - target.truncation(r)) ** 2).sum((1, 2)).min() for r in by_rank])
+    return np.array([((products[ranks == r] - target.truncation(r)) ** 2).sum((1, 2)).min() for r in by_rank])
 
 
-def gap_bound(singular_found: Float[np.ndarray, " k"], singular: Float[np.ndarray, " k"]) -> Float[np.ndarray, " k"]:
-    """(rλ − Σ_{i≤r} σ_i)² / k for r = 1 … k, λ = ‖U Vᵀ‖_* / k from the singular values found (theorem 4.2)."""
+def gap_bound(reached: Float[np.ndarray, " k"], singular: Float[np.ndarray, " k"]) -> Float[np.ndarray, " k"]:
+    """(rλ − Σ_{i≤r} σ_i)² / k for r = 1 … k, λ = ‖U Vᵀ‖_* / k from the singular values reached (theorem 4.2)."""
     k = len(singular)
-    return (np.arange(1, k + 1) * singular_found.sum() / k - np.cumsum(singular)) ** 2 / k
+    return (np.arange(1, k + 1) * reached.sum() / k - np.cumsum(singular)) ** 2 / k
 
 
 def run(request: Request) -> Result:
-    """The whole study; 20 seeds in both forms."""
-    seeds = count_seeds(request, SEEDS, SEEDS)
+    """The whole study."""
     settings = {"size": SIZE, "decay": DECAY, "steps": STEPS, "rounds": ROUNDS, "starts": STARTS, "excess": EXCESS}
     ledger = Ledger(request.work, settings)
-    units = [
-        ledger.take(f"seed {seed}", functools.partial(_measure, seed))
-        for seed in track(range(seeds), "three objectives a seed")
-    ]
+    seeds = track(range(request.seeds), "three objectives per seed")
+    units = [ledger.take(f"seed {seed}", _measure, seed) for seed in seeds]
     target = draw_target(FIGURE_SEED)
+    norm = float((target.singular**2).sum())
     return {
-        "settings": settings
-        | {"seeds": seeds, "masks": 2**SIZE - 1, "squared_norm": float((target.singular**2).sum())},
-        "tables": [_gap_table(units, target), _optimisation_table(units), _spectrum_table(units, target)],
-        "claims": _claims(units, target),
+        "settings": settings | {"seeds": request.seeds, "masks": 2**SIZE - 1, "squared_norm": norm},
+        "tables": [_gap_table(units, target, norm), _optimisation_table(units), _spectrum_table(units, target)],
+        "claims": _claims(units, target, norm),
         "data": {
             "seed": FIGURE_SEED,
             "errors": units[FIGURE_SEED]["errors"],
-            "ranks": _ranks().tolist(),
+            "ranks": masks().sum(1).tolist(),
             "front": [_short(error) for error in true_front(target.singular)],
         },
     }
 
 
 def _measure(seed: int) -> dict[str, Any]:
-    target, unit = draw_target(seed), dict[str, Any]()
-    matrix, errors = target.truncation(SIZE), {}
+    target, unit, errors = draw_target(seed), dict[str, Any](), {}
     for method in OBJECTIVES:
-        found = minimise(method, target, seed)
-        singular = np.linalg.svd(found.u @ found.v.T, compute_uv=False)
+        minimum = minimise(method, target, seed)
+        u, v = minimum.u, minimum.v
         unit[method] = {
-            "gaps": best_gaps(found.u, found.v, target).tolist(), "singular": singular.tolist(),
-            "excess": float(found.excess), "rounds": found.rounds, "starts": found.starts,
+            "gaps": best_gaps(u, v, target).tolist(), "singular": np.linalg.svd(u @ v.T, compute_uv=False).tolist(),
+            "excess": float(minimum.excess), "rounds": minimum.rounds, "starts": minimum.starts,
         }  # fmt: skip
-        errors[method] = [_short(e) for e in ((submodels(found.u, found.v) - matrix) ** 2).sum((1, 2))]
+        errors[method] = [_short(e) for e in ((submodels(u, v) - target.truncation(SIZE)) ** 2).sum((1, 2))]
     return unit | ({"errors": errors} if seed == FIGURE_SEED else {})
 
 
-def _gap_table(units: list[Any], target: Target) -> dict[str, Any]:
-    gaps, bounds = {method: _gaps(units, method) for method in OBJECTIVES}, _bounds(units, target)
-    rows = [
-        [r + 1, *(spread(list(values[:, r])) for values in (gaps["pts"], gaps["asl"], bounds, gaps["nsl"]))]
-        for r in range(SIZE)
-    ]
-    norm = (target.singular**2).sum()
+def _gap_table(units: list[Any], target: Target, norm: float) -> dict[str, Any]:
+    gaps = [_gaps(units, "pts"), _gaps(units, "asl"), _bounds(units, target), _gaps(units, "nsl")]
+    rows = [[r + 1, *(spread(list(values[:, r])) for values in gaps)] for r in range(SIZE)]
     title = f"best-submodel gap ℰ(U, V, r), {len(units)} seeds, mean ± sd; ‖M*‖² = {norm:.3f}"
     return table(title, ["r", "PTS", "ASL", "ASL's bound", "NSL"], rows)
 
 
 def _optimisation_table(units: list[Any]) -> dict[str, Any]:
-    rows = []
-    for method, title in TITLES.items():
-        found = [unit[method] for unit in units]
-        most = [max(one[key] for one in found) for key in ("excess", "rounds", "starts")]
-        rows.append([title, *most])
+    keys = ("excess", "rounds", "starts")
+    rows = [[title, *(max(unit[method][key] for unit in units) for key in keys)] for method, title in TITLES.items()]
     columns = ["objective", "worst excess over the global minimum, of ‖M*‖²", "most rounds", "most random starts"]
     return table("how each minimisation ended", columns, rows)
 
 
 def _spectrum_table(units: list[Any], target: Target) -> dict[str, Any]:
-    found = np.array([unit["asl"]["singular"] for unit in units])
+    reached = spreads(unit["asl"]["singular"] for unit in units)
     _, predicted = spectral_minimiser(target.singular)
-    rows = [[i + 1, float(target.singular[i]), float(predicted[i]), spread(list(found[:, i]))] for i in range(SIZE)]
-    return table("singular values of ASL's minimiser", ["i", "σ of M*", "max(0, 2σ − λ)", "found"], rows, digits=6)
+    rows = [[i + 1, float(target.singular[i]), float(predicted[i]), reached[i]] for i in range(SIZE)]
+    return table("singular values of ASL's minimiser", ["i", "σ of M*", "max(0, 2σ − λ)", "reached"], rows, digits=6)
 
 
-def _claims(units: list[Any], target: Target) -> list[dict[str, Any]]:
-    norm = float((target.singular**2).sum())
+def _claims(units: list[Any], target: Target, norm: float) -> list[dict[str, Any]]:
     pts, asl, nsl = (_gaps(units, method) / norm for method in ("pts", "asl", "nsl"))
     bounds, count = _bounds(units, target) / norm, f"{len(units)} seeds"
     least = np.unravel_index(pts[:, :-1].argmin(), pts[:, :-1].shape)
@@ -271,43 +258,39 @@ def _claims(units: list[Any], target: Target) -> list[dict[str, Any]]:
             f"{asl.min():.2g} of ‖M*‖²",
             bool((asl >= bounds).all()),
         ),
-        _spectrum_claim(units, target),
-        _equal_mean_claim(target),
+        *_spectrum_claims(units, target),
         claim(
             "theorem 4.3: nested learning recovers the Pareto front", "gap 0 at every r",
-            f"gap at most {nsl.max():.0e} of ‖M*‖² over {count} and {SIZE} ranks",
-            bool(nsl.max() < ZERO),
+            f"gap at most {nsl.max():.0e} of ‖M*‖² over {count} and {SIZE} ranks", bool(nsl.max() < ZERO),
         ),
         _optimum_claim(units),
     ]  # fmt: skip
 
 
-def _spectrum_claim(units: list[Any], target: Target) -> dict[str, Any]:
-    _, predicted = spectral_minimiser(target.singular)
-    off = max(np.abs(np.array(unit["asl"]["singular"]) - predicted).max() for unit in units) / target.singular[0]
-    what = "lemma on ASL's spectrum: its minimiser has singular values max(0, 2σ − λ)"
-    return claim(what, "equal", f"off by at most {off:.0e} of σ_1 over {len(units)} seeds", bool(off < ZERO))
-
-
-def _equal_mean_claim(target: Target) -> dict[str, Any]:
+def _spectrum_claims(units: list[Any], target: Target) -> list[dict[str, Any]]:
     mean, predicted = spectral_minimiser(target.singular)
+    off = max(np.abs(np.array(unit["asl"]["singular"]) - predicted).max() for unit in units) / target.singular[0]
     clamped, average = int((predicted == 0).sum()), target.singular.mean()
-    holds = bool(abs(mean - average) < ZERO * average)
-    why = (
-        f"the proof's formula takes no max(0, ·) for binding, here {clamped} of {SIZE} are; the bound needs no formula"
-    )
-    return claim(
-        "proof of theorem 4.2: λ is the mean of σ, so the bound is 0 at r = k", f"{average:.4f}", f"{mean:.4f}",
-        holds, "" if holds else why,
-    )  # fmt: skip
+    return [
+        claim(
+            "lemma on ASL's spectrum: its minimiser has singular values max(0, 2σ − λ)", "equal",
+            f"off by at most {off:.0e} of σ_1 over {len(units)} seeds", bool(off < ZERO),
+        ),
+        claim(
+            "proof of theorem 4.2: λ is the mean of σ, so the bound is 0 at r = k", f"{average:.4f}", f"{mean:.4f}",
+            bool(abs(mean - average) < ZERO * average),
+            f"the proof's formula assumes that no max(0, ·) binds, here {clamped} of {SIZE} do; the bound needs no "
+            "formula",
+        ),
+    ]  # fmt: skip
 
 
 def _optimum_claim(units: list[Any]) -> dict[str, Any]:
-    found = [unit[method] for unit in units for method in OBJECTIVES]
-    missed = sum(one["excess"] > EXCESS for one in found)
+    minima = [unit[method] for unit in units for method in OBJECTIVES]
+    missed = sum(one["excess"] > EXCESS for one in minima)
     here = (
-        f"{len(found) - missed} of {len(found)} minimisations, worst excess {max(o['excess'] for o in found):.0e} of "
-        f"‖M*‖²; {sum(o['starts'] - 1 for o in found)} restarts, {sum(o['rounds'] > o['starts'] for o in found)} "
+        f"{len(minima) - missed} of {len(minima)} minimisations, worst excess {max(o['excess'] for o in minima):.0e} "
+        f"of ‖M*‖²; {sum(o['starts'] - 1 for o in minima)} restarts, {sum(o['rounds'] > o['starts'] for o in minima)} "
         f"needed more than {STEPS} steps"
     )
     return claim("assumed by the proofs: gradient descent reaches the global minimum", "assumed", here, not missed)
@@ -326,23 +309,19 @@ def draw(data: Mapping[str, Any]) -> Any:
 
     As in the paper's figure; its caption calls the difference of the two lines ℰ, which is a distance to A_r (eq. 9).
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 3.4), layout="constrained")
+    figure, places = panels(3, (10, 3.4), sharey=True)
     ranks, by_rank = np.array(data["ranks"]), range(1, SIZE + 1)
-    for place, (axes, method) in enumerate(zip(figure.subplots(1, 3, sharey=True), OBJECTIVES, strict=True)):
+    for axes, method in zip(places, OBJECTIVES, strict=True):
         errors = np.array(data["errors"][method])
         best = [errors[ranks == r].min() for r in by_rank]
-        axes.scatter(ranks, errors, s=7, color=_ALL, alpha=0.2, linewidths=0, zorder=1)
-        axes.plot(by_rank, best, color=_BEST, marker="o", markersize=4, linewidth=1.6, zorder=3)
-        axes.plot(by_rank, data["front"], color=_FRONT, linestyle=(0, (4, 2)), linewidth=1.8, zorder=4)
+        axes.scatter(ranks, errors, s=7, color=OURS, alpha=0.2, linewidths=0, zorder=1)
+        axes.plot(by_rank, best, color=OTHER, marker="o", markersize=4, linewidth=1.6, zorder=3)
+        axes.plot(by_rank, data["front"], color=GREEN, linestyle=(0, (4, 2)), linewidth=1.8, zorder=4)
         axes.set_title(TITLES[method], loc="left", fontsize=10)
-        axes.set_xlabel("rank r")
-        axes.set_xticks(by_rank)
-        if not place:
-            axes.set_ylabel(f"squared error to M*, seed {data['seed']}")
-            for text, at, colour in _LABELS:
-                axes.annotate(text, at, color=colour, weight="bold")
+        axes.set(xlabel="rank r", xticks=by_rank)
+    places[0].set_ylabel(f"squared error to M*, seed {data['seed']}")
+    for text, at, colour in _LABELS:
+        places[0].annotate(text, at, color=colour, weight="bold")
     return figure
 
 
@@ -362,16 +341,12 @@ def _balanced(point: np.ndarray) -> np.ndarray:
     return np.stack([u * scale, v / scale]).ravel()
 
 
-def _ranks() -> Int[np.ndarray, " s"]:
-    return masks().sum(1)
-
-
 def _short(value: float) -> float:
     """Five significant digits: what a figure shows."""
     return float(f"{value:.5g}")
 
 
-STUDY = Study(
+EXPERIMENT = Experiment(
     name="theory",
     title="Nested training, and only it, recovers the Pareto front of a linear model",
     shows="a 10 × 10 linear model trained as a whole, over all 1023 submodels, and nested: the best submodels' gaps",
@@ -379,4 +354,5 @@ STUDY = Study(
     minutes=0.2,
     run=run,
     draw=draw,
+    seeds=(SEEDS, SEEDS),
 )

@@ -15,34 +15,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flexrank.deployment.environment import assets_directory
 from torch import Tensor, nn
 
-from flexrank.allocate import allocate_ranks
-from flexrank.calibrate import collect_moments
+from flexrank import LogitObjective, ProfileChain, allocate_ranks, collect_moments, decompose_, probe_sensitivity
 from flexrank.data.images import AlteredBatches, Scaling
 from flexrank.data.metrics import accuracy
-from flexrank.decompose import decompose_
 from flexrank.distill import distill_, distillation_evaluator
-from flexrank.distill.objectives import LogitObjective
 from flexrank.files import digest_file, read_json
 from flexrank.hf.models import eager_attention, load_model
 from flexrank.nn.linalg import leading_count
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import use_profile
-from flexrank.probe import probe_sensitivity
-from flexrank.profiles import ProfileChain
 from flexrank.progress import track
 from flexrank.run.stages import autocast_dtype
-from research.findings import Result, between, claim, shown, spread, table
+from research.assets import assets_directory
+from research.experiment import EVERY_RANK, Experiment, Ledger, Request
+from research.figures import OTHER, OURS, draw_level, draw_seeds, panels
+from research.result import Result, between, claim, shown, spread, spreads, table
 from research.studies import resnet, vit
-from research.studies.study import Ledger, Request, Study, count_seeds
 
-#: Beside the study's own directory, where a training by examples/train_vit.py may have left it.
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+#: Beside the study's own directory, where a training by examples/train_vit.py may have left it.
 VIT_DIRECTORY = "vit-cifar10"
 RESNET_FILE = "cifar10_resnet20/resnet20_jpg_ft.safetensors"
 OBJECTIVE = LogitObjective()
+STAGES = {"datasvd": "DataSVD alone", "consolidated": "consolidated"}
 #: Points of accuracy; the claim's margin, and the budget that it is made for.
 MARGIN, SMALL = 5.0, 0.3
 ENERGY = 0.99
@@ -52,17 +49,7 @@ EARLY = 0.7
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How much of everything one seed takes.
-
-    Attributes:
-        steps: of consolidation.
-        batch_size: images of a step.
-        calibration: images for the moments.
-        probe: other images, which each probe is measured on.
-        levels: ranks probed for each layer.
-        warmup_steps: of consolidation.
-        test: how many of the test images are classified, the first ones; None for all.
-    """
+    """The size of a seed's work: images for the moments and for the probe, ranks of each layer, steps, test images."""
 
     steps: int
     batch_size: int = 64
@@ -70,7 +57,7 @@ class Plan:
     probe: int = 256
     levels: int = 10
     warmup_steps: int = 30
-    test: int | None = None
+    test: int | None = None  # how many are classified, the first; None for all
 
 
 QUICK = Plan(steps=500, probe=128, test=2000)
@@ -79,17 +66,7 @@ FULL = Plan(steps=6000, batch_size=128, calibration=1024, probe=512, warmup_step
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """One network to compress.
-
-    Attributes:
-        name: in the finished units.
-        title: in table and figure.
-        model: the full one, in eval mode.
-        scaling: how it reads images.
-        learning_rate: of consolidation, at its peak.
-        digest: of its weights.
-        in_paper: whether the paper's claims are about networks of its kind.
-    """
+    """One network to compress, in eval mode; `in_paper` where the paper's claims are about networks of its kind."""
 
     name: str
     title: str
@@ -112,53 +89,45 @@ class Images:
 def run(request: Request) -> Result:
     """Both networks on CIFAR-10; the vision transformer is trained first where that was not done before."""
     assets = assets_directory("cifar10", RESNET_FILE)
-    plan = FULL if request.full else QUICK
-    seeds = count_seeds(request, quick=3, full=3)
     directory = request.work.parent / VIT_DIRECTORY
     if not (directory / vit.RECORD).is_file():
         vit.train_vit(assets / "cifar10", directory)
-    weights = directory / "model.safetensors"
+    scaling, weights = Scaling.read(directory / "preprocessor_config.json"), directory / "model.safetensors"
+    transformer, convolutions = load_model(directory, "classification"), resnet.load_resnet20(assets / RESNET_FILE)
     networks = (
-        Network(
-            "vit", "vision transformer", load_model(directory, "classification"),
-            Scaling.read(directory / "preprocessor_config.json"), 5e-4, digest_file(weights), True,
-        ),
-        Network(
-            "resnet20", "ResNet-20", resnet.load_resnet20(assets / RESNET_FILE), resnet.SCALING, 1e-3,
-            digest_file(assets / RESNET_FILE), False,
-        ),
-    )  # fmt: skip
+        Network("vit", "vision transformer", transformer, scaling, 5e-4, digest_file(weights), True),
+        Network("resnet20", "ResNet-20", convolutions, resnet.SCALING, 1e-3, digest_file(assets / RESNET_FILE), False),
+    )
     training, _ = vit.read_tensors(assets / "cifar10" / vit.TRAIN)
     images = Images(training, *vit.read_tensors(assets / "cifar10" / vit.TEST))
-    result = compress(networks, images, plan, seeds, request)
+    result = compress(networks, images, FULL if request.full else QUICK, request)
     record = read_json(directory / vit.RECORD)
-    # Not part of the finished units' key: there the digest of the weights stands for the training.
+    # Not part of the finished parts' key: the digest of the weights identifies the training there.
     trained = {"training_of_the_transformer": record["recipe"] | {"accuracy": record["accuracy"]}}
     return result | {"settings": result["settings"] | trained}
 
 
-def compress(networks: Sequence[Network], images: Images, plan: Plan, seeds: int, request: Request) -> Result:
+def compress(networks: Sequence[Network], images: Images, plan: Plan, request: Request) -> Result:
     """Every network with every seed: the study's result."""
-    every = images
-    images = dataclasses.replace(images, test=images.test[: plan.test], classes=images.classes[: plan.test])
+    some = dataclasses.replace(images, test=images.test[: plan.test], classes=images.classes[: plan.test])
     settings = dataclasses.asdict(plan) | {
         "networks": {one.name: {"digest": one.digest, "learning_rate": one.learning_rate} for one in networks},
-        "images": [len(every.training), len(every.test)],
+        "images": [len(images.training), len(images.test)],
         "budgets": list(BUDGETS),
     }
     ledger = Ledger(request.work, settings)
-    found = []
+    results = []
     for network in networks:
-        full = ledger.take(f"{network.name}, full", functools.partial(_measure, network.model, network, images))
-        whole = ledger.take(f"{network.name}, whole", functools.partial(_measure, network.model, network, every))
-        trials = [_Trial(network, images, plan, seed, ledger).run() for seed in range(seeds)]
+        full = ledger.take(f"{network.name}, full", _measure, network.model, network, some)
+        whole = ledger.take(f"{network.name}, whole", _measure, network.model, network, images)
+        trials = [_Trial(network, some, plan, seed, ledger).run() for seed in range(request.seeds)]
         size = sum(parameter.numel() for parameter in network.model.parameters())
         facts = {"title": network.title, "in_paper": network.in_paper, "size": size, "full": full, "whole": whole}
-        found.append(facts | {key: [trial[key] for trial in trials] for key in trials[0]})
-    data = {"budgets": list(BUDGETS), "networks": found, "images": len(images.test)}
+        results.append(facts | {key: [trial[key] for trial in trials] for key in trials[0]})
+    data = {"budgets": list(BUDGETS), "networks": results, "images": len(some.test)}
     passes = plan.steps * plan.batch_size / len(images.training)
-    claims = [_claim_consolidated(one, passes) for one in found] + [_claim_datasvd(one) for one in found]
-    return {"settings": settings | {"seeds": seeds}, "tables": tables(data), "claims": claims, "data": data}
+    claims = [_claim_consolidated(one, passes) for one in results] + [_claim_datasvd(one) for one in results]
+    return {"settings": settings | {"seeds": request.seeds}, "tables": _tables(data), "claims": claims, "data": data}
 
 
 class _Trial:
@@ -173,8 +142,8 @@ class _Trial:
     def run(self) -> dict[str, Any]:
         chain = ProfileChain.from_json(self.ledger.take(f"{self.label}, chain", lambda: self.allocate().to_json()))
         share = self.ledger.take(f"{self.label}, energetic share", self.energetic_share)
-        before = self.ledger.take(f"{self.label}, datasvd", lambda: self.accuracies(chain))
-        after = self.ledger.take(f"{self.label}, consolidated", lambda: self.consolidate(chain))
+        before = self.ledger.take(f"{self.label}, datasvd", self.accuracies, chain)
+        after = self.ledger.take(f"{self.label}, consolidated", self.consolidate, chain)
         if self.checkpoint.exists():  # not where an earlier process finished the unit and removed it
             shutil.rmtree(self.checkpoint)
         sizes = [chain.model_parameters(chain.entry_at(budget)) for budget in BUDGETS]
@@ -182,13 +151,8 @@ class _Trial:
 
     @property
     def checkpoint(self) -> Path:
-        """The directory that an interrupted consolidation goes on from."""
+        """From which an interrupted consolidation goes on."""
         return self.ledger.directory / f"{self.label}, distilled"
-
-    @property
-    def model(self) -> nn.Module:
-        """The elastic network."""
-        return self.decomposed[0]
 
     @functools.cached_property
     def decomposed(self) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -197,17 +161,23 @@ class _Trial:
         moments = collect_moments(model, self.batches(self.calibration), select_layers(model))
         return model, decompose_(model, moments)
 
+    @property
+    def model(self) -> nn.Module:
+        """The elastic network."""
+        return self.decomposed[0]
+
     def energetic_share(self) -> float:
         """Share of a layer's components that hold 99 % of its output's energy, a mean over the layers."""
-        found = self.decomposed[1].values()
-        return statistics.fmean(leading_count(energies, ENERGY) / len(energies) for energies in found)
+        layers = self.decomposed[1].values()
+        return statistics.fmean(leading_count(energies, ENERGY) / len(energies) for energies in layers)
 
     def allocate(self) -> ProfileChain:
         """One nested profile for each budget."""
         evaluate = distillation_evaluator(self.network.model, self.batches(self.probe), OBJECTIVE)
         checkpoint = self.ledger.directory / f"{self.label}, probe.json"
-        table = probe_sensitivity(self.model, evaluate, self.plan.levels, spacing="parameters", checkpoint=checkpoint)
-        return allocate_ranks(table, BUDGETS)
+        options = {"spacing": "parameters", "checkpoint": checkpoint, **EVERY_RANK}
+        table = probe_sensitivity(self.model, evaluate, self.plan.levels, **options)
+        return allocate_ranks(table, BUDGETS, **EVERY_RANK)
 
     def consolidate(self, chain: ProfileChain) -> list[float]:
         """Trains all profiles together, and measures them."""
@@ -224,11 +194,11 @@ class _Trial:
 
     def accuracies(self, chain: ProfileChain) -> list[float]:
         """In percent, at each budget."""
-        found = []
+        accuracies = []
         for budget in track(BUDGETS, f"classifying, {self.label}"):
             with use_profile(self.model, chain.at(budget)):
-                found.append(_measure(self.model, self.network, self.images))
-        return found
+                accuracies.append(_measure(self.model, self.network, self.images))
+        return accuracies
 
     def batches(self, rows: Tensor) -> list[Tensor]:
         """Training images (B, C, H, W) as the network reads them."""
@@ -245,24 +215,20 @@ def _short_attention(model: Any) -> contextlib.AbstractContextManager[None]:
     return eager_attention(model) if hasattr(model, "set_attn_implementation") else contextlib.nullcontext()
 
 
-def tables(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _tables(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Accuracies, and what the budgets are in parameters of the whole network."""
-    columns = [f"{budget:.1f}" for budget in data["budgets"]]
     quality, sizes = [], []
     for one in data["networks"]:
-        for key, told in (("datasvd", "DataSVD alone"), ("consolidated", "consolidated")):
-            quality.append([f"{one['title']}, {told}", one["full"], *map(spread, zip(*one[key], strict=True))])
+        for key, stage in STAGES.items():
+            quality.append([f"{one['title']}, {stage}", one["full"], *spreads(one[key])])
         means = [round(statistics.fmean(column)) for column in zip(*one["parameters"], strict=True)]
         sizes.append([one["title"], one["whole"], one["size"], *means])
+    columns = [f"{budget:.1f}" for budget in data["budgets"]]
     title = f"accuracy on the first {data['images']} test images of CIFAR-10 in %, by budget"
+    whole = "accuracy of the full networks on all test images in %, and parameters by budget"
     return [
         table(title, ["network, stage", "full", *columns], quality, digits=2),
-        table(
-            "accuracy of the full networks on all test images in %, and parameters by budget",
-            ["network", "accuracy", "full", *columns],
-            sizes,
-            digits=2,
-        ),
+        table(whole, ["network", "accuracy", "full", *columns], sizes, digits=2),
     ]
 
 
@@ -298,35 +264,24 @@ def _claim_datasvd(one: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def draw(data: Mapping[str, Any]) -> Any:
-    """A panel for each network: accuracy against the budget, with the spread over seeds as a band."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 3.6), layout="constrained")
-    panels = figure.subplots(1, len(data["networks"]), squeeze=False)[0]
-    for panel, one in zip(panels, data["networks"], strict=True):
-        _draw_panel(panel, data["budgets"], one)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    panels[0].set_ylabel(f"accuracy on {data['images']} test images, %")
+    """A panel for each network: accuracy against the budget, with the range over seeds as a band."""
+    figure, places = panels(len(data["networks"]), (8, 3.6))
+    for axes, one in zip(places, data["networks"], strict=True):
+        draw_level(axes, one["full"], linestyle="-")
+        label, at = f"full network, {one['full']:.1f} %", (min(data["budgets"]), one["full"])
+        axes.annotate(label, at, (0, 10), textcoords="offset points", fontsize=8)
+        for key, colour in (("consolidated", OURS), ("datasvd", OTHER)):
+            draw_seeds(axes, data["budgets"], one[key], colour, STAGES[key])
+        draw_level(axes, one["full"] - MARGIN, f"{MARGIN:.0f} points below the full network")
+        axes.set(title=one["title"], xlabel="relative size of the factorised layers", ylim=(0, 100))
+        axes.set_xticks(data["budgets"])
+    handles, labels = places[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    places[0].set_ylabel(f"accuracy on {data['images']} test images, %")
     return figure
 
 
-def _draw_panel(panel: Any, budgets: Sequence[float], one: Mapping[str, Any]) -> None:
-    panel.axhline(one["full"], color="0.35", linewidth=1)
-    told = f"full network, {one['full']:.1f} %"
-    panel.annotate(told, (min(budgets), one["full"]), (0, 10), textcoords="offset points", fontsize=8)
-    for key, label, colour in (("consolidated", "consolidated", "#0072b2"), ("datasvd", "DataSVD alone", "#d55e00")):
-        cells = [spread(column) for column in zip(*one[key], strict=True)]
-        means, deviations = [cell["mean"] for cell in cells], [cell["sd"] for cell in cells]
-        low, high = ([m + sign * d for m, d in zip(means, deviations, strict=True)] for sign in (-1, 1))
-        panel.fill_between(budgets, low, high, color=colour, alpha=0.25, linewidth=0)
-        panel.plot(budgets, means, color=colour, marker="o", markersize=3.5, label=label)
-    below = f"{MARGIN:.0f} points below the full network"
-    panel.axhline(one["full"] - MARGIN, color="0.35", linewidth=1, linestyle=":", label=below)
-    panel.set(title=one["title"], xlabel="relative size of the factorised layers", ylim=(0, 100), xticks=budgets)
-
-
-STUDY = Study(
+EXPERIMENT = Experiment(
     name="vision",
     title="A vision transformer and ResNet-20 at every size",
     shows="accuracy by budget on CIFAR-10, DataSVD alone and consolidated, of ResNet-20 and of a small vision"
@@ -335,7 +290,8 @@ STUDY = Study(
     paper="DINOv3 ViT-L/16 to ViT-7B/16 stay within 5 points of the full model down to .3 of its size; methods based"
     " on SVD alone degrade sharply after removing 20 % (section 5.2, accuracy by budget)",
     minutes=12,
+    full_minutes=160,
+    seeds=(3, 3),
     run=run,
     draw=draw,
-    full_minutes=160,
 )

@@ -9,6 +9,7 @@ four heads gave 400.
 
 import dataclasses
 import math
+import shutil
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
@@ -38,22 +39,9 @@ SCALING = Scaling((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The network and its training.
+    """The network and its training: AdamW, the rate rising over a share of the steps, then falling as a cosine.
 
-    Attributes:
-        epochs: passes over the training images.
-        batch_size: images of a step; the last ones of a pass that fill no batch are left out.
-        learning_rate: AdamW's, at its peak.
-        warmup: share of the steps over which the rate rises; it then falls to zero as a cosine.
-        weight_decay: of matrices.
-        label_smoothing: share of the target that is spread evenly over the classes.
-        max_norm: gradients are clipped to this length.
-        hidden: width of a token.
-        layers: blocks.
-        heads: of attention.
-        feed_forward: width inside a block.
-        patch: side of a patch, in pixels.
-        seed: of the initial weights, the order and the crops.
+    Labels are smoothed, matrices alone decay, gradients are clipped, and images that fill no batch are left out.
     """
 
     epochs: int = 16
@@ -74,19 +62,19 @@ class Recipe:
 def train_vit(images: Path, output: Path, recipe: Recipe | None = None) -> dict[str, Any]:
     """Trains the network and writes it to `output`: the model, preprocessor_config.json and training.json.
 
-    A checkpoint beside `output`, written after each epoch, is gone on from to the same bits, and removed at the end.
+    From a checkpoint beside `output`, written after each epoch, training goes on to the same bits.
 
     Args:
         images: a directory with train_jpg.npz and test_jpg.npz, as `images.read_images` reads them.
-        output: a directory; one that an earlier training wrote is replaced.
+        output: a directory; an earlier training in it is replaced.
         recipe: the network and its training.
 
     Returns:
         training.json: the recipe, the mean loss of each epoch, and the accuracy on the test images.
 
     Raises:
-        FlexrankError: the recipe has no epoch, no image a step or no learning rate, the images cannot be read,
-            `output` holds something else, or a checkpoint is of another recipe.
+        FlexrankError: the recipe is impossible, the images cannot be read, `output` holds something else, or a
+            checkpoint is of another recipe.
     """
     recipe = recipe or Recipe()
     _require_possible(recipe)
@@ -97,12 +85,10 @@ def train_vit(images: Path, output: Path, recipe: Recipe | None = None) -> dict[
     checkpoint = output.with_name(f"{output.name}.partial")
     with eager_attention(model):
         losses = _train(model, batches, labels, recipe, checkpoint)
-    found = accuracy(model.eval(), scaled_batches(test_pixels, SCALING), test_labels)
-    record = {"accuracy": found, "recipe": dataclasses.asdict(recipe), "losses": losses}
+    reached = accuracy(model.eval(), scaled_batches(test_pixels, SCALING), test_labels)
+    record = {"accuracy": reached, "recipe": dataclasses.asdict(recipe), "losses": losses}
     _save(model, record, output)
-    for file in checkpoint.iterdir():
-        file.unlink()
-    checkpoint.rmdir()
+    shutil.rmtree(checkpoint)
     return record
 
 
@@ -143,10 +129,7 @@ def _train(model: nn.Module, batches: AlteredBatches, labels: Tensor, recipe: Re
     """Trains in place; returns the mean loss of each epoch."""
     parameters = dict(model.named_parameters())
     dtype = autocast_dtype("auto", torch.device("cpu")) or torch.float32
-    matrices = [value for value in parameters.values() if value.ndim == 2 or value.ndim == 4]
-    others = [value for value in parameters.values() if value.ndim not in (2, 4)]
-    groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, fused=True)
+    optimizer = torch.optim.AdamW(_groups(parameters.values(), recipe), lr=recipe.learning_rate, fused=True)
     settings = dataclasses.asdict(recipe) | {"dtype": str(dtype), "images": len(labels)}
     feed = Feed(batches, recipe.seed)
     state = State(checkpoint, settings, parameters, optimizer, feed)
@@ -170,6 +153,14 @@ def _train(model: nn.Module, batches: AlteredBatches, labels: Tensor, recipe: Re
         if state.step % epoch == 0:
             state.save()
     return [statistics.fmean(state.losses[start : start + epoch]) for start in range(0, steps, epoch)]
+
+
+def _groups(parameters: Iterable[Tensor], recipe: Recipe) -> list[dict[str, Any]]:
+    matrices: list[Tensor] = []
+    others: list[Tensor] = []
+    for value in parameters:
+        (matrices if value.ndim in (2, 4) else others).append(value)
+    return [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
 def _save(model: Any, record: dict[str, Any], output: Path) -> None:

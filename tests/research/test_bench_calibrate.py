@@ -11,7 +11,8 @@ from flexrank.calibrate import collect_moments, find_groups
 from flexrank.nn import linalg
 from flexrank.nn.select import select_layers
 from research.benches import calibrate
-from research.findings.figures import save_figure
+from research.experiment import Request
+from research.figures import save_figure
 
 SIZES = {
     "hidden_size": 16, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4,
@@ -23,18 +24,18 @@ SIZES = {
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"SIZES": SIZES, "SHAPE": (2, 8), "REPEATS": 2, "MEASURED": 2}.items():
         monkeypatch.setattr(calibrate, name, value)
-    monkeypatch.setattr(calibrate.machine, "in_fresh_process", lambda function, *args: function(*args))
+    monkeypatch.setattr(calibrate, "in_fresh_process", lambda function, *args: function(*args))
     monkeypatch.setattr(calibrate.machine, "copy_rate", lambda: 1e9)
 
 
 def test_the_bench_measures_what_it_claims(tiny: None, tmp_path: Any) -> None:
-    result = calibrate.run()
+    result = calibrate.run(Request(tmp_path))
     json.dumps(result)
     for dtype, one in result["data"]["rates"].items():
         assert all(math.isfinite(share) and share > 0 for share in one["shares"]), dtype
     peaks = result["data"]["peaks"]
     assert peaks["all at once"]["moments"] == 2 * peaks["by block"]["moments"] > 0
-    save_figure(lambda: calibrate.draw(result["data"]), tmp_path / "calibrate")
+    save_figure(calibrate.draw, result["data"], tmp_path / "calibrate")
     assert (tmp_path / "calibrate.png").is_file()
 
 

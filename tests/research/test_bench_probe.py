@@ -8,28 +8,26 @@ import pytest
 
 from flexrank.distill.objectives import FeatureObjective, LogitObjective
 from research.benches import probe
-from research.findings.figures import save_figure
+from research.experiment import Request
+from research.figures import save_figure
 from tiny import batch_for, build
 
 
 def test_the_bench_measures_what_it_claims(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setattr(probe, "REPEATS", 2)
     monkeypatch.setattr(probe, "LEVELS", 3)
-    monkeypatch.setattr(probe.machine, "product_rate", lambda *_: 1e9)
-    monkeypatch.setattr(probe.machine, "copy_rate", lambda: 1e9)
     objectives = {"llama_tied": LogitObjective(), "bert": FeatureObjective()}
     subjects = [probe.Subject(name, build(name), [batch_for(name)], one) for name, one in objectives.items()]
     monkeypatch.setattr(probe, "_language", lambda: subjects[0])
     monkeypatch.setattr(probe, "_sentences", lambda: subjects[1])
-    result = probe.run()
+    result = probe.run(Request(tmp_path))
     json.dumps(result)
-    found, other = result["data"]["found"]
+    found, other = result["data"]["subjects"]
     assert found["same"] and found["evaluations"] == 1 + 2 * 7 * 2 and found["blocks"] == 2
     assert other["same"] and other["name"] == "bert"
     assert all(math.isfinite(one) and one > 0 for one in (*found["ratios"]["whole"], *found["parts"].values()))
-    assert found["work"]["targets"] == 4 * int(batch_for("llama_tied")["attention_mask"].sum()) * 64
     assert len(result["claims"]) == 4
-    save_figure(lambda: probe.draw(result["data"]), tmp_path / "probe")
+    save_figure(probe.draw, result["data"], tmp_path / "probe")
     assert (tmp_path / "probe.png").is_file()
 
 

@@ -4,9 +4,10 @@ import math
 
 import pytest
 
-from research.benches import find_bench, search
-from research.benches.bench import BUDGETS
-from research.findings import shown_rows
+from research.benches import search
+from research.benches.search import BUDGETS
+from research.experiment import Request
+from research.result import shown_rows
 
 
 @pytest.fixture
@@ -14,12 +15,11 @@ def tiny(monkeypatch):
     monkeypatch.setattr(search, "LAYERS", (4, 7))
     monkeypatch.setattr(search, "LEVELS", (10,))
     monkeypatch.setattr(search, "WIDTH", 64)
-    monkeypatch.setattr(search, "COPY", 2**16)
     return monkeypatch
 
 
-def test_every_figure_is_there_and_the_verdict_follows(tiny):
-    found = search.run(None)
+def test_every_figure_is_there_and_the_verdict_follows(tiny, tmp_path):
+    found = search.run(Request(tmp_path))
     rows = found["data"]["rows"]
     assert [(row["layers"], row["method"]) for row in rows] == [(n, name) for n in (4, 7) for name in search.METHODS]
     for row in rows:
@@ -35,7 +35,7 @@ def test_every_figure_is_there_and_the_verdict_follows(tiny):
     (claim,) = found["claims"]
     last = next(row for row in rows if row["layers"] == 7 and row["method"] == search.AT_GOAL)
     assert claim["holds"] is (last["seconds"] <= search.SECONDS and last["gap"] <= search.GAP)
-    assert len(find_bench("search").draw(found["data"]).axes) == 2
+    assert len(search.draw(found["data"]).axes) == 2
     tiny.setattr(search, "SECONDS", 0.0)
     assert search._speed(rows)["holds"] is False
 
@@ -47,13 +47,13 @@ def test_errors_are_given_in_the_order_of_the_budgets(tiny):
     assert above == sorted(above) and list(BUDGETS) == sorted(BUDGETS, reverse=True)
 
 
-def test_the_printed_algorithm_is_not_run_where_it_would_take_too_long(tiny):
+def test_the_printed_algorithm_is_not_run_where_it_would_take_too_long(tiny, tmp_path):
     tiny.setattr(search, "EXPECTED", 0.0)
-    found = search.run(None)
+    found = search.run(Request(tmp_path))
     left_out = [row for row in found["data"]["rows"] if "seconds" not in row]
     assert [(row["layers"], row["method"]) for row in left_out] == [
         (7, name) for name in search.METHODS if name.startswith("paper")
     ]
     assert any("not run" in cell for row in shown_rows(found["tables"][0]) for cell in row)
     assert search.expected_seconds({"seconds": 2.0, "layers": 10}, 20) == 16.0
-    assert find_bench("search").draw(found["data"]).axes
+    assert search.draw(found["data"]).axes

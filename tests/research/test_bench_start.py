@@ -9,6 +9,7 @@ import pytest
 
 import flexrank
 from research.benches import start
+from research.experiment import Request
 
 
 def modules_after(program: str) -> set[str]:
@@ -39,11 +40,11 @@ def test_every_public_name_is_there() -> None:
         flexrank.no_such_name  # type: ignore[attr-defined]  # noqa: B018
 
 
-def test_the_bench_measures_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bench_measures_what_it_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(start, "REPEATS", 1)
     monkeypatch.setattr(start, "PROGRAMS", dict.fromkeys(start.PROGRAMS, "import time; time.sleep(0.05)"))
-    found = start.run()
+    found = start.run(Request(tmp_path))
     assert all(one["holds"] for one in found["claims"])
     assert all(values[0] >= 0.05 for values in found["data"]["seconds"].values())
     monkeypatch.setattr(start, "HELP", 0.01)
-    assert [one["holds"] for one in start.run()["claims"]] == [False, True, True]
+    assert [one["holds"] for one in start.run(Request(tmp_path))["claims"]] == [False, True, True]

@@ -5,22 +5,22 @@ import json
 import math
 
 import pytest
-import torch
 
 from flexrank.distill.objectives import LogitObjective
 from research.benches import train
+from research.experiment import Request
 
 TINY = train.Subject("tiny", "language", "random", 2, 16, (1, 32, 48, 64))
 
 
 @pytest.fixture(scope="module")
-def found() -> dict:
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict:
     """The whole bench, on one small model in one dtype."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "SUBJECTS", (TINY,))
         patch.setattr(train, "REPEATS", 1)
-        patch.setattr(train, "DTYPES", (torch.float32,))
-        return train.run(None)
+        patch.setattr(train, "DTYPES", ("float32",))
+        return train.run(Request(tmp_path_factory.mktemp("work")))
 
 
 def test_every_number_is_there_and_finite(found: dict) -> None:
@@ -49,7 +49,7 @@ def test_verdicts_follow_from_the_numbers(found: dict) -> None:
 
 def test_operations_of_a_dense_step_are_counted() -> None:
     """Oracle: 2 a multiply-add; forward once, backward twice; the tied head and embeddings are frozen."""
-    setting = train._Setting(TINY, torch.float32)
+    setting = train._Setting(TINY, "float32")
     tokens, (layers, width, inner, vocabulary) = 2 * 16, TINY.shape
     matrices = layers * (width * width * 2 + 2 * width * width // 2 + 3 * width * inner)
     with setting._step(setting.dense) as (step, trained):

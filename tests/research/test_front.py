@@ -7,8 +7,8 @@ import torch
 
 from flexrank.profiles import Footprint, SensitivityTable
 from flexrank.profiles.costs import deployed_parameters, rank_levels
+from research.experiment import Request
 from research.studies import front, mnist
-from research.studies.study import Request
 
 
 def test_best_within_is_the_least_of_what_fits() -> None:

@@ -1,5 +1,6 @@
 """The studies on language models, each whole, on a tiny random model and few steps."""
 
+import copy
 import functools
 import json
 from pathlib import Path
@@ -7,19 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from flexrank.deployment.fitting import Limits
-from flexrank.run.deploying import deploy_within, planner_for
 from torch import nn
 
 from flexrank.data.batches import call_model
 from flexrank.data.metrics import nats_per_token
+from flexrank.decompose import decompose_
+from flexrank.deployment import deploy
 from flexrank.distill import distill_
+from flexrank.errors import FlexrankError
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import full_profile, use_profile
 from flexrank.run.config import parse_config
-from research.studies import adaptation, calibration_size, find_study, layerwise, lm_profiles
-from research.studies.language import TRAINED, LanguageBench, told_apart
-from research.studies.study import Ledger, Request
+from research.experiment import Request, find_experiment
+from research.studies import adaptation, calibration_size, layerwise, lm_profiles
+from research.studies.language import TRAINED, LanguageBench, identity_of
 from tiny import batch_for, build, nest
 from tiny_runs import TEXT, settings
 
@@ -33,33 +35,32 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def asked(sources: Path, work: Path) -> Any:
+def request_for(sources: Path, work: Path) -> Any:
     """A request of a study on the tiny language model."""
     config = parse_config(settings(sources / "language", sources / "text.txt", work / "unused"))
 
-    def ask(name: str, **options: Any) -> Request:
-        return Request(work / name, seeds=None if name == "lm-profiles" else 2, config=config, **options)
-
-    return ask
+    return lambda name, **options: Request(work / name, seeds=2, config=config, **options)
 
 
-def rows_of(found: dict[str, Any]) -> dict[str, list[Any]]:
-    return {row[0]: row[1:] for row in found["tables"][0]["rows"]}
+def rows_of(result: dict[str, Any]) -> dict[str, list[Any]]:
+    return {row[0]: row[1:] for row in result["tables"][0]["rows"]}
 
 
 @pytest.mark.parametrize("name", ["lm-profiles", "joint-vs-single", "equal-budget", "layerwise", "calibration-size"])
-def test_a_study_runs_whole_and_again_from_its_units(name: str, asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_study_runs_whole_and_again_from_its_units(
+    name: str, request_for: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(calibration_size, "SIZES", (8, 16))
-    study = find_study(name)
-    first = study.run(asked(name))
+    study = find_experiment(name)
+    first = study.run(request_for(name))
     assert study.draw(first["data"]).axes and first["tables"][0]["rows"]
-    monkeypatch.setattr("research.studies.language.distill_", None)  # all units stand: nothing is trained again
-    assert study.run(asked(name)) == first
+    monkeypatch.setattr("research.studies.language.distill_", None)  # all parts are finished: nothing is trained again
+    assert study.run(request_for(name)) == first
 
 
-def test_untrained_and_single_figures_are_those_of_a_plain_loop(asked: Any) -> None:
-    request = asked("joint-vs-single")
-    rows = rows_of(find_study("joint-vs-single").run(request))
+def test_untrained_and_single_figures_are_those_of_a_plain_loop(request_for: Any) -> None:
+    request = request_for("joint-vs-single")
+    rows = rows_of(find_experiment("joint-vs-single").run(request))
     bench = LanguageBench(request)
     model = bench.decomposed()
     batches = [batch for batch in bench.space.samples.training]
@@ -70,13 +71,13 @@ def test_untrained_and_single_figures_are_those_of_a_plain_loop(asked: Any) -> N
         model, bench.base, batches, [bench.profiles[1]], objective=bench.space.objective(), steps=options.steps,
         learning_rate=options.learning_rate, warmup_steps=options.warmup_steps, seed=0, autocast=bench.autocast,
     )  # fmt: skip
-    found = Ledger(request.work, bench.key()).take("trained at 0.5 only, seed 0", lambda: None)
-    assert found == bench.nats_by_budget(model) != held_out
+    single = bench.ledger.take("trained at 0.5 only, seed 0", lambda: None)
+    assert single == bench.nats_by_budget(model) != held_out
     assert rows["trained at 0.5 only"][1]["n"] == 2
 
 
-def test_each_block_is_trained_on_the_originals_inputs_alone(asked: Any) -> None:
-    bench = LanguageBench(asked("layerwise"))
+def test_each_block_is_trained_on_the_originals_inputs_alone(request_for: Any) -> None:
+    bench = LanguageBench(request_for("layerwise"))
     model, batch = bench.decomposed(), bench.space.samples.training[0]
     names = [name for name, _ in model.named_modules() if name.endswith(("layers.0", "layers.1"))]
     with layerwise.taped(bench.base, model) as objective:
@@ -96,14 +97,14 @@ def test_each_block_is_trained_on_the_originals_inputs_alone(asked: Any) -> None
             objective.target(call_model(bench.base, batch), batch)
         with use_profile(model, bench.profiles[1]):
             call_model(model, batch)
-            (objective.found[1].square().sum()).backward()
+            (objective.outputs[1].square().sum()).backward()
     first = [p.grad for name, p in model.named_parameters() if name.startswith(names[0])]
     assert all(gradient is None or not gradient.any() for gradient in first)
     assert not model._forward_hooks and not model.get_submodule(names[0])._forward_pre_hooks
 
 
-def test_concentration_is_that_of_the_rows_that_a_layer_reads_and_writes(asked: Any) -> None:
-    bench = LanguageBench(asked("lm-profiles"))
+def test_concentration_is_that_of_the_rows_that_a_layer_reads_and_writes(request_for: Any) -> None:
+    bench = LanguageBench(request_for("lm-profiles"))
     name = next(name for name in bench.profiles[0] if name.endswith("o_proj"))
     layer, rows = bench.base.get_submodule(name), []
     hook = layer.register_forward_hook(lambda _, inputs, output: rows.append(inputs[0].flatten(0, -2).double()))
@@ -111,8 +112,8 @@ def test_concentration_is_that_of_the_rows_that_a_layer_reads_and_writes(asked: 
         call_model(bench.base, batch)
     hook.remove()
     inputs = torch.cat(rows).detach()
-    found = lm_profiles._concentration(bench, [name])
-    for (share,), values in zip(found, (inputs @ layer.weight.detach().double().T, inputs), strict=True):
+    concentration = lm_profiles._concentration(bench, [name])
+    for (share,), values in zip(concentration, (inputs @ layer.weight.detach().double().T, inputs), strict=True):
         energies = torch.linalg.svdvals(values).square()
         width = len(energies)
         needed = next(count for count in range(1, width + 1) if energies[:count].sum() >= 0.99 * energies.sum())
@@ -122,27 +123,26 @@ def test_concentration_is_that_of_the_rows_that_a_layer_reads_and_writes(asked: 
 # peft asks transformers for a name that it has renamed.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_adaptation_trains_adapters_alone_on_a_deployed_model(
-    asked: Any, sources: Path, monkeypatch: pytest.MonkeyPatch
+    request_for: Any, sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adaptation, "HELD_OUT", 8)
     monkeypatch.setattr(adaptation, "STEPS", 4)
-    request = asked("adaptation", domain=sources / "text.txt")
-    found = adaptation.run(request)
-    rows = rows_of(found)
-    assert list(rows) == ["base", "0.8", "0.5"] and adaptation.draw(found["data"]).axes
+    request = request_for("adaptation", domain=sources / "text.txt")
+    result = adaptation.run(request)
+    rows = rows_of(result)
+    assert list(rows) == ["base", "0.8", "0.5"] and adaptation.draw(result["data"]).axes
     bench = LanguageBench(request)
     _, held_out = adaptation._domain_blocks(bench, [TEXT], "text.txt")
     assert rows["base"][3] == pytest.approx(nats_per_token(bench.base, held_out))
     assert all(row[4]["mean"] < row[3] for row in rows.values())  # it did adapt
     assert rows["0.5"][0] < rows["0.8"][0] < rows["base"][0]
-    planner = planner_for(bench.space, bench.decomposed())
-    small, _ = deploy_within(bench.space, planner, bench.chain, Limits(0.5))
-    model = adaptation.adapted(small, 0)
+    small = deploy(bench.decomposed(), bench.chain.at(0.5))
+    model = adaptation.adapted(copy.deepcopy(small), 0)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert trained and all("lora_" in name for name in trained)
     assert any("latent" in name for name in trained)  # the deployed layers' factors are adapted by name
     assert any("expand" in name for name in trained)
-    single = adaptation.adapted(deploy_within(bench.space, planner, bench.chain, Limits(0.5))[0], 0, False)
+    single = adaptation.adapted(small, 0, False)
     alone = {name for name, parameter in single.named_parameters() if parameter.requires_grad}
     assert alone == {name for name in trained if ".expand." not in name}
     assert [row[6] is None for row in rows.values()] == [True, False, False]
@@ -151,14 +151,14 @@ def test_adaptation_trains_adapters_alone_on_a_deployed_model(
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
 @pytest.mark.parametrize("name", ["gpt2", "llama_tied"])
-def test_adapters_stand_on_every_layer_of_a_block_and_not_on_the_head(name: str) -> None:
+def test_adapters_are_on_every_layer_of_a_block_and_not_on_the_head(name: str) -> None:
     base = build(name)
     wanted = {layer for layer in select_layers(base) if layer != "lm_head"}
     model = adaptation.adapted(build(name), 0)
-    found = {
+    adapted = {
         n.partition("base_model.model.")[2].partition(".lora_")[0] for n, _ in model.named_parameters() if "lora_A" in n
     }
-    assert found == wanted
+    assert adapted == wanted
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama_tied", "phi3"])
@@ -171,8 +171,8 @@ def test_blocks_of_any_architecture_can_be_trained_alone(name: str) -> None:
             assert float(objective.loss(call_model(model, batch_for(name)), target, batch_for(name))) > 1e-3
 
 
-def test_units_of_other_settings_models_or_data_are_not_taken(asked: Any, sources: Path, tmp_path: Path) -> None:
-    request = asked("any")
+def test_units_of_other_settings_models_or_data_are_not_taken(request_for: Any, sources: Path, tmp_path: Path) -> None:
+    request = request_for("any")
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
 
@@ -180,7 +180,7 @@ def test_units_of_other_settings_models_or_data_are_not_taken(asked: Any, source
         values = settings(sources / "language", text, tmp_path)
         for section, keys in changes.items():
             values[section] = {**values[section], **keys} if isinstance(keys, dict) else keys
-        return json.dumps(told_apart(parse_config(values), TRAINED), sort_keys=True)
+        return json.dumps(identity_of(parse_config(values), TRAINED), sort_keys=True)
 
     first = key()
     assert key() == first and request.config is not None
@@ -190,20 +190,26 @@ def test_units_of_other_settings_models_or_data_are_not_taken(asked: Any, source
     assert len({first, *changed}) == 6
 
 
-def test_more_calibration_is_the_whole_of_it(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_calibration_is_the_whole_of_it(request_for: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Moments merged from parts decompose as moments of all samples at once do."""
     monkeypatch.setattr(calibration_size, "SIZES", (8, 16))
-    request = asked("calibration-size")
-    space = calibration_size.load_space(request)
+    request = request_for("calibration-size")
+    space = calibration_size.datasvd_space(request)
     pool = torch.cat([batch["input_ids"] for batch in space.samples.training])
     nats = functools.partial(calibration_size._one_seed, space, pool, budgets=BUDGETS, seed=0)
     assert nats([8, 16])[1] == pytest.approx(nats([16])[0], rel=1e-5)
 
 
-def test_a_model_without_blocks_is_refused() -> None:
-    from flexrank.decompose import decompose_
-    from flexrank.errors import FlexrankError
+def test_another_task_and_another_decomposition_are_named(tmp_path: Path, sources: Path) -> None:
+    config = parse_config(settings(sources / "embedding", sources / "text.txt", tmp_path, "embedding"))
+    with pytest.raises(FlexrankError, match="task is 'embedding'; this study runs on causal language models"):
+        calibration_size.run(Request(tmp_path, config=config))
+    values = settings(sources / "language", sources / "text.txt", tmp_path) | {"decomposition": {"method": "svd"}}
+    with pytest.raises(FlexrankError, match="decomposition.method is 'svd'; this study is of 'datasvd' only"):
+        calibration_size.run(Request(tmp_path, config=parse_config(values)))
 
+
+def test_a_model_without_blocks_is_refused() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 4))
     decompose_(model, ["1"], method="svd")
     with pytest.raises(FlexrankError, match="no stack of blocks"), layerwise.taped(model, nn.ModuleDict({"a": model})):

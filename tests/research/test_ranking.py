@@ -14,8 +14,8 @@ from flexrank.nn.select import select_layers
 from flexrank.nn.switch import nested_layers, use_profile
 from flexrank.profiles import Footprint, SensitivityTable
 from flexrank.profiles.costs import rank_levels
+from research.experiment import Request
 from research.studies import mnist, ranking
-from research.studies.study import Request
 
 _DRAWN = torch.Generator().manual_seed(0)
 IMAGES = torch.randn(40, 1, 28, 28, generator=_DRAWN)

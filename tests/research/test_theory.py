@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from scipy.optimize import minimize
 
 from flexrank.files import read_json
-from research.studies import find_study, theory
-from research.studies.driver import reproduce
-from research.studies.study import Request
+from research.experiment import Request
+from research.runner import run_experiment
+from research.studies import theory
 
 K = theory.SIZE
 SUBSETS = [subset for size in range(1, K + 1) for subset in itertools.combinations(range(K), size)]
@@ -117,8 +117,8 @@ def test_no_objective_is_below_its_known_least_value_and_the_truncations_reach_n
 def test_the_whole_study_proves_its_claims_and_goes_on_from_finished_seeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    study = find_study("theory")
-    result = reproduce(study, Request(tmp_path / "work", seeds=2), tmp_path, "flexrank reproduce theory")
+    study = theory.EXPERIMENT
+    result = run_experiment(study, Request(tmp_path / "work", seeds=2), tmp_path, "python -m research theory")
     assert [one["holds"] for one in result["claims"]] == [True, True, True, False, True, True]
     pts, asl, bound, nsl = zip(*(row[1:] for row in result["tables"][0]["rows"]), strict=True)
     norm = result["settings"]["squared_norm"]

@@ -22,8 +22,9 @@ from flexrank.errors import FlexrankError
 from flexrank.files import read_json
 from flexrank.hf.models import load_model
 from flexrank.nn.switch import use_profile
-from research.studies import driver, resnet, vision, vit
-from research.studies.study import Request
+from research import runner
+from research.experiment import Request
+from research.studies import resnet, vision, vit
 from research.studies.vision import BUDGETS, Images, Network, Plan, compress
 from research.studies.vit import Recipe, train_vit
 
@@ -155,7 +156,7 @@ def test_the_example_writes_where_the_study_looks(
     monkeypatch.setattr(vit, "train_vit", note)
     monkeypatch.chdir(tmp_path)
     example("--images", files, "--epochs", 2)
-    place = driver.request_of(vision.STUDY, driver.Wishes()).work.parent / vision.VIT_DIRECTORY
+    place = runner.request_of(vision.EXPERIMENT, runner.Options()).work.parent / vision.VIT_DIRECTORY
     assert calls == [(files, place, Recipe(epochs=2))] and place == Path("runs/reproduce/vit-cifar10")
     assert capsys.readouterr().out == "50.00% of the test images are classified right\n"
 
@@ -236,7 +237,7 @@ def share_right(model: Any, images: Images, count: int) -> float:
 def test_the_whole_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images, nets = tiny_images(), networks()
     with torch.enable_grad():
-        result = compress(nets, images, PLAN, 2, Request(tmp_path))
+        result = compress(nets, images, PLAN, Request(tmp_path, seeds=2))
     assert result["data"]["images"] == 40
     trials = {}
     for network, found in zip(nets, result["data"]["networks"], strict=True):
@@ -247,7 +248,7 @@ def test_the_whole_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     # A unit that is finished is not computed again, and what is read back is what was found.
     monkeypatch.setattr(vision, "distill_", None)
     monkeypatch.setattr(vision, "collect_moments", None)
-    assert compress(nets, images, PLAN, 2, Request(tmp_path)) == result
+    assert compress(nets, images, PLAN, Request(tmp_path, seeds=2)) == result
 
     quality, sizes = result["tables"]
     assert quality["columns"][:2] == ["network, stage", "full"] and len(quality["columns"]) == 2 + len(BUDGETS)

@@ -1,0 +1,92 @@
+"""`python -m research NAME`: runs a study of the paper or a bench of the package.
+
+Standard output holds the result alone, tables or with --json one JSON object; all else goes to standard error. A wrong
+input is one line there, and exit 2.
+"""
+
+import contextlib
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from flexrank.cli import INTERRUPTED, OneLineErrors
+from flexrank.errors import FlexrankError
+
+app = typer.Typer(cls=OneLineErrors, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def _group() -> None:
+    """The evidence for flexrank."""
+
+
+@app.command()
+def run(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="A study or bench; --list names them.")] = None,
+    listed: Annotated[bool, typer.Option("--list", help="Shows each one's cost and what it measures.")] = False,
+    studies: Annotated[bool, typer.Option("--all", help="Runs the quick form of every study.")] = False,
+    benches: Annotated[bool, typer.Option("--benches", help="Runs every bench.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="The paper's size of it, instead of the quick form.")] = False,
+    model: Annotated[str | None, typer.Option(help="Any causal language model, in place of the study's own.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A run's YAML: its model, data and settings.")] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Changes a key.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="How many, where chance enters.")] = None,
+    domain: Annotated[Path | None, typer.Option(help="Texts of the second domain (adaptation).")] = None,
+    output: Annotated[Path | None, typer.Option(help="Where to write; results/NAME by default.")] = None,
+    page: Annotated[bool, typer.Option("--page", help="Then writes docs/results.md and docs/performance.md.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Prints one JSON object, last on standard output.")] = False,
+) -> None:
+    """Runs a study or bench: results/NAME/result.json, its figure, and its tables."""
+    from research import runner
+
+    options = runner.Options(full, model, config, tuple(overrides or ()), seeds, domain, output)
+    with _interruptible(), contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        answer = _answer(name, listed, studies, benches, page, options)
+    if as_json:
+        print(json.dumps(answer, ensure_ascii=False))
+
+
+def _answer(name: str | None, listed: bool, studies: bool, benches: bool, page: bool, options: Any) -> Any:
+    """Does what is asked, and returns what `--json` prints: the list, the one result, or the results by name."""
+    from research import runner
+    from research.experiment import BENCHES, STUDIES
+
+    if listed:
+        if name is not None or studies or benches or page or options != runner.Options():
+            raise FlexrankError("--list shows all experiments; it takes no other option but --json")
+        return runner.list_experiments()
+    if (name is not None) + studies + benches != 1 and (name is not None or studies or benches or not page):
+        raise FlexrankError("give one experiment's NAME, or --all, or --benches, or --list, or --page alone")
+    if name is not None:
+        answer = runner.run_named(name, options)
+    else:
+        answer = runner.run_all(STUDIES * studies + BENCHES * benches, options)
+    if page:
+        runner.refresh_pages()
+    return answer
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ends a Ctrl-C with one line; finished parts are kept."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on from the last finished part", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def main() -> None:
+    """The entry point; there is one verb, which nobody has to type."""
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    logging.getLogger("flexrank").setLevel(logging.INFO)
+    app(["run", *sys.argv[1:]], prog_name="python -m research")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""What both benches of quality do: one model at every size, by simpler methods, by ours, and consolidated."""
+
+import copy
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from flexrank import allocate_ranks, collect_moments, decompose_, distill_, distillation_evaluator, probe_sensitivity
+from flexrank.data.batches import Batch
+from flexrank.distill.objectives import Objective
+from flexrank.nn.select import select_layers
+from flexrank.nn.switch import uniform_profile, use_profile
+from flexrank.profiles import ProfileChain, RankProfile, SensitivityTable
+from research.experiment import EVERY_RANK
+
+BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+
+#: By measure and budget.
+Scores = dict[str, dict[float, float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A model, its batches, and how one is scored."""
+
+    teacher: nn.Module
+    calibration: Sequence[Batch]
+    probe: Sequence[Batch]
+    objective: Objective
+    score: Callable[[nn.Module], dict[str, float]]
+    exclude: Sequence[str] = ()
+
+    def decomposed(self, method: Any) -> nn.Module:
+        """The elastic model."""
+        model = copy.deepcopy(self.teacher)
+        loss = self.objective.fisher_loss if method == "fisher" else None
+        layers = select_layers(model, exclude=self.exclude)
+        decompose_(model, collect_moments(model, self.calibration, layers, gradient_loss=loss), method=method)
+        return model
+
+    def scores(self, model: nn.Module, profile: Callable[[float], RankProfile]) -> Scores:
+        """The model's at each budget's profile."""
+        by_budget = {}
+        for budget in BUDGETS:
+            with use_profile(model, profile(budget)):
+                by_budget[budget] = self.score(model)
+        return by_measure(by_budget)
+
+    def without_training(
+        self, methods: Sequence[str], levels: int
+    ) -> tuple[dict[str, Scores], nn.Module, SensitivityTable, ProfileChain]:
+        """Scores of methods at uniform ranks, and of DataSVD by both allocations; its model, table and joint chain."""
+        results = {}
+        for method in methods:
+            model = self.decomposed(method)
+            results[f"{method}, uniform"] = self.scores(model, functools.partial(uniform_profile, model))
+        model = self.decomposed("datasvd")
+        evaluate = distillation_evaluator(self.teacher, self.probe, self.objective)
+        table = probe_sensitivity(model, evaluate, levels, spacing="parameters", **EVERY_RANK)
+        joint = allocate_ranks(table, BUDGETS, **EVERY_RANK)
+        paper = allocate_ranks(table, BUDGETS, method="paper", savings="ranks")
+        results |= {"datasvd, paper": self.scores(model, paper.at), "datasvd, joint": self.scores(model, joint.at)}
+        return results, model, table, joint
+
+
+def by_measure(by_budget: Mapping[float, Mapping[str, float]]) -> Scores:
+    """Scores by measure, then by budget."""
+    measures = next(iter(by_budget.values()))
+    return {what: {budget: scores[what] for budget, scores in by_budget.items()} for what in measures}
+
+
+def consolidate_(model: nn.Module, teacher: nn.Module, batches: Any, chain: ProfileChain, **options: Any) -> float:
+    """Distils the model in place; returns the seconds."""
+    start = time.perf_counter()
+    distill_(model, teacher, batches, chain, **options)
+    return time.perf_counter() - start

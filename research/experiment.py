@@ -1,0 +1,126 @@
+"""What every experiment is made of: its description, the request that it answers, and the ledger of its parts.
+
+A study repeats a figure or table of the paper; a bench measures the package against a goal of ours or a rival.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import importlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from flexrank.errors import FlexrankError
+from flexrank.files import read_json, write_json
+from flexrank.run.config import RunConfig
+from research.result import Result
+
+#: In the order of the paper.
+STUDIES = (
+    "theory", "ranking", "front", "lm-profiles", "calibration-size", "layerwise", "joint-vs-single", "equal-budget",
+    "vision", "adaptation", "gar",
+)  # fmt: skip
+#: Speed, stage by stage; then quality.
+BENCHES = ("train", "calibrate", "decompose", "probe", "search", "start", "sts", "language")
+
+
+#: As the paper has it: every rank is a candidate, and no slack is counted.
+EVERY_RANK: dict[str, Any] = {"min_saving": 0.0, "slack_share": 0.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """How an experiment is to be run.
+
+    Attributes:
+        work: the directory of finished parts, from which an interrupted experiment goes on.
+        full: the paper's size of a study instead of the quick form.
+        seeds: how many.
+        config: the model, data and settings of a study that runs on any model.
+        domain: texts of a second domain, for `adaptation`; None for the study's own.
+    """
+
+    work: Path
+    full: bool = False
+    seeds: int = 1
+    config: RunConfig | None = None
+    domain: Path | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """A study or a bench.
+
+    Attributes:
+        name: on the command line.
+        title: of its section and figure.
+        shows: what is measured.
+        minutes: of the quick form, on two cores.
+        run: gives {"settings", "tables", "claims", "data"}.
+        draw: a result's `data` to a figure; None where tables say it all.
+        paper: what the paper says, with its place there; empty for a bench.
+        full_minutes: of the full form; None where there is one form.
+        seeds: how many in the quick form and in the full one; None where nothing is drawn by chance.
+        settings: of a study that takes any model: (full) to the configuration of its own model, as in a YAML file.
+        tried: what was tried and left out; the figures are in docs/log.md.
+    """
+
+    name: str
+    title: str
+    shows: str
+    minutes: float
+    run: Callable[[Request], Result]
+    draw: Callable[[Mapping[str, Any]], Any] | None = None
+    paper: str = ""
+    full_minutes: float | None = None
+    seeds: tuple[int, int] | None = None
+    settings: Callable[[bool], dict[str, Any]] | None = None
+    tried: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """`study` or `bench`."""
+        return "study" if self.paper else "bench"
+
+
+def find_experiment(name: str) -> Experiment:
+    """The experiment of this name.
+
+    Raises:
+        FlexrankError: there is none.
+    """
+    if name not in STUDIES + BENCHES:
+        raise FlexrankError(f"experiment {name!r} is unknown; it is one of {', '.join(STUDIES + BENCHES)}")
+    room = "studies" if name in STUDIES else "benches"
+    return importlib.import_module(f"research.{room}.{name.replace('-', '_')}").EXPERIMENT
+
+
+class Ledger:
+    """The finished parts of a study, in one JSON file for each of its settings, written after every part."""
+
+    def __init__(self, work: Path, settings: Mapping[str, Any]):
+        self.directory = work / digest(settings)
+        self._path = self.directory / "units.json"
+        self._units: dict[str, Any] = read_json(self._path)["units"] if self._path.is_file() else {}
+        self._settings = dict(settings)
+
+    def take(self, unit: str, compute: Callable[..., Any], *arguments: Any) -> Any:
+        """The unit's value (JSON), computed from the arguments if no earlier process did."""
+        if unit not in self._units:
+            value = json.dumps(compute(*arguments), allow_nan=False)
+            self._units[unit] = json.loads(value)  # as a later process will read it
+            write_json(self._path, {"settings": self._settings, "units": self._units})
+        return self._units[unit]
+
+    def take_seeds(self, unit: str, seeds: int, compute: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """The values of `compute(*arguments, seed)`, each a unit by itself."""
+        return [
+            self.take(f"{unit}, seed {seed}", functools.partial(compute, *arguments, seed)) for seed in range(seeds)
+        ]
+
+
+def digest(settings: Mapping[str, Any]) -> str:
+    """A name for settings."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]

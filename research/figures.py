@@ -1,0 +1,76 @@
+"""The style of all figures: colours, panels, the band over seeds, bars, and how they are written."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flexrank.files import write_aside
+
+#: Okabe and Ito's palette, which all can tell apart: ours; the paper's or a rival's way; what is neither; others.
+OURS, OTHER, NEUTRAL = "#0072b2", "#d55e00", "#999999"
+GREEN, YELLOW, PINK, SKY = "#009e73", "#e69f00", "#cc79a7", "#56b4e9"
+
+
+def panels(columns: int = 1, size: tuple[float, float] = (6, 3.8), rows: int = 1, **options: Any) -> tuple[Any, Any]:
+    """A figure of this size in inches, and its axes, row by row; `options` are matplotlib's `subplots`'."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, **options)
+    return figure, list(axes.flat)
+
+
+def draw_seeds(
+    axes: Any, places: Sequence[float], runs: Sequence[Sequence[float]], colour: str, label: str, **line: Any
+) -> list[float]:
+    """The mean over seeds as a line, from the least to the largest seed as a band; returns the means.
+
+    Args:
+        axes: to draw on.
+        places: along the abscissa.
+        runs: a sequence of values for each seed, with one for each place.
+        colour: of both.
+        label: in the legend.
+        line: of the line's style.
+    """
+    by_place = list(zip(*runs, strict=True))
+    means = [sum(values) / len(values) for values in by_place]
+    axes.plot(places, means, **{"marker": "o", "markersize": 4.5, "color": colour, "label": label, **line})
+    axes.fill_between(places, list(map(min, by_place)), list(map(max, by_place)), color=colour, alpha=0.2, linewidth=0)
+    return means
+
+
+def draw_level(axes: Any, height: float, label: str | None = None, **line: Any) -> None:
+    """A thin line across at this height."""
+    axes.axhline(height, **{"color": "#888888", "linewidth": 1, "linestyle": ":", "label": label, **line})
+
+
+def draw_bars(axes: Any, names: Sequence[str], series: Mapping[str, Any], colours: Sequence[str], **style: Any) -> None:
+    """Bars side by side: for each name the value of each series; `style` is that of all bars."""
+    width = 0.76 / len(series)
+    for number, ((label, heights), colour) in enumerate(zip(series.items(), colours, strict=True)):
+        shift = (number - (len(series) - 1) / 2) * (width + 0.02)
+        places = [place + shift for place in range(len(names))]
+        bars = axes.bar(places, heights, width, color=colour, label=label)
+        if style:
+            axes.bar_label(bars, **style)
+    axes.set_xticks(range(len(names)), names)
+
+
+def save_figure(draw: Callable[[Mapping[str, Any]], Any], data: Mapping[str, Any], stem: Path) -> list[Path]:
+    """Writes the figure of `data` as STEM.png and STEM.svg; the same bytes for the same data."""
+    import matplotlib
+
+    style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "flexrank"}
+    style |= {"legend.frameon": False}
+    with matplotlib.rc_context(style):
+        figure = draw(data)
+        return [_save(functools.partial(figure.savefig, dpi=150, bbox_inches="tight"), stem, e) for e in ("png", "svg")]
+
+
+def _save(save: Callable[..., None], stem: Path, ending: str) -> Path:
+    path = stem.with_name(f"{stem.name}.{ending}")
+    with write_aside(path) as aside:
+        save(aside, format=ending, metadata={"Date": None} if ending == "svg" else {})
+    return path

@@ -1,0 +1,111 @@
+"""docs/results.md and docs/performance.md from the saved results: every number in them is read from a result.json."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from flexrank.errors import FlexrankError
+from flexrank.files import write_aside
+from research.experiment import BENCHES, STUDIES, Experiment, find_experiment
+from research.result import RESULT, Result, claim_cells, read_result, shown_rows
+
+_STUDIES = """# The paper's evidence, reproduced
+
+Made by `make results`, or from saved results by `python -m research --page`; nothing in it is written by hand. Each
+section is one command, and its figure is drawn from the same `results/NAME/result.json`. ± is the standard deviation
+over seeds. *agrees* and *differs* are computed from the numbers beside them.
+"""
+_BENCHES = """# Performance
+
+Made by `make bench`, or from saved results by `python -m research --page`; nothing in it is written by hand. Each
+section is one command. Ratios are medians of runs in turn in one process. *met* and *missed* are computed from the
+numbers beside them.
+"""
+#: The page of each kind: where, its head, its experiments, and what the first columns of claims are called.
+PAGES = {
+    "study": (Path("docs", "results.md"), _STUDIES, STUDIES, ("claim", "paper")),
+    "bench": (Path("docs", "performance.md"), _BENCHES, BENCHES, ("goal", "figure")),
+}
+
+
+def write_pages(results: Path) -> dict[Path, list[str]]:
+    """Writes the page of each kind that has results; returns for each the experiments that have none.
+
+    Raises:
+        FlexrankError: there is no result at all, or one is not whole.
+    """
+    written = {}
+    for kind, (page, _, names, _) in PAGES.items():
+        places = {name: _directories(results, name) for name in names}
+        if any(places.values()):
+            _write_page(kind, [(find_experiment(name), path) for name in names for path in places[name]])
+            written[page] = [name for name, paths in places.items() if not paths]
+    if not written:
+        raise FlexrankError(f"{results}: holds no results; run python -m research NAME first")
+    return written
+
+
+def _directories(results: Path, name: str) -> list[Path]:
+    return [path for path in (results / name, results / f"{name}-full") if (path / RESULT).is_file()]
+
+
+def _write_page(kind: str, entries: Iterable[tuple[Experiment, Path]]) -> None:
+    page, head, _, named = PAGES[kind]
+    sections, overview = [], []
+    for experiment, directory in entries:
+        result = read_result(directory)
+        sections.append(_section(experiment, result, Path("..", directory), named))
+        label = experiment.name + (" --full" if result["form"] == "full" else "")
+        overview += [[label, *claim_cells(one)] for one in result["claims"]]
+    with write_aside(page) as aside:
+        summary = _markdown([kind, *named, "here", ""], overview)
+        aside.write_text("\n".join([head, summary, "", *sections]), encoding="utf8")
+
+
+def _section(experiment: Experiment, result: Result, directory: Path, named: tuple[str, str]) -> str:
+    """What it shows, its command and machine, figure, claims, tables and settings; `directory` as the page names it."""
+    title = experiment.title + (" (full)" if result["form"] == "full" else "")
+    parts = [
+        f"## {title}",
+        " ".join([f"Shows {experiment.shows}.", *_context(experiment)]),
+        f"`{result['command']}` · {_machine_line(result['machine'])}",
+        f"![{title}]({directory / experiment.name}.png)" if experiment.draw else "",
+        _claims(result["claims"], named),
+        *(f"{one['title']}\n\n{_markdown(one['columns'], shown_rows(one))}" for one in result["tables"]),
+        f"Settings: {_settings(result['settings'])}." if result["settings"] else "",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _context(experiment: Experiment) -> list[str]:
+    paper = [f"The paper: {experiment.paper}."] if experiment.paper else []
+    return paper + [f"Tried and left out: {one}." for one in experiment.tried]
+
+
+def _machine_line(machine: Mapping[str, Any]) -> str:
+    threads = f"{machine['threads']} thread" + ("s" if machine["threads"] != 1 else "")
+    gpu = [machine["gpu"]] if "gpu" in machine else []
+    return ", ".join([machine["processor"], threads, *gpu, f"torch {machine['torch']}"])
+
+
+def _markdown(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [list(columns), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    drawn = ["| " + " | ".join(cells) + " |" for cells in lines]
+    return "\n".join([drawn[0], "|" + "---|" * len(lines[0]), *drawn[1:]])
+
+
+def _claims(claims: Iterable[Mapping[str, Any]], named: tuple[str, str]) -> str:
+    rows = [[*claim_cells(one), one["why"]] for one in claims]
+    return _markdown([*named, "here", "", "why"], rows) if rows else ""
+
+
+def _settings(settings: Mapping[str, Any]) -> str:
+    return "; ".join(f"{name.replace('_', ' ')} {_value(value)}" for name, value in settings.items())
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_value(one)}" for key, one in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_value, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,132 @@
+"""What an experiment gives: tables, claims with their verdicts, spreads, as JSON and as text.
+
+A result is one JSON object; figure, printed tables and pages are made from it alone:
+
+    {"name", "title", "form", "command", "settings", "tables": [table(…)], "claims": [claim(…) or goal(…)],
+     "data": what the figure needs, "seconds": of the last run, "machine"}
+
+A table's cell is a text, a number, None, or `spread(…)` of several seeds or repeats.
+"""
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from flexrank.errors import FlexrankError
+from flexrank.files import read_json, require_keys
+
+RESULT = "result.json"
+KEYS = ("name", "title", "form", "command", "settings", "tables", "claims", "data", "seconds", "machine")
+#: By the kind of claim: of the paper, or a goal of ours.
+VERDICTS = {
+    "paper": {True: "agrees", False: "differs", None: "not comparable"},
+    "goal": {True: "met", False: "missed", None: "not measured here"},
+}
+
+Result = dict[str, Any]
+Cell = str | float | int | None | Mapping[str, float]
+
+
+def read_result(directory: Path) -> Result:
+    """The result in a directory.
+
+    Raises:
+        FlexrankError: it is missing, or is no such result.
+    """
+    path = directory / RESULT
+    result = read_json(path)
+    if not isinstance(result, dict):
+        raise FlexrankError(f"{path}: no result of an experiment")
+    require_keys(result, KEYS, str(path))
+    return result
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Mean, standard deviation (of a sample; 0 for one value) and number."""
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return {"mean": statistics.fmean(values), "sd": deviation, "n": len(values)}
+
+
+def spreads(runs: Iterable[Sequence[float]]) -> list[dict[str, float]]:
+    """The spread over runs at each place of theirs."""
+    return [spread(values) for values in zip(*runs, strict=True)]
+
+
+def between(values: Sequence[float], form: str = ".1%") -> str:
+    """Values over seeds as text: their mean, and in brackets the least and the largest."""
+    mean = f"{statistics.fmean(values):{form}}"
+    return mean if len(values) == 1 else f"{mean} ({min(values):{form}} to {max(values):{form}})"
+
+
+def by_budget(budgets: Sequence[float], values: Iterable[Sequence[float]], form: str = ".1%") -> str:
+    """`between` of the values at each budget."""
+    return ", ".join(f"{budget:g} {between(of, form)}" for budget, of in zip(budgets, values, strict=True))
+
+
+def table(title: str, columns: Sequence[Any], rows: Sequence[Sequence[Any]], digits: Any = 3) -> dict[str, Any]:
+    """A table of a result; the first column names the rows.
+
+    Args:
+        title: what it shows.
+        columns: names, or numbers such as budgets.
+        rows: of as many cells.
+        digits: after the point; one number, or one for each column after the first.
+    """
+    assert all(len(row) == len(columns) for row in rows), title
+    each = [digits] * (len(columns) - 1) if isinstance(digits, int) else list(digits)
+    assert len(each) == len(columns) - 1, title
+    names = [column if isinstance(column, str) else f"{column:g}" for column in columns]
+    return {"title": title, "columns": names, "rows": [list(row) for row in rows], "digits": each}
+
+
+def shown_rows(one: Mapping[str, Any]) -> list[list[str]]:
+    """A table's cells as text."""
+    return [[str(row[0]), *map(shown, row[1:], one["digits"])] for row in one["rows"]]
+
+
+def shown(cell: Cell, digits: int = 3) -> str:
+    """A cell as text: 1.234, 1.234 ± 0.005, 1.2e-08 where its digits would show zero, or – for nothing."""
+    if cell is None:
+        return "–"
+    if isinstance(cell, str | int):
+        return str(cell)
+    if isinstance(cell, Mapping):
+        mean, deviation = cell["mean"], cell["sd"]
+        if cell["n"] == 1:
+            return shown(mean, digits)
+        is_tiny = mean != 0 and abs(mean) < 10**-digits
+        return f"{mean:.1e} ± {deviation:.0e}" if is_tiny else f"{mean:.{digits}f} ± {deviation:.{digits}f}"
+    return f"{cell:.1e}" if cell != 0 and abs(cell) < 10**-digits else f"{cell:.{digits}f}"
+
+
+def claim(what: str, paper: str, here: str, holds: bool | None, why: str = "") -> dict[str, Any]:
+    """A claim of the paper beside our figure; `holds` None where the two cannot be compared, `why` if they differ."""
+    return {"what": what, "paper": paper, "here": here, "holds": holds, "why": "" if holds else why}
+
+
+def goal(what: str, goal: str, here: str, holds: bool | None, why: str = "") -> dict[str, Any]:
+    """A goal of ours beside our figure; `holds` None where this machine cannot measure it."""
+    return {"what": what, "goal": goal, "here": here, "holds": holds, "why": why}
+
+
+def claim_cells(one: Mapping[str, Any]) -> list[str]:
+    """A claim or goal as text: what, the figure it names, ours, and the verdict."""
+    kind = "paper" if "paper" in one else "goal"
+    return [one["what"], one[kind], one["here"], VERDICTS[kind][one["holds"]]]
+
+
+def print_result(result: Mapping[str, Any], console: Console) -> None:
+    """Prints the tables, and each claim or goal beside our figure."""
+    for one in result["tables"]:
+        drawn = Table(*one["columns"], title=one["title"], box=None, padding=(0, 2), title_justify="left")
+        for row in shown_rows(one):
+            drawn.add_row(*row)
+        console.print(drawn)
+    for one in result["claims"]:
+        what, figure, here, verdict = claim_cells(one)
+        line = f"{what}: {'paper' if 'paper' in one else 'goal'} {figure}, here {here} ({verdict})"
+        console.print(line + (f"; {one['why']}" if one["why"] else ""), markup=False, highlight=False, soft_wrap=True)

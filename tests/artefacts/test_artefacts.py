@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import tiny
-from flexrank.artefacts import elastic
+from flexrank import files
 from flexrank.artefacts.deployed import load_deployed, save_deployed
 from flexrank.artefacts.elastic import inspect_artefact, load_elastic, save_elastic
 from flexrank.artefacts.tensors import read_batch, write_batch
@@ -189,7 +189,7 @@ def test_a_full_disk_leaves_the_old_artefact(saved, monkeypatch):
     def full(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(elastic, "write_document", full)
+    monkeypatch.setattr(files, "write_document", full)
     with pytest.raises(OSError, match="No space"):
         save_elastic(model, chain, directory)
     assert (directory / "elastic.json").read_bytes() == before and len(list(directory.parent.iterdir())) == 1

@@ -217,8 +217,8 @@ def _architecture(directory: str | Path) -> Any:
     import transformers
 
     path = Path(directory) / "config.json"
-    names = read_json(path).get("architectures") or [""]
-    model_class = getattr(transformers, names[0], None)
+    names = read_json(path).get("architectures") or []
+    model_class = getattr(transformers, names[0] if names else "", None)
     if model_class is None:
         raise FlexrankError(f"{path}: architectures {names} names no model class of transformers")
     return model_class

@@ -22,8 +22,8 @@ def gauge_align(
     """û (m−g, r) and ṽ (n, r) in float64, by which the first g = r − slack outputs are latents themselves.
 
     With U_{1:g}ᵀ = Q [R; 0], the gauge G = [Q₁R⁻ᵀ | Q₂] gives U_{1:g} G = [I_g | 0], and G⁻¹ = [U_{1:g}; Q₂ᵀ]: Ṽ needs
-    no inverse (FlexRank, eq. 7, has slack 0). Slack keeps R well conditioned; û is not finite where U_{1:g} is singular.
-    The columns of the slack are scaled so that their two factors have equal length.
+    no inverse (FlexRank, eq. 7, has slack 0). Slack keeps R well conditioned; û is not finite where U_{1:g} is
+    singular. The columns of the slack are scaled so that their two factors have equal length.
     """
     u, v = u.double(), v.double()
     aligned = u.shape[1] - slack

@@ -78,9 +78,7 @@ def replace_layer(model: nn.Module, name: str, new: nn.Module) -> None:
                 setattr(parent, child_name, new)
 
 
-def _selection_reason(
-    model: nn.Module, name: str, include: Sequence[str] | None, exclude: Sequence[str]
-) -> str | None:
+def _selection_reason(model: nn.Module, name: str, include: Sequence[str] | None, exclude: Sequence[str]) -> str | None:
     if include is not None and not any(_matches(name, pattern) for pattern in include):
         return "not included"
     if any(_matches(name, pattern) for pattern in exclude):

@@ -1,5 +1,6 @@
 """What only the studies and benches measure with: rank correlation, accuracy, energy shares, altered images."""
 
+import contextlib
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flexrank.data.batches import Batch
+from flexrank.data.batches import Batch, eval_mode
 from flexrank.data.images import Scaling
 from flexrank.data.metrics import predict
 from flexrank.errors import FlexrankError
@@ -15,6 +16,13 @@ from flexrank.profiles.costs import Shape, rank_block
 
 #: Between the stories of a file of TinyStories.
 STORY_SEPARATOR = "\n<|endoftext|>\n"
+
+
+@contextlib.contextmanager
+def inference(*models: nn.Module) -> Iterator[None]:
+    """Eval mode and no gradients inside the block; afterwards every submodule has the mode it had before."""
+    with eval_mode(*models), torch.inference_mode():
+        yield
 
 
 def spearman(first: Sequence[float] | Tensor, second: Sequence[float] | Tensor) -> float:

@@ -174,7 +174,7 @@ def test_wrong_use_is_one_line(saved, tmp_path):
     with pytest.raises(FlexrankError, match="no such directory"):
         inspect_artefact(tmp_path / "nowhere")
     other = tiny.chain_of(tiny.elastic("convnet"))
-    with pytest.raises(FlexrankError, match="both the model and the chain"):
+    with pytest.raises(FlexrankError, match="profile and model must name the same layers"):
         save_elastic(model, other, tmp_path / "other")
     save_elastic(model, chain, tmp_path / "unnamed")
     with pytest.raises(FlexrankError, match="names no factory"):

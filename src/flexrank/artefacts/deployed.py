@@ -50,18 +50,10 @@ def write_state(small: nn.Module, directory: Path, *, factory: Factory | None = 
     describe_deployed(small, directory, library="torch", layers=specs, aliases=aliases, factory=name)
 
 
-def describe_deployed(
-    small: nn.Module,
-    directory: Path,
-    *,
-    library: str,
-    layers: Mapping[str, Any],
-    aliases: Mapping[str, str],
-    factory: str | None,
-) -> None:
-    """Writes `flexrank.json` with a checksum of every file in the directory."""
-    content = describe(small, library, layers, aliases, factory)
-    write_document(directory / DOCUMENT, KIND, content | {"files": digest_files(directory)})
+def describe_deployed(small: nn.Module, directory: Path, **description: Any) -> None:
+    """Writes `flexrank.json`: a `describe` of these arguments, and a checksum of every file in the directory."""
+    content = describe(small, **description) | {"files": digest_files(directory)}
+    write_document(directory / DOCUMENT, KIND, content)
 
 
 def describe(

@@ -21,7 +21,7 @@ from flexrank.artefacts.tensors import named_tensors, open_tensors, write_tensor
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
 from flexrank.nn.specs import layer_spec
-from flexrank.nn.switch import nested_layers
+from flexrank.nn.switch import nested_layers, require_fitting
 from flexrank.profiles import ProfileChain
 
 ELASTIC_STATE = "elastic.safetensors"
@@ -47,7 +47,7 @@ def save_elastic(
         FlexrankError: the model has no elastic layers, or the chain names others.
     """
     layers = nested_layers(model)
-    _require_same_layers(layers, chain)
+    require_fitting(layers, chain.entries[-1].profile)
     tensors, aliases = named_tensors(model)
     library = "transformers" if models.is_transformers_model(model) else "torch"
     specs = {name: layer_spec(layer) for name, layer in layers.items()}
@@ -135,15 +135,6 @@ def _read_elastic(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FlexrankError(f"{directory}: holds no elastic model ({ELASTIC_DOCUMENT} is missing)")
     return files.read_document(path, ELASTIC_KIND, ELASTIC_KEYS)
-
-
-def _require_same_layers(layers: Mapping[str, Any], chain: ProfileChain) -> None:
-    largest = chain.entries[-1].profile
-    for name in largest.keys() ^ layers.keys():
-        raise FlexrankError(f"layer {name!r} is not in both the model and the chain; they must name the same layers")
-    for name, rank in largest.items():
-        if rank > layers[name].max_rank:
-            raise FlexrankError(f"layer {name!r}: the chain needs rank {rank}; the layer has {layers[name].max_rank}")
 
 
 def _digests(tensors: Mapping[str, Tensor], chain: ProfileChain, layers: Mapping[str, Any]) -> dict[str, Any]:

@@ -63,10 +63,9 @@ def put_tensors(model: nn.Module, tensors: Mapping[str, Tensor], aliases: Mappin
     """
     wanted = {name: value.shape for name, value in model.state_dict().items()}
     given = {**tensors, **{alias: tensors[name] for alias, name in aliases.items() if name in tensors}}
-    for name in wanted.keys() - given.keys():
-        raise FlexrankError(f"{source}: tensor {name!r} of {type(model).__name__} is missing")
-    for name in given.keys() - wanted.keys():
-        raise FlexrankError(f"{source}: tensor {name!r} has no place in {type(model).__name__}")
+    for name in wanted.keys() ^ given.keys():
+        problem = "is missing" if name in wanted else "has no place there"
+        raise FlexrankError(f"{source}: tensor {name!r} of {type(model).__name__} {problem}")
     for name, value in given.items():
         if value.shape != wanted[name]:
             shapes = f"has shape {tuple(value.shape)}; the model needs {tuple(wanted[name])}"

@@ -4,7 +4,6 @@ Every function runs the model in eval mode without gradients, and restores each 
 value that is not finite, is a FlexrankError; it is never skipped.
 """
 
-import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -22,13 +21,6 @@ from flexrank.data.batches import (
     token_mask,
 )
 from flexrank.errors import FlexrankError
-
-
-@contextlib.contextmanager
-def inference(*models: nn.Module) -> Iterator[None]:
-    """Eval mode and no gradients inside the block; afterwards every submodule has the mode it had before."""
-    with eval_mode(*models), torch.inference_mode():
-        yield
 
 
 def embed(model: nn.Module, batches: Iterable[Batch]) -> Tensor:
@@ -99,7 +91,7 @@ def _outputs(model: nn.Module, batches: Iterable[Batch]) -> Iterator[tuple[objec
     device, number = model_device(model), 0
     for number, batch in enumerate(batches, start=1):
         batch = to_device(batch, device)
-        with inference(model):  # entered for each batch: a generator must not leave the caller in this mode
+        with eval_mode(model), torch.inference_mode():  # for each batch: a generator must not leave it to the caller
             output = call_model(model, batch)
             _require_finite(output_tensor(output), batch, number)
         yield output, batch

@@ -148,9 +148,8 @@ def read_texts(path: str | Path, separator: str = "\n") -> list[str]:
         raise FlexrankError(f"{path}: no such file or folder of texts")
     if not separator:
         raise FlexrankError("the separator of texts is empty; give what divides them, such as a line end")
-    files = [path]
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in TEXT_SUFFIXES and file.is_file())
+    inside = (file for file in path.rglob("*") if file.suffix in TEXT_SUFFIXES and file.is_file())
+    files = sorted(inside) if path.is_dir() else [path]
     texts = [text.strip() for file in files for text in _decoded(file).split(separator) if text.strip()]
     if not texts:
         raise FlexrankError(f"{path}: holds no text; expected UTF-8 in {', '.join(TEXT_SUFFIXES)} files or in one file")

@@ -79,11 +79,9 @@ def load_model(name: str | Path, task: Task, *, dtype: torch.dtype | None = torc
     verify_export(source)
     if (Path(source) / "elastic.json").is_file():
         raise FlexrankError(f"model {str(name)!r}: an elastic artefact; read it with load_elastic")
-    with clear_errors(str(name)):
+    with clear_errors(str(name)), quiet_loading():
         auto_class = class_for(task, transformers.AutoConfig.from_pretrained(source))
-        with quiet_loading():
-            model = auto_class.from_pretrained(source, dtype="auto" if dtype is None else dtype, use_safetensors=True)
-    return model.eval()
+        return auto_class.from_pretrained(source, dtype=dtype or "auto", use_safetensors=True).eval()
 
 
 def load_tokenizer(name: str | Path) -> Any:
@@ -163,7 +161,7 @@ def attach(model: Any, layers: Mapping[str, Mapping[str, Any]]) -> None:
 
 def attached_layers(model: Any) -> dict[str, Any]:
     """The specs that `attach` gave the model; empty if it was not attached."""
-    config = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
+    config: Any = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
     return dict(config.layers) if getattr(config, "quant_method", None) == METHOD else {}
 
 

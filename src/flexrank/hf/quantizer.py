@@ -54,18 +54,15 @@ class FlexrankQuantizer(HfQuantizer):
                 vars(module.config).pop("_is_quantized", None)
         return model
 
-    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        """Always: the state holds plain tensors."""
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:  # noqa: D102
         return True
 
     @property
-    def is_trainable(self) -> bool:
-        """Always: the layers are torch layers."""
+    def is_trainable(self) -> bool:  # noqa: D102
         return True
 
     @property
-    def is_compileable(self) -> bool:
-        """Always: the layers are torch layers."""
+    def is_compileable(self) -> bool:  # noqa: D102
         return True
 
 

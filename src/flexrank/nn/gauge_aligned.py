@@ -75,16 +75,13 @@ class GaugeAlignedLayer(nn.Module):
         dtype: torch.dtype | None = None,
         inputs: Float[Tensor, "t n"] | None = None,
     ) -> Layer:
-        """The layer for y = U Vᵀ x + b.
+        """The layer for y = U Vᵀ x + b; a slack out of range, or too small for a singular block of U, is an error.
 
         Args:
             slack: 0 is the paper's form, r is plain U Vᵀ, and "auto" is the least within the dtype's stated error.
                 At r = m it is at least one: with m outputs aligned only the dense matrix would be left.
             dtype: u's by default.
             inputs: activations, unfolded for a convolution, to measure the error on; by default standard normal.
-
-        Raises:
-            FlexrankError: a slack out of range, or too small for a singular leading block of U.
         """
         (m, rank), dtype = u.shape, dtype or u.dtype
         aligned = min(rank - resolve_slack(u, v, slack, dtype, inputs), m - 1)

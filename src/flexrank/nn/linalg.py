@@ -53,7 +53,8 @@ def data_svd(
     """DataSVD without whitening: the rank-r prefix minimises E‖(W − W_r)x‖² for every r (FlexRank, eq. 3).
 
     The optimum is W_r = P_r P_rᵀ W, with P the eigenvectors of C = W Σ Wᵀ; Σ may be singular, for neither its inverse
-    nor its root is taken. For m > n, W = QR and R Σ Rᵀ replaces C, so that min(m, n) dimensions suffice.
+    nor its root is taken. For m > n, W = QR and R Σ Rᵀ replaces C, so that min(m, n) dimensions suffice. Values that
+    are not finite, and moments that do not suffice, are a FlexrankError.
 
     Args:
         weight: W.
@@ -61,9 +62,6 @@ def data_svd(
         output_moment: C = W Σ Wᵀ, in place of Σ; only for m <= n.
         mean_square: tr(Σ)/n at the same scale; needed with `output_moment`, for the ridge.
         gradient_moment: G, of the loss's gradient at the output: E‖G^{1/2}(W − W_r)x‖² is minimised.
-
-    Raises:
-        FlexrankError: a moment or the weight is not finite, or the moments do not suffice.
     """
     _require_finite("weight", weight)
     given, weight = weight, weight.double()

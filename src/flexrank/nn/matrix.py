@@ -26,8 +26,8 @@ class ConvGeometry(NamedTuple):
 
     def layer(self, filters: int, *, bias: bool, device: Any, dtype: Any) -> nn.Conv2d:
         """An empty convolution with this geometry."""
-        channels, *pairs = self
-        return nn.Conv2d(channels, filters, *pairs, bias=bias, device=device, dtype=dtype)
+        channels, kernel, stride, padding, dilation = self
+        return nn.Conv2d(channels, filters, kernel, stride, padding, dilation, bias=bias, device=device, dtype=dtype)
 
     def positions(self, x: Tensor) -> int:
         """The number of output positions over images x (…, C, H, W): what is counted as tokens."""

@@ -14,6 +14,7 @@ from flexrank.nn.matrix import ConvGeometry, conv_geometry, matrix_shape
 
 def layer_spec(layer: nn.Module) -> dict[str, Any]:
     """What `build_layer` needs to rebuild an elastic, deployed or dense layer empty, as a JSON object."""
+    bias: torch.Tensor | None
     if isinstance(layer, NestedLayer):
         form, shape, bias, sizes = "nested", layer.matrix_shape, layer.bias, {"rank": layer.max_rank}
     elif isinstance(layer, GaugeAlignedLayer):

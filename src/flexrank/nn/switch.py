@@ -37,7 +37,7 @@ def uniform_profile(model: nn.Module, budget: float) -> RankProfile:
 
 
 def set_profile(model: nn.Module, profile: Mapping[str, int]) -> None:
-    """Sets the active ranks of all elastic layers; it is a FlexrankError where `require_fitting` is."""
+    """Sets the active ranks of all elastic layers; a profile that does not fit is a FlexrankError."""
     layers = nested_layers(model)
     require_fitting(layers, profile)
     for name, rank in profile.items():

@@ -89,7 +89,7 @@ def test_small_models_of_every_kind(name: str, tmp_path: Path) -> None:
 def test_real_language_models(name: str, assets: Path, tmp_path: Path) -> None:
     teacher, tokenizer = load_model(assets / name, "language"), load_tokenizer(assets / name)
     text = assets / ("pycode5m/val.txt" if name == "pycode5m" else "text/tinystories_val.txt")
-    separator = "\0" if name == "pycode5m" else data.STORY_SEPARATOR
+    separator = "\0" if name == "pycode5m" else "\n<|endoftext|>\n"
     texts = [text[:4000] for text in data.read_texts(text, separator)[:8]]
     batches = data.token_blocks(tokenizer, texts, 64, batch_size=4)[:3]
     model, small, chain = go_all_the_way(teacher, batches, LogitObjective(), tmp_path, tokenizer=tokenizer)

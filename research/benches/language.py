@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 import torch
 
 from flexrank.data.metrics import nats_per_token
-from flexrank.data.text import STORY_SEPARATOR, read_texts, token_blocks
+from flexrank.data.text import read_texts, token_blocks
 from flexrank.distill.objectives import LogitObjective
 from flexrank.hf.models import load_model, load_tokenizer
 from research.assets import assets_directory
 from research.benches.quality import BUDGETS, Subject, consolidate_
 from research.experiment import Experiment, Request
+from research.measures import STORY_SEPARATOR
 from research.result import Result, table
 
 #: Blocks.

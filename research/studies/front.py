@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from flexrank import ProfileChain, SensitivityTable, allocate_ranks, collect_moments, decompose_, probe_sensitivity
-from flexrank.data.metrics import inference
 from flexrank.distill import distill_, distillation_evaluator
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import nested_layers, use_profile
@@ -24,6 +23,7 @@ from flexrank.profiles.costs import deployed_parameters, rank_levels
 from flexrank.progress import track
 from research.experiment import EVERY_RANK, Experiment, Ledger, Request
 from research.figures import GREEN, NEUTRAL, OTHER, OURS, panels
+from research.measures import inference
 from research.result import Result, between, claim, spreads, table
 from research.studies import mnist
 from research.studies.stacked import StackedNetwork, draw_rows, train_stacked_

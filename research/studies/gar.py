@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from flexrank import collect_moments, collect_rows, decompose_, nested_layers, select_layers
-from flexrank.data.metrics import spearman
 from flexrank.deployment.machine import interleave, machine_facts, median_ratio
 from flexrank.nn.alignment import (
     ERROR_FLOOR,
@@ -29,12 +28,13 @@ from flexrank.nn.alignment import (
 )
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.gauge_aligned import GaugeAlignedLinear
-from flexrank.profiles.costs import Shape, aligned_parameters, dense_parameters, nearest_rank, rank_block, whole_slack
+from flexrank.profiles.costs import Shape, aligned_parameters, dense_parameters, rank_block, whole_slack
 from flexrank.progress import track
 from research.baselines.pivoted import PivotedLinear, pivoted_order
 from research.experiment import Experiment, Ledger, Request
 from research.figures import GREEN, OTHER, OURS, YELLOW, draw_level, panels
 from research.machine import forward_in_turn
+from research.measures import nearest_rank, spearman
 from research.result import Result, claim, goal, shown, table
 from research.studies.language import DECOMPOSED, datasvd_space, identity_of, pycode_settings
 

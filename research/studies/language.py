@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from flexrank import FlexrankError, RankProfile, distill_, use_profile
-from flexrank.data.text import STORY_SEPARATOR
 from flexrank.hf import models
 from flexrank.run import run_stages
 from flexrank.run.config import RunConfig
@@ -23,6 +22,7 @@ from flexrank.run.stages import autocast_dtype, read_chain, require_fitting_inpu
 from flexrank.run.workspace import Workspace
 from research.assets import asset_path
 from research.experiment import Ledger, Request, digest
+from research.measures import STORY_SEPARATOR
 
 #: What a decomposition and its probe depend on, and what a training does.
 DECOMPOSED = ("task", "model", "dtype", "device", "seed", "data", "layers", "decomposition", "probe")

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flexrank.data.batches import Batch
-from flexrank.data.metrics import inference
 from flexrank.distill.objectives import LogitObjective
 from flexrank.files import write_aside
 from flexrank.progress import track
 from research.assets import assets_directory
+from research.measures import inference
 
 LEVELS = 10
 EPOCHS, BATCH, LEARNING_RATE = 4, 128, 2e-3

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from flexrank import LogitObjective, SensitivityTable, allocate_ranks, collect_moments, decompose_
-from flexrank.data.metrics import spearman
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import nested_layers
@@ -19,6 +18,7 @@ from flexrank.profiles.costs import deployed_parameters, rank_levels
 from flexrank.progress import track
 from research.experiment import EVERY_RANK, Experiment, Ledger, Request
 from research.figures import GREEN, OTHER, OURS, panels
+from research.measures import spearman
 from research.result import Result, claim, spread, spreads, table
 from research.studies import mnist
 

@@ -18,12 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from flexrank import LogitObjective, ProfileChain, allocate_ranks, collect_moments, decompose_, probe_sensitivity
-from flexrank.data.images import AlteredBatches, Scaling
-from flexrank.data.metrics import accuracy
+from flexrank.data.images import Scaling
 from flexrank.distill import distill_, distillation_evaluator
 from flexrank.files import digest_file, read_json
 from flexrank.hf.models import eager_attention, load_model
-from flexrank.nn.linalg import leading_count
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import use_profile
 from flexrank.progress import track
@@ -31,6 +29,7 @@ from flexrank.run.stages import autocast_dtype
 from research.assets import assets_directory
 from research.experiment import EVERY_RANK, Experiment, Ledger, Request
 from research.figures import OTHER, OURS, draw_level, draw_seeds, panels
+from research.measures import AlteredBatches, accuracy, leading_count
 from research.result import Result, between, claim, shown, spread, spreads, table
 from research.studies import resnet, vit
 

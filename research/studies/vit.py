@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from flexrank.data.images import AlteredBatches, Scaling, channels_first, read_images
-from flexrank.data.metrics import accuracy
+from flexrank.data.images import Scaling, channels_first, read_images
 from flexrank.distill.feed import Feed
 from flexrank.distill.schedule import scheduled_rate
 from flexrank.distill.state import State
@@ -30,6 +29,7 @@ from flexrank.files import directory_aside, write_json
 from flexrank.hf.models import eager_attention, save_model
 from flexrank.progress import track
 from flexrank.run.stages import autocast_dtype
+from research.measures import AlteredBatches, accuracy
 
 TRAIN, TEST = "train_jpg.npz", "test_jpg.npz"
 RECORD = "training.json"

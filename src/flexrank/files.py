@@ -70,9 +70,6 @@ def directory_aside(path: str | Path, *markers: str) -> Iterator[Path]:
 
     An existing directory is replaced only once the new one is whole, and only if it is empty or holds one of the files
     `markers`, by which it is known to be of the same kind: no other files are lost.
-
-    Raises:
-        FlexrankError: `path` is a file, or a directory that holds something else.
     """
     path = Path(path)
     if path.is_dir() and any(path.iterdir()) and not any((path / marker).is_file() for marker in markers):
@@ -162,9 +159,8 @@ def verify_files(directory: str | Path, digests: Mapping[str, str]) -> None:
         if not path.is_file():
             raise FlexrankError(f"{path}: no such file; the artefact is incomplete")
         if digest_file(path) != digest:
-            raise FlexrankError(
-                f"{path}: does not match its checksum; truncated, edited, or saved over (then delete flexrank.json)"
-            )
+            reason = "truncated, edited, or saved over (then delete flexrank.json)"
+            raise FlexrankError(f"{path}: does not match its checksum; {reason}")
 
 
 def write_document(path: str | Path, kind: str, content: Mapping[str, Any]) -> None:
@@ -174,18 +170,12 @@ def write_document(path: str | Path, kind: str, content: Mapping[str, Any]) -> N
 
 
 def read_document(path: str | Path, kind: str, keys: tuple[str, ...]) -> dict[str, Any]:
-    """Reads what `write_document` wrote.
-
-    Raises:
-        FlexrankError: the file is missing, of another kind or format, lacks a key, or does not match its checksum.
-    """
+    """Reads what `write_document` wrote; it is a FlexrankError if the file is damaged, or of another kind or format."""
     document = read_json(path)
     if not isinstance(document, dict) or document.get("kind") != kind:
         raise FlexrankError(f"{path}: not the description of an artefact of kind {kind!r}")
     if document.get("format") != FORMAT:
-        raise FlexrankError(
-            f"{path}: has format {document.get('format')!r}; this version of flexrank reads format {FORMAT}"
-        )
+        raise FlexrankError(f"{path}: has format {document.get('format')!r}; this version reads format {FORMAT}")
     require_keys(document, (*keys, "checksum"), str(path))
     checksum = document.pop("checksum")
     if digest_json(document) != checksum:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import tiny
-from flexrank.artefacts import elastic
+from flexrank import files
 from flexrank.artefacts.deployed import load_deployed, save_deployed
 from flexrank.artefacts.elastic import inspect_artefact, load_elastic, save_elastic
 from flexrank.artefacts.tensors import read_batch, write_batch
@@ -128,7 +128,7 @@ def drop_tensor(path):
     [
         ("elastic.json", lambda path: path.unlink(), "holds no elastic model"),
         ("elastic.json", truncate, "not JSON"),
-        ("elastic.json", lambda path: edit(path, format=7), "has format 7; this version of flexrank reads format 1"),
+        ("elastic.json", lambda path: edit(path, format=7), "has format 7; this version reads format 1"),
         ("elastic.json", lambda path: edit(path, chain=None), "key 'chain' is missing"),
         ("elastic.json", lambda path: edit(path, parameters=5), "does not match its checksum"),
         ("elastic.json", lambda path: edit(path, kind="deployed"), "kind 'elastic'"),
@@ -174,7 +174,7 @@ def test_wrong_use_is_one_line(saved, tmp_path):
     with pytest.raises(FlexrankError, match="no such directory"):
         inspect_artefact(tmp_path / "nowhere")
     other = tiny.chain_of(tiny.elastic("convnet"))
-    with pytest.raises(FlexrankError, match="both the model and the chain"):
+    with pytest.raises(FlexrankError, match="profile and model must name the same layers"):
         save_elastic(model, other, tmp_path / "other")
     save_elastic(model, chain, tmp_path / "unnamed")
     with pytest.raises(FlexrankError, match="names no factory"):
@@ -189,7 +189,7 @@ def test_a_full_disk_leaves_the_old_artefact(saved, monkeypatch):
     def full(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(elastic, "write_document", full)
+    monkeypatch.setattr(files, "write_document", full)
     with pytest.raises(OSError, match="No space"):
         save_elastic(model, chain, directory)
     assert (directory / "elastic.json").read_bytes() == before and len(list(directory.parent.iterdir())) == 1

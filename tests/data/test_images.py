@@ -1,4 +1,4 @@
-"""Images are what the file holds, scaled by the plain formula; altered batches are crops that a loop can find again."""
+"""Images are what the file holds, scaled by the plain formula."""
 
 import io
 import json
@@ -8,16 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from flexrank.cli import EXTRAS
-from flexrank.data.images import AlteredBatches, Scaling, channels_first, read_images
+from flexrank.data.images import Scaling, channels_first, read_images
 from flexrank.errors import FlexrankError
 from flexrank.run.config import parse_config
 from flexrank.run.samples import load_samples
-
-PLAIN = Scaling((0.0,), (1.0,), 1.0)
 
 
 def random_images(count: int, size: int = 8) -> np.ndarray[Any, Any]:
@@ -98,8 +95,8 @@ def test_wrong_files_are_refused_in_one_line(tmp_path: Path) -> None:
         ({**encoded, "offsets": cut / 2}, "offsets is float64"),
         ({**encoded, "offsets": cut[::-1].astype(np.uint32)}, "offsets must rise"),
         ({**encoded, "offsets": cut + 1}, "offsets must rise, from 0 at the least to the"),
-        ({**encoded, "jpg": torn}, "image 2 of 4 is no whole JPEG"),
-        ({**encoded, "offsets": np.array([0, *(cut[1:] - 9)])}, "image 0 of 4 is no whole JPEG"),
+        ({**encoded, "jpg": torn}, "image 2 of 4 is not a whole JPEG"),
+        ({**encoded, "offsets": np.array([0, *(cut[1:] - 9)])}, "image 0 of 4 is not a whole JPEG"),
         (mixed, "image 2 is 12 × 12, the first 8 × 8; expected one size for all"),
         ({"x": np.array([{}]), "y": y[:1]}, "expected an .npz"),
     ]
@@ -142,68 +139,3 @@ def test_scaling_is_what_its_file_says(tmp_path: Path) -> None:
     path.write_text('{"image_mean": [0.1]}')
     with pytest.raises(FlexrankError, match="key 'image_std' is missing"):
         Scaling.read(path)
-
-
-def candidates(image: torch.Tensor, padding: int) -> dict[tuple[int, int, bool], torch.Tensor]:
-    """Every crop of an image (C, H, W) in its black frame, and its mirror, by a plain loop over pixels."""
-    channels, height, width = image.shape
-    crops = {}
-    for top in range(2 * padding + 1):
-        for left in range(2 * padding + 1):
-            crop = torch.zeros(channels, height, width)
-            for y in range(height):
-                for x in range(width):
-                    row, column = y + top - padding, x + left - padding
-                    if 0 <= row < height and 0 <= column < width:
-                        crop[:, y, x] = image[:, row, column].float()
-            crops[top, left, False] = crop
-            crops[top, left, True] = torch.stack([crop[:, :, width - 1 - x] for x in range(width)], -1)
-    return crops
-
-
-def test_altered_batches_are_crops_and_mirrors_of_the_images_they_name() -> None:
-    images = channels_first(np.random.default_rng(1).integers(1, 256, (5, 4, 4, 2), dtype=np.uint8))
-    batches = AlteredBatches(images, PLAIN, 2, seed=0, padding=1)
-    known = [candidates(image, 1) for image in images]
-    drawn, stream = set(), iter(batches)
-    for number in range(60):
-        batch = next(stream)
-        for row, image in zip(batches.rows(number).tolist(), batch, strict=True):
-            matching = [key for key, one in known[row].items() if torch.equal(one, image)]
-            assert len(matching) == 1, (number, row)
-            drawn.add(matching[0])
-    assert len(drawn) == 18  # all nine places, mirrored and not, come up
-
-
-def test_each_pass_has_a_new_order_and_each_image_once_at_most() -> None:
-    batches = AlteredBatches(torch.zeros(50, 1, 2, 2, dtype=torch.uint8), PLAIN, 8, seed=3)
-    passes = [torch.cat([batches.rows(6 * epoch + i) for i in range(batches.per_pass)]) for epoch in range(3)]
-    assert batches.per_pass == 6
-    for rows in passes:
-        assert len(set(rows.tolist())) == 48
-    assert not torch.equal(passes[0], passes[1])
-    assert torch.equal(AlteredBatches(torch.zeros(50, 1, 2, 2).byte(), PLAIN, 8, seed=3).rows(7), passes[1][8:16])
-    assert not torch.equal(AlteredBatches(torch.zeros(50, 1, 2, 2).byte(), PLAIN, 8, seed=4).rows(7), passes[1][8:16])
-
-
-def test_batches_go_on_where_a_state_stood() -> None:
-    images = channels_first(random_images(20))
-
-    def build() -> AlteredBatches:
-        return AlteredBatches(images, Scaling((0.5,) * 3, (0.2,) * 3), 6, seed=0)
-
-    stream = iter(build())
-    wanted = [next(stream) for _ in range(8)]
-    first = build()
-    half = iter(first)
-    for _ in range(5):
-        next(half)
-    second = build()
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    for batch, one in zip(wanted[5:], second, strict=False):
-        assert torch.equal(batch, one)
-
-
-def test_too_few_images_for_a_batch_are_refused() -> None:
-    with pytest.raises(FlexrankError, match="3 images are fewer than one batch of 4"):
-        AlteredBatches(torch.zeros(3, 1, 2, 2, dtype=torch.uint8), PLAIN, 4, seed=0)

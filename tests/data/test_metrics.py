@@ -38,7 +38,6 @@ def test_embeddings_are_each_text_alone_in_its_place(encoder: nn.Module, seed: i
     batches = data.sentence_batches(TOKENIZER, TEXTS, 4, 32, seed=seed)
     embedded = evaluation.embed(encoder, batches)
     torch.testing.assert_close(embedded, one_by_one(encoder, TEXTS), rtol=1e-4, atol=1e-5)
-    assert evaluation.cosine_to_teacher(encoder, embedded, batches) == pytest.approx(1, abs=1e-6)
 
 
 def test_embeddings_of_plain_batches_keep_their_order() -> None:
@@ -94,17 +93,6 @@ def test_retrieval_knows_its_ends() -> None:
     assert evaluation.retrieval_mrr(torch.ones(6, 3), torch.ones(6, 3)) == pytest.approx(1 / 6)  # all tied: the last
 
 
-def test_spearman_is_the_correlation_of_ranks() -> None:
-    first, second = torch.randn(40).tolist(), torch.randint(0, 5, (40,)).tolist()
-    ranks = [torch.tensor(stats.rankdata(values)) for values in (first, second)]
-    expected = float(torch.corrcoef(torch.stack(ranks))[0, 1])
-    assert evaluation.spearman(first, second) == pytest.approx(expected, abs=1e-12)
-    assert evaluation.spearman(torch.arange(5), torch.arange(5) ** 3) == pytest.approx(1)
-    for wrong in ([1.0, 1.0, 1.0], [1.0, 2.0], [1.0, float("nan"), 2.0]):
-        with pytest.raises(FlexrankError):
-            evaluation.spearman(wrong, [1.0, 2.0, 3.0])
-
-
 def full_cross_entropy(model: nn.Module, texts: list[str]) -> float:
     total, count = 0.0, 0
     with torch.no_grad():
@@ -135,17 +123,11 @@ def test_nats_leave_out_padding_on_the_left() -> None:
     assert evaluation.nats_per_token(model, [padded]) == pytest.approx(expected, rel=1e-5)
 
 
-def test_accuracy_is_a_count_and_agreement_is_with_the_teacher() -> None:
+def test_the_class_is_the_largest_logits() -> None:
     model, batches = tiny.convnet(), [torch.randn(4, 3, 9, 9) for _ in range(3)]
     with torch.no_grad():
         classes = model(torch.cat(batches)).argmax(-1)
     assert torch.equal(evaluation.predict(model, batches), classes)
-    assert evaluation.accuracy(model, batches, classes) == 1
-    labels = classes.clone()
-    labels[:3] = (labels[:3] + 1) % 5
-    assert evaluation.accuracy(model, batches, labels.tolist()) == pytest.approx(9 / 12)
-    with pytest.raises(FlexrankError, match="labels"):
-        evaluation.accuracy(model, batches, [1, 2])
 
 
 def test_what_is_not_finite_is_named_and_padding_may_be_anything() -> None:
@@ -193,7 +175,7 @@ def load(directory: Path) -> tuple[Any, Any]:
 @pytest.mark.slow
 def test_nats_of_real_models_are_those_that_their_readme_states(assets: Path) -> None:
     model, tokenizer = load(assets / "pycode5m")
-    texts = data.read_texts(assets / "pycode5m" / "val.txt", data.STORY_SEPARATOR)
+    texts = data.read_texts(assets / "pycode5m" / "val.txt", "\n<|endoftext|>\n")
     blocks = data.token_blocks(tokenizer, texts, 512, batch_size=10)[:10]
     assert evaluation.nats_per_token(model, blocks) == pytest.approx(2.123, abs=0.005)
 
@@ -212,4 +194,4 @@ def test_real_sentences_are_close_where_people_say_so(assets: Path) -> None:
         for column in (5, 6)
     )
     scores = [float(row[4]) for row in rows]
-    assert evaluation.spearman((first * second).sum(1), scores) > 0.85
+    assert stats.spearmanr((first * second).sum(1), scores).statistic > 0.85

@@ -128,7 +128,7 @@ def test_read_texts_splits_files_and_folders(tmp_path: Path) -> None:
     assert data.read_texts(tmp_path) == ["first", "second", "third", "fourth"]
     assert data.read_texts(tmp_path / "a.md", "\n\n") == ["first\nsecond"]
     (tmp_path / "stories.txt").write_text("One.\nStill one.\n<|endoftext|>\nTwo.")
-    assert data.read_texts(tmp_path / "stories.txt", data.STORY_SEPARATOR) == ["One.\nStill one.", "Two."]
+    assert data.read_texts(tmp_path / "stories.txt", "\n<|endoftext|>\n") == ["One.\nStill one.", "Two."]
 
 
 def test_wrong_texts_are_one_line_naming_them(tmp_path: Path) -> None:

@@ -10,11 +10,12 @@ from torch import nn
 
 from flexrank.nn.alignment import alignment_error
 from flexrank.nn.gauge_aligned import GaugeAlignedLinear
-from flexrank.profiles.costs import aligned_parameters, nearest_rank, rank_block
+from flexrank.profiles.costs import aligned_parameters, rank_block
 from flexrank.run.config import load_config, parse_config
 from research.baselines.pivoted import PivotedLinear, pivoted_order
 from research.experiment import Request
 from research.machine import forward_in_turn
+from research.measures import nearest_rank
 from research.runner import run_experiment
 from research.studies import gar
 from tiny_runs import settings

@@ -6,12 +6,12 @@ tensors, the factory of the bare architecture, and checksums. A transformers mod
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from flexrank.artefacts.tensors import named_tensors, open_tensors, put_tensors, write_tensors
 from flexrank.data.batches import model_device
@@ -33,13 +33,8 @@ Factory = str | Callable[[], nn.Module]
 def save_deployed(small: nn.Module, directory: str | Path, *, factory: Factory | None = None) -> None:
     """Writes a deployed model of any torch class: `model.safetensors` and `flexrank.json`, whole or not at all.
 
-    Args:
-        small: what `deploy` returned.
-        directory: an artefact there is replaced; a directory that holds anything else is refused.
-        factory: builds the bare architecture; without it `load_deployed` needs `model=`.
-
-    Raises:
-        FlexrankError: the factory cannot be imported by name, or the state cannot be written.
+    An artefact in `directory` is replaced; a directory that holds anything else is refused. `factory` builds the bare
+    architecture; without it `load_deployed` needs `model=`.
     """
     with directory_aside(directory, DOCUMENT) as aside:
         write_state(small, aside, factory=factory)
@@ -55,36 +50,32 @@ def write_state(small: nn.Module, directory: Path, *, factory: Factory | None = 
     describe_deployed(small, directory, library="torch", layers=specs, aliases=aliases, factory=name)
 
 
-def describe_deployed(
-    small: nn.Module,
-    directory: Path,
-    *,
-    library: str,
-    layers: Mapping[str, Any],
-    aliases: Mapping[str, str],
-    factory: str | None,
-) -> None:
-    """Writes `flexrank.json` with a checksum of every file in the directory."""
-    content = {
+def describe_deployed(small: nn.Module, directory: Path, **description: Any) -> None:
+    """Writes `flexrank.json`: a `describe` of these arguments, and a checksum of every file in the directory."""
+    content = describe(small, **description) | {"files": digest_files(directory)}
+    write_document(directory / DOCUMENT, KIND, content)
+
+
+def describe(
+    model: nn.Module, library: str, layers: Mapping[str, Any], aliases: Mapping[str, str], factory: str | None
+) -> dict[str, Any]:
+    """What the document of an elastic and of a deployed artefact have in common."""
+    return {
         "library": library,
-        "class": type(small).__name__,
+        "class": type(model).__name__,
         "layers": dict(layers),
         "aliases": dict(aliases),
         "factory": factory,
-        "parameters": sum(parameter.numel() for parameter in small.parameters()),
-        "files": digest_files(directory),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "flexrank": metadata.version("flexrank"),
     }
-    write_document(directory / DOCUMENT, KIND, content)
 
 
 def load_deployed(directory: str | Path, *, model: nn.Module | None = None) -> nn.Module:
     """Reads what `save_deployed` wrote, to the same bits, in eval mode.
 
-    Args:
-        directory: the artefact.
-        model: the bare architecture, filled in place. By default the recorded factory is imported and called; pass
-            `model=` for artefacts whose factories you do not trust.
+    `model` is the bare architecture, filled in place. By default the recorded factory is imported and called; pass
+    `model=` for artefacts whose factories you do not trust.
 
     Raises:
         FlexrankError: a file is missing, truncated or edited, or the architecture does not fit the state.
@@ -95,21 +86,28 @@ def load_deployed(directory: str | Path, *, model: nn.Module | None = None) -> n
         raise FlexrankError(f"{directory}: holds a {document['library']} model; load it with its from_pretrained")
     verify_files(directory, document["files"])
     model = model if model is not None else bare_model(document["factory"], directory)
-    device = model_device(model)
-    for name, spec in document["layers"].items():
-        replace_layer(model, name, build_layer(spec, device="meta"))
     with open_tensors(directory / STATE) as file:
-        tensors = {name: file.get_tensor(name).to(device) for name in file.keys()}
-    put_tensors(model, tensors, document["aliases"], directory)
+        tensors = ((name, file.get_tensor(name)) for name in file.keys())
+        return fill(model, document["layers"], tensors, document["aliases"], directory)
+
+
+def fill(
+    model: nn.Module,
+    layers: Mapping[str, Mapping[str, Any]],
+    tensors: Iterable[tuple[str, Tensor]],
+    aliases: Mapping[str, str],
+    source: Path,
+) -> nn.Module:
+    """The bare model with its layers replaced by those of the specs, and its state by the tensors, in eval mode."""
+    device = model_device(model)
+    for name, spec in layers.items():
+        replace_layer(model, name, build_layer(spec, device="meta"))
+    put_tensors(model, {name: tensor.to(device) for name, tensor in tensors}, aliases, source)
     return model.eval()
 
 
 def factory_name(factory: Factory) -> str:
-    """The "module:function" by which a fresh process imports the factory.
-
-    Raises:
-        FlexrankError: it cannot be imported by name (a lambda, a local function, one of `__main__`).
-    """
+    """The "module:function" by which a fresh process imports the factory; no lambda, local or `__main__` function."""
     if isinstance(factory, str):
         _import_factory(factory)
         return factory
@@ -130,11 +128,11 @@ def bare_model(factory: str | None, directory: str | Path) -> nn.Module:
 
 
 def _import_factory(name: str) -> Callable[[], Any]:
-    module_name, separator, path = name.partition(":")
-    if not separator or not module_name or not path:
+    module, _, path = name.partition(":")
+    if not module or not path:
         raise FlexrankError(f"factory {name!r} is not of the form 'package.module:function'")
     try:
-        module: Any = importlib.import_module(module_name)
-        return functools.reduce(getattr, path.split("."), module)
+        factory: Any = importlib.import_module(module)
+        return functools.reduce(getattr, path.split("."), factory)
     except (ImportError, AttributeError) as error:
         raise FlexrankError(f"factory {name!r} cannot be imported: {error}") from error

@@ -18,11 +18,7 @@ from flexrank.errors import FlexrankError
 
 
 def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The model's state with every tensor once, and each further name with the name it is an alias of.
-
-    Raises:
-        FlexrankError: the state holds something that is not a tensor.
-    """
+    """The model's state with every tensor once, and each further name with the name it is an alias of."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     owners: dict[tuple[Any, ...], str] = {}
@@ -33,8 +29,7 @@ def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
         if value.numel() and key in owners:
             aliases[name] = owners[key]
         else:
-            owners[key] = name
-            tensors[name] = value
+            owners[key], tensors[name] = name, value
     return tensors, aliases
 
 
@@ -64,15 +59,13 @@ def open_tensors(path: Path) -> Iterator[Any]:
 def put_tensors(model: nn.Module, tensors: Mapping[str, Tensor], aliases: Mapping[str, str], source: Path) -> None:
     """Makes `tensors` the model's state, each under all its names; the model takes their dtype and device.
 
-    Raises:
-        FlexrankError: a name is missing or unexpected, or a shape differs; it names `source`.
+    Names and shapes that differ from the model's are a FlexrankError, which names `source`.
     """
     wanted = {name: value.shape for name, value in model.state_dict().items()}
     given = {**tensors, **{alias: tensors[name] for alias, name in aliases.items() if name in tensors}}
-    for name in wanted.keys() - given.keys():
-        raise FlexrankError(f"{source}: tensor {name!r} of {type(model).__name__} is missing")
-    for name in given.keys() - wanted.keys():
-        raise FlexrankError(f"{source}: tensor {name!r} has no place in {type(model).__name__}")
+    for name in wanted.keys() ^ given.keys():
+        problem = "is missing" if name in wanted else "has no place there"
+        raise FlexrankError(f"{source}: tensor {name!r} of {type(model).__name__} {problem}")
     for name, value in given.items():
         if value.shape != wanted[name]:
             shapes = f"has shape {tuple(value.shape)}; the model needs {tuple(wanted[name])}"
@@ -84,17 +77,12 @@ def put_tensors(model: nn.Module, tensors: Mapping[str, Tensor], aliases: Mappin
 
 
 def write_batch(path: Path, batch: Batch) -> None:
-    """Writes a batch as safetensors: its tensors, and its structure and plain values as JSON in the header.
-
-    Raises:
-        FlexrankError: it holds a value that is neither a tensor nor plain JSON.
-    """
-    if isinstance(batch, Tensor):
-        kind, items = "tensor", {"0": batch}
-    elif isinstance(batch, Mapping):
+    """Writes a batch as safetensors: its tensors, and its structure and plain values as JSON in the header."""
+    if isinstance(batch, Mapping):
         kind, items = "mapping", dict(batch)
     else:
-        kind, items = "tuple", {str(index): value for index, value in enumerate(batch)}
+        kind, values = ("tensor", [batch]) if isinstance(batch, Tensor) else ("tuple", batch)
+        items = {str(index): value for index, value in enumerate(values)}
     tensors = {name: value.detach().cpu().clone() for name, value in items.items() if isinstance(value, Tensor)}
     plain = {name: value for name, value in items.items() if name not in tensors}
     try:

@@ -23,8 +23,7 @@ def call_model(model: nn.Module, batch: Batch) -> Any:
 def token_mask(batch: Batch) -> Tensor | None:
     """The (B, T) boolean mask of real tokens from the batch's `attention_mask`, or None where it has none.
 
-    Raises:
-        FlexrankError: the attention mask is not (B, T); a 4-D additive mask does not say which tokens are real.
+    Another shape is a FlexrankError: a 4-D additive mask does not say which tokens are real.
     """
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if mask is None:
@@ -35,11 +34,7 @@ def token_mask(batch: Batch) -> Tensor | None:
 
 
 def output_tensor(output: Any) -> Tensor:
-    """The tensor in a model's output: itself, its `logits`, else its `last_hidden_state`, else a tuple's first.
-
-    Raises:
-        FlexrankError: the output has none of them.
-    """
+    """The tensor in a model's output: itself, its `logits`, else its `last_hidden_state`, else a tuple's first."""
     if isinstance(output, Tensor):
         return output
     for field in ("logits", "last_hidden_state"):

@@ -1,12 +1,10 @@
-"""Images: read from one file, scaled for a model, and shifted and mirrored at random for training."""
+"""Images: read from one file, and scaled for a model."""
 
 import dataclasses
 import io
 import itertools
-import random
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from flexrank.errors import FlexrankError
 from flexrank.files import read_json
@@ -29,17 +26,13 @@ def read_images(path: str | Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]
 
     The .npz file holds classes `y` and either `x`, the images themselves, or `jpg`, their JPEG files joined as uint8
     (bytes,), with `offsets` (N + 1,): image i is jpg[offsets[i]:offsets[i + 1]], decoded to RGB with pillow.
-
-    Raises:
-        FlexrankError: no such file, other arrays than these, or an image that cannot be decoded.
     """
     arrays = _read_arrays(Path(path))
     images, labels = arrays["x"] if "x" in arrays else _decode(path, arrays["jpg"], arrays["offsets"]), arrays["y"]
     if images.dtype != np.uint8 or images.ndim not in (3, 4) or not len(images):
         raise FlexrankError(f"{path}: x is {_kind(images)}; expected uint8 (N, H, W[, C])")
     if labels.dtype.kind not in "iu" or labels.shape != images.shape[:1]:
-        wanted = f"one whole number for each of {len(images)} images"
-        raise FlexrankError(f"{path}: y is {_kind(labels)}; expected {wanted}")
+        raise FlexrankError(f"{path}: y is {_kind(labels)}; expected one whole number for each of {len(images)} images")
     return images, labels.astype(np.int64)
 
 
@@ -76,63 +69,6 @@ def channels_first(images: NDArray[np.uint8]) -> Tensor:
     """Images (N, H, W, C) or (N, H, W) as a uint8 tensor (N, C, H, W); C is 1 where there is no such axis."""
     tensor = torch.from_numpy(images)
     return (tensor.unsqueeze(1) if tensor.ndim == 3 else tensor.permute(0, 3, 1, 2)).contiguous()
-
-
-class AlteredBatches:
-    """Endless batches (B, C, H, W): all images in a new order each pass, each one shifted and mirrored at random.
-
-    This is the customary augmentation of CIFAR-10 (He et al. 2016, section 4.2): a crop of the image's own size out of
-    a black frame, `padding` wide, mirrored with probability 1/2. Batch i depends on the seed and i alone, so that a run
-    continued from `state_dict` sees the same batches. The last images of a pass, if they fill no batch, are left out.
-    """
-
-    def __init__(self, images: Tensor, scaling: Scaling, batch_size: int, seed: int, padding: int = 4):
-        """`images` are uint8 (N, C, H, W), at least as many as one batch holds."""
-        if len(images) < batch_size:
-            raise FlexrankError(f"{len(images)} images are fewer than one batch of {batch_size}")
-        self._images, self._scaling, self._size = images, scaling, batch_size
-        self._seed, self._padding, self._count = seed, padding, 0
-        self._order: tuple[int, Tensor] = (-1, torch.empty(0))
-
-    @property
-    def per_pass(self) -> int:
-        """Batches per pass over all images."""
-        return len(self._images) // self._size
-
-    def rows(self, number: int) -> Tensor:
-        """Indices (B,) of the images in batch `number`."""
-        epoch, position = divmod(number, self.per_pass)
-        if self._order[0] != epoch:
-            self._order = epoch, torch.randperm(len(self._images), generator=self._generator("order", epoch))
-        return self._order[1][position * self._size : (position + 1) * self._size]
-
-    def __iter__(self) -> Iterator[Tensor]:
-        """Continues after the last batch of any earlier iteration."""
-        while True:
-            self._count += 1
-            yield self._batch(self._count - 1)
-
-    def state_dict(self) -> dict[str, int]:
-        """The number of batches so far."""
-        return {"count": self._count}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continues from a `state_dict`."""
-        self._count = state["count"]
-
-    def _batch(self, number: int) -> Tensor:
-        images = self._images[self.rows(number)]
-        generator = self._generator("crops", number)
-        padded = functional.pad(images, (self._padding,) * 4)
-        corners = torch.randint(2 * self._padding + 1, (len(images), 2), generator=generator).tolist()
-        height, width = images.shape[2:]
-        cut = [image[:, y : y + height, x : x + width] for image, (y, x) in zip(padded, corners, strict=True)]
-        crops = torch.stack(cut)
-        mirrored = torch.rand(len(images), generator=generator) < 0.5
-        return self._scaling(torch.where(mirrored.view(-1, 1, 1, 1), crops.flip(-1), crops))
-
-    def _generator(self, what: str, number: int) -> torch.Generator:
-        return torch.Generator().manual_seed(random.Random(f"{self._seed} {what} {number}").getrandbits(31))
 
 
 def _read_arrays(path: Path) -> dict[str, NDArray[Any]]:

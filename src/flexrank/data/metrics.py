@@ -1,11 +1,10 @@
 """Qualities of a model over batches it was not made with.
 
-Every function runs the model in eval mode without gradients, and restores each module's mode. A value that is not
-finite is an error that names the batch; it is never skipped.
+Every function runs the model in eval mode without gradients, and restores each module's mode. No batch at all, or a
+value that is not finite, is a FlexrankError; it is never skipped.
 """
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -24,21 +23,11 @@ from flexrank.data.batches import (
 from flexrank.errors import FlexrankError
 
 
-@contextlib.contextmanager
-def inference(*models: nn.Module) -> Iterator[None]:
-    """Eval mode and no gradients inside the block; afterwards every submodule has the mode it had before."""
-    with eval_mode(*models), torch.inference_mode():
-        yield
-
-
 def embed(model: nn.Module, batches: Iterable[Batch]) -> Tensor:
     """Embeddings (N, d) of unit length in float32 on the CPU, in the order of the texts.
 
     Token states (B, T, d) are mean-pooled with the batch's mask; outputs (B, d) are only scaled. Where the batches have
-    an `order`, as `data.SentenceBatches` do, rows are put back into it.
-
-    Raises:
-        FlexrankError: there are no rows, or an output is not finite.
+    an `order`, as `text.SentenceBatches` do, rows are put back into it.
     """
     rows = torch.cat([_embedding(output, batch).float().cpu() for output, batch in _outputs(model, batches)])
     order = getattr(batches, "order", None)
@@ -49,11 +38,6 @@ def embed(model: nn.Module, batches: Iterable[Batch]) -> Tensor:
     return restored
 
 
-def cosine_to_teacher(model: nn.Module, teacher_embeddings: Tensor, batches: Iterable[Batch]) -> float:
-    """Mean cosine, in [-1, 1], of the model's embeddings to the teacher's, `embed(teacher, batches)`."""
-    return mean_cosine(embed(model, batches), teacher_embeddings)
-
-
 def mean_cosine(first: Tensor, second: Tensor) -> float:
     """Mean cosine of the rows of two (N, d) tensors; both must be finite."""
     _require_alike(first, second)
@@ -61,15 +45,9 @@ def mean_cosine(first: Tensor, second: Tensor) -> float:
 
 
 def retrieval_mrr(queries: Tensor, documents: Tensor, block: int = 1024) -> float:
-    """Mean reciprocal rank of document i among all N documents for query i, by inner product.
+    """Mean reciprocal rank of document i among all documents (N, d) for query i of (N, d), by inner product.
 
-    Args:
-        queries: (N, d).
-        documents: (N, d). Of equal scores the right document ranks last.
-        block: queries scored at once; memory is block · N.
-
-    Raises:
-        FlexrankError: the two differ in shape, are empty, or are not finite.
+    Of equal scores the right document ranks last. `block` queries are scored at once, which takes block · N numbers.
     """
     _require_alike(queries, documents)
     queries, documents = queries.float(), documents.float()
@@ -81,21 +59,6 @@ def retrieval_mrr(queries: Tensor, documents: Tensor, block: int = 1024) -> floa
     return total / len(queries)
 
 
-def spearman(first: Sequence[float] | Tensor, second: Sequence[float] | Tensor) -> float:
-    """Spearman's rank correlation of two series of equal length.
-
-    Raises:
-        FlexrankError: they differ in length, have fewer than two values, are not finite, or one is constant.
-    """
-    from scipy import stats
-
-    one, two = (torch.as_tensor(values, dtype=torch.float64) for values in (first, second))
-    _require_alike(one, two)
-    if one.ndim != 1 or min(len(one.unique()), len(two.unique())) < 2:
-        raise FlexrankError("a rank correlation needs two series of numbers, neither of them constant")
-    return float(stats.spearmanr(one.numpy(), two.numpy()).statistic)
-
-
 def nats_per_token(model: nn.Module, batches: Iterable[Batch], chunk: int = 1024) -> float:
     """Mean cross entropy, in nats, of each real token given those before it in its row (causal language models).
 
@@ -103,9 +66,6 @@ def nats_per_token(model: nn.Module, batches: Iterable[Batch], chunk: int = 1024
         model: gives logits (B, T, V).
         batches: `input_ids` (B, T), with an `attention_mask` where rows are padded; or the ids alone.
         chunk: tokens per log-softmax, in float32.
-
-    Raises:
-        FlexrankError: no row holds two real tokens, or a logit is not finite.
     """
     total, count = 0.0, 0
     for output, batch in _outputs(model, batches):
@@ -122,24 +82,8 @@ def nats_per_token(model: nn.Module, batches: Iterable[Batch], chunk: int = 1024
 
 
 def predict(model: nn.Module, batches: Iterable[Batch]) -> Tensor:
-    """The class (N,) int64 of each row: the largest of its logits (B, classes).
-
-    Raises:
-        FlexrankError: there are no rows, or an output is not finite.
-    """
+    """The class (N,) int64 of each row: the largest of its logits (B, classes)."""
     return torch.cat([output_tensor(output).argmax(-1).cpu() for output, _ in _outputs(model, batches)])
-
-
-def accuracy(model: nn.Module, batches: Iterable[Batch], labels: Tensor | Sequence[int]) -> float:
-    """Share of rows whose class is the label (N,), in [0, 1]; with the teacher's classes as labels, the agreement.
-
-    Raises:
-        FlexrankError: the numbers of rows and labels differ, or as `predict`.
-    """
-    classes, expected = predict(model, batches), torch.as_tensor(labels)
-    if classes.shape != expected.shape:
-        raise FlexrankError(f"the batches give classes {tuple(classes.shape)}, the labels are {tuple(expected.shape)}")
-    return float((classes == expected).double().mean())
 
 
 def _outputs(model: nn.Module, batches: Iterable[Batch]) -> Iterator[tuple[object, Batch]]:
@@ -147,7 +91,7 @@ def _outputs(model: nn.Module, batches: Iterable[Batch]) -> Iterator[tuple[objec
     device, number = model_device(model), 0
     for number, batch in enumerate(batches, start=1):
         batch = to_device(batch, device)
-        with inference(model):  # entered for each batch: a generator must not leave the caller in this mode
+        with eval_mode(model), torch.inference_mode():  # for each batch: a generator must not leave it to the caller
             output = call_model(model, batch)
             _require_finite(output_tensor(output), batch, number)
         yield output, batch
@@ -171,10 +115,9 @@ def _embedding(output: object, batch: Batch) -> Tensor:
 
 
 def _token_ids(batch: Batch) -> Tensor:
-    if isinstance(batch, Mapping):
-        ids = batch.get("input_ids")
-    else:
-        ids = batch if isinstance(batch, Tensor) else batch[0]
+    if not isinstance(batch, (Mapping, Tensor)):
+        batch = batch[0]
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else batch
     if not isinstance(ids, Tensor) or ids.ndim != 2:
         raise FlexrankError("a language batch needs input_ids of shape (batch, tokens)")
     return ids

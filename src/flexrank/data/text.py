@@ -6,6 +6,7 @@ Every order is fixed by the seed, so that step i of a resumed run sees the batch
 import ast
 import dataclasses
 import hashlib
+import itertools
 import random
 import re
 import sysconfig
@@ -27,7 +28,6 @@ SPLIT_SALT = "123:"
 #: The least words of a passage, and of the two texts of a retrieval pair.
 PASSAGE_WORDS, QUERY_WORDS, REMAINDER_WORDS = 4, 3, 12
 TEXT_SUFFIXES = (".txt", ".md", ".rst")
-STORY_SEPARATOR = "\n<|endoftext|>\n"
 
 Item = TypeVar("Item")
 
@@ -45,14 +45,7 @@ class Tokenizer(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """One docstring.
-
-    Attributes:
-        module: dotted name.
-        name: qualified name of the class or function; empty for the module itself.
-        query: the first paragraph, on one line.
-        remainder: the other paragraphs.
-    """
+    """One docstring: its first paragraph, on one line, is the query; `name` is empty for that of a module."""
 
     module: str
     name: str
@@ -64,10 +57,7 @@ class Document:
 class Corpus:
     """Texts by use, from three disjoint sets of modules. Each is in a fixed random order, so that a prefix is fair.
 
-    Attributes:
-        calibration: texts for the moments and the probe.
-        training: texts for consolidation.
-        evaluation: (query, remainder) of docstrings, for retrieval.
+    `evaluation` holds (query, remainder) of docstrings, for retrieval.
     """
 
     calibration: tuple[str, ...]
@@ -75,9 +65,9 @@ class Corpus:
     evaluation: tuple[tuple[str, str], ...]
 
 
-def stdlib_corpus(max_pairs: int | None = None, root: str | Path | None = None) -> Corpus:
+def stdlib_corpus(max_pairs: int | None = None) -> Corpus:
     """Documentation of Python's standard library, split by module: `split_documents` of `stdlib_documents`."""
-    return split_documents(stdlib_documents(root), max_pairs)
+    return split_documents(stdlib_documents(), max_pairs)
 
 
 def split_documents(documents: Iterable[Document], max_pairs: int | None = None) -> Corpus:
@@ -99,10 +89,7 @@ def split_documents(documents: Iterable[Document], max_pairs: int | None = None)
 def stdlib_documents(root: str | Path | None = None) -> list[Document]:
     """Docstrings of the standard library and its `pydoc` topics, in the order of the sources; nothing is imported.
 
-    Tests and installed packages are left out.
-
-    Raises:
-        FlexrankError: there are no sources at `root`.
+    Tests and installed packages are left out. No sources at `root` are a FlexrankError.
     """
     root = Path(sysconfig.get_paths()["stdlib"] if root is None else root)
     documents: list[Document] = []
@@ -126,11 +113,8 @@ def split_of(module: str) -> str:
         return "training"
     key = re.sub(r"^(_py|py_|_)", "", top)
     place = _stable_number(SPLIT_SALT + key) % sum(SPLITS.values())
-    for name, share in SPLITS.items():
-        if place < share:
-            return name
-        place -= share
-    raise AssertionError("unreachable: the shares cover every place")
+    limits = itertools.accumulate(SPLITS.values())
+    return next(name for name, limit in zip(SPLITS, limits, strict=True) if place < limit)
 
 
 def passages(documents: Iterable[Document]) -> list[str]:
@@ -157,21 +141,15 @@ def retrieval_pairs(documents: Iterable[Document]) -> list[tuple[str, str]]:
 def read_texts(path: str | Path, separator: str = "\n") -> list[str]:
     r"""The texts of a UTF-8 file, or of every .txt, .md and .rst file under a folder, in order.
 
-    Args:
-        path: the file or folder.
-        separator: between the texts of a file: a line end, "\n\n" for paragraphs, `STORY_SEPARATOR`.
-
-    Raises:
-        FlexrankError: the path does not exist, is not UTF-8, or holds no text.
+    `separator` is what is between the texts of a file: a line end, "\n\n" for paragraphs, "\n<|endoftext|>\n".
     """
     path = Path(path)
     if not path.exists():
         raise FlexrankError(f"{path}: no such file or folder of texts")
     if not separator:
         raise FlexrankError("the separator of texts is empty; give what divides them, such as a line end")
-    files = [path]
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in TEXT_SUFFIXES and file.is_file())
+    inside = (file for file in path.rglob("*") if file.suffix in TEXT_SUFFIXES and file.is_file())
+    files = sorted(inside) if path.is_dir() else [path]
     texts = [text.strip() for file in files for text in _decoded(file).split(separator) if text.strip()]
     if not texts:
         raise FlexrankError(f"{path}: holds no text; expected UTF-8 in {', '.join(TEXT_SUFFIXES)} files or in one file")
@@ -183,13 +161,8 @@ def token_blocks(
 ) -> list[dict[str, Tensor]]:
     """Batches of full blocks for language modelling: all texts joined, each after `bos_token_id`, else `eos_token_id`.
 
-    A last, shorter block is left out.
-
-    Returns:
-        Batches of `input_ids` and `attention_mask`, (batch_size, length) int64; the last may have fewer rows.
-
-    Raises:
-        FlexrankError: the texts do not fill one block, or the tokenizer has neither token.
+    Each batch is `input_ids` and `attention_mask`, (batch_size, length) int64; the last may have fewer rows. A last,
+    shorter block is left out.
     """
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if start is None:
@@ -206,11 +179,7 @@ def token_blocks(
 
 
 class SentenceBatches(Sequence[dict[str, Tensor]]):
-    """Padded batches of texts, each made when it is read.
-
-    Attributes:
-        order: (N,) the index of each row's text, over all batches in turn.
-    """
+    """Padded batches of texts, each made when it is read; `order` (N,) is the index of each row's text."""
 
     def __init__(self, rows: Sequence[Sequence[int]], groups: Sequence[Sequence[int]], pad: int):
         self._rows, self._groups, self._pad = rows, groups, pad
@@ -234,15 +203,8 @@ def sentence_batches(
 ) -> SentenceBatches:
     """Batches of texts of like length: `input_ids` and `attention_mask` (≤ batch_size, T) int64, padded on the right.
 
-    Args:
-        tokenizer: adds its special tokens.
-        texts: one row each.
-        batch_size: rows per batch.
-        max_tokens: longer texts are cut; T is the longest row of the batch.
-        seed: of the order of texts and batches; None sorts all texts by length.
-
-    Raises:
-        FlexrankError: there are no texts, or one is empty.
+    Each text is one row with the tokenizer's special tokens, cut after `max_tokens`. `seed` is of the order of texts
+    and batches; None sorts all texts by length.
     """
     _require_positive(batch_size=batch_size, max_tokens=max_tokens)
     rows = _token_ids(tokenizer, texts, truncation=True, max_length=max_tokens)

@@ -8,7 +8,6 @@ import importlib
 import sys
 import types
 import warnings
-from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any
 
@@ -34,9 +33,7 @@ def _register_now() -> None:
 class _RegistryFinder:  # without importlib.abc, whose import takes longer than all of this package
     """Finds the registry by the other finders, and has its loader register flexrank after the module has run."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Any, target: types.ModuleType | None = None) -> ModuleSpec | None:
         if fullname != REGISTRY:
             return None
         others = (finder for finder in sys.meta_path if not isinstance(finder, _RegistryFinder))

@@ -14,15 +14,11 @@ def meta_model(
 ) -> Any:
     """The model that `load_model` would load, on the meta device: shapes without memory. Nothing is downloaded.
 
-    Args:
-        name: as for `load_model`; the config of a hub name must be in the local cache.
-        task: as for `load_model`.
-        dtype: of the weights.
-        architecture: a config.json in place of the model's own. If transformers has no class of the task for it, the
-            class that it names is taken.
+    `architecture` is a config.json in place of the model's own. If transformers has no class of the task for it, the
+    class that it names is taken.
 
     Raises:
-        FlexrankError: there is no such config, the model is compressed, or no class fits.
+        FlexrankError: there is no such config on this machine, the model is compressed, or no class fits.
     """
     import transformers
 
@@ -72,10 +68,8 @@ def _config_of(name: str | Path, architecture: str | Path | None) -> Any:
         except OSError as error:
             if Path(source).exists():
                 raise
-            raise FlexrankError(
-                f"model {str(name)!r}: its config is not on this machine, and a dry run downloads nothing; name a "
-                "config.json with the key architecture"
-            ) from error
+            mend = "and a dry run downloads nothing; name a config.json with the key architecture"
+            raise FlexrankError(f"model {str(name)!r}: its config is not on this machine, {mend}") from error
     if getattr(config, "quantization_config", None) is not None:
         raise FlexrankError(f"model {source!r}: compressed already; a plan counts a dense model's layers")
     return config

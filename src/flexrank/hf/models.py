@@ -7,7 +7,7 @@ import contextlib
 import copy
 import importlib.util
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,12 +19,12 @@ from flexrank.files import read_document, read_json, verify_files, write_json
 Task = Literal["embedding", "language", "classification"]
 TASKS: tuple[Task, ...] = ("embedding", "language", "classification")
 
+#: transformers' name for the "quantization" of deployed models.
+METHOD = "flexrank"
 #: A directory inside an installed package: "package:NAME/path".
 PACKAGE_PREFIX = "package:"
-
 #: A tokenizer has at least one of these files.
 TOKENIZER_FILES = ("tokenizer*.json", "tokenizer.model", "vocab.*", "spiece.model")
-
 REMOTE_MODULE = "modeling_flexrank"
 _REMOTE_CODE = '''"""Makes this model load with `trust_remote_code=True`; `import flexrank` first does the same."""
 
@@ -34,11 +34,7 @@ import transformers
 
 
 def resolve_source(name: str | Path) -> str:
-    """A hub name, or the directory of a path or of "package:NAME/path" inside an installed package.
-
-    Raises:
-        FlexrankError: the package is not installed, or has no such directory; or a path does not exist.
-    """
+    """A hub name, or the existing directory of a path or of "package:NAME/path" inside an installed package."""
     name = str(name)
     if name.startswith(PACKAGE_PREFIX):
         return _package_directory(name)
@@ -56,8 +52,7 @@ def _package_directory(name: str) -> str:
     package, _, inner = name.removeprefix(PACKAGE_PREFIX).partition("/")
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
-        wanted = package.replace("_", "-")
-        raise FlexrankError(f"model {name!r} needs the package {package!r}: pip install {wanted}")
+        raise FlexrankError(f"model {name!r} needs the package {package!r}: pip install {package.replace('_', '-')}")
     directory = Path(list(spec.submodule_search_locations)[0]) / inner
     if not directory.is_dir():
         raise FlexrankError(f"model {name!r}: the package {package!r} has no directory {inner!r}")
@@ -71,7 +66,7 @@ def load_model(name: str | Path, task: Task, *, dtype: torch.dtype | None = torc
         name: hub name, directory, or "package:NAME/path".
         task: embedding (`AutoModel`), language (`AutoModelForCausalLM`) or classification (of images or sequences,
             as the config says).
-        dtype: of the weights; None keeps the file's.
+        dtype: None keeps the file's.
 
     Raises:
         FlexrankError: no such model, task or weights, or a damaged artefact.
@@ -84,13 +79,9 @@ def load_model(name: str | Path, task: Task, *, dtype: torch.dtype | None = torc
     verify_export(source)
     if (Path(source) / "elastic.json").is_file():
         raise FlexrankError(f"model {str(name)!r}: an elastic artefact; read it with load_elastic")
-    with clear_errors(str(name)):
-        auto_class = class_for(
-            task, transformers.AutoConfig.from_pretrained(source) if task == "classification" else None
-        )
-        with quiet_loading():
-            model = auto_class.from_pretrained(source, dtype="auto" if dtype is None else dtype, use_safetensors=True)
-    return model.eval()
+    with clear_errors(str(name)), quiet_loading():
+        auto_class = class_for(task, transformers.AutoConfig.from_pretrained(source))
+        return auto_class.from_pretrained(source, dtype=dtype or "auto", use_safetensors=True).eval()
 
 
 def load_tokenizer(name: str | Path) -> Any:
@@ -115,9 +106,6 @@ def skeleton(directory: str | Path) -> Any:
     """The model of the class that `config.json` names, with uninitialised weights and correct non-persistent buffers.
 
     It is built on the CPU, without initialisers: on the meta device rotary frequencies would have no values.
-
-    Raises:
-        FlexrankError: there is no config, or it names a class that transformers does not have.
     """
     import transformers
     from transformers.initialization import no_init_weights
@@ -135,10 +123,7 @@ def skeleton(directory: str | Path) -> Any:
 
 @contextlib.contextmanager
 def eager_attention(model: Any) -> Iterator[None]:
-    """Inside the block the model's attention is plain matrix products.
-
-    On a CPU and for short texts, the backward pass of torch's fused attention takes far longer than these.
-    """
+    """Plain matrix products as attention inside the block: on a CPU the backward pass of fused attention is slow."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
@@ -176,9 +161,8 @@ def attach(model: Any, layers: Mapping[str, Mapping[str, Any]]) -> None:
 
 def attached_layers(model: Any) -> dict[str, Any]:
     """The specs that `attach` gave the model; empty if it was not attached."""
-    from flexrank.hf import quantizer
-
-    return quantizer.attached_layers(model)
+    config: Any = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
+    return dict(config.layers) if getattr(config, "quant_method", None) == METHOD else {}
 
 
 def is_transformers_model(model: object) -> bool:
@@ -187,20 +171,17 @@ def is_transformers_model(model: object) -> bool:
     return module is not None and isinstance(model, module.PreTrainedModel)
 
 
-def verify_export(directory: str | Path) -> None:
-    """Raises FlexrankError if files that `export` wrote are missing or changed; other directories pass."""
+def verify_export(directory: str | Path, names: Collection[str] | None = None) -> None:
+    """Raises FlexrankError if files that `export` wrote, or those `names` of them, differ; other directories pass."""
     path = Path(directory) / "flexrank.json"
     if path.is_file():
-        verify_files(directory, read_document(path, "deployed", ("files",))["files"])
+        digests = read_document(path, "deployed", ("files",))["files"]
+        verify_files(directory, {name: digests[name] for name in digests if names is None or name in names})
 
 
 @contextlib.contextmanager
 def clear_errors(name: str) -> Iterator[None]:
-    """Turns transformers' and safetensors' errors about what is on disk into one line.
-
-    Raises:
-        FlexrankError: no such model or file, or weights that do not fit the architecture.
-    """
+    """Turns transformers' and safetensors' errors about what is on disk into a FlexrankError of one line."""
     import transformers  # noqa: F401, before its dependency: where both are missing, the error names transformers
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
@@ -235,7 +216,7 @@ def _architecture(directory: str | Path) -> Any:
 
     path = Path(directory) / "config.json"
     names = read_json(path).get("architectures") or []
-    model_class = getattr(transformers, names[0], None) if names else None
+    model_class = getattr(transformers, names[0] if names else "", None)
     if model_class is None:
         raise FlexrankError(f"{path}: architectures {names} names no model class of transformers")
     return model_class
@@ -249,11 +230,10 @@ def class_for(task: Task, config: Any) -> Any:
         return transformers.AutoModel
     if task == "language":
         return transformers.AutoModelForCausalLM
-    image = transformers.AutoModelForImageClassification
-    if any(name.endswith("ForImageClassification") for name in config.architectures or []):
-        return image
+    is_image = any(name.endswith("ForImageClassification") for name in config.architectures or [])
     sequence = transformers.AutoModelForSequenceClassification
-    return sequence if type(config) in sequence._model_mapping else image
+    is_sequence = not is_image and type(config) in sequence._model_mapping
+    return sequence if is_sequence else transformers.AutoModelForImageClassification
 
 
 def _write_remote_code(model: Any, directory: Path) -> None:

@@ -3,7 +3,7 @@
 The layers' specs are in `config.json` under `quantization_config`. Importing this module registers it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,40 +12,35 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from flexrank.errors import FlexrankError
-from flexrank.files import read_document, verify_files
+from flexrank.hf import models
 from flexrank.nn.select import replace_layer
 from flexrank.nn.specs import build_layer
 
-METHOD = "flexrank"
 #: Version of the specs in `config.json`.
 FORMAT = 1
 
 
-@register_quantization_config(METHOD)
+@register_quantization_config(models.METHOD)
 class FlexrankConfig(QuantizationConfigMixin):
-    """`quantization_config` of a deployed model.
-
-    Attributes:
-        layers: layer name to its `specs.layer_spec`.
-        format: version of the specs.
-    """
+    """`quantization_config` of a deployed model: layer name to its `specs.layer_spec`, and the specs' format."""
 
     def __init__(self, layers: Mapping[str, Mapping[str, Any]], format: int = FORMAT, **ignored: Any):
         if format != FORMAT:
             raise FlexrankError(f"config.json holds flexrank format {format}; this version of flexrank reads {FORMAT}")
-        self.quant_method = METHOD
+        self.quant_method = models.METHOD
         self.format = format
         self.layers = {name: dict(spec) for name, spec in layers.items()}
 
 
-@register_quantizer(METHOD)
+@register_quantizer(models.METHOD)
 class FlexrankQuantizer(HfQuantizer):
     """Swaps the layers of a model that is still on the meta device; the weights then load into them by name."""
 
     quantization_config: FlexrankConfig
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        _verify_weights(kwargs.get("checkpoint_files") or [])
+        if files := kwargs.get("checkpoint_files"):
+            models.verify_export(Path(files[0]).parent, {Path(file).name for file in files})
         # transformers sets the default device (meta) and dtype around this call.
         for name, spec in _specs_for(model, self.quantization_config.layers):
             replace_layer(model, name, build_layer(spec))
@@ -59,28 +54,16 @@ class FlexrankQuantizer(HfQuantizer):
                 vars(module.config).pop("_is_quantized", None)
         return model
 
-    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        """Always: the state holds plain tensors."""
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:  # noqa: D102
         return True
 
     @property
-    def is_trainable(self) -> bool:
-        """Always: the layers are torch layers."""
+    def is_trainable(self) -> bool:  # noqa: D102
         return True
 
     @property
-    def is_compileable(self) -> bool:
-        """Always: the layers are torch layers."""
+    def is_compileable(self) -> bool:  # noqa: D102
         return True
-
-
-def _verify_weights(files: Sequence[str]) -> None:
-    """Raises FlexrankError if weights differ from the checksums beside them; without checksums they pass."""
-    document = Path(files[0]).parent / "flexrank.json" if files else None
-    if document is not None and document.is_file():
-        digests = read_document(document, "deployed", ("files",))["files"]
-        names = {Path(file).name for file in files}
-        verify_files(document.parent, {name: digest for name, digest in digests.items() if name in names})
 
 
 def _specs_for(model: Any, layers: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -103,12 +86,6 @@ def _specs_for(model: Any, layers: Mapping[str, Mapping[str, Any]]) -> Iterator[
 
 def attach(model: Any, layers: Mapping[str, Mapping[str, Any]]) -> None:
     """Makes `model.save_pretrained` write the layers' specs, and those that the model already has."""
-    config = FlexrankConfig({**attached_layers(model), **layers})
+    config = FlexrankConfig({**models.attached_layers(model), **layers})
     model.hf_quantizer = FlexrankQuantizer(config, pre_quantized=True)
     model.config.quantization_config = config
-
-
-def attached_layers(model: Any) -> dict[str, Any]:
-    """The specs that `save_pretrained` writes."""
-    present = getattr(model, "hf_quantizer", None)
-    return dict(present.quantization_config.layers) if isinstance(present, FlexrankQuantizer) else {}

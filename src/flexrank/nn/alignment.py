@@ -19,18 +19,14 @@ SLACK_STEPS = 64
 def gauge_align(
     u: Float[Tensor, "m r"], v: Float[Tensor, "n r"], slack: int
 ) -> tuple[Float[Tensor, "rest r"], Float[Tensor, "n r"]]:
-    """Gauge-aligned factors: the first g = r − slack outputs become latents themselves (FlexRank, eq. 7, has slack 0).
+    """û (m−g, r) and ṽ (n, r) in float64, by which the first g = r − slack outputs are latents themselves.
 
-    With U_{1:g}ᵀ = Q [R; 0], the gauge G = [Q₁R⁻ᵀ | Q₂] gives U_{1:g} G = [I_g | 0], and G⁻¹ = [U_{1:g}; Q₂ᵀ]. Ṽ thus
-    needs no inverse: its first g columns are those of (U_{1:g} Vᵀ)ᵀ. Slack keeps R well conditioned. The other columns
-    are scaled so that their two factors have equal length.
-
-    Returns:
-        û (m−g, r) and ṽ (n, r) in float64; û is not finite where U_{1:g} is singular, and needs more slack there.
+    With U_{1:g}ᵀ = Q [R; 0], the gauge G = [Q₁R⁻ᵀ | Q₂] gives U_{1:g} G = [I_g | 0], and G⁻¹ = [U_{1:g}; Q₂ᵀ]: Ṽ needs
+    no inverse (FlexRank, eq. 7, has slack 0). Slack keeps R well conditioned; û is not finite where U_{1:g} is
+    singular. The columns of the slack are scaled so that their two factors have equal length.
     """
     u, v = u.double(), v.double()
-    rank = u.shape[1]
-    aligned = rank - slack
+    aligned = u.shape[1] - slack
     if aligned == 0:
         return u, v
     q, triangle = torch.linalg.qr(u[:aligned].T, mode="complete")
@@ -45,12 +41,11 @@ def gauge_align(
 def alignment_error(
     u: Float[Tensor, "m r"], v: Float[Tensor, "n r"], slack: int, inputs: Float[Tensor, "t n"], dtype: torch.dtype
 ) -> float:
-    """Relative output error of the aligned form stored and run in `dtype`, against y* in float64.
+    """Root mean square over inputs of ‖y − y*‖/‖y*‖: y from the form stored and run in `dtype`, y* in float64.
 
-    It is the root mean square over inputs of ‖y − y*‖/‖y*‖, where ‖y*‖ counts as at least a tenth of the median length
-    of outputs that are not zero. In many transformers a few tokens have outputs forty times as long as all others;
-    an error over all inputs at once would measure those alone. The inputs are rounded to `dtype` first, so that only
-    the form's own error counts. Infinite where it overflows.
+    The error is taken per input because a few tokens of a transformer have outputs forty times as long as all others.
+    ‖y*‖ counts as at least a tenth of the median length of outputs that are not zero. Inputs are rounded to `dtype`
+    first, so that only the form's own error counts. Infinite where it overflows.
     """
     return _AlignmentProbe(u, v, inputs, dtype).error(slack)
 
@@ -63,10 +58,8 @@ def choose_slack(
     The bound is `ERROR_MULTIPLE` times the plain factors' own error, or the same part of `ERROR_FLOOR` if that is
     larger. The search doubles the slack, then bisects: the error falls as slack grows, but for rounding.
     """
-    rank = u.shape[1]
-    probe = _AlignmentProbe(u, v, inputs, dtype)
-    floor = ERROR_FLOOR.get(dtype, 0.0) / STATED_MULTIPLE
-    bound = ERROR_MULTIPLE * max(probe.error(rank), floor)
+    rank, probe = u.shape[1], _AlignmentProbe(u, v, inputs, dtype)
+    bound = ERROR_MULTIPLE * max(probe.error(rank), ERROR_FLOOR.get(dtype, 0.0) / STATED_MULTIPLE)
     failed, slack = -1, 0
     while slack < rank and probe.error(slack) > bound:
         failed, slack = slack, min(rank, max(1, 2 * slack))

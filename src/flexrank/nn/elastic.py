@@ -16,23 +16,25 @@ class NestedLayer(nn.Module):
 
     Factors are stored by component, so that a prefix is one contiguous slice in memory and on disk. For T tokens the
     forward takes the cheaper of two equivalent routes: factored, T·r·(m+n) multiply-adds, or materialised, (T + r)·m·n.
-
-    Attributes:
-        u: parameter (k, m).
-        v: parameter (k, n).
-        bias: parameter (m,), or None.
-        full_matrix: U_k V_kᵀ (m, n) inside `switch.full_matrices`, else None; the forward uses it at full rank.
+    `full_matrix` is U_k V_kᵀ inside `switch.full_matrices`, else None; the forward uses it at full rank.
     """
 
-    geometry: ConvGeometry | None = None
     full_matrix: Tensor | None = None
 
-    def __init__(self, u: Float[Tensor, "k m"], v: Float[Tensor, "k n"], bias: Float[Tensor, " m"] | None = None):
+    def __init__(
+        self,
+        u: Float[Tensor, "k m"],
+        v: Float[Tensor, "k n"],
+        bias: Float[Tensor, " m"] | None = None,
+        geometry: ConvGeometry | None = None,
+    ):
         super().__init__()
-        self.u = Parameter(u)
-        self.v = Parameter(v)
+        self.u, self.v = Parameter(u), Parameter(v)
         self.bias = None if bias is None else Parameter(bias)
-        self._rank = u.shape[0]
+        self.geometry = geometry
+        self.matrix_shape = u.shape[1], v.shape[1]
+        self.out_features, self.in_features = self.matrix_shape
+        self._rank = len(u)
 
     @property
     def rank(self) -> int:
@@ -48,12 +50,7 @@ class NestedLayer(nn.Module):
     @property
     def max_rank(self) -> int:
         """The number k of components."""
-        return self.u.shape[0]
-
-    @property
-    def matrix_shape(self) -> tuple[int, int]:
-        """(m, n)."""
-        return self.u.shape[1], self.v.shape[1]
+        return len(self.u)
 
     @property
     def active(self) -> tuple[Float[Tensor, "r m"], Float[Tensor, "r n"]]:
@@ -67,6 +64,11 @@ class NestedLayer(nn.Module):
             return self.full_matrix
         u, v = self.active
         return u.T @ v
+
+    @property
+    def weight(self) -> Tensor:
+        """The matrix, of a convolution as filters (C_out, C_in, h, w), for model code that reads a layer's weight."""
+        return self.geometry.filters(self.matrix) if self.geometry else self.matrix
 
     def is_factored_cheaper(self, tokens: int) -> bool:
         """Whether the factored route costs no more operations than the materialised one."""
@@ -83,21 +85,6 @@ class NestedLayer(nn.Module):
 class NestedLinear(NestedLayer):
     """Elastic form of `nn.Linear` and of GPT-2's `Conv1D`: (…, n) → (…, m)."""
 
-    @property
-    def in_features(self) -> int:
-        """Inputs n."""
-        return self.v.shape[1]
-
-    @property
-    def out_features(self) -> int:
-        """Outputs m."""
-        return self.u.shape[1]
-
-    @property
-    def weight(self) -> Tensor:
-        """The materialised matrix (m, n), for model code that reads a Linear's weight."""
-        return self.matrix
-
     def forward(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch m"]:  # noqa: D102
         if self.is_factored_cheaper(math.prod(x.shape[:-1])):
             u, v = self.active
@@ -109,15 +96,6 @@ class NestedConv2d(NestedLayer):
     """Elastic form of `nn.Conv2d`: V_r is a convolution with r filters, U_r one of size 1 × 1; n = C_in·h·w."""
 
     geometry: ConvGeometry
-
-    def __init__(self, u: Tensor, v: Tensor, bias: Tensor | None, geometry: ConvGeometry):
-        super().__init__(u, v, bias)
-        self.geometry = geometry
-
-    @property
-    def weight(self) -> Tensor:
-        """The materialised filters (C_out, C_in, h, w)."""
-        return self.geometry.filters(self.matrix)
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         options = self.geometry[2:]  # stride, padding, dilation

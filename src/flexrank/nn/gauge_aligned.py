@@ -25,11 +25,9 @@ class GaugeAlignedLayer(nn.Module):
     """y = [z_{1:g}; Û z] + b with z = Ṽᵀx, of rank r: the first g = r − slack outputs are latents themselves.
 
     It stores r·(m+n−g) parameters; g = r is FlexRank, eq. 7, and g = 0 is plain U Vᵀ. `bias` is that of the first g
-    outputs. `latent` holds Ṽᵀ, and `expand` holds Û with the bias of the other outputs; both are plain torch layers,
-    which adapters and quantisers select by name.
-
-    The buffer `weight` is empty: a loader that does not know this layer fails on its shape, where it would otherwise
-    leave a freshly initialised matrix.
+    outputs. `latent` holds Ṽᵀ, and `expand` holds Û with the bias of the other outputs: plain torch layers, which
+    adapters and quantisers select by name. The buffer `weight` is empty: a loader that does not know this layer fails
+    on its shape, and leaves no freshly initialised matrix.
     """
 
     latent: nn.Module
@@ -54,6 +52,7 @@ class GaugeAlignedLayer(nn.Module):
             raise FlexrankError(f"rank {rank} with {aligned} aligned outputs does not fit a {m} x {n} matrix")
         self.matrix_shape, self.rank, self.aligned = shape, rank, aligned
         self.out_features, self.in_features = shape
+        self.geometry = geometry
         placement = {"device": device, "dtype": dtype}
         self.register_parameter("bias", Parameter(torch.zeros(aligned, **placement)) if bias and aligned else None)
         self.register_buffer("weight", torch.empty(0, **placement))
@@ -61,7 +60,6 @@ class GaugeAlignedLayer(nn.Module):
             self.latent = Linear(n, rank, bias=False, **placement)
             self.expand = Linear(rank, m - aligned, bias=bias, **placement)
         else:
-            self.geometry = geometry
             self.latent = geometry.layer(rank, bias=False, **placement)
             self.expand = nn.Conv2d(rank, m - aligned, 1, bias=bias, **placement)
 
@@ -77,20 +75,13 @@ class GaugeAlignedLayer(nn.Module):
         dtype: torch.dtype | None = None,
         inputs: Float[Tensor, "t n"] | None = None,
     ) -> Layer:
-        """The layer for y = U Vᵀ x + b.
+        """The layer for y = U Vᵀ x + b; a slack out of range, or too small for a singular block of U, is an error.
 
         Args:
-            u: (m, r).
-            v: (n, r).
-            bias: (m,).
-            geometry: of a convolution.
             slack: 0 is the paper's form, r is plain U Vᵀ, and "auto" is the least within the dtype's stated error.
                 At r = m it is at least one: with m outputs aligned only the dense matrix would be left.
-            dtype: of the layer; u's by default.
-            inputs: (t, n) activations to measure the error on, unfolded for a convolution; by default standard normal.
-
-        Raises:
-            FlexrankError: a slack out of range, or too small for a singular leading block of U.
+            dtype: u's by default.
+            inputs: activations, unfolded for a convolution, to measure the error on; by default standard normal.
         """
         (m, rank), dtype = u.shape, dtype or u.dtype
         aligned = min(rank - resolve_slack(u, v, slack, dtype, inputs), m - 1)
@@ -103,6 +94,15 @@ class GaugeAlignedLayer(nn.Module):
         """Latents that are not outputs, r − g."""
         return self.rank - self.aligned
 
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        latent = self.latent(x)
+        return self._joined(latent, self.bias, self.expand(latent)) if self.aligned else self.expand(latent)
+
+    def _joined(self, latent: Tensor, bias: Tensor | None, rest: Tensor) -> Tensor:
+        head = latent.narrow(-1, 0, self.aligned)
+        # Under autocast the latents have another dtype than the bias.
+        return torch.cat((head if bias is None else head + bias.to(latent.dtype), rest), -1)
+
     @torch.no_grad()
     def _fill(self, u: Tensor, v: Tensor, bias: Tensor | None) -> None:
         u_hat, v_tilde = gauge_align(u, v, self.slack)
@@ -114,11 +114,9 @@ class GaugeAlignedLayer(nn.Module):
             if not bool(torch.isfinite(layer.weight).all()):
                 mend = f"give more than {self.slack} slack" if self.aligned else "choose another dtype"
                 raise FlexrankError(f"the factors overflow {layer.weight.dtype}; {mend}")
-        if bias is not None:
-            assert isinstance(self.expand.bias, Tensor)
-            self.expand.bias.copy_(bias[self.aligned :])
-            if self.bias is not None:
-                self.bias.copy_(bias[: self.aligned])
+        for own, part in ((self.bias, slice(self.aligned)), (self.expand.bias, slice(self.aligned, None))):
+            if bias is not None and isinstance(own, Tensor):
+                own.copy_(bias[part])
 
     def extra_repr(self) -> str:  # noqa: D102
         m, n = self.matrix_shape
@@ -129,13 +127,11 @@ class GaugeAlignedLinear(GaugeAlignedLayer):
     """The deployed linear layer: (…, n) → (…, m)."""
 
     def forward(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch m"]:  # noqa: D102
-        # Without gradients, hooks and adapters this multiplies by the children's weights itself, because calling two
-        # modules takes longer than their products with one token. Large outputs are written in place, not concatenated.
+        # Without gradients, hooks and adapters this multiplies by the children's weights itself: calling two modules
+        # takes longer than their products with one token. Large outputs are written in place, not concatenated.
         weights = self._plain_weights()
         if weights is None:
-            latent = self.latent(x)
-            rest = self.expand(latent)
-            return self._joined(latent, self.bias, rest) if self.aligned else rest
+            return super().forward(x)
         v_tilde, u_hat, head_bias, bias = weights
         latent = linear(x, v_tilde)
         if self.aligned == 0:
@@ -154,13 +150,12 @@ class GaugeAlignedLinear(GaugeAlignedLayer):
         """
         if is_grad_enabled() or is_compiling():
             return None
-        modules, own = self._modules, self._parameters
-        latent, expand = modules["latent"], modules["expand"]
+        latent, expand, own = self._modules["latent"], self._modules["expand"], self._parameters
         if type(latent) is not Linear or type(expand) is not Linear:
             return None
-        if latent._forward_hooks or expand._forward_hooks or hooks._global_forward_hooks:
+        if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
             return None
-        if latent._forward_pre_hooks or expand._forward_pre_hooks or hooks._global_forward_pre_hooks:
+        if latent._forward_hooks or latent._forward_pre_hooks or expand._forward_hooks or expand._forward_pre_hooks:
             return None
         if "forward" in latent.__dict__ or "forward" in expand.__dict__:
             return None
@@ -172,17 +167,10 @@ class GaugeAlignedLinear(GaugeAlignedLayer):
             return None
         return v_tilde, u_hat, own["bias"], of_expand["bias"]
 
-    def _joined(
-        self, latent: Float[Tensor, "*batch r"], bias: Tensor | None, rest: Float[Tensor, "*batch k"]
-    ) -> Float[Tensor, "*batch m"]:
-        head = latent.narrow(-1, 0, self.aligned)
-        # Under autocast the latents have another dtype than the bias.
-        return torch.cat((head if bias is None else head + bias.to(latent.dtype), rest), -1)
-
     def _write_in_place(
         self, latent: Float[Tensor, "t r"], head_bias: Tensor | None, u_hat: Float[Tensor, "k r"], bias: Tensor | None
     ) -> Float[Tensor, "t m"]:
-        """Both parts go straight into one output; concatenating them costs 2 to 9 % more on a CPU."""
+        """Both parts written straight into one output; concatenating them costs 2 to 9 % more on a CPU."""
         output = latent.new_empty(len(latent), self.out_features)
         head, rest = output.split_with_sizes((self.aligned, self.out_features - self.aligned), 1)
         kept = latent.narrow(1, 0, self.aligned)
@@ -200,26 +188,16 @@ class GaugeAlignedLinear(GaugeAlignedLayer):
 class GaugeAlignedConv2d(GaugeAlignedLayer):
     """The deployed convolution: `latent` has r filters, and `expand` is 1 × 1."""
 
-    geometry: ConvGeometry
-
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
-        latent = self.latent(x)
-        if self.aligned == 0:
-            return self.expand(latent)
+    def _joined(self, latent: Tensor, bias: Tensor | None, rest: Tensor) -> Tensor:
         head = latent.narrow(-3, 0, self.aligned)
-        if self.bias is not None:
-            head = head + self.bias.to(latent.dtype)[:, None, None]
-        return torch.cat([head, self.expand(latent)], -3)
+        return torch.cat((head if bias is None else head + bias.to(latent.dtype)[:, None, None], rest), -3)
 
 
 @torch.no_grad()
 def resolve_slack(u: Tensor, v: Tensor, slack: Slack, dtype: torch.dtype, inputs: Tensor | None = None) -> int:
-    """The slack at factors u (m, r) and v (n, r), as a number.
+    """The slack as a number within 0 … r: "auto" is the least within the dtype's error bound.
 
-    "auto" is the least within the dtype's error bound, in half precision the least that leaves whole blocks.
-
-    Raises:
-        FlexrankError: a number outside 0 … r.
+    In half precision it is the least from there on that leaves whole blocks.
     """
     if slack == "auto":
         if inputs is None or not bool(inputs.any()):  # every form is exact on rows of zeros
@@ -233,8 +211,6 @@ def resolve_slack(u: Tensor, v: Tensor, slack: Slack, dtype: torch.dtype, inputs
 
 def _are_plain(x: Tensor, latent: Tensor, *weights: Tensor) -> bool:
     """Whether a product may be written into a buffer: no meta tensor, no subclass, one dtype, which autocast keeps."""
-    return (
-        not x.is_meta
-        and latent.dtype == x.dtype
-        and all(type(one) is Parameter and one.dtype == x.dtype for one in weights)
-    )
+    if x.is_meta or latent.dtype != x.dtype:
+        return False
+    return all(type(weight) is Parameter and weight.dtype == x.dtype for weight in weights)

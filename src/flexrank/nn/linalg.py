@@ -15,23 +15,19 @@ from flexrank.errors import FlexrankError
 #: Ridge added to a second moment, relative to its mean diagonal: it orders by weight energy the directions that the
 #: data never visited. It is far above float64's rounding of the moment (1e-16), and near float32's (1e-7).
 RIDGE = 1e-6
-#: Rows of a strip. A Gram matrix is symmetric, so that of each strip only what is right of the diagonal is computed:
-#: 5/8 of the full product for four strips. At 2048 columns on one core 0.094 s, in place of 0.134 s.
+#: Rows of a strip of a Gram matrix, of which only what is right of the diagonal is computed: 5/8 of it for four strips.
 STRIP = 512
 #: Rows of which one product is taken: never more are summed in less than float64.
 ROWS = 4096
-#: Condition (1-norm) up to which a tall matrix is orthogonalised by Cholesky, which leaves it orthonormal to 1e-6 (the
-#: condition squared, times float64's rounding); beyond, by Householder's QR, which takes four times as long.
+#: Condition (1-norm) up to which Cholesky orthogonalises a tall matrix, to 1e-6; beyond, Householder's QR, four times
+#: as slow, does.
 CONDITION = 1e5
 
 
 class Factors(NamedTuple):
-    """Ordered rank-one components of a matrix, component by component: with all k of them, `weight == u.T @ v`.
+    """k ordered rank-one components of a matrix in float64: with all of them, `weight == u.T @ v`.
 
-    Attributes:
-        u: (k, m) float64; row i is the output direction of component i.
-        v: (k, n) float64; row i is its input direction, scaled to the length of u's row.
-        energies: (k,) float64, falling: what component i adds to the weighted squared output.
+    `energies` fall: energies[i] is what component i adds to the weighted squared output.
     """
 
     u: Float[Tensor, "k m"]
@@ -39,23 +35,8 @@ class Factors(NamedTuple):
     energies: Float[Tensor, " k"]
 
 
-def leading_count(energies: Float[Tensor, " k"], share: float) -> int:
-    """The least number of leading components that hold this share of the energy; 0 where there is no energy.
-
-    Args:
-        energies: (k,), falling, not negative.
-        share: within 0 … 1.
-    """
-    held = energies.cumsum(0)
-    return int((held < share * held[-1]).sum()) + 1 if held[-1] > 0 else 0
-
-
 def plain_svd(weight: Float[Tensor, "m n"]) -> Factors:
-    """Singular value decomposition of the weight alone, the data-free baseline.
-
-    Raises:
-        FlexrankError: the weight is not finite.
-    """
+    """Singular value decomposition of the weight alone, the data-free baseline; the weight must be finite."""
     _require_finite("weight", weight)
     left, values, right = torch.linalg.svd(weight.double(), full_matrices=False)
     return _balanced(left, right.T * values, values**2)
@@ -72,18 +53,15 @@ def data_svd(
     """DataSVD without whitening: the rank-r prefix minimises E‖(W − W_r)x‖² for every r (FlexRank, eq. 3).
 
     The optimum is W_r = P_r P_rᵀ W, with P the eigenvectors of C = W Σ Wᵀ; Σ may be singular, for neither its inverse
-    nor its root is taken. For m > n, W = QR and R Σ Rᵀ replaces C, so that min(m, n) dimensions suffice.
-    With `gradient_moment` G the error is weighted on the output side too: E‖G^{1/2}(W − W_r)x‖².
+    nor its root is taken. For m > n, W = QR and R Σ Rᵀ replaces C, so that min(m, n) dimensions suffice. Values that
+    are not finite, and moments that do not suffice, are a FlexrankError.
 
     Args:
-        weight: W, (m, n).
+        weight: W.
         input_moment: Σ = Σ_t x_t x_tᵀ, at any scale.
         output_moment: C = W Σ Wᵀ, in place of Σ; only for m <= n.
         mean_square: tr(Σ)/n at the same scale; needed with `output_moment`, for the ridge.
-        gradient_moment: G, the second moment of the loss's gradient at the output (the `fisher` option).
-
-    Raises:
-        FlexrankError: a moment or the weight is not finite, or the moments do not suffice.
+        gradient_moment: G, of the loss's gradient at the output: E‖G^{1/2}(W − W_r)x‖² is minimised.
     """
     _require_finite("weight", weight)
     given, weight = weight, weight.double()
@@ -102,17 +80,14 @@ def data_svd(
     energies, vectors = torch.linalg.eigh((gram + gram.T) / 2)
     energies, vectors = energies.flip(0).clamp(min=0), vectors.flip(1)
     left = vectors if lift is None else lift(vectors)
-    right = compressed.T @ vectors
-    return _balanced(left if inverse_root is None else inverse_root @ left, right, energies)
+    return _balanced(left if inverse_root is None else inverse_root @ left, compressed.T @ vectors, energies)
 
 
 def whitened_svd(weight: Float[Tensor, "m n"], input_moment: Float[Tensor, "n n"]) -> Factors:
     """The paper's DataSVD: svd(W Σ^{1/2}) = P Λ Qᵀ, U = P Λ^{1/2}, V = Σ^{-1/2} Q Λ^{1/2} (FlexRank, appendix C.1).
 
-    Σ gets the ridge of `data_svd`; the paper prints none, and inverts a matrix that is often singular.
-
-    Raises:
-        FlexrankError: a non-finite input, or a moment of zeros, which cannot be inverted.
+    Σ gets the ridge of `data_svd`; the paper prints none, and inverts a matrix that is often singular. A moment of
+    zeros, or a value that is not finite, is a FlexrankError.
     """
     weight = weight.double()
     _require_finite("weight", weight)
@@ -127,9 +102,9 @@ def whitened_svd(weight: Float[Tensor, "m n"], input_moment: Float[Tensor, "n n"
 def ridged(moment: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
     """The finite moment in float64 plus `RIDGE` times its mean diagonal; for a moment of zeros the identity."""
     _require_finite("second moment", moment)
-    moment = moment.double()
-    size = moment.shape[0]
-    return moment + _ridge(float(moment.trace()) / size) * torch.eye(size, dtype=moment.dtype, device=moment.device)
+    moment = moment.to(torch.float64, copy=True)
+    moment.diagonal().add_(_ridge(float(moment.trace()) / len(moment)))
+    return moment
 
 
 def gram_of(rows: Float[Tensor, "t n"]) -> Float[Tensor, "n n"]:
@@ -141,11 +116,9 @@ def gram_of(rows: Float[Tensor, "t n"]) -> Float[Tensor, "n n"]:
 
 
 def add_gram(moment: Float[Tensor, "n n"], rows: Float[Tensor, "t n"]) -> None:
-    """Adds rowsᵀ rows to the part of `moment` right of the diagonal, by strips of `STRIP`; `mirror` completes it.
+    """Adds rowsᵀ rows, in place, to the part of a float64 `moment` right of the diagonal; `mirror` completes it.
 
-    Args:
-        moment: float64, changed in place.
-        rows: products of at most `ROWS` rows each are taken in float32 or better, and added in float64.
+    Products of at most `ROWS` rows each are taken in float32 or better, and added in float64.
     """
     for part in rows.split(ROWS):
         part = part if part.dtype in (torch.float32, torch.float64) else part.float()
@@ -155,9 +128,8 @@ def add_gram(moment: Float[Tensor, "n n"], rows: Float[Tensor, "t n"]) -> None:
 
 def mirror(moment: Float[Tensor, "n n"]) -> None:
     """Copies what is right of the diagonal's blocks to below them, in place."""
-    for start in range(0, len(moment), STRIP):
-        end = start + STRIP
-        moment[end:, start:end] = moment[start:end, end:].T
+    for end in range(STRIP, len(moment), STRIP):
+        moment[end:, end - STRIP : end] = moment[end - STRIP : end, end:].T
 
 
 def column_lengths(columns: Tensor) -> Tensor:
@@ -168,11 +140,7 @@ def column_lengths(columns: Tensor) -> Tensor:
 
 
 def _compress(tall: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """R (n, n) of a tall W = Q R, and the function that takes P (n, k) to Q P.
-
-    By Cholesky RᵀR = WᵀW and Q P = W R⁻¹ P. (Q P)(Rᵀ P)ᵀ is W whatever R is: only Q's columns depend on how well W is
-    conditioned; see `CONDITION`.
-    """
+    """R (n, n) of a tall W = Q R, and the function from P (n, k) to Q P. By Cholesky RᵀR = WᵀW and Q P = W R⁻¹ P."""
     factor, failed = torch.linalg.cholesky_ex(gram_of(tall))
     triangle = factor.mT
     if not bool(failed) and bool(factor.diagonal().min() * CONDITION > factor.diagonal().max()):

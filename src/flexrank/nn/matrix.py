@@ -45,20 +45,17 @@ def is_conv1d(module: nn.Module) -> bool:
 
 def unsupported_reason(module: nn.Module) -> str | None:
     """Why a layer that holds a matrix cannot be factorised; None where it can, or where there is no matrix."""
-    kind = type(module).__name__
-    if isinstance(module, nn.Conv2d):
-        if type(module) is not nn.Conv2d:  # its own forward may standardise the weight, or pad
-            return f"{kind} is a Conv2d of its own kind"
-        if module.groups != 1:
-            return f"convolution with {module.groups} groups"
-        if module.padding_mode != "zeros" or isinstance(module.padding, str):
-            return f"convolution with padding {module.padding!r}, mode {module.padding_mode!r}"
+    for kind in (nn.Conv2d, nn.Linear):  # a subclass's own forward may standardise the weight, or pad
+        if isinstance(module, kind) and type(module) is not kind:
+            return f"{type(module).__name__} is a {kind.__name__} of its own kind"
+    if isinstance(module, nn.Conv2d) and module.groups != 1:
+        return f"convolution with {module.groups} groups"
+    if isinstance(module, nn.Conv2d) and (module.padding_mode != "zeros" or isinstance(module.padding, str)):
+        return f"convolution with padding {module.padding!r}, mode {module.padding_mode!r}"
     if isinstance(module, nn.Embedding):
         return "embedding"
     if isinstance(module, (nn.Conv1d, nn.Conv3d, nn.ConvTranspose2d, nn.Bilinear, nn.MultiheadAttention)):
-        return f"{kind} is not supported"
-    if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
-        return f"{kind} is a Linear of its own kind"
+        return f"{type(module).__name__} is not supported"
     return None
 
 
@@ -75,11 +72,7 @@ def matrix_shape(layer: nn.Module) -> tuple[int, int]:
 
 
 def weight_matrix(layer: nn.Module) -> Tensor:
-    """The layer's matrix (m, n): a view of its weight, in its dtype.
-
-    Raises:
-        TypeError: the module is not a layer with a matrix.
-    """
+    """The layer's matrix (m, n): a view of its weight, in its dtype. Another module is a TypeError."""
     if isinstance(layer, nn.Linear):
         return layer.weight
     if isinstance(layer, nn.Conv2d):
@@ -92,20 +85,16 @@ def weight_matrix(layer: nn.Module) -> Tensor:
 
 def bias_of(layer: nn.Module) -> Tensor | None:
     """The layer's bias (m,), or None."""
-    bias = layer.bias
-    return bias if isinstance(bias, Tensor) else None
+    return layer.bias if isinstance(layer.bias, Tensor) else None
 
 
 def conv_geometry(layer: nn.Module) -> ConvGeometry | None:
     """The geometry of a convolution, dense or elastic; None for a linear layer."""
-    elastic = getattr(layer, "geometry", None)
-    if isinstance(elastic, ConvGeometry):
-        return elastic
     if not isinstance(layer, nn.Conv2d):
-        return None
+        geometry = getattr(layer, "geometry", None)
+        return geometry if isinstance(geometry, ConvGeometry) else None
     pairs = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
-    kernel, stride, padding, dilation = ((int(pair[0]), int(pair[1])) for pair in pairs)
-    return ConvGeometry(layer.in_channels, kernel, stride, padding, dilation)
+    return ConvGeometry(layer.in_channels, *((int(pair[0]), int(pair[1])) for pair in pairs))
 
 
 def input_rows(layer: nn.Module, inputs: Tensor) -> Tensor:
@@ -121,10 +110,8 @@ def input_rows(layer: nn.Module, inputs: Tensor) -> Tensor:
 
 def output_rows(layer: nn.Module, outputs: Tensor) -> Tensor:
     """The layer's output as rows (tokens, m), in the order of `input_rows`."""
-    if conv_geometry(layer) is None:
-        return outputs.reshape(-1, outputs.shape[-1])
-    outputs = outputs if outputs.ndim == 4 else outputs.unsqueeze(0)
-    return outputs.permute(0, 2, 3, 1).reshape(-1, outputs.shape[1])
+    rows = outputs if conv_geometry(layer) is None else outputs.movedim(-3, -1)
+    return rows.reshape(-1, rows.shape[-1])
 
 
 def masked_rows(rows: Tensor, mask: Tensor | None) -> Tensor:
@@ -132,6 +119,6 @@ def masked_rows(rows: Tensor, mask: Tensor | None) -> Tensor:
 
     Where there is not one row for each entry of the mask (pooled vectors, patches of an image), all rows are kept.
     """
-    if mask is None or rows.shape[0] != mask.numel():
+    if mask is None or len(rows) != mask.numel():
         return rows
     return rows[mask.reshape(-1).to(rows.device)]

@@ -2,7 +2,7 @@
 
 import fnmatch
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from torch import nn
 from flexrank.errors import FlexrankError
 from flexrank.nn.elastic import NestedConv2d, NestedLayer, NestedLinear
 from flexrank.nn.linalg import Factors
-from flexrank.nn.matrix import bias_of, conv_geometry, is_layer, matrix_shape, unsupported_reason, weight_matrix
+from flexrank.nn.matrix import bias_of, conv_geometry, is_layer, unsupported_reason, weight_matrix
 
 log = logging.getLogger("flexrank")
 
@@ -20,13 +20,8 @@ def select_layers(
 ) -> dict[str, nn.Module]:
     """The layers to factorise by name, in the model's order. Each layer left dense is logged with its reason.
 
-    Args:
-        model: any torch module.
-        include: names or globs ("*.mlp.*", or a part between dots such as "lm_head"); all layers by default.
-        exclude: names or globs of layers to leave dense.
-
-    Raises:
-        FlexrankError: a pattern matches no module, or nothing is left to factorise.
+    `include` and `exclude` are names or globs: "*.mlp.*", or a part between dots such as "lm_head". A pattern that
+    matches no module, or nothing left to factorise, is a FlexrankError.
     """
     for pattern in (*(include or ()), *exclude):
         if not any(_matches(name, pattern) for name, _ in model.named_modules()):
@@ -48,8 +43,7 @@ def dense_reasons(
     reasons = {}
     for name, module in model.named_modules():
         if is_layer(module):
-            selection = _selection_reason(name, include, exclude) or _parent_reason(model, name)
-            reason = selection or _weight_reason(name, module, owners)
+            reason = _selection_reason(model, name, include, exclude) or _weight_reason(name, module, owners)
         else:
             reason = unsupported_reason(module) or _unknown_reason(module)
         if reason is not None:
@@ -62,8 +56,8 @@ def nest_(model: nn.Module, name: str, factors: Factors) -> NestedLayer:
     layer = model.get_submodule(name)
     weight, bias, geometry = weight_matrix(layer), bias_of(layer), conv_geometry(layer)
     u, v = (factor.to(weight.device, weight.dtype).contiguous() for factor in (factors.u, factors.v))
-    copy = None if bias is None else bias.detach().clone()
-    nested: NestedLayer = NestedLinear(u, v, copy) if geometry is None else NestedConv2d(u, v, copy, geometry)
+    kind = NestedConv2d if geometry else NestedLinear
+    nested = kind(u, v, None if bias is None else bias.detach().clone(), geometry)
     nested.requires_grad_(weight.requires_grad)
     if bias is not None and nested.bias is not None:
         nested.bias.requires_grad_(bias.requires_grad)
@@ -72,30 +66,23 @@ def nest_(model: nn.Module, name: str, factors: Factors) -> NestedLayer:
 
 
 def replace_layer(model: nn.Module, name: str, new: nn.Module) -> None:
-    """Puts `new` in the place of the module `name`, under each of its parents if several share it.
-
-    Raises:
-        FlexrankError: there is no such module, or it is the model itself.
-    """
+    """Puts `new` in the place of the module `name`, under each of its parents if several share it."""
     if not name:
         raise FlexrankError("the model itself is one layer; wrap it in nn.Sequential to replace it")
-    try:
-        old = model.get_submodule(name)
-    except AttributeError as error:
-        raise FlexrankError(f"{type(model).__name__} has no layer {name!r}") from error
+    old = dict(model.named_modules(remove_duplicate=False)).get(name)
+    if old is None:
+        raise FlexrankError(f"{type(model).__name__} has no layer {name!r}")
     for parent in list(model.modules()):
         for child_name, child in list(parent._modules.items()):  # named_children names a shared child only once
             if child is old:
                 setattr(parent, child_name, new)
 
 
-def _selection_reason(name: str, include: Sequence[str] | None, exclude: Iterable[str]) -> str | None:
+def _selection_reason(model: nn.Module, name: str, include: Sequence[str] | None, exclude: Sequence[str]) -> str | None:
     if include is not None and not any(_matches(name, pattern) for pattern in include):
         return "not included"
-    return "excluded" if any(_matches(name, pattern) for pattern in exclude) else None
-
-
-def _parent_reason(model: nn.Module, name: str) -> str | None:
+    if any(_matches(name, pattern) for pattern in exclude):
+        return "excluded"
     if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.TransformerEncoderLayer):
         return "torch's fused encoder layer reads its weight, and does not call it"
     return None
@@ -111,13 +98,13 @@ def _weight_reason(name: str, module: nn.Module, owners: Mapping[int, list[str]]
         return f"weight tied to {shared[0]}"
     if not weight.is_floating_point():
         return f"weight is {weight.dtype}"
-    if min(matrix_shape(module)) < 2:
+    if min(weight_matrix(module).shape) < 2:
         return "a matrix of rank one has nothing to factorise"
     return "the model itself is one layer; wrap it in nn.Sequential" if not name else None
 
 
 def _unknown_reason(module: nn.Module) -> str | None:
-    """Names a matrix that a module of an unknown kind holds, such as fused experts."""
+    """Names a matrix in a module of an unknown kind, such as fused experts."""
     for name, parameter in module.named_parameters(recurse=False):
         if parameter.ndim >= 2 and min(parameter.shape[-2:]) > 1:
             return f"{type(module).__name__} with parameter {name} {tuple(parameter.shape)} is not supported"

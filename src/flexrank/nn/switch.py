@@ -37,11 +37,7 @@ def uniform_profile(model: nn.Module, budget: float) -> RankProfile:
 
 
 def set_profile(model: nn.Module, profile: Mapping[str, int]) -> None:
-    """Sets the active ranks of all elastic layers.
-
-    Raises:
-        FlexrankError: the profile names other layers than the model has, or a rank is out of range.
-    """
+    """Sets the active ranks of all elastic layers; a profile that does not fit is a FlexrankError."""
     layers = nested_layers(model)
     require_fitting(layers, profile)
     for name, rank in profile.items():
@@ -74,9 +70,8 @@ def use_profile(model: nn.Module, profile: Mapping[str, int]) -> Iterator[nn.Mod
 def full_matrices(model: nn.Module, room: int) -> Iterator[None]:
     """Inside the block full rank costs what the dense layer costs: its matrix is made once, not at each call.
 
-    Args:
-        model: elastic; its weights must not change inside the block.
-        room: most bytes for matrices, of the last layers first; on a GPU at most half of the free memory is taken.
+    The weights must not change inside the block. The matrices, of the last layers first, take at most `room` bytes, and
+    on a GPU at most half of the free memory.
     """
     layers = nested_layers(model)
     room = room_on(next(iter(layers.values())).u.device, room)
@@ -122,8 +117,5 @@ def footprint(model: nn.Module, dtype: torch.dtype | None = None) -> Footprint:
     others = [parameter for parameter in model.parameters() if id(parameter) not in factors]
     persistent = {id(value) for value in model.state_dict(keep_vars=True).values()}
     buffers = [buffer for buffer in model.buffers() if id(buffer) in persistent]
-    return Footprint(
-        other_parameters=sum(parameter.numel() for parameter in others),
-        other_bytes=sum(map(size, (*others, *buffers))),
-        bytes_per_parameter=dtype.itemsize if dtype else max(layer.u.element_size() for layer in layers),
-    )
+    width = dtype.itemsize if dtype else max(layer.u.element_size() for layer in layers)
+    return Footprint(sum(parameter.numel() for parameter in others), sum(map(size, (*others, *buffers))), width)

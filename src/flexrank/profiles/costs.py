@@ -86,12 +86,6 @@ def whole_slack(shape: Shape, rank: int, slack: int, dtype: str) -> int:
     return min(rank, slack + -computed % rank_block(shape))
 
 
-def nearest_rank(shape: Shape, share: float) -> int:
-    """The rank of whole blocks nearest to this share of the full rank, from 1 to the full rank."""
-    full, block = min(shape), rank_block(shape)
-    return min(full, round(share * full / block) * block or max(1, round(share * full)))
-
-
 def is_worth_it(shape: Shape, rank: int, min_saving: float, slack_share: float) -> bool:
     """Whether the layer saves `min_saving` of the dense operations at this rank, or is dense: at full rank."""
     limit = (1 - min_saving) * dense_parameters(shape)

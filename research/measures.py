@@ -1,0 +1,113 @@
+"""What only the studies and benches measure with: rank correlation, accuracy, energy shares, altered images."""
+
+import contextlib
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from flexrank.data.batches import Batch, eval_mode
+from flexrank.data.images import Scaling
+from flexrank.data.metrics import predict
+from flexrank.errors import FlexrankError
+from flexrank.profiles.costs import Shape, rank_block
+
+#: Between the stories of a file of TinyStories.
+STORY_SEPARATOR = "\n<|endoftext|>\n"
+
+
+@contextlib.contextmanager
+def inference(*models: nn.Module) -> Iterator[None]:
+    """Eval mode and no gradients inside the block; afterwards every submodule has the mode it had before."""
+    with eval_mode(*models), torch.inference_mode():
+        yield
+
+
+def spearman(first: Sequence[float] | Tensor, second: Sequence[float] | Tensor) -> float:
+    """Spearman's rank correlation of two finite series of equal length, neither of them constant."""
+    from scipy import stats
+
+    one, two = (torch.as_tensor(values, dtype=torch.float64) for values in (first, second))
+    is_finite = bool(torch.isfinite(one).all() and torch.isfinite(two).all())
+    if one.shape != two.shape or one.ndim != 1 or not is_finite or min(len(one.unique()), len(two.unique())) < 2:
+        raise FlexrankError("a rank correlation needs two finite series of equal length, neither of them constant")
+    return float(stats.spearmanr(one.numpy(), two.numpy()).statistic)
+
+
+def accuracy(model: nn.Module, batches: Iterable[Batch], labels: Tensor | Sequence[int]) -> float:
+    """Share of rows whose class is the label (N,), in [0, 1]; with the teacher's classes as labels, the agreement."""
+    classes, expected = predict(model, batches), torch.as_tensor(labels)
+    if classes.shape != expected.shape:
+        raise FlexrankError(f"the batches give classes {tuple(classes.shape)}, the labels are {tuple(expected.shape)}")
+    return float((classes == expected).double().mean())
+
+
+def leading_count(energies: Tensor, share: float) -> int:
+    """The least number of leading components, of falling energies (k,), that hold this share; 0 of no energy."""
+    held = energies.cumsum(0)
+    return int((held < share * held[-1]).sum()) + 1 if held[-1] > 0 else 0
+
+
+def nearest_rank(shape: Shape, share: float) -> int:
+    """The rank of whole blocks nearest to this share of the full rank, from 1 to the full rank."""
+    full, block = min(shape), rank_block(shape)
+    return min(full, round(share * full / block) * block or max(1, round(share * full)))
+
+
+class AlteredBatches:
+    """Endless batches (B, C, H, W): all images in a new order each pass, each one shifted and mirrored at random.
+
+    This is the customary augmentation of CIFAR-10 (He et al. 2016, section 4.2): a crop of the image's own size out of
+    a black frame, `padding` wide, mirrored with probability 1/2. Batch i depends on the seed and i alone, so that a run
+    continued from `state_dict` sees the same batches. The last images of a pass, if they fill no batch, are left out.
+    """
+
+    def __init__(self, images: Tensor, scaling: Scaling, batch_size: int, seed: int, padding: int = 4):
+        """`images` are uint8 (N, C, H, W), at least as many as one batch holds."""
+        if len(images) < batch_size:
+            raise FlexrankError(f"{len(images)} images are fewer than one batch of {batch_size}")
+        self._images, self._scaling, self._size = images, scaling, batch_size
+        self._seed, self._padding, self._count = seed, padding, 0
+        self._order: tuple[int, Tensor] = (-1, torch.empty(0))
+
+    @property
+    def per_pass(self) -> int:
+        """Batches per pass over all images."""
+        return len(self._images) // self._size
+
+    def rows(self, number: int) -> Tensor:
+        """Indices (B,) of the images in batch `number`."""
+        epoch, position = divmod(number, self.per_pass)
+        if self._order[0] != epoch:
+            self._order = epoch, torch.randperm(len(self._images), generator=self._generator("order", epoch))
+        return self._order[1][position * self._size : (position + 1) * self._size]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Continues after the last batch of any earlier iteration."""
+        while True:
+            self._count += 1
+            yield self._batch(self._count - 1)
+
+    def state_dict(self) -> dict[str, int]:
+        """The number of batches so far."""
+        return {"count": self._count}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continues from a `state_dict`."""
+        self._count = state["count"]
+
+    def _batch(self, number: int) -> Tensor:
+        images = self._images[self.rows(number)]
+        generator = self._generator("crops", number)
+        padded = functional.pad(images, (self._padding,) * 4)
+        corners = torch.randint(2 * self._padding + 1, (len(images), 2), generator=generator).tolist()
+        height, width = images.shape[2:]
+        cut = [image[:, y : y + height, x : x + width] for image, (y, x) in zip(padded, corners, strict=True)]
+        crops = torch.stack(cut)
+        mirrored = torch.rand(len(images), generator=generator) < 0.5
+        return self._scaling(torch.where(mirrored.view(-1, 1, 1, 1), crops.flip(-1), crops))
+
+    def _generator(self, what: str, number: int) -> torch.Generator:
+        return torch.Generator().manual_seed(random.Random(f"{self._seed} {what} {number}").getrandbits(31))

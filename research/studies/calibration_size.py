@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexrank.calibrate import Moments, collect_moments, merge_moments
+from flexrank.calibrate import Moments, collect_moments
 from flexrank.data.batches import Batch
 from flexrank.decompose import decompose_
 from flexrank.errors import FlexrankError
@@ -18,6 +18,7 @@ from flexrank.nn.switch import uniform_profile, use_profile
 from flexrank.run.workspace import Workspace
 from research.findings import Result, between, claim, spread, table
 from research.findings.figures import draw_seeds
+from research.moments import merge_moments
 from research.studies.language import DECOMPOSED, checked_datasvd, load_space, pycode_settings, told_apart
 from research.studies.study import Ledger, Request, Study, count_seeds
 

@@ -21,8 +21,7 @@ from torch.nn import functional
 
 from flexrank.data.images import AlteredBatches, Scaling, channels_first, read_images
 from flexrank.data.metrics import accuracy
-from flexrank.distill.feed import Feed
-from flexrank.distill.schedule import scheduled_rate
+from flexrank.distill.schedule import Feed, scheduled_rate
 from flexrank.distill.state import State
 from flexrank.errors import FlexrankError
 from flexrank.files import directory_aside, write_json

@@ -5,6 +5,7 @@ read and returned in a real forward; peaks are those of fresh processes.
 """
 
 import ctypes
+import functools
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -63,7 +64,7 @@ def measure_moments(dtype: str) -> dict[str, Any]:
     calls: list[tuple[Callable[[Tensor, Tensor], None], Tensor, Tensor]] = []
     with Hooks() as hooks:
         for name, layer in layers.items():
-            see = collector.watcher(name)
+            see = functools.partial(collector.see, name)
             hooks.watch(layer, lambda inputs, output, see=see: calls.append((see, inputs, output)))  # type: ignore[misc]
         call_model(model, batch)
 

@@ -35,7 +35,7 @@ Case = tuple[Any, Sequence[Any], Sequence[Any], Any, Callable[[nn.Module], float
 def run(_: Request) -> Result:
     """Runs both models."""
     assets = assets_directory("stsb", "pycode5m")
-    data = {"all-MiniLM-L6-v2": _measure(*_sentences(assets)), "pycode5m": _measure(*_code(assets))}
+    data = {"all-MiniLM-L6-v2": _measure(_sentences(assets)), "pycode5m": _measure(_code(assets))}
     return {
         "settings": {"least savings": list(RULES), "budgets": list(BUDGETS)},
         "tables": [_table(name, cells) for name, cells in data.items()],
@@ -64,9 +64,8 @@ def _code(assets: Path) -> Case:
     return teacher, train[:16], train[16:18], LogitObjective(), lambda m: nats_per_token(m, held_out[:6])
 
 
-def _measure(
-    teacher: Any, calibration: list[Any], probe: list[Any], objective: Any, score: Any
-) -> list[dict[str, Any]]:
+def _measure(case: Case) -> list[dict[str, Any]]:
+    teacher, calibration, probe, objective, score = case
     model = copy.deepcopy(teacher)
     decompose_(model, collect_moments(model, calibration, select_layers(model, exclude=["pooler"])))
     rows = collect_rows(model, calibration, nested_layers(model))

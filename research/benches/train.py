@@ -22,8 +22,7 @@ from torch.utils import flop_counter
 from flexrank.deployment.machine import forget_peak, interleave, resident_peak
 from flexrank.deployment.process import in_fresh_process
 from flexrank.distill.objectives import objective_for
-from flexrank.distill.prefixes import used_components
-from flexrank.distill.step import Step, Targets, make_optimizer, trainable_parameters, training
+from flexrank.distill.step import Step, Targets, make_optimizer, trainable_parameters, training, used_components
 from flexrank.hf.models import Task, load_model
 from flexrank.nn.linalg import Factors
 from flexrank.nn.matrix import weight_matrix

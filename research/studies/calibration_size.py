@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from flexrank import FlexrankError, decompose_
-from flexrank.calibrate import Moments, collect_moments, merge_moments
+from flexrank.calibrate import Moments, collect_moments
 from flexrank.data.batches import Batch
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import uniform_profile, use_profile
 from flexrank.run.workspace import Workspace
 from research.experiment import Experiment, Ledger, Request
 from research.figures import GREEN, OTHER, OURS, PINK, draw_level, draw_seeds, panels
+from research.moments import merge_moments
 from research.result import Result, between, claim, spreads, table
 from research.studies.language import DECOMPOSED, checked_config, datasvd_space, identity_of, pycode_settings
 

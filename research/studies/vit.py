@@ -21,8 +21,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from flexrank.data.images import Scaling, channels_first, read_images
-from flexrank.distill.feed import Feed
-from flexrank.distill.schedule import scheduled_rate
+from flexrank.distill.schedule import Feed, scheduled_rate
 from flexrank.distill.state import State
 from flexrank.errors import FlexrankError
 from flexrank.files import directory_aside, write_json

@@ -24,13 +24,12 @@ def decompose_(
 ) -> dict[str, Tensor]:
     """Replaces each layer in place by its elastic form W = U Vᵀ at full rank, components in order of importance.
 
+    Returns the energies (k,) of each layer's components, falling: their parts of the weighted squared output.
+
     Args:
         moments: from `collect_moments`; for "svd" the layers' names suffice.
         method: "datasvd" (without whitening), "fisher" (also weighted by the outputs' gradients), "paper" (whitened,
             FlexRank appendix C.1), or "svd" (weights alone).
-
-    Returns:
-        The energies (k,) of each layer's components, falling: their parts of the weighted squared output.
 
     Raises:
         FlexrankError: an unknown method, a moment that the method needs and lacks, or values that are not finite.
@@ -39,9 +38,8 @@ def decompose_(
     energies = {}
     for name in track(list(moments), "decomposing"):
         weight = weight_matrix(model.get_submodule(name)).detach()
-        moment = moments[name] if isinstance(moments, Mapping) else None
         try:
-            factors = _decompose(weight, moment, method)
+            factors = _decompose(weight, moments[name] if isinstance(moments, Mapping) else None, method)
         except FlexrankError as error:
             raise FlexrankError(f"layer {name!r}: {error}") from error
         energies[name] = factors.energies
@@ -59,15 +57,9 @@ def decompose_by_block_(
 ) -> dict[str, Tensor]:
     """`decompose_` of a stack of blocks, one at a time, so that memory holds the moments of one block, not of all.
 
-    The last block comes first, so that every moment is that of `collect_moments` for the original model (gradients,
-    which pass through the layers after, differ by the rounding of the factors there). L blocks take (L + 1)/2 forwards
-    over the batches in place of one, and with `gradient_loss` L, each with its backward. Returns and raises as
-    `collect_moments` and `decompose_` do.
-
-    Args:
-        layers: names, from `select_layers`. Hold no layer itself: it would stay in memory beside its elastic form.
-        method: any but "svd", which needs no batches: call `decompose_` with the names.
-        gradient_loss: for "fisher", as `collect_moments`.
+    The last block comes first, so that every moment is that of the original model; gradients, which pass through the
+    layers after, differ by the rounding of the factors there. For cost, arguments and errors see `moments_by_block`.
+    Hold no layer yourself: it would stay in memory beside its elastic form. For "svd" call `decompose_` with the names.
     """
     _require_known(method)
     names, energies = list(layers), dict[str, Tensor]()
@@ -88,13 +80,13 @@ def _decompose(weight: Tensor, moment: LayerMoment | None, method: Method) -> Fa
         return plain_svd(weight)
     if moment is None:
         raise FlexrankError(f"method {method!r} needs moments; call collect_moments first")
+    if method == "paper" and moment.side != "input":
+        raise FlexrankError("method 'paper' needs the input's moment; collect_moments(..., side='input') keeps it")
     if method == "paper":
-        if moment.side != "input":
-            raise FlexrankError("method 'paper' needs the input's moment; collect_moments(..., side='input') keeps it")
         return whitened_svd(weight, moment.moment)
-    if method == "fisher" and moment.gradient_moment is None:
-        raise FlexrankError("method 'fisher' needs collect_moments(..., gradient_loss=...)")
     gradient = moment.gradient_moment if method == "fisher" else None
+    if method == "fisher" and gradient is None:
+        raise FlexrankError("method 'fisher' needs collect_moments(..., gradient_loss=...)")
     if moment.side == "input":
         return data_svd(weight, input_moment=moment.moment, gradient_moment=gradient)
     return data_svd(weight, output_moment=moment.moment, mean_square=moment.mean_square, gradient_moment=gradient)

@@ -10,19 +10,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flexrank.calibrate.blocks import Section, block_stack, find_sections, runs_in_order
 from flexrank.calibrate.collector import Collector
-from flexrank.calibrate.groups import find_groups
 from flexrank.calibrate.hooks import Hooks, traced
-from flexrank.calibrate.moments import LayerMoment, Moments, load_moments, merge_moments, save_moments
+from flexrank.calibrate.moments import LayerMoment, Moments, load_moments, save_moments
+from flexrank.calibrate.structure import Section, block_stack, find_groups, find_sections, runs_in_order
 from flexrank.data.batches import Batch, call_model, eval_mode, model_device, to_device, token_mask
 from flexrank.errors import FlexrankError
-from flexrank.nn.matrix import input_rows, masked_rows, weight_matrix
+from flexrank.nn.matrix import input_rows, masked_rows
 from flexrank.progress import track
 
 __all__ = [
     "GradientLoss", "Hooks", "LayerMoment", "Moments", "Side", "block_stack", "collect_moments", "collect_rows",
-    "find_groups", "load_moments", "merge_moments", "moments_by_block", "save_moments",
+    "find_groups", "load_moments", "moments_by_block", "save_moments",
 ]  # fmt: skip
 
 GradientLoss = Callable[[Any, Batch], Tensor]
@@ -38,14 +37,12 @@ def collect_moments(
     side: Side = "smaller",
     gradient_loss: GradientLoss | None = None,
 ) -> Moments:
-    """Streams `batches` through the model and sums each layer's second moment; memory does not grow with tokens.
+    """The second moment of each layer, summed over the real tokens of all batches; memory does not grow with tokens.
 
-    Padding is left out by the batch's `attention_mask`. Layers that read the same tensor share one sum. For m <= n the
-    output's moment is summed in place of the input's where that is less work. Products are taken in float32 or better,
-    of at most 4096 rows each, and summed in float64. The model runs in eval mode.
+    Layers that read the same tensor share one sum. For m <= n the output's moment is summed in place of the input's
+    where that is less work. Products are taken in float32 or better, of at most 4096 rows each, and summed in float64.
 
     Args:
-        batches: mappings, tensors or tuples (see `batches.call_model`).
         layers: name to layer, from `select_layers`.
         side: "input" keeps Σ for every layer, which whitening (`method="paper"`) needs.
         gradient_loss: (output, batch) to a scalar; with it the outputs' gradient moments are summed too (`fisher`).
@@ -56,12 +53,11 @@ def collect_moments(
     """
     stream = iter(batches)
     first = _first(stream)
-    _require_finite_weights(layers)
     with eval_mode(model):
         groups = find_groups(model, first, layers)
     total = len(batches) if isinstance(batches, Sequence) else None
     collector = Collector(layers, groups, side, gradient_loss is not None)
-    return _run(model, track(itertools.chain([first], stream), "calibrating", total), collector, gradient_loss)
+    return _run(model, track(itertools.chain([first], stream), "calibrating", total), collector, gradient_loss, None)
 
 
 def moments_by_block(
@@ -74,26 +70,16 @@ def moments_by_block(
 ) -> Iterator[Moments]:
     """`collect_moments` for one block of the model's stack at a time, so that memory holds one block's moments.
 
-    Yields the moments of one block's layers, to the bit those of `collect_moments`; let go of them before the next. The
-    last block comes first, and a pass over the batches ends where its block returns: no later pass runs what the caller
-    puts in place of the block's layers. L blocks take (L + 1)/2 forwards of the stack in place of one, and one whole
-    batch before. With `gradient_loss` each pass is whole, forward and backward. Layers outside the stack have passes of
-    their own. A model without a stack whose blocks run once and in order is calibrated in one pass.
-
-    Args:
-        batches: the same in every pass.
-        layers: names, from `select_layers`; no layer is held longer than its own pass.
-        side: as `collect_moments`; layers of two blocks that share an input have a moment each.
-        gradient_loss: as `collect_moments`.
-
-    Raises:
-        FlexrankError: as `collect_moments`.
+    Yields the moments of one block's layers, to the bit those of `collect_moments` (layers of two blocks that share an
+    input have a moment each); let go of them before the next. The last block comes first, and a pass over the batches
+    ends where its block returns: what the caller puts in place of the block's layers does not run. L blocks take
+    (L + 1)/2 forwards of the stack, and one batch before; with `gradient_loss` L, each with its backward. Layers
+    outside the stack have passes of their own. A model without a stack whose blocks run once, in order, has one pass.
     """
     names = list(layers)
     sections, groups = _sections_and_groups(model, _first(iter(batches)), names)
     for number, section in enumerate(sections, 1):
         chosen = {name: model.get_submodule(name) for name in names if name in section.names}
-        _require_finite_weights(chosen)
         within = [[name for name in group if name in chosen] for group in groups]
         collector = Collector(chosen, [group for group in within if group], side, gradient_loss is not None)
         stream = track(batches, f"calibrating section {number} of {len(sections)}", len(batches))
@@ -124,24 +110,21 @@ def _stop(*_: object) -> None:
 
 
 def _run(
-    model: nn.Module,
-    batches: Iterable[Batch],
-    collector: Collector,
-    gradient_loss: GradientLoss | None,
-    until: nn.Module | None = None,
+    model: nn.Module, batches: Iterable[Batch], collector: Collector, loss: GradientLoss | None, until: nn.Module | None
 ) -> Moments:
     """The collector's moments of all batches, each run up to the return of `until`."""
-    with eval_mode(model), _gradients(model, gradient_loss is not None), collector.watching() as hooks:
+    with eval_mode(model), _gradients(model, loss is not None), Hooks() as hooks:
+        collector.watch(hooks)
         if until is not None:
             hooks.add(until.register_forward_hook(_stop))
         for index, batch in enumerate(batches):
             batch = to_device(batch, model_device(model))
             with collector.batch(index, token_mask(batch)), contextlib.suppress(_Returned):
                 output = call_model(model, batch)
-            if gradient_loss is not None:
+            if loss is not None:
                 with torch.random.fork_rng(enabled=True):
                     torch.manual_seed(index)  # a loss may draw: anew for each batch, alike in every run
-                    collector.add_gradients(gradient_loss(output, batch))
+                    collector.add_gradients(loss(output, batch))
     return collector.finish()
 
 
@@ -149,13 +132,10 @@ def _run(
 def collect_rows(
     model: nn.Module, batches: Sequence[Batch], layers: Mapping[str, nn.Module], count: int = 256
 ) -> dict[str, Tensor]:
-    """At most about `count` input rows (t, n) of each layer: what the layer's matrix multiplies, float32 on the CPU.
+    """About `count` rows (t, n), at most, that each layer's matrix multiplies; float32 on the CPU.
 
     They are evenly spread over at most 16 of the batches, since batches are often sorted by length, and over the
-    unmasked tokens of each. Layers may be elastic ones.
-
-    Raises:
-        FlexrankError: there are no batches.
+    unmasked tokens of each. It is a FlexrankError if there are no batches.
     """
     if not batches:
         raise FlexrankError("collecting rows needs at least one batch")
@@ -180,16 +160,9 @@ def collect_rows(
 
 
 def _first(stream: Iterator[Batch]) -> Batch:
-    first = next(stream, None)
-    if first is None:
-        raise FlexrankError("calibration got no batches; it needs at least one")
-    return first
-
-
-def _require_finite_weights(layers: Mapping[str, nn.Module]) -> None:
-    for name, layer in layers.items():
-        if not bool(torch.isfinite(weight_matrix(layer)).all()):
-            raise FlexrankError(f"layer {name!r}: the weight holds values that are not finite")
+    for first in stream:
+        return first
+    raise FlexrankError("calibration got no batches; it needs at least one")
 
 
 @contextlib.contextmanager

@@ -12,23 +12,12 @@ from torch.utils.hooks import RemovableHandle
 Event = tuple[nn.Module, bool]
 
 
-class Hooks:
+class Hooks(contextlib.ExitStack):
     """Owns forward hooks for the length of a `with` block, and removes every one of them whatever happens."""
-
-    def __init__(self) -> None:
-        self._handles: list[RemovableHandle] = []
-
-    def __enter__(self) -> "Hooks":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
 
     def add(self, handle: RemovableHandle) -> None:
         """Owns this hook too."""
-        self._handles.append(handle)
+        self.callback(handle.remove)
 
     def watch(self, layer: nn.Module, see: Callable[[Tensor, Tensor], None]) -> None:
         """Calls `see(input, output)` after each forward of `layer`."""

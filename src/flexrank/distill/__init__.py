@@ -9,12 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from flexrank.data.batches import Batch, call_model, eval_mode, model_device, to_device
-from flexrank.distill.feed import Feed
 from flexrank.distill.objectives import Objective, default_objective
-from flexrank.distill.prefixes import used_components
-from flexrank.distill.schedule import Schedule
+from flexrank.distill.schedule import Feed, Schedule
 from flexrank.distill.state import State
-from flexrank.distill.step import Step, Targets, make_optimizer, trainable_parameters, training
+from flexrank.distill.step import Step, Targets, make_optimizer, trainable_parameters, training, used_components
 from flexrank.errors import FlexrankError
 from flexrank.files import digest_json, digest_tensor
 from flexrank.nn.switch import use_profile
@@ -26,10 +24,7 @@ Profiles = ProfileChain | Sequence[Mapping[str, int]]
 
 @dataclasses.dataclass(frozen=True)
 class TrainingHistory:
-    """The loss of each step, the index of its profile (cheapest first), and the number of steps.
-
-    Steps of earlier, interrupted calls are included.
-    """
+    """Each step's loss and index of its profile (cheapest first), and their number, with those of interrupted calls."""
 
     losses: tuple[float, ...]
     profiles: tuple[int, ...]
@@ -41,13 +36,8 @@ def distillation_evaluator(
 ) -> Callable[[nn.Module], float]:
     """evaluate(model) -> mean objective over `batches` (weighted by their rows), both models in eval mode.
 
-    The teacher runs once; its targets and the batches are kept on its device.
-
-    Args:
-        objective: the loss; by default that of `default_objective` for the teacher's output.
-
-    Raises:
-        FlexrankError: there are no batches.
+    The teacher runs once; its targets and the batches are kept on its device. The objective is by default that of
+    `default_objective` for the teacher's output. It is a FlexrankError if there are no batches.
     """
     kept = [to_device(batch, model_device(teacher)) for batch in batches]
     if not kept:
@@ -62,8 +52,8 @@ def distillation_evaluator(
         total = 0.0
         with eval_mode(model):
             for batch, target in zip(kept, targets, strict=True):
-                total += float(objective.loss(call_model(model, batch), target, batch)) * target.shape[0]
-        return total / sum(target.shape[0] for target in targets)
+                total += float(objective.loss(call_model(model, batch), target, batch)) * len(target)
+        return total / sum(map(len, targets))
 
     return evaluate
 
@@ -93,32 +83,32 @@ def distill_(
     """Trains the elastic model in place: each step draws one profile and follows the frozen teacher.
 
     AdamW (weight decay of matrices alone), linear warm-up, cosine decay; no dropout, fixed batch norms. Components
-    above a layer's largest trained rank stay as they were. A resumed run gives the same bits as an unbroken one.
+    above a layer's largest trained rank stay as they were.
 
     Args:
         batches: a sequence, shuffled anew each pass, whose items never change (else `teacher_cache=0`); or an iterable,
             taken again and again. One with `state_dict` and `load_state_dict` resumes by them, others by skipping.
         chain: its requested profiles are trained; or the profiles themselves, cheapest first.
-        objective: the loss; by default that of `default_objective` for the teacher's output.
+        objective: by default that of `default_objective` for the teacher's output.
         weights: α, how often each profile is drawn relative to the others; equal by default.
-        accumulation: batches per step.
         autocast: the dtype both models run under; parameters and optimiser keep theirs.
         train_embeddings: else embeddings, and heads tied to them, are frozen, as is what does not require grad.
         teacher_cache: bytes of the teacher's outputs kept from one pass over a sequence to the next.
-        checkpoint: a directory, written every `checkpoint_every` steps and at the end; found there, it is resumed.
+        checkpoint: a directory, from which a call resumes to the same bits; written every `checkpoint_every` steps.
 
     Raises:
         FlexrankError: wrong settings, no batches, half precision, a loss that is not finite, or a foreign checkpoint.
     """
     profiles = _profiles(chain)
-    _require_counts(steps=steps, accumulation=accumulation, checkpoint_every=checkpoint_every)
+    for name, count in {"steps": steps, "accumulation": accumulation, "checkpoint_every": checkpoint_every}.items():
+        if count < 1:
+            raise FlexrankError(f"{name} is {count}; it must be at least 1")
     alpha = _positive(weights, len(profiles))
     schedule = Schedule(alpha, seed, steps, learning_rate, warmup_steps, final_learning_rate)
     settings = {
-        **dataclasses.asdict(schedule), "weight_decay": weight_decay, "accumulation": accumulation,
-        "max_norm": max_norm, "autocast": str(autocast), "train_embeddings": train_embeddings,
-        "objective": repr(objective), "profiles": digest_json(profiles),
-        "teacher": _identity(teacher) if checkpoint else None,
+        **dataclasses.asdict(schedule), "weight_decay": weight_decay, "accumulation": accumulation, "max_norm": max_norm,
+        "autocast": str(autocast), "train_embeddings": train_embeddings, "objective": repr(objective),
+        "profiles": digest_json(profiles), "teacher": _identity(teacher) if checkpoint else None,
     }  # fmt: skip
     with used_components(model, profiles):
         trainable = trainable_parameters(model, train_embeddings)
@@ -126,50 +116,36 @@ def distill_(
         state = State(checkpoint, settings, trainable, optimizer, Feed(batches, seed))
         step = Step(model, Targets(teacher, objective, autocast, teacher_cache), trainable, optimizer, max_norm)
         with training(model, teacher, trainable):
-            _train(model, profiles, schedule, step, state, accumulation, checkpoint_every)
+            _train(step, state, schedule, profiles, accumulation, checkpoint_every)
     return TrainingHistory(tuple(state.losses), tuple(state.choices), state.step)
 
 
 def _train(
-    model: nn.Module,
-    profiles: Sequence[Mapping[str, int]],
-    schedule: Schedule,
-    step: Step,
-    state: State,
-    accumulation: int,
-    checkpoint_every: int,
+    step: Step, state: State, schedule: Schedule, profiles: list[dict[str, int]], accumulation: int, every: int
 ) -> None:
-    """Takes the steps that are left."""
     for number in track(range(state.step, schedule.steps), "distilling", schedule.steps, state.step):
         choice = schedule.draw(number)
-        step.set_rate(schedule.rate(number))
-        with use_profile(model, profiles[choice]):
+        for group in step.optimizer.param_groups:
+            group["lr"] = schedule.rate(number)
+        with use_profile(step.model, profiles[choice]):
             loss = step.take((state.feed.next() for _ in range(accumulation)), accumulation, number)
         state.advance(loss, choice)
-        if state.step % checkpoint_every == 0 or state.step == schedule.steps:
+        if state.step % every == 0 or state.step == schedule.steps:
             state.save()
 
 
 def _profiles(chain: Profiles) -> list[dict[str, int]]:
-    if isinstance(chain, ProfileChain):
-        chain = [entry.profile for entry in chain.requested]
-    if not chain:
+    profiles = [entry.profile for entry in chain.requested] if isinstance(chain, ProfileChain) else chain
+    if not profiles:
         raise FlexrankError("distillation got no profiles; the chain has no requested budgets")
-    return [dict(profile) for profile in chain]
+    return [dict(profile) for profile in profiles]
 
 
 def _positive(weights: Sequence[float] | None, count: int) -> list[float]:
-    if weights is None:
-        return [1.0] * count
-    if len(weights) != count or not all(math.isfinite(w) and w > 0 for w in weights):
-        raise FlexrankError(f"weights {list(weights)} do not fit; give {count} positive numbers, one for each profile")
-    return list(weights)
-
-
-def _require_counts(**counts: int) -> None:
-    for name, value in counts.items():
-        if value < 1:
-            raise FlexrankError(f"{name} is {value}; it must be at least 1")
+    alpha = [1.0] * count if weights is None else list(weights)
+    if len(alpha) != count or not all(math.isfinite(weight) and weight > 0 for weight in alpha):
+        raise FlexrankError(f"weights {alpha} do not fit; give {count} positive numbers, one for each profile")
+    return alpha
 
 
 def _identity(model: nn.Module) -> str:

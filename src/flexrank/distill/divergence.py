@@ -8,44 +8,33 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-#: Logits of one chunk by device: a CPU keeps its few float32 copies, 512 KiB each, in its cache.
-CHUNK = {"cpu": 2**17}
-_LARGE_CHUNK = 2**24
-
-#: Takes student's logits, teacher's target, temperature, and whether the gradient is wanted; gives sum and gradient.
-Divergence = Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor | None]]
+#: Logits of one chunk, on a CPU and elsewhere: a CPU keeps its few float32 copies, 512 KiB each, in its cache.
+CPU_CHUNK, LARGE_CHUNK = 2**17, 2**24
+Divergence = Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor | None]]  #: as `_divergence`
 
 
 def mean_divergence(student: Tensor, target: Tensor, temperature: float, chunk: int | None, lumped: bool) -> Tensor:
     """T²·KL at temperature T, the mean over rows; the gradient flows into `student` (rows, classes), once.
 
-    Args:
-        target: the teacher's logits, or where `lumped`, its `likeliest` classes.
-        chunk: rows of one chunk; None takes `CHUNK` logits.
+    The target is the teacher's logits, or where `lumped`, its `likeliest` classes; `chunk` counts rows.
     """
     divergence = _lumped_divergence if lumped else _divergence
-    loss = _MeanDivergence.apply(student, target, temperature, _chunk_rows(chunk, student), divergence)
-    assert isinstance(loss, Tensor)
-    return loss
+    return _MeanDivergence.apply(student, target, temperature, _chunk_rows(chunk, student), divergence)
 
 
 def likeliest(logits: Tensor, temperature: float, count: int, chunk: int | None) -> Tensor:
-    """(rows, 2k+1) float32: the k largest log-probabilities, that of all other classes, and the k classes' numbers.
-
-    A float32 holds whole numbers up to 2²⁴ exactly.
-    """
-    return torch.cat([_likeliest(part, temperature, count) for part in logits.split(_chunk_rows(chunk, logits))])
-
-
-def _likeliest(logits: Tensor, temperature: float, count: int) -> Tensor:
-    log_probability = _log_probability(logits, temperature)
-    values, classes = log_probability.topk(min(count, logits.shape[-1]), sorted=False)
-    rest = log_probability.scatter_(1, classes, -torch.inf).logsumexp(-1, keepdim=True)
-    return torch.cat([values, rest, classes.float()], -1)
+    """(rows, 2k+1) float32: the k largest log-probabilities, that of all other classes, and the k classes' numbers."""
+    parts = []
+    for part in logits.split(_chunk_rows(chunk, logits)):
+        log_probability = _log_probability(part, temperature)
+        values, classes = log_probability.topk(min(count, logits.shape[-1]), sorted=False)
+        rest = log_probability.scatter_(1, classes, -torch.inf).logsumexp(-1, keepdim=True)
+        parts.append(torch.cat([values, rest, classes.float()], -1))  # float32 holds whole numbers up to 2²⁴ exactly
+    return torch.cat(parts)
 
 
 def _chunk_rows(chunk: int | None, logits: Tensor) -> int:
-    return chunk or max(1, CHUNK.get(logits.device.type, _LARGE_CHUNK) // logits.shape[-1])
+    return chunk or max(1, (CPU_CHUNK if logits.device.type == "cpu" else LARGE_CHUNK) // logits.shape[-1])
 
 
 def _log_probability(logits: Tensor, temperature: float) -> Tensor:

@@ -30,11 +30,9 @@ class LogitObjective:
     """T²·KL(teacher ‖ student) at temperature T, a mean over real tokens (language) or over rows (classification).
 
     Logits are (B, T, V), masked by the batch's attention mask, or (B, classes). They are compared in float32, `chunk`
-    rows at a time (see `divergence.CHUNK`), so that no full float32 copy of them exists, forward or backward.
-
-    With `top_k` the divergence is between distributions over the teacher's k likeliest classes and one class of all
-    others: never above the full divergence, and equal to it at k = V. A target then takes 4·(2k+1) bytes a row in place
-    of V logits, so that far more targets can be kept.
+    rows at a time, so that no full float32 copy of them exists. With `top_k` the divergence is between distributions
+    over the teacher's k likeliest classes and one class of all others: never above the full divergence, and equal to it
+    at k = V. A target then takes 4·(2k+1) bytes per row in place of V logits, so that far more targets can be kept.
     """
 
     temperature: float = 1.0
@@ -64,9 +62,9 @@ class LogitObjective:
 
 @dataclasses.dataclass(frozen=True)
 class EmbeddingObjective:
-    """1 − cosine between mean-pooled, length-one embeddings, plus `hidden_weight` times the tokens' relative error.
+    """1 − cosine between mean-pooled embeddings, plus `hidden_weight` times ‖h − h*‖² / ‖h*‖² over real tokens.
 
-    The token term, ‖h − h*‖² / ‖h*‖² over real tokens, is richer supervision for training; probe with weight 0.
+    The token term is richer supervision for training; probe with weight 0.
     """
 
     hidden_weight: float = 0.0
@@ -78,13 +76,10 @@ class EmbeddingObjective:
 
     def loss(self, output: Any, target: Tensor, batch: Batch) -> Tensor:
         """See the class."""
-        mask = token_mask(batch)
-        hidden = output_tensor(output)
+        hidden, mask = output_tensor(output), token_mask(batch)
         pooled = mean_pool(target, mask) if self.hidden_weight else target
         loss = (1 - (mean_pool(hidden, mask) * pooled).sum(-1)).mean()
-        if not self.hidden_weight:
-            return loss
-        return loss + self.hidden_weight * _relative_error(hidden, target, mask)
+        return loss + self.hidden_weight * _relative_error(hidden, target, mask) if self.hidden_weight else loss
 
     def fisher_loss(self, output: Any, batch: Batch) -> Tensor:
         """Random normal projection of the embeddings: its gradient's second moment is that of their Jacobian."""
@@ -114,11 +109,7 @@ class FeatureObjective:
 def objective_for(
     task: str, *, temperature: float = 1.0, hidden_weight: float = 0.0, top_k: int | None = None
 ) -> Objective:
-    """The objective of a task: language, classification, embedding or features; each uses the settings it has.
-
-    Raises:
-        FlexrankError: another task.
-    """
+    """The objective of a task: language, classification, embedding or features; each uses the settings it has."""
     if task in ("language", "classification"):
         return LogitObjective(temperature, top_k=top_k)
     if task == "embedding":

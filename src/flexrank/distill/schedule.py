@@ -1,9 +1,14 @@
-"""Which profile a step trains, and at what learning rate."""
+"""Which profile and batches a step trains, and at what learning rate; a resumed run repeats them."""
 
 import dataclasses
+import functools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from flexrank.data.batches import Batch
+from flexrank.errors import FlexrankError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,3 +46,53 @@ def scheduled_rate(step: int, steps: int, peak: float, warmup: int, final: float
         return peak * (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)
     return final + (peak - final) * (1 + math.cos(math.pi * progress)) / 2
+
+
+class Feed:
+    """Batches without end. A sequence is shuffled by (seed, pass); an iterable is taken in its own order."""
+
+    def __init__(self, batches: Sequence[Batch] | Iterable[Batch], seed: int):
+        self._batches, self._seed, self._count = batches, seed, 0
+        self._iterator: Iterator[Batch] = iter(())
+
+    def next(self) -> tuple[int | None, Batch]:
+        """The next batch, and its place in the sequence (None where the batches are an iterable)."""
+        index, batches = None, self._batches
+        if isinstance(batches, Sequence) and batches:
+            epoch, position = divmod(self._count, len(batches))
+            index = _order(len(batches), self._seed, epoch)[position]
+            batch = batches[index]
+        else:
+            batch = self._next_of_iterable()
+        self._count += 1
+        return index, batch
+
+    def _next_of_iterable(self) -> Batch:
+        for _ in range(2):
+            for batch in self._iterator:
+                return batch
+            self._iterator = iter(self._batches)
+        raise FlexrankError("distillation got no batches; it needs some, which an iterable gives again on each pass")
+
+    def state(self) -> dict[str, Any]:
+        """Its place, as a JSON object."""
+        own = getattr(self._batches, "state_dict", None)
+        return {"count": self._count, "loader": own() if callable(own) else None}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continues from a `state`: by the loader's own means where it has them, else by skipping."""
+        if not isinstance(self._batches, Sequence):
+            load = getattr(self._batches, "load_state_dict", None)
+            if callable(load) and state["loader"] is not None:
+                load(state["loader"])
+            else:
+                for _ in range(state["count"]):
+                    self.next()
+        self._count = state["count"]
+
+
+@functools.lru_cache(2)
+def _order(size: int, seed: int, epoch: int) -> list[int]:
+    order = list(range(size))
+    random.Random(f"{seed} batches {epoch}").shuffle(order)
+    return order

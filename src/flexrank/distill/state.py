@@ -7,19 +7,16 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from flexrank.distill.feed import Feed
+from flexrank.distill.schedule import Feed
 from flexrank.errors import FlexrankError
 from flexrank.files import directory_aside, read_json, write_json
 
 
 @dataclasses.dataclass
 class State:
-    """What a resumed run needs: trainable tensors, the optimiser's, the feed's place, and the losses so far.
-
-    Loaded from `path` if there is a checkpoint; without a path nothing is saved.
-    """
+    """What a resumed run needs; loaded from `path` if there is a checkpoint, and without a path not saved."""
 
     path: str | Path | None
     settings: dict[str, Any]
@@ -52,13 +49,12 @@ class State:
             tensors[name] = parameter.detach()
             for key, value in self.optimizer.state[parameter].items():
                 tensors[f"{name}//{key}"] = value
-        record = {
-            "settings": self.settings, "losses": self.losses, "choices": self.choices, "feed": self.feed.state()
-        }  # fmt: skip
+        progress = {"losses": self.losses, "choices": self.choices, "feed": self.feed.state()}
         with directory_aside(self.path, "state.json") as aside:
             safetensors.torch.save_file(tensors, aside / "state.safetensors")
-            write_json(aside / "state.json", record)
+            write_json(aside / "state.json", {"settings": self.settings, **progress})
 
+    @torch.no_grad()
     def _load(self, path: Path) -> None:
         state = read_json(path / "state.json")
         for key, value in self.settings.items():
@@ -66,23 +62,22 @@ class State:
             if there != value:
                 raise FlexrankError(f"{path}: was written with {key}={there}, not {value}; remove it or change back")
         with safetensors.safe_open(path / "state.safetensors", framework="pt") as file:
-            self._load_tensors(path, file)
+            keys = set(file.keys())
+            for name in {key for key in keys if "//" not in key} ^ self.trainable.keys():
+                what = "no trainable parameter" if name in self.trainable else "a parameter not trained here,"
+                raise FlexrankError(f"{path}: holds {what} {name!r}; it belongs to another run")
+            for key in keys:
+                self._restore(key, file.get_tensor(key))
         self.losses, self.choices = state["losses"], state["choices"]
         self.feed.restore(state["feed"])
 
-    @torch.no_grad()
-    def _load_tensors(self, path: Path, file: Any) -> None:
-        keys = set(file.keys())
-        for name in {key for key in keys if "//" not in key} ^ self.trainable.keys():
-            what = "no trainable parameter" if name in self.trainable else "a parameter not trained here,"
-            raise FlexrankError(f"{path}: holds {what} {name!r}; it belongs to another run")
-        for key in keys:
-            name, separator, slot = key.partition("//")
-            tensor, parameter = file.get_tensor(key), self.trainable[name]
-            if separator:
-                self.optimizer.state[parameter][slot] = tensor.to(parameter.device)
-            elif tensor.shape != parameter.shape:
-                shapes = f"{tuple(tensor.shape)}, not {tuple(parameter.shape)}"
-                raise FlexrankError(f"{path}: parameter {name!r} is {shapes}; it belongs to another model")
-            else:
-                parameter.copy_(tensor)
+    def _restore(self, key: str, tensor: Tensor) -> None:
+        name, separator, slot = key.partition("//")
+        parameter = self.trainable[name]
+        if separator:
+            self.optimizer.state[parameter][slot] = tensor.to(parameter.device)
+        elif tensor.shape == parameter.shape:
+            parameter.copy_(tensor)
+        else:
+            shapes = f"{tuple(tensor.shape)}, not {tuple(parameter.shape)}"
+            raise FlexrankError(f"{self.path}: parameter {name!r} is {shapes}; it belongs to another model")

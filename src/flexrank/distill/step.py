@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from flexrank.data.batches import Batch, call_model, eval_mode, model_device, to_device
 from flexrank.distill.objectives import Objective, default_objective
 from flexrank.errors import FlexrankError
+from flexrank.nn.switch import nested_layers, require_fitting
 
-#: A batch, and its place in a sequence that gives it again (None where there is none).
-Item = tuple[int | None, Batch]
+Item = tuple[int | None, Batch]  #: a batch, and its place in a sequence that gives it again (None: in none)
 
 
 class Targets:
@@ -26,8 +26,7 @@ class Targets:
 
     def autocast(self) -> torch.autocast:
         """The context of both models' forwards."""
-        enabled = self._autocast is not None
-        return torch.autocast(model_device(self._model).type, dtype=self._autocast, enabled=enabled)
+        return torch.autocast(model_device(self._model).type, self._autocast, self._autocast is not None)
 
     @torch.no_grad()
     def of(self, index: int | None, batch: Batch) -> Tensor:
@@ -60,20 +59,18 @@ class Step:
     optimizer: torch.optim.Optimizer
     max_norm: float
 
-    def set_rate(self, rate: float) -> None:
-        """Sets the learning rate of the next steps."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-
     def take(self, items: Iterable[Item], parts: int, number: int) -> float:
         """Takes step `number` on these batches, `parts` of them; returns their mean loss.
 
-        Raises:
-            FlexrankError: the loss or the gradient's length is not finite; the weights are unchanged then.
+        If that or the gradient's length is not finite, it is a FlexrankError, and the weights are unchanged.
         """
         loss = sum(self._backward(item, parts) for item in items) / parts
         _require_finite(loss, number, "loss")
-        _require_finite(self._clip(), number, "gradient's length")
+        gradients = [parameter.grad for parameter in self.trainable.values() if parameter.grad is not None]
+        length = torch.nn.utils.get_total_norm(gradients)
+        _require_finite(float(length), number, "gradient's length")
+        if float(length) > self.max_norm:
+            torch.nn.utils.clip_grads_with_norm_(self.trainable.values(), self.max_norm, length)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss
@@ -88,35 +85,48 @@ class Step:
         (loss / parts).backward()
         return float(loss.detach())
 
-    def _clip(self) -> float:
-        """Clips gradients that are longer than `max_norm`; returns their length before."""
-        gradients = [parameter.grad for parameter in self.trainable.values() if parameter.grad is not None]
-        length = torch.nn.utils.get_total_norm(gradients)
-        if float(length) > self.max_norm:
-            torch.nn.utils.clip_grads_with_norm_(self.trainable.values(), self.max_norm, length)
-        return float(length)
+
+@contextlib.contextmanager
+def used_components(model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> Iterator[None]:
+    """Inside the block each elastic layer holds only its first components, up to its largest rank in `profiles`.
+
+    They are parameters of their own in the memory of the whole ones: training them changes the first components of `u`
+    and `v`, and the components above need no gradient and no state of an optimiser. Raises as `set_profile`.
+    """
+    layers = nested_layers(model)
+    for profile in profiles:
+        require_fitting(layers, profile)
+    whole = [(layer, layer.u, layer.v, layer.rank) for layer in layers.values()]
+    for name, layer in layers.items():
+        used = max(profile[name] for profile in profiles)
+        if used < layer.max_rank:
+            layer.rank = min(layer.rank, used)
+            layer.u, layer.v = (nn.Parameter(f.detach()[:used], f.requires_grad) for f in (layer.u, layer.v))
+    try:
+        yield
+    finally:
+        for layer, u, v, rank in whole:
+            layer.u, layer.v = u, v
+            layer.rank = rank
 
 
 def trainable_parameters(model: nn.Module, train_embeddings: bool = False) -> dict[str, nn.Parameter]:
     """The parameters that consolidation trains, by name; `train_embeddings` as in `distill_`.
 
-    Raises:
-        FlexrankError: there are none, or they have half precision, which AdamW's small steps would not move.
+    It is a FlexrankError if there are none, or they have half precision, which AdamW's small steps would not move.
     """
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding) and not train_embeddings]
-    frozen = {id(parameter) for module in embeddings for parameter in module.parameters()}
+    frozen = {parameter for module in embeddings for parameter in module.parameters()}
     trainable = {
         name: parameter
         for name, parameter in model.named_parameters()
-        if id(parameter) not in frozen and parameter.is_floating_point() and parameter.requires_grad
+        if parameter not in frozen and parameter.is_floating_point() and parameter.requires_grad
     }
     if not trainable:
         raise FlexrankError("every parameter has requires_grad=False; consolidation has nothing to train")
     for name, parameter in trainable.items():
-        if parameter.dtype.itemsize < 4:
-            raise FlexrankError(
-                f"parameter {name!r} is {parameter.dtype}; consolidate float32 weights, with autocast={parameter.dtype}"
-            )
+        if (dtype := parameter.dtype).itemsize < 4:
+            raise FlexrankError(f"parameter {name!r} is {dtype}; consolidate float32 weights, with autocast={dtype}")
     return trainable
 
 
@@ -124,10 +134,8 @@ def make_optimizer(
     trainable: Mapping[str, nn.Parameter], learning_rate: float, weight_decay: float = 0.0
 ) -> torch.optim.AdamW:
     """AdamW, with decay of matrices alone."""
-    groups = [
-        {"params": [p for p in trainable.values() if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in trainable.values() if p.ndim <= 1], "weight_decay": 0.0},
-    ]
+    matrices, vectors = ([p for p in trainable.values() if (p.ndim > 1) == wanted] for wanted in (True, False))
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=learning_rate, fused=True)
 
 
@@ -135,9 +143,9 @@ def make_optimizer(
 def training(model: nn.Module, teacher: nn.Module, trainable: Mapping[str, nn.Parameter]) -> Iterator[None]:
     """Inside the block only `trainable` gets gradients, and both models are in eval mode."""
     required = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    chosen = set(map(id, trainable.values()))
+    chosen = set(trainable.values())
     for parameter in required:
-        parameter.requires_grad_(id(parameter) in chosen)
+        parameter.requires_grad_(parameter in chosen)
     try:
         with eval_mode(model, teacher):
             yield

@@ -11,15 +11,12 @@ from torch import nn
 from flexrank.errors import FlexrankError
 from flexrank.files import read_json, require_keys, write_json
 from flexrank.nn.elastic import NestedLayer
-from flexrank.nn.switch import full_matrices, full_profile, nested_layers, use_profile
-from flexrank.probe.curvature import curvature_sensitivity
+from flexrank.nn.switch import footprint, full_matrices, full_profile, nested_layers, use_profile
+from flexrank.probe.curvature import curvature_sensitivity as curvature_sensitivity
 from flexrank.probe.replay import Replay
-from flexrank.probe.table import make_table, probed_ranks
 from flexrank.profiles import SensitivityTable
-from flexrank.profiles.costs import MIN_SAVING, SLACK_SHARE, Spacing
+from flexrank.profiles.costs import MIN_SAVING, SLACK_SHARE, Spacing, rank_levels
 from flexrank.progress import track
-
-__all__ = ["MATRIX_BYTES", "Evaluate", "curvature_sensitivity", "probe_sensitivity"]
 
 Evaluate = Callable[[nn.Module], float]
 
@@ -42,19 +39,17 @@ def probe_sensitivity(
     replay_bytes: int = 2**30,
     matrix_bytes: int = MATRIX_BYTES,
 ) -> SensitivityTable:
-    """Evaluates the model with one layer truncated at a time, all others full (FlexRank, appendix C.2, step 1).
+    """The rise of `evaluate` with one layer truncated at a time, all others full (FlexRank, appendix C.2, step 1).
 
-    L × (K − 1) + 1 evaluations. What runs before a layer does not run again in its probes: earlier blocks of the stack,
-    and modules of the layer's own block that return before it is called, give back what they returned to the full
-    model. That halves the work, and is done only where it gives the baseline to the bit.
+    L × (K − 1) + 1 evaluations. Earlier blocks of the stack, and modules of the layer's own block that return before it
+    is called, do not run again in its probes but give back what they returned to the full model. That halves the work,
+    and is done only where it gives the baseline to the bit.
 
     Args:
         model: elastic; evaluated in the mode it is in, and left as it was.
         evaluate: any measure of a model, lower is better; deterministic, its batches in a fixed order.
-        num_levels: ranks of each layer, the full one included.
-        spacing: of the ranks; this and the next two as in `costs.rank_levels`.
-        min_saving: as for `allocate_ranks`, which leaves other ranks out.
-        slack_share: as for `allocate_ranks`.
+        num_levels: ranks of each layer, the full one included; this and the next three as in `costs.rank_levels`.
+        min_saving: with `slack_share` as for `allocate_ranks`, which leaves other ranks out.
         checkpoint: a JSON file; an interrupted probe resumes from it.
         replay_bytes: most bytes of outputs of one block's modules that are kept; above, only whole blocks are replayed.
         matrix_bytes: most bytes of full layers' matrices that are kept, so that they cost no more than dense ones.
@@ -62,17 +57,21 @@ def probe_sensitivity(
     Raises:
         FlexrankError: fewer than two levels, an evaluation that is not finite, or a checkpoint of another probe.
     """
-    layers, ranks = nested_layers(model), probed_ranks(model, num_levels, spacing, min_saving, slack_share)
+    layers = nested_layers(model)
+    shapes = {name: layer.matrix_shape for name, layer in layers.items()}
+    ranks = {name: rank_levels(shape, num_levels, spacing, min_saving, slack_share) for name, shape in shapes.items()}
     with use_profile(model, full_profile(model)), full_matrices(model, matrix_bytes):
         baseline = _finite(evaluate(model), "the full model")
         state = _Checkpoint(checkpoint, {name: list(levels) for name, levels in ranks.items()}, baseline)
-        for name, errors in itertools.islice(state.errors.items(), 1):
-            state.require_near(_probe(model, layers[name], name, ranks[name][0], evaluate, baseline), errors[0])
+        for name in itertools.islice(state.errors, 1):
+            error = _probe(model, layers[name], name, ranks[name][0], evaluate, baseline)
+            state.require_near(error, state.errors[name][0])
         replay = Replay(model, evaluate, baseline, replay_bytes)
         for name in track([n for n in layers if n not in state.errors], "probing", len(layers), len(state.errors)):
             with replay.before(name):
                 state.add(name, [_probe(model, layers[name], name, r, evaluate, baseline) for r in ranks[name]])
-    return make_table(model, ranks, state.errors, state.baseline)
+    errors = {name: tuple(state.errors[name]) for name in layers}
+    return SensitivityTable(shapes, ranks, errors, state.baseline, footprint(model))
 
 
 def _probe(model: nn.Module, layer: NestedLayer, name: str, rank: int, evaluate: Evaluate, baseline: float) -> float:
@@ -86,10 +85,9 @@ def _probe(model: nn.Module, layer: NestedLayer, name: str, rank: int, evaluate:
 
 
 def _finite(value: float, where: str) -> float:
-    value = float(value)
     if not math.isfinite(value):
         raise FlexrankError(f"evaluating {where} gave {value}; the probe needs finite numbers")
-    return value
+    return float(value)
 
 
 class _Checkpoint:

@@ -8,10 +8,9 @@ from torch import Tensor, nn
 from flexrank.calibrate import LayerMoment
 from flexrank.errors import FlexrankError
 from flexrank.nn.elastic import NestedLayer
-from flexrank.nn.switch import nested_layers
-from flexrank.probe.table import make_table, probed_ranks
+from flexrank.nn.switch import footprint, nested_layers
 from flexrank.profiles import SensitivityTable
-from flexrank.profiles.costs import MIN_SAVING, SLACK_SHARE, Spacing
+from flexrank.profiles.costs import MIN_SAVING, SLACK_SHARE, Spacing, rank_levels
 
 
 @torch.no_grad()
@@ -34,26 +33,26 @@ def curvature_sensitivity(
     Args:
         moments: from `collect_moments(..., side="input", gradient_loss=objective.fisher_loss)` with these weights.
         rows: rows of the loss in the calibration data: real tokens (language), sentences, images.
-        num_levels: ranks of each layer, the full one included.
-        spacing: of the ranks; this and the next two as in `costs.rank_levels`.
-        min_saving: as for `allocate_ranks`, which leaves other ranks out.
-        slack_share: as for `allocate_ranks`.
+        num_levels: ranks of each layer, the full one included; this and the next three as in `costs.rank_levels`.
+        min_saving: with `slack_share` as for `allocate_ranks`, which leaves other ranks out.
 
     Raises:
         FlexrankError: a layer's moment is missing, not of its input, or without gradients; or rows is below 1.
     """
     if rows < 1:
         raise FlexrankError(f"rows is {rows}; it must be at least 1")
-    ranks, errors = probed_ranks(model, num_levels, spacing, min_saving, slack_share), {}
-    for name, layer in nested_layers(model).items():
+    layers = nested_layers(model)
+    shapes = {name: layer.matrix_shape for name, layer in layers.items()}
+    ranks = {name: rank_levels(shape, num_levels, spacing, min_saving, slack_share) for name, shape in shapes.items()}
+    errors = {}
+    for name, layer in layers.items():
         moment = moments.get(name)
         if moment is None or moment.side != "input" or moment.gradient_moment is None:
-            raise FlexrankError(
-                f"layer {name!r}: curvature needs collect_moments(..., side='input', gradient_loss=...) of this layer"
-            )
+            needed = "collect_moments(..., side='input', gradient_loss=...)"
+            raise FlexrankError(f"layer {name!r}: curvature needs {needed} of this layer")
         rises = _rises(layer, moment.moment, moment.gradient_moment) / (moment.tokens * rows)
-        errors[name] = [float(rises[rank]) for rank in ranks[name]]
-    return make_table(model, ranks, errors, 0.0)
+        errors[name] = tuple(float(rises[rank]) for rank in ranks[name])
+    return SensitivityTable(shapes, ranks, errors, 0.0, footprint(model))
 
 
 def _rises(layer: NestedLayer, moment: Tensor, gradient_moment: Tensor) -> Tensor:

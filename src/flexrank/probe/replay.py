@@ -10,25 +10,19 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from flexrank.calibrate import Hooks, block_stack
-from flexrank.calibrate.blocks import runs_in_order
 from flexrank.calibrate.hooks import Event, traced
+from flexrank.calibrate.structure import runs_in_order
 from flexrank.nn.switch import nested_layers
 
 log = logging.getLogger("flexrank")
 
 
 class Start(NamedTuple):
-    """Where a layer's probes start: what runs before the layer is the same in all of them.
+    """Where a layer's probes start: what runs before the layer is the same in all of them."""
 
-    Attributes:
-        stretch: the part of the forward from the start of a block to the start of the next; 0 is before the first.
-        place: of the layer's call among the events of the stretch.
-        modules: the outermost modules that return in the stretch before the layer is called.
-    """
-
-    stretch: int
-    place: int
-    modules: tuple[nn.Module, ...]
+    stretch: int  #: the part of the forward from the start of a block to the start of the next; 0 is before the first
+    place: int  #: of the layer's call among the events of the stretch
+    modules: tuple[nn.Module, ...]  #: the outermost ones that return in the stretch before the layer is called
 
 
 def find_starts(
@@ -42,14 +36,10 @@ def find_starts(
     for name, layer in layers.items():
         call = (layer, False)
         stretch = min((i for parts in divided for i, events in enumerate(parts) if call in events), default=None)
-        if stretch is None:
-            continue
-        events = divided[0][stretch]
-        if all(parts[stretch] == events for parts in divided):
-            place = events.index(call)
+        if stretch is not None:
+            events = divided[0][stretch]
+            place = events.index(call) if all(parts[stretch] == events for parts in divided) else 0
             starts[name] = Start(stretch, place, _returned(events[:place], once))
-        else:
-            starts[name] = Start(stretch, 0, ())
     return starts
 
 
@@ -70,7 +60,7 @@ def _returned(events: Sequence[Event], once: Collection[nn.Module]) -> tuple[nn.
     return tuple(module for module in done if module not in inner)
 
 
-class Outputs:
+class _Outputs:
     """What one block, and modules after it, return in one evaluation; of the modules up to `room` bytes."""
 
     def __init__(self, room: int):
@@ -79,42 +69,34 @@ class Outputs:
         self._sums: dict[nn.Module, list[float]] = {}
         self._room = room
 
-    def keep_block(self, _block: nn.Module, _args: object, output: Any) -> None:
-        """A hook."""
-        self.block.append(output)
-
-    def keep_module(self, module: nn.Module, _args: object, output: Any) -> None:
-        """A hook."""
-        self._room -= sum(part.nbytes for part in _parts(output) if isinstance(part, Tensor))
+    def keep(self, module: nn.Module, _args: object, output: Any) -> None:
+        size, total = _size_and_sum(output)
+        self._room -= size
         self.modules.setdefault(module, []).append(output)
-        self._sums.setdefault(module, []).append(_sum(output))
+        self._sums.setdefault(module, []).append(total)
         if self._room < 0:
             self.modules.clear()
 
     def drop_changed(self) -> None:
         """Forgets outputs that were changed in place after they were returned, or hold more than tensors."""
         for module, sums in self._sums.items():
-            if module in self.modules and [_sum(output) for output in self.modules[module]] != sums:
-                del self.modules[module]
+            if [_size_and_sum(output)[1] for output in self.modules.get(module, [])] != sums:
+                self.modules.pop(module, None)
 
 
-def _parts(output: Any) -> tuple[Any, ...]:
-    return output if isinstance(output, tuple) else (output,)
-
-
-def _sum(output: Any) -> float:
-    """Tells whether an output has changed; NaN, which never equals itself, where it holds more than tensors."""
-    if not all(part is None or isinstance(part, Tensor) for part in _parts(output)):
-        return float("nan")
-    return sum(float(part.sum()) for part in _parts(output) if part is not None)
+def _size_and_sum(output: Any) -> tuple[int, float]:
+    """Bytes, and what changes with the values: NaN, which never equals itself, where there is more than tensors."""
+    parts = [part for part in (output if isinstance(output, tuple) else (output,)) if part is not None]
+    tensors = [part for part in parts if isinstance(part, Tensor)]
+    total = sum(float(tensor.sum()) for tensor in tensors) if len(tensors) == len(parts) else float("nan")
+    return sum(tensor.nbytes for tensor in tensors), total
 
 
 class Replay:
     """Gives back what the full model's modules return before the probed layer, in every call of `evaluate`.
 
-    Kept are the outputs of one block, the last before the probed layer's stretch, and of the stretch's own modules. All
-    blocks before the stretch return what the last of them did. A replay is used only if it gives the baseline back to
-    the bit.
+    Kept are the outputs of the last block before the probed layer's stretch, which all blocks before the stretch return
+    then, and of the stretch's own modules. A replay is used only if it gives the baseline back to the bit.
     """
 
     def __init__(self, model: nn.Module, evaluate: Callable[[nn.Module], float], baseline: float, room: int):
@@ -127,7 +109,7 @@ class Replay:
         self._starts = find_starts(forwards, set(self._stack), layers)
         self._stretch = -1
         self._replayed: list[nn.Module] = []
-        self._outputs = Outputs(room)
+        self._outputs = _Outputs(room)
 
     @contextlib.contextmanager
     def before(self, name: str) -> Iterator[None]:
@@ -143,8 +125,7 @@ class Replay:
         blocks = self._stack[: max(stretch - 1, 0)]
         starts = [start for start in self._starts.values() if start.stretch == stretch]
         modules = list(dict.fromkeys(module for start in starts for module in start.modules))
-        self._outputs.modules.clear()
-        outputs = self._run_recorded(blocks, modules)
+        outputs = self._outputs_of(blocks, modules)
         self._stretch, self._replayed, self._outputs = stretch, blocks, outputs
         if outputs.modules and not self._gives_baseline(max(starts, key=lambda start: start.place).modules):
             outputs.modules.clear()
@@ -155,15 +136,16 @@ class Replay:
         elif len(outputs.modules) < len(modules):
             log.info("probe: cannot reuse all modules in the block of layer %s; they run for every probe", name)
 
-    def _run_recorded(self, blocks: Sequence[nn.Module], modules: Sequence[nn.Module]) -> Outputs:
+    def _outputs_of(self, blocks: Sequence[nn.Module], modules: Sequence[nn.Module]) -> _Outputs:
         """Outputs of the last of the blocks and of the modules in one evaluation, if there are any."""
-        outputs = Outputs(self._room)
+        self._outputs.modules.clear()
+        outputs = _Outputs(self._room)
         if blocks or modules:
             with Hooks() as hooks, self._replaying(()):  # the block kept for an earlier stretch serves once more
                 for block in blocks[-1:]:
-                    hooks.add(block.register_forward_hook(outputs.keep_block))
+                    hooks.add(block.register_forward_hook(lambda *call: outputs.block.append(call[-1])))
                 for module in modules:
-                    hooks.add(module.register_forward_hook(outputs.keep_module))
+                    hooks.add(module.register_forward_hook(outputs.keep))
                 self._evaluate(self._model)
         outputs.drop_changed()
         return outputs
@@ -179,7 +161,7 @@ class Replay:
         outputs |= {module: self._outputs.modules[module] for module in modules if module in self._outputs.modules}
         own = {module: module.__dict__.get("forward") for module in outputs}
         for module, kept in outputs.items():
-            module.__dict__["forward"] = _replayed(kept)
+            module.__dict__["forward"] = _returning(kept)
         try:
             yield
         finally:
@@ -189,7 +171,7 @@ class Replay:
                     module.__dict__["forward"] = forward
 
 
-def _replayed(outputs: Sequence[Any]) -> Callable[..., Any]:
+def _returning(outputs: Sequence[Any]) -> Callable[..., Any]:
     """A forward that returns these in turn, again and again."""
     calls = itertools.cycle(outputs)
     return lambda *_args, **_kwargs: next(calls)

@@ -10,9 +10,12 @@ from flexrank.run.config import RunConfig
 
 def rule(config: RunConfig) -> dict[str, Any]:
     """`min_saving` and `slack_share`; the printed algorithm leaves no rank out and counts no slack."""
-    if config.allocation.method == "paper":
-        return {"min_saving": 0.0, "slack_share": 0.0}
-    return {"min_saving": config.allocation.min_saving, "slack_share": SLACK_SHARE}
+    is_printed = config.allocation.method == "paper"
+    has_slack = config.deployment.slack != 0 and not is_printed
+    return {
+        "min_saving": 0.0 if is_printed else config.allocation.min_saving,
+        "slack_share": SLACK_SHARE if has_slack else 0.0,
+    }
 
 
 def candidate_ranks(config: RunConfig, shapes: Mapping[str, Shape]) -> dict[str, tuple[int, ...]]:

@@ -54,7 +54,8 @@ STAGES = (
     ),
     Stage(
         "probe", stages.probe,
-        ("data.probe", "probe", "distillation.temperature", "allocation.method", "allocation.min_saving"),
+        ("data.probe", "probe", "distillation.temperature", "allocation.method", "allocation.min_saving",
+         "deployment.slack"),
         ("decompose",),
         ("sensitivity.json",),
     ),

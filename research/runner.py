@@ -14,7 +14,7 @@ from rich.table import Table
 from flexrank.deployment.machine import machine_facts
 from flexrank.errors import FlexrankError
 from flexrank.files import write_json
-from flexrank.run.config import RunConfig, load_config, parse_overridden
+from flexrank.run.config import RunConfig, load_config, parse_config
 from flexrank.run.directory import RunDirectory
 from research import experiment as registry
 from research.assets import VARIABLE, asset_path

@@ -103,52 +103,44 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Runs all stages; continues an earlier run of the same config."""
-    if dry_run or tflops is not None:
-        if not dry_run:
-            raise FlexrankError("--tflops belongs to --dry-run")
+    if tflops is not None and not dry_run:
+        raise FlexrankError("--tflops belongs to --dry-run")
+    if dry_run:
         _show_dry_run(config, overrides, tflops, as_json)
         return
-    from flexrank.run import report
-
     outcome = _run(config, overrides, "report")
-    summary = report.read_summary(outcome.directory)
-    _show_report(outcome.directory, summary, as_json, {"executed": list(outcome.executed)})
+    _show_report(outcome.directory, as_json, {"executed": list(outcome.executed)})
 
 
-@app.command()
-def decompose(config: Config, overrides: Set = None, as_json: Json = False) -> None:
-    """Calibrates, and decomposes each layer: elastic_initial/."""
-    _run_stage("decompose", config, overrides, as_json, lambda run: {"artefact": str(run / "elastic_initial")})
+def _add_stage(stage: str, help: str, result: Callable[[Path], dict[str, Any]]) -> None:
+    """Adds the verb that runs up to a stage, and prints the run directory, or as JSON the `result` read from there."""
+
+    @app.command(stage, help=help)
+    def verb(config: Config, overrides: Set = None, as_json: Json = False) -> None:
+        outcome = _run(config, overrides, stage)
+        _show_stage(outcome, result(outcome.directory), as_json)
 
 
-@app.command()
-def probe(config: Config, overrides: Set = None, as_json: Json = False) -> None:
-    """Probes each layer's sensitivity: sensitivity.json."""
-    _run_stage("probe", config, overrides, as_json, lambda run: read_json(run / "sensitivity.json"))
+def _consolidation(run: Path) -> dict[str, Any]:
+    history = read_json(run / "history.json")
+    last = history["losses"][-1] if history["losses"] else None
+    return {"artefact": str(run / "elastic"), "steps": history["steps"], "last_loss": last}
 
 
-@app.command()
-def allocate(config: Config, overrides: Set = None, as_json: Json = False) -> None:
-    """Chooses the ranks of every budget: chain.json."""
-    _run_stage("allocate", config, overrides, as_json, lambda run: read_json(run / "chain.json"))
-
-
-@app.command()
-def distill(config: Config, overrides: Set = None, as_json: Json = False) -> None:
-    """Consolidates all sizes into one set of weights: elastic/."""
-
-    def result(run: Path) -> dict[str, Any]:
-        history = read_json(run / "history.json")
-        last = history["losses"][-1] if history["losses"] else None
-        return {"artefact": str(run / "elastic"), "steps": history["steps"], "last_loss": last}
-
-    _run_stage("distill", config, overrides, as_json, result)
-
-
-@app.command()
-def evaluate(config: Config, overrides: Set = None, as_json: Json = False) -> None:
-    """Measures sizes, qualities and latencies of every budget: evaluation.json."""
-    _run_stage("evaluate", config, overrides, as_json, lambda run: read_json(run / "evaluation.json"))
+_add_stage(
+    "decompose",
+    "Calibrates, and decomposes each layer: elastic_initial/.",
+    lambda run: {"artefact": str(run / "elastic_initial")},
+)
+_add_stage(
+    "probe", "Probes each layer's sensitivity: sensitivity.json.", lambda run: read_json(run / "sensitivity.json")
+)
+_add_stage("allocate", "Chooses the ranks of every budget: chain.json.", lambda run: read_json(run / "chain.json"))
+_add_stage("distill", "Consolidates all sizes into one set of weights: elastic/.", _consolidation)
+_add_stage(
+    "evaluate", "Measures sizes, qualities and latencies of every budget: evaluation.json.",
+    lambda run: read_json(run / "evaluation.json"),
+)  # fmt: skip
 
 
 @app.command()
@@ -165,15 +157,13 @@ def deploy(
     """Exports small models, verified in a fresh process: those of the config, or one within the given limits."""
     given = {"budget": budget, "max_bytes": max_bytes, "max_params": max_params, "max_latency_ms": max_latency_ms}
     limits = {name: limit for name, limit in given.items() if limit is not None}
-    _check_limits(limits)
-    if output is not None:
-        _check_output(output, limits)
+    _check_limits(limits, output)
+    outcome = _run(config, overrides, "slack" if limits else "deploy")
     if not limits:
-        _run_stage("deploy", config, overrides, as_json, lambda run: {"deployed": read_json(run / "deployed.json")})
+        _show_stage(outcome, {"deployed": read_json(outcome.directory / "deployed.json")}, as_json)
         return
     from flexrank.run import export_one
 
-    outcome = _run(config, overrides, "slack")
     with _resumable(outcome.directory):
         export = export_one(outcome, limits, output)
     _show_stage(outcome, {"export": export}, as_json)
@@ -195,13 +185,11 @@ def measure(config: Config, overrides: Set = None, as_json: Json = False) -> Non
 @app.command()
 def report(run_directory: Config, as_json: Json = False) -> None:
     """Draws the figures and the page again from summary.json, and prints the table; computes nothing."""
-    from flexrank.run import report as pages
     from flexrank.run.config import load_config
+    from flexrank.run.report import write_report
 
     directory = run_directory if run_directory.is_dir() else load_config(run_directory).directory
-    summary = pages.read_summary(directory)
-    written = [str(path) for path in pages.write_report(directory)]
-    _show_report(directory, summary, as_json, {"written": written})
+    _show_report(directory, as_json, {"written": list(map(str, write_report(directory)))})
 
 
 @app.command()
@@ -217,20 +205,17 @@ def inspect(directory: Annotated[Path, typer.Argument(metavar="DIR")], as_json: 
         print_artefact(directory, artefact, _console(120))
 
 
-def _check_limits(limits: Mapping[str, float]) -> None:
+def _check_limits(limits: Mapping[str, float], output: Path | None) -> None:
+    """Refuses a wrong limit, a place without a limit, and a place that holds anything but a deployed model."""
     for name, limit in limits.items():
         if limit <= 0 or (name == "budget" and limit > 1):
             right = "a fraction in (0, 1]" if name == "budget" else "a number above 0"
             raise FlexrankError(f"--{name.replace('_', '-')} is {limit}; it is {right}")
-
-
-def _check_output(output: Path, limits: Mapping[str, float]) -> None:
-    """Refuses a place without a size to write there, and one that holds anything but a deployed model."""
-    if not limits:
+    if output is not None and not limits:
         raise FlexrankError("--output needs --budget, --max-bytes, --max-params or --max-latency-ms")
-    is_empty = output.is_dir() and not any(output.iterdir())
-    if output.exists() and not is_empty and not (output / "flexrank.json").is_file():
-        raise FlexrankError(f"--output {output}: exists and is not a deployed model; only a deployed model is replaced")
+    if output is not None and output.exists() and not (output / "flexrank.json").is_file():
+        if not output.is_dir() or any(output.iterdir()):
+            raise FlexrankError(f"--output {output}: exists and is not a deployed model; only such a one is replaced")
 
 
 def _run(config: Path, overrides: list[str] | None, until: str) -> Any:
@@ -242,14 +227,6 @@ def _run(config: Path, overrides: list[str] | None, until: str) -> Any:
         from flexrank.run import run_stages
 
         return run_stages(checked, until)
-
-
-def _run_stage(
-    stage: str, config: Path, overrides: list[str] | None, as_json: bool, result: Callable[[Path], dict[str, Any]]
-) -> None:
-    """Runs up to a stage, and prints the run directory, or as JSON the `result` read from there."""
-    outcome = _run(config, overrides, stage)
-    _show_stage(outcome, result(outcome.directory), as_json)
 
 
 @contextlib.contextmanager
@@ -273,10 +250,11 @@ def _show_dry_run(config: Path, overrides: list[str] | None, tflops: float | Non
         print_dry_run(result, _console(160))
 
 
-def _show_report(directory: Path, summary: dict[str, Any], as_json: bool, more: dict[str, Any]) -> None:
+def _show_report(directory: Path, as_json: bool, more: dict[str, Any]) -> None:
     """Prints the table; on standard error where standard output is for JSON."""
     from flexrank.run import report
 
+    summary = report.read_summary(directory)
     report.print_table(summary, _console(140, stderr=as_json))
     page = directory / "report.html"
     if page.is_file():

@@ -13,10 +13,9 @@ import yaml
 from safetensors import SafetensorError, safe_open
 from typer.testing import CliRunner
 
-from flexrank import cli, deployment
-from flexrank import probe as sensitivity
+from flexrank import cli
 from flexrank.run import stage_names
-from tiny_runs import TEXT, settings, verify_here, write_model
+from tiny_runs import TEXT, here, settings, write_model
 
 
 @pytest.fixture(scope="module")
@@ -98,13 +97,10 @@ def test_inspect_lists_what_an_artefact_holds(finished: tuple[Path, dict[str, An
     assert "elastic LlamaForCausalLM" in table and "model.layers.1.mlp.down_proj" in table
 
 
-def test_deploy_writes_one_size_within_the_limit(
-    finished: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("verified_here")
+def test_deploy_writes_one_size_within_the_limit(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     directory, printed = finished
     limit = printed["base"]["params_model"] * 2 // 3
-    monkeypatch.setattr(deployment, "_run_verification", lambda *_: None)
-    monkeypatch.setattr(deployment, "_compare", lambda *_: None)
     result = invoke("deploy", directory, "--max-params", limit, "--output", tmp_path / "small", "--json")
     assert result.exit_code == 0, result.output
     export = json.loads(result.stdout)["export"]
@@ -130,7 +126,7 @@ def test_deploy_writes_one_size_within_the_limit(
         (["deploy", "CONFIG", "--output", "OUT"], "--output needs --budget"),
         (["deploy", "CONFIG", "--budget", "0.5", "--output", "HERE"], "exists and is not a deployed model"),
         (["inspect", "nowhere"], "nowhere"),
-        (["inspect", "HERE"], "no artefact"),
+        (["inspect", "HERE"], "not an artefact"),
         (["report", "HERE"], "summary.json"),
     ],
 )
@@ -217,7 +213,7 @@ def test_an_interruption_is_one_line_that_says_how_to_continue(
     def stop(*_: object) -> float:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sensitivity, "_probe", stop)
+    monkeypatch.setattr("flexrank.probe._probe", stop)
     result = invoke("run", config, "--set", f"output={tmp_path / 'run'}")
     assert result.exit_code == 130
     assert result.stderr.splitlines()[-1] == f"interrupted; `flexrank run {tmp_path / 'run'}` continues from here"
@@ -225,24 +221,40 @@ def test_an_interruption_is_one_line_that_says_how_to_continue(
     assert invoke("probe", tmp_path / "run").exit_code == 0
 
 
+@pytest.mark.usefixtures("verified_here")
 def test_a_size_is_chosen_by_latency(
     finished: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flexrank.deployment import timing
-
-    monkeypatch.setattr(deployment, "_run_verification", verify_here)
-    monkeypatch.setattr(timing, "REPEATS", 1)
-    monkeypatch.setattr(timing, "SWEEPS", 1)
-    monkeypatch.setattr(timing, "LEAST_SECONDS", 1e-6)
+    monkeypatch.setattr("flexrank.deployment.latency.LEAST_SECONDS", 0.0)
     place = Path(shutil.copytree(finished[0], tmp_path / "run"))
-    # A tenth of a microsecond is below what any model takes outside its layers.
-    refusal = invoke("deploy", place, "--max-latency-ms", 1e-4)
-    assert refusal.exit_code == 2 and "max_latency_ms=0.0001 is too small; the least" in refusal.stderr.splitlines()[-1]
+    refusal = invoke("deploy", place, "--max-latency-ms", 1e-4)  # a tenth of a microsecond
+    assert refusal.exit_code == 2
+    assert "max_latency_ms=0.0001 is too small; the smallest size takes" in refusal.stderr.splitlines()[-1]
     result = invoke("deploy", place, "--max-latency-ms", 60000, "--json")
     assert result.exit_code == 0, result.output
     export = json.loads(result.stdout)["export"]
     assert export["max_latency_ms"] == 60000 and export["relative_size"] == 1
     assert (place / "exports" / "max_latency_ms-60000.0" / "flexrank.json").is_file()
+
+
+def test_measure_times_every_size_and_writes_it(
+    finished: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flexrank.run.measure.LEAST_SECONDS", 0.0)
+    monkeypatch.setattr("flexrank.run.measure.REPEATS", 1)
+    monkeypatch.setattr("flexrank.run.measure.in_fresh_process", here)
+    place = Path(shutil.copytree(finished[0], tmp_path / "run"))
+    result = invoke("measure", place, "--json")
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    assert printed == {"directory": str(place), **json.loads((place / "measurement.json").read_text())}
+    assert [row["name"] for row in printed["rows"]] == ["base", "0.8", "0.5"]
+    tokens = [workload["tokens"] for workload in printed["workloads"]]
+    assert tokens == [32, 4 * 32, 24]  # a block, a batch of them, and what is generated
+    for row, summary in zip(printed["rows"], [finished[1]["base"], *finished[1]["rows"]], strict=True):
+        assert row["bytes"] == 4 * summary["params_model"]
+        assert len(row["times"]) == 3 and all(time["seconds"] > 0 and time["ratio"] > 0 for time in row["times"])
+    assert "4 texts of 32 tokens" in result.stderr and "24 tokens generated" in result.stderr
 
 
 #: Runs the command line as if these packages were not installed.

@@ -43,7 +43,9 @@ def in_fresh_process(
         request = Path(scratch, "request.json")
         name = f"{function.__module__}:{function.__qualname__}"
         write_json(request, {"function": name, "arguments": arguments, "threads": torch.get_num_threads()})
-        command = [sys.executable, "-m", __name__, str(request)]
+        # With -m, Python warns that the package has imported the module already.
+        code = f"import sys; from {__name__} import main; sys.exit(main(sys.argv[1]))"
+        command = [sys.executable, "-c", code, str(request)]
         variables = {**os.environ, **environment, "PYTHONPATH": modules}
         # The child's standard input ends when this process does, and the child with it.
         with subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=2) as child:
@@ -63,7 +65,7 @@ def in_fresh_process(
     return answer["value"]
 
 
-def main(path: Path) -> int:
+def main(path: str) -> int:
     """Answers the request in `path`, in its place; a `FlexrankError` is part of the answer."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     request = read_json(path)
@@ -81,7 +83,3 @@ def main(path: Path) -> int:
 def _end_with_parent() -> None:
     os.read(0, 1)
     os._exit(1)
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))

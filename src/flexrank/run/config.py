@@ -27,20 +27,17 @@ class Section(pydantic.BaseModel):
 
 
 class DataConfig(Section):
-    """What a run reads, and how many samples each stage takes. A sample is a text, a block of tokens, or an image.
+    """What a run reads, and at most how many samples each stage takes: texts, blocks of tokens, or images.
 
     Attributes:
-        source: `stdlib-docs` (documentation of Python's own standard library), `text` (a UTF-8 file or a folder of
-            them), or `images` (an .npz file, see `data.images.read_images`).
+        source: `stdlib-docs` (documentation of Python's own library), `text` (a UTF-8 file or a folder of them), or
+            `images` (an .npz file, see `data.images.read_images`).
         path: file or folder of `text` or `images`; relative to the current directory.
         held_out: of `text`, another file or folder for the evaluation; None takes the last quarter of `path`.
         separator: what divides a file of `text` into texts; None is a line end for embeddings, and for language none:
             the file is one running text.
-        calibration: at most this many samples for the moments; this key and the next three take what the data has.
-        probe: samples of one evaluation of the probe.
-        training: samples that consolidation draws from.
-        evaluation: samples that the table's qualities are measured on (of `stdlib-docs`: pairs of a docstring's first
-            paragraph and its remainder); no other stage sees them.
+        evaluation: samples for the table's qualities, which no other stage sees; of `stdlib-docs` pairs of a
+            docstring's first paragraph and its remainder.
         max_tokens: tokens that a text is cut to (embedding), or that a block holds (language).
         batch_size: samples per forward pass, outside training.
     """
@@ -68,8 +65,8 @@ class DecompositionConfig(Section):
     """How a weight becomes factors (FlexRank, section 3.1).
 
     Attributes:
-        by_block: calibrates and factorises one block of the model's stack at a time. Only one block's moments are in
-            memory, but calibration takes about half as many forward passes as there are blocks.
+        by_block: calibrates and factorises one block of the model at a time, so that one block's moments are in memory;
+            calibration then takes about half as many forward passes as there are blocks.
     """
 
     method: Literal["datasvd", "paper", "svd", "fisher"] = "datasvd"
@@ -81,8 +78,7 @@ class ProbeConfig(Section):
 
     Attributes:
         levels: ranks per layer, the last one full.
-        spacing: `parameters` has even steps in parameters; `blocks` rounds those ranks down to whole blocks of up to
-            32, which hardware multiplies faster; `ranks` has even steps in rank, as the paper.
+        spacing: see `profiles.costs.rank_levels`.
     """
 
     levels: Annotated[int, Field(ge=2)] = 10
@@ -95,8 +91,8 @@ class AllocationConfig(Section):
     Attributes:
         method: `joint` solves all budgets together, `paper` is the printed algorithm.
         savings: what `paper` counts.
-        min_saving: a factorised layer saves at least this share of the dense layer's operations; ranks in between are
-            no candidates, so that a layer is dense or worth factorising. `paper` has no such rule.
+        min_saving: a factorised layer saves at least this share of the dense layer's operations, or it stays dense;
+            `paper` has no such rule.
         budgets: kept in falling order.
     """
 
@@ -123,8 +119,8 @@ class DistillationConfig(Section):
         autocast: `auto` takes bfloat16 where the hardware computes in it, `off` stays in the model's dtype.
         checkpoint_every: steps between the checkpoints that an interrupted run resumes from.
         temperature: of the softmax in the language and classification losses.
-        top_k: those losses tell apart this many of the teacher's likeliest classes, and all others count as one; more
-            of the teacher's outputs then fit in memory. None tells all classes apart.
+        top_k: those losses tell apart this many of the teacher's likeliest classes, and count all others as one, so
+            that more of the teacher's outputs fit in memory. None tells all classes apart.
     """
 
     steps: Annotated[int, Field(ge=0)] = 400
@@ -168,8 +164,7 @@ class EvaluationConfig(Section):
 
     Attributes:
         latency: whether each deployed size is timed against the base model, in turn on one batch.
-        latency_batch_size: samples in that batch.
-        latency_repeats: timings of each, more where they take less than a second; the median of their ratios is kept.
+        latency_repeats: timings of each, more where they take less than a second.
     """
 
     latency: bool = True
@@ -183,10 +178,8 @@ class RunConfig(Section):
     Attributes:
         task: decides the batches, the distillation loss and the qualities in the table.
         model: a directory, a model's name on the hub, or `package:PACKAGE/PATH` for weights in an installed package.
-        architecture: a transformers config.json that only a dry run reads, in place of the model's own, so that it
-            downloads nothing; relative to the current directory.
+        architecture: a transformers config.json that a dry run reads in place of the model's own, to download nothing.
         dtype: of the weights and the computation; what is consolidated must be float32.
-        device: `auto` takes a GPU where there is one.
         output: the run directory, relative to the current one; `{name}` is replaced by the name.
     """
 
@@ -209,7 +202,7 @@ class RunConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _agrees(self) -> "RunConfig":
-        if conflict := next(self._conflicts(), None):
+        for conflict in self._conflicts():
             raise ValueError(conflict)
         return self
 
@@ -223,8 +216,7 @@ class RunConfig(Section):
         if (source == "images") != (self.task == "classification"):
             yield f"data.source {source!r} does not fit task {self.task!r}: only classification reads images"
         if weights is not None and len(weights) != len(allocation.budgets):
-            sizes = f"{len(weights)} numbers; allocation.budgets has {len(allocation.budgets)}"
-            yield f"distillation.weights has {sizes}"
+            yield f"distillation.weights has {len(weights)} numbers; allocation.budgets has {len(allocation.budgets)}"
         if self.distillation.steps and self.dtype != "float32":
             right = f"keep float32, with distillation.autocast bfloat16 and deployment.dtype {self.dtype}"
             yield f"dtype {self.dtype!r} cannot be consolidated; {right}"
@@ -242,7 +234,7 @@ class RunConfig(Section):
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Reads a YAML file, or the `config.yaml` of a run directory, and applies `key=value` overrides.
 
-    A run directory's own path replaces the `output` that it was made with, so that a moved run continues where it is.
+    A run directory is its own `output`, so that a moved run continues where it is.
 
     Raises:
         FlexrankError: the file is missing or no YAML mapping, or a key or value is wrong; one line that names it.
@@ -260,23 +252,18 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
         raise FlexrankError(f"{file}: holds {_shown(value)}; a config is a mapping of keys such as name, task, model")
     if path.is_dir():
         value["output"] = str(path)
-    return parse_overridden(value, overrides, str(file))
+    return parse_config(value, str(file), overrides)
 
 
-def parse_overridden(value: Mapping[str, Any], overrides: Iterable[str], where: str) -> RunConfig:
-    """Applies `key=value` overrides to a mapping, and checks it."""
-    changed = copy.deepcopy(dict(value))
-    for override in overrides:
-        _override(changed, override)
-    return parse_config(changed, where)
-
-
-def parse_config(value: Mapping[str, Any], where: str = "config") -> RunConfig:
-    """Checks a mapping and freezes it.
+def parse_config(value: Mapping[str, Any], where: str = "config", overrides: Iterable[str] = ()) -> RunConfig:
+    """Applies `key=value` overrides to a mapping, checks it and freezes it.
 
     Raises:
         FlexrankError: a key is unknown or missing, or a value is wrong; one line that begins with `where`.
     """
+    value = copy.deepcopy(dict(value))
+    for override in overrides:
+        _override(value, override)
     try:
         return RunConfig.model_validate(value)
     except pydantic.ValidationError as error:
@@ -314,15 +301,13 @@ def _first_line(error: pydantic.ValidationError) -> str:
     if kind == "missing":
         return f"key {key!r} is missing"
     if kind == "model_type":
-        keys = ", ".join(name for name in known_keys() if name.startswith(f"{key}."))
-        return f"{key} is {given}; it is a section with keys {keys}"
+        keys = [known for known in known_keys() if known.startswith(f"{key}.")]
+        return f"{key} is {given}; it is a section with keys {', '.join(keys)}"
     if kind == "value_error":
         message = str(problem["ctx"]["error"])
-        if not key:
-            return message
-    elif kind == "tuple_type":
+    if kind == "tuple_type":
         message = "input should be a list in brackets"
-    return f"{key} is {given}; {message[0].lower()}{message[1:]}"
+    return f"{key} is {given}; {message[0].lower()}{message[1:]}" if key else message
 
 
 def _suggestion(key: str) -> str:

@@ -4,28 +4,26 @@
     RUN/stages/STAGE.json     fingerprint and seconds of a finished stage, and checksums of the files it wrote
     RUN/partial/              checkpoints of interrupted stages
 
-A stage's fingerprint covers the configuration it reads, the files it reads (the version of Python, where its own
-documentation is the data), the version of flexrank, and the fingerprints of the stages it needs. A changed key thus
-runs its stage and those below it again, and no other.
+A stage's fingerprint covers the configuration and the files it reads, the version of flexrank, and the fingerprints of
+the stages it needs. A changed key thus runs its stage and those below it again, and no other.
 """
 
 import contextlib
 import fcntl
-import hashlib
-import json
+import functools
+import operator
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from flexrank.errors import FlexrankError
-from flexrank.files import digest_file, read_json, write_aside, write_json
+from flexrank.files import digest_file, digest_json, read_json, write_aside, write_json
 from flexrank.run.config import RunConfig, load_config, write_config
 
-#: Larger files are identified by size and time of change: hashing a 16 GB model takes longer than a run with nothing
-#: to do.
+#: Larger files are known by size and time of change: hashing a 16 GB model takes longer than a run with nothing to do.
 HASHED_BYTES = 1 << 30
 
 
@@ -41,9 +39,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Holds the run directory for this process, and makes it if it is absent.
-
-        The system drops the lock when its process ends, so a killed run leaves no lock behind.
+        """Holds the run directory, which is made if it is absent; the system drops the lock of a process that ends.
 
         Raises:
             FlexrankError: another process holds it, or the path is no directory.
@@ -57,10 +53,8 @@ class RunDirectory:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 file.seek(0)
-                holder = file.read().strip() or "unknown"
-                raise FlexrankError(
-                    f"{self.path}: process {holder} writes to this run; wait for it, or choose another output"
-                ) from error
+                holder = f"{self.path}: process {file.read().strip() or 'unknown'} writes to this run"
+                raise FlexrankError(f"{holder}; wait for it, or choose another output") from error
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()
@@ -84,27 +78,19 @@ class RunDirectory:
         Raises:
             FlexrankError: the directory holds a run of another name, or one that this version cannot read.
         """
-        path, backup = self.path / "config.yaml", self.path / "config.yaml.was"
+        path = self.path / "config.yaml"
         old = load_config(self.path) if path.is_file() else None
         if old is not None and old.name != config.name:
             raise FlexrankError(f"{self.path}: holds the run {old.name!r}, not {config.name!r}; choose another output")
-        is_new = old is None or old.model_copy(update={"output": config.output}) != config
         self._has_finished_a_stage = False
-        try:
-            if is_new:
-                if old is not None:
-                    os.replace(path, backup)
-                with write_aside(path) as aside:
-                    write_config(config, aside)
+        if old is not None and old.model_copy(update={"output": config.output}) == config:
             yield
-        except Exception:
-            if is_new and not self._has_finished_a_stage:
-                path.unlink(missing_ok=True)
-                if old is not None:
-                    os.replace(backup, path)  # a renaming needs no room on a full disk
-            raise
-        finally:
-            backup.unlink(missing_ok=True)
+            return
+        # An interrupted run is continued with its new configuration.
+        with _put_away(path, lambda error: isinstance(error, Exception) and not self._has_finished_a_stage):
+            with write_aside(path) as aside:
+                write_config(config, aside)
+            yield
 
     def is_finished(self, stage: str, fingerprint: str) -> bool:
         """Whether the stage ran with this fingerprint and all files it wrote are there.
@@ -116,17 +102,15 @@ class RunDirectory:
         if record.get("fingerprint") != fingerprint or not self._is_whole(record):
             return False
         for name in self._edited(record):
-            output = self.path / Path(name).parts[0]
-            raise FlexrankError(
-                f"{self.path / name}: was edited after `{stage}` wrote it; delete {output} to make it anew"
-            )
+            made = f"was edited after `{stage}` wrote it; delete {self.path / Path(name).parts[0]} to make it anew"
+            raise FlexrankError(f"{self.path / name}: {made}")
         return True
 
     def _is_whole(self, record: Mapping[str, Any]) -> bool:
-        return all((self.path / name).exists() for name in record["files"])
+        return all((self.path / name).exists() for name in record.get("files", ()))
 
     def _edited(self, record: Mapping[str, Any]) -> list[str]:
-        return [name for name, mark in record["files"].items() if mark not in (None, _mark(self.path / name))]
+        return [name for name, mark in record.get("files", {}).items() if mark not in (None, _mark(self.path / name))]
 
     @contextlib.contextmanager
     def replacing(self, stage: str) -> Iterator[None]:
@@ -134,28 +118,16 @@ class RunDirectory:
 
         A stage that fails before it has changed its old results gets their record back.
         """
-        path = self._record(stage)
-        backup = path.with_name(f"{path.name}.was")
-        if path.is_file():
-            os.replace(path, backup)
-        try:
+        record = self._read_record(stage)
+        with _put_away(self._record(stage), lambda _: self._is_whole(record) and not self._edited(record)):
             yield
-        except BaseException:
-            if backup.is_file():
-                record = read_json(backup)
-                if self._is_whole(record) and not self._edited(record):
-                    os.replace(backup, path)
-            raise
-        finally:
-            backup.unlink(missing_ok=True)
 
     def finish(
         self, stage: str, fingerprint: str, outputs: Sequence[str], extras: Sequence[str], seconds: float
     ) -> None:
         """Records a stage that is done, and removes its checkpoint.
 
-        Its `outputs`, files and directories, may not be edited from now on. Its `extras`, written for people to look
-        at, may be; if one of them is missing, the stage runs again.
+        Its `outputs`, files and directories, may not be edited from now on; its `extras` may, but not be missing.
         """
         files = {name: _mark(self.path / name) for name in self._files(outputs)} | dict.fromkeys(self._files(extras))
         record = {"stage": stage, "fingerprint": fingerprint, "seconds": round(seconds, 3), "files": files}
@@ -181,10 +153,7 @@ class RunDirectory:
         return self._partial / f"{stage}-{fingerprint[:16]}{ending}"
 
     def remove_stale(self, fingerprints: Mapping[str, str]) -> None:
-        """Removes from partial/ all but the checkpoints that unfinished stages of these fingerprints resume from.
-
-        The rest is scratch of killed processes, and checkpoints of other configurations.
-        """
+        """Removes from partial/ all but the checkpoints that unfinished stages of these fingerprints resume from."""
         unfinished = {
             f"{stage}-{fingerprint[:16]}"
             for stage, fingerprint in fingerprints.items()
@@ -217,9 +186,10 @@ def fingerprint(stage: str, config: RunConfig, keys: Sequence[str], needs: Seque
     That is dotted keys or sections of the configuration, the fingerprints of the stages that it needs, and the
     identities of the files that it reads.
     """
-    values = {key: _value_at(config.model_dump(mode="json"), key) for key in keys}
-    parts = {"stage": stage, "version": metadata.version("flexrank"), "config": values, "needs": list(needs)}
-    return hashlib.sha256(json.dumps(parts | {"sources": sources}, sort_keys=True).encode()).hexdigest()
+    values = config.model_dump(mode="json")
+    read = {key: functools.reduce(operator.getitem, key.split("."), values) for key in keys}
+    parts = {"stage": stage, "version": metadata.version("flexrank"), "config": read, "needs": list(needs)}
+    return digest_json(parts | {"sources": sources})
 
 
 def identity(path: str | Path) -> Any:
@@ -246,7 +216,19 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-def _value_at(value: Mapping[str, Any], key: str) -> Any:
-    for part in key.split("."):
-        value = value[part]
-    return value
+@contextlib.contextmanager
+def _put_away(path: Path, is_restored: Callable[[BaseException], bool]) -> Iterator[None]:
+    """Renames a file, which needs no room on a full disk; after an error it comes back where `is_restored` says so."""
+    backup = path.with_name(f"{path.name}.was")
+    if path.is_file():
+        os.replace(path, backup)
+    try:
+        yield
+    except BaseException as error:
+        if is_restored(error):
+            path.unlink(missing_ok=True)
+            if backup.is_file():
+                os.replace(backup, path)
+        raise
+    finally:
+        backup.unlink(missing_ok=True)

@@ -20,7 +20,8 @@ LABELS = {
 }
 
 # Okabe and Ito's palette, which the colour-blind and a grey print tell apart.
-BEFORE, AFTER, BASE = "#E69F00", "#0072B2", "#555555"
+BASE = "#555555"
+SERIES = {"quality": ("consolidated", "#0072B2", "o"), "quality_before": ("decomposed only", "#E69F00", "s")}
 #: The most layers whose ranks are written into the heatmap, and the most whose names are written beside it.
 MOST_WITH_RANKS, MOST_WITH_NAMES = 48, 120
 
@@ -62,25 +63,22 @@ def draw_quality(summary: Summary) -> Any:
     figure = Figure(figsize=(4.7 * len(names) + 0.4, 3.9), layout="constrained")
     rows = sorted(summary["rows"], key=lambda row: row["relative_size"])
     sizes = [row["relative_size"] for row in rows]
+    kinds = [kind for kind in SERIES if all(row.get(kind) for row in rows)]
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
-        series = [(AFTER, "o", "consolidated", [row["quality"][name] for row in rows])]
-        if all(row.get("quality_before") for row in rows):
-            series.append((BEFORE, "s", "decomposed only", [row["quality_before"][name] for row in rows]))
-        for colour, marker, label, values in series:
-            axes.plot(sizes, values, color=colour, marker=marker, markersize=4.5, linewidth=1.8, zorder=3)
-            is_above = (colour == AFTER) != (name in LOWER_IS_BETTER)
-            _label_series(axes, label, colour, sizes, values, is_after=colour == AFTER, is_above=is_above)
+        for kind in kinds:
+            _draw_series(axes, kind, sizes, [row[kind][name] for row in rows], name in LOWER_IS_BETTER)
         _finish_panel(axes, name, summary["base"])
     return figure
 
 
-def _label_series(
-    axes: Any, label: str, colour: str, sizes: list[float], values: list[float], *, is_after: bool, is_above: bool
-) -> None:
-    """Writes a series' name beside a point of it, on the side away from the other series."""
+def _draw_series(axes: Any, kind: str, sizes: list[float], values: list[float], is_loss: bool) -> None:
+    """A line, and its name beside one of its points, on the side away from the other line."""
+    label, colour, marker = SERIES[kind]
+    axes.plot(sizes, values, color=colour, marker=marker, markersize=4.5, linewidth=1.8, zorder=3)
+    is_after = kind == "quality"
     at = min(2, len(sizes) - 1) if is_after else min(1, max(0, len(sizes) - 2))
-    side = {"ha": "right" if is_after else "left", "va": "bottom" if is_above else "top"}
-    shift = (-5 if is_after else 7, 4 if is_above else -4)
+    side = {"ha": "right" if is_after else "left", "va": "bottom" if is_after != is_loss else "top"}
+    shift = (-5 if is_after else 7, 4 if is_after != is_loss else -4)
     axes.annotate(
         label, (sizes[at], values[at]), shift, textcoords="offset points", color=colour, weight="bold", **side
     )
@@ -111,7 +109,7 @@ def draw_ranks(summary: Summary) -> Any:
 
     layers = ordered_layers(summary["layers"])
     rows = sorted(summary["rows"], key=lambda row: -row["budget"])
-    lines, height = _line_numbers(layers)
+    lines, headings, height = _line_numbers(layers)
     inches = 0.19 * height if len(layers) <= MOST_WITH_NAMES else min(0.05 * height, 22.0)
     figure = Figure(figsize=(min(4.4 + 0.5 * len(rows), 16), max(2.6, inches + 1.2)), layout="constrained")
     axes = figure.subplots()
@@ -123,7 +121,7 @@ def draw_ranks(summary: Summary) -> Any:
     axes.spines[:].set_visible(False)
     axes.set_xticks([column + 0.5 for column in range(len(rows))], [f"{row['budget']:g}" for row in rows])
     axes.set_xlabel("budget")
-    _label_lines(axes, layers, lines)
+    _label_lines(axes, lines, headings)
     axes.set_title("Kept rank by layer and budget" + ("; the number is the rank" if has_ranks else ""), fontsize=10)
     bar = figure.colorbar(image, ax=axes, shrink=min(1.0, 3.0 / figure.get_figheight()), aspect=14, pad=0.03)
     bar.set_label("share of full rank")
@@ -139,31 +137,26 @@ def _draw_line(axes: Any, line: float, shares: Sequence[float], ranks: Sequence[
     return axes.pcolormesh(range(len(shares) + 1), [line, line + 1], [shares], cmap="cividis", vmin=0, vmax=1)
 
 
-def _line_numbers(layers: Sequence[str]) -> tuple[dict[str, float], float]:
-    """Each layer's line from the top, with a free line above each named block, and the height of all lines."""
+def _line_numbers(layers: Sequence[str]) -> tuple[dict[str, float], dict[float, str], float]:
+    """Each layer's line from the top, the heading in the middle of the free line above each block, and the height."""
     lines: dict[str, float] = {}
+    headings: dict[float, str] = {}
     line, block = 0.0, ""
     for name in layers:
         if split_block(name)[0] != block:
             block = split_block(name)[0]
+            headings |= {line + 0.5: block} if block else {}
             line += 1.0 if block else 0.5
         lines[name] = line
         line += 1.0
-    return lines, line
+    return lines, headings, line
 
 
-def _label_lines(axes: Any, layers: Sequence[str], lines: Mapping[str, float]) -> None:
-    """Writes each block's name in bold on its free line and, where there is room, the rest of each layer's name."""
-    labels: dict[float, str] = {}
-    if len(layers) <= MOST_WITH_NAMES:
-        labels = {lines[name] + 0.5: split_block(name)[1] for name in layers}
-    blocks: dict[str, float] = {}
-    for name in layers:
-        blocks.setdefault(split_block(name)[0], lines[name] - 0.5)
-    blocks.pop("", None)
-    labels |= {line: block for block, line in blocks.items()}
+def _label_lines(axes: Any, lines: Mapping[str, float], headings: Mapping[float, str]) -> None:
+    """Writes the headings in bold and, where there is room, the rest of each layer's name."""
+    names = {line + 0.5: split_block(name)[1] for name, line in lines.items()}
+    labels = (names if len(lines) <= MOST_WITH_NAMES else {}) | headings
     axes.set_yticks(list(labels), list(labels.values()), fontsize=7.5)
     axes.tick_params(length=0)
-    for label in axes.get_yticklabels():
-        if label.get_text() in blocks:
-            label.set_weight("bold")
+    for line, label in zip(labels, axes.get_yticklabels(), strict=True):
+        label.set_weight("bold" if line in headings else "normal")

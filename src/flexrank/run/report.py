@@ -1,7 +1,4 @@
-"""A run's table and pages, from its saved `summary.json` alone: no model is loaded.
-
-`flexrank report` thus draws the same figures again on any machine that has the JSON.
-"""
+"""A run's table and pages, from its saved `summary.json` alone: any machine that has the JSON draws them again."""
 
 import base64
 import html
@@ -38,7 +35,6 @@ def write_report(directory: str | Path) -> list[Path]:
 
     Raises:
         FlexrankError: there is no summary.
-        ModuleNotFoundError: matplotlib is not installed.
     """
     directory = Path(directory)
     summary = read_summary(directory)
@@ -110,12 +106,14 @@ def _facts(summary: Summary) -> list[str]:
 
 def _markdown(summary: Summary, figures: Sequence[Path]) -> str:
     header, rows = table_cells(summary)
-    lines = [f"# {summary.get('name', summary['model'])}", "", f"Model: `{summary['model']}`", ""]
-    lines += [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
-    lines += [f"| {' | '.join(row)} |" for row in rows]
-    lines += ["", *(f"{fact}\n" for fact in _facts(summary))]
-    lines += [f"![{figure.stem}](figures/{figure.name})\n" for figure in figures]
-    return "\n".join(lines)
+    return "\n".join([
+        f"# {summary.get('name', summary['model'])}\n",
+        f"Model: `{summary['model']}`\n",
+        *(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)),
+        "",
+        *(f"{fact}\n" for fact in _facts(summary)),
+        *(f"![{figure.stem}](figures/{figure.name})\n" for figure in figures),
+    ])  # fmt: skip
 
 
 _PAGE = """<!doctype html>

@@ -5,6 +5,7 @@ part where it is large enough.
 """
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,9 +32,6 @@ class Samples:
     """The data of a run; the same in every process.
 
     Attributes:
-        calibration: batches for the moments.
-        probe: batches of one evaluation of the probe.
-        training: batches for consolidation.
         example: one batch of evaluation samples, for timing and for checking an export.
         judge: takes the teacher, and returns what measures a model's qualities over the evaluation samples.
     """
@@ -49,9 +47,9 @@ def load_samples(config: RunConfig, directory: str, tokenizer: Tokenizer | None)
     """The samples of a run.
 
     Args:
-        config: its `task`, `data`, and batch sizes.
-        directory: of the model, whose preprocessor_config.json holds the images' mean and deviation.
-        tokenizer: of the model; None for images.
+        config: the run.
+        directory: of the model; its preprocessor_config.json holds the images' mean and deviation.
+        tokenizer: None for images.
 
     Raises:
         FlexrankError: the data cannot be read, or calibration is shorter than one batch.
@@ -72,20 +70,11 @@ def take_probe(items: Any, calibration: int, probe: int) -> Any:
     return after if len(after) == probe else items[-probe:]
 
 
-def _require_batch(samples: int, config: RunConfig) -> None:
-    if samples < config.data.batch_size:
-        raise FlexrankError(
-            f"data.calibration: {samples} samples are shorter than one batch of {config.data.batch_size}"
-            " (data.batch_size); give more data, or smaller batches"
-        )
-
-
 def _text_samples(config: RunConfig, tokenizer: Tokenizer) -> Samples:
     """Padded texts for encoders, and qualities `cosine` to the teacher and, where the data has pairs, `mrr`."""
     data = config.data
     calibration, training, queries, documents = _split_texts(config)
     held_out = [*queries[: data.evaluation], *documents[: data.evaluation]]
-    _require_batch(len(calibration[: data.calibration]), config)
 
     def batches(texts: Sequence[str], batch_size: int = data.batch_size, seed: int | None = None) -> Sequence[Batch]:
         return sentence_batches(tokenizer, texts, batch_size, data.max_tokens, seed)
@@ -96,21 +85,15 @@ def _text_samples(config: RunConfig, tokenizer: Tokenizer) -> Samples:
 
         def qualities(model: nn.Module) -> dict[str, float]:
             embeddings = embed(model, evaluation)
-            result = {"cosine": mean_cosine(embeddings, targets)}
-            if documents:
-                result["mrr"] = retrieval_mrr(*embeddings.split(len(embeddings) // 2))
-            return result
+            mrr = {"mrr": retrieval_mrr(*embeddings.split(len(embeddings) // 2))} if documents else {}
+            return {"cosine": mean_cosine(embeddings, targets), **mrr}
 
         return qualities
 
     examples = batches(held_out, config.evaluation.latency_batch_size)
-    return Samples(
-        calibration=batches(calibration[: data.calibration]),
-        probe=batches(take_probe(calibration, data.calibration, data.probe)),
-        training=batches(training[: data.training], config.distillation.batch_size, config.seed),
-        example=examples[len(examples) // 2],  # they are sorted by length: texts of medium length
-        judge=judge,
-    )
+    example = examples[len(examples) // 2]  # they are sorted by length: texts of medium length
+    consolidation = batches(training[: data.training], config.distillation.batch_size, config.seed)
+    return _samples(config, calibration, batches, consolidation, example, judge)
 
 
 def _block_samples(config: RunConfig, tokenizer: Tokenizer) -> Samples:
@@ -127,8 +110,7 @@ def _block_samples(config: RunConfig, tokenizer: Tokenizer) -> Samples:
             raise FlexrankError(f"{part} part of the data: {error}") from error
         return batch["input_ids"][_shuffled(len(batch["input_ids"]), config.seed)]  # so that any first part is fair
 
-    first, held_out = blocks("calibration", calibration), blocks("evaluation", evaluation)[: data.evaluation]
-    _require_batch(len(first[: data.calibration]), config)
+    held_out = blocks("evaluation", evaluation)[: data.evaluation]
 
     def batches(rows: Tensor, batch_size: int = data.batch_size) -> list[Batch]:
         return [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in rows.split(batch_size)]
@@ -136,15 +118,15 @@ def _block_samples(config: RunConfig, tokenizer: Tokenizer) -> Samples:
     def judge(_: nn.Module) -> Judge:
         return lambda model: {"nats_per_token": nats_per_token(model, batches(held_out))}
 
-    return _from_rows(config, first, blocks("training", training), held_out, batches, judge)
+    example = batches(held_out, config.evaluation.latency_batch_size)[0]
+    consolidation = batches(blocks("training", training)[: data.training], config.distillation.batch_size)
+    return _samples(config, blocks("calibration", calibration), batches, consolidation, example, judge)
 
 
 def _image_samples(config: RunConfig, images: Tensor, labels: Tensor) -> Samples:
     """Images (N, C, H, W) of classes (N,), and qualities `accuracy`, and `agreement` with the teacher."""
-    order = _shuffled(len(images), config.seed)
-    first, training, held_out = (order[start:end] for start, end in _bounds(len(order)))
+    calibration, training, held_out = _split(_shuffled(len(images), config.seed))
     held_out = held_out[: config.data.evaluation]
-    _require_batch(len(first[: config.data.calibration]), config)
 
     def batches(rows: Tensor, batch_size: int = config.data.batch_size) -> list[Batch]:
         return [{"pixel_values": images[part]} for part in rows.split(batch_size)]
@@ -161,26 +143,26 @@ def _image_samples(config: RunConfig, images: Tensor, labels: Tensor) -> Samples
 
         return qualities
 
-    return _from_rows(config, first, training, held_out, batches, judge)
+    example = batches(held_out, config.evaluation.latency_batch_size)[0]
+    consolidation = batches(training[: config.data.training], config.distillation.batch_size)
+    return _samples(config, calibration, batches, consolidation, example, judge)
 
 
-def _from_rows(
+def _samples(
     config: RunConfig,
-    calibration: Tensor,
-    training: Tensor,
-    evaluation: Tensor,
-    batches: Callable[..., list[Batch]],
+    calibration: Any,
+    batches: Callable[[Any], Sequence[Batch]],
+    training: Sequence[Batch],
+    example: Batch,
     judge: Callable[[nn.Module], Judge],
 ) -> Samples:
-    """The samples of three parts whose rows `batches` turns into batches."""
+    """The samples of a run whose calibration's part `batches` turns into batches."""
     data = config.data
-    return Samples(
-        calibration=batches(calibration[: data.calibration]),
-        probe=batches(take_probe(calibration, data.calibration, data.probe)),
-        training=batches(training[: data.training], config.distillation.batch_size),
-        example=batches(evaluation, config.evaluation.latency_batch_size)[0],
-        judge=judge,
-    )
+    first, probe = calibration[: data.calibration], take_probe(calibration, data.calibration, data.probe)
+    if len(first) < data.batch_size:
+        samples = f"{len(first)} samples are shorter than one batch of {data.batch_size} (data.batch_size)"
+        raise FlexrankError(f"data.calibration: {samples}; give more data, or smaller batches")
+    return Samples(batches(first), batches(probe), training, example, judge)
 
 
 def _split_texts(config: RunConfig) -> tuple[list[str], list[str], list[str], list[str]]:
@@ -196,7 +178,7 @@ def _split_texts(config: RunConfig) -> tuple[list[str], list[str], list[str], li
     path, held_out = config.data.path or "", config.data.held_out
     is_running = config.task == "language" and config.data.separator is None
     pieces = _read_pieces(config, path, is_running)
-    parts = [pieces[start:end] for start, end in _bounds(len(pieces))]
+    parts = _split(pieces)
     if held_out is not None:
         parts = [parts[0], parts[1] + parts[2], _read_pieces(config, held_out, is_running)]
     for name, part in zip(SPLITS, parts, strict=True):
@@ -218,8 +200,7 @@ def _shuffled(count: int, seed: int) -> Tensor:
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
 
-def _bounds(count: int) -> list[tuple[int, int]]:
-    """Where calibration, training and evaluation begin and end among `count` samples."""
-    shares = list(SPLITS.values())
-    ends = [round(count * sum(shares[: number + 1]) / sum(shares)) for number in range(len(shares))]
-    return list(zip([0, *ends[:-1]], ends, strict=True))
+def _split(items: Any) -> list[Any]:
+    """The parts of a sequence for calibration, training and evaluation."""
+    ends = [round(len(items) * share / sum(SPLITS.values())) for share in itertools.accumulate(SPLITS.values())]
+    return [items[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]

@@ -10,8 +10,8 @@ from rich.table import Table
 
 
 def count(number: int) -> str:
-    """A count with three or four digits: 10.62M, 381k, 950."""
-    for scale, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+    """A count with three or four digits: 31.20P, 10.62M, 381k, 950."""
+    for scale, unit in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= scale:
             return f"{number / scale:.2f}{unit}" if number / scale < 100 else f"{number / scale:.0f}{unit}"
     return str(number)

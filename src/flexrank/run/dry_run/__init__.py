@@ -10,14 +10,13 @@ import torch
 
 from flexrank.errors import FlexrankError
 from flexrank.nn.select import dense_reasons
-from flexrank.nn.switch import footprint, uniform_profile
-from flexrank.profiles.costs import deployed_parameters
-from flexrank.run.candidates import candidate_ranks, require_reachable_budgets
+from flexrank.nn.switch import footprint
+from flexrank.profiles.costs import expected_parameters
+from flexrank.run.candidates import candidate_ranks, require_reachable_budgets, rule
 from flexrank.run.config import RunConfig
 from flexrank.run.dry_run import operations
-from flexrank.run.dry_run.architecture import Architecture, build_architecture
+from flexrank.run.dry_run.architecture import Architecture, build_architecture, uniform_ranks
 from flexrank.run.dry_run.memory import count_memory, moment_bytes
-from flexrank.run.dry_run.operations import evaluations
 from flexrank.run.dry_run.table import print_dry_run
 from flexrank.run.tables import split_block
 
@@ -28,7 +27,7 @@ DEFAULT_TFLOPS = 100.0
 
 NOTES = (
     "budget: deployed over dense parameters of the factorised layers; sizes are those of each layer's largest rank "
-    "within it, before the slack of gauge alignment. A run allocates other ranks within the same budget.",
+    "within it, with the slack that allocation expects. A run allocates other ranks within the same budget.",
     "memory: weights, gradients, AdamW's moments, second moments and outputs of a batch; no activations, no workspace.",
     "operations: products of all layers with a matrix, lm_head too, of attention (its whole square), of moments "
     "and factorisations; no norms, softmaxes, loss or optimiser. The probe's are the most it may take; replayed "
@@ -45,9 +44,8 @@ def dry_run(config: RunConfig, tflops: float = DEFAULT_TFLOPS) -> dict[str, Any]
         tflops: operations per second in 10¹² that the machine sustains, for the hours.
 
     Returns:
-        A JSON object: `layers` and `dense` (what is factorised, what is not and why), `parameters`, `probe`,
-        `budgets`, `moments` and `memory` in bytes, `operations` and `hours` by stage, `tokens` in all, and `notes`,
-        which say what is counted.
+        A JSON object: layers, parameters and sizes, `moments` and `memory` in bytes, `operations` and `hours` by stage,
+        `tokens` in all, and `notes`, which say what is counted.
 
     Raises:
         FlexrankError: a rate that is not positive, an architecture that cannot be built or has no layer to
@@ -83,7 +81,7 @@ def dry_run(config: RunConfig, tflops: float = DEFAULT_TFLOPS) -> dict[str, Any]
 
 
 def _operations(architecture: Architecture, config: RunConfig, tflops: float) -> dict[str, Any]:
-    """Operations and hours by stage; no hours for float64 factorisations, which run far below any such rate."""
+    """Operations and hours by stage; no hours for float64, which runs far below any such rate."""
     counts = {
         "calibration": operations.calibration(architecture, config),
         "decomposition": operations.decomposition(architecture, config.decomposition.method),
@@ -99,9 +97,12 @@ def _operations(architecture: Architecture, config: RunConfig, tflops: float) ->
 
 
 def _probe(architecture: Architecture, config: RunConfig) -> dict[str, int]:
-    number = sum(map(len, candidate_ranks(config, architecture.shapes).values()))
-    sizes = {"layers": len(architecture.shapes), "levels": config.probe.levels, "candidates": number}
-    return sizes | {"evaluations": evaluations(architecture, config)}
+    return {
+        "layers": len(architecture.shapes),
+        "levels": config.probe.levels,
+        "candidates": sum(map(len, candidate_ranks(config, architecture.shapes).values())),
+        "evaluations": operations.evaluations(architecture, config),
+    }
 
 
 def _layer_rows(architecture: Architecture) -> list[dict[str, Any]]:
@@ -145,18 +146,21 @@ def _parameters(architecture: Architecture) -> dict[str, int]:
 
 
 def _budget_rows(architecture: Architecture, config: RunConfig) -> list[dict[str, Any]]:
-    """Sizes at each budget of its uniform profile: each layer's largest rank within it, deployed without slack."""
-    dtype = getattr(torch, config.deployment.dtype or config.dtype)
+    """Sizes at each budget of its uniform ranks, deployed with the expected slack."""
+    dtype, share = getattr(torch, config.deployment.dtype or config.dtype), rule(config)["slack_share"]
     others, rows = footprint(architecture.student, dtype), []
     for budget in config.allocation.budgets:
-        ranks = uniform_profile(architecture.student, budget)
-        layers = sum(deployed_parameters(shape, ranks[name]) for name, shape in architecture.shapes.items())
-        sizes = {"relative_size": layers / architecture.dense_parameters, "params_layers": layers}
-        sizes |= {
+        ranks = uniform_ranks(architecture, config, budget)
+        layers = sum(expected_parameters(shape, ranks[name], share) for name, shape in architecture.shapes.items())
+        row = {
+            "budget": budget,
+            "mean_rank": sum(ranks.values()) / len(ranks),
+            "relative_size": layers / architecture.dense_parameters,
+            "params_layers": layers,
             "params_model": others.other_parameters + layers,
             "bytes": others.other_bytes + layers * dtype.itemsize,
         }
-        rows.append({"budget": budget, "mean_rank": sum(ranks.values()) / len(ranks), **sizes})
+        rows.append(row)
     return rows
 
 

@@ -18,7 +18,8 @@ from flexrank.nn.linalg import Factors
 from flexrank.nn.matrix import conv_geometry, input_rows, is_layer, matrix_shape
 from flexrank.nn.select import nest_, select_layers
 from flexrank.nn.switch import nested_layers
-from flexrank.profiles.costs import Shape
+from flexrank.profiles.costs import Shape, largest_rank
+from flexrank.run.candidates import rule
 from flexrank.run.config import RunConfig
 
 
@@ -38,7 +39,7 @@ class Architecture:
         student: its elastic form at full rank; likewise.
         calls: of each layer with a matrix, factorised or not, in the order in which they run.
         groups: factorised layers that read the same tensors, and so share a moment; in the same order.
-        tokens: tokens of one sample; of an image, the most rows that a linear layer reads.
+        tokens: of one sample; of an image, the most rows that a linear layer reads.
         outputs: numbers in the model's output for one sample.
         targets: numbers that the probe keeps of the teacher's output for one sample.
     """
@@ -89,7 +90,8 @@ def build_architecture(config: RunConfig) -> Architecture:
     layers = select_layers(teacher, config.layers.include, config.layers.exclude)
     student = copy.deepcopy(teacher)
     for name, layer in layers.items():
-        nest_(student, name, _empty_factors(matrix_shape(layer)))
+        (m, n), rank = matrix_shape(layer), min(matrix_shape(layer))
+        nest_(student, name, Factors(*(torch.empty(size, device="meta") for size in ((rank, m), (rank, n), (rank,)))))
     watched = {name: module for name, module in teacher.named_modules() if is_layer(module)}
     calls, inputs, output = _watch(teacher, watched, meta.meta_sample(teacher, config.task, config.data.max_tokens))
     objective = EmbeddingObjective() if config.task == "embedding" else default_objective(output)
@@ -108,25 +110,22 @@ def build_architecture(config: RunConfig) -> Architecture:
     )
 
 
-def _empty_factors(shape: Shape) -> Factors:
-    (m, n), rank = shape, min(shape)
-    u, v, energies = (torch.empty(size, dtype=torch.float64, device="meta") for size in ((rank, m), (rank, n), (rank,)))
-    return Factors(u, v, energies)
+def uniform_ranks(architecture: Architecture, config: RunConfig, budget: float) -> dict[str, int]:
+    """Each layer's largest rank that costs at most the budget's share of its dense parameters, slack included."""
+    share = rule(config)["slack_share"]
+    return {name: max(1, largest_rank((m, n), budget * m * n, share)) for name, (m, n) in architecture.shapes.items()}
 
 
 def _watch(
     model: nn.Module, layers: Mapping[str, nn.Module], sample: Mapping[str, Tensor]
 ) -> tuple[dict[str, tuple[Call, ...]], dict[str, list[Any]], Any]:
-    """Runs one sample: each layer's calls, the identities of the tensors they read, and the model's output.
-
-    Tensors on the meta device have no address. Their storages tell them apart, while all of them are held.
-    """
+    """Runs one sample: each layer's calls, the identities of the tensors they read, and the model's output."""
     calls: dict[str, list[Call]] = {}
     inputs: dict[str, list[Any]] = {}
     held: list[Tensor] = []
 
     def see(name: str, tensor: Tensor, _: Tensor) -> None:
-        held.append(tensor)
+        held.append(tensor)  # a storage tells tensors without an address apart as long as all are held
         identity = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor._version)
         calls.setdefault(name, []).append(Call(input_rows(layers[name], tensor).shape[0], tensor.requires_grad))
         inputs.setdefault(name, []).append(identity)

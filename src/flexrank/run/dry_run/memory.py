@@ -18,10 +18,9 @@ MOMENT_BYTES = 8
 def count_memory(architecture: Architecture, config: RunConfig) -> dict[str, dict[str, int]]:
     """Bytes of each stage by what holds them, and of all together.
 
-    `student` is a dense copy while moments are collected, and then turns into factors U, V at full rank. `matrices` are
-    those of full layers, while others are probed. `targets` are the teacher's outputs that the probe keeps for all its
-    samples. `outputs` are those of one batch: once to calibrate; twice to probe, with the teacher's; three times in
-    training, with the teacher's and the loss's gradient, in the dtype of `autocast` where it is named.
+    `student` is a dense copy while moments are collected, and then factors U, V at full rank. `matrices` are those of
+    full layers while others are probed. `targets` are the teacher's outputs that the probe keeps. `outputs` are those
+    of one batch: twice to probe, with the teacher's; three times in training, with the loss's gradient too.
     """
     teacher, student = tensor_bytes(architecture.teacher), tensor_bytes(architecture.student)
     moments = sum(moment_bytes(architecture, config.decomposition.method).values())

@@ -8,14 +8,12 @@ import itertools
 import math
 from collections.abc import Mapping
 
-import torch
-
-from flexrank.nn.switch import last_within, uniform_profile
+from flexrank.nn.switch import last_within
 from flexrank.probe import MATRIX_BYTES
 from flexrank.profiles.costs import Shape
 from flexrank.run.candidates import candidate_ranks
 from flexrank.run.config import RunConfig
-from flexrank.run.dry_run.architecture import Architecture
+from flexrank.run.dry_run.architecture import Architecture, uniform_ranks
 from flexrank.run.dry_run.memory import layers_by_output, moment_widths
 
 
@@ -46,12 +44,8 @@ def factorisation(shape: Shape, method: str, from_output: bool = False) -> int:
     """Operations of `linalg`'s function for a layer, by the leading terms of Golub and Van Loan (4th edition).
 
     Symmetric eigenproblem with vectors 9d³; thin SVD of l × k 14·l·k² + 8k³; Cholesky n³/3; a triangle against n
-    columns n³; a product 2·a·b·c. A tall matrix is taken for well conditioned; a moment counts as a whole product.
-
-    Args:
-        shape: (m, n).
-        method: of the decomposition.
-        from_output: whether the moment is that of the output (m × m).
+    columns n³; a product 2·a·b·c. A tall matrix is taken for well conditioned; a moment counts as a whole product, of
+    the output (m × m) if `from_output`.
     """
     m, n = shape
     k, longer = min(shape), max(shape)
@@ -73,16 +67,15 @@ def factorisation(shape: Shape, method: str, from_output: bool = False) -> int:
 def probe(architecture: Architecture, config: RunConfig) -> int:
     """The teacher once, and all evaluations of the elastic model at full rank, over the probe's samples.
 
-    Full layers multiply by their matrices, which take 2·k·m·n each to make, up to `MATRIX_BYTES` (a GPU with less
-    memory free keeps fewer, and multiplies more). This is the most that a probe takes: where the model is a stack of
-    blocks, those before the probed one are replayed, which saves about half.
+    Full layers multiply by their matrices, which take 2·k·m·n each to make, up to `MATRIX_BYTES`. This is the most that
+    a probe takes: in a stack of blocks those before the probed one are replayed, which saves about half.
     """
     samples, batch, shapes = config.data.probe, min(config.data.batch_size, config.data.probe), architecture.shapes
     full, itemsize = {name: min(shape) for name, shape in shapes.items()}, architecture.teacher.dtype.itemsize
     kept = last_within({name: itemsize * math.prod(shape) for name, shape in shapes.items()}, MATRIX_BYTES)
     factored = {name: rank for name, rank in full.items() if name not in kept}
     total = evaluations(architecture, config) * forward(architecture, batch, factored)
-    for name, ranks in candidate_ranks(config, architecture.shapes).items():
+    for name, ranks in candidate_ranks(config, shapes).items():
         for call, rank in itertools.product(architecture.calls[name], ranks[:-1]):
             rows, shape = batch * call.rows, shapes[name]
             whole = 2 * rows * math.prod(shape) if name in kept else elastic_forward(shape, full[name], rows)
@@ -97,15 +90,15 @@ def evaluations(architecture: Architecture, config: RunConfig) -> int:
 
 
 def consolidation(architecture: Architecture, config: RunConfig) -> int:
-    """Steps × batches × (teacher forward + student forward and backward, the mean over the budgets by their weights).
+    """Steps × batches × (teacher forward + student forward and backward), each budget at its uniform ranks and weight.
 
-    A budget's ranks are those of its uniform profile. Forward passes that kept outputs of the teacher save are counted.
+    Forward passes that kept outputs of the teacher save are counted.
     """
     settings, budgets = config.distillation, config.allocation.budgets
     weights = settings.weights or [1.0] * len(budgets)
     student = 0.0
     for budget, weight in zip(budgets, weights, strict=True):
-        ranks = uniform_profile(architecture.student, budget)
+        ranks = uniform_ranks(architecture, config, budget)
         passes = forward(architecture, settings.batch_size, ranks) + backward(architecture, settings.batch_size, ranks)
         student += passes * weight / sum(weights)
     return round((forward(architecture, settings.batch_size) + student) * settings.accumulation * settings.steps)
@@ -130,14 +123,13 @@ def backward(architecture: Architecture, samples: int, ranks: Mapping[str, int])
     """
     total = 2 * samples * architecture.attention
     for name, (m, n) in architecture.matrices.items():
-        weight = architecture.teacher.get_submodule(name).weight
-        assert isinstance(weight, torch.Tensor)
+        is_trained = architecture.teacher.get_submodule(name).weight.requires_grad
         for call in architecture.calls[name]:
             rows = samples * call.rows
             if name in ranks:
                 total += elastic_backward((m, n), ranks[name], rows, call.needs_gradient)
             else:
-                total += 2 * rows * m * n * (weight.requires_grad + call.needs_gradient)
+                total += 2 * rows * m * n * (is_trained + call.needs_gradient)
     return total
 
 
@@ -151,6 +143,5 @@ def elastic_backward(shape: Shape, rank: int, rows: int, needs_gradient: bool = 
     """Twice the forward pass, less the product for an input that needs no gradient: 2·T·r·n or 2·T·m·n."""
     m, n = shape
     is_factored = rows * rank * (m + n) <= (rows + rank) * m * n
-    return 2 * elastic_forward(shape, rank, rows) - (
-        0 if needs_gradient else 2 * rows * n * (rank if is_factored else m)
-    )
+    spared = 0 if needs_gradient else 2 * rows * n * (rank if is_factored else m)
+    return 2 * elastic_forward(shape, rank, rows) - spared

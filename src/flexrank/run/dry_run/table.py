@@ -34,7 +34,7 @@ def _summary(result: Mapping[str, Any]) -> list[str]:
         f"{probe['evaluations']} evaluations; moments {count(moments['all'])}B, of the largest block "
         f"{count(moments['largest_block'])}B",
         f"consolidation: {result['steps']} steps of {batch} samples of {result['sample_tokens']} tokens, "
-        f"{_scaled(result['tokens'])} tokens in all",
+        f"{count(result['tokens'])} tokens in all",
     ]
 
 
@@ -65,17 +65,9 @@ def _stages(result: Mapping[str, Any]) -> Table:
     operations, hours = result["operations"], result["hours"]
     for stage, parts in result["memory"].items():
         cells = [f"{count(parts[part])}B" if part in parts else "" for part in PARTS]
-        table.add_row(stage, *cells, _scaled(operations[stage]), _hours(hours[stage]))
-    table.add_row("in all", *[""] * len(PARTS), _scaled(operations["all"]), _hours(hours["all"]))
+        table.add_row(stage, *cells, count(operations[stage]), _hours(hours[stage]))
+    table.add_row("in all", *[""] * len(PARTS), count(operations["all"]), _hours(hours["all"]))
     return table
-
-
-def _scaled(number: int) -> str:
-    """A count of any size: 5.24G, 31.2P, 88E."""
-    for scale, unit in ((1e18, "E"), (1e15, "P"), (1e12, "T")):
-        if number >= scale:
-            return f"{number / scale:.3g}{unit}"
-    return count(number)
 
 
 def _hours(hours: float | None) -> str:

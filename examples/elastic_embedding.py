@@ -4,7 +4,7 @@ A few minutes for what `flexrank run examples/minilm.yaml` does at length. Any e
 """
 
 import flexrank as fr
-from flexrank.data import metrics as evaluation
+from flexrank.data import metrics
 from flexrank.data import text as data
 from flexrank.hf.models import load_model, load_tokenizer
 
@@ -25,10 +25,10 @@ def main() -> None:
     fr.distill_(model, teacher, training, chain, objective=fr.EmbeddingObjective(), steps=60, warmup_steps=10)
     fr.save_elastic(model, chain, "runs/example/elastic", tokenizer=tokenizer)
 
-    wanted = evaluation.embed(teacher, held_out)
+    targets = metrics.embed(teacher, held_out)
     for budget in chain.budgets:
         with fr.use_profile(model, chain.at(budget)):
-            cosine = evaluation.mean_cosine(evaluation.embed(model, held_out), wanted)
+            cosine = metrics.mean_cosine(metrics.embed(model, held_out), targets)
         print(f"budget {budget}: cosine to the teacher {cosine:.3f}")
     fr.export(fr.deploy(model, chain.at(0.5)), "runs/example/half", held_out[0], tokenizer=tokenizer)
     # elsewhere: import flexrank; transformers.AutoModel.from_pretrained("runs/example/half")

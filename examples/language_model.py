@@ -6,20 +6,20 @@ MODEL is a directory or a hub name, TEXT a UTF-8 file, or a folder of them, in t
 import argparse
 
 import flexrank as fr
-from flexrank.data import metrics as evaluation
+from flexrank.data import metrics
 from flexrank.data import text as data
 from flexrank.hf.models import load_model, load_tokenizer
 
 
 def main() -> None:
-    """Prints held-out nats a token at each size, and a text that the half-size model writes."""
+    """Prints held-out nats per token at each size, and a text that the half-size model writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("text")
     parser.add_argument("--separator", default="\n\n", help="what divides TEXT into texts")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--learning-rate", type=float, default=5e-4)
-    parser.add_argument("--length", type=int, default=128, help="tokens of a block")
+    parser.add_argument("--length", type=int, default=128, help="tokens per block")
     options = parser.parse_args()
 
     teacher, model = load_model(options.model, "language"), load_model(options.model, "language")
@@ -36,10 +36,10 @@ def main() -> None:
         learning_rate=options.learning_rate,
     )  # fmt: skip
 
-    print(f"original: {evaluation.nats_per_token(teacher, held_out):.3f} nats a token")
+    print(f"original: {metrics.nats_per_token(teacher, held_out):.3f} nats per token")
     for budget in reversed(chain.budgets):
         with fr.use_profile(model, chain.at(budget)):
-            print(f"budget {budget}: {evaluation.nats_per_token(model, held_out):.3f} nats a token")
+            print(f"budget {budget}: {metrics.nats_per_token(model, held_out):.3f} nats per token")
     small = fr.deploy(model, chain.at(0.5))
     start = {name: values[:1, :16] for name, values in held_out[0].items()}
     print(tokenizer.decode(small.generate(**start, max_new_tokens=60, do_sample=False)[0]))

@@ -16,8 +16,8 @@ def main() -> None:
     """Trains the network that `python -m research vision` compresses, and prints its accuracy."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=Path, required=True, help="a directory of train_jpg.npz and test_jpg.npz")
-    told = "a directory, for the model; %(default)s by default, where `python -m research vision` looks for it"
-    parser.add_argument("--output", type=Path, default=WORK / vision.VIT_DIRECTORY, help=told)
+    place = "a directory for the model; %(default)s by default, where `python -m research vision` looks for it"
+    parser.add_argument("--output", type=Path, default=WORK / vision.VIT_DIRECTORY, help=place)
     parser.add_argument("--epochs", type=int, default=Recipe.epochs)
     parser.add_argument("--learning-rate", type=float, default=Recipe.learning_rate)
     parser.add_argument("--batch-size", type=int, default=Recipe.batch_size)

@@ -138,7 +138,7 @@ def _config(experiment: Experiment, options: Options) -> RunConfig | None:
     changes = [*model, *options.overrides]
     if options.config is not None:
         return load_config(options.config, changes)
-    config = parse_overridden(experiment.settings(options.full), changes, experiment.name)
+    config = parse_config(experiment.settings(options.full), experiment.name, changes)
     _require_assets(config)
     return config
 

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,8 @@ from flexrank.nn.matrix import ConvGeometry
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import full_matrices, full_profile, nested_layers, uniform_profile, use_profile
 from flexrank.probe import probe_sensitivity
-from flexrank.profiles.costs import rank_levels
+from flexrank.profiles import SlackTable
+from flexrank.profiles.costs import SLACK_SHARE, rank_levels
 from flexrank.run.dry_run import dry_run, operations
 from flexrank.run.dry_run.architecture import build_architecture
 from flexrank.run.dry_run.memory import moment_bytes
@@ -137,19 +139,34 @@ def test_memory_is_what_real_training_holds(tmp_path: Path) -> None:
     assert all(parts["all"] == sum(parts.values()) - parts["all"] for parts in memory.values())
 
 
-@pytest.mark.parametrize("build", [tiny.gpt2, tiny.llama_tied, tiny.dinov3])
-def test_sizes_by_budget_are_those_of_deployed_models(build: Build, tmp_path: Path) -> None:
-    result = dry_run(config_of(build, tmp_path, deployment={"dtype": "bfloat16"}))
+def uniform(student: Any, budget: float, slack_share: float = SLACK_SHARE) -> tuple[dict[str, int], dict[str, int]]:
+    """The largest rank of each layer within the budget, and its slack, by trying all ranks."""
+    ranks, slack = {}, {}
+    for name, layer in nested_layers(student).items():
+        m, n = layer.matrix_shape
+        slacks = {rank: math.ceil(slack_share * rank) for rank in range(1, min(m, n) + 1)}
+        fitting = [rank for rank, p in slacks.items() if min(m * n, rank * (m + n - rank + p)) <= budget * m * n]
+        ranks[name] = max(fitting)
+        slack[name] = slacks[ranks[name]]
+    return ranks, slack
+
+
+@pytest.mark.parametrize(
+    ("build", "method"), [(tiny.gpt2, "joint"), (tiny.llama_tied, "joint"), (tiny.dinov3, "joint"), (tiny.gpt2, "paper")]
+)
+def test_sizes_by_budget_are_those_of_deployed_models(build: Build, method: str, tmp_path: Path) -> None:
+    """With the slack that allocation expects: a tenth of the rank, and none for the paper's algorithm."""
+    result = dry_run(config_of(build, tmp_path, deployment={"dtype": "bfloat16"}, allocation={"method": method}))
     student = elastic(real(build))
     dense = sum(m * n for m, n in (layer.matrix_shape for layer in nested_layers(student).values()))
     for row in result["budgets"]:
-        profile = uniform_profile(student, row["budget"])
-        small = deploy(student, profile, dtype=torch.bfloat16, slack=0)
-        persistent = {key: value for key, value in small.state_dict(keep_vars=True).items()}
+        profile, slack = uniform(student, row["budget"], SLACK_SHARE if method == "joint" else 0.0)
+        table = SlackTable("bfloat16", {name: {profile[name]: columns} for name, columns in slack.items()})
+        small = deploy(student, profile, dtype=torch.bfloat16, slack=table)
         layers = deployed_parameters_of(small, profile)
         assert row["params_layers"] == layers and row["relative_size"] == layers / dense <= row["budget"]
         assert row["params_model"] == sum(p.numel() for p in small.parameters())
-        assert row["bytes"] == bytes_of(persistent.values())
+        assert row["bytes"] == bytes_of(small.state_dict(keep_vars=True).values())
         assert row["mean_rank"] == sum(profile.values()) / len(profile)
 
 
@@ -296,7 +313,7 @@ def test_consolidation_takes_the_operations_that_torch_counts(tmp_path: Path) ->
     model, batches = real(build), [batch_of(build)] * 2
     for budget in (0.9, 0.4):
         config, student = config_of(build, tmp_path, allocation={"budgets": [budget]}), elastic(model)
-        chain, steps = [uniform_profile(student, budget)], {"steps": 2, "accumulation": 2, "teacher_cache": 0}
+        chain, steps = [uniform(student, budget)[0]], {"steps": 2, "accumulation": 2, "teacher_cache": 0}
         costs[budget] = flops(functools.partial(distill_, student, model, batches, chain, **steps))
         assert dry_run(config)["operations"]["consolidation"] == costs[budget]
     both = config_of(build, tmp_path, distillation={"weights": [3.0, 1.0]})

@@ -1,7 +1,6 @@
 """A run's figures, from its summary alone: quality over size, and the ranks of every layer at every budget."""
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,37 +21,26 @@ LABELS = {
 # Okabe and Ito's palette, which the colour-blind and a grey print tell apart.
 BASE = "#555555"
 SERIES = {"quality": ("consolidated", "#0072B2", "o"), "quality_before": ("decomposed only", "#E69F00", "s")}
+STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "flexrank"}
 #: The most layers whose ranks are written into the heatmap, and the most whose names are written beside it.
 MOST_WITH_RANKS, MOST_WITH_NAMES = 48, 120
 
 
-def save_figure(draw: Callable[[], Any], stem: Path, **options: Any) -> list[Path]:
-    """Writes the figure that `draw` returns, in the common style, as STEM.png and STEM.svg, and returns their paths.
+def draw_figures(summary: Summary, directory: Path) -> list[Path]:
+    """Writes quality.png and ranks.png, each with its .svg, and returns the paths of the two PNG files.
 
-    The same figure gives the same bytes. `options` go to matplotlib's `savefig`.
+    The same summary gives the same bytes.
     """
     import matplotlib
 
-    style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "flexrank"}
-    paths = []
-    with matplotlib.rc_context(style):
-        figure = draw()
-        for ending, metadata in ((".png", {}), (".svg", {"Date": None})):
-            path = stem.with_name(stem.name + ending)
-            with write_aside(path) as aside:
-                settings = {"dpi": 150, "bbox_inches": "tight", "metadata": metadata, **options}
-                figure.savefig(aside, format=ending[1:], **settings)
-            paths.append(path)
-    return paths
-
-
-def draw_figures(summary: Summary, directory: Path) -> list[Path]:
-    """Writes quality.png and ranks.png, each with its .svg, and returns the paths of the two PNG files."""
     draws = {"quality": draw_quality, "ranks": draw_ranks}
-    return [
-        save_figure(functools.partial(draw, summary), directory / name, dpi=160, bbox_inches=None)[0]
-        for name, draw in draws.items()
-    ]
+    for name, draw in draws.items():
+        with matplotlib.rc_context(STYLE):
+            figure = draw(summary)
+            for form, metadata in (("png", {}), ("svg", {"Date": None})):
+                with write_aside(directory / f"{name}.{form}") as aside:
+                    figure.savefig(aside, format=form, dpi=160, metadata=metadata)
+    return [directory / f"{name}.png" for name in draws]
 
 
 def draw_quality(summary: Summary) -> Any:

@@ -8,7 +8,7 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -112,35 +112,34 @@ def run(
     _show_report(outcome.directory, as_json, {"executed": list(outcome.executed)})
 
 
-def _add_stage(stage: str, help: str, result: Callable[[Path], dict[str, Any]]) -> None:
-    """Adds the verb that runs up to a stage, and prints the run directory, or as JSON the `result` read from there."""
+def _add_stage(stage: str, help: str, result: str) -> None:
+    """Adds the verb that runs up to a stage, and prints the run directory, or as JSON what the stage wrote there."""
 
     @app.command(stage, help=help)
     def verb(config: Config, overrides: Set = None, as_json: Json = False) -> None:
         outcome = _run(config, overrides, stage)
-        _show_stage(outcome, result(outcome.directory), as_json)
+        _show_stage(outcome, _read_result(outcome.directory, result), as_json)
 
 
-def _consolidation(run: Path) -> dict[str, Any]:
-    history = read_json(run / "history.json")
-    last = history["losses"][-1] if history["losses"] else None
-    return {"artefact": str(run / "elastic"), "steps": history["steps"], "last_loss": last}
+def _read_result(run: Path, name: str) -> dict[str, Any]:
+    """The JSON object in a file; of an artefact where it is, and of the consolidated one its loss."""
+    if name.endswith(".json"):
+        return read_json(run / name)
+    result: dict[str, Any] = {"artefact": str(run / name)}
+    if name == "elastic":
+        history = read_json(run / "history.json")
+        result |= {"steps": history["steps"], "last_loss": history["losses"][-1] if history["losses"] else None}
+    return result
 
 
-_add_stage(
-    "decompose",
-    "Calibrates, and decomposes each layer: elastic_initial/.",
-    lambda run: {"artefact": str(run / "elastic_initial")},
-)
-_add_stage(
-    "probe", "Probes each layer's sensitivity: sensitivity.json.", lambda run: read_json(run / "sensitivity.json")
-)
-_add_stage("allocate", "Chooses the ranks of every budget: chain.json.", lambda run: read_json(run / "chain.json"))
-_add_stage("distill", "Consolidates all sizes into one set of weights: elastic/.", _consolidation)
-_add_stage(
-    "evaluate", "Measures sizes, qualities and latencies of every budget: evaluation.json.",
-    lambda run: read_json(run / "evaluation.json"),
-)  # fmt: skip
+for _stage, _help, _result in (
+    ("decompose", "Calibrates, and decomposes each layer: elastic_initial/.", "elastic_initial"),
+    ("probe", "Probes each layer's sensitivity: sensitivity.json.", "sensitivity.json"),
+    ("allocate", "Chooses the ranks of every budget: chain.json.", "chain.json"),
+    ("distill", "Consolidates all sizes into one set of weights: elastic/.", "elastic"),
+    ("evaluate", "Measures sizes, qualities and latencies of every budget: evaluation.json.", "evaluation.json"),
+):
+    _add_stage(_stage, _help, _result)
 
 
 @app.command()

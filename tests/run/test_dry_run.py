@@ -152,7 +152,8 @@ def uniform(student: Any, budget: float, slack_share: float = SLACK_SHARE) -> tu
 
 
 @pytest.mark.parametrize(
-    ("build", "method"), [(tiny.gpt2, "joint"), (tiny.llama_tied, "joint"), (tiny.dinov3, "joint"), (tiny.gpt2, "paper")]
+    ("build", "method"),
+    [(tiny.gpt2, "joint"), (tiny.llama_tied, "joint"), (tiny.dinov3, "joint"), (tiny.gpt2, "paper")],
 )
 def test_sizes_by_budget_are_those_of_deployed_models(build: Build, method: str, tmp_path: Path) -> None:
     """With the slack that allocation expects: a tenth of the rank, and none for the paper's algorithm."""

@@ -1,7 +1,4 @@
-"""The configuration of a run: a YAML file and `--set key=value` overrides in, a frozen `RunConfig` out.
-
-Every wrong key or value is one line that names it, says what was given and what would be right.
-"""
+"""The configuration of a run: a YAML file and `--set key=value` overrides in, a frozen `RunConfig` out."""
 
 import copy
 import difflib
@@ -21,7 +18,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class Section(pydantic.BaseModel):
-    """A part of the configuration: frozen, and closed to unknown keys."""
+    """A part of the configuration."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -160,12 +157,7 @@ class DeploymentConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """What the table measures beside quality.
-
-    Attributes:
-        latency: whether each deployed size is timed against the base model, in turn on one batch.
-        latency_repeats: timings of each, more where they take less than a second.
-    """
+    """Whether and how often each deployed size is timed against the base model, in turn on one batch."""
 
     latency: bool = True
     latency_batch_size: Count = 16

@@ -24,8 +24,9 @@ from flexrank.run.config import RunConfig
 
 
 class Call(NamedTuple):
-    """One call of a layer for one sample: rows of its input, and whether something before the layer is trained."""
+    """One call of a layer for one sample: its input's identity and rows, and whether something before it is trained."""
 
+    tensor: Any
     rows: int
     needs_gradient: bool
 
@@ -93,12 +94,13 @@ def build_architecture(config: RunConfig) -> Architecture:
         (m, n), rank = matrix_shape(layer), min(matrix_shape(layer))
         nest_(student, name, Factors(*(torch.empty(size, device="meta") for size in ((rank, m), (rank, n), (rank,)))))
     watched = {name: module for name, module in teacher.named_modules() if is_layer(module)}
-    calls, inputs, output = _watch(teacher, watched, meta.meta_sample(teacher, config.task, config.data.max_tokens))
+    calls, output = _watch(teacher, watched, meta.meta_sample(teacher, config.task, config.data.max_tokens))
     objective = EmbeddingObjective() if config.task == "embedding" else default_objective(output)
     linear = [call.rows for name in calls for call in calls[name] if conv_geometry(watched[name]) is None]
     groups: dict[Any, list[str]] = {}
-    for name in filter(layers.__contains__, inputs):
-        groups.setdefault((*inputs[name], conv_geometry(layers[name])), []).append(name)
+    for name in filter(layers.__contains__, calls):
+        key = (*(call.tensor for call in calls[name]), conv_geometry(layers[name]))
+        groups.setdefault(key, []).append(name)
     return Architecture(
         teacher=teacher,
         student=student,
@@ -116,22 +118,19 @@ def uniform_ranks(architecture: Architecture, config: RunConfig, budget: float) 
     return {name: max(1, largest_rank((m, n), budget * m * n, share)) for name, (m, n) in architecture.shapes.items()}
 
 
-def _watch(
-    model: nn.Module, layers: Mapping[str, nn.Module], sample: Mapping[str, Tensor]
-) -> tuple[dict[str, tuple[Call, ...]], dict[str, list[Any]], Any]:
-    """Runs one sample: each layer's calls, the identities of the tensors they read, and the model's output."""
-    calls: dict[str, list[Call]] = {}
-    inputs: dict[str, list[Any]] = {}
+def _watch(model: nn.Module, layers: Mapping[str, nn.Module], sample: Mapping[str, Tensor]) -> tuple[Any, Any]:
+    """Runs one sample: each layer's calls, and the model's output."""
+    calls: dict[str, tuple[Call, ...]] = {}
     held: list[Tensor] = []
 
     def see(name: str, tensor: Tensor, _: Tensor) -> None:
         held.append(tensor)  # a storage tells tensors without an address apart as long as all are held
         identity = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor._version)
-        calls.setdefault(name, []).append(Call(input_rows(layers[name], tensor).shape[0], tensor.requires_grad))
-        inputs.setdefault(name, []).append(identity)
+        call = Call(identity, input_rows(layers[name], tensor).shape[0], tensor.requires_grad)
+        calls[name] = (*calls.get(name, ()), call)
 
     with Hooks() as hooks, models.clear_errors(type(model).__name__):
         for name, layer in layers.items():
             hooks.watch(layer, functools.partial(see, name))
         output = call_model(model, sample)
-    return {name: tuple(own) for name, own in calls.items()}, inputs, output
+    return calls, output

@@ -1,8 +1,4 @@
-"""Bytes that each stage holds in memory.
-
-Counted are weights, gradients, AdamW's two moments, the calibration's second moments, and the outputs of a batch.
-Activations, workspaces of products and factorisations, and what an allocator holds back are not.
-"""
+"""Bytes that each stage holds in memory, without activations and workspaces."""
 
 from torch import nn
 

@@ -1,7 +1,7 @@
 """Floating-point operations of each stage: multiplications and additions, so two for each product.
 
-Counted are the products of layers with a matrix (factorised or dense, lm_head too), those of attention, the moments and
-the factorisations. Norms, activations, softmaxes, the loss and the optimiser are not.
+Counted are the products of layers with a matrix, of attention, the moments and the factorisations; no norms,
+activations, softmaxes, loss or optimiser.
 """
 
 import itertools
@@ -20,8 +20,7 @@ from flexrank.run.dry_run.memory import layers_by_output, moment_widths
 def calibration(architecture: Architecture, config: RunConfig) -> int:
     """Forward passes of all samples and once more of the first batch, and 2·T·d² for each moment of width d.
 
-    `fisher` adds a backward pass down to each layer's output, 2·T·m·n for each layer after the first group, and the
-    gradients' moments, 2·T·m².
+    `fisher` adds a backward pass, 2·T·m·n for each layer after the first group, and the gradients' moments, 2·T·m².
     """
     samples, method, calls = config.data.calibration, config.decomposition.method, architecture.calls
     widths = moment_widths(architecture, method)

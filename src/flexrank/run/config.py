@@ -253,11 +253,11 @@ def parse_config(value: Mapping[str, Any], where: str = "config", overrides: Ite
     Raises:
         FlexrankError: a key is unknown or missing, or a value is wrong; one line that begins with `where`.
     """
-    value = copy.deepcopy(dict(value))
+    changed = copy.deepcopy(dict(value))
     for override in overrides:
-        _override(value, override)
+        _override(changed, override)
     try:
-        return RunConfig.model_validate(value)
+        return RunConfig.model_validate(changed)
     except pydantic.ValidationError as error:
         raise FlexrankError(f"{where}: {_first_line(error)}") from error
 

@@ -140,7 +140,7 @@ def _line_numbers(layers: Sequence[str]) -> tuple[dict[str, float], dict[float, 
     return lines, headings, line
 
 
-def _label_lines(axes: Any, lines: Mapping[str, float], headings: Mapping[float, str]) -> None:
+def _label_lines(axes: Any, lines: Mapping[str, float], headings: dict[float, str]) -> None:
     """Writes the headings in bold and, where there is room, the rest of each layer's name."""
     names = {line + 0.5: split_block(name)[1] for name, line in lines.items()}
     labels = (names if len(lines) <= MOST_WITH_NAMES else {}) | headings

@@ -1,7 +1,6 @@
-"""The data that each stage of a run takes: batches by task, and how the table's qualities are measured.
+"""The data of each stage of a run: batches by task, and how the table's qualities are measured.
 
-Calibration, training and evaluation take disjoint parts of the data. The probe takes other samples of the calibration's
-part where it is large enough.
+Calibration, training and evaluation take disjoint parts; the probe other samples of calibration's part, if there are.
 """
 
 import dataclasses
@@ -168,8 +167,7 @@ def _samples(
 def _split_texts(config: RunConfig) -> tuple[list[str], list[str], list[str], list[str]]:
     """Texts for calibration, training and evaluation, and the documents that pair with the evaluation's, if any.
 
-    Of a file the calibration's texts come first and the evaluation's last. If the evaluation has a file of its own,
-    calibration and training share the whole of the other.
+    If the evaluation has a file of its own, calibration and training share the whole of the other.
     """
     if config.data.source == "stdlib-docs":
         corpus = stdlib_corpus()

@@ -39,17 +39,14 @@ NOTES = (
 def dry_run(config: RunConfig, tflops: float = DEFAULT_TFLOPS) -> dict[str, Any]:
     """Counts what a run of this config would take; nothing is computed, downloaded or written.
 
-    Args:
-        config: the run.
-        tflops: operations per second in 10¹² that the machine sustains, for the hours.
+    `tflops` are the operations per second in 10¹² that the machine sustains, for the hours.
 
     Returns:
         A JSON object: layers, parameters and sizes, `moments` and `memory` in bytes, `operations` and `hours` by stage,
         `tokens` in all, and `notes`, which say what is counted.
 
     Raises:
-        FlexrankError: a rate that is not positive, an architecture that cannot be built or has no layer to
-            factorise, or a budget that the probed ranks do not reach.
+        FlexrankError: the architecture cannot be built, has no layer to factorise, or cannot reach a budget.
     """
     if not 0 < tflops < float("inf"):
         raise FlexrankError(f"--tflops is {tflops:g}; give 10^12 operations per second, a number above 0")
@@ -68,7 +65,12 @@ def dry_run(config: RunConfig, tflops: float = DEFAULT_TFLOPS) -> dict[str, Any]
         "layers": _layer_rows(architecture),
         "dense": _dense_rows(architecture, config),
         "parameters": _parameters(architecture),
-        "probe": _probe(architecture, config),
+        "probe": {
+            "layers": len(architecture.shapes),
+            "levels": config.probe.levels,
+            "candidates": sum(map(len, candidate_ranks(config, architecture.shapes).values())),
+            "evaluations": operations.evaluations(architecture, config),
+        },
         "budgets": _budget_rows(architecture, config),
         "moments": {"all": sum(moments), "largest_block": max(moments)},
         "memory": count_memory(architecture, config),
@@ -81,27 +83,18 @@ def dry_run(config: RunConfig, tflops: float = DEFAULT_TFLOPS) -> dict[str, Any]
 
 
 def _operations(architecture: Architecture, config: RunConfig, tflops: float) -> dict[str, Any]:
-    """Operations and hours by stage; no hours for float64, which runs far below any such rate."""
     counts = {
         "calibration": operations.calibration(architecture, config),
         "decomposition": operations.decomposition(architecture, config.decomposition.method),
         "probe": operations.probe(architecture, config),
         "consolidation": operations.consolidation(architecture, config),
     }
+    # Float64, in which layers are decomposed, runs far below any such rate.
     hours = {stage: count / (tflops * 1e12) / 3600 for stage, count in counts.items() if stage != "decomposition"}
     return {
         "operations": counts | {"all": sum(counts.values())},
         "tflops": tflops,
         "hours": {stage: hours.get(stage) for stage in counts} | {"all": sum(hours.values())},
-    }
-
-
-def _probe(architecture: Architecture, config: RunConfig) -> dict[str, int]:
-    return {
-        "layers": len(architecture.shapes),
-        "levels": config.probe.levels,
-        "candidates": sum(map(len, candidate_ranks(config, architecture.shapes).values())),
-        "evaluations": operations.evaluations(architecture, config),
     }
 
 

@@ -6,14 +6,14 @@ activations, softmaxes, loss or optimiser.
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from flexrank.nn.switch import last_within
 from flexrank.probe import MATRIX_BYTES
 from flexrank.profiles.costs import Shape
 from flexrank.run.candidates import candidate_ranks
 from flexrank.run.config import RunConfig
-from flexrank.run.dry_run.architecture import Architecture, uniform_ranks
+from flexrank.run.dry_run.architecture import Architecture, Call, uniform_ranks
 from flexrank.run.dry_run.memory import layers_by_output, moment_widths
 
 
@@ -27,9 +27,9 @@ def calibration(architecture: Architecture, config: RunConfig) -> int:
     products = sum(2 * call.rows * width**2 for name, width in widths.items() for call in calls[name])
     if method == "fisher":
         products += 2 * architecture.attention
-        for name, (m, n) in architecture.matrices.items():
+        for name, (m, n), call in _calls(architecture):
             width = n * (name not in architecture.groups[0]) + m * (name in architecture.shapes)
-            products += sum(2 * call.rows * m * width for call in calls[name])
+            products += 2 * call.rows * m * width
     return forward(architecture, samples + min(config.data.batch_size, samples)) + samples * products
 
 
@@ -103,33 +103,32 @@ def consolidation(architecture: Architecture, config: RunConfig) -> int:
     return round((forward(architecture, settings.batch_size) + student) * settings.accumulation * settings.steps)
 
 
-def forward(architecture: Architecture, samples: int, ranks: Mapping[str, int] | None = None) -> int:
+def forward(architecture: Architecture, samples: int, ranks: Mapping[str, int] = {}) -> int:
     """One forward pass of a batch: 2·T·m·n for a dense layer, `elastic_forward` for one in `ranks`, and attention."""
     total = samples * architecture.attention
-    for name, (m, n) in architecture.matrices.items():
-        rank = (ranks or {}).get(name)
-        for call in architecture.calls[name]:
-            rows = samples * call.rows
-            total += 2 * rows * m * n if rank is None else elastic_forward((m, n), rank, rows)
+    for name, (m, n), call in _calls(architecture):
+        rows = samples * call.rows
+        total += elastic_forward((m, n), ranks[name], rows) if name in ranks else 2 * rows * m * n
     return total
 
 
 def backward(architecture: Architecture, samples: int, ranks: Mapping[str, int]) -> int:
     """The backward pass of consolidation, as if each layer's output reached the loss.
 
-    A dense layer takes 2·T·m·n for its weight, if that is trained, and as much for its input, if something before it
-    is trained; attention takes twice its forward pass.
+    A dense layer takes 2·T·m·n for a trained weight, and as much for an input that something trained has made.
     """
     total = 2 * samples * architecture.attention
-    for name, (m, n) in architecture.matrices.items():
-        is_trained = architecture.teacher.get_submodule(name).weight.requires_grad
-        for call in architecture.calls[name]:
-            rows = samples * call.rows
-            if name in ranks:
-                total += elastic_backward((m, n), ranks[name], rows, call.needs_gradient)
-            else:
-                total += 2 * rows * m * n * (is_trained + call.needs_gradient)
+    for name, (m, n), call in _calls(architecture):
+        rows, is_trained = samples * call.rows, architecture.teacher.get_submodule(name).weight.requires_grad
+        if name in ranks:
+            total += elastic_backward((m, n), ranks[name], rows, call.needs_gradient)
+        else:
+            total += 2 * rows * m * n * (is_trained + call.needs_gradient)
     return total
+
+
+def _calls(architecture: Architecture) -> Iterator[tuple[str, Shape, Call]]:
+    return ((name, architecture.matrices[name], call) for name, calls in architecture.calls.items() for call in calls)
 
 
 def elastic_forward(shape: Shape, rank: int, rows: int) -> int:

@@ -24,31 +24,20 @@ class Section(pydantic.BaseModel):
 
 
 class DataConfig(Section):
-    """What a run reads, and at most how many samples each stage takes: texts, blocks of tokens, or images.
+    """What a run reads, and at most how many samples each stage takes: texts, blocks of tokens, or images."""
 
-    Attributes:
-        source: `stdlib-docs` (documentation of Python's own library), `text` (a UTF-8 file or a folder of them), or
-            `images` (an .npz file, see `data.images.read_images`).
-        path: file or folder of `text` or `images`; relative to the current directory.
-        held_out: of `text`, another file or folder for the evaluation; None takes the last quarter of `path`.
-        separator: what divides a file of `text` into texts; None is a line end for embeddings, and for language none:
-            the file is one running text.
-        evaluation: samples for the table's qualities, which no other stage sees; of `stdlib-docs` pairs of a
-            docstring's first paragraph and its remainder.
-        max_tokens: tokens that a text is cut to (embedding), or that a block holds (language).
-        batch_size: samples per forward pass, outside training.
-    """
-
+    # Documentation of Python's own library, a UTF-8 file or a folder of them, or an .npz file (`images.read_images`).
     source: Literal["stdlib-docs", "text", "images"] = "stdlib-docs"
-    path: str | None = None
-    held_out: str | None = None
+    path: str | None = None  # of `text` or `images`; relative to the current directory
+    held_out: str | None = None  # another file or folder of `text` to evaluate on; None: the last quarter of `path`
+    # What divides a file of `text`; None is a line end for embeddings, and for language nothing: one running text.
     separator: Annotated[str, Field(min_length=1)] | None = None
     calibration: Count = 1024
     probe: Count = 192
     training: Count = 4096
-    evaluation: Count = 512
-    max_tokens: Annotated[int, Field(ge=2)] = 128
-    batch_size: Count = 32
+    evaluation: Count = 512  # for the table's qualities alone; of `stdlib-docs` pairs of a docstring's two parts
+    max_tokens: Annotated[int, Field(ge=2)] = 128  # that a text is cut to (embedding), or that a block holds (language)
+    batch_size: Count = 32  # per forward pass, outside training
 
 
 class LayersConfig(Section):
@@ -59,42 +48,26 @@ class LayersConfig(Section):
 
 
 class DecompositionConfig(Section):
-    """How a weight becomes factors (FlexRank, section 3.1).
-
-    Attributes:
-        by_block: calibrates and factorises one block of the model at a time, so that one block's moments are in memory;
-            calibration then takes about half as many forward passes as there are blocks.
-    """
+    """How a weight becomes factors (FlexRank, section 3.1)."""
 
     method: Literal["datasvd", "paper", "svd", "fisher"] = "datasvd"
+    # One block of the model at a time: only its moments are in memory, for half as many forward passes as blocks.
     by_block: bool = False
 
 
 class ProbeConfig(Section):
-    """How finely sensitivity is probed.
+    """How finely sensitivity is probed; see `profiles.costs.rank_levels`."""
 
-    Attributes:
-        levels: ranks per layer, the last one full.
-        spacing: see `profiles.costs.rank_levels`.
-    """
-
-    levels: Annotated[int, Field(ge=2)] = 10
+    levels: Annotated[int, Field(ge=2)] = 10  # ranks per layer, the last one full
     spacing: Literal["blocks", "parameters", "ranks"] = "blocks"
 
 
 class AllocationConfig(Section):
-    """How ranks are chosen, and for which budgets (deployed over dense parameters of the factorised layers).
+    """How ranks are chosen, and for which budgets (deployed over dense parameters of the factorised layers)."""
 
-    Attributes:
-        method: `joint` solves all budgets together, `paper` is the printed algorithm.
-        savings: what `paper` counts.
-        min_saving: a factorised layer saves at least this share of the dense layer's operations, or it stays dense;
-            `paper` has no such rule.
-        budgets: kept in falling order.
-    """
-
-    method: Literal["joint", "paper"] = "joint"
-    savings: Literal["parameters", "ranks"] = "parameters"
+    method: Literal["joint", "paper"] = "joint"  # all budgets together, or the printed algorithm
+    savings: Literal["parameters", "ranks"] = "parameters"  # what `paper` counts
+    # A factorised layer saves at least this share of the dense layer's operations, or stays dense; not for `paper`.
     min_saving: Annotated[float, Field(ge=0, lt=1)] = 0.25
     budgets: Annotated[tuple[Budget, ...], Field(min_length=1)] = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 
@@ -107,46 +80,31 @@ class AllocationConfig(Section):
 
 
 class DistillationConfig(Section):
-    """Knowledge consolidation: every step draws one budget and distils its submodel (FlexRank, section 3.4).
+    """Knowledge consolidation: every step draws one budget and distils its submodel (FlexRank, section 3.4)."""
 
-    Attributes:
-        steps: optimiser steps; 0 leaves the decomposed network as it is.
-        weights: chance of each of `allocation.budgets`, from the largest to the smallest; None means equal chances.
-        hidden_weight: of the tokens' relative error, beside the cosine of the texts (embedding).
-        autocast: `auto` takes bfloat16 where the hardware computes in it, `off` stays in the model's dtype.
-        checkpoint_every: steps between the checkpoints that an interrupted run resumes from.
-        temperature: of the softmax in the language and classification losses.
-        top_k: those losses tell apart this many of the teacher's likeliest classes, and count all others as one, so
-            that more of the teacher's outputs fit in memory. None tells all classes apart.
-    """
-
-    steps: Annotated[int, Field(ge=0)] = 400
+    steps: Annotated[int, Field(ge=0)] = 400  # of the optimiser; 0 leaves the decomposed network as it is
     learning_rate: Annotated[float, Field(gt=0)] = 3e-4
     warmup_steps: Annotated[int, Field(ge=0)] = 20
     batch_size: Count = 32
     accumulation: Count = 1
+    # The chance of each of `allocation.budgets`, from the largest to the smallest; None means equal chances.
     weights: tuple[Annotated[float, Field(gt=0)], ...] | None = None
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    hidden_weight: Annotated[float, Field(ge=0)] = 4.0
-    autocast: Literal["auto", "off", "bfloat16"] = "auto"
-    checkpoint_every: Count = 100
+    hidden_weight: Annotated[float, Field(ge=0)] = 4.0  # of the tokens' error, beside the texts' cosine (embedding)
+    autocast: Literal["auto", "off", "bfloat16"] = "auto"  # `auto`: bfloat16 where the hardware computes in it
+    checkpoint_every: Count = 100  # steps between the checkpoints that an interrupted run resumes from
     max_norm: Annotated[float, Field(gt=0)] = 1.0
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(gt=0)] = 1.0  # of the softmax in the language and classification losses
+    # To save memory those losses tell apart this many of the teacher's likeliest classes; all others count as one.
     top_k: Count | None = None
 
 
 class DeploymentConfig(Section):
-    """Which sizes are exported to RUN/deployed/BUDGET, each verified in a fresh process.
+    """Which sizes are exported to RUN/deployed/BUDGET, each verified in a fresh process."""
 
-    Attributes:
-        budgets: one export each; may be empty.
-        dtype: of the exported weights; None keeps the model's.
-        slack: rows left out of gauge alignment; `auto` chooses them by the error bound of the dtype.
-    """
-
-    budgets: tuple[Budget, ...] = (0.5, 0.25)
-    dtype: Dtype | None = None
-    slack: Literal["auto"] | int = "auto"
+    budgets: tuple[Budget, ...] = (0.5, 0.25)  # may be empty
+    dtype: Dtype | None = None  # of the exported weights; None keeps the model's
+    slack: Literal["auto"] | int = "auto"  # columns left out of gauge alignment; `auto`: by the dtype's error bound
 
     @pydantic.field_validator("slack", mode="before")
     @classmethod
@@ -165,24 +123,17 @@ class EvaluationConfig(Section):
 
 
 class RunConfig(Section):
-    """A whole run. Only `name`, `task` and `model` must be given.
-
-    Attributes:
-        task: decides the batches, the distillation loss and the qualities in the table.
-        model: a directory, a model's name on the hub, or `package:PACKAGE/PATH` for weights in an installed package.
-        architecture: a transformers config.json that a dry run reads in place of the model's own, to download nothing.
-        dtype: of the weights and the computation; what is consolidated must be float32.
-        output: the run directory, relative to the current one; `{name}` is replaced by the name.
-    """
+    """A whole run. Only `name`, `task` and `model` must be given."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    task: Literal["embedding", "language", "classification"]
-    model: Annotated[str, Field(min_length=1)]
+    task: Literal["embedding", "language", "classification"]  # decides batches, the distillation loss, and qualities
+    model: Annotated[str, Field(min_length=1)]  # a directory, a name on the hub, or `package:PACKAGE/PATH`
+    # A transformers config.json that a dry run reads in place of the model's own, so that it downloads nothing.
     architecture: Annotated[str, Field(min_length=1)] | None = None
-    dtype: Dtype = "float32"
+    dtype: Dtype = "float32"  # of the weights and the computation; what is consolidated must be float32
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: Annotated[int, Field(ge=0)] = 0
-    output: str = "runs/{name}"
+    output: str = "runs/{name}"  # the run directory, relative to the current one
     data: DataConfig = DataConfig()
     layers: LayersConfig = LayersConfig()
     decomposition: DecompositionConfig = DecompositionConfig()

@@ -28,27 +28,17 @@ Judge = Callable[[nn.Module], dict[str, float]]
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """The data of a run; the same in every process.
-
-    Attributes:
-        example: one batch of evaluation samples, for timing and for checking an export.
-        judge: takes the teacher, and returns what measures a model's qualities over the evaluation samples.
-    """
+    """The data of a run; the same in every process."""
 
     calibration: Sequence[Batch]
     probe: Sequence[Batch]
     training: Sequence[Batch]
-    example: Batch
-    judge: Callable[[nn.Module], Judge]
+    example: Batch  # of evaluation samples, for timing and for checking an export
+    judge: Callable[[nn.Module], Judge]  # of the teacher: measures a model's qualities over the evaluation samples
 
 
 def load_samples(config: RunConfig, directory: str, tokenizer: Tokenizer | None) -> Samples:
-    """The samples of a run.
-
-    Args:
-        config: the run.
-        directory: of the model; its preprocessor_config.json holds the images' mean and deviation.
-        tokenizer: None for images.
+    """The samples of a run; `directory` is the model's, whose preprocessor_config.json has the images' scaling.
 
     Raises:
         FlexrankError: the data cannot be read, or calibration is shorter than one batch.

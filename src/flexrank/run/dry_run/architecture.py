@@ -33,25 +33,15 @@ class Call(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """The base model and its elastic form without weights, and what one sample does in them.
+    """The base model and its elastic form without weights, and what one sample does in them."""
 
-    Attributes:
-        teacher: the base model; what consolidation trains requires a gradient.
-        student: its elastic form at full rank; likewise.
-        calls: of each layer with a matrix, factorised or not, in the order in which they run.
-        groups: factorised layers that read the same tensors, and so share a moment; in the same order.
-        tokens: of one sample; of an image, the most rows that a linear layer reads.
-        outputs: numbers in the model's output for one sample.
-        targets: numbers that the probe keeps of the teacher's output for one sample.
-    """
-
-    teacher: Any
-    student: Any
-    calls: Mapping[str, tuple[Call, ...]]
-    groups: tuple[tuple[str, ...], ...]
-    tokens: int
-    outputs: int
-    targets: int
+    teacher: Any  # the base model; what consolidation trains requires a gradient, here and in the student
+    student: Any  # its elastic form at full rank
+    calls: Mapping[str, tuple[Call, ...]]  # of each layer with a matrix, factorised or not, in the order of their runs
+    groups: tuple[tuple[str, ...], ...]  # factorised layers that read the same tensors, and so share a moment
+    tokens: int  # of one sample; of an image, the most rows that a linear layer reads
+    outputs: int  # numbers in the model's output for one sample
+    targets: int  # numbers that the probe keeps of the teacher's output for one sample
 
     @functools.cached_property
     def matrices(self) -> dict[str, Shape]:

@@ -85,7 +85,8 @@ def test_a_layers_name_is_its_block_and_the_rest(name: str, parts: tuple[str, st
 
 
 @pytest.mark.parametrize(
-    ("number", "text"), [(950, "950"), (1500, "1.50k"), (22_713_216, "22.71M"), (123_456_789, "123M"), (7e9, "7.00G")]
+    ("number", "text"),
+    [(950, "950"), (1500, "1.50k"), (22_713_216, "22.71M"), (123_456_789, "123M"), (7e9, "7.00G"), (31.2e15, "31.20P")],
 )
 def test_counts_are_short(number: int, text: str) -> None:
     assert tables.count(number) == text

@@ -130,15 +130,9 @@ class ProfileChain:
         """
         return self.entry_at(budget, max_params=max_params, max_bytes=max_bytes, max_error=max_error).profile
 
-    def entry_at(
-        self,
-        budget: float | None = None,
-        *,
-        max_params: int | None = None,
-        max_bytes: int | None = None,
-        max_error: float | None = None,
-    ) -> ChainEntry:
+    def entry_at(self, budget: float | None = None, **others: float | None) -> ChainEntry:
         """As `at`, with the cost and the predicted error of the profile."""
+        max_params, max_bytes, max_error = (others.get(name) for name in ("max_params", "max_bytes", "max_error"))
         limits = (
             (budget, self.relative_size, "budget"),
             (max_params, self.model_parameters, "max_params"),

@@ -104,7 +104,7 @@ class ProfileChain:
 
     @property
     def budgets(self) -> tuple[float, ...]:
-        """The budgets that were asked for, rising."""
+        """The requested budgets, rising."""
         return tuple(entry.requested for entry in self.entries if entry.requested is not None)
 
     def at(
@@ -130,22 +130,24 @@ class ProfileChain:
         """
         return self.entry_at(budget, max_params=max_params, max_bytes=max_bytes, max_error=max_error).profile
 
-    def entry_at(self, budget: float | None = None, **others: float | None) -> ChainEntry:
+    def entry_at(
+        self, budget: float | None = None, *, max_params: int | None = None, max_bytes: int | None = None,
+        max_error: float | None = None,
+    ) -> ChainEntry:  # fmt: skip
         """As `at`, with the cost and the predicted error of the profile."""
-        max_params, max_bytes, max_error = (others.get(name) for name in ("max_params", "max_bytes", "max_error"))
+        sizes = (budget, max_params, max_bytes)
+        if all(limit is None for limit in (*sizes, max_error)):
+            raise FlexrankError("chain.at needs a budget, max_params, max_bytes or max_error")
+        if budget is not None and not 0 < budget <= 1:
+            raise FlexrankError(f"budget {budget} is out of range; it is a fraction of the dense layers, in (0, 1]")
+        if max_params is max_bytes is max_error is None and budget in self.budgets:
+            return next(entry for entry in self.entries if entry.requested == budget)
         limits = (
             (budget, self.relative_size, "budget"),
             (max_params, self.model_parameters, "max_params"),
             (max_bytes, self.model_bytes, "max_bytes"),
             (max_error, lambda entry: entry.error, "max_error"),
         )
-        if all(limit is None for limit, _, _ in limits):
-            raise FlexrankError("chain.at needs a budget, max_params, max_bytes or max_error")
-        if budget is not None and not 0 < budget <= 1:
-            raise FlexrankError(f"budget {budget} is out of range; it is a fraction of the dense layers, in (0, 1]")
-        is_budget_alone = all(limit is None for limit in (max_params, max_bytes, max_error))
-        if is_budget_alone and budget in self.budgets:
-            return next(entry for entry in self.entries if entry.requested == budget)
         entries = list(self.entries)
         for limit, measure, name in limits:
             if limit is None:
@@ -154,8 +156,7 @@ class ProfileChain:
             entries = [entry for entry in entries if measure(entry) <= limit * (1 + 1e-12)]
             if not entries:
                 raise FlexrankError(f"{name}={limit} is too small; the least that this chain offers is {least}")
-        is_error_alone = all(limit is None for limit in (budget, max_params, max_bytes))
-        return entries[0] if is_error_alone else entries[-1]
+        return entries[0] if all(limit is None for limit in sizes) else entries[-1]
 
     def relative_size(self, entry: ChainEntry) -> float:
         """Deployed over dense parameters of the factorised layers (the paper's relative size)."""

@@ -125,7 +125,6 @@ def run_stages(config: RunConfig, until: str = "report") -> Outcome:
         work = Workspace(config, directory)
         prints = fingerprints(config, source)
         directory.remove_stale(prints)
-        directory.remove_stale(prints)
         for stage in STAGES:
             if stage.name not in wanted:
                 continue

@@ -66,8 +66,8 @@ def go_all_the_way(
     return model, small, chain
 
 
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
 
 
 def objective_of(name: str) -> Objective:

@@ -8,16 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from flexrank.calibrate import (
-    Moments,
-    collect_moments,
-    collect_rows,
-    collector,
-    load_moments,
-    merge_moments,
-    save_moments,
-)
-from flexrank.calibrate.groups import RecentInputs
+from flexrank.calibrate import Moments, collect_moments, collect_rows, collector, load_moments, save_moments
+from flexrank.calibrate.structure import version_of
 from flexrank.data.batches import call_model
 from flexrank.distill.objectives import FeatureObjective
 from flexrank.errors import FlexrankError
@@ -172,19 +164,17 @@ def test_wrong_inputs_are_named() -> None:
         collect_moments(model, [torch.randn(2, 12)], layers)
 
 
-def test_only_the_last_inputs_are_known_and_none_is_held() -> None:
-    inputs, tensors = RecentInputs(known=2), [torch.ones(3) for _ in range(4)]
-    assert [inputs.number(tensors[i]) for i in (0, 0, 1, 0, 2, 0)] == [1, 1, 2, 1, 3, 1]  # what is read again stays
-    assert list(inputs._numbers.values()) == [3, 1]
-    tensors[0].add_(1)
-    assert inputs.number(tensors[0]) == 4  # another value in the same memory
-    assert inputs.number(tensors[2].view(3)) != inputs.number(tensors[3])
-    tensor = torch.ones(2, 3)
-    number = inputs.number(tensor)
-    assert inputs.number(tensor.view(2, 3)) == number != inputs.number(tensor.T)
+def test_a_tensors_version_is_its_place_and_values_and_does_not_hold_it() -> None:
+    tensor, other = torch.ones(2, 3), torch.ones(2, 3)
+    version = version_of(tensor)
+    assert version == version_of(tensor.view(2, 3)) and hash(version) == hash(version_of(tensor.view(2, 3)))
+    views = (other, tensor.T, tensor.view(6), tensor[:1], tensor[1:], torch.ones(2, 3))
+    assert len({version, *map(version_of, views)}) == 7
+    tensor.add_(1)
+    assert version_of(tensor) != version  # another value in the same memory
     reference = weakref.ref(tensor)
-    del tensor
-    assert reference() is None and inputs.number(torch.ones(2, 3)) == number + 2
+    del tensor, views
+    assert reference() is None and version_of(torch.ones(2, 3)) != version
 
 
 def test_saved_moments_load_to_the_same_bits(tmp_path: Path) -> None:
@@ -242,26 +232,6 @@ def test_fisher_draws_anew_for_each_batch_and_alike_in_each_run() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
     torch.testing.assert_close(moment / 4800, torch.eye(3).double(), rtol=0.1, atol=0.06)
     assert torch.equal(collect_moments(model, batches, layers, gradient_loss=loss)["0"].gradient_moment, moment)
-
-
-@pytest.mark.parametrize("side", ["smaller", "input"])
-def test_merged_moments_are_those_of_all_batches(side: str) -> None:
-    model, batches = build("llama_tied"), [batch_for("llama_tied")] * 3
-    layers = select_layers(model)
-    first, second, both = (
-        collect_moments(model, part, layers, side=side) for part in (batches[:1], batches[1:], batches)
-    )
-    before = {name: layer.moment.clone() for name, layer in first.items()}
-    merged = merge_moments(first, second)
-    for name, layer in both.items():
-        torch.testing.assert_close(merged[name].moment, layer.moment)
-        assert merged[name].tokens == layer.tokens and merged[name].side == layer.side
-        assert merged[name].mean_square == pytest.approx(layer.mean_square)
-        assert torch.equal(first[name].moment, before[name])
-    shared = [len({id(layer.moment) for layer in moments.values()}) for moments in (both, merged)]
-    assert shared[0] == shared[1] < len(layers) or side == "smaller"
-    with pytest.raises(FlexrankError, match="cannot be merged"):
-        merge_moments(first, dict(list(second.items())[1:]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -24,19 +24,19 @@ def test_moments_by_block_are_those_of_one_pass(name: str, fisher: bool) -> None
     batches = [batch, {k: v.flip(0) for k, v in batch.items()} if isinstance(batch, dict) else batch + 1]
     loss = FeatureObjective().fisher_loss if fisher else None
     wanted = collect_moments(model, batches, select_layers(model), gradient_loss=loss)
-    found: Moments = {}
+    collected: Moments = {}
     for part in moments_by_block(model, batches, list(wanted), gradient_loss=loss):
-        found |= part
+        collected |= part
         if not fisher:  # gradients pass through the layers after
             for layer in part:
                 nest_(model, layer, plain_svd(weight_matrix(model.get_submodule(layer)).detach()))
-    assert found.keys() == wanted.keys()
+    assert collected.keys() == wanted.keys()
     for layer, moment in wanted.items():
-        assert (found[layer].side, found[layer].tokens) == (moment.side, moment.tokens)
-        assert found[layer].mean_square == moment.mean_square
-        assert torch.equal(found[layer].moment, moment.moment)
+        assert (collected[layer].side, collected[layer].tokens) == (moment.side, moment.tokens)
+        assert collected[layer].mean_square == moment.mean_square
+        assert torch.equal(collected[layer].moment, moment.moment)
         if fisher:
-            assert torch.equal(found[layer].gradient_moment, moment.gradient_moment)
+            assert torch.equal(collected[layer].gradient_moment, moment.gradient_moment)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
@@ -90,7 +90,7 @@ def test_a_stack_run_twice_is_one_part(caplog: pytest.LogCaptureFixture) -> None
     model, batches = Looped(), [torch.randn(5, 4), torch.randn(5, 4)]
     layers = select_layers(model)
     with caplog.at_level("INFO", "flexrank"):
-        (found,) = moments_by_block(model, batches, layers)
+        (collected,) = moments_by_block(model, batches, layers)
     assert "Looped has no stack of blocks that run once and in order" in caplog.text
     for name, moment in collect_moments(model, batches, layers).items():
-        assert torch.equal(found[name].moment, moment.moment) and moment.tokens == 20
+        assert torch.equal(collected[name].moment, moment.moment) and moment.tokens == 20

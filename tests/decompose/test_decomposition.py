@@ -94,10 +94,10 @@ def test_block_by_block_is_the_whole_model_at_once(name: str, method: str) -> No
     layers = select_layers(whole)
     side = "input" if method == "paper" else "smaller"
     wanted = decompose_(whole, collect_moments(whole, batches, layers, side=side, gradient_loss=loss), method=method)
-    found = decompose_by_block_(blocks, batches, list(layers), method=method, gradient_loss=loss)
-    assert list(found) == list(wanted)
+    by_block = decompose_by_block_(blocks, batches, list(layers), method=method, gradient_loss=loss)
+    assert list(by_block) == list(wanted)
     for layer, energies in wanted.items():
         bound = {"rtol": 1e-3, "atol": 1e-6 * float(energies[0])} if method == "fisher" else {"rtol": 0, "atol": 0}
-        torch.testing.assert_close(found[layer], energies, **bound)
+        torch.testing.assert_close(by_block[layer], energies, **bound)
         if method != "fisher":
             assert torch.equal(nested_layers(blocks)[layer].u, nested_layers(whole)[layer].u)

@@ -87,14 +87,14 @@ def test_likeliest_classes_bear_a_certain_teacher() -> None:
 
 def test_bfloat16_logits_get_bfloat16_gradients_and_chunks_change_nothing_but_rounding() -> None:
     teacher, student = torch.randn(300, 2**10).bfloat16(), torch.randn(300, 2**10).bfloat16().requires_grad_()
-    found = []
+    results = []
     for chunk in (None, 1000):
         objective = LogitObjective(chunk=chunk)
         loss = objective.loss(student, objective.target(teacher, teacher), student)
         (gradient,) = torch.autograd.grad(loss, student)
-        found.append((loss.detach(), gradient))
-    assert found[0][1].dtype == torch.bfloat16 and found[0][0].dtype == torch.float32
-    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=0)
+        results.append((loss.detach(), gradient))
+    assert results[0][1].dtype == torch.bfloat16 and results[0][0].dtype == torch.float32
+    torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=0)
 
 
 def test_a_divergence_goes_back_once() -> None:

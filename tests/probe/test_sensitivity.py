@@ -1,6 +1,7 @@
 """The probe against a plain loop that truncates by hand."""
 
 import copy
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from flexrank.nn.select import select_layers
 from flexrank.nn.switch import full_matrices, full_profile, nested_layers, use_profile
 from flexrank.probe import Evaluate, curvature_sensitivity, probe_sensitivity
 from flexrank.profiles import SensitivityTable
-from flexrank.profiles.costs import dense_parameters, deployed_parameters, rank_block, rank_levels
+from flexrank.profiles.costs import rank_block
 from tiny import batch_for, build, nest
 
 
@@ -162,18 +163,21 @@ def test_what_cannot_be_replayed_is_run(
     assert all(errors[0] > 0 for errors in table.errors.values())
 
 
-@pytest.mark.parametrize("shape", [(384, 384), (1536, 384), (7, 300), (2, 2), (1, 9)])
-def test_levels_are_even_in_parameters(shape: tuple[int, int]) -> None:
-    levels = rank_levels(shape, 10, "parameters")
-    assert levels[-1] == min(shape) and list(levels) == sorted(set(levels)) and levels[0] >= 1
-    for share in range(1, 10):
-        limit = dense_parameters(shape) * share / 10
-        fitting = [r for r in range(1, min(shape) + 1) if deployed_parameters(shape, r) <= limit]
-        assert (fitting[-1] if fitting else 1) in levels
-    assert rank_levels((100, 100), 10, "ranks") == tuple(range(10, 101, 10))
-    blocks = rank_levels(shape, 10)
-    block = rank_block(shape)
-    assert blocks == tuple(sorted({rank // block * block or rank for rank in levels[:-1]} | {levels[-1]}))
+@pytest.mark.parametrize(("min_saving", "slack_share"), [(0.25, 0.1), (0.5, 0.1), (0.25, 0.75), (0.0, 0.0)])
+def test_probed_ranks_are_those_worth_having(min_saving: float, slack_share: float) -> None:
+    """By hand: r·(m + n − r + p) multiply-adds with p = ⌈share·r⌉ are at most the dense ones less the saving."""
+    model, x = nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 50)), torch.randn(64, 40)
+    rule = {"spacing": "parameters", "min_saving": min_saving, "slack_share": slack_share}
+    moments = moments_for_curvature(model, [x])
+    decompose_(model, moments)
+    probed = probe_sensitivity(model, lambda m: float(m(x).square().mean()), 5, **rule)
+    assert probed.ranks == curvature_sensitivity(model, moments, 64, 5, **rule).ranks
+    for name, (m, n) in {"0": (30, 40), "2": (50, 30)}.items():
+        costs = {r: r * (m + n - r + min(r, math.ceil(slack_share * r))) for r in range(1, 31)}
+        worth_it = [rank for rank, cost in costs.items() if cost <= (1 - min_saving) * m * n]
+        *below, full = probed.ranks[name]
+        assert full == 30 and len(below) == 4 and set(below) <= set(worth_it)
+        assert below[-1] == worth_it[-1] or min_saving == 0
 
 
 @pytest.mark.parametrize(

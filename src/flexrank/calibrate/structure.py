@@ -26,7 +26,7 @@ def version_of(tensor: Tensor) -> Version:
 
 @torch.no_grad()
 def find_groups(model: nn.Module, batch: Batch, layers: Mapping[str, nn.Module]) -> list[list[str]]:
-    """Layers grouped by the tensors they read in one batch, each group in the order of its calls; every layer has to run."""
+    """Layers grouped by the tensors they read in one batch, in the order of their calls; every layer has to run."""
     inputs: dict[str, list[Version]] = {}
 
     def note(name: str, tensor: Tensor, _: Tensor) -> None:

@@ -83,13 +83,12 @@ def distill_(
     """Trains the elastic model in place: each step draws one profile and follows the frozen teacher.
 
     AdamW (weight decay of matrices alone), linear warm-up, cosine decay; no dropout, fixed batch norms. Components
-    above a layer's largest trained rank stay as they were.
+    above a layer's largest trained rank stay as they were. The objective is by default `default_objective`'s.
 
     Args:
         batches: a sequence, shuffled anew each pass, whose items never change (else `teacher_cache=0`); or an iterable,
             taken again and again. One with `state_dict` and `load_state_dict` resumes by them, others by skipping.
         chain: its requested profiles are trained; or the profiles themselves, cheapest first.
-        objective: by default that of `default_objective` for the teacher's output.
         weights: α, how often each profile is drawn relative to the others; equal by default.
         autocast: the dtype both models run under; parameters and optimiser keep theirs.
         train_embeddings: else embeddings, and heads tied to them, are frozen, as is what does not require grad.
@@ -106,9 +105,10 @@ def distill_(
     alpha = _positive(weights, len(profiles))
     schedule = Schedule(alpha, seed, steps, learning_rate, warmup_steps, final_learning_rate)
     settings = {
-        **dataclasses.asdict(schedule), "weight_decay": weight_decay, "accumulation": accumulation, "max_norm": max_norm,
-        "autocast": str(autocast), "train_embeddings": train_embeddings, "objective": repr(objective),
-        "profiles": digest_json(profiles), "teacher": _identity(teacher) if checkpoint else None,
+        **dataclasses.asdict(schedule), "weight_decay": weight_decay, "accumulation": accumulation,
+        "max_norm": max_norm, "autocast": str(autocast), "train_embeddings": train_embeddings,
+        "objective": repr(objective), "profiles": digest_json(profiles),
+        "teacher": _identity(teacher) if checkpoint else None,
     }  # fmt: skip
     with used_components(model, profiles):
         trainable = trainable_parameters(model, train_embeddings)

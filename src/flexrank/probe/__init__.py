@@ -63,9 +63,8 @@ def probe_sensitivity(
     with use_profile(model, full_profile(model)), full_matrices(model, matrix_bytes):
         baseline = _finite(evaluate(model), "the full model")
         state = _Checkpoint(checkpoint, {name: list(levels) for name, levels in ranks.items()}, baseline)
-        for name in itertools.islice(state.errors, 1):
-            error = _probe(model, layers[name], name, ranks[name][0], evaluate, baseline)
-            state.require_near(error, state.errors[name][0])
+        for name, kept in itertools.islice(state.errors.items(), 1):
+            state.require_near(_probe(model, layers[name], name, ranks[name][0], evaluate, baseline), kept[0])
         replay = Replay(model, evaluate, baseline, replay_bytes)
         for name in track([n for n in layers if n not in state.errors], "probing", len(layers), len(state.errors)):
             with replay.before(name):

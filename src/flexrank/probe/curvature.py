@@ -48,8 +48,7 @@ def curvature_sensitivity(
     for name, layer in layers.items():
         moment = moments.get(name)
         if moment is None or moment.side != "input" or moment.gradient_moment is None:
-            needed = "collect_moments(..., side='input', gradient_loss=...)"
-            raise FlexrankError(f"layer {name!r}: curvature needs {needed} of this layer")
+            raise FlexrankError(f"layer {name!r}: curvature needs collect_moments(side='input', gradient_loss=...)")
         rises = _rises(layer, moment.moment, moment.gradient_moment) / (moment.tokens * rows)
         errors[name] = tuple(float(rises[rank]) for rank in ranks[name])
     return SensitivityTable(shapes, ranks, errors, 0.0, footprint(model))

@@ -1,0 +1,30 @@
+"""Merged moments against those of all batches at once."""
+
+import pytest
+import torch
+
+from flexrank.calibrate import collect_moments
+from flexrank.errors import FlexrankError
+from flexrank.nn.select import select_layers
+from research.moments import merge_moments
+from tiny import batch_for, build
+
+
+@pytest.mark.parametrize("side", ["smaller", "input"])
+def test_merged_moments_are_those_of_all_batches(side: str) -> None:
+    model, batches = build("llama_tied"), [batch_for("llama_tied")] * 3
+    layers = select_layers(model)
+    first, second, both = (
+        collect_moments(model, part, layers, side=side) for part in (batches[:1], batches[1:], batches)
+    )
+    before = {name: layer.moment.clone() for name, layer in first.items()}
+    merged = merge_moments(first, second)
+    for name, layer in both.items():
+        torch.testing.assert_close(merged[name].moment, layer.moment)
+        assert merged[name].tokens == layer.tokens and merged[name].side == layer.side
+        assert merged[name].mean_square == pytest.approx(layer.mean_square)
+        assert torch.equal(first[name].moment, before[name])
+    shared = [len({id(layer.moment) for layer in moments.values()}) for moments in (both, merged)]
+    assert shared[0] == shared[1] < len(layers) or side == "smaller"
+    with pytest.raises(FlexrankError, match="cannot be merged"):
+        merge_moments(first, dict(list(second.items())[1:]))

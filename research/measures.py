@@ -3,15 +3,18 @@
 import contextlib
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from flexrank.allocate import allocate_ranks
 from flexrank.data.batches import Batch, eval_mode
 from flexrank.data.images import Scaling
 from flexrank.data.metrics import predict
 from flexrank.errors import FlexrankError
+from flexrank.profiles import SensitivityTable
 from flexrank.profiles.costs import Shape, rank_block
 
 #: Between the stories of a file of TinyStories.
@@ -111,3 +114,13 @@ class AlteredBatches:
 
     def _generator(self, what: str, number: int) -> torch.Generator:
         return torch.Generator().manual_seed(random.Random(f"{self._seed} {what} {number}").getrandbits(31))
+
+
+def unconstrained_bounds(table: SensitivityTable, budgets: Sequence[float], **rule: Any) -> list[float]:
+    """For each budget a proven lower bound of the error of any profile within it, nested or not.
+
+    Args:
+        rule: `min_saving` and `slack_share`, as for `allocate_ranks`.
+    """
+    chains = [allocate_ranks(table, [budget], gap=1e-6, **rule) for budget in budgets]
+    return [chain.requested[0].error * (1 - (chain.gap or 0.0)) for chain in chains]

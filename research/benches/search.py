@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from flexrank.allocate import allocate_ranks, unconstrained_bounds
+from flexrank.allocate import allocate_ranks
 from flexrank.profiles import Footprint, SensitivityTable
 from research.experiment import EVERY_RANK, Experiment, Request
 from research.figures import NEUTRAL, OTHER, OURS, panels
+from research.measures import unconstrained_bounds
 from research.result import Result, goal, table
 
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)

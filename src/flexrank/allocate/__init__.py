@@ -16,7 +16,7 @@ from flexrank.errors import FlexrankError
 from flexrank.profiles import ChainEntry, ProfileChain, SensitivityTable
 from flexrank.profiles.costs import MIN_SAVING, SLACK_SHARE
 
-__all__ = ["allocate_ranks", "unconstrained_bounds"]
+__all__ = ["allocate_ranks"]
 
 Weights = Mapping[float, float] | Sequence[float]
 
@@ -65,7 +65,9 @@ def allocate_ranks(
     """
     _check_options(method, savings, min_saving, slack_share, gap, time_limit, grid)
     is_joint = method == "joint"
-    curves = _curves(table, is_joint if monotone_errors is None else monotone_errors, is_joint, min_saving, slack_share)
+    curves = read_curves(table, min_saving, slack_share) if is_joint else read_curves(table)
+    if is_joint if monotone_errors is None else monotone_errors:
+        curves = [monotone(curve) for curve in curves]
     budgets, alphas = _check_budgets(budgets, weights)
     caps = _caps(table, curves, budgets)
     if not is_joint:
@@ -73,36 +75,6 @@ def allocate_ranks(
         return ProfileChain(entries, total_dense(table), table.footprint, label)
     entries, solved_gap = _joint_chain(curves, budgets, caps, alphas, gap, time_limit)
     return ProfileChain(entries, total_dense(table), table.footprint, "joint", solved_gap)
-
-
-def unconstrained_bounds(
-    table: SensitivityTable,
-    budgets: Sequence[float],
-    *,
-    min_saving: float = MIN_SAVING,
-    slack_share: float = SLACK_SHARE,
-    monotone_errors: bool = True,
-) -> tuple[float, ...]:
-    """A proven lower bound of the error of any profile within each budget, nested or not, in the order of `budgets`.
-
-    Raises:
-        FlexrankError: as `allocate_ranks`.
-    """
-    curves = _curves(table, monotone_errors, True, min_saving, slack_share)
-    rising, _ = _check_budgets(budgets, None)
-    caps = _caps(table, curves, rising)
-    bounds = {
-        budget: joint.solve_nested(curves, [cap], [1.0], gap=1e-6, time_limit=60.0).bound
-        for budget, cap in zip(rising, caps, strict=True)
-    }
-    return tuple(bounds[float(budget)] for budget in budgets)
-
-
-def _curves(
-    table: SensitivityTable, is_monotone: bool, is_joint: bool, min_saving: float, slack_share: float
-) -> list[LayerCurve]:
-    curves = read_curves(table, min_saving, slack_share) if is_joint else read_curves(table)
-    return [monotone(curve) for curve in curves] if is_monotone else curves
 
 
 def _joint_chain(

@@ -4,7 +4,7 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -90,7 +90,7 @@ def expected_seconds(before: Mapping[str, Any] | None, layers: int) -> float:
     return 0.0 if before is None else before["seconds"] * (layers / before["layers"]) ** GROWTH
 
 
-def _measure(sensitivities: SensitivityTable, options: Mapping[str, Any], bounds: tuple[float, ...]) -> dict[str, Any]:
+def _measure(sensitivities: SensitivityTable, options: Mapping[str, Any], bounds: Sequence[float]) -> dict[str, Any]:
     start = time.perf_counter()
     chain = allocate_ranks(sensitivities, BUDGETS, **EVERY_RANK, **options)
     seconds = time.perf_counter() - start

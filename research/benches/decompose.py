@@ -15,7 +15,6 @@ from torch import Tensor
 from flexrank.deployment.machine import interleave
 from flexrank.nn.linalg import data_svd
 from research.experiment import Experiment, Request
-from research.figures import NEUTRAL, OTHER, OURS, draw_bars, draw_level, panels
 from research.result import Result, goal, measured, table
 
 
@@ -129,22 +128,7 @@ def _goal(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return goal(what, f"{FASTER:g} times faster", f"{ratio:.1f} times", ratio >= FASTER, why)
 
 
-def draw(data: Mapping[str, Any]) -> Any:
-    """How many times faster, by shape."""
-    figure, (axes,) = panels(size=(5, 2.6))
-    layers = [_medians(row) for row in data["rows"]]
-    series = {
-        "its products and SVD alone": [whitened / ours for ours, whitened, _ in layers],
-        "with Σ's eigenproblem": [(whitened + solved) / ours for ours, whitened, solved in layers],
-    }
-    draw_bars(axes, [row["name"] for row in data["rows"]], series, (OURS, OTHER))
-    draw_level(axes, FASTER, "goal, of the whole block", color=NEUTRAL, linestyle="--")
-    axes.set(ylabel="whitened SVD / DataSVD", yscale="log", ylim=(1, None))
-    axes.legend()
-    return figure
-
-
 EXPERIMENT = Experiment(
     "decompose", "Decomposition", "one block's DataSVD against a full SVD of whitened weights, layer by layer",
-    minutes=4, run=run, draw=draw, tried=("Householder QR where Cholesky is accurate enough",),
+    minutes=4, run=run, tried=("Householder QR where Cholesky is accurate enough",),
 )  # fmt: skip

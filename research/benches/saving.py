@@ -33,7 +33,7 @@ def measure(subject: Subject) -> list[dict[str, Any]]:
     model = subject.decomposed("datasvd")
     rows = collect_rows(model, subject.calibration, nested_layers(model))
     evaluate = distillation_evaluator(subject.teacher, subject.probe, subject.objective)
-    batch = subject.calibration[len(subject.calibration) // 2]
+    batch: Any = subject.calibration[len(subject.calibration) // 2]
     one = {key: value[:1] for key, value in batch.items()}
     cells = []
     for least in RULES:

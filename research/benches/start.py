@@ -44,5 +44,6 @@ def _start(program: str) -> None:
 
 EXPERIMENT = Experiment(
     "start", "Import and start",
-    "the seconds until the command answers, and those that `import flexrank` adds to torch's import", minutes=1, run=run,
+    "the seconds until the command answers, and those that `import flexrank` adds to torch's import",
+    minutes=1, run=run,
 )  # fmt: skip

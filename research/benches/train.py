@@ -31,7 +31,7 @@ from flexrank.nn.switch import full_profile, uniform_profile, use_profile
 from research.assets import assets_directory
 from research.experiment import Experiment, Request
 from research.figures import NEUTRAL, OTHER, OURS, draw_level, panels
-from research.machine import copy_rate, product_rate
+from research.machine import copy_rate, product_rate, random_llama
 from research.result import Result, goal, measured, table
 
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
@@ -194,17 +194,13 @@ def build(subject: Subject) -> nn.Module:
         kind, _, name = subject.source.partition(":")
         source = str(assets_directory(name) / name) if kind == "asset" else subject.source
         return copy.deepcopy(load_model(source, subject.task))
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     layers, width, inner, vocabulary = subject.shape
-    torch.manual_seed(0)
     heads = max(2, width // 64)
-    config = LlamaConfig(
+    return random_llama(
         vocab_size=vocabulary, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=heads // 2, max_position_embeddings=subject.tokens,
         tie_word_embeddings=True,
     )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
 
 
 def batch_of(subject: Subject) -> dict[str, Tensor]:
@@ -333,7 +329,8 @@ def draw(data: Mapping[str, Any]) -> Any:
 
 EXPERIMENT = Experiment(
     "train", "Consolidation: a step against the dense student's",
-    "time at every budget and peak memory, the elastic student's over the dense one's", minutes=6, run=run, draw=draw,
+    "time at every budget and peak memory, the elastic student's over the dense one's",
+    minutes=6, run=run, draw=draw,
     tried=(
         "choosing the route by backward operations too, which never changes the choice",
         "activation checkpointing, for memory is within its goal without",

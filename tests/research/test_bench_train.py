@@ -52,7 +52,7 @@ def test_operations_of_a_dense_step_are_counted() -> None:
     setting = train._Setting(TINY, "float32")
     tokens, (layers, width, inner, vocabulary) = 2 * 16, TINY.shape
     matrices = layers * (width * width * 2 + 2 * width * width // 2 + 3 * width * inner)
-    with setting._step(setting.dense) as (step, trained):
+    with setting.step(setting.dense) as (step, trained):
         assert trained == matrices + (2 * layers + 1) * width
         counted = train.operations(step)
     products = 2 * tokens * (3 * matrices + 2 * width * vocabulary)

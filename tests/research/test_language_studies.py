@@ -68,7 +68,8 @@ def test_untrained_and_single_figures_are_those_of_a_plain_loop(request_for: Any
     assert rows["DataSVD, untrained"] == pytest.approx(held_out)
     options = request.config.distillation
     distill_(
-        model, bench.base, list(bench.space.samples.training), [bench.profiles[1]], objective=bench.space.objective(), steps=options.steps,
+        model, bench.base, list(bench.space.samples.training), [bench.profiles[1]],
+        objective=bench.space.objective(), steps=options.steps,
         learning_rate=options.learning_rate, warmup_steps=options.warmup_steps, seed=0, autocast=bench.autocast,
     )  # fmt: skip
     single = bench.ledger.take("trained at 0.5 only, seed 0", lambda: None)

@@ -8,7 +8,6 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,14 +44,18 @@ def run(
     from research import runner
 
     options = runner.Options(full, model, config, tuple(overrides or ()), seeds, domain, output)
-    with _interruptible(), contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        answer = _answer(name, listed, studies, benches, page, options)
+    try:
+        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+            answer = _answer(name, listed, studies, benches, page, options)
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on from the last finished part", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
     if as_json:
         print(json.dumps(answer, ensure_ascii=False))
 
 
 def _answer(name: str | None, listed: bool, studies: bool, benches: bool, page: bool, options: Any) -> Any:
-    """Does what is asked, and returns what `--json` prints: the list, the one result, or the results by name."""
+    """What `--json` prints: the list, the one result, or the results by name."""
     from research import runner
     from research.experiment import BENCHES, STUDIES
 
@@ -62,23 +65,11 @@ def _answer(name: str | None, listed: bool, studies: bool, benches: bool, page: 
         return runner.list_experiments()
     if (name is not None) + studies + benches != 1 and (name is not None or studies or benches or not page):
         raise FlexrankError("give one experiment's NAME, or --all, or --benches, or --list, or --page alone")
-    if name is not None:
-        answer = runner.run_named(name, options)
-    else:
-        answer = runner.run_all(STUDIES * studies + BENCHES * benches, options)
+    names = STUDIES * studies + BENCHES * benches
+    answer = runner.run_all(names, options) if name is None else runner.run_named(name, options)
     if page:
         runner.refresh_pages()
     return answer
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Ends a Ctrl-C with one line; finished parts are kept."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on from the last finished part", file=sys.stderr)
-        raise typer.Exit(INTERRUPTED) from None
 
 
 def main() -> None:

@@ -14,11 +14,7 @@ def asset_path(*parts: str) -> Path:
 
 
 def assets_directory(*needed: str) -> Path:
-    """The folder that FLEXRANK_ASSETS names, with all the entries needed.
-
-    Raises:
-        FlexrankError: one of them is missing.
-    """
+    """The folder that FLEXRANK_ASSETS names; a needed entry that is missing raises FlexrankError."""
     for name in needed:
         if not asset_path(name).exists():
             raise FlexrankError(f"{asset_path(name)}: missing; set {VARIABLE} to the folder that holds {name}")

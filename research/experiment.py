@@ -4,7 +4,6 @@ A study repeats a figure or table of the paper; a bench measures the package aga
 """
 
 import dataclasses
-import functools
 import hashlib
 import importlib
 import json
@@ -24,60 +23,36 @@ STUDIES = (
 )  # fmt: skip
 #: Speed, stage by stage; then quality.
 BENCHES = ("train", "calibrate", "decompose", "probe", "search", "saving", "start", "sts", "language")
-
-
 #: As the paper has it: every rank is a candidate, and no slack is counted.
 EVERY_RANK: dict[str, Any] = {"min_saving": 0.0, "slack_share": 0.0}
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """How an experiment is to be run.
+    """How an experiment is to be run."""
 
-    Attributes:
-        work: the directory of finished parts, from which an interrupted experiment goes on.
-        full: the paper's size of a study instead of the quick form.
-        seeds: how many.
-        config: the model, data and settings of a study that runs on any model.
-        domain: texts of a second domain, for `adaptation`; None for the study's own.
-    """
-
-    work: Path
-    full: bool = False
+    work: Path  #: of the finished parts, from which an interrupted experiment goes on
+    full: bool = False  #: the paper's size of a study instead of the quick form
     seeds: int = 1
-    config: RunConfig | None = None
-    domain: Path | None = None
+    config: RunConfig | None = None  #: of a study that runs on any model
+    domain: Path | None = None  #: texts of a second domain, for `adaptation`; None for the study's own
 
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """A study or a bench.
-
-    Attributes:
-        name: on the command line.
-        title: of its section and figure.
-        shows: what is measured.
-        minutes: of the quick form, on two cores.
-        run: gives {"settings", "tables", "claims", "data"}.
-        draw: a result's `data` to a figure; None where tables say it all.
-        paper: what the paper says, with its place there; empty for a bench.
-        full_minutes: of the full form; None where there is one form.
-        seeds: how many in the quick form and in the full one; None where nothing is drawn by chance.
-        settings: of a study that takes any model: (full) to the configuration of its own model, as in a YAML file.
-        tried: what was tried and left out; the figures are in docs/log.md.
-    """
+    """A study or a bench."""
 
     name: str
     title: str
     shows: str
-    minutes: float
-    run: Callable[[Request], Result]
-    draw: Callable[[Mapping[str, Any]], Any] | None = None
-    paper: str = ""
-    full_minutes: float | None = None
-    seeds: tuple[int, int] | None = None
-    settings: Callable[[bool], dict[str, Any]] | None = None
-    tried: tuple[str, ...] = ()
+    minutes: float  #: of the quick form, on two cores
+    run: Callable[[Request], Result]  #: gives `measured(…)`
+    draw: Callable[[Mapping[str, Any]], Any] | None = None  #: a result's `data` to a figure
+    paper: str = ""  #: what the paper says, with its place there; empty for a bench
+    full_minutes: float | None = None  #: None where there is one form
+    seeds: tuple[int, int] | None = None  #: of the quick form and the full one; None where nothing is random
+    settings: Callable[[bool], dict[str, Any]] | None = None  #: (full) to a run's keys, where any model can be given
+    tried: tuple[str, ...] = ()  #: and left out; the figures are in docs/log.md
 
     @property
     def kind(self) -> str:
@@ -86,11 +61,7 @@ class Experiment:
 
 
 def find_experiment(name: str) -> Experiment:
-    """The experiment of this name.
-
-    Raises:
-        FlexrankError: there is none.
-    """
+    """The experiment of this name; FlexrankError where there is none."""
     if name not in STUDIES + BENCHES:
         raise FlexrankError(f"experiment {name!r} is unknown; it is one of {', '.join(STUDIES + BENCHES)}")
     room = "studies" if name in STUDIES else "benches"
@@ -116,9 +87,7 @@ class Ledger:
 
     def take_seeds(self, unit: str, seeds: int, compute: Callable[..., Any], *arguments: Any) -> list[Any]:
         """The values of `compute(*arguments, seed)`, each a unit by itself."""
-        return [
-            self.take(f"{unit}, seed {seed}", functools.partial(compute, *arguments, seed)) for seed in range(seeds)
-        ]
+        return [self.take(f"{unit}, seed {seed}", compute, *arguments, seed) for seed in range(seeds)]
 
 
 def digest(settings: Mapping[str, Any]) -> str:

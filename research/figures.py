@@ -24,16 +24,7 @@ def panels(columns: int = 1, size: tuple[float, float] = (6, 3.8), rows: int = 1
 def draw_seeds(
     axes: Any, places: Sequence[float], runs: Sequence[Sequence[float]], colour: str, label: str, **line: Any
 ) -> list[float]:
-    """The mean over seeds as a line, from the least to the largest seed as a band; returns the means.
-
-    Args:
-        axes: to draw on.
-        places: along the abscissa.
-        runs: a sequence of values for each seed, with one for each place.
-        colour: of both.
-        label: in the legend.
-        line: of the line's style.
-    """
+    """The mean over seeds as a line, from the least to the largest seed as a band; `runs` (seeds, places) to means."""
     by_place = list(zip(*runs, strict=True))
     means = [sum(values) / len(values) for values in by_place]
     axes.plot(places, means, **{"marker": "o", "markersize": 4.5, "color": colour, "label": label, **line})

@@ -1,9 +1,10 @@
-"""The limits that a stage is measured against: this machine's matrix products and its memory."""
+"""What a stage is timed on and held against: random models, and this machine's matrix products and memory."""
 
 import itertools
 import math
 import statistics
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,3 +43,11 @@ def forward_in_turn(build: Callable[[], nn.Module], x: Tensor) -> Callable[[int]
             torch.cuda.synchronize(x.device)  # the call returns before the work is done
 
     return run
+
+
+def random_llama(**sizes: Any) -> Any:
+    """A Llama with random weights, in eval mode; `sizes` are its configuration's."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**sizes)).eval()

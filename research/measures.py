@@ -73,7 +73,6 @@ class AlteredBatches:
             raise FlexrankError(f"{len(images)} images are fewer than one batch of {batch_size}")
         self._images, self._scaling, self._size = images, scaling, batch_size
         self._seed, self._padding, self._count = seed, padding, 0
-        self._order: tuple[int, Tensor] = (-1, torch.empty(0))
 
     @property
     def per_pass(self) -> int:
@@ -83,9 +82,8 @@ class AlteredBatches:
     def rows(self, number: int) -> Tensor:
         """Indices (B,) of the images in batch `number`."""
         epoch, position = divmod(number, self.per_pass)
-        if self._order[0] != epoch:
-            self._order = epoch, torch.randperm(len(self._images), generator=self._generator("order", epoch))
-        return self._order[1][position * self._size : (position + 1) * self._size]
+        order = torch.randperm(len(self._images), generator=self._generator("order", epoch))
+        return order[position * self._size : (position + 1) * self._size]
 
     def __iter__(self) -> Iterator[Tensor]:
         """Continues after the last batch of any earlier iteration."""
@@ -107,8 +105,7 @@ class AlteredBatches:
         padded = functional.pad(images, (self._padding,) * 4)
         corners = torch.randint(2 * self._padding + 1, (len(images), 2), generator=generator).tolist()
         height, width = images.shape[2:]
-        cut = [image[:, y : y + height, x : x + width] for image, (y, x) in zip(padded, corners, strict=True)]
-        crops = torch.stack(cut)
+        crops = torch.stack([i[:, y : y + height, x : x + width] for i, (y, x) in zip(padded, corners, strict=True)])
         mirrored = torch.rand(len(images), generator=generator) < 0.5
         return self._scaling(torch.where(mirrored.view(-1, 1, 1, 1), crops.flip(-1), crops))
 

@@ -29,11 +29,7 @@ PAGES = {
 
 
 def write_pages(results: Path) -> dict[Path, list[str]]:
-    """Writes the page of each kind that has results; returns for each the experiments that have none.
-
-    Raises:
-        FlexrankError: there is no result at all, or one is not whole.
-    """
+    """Writes the page of each kind that has results; returns for each the experiments that have none."""
     written = {}
     for kind, (page, _, names, _) in PAGES.items():
         places = {name: _directories(results, name) for name in names}

@@ -32,17 +32,18 @@ Cell = str | float | int | None | Mapping[str, float]
 
 
 def read_result(directory: Path) -> Result:
-    """The result in a directory.
-
-    Raises:
-        FlexrankError: it is missing, or is no such result.
-    """
+    """The result in a directory; FlexrankError where it is missing, or is no such result."""
     path = directory / RESULT
     result = read_json(path)
     if not isinstance(result, dict):
         raise FlexrankError(f"{path}: no result of an experiment")
     require_keys(result, KEYS, str(path))
     return result
+
+
+def measured(settings: Mapping[str, Any], tables: Sequence[Any], claims: Sequence[Any], data: Any) -> Result:
+    """What an experiment's `run` gives."""
+    return {"settings": settings, "tables": tables, "claims": claims, "data": data}
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -68,13 +69,9 @@ def by_budget(budgets: Sequence[float], values: Iterable[Sequence[float]], form:
 
 
 def table(title: str, columns: Sequence[Any], rows: Sequence[Sequence[Any]], digits: Any = 3) -> dict[str, Any]:
-    """A table of a result; the first column names the rows.
+    """A table whose first column names the rows; columns are names or numbers such as budgets.
 
-    Args:
-        title: what it shows.
-        columns: names, or numbers such as budgets.
-        rows: of as many cells.
-        digits: after the point; one number, or one for each column after the first.
+    `digits` after the point are one number, or one for each column after the first.
     """
     assert all(len(row) == len(columns) for row in rows), title
     each = [digits] * (len(columns) - 1) if isinstance(digits, int) else list(digits)

@@ -4,7 +4,7 @@ import dataclasses
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,40 +40,34 @@ class Options:
     domain: Path | None = None
     output: Path | None = None
 
+    @property
+    def has_own_config(self) -> bool:
+        """Whether the model, data or settings are not the study's own."""
+        return bool(self.model or self.config or self.overrides)
+
 
 def list_experiments() -> list[dict[str, Any]]:
     """Prints each experiment's cost and what it shows; returns the same as JSON."""
     experiments = [registry.find_experiment(name) for name in STUDIES + BENCHES]
     drawn = Table("name", "minutes", "--full", "--model", "shows", "the paper", box=None, padding=(0, 2, 1, 0))
     for one in experiments:
-        full = "" if one.full_minutes is None else f"{one.full_minutes:g}"
-        drawn.add_row(one.name, f"{one.minutes:g}", full, "any" if one.settings else "", one.shows, one.paper)
+        costs = ("" if minutes is None else f"{minutes:g}" for minutes in (one.minutes, one.full_minutes))
+        drawn.add_row(one.name, *costs, "any" if one.settings else "", one.shows, one.paper)
     _console().print(drawn)
     keys = ("name", "kind", "title", "shows", "paper", "minutes", "full_minutes")
     return [{key: getattr(one, key) for key in keys} | {"takes_model": one.settings is not None} for one in experiments]
 
 
 def run_all(names: Sequence[str], options: Options) -> dict[str, Result]:
-    """Runs the quick forms of these experiments, one after the other.
-
-    Raises:
-        FlexrankError: an option is given that belongs to one experiment.
-    """
+    """Runs the quick forms of these experiments, one after the other; the only option is `seeds`."""
     if options != Options(seeds=options.seeds):
         raise FlexrankError("all experiments run as they are; only --seeds, --page and --json can be added")
-    results = {}
-    for name in names:
-        own = options if registry.find_experiment(name).seeds else Options()
-        results[name] = run_named(name, own)
-    return results
+    own = {name: options if registry.find_experiment(name).seeds else Options() for name in names}
+    return {name: run_named(name, own[name]) for name in names}
 
 
 def run_named(name: str, options: Options) -> Result:
-    """Runs one experiment and prints its result.
-
-    Raises:
-        FlexrankError: the experiment is unknown, or an option does not fit it.
-    """
+    """Runs one experiment and prints its result."""
     experiment = registry.find_experiment(name)
     request = request_of(experiment, options)
     minutes = experiment.full_minutes if options.full else experiment.minutes
@@ -101,34 +95,28 @@ def run_experiment(experiment: Experiment, request: Request, output: Path, comma
 
 
 def request_of(experiment: Experiment, options: Options) -> Request:
-    """The experiment's request, with the configuration of one that takes a model.
-
-    Raises:
-        FlexrankError: an option that the experiment does not take, or a wrong key or value.
-    """
+    """The experiment's request; FlexrankError on an option that it does not take, or a wrong key or value."""
     _require_fitting(experiment, options)
-    seeds = experiment.seeds[options.full] if experiment.seeds else 1
-    return Request(
-        WORK / experiment.name, options.full, options.seeds or seeds, _config(experiment, options), options.domain
-    )
+    seeds = options.seeds or (experiment.seeds[options.full] if experiment.seeds else 1)
+    return Request(WORK / experiment.name, options.full, seeds, _config(experiment, options), options.domain)
 
 
 def _require_fitting(experiment: Experiment, options: Options) -> None:
-    name = f"{experiment.kind} {experiment.name!r}"
-    if (options.model or options.config or options.overrides) and experiment.settings is None:
-        raise FlexrankError(f"{name} has models of its own; --model, --config and --set do not apply")
-    if options.full and experiment.full_minutes is None:
-        raise FlexrankError(f"{name} has one form, which is the whole of it; leave --full out")
-    if options.full and options.config is not None:
-        raise FlexrankError("--full is a study's own larger setting; with --config, the config says the size")
-    if options.domain is not None and experiment.name != "adaptation":
-        raise FlexrankError(f"{name} has no second domain; --domain belongs to adaptation")
-    if options.domain is not None and not options.domain.exists():
-        raise FlexrankError(f"--domain {options.domain}: no such file or folder of texts")
-    if options.seeds is not None and experiment.seeds is None:
-        raise FlexrankError(f"--seeds is {options.seeds}; nothing in {name} is repeated by seeds, leave it out")
-    if options.seeds is not None and options.seeds < 1:
-        raise FlexrankError(f"--seeds is {options.seeds}; it must be at least 1")
+    name, full, seeds, domain = f"{experiment.kind} {experiment.name!r}", options.full, options.seeds, options.domain
+    wrong = {
+        f"{name} has models of its own; --model, --config and --set do not apply":
+            options.has_own_config and experiment.settings is None,
+        f"{name} has one form, which is the whole of it; leave --full out": full and experiment.full_minutes is None,
+        "--full is a study's own larger setting; with --config, the config says the size": full and options.config,
+        f"{name} has no second domain; --domain belongs to adaptation": domain and experiment.name != "adaptation",
+        f"--domain {domain}: no such file or folder of texts": domain and not domain.exists(),
+        f"--seeds is {seeds}; nothing in {name} is repeated by seeds, leave it out":
+            seeds is not None and experiment.seeds is None,
+        f"--seeds is {seeds}; it must be at least 1": seeds is not None and seeds < 1,
+    }  # fmt: skip
+    for message, is_so in wrong.items():
+        if is_so:
+            raise FlexrankError(message)
 
 
 def _config(experiment: Experiment, options: Options) -> RunConfig | None:
@@ -139,17 +127,11 @@ def _config(experiment: Experiment, options: Options) -> RunConfig | None:
     if options.config is not None:
         return load_config(options.config, changes)
     config = parse_config(experiment.settings(options.full), experiment.name, changes)
-    _require_assets(config)
-    return config
-
-
-def _require_assets(config: RunConfig) -> None:
-    """Checks that what a study reads by default is there, unless the user gave something in its place."""
-    assets = asset_path()
     sources = {"model": config.model, "data.path": config.data.path, "data.held_out": config.data.held_out}
     for key, value in sources.items():
-        if value is not None and assets in Path(value).parents and not Path(value).exists():
+        if value is not None and asset_path() in Path(value).parents and not Path(value).exists():
             raise FlexrankError(f"{value}: missing; set {VARIABLE} to the folder that holds it, or give {key}")
+    return config
 
 
 def _name_of(model: str) -> str:
@@ -159,8 +141,8 @@ def _name_of(model: str) -> str:
 
 def _label(experiment: Experiment, request: Request, options: Options) -> str:
     """The directory of the result: other settings never write over the two forms that the pages show."""
-    parts = [experiment.name, *(["full"] if options.full else [])]
-    if request.config is not None and (options.model or options.config or options.overrides):
+    parts = [experiment.name, *["full"] * options.full]
+    if request.config is not None and options.has_own_config:
         parts.append(request.config.name)
     if options.seeds is not None:
         parts.append(f"seeds-{options.seeds}")
@@ -172,17 +154,15 @@ def _label(experiment: Experiment, request: Request, options: Options) -> str:
 def _command(experiment: Experiment, options: Options) -> str:
     """The command that gives the result again."""
     given = {"model": options.model, "config": options.config, "seeds": options.seeds, "domain": options.domain}
-    words = [f"--{option} {value}" for option, value in given.items() if value is not None]
+    words = [*["--full"] * options.full, *(f"--{option} {value}" for option, value in given.items() if value)]
     words += [f"--set {override}" for override in options.overrides]
-    return " ".join(["python -m research", experiment.name, *(["--full"] if options.full else []), *words])
+    return " ".join(["python -m research", experiment.name, *words])
 
 
-def refresh_pages() -> Mapping[Path, Sequence[str]]:
+def refresh_pages() -> None:
     """Writes the pages, and says what they lack."""
-    pages = write_pages(RESULTS)
-    for page, missing in pages.items():
+    for page, missing in write_pages(RESULTS).items():
         say(f"{page} written" + (f"; no results yet of {', '.join(missing)}" if missing else ""))
-    return pages
 
 
 def say(text: str) -> None:

@@ -12,15 +12,11 @@ from flexrank.nn.alignment import gauge_align
 class PivotedLinear(nn.Module):
     """y[pivots] = z, y[rest] = Û z, with z = Ṽᵀx: aligned to pivot rows (Zhao et al., PIFA, ICML 2025).
 
-    Stores r·(m+n−r) parameters and the rows' order. A peer to compare with, not a layer of the library.
-
-    Attributes:
-        pivots: (r,) the outputs that are latents.
-        rest: (m−r,) the others.
+    Stores r·(m+n−r) parameters and the rows' order.
     """
 
-    pivots: Tensor
-    rest: Tensor
+    pivots: Tensor  #: (r,) the outputs that are latents
+    rest: Tensor  #: (m−r,) the other outputs
 
     def __init__(self, inputs: int, rank: int, order: Int[Tensor, " m"], *, dtype: torch.dtype):
         super().__init__()

@@ -23,8 +23,7 @@ from flexrank.nn.matrix import matrix_shape
 from flexrank.nn.select import select_layers
 from research import machine
 from research.experiment import Experiment, Request
-from research.figures import NEUTRAL, OTHER, OURS, draw_bars, draw_level, panels
-from research.result import Result, goal, spread, table
+from research.result import Result, goal, measured, spread, table
 
 #: Of Llama 3.2 1B; its vocabulary plays no part, for the head is not run.
 SIZES = {
@@ -35,23 +34,20 @@ BLOCKS = 16
 #: One batch: sequences, tokens in each. Blocks of the model whose peak is measured, and batches.
 SHAPE, MEASURED, BATCHES = (4, 512), 3, 2
 DTYPES = ("float32", "bfloat16")
-REPEATS = 3
+REPEATS, SHARE, MEBIBYTE = 3, 0.7, 2**20
 #: Of a model that is calibrated before anything is measured.
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
-SHARE, MEBIBYTE = 0.7, 2**20
 
 
 def run(_: Request) -> Result:
-    """Measures both."""
+    """Measures the moments' seconds and their peaks."""
     rates = {dtype: measure_moments(dtype) for dtype in DTYPES}
     peaks = {way: in_fresh_process(measure_peak, way, SIZES, MEASURED, SHAPE, BATCHES) for way in WAYS}
     copy = machine.copy_rate()
-    return {
-        "settings": {"batch": list(SHAPE), "repeats": REPEATS, "blocks measured": MEASURED, "strip": STRIP},
-        "tables": [_seconds_table(rates), _roofline(rates, copy), _peak_table(peaks)],
-        "claims": [*(_rate_goal(dtype, one) for dtype, one in rates.items()), _peak_goal(peaks)],
-        "data": {"rates": rates, "peaks": peaks, "copy_rate": copy},
-    }
+    settings = {"batch": list(SHAPE), "repeats": REPEATS, "blocks measured": MEASURED, "strip": STRIP}
+    tables = [_seconds_table(rates), _roofline(rates, copy), _peak_table(peaks)]
+    goals = [*(_rate_goal(dtype, one) for dtype, one in rates.items()), _peak_goal(peaks)]
+    return measured(settings, tables, goals, {"rates": rates, "peaks": peaks, "copy_rate": copy})
 
 
 @torch.no_grad()
@@ -75,15 +71,14 @@ def measure_moments(dtype: str) -> dict[str, Any]:
 
     rows, width = SHAPE[0] * SHAPE[1], SIZES["hidden_size"]
     left, right = torch.randn(width, rows), torch.randn(rows, width)
-    runs = (collect, lambda: left @ right, lambda: call_model(model, batch))
-    moments, product, forward = interleave(runs, REPEATS)
+    runs = {"moments": collect, "forward": lambda: call_model(model, batch), "product": lambda: left @ right}
+    seconds = dict(zip(runs, interleave(list(runs.values()), REPEATS), strict=True))
     work = count_work(collector.finish(), layers, groups, rows, getattr(torch, dtype))
     peak = 2 * rows * width**2
-    shares = [work["operations"] / m / (peak / p) for m, p in zip(moments, product, strict=True)]
-    whole = [work["whole_operations"] / m / (peak / p) for m, p in zip(moments, product, strict=True)]
-    seconds = {"moments": moments, "forward": forward, "product": product}
-    return {**work, "seconds": seconds, "product_rate": peak / statistics.median(product), "shares": shares,
-            "whole_shares": whole}  # fmt: skip
+    rates = [product / moments / peak for moments, product in zip(seconds["moments"], seconds["product"], strict=True)]
+    shares, whole = ([work[key] * rate for rate in rates] for key in ("operations", "whole_operations"))
+    rate = peak / statistics.median(seconds["product"])
+    return {**work, "seconds": seconds, "product_rate": rate, "shares": shares, "whole_shares": whole}
 
 
 def count_work(
@@ -92,8 +87,7 @@ def count_work(
     """Operations (as done, and as if each moment were a whole product) and bytes moved of one batch's moments."""
     done = whole = moved = 0
     for group in groups:
-        chosen = group if moments[group[0]].side == "output" else group[:1]
-        for name in chosen:
+        for name in group if moments[group[0]].side == "output" else group[:1]:
             size, (m, n) = len(moments[name].moment), matrix_shape(layers[name])
             entries = sum(min(STRIP, size - start) * (size - start) for start in range(0, size, STRIP))
             done, whole = done + 2 * rows * entries, whole + 2 * rows * size**2
@@ -131,11 +125,7 @@ def _at_once(model: nn.Module, data: Any, names: list[str]) -> int:
 
 
 def _by_block(model: nn.Module, data: Any, names: list[str]) -> int:
-    largest = 0
-    for moments in moments_by_block(model, data, names):
-        largest = max(largest, moment_bytes(moments))
-        del moments
-    return largest
+    return max(map(moment_bytes, moments_by_block(model, data, names)))
 
 
 #: What each process does, and the bytes of moments that are in memory at once.
@@ -143,16 +133,13 @@ WAYS: dict[str, Callable[[nn.Module, Any, list[str]], int]] = {"all at once": _a
 
 
 def moment_bytes(moments: Moments) -> int:
-    """Of all, those that layers share once."""
+    """Bytes of the moments; one that layers share counts once."""
     return sum({id(one.moment): one.moment.nbytes for one in moments.values()}.values())
 
 
 def build_model(sizes: Mapping[str, int], blocks: int, dtype: torch.dtype) -> Any:
     """A Llama of these sizes with random weights, in eval mode."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=blocks, use_cache=False, **sizes)).to(dtype).eval()
+    return machine.random_llama(num_hidden_layers=blocks, use_cache=False, **sizes).to(dtype)
 
 
 def build_batches(shape: tuple[int, int], count: int) -> list[dict[str, Tensor]]:
@@ -165,10 +152,9 @@ def build_batches(shape: tuple[int, int], count: int) -> list[dict[str, Tensor]]
 def _seconds_table(rates: Mapping[str, Any]) -> dict[str, Any]:
     rows, tokens = [], SHAPE[0] * SHAPE[1]
     for dtype, one in rates.items():
-        seconds = {what: statistics.median(rounds) for what, rounds in one["seconds"].items()}
-        million = [BLOCKS * seconds[what] * 1e6 / tokens for what in ("forward", "moments")]
-        ratio = seconds["moments"] / seconds["forward"]
-        rows.append([dtype, seconds["forward"], spread(one["seconds"]["moments"]), ratio, *million])
+        forward, moments = (statistics.median(one["seconds"][what]) for what in ("forward", "moments"))
+        million = (BLOCKS * seconds * 1e6 / tokens for seconds in (forward, moments))
+        rows.append([dtype, forward, spread(one["seconds"]["moments"]), moments / forward, *million])
     title = f"seconds of one block on {tokens} tokens; of {BLOCKS} blocks on a million tokens by multiplication"
     columns = ["weights", "forward", "moments", "moments / forward", f"forward, {BLOCKS}", f"moments, {BLOCKS}"]
     return table(title, columns, rows, digits=[3, 3, 3, 0, 0])
@@ -186,57 +172,38 @@ def _roofline(rates: Mapping[str, Any], copy: float) -> dict[str, Any]:
 
 
 def _peak_table(peaks: Mapping[str, Any]) -> dict[str, Any]:
-    rows = []
-    for way, one in peaks.items():
-        all_blocks = one["moments"] * (BLOCKS / MEASURED if way == "all at once" else 1)
-        rows.append([way, *(one[what] / MEBIBYTE for what in ("own", "above", "moments")), all_blocks / MEBIBYTE])
+    all_blocks = (BLOCKS / MEASURED, 1)  # of the blocks whose moments are in memory at once
+    rows = [
+        [way, *(size / MEBIBYTE for size in (one["own"], one["above"], one["moments"], one["moments"] * blocks))]
+        for (way, one), blocks in zip(peaks.items(), all_blocks, strict=True)
+    ]
     title = f"MiB of {MEASURED} blocks in float32: a plain forward's peak, what calibration adds to it, and moments"
     columns = ["way", "forward's peak", "added", "moments at once", f"moments of {BLOCKS} blocks, counted"]
     return table(title, columns, rows, digits=0)
 
 
 def _rate_goal(dtype: str, one: Mapping[str, Any]) -> dict[str, Any]:
-    share = statistics.median(one["shares"])
+    share, whole = statistics.median(one["shares"]), statistics.median(one["whole_shares"])
     what = f"moments of one block, {dtype} weights: operations done per second, of the machine's product rate"
-    why = f"as whole products {statistics.median(one['whole_shares']):.0%}: only the upper triangle's strips are taken"
+    why = f"as whole products {whole:.0%}: only the upper triangle's strips are taken"
     return goal(what, f"at least {SHARE:.0%}", f"{share:.0%}", share >= SHARE, why)
 
 
 def _peak_goal(peaks: Mapping[str, Any]) -> dict[str, Any]:
-    one, other = peaks["by block"], peaks["all at once"]
-    here = f"{one['above'] / MEBIBYTE:.0f} MiB, moments of a block {one['moments'] / MEBIBYTE:.0f} MiB"
-    why = f"all {MEASURED} blocks at once add {other['above'] / MEBIBYTE:.0f} MiB"
+    added, moments = peaks["by block"]["above"], peaks["by block"]["moments"]
+    here = f"{added / MEBIBYTE:.0f} MiB, moments of a block {moments / MEBIBYTE:.0f} MiB"
+    why = f"all {MEASURED} blocks at once add {peaks['all at once']['above'] / MEBIBYTE:.0f} MiB"
     what = "peak above the model's own forward, calibrating block by block"
-    holds = one["above"] < one["moments"] + MEBIBYTE  # a process's own peak is known to about a MiB
+    holds = added < moments + MEBIBYTE  # a process's own peak is known to about a MiB
     return goal(what, "at most the moments of one block, to the MiB", here, holds, why)
 
 
-def draw(data: Mapping[str, Any]) -> Any:
-    """Shares of the product rate, and peaks of both ways."""
-    figure, (left, right) = panels(2, (7, 2.6))
-    names, ways = list(data["rates"]), list(data["peaks"])
-    shares = [statistics.median(data["rates"][name]["shares"]) for name in names]
-    draw_bars(left, names, {"moments": shares}, (OURS,))
-    draw_level(left, SHARE, "goal", color=NEUTRAL, linestyle="--")
-    left.set(ylabel="share of the product rate", title="moments of one block")
-    draw_bars(right, ways, {"peak": [data["peaks"][way]["above"] / MEBIBYTE for way in ways]}, (OTHER,))
-    one_block = data["peaks"]["by block"]["moments"] / MEBIBYTE
-    draw_level(right, one_block, "one block's moments", color=NEUTRAL, linestyle="--")
-    right.set(ylabel="MiB above a forward's peak", title=f"{MEASURED} blocks")
-    for axes in (left, right):
-        axes.legend()
-    return figure
-
-
 EXPERIMENT = Experiment(
-    name="calibrate",
-    title="Calibration",
-    shows="the seconds of second moments against this machine's matrix products, and their peak of memory",
-    minutes=1.5,
-    run=run,
-    draw=draw,
+    "calibrate", "Calibration",
+    "the seconds of second moments against this machine's matrix products, and their peak of memory",
+    minutes=1.5, run=run,
     tried=(
         "syrk, which torch lacks and SciPy's takes as long as strips of products",
         "grouping layers by held input tensors, which cost memory",
     ),
-)
+)  # fmt: skip

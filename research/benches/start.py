@@ -4,11 +4,10 @@ import functools
 import statistics
 import subprocess
 import sys
-from typing import Any
 
 from flexrank.deployment.machine import interleave
 from research.experiment import Experiment, Request
-from research.result import Result, goal, spread, table
+from research.result import Result, goal, measured, spread, table
 
 REPEATS = 9
 HELP, ADDED = 0.5, 0.3
@@ -26,36 +25,25 @@ def run(_: Request) -> Result:
     """Starts each program in turn; seconds of the whole process."""
     starts = [functools.partial(_start, program) for program in PROGRAMS.values()]
     seconds = dict(zip(PROGRAMS, interleave(starts, REPEATS), strict=True))
-    torch = seconds["import torch"]
-    added = {
-        name: statistics.median(own - base for own, base in zip(seconds[name], torch, strict=True))
-        for name in ("import torch, flexrank", "every public name")
-    }
+    torch, programs = seconds["import torch"], ("import torch, flexrank", "every public name")
+    added = {name: statistics.median(a - b for a, b in zip(seconds[name], torch, strict=True)) for name in programs}
     rows = [[name, statistics.median(all_of), spread(all_of), added.get(name)] for name, all_of in seconds.items()]
-    return {
-        "settings": {"repeats": REPEATS},
-        "tables": [table("seconds of a fresh interpreter", ["program", "median", "all", "over import torch"], rows)],
-        "claims": _goals(statistics.median(seconds["flexrank --help"]), *added.values()),
-        "data": {"seconds": seconds},
+    tables = [table("seconds of a fresh interpreter", ["program", "median", "all", "over import torch"], rows)]
+    goals = {
+        "flexrank --help answers": (statistics.median(seconds["flexrank --help"]), HELP),
+        "import flexrank, over torch's own import": (added[programs[0]], ADDED),
+        "the same, with every public name used": (added[programs[1]], ADDED),
     }
+    claims = [goal(what, f"under {most} s", f"{here:.2f} s", here < most) for what, (here, most) in goals.items()]
+    return measured({"repeats": REPEATS}, tables, claims, {"seconds": seconds})
 
 
 def _start(program: str) -> None:
     subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
 
 
-def _goals(answer: float, added: float, whole: float) -> list[dict[str, Any]]:
-    return [
-        goal("flexrank --help answers", f"under {HELP} s", f"{answer:.2f} s", answer < HELP),
-        goal("import flexrank, over torch's own import", f"under {ADDED} s", f"{added:.2f} s", added < ADDED),
-        goal("the same, with every public name used", f"under {ADDED} s", f"{whole:.2f} s", whole < ADDED),
-    ]
-
-
 EXPERIMENT = Experiment(
-    name="start",
-    title="Import and start",
-    shows="the seconds until the command answers, and those that `import flexrank` adds to torch's import",
-    minutes=1,
-    run=run,
-)
+    "start", "Import and start",
+    "the seconds until the command answers, and those that `import flexrank` adds to torch's import",
+    minutes=1, run=run,
+)  # fmt: skip

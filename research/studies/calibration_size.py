@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from flexrank import FlexrankError, decompose_
-from flexrank.calibrate import Moments, collect_moments
+from flexrank.calibrate import LayerMoment, Moments, collect_moments
 from flexrank.data.batches import Batch
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import uniform_profile, use_profile
 from flexrank.run.workspace import Workspace
 from research.experiment import Experiment, Ledger, Request
 from research.figures import GREEN, OTHER, OURS, PINK, draw_level, draw_seeds, panels
-from research.moments import merge_moments
-from research.result import Result, between, claim, spreads, table
+from research.result import Result, between, claim, measured, spreads, table
 from research.studies.language import DECOMPOSED, checked_config, datasvd_space, identity_of, pycode_settings
 
 SIZES = tuple(2**power for power in range(3, 12))
@@ -32,19 +31,17 @@ def run(request: Request) -> Result:
     sizes = [size for size in SIZES if size <= len(pool)]
     if not sizes:
         raise FlexrankError(f"data.training: {len(pool)} samples are fewer than the smallest calibration, {SIZES[0]}")
-    budgets = list(config.allocation.budgets)
+    budgets, tokens = list(config.allocation.budgets), config.data.max_tokens
     ledger = Ledger(request.work, identity_of(config, DECOMPOSED) | {"sizes": sizes, "budgets": budgets})
     dense = ledger.take("dense", lambda: space.judge(space.base)["nats_per_token"])
     runs = ledger.take_seeds("sizes", request.seeds, _one_seed, space, pool, sizes, budgets)
     rows = [[f"{size}", *spreads(one[place] for one in runs)] for place, size in enumerate(sizes)]
-    tokens = config.data.max_tokens
     title = f"Held-out nats per token by calibration samples of {tokens} tokens: {config.name} (original {dense:.3f})"
-    return {
-        "settings": {"model": config.name, "tokens_a_sample": tokens, "seeds": request.seeds, "pool": len(pool)},
-        "tables": [table(title, ["samples", *budgets], rows, digits=4)],
-        "claims": _claims(sizes, budgets, runs),
-        "data": {"sizes": sizes, "budgets": budgets, "runs": runs, "dense": dense},
-    }
+    settings = {"model": config.name, "tokens_a_sample": tokens, "seeds": request.seeds, "pool": len(pool)}
+    data = {"sizes": sizes, "budgets": budgets, "runs": runs, "dense": dense}
+    return measured(
+        settings, [table(title, ["samples", *budgets], rows, digits=4)], _claims(sizes, budgets, runs), data
+    )
 
 
 def _one_seed(
@@ -53,15 +50,26 @@ def _one_seed(
     """Nats per token by size and budget. The samples of a size are the first of those of the next."""
     order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(seed))
     layers = select_layers(space.base, space.config.layers.include, space.config.layers.exclude)
-    moments: Moments | None = None
+    moments: Moments = {}
     nats = []
     for start, end in zip((0, *sizes), sizes, strict=False):
         rows = pool[order[start:end]].split(space.config.data.batch_size)
         batches: list[Batch] = [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in rows]
         more = collect_moments(space.base, batches, layers)
-        moments = more if moments is None else merge_moments(moments, more)
+        moments = _added(moments, more) if moments else more
         nats.append(_nats(space, moments, budgets))
     return nats
+
+
+def _added(first: Moments, second: Moments) -> Moments:
+    """The moments of two sets of samples together; layers that share a moment share the sum."""
+    sums: dict[int, Tensor] = {}
+    added: Moments = {}
+    for name, one in first.items():
+        other = second[name]
+        moment = sums.setdefault(id(one.moment), one.moment + other.moment)
+        added[name] = LayerMoment(one.side, moment, one.mean_square + other.mean_square, one.tokens + other.tokens)
+    return added
 
 
 def _nats(space: Workspace, moments: Moments, budgets: Sequence[float]) -> list[float]:
@@ -79,9 +87,7 @@ def _claims(sizes: Sequence[int], budgets: Sequence[float], runs: Any) -> list[d
         return []
     parts, flat = [], []
     for place, budget in enumerate(budgets):
-        gains, first = (
-            [one[at][place] / one[-1][place] - 1 for one in runs] for at in (sizes.index(PLATEAU), 0)
-        )  # fmt: skip
+        gains, first = ([one[at][place] / one[-1][place] - 1 for one in runs] for at in (sizes.index(PLATEAU), 0))
         parts.append(f"{budget:g} {between(gains)} (from {sizes[0]}: {between(first)})")
         flat.append(max(gains) <= 0.01)
     here = f"loss of {PLATEAU} samples over that of {sizes[-1]}: {', '.join(parts)}"
@@ -94,7 +100,7 @@ def draw(data: Mapping[str, Any]) -> Any:
     figure, (axes,) = panels()
     sizes = data["sizes"]
     for place, (budget, colour) in enumerate(zip(data["budgets"], itertools.cycle((OURS, GREEN, OTHER, PINK)))):
-        runs = [[one[size][place] for size in range(len(sizes))] for one in data["runs"]]
+        runs = [[by_budget[place] for by_budget in one] for one in data["runs"]]
         draw_seeds(axes, sizes, runs, colour, f"budget {budget:g}")
     draw_level(axes, data["dense"], "original")
     axes.axvline(PLATEAU, color="#bbbbbb", linewidth=1, label="paper: flat from here")
@@ -106,17 +112,11 @@ def draw(data: Mapping[str, Any]) -> Any:
 
 
 EXPERIMENT = Experiment(
-    name="calibration-size",
-    title="Quality of DataSVD against the number of calibration samples",
-    shows="held-out loss after DataSVD with 8 to 2048 calibration samples, uniform ranks",
-    paper="no visible gain beyond 128 samples (Fig. 6a)",
-    minutes=8,
-    full_minutes=40,
-    seeds=(3, 5),
-    run=run,
-    draw=draw,
+    "calibration-size", "Quality of DataSVD against the number of calibration samples",
+    "held-out loss after DataSVD with 8 to 2048 calibration samples, uniform ranks", minutes=8, full_minutes=40,
+    run=run, draw=draw, paper="no visible gain beyond 128 samples (Fig. 6a)", seeds=(3, 5),
     settings=lambda full: pycode_settings(
         data={"max_tokens": 512 if full else 256, "training": 4096, "evaluation": 64},
         allocation={"budgets": [0.8, 0.6, 0.4]},
     ),
-)
+)  # fmt: skip

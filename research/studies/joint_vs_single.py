@@ -1,13 +1,14 @@
 """Submodels trained for one budget alone, evaluated at all budgets, against the elastic model (FlexRank, Fig. 7)."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flexrank.profiles import RankProfile
 from research.experiment import Experiment, Request
-from research.figures import GREEN, NEUTRAL, OTHER, OURS, PINK, SKY, YELLOW, draw_level, draw_seeds, panels
-from research.result import Result, by_budget, claim, spreads, table
-from research.studies.language import LanguageBench, stories_settings
+from research.figures import GREEN, NEUTRAL, OTHER, OURS, PINK, SKY, YELLOW, draw_level, draw_seeds
+from research.result import Result, by_budget, claim, measured, spreads
+from research.studies.language import LanguageBench, nats_panel, stories_settings
 
 Runs = dict[str, list[list[float]]]
 
@@ -28,14 +29,9 @@ def run(request: Request) -> Result:
         [f"elastic, {longer} steps, seed 0", *patient],
         *([name, *spreads(seeds)] for name, seeds in _singles(runs).items()),
     ]
-    dense = bench.dense()
-    title = f"Held-out nats per token by budget: {bench.config.name}, {bench.steps} steps each (original {dense:.3f})"
-    return {
-        "settings": bench.facts(seeds=request.seeds),
-        "tables": [table(title, ["", *bench.budgets], rows)],
-        "claims": _claims(bench.budgets, runs, patient),
-        "data": {"budgets": bench.budgets, "runs": runs, "patient": patient, "steps": longer, "dense": dense},
-    }
+    data = {"budgets": bench.budgets, "runs": runs, "patient": patient, "steps": longer, "dense": bench.dense()}
+    claims = _claims(bench.budgets, runs, patient)
+    return measured(bench.facts(seeds=request.seeds), [bench.table(rows)], claims, data)
 
 
 def _single(bench: LanguageBench, budget: float, profile: RankProfile, seed: int) -> list[float]:
@@ -77,32 +73,24 @@ def _claims(budgets: Sequence[float], runs: Runs, patient: Sequence[float]) -> l
 
 def draw(data: Mapping[str, Any]) -> Any:
     """Nats per token against budget: a line for each single model, the elastic one on top."""
-    figure, (axes,) = panels(size=(6.6, 4))
+    figure, axes = nats_panel(size=(6.6, 4))
     budgets, runs = data["budgets"], data["runs"]
-    colours = [OTHER, YELLOW, PINK, SKY, GREEN, NEUTRAL]
-    for number, (name, seeds) in enumerate(_singles(runs).items()):
-        colour = colours[number % len(colours)]
+    colours = itertools.cycle((OTHER, YELLOW, PINK, SKY, GREEN, NEUTRAL))
+    for place, ((name, seeds), colour) in enumerate(zip(_singles(runs).items(), colours, strict=False)):
         means = draw_seeds(axes, budgets, seeds, colour, name, linestyle="--", marker="")
-        axes.plot(budgets[number], means[number], "s", color=colour, markersize=6)
+        axes.plot(budgets[place], means[place], "s", color=colour, markersize=6)
     draw_seeds(axes, budgets, runs["elastic"], OURS, "elastic", linewidth=2, zorder=3)
     label = f"elastic, {data['steps']} steps"
     draw_seeds(axes, budgets, [data["patient"]], OURS, label, linestyle=":", marker="", zorder=3)
     draw_level(axes, data["dense"], "original")
-    highest = max(map(max, runs["elastic"]))
-    axes.set(xlabel="budget", ylabel="held-out nats per token", ylim=(data["dense"] * 0.93, highest * 1.6))
+    axes.set(ylim=(data["dense"] * 0.93, max(map(max, runs["elastic"])) * 1.6))
     axes.legend(fontsize=8)
     return figure
 
 
 EXPERIMENT = Experiment(
-    name="joint-vs-single",
-    title="One elastic model against models trained for one budget",
-    shows="the loss of each single-budget model at all budgets, against the elastic model's, with equal steps each",
+    "joint-vs-single", "One elastic model against models trained for one budget",
+    "the loss of each single-budget model at all budgets, against the elastic model's, with equal steps each",
+    minutes=14, full_minutes=150, run=run, draw=draw, seeds=(2, 3), settings=stories_settings,
     paper="singles degrade away from their budget; the elastic model matches the best of them at each (Fig. 7)",
-    minutes=14,
-    full_minutes=150,
-    seeds=(2, 3),
-    run=run,
-    draw=draw,
-    settings=lambda full: stories_settings(distillation={"steps": 3000 if full else 300}),
-)
+)  # fmt: skip

@@ -4,13 +4,13 @@ Calibration, decomposition, probe and allocation are the stages of a run, in a r
 the same settings share it, and an interrupted one goes on from it.
 """
 
+import contextlib
 import shutil
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from flexrank import FlexrankError, RankProfile, distill_, use_profile
@@ -22,18 +22,21 @@ from flexrank.run.stages import autocast_dtype, read_chain, require_fitting_inpu
 from flexrank.run.workspace import Workspace
 from research.assets import asset_path
 from research.experiment import Ledger, Request, digest
+from research.figures import panels
 from research.measures import STORY_SEPARATOR
+from research.result import table
 
 #: What a decomposition and its probe depend on, and what a training does.
 DECOMPOSED = ("task", "model", "dtype", "device", "seed", "data", "layers", "decomposition", "probe")
 TRAINED = (*DECOMPOSED, "allocation", "distillation")
 
 
-def stories_settings(**changes: Any) -> dict[str, Any]:
-    """The settings of a run of stories260k on its stories; `changes` are sections, their keys laid over these."""
-    texts = {"path": str(asset_path("text", "tinystories_train_v2.txt")), "probe": 32, "max_tokens": 256}
-    training = {"steps": 300, "learning_rate": 1e-3, "warmup_steps": 15}
-    return _settings("stories260k", texts | {"evaluation": 64}, training, changes)
+def stories_settings(full: bool) -> dict[str, Any]:
+    """The settings of a run of stories260k on its stories, with ten times the steps in the full form."""
+    path = str(asset_path("text", "tinystories_train_v2.txt"))
+    texts = {"path": path, "probe": 32, "max_tokens": 256, "evaluation": 64}
+    training = {"steps": 3000 if full else 300, "learning_rate": 1e-3, "warmup_steps": 15}
+    return _settings("stories260k", texts, training)
 
 
 def pycode_settings(**changes: Any) -> dict[str, Any]:
@@ -41,23 +44,25 @@ def pycode_settings(**changes: Any) -> dict[str, Any]:
     files = {"path": "train_sample.txt", "held_out": "val.txt"}
     texts = {key: str(asset_path("pycode5m", name)) for key, name in files.items()}
     training = {"steps": 150, "learning_rate": 3e-4, "warmup_steps": 10}
-    return _settings("pycode5m", texts | {"probe": 16, "evaluation": 32, "max_tokens": 512}, training, changes)
+    settings = _settings("pycode5m", texts | {"probe": 16, "evaluation": 32, "max_tokens": 512}, training)
+    return settings | {key: settings.get(key, {}) | keys for key, keys in changes.items()}
 
 
-def _settings(
-    name: str, data: Mapping[str, Any], distillation: Mapping[str, Any], changes: Mapping[str, Any]
-) -> dict[str, Any]:
+def nats_panel(**options: Any) -> tuple[Any, Any]:
+    """A figure of held-out loss against budget, and its axes."""
+    figure, (axes,) = panels(**options)
+    axes.set(xlabel="budget", ylabel="held-out nats per token")
+    return figure, axes
+
+
+def _settings(name: str, data: Mapping[str, Any], distillation: Mapping[str, Any]) -> dict[str, Any]:
     texts = {"source": "text", "separator": STORY_SEPARATOR, "calibration": 128, "training": 3000, "batch_size": 8}
-    settings: dict[str, Any] = {
-        "name": name,
-        "task": "language",
-        "model": str(asset_path(name)),
-        "data": texts | dict(data),
+    return {
+        "name": name, "task": "language", "model": str(asset_path(name)), "data": {**texts, **data},
         "probe": {"levels": 8, "spacing": "parameters"},
         "allocation": {"budgets": [0.8, 0.6, 0.4, 0.2], "min_saving": 0.0},
         "distillation": {"batch_size": 8, **distillation},
-    }
-    return settings | {key: {**settings.get(key, {}), **keys} for key, keys in changes.items()}
+    }  # fmt: skip
 
 
 def identity_of(config: RunConfig, keys: Sequence[str]) -> dict[str, Any]:
@@ -69,11 +74,7 @@ def identity_of(config: RunConfig, keys: Sequence[str]) -> dict[str, Any]:
 
 
 def checked_config(request: Request) -> RunConfig:
-    """The request's configuration.
-
-    Raises:
-        FlexrankError: it is of another task.
-    """
+    """The request's configuration, which must be of task `language`."""
     config = request.config
     assert config is not None
     if config.task != "language":
@@ -82,11 +83,7 @@ def checked_config(request: Request) -> RunConfig:
 
 
 def datasvd_space(request: Request) -> Workspace:
-    """The model, tokenizer and samples of the request's configuration, for a study of DataSVD; nothing is run.
-
-    Raises:
-        FlexrankError: the configuration decomposes otherwise.
-    """
+    """The model, tokenizer and samples of the request's configuration, for a study of DataSVD; nothing is run."""
     config = request.config
     assert config is not None
     if config.decomposition.method != "datasvd":
@@ -97,16 +94,7 @@ def datasvd_space(request: Request) -> Workspace:
 
 
 class LanguageBench:
-    """A model, the chain of its DataSVD, and how its submodels are trained and measured.
-
-    Attributes:
-        config: the run's.
-        space: the run's workspace: base, tokenizer, samples.
-        budgets: falling.
-        profiles: of the budgets, in their order.
-        steps: of consolidation.
-        ledger: of the study's parts.
-    """
+    """A model, the chain of its DataSVD, and how its submodels are trained and measured; budgets fall."""
 
     def __init__(self, request: Request):
         self.config = checked_config(request)
@@ -114,32 +102,25 @@ class LanguageBench:
         self.work = request.work.parent
         directory = self.work / "decomposed" / name
         self.space = run_stages(self.config.model_copy(update={"output": str(directory)}), "allocate").workspace
-        self.chain = read_chain(self.space)
+        self.base, self.chain = self.space.base, read_chain(self.space)
         self.budgets = list(self.config.allocation.budgets)
         self.profiles: list[RankProfile] = [self.chain.at(budget) for budget in self.budgets]
         self.steps = self.config.distillation.steps
         self.ledger = Ledger(request.work, self.key())
-
-    @property
-    def base(self) -> nn.Module:
-        """The base model."""
-        return self.space.base
+        self.autocast = autocast_dtype(self.config.distillation.autocast, self.space.device)
 
     def decomposed(self) -> nn.Module:
         """A fresh elastic model, not trained."""
         return self.space.elastic("elastic_initial")[0]
 
-    def nats(self, model: nn.Module) -> float:
-        """Held-out nats per token."""
-        return self.space.judge(model)["nats_per_token"]
+    def nats(self, model: nn.Module, profile: RankProfile | None = None) -> float:
+        """Held-out nats per token, of an elastic model at this profile."""
+        with use_profile(model, profile) if profile else contextlib.nullcontext():
+            return self.space.judge(model)["nats_per_token"]
 
     def nats_by_budget(self, model: nn.Module) -> list[float]:
         """Held-out nats per token at each budget's profile."""
-        nats = []
-        for profile in self.profiles:
-            with use_profile(model, profile):
-                nats.append(self.nats(model))
-        return nats
+        return [self.nats(model, profile) for profile in self.profiles]
 
     def untrained(self) -> list[float]:
         """Held-out nats per token at each budget's profile, of DataSVD alone."""
@@ -149,11 +130,16 @@ class LanguageBench:
         """Held-out nats per token of the base model."""
         return self.ledger.take("dense", lambda: self.nats(self.base))
 
-    def trained(self, profiles: Sequence[Mapping[str, int]], *, steps: int, seed: int, name: str) -> nn.Module:
-        """A fresh elastic model, distilled at these profiles; an interrupted training goes on."""
-        model = self.decomposed()
-        self.train_(model, profiles, steps, self.ledger.directory / name, seed=seed, objective=self.space.objective())
+    def trained(self, profiles: Sequence[Mapping[str, int]], *, steps: int, seed: int, name: str | Path) -> nn.Module:
+        """A fresh elastic model, distilled at these profiles; an interrupted training goes on, by its name."""
+        model, path = self.decomposed(), self.ledger.directory / name
+        self.train_(model, profiles, steps, path, seed=seed, objective=self.space.objective())
         return model
+
+    def table(self, rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
+        """Nats per token by budget, of trainings of the configured length."""
+        title = f"{self.config.name}, {self.steps} steps each (original {self.dense():.3f})"
+        return table(f"Held-out nats per token by budget: {title}", ["", *self.budgets], rows)
 
     def train_(
         self, model: nn.Module, profiles: Sequence[Mapping[str, int]], steps: int, checkpoint: Path, **options: Any
@@ -182,17 +168,11 @@ class LanguageBench:
         ledger = Ledger(self.work / "consolidated", self.key())
 
         def compute(seed: int) -> list[float]:
-            model, path = self.decomposed(), ledger.directory / f"training-{seed}"
-            self.train_(model, self.profiles[::-1], self.steps, path, seed=seed, objective=self.space.objective())
-            return self.nats_by_budget(model)
+            path = ledger.directory / f"training-{seed}"
+            return self.nats_by_budget(self.trained(self.profiles[::-1], steps=self.steps, seed=seed, name=path))
 
         with RunDirectory(ledger.directory).locked():
             return ledger.take_seeds("elastic", seeds, compute)
-
-    @property
-    def autocast(self) -> torch.dtype | None:
-        """What training computes in."""
-        return autocast_dtype(self.config.distillation.autocast, self.space.device)
 
     def facts(self, **more: Any) -> dict[str, Any]:
         """What a result shows of its settings."""

@@ -6,21 +6,20 @@ outside the blocks, an untied head, is not trained so.
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flexrank.calibrate import block_stack
+from flexrank.calibrate import Hooks, block_stack
 from flexrank.data.batches import Batch
 from flexrank.errors import FlexrankError
 from flexrank.nn.switch import nested_layers
 from research.experiment import Experiment, Request
-from research.figures import NEUTRAL, OTHER, OURS, draw_level, draw_seeds, panels
-from research.result import Result, between, claim, spreads, table
-from research.studies.language import LanguageBench, stories_settings
+from research.figures import NEUTRAL, OTHER, OURS, draw_level, draw_seeds
+from research.result import Result, between, claim, measured, spreads
+from research.studies.language import LanguageBench, nats_panel, stories_settings
 
 ROWS = ("DataSVD, untrained", "each block alone", "end to end")
 
@@ -31,13 +30,10 @@ def run(request: Request) -> Result:
     alone = bench.ledger.take_seeds("blocks alone", request.seeds, _blocks_alone, bench)
     together, untrained, dense = bench.consolidated(request.seeds), bench.untrained(), bench.dense()
     runs = dict(zip(ROWS, ([untrained], alone, together), strict=True))
-    title = f"Held-out nats per token by budget: {bench.config.name}, {bench.steps} steps each (original {dense:.3f})"
-    return {
-        "settings": bench.facts(seeds=request.seeds),
-        "tables": [table(title, ["", *bench.budgets], [[name, *spreads(of)] for name, of in runs.items()])],
-        "claims": [_claim(bench.budgets, untrained, alone, together, dense)],
-        "data": {"budgets": bench.budgets, "runs": runs, "dense": dense},
-    }
+    tables = [bench.table([[name, *spreads(of)] for name, of in runs.items()])]
+    claims = [_claim(bench.budgets, untrained, alone, together, dense)]
+    data = {"budgets": bench.budgets, "runs": runs, "dense": dense}
+    return measured(bench.facts(seeds=request.seeds), tables, claims, data)
 
 
 def _blocks_alone(bench: LanguageBench, seed: int) -> list[float]:
@@ -48,19 +44,13 @@ def _blocks_alone(bench: LanguageBench, seed: int) -> list[float]:
     return bench.nats_by_budget(model)
 
 
-@dataclasses.dataclass(repr=False)
 class BlockObjective:
-    """Mean over blocks of the relative squared error ‖h − h*‖² / ‖h*‖² of their outputs; the model's own is not read.
+    """Mean over blocks of ‖h − h*‖² / ‖h*‖² of their outputs h and the base model's h*; logits are not read."""
 
-    Attributes:
-        inputs: of the base model's blocks, in its last forward.
-        targets: their outputs.
-        outputs: the student's blocks' outputs on the same inputs.
-    """
-
-    inputs: list[Tensor] = dataclasses.field(default_factory=list)
-    targets: list[Tensor] = dataclasses.field(default_factory=list)
-    outputs: list[Tensor] = dataclasses.field(default_factory=list)
+    def __init__(self) -> None:
+        self.inputs: list[Tensor] = []  # of the base model's blocks, in its last forward
+        self.targets: list[Tensor] = []  # their outputs
+        self.outputs: list[Tensor] = []  # of the student's blocks, on the same inputs
 
     def target(self, output: Any, batch: Batch) -> Tensor:
         """The base model's block outputs, (blocks, B, T, d); its forward was the last."""
@@ -73,31 +63,24 @@ class BlockObjective:
         pairs = [(own.float(), wanted.float()) for own, wanted in zip(self.outputs, target, strict=True)]
         return torch.stack([(own - to).square().sum() / to.square().sum() for own, to in pairs]).mean()
 
-    def fisher_loss(self, output: Any, batch: Batch) -> Tensor:
-        """Not defined: blocks are trained, not calibrated, by this objective."""
-        raise NotImplementedError
-
     def __repr__(self) -> str:
         return "BlockObjective()"
 
 
 @contextlib.contextmanager
 def taped(teacher: nn.Module, student: nn.Module) -> Iterator[BlockObjective]:
-    """Within it the student's blocks read what the teacher's read last; yields the objective of training each alone.
-
-    Raises:
-        FlexrankError: the student is no stack of blocks.
-    """
+    """Within it the student's blocks read what the teacher's read last; yields the objective of training each alone."""
     names = [name for name, _ in block_stack(student, nested_layers(student))]
     if not names:
         raise FlexrankError(f"{type(student).__name__} has no stack of blocks to train one by one")
     tape = BlockObjective()
 
-    def record(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record(inputs: Tensor, output: Any) -> None:
         if len(tape.inputs) == len(names):
             tape.inputs.clear()
             tape.targets.clear()
-        tape.inputs.append((args[0] if args else kwargs["hidden_states"]).detach())
+        tape.inputs.append(inputs.detach())
+        tape.targets.append(_first(output).detach())
 
     def feed(place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if place == 0:
@@ -106,16 +89,12 @@ def taped(teacher: nn.Module, student: nn.Module) -> Iterator[BlockObjective]:
             return (tape.inputs[place], *args[1:]), kwargs
         return args, kwargs | {"hidden_states": tape.inputs[place]}
 
-    with contextlib.ExitStack() as hooks:
+    with Hooks() as hooks:
         for place, name in enumerate(names):
-            original, own = teacher.get_submodule(name), student.get_submodule(name)
-            for handle in (
-                original.register_forward_pre_hook(record, with_kwargs=True),
-                original.register_forward_hook(lambda _m, _a, output: tape.targets.append(_first(output).detach())),
-                own.register_forward_pre_hook(lambda _m, a, k, place=place: feed(place, a, k), with_kwargs=True),
-                own.register_forward_hook(lambda _m, _a, output: tape.outputs.append(_first(output))),
-            ):
-                hooks.callback(handle.remove)
+            own = student.get_submodule(name)
+            hooks.watch(teacher.get_submodule(name), record)
+            hooks.add(own.register_forward_pre_hook(lambda _m, a, k, place=place: feed(place, a, k), with_kwargs=True))
+            hooks.watch(own, lambda _, output: tape.outputs.append(_first(output)))
         yield tape
 
 
@@ -129,40 +108,28 @@ def _claim(
     """What each way wins back of the loss above the original's, where a profile loses more than a thousandth of it."""
     parts, better = [], []
     for place, (budget, least) in enumerate(zip(budgets, untrained, strict=True)):
-        if least <= dense * 1.001:
-            continue
-        own, whole = ([1 - (one[place] - dense) / (least - dense) for one in runs] for runs in (alone, together))
-        parts.append(f"{budget:g} {between(own, '.0%')} and {between(whole, '.0%')}")
-        better.append(min(whole) > max(own))
-    return claim(
-        "training each block alone wins back less than training end to end, at every budget and seed",
-        "independent layer training stays persistently poor",
-        f"of the loss above the original's is won back, alone and end to end: {', '.join(parts)}",
-        all(better),
-        "not known",
-    )
+        if least > dense * 1.001:
+            own, whole = ([1 - (one[place] - dense) / (least - dense) for one in runs] for runs in (alone, together))
+            parts.append(f"{budget:g} {between(own, '.0%')} and {between(whole, '.0%')}")
+            better.append(min(whole) > max(own))
+    what = "training each block alone wins back less than training end to end, at every budget and seed"
+    here = f"of the loss above the original's is won back, alone and end to end: {', '.join(parts)}"
+    return claim(what, "independent layer training stays persistently poor", here, all(better), "not known")
 
 
 def draw(data: Mapping[str, Any]) -> Any:
     """Nats per token against budget: untrained, each block alone, end to end."""
-    figure, (axes,) = panels()
+    figure, axes = nats_panel()
     for (name, runs), colour in zip(data["runs"].items(), (NEUTRAL, OTHER, OURS), strict=True):
         draw_seeds(axes, data["budgets"], runs, colour, name)
     draw_level(axes, data["dense"], "original")
-    axes.set(xlabel="budget", ylabel="held-out nats per token")
     axes.legend()
     return figure
 
 
 EXPERIMENT = Experiment(
-    name="layerwise",
-    title="Each block trained alone, and all end to end",
-    shows="what training each block alone wins back, against end-to-end consolidation with as many steps",
+    "layerwise", "Each block trained alone, and all end to end",
+    "what training each block alone wins back, against end-to-end consolidation with as many steps",
+    minutes=6, full_minutes=60, run=run, draw=draw, seeds=(3, 3), settings=stories_settings,
     paper="independent layer training is ineffective (Fig. 6b)",
-    minutes=6,
-    full_minutes=60,
-    seeds=(3, 3),
-    run=run,
-    draw=draw,
-    settings=lambda full: stories_settings(distillation={"steps": 3000 if full else 300}),
-)
+)  # fmt: skip

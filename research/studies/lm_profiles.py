@@ -12,7 +12,7 @@ from flexrank.run.tables import ordered_layers, split_block
 from research.experiment import Experiment, Request
 from research.figures import panels
 from research.measures import leading_count, spearman
-from research.result import Result, claim, table
+from research.result import Result, claim, measured, table
 from research.studies.language import LanguageBench, pycode_settings
 
 #: Of the modules that write into the residual stream after attention, the names that architectures give them.
@@ -31,20 +31,17 @@ def run(request: Request) -> Result:
     shares = [[profile[name] / dense[name] for name in layers] for profile in bench.profiles]
     kept = [_by_module(layers, share) for share in shares]
     concentration = _concentration(bench, layers)
-    written, read = (_by_module(layers, values) for values in concentration)
-    directions = f"Share of its directions that holds {ENERGY:.0%} of the energy, over the calibration's tokens"
-    columns = ("of its output, in its rank", "of its input, in its width")
+    modules = [_by_module(layers, values) for values in concentration]
     middle = min(range(len(bench.budgets)), key=lambda index: abs(bench.budgets[index] - 0.4))
-    rho = spearman(shares[middle], concentration[0]) if len(set(concentration[0])) > 1 else None
-    return {
-        "settings": bench.facts(predicted_error=[bench.chain.entry_at(b).error for b in bench.budgets]),
-        "tables": [
-            _table(f"Share of its ranks that a module keeps: {bench.config.name}", bench.budgets, kept),
-            _table(directions, columns, (written, read)),
-        ],
-        "claims": _claims(bench.budgets[middle], shares[middle], kept[middle], written, read, rho),
-        "data": {"layers": layers, "budgets": bench.budgets, "shares": shares},
-    }
+    directions = f"Share of its directions that holds {ENERGY:.0%} of the energy, over the calibration's tokens"
+    tables = [
+        _table(f"Share of its ranks that a module keeps: {bench.config.name}", bench.budgets, kept),
+        _table(directions, ("of its output, in its rank", "of its input, in its width"), modules),
+    ]
+    claims = _claims(bench.budgets[middle], shares[middle], kept[middle], concentration[0])
+    data = {"layers": layers, "budgets": bench.budgets, "shares": shares}
+    errors = [bench.chain.entry_at(budget).error for budget in bench.budgets]
+    return measured(bench.facts(predicted_error=errors), tables, claims, data)
 
 
 @torch.no_grad()
@@ -52,8 +49,7 @@ def _concentration(bench: LanguageBench, layers: Sequence[str]) -> tuple[list[fl
     """For each layer how many leading components hold `ENERGY` of its output's, over its rank; and of its input's."""
     chosen = {name: bench.base.get_submodule(name) for name in layers}
     moments = collect_moments(bench.base, bench.space.samples.calibration, chosen, side="input")
-    written: list[float] = []
-    read: list[float] = []
+    written, read = [], []
     for name, layer in chosen.items():
         weight, moment = weight_matrix(layer).double(), moments[name].moment
         written.append(_leading_share(weight @ moment @ weight.T, min(weight.shape)))
@@ -81,9 +77,7 @@ def _table(title: str, columns: Sequence[Any], values: Sequence[Modules]) -> dic
     return table(f"{title}; mean over blocks (least–most)", ["module", *columns], rows)
 
 
-def _claims(
-    budget: float, shares: Sequence[float], kept: Modules, written: Modules, read: Modules, rho: float | None
-) -> list[dict[str, Any]]:
+def _claims(budget: float, shares: Sequence[float], kept: Modules, written: Sequence[float]) -> list[dict[str, Any]]:
     here = f"at {budget:g} layers keep {min(shares):.2f} to {max(shares):.2f} of their ranks"
     alike = "components are not truncated alike: some keep twice the share of others"
     claims = [claim(alike, "visible in the heatmaps", here, max(shares) > 2 * min(shares))]
@@ -93,13 +87,10 @@ def _claims(
     own = statistics.fmean(_central(kept[outputs]))
     others = {module: statistics.fmean(values) for module, values in kept.items() if module != outputs}
     most = max(others, key=lambda module: others[module])
-    # What distinguishes the outputs' module from the module that keeps most, and whether it explains the other layers.
-    parts = _central(written[outputs]), written[most], _central(read[outputs])
-    why = "{0} of the energy of what they write lies in {1:.2f} of their rank, of {4}'s in {2:.2f}"
-    why += " (of what they read, in {3:.2f} of its width)"
-    why = why.format(f"{ENERGY:.0%}", *map(statistics.fmean, parts), most)
-    if rho is not None:
-        why += f"; over all {len(shares)} layers the ranks kept go with this share, Spearman ρ {rho:.2f}"
+    why = ""
+    if len(set(written)) > 1:
+        why = f"over all {len(shares)} layers the ranks kept go with the share of directions that holds {ENERGY:.0%} "
+        why += f"of the output's energy, Spearman ρ {spearman(shares, written):.2f}"
     what = "the output projections of the central attention layers keep the most"
     here = f"at {budget:g} they keep {own:.2f} of their ranks, {most} {others[most]:.2f}"
     return [*claims, claim(what, "GPT-2, at .4", here, own >= others[most], why)]
@@ -113,32 +104,25 @@ def _central(by_block: list[float]) -> list[float]:
 
 def draw(data: Mapping[str, Any]) -> Any:
     """One heatmap for each budget: modules down, blocks across, the share of ranks kept as the colour."""
-    layers, budgets = data["layers"], data["budgets"]
-    modules = list(dict.fromkeys(split_block(name)[1] for name in layers))
-    blocks = list(dict.fromkeys(split_block(name)[0] for name in layers))
+    budgets, places = data["budgets"], [split_block(name) for name in data["layers"]]
+    blocks, modules = (list(dict.fromkeys(part)) for part in zip(*places, strict=True))
     width = 1.2 + len(budgets) * max(1.4, 0.28 * len(blocks))
-    figure, places = panels(len(budgets), (width, 0.9 + 0.27 * len(modules)), sharey=True)
-    for axes, budget, kept in zip(places, budgets, data["shares"], strict=True):
+    figure, all_axes = panels(len(budgets), (width, 0.9 + 0.27 * len(modules)), sharey=True)
+    for axes, budget, kept in zip(all_axes, budgets, data["shares"], strict=True):
         grid = [[float("nan")] * len(blocks) for _ in modules]
-        for name, share in zip(layers, kept, strict=True):
-            block, module = split_block(name)
+        for (block, module), share in zip(places, kept, strict=True):
             grid[modules.index(module)][blocks.index(block)] = share
         image = axes.imshow(grid, cmap="cividis", vmin=0, vmax=1, aspect="auto")
         axes.set(title=f"{budget:g}", xlabel="block", xticks=range(0, len(blocks), max(1, len(blocks) // 6)))
         axes.spines[:].set_visible(False)
-    places[0].set_yticks(range(len(modules)), modules)
-    figure.colorbar(image, ax=places, label="share of ranks kept", aspect=14)
+    all_axes[0].set_yticks(range(len(modules)), modules)
+    figure.colorbar(image, ax=all_axes, label="share of ranks kept", aspect=14)
     return figure
 
 
 EXPERIMENT = Experiment(
-    name="lm-profiles",
-    title="Kept rank by layer and module",
-    shows="heatmaps of the share of ranks that each layer keeps at .8, .6, .4 and .2",
+    "lm-profiles", "Kept rank by layer and module",
+    "heatmaps of the share of ranks that each layer keeps at .8, .6, .4 and .2", minutes=3, full_minutes=5,
+    run=run, draw=draw, settings=lambda full: pycode_settings(probe={"levels": 10 if full else 8}),
     paper="not uniform; on GPT-2 the c_proj of central attention layers is truncated last (Fig. 5)",
-    minutes=3,
-    full_minutes=5,
-    run=run,
-    draw=draw,
-    settings=lambda full: pycode_settings(probe={"levels": 10 if full else 8}),
-)
+)  # fmt: skip

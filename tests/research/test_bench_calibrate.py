@@ -1,4 +1,4 @@
-"""The bench's own code at a tiny size: its numbers are there, and its verdicts follow from them."""
+"""The bench of calibration at a tiny size: its numbers are there, and its verdicts follow from them."""
 
 import json
 import math
@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from flexrank.calibrate import collect_moments, find_groups
 from flexrank.nn import linalg
 from flexrank.nn.select import select_layers
 from research.benches import calibrate
 from research.experiment import Request
-from research.figures import save_figure
 
 SIZES = {
     "hidden_size": 16, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4,
@@ -20,39 +20,30 @@ SIZES = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bench_measures_what_it_claims(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     for name, value in {"SIZES": SIZES, "SHAPE": (2, 8), "REPEATS": 2, "MEASURED": 2}.items():
         monkeypatch.setattr(calibrate, name, value)
     monkeypatch.setattr(calibrate, "in_fresh_process", lambda function, *args: function(*args))
     monkeypatch.setattr(calibrate.machine, "copy_rate", lambda: 1e9)
-
-
-def test_the_bench_measures_what_it_claims(tiny: None, tmp_path: Any) -> None:
     result = calibrate.run(Request(tmp_path))
     json.dumps(result)
     for dtype, one in result["data"]["rates"].items():
         assert all(math.isfinite(share) and share > 0 for share in one["shares"]), dtype
     peaks = result["data"]["peaks"]
     assert peaks["all at once"]["moments"] == 2 * peaks["by block"]["moments"] > 0
-    save_figure(calibrate.draw, result["data"], tmp_path / "calibrate")
-    assert (tmp_path / "calibrate.png").is_file()
 
 
 @pytest.mark.parametrize(("share", "above", "met"), [(0.7, 100 * 2**20, True), (0.69, 101 * 2**20, False)])
 def test_verdicts_follow_from_the_numbers(share: float, above: int, met: bool) -> None:
-    one = {"shares": [share], "whole_shares": [1.0]}
     peaks = {"by block": {"above": above, "moments": 100 * 2**20}, "all at once": {"above": 300, "moments": 300}}
-    assert calibrate._rate_goal("float32", one)["holds"] is met
+    assert calibrate._rate_goal("float32", {"shares": [share], "whole_shares": [1.0]})["holds"] is met
     assert calibrate._peak_goal(peaks)["holds"] is met
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_operations_are_those_that_torch_counts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.utils.flop_counter import FlopCounterMode
-
-    monkeypatch.setattr(linalg, "STRIP", 8)
-    monkeypatch.setattr(calibrate, "STRIP", 8)
+    for module in (linalg, calibrate):
+        monkeypatch.setattr(module, "STRIP", 8)
     monkeypatch.setattr(calibrate, "SIZES", SIZES)
     model, (batch,) = calibrate.build_model(SIZES, 1, dtype), calibrate.build_batches((2, 8), 1)
     layers = select_layers(model, exclude=["lm_head"])

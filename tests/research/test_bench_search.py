@@ -12,15 +12,14 @@ from research.result import shown_rows
 
 @pytest.fixture
 def tiny(monkeypatch):
-    monkeypatch.setattr(search, "LAYERS", (4, 7))
-    monkeypatch.setattr(search, "LEVELS", (10,))
-    monkeypatch.setattr(search, "WIDTH", 64)
+    for name, value in {"LAYERS": (4, 7), "LEVELS": (10,), "WIDTH": 64}.items():
+        monkeypatch.setattr(search, name, value)
     return monkeypatch
 
 
 def test_every_figure_is_there_and_the_verdict_follows(tiny, tmp_path):
-    found = search.run(Request(tmp_path))
-    rows = found["data"]["rows"]
+    result = search.run(Request(tmp_path))
+    rows = result["data"]["rows"]
     assert [(row["layers"], row["method"]) for row in rows] == [(n, name) for n in (4, 7) for name in search.METHODS]
     for row in rows:
         assert len(row["above"]) == len(BUDGETS) and min(row["above"]) >= -1e-12
@@ -30,12 +29,12 @@ def test_every_figure_is_there_and_the_verdict_follows(tiny, tmp_path):
         assert fine["gap"] <= search.METHODS[fine["method"]]["gap"]
         coarse = [row["sum_above"] for row in rows if row["layers"] == fine["layers"] and row["gap"] is None]
         assert fine["sum_above"] <= min(coarse) + 0.011
-    for one in found["tables"]:
+    for one in result["tables"]:
         assert all(shown_rows(one))
-    (claim,) = found["claims"]
+    (claim,) = result["claims"]
     last = next(row for row in rows if row["layers"] == 7 and row["method"] == search.AT_GOAL)
     assert claim["holds"] is (last["seconds"] <= search.SECONDS and last["gap"] <= search.GAP)
-    assert len(search.draw(found["data"]).axes) == 2
+    assert len(search.draw(result["data"]).axes) == 2
     tiny.setattr(search, "SECONDS", 0.0)
     assert search._speed(rows)["holds"] is False
 
@@ -49,11 +48,11 @@ def test_errors_are_given_in_the_order_of_the_budgets(tiny):
 
 def test_the_printed_algorithm_is_not_run_where_it_would_take_too_long(tiny, tmp_path):
     tiny.setattr(search, "EXPECTED", 0.0)
-    found = search.run(Request(tmp_path))
-    left_out = [row for row in found["data"]["rows"] if "seconds" not in row]
+    result = search.run(Request(tmp_path))
+    left_out = [row for row in result["data"]["rows"] if "seconds" not in row]
     assert [(row["layers"], row["method"]) for row in left_out] == [
         (7, name) for name in search.METHODS if name.startswith("paper")
     ]
-    assert any("not run" in cell for row in shown_rows(found["tables"][0]) for cell in row)
+    assert any("not run" in cell for row in shown_rows(result["tables"][0]) for cell in row)
     assert search.expected_seconds({"seconds": 2.0, "layers": 10}, 20) == 16.0
-    assert search.draw(found["data"]).axes
+    assert search.draw(result["data"]).axes

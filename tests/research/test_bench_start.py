@@ -13,21 +13,13 @@ from research.experiment import Request
 
 
 def modules_after(program: str) -> set[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", f"{program}\nimport sys\nprint(*sys.modules)"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return set(done.stdout.split())
+    command = [sys.executable, "-c", f"{program}\nimport sys\nprint(*sys.modules)"]
+    return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
 
 
-def test_the_package_and_the_command_load_nothing_heavy() -> None:
+def test_importing_loads_nothing_heavy_and_using_public_names_no_more_than_torch() -> None:
     heavy = {"torch", "numpy", "scipy", "transformers", "matplotlib", "pydantic", "rich.progress"}
     assert not modules_after("import flexrank, flexrank.cli") & heavy
-
-
-def test_using_a_public_name_loads_no_more_than_torch_and_its_own() -> None:
     assert not modules_after("import torch; from flexrank import *") & {"transformers", "matplotlib", "scipy.optimize"}
 
 
@@ -43,8 +35,8 @@ def test_every_public_name_is_there() -> None:
 def test_the_bench_measures_what_it_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(start, "REPEATS", 1)
     monkeypatch.setattr(start, "PROGRAMS", dict.fromkeys(start.PROGRAMS, "import time; time.sleep(0.05)"))
-    found = start.run(Request(tmp_path))
-    assert all(one["holds"] for one in found["claims"])
-    assert all(values[0] >= 0.05 for values in found["data"]["seconds"].values())
+    result = start.run(Request(tmp_path))
+    assert all(one["holds"] for one in result["claims"])
+    assert all(values[0] >= 0.05 for values in result["data"]["seconds"].values())
     monkeypatch.setattr(start, "HELP", 0.01)
     assert [one["holds"] for one in start.run(Request(tmp_path))["claims"]] == [False, True, True]

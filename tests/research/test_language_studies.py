@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from flexrank.calibrate import Hooks
 from flexrank.data.batches import call_model
 from flexrank.data.metrics import nats_per_token
 from flexrank.decompose import decompose_
@@ -63,12 +64,12 @@ def test_untrained_and_single_figures_are_those_of_a_plain_loop(request_for: Any
     rows = rows_of(find_experiment("joint-vs-single").run(request))
     bench = LanguageBench(request)
     model = bench.decomposed()
-    batches = [batch for batch in bench.space.samples.training]
     held_out = bench.nats_by_budget(model)
     assert rows["DataSVD, untrained"] == pytest.approx(held_out)
     options = request.config.distillation
     distill_(
-        model, bench.base, batches, [bench.profiles[1]], objective=bench.space.objective(), steps=options.steps,
+        model, bench.base, list(bench.space.samples.training), [bench.profiles[1]],
+        objective=bench.space.objective(), steps=options.steps,
         learning_rate=options.learning_rate, warmup_steps=options.warmup_steps, seed=0, autocast=bench.autocast,
     )  # fmt: skip
     single = bench.ledger.take("trained at 0.5 only, seed 0", lambda: None)
@@ -107,11 +108,11 @@ def test_concentration_is_that_of_the_rows_that_a_layer_reads_and_writes(request
     bench = LanguageBench(request_for("lm-profiles"))
     name = next(name for name in bench.profiles[0] if name.endswith("o_proj"))
     layer, rows = bench.base.get_submodule(name), []
-    hook = layer.register_forward_hook(lambda _, inputs, output: rows.append(inputs[0].flatten(0, -2).double()))
-    for batch in bench.space.samples.calibration:
-        call_model(bench.base, batch)
-    hook.remove()
-    inputs = torch.cat(rows).detach()
+    with Hooks() as hooks, torch.no_grad():
+        hooks.watch(layer, lambda read, _: rows.append(read.flatten(0, -2).double()))
+        for batch in bench.space.samples.calibration:
+            call_model(bench.base, batch)
+    inputs = torch.cat(rows)
     concentration = lm_profiles._concentration(bench, [name])
     for (share,), values in zip(concentration, (inputs @ layer.weight.detach().double().T, inputs), strict=True):
         energies = torch.linalg.svdvals(values).square()

@@ -1,5 +1,6 @@
 """Measures of the studies against plain loops; altered batches are crops that a loop produces too."""
 
+import itertools
 import json
 
 import pytest
@@ -56,27 +57,21 @@ def test_the_nearest_rank_is_of_whole_blocks(full: int, share: float) -> None:
     assert abs(rank - share * full) <= max(1, block / 2)
 
 
-def candidates(image: torch.Tensor, padding: int) -> dict[tuple[int, int, bool], torch.Tensor]:
-    """Every crop of an image (C, H, W) in its black frame, and its mirror, by a plain loop over pixels."""
-    channels, height, width = image.shape
+def candidates(image: torch.Tensor) -> dict[tuple[int, int, bool], torch.Tensor]:
+    """Every crop of an image (C, 4, 4) in a black frame one pixel wide, and its mirror, pixel by pixel."""
+    framed = torch.zeros(len(image), 6, 6)
+    framed[:, 1:5, 1:5] = image.float()
     crops = {}
-    for top in range(2 * padding + 1):
-        for left in range(2 * padding + 1):
-            crop = torch.zeros(channels, height, width)
-            for y in range(height):
-                for x in range(width):
-                    row, column = y + top - padding, x + left - padding
-                    if 0 <= row < height and 0 <= column < width:
-                        crop[:, y, x] = image[:, row, column].float()
-            crops[top, left, False] = crop
-            crops[top, left, True] = torch.stack([crop[:, :, width - 1 - x] for x in range(width)], -1)
+    for top, left in itertools.product(range(3), repeat=2):
+        crops[top, left, False] = framed[:, top : top + 4, left : left + 4]
+        crops[top, left, True] = torch.stack([framed[:, top : top + 4, left + 3 - x] for x in range(4)], -1)
     return crops
 
 
 def test_altered_batches_are_crops_and_mirrors_of_the_images_they_name() -> None:
     images = torch.randint(1, 256, (5, 2, 4, 4), dtype=torch.uint8)
     batches = AlteredBatches(images, PLAIN, 2, seed=0, padding=1)
-    known = [candidates(image, 1) for image in images]
+    known = [candidates(image) for image in images]
     drawn, stream = set(), iter(batches)
     for number in range(60):
         batch = next(stream)
@@ -88,32 +83,23 @@ def test_altered_batches_are_crops_and_mirrors_of_the_images_they_name() -> None
 
 
 def test_each_pass_has_a_new_order_and_each_image_once_at_most() -> None:
-    batches = AlteredBatches(torch.zeros(50, 1, 2, 2, dtype=torch.uint8), PLAIN, 8, seed=3)
+    def of(seed: int) -> AlteredBatches:
+        return AlteredBatches(torch.zeros(50, 1, 2, 2, dtype=torch.uint8), PLAIN, 8, seed=seed)
+
+    batches = of(3)
     passes = [torch.cat([batches.rows(6 * epoch + i) for i in range(batches.per_pass)]) for epoch in range(3)]
-    assert batches.per_pass == 6
-    for rows in passes:
-        assert len(set(rows.tolist())) == 48
+    assert batches.per_pass == 6 and all(len(set(rows.tolist())) == 48 for rows in passes)
     assert not torch.equal(passes[0], passes[1])
-    assert torch.equal(AlteredBatches(torch.zeros(50, 1, 2, 2).byte(), PLAIN, 8, seed=3).rows(7), passes[1][8:16])
-    assert not torch.equal(AlteredBatches(torch.zeros(50, 1, 2, 2).byte(), PLAIN, 8, seed=4).rows(7), passes[1][8:16])
+    assert torch.equal(of(3).rows(7), passes[1][8:16]) and not torch.equal(of(4).rows(7), passes[1][8:16])
 
 
 def test_batches_continue_from_a_state() -> None:
     images = torch.randint(256, (20, 3, 8, 8), dtype=torch.uint8)
-
-    def build() -> AlteredBatches:
-        return AlteredBatches(images, Scaling((0.5,) * 3, (0.2,) * 3), 6, seed=0)
-
-    stream = iter(build())
-    wanted = [next(stream) for _ in range(8)]
-    first = build()
-    half = iter(first)
-    for _ in range(5):
-        next(half)
-    second = build()
+    first, second, whole = (AlteredBatches(images, Scaling((0.5,) * 3, (0.2,) * 3), 6, seed=0) for _ in range(3))
+    expected = list(itertools.islice(whole, 8))
+    list(itertools.islice(first, 5))
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    for batch, one in zip(wanted[5:], second, strict=False):
-        assert torch.equal(batch, one)
+    assert all(torch.equal(*pair) for pair in zip(expected[5:], second, strict=False))
 
 
 def test_too_few_images_for_a_batch_are_refused() -> None:

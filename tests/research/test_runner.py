@@ -70,17 +70,12 @@ def read(path: Path) -> Any:
 
 
 def test_a_ledger_computes_a_unit_once_and_keeps_settings_apart(tmp_path: Path) -> None:
-    calls: list[int] = []
-
-    def compute(value: float) -> dict[str, float]:
-        calls.append(1)
-        return {"value": value}
-
-    first = Ledger(tmp_path, {"steps": 3}).take("unit", compute, 0.1 + 0.2)
+    assert Ledger(tmp_path, {"steps": 3}).take("unit", lambda value: {"value": value}, 0.1 + 0.2) == {
+        "value": 0.1 + 0.2
+    }
     again = Ledger(tmp_path, {"steps": 3})
-    assert again.take("unit", compute, 0.0) == first == {"value": 0.1 + 0.2} and len(calls) == 1
-    Ledger(tmp_path, {"steps": 4}).take("unit", compute, 0.0)
-    assert len(calls) == 2
+    assert again.take("unit", lambda: pytest.fail("computed again")) == {"value": 0.1 + 0.2}
+    assert Ledger(tmp_path, {"steps": 4}).take("unit", lambda: 5) == 5
     assert again.take_seeds("all", 2, lambda base, seed: base + seed, 10) == [10, 11]
     assert again.take("all, seed 1", lambda: None) == 11
 

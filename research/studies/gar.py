@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from flexrank import collect_moments, collect_rows, decompose_, nested_layers, select_layers
 from flexrank.deployment.machine import interleave, machine_facts, median_ratio
-from flexrank.nn.alignment import (
-    ERROR_FLOOR, ERROR_MULTIPLE, SLACK_STEPS, STATED_MULTIPLE, alignment_error, choose_slack,
-)  # fmt: skip
+from flexrank.nn import alignment
+from flexrank.nn.alignment import alignment_error, choose_slack
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.gauge_aligned import GaugeAlignedLinear
 from flexrank.profiles.costs import Shape, aligned_parameters, dense_parameters, rank_block, whole_slack
@@ -60,7 +59,7 @@ def run(request: Request) -> Result:
     assert config is not None
     datasvd_space(request)  # refuses an unfit configuration before anything is computed
     key = {**identity_of(config, DECOMPOSED), "shares": SHARES, "batches": BATCHES, "layers": LAYERS}
-    key |= {"slack_steps": SLACK_STEPS, "multiple": ERROR_MULTIPLE}
+    key |= {"slack_steps": alignment.SLACK_STEPS, "multiple": alignment.ERROR_MULTIPLE}
     errors = _errors(Ledger(request.work, key), request)
     summaries = {dtype: _summaries(errors, dtype) for dtype in JUDGED}
     slacks = {dtype: _slack_shares(errors, dtype) for dtype in JUDGED}
@@ -150,14 +149,14 @@ def _summaries(errors: Sequence[Row], dtype: str) -> dict[str, Row]:
     Rows where the factors themselves overflow the dtype are left out; None is for an aligned form that does.
     """
     rows = [row for row in errors if row["dtype"] == dtype and math.isfinite(row["plain"])]
-    floor, summaries = ERROR_FLOOR[getattr(torch, dtype)], {}
+    floor, summaries = alignment.ERROR_FLOOR[getattr(torch, dtype)], {}
     for form in FORMS:
         own, times = [row[form] for row in rows], [row[form] / row["plain"] for row in rows]
         numbers = {
             "least": min(own), "median": statistics.median(own), "most": max(own),
             "median_times": statistics.median(times), "worst_times": max(times),
         }  # fmt: skip
-        within = sum(row[form] <= max(STATED_MULTIPLE * row["plain"], floor) for row in rows)
+        within = sum(row[form] <= max(alignment.STATED_MULTIPLE * row["plain"], floor) for row in rows)
         summaries[form] = {key: _finite(number) for key, number in numbers.items()}
         summaries[form] |= {"within": within, "ranks": len(rows)}
         summaries[form] |= _conditions([row["condition"].get(form) for row in rows], times)
@@ -199,7 +198,7 @@ def measure_shape(shape: Shape, dtype: str, device: str, slacks: Sequence[float]
         x = torch.randn(tokens, shape[1], device=device).to(precision)
         seconds, *ratios = _over_first([forward_in_turn(build, x) for build in builds])
         where = {"shape": list(shape), "dtype": dtype, "device": device, "tokens": tokens, "dense_seconds": seconds}
-        for (share, rank, slack), own in zip(sizes, itertools.batched(ratios, len(FORMS)), strict=True):
+        for (share, rank, slack), own in zip(sizes, zip(*[iter(ratios)] * len(FORMS), strict=True), strict=True):
             columns = zip(FORMS, (rank, 0, 0, slack), strict=True)
             counted = {form: aligned_parameters(shape, rank, p) / dense_parameters(shape) for form, p in columns}
             size = {"share": share, "rank": rank, "slack": slack}
@@ -348,10 +347,12 @@ def _error_claim(dtype: str, summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _bound_goal(dtype: str, summary: Mapping[str, Any], model: str) -> dict[str, Any]:
-    ours, floor = summary["ours"], ERROR_FLOOR[getattr(torch, dtype)]
+    ours, floor = summary["ours"], alignment.ERROR_FLOOR[getattr(torch, dtype)]
     here = f"worst {_times_text(ours['worst_times'])}; {ours['within']} of {ours['ranks']} within"
     what = f"{dtype} error with slack over low-rank U Vᵀ's, at {ours['ranks']} ranks of {model}'s layers"
-    return goal(what, f"at most {STATED_MULTIPLE:g}, or {floor:g} in all", here, ours["within"] == ours["ranks"])
+    return goal(
+        what, f"at most {alignment.STATED_MULTIPLE:g}, or {floor:g} in all", here, ours["within"] == ours["ranks"]
+    )
 
 
 def _saving_goal(cells: Sequence[Row]) -> dict[str, Any]:

@@ -262,8 +262,8 @@ def _claims(agreement: Sequence[Mapping[str, Mapping[str, float]]]) -> list[dict
               f"with the cross entropy {min(match):.1%} to {max(match):.1%} over the seeds; the paper has one"),
         claim("largest regret where the best is missed, every seed", "below 12 %", both("ranks, exact, max", ".0%"),
               max(largest) < 0.12,
-              f"with the cross entropy {min(largest):.0%} to {max(largest):.0%} over the seeds: the largest of {totals} "
-              "totals depends on the network; the paper has one"),
+              f"with the cross entropy {min(largest):.0%} to {max(largest):.0%} over the seeds, the largest of "
+              f"{totals} totals; the paper has one"),
     ]  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Many submodels of one small network trained at once, each with weights of its own, as one batched computation.
 
-M copies of an elastic `nn.Sequential` are tensors with a leading axis M; a step is one batched matrix product per layer.
+M copies of an elastic `nn.Sequential` are tensors with a leading axis M; a step is one batched product per layer.
 Activations are (M, channels, height, width, N), so that unfolding copies runs of N numbers: with N first, two thirds of
 a step were copies.
 """

@@ -350,9 +350,8 @@ def _bound_goal(dtype: str, summary: Mapping[str, Any], model: str) -> dict[str,
     ours, floor = summary["ours"], alignment.ERROR_FLOOR[getattr(torch, dtype)]
     here = f"worst {_times_text(ours['worst_times'])}; {ours['within']} of {ours['ranks']} within"
     what = f"{dtype} error with slack over low-rank U Vᵀ's, at {ours['ranks']} ranks of {model}'s layers"
-    return goal(
-        what, f"at most {alignment.STATED_MULTIPLE:g}, or {floor:g} in all", here, ours["within"] == ours["ranks"]
-    )
+    most = f"at most {alignment.STATED_MULTIPLE:g}, or {floor:g} in all"
+    return goal(what, most, here, ours["within"] == ours["ranks"])
 
 
 def _saving_goal(cells: Sequence[Row]) -> dict[str, Any]:

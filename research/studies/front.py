@@ -84,7 +84,6 @@ class _Seed:
         unit = f"seed {self.seed}, elastic chain"
         longer = f"{unit}, {LONGER} times the steps"
         return {
-            "base_error": self.figures(self.test_targets[None])[0][1],
             "grid": [[self.share(ranks), *ranks] for ranks in self.grid],
             "alone": {origin: self.trained_alone(origin) for origin in ORIGINS},
             "elastic": self.ledger.take(unit, self.elastic_front, ELASTIC_STEPS),

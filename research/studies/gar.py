@@ -35,6 +35,8 @@ from research.studies.language import DECOMPOSED, datasvd_space, identity_of, py
 
 FORMS = {"plain": "low-rank U Vᵀ", "paper": "paper's GAR", "pivoted": "pivoted GAR", "ours": "ours, with slack"}
 COLOURS = {"plain": OURS, "paper": OTHER, "pivoted": YELLOW, "ours": GREEN}
+#: In the figure, by what is drawn.
+LINES = {"ratios": {"marker": "o", "markersize": 3}, "counted": {"linestyle": "--", "linewidth": 1}}
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.97)
 JUDGED, TIMED = ("float32", "bfloat16", "float16"), ("float32", "bfloat16")
 SHAPES: tuple[Shape, ...] = ((768, 768), (2048, 2048), (4096, 4096), (8192, 2048), (2048, 8192))
@@ -377,32 +379,23 @@ def draw(data: Mapping[str, Any]) -> Any:
     for number, (kind, cells) in enumerate(kinds):
         *row, last = places[number * columns : (number + 1) * columns]
         for axes, (shape, of) in zip(row, _grouped(cells, "shape"), strict=True):
-            _draw_times(axes, of)
+            draw_level(axes, 1, linestyle="-")
+            for (form, name), (key, style) in itertools.product(FORMS.items(), LINES.items()):
+                heights = [cell[key][form] for cell in of]
+                axes.plot([cell["share"] for cell in of], heights, color=COLOURS[form], label=name, **style)
             axes.set_title(f"{shape[0]} × {shape[1]}, {', '.join(kind)}", loc="left", fontsize=9)
-        _draw_errors(last, data["errors"][kind[1]])
+            axes.set_ylim(0, 2.2)
+        for place, (form, one) in enumerate(data["errors"][kind[1]].items()):
+            span = [one[key] for key in ("least", "median", "most") if one[key] is not None]
+            last.plot([place] * len(span), span, color=COLOURS[form], linewidth=2)
+            last.plot([place] * len(span[1:2]), span[1:2], color=COLOURS[form], marker="o", markersize=5)
+        last.set(yscale="log", xticks=[])
         last.set_title(f"{kind[1]} output error, {data['model']}", loc="left", fontsize=9)
-    places[0].legend(fontsize=7, loc="upper left")
+    solid = places[0].get_lines()[1::2]
+    places[0].legend(handles=solid, fontsize=7, loc="upper left")
     figure.supylabel(f"time over dense, {most} tokens", fontsize=9)
     figure.supxlabel("share of the full rank", fontsize=9)
     return figure
-
-
-def _draw_times(axes: Any, cells: Sequence[Row]) -> None:
-    shares = [cell["share"] for cell in cells]
-    draw_level(axes, 1, linestyle="-")
-    for form, name in FORMS.items():
-        colour = COLOURS[form]
-        axes.plot(shares, [cell["ratios"][form] for cell in cells], "o-", color=colour, markersize=3, label=name)
-        axes.plot(shares, [cell["counted"][form] for cell in cells], "--", color=colour, linewidth=1)
-    axes.set_ylim(0, 2.2)
-
-
-def _draw_errors(axes: Any, errors: Mapping[str, Any]) -> None:
-    for place, (form, one) in enumerate(errors.items()):
-        span = [one[key] for key in ("least", "median", "most") if one[key] is not None]
-        axes.plot([place] * len(span), span, color=COLOURS[form], linewidth=2)
-        axes.plot([place] * len(span[1:2]), span[1:2], color=COLOURS[form], marker="o", markersize=5)
-    axes.set(yscale="log", xticks=[])
 
 
 EXPERIMENT = Experiment(

@@ -1,10 +1,9 @@
 """Does the additive probe rank submodels as their joint losses do? All 10⁴ of them (FlexRank, appendix C.3)."""
 
-import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -69,8 +68,7 @@ def one_seed(name: str, seed: int) -> dict[str, Any]:
     return _compared(tables | {"curvature, divergence": curvature}, joint)
 
 
-@dataclasses.dataclass(frozen=True)
-class Judge:
+class Judge(NamedTuple):
     """One of LOSSES over images (N, 1, 28, 28): of a model, or of logits; with the teacher's logits and the labels."""
 
     loss: str
@@ -162,19 +160,23 @@ def violation_rate(predicted: Array, actual: Array) -> float:
     return inversions / (count * (count - 1) / 2)
 
 
-def budget_regrets(predicted: Array, actual: Array, savings: Array, exact: bool) -> list[float]:
-    """For each total saving: how much more the submodel that the prediction prefers loses than the best, relatively.
+def budget_choices(
+    predicted: Array, actual: Array, savings: Array, exact: bool
+) -> Iterator[tuple[int, int, float, float]]:
+    """For each total saving: it, how many submodels there are, the least loss, and that of the one preferred.
 
-    Where `exact`, among submodels of that very saving, if there are two or more; else among all that save as much.
+    Where `exact`, among submodels of that very saving; else among all that save as much.
     """
-    regrets = []
     for saving in np.unique(savings):
         among = np.flatnonzero(savings == saving if exact else savings >= saving)
-        if len(among) > 1:
-            chosen = among[predicted[among].argmin()]
-            best = actual[among].min()
-            regrets.append(0.0 if actual[chosen] == best else float((actual[chosen] - best) / best))
-    return regrets
+        chosen = among[predicted[among].argmin()]
+        yield int(saving), len(among), float(actual[among].min()), float(actual[chosen])
+
+
+def budget_regrets(predicted: Array, actual: Array, savings: Array, exact: bool) -> list[float]:
+    """For each total saving of two submodels or more, how much more the preferred one loses than the best, relatively."""
+    choices = budget_choices(predicted, actual, savings, exact)
+    return [0.0 if chosen == best else (chosen - best) / best for _, count, best, chosen in choices if count > 1]
 
 
 def _regret_figures(key: str, regrets: Sequence[float]) -> dict[str, float]:
@@ -274,12 +276,7 @@ def _shown(actual: Array, predicted: Array, savings: Array) -> dict[str, Any]:
         name: (np.argsort(np.argsort(values)) / (len(values) - 1))[sample].round(4).tolist()
         for name, values in (("actual", actual), ("predicted", predicted))
     }
-    front = []
-    for saving in np.unique(savings):
-        among = np.flatnonzero(savings == saving)
-        chosen = among[predicted[among].argmin()]
-        front.append([int(saving), float(actual[among].min()), float(actual[chosen])])
-    return {"places": places, "front": front}
+    return {"places": places, "front": [[s, a, b] for s, _, a, b in budget_choices(predicted, actual, savings, True)]}
 
 
 def draw(data: Mapping[str, Any]) -> Any:

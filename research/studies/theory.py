@@ -44,16 +44,6 @@ class Target(NamedTuple):
         return (self.left[:, :rank] * self.singular[:rank]) @ self.right[:, :rank].T
 
 
-class Minimum(NamedTuple):
-    """Factors u and v (k × k), how far their loss is above the known least one, and the rounds and starts it took."""
-
-    u: Matrix
-    v: Matrix
-    excess: float
-    rounds: int
-    starts: int
-
-
 def draw_target(seed: int) -> Target:
     """A random M*: P and Q uniform over the orthogonal matrices, σ_i = i^-1.2 ("Details on controlled experiments")."""
     generator, sides = np.random.default_rng([seed, 0]), []
@@ -111,22 +101,20 @@ def least_loss(method: str, singular: Float[np.ndarray, " k"]) -> float:
     if method == "nsl":
         return float(true_front(singular).mean())
     mean, values = spectral_minimiser(singular)
-    count = 2 ** len(singular)
-    over_all = (((values - 2 * singular) ** 2).sum() + len(singular) * mean**2) / 4
+    over_all, count = (((values - 2 * singular) ** 2).sum() + len(singular) * mean**2) / 4, 2 ** len(singular)
     return float(count * over_all - (singular**2).sum()) / (count - 1)
 
 
 def true_front(singular: Float[np.ndarray, " k"]) -> Float[np.ndarray, " k"]:
     """‖A_r − M*‖² = Σ_{i>r} σ_i² at r = 1 … k."""
-    tails = np.cumsum((singular**2)[::-1])[::-1]
-    return np.append(tails[1:], 0.0)
+    return np.append(np.cumsum((singular**2)[::-1])[::-1][1:], 0.0)
 
 
-def minimise(method: str, target: Target, seed: int) -> Minimum:
-    """Minimises an objective by L-BFGS from random normal factors of variance 1/k, the same for every objective.
+def minimise(method: str, target: Target, seed: int) -> tuple[Matrix, Matrix, float, int, int]:
+    """The factors that minimise an objective, how far they are above its known minimum, the rounds and starts taken.
 
-    A round that used up its steps is continued from balanced factors; one that stopped at a critical point above the
-    global minimum is followed by another random start.
+    By L-BFGS from random normal factors of variance 1/k, the same for every objective. A round that used up its steps
+    is continued from balanced factors; one that stopped above the global minimum is followed by another start.
     """
     from scipy.optimize import minimize
 
@@ -144,13 +132,13 @@ def minimise(method: str, target: Target, seed: int) -> Minimum:
         for _ in range(ROUNDS):
             end: Any = minimize(loss, point, jac=True, method="L-BFGS-B", options=options)
             total += 1
-            reached = Minimum(*_factors(end.x), (end.fun - least) / (target.singular**2).sum(), total, start)
-            if reached.excess <= EXCESS:
-                return reached
-            if end.status == 0:
+            excess = (end.fun - least) / (target.singular**2).sum()
+            if excess <= EXCESS or end.status == 0:
                 break
             point = _balanced(end.x)
-    return reached
+        if excess <= EXCESS:
+            break
+    return *_factors(end.x), excess, total, start
 
 
 def _factors(point: np.ndarray) -> tuple[Matrix, Matrix]:

@@ -188,24 +188,15 @@ def _claims(sizes: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     here = ", ".join(f"{name} {between(after[name], '.3f')}, perplexity −{between(won[name], '.0%')}" for name in sizes)
     stuck = [name for name, gains in won.items() if min(gains) <= 0]
     rises = _rises([values for name, values in after.items() if name != BASE])
-    reason = f"the loss did not fall at {', '.join(stuck)}: too few steps, or too large a learning rate"
-    claims.append(claim(
-        "every submodel adapts, and the larger the better, every seed",
-        "20.5, 15.7, 13.6 % accuracy at .8, .6, .4 (math, 1B)", here, rises and not stuck,
-        reason if stuck else _order_reason(sizes),
-    ))  # fmt: skip
-    return claims
-
-
-def _order_reason(sizes: Mapping[str, Mapping[str, Any]]) -> str:
-    """What one adapter per layer does to the order, in place of two."""
-    single = {name: one["single"] for name, one in sizes.items() if "single" in one}
-    if not single:
-        return "not known"
-    here = ", ".join(f"{name} {between(after, '.3f')}" for name, after in single.items())
-    full = [sizes["1"]["after"]] if "1" in sizes else []
-    ordered = "the order is the paper's then" if _rises([*full, *single.values()]) else "no order of sizes then either"
-    return f"a factorised layer is two linear layers, each with an adapter; with one, on the latents: {here}; {ordered}"
+    single = [one["single"] for one in sizes.values() if "single" in one]
+    ordered = _rises([*([after["1"]] if "1" in after else []), *single])
+    if stuck:
+        why = f"the loss did not fall at {', '.join(stuck)}: too few steps, or too large a learning rate"
+    else:
+        why = "a factorised layer is two linear layers, each with an adapter; with one, on the latents, the order is "
+        why += "the paper's" if ordered else "not the paper's either"
+    what, paper = "every submodel adapts, and the larger the better, every seed", "accuracy at .8, .6, .4 (math, 1B)"
+    return [*claims, claim(what, f"20.5, 15.7, 13.6 % {paper}", here, rises and not stuck, why)]
 
 
 def _rises(by_size: Sequence[Sequence[float]]) -> bool:

@@ -7,10 +7,10 @@ weights for profiles of that grid. Teacher, loss, optimiser, schedule and the dr
 import copy
 import dataclasses
 import itertools
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -167,42 +167,34 @@ def _fronts(one: Run, origin: str, figure: int = 0) -> list[float]:
 
 def _gaps(one: Run, origin: str, which: str = "elastic") -> list[float]:
     """For each budget, the elastic network's divergence over the best of the grid's within its profile's size."""
-    return _ratios([figures[0] for figures in one[which]["after"]], _fronts(one, origin))
+    return [own[0] / best for own, best in zip(one[which]["after"], _fronts(one, origin), strict=True)]
 
 
 def _choices(one: Run) -> list[float]:
     """For each budget, the divergence of the elastic network's profile, trained alone, over the best of the grid's."""
     places = {tuple(row[1:]): place for place, row in enumerate(one["grid"])}
     own = [one["alone"]["DataSVD"][places[tuple(ranks)]][0] for ranks in one["elastic"]["ranks"]]
-    return _ratios(own, _fronts(one, "DataSVD"))
-
-
-def _ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
-    return [value / other for value, other in zip(values, others, strict=True)]
+    return [value / best for value, best in zip(own, _fronts(one, "DataSVD"), strict=True)]
 
 
 def _gap_table(runs: Sequence[Run]) -> dict[str, Any]:
-    longer = f"elastic network, {LONGER} times the steps"
-    both = [("elastic network", "elastic"), (longer, "longer")]
+    states = {"elastic network": "elastic", f"elastic network, {LONGER} times the steps": "longer"}
+    values: dict[str, list[list[float]]] = {}
 
-    def absolute(figure: int, what: str) -> dict[str, list[list[float]]]:
-        untrained = [("DataSVD, untrained", "elastic", "before")] if figure == 0 else []
-        states = [*untrained, *((name, key, "after") for name, key in both)]
-        fronts = {f"front from {o}: {what}": [_fronts(one, o, figure) for one in runs] for o in ORIGINS}
-        return fronts | {
-            f"{name}: {what}": [[figures[figure] for figures in one[key][when]] for one in runs]
-            for name, key, when in states
-        }
+    def add(figure: int, what: str, key: str, name: str, when: str = "after") -> None:
+        values[f"{name}: {what}"] = [[figures[figure] for figures in one[key][when]] for one in runs]
 
-    ratios = {
-        f"{name} / front from {origin}": [_gaps(one, origin, key) for one in runs]
-        for origin in ORIGINS
-        for name, key in both
-    }
-    choices = {
-        "the elastic network's profiles, each trained alone / front from DataSVD": [_choices(one) for one in runs]
-    }
-    values = absolute(0, "divergence") | ratios | choices | absolute(1, "test error")
+    for figure, what in enumerate(("divergence", "test error")):
+        values |= {f"front from {o}: {what}": [_fronts(one, o, figure) for one in runs] for o in ORIGINS}
+        if figure == 0:
+            add(figure, what, "elastic", "DataSVD, untrained", "before")
+        for name, key in states.items():
+            add(figure, what, key, name)
+        if figure == 0:
+            for origin, (name, key) in itertools.product(ORIGINS, states.items()):
+                values[f"{name} / front from {origin}"] = [_gaps(one, origin, key) for one in runs]
+            alone = "the elastic network's profiles, each trained alone / front from DataSVD"
+            values[alone] = [_choices(one) for one in runs]
     title = (
         "Divergence to the pretrained network on test images, by budget; a front's figure is the best of its submodels "
         "that is no larger than the elastic profile"
@@ -212,44 +204,23 @@ def _gap_table(runs: Sequence[Run]) -> dict[str, Any]:
 
 def _claims(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Of the budgets below 1."""
-    aligned, scratch = ([_gaps(one, origin)[:-1] for one in runs] for origin in ("DataSVD", "random"))
-    means, means_scratch = ([statistics.fmean(gaps) for gaps in seeds] for seeds in (aligned, scratch))
-    highest, worst = max(zip(map(statistics.fmean, zip(*aligned, strict=True)), BUDGETS, strict=False))
-    better, count = sum(ratio < 1 for gaps in scratch for ratio in gaps), sum(map(len, scratch))
+    aligned, scratch = (np.array([_gaps(one, origin)[:-1] for one in runs]) for origin in ("DataSVD", "random"))
+    choices = np.array([_choices(one)[:-1] for one in runs])
+    longer = np.array([_gaps(one, "DataSVD", "longer")[:-1] for one in runs])
+    means, worst, lost = aligned.mean(1), int(aligned.mean(0).argmax()), int((scratch >= 1).sum())
     return [
         claim("the elastic network's divergence is within 10 % of the front's from DataSVD, a mean of budgets below 1",
-              "recovers the front", f"{between(means, '.2f')} times the front's; worst at {worst:g}, {highest:.2f}",
-              max(means) <= 1.1, _reason(runs, aligned)),
+              "recovers the front",
+              f"{between(means.tolist(), '.2f')} times the front's; worst at {BUDGETS[worst]:g}, "
+              f"{aligned.mean(0)[worst]:.2f}", bool(means.max() <= 1.1),
+              f"its profiles trained alone are {choices.mean():.2f} times the front's, training them in one set of "
+              f"weights {(aligned / choices).mean():.2f} times that; with {LONGER} times the steps the whole is "
+              f"{longer.mean():.2f}"),
         claim("it is better than the front of models trained from scratch, at every budget below 1 and seed",
-              "outperforms them",
-              f"{between(means_scratch, '.2f')} times that front's divergence; better in {better} of {count} cases",
-              better == count, _lost_cases(scratch, aligned)),
+              "outperforms them", f"{between(scratch.mean(1).tolist(), '.2f')} times that front's divergence; better "
+              f"in {scratch.size - lost} of {scratch.size} cases", lost == 0,
+              f"worst {scratch.max():.2f}; the front from DataSVD is better still"),
     ]  # fmt: skip
-
-
-def _reason(runs: Sequence[Run], aligned: Sequence[Sequence[float]]) -> str:
-    """By budget, what of the gap the choice of profiles makes, what sharing, and what more steps change of it."""
-
-    def means(gaps: Iterable[Sequence[float]]) -> str:
-        return ", ".join(f"{statistics.fmean(values):.2f}" for values in zip(*gaps, strict=True))
-
-    choices = [_choices(one)[:-1] for one in runs]
-    return (
-        f"at {', '.join(f'{budget:g}' for budget in BUDGETS[:-1])}: {means(aligned)} times the front's; its profiles "
-        f"trained alone are {means(choices)} times the front's, and training them in one set of weights "
-        f"{means(map(_ratios, aligned, choices))} times that; with {LONGER} times the steps the whole is "
-        f"{means(_gaps(one, 'DataSVD', 'longer')[:-1] for one in runs)}"
-    )
-
-
-def _lost_cases(scratch: Sequence[Sequence[float]], aligned: Sequence[Sequence[float]]) -> str:
-    """Each case that the front from random weights wins, and how far that front is there from the one from DataSVD."""
-    return "; ".join(
-        f"{budget:g}, seed {seed}: {own:.2f} times it, {other:.2f} times the front from DataSVD"
-        for seed, pair in enumerate(zip(scratch, aligned, strict=True))
-        for budget, own, other in zip(BUDGETS, *pair, strict=False)  # budget 1 is not compared
-        if own >= 1
-    )
 
 
 def _figure_data(one: Mapping[str, Any]) -> dict[str, Any]:

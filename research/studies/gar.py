@@ -30,7 +30,7 @@ from research.experiment import Experiment, Ledger, Request
 from research.figures import GREEN, OTHER, OURS, YELLOW, draw_level, panels
 from research.machine import forward_in_turn
 from research.measures import nearest_rank, spearman
-from research.result import Result, claim, goal, shown, table
+from research.result import Result, claim, goal, table
 from research.studies.language import DECOMPOSED, datasvd_space, identity_of, pycode_settings
 
 FORMS = {"plain": "low-rank U Vᵀ", "paper": "paper's GAR", "pivoted": "pivoted GAR", "ours": "ours, with slack"}
@@ -303,21 +303,19 @@ def _cost_claims(cells: Sequence[Row]) -> list[dict[str, Any]]:
     claims = []
     for kind, of_kind in _by_kind(cells):
         wide = [cell for cell in of_kind if min(cell["shape"]) >= WIDE and cell["tokens"] >= MANY] or of_kind
-        over = {form: [cell["ratios"][form] / cell["counted"][form] for cell in wide] for form in FORMS}
-        spans = ", ".join(f"{FORMS[form]} {_span(of)}" for form, of in over.items())
+        over = [cell["ratios"][form] / cell["counted"][form] for form in ("plain", "paper") for cell in wide]
         last, where = [cell for cell in wide if cell["share"] == SHARES[-1]], f"({', '.join(kind)})"
-        top = {form: _span([cell["ratios"][form] for cell in last]) for form in FORMS}
+        plain = [cell["ratios"]["plain"] for cell in last]
         doubled = [cell["ratios"]["plain"] / cell["counted"]["plain"] for cell in last]
         worst = max(wide, key=lambda cell: cell["ratios"]["paper"])
-        highest = f"at most {worst['ratios']['paper']:.2f} ({_where(worst)}, {worst['share']:g})"
+        most = worst["ratios"]["paper"]
         claims += [
             claim(f"low-rank U Vᵀ costs up to 2× a dense layer {where}", "up to 2",
-                  f"{top['plain']} at {SHARES[-1]:g} of the full rank", _is_close(doubled), "not known"),
+                  f"{_span(plain)} at {SHARES[-1]:g} of the full rank", _is_close(doubled), "not known"),
             claim(f"GAR always costs less than a dense layer, even at almost full rank {where}", "always below 1",
-                  f"{highest}; at {SHARES[-1]:g} {top['paper']}, pivoted {top['pivoted']}, ours {top['ours']}",
-                  worst["ratios"]["paper"] < 1, "not known"),
+                  f"at most {most:.2f} ({_where(worst)}, {worst['share']:g})", most < 1, "not known"),
             claim(f"the cost closely follows the theory, here within {CLOSE:.0%} {where}", "closely",
-                  f"measured over counted: {spans}", _is_close(over["plain"] + over["paper"]), "not known"),
+                  f"measured over counted, low-rank and GAR: {_span(over)}", _is_close(over), "not known"),
         ]  # fmt: skip
     return claims
 
@@ -331,21 +329,16 @@ def _is_close(ratios: Sequence[float]) -> bool:
 
 
 def _error_claim(dtype: str, summary: Mapping[str, Any]) -> dict[str, Any]:
-    ranks, aligned = summary["plain"]["ranks"], {form: one for form, one in summary.items() if form != "plain"}
+    own, aligned = summary["paper"], {form: one for form, one in summary.items() if form != "plain"}
     here = "; ".join(
         f"{FORMS[form]} worst ×{_times_text(one['worst_times'])}, median ×{_times_text(one['median_times'])}"
         for form, one in aligned.items()
     )
-    counts = ", ".join(f"{FORMS[form]} {one['within']}" for form, one in aligned.items())
-    why = f"equal only in exact arithmetic; within our stated bound, of {ranks} ranks: {counts}"
-    if "rho" in summary["paper"]:
-        own, pivoted = (shown(summary[form].get("condition"), 1) for form in ("paper", "pivoted"))
-        why += (
-            f"; the block of U that it inverts has condition {own} in the median, and the error over low-rank's goes "
-            f"with it, Spearman ρ {summary['paper']['rho']:.2f}; of pivoted rows {pivoted}"
-        )
+    why = f"equal only in exact arithmetic; within our stated bound at {own['within']} of {own['ranks']} ranks"
+    if "rho" in own:
+        why += f"; it goes with the condition of the block of U that it inverts, Spearman ρ {own['rho']:.2f}"
     what = f"eq. 7 changes no output ({dtype} error over low-rank U Vᵀ's)"
-    return claim(what, "equal", here, summary["paper"]["within"] == ranks, why)
+    return claim(what, "equal", here, own["within"] == own["ranks"], why)
 
 
 def _bound_goal(dtype: str, summary: Mapping[str, Any], model: str) -> dict[str, Any]:

@@ -231,7 +231,6 @@ def _claims(networks: Sequence[Mapping[str, Any]], passes: float) -> list[dict[s
     consolidated, datasvd = [], []
     for one in networks:
         title, lost, early = one["title"], _lost(one, "consolidated", SMALL), _lost(one, "datasvd", EARLY)
-        others = ", ".join(f"{between(_lost(one, 'datasvd', at), '.1f')} at {at}" for at in (0.8, 0.5, SMALL))
         within, sharp = max(lost) <= MARGIN, min(early) > MARGIN
         share = shown(spread(one["energetic_share"]), 2)
         consolidated.append(claim(
@@ -244,7 +243,7 @@ def _claims(networks: Sequence[Mapping[str, Any]], passes: float) -> list[dict[s
         datasvd.append(claim(
             f"{title}, DataSVD alone, at {EARLY} of the size (over {MARGIN:.0f} points lost counts as sharp)",
             "degrades sharply after removing 20 %" if one["in_paper"] else "transformers only",
-            f"{between(early, '.1f')} points below the full network; {others}",
+            f"{between(early, '.1f')} points below the full network",
             sharp if one["in_paper"] else None,
             "" if sharp else f"{ENERGY:.0%} of the energy of a layer's output lies in {share} of its rank",
         ))  # fmt: skip

@@ -65,8 +65,10 @@ def run(request: Request) -> Result:
     errors = _errors(Ledger(request.work, key), request)
     summaries = {dtype: _summaries(errors, dtype) for dtype in JUDGED}
     slacks = {dtype: _slack_shares(errors, dtype) for dtype in JUDGED}
-    # Times belong to a machine.
-    cells = _times(Ledger(request.work, {**key, "machine": machine_facts()}), slacks, config.device)
+    timed = Ledger(request.work, {**key, "machine": machine_facts()})  # times belong to a machine
+    cells: list[Row] = []
+    for device, dtype, shape in track([*itertools.product(devices_of(config.device), TIMED, SHAPES)], "timing forms"):
+        cells += timed.take(f"{device} {dtype} {shape}", measure_shape, shape, dtype, device, slacks[dtype])
     judged, model = len({row["layer"] for row in errors}), Path(config.model).name
     claims = [_error_claim(dtype, one) for dtype, one in summaries.items()]
     goals = [_bound_goal(dtype, one, model) for dtype, one in summaries.items()]
@@ -172,13 +174,6 @@ def _conditions(conditions: Sequence[float | None], times: Sequence[float]) -> d
         return {}
     own, others = zip(*known, strict=True)
     return {"condition": statistics.median(own), "rho": spearman(own, others)}
-
-
-def _times(ledger: Ledger, slacks: Mapping[str, list[float]], device: str) -> list[Row]:
-    cells = []
-    for place, dtype, shape in track([*itertools.product(devices_of(device), TIMED, SHAPES)], "timing forms"):
-        cells += ledger.take(f"{place} {dtype} {shape}", measure_shape, shape, dtype, place, slacks[dtype])
-    return cells
 
 
 def devices_of(wanted: str) -> list[str]:

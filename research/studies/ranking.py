@@ -130,7 +130,12 @@ def _compared(tables: Mapping[str, SensitivityTable], joint: Mapping[str, Array]
         agreement[name] = {"rho": rho, "nu": violation_rate(predicted, actual)}
         for (what, savings), is_exact in itertools.product(counts.items(), (True, False)):
             own = budget_regrets(predicted, actual, savings, is_exact)
-            agreement[name] |= _regret_figures(f"{what}, {'exact' if is_exact else 'within'}", own)
+            missed, key = [regret for regret in own if regret > 0], f"{what}, {'exact' if is_exact else 'within'}"
+            agreement[name] |= {
+                f"{key}, match": 1 - len(missed) / max(1, len(own)),
+                f"{key}, mean": float(np.mean(missed)) if missed else 0.0,
+                f"{key}, max": max(missed, default=0.0),
+            }
         regrets[name] = sorted(v for v in budget_regrets(predicted, actual, counts["ranks"], exact=True) if v > 0)
     shown = _shown(joint["divergence"].ravel(), additive(first).ravel(), counts["ranks"])
     chains = _chain_regrets(tables, joint["divergence"])
@@ -177,16 +182,6 @@ def budget_regrets(predicted: Array, actual: Array, savings: Array, exact: bool)
     """For each total saving of two submodels or more, what the preferred one loses above the best, relatively."""
     choices = budget_choices(predicted, actual, savings, exact)
     return [0.0 if chosen == best else (chosen - best) / best for _, count, best, chosen in choices if count > 1]
-
-
-def _regret_figures(key: str, regrets: Sequence[float]) -> dict[str, float]:
-    missed = [regret for regret in regrets if regret > 0]
-    return {
-        f"{key}, match": 1 - len(missed) / max(1, len(regrets)),
-        f"{key}, mean": float(np.mean(missed)) if missed else 0.0,
-        f"{key}, max": max(missed, default=0.0),
-        f"{key}, cases": len(regrets),
-    }
 
 
 def _chain_regrets(tables: Mapping[str, SensitivityTable], actual: Array) -> dict[str, list[float]]:

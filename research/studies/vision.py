@@ -129,6 +129,7 @@ class _Trial:
     def __init__(self, network: Network, images: Images, plan: Plan, seed: int, ledger: Ledger):
         self.network, self.images, self.plan, self.seed, self.ledger = network, images, plan, seed, ledger
         self.label = f"{network.name}, seed {seed}"
+        self.checkpoint = ledger.directory / f"{self.label}, distilled"  # an interrupted consolidation goes on from it
         order = torch.randperm(len(images.training), generator=torch.Generator().manual_seed(seed))
         self.calibration, self.probe, self.rest = order.tensor_split((plan.calibration, plan.calibration + plan.probe))
 
@@ -141,11 +142,6 @@ class _Trial:
             shutil.rmtree(self.checkpoint)
         sizes = [chain.model_parameters(chain.entry_at(budget)) for budget in BUDGETS]
         return {"datasvd": before, "consolidated": after, "parameters": sizes, "energetic_share": share}
-
-    @property
-    def checkpoint(self) -> Path:
-        """From which an interrupted consolidation goes on."""
-        return self.ledger.directory / f"{self.label}, distilled"
 
     @functools.cached_property
     def decomposed(self) -> tuple[nn.Module, dict[str, Tensor]]:

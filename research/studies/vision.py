@@ -11,7 +11,6 @@ import functools
 import shutil
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch

@@ -66,10 +66,7 @@ def run(request: Request) -> Result:
 
 
 def _domain_blocks(bench: LanguageBench, texts: Sequence[str], name: str) -> tuple[list[Batch], list[Batch]]:
-    """Training and held-out batches of the second domain: its last blocks are held out.
-
-    Half as long as the configuration's: a file of a megabyte is then enough, and steps are short.
-    """
+    """Training and held-out batches, its last, of the second domain; half as long as configured: a megabyte is enough."""
     data = bench.config.data
     batches = token_blocks(bench.space.tokenizer, texts, data.max_tokens // 2, data.batch_size)
     apart = -(-HELD_OUT // data.batch_size)
@@ -135,10 +132,7 @@ class _Trial:
 
 
 def adapted(model: Any, seed: int, on_both_factors: bool = True) -> Any:
-    """The model with LoRA adapters on every linear layer inside its blocks, by peft; all else is frozen.
-
-    Of a factorised layer both factors are linear layers, or its latents' alone.
-    """
+    """The model with LoRA adapters on every linear layer inside its blocks (of factors, or latents alone), else frozen."""
     import peft
 
     torch.manual_seed(seed)

@@ -45,8 +45,7 @@ TOKENS = (1, 16, 128, 512, 2048)
 SAVING, OVER_DENSE = 0.25, 1.02
 #: Rounds in turn; fewer where a dense forward takes longer than SLOW seconds. A run lasts LEAST_SECONDS at least.
 REPEATS, FEW_REPEATS, SLOW, LEAST_SECONDS = 9, 5, 0.1, 2e-3
-#: A measured cost that is off the counted one by at most this part follows it closely, in layers that are WIDE at
-#: MANY tokens.
+#: A cost off the counted one by at most this part follows it closely, in layers that are WIDE at MANY tokens.
 CLOSE, WIDE, MANY = 0.15, 2048, 512
 #: At most so many layers, evenly spread, are judged, on at most so many batches.
 LAYERS, BATCHES = 48, 16
@@ -148,10 +147,7 @@ def _slack_shares(errors: Sequence[Row], dtype: str) -> list[float]:
 
 
 def _summaries(errors: Sequence[Row], dtype: str) -> dict[str, Row]:
-    """By form: errors, their multiples of low-rank U Vᵀ's, and how many are within what we state for ours.
-
-    Rows where the factors themselves overflow the dtype are left out; None is for an aligned form that does.
-    """
+    """By form: errors, multiples of low-rank U Vᵀ's, and how many are within ours; where U Vᵀ itself is finite."""
     rows = [row for row in errors if row["dtype"] == dtype and math.isfinite(row["plain"])]
     floor, summaries = alignment.ERROR_FLOOR[getattr(torch, dtype)], {}
     for form in FORMS:
@@ -178,9 +174,7 @@ def _conditions(conditions: Sequence[float | None], times: Sequence[float]) -> d
 
 def devices_of(wanted: str) -> list[str]:
     """The device that the configuration names, or with `auto` this CPU, and a GPU where there is one."""
-    if wanted != "auto":
-        return [wanted]
-    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    return [wanted] if wanted != "auto" else ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 def measure_shape(shape: Shape, dtype: str, device: str, slacks: Sequence[float]) -> list[Row]:
@@ -206,16 +200,15 @@ def measure_shape(shape: Shape, dtype: str, device: str, slacks: Sequence[float]
 def layer_sizes(shape: Shape, slacks: Sequence[float], dtype: str) -> list[tuple[float | None, int, int]]:
     """Share of the full rank, rank of whole blocks and slack; and last, of no share, the largest that saves enough."""
     block, full = rank_block(shape), min(shape)
+
+    def slack_columns(rank: int, part: float) -> int:
+        return whole_slack(shape, rank, max(1, round(part * rank)), dtype)
+
     ranks = [min(nearest_rank(shape, share), full - block) for share in SHARES]
-    sizes = [(at, r, slack_columns(shape, r, part, dtype)) for at, r, part in zip(SHARES, ranks, slacks, strict=True)]
+    sizes = [(at, rank, slack_columns(rank, part)) for at, rank, part in zip(SHARES, ranks, slacks, strict=True)]
     limit, part = (1 - SAVING) * dense_parameters(shape), statistics.median(slacks)
-    fewer = ((rank, slack_columns(shape, rank, part, dtype)) for rank in range(full - block, 0, -block))
+    fewer = ((rank, slack_columns(rank, part)) for rank in range(full - block, 0, -block))
     return [*sizes, (None, *next(size for size in fewer if aligned_parameters(shape, *size) <= limit))]
-
-
-def slack_columns(shape: Shape, rank: int, slack_share: float, dtype: str) -> int:
-    """The slack of a deployed layer that needs this part of its rank."""
-    return whole_slack(shape, rank, max(1, round(slack_share * rank)), dtype)
 
 
 def builders(
@@ -306,21 +299,17 @@ def _cost_claims(cells: Sequence[Row]) -> list[dict[str, Any]]:
         most = worst["ratios"]["paper"]
         claims += [
             claim(f"low-rank U Vᵀ costs up to 2× a dense layer {where}", "up to 2",
-                  f"{_span(plain)} at {SHARES[-1]:g} of the full rank", _is_close(doubled), "not known"),
+                  f"{_span(plain)} at {SHARES[-1]:g} of the full rank", max(abs(ratio - 1) for ratio in doubled) <= CLOSE, "not known"),
             claim(f"GAR always costs less than a dense layer, even at almost full rank {where}", "always below 1",
                   f"at most {most:.2f} ({_where(worst)}, {worst['share']:g})", most < 1, "not known"),
             claim(f"the cost closely follows the theory, here within {CLOSE:.0%} {where}", "closely",
-                  f"measured over counted, low-rank and GAR: {_span(over)}", _is_close(over), "not known"),
+                  f"measured over counted, low-rank and GAR: {_span(over)}", max(abs(ratio - 1) for ratio in over) <= CLOSE, "not known"),
         ]  # fmt: skip
     return claims
 
 
 def _span(values: Sequence[float]) -> str:
     return f"{min(values):.2f} to {max(values):.2f}"
-
-
-def _is_close(ratios: Sequence[float]) -> bool:
-    return all(abs(ratio - 1) <= CLOSE for ratio in ratios)
 
 
 def _error_claim(dtype: str, summary: Mapping[str, Any]) -> dict[str, Any]:

@@ -137,14 +137,21 @@ def _compared(tables: Mapping[str, SensitivityTable], joint: Mapping[str, Array]
                 f"{key}, max": max(missed, default=0.0),
             }
         regrets[name] = sorted(v for v in budget_regrets(predicted, actual, counts["ranks"], exact=True) if v > 0)
-    shown = _shown(joint["divergence"].ravel(), additive(first).ravel(), counts["ranks"])
+    predicted, actual = additive(first).ravel(), joint["divergence"].ravel()
+    sample = np.random.default_rng(0).permutation(len(actual))[:2000]
+    places = {  # of 2000 submodels, in both orders
+        name: (np.argsort(np.argsort(values)) / (len(values) - 1))[sample].round(4).tolist()
+        for name, values in (("actual", actual), ("predicted", predicted))
+    }
+    choices = budget_choices(predicted, actual, counts["ranks"], exact=True)
+    shown = {"places": places, "front": [[saving, best, chosen] for saving, _, best, chosen in choices]}
     chains = _chain_regrets(tables, joint["divergence"])
     return {"agreement": agreement, "chains": chains, "regrets": regrets, "shown": shown}
 
 
 def additive(one: SensitivityTable) -> Array:
     """A(m) = Σ_l s_{l, m_l} of every submodel, (K, …, K)."""
-    return functools.reduce(np.add.outer, [np.array(errors) for errors in one.errors.values()])
+    return functools.reduce(np.add.outer, map(np.array, one.errors.values()))
 
 
 def total_savings(one: SensitivityTable, what: str) -> Array:
@@ -260,16 +267,6 @@ def _claims(agreement: Sequence[Mapping[str, Mapping[str, float]]]) -> list[dict
         claim("largest regret where the best is missed, every seed", "below 12 %", both("ranks, exact, max", ".0%"),
               max(largest) < 0.12, f"{min(largest):.0%} to {max(largest):.0%} with the cross entropy: {why}"),
     ]  # fmt: skip
-
-
-def _shown(actual: Array, predicted: Array, savings: Array) -> dict[str, Any]:
-    """What the figure shows of one seed: places in both orders of 2000 submodels, and the exact-budget front."""
-    sample = np.random.default_rng(0).permutation(len(actual))[:2000]
-    places = {
-        name: (np.argsort(np.argsort(values)) / (len(values) - 1))[sample].round(4).tolist()
-        for name, values in (("actual", actual), ("predicted", predicted))
-    }
-    return {"places": places, "front": [[s, a, b] for s, _, a, b in budget_choices(predicted, actual, savings, True)]}
 
 
 def draw(data: Mapping[str, Any]) -> Any:

@@ -62,8 +62,7 @@ def full_objective(u: Matrix, v: Matrix, matrix: Matrix) -> tuple[float, Matrix,
 def subspaces_objective(u: Matrix, v: Matrix, matrix: Matrix) -> tuple[float, Matrix, Matrix]:
     """ASL, the mean of ‖U Π_S Vᵀ − M*‖² over all 2^k − 1 non-empty S (eq. 11), and its gradients.
 
-    In closed form (lemma "Rank-dropout objective expansion"): over all S, the empty one too, the mean is that over k
-    fair coins, ¼ ‖U Vᵀ − 2 M*‖² + ¼ Σ_j ‖u_j‖² ‖v_j‖².
+    Over all S, the empty one too, it is ¼ ‖U Vᵀ − 2 M*‖² + ¼ Σ_j ‖u_j‖² ‖v_j‖² ("Rank-dropout objective expansion").
     """
     count = 2 ** u.shape[1]
     rest, lengths_u, lengths_v = u @ v.T - 2 * matrix, (u**2).sum(0), (v**2).sum(0)
@@ -111,10 +110,10 @@ def true_front(singular: Float[np.ndarray, " k"]) -> Float[np.ndarray, " k"]:
 
 
 def minimise(method: str, target: Target, seed: int) -> tuple[Matrix, Matrix, float, int, int]:
-    """The factors that minimise an objective, how far they are above its known minimum, the rounds and starts taken.
+    """By L-BFGS from random normal factors of variance 1/k: factors, excess over the minimum, rounds and starts taken.
 
-    By L-BFGS from random normal factors of variance 1/k, the same for every objective. A round that used up its steps
-    is continued from balanced factors; one that stopped above the global minimum is followed by another start.
+    A round that used up its steps is continued from balanced factors; one that stopped above the global minimum is
+    followed by another start.
     """
     from scipy.optimize import minimize
 

@@ -45,7 +45,7 @@ ENERGY = 0.99
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The size of a seed's work: images for the moments and for the probe, ranks of each layer, steps, test images."""
+    """The size of a seed's work: steps, images for the moments and the probe, ranks of each layer, test images."""
 
     steps: int
     batch_size: int = 64
@@ -53,7 +53,7 @@ class Plan:
     probe: int = 256
     levels: int = 10
     warmup_steps: int = 30
-    test: int | None = None  # how many are classified, the first; None for all
+    test: int | None = None  # how many are classified; None for all
 
 
 QUICK = Plan(steps=500, probe=128, test=2000)

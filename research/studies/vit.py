@@ -35,10 +35,7 @@ SCALING = Scaling((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The network and its training: AdamW, the rate rising over a share of the steps, then falling as a cosine.
-
-    Labels are smoothed, matrices alone decay, gradients are clipped, and images that fill no batch are left out.
-    """
+    """The network and its training: AdamW on matrices decayed, smoothed labels, a rate that rises and falls as a cosine."""
 
     epochs: int = 16
     batch_size: int = 128
@@ -56,7 +53,7 @@ class Recipe:
 
 
 def train_vit(images: Path, output: Path, recipe: Recipe | None = None) -> dict[str, Any]:
-    """Trains the network on `images`, train_jpg.npz and test_jpg.npz, and writes model, scaling and record to `output`.
+    """Trains the network on train_jpg.npz of `images`, and writes it with its scaling and record to `output`.
 
     From a checkpoint beside `output`, written after each epoch, training goes on to the same bits.
 
@@ -64,8 +61,7 @@ def train_vit(images: Path, output: Path, recipe: Recipe | None = None) -> dict[
         training.json: the recipe, the mean loss of each epoch, and the accuracy on the test images.
 
     Raises:
-        FlexrankError: the recipe is impossible, the images cannot be read, `output` holds something else, or a
-            checkpoint is of another recipe.
+        FlexrankError: the recipe, the images, `output` or a checkpoint of another recipe do not allow it.
     """
     recipe = recipe or Recipe()
     for name in ("epochs", "batch_size"):
@@ -95,8 +91,8 @@ def _build_vit(recipe: Recipe, side: int, classes: int) -> Any:
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
-        hidden_size=recipe.hidden, num_hidden_layers=recipe.layers, num_attention_heads=recipe.heads,
-        intermediate_size=recipe.feed_forward, image_size=side, patch_size=recipe.patch, num_labels=classes,
+        hidden_size=recipe.hidden, num_hidden_layers=recipe.layers, num_attention_heads=recipe.heads, image_size=side,
+        intermediate_size=recipe.feed_forward, patch_size=recipe.patch, num_labels=classes,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):

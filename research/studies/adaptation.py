@@ -66,7 +66,7 @@ def run(request: Request) -> Result:
 
 
 def _domain_blocks(bench: LanguageBench, texts: Sequence[str], name: str) -> tuple[list[Batch], list[Batch]]:
-    """Training and held-out batches, its last, of the second domain; half as long as configured: a megabyte is enough."""
+    """Training batches and held-out ones, the last; half as long as configured, for which a megabyte is enough."""
     data = bench.config.data
     batches = token_blocks(bench.space.tokenizer, texts, data.max_tokens // 2, data.batch_size)
     apart = -(-HELD_OUT // data.batch_size)
@@ -132,7 +132,7 @@ class _Trial:
 
 
 def adapted(model: Any, seed: int, on_both_factors: bool = True) -> Any:
-    """The model with LoRA adapters on every linear layer inside its blocks (of factors, or latents alone), else frozen."""
+    """The model, frozen, with LoRA adapters on the linear layers of its blocks: on both factors, or on latents alone."""
     import peft
 
     torch.manual_seed(seed)

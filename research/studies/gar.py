@@ -295,15 +295,16 @@ def _cost_claims(cells: Sequence[Row]) -> list[dict[str, Any]]:
         last, where = [cell for cell in wide if cell["share"] == SHARES[-1]], f"({', '.join(kind)})"
         plain = [cell["ratios"]["plain"] for cell in last]
         doubled = [cell["ratios"]["plain"] / cell["counted"]["plain"] for cell in last]
+        off_plain, off = (max(abs(ratio - 1) for ratio in ratios) for ratios in (doubled, over))
         worst = max(wide, key=lambda cell: cell["ratios"]["paper"])
         most = worst["ratios"]["paper"]
         claims += [
             claim(f"low-rank U Vᵀ costs up to 2× a dense layer {where}", "up to 2",
-                  f"{_span(plain)} at {SHARES[-1]:g} of the full rank", max(abs(ratio - 1) for ratio in doubled) <= CLOSE, "not known"),
+                  f"{_span(plain)} at {SHARES[-1]:g} of the full rank", off_plain <= CLOSE, "not known"),
             claim(f"GAR always costs less than a dense layer, even at almost full rank {where}", "always below 1",
                   f"at most {most:.2f} ({_where(worst)}, {worst['share']:g})", most < 1, "not known"),
             claim(f"the cost closely follows the theory, here within {CLOSE:.0%} {where}", "closely",
-                  f"measured over counted, low-rank and GAR: {_span(over)}", max(abs(ratio - 1) for ratio in over) <= CLOSE, "not known"),
+                  f"measured over counted, low-rank and GAR: {_span(over)}", off <= CLOSE, "not known"),
         ]  # fmt: skip
     return claims
 

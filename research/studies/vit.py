@@ -35,7 +35,7 @@ SCALING = Scaling((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The network and its training: AdamW on matrices decayed, smoothed labels, a rate that rises and falls as a cosine."""
+    """The network and its training: AdamW that decays matrices alone, smoothed labels, a cosine schedule."""
 
     epochs: int = 16
     batch_size: int = 128

@@ -132,7 +132,7 @@ class _Trial:
 
 
 def adapted(model: Any, seed: int, on_both_factors: bool = True) -> Any:
-    """The model, frozen, with LoRA adapters on the linear layers of its blocks: on both factors, or on latents alone."""
+    """The model, frozen, with LoRA adapters on the linear layers of its blocks: both factors, or latents alone."""
     import peft
 
     torch.manual_seed(seed)

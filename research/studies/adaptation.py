@@ -42,7 +42,7 @@ def run(request: Request) -> Result:
     texts, bench = read_texts(domain, "\0"), LanguageBench(request)
     steps = FULL_STEPS if request.full else STEPS
     adapters = {"steps": steps, "held_out": HELD_OUT, "rank": RANK, "alpha": ALPHA, "learning_rate": LEARNING_RATE}
-    deployment = {"dtype": str(bench.space.deployed_dtype), "slack": bench.config.deployment.slack}
+    deployment: dict[str, Any] = {"dtype": str(bench.space.deployed_dtype), "slack": bench.config.deployment.slack}
     deployment |= {"slack_steps": SLACK_STEPS, "multiple": ERROR_MULTIPLE}
     ledger = Ledger(request.work, bench.key(domain=identity(domain), adapters=adapters, deployment=deployment))
     trial = _Trial(bench, ledger, *_domain_blocks(bench, texts, str(domain)), steps)
@@ -158,7 +158,7 @@ def train_adapters_(
     device = model_device(model)
     for step in track(range(steps), "adapting"):
         optimizer.param_groups[0]["lr"] = scheduled_rate(step, steps, LEARNING_RATE, max(1, steps // 10), 0.0)
-        batch = to_device(batches[order[step % len(order)]], device)
+        batch: Any = to_device(batches[order[step % len(order)]], device)
         with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
             logits = model(**batch).logits[:, :-1]
             loss = functional.cross_entropy(logits.flatten(0, 1).float(), batch["input_ids"][:, 1:].flatten())

@@ -1,9 +1,10 @@
 """Does the additive probe rank submodels as their joint losses do? All 10⁴ of them (FlexRank, appendix C.3)."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,7 +69,8 @@ def one_seed(name: str, seed: int) -> dict[str, Any]:
     return _compared(tables | {"curvature, divergence": curvature}, joint)
 
 
-class Judge(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Judge:
     """One of LOSSES over images (N, 1, 28, 28): of a model, or of logits; with the teacher's logits and the labels."""
 
     loss: str

@@ -40,10 +40,10 @@ class ResNet20(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(3, WIDTHS[0], 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(WIDTHS[0])
-        for number, (inputs, outputs) in enumerate(zip((WIDTHS[0], *WIDTHS), WIDTHS, strict=False), 1):
-            first = ResidualBlock(inputs, outputs, 1 if number == 1 else 2)
-            others = (ResidualBlock(outputs, outputs, 1) for _ in range(BLOCKS - 1))
-            self.add_module(f"layer{number}", nn.Sequential(first, *others))
+        self.layer1, self.layer2, self.layer3 = (
+            nn.Sequential(ResidualBlock(n, m, 1 if n == m else 2), *(ResidualBlock(m, m, 1) for _ in range(BLOCKS - 1)))
+            for n, m in zip((WIDTHS[0], *WIDTHS), WIDTHS, strict=False)
+        )
         self.linear = nn.Linear(WIDTHS[-1], 10)
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102

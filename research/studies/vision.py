@@ -104,11 +104,9 @@ def run(request: Request) -> Result:
 def compress(networks: Sequence[Network], images: Images, plan: Plan, request: Request) -> Result:
     """Every network with every seed: the study's result."""
     some = images._replace(test=images.test[: plan.test], classes=images.classes[: plan.test])
-    settings = dataclasses.asdict(plan) | {
-        "networks": {one.name: {"digest": one.digest, "learning_rate": one.learning_rate} for one in networks},
-        "images": [len(images.training), len(images.test)],
-        "budgets": list(BUDGETS),
-    }
+    rates = {one.name: {"digest": one.digest, "learning_rate": one.learning_rate} for one in networks}
+    sizes = [len(images.training), len(images.test)]
+    settings = dataclasses.asdict(plan) | {"networks": rates, "images": sizes, "budgets": list(BUDGETS)}
     ledger, results = Ledger(request.work, settings), []
     for network in networks:
         full = ledger.take(f"{network.name}, full", _measure, network.model, network, some)
@@ -151,7 +149,6 @@ class _Trial:
 
     @property
     def model(self) -> nn.Module:
-        """The elastic network."""
         return self.decomposed[0]
 
     def energetic_share(self) -> float:
@@ -162,7 +159,10 @@ class _Trial:
     def allocate(self) -> ProfileChain:
         """One nested profile for each budget."""
         evaluate = distillation_evaluator(self.network.model, self.batches(self.probe), OBJECTIVE)
-        options = {"spacing": "parameters", "checkpoint": self.ledger.directory / f"{self.label}, probe.json"}
+        options: dict[str, Any] = {
+            "spacing": "parameters",
+            "checkpoint": self.ledger.directory / f"{self.label}, probe.json",
+        }
         table = probe_sensitivity(self.model, evaluate, self.plan.levels, **options, **EVERY_RANK)
         return allocate_ranks(table, BUDGETS, **EVERY_RANK)
 

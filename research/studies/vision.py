@@ -159,11 +159,10 @@ class _Trial:
     def allocate(self) -> ProfileChain:
         """One nested profile for each budget."""
         evaluate = distillation_evaluator(self.network.model, self.batches(self.probe), OBJECTIVE)
-        options: dict[str, Any] = {
-            "spacing": "parameters",
-            "checkpoint": self.ledger.directory / f"{self.label}, probe.json",
-        }
-        table = probe_sensitivity(self.model, evaluate, self.plan.levels, **options, **EVERY_RANK)
+        checkpoint = self.ledger.directory / f"{self.label}, probe.json"
+        table = probe_sensitivity(
+            self.model, evaluate, self.plan.levels, spacing="parameters", checkpoint=checkpoint, **EVERY_RANK
+        )
         return allocate_ranks(table, BUDGETS, **EVERY_RANK)
 
     def consolidate(self, chain: ProfileChain) -> list[float]:

@@ -47,7 +47,7 @@ SAVING, OVER_DENSE = 0.25, 1.02
 REPEATS, FEW_REPEATS, SLOW, LEAST_SECONDS = 9, 5, 0.1, 2e-3
 #: A cost off the counted one by at most this part follows it closely, in layers that are WIDE at MANY tokens.
 CLOSE, WIDE, MANY = 0.15, 2048, 512
-#: At most so many layers, evenly spread, are judged, on at most so many batches.
+#: The most layers, evenly spread, that are judged, and the most batches that they are judged on.
 LAYERS, BATCHES = 48, 16
 
 Row = dict[str, Any]

@@ -227,7 +227,7 @@ def _agreement_table(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict
     ]  # fmt: skip
     title = (
         "Additive prediction against all 10⁴ joint losses. p: share of exact totals (in ranks, in parameters) or of "
-        "budgets (within) whose best submodel is found; regret: of the others, mean and largest"
+        "budgets (within) whose best submodel is chosen; regret: of the others, mean and largest"
     )
     return table(title, ["network: prediction, loss", *columns], rows, digits=[3] + [1] * (len(columns) - 1))
 

@@ -219,8 +219,8 @@ def _claims(runs: Sequence[Run]) -> list[dict[str, Any]]:
         claim("it is better than the front of models trained from scratch, at every budget below 1 and seed",
               "outperforms them", f"{between(scratch.mean(1).tolist(), '.2f')} times that front's divergence; better "
               f"in {scratch.size - lost} of {scratch.size} cases", lost == 0,
-              f"at worst {scratch.max():.2f} times it, and there {aligned.flat[scratch.argmax()]:.2f} times the front from "
-              "DataSVD"),
+              f"at worst {scratch.max():.2f} times it, and there {aligned.flat[scratch.argmax()]:.2f} times the front "
+              "from DataSVD"),
     ]  # fmt: skip
 
 

@@ -41,44 +41,32 @@ def run(request: Request) -> Result:
     domain = request.domain or assets_directory(SECOND_DOMAIN[0]).joinpath(*SECOND_DOMAIN)
     texts, bench = read_texts(domain, "\0"), LanguageBench(request)
     steps = FULL_STEPS if request.full else STEPS
-    adapters: dict[str, Any] = {
-        "steps": steps,
-        "held_out": HELD_OUT,
-        "rank": RANK,
-        "alpha": ALPHA,
-        "learning_rate": LEARNING_RATE,
-    }
+    adapters = {"steps": steps, "held_out": HELD_OUT, "rank": RANK, "alpha": ALPHA, "learning_rate": LEARNING_RATE}
     deployment: dict[str, Any] = {"dtype": str(bench.space.deployed_dtype), "slack": bench.config.deployment.slack}
     deployment |= {"slack_steps": SLACK_STEPS, "multiple": ERROR_MULTIPLE}
     ledger = Ledger(request.work, bench.key(domain=identity(domain), adapters=adapters, deployment=deployment))
     trial = _Trial(bench, ledger, *_domain_blocks(bench, texts, str(domain)), steps)
-    sizes = {BASE: trial.measure(None, request.seeds)}
-    sizes |= {f"{budget:g}": trial.measure(budget, request.seeds) for budget in bench.budgets}
-    facts: dict[str, Any] = {"adapter_rank": RANK, "adapter_steps": steps, "adapter_learning_rate": LEARNING_RATE}
-    return {
-        "settings": bench.facts(domain=domain.name, **facts, seeds=request.seeds),
-        "tables": [_table(sizes, f"on {domain.name} before and after {steps} steps of LoRA", bench.config.name)],
-        "claims": _claims(sizes),
-        "data": {"sizes": sizes, "domain": domain.stem},
-    }
-
-
-def _table(sizes: Mapping[str, Any], what: str, name: str) -> dict[str, Any]:
+    sizes = {BASE if at is None else f"{at:g}": trial.measure(at, request.seeds) for at in (None, *bench.budgets)}
+    facts = bench.facts(
+        domain=domain.name, adapter_rank=RANK, adapter_steps=steps, adapter_learning_rate=LEARNING_RATE,
+        seeds=request.seeds,
+    )  # fmt: skip
+    columns = ["size", "parameters", "adapters", "own domain", "before", "after", "on latents alone", "after"]
     rows = [
         [size, one["parameters"], one["trained"], one["own"], one["nats"], spread(one["after"]),
          one.get("single_trained"), spread(one["single"]) if "single" in one else None]
         for size, one in sizes.items()
     ]  # fmt: skip
-    title = f"Held-out nats per token {what} (rank {RANK}): {name}, its own domain beside it"
-    columns = ["size", "parameters", "adapters", "own domain", "before", "after", "on latents alone", "after"]
-    return table(title, columns, rows)
+    title = (
+        f"Held-out nats per token on {domain.name} before and after {steps} steps of LoRA (rank {RANK}): "
+        f"{bench.config.name}, its own domain beside it"
+    )
+    data = {"sizes": sizes, "domain": domain.stem}
+    return {"settings": facts, "tables": [table(title, columns, rows)], "claims": _claims(sizes), "data": data}
 
 
 def _domain_blocks(bench: LanguageBench, texts: Sequence[str], name: str) -> tuple[list[Batch], list[Batch]]:
-    """Training and held-out batches of the second domain: its last blocks are held out.
-
-    Half as long as the configuration's: a file of a megabyte is then enough, and steps are short.
-    """
+    """Training batches and held-out ones, the last; half as long as configured, for which a megabyte is enough."""
     data = bench.config.data
     batches = token_blocks(bench.space.tokenizer, texts, data.max_tokens // 2, data.batch_size)
     apart = -(-HELD_OUT // data.batch_size)
@@ -144,18 +132,14 @@ class _Trial:
 
 
 def adapted(model: Any, seed: int, on_both_factors: bool = True) -> Any:
-    """The model with LoRA adapters on every linear layer inside its blocks, by peft; all else is frozen.
-
-    Of a factorised layer both factors are linear layers, or its latents' alone.
-    """
+    """The model, frozen, with LoRA adapters on the linear layers of its blocks: both factors, or latents alone."""
     import peft
 
     torch.manual_seed(seed)
     # The head may be factorised in a submodel and is not in the base: both are adapted inside their blocks alone.
     head = {id(module) for module in model.get_output_embeddings().modules()}
     names = [
-        name
-        for name, module in model.named_modules()
+        name for name, module in model.named_modules()
         if (type(module) is nn.Linear or is_conv1d(module)) and id(module) not in head
         if on_both_factors or not isinstance(model.get_submodule(name.rpartition(".")[0]), GaugeAlignedLayer)
         or name.endswith(".latent")
@@ -174,9 +158,10 @@ def train_adapters_(
     device = model_device(model)
     for step in track(range(steps), "adapting"):
         optimizer.param_groups[0]["lr"] = scheduled_rate(step, steps, LEARNING_RATE, max(1, steps // 10), 0.0)
-        batch = to_device(batches[order[step % len(order)]], device)
+        batch: Any = to_device(batches[order[step % len(order)]], device)
         with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-            loss = _next_token_loss(model, batch)
+            logits = model(**batch).logits[:, :-1]
+            loss = functional.cross_entropy(logits.flatten(0, 1).float(), batch["input_ids"][:, 1:].flatten())
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -184,43 +169,28 @@ def train_adapters_(
     model.eval()
 
 
-def _next_token_loss(model: nn.Module, batch: Any) -> Tensor:
-    logits = model(**batch).logits[:, :-1]
-    return functional.cross_entropy(logits.flatten(0, 1).float(), batch["input_ids"][:, 1:].flatten())
-
-
 def _claims(sizes: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     after = {name: one["after"] for name, one in sizes.items()}
     claims = []
     if "1" in after:
         over = [own / base - 1 for own, base in zip(after["1"], after[BASE], strict=True)]
-        claims.append(
-            claim("the full size adapts as the base does: its loss after is within 2 % of the base's, every seed",
-                  "25.0 against 25.7 % accuracy (math, 1B)", f"over it {between(over, '+.2%')}",
-                  max(map(abs, over)) <= 0.02)
-        )  # fmt: skip
+        claims.append(claim(
+            "the full size adapts as the base does: its loss after is within 2 % of the base's, every seed",
+            "25.0 against 25.7 % accuracy (math, 1B)", f"over it {between(over, '+.2%')}", max(map(abs, over)) <= 0.02,
+        ))  # fmt: skip
     won = {name: [1 - math.exp(value - one["nats"]) for value in one["after"]] for name, one in sizes.items()}
     here = ", ".join(f"{name} {between(after[name], '.3f')}, perplexity −{between(won[name], '.0%')}" for name in sizes)
-    falls = all(min(gains) > 0 for gains in won.values())
+    stuck = [name for name, gains in won.items() if min(gains) <= 0]
     rises = _rises([values for name, values in after.items() if name != BASE])
+    single = [one["single"] for one in sizes.values() if "single" in one]
+    ordered = _rises([*([after["1"]] if "1" in after else []), *single])
+    if stuck:
+        why = f"the loss did not fall at {', '.join(stuck)}: too few steps, or too large a learning rate"
+    else:
+        why = "a factorised layer is two linear layers, each with an adapter; with one, on the latents, the order is "
+        why += "the paper's" if ordered else "not the paper's either"
     what, paper = "every submodel adapts, and the larger the better, every seed", "accuracy at .8, .6, .4 (math, 1B)"
-    return [*claims, claim(what, f"20.5, 15.7, 13.6 % {paper}", here, falls and rises, _reason(sizes, falls, rises))]
-
-
-def _reason(sizes: Mapping[str, Mapping[str, Any]], falls: bool, rises: bool) -> str:
-    """Of what the claim fails in; of the order, what one adapter a layer does in place of two."""
-    if not falls:
-        stuck = [name for name, one in sizes.items() if max(one["after"]) >= one["nats"]]
-        return f"the loss did not fall at {', '.join(stuck)}: too few steps, or too large a learning rate"
-    if rises:
-        return ""
-    single = {name: one["single"] for name, one in sizes.items() if "single" in one}
-    if not single:
-        return "not known"
-    here = ", ".join(f"{name} {between(after, '.3f')}" for name, after in single.items())
-    full = [sizes["1"]["after"]] if "1" in sizes else []
-    ordered = "the order is the paper's then" if _rises([*full, *single.values()]) else "no order of sizes then either"
-    return f"a factorised layer is two linear layers, each with an adapter; with one, on the latents: {here}; {ordered}"
+    return [*claims, claim(what, f"20.5, 15.7, 13.6 % {paper}", here, rises and not stuck, why)]
 
 
 def _rises(by_size: Sequence[Sequence[float]]) -> bool:
@@ -234,10 +204,8 @@ def draw(data: Mapping[str, Any]) -> Any:
     figure, (axes,) = panels(size=(5.6, 3.6))
     sizes = data["sizes"]
     after = [one["after"] for one in sizes.values()]
-    means = [sum(values) / len(values) for values in after]
-    draw_bars(
-        axes, list(sizes), {"before": [one["nats"] for one in sizes.values()], "after LoRA": means}, ("#bbbbbb", OURS)
-    )
+    bars = {"before": [one["nats"] for one in sizes.values()], "after LoRA": [sum(v) / len(v) for v in after]}
+    draw_bars(axes, list(sizes), bars, ("#bbbbbb", OURS))
     for place, values in enumerate(after):
         axes.plot([place + 0.2] * 2, [min(values), max(values)], color="black", linewidth=1)
     axes.set(xlabel="size", ylabel=f"nats per token on {data['domain']}")
@@ -246,16 +214,11 @@ def draw(data: Mapping[str, Any]) -> Any:
 
 
 EXPERIMENT = Experiment(
-    name="adaptation",
-    title="LoRA on deployed submodels",
+    name="adaptation", title="LoRA on deployed submodels",
     shows="the loss on a second text domain before and after LoRA, at 1, .8, .6 and .4, against the base adapted alike",
     paper="the full size adapts as the base; smaller sizes degrade gracefully (Table 1)",
-    minutes=25,
-    full_minutes=90,
-    seeds=(3, 3),
-    run=run,
-    draw=draw,
+    minutes=25, full_minutes=90, seeds=(3, 3), run=run, draw=draw,
     settings=lambda full: pycode_settings(
         allocation={"budgets": [1.0, 0.8, 0.6, 0.4]}, distillation={"steps": 1500 if full else 120}
     ),
-)
+)  # fmt: skip

@@ -2,14 +2,15 @@
 
 Forms of one matrix of rank r: low-rank U Vᵀ; the paper's, whose first r outputs are the latents (slack 0); a pivoted
 one, whose latents are the r outputs that row pivoting chooses (as PIFA); and ours, with the slack that the measured
-error asks for. Every time is over that of a dense layer's forward, the two in turn.
+error calls for. Every time is over that of a dense layer's forward, the two in turn.
 """
 
 import functools
 import itertools
 import math
+import operator
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,14 +19,8 @@ from torch import Tensor, nn
 
 from flexrank import collect_moments, collect_rows, decompose_, nested_layers, select_layers
 from flexrank.deployment.machine import interleave, machine_facts, median_ratio
-from flexrank.nn.alignment import (
-    ERROR_FLOOR,
-    ERROR_MULTIPLE,
-    SLACK_STEPS,
-    STATED_MULTIPLE,
-    alignment_error,
-    choose_slack,
-)
+from flexrank.nn import alignment
+from flexrank.nn.alignment import alignment_error, choose_slack
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.gauge_aligned import GaugeAlignedLinear
 from flexrank.profiles.costs import Shape, aligned_parameters, dense_parameters, rank_block, whole_slack
@@ -35,11 +30,13 @@ from research.experiment import Experiment, Ledger, Request
 from research.figures import GREEN, OTHER, OURS, YELLOW, draw_level, panels
 from research.machine import forward_in_turn
 from research.measures import nearest_rank, spearman
-from research.result import Result, claim, goal, shown, table
+from research.result import Result, claim, goal, table
 from research.studies.language import DECOMPOSED, datasvd_space, identity_of, pycode_settings
 
 FORMS = {"plain": "low-rank U Vᵀ", "paper": "paper's GAR", "pivoted": "pivoted GAR", "ours": "ours, with slack"}
 COLOURS = {"plain": OURS, "paper": OTHER, "pivoted": YELLOW, "ours": GREEN}
+#: In the figure, by what is drawn.
+LINES = {"ratios": {"marker": "o", "markersize": 3}, "counted": {"linestyle": "--", "linewidth": 1}}
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.97)
 JUDGED, TIMED = ("float32", "bfloat16", "float16"), ("float32", "bfloat16")
 SHAPES: tuple[Shape, ...] = ((768, 768), (2048, 2048), (4096, 4096), (8192, 2048), (2048, 8192))
@@ -48,10 +45,9 @@ TOKENS = (1, 16, 128, 512, 2048)
 SAVING, OVER_DENSE = 0.25, 1.02
 #: Rounds in turn; fewer where a dense forward takes longer than SLOW seconds. A run lasts LEAST_SECONDS at least.
 REPEATS, FEW_REPEATS, SLOW, LEAST_SECONDS = 9, 5, 0.1, 2e-3
-#: A measured cost that is off the counted one by at most this part follows it closely, in layers that are WIDE at
-#: MANY tokens.
+#: A cost off the counted one by at most this part follows it closely, in layers that are WIDE at MANY tokens.
 CLOSE, WIDE, MANY = 0.15, 2048, 512
-#: At most so many layers, evenly spread, are judged, on at most so many batches.
+#: The most layers, evenly spread, that are judged, and the most batches that they are judged on.
 LAYERS, BATCHES = 48, 16
 
 Row = dict[str, Any]
@@ -62,24 +58,23 @@ def run(request: Request) -> Result:
     """Errors first, since the slack that they call for is what is timed."""
     config = request.config
     assert config is not None
-    datasvd_space(request)
+    datasvd_space(request)  # refuses an unfit configuration before anything is computed
     key = {**identity_of(config, DECOMPOSED), "shares": SHARES, "batches": BATCHES, "layers": LAYERS}
-    key |= {"slack_steps": SLACK_STEPS, "multiple": ERROR_MULTIPLE}
+    key |= {"slack_steps": alignment.SLACK_STEPS, "multiple": alignment.ERROR_MULTIPLE}
     errors = _errors(Ledger(request.work, key), request)
     summaries = {dtype: _summaries(errors, dtype) for dtype in JUDGED}
     slacks = {dtype: _slack_shares(errors, dtype) for dtype in JUDGED}
-    # Times belong to a machine.
-    cells = _times(Ledger(request.work, {**key, "machine": machine_facts()}), slacks, config.device)
+    timed = Ledger(request.work, {**key, "machine": machine_facts()})  # times belong to a machine
+    cells: list[Row] = []
+    for device, dtype, shape in track([*itertools.product(devices_of(config.device), TIMED, SHAPES)], "timing forms"):
+        cells += timed.take(f"{device} {dtype} {shape}", measure_shape, shape, dtype, device, slacks[dtype])
     judged, model = len({row["layer"] for row in errors}), Path(config.model).name
+    claims = [_error_claim(dtype, one) for dtype, one in summaries.items()]
+    goals = [_bound_goal(dtype, one, model) for dtype, one in summaries.items()]
     return {
         "settings": {"shares": SHARES, "repeats": REPEATS, "model": model, "layers": judged, "slack_shares": slacks},
         "tables": [*_time_tables(cells), _saving_table(cells), _error_table(summaries, slacks, model)],
-        "claims": [
-            *_cost_claims(cells),
-            *(_error_claim(dtype, summary) for dtype, summary in summaries.items()),
-            *(_bound_goal(dtype, summary, model) for dtype, summary in summaries.items()),
-            _saving_goal(cells),
-        ],
+        "claims": [*_cost_claims(cells), *claims, *goals, _saving_goal(cells)],
         "data": {"cells": cells, "errors": summaries, "model": model},
     }
 
@@ -127,7 +122,8 @@ def _layer_errors(subject: Callable[[], Subject], name: str) -> list[Row]:
         u, v = layer.u[:rank].T.double(), layer.v[:rank].T.double()
         order = pivoted_order(u)
         # Gauge alignment inverts the r rows of U that become latents.
-        condition = {"paper": _condition(u[:rank]), "pivoted": _condition(u[order[:rank]])}
+        blocks = {"paper": u[:rank], "pivoted": u[order[:rank]]}
+        condition = {form: _finite(float(torch.linalg.cond(block))) for form, block in blocks.items()}
         for dtype in JUDGED:
             precision = getattr(torch, dtype)
             slack = choose_slack(u, v, seen[name], precision)
@@ -137,10 +133,6 @@ def _layer_errors(subject: Callable[[], Subject], name: str) -> list[Row]:
                 row[form] = _finite(alignment_error(rotated, v, columns, unseen[name], precision))
             rows.append(row)
     return rows
-
-
-def _condition(block: Tensor) -> float | None:
-    return _finite(float(torch.linalg.cond(block)))
 
 
 def _finite(number: float) -> float | None:
@@ -155,61 +147,48 @@ def _slack_shares(errors: Sequence[Row], dtype: str) -> list[float]:
 
 
 def _summaries(errors: Sequence[Row], dtype: str) -> dict[str, Row]:
-    """By form: errors, their multiples of low-rank U Vᵀ's, and how many are within what we state for ours.
-
-    Rows where the factors themselves overflow the dtype are left out; None is for an aligned form that does.
-    """
+    """By form: errors, multiples of low-rank U Vᵀ's, and how many are within ours; where U Vᵀ itself is finite."""
     rows = [row for row in errors if row["dtype"] == dtype and math.isfinite(row["plain"])]
-    floor, summaries = ERROR_FLOOR[getattr(torch, dtype)], {}
+    floor, summaries = alignment.ERROR_FLOOR[getattr(torch, dtype)], {}
     for form in FORMS:
         own, times = [row[form] for row in rows], [row[form] / row["plain"] for row in rows]
         numbers = {
             "least": min(own), "median": statistics.median(own), "most": max(own),
             "median_times": statistics.median(times), "worst_times": max(times),
         }  # fmt: skip
-        within = sum(row[form] <= max(STATED_MULTIPLE * row["plain"], floor) for row in rows)
+        within = sum(row[form] <= max(alignment.STATED_MULTIPLE * row["plain"], floor) for row in rows)
         summaries[form] = {key: _finite(number) for key, number in numbers.items()}
-        summaries[form] |= {"within": within, "ranks": len(rows)} | _conditions(rows, form)
+        summaries[form] |= {"within": within, "ranks": len(rows)}
+        summaries[form] |= _conditions([row["condition"].get(form) for row in rows], times)
     return summaries
 
 
-def _conditions(rows: Sequence[Row], form: str) -> dict[str, float]:
+def _conditions(conditions: Sequence[float | None], times: Sequence[float]) -> dict[str, float]:
     """Of what a form inverts: the median condition, and how far the error goes with it; nothing of the other forms."""
-    known = [(row["condition"].get(form), row[form] / row["plain"]) for row in rows]
-    pairs = [(condition, times) for condition, times in known if condition is not None and math.isfinite(times)]
-    if len({condition for condition, _ in pairs}) < 2 or len({times for _, times in pairs}) < 2:
+    known = [(c, t) for c, t in zip(conditions, times, strict=True) if c is not None and math.isfinite(t)]
+    if any(len(set(values)) < 2 for values in zip(*known, strict=True)) or not known:
         return {}
-    conditions, times = zip(*pairs, strict=True)
-    return {"condition": statistics.median(conditions), "rho": spearman(conditions, times)}
-
-
-def _times(ledger: Ledger, slacks: Mapping[str, list[float]], device: str) -> list[Row]:
-    cells = []
-    for place, dtype, shape in track([*itertools.product(devices_of(device), TIMED, SHAPES)], "timing forms"):
-        cells += ledger.take(f"{place} {dtype} {shape}", measure_shape, shape, dtype, place, slacks[dtype])
-    return cells
+    own, others = zip(*known, strict=True)
+    return {"condition": statistics.median(own), "rho": spearman(own, others)}
 
 
 def devices_of(wanted: str) -> list[str]:
     """The device that the configuration names, or with `auto` this CPU, and a GPU where there is one."""
-    if wanted != "auto":
-        return [wanted]
-    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    return [wanted] if wanted != "auto" else ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 def measure_shape(shape: Shape, dtype: str, device: str, slacks: Sequence[float]) -> list[Row]:
     """For each number of tokens and rank: each form's time over dense, and its operations over dense."""
     precision, cells = getattr(torch, dtype), []
     sizes = layer_sizes(shape, slacks, dtype)
-    builds: list[Callable[[], nn.Module]] = [
-        functools.partial(nn.Linear, shape[1], shape[0], bias=False, device=device, dtype=precision)
-    ]
+    dense = functools.partial(nn.Linear, shape[1], shape[0], bias=False, device=device, dtype=precision)
+    builds: list[Callable[[], nn.Module]] = [dense]
     for _, rank, slack in sizes:
         builds += builders(shape, rank, slack, precision, device).values()
     for tokens in TOKENS:
         x = torch.randn(tokens, shape[1], device=device).to(precision)
-        dense, *ratios = _over_first([forward_in_turn(build, x) for build in builds])
-        where = {"shape": list(shape), "dtype": dtype, "device": device, "tokens": tokens, "dense_seconds": dense}
+        seconds, *ratios = _over_first([forward_in_turn(build, x) for build in builds])
+        where = {"shape": list(shape), "dtype": dtype, "device": device, "tokens": tokens, "dense_seconds": seconds}
         for (share, rank, slack), own in zip(sizes, zip(*[iter(ratios)] * len(FORMS), strict=True), strict=True):
             columns = zip(FORMS, (rank, 0, 0, slack), strict=True)
             counted = {form: aligned_parameters(shape, rank, p) / dense_parameters(shape) for form, p in columns}
@@ -221,24 +200,22 @@ def measure_shape(shape: Shape, dtype: str, device: str, slacks: Sequence[float]
 def layer_sizes(shape: Shape, slacks: Sequence[float], dtype: str) -> list[tuple[float | None, int, int]]:
     """Share of the full rank, rank of whole blocks and slack; and last, of no share, the largest that saves enough."""
     block, full = rank_block(shape), min(shape)
+
+    def slack_columns(rank: int, part: float) -> int:
+        return whole_slack(shape, rank, max(1, round(part * rank)), dtype)
+
     ranks = [min(nearest_rank(shape, share), full - block) for share in SHARES]
-    sizes = [(at, r, slack_columns(shape, r, part, dtype)) for at, r, part in zip(SHARES, ranks, slacks, strict=True)]
+    sizes = [(at, rank, slack_columns(rank, part)) for at, rank, part in zip(SHARES, ranks, slacks, strict=True)]
     limit, part = (1 - SAVING) * dense_parameters(shape), statistics.median(slacks)
-    fewer = ((rank, slack_columns(shape, rank, part, dtype)) for rank in range(full - block, 0, -block))
+    fewer = ((rank, slack_columns(rank, part)) for rank in range(full - block, 0, -block))
     return [*sizes, (None, *next(size for size in fewer if aligned_parameters(shape, *size) <= limit))]
-
-
-def slack_columns(shape: Shape, rank: int, slack_share: float, dtype: str) -> int:
-    """The slack of a deployed layer that needs this part of its rank."""
-    return whole_slack(shape, rank, max(1, round(slack_share * rank)), dtype)
 
 
 def builders(
     shape: Shape, rank: int, slack: int, dtype: torch.dtype, device: str
 ) -> dict[str, Callable[[], nn.Module]]:
     """For each of FORMS what builds a layer, with random weights."""
-    placed: dict[str, Any] = {"device": device, "dtype": dtype}
-    aligned = functools.partial(GaugeAlignedLinear, shape, rank, bias=False, **placed)
+    aligned = functools.partial(GaugeAlignedLinear, shape, rank, bias=False, device=device, dtype=dtype)
     order = torch.randperm(shape[0], device=device)
     return {
         "plain": functools.partial(aligned, aligned=0),
@@ -258,12 +235,14 @@ def _over_first(runs: Sequence[Callable[[int], None]]) -> list[float]:
     return [statistics.median(base) / calls, *(median_ratio(seconds, base) for seconds in others)]
 
 
-def _kinds(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
-    """The rows of each device and dtype."""
-    kinds: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        kinds.setdefault((row["device"], row["dtype"]), []).append(row)
-    return kinds
+def _grouped(cells: Iterable[Row], *keys: str) -> list[tuple[Any, list[Row]]]:
+    """Cells that follow one another and agree in these, together."""
+    return [(values, list(group)) for values, group in itertools.groupby(cells, operator.itemgetter(*keys))]
+
+
+def _by_kind(cells: Iterable[Row]) -> list[tuple[Any, list[Row]]]:
+    """The cells of each device and dtype, at shares of the rank."""
+    return _grouped((cell for cell in cells if cell["share"]), "device", "dtype")
 
 
 def _where(row: Row) -> str:
@@ -273,10 +252,10 @@ def _where(row: Row) -> str:
 def _time_tables(cells: Sequence[Row]) -> list[dict[str, Any]]:
     """For each device and dtype: time over dense and operations over dense, by shape, tokens and form."""
     tables = []
-    for kind, of_kind in _kinds([cell for cell in cells if cell["share"]]).items():
+    for kind, of_kind in _by_kind(cells):
         rows = []
-        for where, group in itertools.groupby(of_kind, _where):
-            of = list(group)
+        for _, of in _grouped(of_kind, "shape", "tokens"):
+            where = _where(of[0])
             rows += [[f"{where}: {name}", *(cell["ratios"][form] for cell in of)] for form, name in FORMS.items()]
             rows.append([f"{where}: operations of ours", *(cell["counted"]["ours"] for cell in of)])
         title = f"time over a dense layer's, at whole blocks nearest to shares of the full rank: {', '.join(kind)}"
@@ -285,18 +264,14 @@ def _time_tables(cells: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def _saving_table(cells: Sequence[Row]) -> dict[str, Any]:
-    rows = []
-    for cell in cells:
-        if not cell["share"] and cell["tokens"] == TOKENS[0]:
-            of = [c for c in cells if not c["share"] and all(c[k] == cell[k] for k in ("device", "dtype", "shape"))]
-            what = f"{cell['device']}, {cell['dtype']}, {cell['shape'][0]} × {cell['shape'][1]}"
-            times = [one["ratios"]["ours"] for one in of]
-            rows.append([what, cell["rank"], cell["slack"], cell["counted"]["ours"], *times])
-    title = (
-        f"time over dense at the largest rank of whole blocks that saves {SAVING:g} of the operations, slack counted"
-    )
+    rows = [
+        [f"{device}, {dtype}, {shape[0]} × {shape[1]}", of[0]["rank"], of[0]["slack"], of[0]["counted"]["ours"],
+         *(cell["ratios"]["ours"] for cell in of)]
+        for (device, dtype, shape), of in _grouped((c for c in cells if not c["share"]), "device", "dtype", "shape")
+    ]  # fmt: skip
     columns = ["layer", "rank", "slack", "operations", *(f"{tokens} tokens" for tokens in TOKENS)]
-    return table(title, columns, rows, digits=2)
+    largest = f"the largest rank of whole blocks that saves {SAVING:g} of the operations, slack counted"
+    return table(f"time over dense at {largest}", columns, rows, digits=2)
 
 
 def _error_table(summaries: Mapping[str, Any], slacks: Mapping[str, list[float]], model: str) -> dict[str, Any]:
@@ -306,32 +281,30 @@ def _error_table(summaries: Mapping[str, Any], slacks: Mapping[str, list[float]]
         slack = statistics.median(slacks[dtype]) if form == "ours" else None
         numbers = (one[key] for key in ("median", "median_times", "worst_times"))
         rows.append([f"{dtype}: {FORMS[form]}", *numbers, one["within"] / one["ranks"], slack, one.get("condition")])
-    columns = ["form", "median error", "over low-rank's, median", "worst", "within our bound", "slack / rank",
-               "condition"]  # fmt: skip
+    columns = ["median error", "over low-rank's, median", "worst", "within our bound", "slack / rank", "condition"]
     title = f"relative output error at {one['ranks']} ranks of {model}'s layers, on activations unseen (–: overflow)"
-    return table(title, columns, rows, digits=(4, 2, 2, 3, 3, 1))
+    return table(title, ["form", *columns], rows, digits=(4, 2, 2, 3, 3, 1))
 
 
 def _cost_claims(cells: Sequence[Row]) -> list[dict[str, Any]]:
     """What the paper says of the cost, for each device and dtype; of wide layers at many tokens, if there are any."""
     claims = []
-    for kind, of_kind in _kinds([cell for cell in cells if cell["share"]]).items():
+    for kind, of_kind in _by_kind(cells):
         wide = [cell for cell in of_kind if min(cell["shape"]) >= WIDE and cell["tokens"] >= MANY] or of_kind
-        over = {form: [cell["ratios"][form] / cell["counted"][form] for cell in wide] for form in FORMS}
-        spans = ", ".join(f"{FORMS[form]} {_span(of)}" for form, of in over.items())
+        over = [cell["ratios"][form] / cell["counted"][form] for form in ("plain", "paper") for cell in wide]
         last, where = [cell for cell in wide if cell["share"] == SHARES[-1]], f"({', '.join(kind)})"
-        top = {form: _span([cell["ratios"][form] for cell in last]) for form in FORMS}
+        plain = [cell["ratios"]["plain"] for cell in last]
         doubled = [cell["ratios"]["plain"] / cell["counted"]["plain"] for cell in last]
+        off_plain, off = (max(abs(ratio - 1) for ratio in ratios) for ratios in (doubled, over))
         worst = max(wide, key=lambda cell: cell["ratios"]["paper"])
-        highest = f"at most {worst['ratios']['paper']:.2f} ({_where(worst)}, {worst['share']:g})"
+        most = worst["ratios"]["paper"]
         claims += [
             claim(f"low-rank U Vᵀ costs up to 2× a dense layer {where}", "up to 2",
-                  f"{top['plain']} at {SHARES[-1]:g} of the full rank", _is_close(doubled), "not known"),
+                  f"{_span(plain)} at {SHARES[-1]:g} of the full rank", off_plain <= CLOSE, "not known"),
             claim(f"GAR always costs less than a dense layer, even at almost full rank {where}", "always below 1",
-                  f"{highest}; at {SHARES[-1]:g} {top['paper']}, pivoted {top['pivoted']}, ours {top['ours']}",
-                  worst["ratios"]["paper"] < 1, "not known"),
+                  f"at most {most:.2f} ({_where(worst)}, {worst['share']:g})", most < 1, "not known"),
             claim(f"the cost closely follows the theory, here within {CLOSE:.0%} {where}", "closely",
-                  f"measured over counted: {spans}", _is_close(over["plain"] + over["paper"]), "not known"),
+                  f"measured over counted, low-rank and GAR: {_span(over)}", off <= CLOSE, "not known"),
         ]  # fmt: skip
     return claims
 
@@ -340,40 +313,33 @@ def _span(values: Sequence[float]) -> str:
     return f"{min(values):.2f} to {max(values):.2f}"
 
 
-def _is_close(ratios: Sequence[float]) -> bool:
-    return all(abs(ratio - 1) <= CLOSE for ratio in ratios)
-
-
 def _error_claim(dtype: str, summary: Mapping[str, Any]) -> dict[str, Any]:
-    ranks, forms = summary["plain"]["ranks"], [form for form in FORMS if form != "plain"]
-    worst, median = ({f: _times_text(summary[f][key]) for f in forms} for key in ("worst_times", "median_times"))
-    here = "; ".join(f"{FORMS[f]} worst ×{worst[f]}, median ×{median[f]}" for f in forms)
-    counts = ", ".join(f"{FORMS[form]} {summary[form]['within']}" for form in forms)
-    why = f"equal only in exact arithmetic; within our stated bound, of {ranks} ranks: {counts}"
-    if "rho" in summary["paper"]:
-        inverted = {form: shown(summary[form].get("condition"), 1) for form in ("paper", "pivoted")}
-        why += (
-            f"; the block of U that it inverts has condition {inverted['paper']} in the median, and the error over "
-            f"low-rank's goes with it, Spearman ρ {summary['paper']['rho']:.2f}; of pivoted rows {inverted['pivoted']}"
-        )
+    own, aligned = summary["paper"], {form: one for form, one in summary.items() if form != "plain"}
+    here = "; ".join(
+        f"{FORMS[form]} worst ×{_times_text(one['worst_times'])}, median ×{_times_text(one['median_times'])}"
+        for form, one in aligned.items()
+    )
+    why = f"equal only in exact arithmetic; within our stated bound at {own['within']} of {own['ranks']} ranks"
+    if "rho" in own:
+        why += f"; it goes with the condition of the block of U that it inverts, Spearman ρ {own['rho']:.2f}"
     what = f"eq. 7 changes no output ({dtype} error over low-rank U Vᵀ's)"
-    return claim(what, "equal", here, summary["paper"]["within"] == ranks, why)
+    return claim(what, "equal", here, own["within"] == own["ranks"], why)
 
 
 def _bound_goal(dtype: str, summary: Mapping[str, Any], model: str) -> dict[str, Any]:
-    ours, floor = summary["ours"], ERROR_FLOOR[getattr(torch, dtype)]
+    ours, floor = summary["ours"], alignment.ERROR_FLOOR[getattr(torch, dtype)]
     here = f"worst {_times_text(ours['worst_times'])}; {ours['within']} of {ours['ranks']} within"
     what = f"{dtype} error with slack over low-rank U Vᵀ's, at {ours['ranks']} ranks of {model}'s layers"
-    return goal(what, f"at most {STATED_MULTIPLE:g}, or {floor:g} in all", here, ours["within"] == ours["ranks"])
+    most = f"at most {alignment.STATED_MULTIPLE:g}, or {floor:g} in all"
+    return goal(what, most, here, ours["within"] == ours["ranks"])
 
 
 def _saving_goal(cells: Sequence[Row]) -> dict[str, Any]:
-    saving = sorted(
-        (cell["ratios"]["ours"], cell["device"], cell["dtype"], _where(cell)) for cell in cells if not cell["share"]
-    )
-    within = sum(ratio <= OVER_DENSE for ratio, *_ in saving)
-    worst, *place = saving[-1]
-    here = f"worst {worst:.2f} ({', '.join(place)}); {within} of {len(saving)} within"
+    saving = [cell for cell in cells if not cell["share"]]
+    worst = max(saving, key=lambda cell: cell["ratios"]["ours"])
+    within = sum(cell["ratios"]["ours"] <= OVER_DENSE for cell in saving)
+    where = f"{worst['device']}, {worst['dtype']}, {_where(worst)}"
+    here = f"worst {worst['ratios']['ours']:.2f} ({where}); {within} of {len(saving)} within"
     what = f"a layer that saves at least {SAVING:g} of its operations, over dense"
     return goal(what, f"at most {OVER_DENSE}", here, within == len(saving))
 
@@ -385,52 +351,39 @@ def _times_text(number: float | None) -> str:
 def draw(data: Mapping[str, Any]) -> Any:
     """Time over dense by share of the rank at the most tokens, operations dashed; on the right, errors by dtype."""
     most = max(cell["tokens"] for cell in data["cells"])
-    kinds = _kinds([cell for cell in data["cells"] if cell["tokens"] == most and cell["share"]])
-    shapes = list(dict.fromkeys(tuple(cell["shape"]) for cell in data["cells"]))
-    figure, places = panels(len(shapes) + 1, (3 * (len(shapes) + 1), 2.8 * len(kinds)), rows=len(kinds))
-    rows = zip(*[iter(places)] * (len(shapes) + 1), strict=True)
-    for (kind, cells), (*axes, last) in zip(kinds.items(), rows, strict=True):
-        for place, shape in zip(axes, shapes, strict=True):
-            _draw_times(place, [cell for cell in cells if tuple(cell["shape"]) == shape])
-            place.set_title(f"{shape[0]} × {shape[1]}, {', '.join(kind)}", loc="left", fontsize=9)
-        _draw_errors(last, data["errors"][kind[1]])
+    kinds = _by_kind(cell for cell in data["cells"] if cell["tokens"] == most)
+    columns = len(_grouped(kinds[0][1], "shape")) + 1
+    figure, places = panels(columns, (3 * columns, 2.8 * len(kinds)), rows=len(kinds))
+    for number, (kind, cells) in enumerate(kinds):
+        *row, last = places[number * columns : (number + 1) * columns]
+        for axes, (shape, of) in zip(row, _grouped(cells, "shape"), strict=True):
+            draw_level(axes, 1, linestyle="-")
+            for (form, name), (key, style) in itertools.product(FORMS.items(), LINES.items()):
+                heights = [cell[key][form] for cell in of]
+                axes.plot([cell["share"] for cell in of], heights, color=COLOURS[form], label=name, **style)
+            axes.set_title(f"{shape[0]} × {shape[1]}, {', '.join(kind)}", loc="left", fontsize=9)
+            axes.set_ylim(0, 2.2)
+        for place, (form, one) in enumerate(data["errors"][kind[1]].items()):
+            span = [one[key] for key in ("least", "median", "most") if one[key] is not None]
+            last.plot([place] * len(span), span, color=COLOURS[form], linewidth=2)
+            last.plot([place] * len(span[1:2]), span[1:2], color=COLOURS[form], marker="o", markersize=5)
+        last.set(yscale="log", xticks=[])
         last.set_title(f"{kind[1]} output error, {data['model']}", loc="left", fontsize=9)
-    places[0].legend(fontsize=7, loc="upper left")
+    solid = places[0].get_lines()[1::2]
+    places[0].legend(handles=solid, fontsize=7, loc="upper left")
     figure.supylabel(f"time over dense, {most} tokens", fontsize=9)
     figure.supxlabel("share of the full rank", fontsize=9)
     return figure
 
 
-def _draw_times(axes: Any, cells: Sequence[Row]) -> None:
-    shares = [cell["share"] for cell in cells]
-    draw_level(axes, 1, linestyle="-")
-    for form, name in FORMS.items():
-        colour = COLOURS[form]
-        axes.plot(shares, [cell["ratios"][form] for cell in cells], "o-", color=colour, markersize=3, label=name)
-        axes.plot(shares, [cell["counted"][form] for cell in cells], "--", color=colour, linewidth=1)
-    axes.set_ylim(0, 2.2)
-
-
-def _draw_errors(axes: Any, errors: Mapping[str, Any]) -> None:
-    for place, (form, one) in enumerate(errors.items()):
-        span = [one[key] for key in ("least", "median", "most") if one[key] is not None]
-        axes.plot([place] * len(span), span, color=COLOURS[form], linewidth=2)
-        axes.plot([place] * len(span[1:2]), span[1:2], color=COLOURS[form], marker="o", markersize=5)
-    axes.set(yscale="log", xticks=[])
-
-
 EXPERIMENT = Experiment(
-    name="gar",
-    title="What gauge alignment saves, and what it costs in accuracy",
+    name="gar", title="What gauge alignment saves, and what it costs in accuracy",
     shows="one layer's forward time in four forms against a dense layer and the operations counted, errors by dtype,"
     " and the time of layers that save a quarter of their operations",
     paper="plain costs up to 2× dense, GAR always less than dense, close to theory (Training and inference efficiency)",
-    minutes=10,
-    run=run,
-    draw=draw,
-    settings=lambda full: pycode_settings(),
+    minutes=10, run=run, draw=draw, settings=lambda full: pycode_settings(),
     tried=(
         "a permutation of the output, which costs a pass over it at every rank",
         "latents written straight into a wider output, quicker near full rank in bfloat16 and slower at half",
     ),
-)
+)  # fmt: skip

@@ -1,7 +1,6 @@
 """The networks of the paper's MNIST studies: two convolutions, two linear layers (FlexRank, sections 3.4 and C.3).
 
 The paper gives no widths. Every layer here has ten ranks or more, so that K = 10 levels in ranks make 10⁴ submodels.
-`lenet` is the customary network; `narrow` is so small that all its submodels can be trained, not only evaluated.
 """
 
 from pathlib import Path
@@ -17,18 +16,18 @@ from flexrank.distill.objectives import LogitObjective
 from flexrank.files import write_aside
 from flexrank.progress import track
 from research.assets import assets_directory
-from research.measures import inference
+from research.studies.stacked import draw_rows
 
 LEVELS = 10
 EPOCHS, BATCH, LEARNING_RATE = 4, 128, 2e-3
+OBJECTIVE = LogitObjective()
 
 
 def build_network(name: str, seed: int) -> nn.Sequential:
     """The untrained network: (N, 1, 28, 28) to (N, 10).
 
-    Args:
-        name: "lenet" (ranks 16, 32, 128, 10; 1.1 million multiply-adds an image) or "narrow" (10, 16, 32, 10; 22,000).
-        seed: of the initial weights.
+    `lenet` is the customary one (ranks 16, 32, 128, 10); `narrow` (10, 16, 32, 10) is so small, 22,000 multiply-adds
+    per image, that all its submodels can be trained.
     """
     torch.manual_seed(seed)
     if name == "lenet":
@@ -39,28 +38,18 @@ def build_network(name: str, seed: int) -> nn.Sequential:
 
 
 def load_images(split: str) -> tuple[Tensor, Tensor]:
-    """MNIST's images (N, 1, 28, 28), of mean 0 and deviation 1 over the training part, and classes (N,).
-
-    Args:
-        split: "train" (60,000) or "test" (10,000).
-    """
+    """MNIST's `train` (60,000) or `test` (10,000) images (N, 1, 28, 28), of mean 0 and deviation 1, and classes."""
     with np.load(Path(assets_directory("mnist"), "mnist", f"{split}.npz"), allow_pickle=False) as file:
         images, labels = torch.from_numpy(file["x"]), torch.from_numpy(file["y"].astype(np.int64))
     return (images.float().div(255).sub(0.1307) / 0.3081).unsqueeze(1), labels
 
 
-def train_network(name: str, images: Tensor, labels: Tensor, seed: int, epochs: int = EPOCHS) -> nn.Sequential:
+def train_network(name: str, images: Tensor, labels: Tensor, seed: int) -> nn.Sequential:
     """The network trained on the labels by Adam with a cosine schedule, in eval mode."""
-    model = build_network(name, seed)
-    generator = torch.Generator().manual_seed(seed)
+    model, steps = build_network(name, seed), EPOCHS * (len(images) // BATCH)
     optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE)
-    steps = epochs * (len(images) // BATCH)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    order = torch.empty(0, dtype=torch.int64)
-    for _ in track(range(steps), f"training {name}, seed {seed}"):
-        if len(order) < BATCH:
-            order = torch.randperm(len(images), generator=generator)
-        rows, order = order[:BATCH], order[BATCH:]
+    for rows in track(draw_rows(len(images), BATCH, steps, seed), f"training {name}, seed {seed}", steps):
         optimizer.zero_grad(set_to_none=True)
         functional.cross_entropy(model(images[rows]), labels[rows]).backward()
         optimizer.step()
@@ -69,10 +58,7 @@ def train_network(name: str, images: Tensor, labels: Tensor, seed: int, epochs: 
 
 
 def kept_network(path: Path, name: str, images: Tensor, labels: Tensor, seed: int) -> nn.Sequential:
-    """The trained network of a file, which is written first where it is absent.
-
-    Units of one network go on in another process, perhaps with other threads, whose training would end in other bits.
-    """
+    """The trained network of a file, written first where it is absent: another process's training has other bits."""
     if not path.is_file():
         model = train_network(name, images, labels, seed)
         with write_aside(path) as aside:
@@ -91,12 +77,3 @@ def divergence(student: Tensor, teacher: Tensor) -> Tensor:
     """KL(teacher ‖ student) of logits (…, N, classes), a mean over the N images: (…)."""
     log_teacher, log_student = teacher.log_softmax(-1), student.log_softmax(-1)
     return (log_teacher.exp() * (log_teacher - log_student)).sum(-1).mean(-1)
-
-
-def error_rate(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Share of images put into a wrong class."""
-    with inference(model):
-        return float((model(images).argmax(-1) != labels).double().mean())
-
-
-OBJECTIVE = LogitObjective()

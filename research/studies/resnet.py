@@ -28,10 +28,8 @@ class ResidualBlock(nn.Module):
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(outputs)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """See the class."""
-        hidden = functional.relu(self.bn1(self.conv1(x)))
-        hidden = self.bn2(self.conv2(hidden))
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        hidden = self.bn2(self.conv2(functional.relu(self.bn1(self.conv1(x)))))
         return functional.relu(hidden + shortcut(x, hidden.shape[1], self.stride))
 
 
@@ -42,16 +40,15 @@ class ResNet20(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(3, WIDTHS[0], 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(WIDTHS[0])
-        self.layer1 = _stage(WIDTHS[0], WIDTHS[0], 1)
-        self.layer2 = _stage(WIDTHS[0], WIDTHS[1], 2)
-        self.layer3 = _stage(WIDTHS[1], WIDTHS[2], 2)
-        self.linear = nn.Linear(WIDTHS[2], 10)
+        self.layer1, self.layer2, self.layer3 = (
+            nn.Sequential(ResidualBlock(n, m, 1 if n == m else 2), *(ResidualBlock(m, m, 1) for _ in range(BLOCKS - 1)))
+            for n, m in zip((WIDTHS[0], *WIDTHS), WIDTHS, strict=False)
+        )
+        self.linear = nn.Linear(WIDTHS[-1], 10)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """See the class."""
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         hidden = functional.relu(self.bn1(self.conv1(x)))
-        hidden = self.layer3(self.layer2(self.layer1(hidden)))
-        return self.linear(hidden.mean((2, 3)))
+        return self.linear(self.layer3(self.layer2(self.layer1(hidden))).mean((2, 3)))
 
 
 def shortcut(x: Tensor, channels: int, stride: int) -> Tensor:
@@ -66,8 +63,3 @@ def load_resnet20(path: Path) -> ResNet20:
         model = ResNet20()
     model.load_state_dict(safetensors.torch.load_file(path))
     return model.eval()
-
-
-def _stage(inputs: int, outputs: int, stride: int) -> nn.Sequential:
-    first = ResidualBlock(inputs, outputs, stride)
-    return nn.Sequential(first, *(ResidualBlock(outputs, outputs, 1) for _ in range(BLOCKS - 1)))

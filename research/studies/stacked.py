@@ -1,9 +1,8 @@
 """Many submodels of one small network trained at once, each with weights of its own, as one batched computation.
 
-M copies of an elastic `nn.Sequential` (convolutions, ReLU, Flatten, linear layers) are tensors with a leading
-axis M; a step is one batched matrix product a layer for all of them, in place of M steps. Activations are kept as
-(M, channels, height, width, N), the images N last, so that unfolding a convolution copies runs of N numbers: with N
-first, two thirds of a step were copies. A step of one `narrow` submodel with 64 images takes 17 MFLOP.
+M copies of an elastic `nn.Sequential` are tensors with a leading axis M; a step is one batched product per layer.
+Activations are (M, channels, height, width, N), so that unfolding copies runs of N numbers: with N first, two thirds of
+a step were copies.
 """
 
 import math
@@ -17,8 +16,6 @@ from torch.nn import functional
 from flexrank.distill.schedule import scheduled_rate
 from flexrank.nn.elastic import NestedConv2d, NestedLayer, NestedLinear
 
-Ranks = Sequence[Sequence[int]]
-
 
 class StackedNetwork(nn.Module):
     """M submodels of `model`, each at ranks of its own: images (N, C, H, W) to logits (M, N, classes).
@@ -26,20 +23,17 @@ class StackedNetwork(nn.Module):
     A submodel's components beyond its rank are zero and get no gradient, so that it is trained as it would be alone.
     """
 
-    def __init__(self, model: nn.Sequential, ranks: Ranks):
+    def __init__(self, model: nn.Sequential, ranks: Sequence[Sequence[int]]):
         super().__init__()
         self.steps = [(type(module), getattr(module, "geometry", None)) for module in model]
-        layers = [module for module in model if isinstance(module, NestedLayer)]
         for module in model:
             plain = isinstance(module, NestedLinear | nn.ReLU | nn.Flatten)
             if not plain and not (isinstance(module, NestedConv2d) and module.geometry[3:] == ((0, 0), (1, 1))):
-                raise TypeError(
-                    f"{module} cannot be stacked: layers with a bias, no padding or dilation, ReLU, Flatten"
-                )
+                raise TypeError(f"{module} cannot be stacked: layers without padding or dilation, ReLU, Flatten")
         self.u, self.v, self.bias = nn.ParameterList(), nn.ParameterList(), nn.ParameterList()
         self.masks: list[Tensor] = []
-        for place, layer in enumerate(layers):
-            own = torch.tensor([submodel[place] for submodel in ranks])
+        layers = [module for module in model if isinstance(module, NestedLayer)]
+        for layer, own in zip(layers, torch.tensor(ranks).T, strict=True):
             mask = (torch.arange(layer.max_rank) < own[:, None]).float()[:, :, None]  # (M, k, 1)
             assert layer.bias is not None
             self.masks.append(mask)
@@ -83,13 +77,12 @@ def _conv(values: Tensor, weight: Tensor, bias: Tensor, geometry: Any) -> Tensor
         output = (weight.flatten(0, 1) @ patches[0]).unflatten(0, weight.shape[:2]) + bias
     else:
         output = torch.baddbmm(bias, weight, patches)
-    height, width = _out_size(values, geometry.kernel_size, geometry.stride)
-    return output.unflatten(2, (height, width, values.shape[-1]))
+    return output.unflatten(2, (*_out_size(values, geometry.kernel_size, geometry.stride), values.shape[-1]))
 
 
 def _out_size(values: Tensor, kernel: tuple[int, int], stride: tuple[int, int]) -> tuple[int, int]:
-    sizes = [(size - k) // s + 1 for size, k, s in zip(values.shape[2:4], kernel, stride, strict=True)]
-    return sizes[0], sizes[1]
+    (height, width), (rows, columns), (down, right) = values.shape[2:4], kernel, stride
+    return (height - rows) // down + 1, (width - columns) // right + 1
 
 
 class _Unfold(torch.autograd.Function):
@@ -105,19 +98,18 @@ class _Unfold(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (rows, columns), (down, right) = ctx.kernel, ctx.stride
         total = gradient.new_zeros(ctx.shape)
-        height, width = _out_size(total, ctx.kernel, ctx.stride)
-        parts = gradient.reshape(*ctx.shape[:2], rows, columns, height, width, ctx.shape[-1])
+        size = _out_size(total, ctx.kernel, ctx.stride)
+        parts = gradient.reshape(*ctx.shape[:2], rows, columns, *size, ctx.shape[-1])
         for row in range(rows):
             for column in range(columns):
-                window = total[:, :, row : row + down * height : down, column : column + right * width : right]
+                window = total[:, :, row : row + down * size[0] : down, column : column + right * size[1] : right]
                 window += parts[:, :, row, column]
         return total, None, None
 
 
 def draw_rows(count: int, batch: int, steps: int, seed: int) -> Iterator[Tensor]:
     """The rows of each step's batch: of a new permutation whenever the last has too few left."""
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.empty(0, dtype=torch.int64)
+    generator, order = torch.Generator().manual_seed(seed), torch.empty(0, dtype=torch.int64)
     for _ in range(steps):
         if len(order) < batch:
             order = torch.randperm(count, generator=generator)
@@ -135,11 +127,9 @@ def train_stacked_(
     """
     optimizer = torch.optim.AdamW(network.parameters(), learning_rate, weight_decay=0.0, fused=True)
     for step, rows in enumerate(draw_rows(len(images), batch, steps, seed)):
-        for group in optimizer.param_groups:
-            group["lr"] = scheduled_rate(step, steps, learning_rate, warmup_steps, 0.0)
-        log_student = network(images[rows]).log_softmax(-1)
-        loss = functional.kl_div(log_student, targets[rows].log_softmax(-1).expand_as(log_student), log_target=True,
-                                 reduction="sum") / batch  # fmt: skip
+        optimizer.param_groups[0]["lr"] = scheduled_rate(step, steps, learning_rate, warmup_steps, 0.0)
+        student = network(images[rows]).log_softmax(-1)
+        teacher = targets[rows].log_softmax(-1).expand_as(student)
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        (functional.kl_div(student, teacher, log_target=True, reduction="sum") / batch).backward()
         optimizer.step()

@@ -1,7 +1,7 @@
 """A small vision transformer and ResNet-20 on CIFAR-10 at every size (FlexRank, figure of section 5.2, bottom).
 
 For each network and seed: DataSVD on some training images, sensitivities on others, one joint chain of ranks, and
-consolidation on the rest, by distillation alone; labels are never used. No stage sees a test image.
+consolidation on the rest, by distillation alone. Labels are never used, and no stage sees a test image.
 """
 
 import contextlib
@@ -11,8 +11,7 @@ import functools
 import shutil
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,16 +38,14 @@ VIT_DIRECTORY = "vit-cifar10"
 RESNET_FILE = "cifar10_resnet20/resnet20_jpg_ft.safetensors"
 OBJECTIVE = LogitObjective()
 STAGES = {"datasvd": "DataSVD alone", "consolidated": "consolidated"}
-#: Points of accuracy; the claim's margin, and the budget that it is made for.
-MARGIN, SMALL = 5.0, 0.3
+#: Points of accuracy, and the budgets of the claims: the smallest one, and the first after 20 % are gone.
+MARGIN, SMALL, EARLY = 5.0, 0.3, 0.7
 ENERGY = 0.99
-#: The first budget after 20 % of the parameters are gone.
-EARLY = 0.7
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The size of a seed's work: images for the moments and for the probe, ranks of each layer, steps, test images."""
+    """The size of a seed's work: steps, images for the moments and the probe, ranks of each layer, test images."""
 
     steps: int
     batch_size: int = 64
@@ -56,15 +53,14 @@ class Plan:
     probe: int = 256
     levels: int = 10
     warmup_steps: int = 30
-    test: int | None = None  # how many are classified, the first; None for all
+    test: int | None = None  # how many are classified; None for all
 
 
 QUICK = Plan(steps=500, probe=128, test=2000)
 FULL = Plan(steps=6000, batch_size=128, calibration=1024, probe=512, warmup_steps=200)
 
 
-@dataclasses.dataclass(frozen=True)
-class Network:
+class Network(NamedTuple):
     """One network to compress, in eval mode; `in_paper` where the paper's claims are about networks of its kind."""
 
     name: str
@@ -76,8 +72,7 @@ class Network:
     in_paper: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class Images:
+class Images(NamedTuple):
     """Training images and test images, uint8 (N, C, H, W), and the classes of the latter (N,)."""
 
     training: Tensor
@@ -101,21 +96,18 @@ def run(request: Request) -> Result:
     images = Images(training, *vit.read_tensors(assets / "cifar10" / vit.TEST))
     result = compress(networks, images, FULL if request.full else QUICK, request)
     record = read_json(directory / vit.RECORD)
-    # Not part of the finished parts' key: the digest of the weights identifies the training there.
+    # Not in the key of the finished parts: the digest of the weights identifies the training there.
     trained = {"training_of_the_transformer": record["recipe"] | {"accuracy": record["accuracy"]}}
     return result | {"settings": result["settings"] | trained}
 
 
 def compress(networks: Sequence[Network], images: Images, plan: Plan, request: Request) -> Result:
     """Every network with every seed: the study's result."""
-    some = dataclasses.replace(images, test=images.test[: plan.test], classes=images.classes[: plan.test])
-    settings = dataclasses.asdict(plan) | {
-        "networks": {one.name: {"digest": one.digest, "learning_rate": one.learning_rate} for one in networks},
-        "images": [len(images.training), len(images.test)],
-        "budgets": list(BUDGETS),
-    }
-    ledger = Ledger(request.work, settings)
-    results = []
+    some = images._replace(test=images.test[: plan.test], classes=images.classes[: plan.test])
+    rates = {one.name: {"digest": one.digest, "learning_rate": one.learning_rate} for one in networks}
+    sizes = [len(images.training), len(images.test)]
+    settings = dataclasses.asdict(plan) | {"networks": rates, "images": sizes, "budgets": list(BUDGETS)}
+    ledger, results = Ledger(request.work, settings), []
     for network in networks:
         full = ledger.take(f"{network.name}, full", _measure, network.model, network, some)
         whole = ledger.take(f"{network.name}, whole", _measure, network.model, network, images)
@@ -124,8 +116,7 @@ def compress(networks: Sequence[Network], images: Images, plan: Plan, request: R
         facts = {"title": network.title, "in_paper": network.in_paper, "size": size, "full": full, "whole": whole}
         results.append(facts | {key: [trial[key] for trial in trials] for key in trials[0]})
     data = {"budgets": list(BUDGETS), "networks": results, "images": len(some.test)}
-    passes = plan.steps * plan.batch_size / len(images.training)
-    claims = [_claim_consolidated(one, passes) for one in results] + [_claim_datasvd(one) for one in results]
+    claims = _claims(results, plan.steps * plan.batch_size / len(images.training))
     return {"settings": settings | {"seeds": request.seeds}, "tables": _tables(data), "claims": claims, "data": data}
 
 
@@ -135,6 +126,7 @@ class _Trial:
     def __init__(self, network: Network, images: Images, plan: Plan, seed: int, ledger: Ledger):
         self.network, self.images, self.plan, self.seed, self.ledger = network, images, plan, seed, ledger
         self.label = f"{network.name}, seed {seed}"
+        self.checkpoint = ledger.directory / f"{self.label}, distilled"  # an interrupted consolidation goes on from it
         order = torch.randperm(len(images.training), generator=torch.Generator().manual_seed(seed))
         self.calibration, self.probe, self.rest = order.tensor_split((plan.calibration, plan.calibration + plan.probe))
 
@@ -148,11 +140,6 @@ class _Trial:
         sizes = [chain.model_parameters(chain.entry_at(budget)) for budget in BUDGETS]
         return {"datasvd": before, "consolidated": after, "parameters": sizes, "energetic_share": share}
 
-    @property
-    def checkpoint(self) -> Path:
-        """From which an interrupted consolidation goes on."""
-        return self.ledger.directory / f"{self.label}, distilled"
-
     @functools.cached_property
     def decomposed(self) -> tuple[nn.Module, dict[str, Tensor]]:
         """The elastic network, decomposed by the calibration's images, and its layers' energies."""
@@ -162,7 +149,6 @@ class _Trial:
 
     @property
     def model(self) -> nn.Module:
-        """The elastic network."""
         return self.decomposed[0]
 
     def energetic_share(self) -> float:
@@ -174,8 +160,9 @@ class _Trial:
         """One nested profile for each budget."""
         evaluate = distillation_evaluator(self.network.model, self.batches(self.probe), OBJECTIVE)
         checkpoint = self.ledger.directory / f"{self.label}, probe.json"
-        options = {"spacing": "parameters", "checkpoint": checkpoint, **EVERY_RANK}
-        table = probe_sensitivity(self.model, evaluate, self.plan.levels, **options)
+        table = probe_sensitivity(
+            self.model, evaluate, self.plan.levels, spacing="parameters", checkpoint=checkpoint, **EVERY_RANK
+        )
         return allocate_ranks(table, BUDGETS, **EVERY_RANK)
 
     def consolidate(self, chain: ProfileChain) -> list[float]:
@@ -186,8 +173,7 @@ class _Trial:
             distill_(
                 self.model, network.model, batches, chain, objective=OBJECTIVE, steps=plan.steps, seed=self.seed,
                 learning_rate=network.learning_rate, warmup_steps=plan.warmup_steps, teacher_cache=0,
-                autocast=autocast_dtype("auto", torch.device("cpu")),
-                checkpoint=self.checkpoint,
+                autocast=autocast_dtype("auto", torch.device("cpu")), checkpoint=self.checkpoint,
             )  # fmt: skip
         return self.accuracies(chain)
 
@@ -216,13 +202,16 @@ def _short_attention(model: Any) -> contextlib.AbstractContextManager[None]:
 
 def _tables(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Accuracies, and what the budgets are in parameters of the whole network."""
-    quality, sizes = [], []
-    for one in data["networks"]:
-        for key, stage in STAGES.items():
-            quality.append([f"{one['title']}, {stage}", one["full"], *spreads(one[key])])
-        means = [round(statistics.fmean(column)) for column in zip(*one["parameters"], strict=True)]
-        sizes.append([one["title"], one["whole"], one["size"], *means])
-    columns = [f"{budget:.1f}" for budget in data["budgets"]]
+    networks, columns = data["networks"], [f"{budget:.1f}" for budget in data["budgets"]]
+    quality = [
+        [f"{one['title']}, {stage}", one["full"], *spreads(one[key])]
+        for one in networks
+        for key, stage in STAGES.items()
+    ]
+    sizes = [
+        [one["title"], one["whole"], one["size"], *(round(s["mean"]) for s in spreads(one["parameters"]))]
+        for one in networks
+    ]
     title = f"accuracy on the first {data['images']} test images of CIFAR-10 in %, by budget"
     whole = "accuracy of the full networks on all test images in %, and parameters by budget"
     return [
@@ -231,35 +220,33 @@ def _tables(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def _claims(networks: Sequence[Mapping[str, Any]], passes: float) -> list[dict[str, Any]]:
+    """The consolidated networks at SMALL, then DataSVD alone at EARLY; of those not in the paper, figures alone."""
+    consolidated, datasvd = [], []
+    for one in networks:
+        title, lost, early = one["title"], _lost(one, "consolidated", SMALL), _lost(one, "datasvd", EARLY)
+        within, sharp = max(lost) <= MARGIN, min(early) > MARGIN
+        share = shown(spread(one["energetic_share"]), 2)
+        consolidated.append(claim(
+            f"{title}, consolidated, at {SMALL} of the size, every seed",
+            f"within {MARGIN:.0f} points of the full model" if one["in_paper"] else "transformers only",
+            f"{between(lost, '.1f')} points below the full network's {one['full']:.1f} %",
+            within if one["in_paper"] else None,
+            "" if within else f"consolidation here saw the images {passes:.1f} times, the paper's about 20 times",
+        ))  # fmt: skip
+        datasvd.append(claim(
+            f"{title}, DataSVD alone, at {EARLY} of the size (over {MARGIN:.0f} points lost counts as sharp)",
+            "degrades sharply after removing 20 %" if one["in_paper"] else "transformers only",
+            f"{between(early, '.1f')} points below the full network",
+            sharp if one["in_paper"] else None,
+            "" if sharp else f"{ENERGY:.0%} of the energy of a layer's output lies in {share} of its rank",
+        ))  # fmt: skip
+    return consolidated + datasvd
+
+
 def _lost(one: Mapping[str, Any], stage: str, budget: float) -> list[float]:
     """Points of accuracy below the full network, for each seed."""
-    place = BUDGETS.index(budget)
-    return [one["full"] - values[place] for values in one[stage]]
-
-
-def _claim_consolidated(one: Mapping[str, Any], passes: float) -> dict[str, Any]:
-    lost = _lost(one, "consolidated", SMALL)
-    holds = max(lost) <= MARGIN
-    return claim(
-        f"{one['title']}, consolidated, at {SMALL} of the size, every seed",
-        f"within {MARGIN:.0f} points of the full model" if one["in_paper"] else "transformers only",
-        f"{between(lost, '.1f')} points below the full network's {one['full']:.1f} %",
-        holds if one["in_paper"] else None,
-        "" if holds else f"consolidation here saw the images {passes:.1f} times, the paper's about 20 times",
-    )
-
-
-def _claim_datasvd(one: Mapping[str, Any]) -> dict[str, Any]:
-    lost = _lost(one, "datasvd", EARLY)
-    holds, share = min(lost) > MARGIN, shown(spread(one["energetic_share"]), 2)
-    others = ", ".join(f"{between(_lost(one, 'datasvd', budget), '.1f')} at {budget}" for budget in (0.8, 0.5, SMALL))
-    return claim(
-        f"{one['title']}, DataSVD alone, at {EARLY} of the size (over {MARGIN:.0f} points lost counts as sharp)",
-        "degrades sharply after removing 20 %" if one["in_paper"] else "transformers only",
-        f"{between(lost, '.1f')} points below the full network; {others}",
-        holds if one["in_paper"] else None,
-        "" if holds else f"{ENERGY:.0%} of the energy of a layer's output lies in {share} of its rank",
-    )
+    return [one["full"] - values[BUDGETS.index(budget)] for values in one[stage]]
 
 
 def draw(data: Mapping[str, Any]) -> Any:
@@ -281,16 +268,11 @@ def draw(data: Mapping[str, Any]) -> Any:
 
 
 EXPERIMENT = Experiment(
-    name="vision",
-    title="A vision transformer and ResNet-20 at every size",
+    name="vision", title="A vision transformer and ResNet-20 at every size",
     shows="accuracy by budget on CIFAR-10, DataSVD alone and consolidated, of ResNet-20 and of a small vision"
     " transformer (trained first where it was not before: a quarter of an hour more); the paper's own row, DINOv3 on"
     " ImageNet, is `flexrank run examples/paper/dinov3-vitl16.yaml`",
     paper="DINOv3 ViT-L/16 to ViT-7B/16 stay within 5 points of the full model down to .3 of its size; methods based"
     " on SVD alone degrade sharply after removing 20 % (section 5.2, accuracy by budget)",
-    minutes=12,
-    full_minutes=160,
-    seeds=(3, 3),
-    run=run,
-    draw=draw,
-)
+    minutes=12, full_minutes=160, seeds=(3, 3), run=run, draw=draw,
+)  # fmt: skip

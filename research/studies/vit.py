@@ -1,10 +1,7 @@
 """A small vision transformer for CIFAR-10, trained from scratch on a CPU: what the study `vision` compresses.
 
-An image is 65 tokens, and .68 million parameters multiply them: 47 million multiply-adds forward, attention's products
-included, 140 million with the backward pass. On a processor with bfloat16 products these are the lesser part of a
-step; reading and writing activations is the greater. So activations are bfloat16, and the network has four layers of
-128 and two heads (an attention map is 65 × 65 values for each): 600 images a second on one core, where six layers and
-four heads gave 400.
+Activations are bfloat16, and the network has four layers of 128 and two heads, since reading and writing activations is
+the greater part of a step: 600 images a second on one core.
 """
 
 import dataclasses
@@ -38,10 +35,7 @@ SCALING = Scaling((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The network and its training: AdamW, the rate rising over a share of the steps, then falling as a cosine.
-
-    Labels are smoothed, matrices alone decay, gradients are clipped, and images that fill no batch are left out.
-    """
+    """The network and its training: AdamW that decays matrices alone, smoothed labels, a cosine schedule."""
 
     epochs: int = 16
     batch_size: int = 128
@@ -59,53 +53,46 @@ class Recipe:
 
 
 def train_vit(images: Path, output: Path, recipe: Recipe | None = None) -> dict[str, Any]:
-    """Trains the network and writes it to `output`: the model, preprocessor_config.json and training.json.
+    """Trains the network on train_jpg.npz of `images`, and writes it with its scaling and record to `output`.
 
     From a checkpoint beside `output`, written after each epoch, training goes on to the same bits.
-
-    Args:
-        images: a directory with train_jpg.npz and test_jpg.npz, as `images.read_images` reads them.
-        output: a directory; an earlier training in it is replaced.
-        recipe: the network and its training.
 
     Returns:
         training.json: the recipe, the mean loss of each epoch, and the accuracy on the test images.
 
     Raises:
-        FlexrankError: the recipe is impossible, the images cannot be read, `output` holds something else, or a
-            checkpoint is of another recipe.
+        FlexrankError: the recipe, the images, `output` or a checkpoint of another recipe do not allow it.
     """
     recipe = recipe or Recipe()
-    _require_possible(recipe)
+    for name in ("epochs", "batch_size"):
+        if getattr(recipe, name) < 1:
+            raise FlexrankError(f"{name} is {getattr(recipe, name)}; it must be at least 1")
+    if not 0 < recipe.learning_rate < math.inf:
+        raise FlexrankError(f"learning_rate is {recipe.learning_rate:g}; it must be a number above 0")
     pixels, labels = read_tensors(images / TRAIN)
     test_pixels, test_labels = read_tensors(images / TEST)
-    model = build_vit(recipe, pixels.shape[-1], int(labels.max()) + 1)
+    model = _build_vit(recipe, pixels.shape[-1], int(labels.max()) + 1)
     batches = AlteredBatches(pixels, SCALING, recipe.batch_size, recipe.seed)
     checkpoint = output.with_name(f"{output.name}.partial")
     with eager_attention(model):
         losses = _train(model, batches, labels, recipe, checkpoint)
     reached = accuracy(model.eval(), scaled_batches(test_pixels, SCALING), test_labels)
     record = {"accuracy": reached, "recipe": dataclasses.asdict(recipe), "losses": losses}
-    _save(model, record, output)
+    with directory_aside(output, RECORD) as aside:
+        save_model(model, aside)
+        write_json(aside / "preprocessor_config.json", SCALING.to_json())
+        write_json(aside / RECORD, record)
     shutil.rmtree(checkpoint)
     return record
 
 
-def _require_possible(recipe: Recipe) -> None:
-    for name in ("epochs", "batch_size"):
-        if getattr(recipe, name) < 1:
-            raise FlexrankError(f"{name} is {getattr(recipe, name)}; it must be at least 1")
-    if not 0 < recipe.learning_rate < math.inf:
-        raise FlexrankError(f"learning_rate is {recipe.learning_rate:g}; it must be a number above 0")
-
-
-def build_vit(recipe: Recipe, side: int, classes: int) -> Any:
+def _build_vit(recipe: Recipe, side: int, classes: int) -> Any:
     """The untrained network for RGB images of this side; the same weights for the same seed."""
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
-        hidden_size=recipe.hidden, num_hidden_layers=recipe.layers, num_attention_heads=recipe.heads,
-        intermediate_size=recipe.feed_forward, image_size=side, patch_size=recipe.patch, num_labels=classes,
+        hidden_size=recipe.hidden, num_hidden_layers=recipe.layers, num_attention_heads=recipe.heads, image_size=side,
+        intermediate_size=recipe.feed_forward, patch_size=recipe.patch, num_labels=classes,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
@@ -128,12 +115,14 @@ def _train(model: nn.Module, batches: AlteredBatches, labels: Tensor, recipe: Re
     """Trains in place; returns the mean loss of each epoch."""
     parameters = dict(model.named_parameters())
     dtype = autocast_dtype("auto", torch.device("cpu")) or torch.float32
-    optimizer = torch.optim.AdamW(_groups(parameters.values(), recipe), lr=recipe.learning_rate, fused=True)
+    matrices, others = ([p for p in parameters.values() if (p.ndim in (2, 4)) is wanted] for wanted in (True, False))
+    decays = ((matrices, recipe.weight_decay), (others, 0.0))
+    groups = [{"params": values, "weight_decay": decay} for values, decay in decays]
+    optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, fused=True)
     settings = dataclasses.asdict(recipe) | {"dtype": str(dtype), "images": len(labels)}
     feed = Feed(batches, recipe.seed)
     state = State(checkpoint, settings, parameters, optimizer, feed)
-    epoch = batches.per_pass
-    steps = recipe.epochs * epoch
+    epoch, steps = batches.per_pass, recipe.epochs * batches.per_pass
     for step in track(range(state.step, steps), "training the vision transformer", steps, state.step):
         for group in optimizer.param_groups:
             group["lr"] = scheduled_rate(step, steps, recipe.learning_rate, round(recipe.warmup * steps), 0.0)
@@ -152,18 +141,3 @@ def _train(model: nn.Module, batches: AlteredBatches, labels: Tensor, recipe: Re
         if state.step % epoch == 0:
             state.save()
     return [statistics.fmean(state.losses[start : start + epoch]) for start in range(0, steps, epoch)]
-
-
-def _groups(parameters: Iterable[Tensor], recipe: Recipe) -> list[dict[str, Any]]:
-    matrices: list[Tensor] = []
-    others: list[Tensor] = []
-    for value in parameters:
-        (matrices if value.ndim in (2, 4) else others).append(value)
-    return [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
-
-
-def _save(model: Any, record: dict[str, Any], output: Path) -> None:
-    with directory_aside(output, RECORD) as aside:
-        save_model(model, aside)
-        write_json(aside / "preprocessor_config.json", SCALING.to_json())
-        write_json(aside / RECORD, record)

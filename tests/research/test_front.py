@@ -1,6 +1,7 @@
 """The front of submodels trained alone, at a size that takes seconds."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,20 +27,20 @@ def test_the_elastic_networks_profiles_are_of_the_grid() -> None:
 def test_the_gap_is_the_choice_of_profiles_times_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand: two submodels of .5, of which the elastic network has the worse, and the full one."""
     monkeypatch.setattr(front, "BUDGETS", (0.5, 1.0))
-    one = {
+    one: dict[str, Any] = {
         "grid": [[0.5, 1, 2], [0.5, 2, 1], [1.0, 9, 9]],
         "alone": {"DataSVD": [[0.2, 0.1], [0.1, 0.1], [0.05, 0.1]]},
         "elastic": {"shares": [0.5, 1.0], "ranks": [[1, 2], [9, 9]], "after": [[0.6, 0.1], [0.1, 0.1]]},
         "longer": {"shares": [0.5, 1.0], "after": [[0.3, 0.1], [0.1, 0.1]]},
     }
     assert front._choices(one) == [2.0, 1.0] and front._gaps(one, "DataSVD") == [pytest.approx(6), 2]
-    why = front._reason([one], [front._gaps(one, "DataSVD")[:1]])
-    assert (
-        "6.00 times the front's; its profiles trained alone are 2.00 times" in why
-        and "in one set of weights 3.00" in why
-    )
-    lost = front._lost_cases([[0.9], [1.5]], [[5.0], [6.0]])
-    assert lost == "0.5, seed 1: 1.50 times it, 6.00 times the front from DataSVD"
+    one["alone"]["random"] = [[0.8, 0.1], [0.4, 0.1], [0.05, 0.1]]
+    recovers, beats = front._claims([one])
+    assert not recovers["holds"] and recovers["here"].startswith("6.00 times the front's; worst at 0.5, 6.00")
+    assert "trained alone are 2.00 times the front's, training them in one set of weights 3.00" in recovers["why"]
+    assert recovers["why"].endswith("the whole is 3.00")
+    assert not beats["holds"] and "better in 0 of 1 cases" in beats["here"]
+    assert beats["why"] == "at worst 1.50 times it, and there 6.00 times the front from DataSVD"
 
 
 def test_no_budget_is_below_the_least_submodel_of_either_grid() -> None:
@@ -62,12 +63,9 @@ def test_the_study_runs_whole_on_few_images_and_goes_on_from_its_units(
     rows = {row[0]: row[1:] for row in first["tables"][0]["rows"]}
     # At budget 1 the elastic network is compared with the grid's full model, and DataSVD untrained is the network.
     assert rows["DataSVD, untrained: divergence"][-1]["mean"] == pytest.approx(0, abs=1e-5)
-    random, aligned = (
-        rows["front from random: divergence"][-1]["mean"],
-        rows["front from DataSVD: divergence"][-1]["mean"],
-    )
-    assert aligned < random
-    falling = [cell["mean"] for cell in rows["front from DataSVD: divergence"]]
+    random, aligned = (rows[f"front from {origin}: divergence"] for origin in ("random", "DataSVD"))
+    assert aligned[-1]["mean"] < random[-1]["mean"]
+    falling = [cell["mean"] for cell in aligned]
     assert falling == sorted(falling, reverse=True)
     choices = rows["the elastic network's profiles, each trained alone / front from DataSVD"]
     assert all(cell["mean"] >= 1 for cell in choices)

@@ -35,15 +35,15 @@ def test_joint_losses_are_those_of_every_submodel(monkeypatch: pytest.MonkeyPatc
     with torch.no_grad():
         teacher = model(IMAGES)
     judges = [ranking.Judge(loss, IMAGES, teacher, LABELS) for loss in ranking.LOSSES]
-    found = ranking.joint_losses(model, IMAGES, judges)
+    losses = ranking.joint_losses(model, IMAGES, judges)
     layers = nested_layers(model)
     levels = [rank_levels(layer.matrix_shape, 2, "ranks") for layer in layers.values()]
     for place in itertools.product(range(2), repeat=4):
         profile = {name: levels[at][level] for at, (name, level) in enumerate(zip(layers, place, strict=True))}
         with use_profile(model, profile), torch.no_grad():
             logits = model(IMAGES)
-        assert found[0][place] == pytest.approx(float(divergence(logits, teacher)), rel=1e-3, abs=1e-6)
-        assert found[1][place] == pytest.approx(float(nn.functional.cross_entropy(logits, LABELS)), rel=1e-4)
+        assert losses[0][place] == pytest.approx(float(divergence(logits, teacher)), rel=1e-3, abs=1e-6)
+        assert losses[1][place] == pytest.approx(float(nn.functional.cross_entropy(logits, LABELS)), rel=1e-4)
 
 
 def divergence(student: Tensor, teacher: Tensor) -> Tensor:
@@ -84,16 +84,15 @@ def test_additive_predictions_and_savings_are_sums_over_layers() -> None:
 def test_the_study_runs_whole_on_few_images(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mnist, "LEVELS", 3)
     monkeypatch.setattr(mnist, "load_images", lambda split: (IMAGES.repeat(8, 1, 1, 1), LABELS.repeat(8)))
-    monkeypatch.setattr(ranking, "NETWORKS", ("narrow",))
-    monkeypatch.setattr(ranking, "CALIBRATION", 64)
-    monkeypatch.setattr(ranking, "PROBE", 64)
-    monkeypatch.setattr(ranking, "BUDGETS", (0.6, 0.9))
-    found = ranking.run(Request(work=tmp_path, seeds=2))
-    rhos, nus = ([row[at] for row in found["tables"][0]["rows"][:2]] for at in (1, 2))
+    small_sizes = {"NETWORKS": ("narrow",), "CALIBRATION": 64, "PROBE": 64, "BUDGETS": (0.6, 0.9)}
+    for name, value in small_sizes.items():
+        monkeypatch.setattr(ranking, name, value)
+    result = ranking.run(Request(work=tmp_path, seeds=2))
+    rhos, nus = ([row[at] for row in result["tables"][0]["rows"][:2]] for at in (1, 2))
     # A claim holds where it does of both losses.
     lowest, highest = min(one["mean"] for one in rhos), max(one["mean"] for one in nus)
-    assert [one["holds"] for one in found["claims"][:2]] == [lowest >= 0.98, highest <= 4]
+    assert [one["holds"] for one in result["claims"][:2]] == [lowest >= 0.98, highest <= 4]
     assert 0.5 < rhos[0]["mean"] <= 1 and rhos[0]["n"] == 2
     # An exact prediction has no regret, so the nested chain by the probe cannot be below the best submodel.
-    assert all(row[1]["mean"] >= -1e-9 for row in found["tables"][1]["rows"])
-    assert len(ranking.draw(found["data"]).axes) == 3
+    assert all(row[1]["mean"] >= -1e-9 for row in result["tables"][1]["rows"])
+    assert len(ranking.draw(result["data"]).axes) == 3

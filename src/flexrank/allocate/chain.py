@@ -12,14 +12,10 @@ Anchor = tuple[Ints, float | None]  # levels (L,), the budget it answers
 
 
 def fill_chain(curves: Sequence[LayerCurve], anchors: Sequence[Anchor]) -> tuple[ChainEntry, ...]:
-    """Entries from the least profile to the full one, through every anchor, by single steps between.
+    """Entries from the least profile to the full one, through every anchor (nested, by rising cost), by single steps.
 
-    Going up from one anchor to the next, the step that saves most error per parameter comes first (so going down, that
-    of least error per saving), on the lower convex hull of each layer's stretch.
-
-    Args:
-        curves: the layers' candidates.
-        anchors: nested profiles by rising cost.
+    Between two anchors the step that saves most error per parameter comes first, on the lower convex hull of each
+    layer's stretch.
     """
     table = CostTable(curves)
     entries: list[ChainEntry] = []

@@ -18,19 +18,12 @@ Floats = NDArray[np.float64]
 
 @dataclasses.dataclass(frozen=True)
 class LayerCurve:
-    """The candidates of one layer by rising rank; the last is full rank.
-
-    Attributes:
-        name: the layer.
-        ranks: (K,), strictly rising.
-        parameters: (K,), expected deployed parameters at those ranks, strictly rising.
-        errors: (K,), predicted rise of the probe loss; 0 at full rank.
-    """
+    """The K candidates of one layer by rising rank; the last is full rank."""
 
     name: str
     ranks: Ints
-    parameters: Ints
-    errors: Floats
+    parameters: Ints  # as they are expected to be deployed
+    errors: Floats  # predicted rise of the probe loss, 0 at full rank
 
     def take(self, kept: slice | Bools | Ints) -> "LayerCurve":
         """The curve of some of its candidates."""
@@ -39,11 +32,6 @@ class LayerCurve:
 
 def read_curves(table: SensitivityTable, min_saving: float = 0.0, slack_share: float = 0.0) -> list[LayerCurve]:
     """The probed points that save enough to be worth it, and full rank, checked.
-
-    Args:
-        table: probe results.
-        min_saving: see `costs.MIN_SAVING`; 0 keeps every rank.
-        slack_share: see `costs.SLACK_SHARE`; 0 counts none.
 
     Raises:
         FlexrankError: the table is empty or names different layers, or a layer's ranks do not rise to full rank,

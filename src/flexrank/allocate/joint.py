@@ -59,12 +59,7 @@ def solve_nested(
     The optima of the single budgets add up to a bound. Profiles of dozens of layers are almost nested by themselves, so
     solving each budget above the one before it often proves the gap; where it does not, one program is solved.
 
-    Args:
-        curves: the layers' candidates. Every cap admits the first candidate of all layers.
-        caps: parameters allowed.
-        weights: of the errors, positive.
-        gap: relative gap to stop at.
-        time_limit: seconds for one program.
+    Every cap (parameters) admits the first candidate of all layers. `time_limit` is in seconds, for one program.
 
     Raises:
         FlexrankError: HiGHS has no solution after `time_limit`.

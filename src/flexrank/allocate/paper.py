@@ -45,15 +45,10 @@ class Selection(NamedTuple):
 
 
 def select_nested(savings: Sequence[Ints], errors: Sequence[Floats], unit: int = 1) -> Selection:
-    """Algorithm 2: the componentwise-nested Pareto profiles.
+    """Algorithm 2: the chain of componentwise-nested Pareto profiles, from least to most saving.
 
-    Args:
-        savings: for each layer its candidates' savings (positive), without the full layer.
-        errors: for each layer its candidates' errors.
-        unit: the dynamic program counts each layer's saving in whole units of this size, rounded down; 1 is exact.
-
-    Returns:
-        The chain, from least to most saving; ParetoFilter and NestedChain use the true savings.
+    `savings` (positive) and `errors` are those of each layer's candidates, without the full layer. The dynamic program
+    counts savings in whole units of `unit`, rounded down; ParetoFilter and NestedChain use the true ones.
     """
     front = Front(np.zeros(1, np.int64), np.zeros(1))
     backpointers: list[Expanded] = []

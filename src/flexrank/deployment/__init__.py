@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from flexrank.deployment.exports import export, output_bound
+from flexrank.deployment.exports import export
 from flexrank.deployment.latency import entry_within_latency
 from flexrank.deployment.slack import Activations, find_slack, layer_slack, prefix_factors
 from flexrank.errors import FlexrankError
@@ -19,7 +19,7 @@ from flexrank.nn.switch import nested_layers, require_fitting
 from flexrank.profiles import SlackTable
 from flexrank.profiles.costs import LayerFormat, aligned_parameters, dense_parameters, layer_format
 
-__all__ = ["deploy", "deployed_parameters_of", "export", "find_slack", "output_bound", "entry_within_latency"]
+__all__ = ["deploy", "deployed_parameters_of", "export", "find_slack", "entry_within_latency"]
 
 
 def deploy(

@@ -60,19 +60,10 @@ def export(
         _compare(report, Path(scratch, "outputs.safetensors"), expected, str(directory))
 
 
-def output_bound(dtype: torch.dtype) -> float:
-    """The stated bound for outputs of this dtype (`OUTPUT_BOUNDS`; 0 for integers)."""
-    return OUTPUT_BOUNDS.get(dtype, 0.0)
-
-
 def load_and_run(artefact: str, scratch: str, library: str, device: str) -> dict[str, list[str]]:
     """Loads an artefact and runs SCRATCH/inputs.safetensors; writes SCRATCH/outputs.safetensors.
 
-    Returns:
-        What the loader complained of: problem to names of tensors.
-
-    Raises:
-        FlexrankError: the artefact does not load.
+    Returns the loader's complaints: problem to names of tensors.
     """
     problems: dict[str, list[str]] = {}
     model: Any
@@ -127,8 +118,9 @@ def _compare(report: Mapping[str, Sequence[str]], outputs: Path, expected: Tenso
         )
     scale = float(expected.double().norm())
     error = float((reloaded.double() - expected.double()).norm()) / (scale or 1.0)
-    if not error <= output_bound(expected.dtype):
+    bound = OUTPUT_BOUNDS.get(expected.dtype, 0.0)
+    if not error <= bound:
         raise FlexrankError(
-            f"{directory}: outputs differ by {error:.1e} on reloading, above the bound "
-            f"{output_bound(expected.dtype):.1e} of {expected.dtype}; nothing was kept"
+            f"{directory}: outputs differ by {error:.1e} on reloading, above the bound {bound:.1e} of "
+            f"{expected.dtype}; nothing was kept"
         )

@@ -27,12 +27,8 @@ def entry_within_latency(
 ) -> ChainEntry:
     """The largest of a chain's entries whose deployed model takes at most this long here, found by bisection.
 
-    Args:
-        entries: by rising cost; times are taken to rise with it.
-        build: deploys an entry.
-        base: the base model, on the device and in the dtype of the deployed ones.
-        batch: what one forward gets.
-        max_latency_ms: milliseconds of a forward, by the base model's time at the beginning.
+    `entries` rise in cost, and times are taken to rise with it; `build` deploys an entry; `base` is the base model on
+    the device and in the dtype of the deployed ones. Milliseconds are by the base model's time at the beginning.
 
     Raises:
         FlexrankError: even the smallest takes longer.

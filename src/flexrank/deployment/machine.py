@@ -29,14 +29,9 @@ def machine_facts() -> dict[str, Any]:
 def interleave(
     runs: Sequence[Callable[[], object]], repeats: int = 7, warmup: int = 2, least_seconds: float = 0.0
 ) -> list[list[float]]:
-    """Seconds of each run, taken in turn; one list a run.
+    """Seconds of each run, taken in turn for `repeats` rounds at least; one list per run.
 
-    Args:
-        runs: what is timed.
-        repeats: rounds, at least.
-        warmup: rounds before the first that counts.
-        least_seconds: rounds go on until this much time is measured: other work on a machine comes in bursts that
-            outlast a few short rounds.
+    Rounds go on until `least_seconds` are measured: other work on a machine comes in bursts that outlast a few rounds.
     """
     for _ in range(warmup):
         for run in runs:

@@ -29,11 +29,8 @@ def in_fresh_process(
 
     The process ends with this one. Its standard error is this process's; it writes nothing to standard output.
 
-    Args:
-        function: at the top level of a module.
-        arguments: JSON values, as is what it returns.
-        timeout: seconds.
-        environment: variables beside this process's own.
+    The function is at the top level of a module; its arguments and its value are JSON. `timeout` is in seconds, and
+    `environment` has variables beside this process's own.
 
     Raises:
         FlexrankError: the function's own, in its words; or the process failed or took too long.

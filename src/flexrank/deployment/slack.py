@@ -30,9 +30,7 @@ def find_slack(
     Args:
         model: elastic, with the weights that are deployed.
         profiles: such as those of a chain's requested entries.
-        dtype: as for `deploy`.
-        slack: as for `deploy`.
-        activations: as for `deploy`.
+        dtype: as for `deploy`, and so are `slack` and `activations`.
         known: of the same model and dtype; what it holds is not chosen again.
     """
     layers = nested_layers(model)

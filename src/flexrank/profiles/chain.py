@@ -42,53 +42,32 @@ class RankProfile(Mapping[str, int]):
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """What the model holds beside its factorised layers' matrices, for whole-model figures.
+    """What the model holds beside its factorised layers' matrices, for whole-model figures."""
 
-    Attributes:
-        other_parameters: parameters outside the factorised matrices (embeddings, norms, biases, dense layers).
-        other_bytes: their bytes.
-        bytes_per_parameter: bytes of one parameter of a factorised layer.
-    """
-
-    other_parameters: int
+    other_parameters: int  # embeddings, norms, biases, dense layers
     other_bytes: int
-    bytes_per_parameter: int
+    bytes_per_parameter: int  # of a factorised layer
 
 
 @dataclasses.dataclass(frozen=True)
 class ChainEntry:
-    """One profile of a chain.
-
-    Attributes:
-        profile: the ranks.
-        parameters: of the factorised layers as they are deployed, the slack that is expected included.
-        error: predicted error, the sum of the layers' probe errors.
-        requested: the budget this profile was solved for, or None for one that fills the chain between two.
-    """
+    """One profile of a chain."""
 
     profile: RankProfile
-    parameters: int
-    error: float
-    requested: float | None = None
+    parameters: int  # of the factorised layers as they are deployed, the expected slack included
+    error: float  # predicted: the sum of the layers' probe errors
+    requested: float | None = None  # the budget it was solved for; None where it fills the chain between two
 
 
 @dataclasses.dataclass(frozen=True)
 class ProfileChain:
-    """Profiles nested componentwise, by rising cost: the paper's 𝓜*.
+    """Profiles nested componentwise, by rising cost: the paper's 𝓜*."""
 
-    Attributes:
-        entries: from the cheapest to the full model.
-        dense_parameters: parameters of the factorised layers, dense.
-        footprint: the rest of the model.
-        method: how it was allocated.
-        gap: the solver's proven relative gap of the requested profiles; None where the method proves none.
-    """
-
-    entries: tuple[ChainEntry, ...]
-    dense_parameters: int
-    footprint: Footprint
+    entries: tuple[ChainEntry, ...]  # from the cheapest to the full model
+    dense_parameters: int  # of the factorised layers
+    footprint: Footprint  # the rest of the model
     method: str
-    gap: float | None = None
+    gap: float | None = None  # proven relative gap of the requested profiles, where the method proves one
 
     def __post_init__(self) -> None:
         if not self.entries:

@@ -99,18 +99,14 @@ def rank_levels(
     min_saving: float = MIN_SAVING,
     slack_share: float = SLACK_SHARE,
 ) -> tuple[int, ...]:
-    """The ranks to probe, rising, the last one full.
+    """The ranks to probe, rising, the last one full; below it even in parameters, up to the largest that `is_worth_it`.
 
-    Below the full rank they are even in parameters, up to the largest rank that `is_worth_it`: budgets count
-    parameters, and for a square layer 9 of 10 even ranks cost over .19.
+    Budgets count parameters: for a square layer 9 of 10 even ranks cost over .19.
 
     Args:
-        shape: of the layer's matrix.
         num_levels: K, at most; small layers have fewer.
         spacing: "parameters" as above; "blocks" rounds down to whole blocks of `rank_block`; "ranks" is the paper's,
             even steps in rank up to the full one.
-        min_saving: see `MIN_SAVING`.
-        slack_share: see `SLACK_SHARE`.
 
     Raises:
         FlexrankError: fewer than two levels.

@@ -12,21 +12,13 @@ from flexrank.profiles.chain import Footprint
 
 @dataclasses.dataclass(frozen=True)
 class SensitivityTable:
-    """Probe results S (L × K): the error of truncating one layer alone to one rank (FlexRank, appendix C.2).
+    """Probe results S (L × K): the error of truncating one layer alone to one rank (FlexRank, appendix C.2)."""
 
-    Attributes:
-        shapes: layer name to (m, n).
-        ranks: layer name to its probed ranks, rising; the last is full rank.
-        errors: layer name to the errors at those ranks, evaluate(truncated) − evaluate(full); the last is 0.
-        baseline: evaluate(model) at full rank.
-        footprint: the rest of the model.
-    """
-
-    shapes: Mapping[str, tuple[int, int]]
-    ranks: Mapping[str, tuple[int, ...]]
-    errors: Mapping[str, tuple[float, ...]]
-    baseline: float
-    footprint: Footprint
+    shapes: Mapping[str, tuple[int, int]]  # layer name to (m, n)
+    ranks: Mapping[str, tuple[int, ...]]  # the probed ranks, rising; the last is full rank
+    errors: Mapping[str, tuple[float, ...]]  # evaluate(truncated) − evaluate(full) at those ranks; the last is 0
+    baseline: float  # evaluate(model) at full rank
+    footprint: Footprint  # the rest of the model
 
     def predicted_error(self, profile: Mapping[str, int]) -> float:
         """The sum of the layers' errors at these ranks; between probed ranks on a line."""

@@ -11,14 +11,9 @@ from flexrank.profiles.costs import Shape, deployed_parameters
 
 @dataclasses.dataclass(frozen=True)
 class SlackTable:
-    """Columns that gauge alignment leaves unaligned, chosen by the error bound of one dtype.
+    """Columns p that gauge alignment leaves unaligned, by layer and rank, chosen by the error bound of one dtype."""
 
-    Attributes:
-        dtype: that the columns were chosen for, such as "bfloat16".
-        columns: layer name to rank to columns p, 0 <= p <= rank.
-    """
-
-    dtype: str
+    dtype: str  # such as "bfloat16"
     columns: Mapping[str, Mapping[int, int]] = dataclasses.field(default_factory=dict)
 
     def at(self, layer: str, rank: int) -> int:

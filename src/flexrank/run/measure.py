@@ -62,7 +62,7 @@ def latency_ratios(directory: str) -> list[float]:
     work, settings = sizes.work, sizes.work.config.evaluation
     ratios = []
     for budget in track(work.config.allocation.budgets, "measuring latency"):
-        small = sizes.deployed(sizes.at(budget))
+        small = sizes.deployed(sizes.chain.at(budget))
         ratios.append(
             latency_ratio(small, work.deployed_base, work.samples.example, settings.latency_repeats, RATIO_SECONDS)
         )
@@ -76,7 +76,7 @@ def measure_sizes(directory: str) -> dict[str, Any]:
     workloads = _workloads(work, base)
     rows = [{"name": "base", **_measure(work, base, base, workloads)}]
     for budget in track(work.config.allocation.budgets, "measuring sizes"):
-        small = sizes.deployed(sizes.at(budget))
+        small = sizes.deployed(sizes.chain.at(budget))
         rows.append({"name": f"{budget:g}", **_measure(work, small, base, workloads)})
     return {
         "model": work.config.model,
@@ -143,15 +143,14 @@ def _forward_workload(batch: Mapping[str, torch.Tensor]) -> Workload:
 
 def _forward(batch: Mapping[str, Any], model: nn.Module) -> None:
     call_model(model, batch)
-    _wait(model)
 
 
 def _generate(prompt: Mapping[str, Any], model: Any) -> None:
     model.generate(**prompt, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
-    _wait(model)
 
 
-def _wait(model: nn.Module) -> None:
+def _finish(call: Callable[[nn.Module], object], model: nn.Module) -> None:
+    call(model)
     if model_device(model).type == "cuda":
         torch.cuda.synchronize()
 
@@ -160,7 +159,7 @@ def _measure(work: Workspace, small: Any, base: nn.Module, workloads: Sequence[W
     times = []
     with eval_mode(small, base), torch.inference_mode():
         for workload in workloads:
-            runs = [functools.partial(workload.call, model) for model in (small, base)]
+            runs = [functools.partial(_finish, workload.call, model) for model in (small, base)]
             own, others = interleave(runs, REPEATS, least_seconds=LEAST_SECONDS)
             ratio = 1.0 if small is base else median_ratio(own, others)
             times.append({"seconds": statistics.median(own), "ratio": ratio})

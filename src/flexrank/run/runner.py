@@ -24,25 +24,15 @@ log = logging.getLogger("flexrank")
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One step of a run.
-
-    Attributes:
-        name: as the command line and the records have it.
-        work: does it; takes the workspace and the stage's fingerprint, and may return more outputs.
-        keys: parts of the configuration it reads, dotted; those of the stages it needs are theirs.
-        needs: stages whose files it reads.
-        outputs: files and directories it writes, in the run directory.
-        extras: what it may write beside them, for eyes alone.
-        is_timed: its files hold times: done again it gives others, and the stages that read them are done again too.
-    """
+    """One step of a run, by its name on the command line."""
 
     name: str
-    work: Callable[[Workspace, str], Sequence[str] | None]
-    keys: tuple[str, ...]
-    needs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    extras: tuple[str, ...] = ()
-    is_timed: bool = False
+    work: Callable[[Workspace, str], Sequence[str] | None]  # takes the stage's fingerprint; may return more outputs
+    keys: tuple[str, ...]  # of the configuration, dotted, beside those of the stages it needs
+    needs: tuple[str, ...]  # stages whose files it reads
+    outputs: tuple[str, ...]  # files and directories of the run directory
+    extras: tuple[str, ...] = ()  # what it may write beside them, which nothing reads
+    is_timed: bool = False  # its files hold times: when it is done again, so are the stages that read them
 
 
 _DEPLOYED = ("deployment.dtype", "deployment.slack")
@@ -85,14 +75,7 @@ STAGES = (
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a run did.
-
-    Attributes:
-        directory: the run directory.
-        executed: stages that ran, in order.
-        skipped: stages that were up to date.
-        workspace: what the run loaded in this process.
-    """
+    """What a run did: stages that ran, in order, and stages that were up to date."""
 
     directory: Path
     executed: tuple[str, ...]
@@ -106,15 +89,10 @@ def stage_names() -> tuple[str, ...]:
 
 
 def run_stages(config: RunConfig, until: str = "report") -> Outcome:
-    """Does a stage and all it needs, each only where its result does not stand yet.
-
-    Args:
-        config: the run.
-        until: the last stage; see `stage_names`.
+    """Runs a stage and all it needs, each only where it is not up to date; after an interruption the same call resumes.
 
     Raises:
         FlexrankError: a wrong input of any stage; what was finished before it stays.
-        KeyboardInterrupt: passed on; the same call goes on from where it was.
     """
     directory = RunDirectory(config.directory)
     source = models.resolve_source(config.model)
@@ -171,7 +149,7 @@ def fingerprints(config: RunConfig, source: str) -> dict[str, str]:
 
 
 def _do(stage: Stage, work: Workspace, fingerprint: str) -> None:
-    """Runs a stage, and forgets those that read what it now holds otherwise."""
+    """Runs a stage; where its files hold times, forgets the stages that read them."""
     start = time.perf_counter()
     with work.directory.replacing(stage.name), _clear_disk_errors(work, stage.name):
         more = stage.work(work, fingerprint) or ()
@@ -194,11 +172,5 @@ def _clear_disk_errors(work: Workspace, stage: str) -> Iterator[None]:
 
 def _needed(until: str) -> set[str]:
     """A stage and all that it needs, directly or not."""
-    by_name = {stage.name: stage for stage in STAGES}
-    found: set[str] = set()
-    queue = [until]
-    while queue:
-        name = queue.pop()
-        found.add(name)
-        queue += [need for need in by_name[name].needs if need not in found]
-    return found
+    (stage,) = (stage for stage in STAGES if stage.name == until)
+    return {until}.union(*map(_needed, stage.needs))

@@ -48,16 +48,8 @@ class Sizes:
         """The plain model at this profile, in the dtype of deployment."""
         return deploy(self.model, profile, dtype=self.work.deployed_dtype, slack=self.slack_for(profile))
 
-    def at(self, budget: float) -> RankProfile:
-        """The chain's profile for a budget: the one that was trained, where the budget was requested."""
-        return self.chain.at(budget)
-
     def within(self, limits: Mapping[str, float]) -> RankProfile:
-        """The largest profile within the limits, slack included.
-
-        Args:
-            limits: `budget`, `max_params`, `max_bytes`, `max_latency_ms`; at least one.
-        """
+        """The largest profile within `budget`, `max_params`, `max_bytes` and `max_latency_ms`, those that are given."""
         latency, whole = limits.get("max_latency_ms"), limits.keys() & {"max_params", "max_bytes"}
         largest = self.chain.entry_at(limits["budget"]) if "budget" in limits else self.chain.entries[-1]
         entries = self.chain.entries[: self.chain.entries.index(largest) + 1]

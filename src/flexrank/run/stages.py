@@ -141,7 +141,7 @@ def evaluate(work: Workspace, _: str) -> None:
     sizes, budgets = Sizes(work), work.config.allocation.budgets
     shapes, rows = sizes.shapes, []
     for budget in track(budgets, "evaluating"):
-        profile = sizes.at(budget)
+        profile = sizes.chain.at(budget)
         row = evaluate_size(work, sizes.deployed(profile), profile, shapes)
         rows.append({"budget": budget, **row, "latency_ratio": None, "ranks": dict(profile)})
     base = evaluate_size(work, work.base, full_profile(sizes.model), shapes)
@@ -160,7 +160,7 @@ def export_all(work: Workspace, _: str) -> list[str]:
     place, exports = work.directory / "deployed", []
     place.mkdir(exist_ok=True)
     sizes = Sizes(work)
-    profiles = {budget: sizes.at(budget) for budget in work.config.deployment.budgets}
+    profiles = {budget: sizes.chain.at(budget) for budget in work.config.deployment.budgets}
     for budget, profile in profiles.items():
         name = f"{budget:.2f}" if round(budget, 2) == budget else f"{budget!r}"
         small = sizes.deployed(profile)

@@ -16,11 +16,9 @@ Spacing = Literal["blocks", "parameters", "ranks"]
 #: Ranks of a block: a whole number of vector registers and matrix tiles, in float32 and in bfloat16. A layer has at
 #: least this many blocks, so that the ranks of small layers stay fine enough to choose among.
 BLOCK, LEAST_BLOCKS = 32, 16
-#: Least share of the dense operations that a factorised layer saves: nearer to full rank a second product costs more
-#: than is saved (`python -m research gar`).
+#: Least share of the dense operations that a factorised layer saves: below it a second product costs more than that.
 MIN_SAVING = 0.25
-#: Slack that is expected of gauge alignment, over the rank: counted when ranks are allocated, before any is chosen, so
-#: that deployed sizes keep their budget (docs/log.md).
+#: Slack counted when ranks are allocated, over the rank, so that deployed sizes keep their budget (docs/log.md).
 SLACK_SHARE = 0.1
 
 

@@ -99,8 +99,8 @@ def test_no_time_is_an_error_that_says_so():
 
 
 def test_the_solver_prints_nothing(capfd):
-    for seed in range(3):
-        allocate_ranks(transformer_table(36, 8, seed), [0.3, 0.5, 0.7])
+    """HiGHS has a line of its own for this table, for each budget."""
+    allocate_ranks(transformer_table(112, 10, seed=0), [0.4, 0.7])
     assert capfd.readouterr().out == ""
 
 

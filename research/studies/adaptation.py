@@ -42,7 +42,7 @@ def run(request: Request) -> Result:
     texts, bench = read_texts(domain, "\0"), LanguageBench(request)
     steps = FULL_STEPS if request.full else STEPS
     adapters = {"steps": steps, "held_out": HELD_OUT, "rank": RANK, "alpha": ALPHA, "learning_rate": LEARNING_RATE}
-    deployment: dict[str, Any] = {"dtype": str(bench.space.deployed_dtype), "slack": bench.config.deployment.slack}
+    deployment: dict[str, Any] = {"dtype": str(bench.space.deployed_dtype), "slack": "auto"}
     deployment |= {"slack_steps": SLACK_STEPS, "multiple": ERROR_MULTIPLE}
     ledger = Ledger(request.work, bench.key(domain=identity(domain), adapters=adapters, deployment=deployment))
     trial = _Trial(bench, ledger, *_domain_blocks(bench, texts, str(domain)), steps)
@@ -112,9 +112,8 @@ class _Trial:
         space = self.bench.space
         if budget is None:
             return copy.deepcopy(space.base)
-        dtype, slack = space.deployed_dtype, space.config.deployment.slack
-        profile = self.bench.chain.at(budget)
-        return deploy(self.elastic, profile, dtype=dtype, slack=slack, activations=self.rows, base=space.base)
+        profile, dtype = self.bench.chain.at(budget), space.deployed_dtype
+        return deploy(self.elastic, profile, dtype=dtype, slack="auto", activations=self.rows, base=space.base)
 
     @functools.cached_property
     def rows(self) -> dict[str, Tensor]:

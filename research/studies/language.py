@@ -61,7 +61,7 @@ def _settings(name: str, data: Mapping[str, Any], distillation: Mapping[str, Any
         "name": name, "task": "language", "model": str(asset_path(name)), "data": {**texts, **data},
         "probe": {"levels": 8, "spacing": "parameters"},
         "allocation": {"budgets": [0.8, 0.6, 0.4, 0.2], "min_saving": 0.0},
-        "distillation": {"batch_size": 8, **distillation},
+        "distillation": {"batch_size": 8, **distillation}, "deployment": {"slack": 0},
     }  # fmt: skip
 
 

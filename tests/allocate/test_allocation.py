@@ -93,6 +93,15 @@ def test_steps_of_millions_of_parameters_never_overrun_a_budget():
         assert best * (1 - 1e-9) <= weighted_error(chain) <= best * 1.002
 
 
+def test_a_budget_just_below_a_rank_takes_the_rank_below():
+    """Where a unit is hundreds of parameters, a cap that ends within it admits nothing above the cap."""
+    shape = (14336, 4096)
+    table = SensitivityTable({"layer": shape}, {"layer": (1001, 2003, 4096)}, {"layer": (2, 1, 0)}, 1.0, FOOTPRINT)
+    for spare, rank in ((-2, 1001), (10_000, 2003)):
+        budget = (2003 * (14336 + 4096 - 2003) + spare) / math.prod(shape)
+        assert allocate_ranks(table, [budget]).requested[0].profile == {"layer": rank}
+
+
 def test_no_time_is_an_error_that_says_so():
     with pytest.raises(FlexrankError, match="no allocation within 1e-06 s"):
         allocate_ranks(transformer_table(24, 6, 0), [0.3, 0.5, 0.7, 0.9], gap=1e-6, time_limit=1e-6)

@@ -41,6 +41,8 @@ def test_a_wrong_input_comes_back_in_its_own_words_and_other_errors_with_their_s
 ) -> None:
     with pytest.raises(FlexrankError, match="^this is wrong; do that$"):
         in_fresh_process(refuse, "this is wrong; do that")
+    with pytest.raises(FlexrankError, match="No such file or directory: '/nowhere/at/all'"):
+        in_fresh_process(wait, "/nowhere/at/all")
     with pytest.raises(FlexrankError, match="ran test_process:divide ended with status 1"):
         in_fresh_process(divide, 1)
     assert "ZeroDivisionError" in capfd.readouterr().err

@@ -33,7 +33,8 @@ def in_fresh_process(
     `environment` has variables beside this process's own.
 
     Raises:
-        FlexrankError: the function's own, in its words; or the process failed or took too long.
+        FlexrankError: the function's own, or a file's or missing package's, in its words; or the process failed or took
+            too long.
     """
     modules = os.pathsep.join(path or os.getcwd() for path in sys.path)
     with tempfile.TemporaryDirectory() as scratch:
@@ -63,14 +64,14 @@ def in_fresh_process(
 
 
 def main(path: str) -> int:
-    """Answers the request in `path`, in its place; a `FlexrankError` is part of the answer."""
+    """Answers the request in `path`, in its place; a wrong input or a system's error is part of the answer."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     request = read_json(path)
     torch.set_num_threads(request["threads"])
     module, _, name = request["function"].partition(":")
     try:
         value = getattr(importlib.import_module(module), name)(*request["arguments"])
-    except FlexrankError as error:
+    except (FlexrankError, OSError, ModuleNotFoundError) as error:
         write_json(path, {"error": str(error)})
         return WRONG_INPUT
     write_json(path, {"value": value})

@@ -173,6 +173,12 @@ class RunConfig(Section):
         """The run directory."""
         return Path(self.output.replace("{name}", self.name))
 
+    def require_positions(self, model: Any) -> None:
+        """Refuses texts longer than a model of this transformers configuration has positions for."""
+        limit, tokens = getattr(model, "max_position_embeddings", None), self.data.max_tokens
+        if self.task != "classification" and limit is not None and tokens > limit:
+            raise FlexrankError(f"data.max_tokens is {tokens}; this model reads at most {limit}")
+
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Reads a YAML file, or the `config.yaml` of a run directory, and applies `key=value` overrides.

@@ -220,19 +220,15 @@ def _full_chain(model: nn.Module) -> ProfileChain:
 
 def require_fitting_inputs(work: Workspace) -> None:
     """Refuses texts longer than the model has positions for, and images of another size than it was made for."""
-    config, data = work.base.config, work.config.data
-    if work.config.task != "classification":
-        limit = getattr(config, "max_position_embeddings", None)
-        if limit is not None and data.max_tokens > limit:
-            raise FlexrankError(f"data.max_tokens is {data.max_tokens}; this model reads at most {limit}")
-        return
-    example: Any = work.samples.example
-    side, found = getattr(config, "image_size", None), tuple(example["pixel_values"].shape[1:])
-    if isinstance(side, int) and found != (config.num_channels, side, side):
-        wanted = (config.num_channels, side, side)
-        raise FlexrankError(
-            f"data.path {data.path}: images are {found} (channels, height, width); this model takes {wanted}"
-        )
+    model: Any = work.base.config
+    work.config.require_positions(model)
+    side = getattr(model, "image_size", None)
+    if work.config.task == "classification" and isinstance(side, int):
+        example: Any = work.samples.example
+        shape, wanted = tuple(example["pixel_values"].shape[1:]), (model.num_channels, side, side)
+        if shape != wanted:
+            place = f"data.path {work.config.data.path}: images are {shape}"
+            raise FlexrankError(f"{place} (channels, height, width); this model takes {wanted}")
 
 
 def autocast_dtype(choice: str, device: torch.device) -> torch.dtype | None:
@@ -241,9 +237,8 @@ def autocast_dtype(choice: str, device: torch.device) -> torch.dtype | None:
         if device.type == "cuda":
             has_units = torch.cuda.is_bf16_supported()
         else:
-            features: dict[str, Any] = getattr(
-                torch.cpu, "get_capabilities", dict
-            )()  # older versions of torch do not tell
+            # Older versions of torch do not tell.
+            features: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
             has_units = bool(features.get("avx512_bf16") or features.get("amx_bf16"))
         choice = "bfloat16" if has_units else "off"
     return torch.bfloat16 if choice == "bfloat16" else None

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from flexrank.calibrate import Hooks
 from flexrank.data.batches import call_model, output_tensor
 from flexrank.distill.objectives import EmbeddingObjective, default_objective
-from flexrank.errors import FlexrankError
 from flexrank.hf import meta, models
 from flexrank.nn.linalg import Factors
 from flexrank.nn.matrix import conv_geometry, input_rows, is_layer, matrix_shape
@@ -72,9 +71,7 @@ def build_architecture(config: RunConfig) -> Architecture:
     """
     dtype = getattr(torch, config.dtype)
     teacher = meta.meta_model(config.model, config.task, dtype=dtype, architecture=config.architecture)
-    limit = getattr(teacher.config, "max_position_embeddings", None)
-    if config.task != "classification" and limit is not None and config.data.max_tokens > limit:
-        raise FlexrankError(f"data.max_tokens is {config.data.max_tokens}; this model reads at most {limit}")
+    config.require_positions(teacher.config)
     for module in teacher.modules():
         if isinstance(module, nn.Embedding):
             module.requires_grad_(False)  # consolidation trains neither embeddings nor what is tied to them

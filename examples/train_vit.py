@@ -1,6 +1,6 @@
 """A small vision transformer from scratch: `python examples/train_vit.py --images DIRECTORY`.
 
-The images are CIFAR-10's, as train_jpg.npz and test_jpg.npz. Interrupted, the same command goes on.
+The images are CIFAR-10's, as train_jpg.npz and test_jpg.npz.
 """
 
 import argparse
@@ -9,7 +9,7 @@ from pathlib import Path
 from flexrank.errors import FlexrankError
 from research.runner import WORK
 from research.studies import vision
-from research.studies.vit import Recipe, train_vit
+from research.studies.cifar import Recipe, train_vit
 
 
 def main() -> None:

@@ -3,7 +3,9 @@
 import copy
 import dataclasses
 import functools
+import itertools
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,8 +26,8 @@ from flexrank.run.directory import identity
 from research.assets import assets_directory
 from research.experiment import Experiment, Ledger, Request
 from research.figures import OURS, draw_bars, panels
-from research.result import Result, between, claim, spread, table
-from research.studies.language import LanguageBench, pycode_settings
+from research.result import Result, between, claim, measured, spread, table
+from research.studies.language import TRAINED, LanguageBench, identity_of, pycode_settings
 
 #: Blocks of the second domain that are held out, and optimiser steps of the adapters.
 HELD_OUT, STEPS, FULL_STEPS = 48, 60, 600
@@ -42,27 +44,22 @@ def run(request: Request) -> Result:
     texts, bench = read_texts(domain, "\0"), LanguageBench(request)
     steps = FULL_STEPS if request.full else STEPS
     adapters = {"steps": steps, "held_out": HELD_OUT, "rank": RANK, "alpha": ALPHA, "learning_rate": LEARNING_RATE}
-    deployment: dict[str, Any] = {"dtype": str(bench.space.deployed_dtype), "slack": "auto"}
-    deployment |= {"slack_steps": SLACK_STEPS, "multiple": ERROR_MULTIPLE}
-    ledger = Ledger(request.work, bench.key(domain=identity(domain), adapters=adapters, deployment=deployment))
+    slack = {"slack": "auto", "slack_steps": SLACK_STEPS, "multiple": ERROR_MULTIPLE}
+    key = {"adapters": adapters, "deployment": {"dtype": str(bench.space.deployed_dtype), **slack}}
+    ledger = Ledger(request.work, identity_of(bench.config, TRAINED) | {"domain": identity(domain)} | key)
     trial = _Trial(bench, ledger, *_domain_blocks(bench, texts, str(domain)), steps)
     sizes = {BASE if at is None else f"{at:g}": trial.measure(at, request.seeds) for at in (None, *bench.budgets)}
-    facts = bench.facts(
-        domain=domain.name, adapter_rank=RANK, adapter_steps=steps, adapter_learning_rate=LEARNING_RATE,
-        seeds=request.seeds,
-    )  # fmt: skip
+    adapter = {"adapter_rank": RANK, "adapter_steps": steps, "adapter_learning_rate": LEARNING_RATE}
+    facts = bench.facts(domain=domain.name, seeds=request.seeds, **adapter)
     columns = ["size", "parameters", "adapters", "own domain", "before", "after", "on latents alone", "after"]
     rows = [
         [size, one["parameters"], one["trained"], one["own"], one["nats"], spread(one["after"]),
          one.get("single_trained"), spread(one["single"]) if "single" in one else None]
         for size, one in sizes.items()
     ]  # fmt: skip
-    title = (
-        f"Held-out nats per token on {domain.name} before and after {steps} steps of LoRA (rank {RANK}): "
-        f"{bench.config.name}, its own domain beside it"
-    )
+    title = f"Held-out nats per token on {domain.name} before and after {steps} steps of LoRA: {bench.config.name}"
     data = {"sizes": sizes, "domain": domain.stem}
-    return {"settings": facts, "tables": [table(title, columns, rows)], "claims": _claims(sizes), "data": data}
+    return measured(facts, [table(title, columns, rows)], _claims(sizes), data)
 
 
 def _domain_blocks(bench: LanguageBench, texts: Sequence[str], name: str) -> tuple[list[Batch], list[Batch]]:
@@ -89,12 +86,12 @@ class _Trial:
         name = BASE if budget is None else f"{budget:g}"
         before = self.ledger.take(f"{name}, before", self.before, budget)
         after = self.ledger.take_seeds(name, seeds, self.after, budget, True)
-        measured = {**before, "after": [one["nats"] for one in after], "trained": after[0]["trained"]}
-        if budget is None or budget >= 1:
-            return measured
-        # A factorised layer is two linear layers, and peft adapts both; this is with one adapter, as the base has.
-        single = self.ledger.take_seeds(f"{name}, latents alone", seeds, self.after, budget, False)
-        return measured | {"single": [one["nats"] for one in single], "single_trained": single[0]["trained"]}
+        figures = before | {"after": [one["nats"] for one in after], "trained": after[0]["trained"]}
+        if budget is not None and budget < 1:
+            # A factorised layer is two linear layers, and peft adapts both; this is with one adapter, as the base has.
+            single = self.ledger.take_seeds(f"{name}, latents alone", seeds, self.after, budget, False)
+            figures |= {"single": [one["nats"] for one in single], "single_trained": single[0]["trained"]}
+        return figures
 
     def before(self, budget: float | None) -> dict[str, Any]:
         model = self.submodel(budget)
@@ -169,33 +166,31 @@ def train_adapters_(
 
 
 def _claims(sizes: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    after = {name: one["after"] for name, one in sizes.items()}
-    claims = []
+    after, claims = {name: one["after"] for name, one in sizes.items()}, []
+    single = [one["single"] for one in sizes.values() if "single" in one]
     if "1" in after:
+        single.insert(0, after["1"])
         over = [own / base - 1 for own, base in zip(after["1"], after[BASE], strict=True)]
         claims.append(claim(
             "the full size adapts as the base does: its loss after is within 2 % of the base's, every seed",
             "25.0 against 25.7 % accuracy (math, 1B)", f"over it {between(over, '+.2%')}", max(map(abs, over)) <= 0.02,
         ))  # fmt: skip
     won = {name: [1 - math.exp(value - one["nats"]) for value in one["after"]] for name, one in sizes.items()}
-    here = ", ".join(f"{name} {between(after[name], '.3f')}, perplexity −{between(won[name], '.0%')}" for name in sizes)
     stuck = [name for name, gains in won.items() if min(gains) <= 0]
-    rises = _rises([values for name, values in after.items() if name != BASE])
-    single = [one["single"] for one in sizes.values() if "single" in one]
-    ordered = _rises([*([after["1"]] if "1" in after else []), *single])
-    if stuck:
-        why = f"the loss did not fall at {', '.join(stuck)}: too few steps, or too large a learning rate"
-    else:
-        why = "a factorised layer is two linear layers, each with an adapter; with one, on the latents, the order is "
-        why += "the paper's" if ordered else "not the paper's either"
-    what, paper = "every submodel adapts, and the larger the better, every seed", "accuracy at .8, .6, .4 (math, 1B)"
-    return [*claims, claim(what, f"20.5, 15.7, 13.6 % {paper}", here, rises and not stuck, why)]
+    claims.append(claim(
+        "every submodel adapts, and the larger the better, every seed",
+        "20.5, 15.7, 13.6 % accuracy at .8, .6, .4 (math, 1B)",
+        ", ".join(f"{n} {between(after[n], '.3f')}, perplexity −{between(won[n], '.0%')}" for n in sizes),
+        _rises([values for name, values in after.items() if name != BASE]) and not stuck,
+        f"the loss did not fall at {', '.join(stuck)}" if stuck else "a factorised layer has two adapters; with one, "
+        f"on the latents, the order is {'' if _rises(single) else 'not '}the paper's",
+    ))  # fmt: skip
+    return claims
 
 
 def _rises(by_size: Sequence[Sequence[float]]) -> bool:
     """Whether each size's loss is above the last one's for every seed, whose batches are the same at all sizes."""
-    pairs = zip(by_size, by_size[1:], strict=False)
-    return all(small < large for one, other in pairs for small, large in zip(one, other, strict=True))
+    return all(small < large for pair in itertools.pairwise(by_size) for small, large in zip(*pair, strict=True))
 
 
 def draw(data: Mapping[str, Any]) -> Any:
@@ -203,10 +198,10 @@ def draw(data: Mapping[str, Any]) -> Any:
     figure, (axes,) = panels(size=(5.6, 3.6))
     sizes = data["sizes"]
     after = [one["after"] for one in sizes.values()]
-    bars = {"before": [one["nats"] for one in sizes.values()], "after LoRA": [sum(v) / len(v) for v in after]}
+    bars = {"before": [one["nats"] for one in sizes.values()], "after LoRA": list(map(statistics.fmean, after))}
     draw_bars(axes, list(sizes), bars, ("#bbbbbb", OURS))
     for place, values in enumerate(after):
-        axes.plot([place + 0.2] * 2, [min(values), max(values)], color="black", linewidth=1)
+        axes.vlines(place + 0.2, min(values), max(values), "black", linewidth=1)
     axes.set(xlabel="size", ylabel=f"nats per token on {data['domain']}")
     axes.legend(ncols=2, loc="upper left", bbox_to_anchor=(0, 1.12))
     return figure

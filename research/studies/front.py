@@ -7,6 +7,7 @@ weights for profiles of that grid. Teacher, loss, optimiser, schedule and the dr
 import copy
 import dataclasses
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from flexrank import ProfileChain, SensitivityTable, allocate_ranks, collect_moments, decompose_, probe_sensitivity
 from flexrank.distill import distill_, distillation_evaluator
+from flexrank.distill.objectives import LogitObjective
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import nested_layers, use_profile
 from flexrank.profiles.costs import deployed_parameters, rank_levels
@@ -23,9 +25,9 @@ from flexrank.progress import track
 from research.experiment import EVERY_RANK, Experiment, Ledger, Request
 from research.figures import GREEN, NEUTRAL, OTHER, OURS, panels
 from research.measures import inference
-from research.result import Result, between, claim, spreads, table
+from research.result import Result, between, claim, measured, spreads, table
 from research.studies import mnist
-from research.studies.stacked import StackedNetwork, draw_rows, train_stacked_
+from research.studies.mnist import StackedNetwork, draw_rows, train_stacked_
 
 BUDGETS = tuple(round(0.1 * step, 1) for step in range(2, 11))
 CALIBRATION, PROBE, IMAGES_A_STEP = 2048, 2000, 64
@@ -39,7 +41,10 @@ ELASTIC_STEPS, LONGER = STEPS["DataSVD"] * len(BUDGETS), 4
 CHUNK = 50
 #: Levels of ten that the coarse grid takes: 4⁴ = 256 submodels.
 COARSE = (0, 3, 6, 9)
-ORIGINS = tuple(STEPS)
+OBJECTIVE = LogitObjective()
+#: Names of the table's rows.
+ELASTIC, LONG = "elastic network", f"elastic network, {LONGER} times the steps"
+CHOSEN = "the elastic network's profiles, each trained alone"
 Run = Mapping[str, Any]
 
 
@@ -53,12 +58,15 @@ def run(request: Request) -> Result:
     }  # fmt: skip
     ledger = Ledger(request.work, settings)
     runs = [_Seed(seed, levels, ledger).run() for seed in range(request.seeds)]
-    return {
-        "settings": settings | {"longer": LONGER, "seeds": request.seeds, "submodels": len(levels) ** 4},
-        "tables": [_gap_table(runs)],
-        "claims": _claims(runs),
-        "data": _figure_data(runs[0]),
-    }
+    compared = [compare(one) for one in runs]
+    rows = [[name, *spreads(rows[name] for rows in compared)] for name in compared[0]]
+    title = (
+        "Divergence to the pretrained network on test images, by budget; a front's figure is the best of its submodels "
+        "that is no larger than the elastic profile"
+    )
+    settings |= {"longer": LONGER, "seeds": request.seeds, "submodels": len(levels) ** 4}
+    tables = [table(title, ["", *BUDGETS], rows, digits=4)]
+    return measured(settings, tables, _claims(compared), _figure_data(runs[0]))
 
 
 class _Seed:
@@ -72,28 +80,24 @@ class _Seed:
         with inference(self.network):
             self.targets, self.test_targets = self.network(self.images), self.network(self.test_images)
         order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(seed))
-        self.calibration, self.probe = order[:CALIBRATION], order[CALIBRATION:][:PROBE]
+        calibration, self.probe = order[:CALIBRATION], order[CALIBRATION:][:PROBE]
         self.elastic = copy.deepcopy(self.network)
-        batches = mnist.batches_of(self.images[self.calibration])
+        batches = mnist.batches_of(self.images[calibration])
         decompose_(self.elastic, collect_moments(self.elastic, batches, select_layers(self.elastic)))
-        shapes = {name: layer.matrix_shape for name, layer in nested_layers(self.elastic).items()}
-        ranks = [[rank_levels(shape, mnist.LEVELS, "ranks")[level] for level in levels] for shape in shapes.values()]
-        self.shapes, self.grid = shapes, list(itertools.product(*ranks))
+        self.shapes = [layer.matrix_shape for layer in nested_layers(self.elastic).values()]
+        ranks = [[rank_levels(shape, mnist.LEVELS, "ranks")[level] for level in levels] for shape in self.shapes]
+        self.grid = list(itertools.product(*ranks))
 
     def run(self) -> dict[str, Any]:
-        unit = f"seed {self.seed}, elastic chain"
+        """The grid's rows [share of the dense parameters, *ranks], and what its submodels and the chains reach."""
+        unit, dense = f"seed {self.seed}, elastic chain", sum(m * n for m, n in self.shapes)
         longer = f"{unit}, {LONGER} times the steps"
         return {
-            "grid": [[self.share(ranks), *ranks] for ranks in self.grid],
-            "alone": {origin: self.trained_alone(origin) for origin in ORIGINS},
+            "grid": [[sum(map(deployed_parameters, self.shapes, ranks)) / dense, *ranks] for ranks in self.grid],
+            "alone": {origin: self.trained_alone(origin) for origin in STEPS},
             "elastic": self.ledger.take(unit, self.elastic_front, ELASTIC_STEPS),
             "longer": self.ledger.take(longer, self.elastic_front, LONGER * ELASTIC_STEPS),
         }
-
-    def share(self, ranks: Sequence[int]) -> float:
-        """The submodel's deployed parameters over the dense ones."""
-        dense = sum(m * n for m, n in self.shapes.values())
-        return sum(map(deployed_parameters, self.shapes.values(), ranks)) / dense
 
     def figures(self, logits: Tensor) -> list[list[float]]:
         """[divergence to the network, error rate] on the test images for each submodel's logits (M, N, classes)."""
@@ -123,18 +127,18 @@ class _Seed:
     def elastic_front(self, steps: int) -> dict[str, Any]:
         """Shares and `figures` of the chain's profiles at BUDGETS, before and after consolidation."""
         model = copy.deepcopy(self.elastic)
-        evaluate = distillation_evaluator(self.network, mnist.batches_of(self.images[self.probe]), mnist.OBJECTIVE)
+        evaluate = distillation_evaluator(self.network, mnist.batches_of(self.images[self.probe]), OBJECTIVE)
         table = probe_sensitivity(model, evaluate, mnist.LEVELS, spacing="ranks", **EVERY_RANK)
         chain = allocate_ranks(at_levels(table, self.levels), BUDGETS, **EVERY_RANK)
         before = self._chain_figures(model, chain)
         rows = draw_rows(len(self.images), IMAGES_A_STEP, steps, self.seed)
         distill_(
-            model, self.network, (self.images[chosen] for chosen in rows), chain, objective=mnist.OBJECTIVE,
+            model, self.network, (self.images[chosen] for chosen in rows), chain, objective=OBJECTIVE,
             steps=steps, learning_rate=LEARNING_RATES["DataSVD"], warmup_steps=WARMUP, seed=self.seed,
             max_norm=float("inf"),
         )  # fmt: skip
         shares = [entry.parameters / chain.dense_parameters for entry in chain.requested]
-        ranks = [[entry.profile[name] for name in self.shapes] for entry in chain.requested]
+        ranks = [[entry.profile[name] for name in nested_layers(model)] for entry in chain.requested]
         return {"shares": shares, "ranks": ranks, "before": before, "after": self._chain_figures(model, chain)}
 
     def _chain_figures(self, model: nn.Module, chain: ProfileChain) -> list[list[float]]:
@@ -146,95 +150,63 @@ class _Seed:
 
 
 def at_levels(table: SensitivityTable, levels: Sequence[int]) -> SensitivityTable:
-    """The table with these of each layer's levels alone."""
-
-    def picked(values: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...]]:
-        return {name: tuple(one[level] for level in levels) for name, one in values.items()}
-
-    return dataclasses.replace(table, ranks=picked(table.ranks), errors=picked(table.errors))
-
-
-def best_within(shares: Sequence[float], values: Sequence[float], budget: float) -> float:
-    """The least value among submodels of at most this share of the parameters; infinite where there is none."""
-    return min((v for share, v in zip(shares, values, strict=True) if share <= budget + 1e-12), default=float("inf"))
+    """The table with these of each layer's levels alone, two or more."""
+    picked = operator.itemgetter(*levels)
+    ranks = {name: picked(values) for name, values in table.ranks.items()}
+    errors = {name: picked(values) for name, values in table.errors.items()}
+    return dataclasses.replace(table, ranks=ranks, errors=errors)
 
 
-def _fronts(one: Run, origin: str, figure: int = 0) -> list[float]:
-    """For each budget the least figure of a submodel trained alone that is no larger than the elastic profile."""
-    own, values = [row[0] for row in one["grid"]], [figures[figure] for figures in one["alone"][origin]]
-    return [best_within(own, values, share) for share in one["elastic"]["shares"]]
-
-
-def _gaps(one: Run, origin: str, which: str = "elastic") -> list[float]:
-    """For each budget, the elastic network's divergence over the best of the grid's within its profile's size."""
-    return [own[0] / best for own, best in zip(one[which]["after"], _fronts(one, origin), strict=True)]
-
-
-def _choices(one: Run) -> list[float]:
-    """For each budget, the divergence of the elastic network's profile, trained alone, over the best of the grid's."""
-    places = {tuple(row[1:]): place for place, row in enumerate(one["grid"])}
-    own = [one["alone"]["DataSVD"][places[tuple(ranks)]][0] for ranks in one["elastic"]["ranks"]]
-    return [value / best for value, best in zip(own, _fronts(one, "DataSVD"), strict=True)]
-
-
-def _gap_table(runs: Sequence[Run]) -> dict[str, Any]:
-    states = {"elastic network": "elastic", f"elastic network, {LONGER} times the steps": "longer"}
-    values: dict[str, list[list[float]]] = {}
-
-    def add(figure: int, what: str, key: str, name: str, when: str = "after") -> None:
-        values[f"{name}: {what}"] = [[figures[figure] for figures in one[key][when]] for one in runs]
-
+def compare(one: Run) -> dict[str, list[float]]:
+    """One seed's rows of the table, by budget."""
+    elastic, rows = one["elastic"], {}
+    states = {"DataSVD, untrained": elastic["before"], ELASTIC: elastic["after"], LONG: one["longer"]["after"]}
     for figure, what in enumerate(("divergence", "test error")):
-        values |= {f"front from {o}: {what}": [_fronts(one, o, figure) for one in runs] for o in ORIGINS}
-        if figure == 0:
-            add(figure, what, "elastic", "DataSVD, untrained", "before")
-        for name, key in states.items():
-            add(figure, what, key, name)
-        if figure == 0:
-            for origin, (name, key) in itertools.product(ORIGINS, states.items()):
-                values[f"{name} / front from {origin}"] = [_gaps(one, origin, key) for one in runs]
-            alone = "the elastic network's profiles, each trained alone / front from DataSVD"
-            values[alone] = [_choices(one) for one in runs]
-    title = (
-        "Divergence to the pretrained network on test images, by budget; a front's figure is the best of its submodels "
-        "that is no larger than the elastic profile"
-    )
-    return table(title, ["", *BUDGETS], [[name, *spreads(of)] for name, of in values.items()], digits=4)
+        for origin, alone in one["alone"].items():
+            rows[f"front from {origin}: {what}"] = [
+                min(own[figure] for (size, *_), own in zip(one["grid"], alone, strict=True) if size <= share + 1e-12)
+                for share in elastic["shares"]
+            ]
+        rows |= {f"{name}: {what}": [own[figure] for own in of] for name, of in states.items()}
+    trained = {tuple(ranks): own for (_, *ranks), (own, _) in zip(one["grid"], one["alone"]["DataSVD"], strict=True)}
+    chosen = [trained[tuple(ranks)] for ranks in elastic["ranks"]]
+    for origin, name in itertools.product(one["alone"], (ELASTIC, LONG)):
+        rows[f"{name} / front from {origin}"] = _over(rows[f"{name}: divergence"], rows, origin)
+    return rows | {f"{CHOSEN} / front from DataSVD": _over(chosen, rows, "DataSVD")}
 
 
-def _claims(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def _over(divergences: Sequence[float], rows: Mapping[str, Sequence[float]], origin: str) -> list[float]:
+    return [own / best for own, best in zip(divergences, rows[f"front from {origin}: divergence"], strict=True)]
+
+
+def _claims(compared: Sequence[Mapping[str, list[float]]]) -> list[dict[str, Any]]:
     """Of the budgets below 1."""
-    aligned, scratch = (np.array([_gaps(one, origin)[:-1] for one in runs]) for origin in ("DataSVD", "random"))
-    choices = np.array([_choices(one)[:-1] for one in runs])
-    longer = np.array([_gaps(one, "DataSVD", "longer")[:-1] for one in runs])
-    means, worst, lost = aligned.mean(1), int(aligned.mean(0).argmax()), int((scratch >= 1).sum())
+    aligned, longer, choices, scratch = (
+        np.array([rows[f"{name} / front from {origin}"][:-1] for rows in compared])
+        for name, origin in ((ELASTIC, "DataSVD"), (LONG, "DataSVD"), (CHOSEN, "DataSVD"), (ELASTIC, "random"))
+    )
+    means, by_budget, better = aligned.mean(1), aligned.mean(0), int((scratch < 1).sum())
     return [
         claim("the elastic network's divergence is within 10 % of the front's from DataSVD, a mean of budgets below 1",
-              "recovers the front",
-              f"{between(means.tolist(), '.2f')} times the front's; worst at {BUDGETS[worst]:g}, "
-              f"{aligned.mean(0)[worst]:.2f}", bool(means.max() <= 1.1),
-              f"its profiles trained alone are {choices.mean():.2f} times the front's, training them in one set of "
-              f"weights {(aligned / choices).mean():.2f} times that; with {LONGER} times the steps the whole is "
-              f"{longer.mean():.2f}"),
+              "recovers the front", f"{between(means.tolist(), '.2f')} times the front's; worst at "
+              f"{BUDGETS[by_budget.argmax()]:g}, {by_budget.max():.2f}", bool(means.max() <= 1.1),
+              f"its profiles trained alone are {choices.mean():.2f} times the front's, and it is {longer.mean():.2f} "
+              f"times after {LONGER} times the steps"),
         claim("it is better than the front of models trained from scratch, at every budget below 1 and seed",
               "outperforms them", f"{between(scratch.mean(1).tolist(), '.2f')} times that front's divergence; better "
-              f"in {scratch.size - lost} of {scratch.size} cases", lost == 0,
-              f"at worst {scratch.max():.2f} times it, and there {aligned.flat[scratch.argmax()]:.2f} times the front "
-              "from DataSVD"),
+              f"in {better} of {scratch.size} cases", better == scratch.size, f"at worst {scratch.max():.2f} times it"),
     ]  # fmt: skip
 
 
-def _figure_data(one: Mapping[str, Any]) -> dict[str, Any]:
+def _figure_data(one: Run) -> dict[str, Any]:
     """Four digits, and of a large grid every fourth submodel and all of the front."""
-    shares = [row[0] for row in one["grid"]]
     shown: dict[str, Any] = {"budgets": list(BUDGETS), "elastic": one["elastic"]}
-    for origin in ORIGINS:
-        values = [figures[0] for figures in one["alone"][origin]]
-        order = sorted(range(len(shares)), key=lambda index: (shares[index], values[index]))
-        rounded = [[round(shares[index], 4), float(f"{values[index]:.4g}")] for index in order]
-        lowest = itertools.accumulate((values[index] for index in order), min, initial=float("inf"))
-        front = [point for point, index, best in zip(rounded, order, lowest, strict=False) if values[index] < best]
-        shown[origin] = {"points": rounded[:: 4 if len(order) > 1000 else 1], "front": front}
+    for origin, figures in one["alone"].items():
+        order = sorted((row[0], divergence) for row, (divergence, _) in zip(one["grid"], figures, strict=True))
+        points = [[round(share, 4), float(f"{value:.4g}")] for share, value in order]
+        below = itertools.accumulate((value for _, value in order), min, initial=float("inf"))
+        front = [point for point, (_, value), best in zip(points, order, below, strict=False) if value < best]
+        shown[origin] = {"points": points[:: 4 if len(points) > 1000 else 1], "front": front}
     return shown
 
 
@@ -242,8 +214,8 @@ def draw(data: Mapping[str, Any]) -> Any:
     """Divergence against size: every submodel trained alone, both fronts, and the elastic network's sizes."""
     figure, (axes,) = panels(size=(7, 4.4))
     for origin, colour in (("random", OTHER), ("DataSVD", GREEN)):
-        shares, values = zip(*data[origin]["points"], strict=True)
-        axes.scatter(shares, values, s=4, alpha=0.25, color=colour, linewidths=0, rasterized=True)
+        points = zip(*data[origin]["points"], strict=True)
+        axes.scatter(*points, s=4, alpha=0.25, color=colour, linewidths=0, rasterized=True)
         label = f"front, each trained alone from {origin}" + (" weights" if origin == "random" else "")
         axes.plot(*zip(*data[origin]["front"], strict=True), color=colour, linestyle="--", linewidth=1.5, label=label)
     elastic = data["elastic"]

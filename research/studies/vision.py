@@ -6,11 +6,9 @@ consolidation on the rest, by distillation alone. Labels are never used, and no 
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import shutil
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,9 +26,9 @@ from flexrank.run.stages import autocast_dtype
 from research.assets import assets_directory
 from research.experiment import EVERY_RANK, Experiment, Ledger, Request
 from research.figures import OTHER, OURS, draw_level, draw_seeds, panels
-from research.measures import AlteredBatches, accuracy, leading_count
-from research.result import Result, between, claim, shown, spread, spreads, table
-from research.studies import resnet, vit
+from research.measures import AlteredBatches, accuracy
+from research.result import Result, between, claim, measured, spreads, table
+from research.studies import cifar
 
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 #: Beside the study's own directory, where a training by examples/train_vit.py may have left it.
@@ -40,36 +38,11 @@ OBJECTIVE = LogitObjective()
 STAGES = {"datasvd": "DataSVD alone", "consolidated": "consolidated"}
 #: Points of accuracy, and the budgets of the claims: the smallest one, and the first after 20 % are gone.
 MARGIN, SMALL, EARLY = 5.0, 0.3, 0.7
-ENERGY = 0.99
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """The size of a seed's work: steps, images for the moments and the probe, ranks of each layer, test images."""
-
-    steps: int
-    batch_size: int = 64
-    calibration: int = 512
-    probe: int = 256
-    levels: int = 10
-    warmup_steps: int = 30
-    test: int | None = None  # how many are classified; None for all
-
-
-QUICK = Plan(steps=500, probe=128, test=2000)
-FULL = Plan(steps=6000, batch_size=128, calibration=1024, probe=512, warmup_steps=200)
-
-
-class Network(NamedTuple):
-    """One network to compress, in eval mode; `in_paper` where the paper's claims are about networks of its kind."""
-
-    name: str
-    title: str
-    model: nn.Module
-    scaling: Scaling
-    learning_rate: float
-    digest: str
-    in_paper: bool
+#: Of a seed: steps, images of a step, of the moments and of the probe, ranks of each layer, test images (None for all).
+QUICK: dict[str, Any] = {
+    "steps": 500, "batch_size": 64, "calibration": 512, "probe": 128, "levels": 10, "warmup_steps": 30, "test": 2000,
+}  # fmt: skip
+FULL = QUICK | {"steps": 6000, "batch_size": 128, "calibration": 1024, "probe": 512, "warmup_steps": 200, "test": None}
 
 
 class Images(NamedTuple):
@@ -80,119 +53,117 @@ class Images(NamedTuple):
     classes: Tensor
 
 
+class Network(NamedTuple):
+    """One network to compress, in eval mode."""
+
+    name: str
+    title: str
+    model: nn.Module
+    scaling: Scaling
+    learning_rate: float
+    digest: str
+
+    def batches(self, images: Tensor) -> Iterable[Tensor]:
+        """Images, uint8 (N, C, H, W), by batches (B, C, H, W) as the network reads them."""
+        return cifar.scaled_batches(images, self.scaling)
+
+    def accuracy(self, model: nn.Module, images: Images) -> float:
+        """Percent of the test images that a form of the network classifies right."""
+        return 100 * accuracy(model, self.batches(images.test), images.classes)
+
+
 def run(request: Request) -> Result:
     """Both networks on CIFAR-10; the vision transformer is trained first where that was not done before."""
     assets = assets_directory("cifar10", RESNET_FILE)
-    directory = request.work.parent / VIT_DIRECTORY
-    if not (directory / vit.RECORD).is_file():
-        vit.train_vit(assets / "cifar10", directory)
-    scaling, weights = Scaling.read(directory / "preprocessor_config.json"), directory / "model.safetensors"
-    transformer, convolutions = load_model(directory, "classification"), resnet.load_resnet20(assets / RESNET_FILE)
+    directory, resnet_file = request.work.parent / VIT_DIRECTORY, assets / RESNET_FILE
+    if not (directory / cifar.RECORD).is_file():
+        cifar.train_vit(assets / "cifar10", directory, cifar.Recipe())
+    scaling, digest = Scaling.read(directory / "preprocessor_config.json"), digest_file(directory / "model.safetensors")
+    transformer, convolutions = load_model(directory, "classification"), cifar.load_resnet20(resnet_file)
     networks = (
-        Network("vit", "vision transformer", transformer, scaling, 5e-4, digest_file(weights), True),
-        Network("resnet20", "ResNet-20", convolutions, resnet.SCALING, 1e-3, digest_file(assets / RESNET_FILE), False),
+        Network("vit", "vision transformer", transformer, scaling, 5e-4, digest),
+        Network("resnet20", "ResNet-20", convolutions, cifar.RESNET_SCALING, 1e-3, digest_file(resnet_file)),
     )
-    training, _ = vit.read_tensors(assets / "cifar10" / vit.TRAIN)
-    images = Images(training, *vit.read_tensors(assets / "cifar10" / vit.TEST))
+    training, _ = cifar.read_tensors(assets / "cifar10" / cifar.TRAIN)
+    images = Images(training, *cifar.read_tensors(assets / "cifar10" / cifar.TEST))
     result = compress(networks, images, FULL if request.full else QUICK, request)
-    record = read_json(directory / vit.RECORD)
-    # Not in the key of the finished parts: the digest of the weights identifies the training there.
-    trained = {"training_of_the_transformer": record["recipe"] | {"accuracy": record["accuracy"]}}
-    return result | {"settings": result["settings"] | trained}
+    record = read_json(directory / cifar.RECORD)
+    # In the key of the finished parts the digest of the weights identifies the training.
+    result["settings"] |= {"training_of_the_transformer": record["recipe"] | {"accuracy": record["accuracy"]}}
+    return result
 
 
-def compress(networks: Sequence[Network], images: Images, plan: Plan, request: Request) -> Result:
-    """Every network with every seed: the study's result."""
-    some = images._replace(test=images.test[: plan.test], classes=images.classes[: plan.test])
+def compress(networks: Sequence[Network], images: Images, plan: Mapping[str, Any], request: Request) -> Result:
+    """Every network with every seed: the study's result. The paper's claims are of transformers, here the first."""
     rates = {one.name: {"digest": one.digest, "learning_rate": one.learning_rate} for one in networks}
     sizes = [len(images.training), len(images.test)]
-    settings = dataclasses.asdict(plan) | {"networks": rates, "images": sizes, "budgets": list(BUDGETS)}
+    settings = {**plan, "networks": rates, "images": sizes, "budgets": list(BUDGETS)}
     ledger, results = Ledger(request.work, settings), []
+    images = images._replace(test=images.test[: plan["test"]], classes=images.classes[: plan["test"]])
     for network in networks:
-        full = ledger.take(f"{network.name}, full", _measure, network.model, network, some)
-        whole = ledger.take(f"{network.name}, whole", _measure, network.model, network, images)
-        trials = [_Trial(network, some, plan, seed, ledger).run() for seed in range(request.seeds)]
-        size = sum(parameter.numel() for parameter in network.model.parameters())
-        facts = {"title": network.title, "in_paper": network.in_paper, "size": size, "full": full, "whole": whole}
-        results.append(facts | {key: [trial[key] for trial in trials] for key in trials[0]})
-    data = {"budgets": list(BUDGETS), "networks": results, "images": len(some.test)}
-    claims = _claims(results, plan.steps * plan.batch_size / len(images.training))
-    return {"settings": settings | {"seeds": request.seeds}, "tables": _tables(data), "claims": claims, "data": data}
+        full = ledger.take(f"{network.name}, full", network.accuracy, network.model, images)
+        trials = [_Trial(network, images, plan, seed, ledger).run() for seed in range(request.seeds)]
+        figures = {key: [one[key] for one in trials] for key in trials[0]}
+        results.append({"title": network.title, "full": full, **figures})
+    data = {"budgets": list(BUDGETS), "networks": results, "images": len(images.test)}
+    claims = _claims(results[0], plan["steps"] * plan["batch_size"] / len(images.training))
+    return measured(settings | {"seeds": request.seeds}, [_table(data)], claims, data)
 
 
 class _Trial:
     """One network with one seed, which draws the calibration's images, the order, the crops and the profiles."""
 
-    def __init__(self, network: Network, images: Images, plan: Plan, seed: int, ledger: Ledger):
+    def __init__(self, network: Network, images: Images, plan: Mapping[str, Any], seed: int, ledger: Ledger):
         self.network, self.images, self.plan, self.seed, self.ledger = network, images, plan, seed, ledger
         self.label = f"{network.name}, seed {seed}"
-        self.checkpoint = ledger.directory / f"{self.label}, distilled"  # an interrupted consolidation goes on from it
         order = torch.randperm(len(images.training), generator=torch.Generator().manual_seed(seed))
-        self.calibration, self.probe, self.rest = order.tensor_split((plan.calibration, plan.calibration + plan.probe))
+        parts = order.tensor_split((plan["calibration"], plan["calibration"] + plan["probe"]))
+        self.calibration, self.probe, self.rest = (images.training[rows] for rows in parts)
 
     def run(self) -> dict[str, Any]:
+        """Accuracies by budget before and after consolidation."""
         chain = ProfileChain.from_json(self.ledger.take(f"{self.label}, chain", lambda: self.allocate().to_json()))
-        share = self.ledger.take(f"{self.label}, energetic share", self.energetic_share)
         before = self.ledger.take(f"{self.label}, datasvd", self.accuracies, chain)
         after = self.ledger.take(f"{self.label}, consolidated", self.consolidate, chain)
-        if self.checkpoint.exists():  # not where an earlier process finished the unit and removed it
-            shutil.rmtree(self.checkpoint)
-        sizes = [chain.model_parameters(chain.entry_at(budget)) for budget in BUDGETS]
-        return {"datasvd": before, "consolidated": after, "parameters": sizes, "energetic_share": share}
+        return {"datasvd": before, "consolidated": after}
 
     @functools.cached_property
-    def decomposed(self) -> tuple[nn.Module, dict[str, Tensor]]:
-        """The elastic network, decomposed by the calibration's images, and its layers' energies."""
-        model = copy.deepcopy(self.network.model)
-        moments = collect_moments(model, self.batches(self.calibration), select_layers(model))
-        return model, decompose_(model, moments)
-
-    @property
     def model(self) -> nn.Module:
-        return self.decomposed[0]
-
-    def energetic_share(self) -> float:
-        """Share of a layer's components that hold 99 % of its output's energy, a mean over the layers."""
-        layers = self.decomposed[1].values()
-        return statistics.fmean(leading_count(energies, ENERGY) / len(energies) for energies in layers)
+        """The elastic network, decomposed by the calibration's images."""
+        model = copy.deepcopy(self.network.model)
+        decompose_(model, collect_moments(model, self.network.batches(self.calibration), select_layers(model)))
+        return model
 
     def allocate(self) -> ProfileChain:
         """One nested profile for each budget."""
-        evaluate = distillation_evaluator(self.network.model, self.batches(self.probe), OBJECTIVE)
+        evaluate = distillation_evaluator(self.network.model, list(self.network.batches(self.probe)), OBJECTIVE)
         checkpoint = self.ledger.directory / f"{self.label}, probe.json"
-        table = probe_sensitivity(
-            self.model, evaluate, self.plan.levels, spacing="parameters", checkpoint=checkpoint, **EVERY_RANK
-        )
+        options = EVERY_RANK | {"spacing": "parameters", "checkpoint": checkpoint}
+        table = probe_sensitivity(self.model, evaluate, self.plan["levels"], **options)
         return allocate_ranks(table, BUDGETS, **EVERY_RANK)
 
     def consolidate(self, chain: ProfileChain) -> list[float]:
-        """Trains all profiles together, and measures them."""
-        plan, network = self.plan, self.network
-        batches = AlteredBatches(self.images.training[self.rest], network.scaling, plan.batch_size, self.seed)
-        with _short_attention(self.model), _short_attention(network.model):
+        """Trains all profiles together, and measures them; an interrupted training goes on from its checkpoint."""
+        plan, network, model = self.plan, self.network, self.model
+        checkpoint = self.ledger.directory / f"{self.label}, distilled"
+        batches = AlteredBatches(self.rest, network.scaling, plan["batch_size"], self.seed)
+        with _short_attention(model), _short_attention(network.model):
             distill_(
-                self.model, network.model, batches, chain, objective=OBJECTIVE, steps=plan.steps, seed=self.seed,
-                learning_rate=network.learning_rate, warmup_steps=plan.warmup_steps, teacher_cache=0,
-                autocast=autocast_dtype("auto", torch.device("cpu")), checkpoint=self.checkpoint,
+                model, network.model, batches, chain, objective=OBJECTIVE, steps=plan["steps"], seed=self.seed,
+                learning_rate=network.learning_rate, warmup_steps=plan["warmup_steps"], teacher_cache=0,
+                autocast=autocast_dtype("auto", torch.device("cpu")), checkpoint=checkpoint,
             )  # fmt: skip
-        return self.accuracies(chain)
+        accuracies = self.accuracies(chain)
+        shutil.rmtree(checkpoint)
+        return accuracies
 
     def accuracies(self, chain: ProfileChain) -> list[float]:
         """In percent, at each budget."""
         accuracies = []
         for budget in track(BUDGETS, f"classifying, {self.label}"):
             with use_profile(self.model, chain.at(budget)):
-                accuracies.append(_measure(self.model, self.network, self.images))
+                accuracies.append(self.network.accuracy(self.model, self.images))
         return accuracies
-
-    def batches(self, rows: Tensor) -> list[Tensor]:
-        """Training images (B, C, H, W) as the network reads them."""
-        return list(vit.scaled_batches(self.images.training[rows], self.network.scaling))
-
-
-def _measure(model: nn.Module, network: Network, images: Images) -> float:
-    """Test accuracy in percent."""
-    return 100 * accuracy(model, vit.scaled_batches(images.test, network.scaling), images.classes)
 
 
 def _short_attention(model: Any) -> contextlib.AbstractContextManager[None]:
@@ -200,53 +171,31 @@ def _short_attention(model: Any) -> contextlib.AbstractContextManager[None]:
     return eager_attention(model) if hasattr(model, "set_attn_implementation") else contextlib.nullcontext()
 
 
-def _tables(data: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Accuracies, and what the budgets are in parameters of the whole network."""
-    networks, columns = data["networks"], [f"{budget:.1f}" for budget in data["budgets"]]
-    quality = [
+def _table(data: Mapping[str, Any]) -> dict[str, Any]:
+    rows = [
         [f"{one['title']}, {stage}", one["full"], *spreads(one[key])]
-        for one in networks
+        for one in data["networks"]
         for key, stage in STAGES.items()
     ]
-    sizes = [
-        [one["title"], one["whole"], one["size"], *(round(s["mean"]) for s in spreads(one["parameters"]))]
-        for one in networks
-    ]
     title = f"accuracy on the first {data['images']} test images of CIFAR-10 in %, by budget"
-    whole = "accuracy of the full networks on all test images in %, and parameters by budget"
+    return table(title, ["network, stage", "full", *data["budgets"]], rows, digits=2)
+
+
+def _claims(one: Mapping[str, Any], passes: float) -> list[dict[str, Any]]:
+    """Of the consolidated network at SMALL, and of DataSVD alone at EARLY."""
+    small, early = (
+        [one["full"] - accuracies[BUDGETS.index(budget)] for accuracies in one[stage]]
+        for stage, budget in (("consolidated", SMALL), ("datasvd", EARLY))
+    )
     return [
-        table(title, ["network, stage", "full", *columns], quality, digits=2),
-        table(whole, ["network", "accuracy", "full", *columns], sizes, digits=2),
-    ]
-
-
-def _claims(networks: Sequence[Mapping[str, Any]], passes: float) -> list[dict[str, Any]]:
-    """The consolidated networks at SMALL, then DataSVD alone at EARLY; of those not in the paper, figures alone."""
-    consolidated, datasvd = [], []
-    for one in networks:
-        title, lost, early = one["title"], _lost(one, "consolidated", SMALL), _lost(one, "datasvd", EARLY)
-        within, sharp = max(lost) <= MARGIN, min(early) > MARGIN
-        share = shown(spread(one["energetic_share"]), 2)
-        consolidated.append(claim(
-            f"{title}, consolidated, at {SMALL} of the size, every seed",
-            f"within {MARGIN:.0f} points of the full model" if one["in_paper"] else "transformers only",
-            f"{between(lost, '.1f')} points below the full network's {one['full']:.1f} %",
-            within if one["in_paper"] else None,
-            "" if within else f"consolidation here saw the images {passes:.1f} times, the paper's about 20 times",
-        ))  # fmt: skip
-        datasvd.append(claim(
-            f"{title}, DataSVD alone, at {EARLY} of the size (over {MARGIN:.0f} points lost counts as sharp)",
-            "degrades sharply after removing 20 %" if one["in_paper"] else "transformers only",
-            f"{between(early, '.1f')} points below the full network",
-            sharp if one["in_paper"] else None,
-            "" if sharp else f"{ENERGY:.0%} of the energy of a layer's output lies in {share} of its rank",
-        ))  # fmt: skip
-    return consolidated + datasvd
-
-
-def _lost(one: Mapping[str, Any], stage: str, budget: float) -> list[float]:
-    """Points of accuracy below the full network, for each seed."""
-    return [one["full"] - values[BUDGETS.index(budget)] for values in one[stage]]
+        claim(f"{one['title']}, consolidated, at {SMALL} of the size, every seed",
+              f"within {MARGIN:.0f} points of the full model",
+              f"{between(small, '.1f')} points below the full network's {one['full']:.1f} %", max(small) <= MARGIN,
+              f"consolidation here saw the images {passes:.1f} times, the paper's about 20 times"),
+        claim(f"{one['title']}, DataSVD alone, at {EARLY} of the size (over {MARGIN:.0f} points lost counts as sharp)",
+              "degrades sharply after removing 20 %", f"{between(early, '.1f')} points below the full network",
+              min(early) > MARGIN, "this small network leaves much of its layers' rank unused; ResNet-20 does not"),
+    ]  # fmt: skip
 
 
 def draw(data: Mapping[str, Any]) -> Any:
@@ -269,9 +218,8 @@ def draw(data: Mapping[str, Any]) -> Any:
 
 EXPERIMENT = Experiment(
     name="vision", title="A vision transformer and ResNet-20 at every size",
-    shows="accuracy by budget on CIFAR-10, DataSVD alone and consolidated, of ResNet-20 and of a small vision"
-    " transformer (trained first where it was not before: a quarter of an hour more); the paper's own row, DINOv3 on"
-    " ImageNet, is `flexrank run examples/paper/dinov3-vitl16.yaml`",
+    shows="accuracy by budget on CIFAR-10 of ResNet-20 and of a small vision transformer (trained first, a quarter of"
+    " an hour more); the paper's own row, DINOv3 on ImageNet, is `flexrank run examples/paper/dinov3-vitl16.yaml`",
     paper="DINOv3 ViT-L/16 to ViT-7B/16 stay within 5 points of the full model down to .3 of its size; methods based"
     " on SVD alone degrade sharply after removing 20 % (section 5.2, accuracy by budget)",
     minutes=12, full_minutes=160, seeds=(3, 3), run=run, draw=draw,

@@ -12,12 +12,6 @@ from research.experiment import Request
 from research.studies import front, mnist
 
 
-def test_best_within_is_the_least_of_what_fits() -> None:
-    assert front.best_within([0.2, 0.5, 0.9], [3.0, 4.0, 1.0], 0.5) == 3.0
-    assert front.best_within([0.2, 0.5, 0.9], [3.0, 2.0, 1.0], 0.5) == 2.0
-    assert front.best_within([0.2], [3.0], 0.1) == float("inf")
-
-
 def test_the_elastic_networks_profiles_are_of_the_grid() -> None:
     table = SensitivityTable({"a": (9, 9)}, {"a": (1, 3, 9)}, {"a": (0.5, 0.2, 0.0)}, 0.0, Footprint(0, 0, 4))
     kept = front.at_levels(table, (0, 2))
@@ -27,20 +21,27 @@ def test_the_elastic_networks_profiles_are_of_the_grid() -> None:
 def test_the_gap_is_the_choice_of_profiles_times_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand: two submodels of .5, of which the elastic network has the worse, and the full one."""
     monkeypatch.setattr(front, "BUDGETS", (0.5, 1.0))
-    one: dict[str, Any] = {
+    ends: dict[str, Any] = {"before": [[0.9, 0.3], [0.2, 0.1]], "after": [[0.6, 0.2], [0.1, 0.1]]}
+    rows = front.compare({
         "grid": [[0.5, 1, 2], [0.5, 2, 1], [1.0, 9, 9]],
-        "alone": {"DataSVD": [[0.2, 0.1], [0.1, 0.1], [0.05, 0.1]]},
-        "elastic": {"shares": [0.5, 1.0], "ranks": [[1, 2], [9, 9]], "after": [[0.6, 0.1], [0.1, 0.1]]},
-        "longer": {"shares": [0.5, 1.0], "after": [[0.3, 0.1], [0.1, 0.1]]},
-    }
-    assert front._choices(one) == [2.0, 1.0] and front._gaps(one, "DataSVD") == [pytest.approx(6), 2]
-    one["alone"]["random"] = [[0.8, 0.1], [0.4, 0.1], [0.05, 0.1]]
-    recovers, beats = front._claims([one])
-    assert not recovers["holds"] and recovers["here"].startswith("6.00 times the front's; worst at 0.5, 6.00")
-    assert "trained alone are 2.00 times the front's, training them in one set of weights 3.00" in recovers["why"]
-    assert recovers["why"].endswith("the whole is 3.00")
+        "alone": {
+            "random": [[0.8, 0.1], [0.4, 0.1], [0.5, 0.1]],
+            "DataSVD": [[0.2, 0.1], [0.1, 0.4], [0.05, 0.1]],
+        },
+        "elastic": {"shares": [0.5, 1.0], "ranks": [[1, 2], [9, 9]], **ends},
+        "longer": {"after": [[0.3, 0.1], [0.1, 0.1]]},
+    })  # fmt: skip
+    assert rows["front from random: divergence"] == [0.4, 0.4]  # the full one is worse than a smaller
+    assert rows["front from DataSVD: test error"] == [0.1, 0.1]
+    assert rows["DataSVD, untrained: divergence"] == [0.9, 0.2] and rows["elastic network: test error"] == [0.2, 0.1]
+    assert rows[f"{front.CHOSEN} / front from DataSVD"] == [2.0, 1.0]
+    assert rows["elastic network / front from DataSVD"] == [pytest.approx(6), 2]
+    recovers, beats = front._claims([rows])
+    assert not recovers["holds"] and recovers["here"] == "6.00 times the front's; worst at 0.5, 6.00"
+    wanted = "its profiles trained alone are 2.00 times the front's, and it is 3.00 times after 4 times the steps"
+    assert recovers["why"] == wanted
     assert not beats["holds"] and "better in 0 of 1 cases" in beats["here"]
-    assert beats["why"] == "at worst 1.50 times it, and there 6.00 times the front from DataSVD"
+    assert beats["why"] == "at worst 1.50 times it"
 
 
 def test_no_budget_is_below_the_least_submodel_of_either_grid() -> None:

@@ -6,8 +6,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from flexrank.nn.alignment import gauge_align
-
 
 class PivotedLinear(nn.Module):
     """y[pivots] = z, y[rest] = Û z, with z = Ṽᵀx: aligned to pivot rows (Zhao et al., PIFA, ICML 2025).
@@ -26,17 +24,6 @@ class PivotedLinear(nn.Module):
         self.register_buffer("pivots", order[:rank].clone())
         self.register_buffer("rest", order[rank:].clone())
 
-    @classmethod
-    @torch.no_grad()
-    def from_factors(cls, u: Float[Tensor, "m r"], v: Float[Tensor, "n r"], dtype: torch.dtype) -> "PivotedLinear":
-        """The layer for y = U Vᵀ x."""
-        order = pivoted_order(u)
-        layer = cls(v.shape[0], u.shape[1], order, dtype=dtype)
-        u_hat, v_tilde = gauge_align(u[order], v, slack=0)
-        layer.latent.weight.copy_(v_tilde.T)
-        layer.expand.weight.copy_(u_hat)
-        return layer
-
     def forward(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch m"]:  # noqa: D102
         latent = self.latent(x)
         output = latent.new_empty(*x.shape[:-1], len(self.pivots) + len(self.rest))
@@ -49,7 +36,5 @@ def pivoted_order(u: Float[Tensor, "m r"]) -> Int[Tensor, " m"]:
     import scipy.linalg
 
     _, chosen = scipy.linalg.qr(u.T.double().cpu().numpy(), mode="r", pivoting=True)
-    pivots = torch.as_tensor(chosen[: u.shape[1]].copy(), dtype=torch.int64)
-    is_rest = torch.ones(len(u), dtype=torch.bool)
-    is_rest[pivots] = False
-    return torch.cat([pivots, is_rest.nonzero()[:, 0]]).to(u.device)
+    rank = u.shape[1]
+    return torch.tensor([*chosen[:rank], *sorted(chosen[rank:])], dtype=torch.int64, device=u.device)

@@ -38,10 +38,9 @@ def run(request: Request) -> Result:
     rows = [[f"{size}", *spreads(one[place] for one in runs)] for place, size in enumerate(sizes)]
     title = f"Held-out nats per token by calibration samples of {tokens} tokens: {config.name} (original {dense:.3f})"
     settings = {"model": config.name, "tokens_a_sample": tokens, "seeds": request.seeds, "pool": len(pool)}
+    tables = [table(title, ["samples", *budgets], rows, digits=4)]
     data = {"sizes": sizes, "budgets": budgets, "runs": runs, "dense": dense}
-    return measured(
-        settings, [table(title, ["samples", *budgets], rows, digits=4)], _claims(sizes, budgets, runs), data
-    )
+    return measured(settings, tables, _claims(sizes, budgets, runs), data)
 
 
 def _one_seed(
@@ -51,35 +50,25 @@ def _one_seed(
     order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(seed))
     layers = select_layers(space.base, space.config.layers.include, space.config.layers.exclude)
     moments: Moments = {}
-    nats = []
+    nats: list[list[float]] = []
     for start, end in zip((0, *sizes), sizes, strict=False):
         rows = pool[order[start:end]].split(space.config.data.batch_size)
         batches: list[Batch] = [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in rows]
         more = collect_moments(space.base, batches, layers)
-        moments = _added(moments, more) if moments else more
-        nats.append(_nats(space, moments, budgets))
+        moments = {name: _added(moments[name], one) if moments else one for name, one in more.items()}
+        model = copy.deepcopy(space.base)
+        decompose_(model, moments)
+        nats.append([])
+        for budget in budgets:
+            with use_profile(model, uniform_profile(model, budget)):
+                nats[-1].append(space.judge(model)["nats_per_token"])
     return nats
 
 
-def _added(first: Moments, second: Moments) -> Moments:
-    """The moments of two sets of samples together; layers that share a moment share the sum."""
-    sums: dict[int, Tensor] = {}
-    added: Moments = {}
-    for name, one in first.items():
-        other = second[name]
-        moment = sums.setdefault(id(one.moment), one.moment + other.moment)
-        added[name] = LayerMoment(one.side, moment, one.mean_square + other.mean_square, one.tokens + other.tokens)
-    return added
-
-
-def _nats(space: Workspace, moments: Moments, budgets: Sequence[float]) -> list[float]:
-    model = copy.deepcopy(space.base)
-    decompose_(model, moments)
-    nats = []
-    for budget in budgets:
-        with use_profile(model, uniform_profile(model, budget)):
-            nats.append(space.judge(model)["nats_per_token"])
-    return nats
+def _added(one: LayerMoment, other: LayerMoment) -> LayerMoment:
+    """The moment of two sets of samples together."""
+    squares, tokens = one.mean_square + other.mean_square, one.tokens + other.tokens
+    return LayerMoment(one.side, one.moment + other.moment, squares, tokens)
 
 
 def _claims(sizes: Sequence[int], budgets: Sequence[float], runs: Any) -> list[dict[str, Any]]:
@@ -98,15 +87,13 @@ def _claims(sizes: Sequence[int], budgets: Sequence[float], runs: Any) -> list[d
 def draw(data: Mapping[str, Any]) -> Any:
     """Nats per token against the number of samples, a line and a band for each budget."""
     figure, (axes,) = panels()
-    sizes = data["sizes"]
     for place, (budget, colour) in enumerate(zip(data["budgets"], itertools.cycle((OURS, GREEN, OTHER, PINK)))):
         runs = [[by_budget[place] for by_budget in one] for one in data["runs"]]
-        draw_seeds(axes, sizes, runs, colour, f"budget {budget:g}")
+        draw_seeds(axes, data["sizes"], runs, colour, f"budget {budget:g}")
     draw_level(axes, data["dense"], "original")
     axes.axvline(PLATEAU, color="#bbbbbb", linewidth=1, label="paper: flat from here")
-    axes.set(xscale="log", xlabel="calibration samples", ylabel="held-out nats per token")
-    axes.set_xticks(sizes, [str(size) for size in sizes], minor=False)
-    axes.minorticks_off()
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="calibration samples", ylabel="held-out nats per token")
     axes.legend(fontsize=8)
     return figure
 

@@ -1,96 +1,69 @@
 """Submodels trained for one budget alone, evaluated at all budgets, against the elastic model (FlexRank, Fig. 7)."""
 
-import itertools
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
-from flexrank.profiles import RankProfile
 from research.experiment import Experiment, Request
-from research.figures import GREEN, NEUTRAL, OTHER, OURS, PINK, SKY, YELLOW, draw_level, draw_seeds
+from research.figures import GREEN, NEUTRAL, OTHER, OURS, PINK, SKY, YELLOW
 from research.result import Result, by_budget, claim, measured, spreads
-from research.studies.language import LanguageBench, nats_panel, stories_settings
+from research.studies.language import LanguageBench, draw_by_budget, stories_settings
 
-Runs = dict[str, list[list[float]]]
+#: In the figure: of the elastic model, of that with more steps, and of the single models.
+COLOURS = (OURS, NEUTRAL, OTHER, YELLOW, PINK, SKY, GREEN)
+Losses = Sequence[Sequence[float]]  #: by seed, by budget
 
 
 def run(request: Request) -> Result:
     """Runs the study: each model, elastic or single, gets the configured steps."""
     bench = LanguageBench(request)
-    runs: Runs = {"elastic": bench.consolidated(request.seeds)}
+    elastic, singles = bench.consolidated(request.seeds), dict[str, Losses]()
     for budget, profile in zip(bench.budgets, bench.profiles, strict=True):
-        name = f"trained at {budget:g} only"
-        runs[name] = bench.ledger.take_seeds(name, request.seeds, _single, bench, budget, profile)
+        name, training = f"trained at {budget:g} only", f"training-{budget:g}"
+        singles[name] = bench.ledger.take_seeds(name, request.seeds, _trained, bench, [profile], bench.steps, training)
     # Whether the elastic model lacks steps or room: as many for each size as a single model has, for one seed.
-    longer = bench.steps * len(bench.budgets)
-    patient = bench.ledger.take("elastic, longer, seed 0", _elastic, bench, longer)
-    rows: list[list[Any]] = [
-        ["DataSVD, untrained", *bench.untrained()],
-        ["elastic", *spreads(runs["elastic"])],
-        [f"elastic, {longer} steps, seed 0", *patient],
-        *([name, *spreads(seeds)] for name, seeds in _singles(runs).items()),
-    ]
-    data = {"budgets": bench.budgets, "runs": runs, "patient": patient, "steps": longer, "dense": bench.dense()}
-    claims = _claims(bench.budgets, runs, patient)
+    longer, profiles = bench.steps * len(bench.budgets), bench.profiles[::-1]
+    patient = bench.ledger.take("elastic, longer, seed 0", _trained, bench, profiles, longer, "training-longer", 0)
+    runs: dict[str, Losses] = {"elastic": elastic, f"elastic, {longer} steps, seed 0": [patient], **singles}
+    rows: list[list[Any]] = [["DataSVD, untrained", *bench.untrained()]]
+    rows += [[name, *spreads(of)] for name, of in runs.items()]
+    claims = _claims(bench.budgets, elastic, list(singles.values()), patient)
+    data = {"budgets": bench.budgets, "runs": runs, "dense": bench.dense()}
     return measured(bench.facts(seeds=request.seeds), [bench.table(rows)], claims, data)
 
 
-def _single(bench: LanguageBench, budget: float, profile: RankProfile, seed: int) -> list[float]:
-    """Nats per token at all budgets, of a model trained at one profile."""
-    model = bench.trained([profile], steps=bench.steps, seed=seed, name=f"training-{budget:g}-{seed}")
-    return bench.nats_by_budget(model)
+def _trained(bench: LanguageBench, profiles: Sequence[Any], steps: int, name: str, seed: int) -> list[float]:
+    """Nats per token at all budgets, of a model trained at these profiles."""
+    return bench.nats_by_budget(bench.trained(profiles, steps=steps, seed=seed, name=f"{name}-{seed}"))
 
 
-def _elastic(bench: LanguageBench, steps: int) -> list[float]:
-    return bench.nats_by_budget(bench.trained(bench.profiles[::-1], steps=steps, seed=0, name="training-longer-0"))
-
-
-def _singles(runs: Runs) -> Runs:
-    return {name: seeds for name, seeds in runs.items() if name != "elastic"}
-
-
-def _claims(budgets: Sequence[float], runs: Runs, patient: Sequence[float]) -> list[dict[str, Any]]:
-    excess, elsewhere, best = [], [], []
+def _claims(
+    budgets: Sequence[float], elastic: Losses, singles: Sequence[Losses], patient: Sequence[float]
+) -> list[dict[str, Any]]:
+    """Of the elastic models and those trained for one budget each, in the budgets' order."""
+    excess, elsewhere, left = [], [], []
     for place, budget in enumerate(budgets):
-        single = [[values[place] for values in one] for one in zip(*_singles(runs).values(), strict=True)]
-        least = [min(one) for one in single]
-        excess.append([one[place] / own - 1 for one, own in zip(runs["elastic"], least, strict=True)])
-        own = [one[place] for one in runs[f"trained at {budget:g} only"]]
-        # the least that any model trained for another budget loses here, over the one trained for this
-        others = [min((v for v in s if v != o), default=o) for s, o in zip(single, own, strict=True)]
-        elsewhere.append([other / o - 1 for other, o in zip(others, own, strict=True)])
-        best.append(least[0])
-    left = ", ".join(f"{b:g} {own / least - 1:+.1%}" for b, own, least in zip(budgets, patient, best, strict=True))
-    why = f"each of its sizes had a share of the steps: with {len(budgets)} times the steps it is {left} (seed 0)"
+        single = [[losses[place] for losses in of_seed] for of_seed in zip(*singles, strict=True)]
+        excess.append([one[place] / min(losses) - 1 for one, losses in zip(elastic, single, strict=True)])
+        # The least that any model trained for another budget loses here, over the one trained for this.
+        others = [min([*one[:place], *one[place + 1 :]], default=one[place]) for one in single]
+        elsewhere.append([other / one[place] - 1 for other, one in zip(others, single, strict=True)])
+        left.append(f"{budget:g} {patient[place] / min(single[0]) - 1:+.1%}")
+    why = f"each of its sizes had a share of the steps: with {len(budgets)} times the steps it is {', '.join(left)}"
     return [
         claim("elastic within 2 % of the best single-budget model's loss at each budget, every seed",
               "matches at each budget", by_budget(budgets, excess, "+.1%"),
-              all(max(values) <= 0.02 for values in excess), why),
+              all(max(values) <= 0.02 for values in excess), f"{why} (seed 0)"),
         claim("a model trained for one budget is the best there by 2 % or more, every seed", "others degrade markedly",
               f"over it, the next best of the single models: {by_budget(budgets, elsewhere, '+.1%')}",
               all(min(values) >= 0.02 for values in elsewhere)),
     ]  # fmt: skip
 
 
-def draw(data: Mapping[str, Any]) -> Any:
-    """Nats per token against budget: a line for each single model, the elastic one on top."""
-    figure, axes = nats_panel(size=(6.6, 4))
-    budgets, runs = data["budgets"], data["runs"]
-    colours = itertools.cycle((OTHER, YELLOW, PINK, SKY, GREEN, NEUTRAL))
-    for place, ((name, seeds), colour) in enumerate(zip(_singles(runs).items(), colours, strict=False)):
-        means = draw_seeds(axes, budgets, seeds, colour, name, linestyle="--", marker="")
-        axes.plot(budgets[place], means[place], "s", color=colour, markersize=6)
-    draw_seeds(axes, budgets, runs["elastic"], OURS, "elastic", linewidth=2, zorder=3)
-    label = f"elastic, {data['steps']} steps"
-    draw_seeds(axes, budgets, [data["patient"]], OURS, label, linestyle=":", marker="", zorder=3)
-    draw_level(axes, data["dense"], "original")
-    axes.set(ylim=(data["dense"] * 0.93, max(map(max, runs["elastic"])) * 1.6))
-    axes.legend(fontsize=8)
-    return figure
-
-
 EXPERIMENT = Experiment(
     "joint-vs-single", "One elastic model against models trained for one budget",
     "the loss of each single-budget model at all budgets, against the elastic model's, with equal steps each",
-    minutes=14, full_minutes=150, run=run, draw=draw, seeds=(2, 3), settings=stories_settings,
+    minutes=14, full_minutes=150, run=run, draw=functools.partial(draw_by_budget, colours=COLOURS), seeds=(2, 3),
+    settings=stories_settings,
     paper="singles degrade away from their budget; the elastic model matches the best of them at each (Fig. 7)",
 )  # fmt: skip

@@ -5,6 +5,7 @@ the same settings share it, and an interrupted one goes on from it.
 """
 
 import contextlib
+import itertools
 import shutil
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -22,7 +23,7 @@ from flexrank.run.stages import autocast_dtype, read_chain, require_fitting_inpu
 from flexrank.run.workspace import Workspace
 from research.assets import asset_path
 from research.experiment import Ledger, Request, digest
-from research.figures import panels
+from research.figures import draw_level, draw_seeds, panels
 from research.measures import STORY_SEPARATOR
 from research.result import table
 
@@ -48,11 +49,15 @@ def pycode_settings(**changes: Any) -> dict[str, Any]:
     return settings | {key: settings.get(key, {}) | keys for key, keys in changes.items()}
 
 
-def nats_panel(**options: Any) -> tuple[Any, Any]:
-    """A figure of held-out loss against budget, and its axes."""
-    figure, (axes,) = panels(**options)
+def draw_by_budget(data: Mapping[str, Any], colours: Sequence[str]) -> Any:
+    """Held-out loss against budget: of each of `runs` (seeds, budgets) in a colour, mean and range; of the original."""
+    figure, (axes,) = panels()
+    for (name, runs), colour in zip(data["runs"].items(), itertools.cycle(colours), strict=False):
+        draw_seeds(axes, data["budgets"], runs, colour, name)
+    draw_level(axes, data["dense"], "original")
     axes.set(xlabel="budget", ylabel="held-out nats per token")
-    return figure, axes
+    axes.legend(fontsize=8)
+    return figure
 
 
 def _settings(name: str, data: Mapping[str, Any], distillation: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,10 +17,8 @@ from research.studies.language import LanguageBench, pycode_settings
 
 #: Of the modules that write into the residual stream after attention, the names that architectures give them.
 ATTENTION_OUTPUTS = ("o_proj", "attn.c_proj", "out_proj", "attention.output.dense", "self_attention.dense", "out_lin")
-#: The share of energy by which the concentration of a layer's input and output is measured.
+#: The share of energy by which the concentration of a layer's output is measured.
 ENERGY = 0.99
-
-Modules = dict[str, list[float]]
 
 
 def run(request: Request) -> Result:
@@ -29,77 +27,60 @@ def run(request: Request) -> Result:
     dense = bench.chain.entries[-1].profile
     layers = ordered_layers(dense)
     shares = [[profile[name] / dense[name] for name in layers] for profile in bench.profiles]
-    kept = [_by_module(layers, share) for share in shares]
     concentration = _concentration(bench, layers)
-    modules = [_by_module(layers, values) for values in concentration]
+    columns = [_by_module(layers, values) for values in (*shares, concentration)]
     middle = min(range(len(bench.budgets)), key=lambda index: abs(bench.budgets[index] - 0.4))
-    directions = f"Share of its directions that holds {ENERGY:.0%} of the energy, over the calibration's tokens"
-    tables = [
-        _table(f"Share of its ranks that a module keeps: {bench.config.name}", bench.budgets, kept),
-        _table(directions, ("of its output, in its rank", "of its input, in its width"), modules),
-    ]
-    claims = _claims(bench.budgets[middle], shares[middle], kept[middle], concentration[0])
+    rows = []
+    for module in columns[0]:
+        each = (column[module] for column in columns)
+        rows.append([module, *(f"{statistics.fmean(one):.2f} ({min(one):.2f}–{max(one):.2f})" for one in each)])
+    kept = f"Share of its ranks that a module keeps by budget, and that holds {ENERGY:.0%} of its output's energy"
+    title = f"{kept} over the calibration's tokens: {bench.config.name}; mean over blocks (least–most)"
+    tables = [table(title, ["module", *bench.budgets, "energy"], rows)]
+    claims = _claims(bench.budgets[middle], shares[middle], columns[middle], concentration)
     data = {"layers": layers, "budgets": bench.budgets, "shares": shares}
     errors = [bench.chain.entry_at(budget).error for budget in bench.budgets]
     return measured(bench.facts(predicted_error=errors), tables, claims, data)
 
 
 @torch.no_grad()
-def _concentration(bench: LanguageBench, layers: Sequence[str]) -> tuple[list[float], list[float]]:
-    """For each layer how many leading components hold `ENERGY` of its output's, over its rank; and of its input's."""
+def _concentration(bench: LanguageBench, layers: Sequence[str]) -> list[float]:
+    """For each layer how many leading components hold `ENERGY` of its output's, over its rank."""
     chosen = {name: bench.base.get_submodule(name) for name in layers}
     moments = collect_moments(bench.base, bench.space.samples.calibration, chosen, side="input")
-    written, read = [], []
+    shares = []
     for name, layer in chosen.items():
-        weight, moment = weight_matrix(layer).double(), moments[name].moment
-        written.append(_leading_share(weight @ moment @ weight.T, min(weight.shape)))
-        read.append(_leading_share(moment, len(moment)))
-    return written, read
+        weight = weight_matrix(layer).double()
+        energies = torch.linalg.eigvalsh(weight @ moments[name].moment @ weight.T).flip(0).clamp(min=0)
+        shares.append(leading_count(energies, ENERGY) / min(weight.shape))
+    return shares
 
 
-def _leading_share(gram: torch.Tensor, width: int) -> float:
-    return leading_count(torch.linalg.eigvalsh(gram).flip(0).clamp(min=0), ENERGY) / width
-
-
-def _by_module(layers: Sequence[str], values: Sequence[float]) -> Modules:
-    modules: Modules = {}
+def _by_module(layers: Sequence[str], values: Sequence[float]) -> dict[str, list[float]]:
+    modules: dict[str, list[float]] = {}
     for name, value in zip(layers, values, strict=True):
         modules.setdefault(split_block(name)[1], []).append(value)
     return modules
 
 
-def _table(title: str, columns: Sequence[Any], values: Sequence[Modules]) -> dict[str, Any]:
-    """A row for each module, a column for each of `values`."""
-    rows = []
-    for module in values[0]:
-        each = (column[module] for column in values)
-        rows.append([module, *(f"{statistics.fmean(one):.2f} ({min(one):.2f}–{max(one):.2f})" for one in each)])
-    return table(f"{title}; mean over blocks (least–most)", ["module", *columns], rows)
-
-
-def _claims(budget: float, shares: Sequence[float], kept: Modules, written: Sequence[float]) -> list[dict[str, Any]]:
+def _claims(
+    budget: float, shares: Sequence[float], kept: Mapping[str, Sequence[float]], concentration: Sequence[float]
+) -> list[dict[str, Any]]:
     here = f"at {budget:g} layers keep {min(shares):.2f} to {max(shares):.2f} of their ranks"
     alike = "components are not truncated alike: some keep twice the share of others"
     claims = [claim(alike, "visible in the heatmaps", here, max(shares) > 2 * min(shares))]
     outputs = next((module for module in kept if module.endswith(ATTENTION_OUTPUTS)), None)
     if outputs is None:
         return claims
-    own = statistics.fmean(_central(kept[outputs]))
+    third = len(kept[outputs]) // 3
+    own = statistics.fmean(kept[outputs][third : len(kept[outputs]) - third])
     others = {module: statistics.fmean(values) for module, values in kept.items() if module != outputs}
     most = max(others, key=lambda module: others[module])
-    why = ""
-    if len(set(written)) > 1:
-        why = f"over all {len(shares)} layers the ranks kept go with the share of directions that holds {ENERGY:.0%} "
-        why += f"of the output's energy, Spearman ρ {spearman(shares, written):.2f}"
+    why = f"ranks kept go with the share that holds {ENERGY:.0%} of the output's energy, Spearman ρ "
+    why += f"{spearman(shares, concentration):.2f} over all {len(shares)} layers"
     what = "the output projections of the central attention layers keep the most"
     here = f"at {budget:g} they keep {own:.2f} of their ranks, {most} {others[most]:.2f}"
     return [*claims, claim(what, "GPT-2, at .4", here, own >= others[most], why)]
-
-
-def _central(by_block: list[float]) -> list[float]:
-    """Without the first and the last third of the blocks."""
-    third = len(by_block) // 3
-    return by_block[third : len(by_block) - third]
 
 
 def draw(data: Mapping[str, Any]) -> Any:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-import itertools
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,27 +10,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flexrank import LogitObjective, SensitivityTable, allocate_ranks, collect_moments, decompose_
+from flexrank import LogitObjective, SensitivityTable, collect_moments, decompose_
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import nested_layers
 from flexrank.probe import curvature_sensitivity, probe_sensitivity
-from flexrank.profiles.costs import deployed_parameters, rank_levels
+from flexrank.profiles.costs import rank_levels
 from flexrank.progress import track
 from research.experiment import EVERY_RANK, Experiment, Ledger, Request
 from research.figures import GREEN, OTHER, OURS, panels
 from research.measures import spearman
-from research.result import Result, claim, spread, spreads, table
+from research.result import Result, between, claim, measured, spreads, table
 from research.studies import mnist
 
 NETWORKS = ("lenet", "narrow")
 CALIBRATION, PROBE = 2048, 2000
 #: What a probe and a joint loss measure: the divergence to the full network, or the labels' cross entropy.
 LOSSES = ("divergence", "cross entropy")
-BUDGETS = tuple(round(0.2 + 0.05 * step, 2) for step in range(15))
-CHAINS: dict[str, dict[str, Any]] = {
-    "joint": {}, "paper, parameters": {"method": "paper"}, "paper, ranks": {"method": "paper", "savings": "ranks"}
-}  # fmt: skip
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -40,12 +36,9 @@ def run(request: Request) -> Result:
     ledger = Ledger(request.work, settings)
     results = {name: ledger.take_seeds(name, request.seeds, one_seed, name) for name in NETWORKS}
     first = results[NETWORKS[0]]
-    return {
-        "settings": settings | {"seeds": request.seeds},
-        "tables": [_agreement_table(results), _chain_table(results)],
-        "claims": _claims([one["agreement"] for one in first]),
-        "data": first[0]["shown"] | {"curves": [one["regrets"] for one in first]},
-    }
+    claims = _claims([one["agreement"] for one in first])
+    data = first[0]["shown"] | {"curves": [one["regrets"]["probe, divergence"] for one in first]}
+    return measured(settings | {"seeds": request.seeds}, [_agreement_table(results)], claims, data)
 
 
 def one_seed(name: str, seed: int) -> dict[str, Any]:
@@ -123,32 +116,27 @@ def joint_losses(model: nn.Sequential, images: Tensor, judges: Sequence[Judge]) 
 
 
 def _compared(tables: Mapping[str, SensitivityTable], joint: Mapping[str, Array]) -> dict[str, Any]:
-    first = tables["probe, divergence"]
-    counts = {what: total_savings(first, what) for what in ("ranks", "parameters")}
+    savings = total_savings(tables["probe, divergence"])
     agreement, regrets = {}, {}
     for name, one in tables.items():
         actual, predicted = joint[name.partition(", ")[2]].ravel(), additive(one).ravel()
-        rho = spearman(predicted.tolist(), actual.tolist())
-        agreement[name] = {"rho": rho, "nu": violation_rate(predicted, actual)}
-        for (what, savings), is_exact in itertools.product(counts.items(), (True, False)):
-            own = budget_regrets(predicted, actual, savings, is_exact)
-            missed, key = [regret for regret in own if regret > 0], f"{what}, {'exact' if is_exact else 'within'}"
-            agreement[name] |= {
-                f"{key}, match": 1 - len(missed) / max(1, len(own)),
-                f"{key}, mean": float(np.mean(missed)) if missed else 0.0,
-                f"{key}, max": max(missed, default=0.0),
-            }
-        regrets[name] = sorted(v for v in budget_regrets(predicted, actual, counts["ranks"], exact=True) if v > 0)
-    predicted, actual = additive(first).ravel(), joint["divergence"].ravel()
+        own = budget_regrets(predicted, actual, savings)
+        missed = [regret for regret in own if regret > 0]
+        agreement[name] = {
+            "rho": spearman(predicted.tolist(), actual.tolist()), "nu": violation_rate(predicted, actual),
+            "ranks, exact, match": 1 - len(missed) / max(1, len(own)),
+            "ranks, exact, mean": float(np.mean(missed)) if missed else 0.0,
+            "ranks, exact, max": max(missed, default=0.0),
+        }  # fmt: skip
+        regrets[name] = sorted(missed)
+    predicted, actual = additive(tables["probe, divergence"]).ravel(), joint["divergence"].ravel()
     sample = np.random.default_rng(0).permutation(len(actual))[:2000]
     places = {  # of 2000 submodels, in both orders
         name: (np.argsort(np.argsort(values)) / (len(values) - 1))[sample].round(4).tolist()
         for name, values in (("actual", actual), ("predicted", predicted))
     }
-    choices = budget_choices(predicted, actual, counts["ranks"], exact=True)
-    shown = {"places": places, "front": [[saving, best, chosen] for saving, _, best, chosen in choices]}
-    chains = _chain_regrets(tables, joint["divergence"])
-    return {"agreement": agreement, "chains": chains, "regrets": regrets, "shown": shown}
+    front = [[saving, best, chosen] for saving, _, best, chosen in budget_choices(predicted, actual, savings)]
+    return {"agreement": agreement, "regrets": regrets, "shown": {"places": places, "front": front}}
 
 
 def additive(one: SensitivityTable) -> Array:
@@ -156,13 +144,9 @@ def additive(one: SensitivityTable) -> Array:
     return functools.reduce(np.add.outer, map(np.array, one.errors.values()))
 
 
-def total_savings(one: SensitivityTable, what: str) -> Array:
-    """What every submodel saves in ranks or in deployed parameters, flat."""
-    saved = []
-    for name, ranks in one.ranks.items():
-        counts = [rank if what == "ranks" else deployed_parameters(one.shapes[name], rank) for rank in ranks]
-        saved.append(counts[-1] - np.array(counts))
-    return functools.reduce(np.add.outer, saved).ravel()
+def total_savings(one: SensitivityTable) -> Array:
+    """How many ranks every submodel saves, flat."""
+    return functools.reduce(np.add.outer, [ranks[-1] - np.array(ranks) for ranks in one.ranks.values()]).ravel()
 
 
 def violation_rate(predicted: Array, actual: Array) -> float:
@@ -174,124 +158,75 @@ def violation_rate(predicted: Array, actual: Array) -> float:
     return inversions / (count * (count - 1) / 2)
 
 
-def budget_choices(
-    predicted: Array, actual: Array, savings: Array, exact: bool
-) -> Iterator[tuple[int, int, float, float]]:
-    """For each total saving: it, how many submodels there are, the least loss, and that of the one preferred.
-
-    Where `exact`, among submodels of that very saving; else among all that save as much.
-    """
+def budget_choices(predicted: Array, actual: Array, savings: Array) -> Iterator[tuple[int, int, float, float]]:
+    """For each total saving: it, how many submodels save it, their least loss, and that of the one preferred."""
     for saving in np.unique(savings):
-        among = np.flatnonzero(savings == saving if exact else savings >= saving)
+        among = np.flatnonzero(savings == saving)
         chosen = among[predicted[among].argmin()]
         yield int(saving), len(among), float(actual[among].min()), float(actual[chosen])
 
 
-def budget_regrets(predicted: Array, actual: Array, savings: Array, exact: bool) -> list[float]:
+def budget_regrets(predicted: Array, actual: Array, savings: Array) -> list[float]:
     """For each total saving of two submodels or more, what the preferred one loses above the best, relatively."""
-    choices = budget_choices(predicted, actual, savings, exact)
+    choices = budget_choices(predicted, actual, savings)
     return [0.0 if chosen == best else (chosen - best) / best for _, count, best, chosen in choices if count > 1]
 
 
-def _chain_regrets(tables: Mapping[str, SensitivityTable], actual: Array) -> dict[str, list[float]]:
-    """For each allocation, budget by budget, the joint loss of its nested profile over the best within the budget."""
-    regrets = {}
-    for source in ("probe", "curvature"):
-        one = tables[f"{source}, divergence"]
-        dense = sum(m * n for m, n in one.shapes.values())
-        costs = dense - total_savings(one, "parameters").reshape(actual.shape)
-        best = [actual[costs <= budget * dense].min() for budget in BUDGETS]
-        for method, options in CHAINS.items():
-            chain = allocate_ranks(one, BUDGETS, **EVERY_RANK, **options)
-            # Without interpolation every rank of a profile is one of the table's.
-            places = [tuple(ranks.index(chain.at(b)[name]) for name, ranks in one.ranks.items()) for b in BUDGETS]
-            losses = [actual[place] for place in places]
-            regrets[f"{source}, {method}"] = [float(a / b - 1) for a, b in zip(losses, best, strict=True)]
-    return regrets
-
-
 def _agreement_table(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    columns = {
-        "ρ": "rho", "ν %": "nu", "p %": "ranks, exact, match", "regret %": "ranks, exact, mean",
-        "max %": "ranks, exact, max", "p % (params)": "parameters, exact, match",
-        "p % (within)": "parameters, within, match", "regret % (within)": "parameters, within, mean",
-        "max % (within)": "parameters, within, max",
-    }  # fmt: skip
-    scales = [1, *[100] * (len(columns) - 1)]
+    keys = ("rho", "nu", "ranks, exact, match", "ranks, exact, mean", "ranks, exact, max")
     rows = [
         [f"{network}: {name}", *spreads(
-            [scale * one["agreement"][name][key] for scale, key in zip(scales, columns.values(), strict=True)]
-            for one in seeds
+            [one["agreement"][name][key] * (1 if key == "rho" else 100) for key in keys] for one in seeds
         )]
         for network, seeds in results.items() for name in seeds[0]["agreement"]
     ]  # fmt: skip
-    title = (
-        "Additive prediction against all 10⁴ joint losses. p: share of exact totals (in ranks, in parameters) or of "
-        "budgets (within) whose best submodel is chosen; regret: of the others, mean and largest"
-    )
-    return table(title, ["network: prediction, loss", *columns], rows, digits=[3] + [1] * (len(columns) - 1))
-
-
-def _chain_table(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    rows = []
-    for network, seeds in results.items():
-        for name in seeds[0]["chains"]:
-            means, largest = ([100 * float(of(one["chains"][name])) for one in seeds] for of in (np.mean, max))
-            rows.append([f"{network}: {name}", spread(means), spread(largest)])
-    title = (
-        f"Nested chains at {len(BUDGETS)} budgets from {BUDGETS[0]} to {BUDGETS[-1]}: divergence above that of the "
-        "best submodel within the budget, nested or not, %"
-    )
-    return table(title, ["network: sensitivity, allocation", "mean", "largest"], rows, digits=1)
+    title = "Additive prediction against all 10⁴ joint losses. p: share of exact totals of ranks whose best is chosen; "
+    title += "regret: of the others, mean and largest"
+    columns = ["network: prediction, loss", "ρ", "ν %", "p %", "regret %", "max %"]
+    return table(title, columns, rows, digits=(3, 1, 1, 1, 1))
 
 
 def _claims(agreement: Sequence[Mapping[str, Mapping[str, float]]]) -> list[dict[str, Any]]:
     """Of `lenet`, means of the seeds; p and the largest regret with the cross entropy, the paper's evaluation loss."""
+    rho, nu, match, largest = (
+        {loss: [one[f"probe, {loss}"][key] for one in agreement] for loss in LOSSES}
+        for key in ("rho", "nu", "ranks, exact, match", "ranks, exact, max")
+    )
 
-    def seeds(key: str, loss: str = LOSSES[1]) -> list[float]:
-        return [one[f"probe, {loss}"][key] for one in agreement]
+    def means(values: Mapping[str, Sequence[float]], form: str) -> str:
+        return " and ".join(f"{statistics.fmean(of):{form}} ({loss})" for loss, of in values.items())
 
-    def means(key: str) -> list[float]:
-        return [float(np.mean(seeds(key, loss))) for loss in LOSSES]
-
-    def both(key: str, form: str) -> str:
-        return " and ".join(f"{mean:{form}} ({loss})" for mean, loss in zip(means(key), LOSSES, strict=True))
-
-    match, largest = seeds("ranks, exact, match"), seeds("ranks, exact, max")
-    why = "it varies over the seeds; the paper has one"
+    judged = LOSSES[1]
+    seeds = f"with the {judged}; the paper has one seed"
     return [
-        claim("Spearman ρ of prediction and joint loss is at least .98", ".991", both("rho", ".3f"),
-              min(means("rho")) >= 0.98),
-        claim("pairwise violation rate ν is at most 4 %", "3.7 %", both("nu", ".2%"), max(means("nu")) <= 0.04),
-        claim("exact-budget match p, savings in ranks, is at least the paper's", "94.1 %",
-              both("ranks, exact, match", ".1%"), float(np.mean(match)) >= 0.941,
-              f"{min(match):.1%} to {max(match):.1%} with the cross entropy: {why}"),
-        claim("largest regret where the best is missed, every seed", "below 12 %", both("ranks, exact, max", ".0%"),
-              max(largest) < 0.12, f"{min(largest):.0%} to {max(largest):.0%} with the cross entropy: {why}"),
+        claim("Spearman ρ of prediction and joint loss is at least .98", ".991", means(rho, ".3f"),
+              min(map(statistics.fmean, rho.values())) >= 0.98),
+        claim("pairwise violation rate ν is at most 4 %", "3.7 %", means(nu, ".2%"),
+              max(map(statistics.fmean, nu.values())) <= 0.04),
+        claim("exact-budget match p, savings in ranks, is at least the paper's", "94.1 %", means(match, ".1%"),
+              statistics.fmean(match[judged]) >= 0.941, f"{between(match[judged])} {seeds}"),
+        claim("largest regret where the best is missed, every seed", "below 12 %", means(largest, ".0%"),
+              max(largest[judged]) < 0.12, f"{between(largest[judged], '.0%')} {seeds}"),
     ]  # fmt: skip
 
 
 def draw(data: Mapping[str, Any]) -> Any:
     """Places in both orders; the best loss at each total of ranks and the chosen one's; regrets of what was missed."""
     figure, (left, middle, right) = panels(3, (11, 3.4))
-    places = data["places"]
     left.plot([0, 1], [0, 1], color="#bbbbbb", linewidth=1)
-    left.scatter(places["predicted"], places["actual"], s=2, alpha=0.4, color=OURS, linewidths=0, rasterized=True)
+    predicted, actual = data["places"]["predicted"], data["places"]["actual"]
+    left.scatter(predicted, actual, s=2, alpha=0.4, color=OURS, linewidths=0, rasterized=True)
     left.set(xlabel="place by additive prediction", ylabel="place by joint loss", title="10⁴ submodels, one seed")
     savings, best, chosen = zip(*data["front"], strict=True)
     middle.plot(savings, best, color=GREEN, linewidth=1.6, label="best of this total")
     middle.plot(savings, chosen, ".", color=OTHER, markersize=4, label="chosen by prediction")
     middle.set(xlabel="ranks saved", ylabel="divergence to the full network", title="exact budgets")
     middle.set(yscale="log", ylim=(1e-7, None))
-    for number, curves in enumerate(data["curves"]):
-        regrets = 100 * np.array(curves["probe, divergence"])
+    for number, regrets in enumerate(data["curves"]):
         shares, label = np.arange(1, len(regrets) + 1) / len(regrets), None if number else "a seed each"
-        right.step(regrets, shares, where="post", color=OURS, alpha=0.6, label=label)
-    right.axvline(12, color="#888888", linestyle="--", linewidth=1)
-    right.annotate("paper's largest", (12, 0.14), (3, 0), textcoords="offset points", color="#666666")
-    right.set(
-        xlabel="regret, %", ylabel="share of the missed budgets", ylim=(0, 1.02), title="where the best is missed"
-    )
+        right.step(100 * np.array(regrets), shares, where="post", color=OURS, alpha=0.6, label=label)
+    right.axvline(12, color="#888888", linestyle="--", linewidth=1, label="paper's largest")
+    right.set(xlabel="regret, %", ylabel="share of the missed budgets", title="where the best is missed")
     middle.legend()
     right.legend(loc="lower right")
     return figure

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from flexrank.progress import track
 from research.experiment import Experiment, Ledger, Request
 from research.figures import GREEN, OTHER, OURS, panels
-from research.result import Result, claim, spreads, table
+from research.result import Result, claim, measured, spreads, table
 
 SIZE, DECAY, SEEDS = 10, 1.2, 20
 #: As parts of ‖M*‖²: below the first a minimum counts as the global one, below the second a gap counts as none.
@@ -22,12 +22,6 @@ EXCESS, ZERO = 1e-12, 1e-6
 STEPS, ROUNDS, STARTS = 2000, 10, 5
 FIGURE_SEED = 0
 TITLES = {"pts": "post-training selection (PTS)", "asl": "all-subspaces learning (ASL)", "nsl": "nested learning (NSL)"}
-#: In the figure, where the first panel leaves room.
-_LABELS = (
-    (f"all {2**SIZE - 1} submodels", (5.5, 1.98), OURS),
-    ("best of each rank", (1.1, 0.5), OTHER),
-    ("true Pareto front", (2.4, 0.19), GREEN),
-)
 Matrix = Float[np.ndarray, "m n"]
 Objective = Callable[[Matrix, Matrix, Matrix], tuple[float, Matrix, Matrix]]
 
@@ -120,13 +114,15 @@ def minimise(method: str, target: Target, seed: int) -> tuple[Matrix, Matrix, fl
     matrix, least = target.truncation(SIZE), least_loss(method, target.singular)
 
     def loss(point: np.ndarray) -> tuple[float, np.ndarray]:
-        value, *gradients = OBJECTIVES[method](*_factors(point), matrix)
+        u, v = point.reshape(2, SIZE, SIZE)
+        value, *gradients = OBJECTIVES[method](u, v, matrix)
         return value, np.concatenate([gradient.ravel() for gradient in gradients])
 
     # No tolerance: a round ends where the loss no longer falls in float64, or when its steps are used up.
     options: Any = {"maxiter": STEPS, "maxfun": 10 * STEPS, "ftol": 0.0, "gtol": 1e-14}
-    total = 0
-    for start in range(1, STARTS + 1):
+    excess, total, start = np.inf, 0, 0
+    while excess > EXCESS and start < STARTS:
+        start += 1
         point = np.random.default_rng([seed, start]).standard_normal(2 * SIZE * SIZE) / SIZE**0.5
         for _ in range(ROUNDS):
             end: Any = minimize(loss, point, jac=True, method="L-BFGS-B", options=options)
@@ -135,19 +131,13 @@ def minimise(method: str, target: Target, seed: int) -> tuple[Matrix, Matrix, fl
             if excess <= EXCESS or end.status == 0:
                 break
             point = _balanced(end.x)
-        if excess <= EXCESS:
-            break
-    return *_factors(end.x), excess, total, start
-
-
-def _factors(point: np.ndarray) -> tuple[Matrix, Matrix]:
-    u, v = point.reshape(2, SIZE, SIZE)
-    return u, v
+    u, v = end.x.reshape(2, SIZE, SIZE)
+    return u, v, excess, total, start
 
 
 def _balanced(point: np.ndarray) -> np.ndarray:
     """Each pair u_j, v_j at equal lengths, which changes no submodel."""
-    u, v = _factors(point)
+    u, v = point.reshape(2, SIZE, SIZE)
     scale = np.sqrt(np.linalg.norm(v, axis=0) / np.linalg.norm(u, axis=0))
     return np.stack([u * scale, v / scale]).ravel()
 
@@ -165,8 +155,8 @@ def submodels(u: Matrix, v: Matrix) -> Float[np.ndarray, "s m n"]:
 def best_gaps(u: Matrix, v: Matrix, target: Target) -> Float[np.ndarray, " k"]:
     """ℰ(U, V, r) = min over |S| = r of ‖U Π_S Vᵀ − A_r‖² (FlexRank, eq. 9), for r = 1 … k, over all S."""
     products, ranks = submodels(u, v), masks().sum(1)
-    best = (target.truncation(r) for r in range(1, SIZE + 1))
-    return np.array([((products[ranks == r] - one) ** 2).sum((1, 2)).min() for r, one in enumerate(best, 1)])
+    by_rank = [(products[ranks == r], target.truncation(r)) for r in range(1, SIZE + 1)]
+    return np.array([((of_rank - best) ** 2).sum((1, 2)).min() for of_rank, best in by_rank])
 
 
 def gap_bound(reached: Float[np.ndarray, " k"], singular: Float[np.ndarray, " k"]) -> Float[np.ndarray, " k"]:
@@ -179,21 +169,21 @@ def run(request: Request) -> Result:
     """The whole study."""
     settings = {"size": SIZE, "decay": DECAY, "steps": STEPS, "rounds": ROUNDS, "starts": STARTS, "excess": EXCESS}
     ledger = Ledger(request.work, settings)
-    seeds = track(range(request.seeds), "three objectives per seed")
-    units = [ledger.take(f"seed {seed}", _measure, seed) for seed in seeds]
+    units = [ledger.take(f"seed {seed}", _measure, seed) for seed in track(range(request.seeds), "three objectives")]
     singular = draw_target(FIGURE_SEED).singular
     norm = float((singular**2).sum())
-    gaps = {method: np.array([unit[method]["gaps"] for unit in units]) for method in OBJECTIVES}
     spectra = np.array([unit["asl"]["singular"] for unit in units])
-    gaps["bound"] = np.array([gap_bound(one, singular) for one in spectra])
-    front = [_short(error) for error in true_front(singular)]
-    errors = units[FIGURE_SEED]["errors"]
-    return {
-        "settings": settings | {"seeds": request.seeds, "masks": 2**SIZE - 1, "squared_norm": norm},
-        "tables": _tables(units, gaps, spectra, singular, norm),
-        "claims": [*_claims({key: one / norm for key, one in gaps.items()}, spectra, singular), _optimum_claim(units)],
-        "data": {"seed": FIGURE_SEED, "errors": errors, "ranks": masks().sum(1).tolist(), "front": front},
-    }
+    pts, asl, nsl = (np.array([unit[method]["gaps"] for unit in units]) for method in OBJECTIVES)
+    bound = np.array([gap_bound(one, singular) for one in spectra])
+    rows = [[rank, *cells] for rank, cells in enumerate(zip(*map(spreads, (pts, asl, bound, nsl)), strict=True), 1)]
+    title = f"best-submodel gap ℰ(U, V, r), {len(units)} seeds, mean ± sd; ‖M*‖² = {norm:.3f}"
+    ranks, front = masks().sum(1).tolist(), true_front(singular).tolist()
+    return measured(
+        settings | {"seeds": request.seeds, "masks": len(ranks), "squared_norm": norm},
+        [table(title, ["r", "PTS", "ASL", "ASL's bound", "NSL"], rows)],
+        [*_claims(pts / norm, asl / norm, bound / norm, nsl / norm, spectra, singular), _optimum_claim(units)],
+        {"seed": FIGURE_SEED, "errors": units[FIGURE_SEED]["errors"], "ranks": ranks, "front": front},
+    )
 
 
 def _measure(seed: int) -> dict[str, Any]:
@@ -203,34 +193,12 @@ def _measure(seed: int) -> dict[str, Any]:
         spectrum = np.linalg.svd(u @ v.T, compute_uv=False).tolist()
         ended = {"excess": float(excess), "rounds": rounds, "starts": starts}
         unit[method] = {"gaps": best_gaps(u, v, target).tolist(), "singular": spectrum} | ended
-        errors[method] = [_short(e) for e in ((submodels(u, v) - target.truncation(SIZE)) ** 2).sum((1, 2))]
+        errors[method] = [float(f"{e:.5g}") for e in ((submodels(u, v) - target.truncation(SIZE)) ** 2).sum((1, 2))]
     return unit | ({"errors": errors} if seed == FIGURE_SEED else {})
 
 
-def _short(value: float) -> float:
-    """Five significant digits: what a figure shows."""
-    return float(f"{value:.5g}")
-
-
-def _tables(units: list[Any], gaps: Any, spectra: Any, singular: Any, norm: float) -> list[dict[str, Any]]:
-    keys, ranks, predicted = ("excess", "rounds", "starts"), range(1, SIZE + 1), spectral_minimiser(singular)[1]
-    columns = (spreads(gaps[key]) for key in ("pts", "asl", "bound", "nsl"))
-    worst = [[title, *(max(unit[key][k] for unit in units) for k in keys)] for key, title in TITLES.items()]
-    values = zip(ranks, singular.tolist(), predicted.tolist(), spreads(spectra.tolist()), strict=True)
-    return [
-        table(f"best-submodel gap ℰ(U, V, r), {len(units)} seeds, mean ± sd; ‖M*‖² = {norm:.3f}",
-              ["r", "PTS", "ASL", "ASL's bound", "NSL"], list(zip(ranks, *columns, strict=True))),
-        table("how each minimisation ended",
-              ["objective", "worst excess over the global minimum, of ‖M*‖²", "most rounds", "most random starts"],
-              worst),
-        table("singular values of ASL's minimiser", ["i", "σ of M*", "max(0, 2σ − λ)", "reached"], list(values),
-              digits=6),
-    ]  # fmt: skip
-
-
-def _claims(gaps: Mapping[str, Any], spectra: Any, singular: Any) -> list[dict[str, Any]]:
-    """Of the theorems; `gaps` are parts of ‖M*‖², (seeds, k) each."""
-    pts, asl, bound, nsl = (gaps[key] for key in ("pts", "asl", "bound", "nsl"))
+def _claims(pts: Any, asl: Any, bound: Any, nsl: Any, spectra: Any, singular: Any) -> list[dict[str, Any]]:
+    """Of the theorems; gaps and the bound are parts of ‖M*‖², (seeds, k) each."""
     least = np.unravel_index(pts[:, :-1].argmin(), pts[:, :-1].shape)
     mean, predicted = spectral_minimiser(singular)
     off, average = np.abs(spectra - predicted).max() / singular[0], singular.mean()
@@ -256,13 +224,12 @@ def _claims(gaps: Mapping[str, Any], spectra: Any, singular: Any) -> list[dict[s
 
 def _optimum_claim(units: list[Any]) -> dict[str, Any]:
     minima = [unit[method] for unit in units for method in OBJECTIVES]
-    missed = sum(one["excess"] > EXCESS for one in minima)
-    here = (
-        f"{len(minima) - missed} of {len(minima)} minimisations, worst excess {max(o['excess'] for o in minima):.0e} "
-        f"of ‖M*‖²; {sum(o['starts'] - 1 for o in minima)} restarts, {sum(o['rounds'] > o['starts'] for o in minima)} "
-        f"needed more than {STEPS} steps"
-    )
-    return claim("assumed by the proofs: gradient descent reaches the global minimum", "assumed", here, not missed)
+    reached, worst = sum(one["excess"] <= EXCESS for one in minima), max(one["excess"] for one in minima)
+    restarts, longer = sum(one["starts"] - 1 for one in minima), sum(one["rounds"] > one["starts"] for one in minima)
+    here = f"{reached} of {len(minima)} minimisations, worst excess {worst:.0e} of ‖M*‖²; {restarts} restarts, "
+    here += f"{longer} needed more than {STEPS} steps"
+    what = "assumed by the proofs: gradient descent reaches the global minimum"
+    return claim(what, "assumed", here, reached == len(minima))
 
 
 def draw(data: Mapping[str, Any]) -> Any:
@@ -272,14 +239,13 @@ def draw(data: Mapping[str, Any]) -> Any:
     for axes, method in zip(places, OBJECTIVES, strict=True):
         errors = np.array(data["errors"][method])
         best = [errors[ranks == r].min() for r in by_rank]
-        axes.scatter(ranks, errors, s=7, color=OURS, alpha=0.2, linewidths=0, zorder=1)
-        axes.plot(by_rank, best, color=OTHER, marker="o", markersize=4, linewidth=1.6, zorder=3)
-        axes.plot(by_rank, data["front"], color=GREEN, linestyle=(0, (4, 2)), linewidth=1.8, zorder=4)
+        axes.scatter(ranks, errors, s=7, color=OURS, alpha=0.2, linewidths=0, label=f"all {len(ranks)} submodels")
+        axes.plot(by_rank, best, color=OTHER, marker="o", markersize=4, linewidth=1.6, label="best of each rank")
+        axes.plot(by_rank, data["front"], color=GREEN, linestyle="--", linewidth=1.8, label="true Pareto front")
         axes.set_title(TITLES[method], loc="left", fontsize=10)
         axes.set(xlabel="rank r", xticks=by_rank)
     places[0].set_ylabel(f"squared error to M*, seed {data['seed']}")
-    for text, at, colour in _LABELS:
-        places[0].annotate(text, at, color=colour, weight="bold")
+    places[1].legend()
     return figure
 
 

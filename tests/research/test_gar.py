@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from flexrank.nn.alignment import alignment_error
+from flexrank.nn.alignment import alignment_error, gauge_align
 from flexrank.nn.gauge_aligned import GaugeAlignedLinear
 from flexrank.profiles.costs import aligned_parameters, rank_block
 from flexrank.run.config import load_config, parse_config
@@ -19,6 +20,7 @@ from research.machine import forward_in_turn
 from research.measures import nearest_rank
 from research.runner import run_experiment
 from research.studies import gar
+from research.studies.language import datasvd_space
 from tiny_runs import settings
 
 
@@ -26,13 +28,23 @@ def factors(m: int, n: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(m, rank, dtype=torch.float64), torch.randn(n, rank, dtype=torch.float64)
 
 
+def pivoted(u: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> PivotedLinear:
+    """The layer for y = U Vᵀ x."""
+    order = pivoted_order(u)
+    layer = PivotedLinear(v.shape[0], u.shape[1], order, dtype=dtype).requires_grad_(False)
+    u_hat, v_tilde = gauge_align(u[order], v, slack=0)
+    layer.latent.weight.copy_(v_tilde.T)
+    layer.expand.weight.copy_(u_hat)
+    return layer
+
+
 @pytest.mark.parametrize("m, n, rank", [(12, 9, 5), (9, 12, 8), (7, 7, 1)])
 def test_the_pivoted_layer_is_u_v_transposed(m: int, n: int, rank: int) -> None:
     u, v = factors(m, n, rank)
-    layer, x = PivotedLinear.from_factors(u, v, torch.float64), torch.randn(2, 3, n, dtype=torch.float64)
+    layer, x = pivoted(u, v, torch.float64), torch.randn(2, 3, n, dtype=torch.float64)
     torch.testing.assert_close(layer(x), x @ v @ u.T, rtol=1e-11, atol=1e-11)
     assert sum(p.numel() for p in layer.parameters()) == rank * (m + n - rank)
-    assert sorted([*layer.pivots.tolist(), *layer.rest.tolist()]) == list(range(m))
+    assert layer.rest.tolist() == sorted(set(range(m)) - set(layer.pivots.tolist()))
 
 
 def test_pivoting_takes_the_longest_rows_and_repairs_a_singular_leading_block() -> None:
@@ -40,9 +52,8 @@ def test_pivoting_takes_the_longest_rows_and_repairs_a_singular_leading_block() 
     u[:3] *= 1e-7
     u[1] = u[0]  # the leading block is singular: the paper's form divides by nothing
     order = pivoted_order(u)
-    assert sorted(order.tolist()) == list(range(10)) and not set(order[:3].tolist()) & {0, 1, 2}
-    lengths = u.norm(dim=1)
-    assert order[0] == lengths.argmax()  # the first pivot is the longest row
+    assert not set(order[:3].tolist()) & {0, 1, 2}
+    assert order[0] == u.norm(dim=1).argmax()  # the first pivot is the longest row
     x = torch.randn(20, 8)
     for dtype in (torch.float32, torch.bfloat16):
         assert not alignment_error(u, v, 0, x, dtype) < 0.5
@@ -60,24 +71,21 @@ def test_the_study_judges_the_pivoted_layer_as_it_runs() -> None:
     """`alignment_error` on permuted rows is the error of the layer that puts them back."""
     u, v = factors(24, 16, 7)
     x = torch.randn(50, 16).bfloat16()
-    exact = x.double() @ v @ u.T
-    layer = PivotedLinear.from_factors(u, v, torch.bfloat16)
-    with torch.no_grad():
-        error = error_by_input(layer(x).double(), exact)
+    error = error_by_input(pivoted(u, v, torch.bfloat16)(x).double(), x.double() @ v @ u.T)
     assert error == pytest.approx(alignment_error(u[pivoted_order(u)], v, 0, x, torch.bfloat16), rel=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(40, 32), (32, 40)])
 def test_the_layers_timed_are_those_named_and_counted(shape: tuple[int, int]) -> None:
     rank, slack = 12, 5
-    layers = {form: build() for form, build in gar.builders(shape, rank, slack, torch.float32, "cpu").items()}
-    columns = dict(zip(gar.FORMS, (rank, 0, 0, slack), strict=True))
-    assert list(layers) == list(gar.FORMS) and isinstance(layers["pivoted"], PivotedLinear)
-    for form, layer in layers.items():
-        stored = sum(parameter.numel() for parameter in layer.parameters())
-        assert stored == aligned_parameters(shape, rank, columns[form])
+    built = [build() for build in gar.builders(shape, rank, slack, torch.float32, "cpu")]
+    layers = dict(zip(gar.FORMS, built, strict=True))
+    assert isinstance(layers["pivoted"], PivotedLinear)
+    for form, columns in gar.form_slacks(rank, slack).items():
+        layer = layers[form]
+        assert sum(one.numel() for one in layer.parameters()) == aligned_parameters(shape, rank, columns)
         assert layer(torch.randn(3, shape[1])).shape == (3, shape[0])
-        assert not isinstance(layer, GaugeAlignedLinear) or layer.slack == columns[form]
+        assert form == "pivoted" or layer.slack == columns == {"plain": rank, "paper": 0, "ours": slack}[form]
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (256, 64), (64, 256)])
@@ -94,60 +102,57 @@ def request_for(sources: Path, work: Path) -> Request:
 
 
 @pytest.fixture
-def subject(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gar.Subject:
+def subject(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A tiny language model, decomposed once; the study is made small, and finds it ready."""
-    loaded = gar.load_subject(request_for(sources, tmp_path))
+    loaded = gar.load_layers(datasvd_space(request_for(sources, tmp_path)))
     small: dict[str, Any] = {
         "SHAPES": ((64, 32), (32, 32)), "TOKENS": (1, 4), "SHARES": (0.25, 0.75), "REPEATS": 1,
-        "LEAST_SECONDS": 1e-6, "load_subject": lambda _: loaded,
-        "devices_of": lambda _: ["cpu"], "WIDE": 32, "MANY": 4,
+        "LEAST_SECONDS": 1e-6, "load_layers": lambda _: loaded, "WIDE": 32, "MANY": 4,
     }  # fmt: skip
     for name, value in small.items():
         monkeypatch.setattr(gar, name, value)
     return loaded
 
 
-def worst_plain_error(subject: gar.Subject) -> float:
+def plain_errors(subject: dict[str, Any]) -> list[float]:
     """In bfloat16, of the deployed layers themselves, a rank at a time."""
     errors = []
-    for (name, layer), share in itertools.product(subject.layers.items(), gar.SHARES):
+    for (layer, _, unseen), share in itertools.product(subject.values(), gar.SHARES):
         rank = round(share * layer.max_rank)
-        u, v, x = layer.u[:rank].T.double(), layer.v[:rank].T.double(), subject.unseen[name].bfloat16()
+        u, v, x = layer.u[:rank].T.double(), layer.v[:rank].T.double(), unseen.bfloat16()
         plain = GaugeAlignedLinear.from_factors(u, v, slack=rank, dtype=torch.bfloat16)
         errors.append(error_by_input(plain(x).double(), x.double() @ v @ u.T))
-    return max(errors)
+    return errors
 
 
 @torch.no_grad()
 def test_the_whole_study_on_a_tiny_model(
-    sources: Path, tmp_path: Path, subject: gar.Subject, monkeypatch: pytest.MonkeyPatch
+    sources: Path, tmp_path: Path, subject: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = request_for(sources, tmp_path / "work")
     result = run_experiment(gar.EXPERIMENT, request, tmp_path, "python -m research gar")
     *times, saving, errors = result["tables"]
     cells = result["data"]["cells"]
-    assert len(cells) == 2 * 2 * 2 * 3 and len(times) == 2 and len(times[0]["rows"]) == 2 * 2 * 5
+    assert len(cells) == 2 * 2 * 2 * 2 and len(times) == 2 and len(times[0]["rows"]) == 2 * 2 * 5
     for cell in cells:
         shape, ratios = tuple(cell["shape"]), cell["ratios"]
-        assert cell["share"] is None or cell["rank"] == nearest_rank(shape, cell["share"])
+        assert cell["rank"] == nearest_rank(shape, cell["share"])
         assert list(ratios) == list(gar.FORMS) and all(one > 0 for one in (*ratios.values(), cell["dense_seconds"]))
         assert cell["counted"]["paper"] == aligned_parameters(shape, cell["rank"]) / (shape[0] * shape[1])
         assert cell["counted"]["paper"] < cell["counted"]["ours"] <= cell["counted"]["plain"]
     assert len(saving["rows"]) == 2 * 2 and len(saving["rows"][0]) == 4 + 2 and len(errors["rows"]) == 3 * 4
-    slowest = max(cell["ratios"]["ours"] for cell in cells if cell["share"] is None)
-    assert result["claims"][-1]["holds"] == (slowest <= gar.OVER_DENSE)
-    half = result["data"]["errors"]["bfloat16"]
-    assert half["plain"]["most"] == pytest.approx(worst_plain_error(subject), rel=1e-6)
-    assert half["ours"]["ranks"] == 2 * len(subject.layers) == 30
+    assert result["claims"][-1]["holds"] == (max(max(row[4:]) for row in saving["rows"]) <= gar.OVER_DENSE)
+    half = next(row for row in errors["rows"] if row[0].startswith("bfloat16: low-rank"))
+    assert half[1] == pytest.approx(statistics.median(plain_errors(subject)), rel=1e-6)
+    assert result["settings"]["layers"] == len(subject) == 15
     assert (tmp_path / "gar.png").stat().st_size > 10_000 and (tmp_path / "gar.svg").is_file()
-    for part in ("load_subject", "measure_shape"):  # what is finished is not done again
+    for part in ("load_layers", "measure_shape"):  # what is finished is not done again
         monkeypatch.setattr(gar, part, lambda *_: pytest.fail("done before"))
     assert gar.run(request)["data"] == result["data"]
 
 
-def test_slack_is_chosen_on_other_activations_than_errors_are_measured_on(subject: gar.Subject) -> None:
-    name, layer = list(subject.layers.items())[-2]  # deep enough that a row depends on its whole text
-    seen, unseen = (part[name] for part in (subject.seen, subject.unseen))
+def test_slack_is_chosen_on_other_activations_than_errors_are_measured_on(subject: dict[str, Any]) -> None:
+    layer, seen, unseen = list(subject.values())[-2]  # deep enough that a row depends on its whole text
     assert seen.shape[1] == unseen.shape[1] == layer.matrix_shape[1]
     same = (torch.cdist(unseen.double(), seen.double()).min(1).values < 1e-6).float().mean()
     assert same < 0.2  # a block's first token alone looks like that of another
@@ -159,20 +164,20 @@ def row(share: float, dtype: str, **errors: float) -> dict[str, Any]:
 
 
 def test_summaries_count_the_bound_and_tell_an_overflow() -> None:
-    inf = float("inf")
     rows = [
         row(0.1, "bfloat16", plain=0.01, paper=0.031, pivoted=0.02, ours=0.02),
-        row(0.5, "bfloat16", plain=0.01, paper=inf, pivoted=0.03, ours=0.01),
-        row(0.9, "bfloat16", plain=inf, paper=inf, pivoted=inf, ours=inf),
+        row(0.5, "bfloat16", plain=0.01, paper=math.inf, pivoted=0.03, ours=0.01),
+        row(0.9, "bfloat16", plain=math.inf, paper=math.inf, pivoted=math.inf, ours=math.inf),
         row(0.1, "float32", plain=1e-8, paper=1.9e-6, pivoted=1e-8, ours=1e-8),  # below the floor
     ]
     half, single = gar._summaries(rows, "bfloat16"), gar._summaries(rows, "float32")
     assert {form: one["within"] for form, one in half.items()} == {"plain": 2, "paper": 0, "pivoted": 2, "ours": 2}
-    assert half["paper"]["worst_times"] is None and half["paper"]["ranks"] == 2
+    assert half["paper"]["worst_times"] == math.inf and half["paper"]["ranks"] == 2
+    assert half["paper"]["condition"] == 30 and half["pivoted"]["condition"] is half["ours"]["condition"] is None
     assert half["ours"]["worst_times"] == 2 and half["ours"]["median"] == pytest.approx(0.015)
     assert single["paper"]["within"] == 1 and single["paper"]["worst_times"] == pytest.approx(190)
     refuted, held = gar._error_claim("bfloat16", half), gar._error_claim("float32", single)
-    assert not refuted["holds"] and "×∞" in refuted["here"] and "bound at 0 of 2 ranks" in refuted["why"]
+    assert not refuted["holds"] and "×inf" in refuted["here"] and "bound at 0 of 2 ranks" in refuted["why"]
     assert held["holds"] and not held["why"]
     assert gar._bound_goal("bfloat16", half, "x")["holds"]
     assert not gar._bound_goal("bfloat16", half | {"ours": half["paper"]}, "x")["holds"]
@@ -192,9 +197,9 @@ def test_cost_claims_follow_the_numbers() -> None:
 
 
 def test_the_saving_goal_is_of_the_worst_layer() -> None:
-    rows = [cell(1.0) | {"share": None, "ratios": {"ours": ratio}} for ratio in (0.7, 1.02, 1.03)]
-    assert gar._saving_goal(rows[:2])["holds"] and "worst 1.02" in gar._saving_goal([*rows[:2], cell(2.0)])["here"]
-    late = gar._saving_goal(rows)
+    rows = [cell(1.0) | {"ratios": {"ours": ratio}} for ratio in (0.7, 1.02, 1.03)]
+    met, late = gar._saving_goal(rows[:2]), gar._saving_goal(rows)
+    assert met["holds"] and "worst 1.02" in met["here"]
     assert not late["holds"] and "worst 1.03 (cpu, float32, 2048 × 2048, 512 tokens); 2 of 3 within" in late["here"]
 
 
@@ -205,8 +210,7 @@ def test_slack_holds_its_bound_on_every_layer_of_the_demo(tmp_path: Path, monkey
     monkeypatch.setattr(gar, "JUDGED", ("bfloat16",))
     monkeypatch.setattr(gar, "SHARES", (0.25, 0.75))
     config = load_config(Path("examples/minilm.yaml"), ["data.calibration=256", "data.training=256"])
-    request = Request(tmp_path, config=config)
-    rows = gar._errors(gar.Ledger(tmp_path, {}), request)
+    rows = gar._errors(gar.Ledger(tmp_path, {}), datasvd_space(Request(tmp_path, config=config)))
     assert len({row["layer"] for row in rows}) == 36
     assert max(row["ours"] / row["plain"] for row in rows) <= 3
     assert max(row["paper"] / row["plain"] for row in rows) > 10
@@ -214,19 +218,17 @@ def test_slack_holds_its_bound_on_every_layer_of_the_demo(tmp_path: Path, monkey
 
 def test_like_layers_run_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("research.machine.WEIGHT_BYTES", 3 * 4 * 16)
-    ran: list[int] = []
+    ran, numbers = list[int](), itertools.count()
 
     def build() -> nn.Module:
-        layer = nn.Linear(4, 4, bias=False)
-        number = len(ran)
-        ran.append(-1)
+        layer, number = nn.Linear(4, 4, bias=False), next(numbers)
         layer.register_forward_hook(lambda *_: ran.append(number))
         return layer
 
     run = forward_in_turn(build, torch.ones(1, 4))
     run(2)
     run(3)
-    assert ran == [-1, -1, -1, 0, 1, 2, 0, 1]
+    assert ran == [0, 1, 2, 0, 1] and next(numbers) == 3
 
 
 @pytest.mark.gpu

@@ -9,7 +9,6 @@ import pytest
 import torch
 from scipy.optimize import minimize
 
-from flexrank.files import read_json
 from research.experiment import Request
 from research.runner import run_experiment
 from research.studies import theory
@@ -87,7 +86,7 @@ def test_bound_is_the_theorems_at_every_rank() -> None:
 
 def test_balancing_gives_equal_lengths_and_changes_no_submodel() -> None:
     u, v, _ = random_factors()
-    u_new, v_new = theory._factors(theory._balanced(np.stack([100 * u, v]).ravel()))
+    u_new, v_new = theory._balanced(np.stack([100 * u, v]).ravel()).reshape(2, K, K)
     np.testing.assert_allclose(np.linalg.norm(u_new, axis=0), np.linalg.norm(v_new, axis=0))
     np.testing.assert_allclose(theory.submodels(u_new, v_new), 100 * theory.submodels(u, v), atol=1e-9)
 
@@ -119,7 +118,6 @@ def test_the_whole_study_proves_its_claims_and_goes_on_from_finished_seeds(
     u, v, *_ = theory.minimise("asl", theory.draw_target(0), 0)
     errors = mean_error(u, v, theory.draw_target(0).truncation(K), SUBSETS)
     assert errors == pytest.approx(np.mean(result["data"]["errors"]["asl"]), rel=1e-4)
-    assert len(read_json(tmp_path / "result.json")["data"]["errors"]["nsl"]) == 1023
     assert (tmp_path / "theory.png").stat().st_size > 10_000 and (tmp_path / "theory.svg").is_file()
     for axes, method in zip(theory.draw(result["data"]).axes, theory.OBJECTIVES, strict=True):
         (points,) = axes.collections

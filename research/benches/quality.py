@@ -3,25 +3,23 @@
 import copy
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from flexrank import allocate_ranks, collect_moments, decompose_, distill_, distillation_evaluator, probe_sensitivity
+from flexrank import allocate_ranks, collect_moments, decompose_, distillation_evaluator, probe_sensitivity
 from flexrank.data.batches import Batch
 from flexrank.distill.objectives import Objective
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import uniform_profile, use_profile
-from flexrank.profiles import ProfileChain, RankProfile, SensitivityTable
+from flexrank.profiles import ProfileChain, RankProfile
 from research.experiment import EVERY_RANK
 from research.result import table
 
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
-
-#: By measure and budget.
-Scores = dict[str, dict[float, float]]
+#: Of one model by measure, at each of `BUDGETS`.
+Scores = list[dict[str, float]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,40 +43,29 @@ class Subject:
 
     def scores(self, model: nn.Module, profile: Callable[[float], RankProfile]) -> Scores:
         """The model's at each budget's profile."""
-        by_budget = {}
+        scores = []
         for budget in BUDGETS:
             with use_profile(model, profile(budget)):
-                by_budget[budget] = self.score(model)
-        return by_measure(by_budget)
+                scores.append(self.score(model))
+        return scores
 
     def without_training(
         self, methods: Sequence[str], levels: int
-    ) -> tuple[dict[str, Scores], nn.Module, SensitivityTable, ProfileChain]:
-        """Scores of methods at uniform ranks, and of DataSVD by both allocations; its model, table and joint chain."""
-        uniform = {f"{method}, uniform": self.decomposed(method) for method in methods}
-        results = {way: self.scores(model, functools.partial(uniform_profile, model)) for way, model in uniform.items()}
-        model = uniform["datasvd, uniform"]
+    ) -> tuple[dict[str, Scores], nn.Module, ProfileChain]:
+        """Scores of methods at uniform ranks, and of DataSVD by both allocations; its model and joint chain."""
+        models, results = {method: self.decomposed(method) for method in methods}, {}
+        for method, model in models.items():
+            results[f"{method}, uniform"] = self.scores(model, functools.partial(uniform_profile, model))
+        model = models["datasvd"]
         evaluate = distillation_evaluator(self.teacher, self.probe, self.objective)
         errors = probe_sensitivity(model, evaluate, levels, spacing="parameters", **EVERY_RANK)
         joint = allocate_ranks(errors, BUDGETS, **EVERY_RANK)
         paper = allocate_ranks(errors, BUDGETS, method="paper", savings="ranks")
         results |= {"datasvd, paper": self.scores(model, paper.at), "datasvd, joint": self.scores(model, joint.at)}
-        return results, model, errors, joint
+        return results, model, joint
 
 
-def quality_table(title: str, results: Mapping[str, Mapping[float, float]]) -> dict[str, Any]:
-    """A row for each method, a column for each budget."""
-    return table(title, ["", *BUDGETS], [[name, *scores.values()] for name, scores in results.items()], digits=4)
-
-
-def by_measure(by_budget: Mapping[float, Mapping[str, float]]) -> Scores:
-    """Scores by measure, then by budget."""
-    measures = next(iter(by_budget.values()))
-    return {what: {budget: scores[what] for budget, scores in by_budget.items()} for what in measures}
-
-
-def consolidate_(model: nn.Module, teacher: nn.Module, batches: Any, chain: ProfileChain, **options: Any) -> float:
-    """Distils the model in place; returns the seconds."""
-    start = time.perf_counter()
-    distill_(model, teacher, batches, chain, **options)
-    return time.perf_counter() - start
+def quality_table(title: str, results: Mapping[str, Scores], what: str) -> dict[str, Any]:
+    """A row for each method, a column for each budget, of one measure."""
+    rows = [[name, *(one[what] for one in scores)] for name, scores in results.items()]
+    return table(title, ["", *BUDGETS], rows, digits=4)

@@ -3,7 +3,6 @@
 Nothing is trained. Every size is deployed at the chain's own ranks and timed in turn with the base model.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from flexrank import allocate_ranks, collect_rows, deploy, distillation_evaluator, probe_sensitivity
@@ -47,12 +46,10 @@ def measure(subject: Subject) -> list[dict[str, Any]]:
 
 
 def _table(name: str, cells: list[dict[str, Any]]) -> dict[str, Any]:
-    rows = [[f"at least {least:g}", *(_text(cell) for cell in cells if cell["least"] == least)] for least in RULES]
+    rows = [[f"at least {least:g}"] for least in RULES]
+    for cell in cells:
+        rows[RULES.index(cell["least"])].append("{:.2f} {:.2f} {:.4f}".format(*cell["ratios"], cell["score"]))
     return table(f"{name}: time over the base model's with one sample, with a batch; score", ["saved", *BUDGETS], rows)
-
-
-def _text(cell: Mapping[str, Any]) -> str:
-    return " ".join([*(f"{ratio:.2f}" for ratio in cell["ratios"]), f"{cell['score']:.4f}"])
 
 
 def _goal(name: str, cells: list[dict[str, Any]]) -> dict[str, Any]:

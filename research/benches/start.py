@@ -27,7 +27,7 @@ def run(_: Request) -> Result:
     seconds = dict(zip(PROGRAMS, interleave(starts, REPEATS), strict=True))
     torch, programs = seconds["import torch"], ("import torch, flexrank", "every public name")
     added = {name: statistics.median(a - b for a, b in zip(seconds[name], torch, strict=True)) for name in programs}
-    rows = [[name, statistics.median(all_of), spread(all_of), added.get(name)] for name, all_of in seconds.items()]
+    rows = [[name, statistics.median(each), spread(each), added.get(name)] for name, each in seconds.items()]
     tables = [table("seconds of a fresh interpreter", ["program", "median", "all", "over import torch"], rows)]
     goals = {
         "flexrank --help answers": (statistics.median(seconds["flexrank --help"]), HELP),

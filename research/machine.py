@@ -1,32 +1,15 @@
-"""What a stage is timed on and held against: random models, and this machine's matrix products and memory."""
+"""What is timed: layers that run in turn, and random models."""
 
 import itertools
 import math
-import statistics
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flexrank.deployment.machine import interleave
-
 #: Like layers together have at least as many bytes as caches hold, unless the layers are tiny.
 WEIGHT_BYTES, MOST_COPIES = 2**25, 64
-
-
-def product_rate(m: int, k: int, n: int, dtype: torch.dtype = torch.float32, repeats: int = 5) -> float:
-    """Operations per second (two for a multiply-add) of an (m, k) by (k, n) product: the median of `repeats`."""
-    left, right = torch.randn(m, k).to(dtype), torch.randn(k, n).to(dtype)
-    (seconds,) = interleave([lambda: left @ right], repeats)
-    return 2 * m * k * n / statistics.median(seconds)
-
-
-def copy_rate(size: int = 2**27, repeats: int = 5) -> float:
-    """Bytes per second, read and written, of copying `size` bytes."""
-    source, target = torch.ones(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
-    (seconds,) = interleave([lambda: target.copy_(source)], repeats)
-    return 2 * size / statistics.median(seconds)
 
 
 def forward_in_turn(build: Callable[[], nn.Module], x: Tensor) -> Callable[[int], None]:

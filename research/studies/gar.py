@@ -57,7 +57,7 @@ def run(request: Request) -> Result:
     """Errors first, since the slack that they call for is what is timed."""
     space = datasvd_space(request)
     config, model = space.config, Path(space.config.model).name
-    key = {**identity_of(config, DECOMPOSED), "shares": SHARES, "batches": BATCHES, "layers": LAYERS}
+    key = {**identity_of(config, DECOMPOSED), "shares": SHARES, "batches": BATCHES, "judged_layers": LAYERS}
     key |= {"slack_steps": alignment.SLACK_STEPS, "multiple": alignment.ERROR_MULTIPLE}
     errors = _errors(Ledger(request.work, key), space)
     summaries = {dtype: _summaries(errors, dtype) for dtype in JUDGED}

@@ -34,10 +34,9 @@ TRAINED = (*DECOMPOSED, "allocation", "distillation")
 
 def stories_settings(full: bool) -> dict[str, Any]:
     """The settings of a run of stories260k on its stories, with ten times the steps in the full form."""
-    path = str(asset_path("text", "tinystories_train_v2.txt"))
-    texts = {"path": path, "probe": 32, "max_tokens": 256, "evaluation": 64}
+    texts = {"path": str(asset_path("text", "tinystories_train_v2.txt"))}
     training = {"steps": 3000 if full else 300, "learning_rate": 1e-3, "warmup_steps": 15}
-    return _settings("stories260k", texts, training)
+    return _settings("stories260k", texts | {"probe": 32, "max_tokens": 256, "evaluation": 64}, training)
 
 
 def pycode_settings(**changes: Any) -> dict[str, Any]:
@@ -103,15 +102,14 @@ class LanguageBench:
 
     def __init__(self, request: Request):
         self.config = checked_config(request)
-        name = f"{self.config.name}-{digest(identity_of(self.config, DECOMPOSED))[:12]}"
-        self.work = request.work.parent
-        directory = self.work / "decomposed" / name
+        self.work, key = request.work.parent, digest(identity_of(self.config, DECOMPOSED))
+        directory = self.work / "decomposed" / f"{self.config.name}-{key[:12]}"
         self.space = run_stages(self.config.model_copy(update={"output": str(directory)}), "allocate").workspace
         self.base, self.chain = self.space.base, read_chain(self.space)
         self.budgets = list(self.config.allocation.budgets)
         self.profiles: list[RankProfile] = [self.chain.at(budget) for budget in self.budgets]
         self.steps = self.config.distillation.steps
-        self.ledger = Ledger(request.work, self.key())
+        self.ledger = Ledger(request.work, identity_of(self.config, TRAINED))
         self.autocast = autocast_dtype(self.config.distillation.autocast, self.space.device)
 
     def decomposed(self) -> nn.Module:
@@ -164,13 +162,9 @@ class LanguageBench:
         )  # fmt: skip
         shutil.rmtree(checkpoint)
 
-    def key(self, **more: Any) -> dict[str, Any]:
-        """What distinguishes a training's parts from those of other settings, models and data."""
-        return identity_of(self.config, TRAINED) | more
-
     def consolidated(self, seeds: int) -> list[list[float]]:
         """For each seed the nats per token by budget of the elastic model, trained for all; studies share them."""
-        ledger = Ledger(self.work / "consolidated", self.key())
+        ledger = Ledger(self.work / "consolidated", identity_of(self.config, TRAINED))
 
         def compute(seed: int) -> list[float]:
             path = ledger.directory / f"training-{seed}"

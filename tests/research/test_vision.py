@@ -216,14 +216,19 @@ def test_stages_of_a_trial(tmp_path: Path) -> None:
     parts = [{image.numpy().tobytes() for image in part} for part in (trial.calibration, trial.probe, trial.rest)]
     assert [len(part) for part in parts] == [16, 8, 56] and len(set.union(*parts)) == 80
     assert not torch.equal(vision._Trial(network, images, PLAN, 2, ledger).calibration, trial.calibration)
-    chain = trial.allocate()
+    wanted = []
+    for energies in trial.decomposed[1].values():
+        values = energies.tolist()
+        wanted.append(next(r for r in range(1, len(values) + 1) if sum(values[:r]) >= 0.99 * sum(values)) / len(values))
+    assert trial.energetic_share() == pytest.approx(sum(wanted) / len(wanted))
+    model, chain = trial.decomposed[0], trial.allocate()
     assert list(chain.budgets) == sorted(BUDGETS)
     before = trial.accuracies(chain)
-    with use_profile(trial.model, chain.at(0.3)):
-        expected = share_right(trial.model, images, 60)
+    with use_profile(model, chain.at(0.3)):
+        expected = share_right(model, images, 60)
     assert before[BUDGETS.index(0.3)] == pytest.approx(expected)
-    kept = {name: value.clone() for name, value in trial.model.state_dict().items()}
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
     with torch.enable_grad():
         trial.consolidate(chain)
-    assert any(not torch.equal(value, kept[name]) for name, value in trial.model.state_dict().items())
-    assert trial.model.config._attn_implementation == network.model.config._attn_implementation == "sdpa"
+    assert any(not torch.equal(value, kept[name]) for name, value in model.state_dict().items())
+    assert model.config._attn_implementation == network.model.config._attn_implementation == "sdpa"

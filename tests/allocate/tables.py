@@ -1,6 +1,7 @@
 """Tables to allocate from, and oracles for what is allocated."""
 
 import itertools
+import json
 import math
 from typing import Any
 
@@ -88,6 +89,7 @@ def brute_force(table: SensitivityTable, budgets: list[float], weights: list[flo
 
 
 def check_chain(chain: ProfileChain, table: SensitivityTable, budgets) -> None:
+    assert ProfileChain.from_json(json.loads(json.dumps(chain.to_json()))) == chain
     assert chain.budgets == tuple(sorted(budgets))
     full = {name: min(shape) for name, shape in table.shapes.items()}
     assert chain.entries[0].profile == {name: ranks[0] for name, ranks in table.ranks.items()}

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import math
 
 import numpy as np
@@ -25,7 +24,7 @@ from tables import (
 
 from flexrank.allocate import joint
 from flexrank.errors import FlexrankError
-from flexrank.profiles import ProfileChain, SensitivityTable
+from flexrank.profiles import SensitivityTable
 from flexrank.profiles.costs import aligned_parameters
 
 
@@ -49,7 +48,7 @@ def test_joint_equals_brute_force(layers, levels, count, seed, falling, weighted
 
 @pytest.mark.parametrize("seed", range(30))
 def test_all_budgets_in_one_program_equal_brute_force(seed, monkeypatch):
-    """The path that solving budget by budget usually spares: here that one proves nothing."""
+    """The path that solving budget by budget usually spares: here that one proves nothing. One budget weighs most."""
     solve, calls = joint._Program.solve, []
 
     def loose_alone(program, caps, weights, least=None):
@@ -60,10 +59,12 @@ def test_all_budgets_in_one_program_equal_brute_force(seed, monkeypatch):
     monkeypatch.setattr(joint._Program, "solve", loose_alone)
     table = random_table(3, 4, seed)
     budgets = spread_budgets(table, 3)
-    chain = allocate_ranks(table, budgets, gap=0)
+    weights = {budget: 1e3 if index == seed % 4 else 1.0 for index, budget in enumerate(budgets)}
+    chain = allocate_ranks(table, budgets, weights=weights, gap=0)
     check_chain(chain, table, budgets)
     assert calls[-1] == 3
-    assert weighted_error(chain) == pytest.approx(brute_force(table, budgets, [1.0] * 3), rel=1e-6)
+    best = brute_force(table, budgets, list(weights.values()))
+    assert weighted_error(chain, weights) == pytest.approx(best, rel=1e-6)
     assert chain.gap < 1e-5
 
 
@@ -162,17 +163,6 @@ def test_joint_is_never_above_paper(falling):
             assert weighted_error(ours) <= weighted_error(theirs) + slack
 
 
-def test_the_printed_chain_is_far_from_the_best_somewhere():
-    """The weakness that `joint` mends: a greedy chain keeps what its first profiles forbid."""
-    ratios = []
-    for seed in range(20):
-        table = random_table(4, 5, seed)
-        budgets = spread_budgets(table, 4)
-        theirs = weighted_error(allocate_ranks(table, budgets, method="paper"))
-        ratios.append(theirs / weighted_error(allocate_ranks(table, budgets)))
-    assert max(ratios) > 1.2 and np.mean(ratios) > 1.02
-
-
 @pytest.mark.parametrize("layers", [12, 36])
 def test_the_gap_is_proven_and_kept(layers):
     table = transformer_table(layers, 8, seed=layers)
@@ -183,20 +173,6 @@ def test_the_gap_is_proven_and_kept(layers):
     bounds = unconstrained_bounds(table, budgets)
     for entry, bound in zip(chain.requested, bounds, strict=True):
         assert bound * (1 - 1e-9) <= entry.error <= bound * 1.1
-
-
-def test_weights_draw_the_optimum():
-    found = []
-    for heavy in (0, 1):
-        errors = []
-        for seed in range(20):
-            table = random_table(3, 5, seed)
-            budgets = spread_budgets(table, 2)
-            weights = {budget: 1e3 if index == heavy else 1.0 for index, budget in enumerate(budgets)}
-            errors.append([entry.error for entry in allocate_ranks(table, budgets, weights=weights).requested])
-        found.append(np.array(errors))
-    assert (found[0][:, 0] <= found[1][:, 0] + 1e-9).all() and (found[0][:, 0] < found[1][:, 0] - 1e-6).any()
-    assert (found[1][:, 1] <= found[0][:, 1] + 1e-9).all() and (found[1][:, 1] < found[0][:, 1] - 1e-6).any()
 
 
 def test_order_of_budgets_and_kind_of_weights_do_not_matter():
@@ -254,13 +230,6 @@ def test_chain_at_answers_by_budget_parameters_bytes_and_error():
     solved = chain.requested[1]
     assert chain.at(0.5) == chain.at(max_params=7 + solved.parameters) == solved.profile
     assert chain.at(max_bytes=28 + 4 * solved.parameters) == chain.at(max_error=solved.error) == solved.profile
-
-
-def test_json_round_trip_keeps_every_bit():
-    table = transformer_table(6, 5, seed=6)
-    for options in ({}, {"method": "paper", "savings": "ranks"}):
-        chain = allocate_ranks(table, [0.3, 1 / 3, 0.8], **options)
-        assert ProfileChain.from_json(json.loads(json.dumps(chain.to_json()))) == chain
 
 
 @pytest.mark.parametrize(

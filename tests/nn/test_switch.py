@@ -8,17 +8,7 @@ from flexrank.errors import FlexrankError
 from flexrank.nn import switch
 from flexrank.nn.matrix import weight_matrix
 from flexrank.nn.select import select_layers
-from flexrank.nn.switch import (
-    footprint,
-    full_matrices,
-    full_profile,
-    last_within,
-    nested_layers,
-    room_on,
-    set_profile,
-    uniform_profile,
-    use_profile,
-)
+from flexrank.nn.switch import footprint, full_matrices, full_profile, nested_layers, use_profile
 from flexrank.profiles.costs import deployed_parameters
 from tiny import batch_for, build, elastic, nest
 
@@ -37,7 +27,7 @@ def test_use_profile_is_reversible() -> None:
 
 def test_uniform_profile_takes_each_layers_largest_rank_within_the_budget() -> None:
     model = elastic("bert")
-    profile = uniform_profile(model, 0.5)
+    profile = switch.uniform_profile(model, 0.5)
     for name, layer in nested_layers(model).items():
         m, n = layer.matrix_shape
         assert deployed_parameters((m, n), profile[name]) <= m * n / 2
@@ -48,9 +38,9 @@ def test_wrong_profiles_are_named() -> None:
     model = elastic("perceptron")
     full = full_profile(model)
     with pytest.raises(FlexrankError, match="layer 'x' is not in the model"):
-        set_profile(model, full | {"x": 1})
+        switch.set_profile(model, full | {"x": 1})
     with pytest.raises(FlexrankError, match="layer '0': rank 99 is out of range; it has 1 to 12"):
-        set_profile(model, full | {"0": 99})
+        switch.set_profile(model, full | {"0": 99})
     assert all(layer.rank == layer.max_rank for layer in nested_layers(model).values())
     with pytest.raises(FlexrankError, match="no elastic layers"):
         nested_layers(nn.Linear(2, 2))
@@ -75,8 +65,9 @@ def test_matrices_take_half_of_a_gpus_free_memory_at_most(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 30)
-    assert [room_on(torch.device(name), 80) for name in ("cpu", "cuda")] == [80, 60]
-    assert last_within({"a": 1, "b": 2, "c": 3}, 5) == ["c", "b"] and last_within({"a": 1, "b": 9}, 5) == []
+    assert [switch.room_on(torch.device(name), 80) for name in ("cpu", "cuda")] == [80, 60]
+    assert switch.last_within({"a": 1, "b": 2, "c": 3}, 5) == ["c", "b"]
+    assert switch.last_within({"a": 1, "b": 9}, 5) == []
 
 
 def test_full_matrices_keep_to_the_room_of_their_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,6 @@
 import json
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from flexrank.errors import FlexrankError
 from flexrank.files import read_json, write_json
@@ -83,19 +81,6 @@ def test_a_rank_profile_is_a_hashable_mapping():
     assert not profile.fits_in({"a": 1, "b": 2, "c": 3})
     with pytest.raises(FlexrankError, match="layer 'a' has rank 0"):
         RankProfile({"a": 0})
-
-
-@given(
-    errors=st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=2, max_size=2),
-    gap=st.none() | st.floats(0, 1),
-)
-def test_chains_keep_every_bit_through_json(errors, gap):
-    entries = (
-        ChainEntry(RankProfile({"a": 1}), 3, errors[0], 1 / 3),
-        ChainEntry(RankProfile({"a": 2}), 5, errors[1]),
-    )
-    chain = ProfileChain(entries, 9, FOOTPRINT, "joint", gap)
-    assert ProfileChain.from_json(json.loads(json.dumps(chain.to_json()))) == chain
 
 
 def test_chains_and_tables_keep_every_bit_through_a_file(tmp_path):

@@ -6,23 +6,35 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from safetensors import safe_open
 
+from flexrank.artefacts.elastic import load_elastic
 from flexrank.data.text import SPLITS
 from flexrank.distill import distillation_evaluator
 from flexrank.distill.objectives import objective_for
 from flexrank.errors import FlexrankError
+from flexrank.hf.models import load_model, load_tokenizer
 from flexrank.nn.switch import use_profile
 from flexrank.profiles import ProfileChain
 from flexrank.run import run_stages
 from flexrank.run.config import load_config, parse_config
 from flexrank.run.directory import RunDirectory
-from flexrank.run.samples import load_samples
+from flexrank.run.runner import fingerprints
+from flexrank.run.samples import Samples, load_samples
 from flexrank.run.sizes import Sizes
 from flexrank.run.stages import autocast_dtype
 from flexrank.run.workspace import Workspace
 from tiny_runs import TEXT, rerun, settings, summary_of
 
 pytestmark = pytest.mark.usefixtures("verified_here")
+
+
+@pytest.fixture
+def original(finished: Path, sources: Path) -> tuple[torch.nn.Module, Samples]:
+    """The whole run's base model and its samples."""
+    model, tokenizer = load_model(sources / "language", "language"), load_tokenizer(sources / "language")
+    return model, load_samples(load_config(finished), str(sources / "language"), tokenizer)
 
 
 def test_the_summary_has_the_promised_keys_and_keeps_to_the_budgets(finished: Path) -> None:
@@ -41,11 +53,6 @@ def test_the_summary_has_the_promised_keys_and_keeps_to_the_budgets(finished: Pa
 
 def test_the_exported_model_is_the_row_of_its_budget(finished: Path, sources: Path) -> None:
     """Loaded as anybody would load it, it has the row's parameters, bytes and quality."""
-    import transformers
-    from safetensors import safe_open
-
-    import flexrank  # noqa: F401
-
     row = next(row for row in summary_of(finished)["rows"] if row["budget"] == 0.5)
     place = finished / "deployed" / "0.50"
     with safe_open(place / "model.safetensors", framework="pt") as file:
@@ -59,35 +66,22 @@ def test_the_exported_model_is_the_row_of_its_budget(finished: Path, sources: Pa
     assert samples.judge(small)(small)["nats_per_token"] == pytest.approx(row["quality"]["nats_per_token"], rel=1e-6)
 
 
-def test_the_base_row_is_the_original(finished: Path, sources: Path) -> None:
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(sources / "language").eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(sources / "language")
-    samples = load_samples(load_config(finished), str(sources / "language"), tokenizer)
-    base = summary_of(finished)["base"]
+def test_the_base_row_is_the_original(finished: Path, original: tuple[torch.nn.Module, Samples]) -> None:
+    (model, samples), base = original, summary_of(finished)["base"]
     assert base["quality"] == samples.judge(model)(model)
     assert base["params_model"] == sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_consolidation_lowers_the_loss_it_minimises(finished: Path, sources: Path) -> None:
+def test_consolidation_lowers_the_loss_it_minimises(finished: Path, original: tuple[torch.nn.Module, Samples]) -> None:
     """The elastic model of the run is nearer to its teacher than the decomposed one, at the smallest size."""
-    import transformers
-
-    from flexrank.artefacts.elastic import load_elastic
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(sources / "language").eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(sources / "language")
-    samples = load_samples(load_config(finished), str(sources / "language"), tokenizer)
+    model, samples = original
     evaluate = distillation_evaluator(model, samples.training, objective_for("language"))
     (before, _), (after, chain) = (load_elastic(finished / name) for name in ("elastic_initial", "elastic"))
     with use_profile(before, chain.at(0.5)), use_profile(after, chain.at(0.5)):
         assert evaluate(after) < evaluate(before)
 
 
-def test_without_consolidation_the_artefact_is_the_decomposed_network(
-    copied: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_consolidation_the_artefact_is_the_decomposed_network(copied: Path) -> None:
     rerun(copied, "distillation.steps=0")
     one, two = (copied / name / "elastic.safetensors" for name in ("elastic_initial", "elastic"))
     assert one.read_bytes() == two.read_bytes()
@@ -150,10 +144,8 @@ def test_a_size_within_limits_is_the_largest_that_really_is(copied: Path) -> Non
         sizes.within({"max_params": counts[0] - 1})
 
 
-def test_an_encoder_goes_all_the_way(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_encoder_goes_all_the_way(sources: Path, tmp_path: Path) -> None:
     """The row of a budget is what the exported model gives by hand: mean-pooled over real tokens, held-out texts."""
-    import transformers
-
     config = settings(sources / "embedding", sources / "text.txt", tmp_path / "run", "embedding")
     config["layers"] = {"exclude": ["pooler"]}
     run_stages(parse_config(config))
@@ -189,6 +181,7 @@ def test_an_encoder_goes_all_the_way(sources: Path, tmp_path: Path, monkeypatch:
         (["data.max_tokens=1000000"], ["data.max_tokens is 1000000", "reads at most 64"]),
         (["layers.include=[nothing]"], ["'nothing'", "matches no module"]),
         (["allocation.budgets=[0.001]"], ["0.001", "too small"]),
+        (["deployment.budgets=[0.5, 0.001]"], ["deployment.budgets: 0.001", "with probe.levels 4 the least is"]),
         (["device=cuda"], ["device is 'cuda'", "no GPU"]),
     ],
 )
@@ -203,19 +196,16 @@ def test_wrong_input_is_one_line_and_leaves_no_half_result(
     assert "\n" not in str(caught.value)
     for part in parts:
         assert part in str(caught.value)
-    assert not list(tmp_path.glob("**/*.aside"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_calibration_probe_training_and_evaluation_share_no_text(sources: Path, tmp_path: Path) -> None:
     """Every sample is told by its tokens; a fifth of the file is held out."""
-    import transformers
-
     tokenizer = transformers.AutoTokenizer.from_pretrained(sources / "embedding")
     values = settings(sources / "embedding", sources / "text.txt", tmp_path, "embedding")
     values["data"] |= {"calibration": 25, "probe": 15, "training": 10_000, "evaluation": 10_000, "max_tokens": 100}
     seen: dict[str, set[tuple[int, ...]]] = {}
-    config = parse_config(values)
-    samples = load_samples(config, "", tokenizer)
+    samples = load_samples(parse_config(values), "", tokenizer)
     for name in ("calibration", "probe", "training"):
         rows = [row for batch in getattr(samples, name) for row in batch["input_ids"].tolist()]
         seen[name] = {tuple(token for token in row if token) for row in rows}
@@ -230,8 +220,6 @@ def test_calibration_probe_training_and_evaluation_share_no_text(sources: Path, 
 
 
 def test_texts_held_out_in_a_file_of_their_own_leave_the_other_to_training(sources: Path, tmp_path: Path) -> None:
-    import transformers
-
     other = [f"these {n} words stand in another file" for n in range(40)]
     (tmp_path / "other.txt").write_text("\n".join(other))
     tokenizer = transformers.AutoTokenizer.from_pretrained(sources / "embedding")
@@ -252,8 +240,6 @@ def test_held_out_texts_belong_to_texts(sources: Path, tmp_path: Path) -> None:
 
 
 def test_a_changed_file_of_held_out_texts_makes_the_run_anew(sources: Path, tmp_path: Path) -> None:
-    from flexrank.run.runner import fingerprints
-
     (tmp_path / "other.txt").write_text("one\ntwo\n")
     values = settings(sources / "language", sources / "text.txt", tmp_path / "run")
     values["data"] |= {"held_out": str(tmp_path / "other.txt")}

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import tiny
 from flexrank.errors import FlexrankError
@@ -16,13 +15,8 @@ from flexrank.run.config import parse_config
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
     directory = tmp_path_factory.mktemp("vit")
-    vit = tiny.vit()
-    with torch.no_grad():
-        for parameter in vit.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape)
-    vit.save_pretrained(directory)
+    tiny.build("vit").save_pretrained(directory)
     scaling = {"rescale_factor": 1 / 255, "image_mean": [0.5] * 3, "image_std": [0.25] * 3}
     (directory / "preprocessor_config.json").write_text(json.dumps(scaling))
     return directory
@@ -39,9 +33,9 @@ def settings(model: Path, images: Path, output: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def write_images(path: Path, size: int = 16, dtype: str = "uint8") -> Path:
+def write_images(path: Path, size: int = 16) -> Path:
     random = np.random.default_rng(0)
-    np.savez(path, x=random.integers(0, 256, (400, size, size, 3)).astype(dtype), y=random.integers(0, 5, 400))
+    np.savez(path, x=random.integers(0, 256, (400, size, size, 3)).astype("uint8"), y=random.integers(0, 5, 400))
     return path
 
 
@@ -57,11 +51,8 @@ def test_a_whole_run(model: Path, tmp_path: Path) -> None:
 
 
 def test_wrong_images_are_refused(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "text.npz").write_text("no archive")
     for path, message in (
         (tmp_path / "absent.npz", "no such file of images"),
-        (tmp_path / "text.npz", "expected an .npz file with arrays x and y"),
-        (write_images(tmp_path / "floats.npz", dtype="float32"), "x is float32"),
         (write_images(tmp_path / "large.npz", size=20), "image"),
     ):
         with pytest.raises(FlexrankError, match=message) as error:

@@ -52,7 +52,6 @@ class Experiment:
     full_minutes: float | None = None  #: None where there is one form
     seeds: tuple[int, int] | None = None  #: of the quick form and the full one; None where nothing is random
     settings: Callable[[bool], dict[str, Any]] | None = None  #: (full) to a run's keys, where any model can be given
-    tried: tuple[str, ...] = ()  #: and left out; the figures are in docs/log.md
 
     @property
     def kind(self) -> str:

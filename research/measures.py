@@ -2,7 +2,7 @@
 
 import contextlib
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -63,8 +63,8 @@ class AlteredBatches:
     """Endless batches (B, C, H, W): all images in a new order each pass, each one shifted and mirrored at random.
 
     This is the customary augmentation of CIFAR-10 (He et al. 2016, section 4.2): a crop of the image's own size out of
-    a black frame, `padding` wide, mirrored with probability 1/2. Batch i depends on the seed and i alone, so that a run
-    continued from `state_dict` sees the same batches. The last images of a pass, if they fill no batch, are left out.
+    a black frame, `padding` wide, mirrored with probability 1/2. Batch i depends on the seed and i alone. The last
+    images of a pass, if they fill no batch, are left out.
     """
 
     def __init__(self, images: Tensor, scaling: Scaling, batch_size: int, seed: int, padding: int = 4):
@@ -90,14 +90,6 @@ class AlteredBatches:
         while True:
             self._count += 1
             yield self._batch(self._count - 1)
-
-    def state_dict(self) -> dict[str, int]:
-        """The number of batches so far."""
-        return {"count": self._count}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continues from a `state_dict`."""
-        self._count = state["count"]
 
     def _batch(self, number: int) -> Tensor:
         images = self._images[self.rows(number)]

@@ -63,7 +63,7 @@ def _section(experiment: Experiment, result: Result, directory: Path, named: tup
     title = experiment.title + (" (full)" if result["form"] == "full" else "")
     parts = [
         f"## {title}",
-        " ".join([f"Shows {experiment.shows}.", *_context(experiment)]),
+        f"Shows {experiment.shows}." + (f" The paper: {experiment.paper}." if experiment.paper else ""),
         f"`{result['command']}` · {_machine_line(result['machine'])}",
         f"![{title}]({directory / experiment.name}.png)" if experiment.draw else "",
         _claims(result["claims"], named),
@@ -71,11 +71,6 @@ def _section(experiment: Experiment, result: Result, directory: Path, named: tup
         f"Settings: {_settings(result['settings'])}." if result["settings"] else "",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _context(experiment: Experiment) -> list[str]:
-    paper = [f"The paper: {experiment.paper}."] if experiment.paper else []
-    return paper + [f"Tried and left out: {one}." for one in experiment.tried]
 
 
 def _machine_line(machine: Mapping[str, Any]) -> str:

@@ -168,8 +168,4 @@ EXPERIMENT = Experiment(
     "calibrate", "Calibration",
     "the seconds of second moments against this machine's matrix products, and their peak of memory",
     minutes=1.5, run=run,
-    tried=(
-        "syrk, which torch lacks and SciPy's takes as long as strips of products",
-        "grouping layers by held input tensors, which cost memory",
-    ),
 )  # fmt: skip

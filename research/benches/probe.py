@@ -119,5 +119,4 @@ def _goals(subjects: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 EXPERIMENT = Experiment(
     "probe", "Probe", "evaluations per second of the probe, against whole evaluations of the same ranks",
     minutes=6, run=run,
-    tried=("replaying whole blocks alone, for attention still ran for every later layer of a block",),
 )  # fmt: skip

@@ -143,8 +143,4 @@ EXPERIMENT = Experiment(
     "search", "Rank allocation",
     "time, states, proven gap and predicted error of `paper` and `joint` over the number of layers",
     minutes=1, run=run, draw=draw,
-    tried=(
-        "the Lagrangian of the caps with nesting kept, which is the sum of the separate bounds",
-        "an upper row for each budget in the integer program, better at one size and worse at another",
-    ),
 )  # fmt: skip

@@ -254,9 +254,4 @@ EXPERIMENT = Experiment(
     "train", "Consolidation: a step against the dense student's",
     "time at every budget and peak memory, the elastic student's over the dense one's",
     minutes=6, run=run, draw=draw,
-    tried=(
-        "choosing the route by backward operations too, which never changes the choice",
-        "activation checkpointing, for memory is within its goal without",
-        "flushing denormals, a global setting that changes bits",
-    ),
 )  # fmt: skip

@@ -19,7 +19,6 @@ from flexrank.data.metrics import nats_per_token
 from flexrank.data.text import read_texts, token_blocks
 from flexrank.distill.schedule import scheduled_rate
 from flexrank.nn.alignment import ERROR_MULTIPLE, SLACK_STEPS
-from flexrank.nn.gauge_aligned import GaugeAlignedLayer
 from flexrank.nn.matrix import is_conv1d
 from flexrank.progress import track
 from flexrank.run.directory import identity
@@ -51,12 +50,11 @@ def run(request: Request) -> Result:
     sizes = {BASE if at is None else f"{at:g}": trial.measure(at, request.seeds) for at in (None, *bench.budgets)}
     adapter = {"adapter_rank": RANK, "adapter_steps": steps, "adapter_learning_rate": LEARNING_RATE}
     facts = bench.facts(domain=domain.name, seeds=request.seeds, **adapter)
-    columns = ["size", "parameters", "adapters", "own domain", "before", "after", "on latents alone", "after"]
+    columns = ["size", "parameters", "adapters", "own domain", "before", "after"]
     rows = [
-        [size, one["parameters"], one["trained"], one["own"], one["nats"], spread(one["after"]),
-         one.get("single_trained"), spread(one["single"]) if "single" in one else None]
+        [size, one["parameters"], one["trained"], one["own"], one["nats"], spread(one["after"])]
         for size, one in sizes.items()
-    ]  # fmt: skip
+    ]
     title = f"Held-out nats per token on {domain.name} before and after {steps} steps of LoRA: {bench.config.name}"
     data = {"sizes": sizes, "domain": domain.stem}
     return measured(facts, [table(title, columns, rows)], _claims(sizes), data)
@@ -85,21 +83,16 @@ class _Trial:
     def measure(self, budget: float | None, seeds: int) -> dict[str, Any]:
         name = BASE if budget is None else f"{budget:g}"
         before = self.ledger.take(f"{name}, before", self.before, budget)
-        after = self.ledger.take_seeds(name, seeds, self.after, budget, True)
-        figures = before | {"after": [one["nats"] for one in after], "trained": after[0]["trained"]}
-        if budget is not None and budget < 1:
-            # A factorised layer is two linear layers, and peft adapts both; this is with one adapter, as the base has.
-            single = self.ledger.take_seeds(f"{name}, latents alone", seeds, self.after, budget, False)
-            figures |= {"single": [one["nats"] for one in single], "single_trained": single[0]["trained"]}
-        return figures
+        after = self.ledger.take_seeds(name, seeds, self.after, budget)
+        return before | {"after": [one["nats"] for one in after], "trained": after[0]["trained"]}
 
     def before(self, budget: float | None) -> dict[str, Any]:
         model = self.submodel(budget)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         return {"nats": nats_per_token(model, self.held_out), "own": self.bench.nats(model), "parameters": parameters}
 
-    def after(self, budget: float | None, on_both_factors: bool, seed: int) -> dict[str, Any]:
-        model = adapted(self.submodel(budget), seed, on_both_factors)
+    def after(self, budget: float | None, seed: int) -> dict[str, Any]:
+        model = adapted(self.submodel(budget), seed)
         train_adapters_(model, self.training, self.steps, seed, self.bench.autocast)
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         return {"nats": nats_per_token(model, self.held_out), "trained": trained}
@@ -127,8 +120,8 @@ class _Trial:
         return load_elastic(directory)[0].to(bench.space.device)
 
 
-def adapted(model: Any, seed: int, on_both_factors: bool = True) -> Any:
-    """The model, frozen, with LoRA adapters on the linear layers of its blocks: both factors, or latents alone."""
+def adapted(model: Any, seed: int) -> Any:
+    """The model, frozen, with LoRA adapters on the linear layers of its blocks, both factors of a factorised one."""
     import peft
 
     torch.manual_seed(seed)
@@ -137,8 +130,6 @@ def adapted(model: Any, seed: int, on_both_factors: bool = True) -> Any:
     names = [
         name for name, module in model.named_modules()
         if (type(module) is nn.Linear or is_conv1d(module)) and id(module) not in head
-        if on_both_factors or not isinstance(model.get_submodule(name.rpartition(".")[0]), GaugeAlignedLayer)
-        or name.endswith(".latent")
     ]  # fmt: skip
     config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=names, task_type="CAUSAL_LM")
     return peft.get_peft_model(model, config)
@@ -167,9 +158,7 @@ def train_adapters_(
 
 def _claims(sizes: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     after, claims = {name: one["after"] for name, one in sizes.items()}, []
-    single = [one["single"] for one in sizes.values() if "single" in one]
     if "1" in after:
-        single.insert(0, after["1"])
         over = [own / base - 1 for own, base in zip(after["1"], after[BASE], strict=True)]
         claims.append(claim(
             "the full size adapts as the base does: its loss after is within 2 % of the base's, every seed",
@@ -182,8 +171,7 @@ def _claims(sizes: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
         "20.5, 15.7, 13.6 % accuracy at .8, .6, .4 (math, 1B)",
         ", ".join(f"{n} {between(after[n], '.3f')}, perplexity −{between(won[n], '.0%')}" for n in sizes),
         _rises([values for name, values in after.items() if name != BASE]) and not stuck,
-        f"the loss did not fall at {', '.join(stuck)}" if stuck else "a factorised layer has two adapters; with one, "
-        f"on the latents, the order is {'' if _rises(single) else 'not '}the paper's",
+        f"the loss did not fall at {', '.join(stuck)}" if stuck else "a factorised layer has two adapters",
     ))  # fmt: skip
     return claims
 

@@ -326,8 +326,4 @@ EXPERIMENT = Experiment(
     " and the time of layers that save a quarter of their operations",
     paper="plain costs up to 2× dense, GAR always less than dense, close to theory (Training and inference efficiency)",
     minutes=10, run=run, draw=draw, settings=lambda full: pycode_settings(),
-    tried=(
-        "a permutation of the output, which costs a pass over it at every rank",
-        "latents written straight into a wider output, quicker near full rank in bfloat16 and slower at half",
-    ),
 )  # fmt: skip

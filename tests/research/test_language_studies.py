@@ -1,6 +1,5 @@
 """The studies on language models, each whole, on a tiny random model and few steps."""
 
-import copy
 import functools
 import json
 from pathlib import Path
@@ -129,15 +128,11 @@ def test_adaptation_trains_adapters_alone_on_a_deployed_model(
     assert all(row[4]["mean"] < row[3] for row in rows.values())  # it did adapt
     assert rows["0.5"][0] < rows["0.8"][0] < rows["base"][0]
     small = deploy(bench.decomposed(), bench.chain.at(0.5))
-    model = adaptation.adapted(copy.deepcopy(small), 0)
+    model = adaptation.adapted(small, 0)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert trained and all("lora_" in name for name in trained)
     assert any("latent" in name for name in trained)  # the deployed layers' factors are adapted by name
     assert any("expand" in name for name in trained)
-    single = adaptation.adapted(small, 0, False)
-    alone = {name for name, parameter in single.named_parameters() if parameter.requires_grad}
-    assert alone == {name for name in trained if ".expand." not in name}
-    assert [row[6] is None for row in rows.values()] == [True, False, False]
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

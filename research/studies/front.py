@@ -59,7 +59,7 @@ def run(request: Request) -> Result:
     runs = [_Seed(seed, levels, ledger).run() for seed in range(request.seeds)]
     compared = [compare(one) for one in runs]
     rows = [[name, *spreads(rows[name] for rows in compared)] for name in compared[0]]
-    title = "Divergence to the network on test images by budget; of a front, its best no larger than the elastic profile"
+    title = "Divergence to the network on test images, by budget; of a front, the best of at most the elastic size"
     settings |= {"seeds": request.seeds, "submodels": len(levels) ** 4}
     tables = [table(title, ["", *BUDGETS], rows, digits=4)]
     return measured(settings, tables, _claims(compared), _figure_data(runs[0]))

@@ -43,7 +43,7 @@ def run(request: Request) -> Result:
     texts, bench = read_texts(domain, "\0"), LanguageBench(request)
     steps = FULL_STEPS if request.full else STEPS
     adapters = {"steps": steps, "held_out": HELD_OUT, "rank": RANK, "alpha": ALPHA, "learning_rate": LEARNING_RATE}
-    slack = {"slack": "auto", "slack_steps": SLACK_STEPS, "multiple": ERROR_MULTIPLE}
+    slack = {"slack": bench.config.deployment.slack, "slack_steps": SLACK_STEPS, "multiple": ERROR_MULTIPLE}
     key = {"adapters": adapters, "deployment": {"dtype": str(bench.space.deployed_dtype), **slack}}
     ledger = Ledger(request.work, identity_of(bench.config, TRAINED) | {"domain": identity(domain)} | key)
     trial = _Trial(bench, ledger, *_domain_blocks(bench, texts, str(domain)), steps)
@@ -102,8 +102,8 @@ class _Trial:
         space = self.bench.space
         if budget is None:
             return copy.deepcopy(space.base)
-        profile, dtype = self.bench.chain.at(budget), space.deployed_dtype
-        return deploy(self.elastic, profile, dtype=dtype, slack="auto", activations=self.rows, base=space.base)
+        profile, options = self.bench.chain.at(budget), {"activations": self.rows, "base": space.base}
+        return deploy(self.elastic, profile, dtype=space.deployed_dtype, slack=space.config.deployment.slack, **options)
 
     @functools.cached_property
     def rows(self) -> dict[str, Tensor]:
@@ -201,6 +201,7 @@ EXPERIMENT = Experiment(
     paper="the full size adapts as the base; smaller sizes degrade gracefully (Table 1)",
     minutes=25, full_minutes=90, seeds=(3, 3), run=run, draw=draw,
     settings=lambda full: pycode_settings(
-        allocation={"budgets": [1.0, 0.8, 0.6, 0.4]}, distillation={"steps": 1500 if full else 120}
+        allocation={"budgets": [1.0, 0.8, 0.6, 0.4]}, distillation={"steps": 1500 if full else 120},
+        deployment={"slack": "auto"},
     ),
 )  # fmt: skip

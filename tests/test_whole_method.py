@@ -13,33 +13,26 @@ from torch import nn
 import flexrank as fr
 import tiny
 from flexrank.data import text as data
-from flexrank.data.batches import call_model, output_tensor
 from flexrank.distill.objectives import EmbeddingObjective, FeatureObjective, LogitObjective, Objective
 from flexrank.hf.models import load_model, load_tokenizer
 from flexrank.nn.switch import full_profile
+from tiny import outputs, relative
 
 SHORT = {"steps": 24, "warmup_steps": 2}
 PLAIN = {"perceptron": "tiny:perceptron", "convnet": "tiny:convnet"}
 
 
 def go_all_the_way(
-    teacher: nn.Module,
-    batches: list[Any],
-    objective: Objective,
-    directory: Path,
-    learning_rate: float = 1e-4,
-    may_lose: float = 0.0,
-    **export: Any,
-) -> tuple[nn.Module, nn.Module, fr.ProfileChain]:
+    teacher: nn.Module, batches: list[Any], objective: Objective, directory: Path, learning_rate: float = 1e-4,
+    may_lose: float = 0.0, **options: Any,
+) -> tuple[nn.Module, nn.Module, fr.ProfileChain]:  # fmt: skip
     """Runs every stage through the public interface and checks each; returns elastic and deployed model and chain."""
     model = copy.deepcopy(teacher)
     batch = batches[0]
-    with torch.no_grad():
-        original = output_tensor(call_model(teacher, batch))
+    original = outputs(teacher, batch)
     layers = fr.select_layers(model)
     fr.decompose_(model, fr.collect_moments(model, batches, layers))
-    with torch.no_grad():
-        assert relative(output_tensor(call_model(model, batch)), original) < 1e-5
+    assert relative(outputs(model, batch), original) < 1e-5
 
     evaluate = fr.distillation_evaluator(teacher, batches, objective)
     table = fr.probe_sensitivity(model, evaluate, num_levels=3)
@@ -51,23 +44,17 @@ def go_all_the_way(
     with fr.use_profile(model, half):
         assert evaluate(model) < before + may_lose
 
-    options = {key: value for key, value in export.items() if key in ("factory", "tokenizer")}
     fr.save_elastic(model, chain, directory / "elastic", **options)
     reloaded, prefix_chain = fr.load_elastic(directory / "elastic", budget=0.5)
     assert full_profile(reloaded) == dict(half) and prefix_chain.entries[-1].profile == half
 
     small = fr.deploy(reloaded, half, activations=fr.collect_rows(reloaded, batches, fr.nested_layers(reloaded)))
-    with torch.no_grad(), fr.use_profile(model, half):
-        expected = output_tensor(call_model(model, batch))
-        assert relative(output_tensor(call_model(small, batch)), expected) < 5e-5
+    with fr.use_profile(model, half):
+        assert relative(outputs(small, batch), outputs(model, batch)) < 5e-5
     fr.export(small, directory / "small", batch, **options)  # raises unless a fresh process gives equal outputs
     dense = sum(p.numel() for p in teacher.parameters())
     assert sum(p.numel() for p in small.parameters()) < dense
     return model, small, chain
-
-
-def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((actual - expected).norm() / expected.norm())
 
 
 def objective_of(name: str) -> Objective:

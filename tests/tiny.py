@@ -1,12 +1,14 @@
 """Tiny networks with random weights, one of each kind to support; batches, elastic forms and chains for them."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from flexrank.data.batches import call_model, output_tensor
+from flexrank.deployment import deploy
 from flexrank.nn.linalg import plain_svd
 from flexrank.nn.matrix import weight_matrix
 from flexrank.nn.select import nest_, select_layers
@@ -152,14 +154,9 @@ class WordTokenizer:
     pad_token_id, bos_token_id, eos_token_id = 0, 1, 2
 
     def __call__(
-        self,
-        text: list[str],
-        *,
-        truncation: bool = False,
-        max_length: int | None = None,
-        add_special_tokens: bool = True,
-        verbose: bool = True,
-    ) -> dict[str, list[list[int]]]:
+        self, text: list[str], *, truncation: bool = False, max_length: int | None = None,
+        add_special_tokens: bool = True, verbose: bool = True,
+    ) -> dict[str, list[list[int]]]:  # fmt: skip
         rows = []
         for one in text:
             row = [3 + sum(word.encode()) % (VOCABULARY - 3) for word in one.split()]
@@ -173,6 +170,11 @@ def outputs(model: nn.Module, batch: Any) -> torch.Tensor:
     """The tensor of the model's output."""
     with torch.no_grad():
         return output_tensor(call_model(model, batch))
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The length of the difference over that of `wanted`."""
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
 def agree(output: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -191,9 +193,15 @@ def same_state(model: nn.Module, wanted: nn.Module) -> bool:
     return state.keys() == other.keys() and all(torch.equal(value, state[name]) for name, value in other.items())
 
 
-def nest(model: nn.Module) -> nn.Module:
-    """The model with every layer elastic, by plain SVD."""
-    for name, layer in select_layers(model).items():
+def flip_a_bit(path: Path, place: int = -1) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def nest(model: nn.Module, **selection: Any) -> nn.Module:
+    """The model with every layer elastic, or those of the selection, by plain SVD."""
+    for name, layer in select_layers(model, **selection).items():
         nest_(model, name, plain_svd(weight_matrix(layer).detach()))
     return model
 
@@ -217,3 +225,9 @@ def chain_of(model: nn.Module, budgets: tuple[float, ...] = (0.25, 0.5, 0.8, 1.0
         parameters = sum(rank * (sum(shapes[name]) - rank) for name, rank in ranks.items())
         entries.append(ChainEntry(RankProfile(ranks), parameters, 1 - budget, parameters / dense))
     return ProfileChain(tuple(entries), dense, footprint(model), "uniform")
+
+
+def deployed(name: str, index: int = 1, **options: Any) -> Any:
+    """The network `name`, elastic and deployed at one of the four profiles of its chain."""
+    model = elastic(name)
+    return deploy(model, chain_of(model).entries[index].profile, **options)

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from typer.testing import CliRunner
 
+from flexrank import cli
 from flexrank.run import run_stages
 from flexrank.run.config import load_config
 
@@ -73,6 +75,21 @@ def rerun(directory: Path, *overrides: str, until: str = "report") -> tuple[str,
 
 def summary_of(directory: Path) -> dict[str, Any]:
     return json.loads((directory / "summary.json").read_text())
+
+
+def invoke(*arguments: object) -> Any:
+    """The result of `flexrank ARGUMENTS` in this process."""
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+def refused(*arguments: object) -> str:
+    """The message of a call that must end with 2 and one line."""
+    result = invoke(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    lines = [line for line in result.stderr.splitlines() if not line.startswith(("left dense", "calibrating"))]
+    assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
+    return lines[0]
 
 
 def here(function: Any, *arguments: Any, **_: Any) -> Any:

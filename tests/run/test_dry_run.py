@@ -1,6 +1,5 @@
 """Every figure of a dry run against real models that are decomposed, run, trained and deployed."""
 
-import copy
 import functools
 import math
 from collections import Counter
@@ -15,7 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import tiny
 from flexrank.calibrate import collect_moments, find_groups
 from flexrank.data.batches import call_model, output_tensor
-from flexrank.decompose import decompose_
 from flexrank.deployment import deploy, deployed_parameters_of
 from flexrank.distill import distill_, step
 from flexrank.distill.objectives import EmbeddingObjective, LogitObjective, default_objective
@@ -32,6 +30,7 @@ from flexrank.profiles.costs import SLACK_SHARE, rank_levels
 from flexrank.run.dry_run import dry_run, operations
 from flexrank.run.dry_run.architecture import build_architecture
 from flexrank.run.dry_run.memory import moment_bytes
+from tiny import nest
 from tiny_dry_runs import BATCH, LENGTH, Build, config_of
 
 
@@ -51,12 +50,6 @@ def real(build: Build) -> Any:
     return model
 
 
-def elastic(model: Any, **selection: Any) -> Any:
-    student = copy.deepcopy(model)
-    decompose_(student, list(select_layers(student, **selection)), method="svd")
-    return student
-
-
 def flops(run: Callable[[], Any]) -> int:
     """The operations that torch counts."""
     with FlopCounterMode(display=False) as counter:
@@ -71,7 +64,7 @@ def bytes_of(tensors: Any) -> int:
 @pytest.mark.parametrize("build", tiny.TRANSFORMERS.values())
 def test_parameters_and_layers_are_those_of_the_real_model(build: Build, tmp_path: Path) -> None:
     result, model = dry_run(config_of(build, tmp_path)), real(build)
-    student = elastic(model)
+    student = nest(real(build))
     layers, sizes = nested_layers(student), result["parameters"]
     assert sizes["model"] == model.num_parameters()
     assert sizes["elastic_model"] == sum(p.numel() for p in student.parameters())
@@ -117,8 +110,7 @@ def test_moments_take_the_bytes_that_calibration_allocates(build: Build, method:
 
 def test_memory_is_what_real_training_holds(tmp_path: Path) -> None:
     memory = dry_run(config_of(tiny.llama_tied, tmp_path))["memory"]
-    model = real(tiny.llama_tied)
-    student = elastic(model)
+    model, student = real(tiny.llama_tied), nest(real(tiny.llama_tied))
     tensors = [bytes_of([*one.parameters(), *one.buffers()]) for one in (model, student)]
     for stage, student_bytes in {"calibration": tensors[0], "probe": tensors[1], "consolidation": tensors[1]}.items():
         assert (memory[stage]["teacher"], memory[stage]["student"]) == (tensors[0], student_bytes)
@@ -158,7 +150,7 @@ def uniform(student: Any, budget: float, slack_share: float = SLACK_SHARE) -> tu
 def test_sizes_by_budget_are_those_of_deployed_models(build: Build, method: str, tmp_path: Path) -> None:
     """With the slack that allocation expects: a tenth of the rank, and none for the paper's algorithm."""
     result = dry_run(config_of(build, tmp_path, deployment={"dtype": "bfloat16"}, allocation={"method": method}))
-    student = elastic(real(build))
+    student = nest(real(build))
     dense = sum(m * n for m, n in (layer.matrix_shape for layer in nested_layers(student).values()))
     for row in result["budgets"]:
         profile, slack = uniform(student, row["budget"], SLACK_SHARE if method == "joint" else 0.0)
@@ -174,7 +166,7 @@ def test_sizes_by_budget_are_those_of_deployed_models(build: Build, method: str,
 @pytest.mark.parametrize("spacing", ["blocks", "parameters", "ranks"])
 def test_candidates_and_evaluations_are_those_of_a_probe(spacing: str, tmp_path: Path) -> None:
     probe = dry_run(config_of(tiny.llama_untied, tmp_path, probe={"levels": 6, "spacing": spacing}))["probe"]
-    table = probe_sensitivity(elastic(real(tiny.llama_untied)), lambda _: 0.0, 6, spacing=spacing)  # type: ignore[arg-type]
+    table = probe_sensitivity(nest(real(tiny.llama_untied)), lambda _: 0.0, 6, spacing=spacing)  # type: ignore[arg-type]
     assert probe["candidates"] == sum(map(len, table.ranks.values()))
     assert probe["evaluations"] == 1 + sum(len(ranks) - 1 for ranks in table.ranks.values())
     assert (probe["layers"], probe["levels"]) == (len(table.ranks), 6)
@@ -188,7 +180,7 @@ def test_a_probe_takes_the_operations_counted(
     """All of them, to the last one, for a probe that replays nothing."""
     monkeypatch.setattr(operations, "MATRIX_BYTES", room)
     config = config_of(build, tmp_path, probe={"levels": 4}, data={"probe": BATCH})
-    expected, student, batch = dry_run(config)["operations"]["probe"], elastic(real(build)), batch_of(build)
+    expected, student, batch = dry_run(config)["operations"]["probe"], nest(real(build)), batch_of(build)
 
     def evaluate(model: Any) -> float:
         return float(call_model(model, batch).logits.sum() * 0)
@@ -223,7 +215,7 @@ def test_a_training_pass_takes_the_operations_that_torch_counts(build: Build, bu
     left_out = ["patch_embeddings"] if build in tiny.VISION else ["pooler"] if build is tiny.bert else []
     config = config_of(build, tmp_path, layers={"exclude": left_out})
     architecture, model = build_architecture(config), real(build)
-    student = elastic(model, exclude=left_out)
+    student = nest(real(build), exclude=left_out)
     ranks = uniform_profile(student, budget)
     trainable = step.trainable_parameters(student)
     with step.training(student, model, trainable), use_profile(student, ranks):
@@ -231,26 +223,20 @@ def test_a_training_pass_takes_the_operations_that_torch_counts(build: Build, bu
             output = output_tensor(call_model(student, batch_of(build)))
             assert operations.forward(architecture, BATCH, ranks) == counter.get_total_flops()
             output.sum().backward()
-    unused = 0
-    if build is tiny.bert:
-        m, n = architecture.matrices["pooler.dense"]
-        unused = 4 * BATCH * m * n
+    unused = 4 * BATCH * math.prod(architecture.matrices["pooler.dense"]) if build is tiny.bert else 0
     total = operations.forward(architecture, BATCH, ranks) + operations.backward(architecture, BATCH, ranks)
     assert total - unused == counter.get_total_flops()
 
 
 @pytest.mark.parametrize("build", tiny.VISION)
 def test_with_the_patch_embedding_the_difference_is_within_the_matrix_made_twice(build: Build, tmp_path: Path) -> None:
-    architecture, student = build_architecture(config_of(build, tmp_path)), elastic(real(build))
+    architecture, student = build_architecture(config_of(build, tmp_path)), nest(real(build))
     ranks = uniform_profile(student, 0.9)
     with torch.no_grad(), use_profile(student, ranks):
         counted = flops(lambda: call_model(student, batch_of(build)))
     (name,) = (name for name in ranks if "patch" in name)
-    m, n = architecture.shapes[name]
-    assert counted - operations.forward(architecture, BATCH, ranks) in (
-        2 * ranks[name] * m * n,
-        4 * ranks[name] * m * n,
-    )
+    made = 2 * ranks[name] * math.prod(architecture.shapes[name])
+    assert counted - operations.forward(architecture, BATCH, ranks) in (made, 2 * made)
 
 
 @pytest.mark.parametrize("needs_gradient", [True, False])
@@ -264,11 +250,11 @@ def test_an_elastic_layer_takes_the_cheaper_route_both_ways(rows: int, rank: int
         layer.rank = rank
         with FlopCounterMode(display=False) as counter:
             output = layer(inputs[type(layer)].requires_grad_(needs_gradient))
-            assert counter.get_total_flops() == operations.elastic_forward((10, 12), rank, rows)
+            forward = operations.elastic_forward((10, 12), rank, rows)
+            assert counter.get_total_flops() == forward
             output.sum().backward()
-        both = operations.elastic_forward((10, 12), rank, rows)
-        both += operations.elastic_backward((10, 12), rank, rows, needs_gradient)
-        assert counter.get_total_flops() == both
+        backward = operations.elastic_backward((10, 12), rank, rows, needs_gradient)
+        assert counter.get_total_flops() == forward + backward
 
 
 @pytest.mark.parametrize("build", [tiny.llama_tied, tiny.vit])
@@ -313,7 +299,7 @@ def test_consolidation_takes_the_operations_that_torch_counts(tmp_path: Path) ->
     build, costs = tiny.llama_tied, {}
     model, batches = real(build), [batch_of(build)] * 2
     for budget in (0.9, 0.4):
-        config, student = config_of(build, tmp_path, allocation={"budgets": [budget]}), elastic(model)
+        config, student = config_of(build, tmp_path, allocation={"budgets": [budget]}), nest(real(build))
         chain, steps = [uniform(student, budget)[0]], {"steps": 2, "accumulation": 2, "teacher_cache": 0}
         costs[budget] = flops(functools.partial(distill_, student, model, batches, chain, **steps))
         assert dry_run(config)["operations"]["consolidation"] == costs[budget]
@@ -338,8 +324,7 @@ def test_tokens_hours_and_stages_add_up(tmp_path: Path) -> None:
 def test_the_meta_model_has_the_buffers_and_ties_of_the_real_one(tmp_path: Path) -> None:
     save_config(tiny.llama_tied(), tmp_path)
     model, wanted = meta_model(tmp_path, "language"), tiny.llama_tied()
-    assert {name: value.shape for name, value in model.state_dict().items()} == {
-        name: value.shape for name, value in wanted.state_dict().items()
-    }
+    shapes, expected = ({n: value.shape for n, value in one.state_dict().items()} for one in (model, wanted))
+    assert shapes == expected
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())) and not model.training

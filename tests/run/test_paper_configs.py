@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import tiny
-from flexrank import cli
 from flexrank.errors import FlexrankError
 from flexrank.hf.meta import meta_model
 from flexrank.run import runner
@@ -20,6 +18,7 @@ from flexrank.run.dry_run import dry_run
 from flexrank.run.dry_run.architecture import build_architecture
 from flexrank.run.tables import count
 from tiny_dry_runs import config_of
+from tiny_runs import invoke, refused
 
 ROOT = Path(__file__).parents[2]
 PAPER = ROOT / "examples" / "paper"
@@ -84,10 +83,6 @@ def test_the_readme_shows_what_the_dry_run_prints(paper_results: tuple[dict[str,
         assert f"| {' | '.join(cells)} |" in text
 
 
-def invoke(*arguments: object) -> Any:
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
-
-
 @pytest.fixture
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A config and its architecture, alone in the current directory."""
@@ -139,11 +134,7 @@ def test_wrong_input_is_one_line_and_exit_2(arguments: list[str], part: str, wri
         "encoder": {"model_type": "dinov3_vit"},
     }.items():  # fmt: skip
         (written.parent / f"{name}.json").write_text(json.dumps(value))
-    result = invoke("run", written, *arguments)
-    assert result.exit_code == 2, result.output
-    lines = [line for line in result.stderr.splitlines() if not line.startswith("left dense")]
-    assert len(lines) == 1 and lines[0].startswith("error: ") and part in lines[0], result.stderr
-    assert result.stdout == ""
+    assert part in refused("run", written, *arguments)
 
 
 def test_the_architecture_makes_no_stage_run_again(tmp_path: Path) -> None:

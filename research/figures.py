@@ -1,6 +1,7 @@
 """The style of all figures: colours, panels, the band over seeds, bars, and how they are written."""
 
 import functools
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,12 @@ def panels(columns: int = 1, size: tuple[float, float] = (6, 3.8), rows: int = 1
 
 def draw_seeds(
     axes: Any, places: Sequence[float], runs: Sequence[Sequence[float]], colour: str, label: str, **line: Any
-) -> list[float]:
-    """The mean over seeds as a line, from the least to the largest seed as a band; `runs` (seeds, places) to means."""
+) -> None:
+    """The mean over seeds as a line, from the least to the largest seed as a band; `runs` are (seeds, places)."""
     by_place = list(zip(*runs, strict=True))
-    means = [sum(values) / len(values) for values in by_place]
+    means = list(map(statistics.fmean, by_place))
     axes.plot(places, means, **{"marker": "o", "markersize": 4.5, "color": colour, "label": label, **line})
     axes.fill_between(places, list(map(min, by_place)), list(map(max, by_place)), color=colour, alpha=0.2, linewidth=0)
-    return means
 
 
 def draw_level(axes: Any, height: float, label: str | None = None, **line: Any) -> None:

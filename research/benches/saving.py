@@ -1,7 +1,4 @@
-"""How much a factorised layer must save to be worth it: time and quality by size under several least savings.
-
-Nothing is trained. Every size is deployed at the chain's own ranks and timed in turn with the base model.
-"""
+"""How much a factorised layer must save to be worth it: time and quality by size, nothing trained."""
 
 from typing import Any
 

@@ -1,8 +1,7 @@
 """Gauge alignment: what one layer's forward takes in each form, and the error of the form by dtype (FlexRank, eq. 7).
 
-Forms of one matrix of rank r: low-rank U Vᵀ; the paper's, whose first r outputs are the latents (slack 0); a pivoted
-one, whose latents are the r outputs that row pivoting chooses (as PIFA); and ours, with the slack that the measured
-error calls for. Every time is over that of a dense layer's forward, the two in turn.
+Forms of one matrix of rank r: low-rank U Vᵀ; the paper's, whose latents are the first r outputs; a pivoted one, whose
+latents are r outputs that row pivoting chooses (as PIFA); and ours, with the slack that the measured error calls for.
 """
 
 import functools
@@ -25,6 +24,7 @@ from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.gauge_aligned import GaugeAlignedLinear
 from flexrank.profiles.costs import Shape, aligned_parameters, dense_parameters, rank_block, whole_slack
 from flexrank.progress import track
+from flexrank.run.stages import autocast_dtype
 from flexrank.run.workspace import Workspace
 from research.baselines.pivoted import PivotedLinear, pivoted_order
 from research.experiment import Experiment, Ledger, Request
@@ -65,7 +65,9 @@ def run(request: Request) -> Result:
     timed = Ledger(request.work, {**key, "machine": machine_facts()})  # times belong to a machine
     devices = [config.device] if config.device != "auto" else ["cpu", *["cuda"] * torch.cuda.is_available()]
     cells: list[Row] = []
-    for device, dtype, shape in track([*itertools.product(devices, TIMED, SHAPES)], "timing forms"):
+    # A device without units for bfloat16 emulates it, and its times say nothing.
+    kinds = [(d, t) for d in devices for t in TIMED if t == "float32" or autocast_dtype("auto", torch.device(d))]
+    for (device, dtype), shape in track([*itertools.product(kinds, SHAPES)], "timing forms"):
         cells += timed.take(f"{device} {dtype} {shape}", measure_shape, shape, dtype, device, slacks[dtype])
     shared, saving = ([cell for cell in cells if bool(cell["share"]) == has_share] for has_share in (True, False))
     settings = {"shares": SHARES, "repeats": REPEATS, "model": model, "layers": len({row["layer"] for row in errors})}

@@ -14,7 +14,7 @@ ENTRY_POINTS = {"__init__", "__main__"}
 
 
 def drawn_rows(text: str) -> dict[int, set[str]]:
-    """Row number to modules: lines ` 6 │ a · b │ ...`, gone on by lines without a number."""
+    """Row number to modules: lines ` 6 │ a · b │ ...`, continued by lines without a number."""
     rows: dict[int, set[str]] = {}
     number = -1
     for line in text.splitlines():

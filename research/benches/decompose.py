@@ -59,7 +59,7 @@ def measure(name: str, shape: tuple[int, int], number: int, inputs: int) -> dict
 def whiten(weight: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
     """What `linalg.whitened_svd` computes once Σ's roots are there: svd(W Σ^{1/2}), and Σ^{-1/2} Q.
 
-    `root` stands for both, which costs the same.
+    `root` is both, which costs the same.
     """
     left, singular, right = torch.linalg.svd(weight.double() @ root, full_matrices=False)
     scale = singular.sqrt()

@@ -59,20 +59,20 @@ def measure(
     model = copy.deepcopy(teacher)  # by the weights alone: how good the components are plays no part
     decompose_(model, list(select_layers(model, exclude=exclude)), method="svd")
     evaluate = distillation_evaluator(teacher, batches, objective)
-    found: dict[str, Any] = {}
+    tables: dict[str, Any] = {}
 
     def probe() -> None:
-        found["probe"] = probe_sensitivity(model, evaluate, LEVELS, **EVERY_RANK)
+        tables["probe"] = probe_sensitivity(model, evaluate, LEVELS, **EVERY_RANK)
 
     def keeping_matrices() -> None:
         with full_matrices(model, 2**32):
-            found["kept"] = probe_whole(model, evaluate, found["probe"].ranks)
+            tables["kept"] = probe_whole(model, evaluate, tables["probe"].ranks)
 
-    runs = [probe, keeping_matrices, lambda: probe_whole(model, evaluate, found["probe"].ranks)]
+    runs = [probe, keeping_matrices, lambda: probe_whole(model, evaluate, tables["probe"].ranks)]
     seconds = dict(zip(WAYS, interleave(runs, REPEATS, 0), strict=True))
-    fast, probed = seconds["probe"], found["probe"]
+    fast, probed = seconds["probe"], tables["probe"]
     return {
-        "name": name, "seconds": seconds, "same": probed.errors == found["kept"],
+        "name": name, "seconds": seconds, "same": probed.errors == tables["kept"],
         "evaluations": 1 + sum(len(ranks) - 1 for ranks in probed.ranks.values()),
         "ratios": {way: [a / b for a, b in zip(seconds[way], fast, strict=True)] for way in WAYS[1:]},
     }  # fmt: skip

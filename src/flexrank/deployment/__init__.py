@@ -61,7 +61,7 @@ def deploy(
             deployed[name] = _deploy_layer(layer, profile[name], columns, dtype or layer.u.dtype)
         except FlexrankError as error:
             raise FlexrankError(f"layer {name!r}: {error}") from error
-    # The memo makes deepcopy put the deployed layers in, wherever a module stands; elastic weights are never copied.
+    # The memo makes deepcopy put the deployed layers in, wherever a module is; elastic weights are never copied.
     small = copy.deepcopy(model, {id(layer): deployed[name] for name, layer in layers.items()})
     if dtype is not None:
         _cast(small, dtype)

@@ -73,8 +73,8 @@ class Sizes:
                 parameters = self.slack_for(profile).parameters(profile, self.shapes)
                 if self._is_within(parameters, limits):
                     return entries[:count]
-        asked = ", ".join(f"{name}={limit:g}" for name, limit in limits.items())
-        raise FlexrankError(f"{asked} is too small for the least profile with its slack")
+        named = ", ".join(f"{name}={limit:g}" for name, limit in limits.items())
+        raise FlexrankError(f"{named} is too small for the least profile with its slack")
 
     def _is_within(self, parameters: int, limits: Mapping[str, float]) -> bool:
         """Whether a model with this many parameters in its layers is within `max_params` and `max_bytes`."""

@@ -10,31 +10,27 @@ from torch import Tensor, nn
 class PivotedLinear(nn.Module):
     """y[pivots] = z, y[rest] = Û z, with z = Ṽᵀx: aligned to pivot rows (Zhao et al., PIFA, ICML 2025).
 
-    Stores r·(m+n−r) parameters and the rows' order.
+    Stores r·(m+n−r) parameters and the rows' places; one gather puts the output in order.
     """
 
-    pivots: Tensor  #: (r,) the outputs that are latents
-    rest: Tensor  #: (m−r,) the other outputs
+    places: Tensor  #: (m,) where each output is in [z ; Û z]
 
     def __init__(self, inputs: int, rank: int, order: Int[Tensor, " m"], *, dtype: torch.dtype):
         super().__init__()
         placement: dict[str, Any] = {"device": order.device, "dtype": dtype}
         self.latent = nn.Linear(inputs, rank, bias=False, **placement)
         self.expand = nn.Linear(rank, len(order) - rank, bias=False, **placement)
-        self.register_buffer("pivots", order[:rank].clone())
-        self.register_buffer("rest", order[rank:].clone())
+        self.register_buffer("places", order.argsort())
 
     def forward(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch m"]:  # noqa: D102
         latent = self.latent(x)
-        output = latent.new_empty(*x.shape[:-1], len(self.pivots) + len(self.rest))
-        output.index_copy_(-1, self.pivots, latent)
-        return output.index_copy_(-1, self.rest, self.expand(latent))
+        return torch.cat((latent, self.expand(latent)), -1).index_select(-1, self.places)
 
 
 def pivoted_order(u: Float[Tensor, "m r"]) -> Int[Tensor, " m"]:
-    """The rows of U, first the r that QR with column pivoting of Uᵀ chooses, then the others in their order."""
+    """The rows of U, first the r that QR with column pivoting of Uᵀ chooses, then the others, each in their order."""
     import scipy.linalg
 
     _, chosen = scipy.linalg.qr(u.T.double().cpu().numpy(), mode="r", pivoting=True)
     rank = u.shape[1]
-    return torch.tensor([*chosen[:rank], *sorted(chosen[rank:])], dtype=torch.int64, device=u.device)
+    return torch.tensor([*sorted(chosen[:rank]), *sorted(chosen[rank:])], dtype=torch.int64, device=u.device)

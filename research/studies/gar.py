@@ -288,7 +288,7 @@ def _bound_goal(dtype: str, summary: Mapping[str, Any], model: str) -> dict[str,
     ours, floor = summary["ours"], alignment.ERROR_FLOOR[getattr(torch, dtype)]
     here = f"worst {ours['worst_times']:.3g}; {ours['within']} of {ours['ranks']} within"
     what = f"{dtype} error with slack over low-rank U Vᵀ's, at {ours['ranks']} ranks of {model}'s layers"
-    most = f"at most {alignment.STATED_MULTIPLE:g}, or {floor:g} in all"
+    most = f"at most {alignment.STATED_MULTIPLE:g}" + (f", or {floor:g} in all" if floor else "")
     return goal(what, most, here, ours["within"] == ours["ranks"])
 
 

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from flexrank import allocate_ranks, collect_rows, deploy, distillation_evaluator, probe_sensitivity
+from flexrank import ProfileChain, allocate_ranks, collect_rows, deploy, distillation_evaluator, probe_sensitivity
 from flexrank.deployment.machine import latency_ratio
 from flexrank.nn.switch import nested_layers
 from research.benches import language, sts
 from research.benches.quality import Subject
-from research.experiment import Experiment, Request
+from research.experiment import Experiment, Ledger, Request
 from research.result import Result, goal, measured, table
 
 RULES, BUDGETS, DEFAULT = (0.0, 0.25, 0.35), (0.9, 0.8, 0.7, 0.5), 0.25
@@ -15,25 +15,30 @@ RULES, BUDGETS, DEFAULT = (0.0, 0.25, 0.35), (0.9, 0.8, 0.7, 0.5), 0.25
 SECONDS, MOST = 2.0, 1.05
 
 
-def run(_: Request) -> Result:
-    """Runs both models."""
+def run(request: Request) -> Result:
+    """Runs both models; the chains are kept, for probing takes most of the time."""
     subjects = {"all-MiniLM-L6-v2": sts.subject_of()[0], "pycode5m": language.subject_of(language.PYCODE)[0]}
-    data = {name: measure(subject) for name, subject in subjects.items()}
+    ledger = Ledger(request.work, {"rules": RULES, "budgets": BUDGETS})
+    data = {name: measure(subject, ledger, name) for name, subject in subjects.items()}
     tables = [_table(name, cells) for name, cells in data.items()]
     goals = [_goal(name, cells) for name, cells in data.items()]
     return measured({"least savings": list(RULES), "budgets": list(BUDGETS)}, tables, goals, data)
 
 
-def measure(subject: Subject) -> list[dict[str, Any]]:
+def measure(subject: Subject, ledger: Ledger, name: str) -> list[dict[str, Any]]:
     """Time over the base model's, with one sample and with a batch, and the first score, by rule and budget."""
     model = subject.decomposed("datasvd")
     rows = collect_rows(model, subject.calibration, nested_layers(model))
     evaluate = distillation_evaluator(subject.teacher, subject.probe, subject.objective)
     batch: Any = subject.calibration[len(subject.calibration) // 2]
     one = {key: value[:1] for key, value in batch.items()}
-    cells = []
+    cells: list[dict[str, Any]] = []
+
+    def allocate(least: float) -> Any:
+        return allocate_ranks(probe_sensitivity(model, evaluate, min_saving=least), BUDGETS, min_saving=least).to_json()
+
     for least in RULES:
-        chain = allocate_ranks(probe_sensitivity(model, evaluate, min_saving=least), BUDGETS, min_saving=least)
+        chain = ProfileChain.from_json(ledger.take(f"{name}, {least:g}", allocate, least))
         for budget in BUDGETS:
             small = deploy(model, chain.at(budget), activations=rows)
             ratios = [latency_ratio(small, subject.teacher, inputs, least_seconds=SECONDS) for inputs in (one, batch)]

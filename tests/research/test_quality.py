@@ -68,6 +68,9 @@ def test_every_rule_and_budget_is_timed_and_scored(
         assert cells[-1]["score"] == pytest.approx(size(model)["length"], rel=1e-4)
     first, second = result["tables"][1]["rows"]
     assert [first[0], second[0]] == ["at least 0", "at least 0.25"] and second[2].endswith(f" {cells[-1]['score']:.4f}")
+    monkeypatch.setattr(saving, "probe_sensitivity", lambda *_, **__: pytest.fail("probed before"))
+    again = saving.run(Request(tmp_path))["data"]["pycode5m"]
+    assert [cell["score"] for cell in again] == [cell["score"] for cell in cells]
 
 
 @pytest.mark.parametrize(("ratio", "met"), [(1.05, True), (1.06, False)])

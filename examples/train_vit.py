@@ -1,9 +1,10 @@
 """A small vision transformer from scratch: `python examples/train_vit.py --images DIRECTORY`.
 
-The images are CIFAR-10's, as train_jpg.npz and test_jpg.npz.
+The images are CIFAR-10's, as train_jpg.npz and test_jpg.npz. Interrupted, the same command goes on.
 """
 
 import argparse
+import math
 from pathlib import Path
 
 from flexrank.errors import FlexrankError
@@ -23,6 +24,9 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=Recipe.batch_size)
     parser.add_argument("--seed", type=int, default=Recipe.seed)
     options = parser.parse_args()
+    for name in ("epochs", "batch_size", "learning_rate"):
+        if not 0 < (value := getattr(options, name)) < math.inf:
+            parser.exit(2, f"error: --{name.replace('_', '-')} is {value:g}; it is a number above 0\n")
     recipe = Recipe(
         epochs=options.epochs, learning_rate=options.learning_rate, batch_size=options.batch_size, seed=options.seed
     )

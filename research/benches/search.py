@@ -116,26 +116,19 @@ def _speed(largest: Mapping[str, Any]) -> Result:
 
 
 def draw(data: Mapping[str, Any]) -> Any:
-    """Seconds over layers, and the error above the bound at the worst budget, of the most levels."""
+    """Seconds over layers, of the most levels."""
     levels = max(row["levels"] for row in data["rows"])
     rows = [row for row in data["rows"] if row["levels"] == levels and "seconds" in row]
-    figure, (left, right) = panels(2, (9.5, 3.6))
+    figure, (axes,) = panels(size=(5.6, 3.6))
     lines = ((OTHER, ":"), (OTHER, "-"), (NEUTRAL, "-"), (OURS, ":"), (OURS, "-"))
     for name, (colour, dash) in zip(METHODS, lines, strict=True):
-        own = [row for row in rows if row["method"] == name]
-        layers = [row["layers"] for row in own]
-        draw_seeds(left, layers, [[row["seconds"] for row in own]], colour, name, linestyle=dash)
-        draw_seeds(right, layers, [[100 * max(row["above"]) for row in own]], colour, name, linestyle=dash)
-    left.set(yscale="log", ylabel="seconds", title=f"{levels} levels a layer")
-    right.set(title="worst budget", ylabel="error above the bound, %")
-    right.set_yscale("symlog", linthresh=0.01)
-    right.set_ylim(0, 200 * max(max(row["above"]) for row in rows))
+        places, seconds = zip(*((row["layers"], row["seconds"]) for row in rows if row["method"] == name), strict=True)
+        draw_seeds(axes, places, [seconds], colour, name, linestyle=dash)
     ticks = sorted({row["layers"] for row in rows})
-    for axes in (left, right):
-        axes.set(xscale="log", xlabel="layers")
-        axes.set_xticks(ticks, list(map(str, ticks)), minor=False)
-        axes.minorticks_off()
-    left.legend(fontsize=7)
+    axes.set(xscale="log", yscale="log", xlabel=f"layers of {levels} ranks", ylabel="seconds")
+    axes.set_xticks(ticks, list(map(str, ticks)), minor=False)
+    axes.minorticks_off()
+    axes.legend(fontsize=7)
     return figure
 
 

@@ -6,6 +6,7 @@ part of a step: 600 images a second on one core.
 """
 
 import dataclasses
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from flexrank.data.images import Scaling, channels_first, read_images
-from flexrank.distill.schedule import scheduled_rate
+from flexrank.distill.schedule import Feed, scheduled_rate
+from flexrank.distill.state import State
 from flexrank.files import directory_aside, write_json
 from flexrank.hf.models import eager_attention, save_model
 from flexrank.progress import track
@@ -108,20 +110,23 @@ class Recipe:
 def train_vit(images: Path, output: Path, recipe: Recipe) -> dict[str, Any]:
     """Trains the transformer on train_jpg.npz of `images`, and writes it with its scaling and record to `output`.
 
-    Returns the record, training.json: the recipe, and the accuracy on the test images.
+    Returns the record, training.json: the recipe, and the accuracy on the test images. Interrupted, the same call goes
+    on to the same bits from a checkpoint beside `output`, written after each epoch.
     """
     pixels, labels = read_tensors(images / TRAIN)
     test_pixels, test_labels = read_tensors(images / TEST)
     model = _build_vit(recipe, pixels.shape[-1], int(labels.max()) + 1)
     batches = AlteredBatches(pixels, SCALING, recipe.batch_size, recipe.seed)
+    checkpoint = output.with_name(f"{output.name}.partial")
     with eager_attention(model):
-        _train(model, batches, labels, recipe)
+        _train(model, batches, labels, recipe, checkpoint)
     reached = accuracy(model.eval(), scaled_batches(test_pixels, SCALING), test_labels)
     record = {"accuracy": reached, "recipe": dataclasses.asdict(recipe)}
     with directory_aside(output, RECORD) as aside:
         save_model(model, aside)
         write_json(aside / "preprocessor_config.json", SCALING.to_json())
         write_json(aside / RECORD, record)
+    shutil.rmtree(checkpoint)
     return record
 
 
@@ -139,14 +144,16 @@ def _build_vit(recipe: Recipe, side: int, classes: int) -> Any:
         return ViTForImageClassification(config).train()
 
 
-def _train(model: nn.Module, batches: AlteredBatches, labels: Tensor, recipe: Recipe) -> None:
+def _train(model: nn.Module, batches: AlteredBatches, labels: Tensor, recipe: Recipe, checkpoint: Path) -> None:
     parameters = dict(model.named_parameters())
     dtype = autocast_dtype("auto", torch.device("cpu")) or torch.float32
     matrices, others = ([p for p in parameters.values() if (p.ndim in (2, 4)) is wanted] for wanted in (True, False))
     groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, fused=True)
-    steps = recipe.epochs * batches.per_pass
-    for step, pixels in track(zip(range(steps), batches, strict=False), "training the vision transformer", steps):
+    feed, steps = Feed(batches, recipe.seed), recipe.epochs * batches.per_pass
+    state = State(checkpoint, dataclasses.asdict(recipe) | {"dtype": str(dtype)}, parameters, optimizer, feed)
+    for step in track(range(state.step, steps), "training the vision transformer", steps, state.step):
+        pixels: Any = feed.next()[1]
         for group in optimizer.param_groups:
             group["lr"] = scheduled_rate(step, steps, recipe.learning_rate, round(recipe.warmup * steps), 0.0)
         # All activations in bfloat16, the residual stream too, of float32 weights: under autocast a step copies more.
@@ -157,3 +164,6 @@ def _train(model: nn.Module, batches: AlteredBatches, labels: Tensor, recipe: Re
         nn.utils.clip_grad_norm_(parameters.values(), recipe.max_norm, error_if_nonfinite=True)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        state.advance(float(loss.detach()), 0)
+        if state.step % batches.per_pass == 0:
+            state.save()

@@ -31,7 +31,7 @@ def test_every_figure_is_there_and_the_verdict_follows(tiny, tmp_path):
         assert fine["sum_above"] <= min(coarse) + 0.011
     assert all(shown_rows(one) for one in result["tables"])
     assert [one["holds"] for one in result["claims"]] == [rows[-1]["gap"] <= search.GAP]
-    assert len(search.draw(result["data"]).axes) == 2
+    assert len(search.draw(result["data"]).axes) == 1
     tiny.setattr(search, "SECONDS", 0.0)
     assert search._speed(rows[-1])["holds"] is False
 

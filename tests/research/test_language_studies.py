@@ -20,7 +20,7 @@ from flexrank.nn.select import select_layers
 from flexrank.nn.switch import full_profile, use_profile
 from flexrank.run.config import parse_config
 from research.experiment import Request, find_experiment
-from research.studies import adaptation, calibration_size, layerwise, lm_profiles
+from research.studies import adaptation, calibration_size, equal_budget, joint_vs_single, layerwise, lm_profiles
 from research.studies.language import TRAINED, LanguageBench, identity_of
 from tiny import batch_for, build, nest
 from tiny_runs import TEXT, settings
@@ -201,3 +201,22 @@ def test_a_model_without_blocks_is_refused() -> None:
     decompose_(model, ["1"], method="svd")
     with pytest.raises(FlexrankError, match="no stack of blocks"), layerwise.taped(model, nn.ModuleDict({"a": model})):
         pass
+
+
+def test_one_elastic_model_is_compared_with_the_best_single_one_and_the_next_best_with_it() -> None:
+    """By hand, one seed, two budgets: the elastic loses 1 % and 3 % to the best; others 10 % and 1 % to those."""
+    elastic, singles = [[1.01, 2.06]], [[[1.0, 2.02]], [[1.1, 2.0]]]
+    matches, degrade = joint_vs_single._claims([0.8, 0.4], elastic, singles, [1.0, 2.2])
+    assert (matches["here"], matches["holds"]) == ("0.8 +1.0%, 0.4 +3.0%", False)
+    assert "0.8 +0.0%, 0.4 +10.0%" in matches["why"]
+    assert degrade["here"].endswith("0.8 +10.0%, 0.4 +1.0%") and not degrade["holds"]
+    better = joint_vs_single._claims([0.8, 0.4], [[1.01, 2.0]], [[[1.0, 2.2]], [[1.1, 2.0]]], [1.0, 2.0])
+    assert [claim["holds"] for claim in better] == [True, True]
+
+
+def test_separate_models_are_compared_by_the_mean_over_budgets_of_each_seed() -> None:
+    """By hand: +10 % and −20 % in one seed, +1 % and +1 % in another."""
+    separate, elastic = [[1.0, 2.0], [1.0, 1.0]], [[1.1, 1.6], [1.01, 1.01]]
+    claim = equal_budget._claim([0.8, 0.4], separate, elastic)
+    assert claim["here"].startswith("-2.0% (-5.0% to +1.0%); by budget 0.8 +5.5%") and not claim["holds"]
+    assert equal_budget._claim([0.8, 0.4], separate[:1], elastic[:1])["holds"]

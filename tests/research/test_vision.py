@@ -67,9 +67,32 @@ def test_training_writes_a_network_that_loads_and_is_as_good_as_it_says(files: P
     right = sum(a == b for a, b in zip(classes, labels.tolist(), strict=True))
     assert record["accuracy"] == right / len(labels) > 0.5
     assert record == read_json(tmp_path / "vit" / cifar.RECORD)
+    assert [path.name for path in tmp_path.iterdir()] == ["vit"]  # no checkpoint is left
     (tmp_path / "own.txt").write_text("mine")
     with pytest.raises(FlexrankError, match="holds other files"):  # it replaces only another training
         train_vit(files, tmp_path, dataclasses.replace(TINY, epochs=1))
+
+
+def test_an_interrupted_training_goes_on_to_the_same_bits(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, save = train_vit(files, tmp_path / "whole", TINY), cifar.State.save
+
+    def save_and_stop(state: cifar.State) -> None:
+        save(state)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cifar.State, "save", save_and_stop)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                train_vit(files, tmp_path / "cut", TINY)
+    assert not (tmp_path / "cut").exists()
+    with pytest.raises(FlexrankError, match="was written with epochs=3, not 4"):
+        train_vit(files, tmp_path / "cut", dataclasses.replace(TINY, epochs=4))
+    assert train_vit(files, tmp_path / "cut", TINY) == wanted
+    state = "model.safetensors"
+    assert (tmp_path / "cut" / state).read_bytes() == (tmp_path / "whole" / state).read_bytes()
 
 
 @pytest.fixture
@@ -81,6 +104,14 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Any:
         runpy.run_path(str(Path(__file__).parents[2] / "examples" / "train_vit.py"), run_name="__main__")
 
     return run
+
+
+@pytest.mark.parametrize(("option", "value"), [("epochs", 0), ("batch-size", -1), ("learning-rate", "nan")])
+def test_the_example_names_an_impossible_number(option: str, value: Any, example: Any, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as end:
+        example("--images", "nowhere", f"--{option}", value)
+    assert end.value.code == 2
+    assert capsys.readouterr().err == f"error: --{option} is {value}; it is a number above 0\n"
 
 
 def test_the_example_names_a_wrong_input_in_one_line(example: Any, tmp_path: Path, capsys: Any) -> None:

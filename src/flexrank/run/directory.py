@@ -102,7 +102,7 @@ class RunDirectory:
         if record.get("fingerprint") != fingerprint or not self._is_whole(record):
             return False
         for name in self._edited(record):
-            made = f"was edited after `{stage}` wrote it; delete {self.path / Path(name).parts[0]} to make it anew"
+            made = f"was edited after `{stage}` wrote it; delete {self.path / Path(name).parts[0]} to make it again"
             raise FlexrankError(f"{self.path / name}: {made}")
         return True
 

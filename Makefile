@@ -36,7 +36,7 @@ $(VENV)/.torch-installed:
 	$(PIP) torch==2.13.0
 	@touch $@
 
-# torch stands in the environment by now, so that no range of another package brings a different build of it.
+# torch is in the environment by now, so that no range of another package brings a different build of it.
 $(VENV)/.demo-installed: $(VENV)/.torch-installed constraints.txt pyproject.toml
 	@echo "installing flexrank and what the demo needs"
 	$(PIP) -e '.[demo]'

@@ -29,7 +29,7 @@ def main() -> None:
     for budget in chain.budgets:
         with fr.use_profile(model, chain.at(budget)):
             cosine = metrics.mean_cosine(metrics.embed(model, held_out), targets)
-        print(f"budget {budget}: cosine to the teacher {cosine:.3f}")
+        print(f"budget {budget}: cosine to the base model {cosine:.3f}")
     fr.export(fr.deploy(model, chain.at(0.5)), "runs/example/half", held_out[0], tokenizer=tokenizer)
     # elsewhere: import flexrank; transformers.AutoModel.from_pretrained("runs/example/half")
 

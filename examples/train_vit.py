@@ -1,4 +1,4 @@
-"""A small vision transformer from scratch: `python examples/train_vit.py --images DIRECTORY`.
+"""A small vision transformer from scratch: `python -m examples.train_vit --images DIRECTORY`.
 
 The images are CIFAR-10's, as train_jpg.npz and test_jpg.npz. Interrupted, the same command goes on.
 """

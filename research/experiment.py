@@ -4,7 +4,6 @@ A study repeats a figure or table of the paper; a bench measures the package aga
 """
 
 import dataclasses
-import hashlib
 import importlib
 import json
 from collections.abc import Callable, Mapping
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flexrank.errors import FlexrankError
-from flexrank.files import read_json, write_json
+from flexrank.files import digest_json, read_json, write_json
 from flexrank.run.config import RunConfig
 from research.result import Result
 
@@ -71,7 +70,7 @@ class Ledger:
     """The finished parts of a study, in one JSON file for each of its settings, written after every part."""
 
     def __init__(self, work: Path, settings: Mapping[str, Any]):
-        self.directory = work / digest(settings)
+        self.directory = work / digest_json(settings)[:16]
         self._path = self.directory / "units.json"
         self._units: dict[str, Any] = read_json(self._path)["units"] if self._path.is_file() else {}
         self._settings = dict(settings)
@@ -87,8 +86,3 @@ class Ledger:
     def take_seeds(self, unit: str, seeds: int, compute: Callable[..., Any], *arguments: Any) -> list[Any]:
         """The values of `compute(*arguments, seed)`, each a unit by itself."""
         return [self.take(f"{unit}, seed {seed}", compute, *arguments, seed) for seed in range(seeds)]
-
-
-def digest(settings: Mapping[str, Any]) -> str:
-    """A name for settings."""
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flexrank.files import write_aside
+from flexrank.run.figures import STYLE
 
 #: Okabe and Ito's palette, which all can tell apart: ours; the paper's or a rival's way; what is neither; others.
 OURS, OTHER, NEUTRAL = "#0072b2", "#d55e00", "#999999"
@@ -53,9 +54,7 @@ def save_figure(draw: Callable[[Mapping[str, Any]], Any], data: Mapping[str, Any
     """Writes the figure of `data` as STEM.png and STEM.svg; the same bytes for the same data."""
     import matplotlib
 
-    style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "flexrank"}
-    style |= {"legend.frameon": False}
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context(STYLE | {"legend.frameon": False}):
         figure = draw(data)
         return [_save(functools.partial(figure.savefig, dpi=150, bbox_inches="tight"), stem, e) for e in ("png", "svg")]
 

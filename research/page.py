@@ -11,15 +11,17 @@ from research.result import RESULT, Result, claim_cells, read_result, shown_rows
 
 _STUDIES = """# The paper's evidence, reproduced
 
-Made by `make results`, or from saved results by `python -m research --page`; nothing in it is written by hand. Each
-section is one command, and its figure is drawn from the same `results/NAME/result.json`. ± is the standard deviation
-over seeds. *agrees* and *differs* are computed from the numbers beside them.
+Made by `make results`, or from saved results by `python -m research --page`. Each section is one command, and its
+figure is drawn from the same `results/NAME/result.json`. ± is the standard deviation over seeds. *agrees* and *differs*
+are computed from the numbers beside them. Results of the Xeon are as measured before the studies moved to `research/`,
+without what the studies no longer show.
 """
 _BENCHES = """# Performance
 
-Made by `make bench`, or from saved results by `python -m research --page`; nothing in it is written by hand. Each
-section is one command. Ratios are medians of runs in turn in one process. *met* and *missed* are computed from the
-numbers beside them.
+Made by `make bench`, or from saved results by `python -m research --page`. Each section is one command. Ratios are
+medians of runs in turn in one process; eigenproblems of `decompose` are timed once. *met* and *missed* are computed
+from the numbers beside them. Results of the Xeon, and those without a processor's name, are as measured before the
+benches moved to `research/`, without what the benches no longer show.
 """
 #: The page of each kind: where, its head, its experiments, and what the first columns of claims are called.
 PAGES = {

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -154,9 +155,9 @@ def _label(experiment: Experiment, request: Request, options: Options) -> str:
 def _command(experiment: Experiment, options: Options) -> str:
     """The command that gives the result again."""
     given = {"model": options.model, "config": options.config, "seeds": options.seeds, "domain": options.domain}
-    words = [*["--full"] * options.full, *(f"--{option} {value}" for option, value in given.items() if value)]
-    words += [f"--set {override}" for override in options.overrides]
-    return " ".join(["python -m research", experiment.name, *words])
+    words = ["python", "-m", "research", experiment.name, *["--full"] * options.full]
+    words += [word for option, value in given.items() if value for word in (f"--{option}", str(value))]
+    return shlex.join([*words, *(word for override in options.overrides for word in ("--set", override))])
 
 
 def refresh_pages() -> None:

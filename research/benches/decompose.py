@@ -95,7 +95,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _goal(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     ours, whitened, solved = totals(rows)
     what, ratio = "decomposition of one block against a full SVD of its whitened weights", (whitened + solved) / ours
-    why = f"{whitened / ours:.1f} times where Σ's eigenproblems are not counted; DataSVD has none for down"
+    why = f"{whitened / ours:.1f} times where Σ's eigenproblems are not counted; DataSVD solves none of that size"
     return goal(what, f"{FASTER:g} times faster", f"{ratio:.1f} times", ratio >= FASTER, why)
 
 

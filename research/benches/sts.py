@@ -80,5 +80,6 @@ def _read_pairs(path: Path) -> list[tuple[str, str, float]]:
 
 EXPERIMENT = Experiment(
     "sts", "Quality: all-MiniLM-L6-v2 on the STS benchmark",
-    "every size's cosine to the teacher and rank correlation, consolidated and by simpler methods", minutes=30, run=run,
+    "every size's cosine to the base model and rank correlation, consolidated and by simpler methods",
+    minutes=30, run=run,
 )  # fmt: skip

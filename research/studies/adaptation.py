@@ -144,7 +144,7 @@ def train_adapters_(
     order = torch.randperm(len(batches), generator=torch.Generator().manual_seed(seed)).tolist()
     device = model_device(model)
     for step in track(range(steps), "adapting"):
-        optimizer.param_groups[0]["lr"] = scheduled_rate(step, steps, LEARNING_RATE, max(1, steps // 10), 0.0)
+        optimizer.param_groups[0]["lr"] = scheduled_rate(step, steps, LEARNING_RATE, max(1, steps // 10))
         batch: Any = to_device(batches[order[step % len(order)]], device)
         with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
             logits = model(**batch).logits[:, :-1]
@@ -171,7 +171,7 @@ def _claims(sizes: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
         "20.5, 15.7, 13.6 % accuracy at .8, .6, .4 (math, 1B)",
         ", ".join(f"{n} {between(after[n], '.3f')}, perplexity −{between(won[n], '.0%')}" for n in sizes),
         _rises([values for name, values in after.items() if name != BASE]) and not stuck,
-        f"the loss did not fall at {', '.join(stuck)}" if stuck else "a factorised layer has two adapters",
+        f"the loss did not fall at {', '.join(stuck)}" if stuck else "dense layers have one adapter, factorised two",
     ))  # fmt: skip
     return claims
 

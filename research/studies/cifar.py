@@ -155,7 +155,7 @@ def _train(model: nn.Module, batches: AlteredBatches, labels: Tensor, recipe: Re
     for step in track(range(state.step, steps), "training the vision transformer", steps, state.step):
         pixels: Any = feed.next()[1]
         for group in optimizer.param_groups:
-            group["lr"] = scheduled_rate(step, steps, recipe.learning_rate, round(recipe.warmup * steps), 0.0)
+            group["lr"] = scheduled_rate(step, steps, recipe.learning_rate, round(recipe.warmup * steps))
         # All activations in bfloat16, the residual stream too, of float32 weights: under autocast a step copies more.
         rounded = {name: value.to(dtype) for name, value in parameters.items()}
         logits = functional_call(model, rounded, (pixels.to(dtype),)).logits.float()

@@ -53,7 +53,7 @@ def run(request: Request) -> Result:
     settings = {
         "levels": levels, "steps": STEPS, "elastic_steps": ELASTIC_STEPS, "learning_rates": LEARNING_RATES,
         "images_a_step": IMAGES_A_STEP, "calibration": CALIBRATION, "probe": PROBE, "epochs": mnist.EPOCHS,
-        "submodels_at_once": CHUNK,
+        "submodels_at_once": CHUNK, "warmup": WARMUP, "budgets": BUDGETS,
     }  # fmt: skip
     ledger = Ledger(request.work, settings)
     runs = [_Seed(seed, levels, ledger).run() for seed in range(request.seeds)]

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from flexrank import FlexrankError, RankProfile, distill_, use_profile
+from flexrank.files import digest_json
 from flexrank.hf import models
 from flexrank.run import run_stages
 from flexrank.run.config import RunConfig
@@ -22,14 +23,14 @@ from flexrank.run.directory import RunDirectory, identity
 from flexrank.run.stages import autocast_dtype, read_chain, require_fitting_inputs
 from flexrank.run.workspace import Workspace
 from research.assets import asset_path
-from research.experiment import Ledger, Request, digest
+from research.experiment import Ledger, Request
 from research.figures import draw_level, draw_seeds, panels
 from research.measures import STORY_SEPARATOR
 from research.result import table
 
 #: What a decomposition and its probe depend on, and what a training does.
 DECOMPOSED = ("task", "model", "dtype", "device", "seed", "data", "layers", "decomposition", "probe")
-TRAINED = (*DECOMPOSED, "allocation", "distillation")
+TRAINED = (*DECOMPOSED, "allocation", "distillation", "deployment")
 
 
 def stories_settings(full: bool) -> dict[str, Any]:
@@ -102,7 +103,7 @@ class LanguageBench:
 
     def __init__(self, request: Request):
         self.config = checked_config(request)
-        self.work, key = request.work.parent, digest(identity_of(self.config, DECOMPOSED))
+        self.work, key = request.work.parent, digest_json(identity_of(self.config, DECOMPOSED))
         directory = self.work / "decomposed" / f"{self.config.name}-{key[:12]}"
         self.space = run_stages(self.config.model_copy(update={"output": str(directory)}), "allocate").workspace
         self.base, self.chain = self.space.base, read_chain(self.space)

@@ -108,7 +108,8 @@ def _claim(budgets: Sequence[float], untrained: Any, alone: Any, together: Any, 
             better.append(min(whole) > max(own))
     what = "training each block alone wins back less than training end to end, at every budget and seed"
     here = f"of the loss above the original's is won back, alone and end to end: {', '.join(parts)}"
-    return claim(what, "independent layer training stays persistently poor", here, all(better), "not known")
+    holds = all(better) if better else None
+    return claim(what, "independent layer training stays persistently poor", here, holds, "not known")
 
 
 EXPERIMENT = Experiment(

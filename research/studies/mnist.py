@@ -175,7 +175,7 @@ def train_stacked_(
     """
     optimizer = torch.optim.AdamW(network.parameters(), learning_rate, weight_decay=0.0, fused=True)
     for step, rows in enumerate(draw_rows(len(images), batch, steps, seed)):
-        optimizer.param_groups[0]["lr"] = scheduled_rate(step, steps, learning_rate, warmup_steps, 0.0)
+        optimizer.param_groups[0]["lr"] = scheduled_rate(step, steps, learning_rate, warmup_steps)
         student = network(images[rows]).log_softmax(-1)
         teacher = targets[rows].log_softmax(-1).expand_as(student)
         optimizer.zero_grad(set_to_none=True)

@@ -215,8 +215,8 @@ def _claims(pts: Any, asl: Any, bound: Any, nsl: Any, spectra: Any, singular: An
               f"off by at most {off:.0e} of σ_1 over {count}", bool(off < ZERO)),
         claim("proof of theorem 4.2: λ is the mean of σ, so the bound is 0 at r = k", f"{average:.4f}", f"{mean:.4f}",
               bool(abs(mean - average) < ZERO * average),
-              f"the proof assumes that no max(0, ·) binds, here {(predicted == 0).sum()} of {SIZE} do; the bound needs "
-              "no formula"),
+              f"the proof assumes that no max(0, ·) binds, here {(predicted == 0).sum()} of {SIZE} do; the bound "
+              "does not use it"),
         claim("theorem 4.3: nested learning recovers the Pareto front", "gap 0 at every r",
               f"gap at most {nsl.max():.0e} of ‖M*‖² over {count} and {SIZE} ranks", bool(nsl.max() < ZERO)),
     ]  # fmt: skip

@@ -14,6 +14,11 @@ def show(shown: bool) -> None:
     _shown = shown
 
 
+def is_shown() -> bool:
+    """Whether `track` shows progress."""
+    return _shown
+
+
 def track(items: Iterable[T], description: str, total: int | None = None, start: int = 0) -> Iterator[T]:
     """Iterates over `items` under a progress bar; `start` items count as done before the first one.
 

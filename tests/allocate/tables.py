@@ -23,12 +23,6 @@ def allocate_ranks(table: SensitivityTable, budgets, **options) -> ProfileChain:
     return allocate.allocate_ranks(table, budgets, **{**EVERY_RANK, **options})
 
 
-def unconstrained_bounds(table: SensitivityTable, budgets) -> list[float]:
-    """Proven lower bounds of the error of any profile within each budget."""
-    chains = [allocate_ranks(table, [budget], gap=1e-6) for budget in budgets]
-    return [chain.requested[0].error * (1 - chain.gap) for chain in chains]
-
-
 def random_table(layers: int, levels: int, seed: int, falling: bool = True, width: int = 24) -> SensitivityTable:
     random = np.random.default_rng(seed)
     shapes, ranks, errors = {}, {}, {}

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tables import (
+    EVERY_RANK,
     FOOTPRINT,
     SOLVER_TOLERANCE,
     allocate_ranks,
@@ -18,7 +19,6 @@ from tables import (
     run_often,
     spread_budgets,
     transformer_table,
-    unconstrained_bounds,
     weighted_error,
 )
 
@@ -26,6 +26,7 @@ from flexrank.allocate import joint
 from flexrank.errors import FlexrankError
 from flexrank.profiles import SensitivityTable
 from flexrank.profiles.costs import aligned_parameters
+from research.measures import unconstrained_bounds
 
 
 @run_often
@@ -72,7 +73,7 @@ def test_all_budgets_in_one_program_equal_brute_force(seed, monkeypatch):
 def test_the_bound_of_a_budget_alone_is_its_optimum(seed):
     table = random_table(4, 4, seed)
     budgets = spread_budgets(table, 3)
-    for budget, bound in zip(budgets, unconstrained_bounds(table, budgets), strict=True):
+    for budget, bound in zip(budgets, unconstrained_bounds(table, budgets, **EVERY_RANK), strict=True):
         best = brute_force(table, [budget], [1.0])
         assert best * (1 - 1e-4) - 1e-9 <= bound <= best * (1 + 1e-9)
 
@@ -170,7 +171,7 @@ def test_the_gap_is_proven_and_kept(layers):
     chain = allocate_ranks(table, budgets, gap=1e-3)
     check_chain(chain, table, budgets)
     assert 0 <= chain.gap <= 1e-3
-    bounds = unconstrained_bounds(table, budgets)
+    bounds = unconstrained_bounds(table, budgets, **EVERY_RANK)
     for entry, bound in zip(chain.requested, bounds, strict=True):
         assert bound * (1 - 1e-9) <= entry.error <= bound * 1.1
 
@@ -217,7 +218,7 @@ def test_between_solved_profiles_single_steps_are_close_to_the_front():
         raised = [name for name in small.profile if small.profile[name] < large.profile[name]]
         assert len(raised) == 1 and large.error <= small.error
     between = [0.35, 0.45, 0.55, 0.75, 0.85]
-    bounds = unconstrained_bounds(table, between)
+    bounds = unconstrained_bounds(table, between, **EVERY_RANK)
     for budget, bound in zip(between, bounds, strict=True):
         entry = chain.entry_at(budget)
         assert entry.parameters <= budget * chain.dense_parameters

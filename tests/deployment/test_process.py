@@ -1,6 +1,8 @@
 """Work in a fresh process: its value, its errors, and its end."""
 
+import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -9,12 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from flexrank import progress
 from flexrank.deployment.process import in_fresh_process
 from flexrank.errors import FlexrankError
 
 
 def describe(numbers: list[float], place: str) -> dict[str, object]:
-    return {"sum": sum(numbers), "process": os.getpid(), "threads": torch.get_num_threads(), "here": os.environ[place]}
+    quiet = [logging.getLogger("flexrank").level, progress.is_shown(), signal.getsignal(2) is signal.SIG_IGN]
+    known = {"process": os.getpid(), "threads": torch.get_num_threads(), "here": os.environ[place]}
+    return known | {"sum": sum(numbers), "quiet": quiet}
 
 
 def refuse(message: str) -> None:
@@ -30,10 +35,13 @@ def wait(path: str) -> None:
     time.sleep(60)
 
 
-def test_the_value_comes_from_another_process_with_as_many_threads() -> None:
+def test_the_value_comes_from_another_process_like_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_shown", False)
+    monkeypatch.setattr(logging.getLogger("flexrank"), "level", logging.ERROR)
     answer = in_fresh_process(describe, [1.5, 2.0], "PLACE", environment={"PLACE": "there"})
     assert answer["sum"] == 3.5 and answer["here"] == "there" and "PLACE" not in os.environ
     assert answer["process"] != os.getpid() and answer["threads"] == torch.get_num_threads()
+    assert answer["quiet"] == [logging.ERROR, False, True]
 
 
 def test_a_wrong_input_comes_back_in_its_own_words_and_other_errors_with_their_status(

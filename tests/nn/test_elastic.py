@@ -90,6 +90,7 @@ def dense_conv() -> nn.Conv2d:
 )  # fmt: skip
 def test_a_spec_rebuilds_its_layer(make: Any) -> None:
     layer = make()
+    assert make.__name__.startswith(layer_spec(layer)["form"])  # the word that files have
     again = build_layer(layer_spec(layer))
     again.load_state_dict(layer.state_dict())
     x = torch.randn(2, 6) if "linear" in make.__name__ else torch.randn(2, 3, 9, 8)

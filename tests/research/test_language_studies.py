@@ -214,6 +214,19 @@ def test_one_elastic_model_is_compared_with_the_best_single_one_and_the_next_bes
     assert [claim["holds"] for claim in better] == [True, True]
 
 
+def test_verdicts_follow_their_numbers() -> None:
+    """By hand; blocks alone win back .2 and all together .6 of what DataSVD lost, and the other way."""
+    for alone, together, holds in ((1.8, 1.4, True), (1.4, 1.8, False)):
+        assert layerwise._claim([0.5], [2.0], [[alone]], [[together]], 1.0)["holds"] is holds
+    assert layerwise._claim([0.5], [1.0], [[1.0]], [[1.0]], 1.0)["holds"] is None  # nothing was lost
+    for at_128, holds in ((1.009, True), (1.02, False)):
+        assert calibration_size._claims([8, 128, 512], [0.5], [[[2.0], [at_128], [1.0]]])[0]["holds"] is holds
+    for others, holds in ([0.2, 0.3], [False, True]), ([0.2, 0.95], [True, False]):
+        kept = {"o_proj": [0.1, 0.9, 0.1], "down_proj": [others[1]] * 3}
+        assert [one["holds"] for one in lm_profiles._claims(0.4, others, kept, others)] == holds
+    assert adaptation._rises([[1.0, 2.0], [1.1, 2.1]]) and not adaptation._rises([[1.0, 2.0], [1.1, 1.9]])
+
+
 def test_separate_models_are_compared_by_the_mean_over_budgets_of_each_seed() -> None:
     """By hand: +10 % and −20 % in one seed, +1 % and +1 % in another."""
     separate, elastic = [[1.0, 2.0], [1.0, 1.0]], [[1.1, 1.6], [1.01, 1.01]]

@@ -32,7 +32,7 @@ def train_alone(model: nn.Sequential, images: Tensor, targets: Tensor) -> None:
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(3))
     for step in range(5):
         rows, order = order[:16], order[16:]
-        optimizer.param_groups[0]["lr"] = scheduled_rate(step, 5, 1e-2, 2, 0.0)
+        optimizer.param_groups[0]["lr"] = scheduled_rate(step, 5, 1e-2, 2)
         optimizer.zero_grad()
         student, teacher = model(images[rows]), targets[rows].softmax(-1)
         functional.kl_div(student.log_softmax(-1), teacher, reduction="batchmean").backward()

@@ -5,6 +5,7 @@ import io
 import itertools
 import runpy
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -114,12 +115,11 @@ def test_the_example_names_an_impossible_number(option: str, value: Any, example
     assert capsys.readouterr().err == f"error: --{option} is {value}; it is a number above 0\n"
 
 
-def test_the_example_names_a_wrong_input_in_one_line(example: Any, tmp_path: Path, capsys: Any) -> None:
-    with pytest.raises(SystemExit) as end:
-        example("--images", tmp_path / "nowhere", "--output", tmp_path / "vit")
-    printed = capsys.readouterr()
-    wanted = f"error: {tmp_path / 'nowhere' / cifar.TRAIN}: no such file of images (.npz)\n"
-    assert (end.value.code, printed.out, printed.err) == (2, "", wanted)
+def test_the_example_names_a_wrong_input_in_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "examples.train_vit", "--images", str(tmp_path), "--output", str(tmp_path / "vit")]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: {tmp_path / cifar.TRAIN}: no such file of images (.npz)\n"
 
 
 def test_the_example_writes_where_the_study_looks(

@@ -97,6 +97,8 @@ def test_a_run_leaves_nothing_stale_in_partial(copied: Path) -> None:
     leave_stale_files(partial)
     kept.mkdir()
     assert rerun(copied, until="probe") == ()
+    with pytest.raises(FlexrankError, match="no such file"):  # a refused setting does not cost it either
+        rerun(copied, f"data.path={copied / 'nowhere.txt'}")
     assert list(partial.iterdir()) == [kept]
 
 
@@ -108,10 +110,13 @@ def test_a_run_leaves_nothing_stale_in_partial(copied: Path) -> None:
         ("distillation.steps=4", ("distill", *BELOW_DISTILL)),
         ("allocation.budgets=[0.6]", ("allocate", "distill", *BELOW_DISTILL)),
         ("data.probe=8", ("probe", "allocate", "distill", *BELOW_DISTILL)),
+        ("deployment.slack=0", ("probe", "allocate", "distill", *BELOW_DISTILL)),  # none is counted for it
+        ("deployment.slack=3", ("slack", "evaluate", "deploy", "report")),
     ],
 )
-def test_a_changed_key_runs_its_stage_and_those_below(override: str, again: tuple[str, ...], copied: Path) -> None:
+def test_a_changed_key_runs_its_stage_and_those_below(override: str, again: Any, copied: Path, caplog: Any) -> None:
     assert rerun(copied, override) == again
+    assert ("size 0.5 has 0.510 of the dense parameters" in caplog.text) == (override == "deployment.slack=3")
     assert rerun(copied) == ()
 
 

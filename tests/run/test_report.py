@@ -110,7 +110,7 @@ def test_the_figures_name_their_series_layers_and_ranks(tmp_path: Path) -> None:
     report.write_report(write(tmp_path, summary()))
     quality = texts(tmp_path / "figures" / "quality.svg")
     assert quality.count("consolidated") == quality.count("decomposed only") == 2
-    assert "cosine to the teacher (higher is better)" in quality
+    assert "cosine to the base model (higher is better)" in quality
     ranks = texts(tmp_path / "figures" / "ranks.svg")
     assert ranks.count("attention.query") == 4 and ranks.count("encoder.layer.10") == 1
     assert ranks.count("24") == ranks.count("16") == len(SHAPES)

@@ -71,7 +71,7 @@ def moments_by_block(
     """`collect_moments` for one block of the model's stack at a time, so that memory holds one block's moments.
 
     Yields the moments of one block's layers, to the bit those of `collect_moments` (layers of two blocks that share an
-    input have a moment each); let go of them before the next. The last block comes first, and a pass over the batches
+    input have a moment each); release them before the next. The last block comes first, and a pass over the batches
     ends where its block returns: what the caller puts in place of the block's layers does not run. L blocks take
     (L + 1)/2 forwards of the stack, and one batch before; with `gradient_loss` L, each with its backward. Layers
     outside the stack have passes of their own. A model without a stack whose blocks run once, in order, has one pass.

@@ -71,12 +71,7 @@ def deploy(
 
 
 def deployed_parameters_of(small: nn.Module, layers: Iterable[str]) -> int:
-    """Parameters of the matrices of the named layers as they are deployed, without biases.
-
-    Args:
-        small: what `deploy` returned.
-        layers: the factorised layers' names, such as a profile.
-    """
+    """Parameters, without biases, of the named layers in what `deploy` returned; `layers` may be a profile."""
     return sum(_parameters_of(small.get_submodule(name)) for name in layers)
 
 

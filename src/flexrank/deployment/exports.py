@@ -61,10 +61,7 @@ def export(
 
 
 def load_and_run(artefact: str, scratch: str, library: str, device: str) -> dict[str, list[str]]:
-    """Loads an artefact and runs SCRATCH/inputs.safetensors; writes SCRATCH/outputs.safetensors.
-
-    Returns the loader's complaints: problem to names of tensors.
-    """
+    """Writes SCRATCH/outputs.safetensors of SCRATCH/inputs; returns the loader's complaints, problem to tensors."""
     problems: dict[str, list[str]] = {}
     model: Any
     if library == "transformers":
@@ -94,11 +91,7 @@ def _load_and_run(
 
 @torch.no_grad()
 def _outputs(small: nn.Module, inputs: Batch) -> Tensor:
-    """The model's outputs in eval mode; every module's mode is then as it was.
-
-    Raises:
-        FlexrankError: they are not finite.
-    """
+    """The model's outputs in eval mode; every module's mode is then as it was. It is an error if any is not finite."""
     with eval_mode(small):
         outputs = output_tensor(call_model(small, to_device(inputs, model_device(small)))).cpu()
     if not bool(torch.isfinite(outputs).all()):

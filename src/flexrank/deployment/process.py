@@ -5,6 +5,7 @@ process that had done nothing else (docs/log.md).
 """
 
 import importlib
+import logging
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from flexrank import progress
 from flexrank.errors import FlexrankError
 from flexrank.files import read_json, write_json
 
@@ -25,12 +27,10 @@ WRONG_INPUT = 2
 def in_fresh_process(
     function: Callable[..., Any], *arguments: Any, timeout: float | None = None, environment: Mapping[str, str] = {}
 ) -> Any:
-    """What `function(*arguments)` returns in a new interpreter with the same modules and number of threads.
+    """What `function(*arguments)` returns in a new interpreter with the same modules, threads, logging and progress.
 
-    The process ends with this one. Its standard error is this process's; it writes nothing to standard output.
-
-    The function is at the top level of a module; its arguments and its value are JSON. `timeout` is in seconds, and
-    `environment` has variables beside this process's own.
+    The process ends with this one. Its standard error is this process's; it writes nothing to standard output. The
+    function is at the top level of a module; its arguments and its value are JSON. `timeout` is in seconds.
 
     Raises:
         FlexrankError: the function's own, or a file's or missing package's, in its words; or the process failed or took
@@ -40,9 +40,11 @@ def in_fresh_process(
     with tempfile.TemporaryDirectory() as scratch:
         request = Path(scratch, "request.json")
         name = f"{function.__module__}:{function.__qualname__}"
-        write_json(request, {"function": name, "arguments": arguments, "threads": torch.get_num_threads()})
+        shown = {"level": logging.getLogger("flexrank").getEffectiveLevel(), "progress": progress.is_shown()}
+        write_json(request, {"function": name, "arguments": arguments, "threads": torch.get_num_threads(), **shown})
         # With -m, Python warns that the package has imported the module already.
-        code = f"import sys; from {__name__} import main; sys.exit(main(sys.argv[1]))"
+        quiet = "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN)"  # the parent reports a Ctrl-C
+        code = f"{quiet}; from {__name__} import main; sys.exit(main(sys.argv[1]))"
         command = [sys.executable, "-c", code, str(request)]
         variables = {**os.environ, **environment, "PYTHONPATH": modules}
         # The child's standard input ends when this process does, and the child with it.
@@ -68,6 +70,9 @@ def main(path: str) -> int:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     request = read_json(path)
     torch.set_num_threads(request["threads"])
+    progress.show(request["progress"])
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("flexrank").setLevel(request["level"])
     module, _, name = request["function"].partition(":")
     try:
         value = getattr(importlib.import_module(module), name)(*request["arguments"])

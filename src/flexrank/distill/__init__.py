@@ -68,7 +68,6 @@ def distill_(
     steps: int = 1000,
     learning_rate: float = 1e-4,
     warmup_steps: int = 0,
-    final_learning_rate: float = 0.0,
     weights: Sequence[float] | None = None,
     weight_decay: float = 0.0,
     accumulation: int = 1,
@@ -103,7 +102,7 @@ def distill_(
         if count < 1:
             raise FlexrankError(f"{name} is {count}; it must be at least 1")
     alpha = _positive(weights, len(profiles))
-    schedule = Schedule(alpha, seed, steps, learning_rate, warmup_steps, final_learning_rate)
+    schedule = Schedule(alpha, seed, steps, learning_rate, warmup_steps)
     settings = {
         **dataclasses.asdict(schedule), "weight_decay": weight_decay, "accumulation": accumulation,
         "max_norm": max_norm, "autocast": str(autocast), "train_embeddings": train_embeddings,

@@ -20,7 +20,6 @@ class Schedule:
     steps: int
     learning_rate: float
     warmup_steps: int
-    final_learning_rate: float
 
     def draw(self, step: int) -> int:
         """The index of the step's profile."""
@@ -37,15 +36,15 @@ class Schedule:
 
     def rate(self, step: int) -> float:
         """The learning rate of the step."""
-        return scheduled_rate(step, self.steps, self.learning_rate, self.warmup_steps, self.final_learning_rate)
+        return scheduled_rate(step, self.steps, self.learning_rate, self.warmup_steps)
 
 
-def scheduled_rate(step: int, steps: int, peak: float, warmup: int, final: float) -> float:
-    """Linear rise over `warmup` steps to `peak`, then half a cosine to `final`."""
+def scheduled_rate(step: int, steps: int, peak: float, warmup: int) -> float:
+    """Linear rise over `warmup` steps to `peak`, then half a cosine to 0."""
     if step < warmup:
         return peak * (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)
-    return final + (peak - final) * (1 + math.cos(math.pi * progress)) / 2
+    return peak * (1 + math.cos(math.pi * progress)) / 2
 
 
 class Feed:

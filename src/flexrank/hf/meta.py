@@ -40,7 +40,7 @@ def meta_sample(model: Any, task: Task, length: int) -> dict[str, torch.Tensor]:
         return {"input_ids": torch.zeros(1, length, dtype=torch.int64, device="meta")}
     side, channels = getattr(model.config, "image_size", None), getattr(model.config, "num_channels", 3)
     if side is None:
-        raise FlexrankError(f"{type(model).__name__}: its config has no image_size, which a plan counts by")
+        raise FlexrankError(f"{type(model).__name__}: its config has no image_size, which a dry run counts by")
     height, width = (side, side) if isinstance(side, int) else side
     return {"pixel_values": torch.zeros(1, channels, height, width, device="meta")}
 
@@ -71,5 +71,5 @@ def _config_of(name: str | Path, architecture: str | Path | None) -> Any:
             mend = "and a dry run downloads nothing; name a config.json with the key architecture"
             raise FlexrankError(f"model {str(name)!r}: its config is not on this machine, {mend}") from error
     if getattr(config, "quantization_config", None) is not None:
-        raise FlexrankError(f"model {source!r}: compressed already; a plan counts a dense model's layers")
+        raise FlexrankError(f"model {source!r}: compressed already; a dry run counts a dense model's layers")
     return config

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flexrank.errors import FlexrankError
 from flexrank.nn.elastic import NestedLayer
 from flexrank.profiles import Footprint, RankProfile
-from flexrank.profiles.costs import largest_rank
+from flexrank.profiles.costs import Shape, largest_rank
 
 log = logging.getLogger("flexrank")
 
@@ -30,10 +30,15 @@ def full_profile(model: nn.Module) -> dict[str, int]:
     return {name: layer.max_rank for name, layer in nested_layers(model).items()}
 
 
-def uniform_profile(model: nn.Module, budget: float) -> RankProfile:
+def layer_shapes(model: nn.Module) -> dict[str, Shape]:
+    """The shape (m, n) of every elastic layer's matrix."""
+    return {name: layer.matrix_shape for name, layer in nested_layers(model).items()}
+
+
+def uniform_profile(model: nn.Module, budget: float, slack_share: float = 0.0) -> RankProfile:
     """Each layer's largest rank whose deployed parameters are within the budget's share of its dense ones."""
-    shapes = {name: layer.matrix_shape for name, layer in nested_layers(model).items()}
-    return RankProfile({name: max(1, largest_rank((m, n), budget * m * n)) for name, (m, n) in shapes.items()})
+    shapes = layer_shapes(model).items()
+    return RankProfile({n: max(1, largest_rank(shape, budget * math.prod(shape), slack_share)) for n, shape in shapes})
 
 
 def set_profile(model: nn.Module, profile: Mapping[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""Slack of deployed layers, found once for the ranks that are deployed."""
+"""Slack of deployed layers, chosen once for the ranks that are deployed."""
 
 import dataclasses
 from collections.abc import Mapping

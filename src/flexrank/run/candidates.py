@@ -1,5 +1,6 @@
 """The ranks that a run chooses among, and whether its budgets can be met with them."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,5 +38,5 @@ def require_reachable_budgets(config: RunConfig, shapes: Mapping[str, Shape]) ->
     for key in ("allocation", "deployment"):
         smallest = min(getattr(config, key).budgets, default=1.0)
         if smallest < least:
-            what = f"{key}.budgets: {smallest} is too small"
-            raise FlexrankError(f"{what}; with probe.levels {config.probe.levels} the least is {least:.4f}")
+            right = f"with probe.levels {config.probe.levels} the least is {math.ceil(1e4 * least) / 1e4}"
+            raise FlexrankError(f"{key}.budgets: {smallest} is too small; {right}")

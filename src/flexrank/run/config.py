@@ -108,9 +108,9 @@ class DeploymentConfig(Section):
 
     @pydantic.field_validator("slack", mode="before")
     @classmethod
-    def _auto_or_rows(cls, slack: object) -> object:
+    def _auto_or_columns(cls, slack: object) -> object:
         if slack != "auto" and (not isinstance(slack, int) or isinstance(slack, bool) or slack < 0):
-            raise ValueError("it is 'auto' or a whole number of rows, 0 or more")
+            raise ValueError("it is 'auto' or a whole number of columns, 0 or more")
         return slack
 
 

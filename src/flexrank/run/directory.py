@@ -79,7 +79,10 @@ class RunDirectory:
             FlexrankError: the directory holds a run of another name, or one that this version cannot read.
         """
         path = self.path / "config.yaml"
-        old = load_config(self.path) if path.is_file() else None
+        try:
+            old = load_config(self.path) if path.is_file() else None
+        except FlexrankError as error:
+            raise FlexrankError(f"{error}; remove this run of another version, or choose another output") from error
         if old is not None and old.name != config.name:
             raise FlexrankError(f"{self.path}: holds the run {old.name!r}, not {config.name!r}; choose another output")
         self._has_finished_a_stage = False
@@ -180,16 +183,12 @@ class RunDirectory:
         return read_json(path) if path.is_file() else {}
 
 
-def fingerprint(stage: str, config: RunConfig, keys: Sequence[str], needs: Sequence[str], sources: Any = None) -> str:
-    """SHA-256 over what a stage depends on.
-
-    That is dotted keys or sections of the configuration, the fingerprints of the stages that it needs, and the
-    identities of the files that it reads.
-    """
+def fingerprint(stage: str, config: RunConfig, keys: Sequence[str], needs: Sequence[str], more: Any = None) -> str:
+    """SHA-256 over dotted keys of the configuration, the fingerprints of stages it needs, and what `more` it reads."""
     values = config.model_dump(mode="json")
     read = {key: functools.reduce(operator.getitem, key.split("."), values) for key in keys}
     parts = {"stage": stage, "version": metadata.version("flexrank"), "config": read, "needs": list(needs)}
-    return digest_json(parts | {"sources": sources})
+    return digest_json(parts | {"more": more})
 
 
 def identity(path: str | Path) -> Any:

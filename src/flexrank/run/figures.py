@@ -11,11 +11,11 @@ Summary = Mapping[str, Any]
 
 LOWER_IS_BETTER = frozenset({"nats_per_token"})
 LABELS = {
-    "cosine": "cosine to the teacher",
+    "cosine": "cosine to the base model",
     "mrr": "retrieval MRR",
     "nats_per_token": "nats per token",
     "accuracy": "accuracy",
-    "agreement": "agreement with the teacher",
+    "agreement": "agreement with the base model",
 }
 
 # Okabe and Ito's palette, which the colour-blind and a grey print tell apart.

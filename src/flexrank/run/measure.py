@@ -168,7 +168,7 @@ def _measure(work: Workspace, small: Any, base: nn.Module, workloads: Sequence[W
 
 
 def _peak(work: Workspace, small: Any) -> int | None:
-    """Peak memory of loading and running in a fresh process; None where the system does not tell it."""
+    """Peak memory of loading and running in a fresh process; None where the system does not say."""
     if not Path("/proc/self/clear_refs").exists():
         return None
     with tempfile.TemporaryDirectory() as scratch:

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
 from flexrank.run import stages
+from flexrank.run.candidates import rule
 from flexrank.run.config import RunConfig
 from flexrank.run.directory import RunDirectory, fingerprint, identity
 from flexrank.run.sizes import Sizes, export_size
@@ -44,10 +45,7 @@ STAGES = (
     ),
     Stage(
         "probe", stages.probe,
-        ("data.probe", "probe", "distillation.temperature", "allocation.method", "allocation.min_saving",
-         "deployment.slack"),
-        ("decompose",),
-        ("sensitivity.json",),
+        ("data.probe", "probe", "distillation.temperature"), ("decompose",), ("sensitivity.json",),
     ),
     Stage("allocate", stages.allocate, ("allocation",), ("probe",), ("chain.json",)),
     Stage(
@@ -102,7 +100,6 @@ def run_stages(config: RunConfig, until: str = "report") -> Outcome:
     with directory.locked(), directory.keep_config(config):
         work = Workspace(config, directory)
         prints = fingerprints(config, source)
-        directory.remove_stale(prints)
         for stage in STAGES:
             if stage.name not in wanted:
                 continue
@@ -112,6 +109,7 @@ def run_stages(config: RunConfig, until: str = "report") -> Outcome:
                 continue
             _do(stage, work, prints[stage.name])
             executed.append(stage.name)
+        directory.remove_stale(prints)  # not before: a refused setting must not cost another's checkpoint
     return Outcome(directory.path, tuple(executed), tuple(skipped), work)
 
 
@@ -136,15 +134,15 @@ def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None =
 
 
 def fingerprints(config: RunConfig, source: str) -> dict[str, str]:
-    """Each stage's fingerprint; that of the first covers the model's files and the data's."""
+    """Each stage's fingerprint; the first covers the files of model and data, the probe's the rule of candidates."""
     path = config.data.path  # none: the documentation of this Python
     sources = {"model": identity(source), "data": platform.python_version() if path is None else identity(path)}
     if config.data.held_out is not None:
         sources["held_out"] = identity(config.data.held_out)
-    prints: dict[str, str] = {}
+    read, prints = {"decompose": sources, "probe": rule(config)}, dict[str, str]()
     for stage in STAGES:
         needs = [prints[name] for name in stage.needs]
-        prints[stage.name] = fingerprint(stage.name, config, stage.keys, needs, None if needs else sources)
+        prints[stage.name] = fingerprint(stage.name, config, stage.keys, needs, read.get(stage.name))
     return prints
 
 

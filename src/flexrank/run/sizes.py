@@ -15,7 +15,7 @@ from flexrank.deployment.process import in_fresh_process
 from flexrank.errors import FlexrankError
 from flexrank.files import directory_bytes, read_json
 from flexrank.hf import models
-from flexrank.nn.switch import footprint, nested_layers
+from flexrank.nn.switch import footprint, layer_shapes, nested_layers
 from flexrank.profiles import ChainEntry, RankProfile, SlackTable
 from flexrank.profiles.costs import Shape, dense_parameters, deployed_parameters
 from flexrank.run.config import load_config
@@ -32,7 +32,7 @@ class Sizes:
         self.work = work
         self.model, chain = work.elastic("elastic")
         self.chain = dataclasses.replace(chain, footprint=footprint(self.model, work.deployed_dtype))
-        self.shapes: dict[str, Shape] = {n: layer.matrix_shape for n, layer in nested_layers(self.model).items()}
+        self.shapes = layer_shapes(self.model)
         self._slack: SlackTable | None = None
 
     def slack_for(self, profile: Mapping[str, int]) -> SlackTable:

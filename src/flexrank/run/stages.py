@@ -25,7 +25,7 @@ from flexrank.files import read_json, write_json
 from flexrank.hf import models
 from flexrank.nn.matrix import matrix_shape
 from flexrank.nn.select import select_layers
-from flexrank.nn.switch import footprint, full_profile, nested_layers, use_profile
+from flexrank.nn.switch import footprint, full_profile, layer_shapes, nested_layers, use_profile
 from flexrank.probe import probe_sensitivity
 from flexrank.profiles import ChainEntry, ProfileChain, RankProfile, SensitivityTable
 from flexrank.profiles.costs import dense_parameters
@@ -62,6 +62,7 @@ def decompose(work: Workspace, _: str) -> None:
 def probe(work: Workspace, fingerprint: str) -> None:
     """Probes each layer: RUN/sensitivity.json. Layers already probed are kept through an interruption."""
     model, _ = work.elastic("elastic_initial")
+    require_reachable_budgets(work.config, layer_shapes(model))
     evaluate = distillation_evaluator(work.base, work.samples.probe, work.objective())
     table = probe_sensitivity(
         model,
@@ -120,7 +121,10 @@ def distill(work: Workspace, fingerprint: str) -> None:
 def slack(work: Workspace, _: str) -> None:
     """Chooses the slack of every layer at its ranks in the requested budgets: RUN/slack.json."""
     model, chain = work.elastic("elastic")
-    table = choose_slack(work, model, [entry.profile for entry in chain.requested])
+    table, dense = choose_slack(work, model, [entry.profile for entry in chain.requested]), chain.dense_parameters
+    for budget, entry in zip(chain.budgets, chain.requested, strict=True):
+        if (share := table.parameters(entry.profile, layer_shapes(model)) / dense) > budget + 0.005:
+            log.warning("slack: size %g has %.3f of the dense parameters; see deployment.slack", budget, share)
     write_json(work.directory / "slack.json", table.to_json())
 
 
@@ -237,7 +241,7 @@ def autocast_dtype(choice: str, device: torch.device) -> torch.dtype | None:
         if device.type == "cuda":
             has_units = torch.cuda.is_bf16_supported()
         else:
-            # Older versions of torch do not tell.
+            # Older versions of torch have no such function.
             features: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
             has_units = bool(features.get("avx512_bf16") or features.get("amx_bf16"))
         choice = "bfloat16" if has_units else "off"

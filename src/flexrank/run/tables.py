@@ -8,6 +8,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from flexrank.profiles.costs import LayerFormat
+
 
 def count(number: int) -> str:
     """A count with three or four digits: 31.20P, 10.62M, 381k, 950."""
@@ -62,5 +64,8 @@ def print_artefact(directory: Path, artefact: Mapping[str, Any], console: Consol
     table = new_table(columns, left=columns, **style)
     for name, spec in artefact["layers"].items():
         shape = " x ".join(map(str, spec["shape"]))
-        table.add_row(name, str(spec["form"]), shape, str(spec.get("rank", "full")))
+        form = spec["form"]
+        if form == "aligned":  # without aligned rows it is plain U Vᵀ
+            form = LayerFormat.GAUGE_ALIGNED if spec["aligned"] else LayerFormat.LOW_RANK
+        table.add_row(name, form, shape, str(spec.get("rank", "full")))
     console.print(table)

@@ -10,12 +10,12 @@ import torch
 
 from flexrank.errors import FlexrankError
 from flexrank.nn.select import dense_reasons
-from flexrank.nn.switch import footprint
+from flexrank.nn.switch import footprint, uniform_profile
 from flexrank.profiles.costs import expected_parameters
 from flexrank.run.candidates import candidate_ranks, require_reachable_budgets, rule
 from flexrank.run.config import RunConfig
 from flexrank.run.dry_run import operations
-from flexrank.run.dry_run.architecture import Architecture, build_architecture, uniform_ranks
+from flexrank.run.dry_run.architecture import Architecture, build_architecture
 from flexrank.run.dry_run.memory import count_memory, moment_bytes
 from flexrank.run.dry_run.table import print_dry_run
 from flexrank.run.tables import split_block
@@ -143,7 +143,7 @@ def _budget_rows(architecture: Architecture, config: RunConfig) -> list[dict[str
     dtype, share = getattr(torch, config.deployment.dtype or config.dtype), rule(config)["slack_share"]
     others, rows = footprint(architecture.student, dtype), []
     for budget in config.allocation.budgets:
-        ranks = uniform_ranks(architecture, config, budget)
+        ranks = uniform_profile(architecture.student, budget, share)
         layers = sum(expected_parameters(shape, ranks[name], share) for name, shape in architecture.shapes.items())
         row = {
             "budget": budget,

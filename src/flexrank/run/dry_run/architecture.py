@@ -16,9 +16,8 @@ from flexrank.hf import meta, models
 from flexrank.nn.linalg import Factors
 from flexrank.nn.matrix import conv_geometry, input_rows, is_layer, matrix_shape
 from flexrank.nn.select import nest_, select_layers
-from flexrank.nn.switch import nested_layers
-from flexrank.profiles.costs import Shape, largest_rank
-from flexrank.run.candidates import rule
+from flexrank.nn.switch import layer_shapes
+from flexrank.profiles.costs import Shape
 from flexrank.run.config import RunConfig
 
 
@@ -50,7 +49,7 @@ class Architecture:
     @functools.cached_property
     def shapes(self) -> dict[str, Shape]:
         """(m, n) of each factorised layer."""
-        return {name: layer.matrix_shape for name, layer in nested_layers(self.student).items()}
+        return layer_shapes(self.student)
 
     @property
     def dense_parameters(self) -> int:
@@ -97,12 +96,6 @@ def build_architecture(config: RunConfig) -> Architecture:
         outputs=output_tensor(output).numel(),
         targets=objective.target(output, {}).numel(),
     )
-
-
-def uniform_ranks(architecture: Architecture, config: RunConfig, budget: float) -> dict[str, int]:
-    """Each layer's largest rank that costs at most the budget's share of its dense parameters, slack included."""
-    share = rule(config)["slack_share"]
-    return {name: max(1, largest_rank((m, n), budget * m * n, share)) for name, (m, n) in architecture.shapes.items()}
 
 
 def _watch(model: nn.Module, layers: Mapping[str, nn.Module], sample: Mapping[str, Tensor]) -> tuple[Any, Any]:

@@ -8,12 +8,12 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 
-from flexrank.nn.switch import last_within
+from flexrank.nn.switch import last_within, uniform_profile
 from flexrank.probe import MATRIX_BYTES
 from flexrank.profiles.costs import Shape
-from flexrank.run.candidates import candidate_ranks
+from flexrank.run.candidates import candidate_ranks, rule
 from flexrank.run.config import RunConfig
-from flexrank.run.dry_run.architecture import Architecture, Call, uniform_ranks
+from flexrank.run.dry_run.architecture import Architecture, Call
 from flexrank.run.dry_run.memory import layers_by_output, moment_widths
 
 
@@ -97,7 +97,7 @@ def consolidation(architecture: Architecture, config: RunConfig) -> int:
     weights = settings.weights or [1.0] * len(budgets)
     student = 0.0
     for budget, weight in zip(budgets, weights, strict=True):
-        ranks = uniform_ranks(architecture, config, budget)
+        ranks = uniform_profile(architecture.student, budget, rule(config)["slack_share"])
         passes = forward(architecture, settings.batch_size, ranks) + backward(architecture, settings.batch_size, ranks)
         student += passes * weight / sum(weights)
     return round((forward(architecture, settings.batch_size) + student) * settings.accumulation * settings.steps)

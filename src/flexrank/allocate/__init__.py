@@ -40,7 +40,7 @@ def allocate_ranks(
     `joint` minimises the weighted sum of the budgets' predicted errors under nesting, over the probed ranks that save
     enough, and fills the chain between the solved profiles by single steps of least error per saving. `paper` is the
     printed algorithm: its chain as it comes, and of it the best profile within each budget; it counts slack 0 and every
-    rank. Budget 1 is always the full model.
+    rank (probe with `min_saving=0` and `slack_share=0` for it). Budget 1 is always the full model.
 
     Args:
         table: probe results S (L × K).

@@ -36,11 +36,9 @@ def write_model(directory: Path, task: str) -> Path:
 
     torch.manual_seed(0)
     common: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    common["initializer_range"] = 0.2  # large enough that truncation is felt
+    common |= {"initializer_range": 0.2, "pad_token_id": 0}  # large enough that truncation is felt
     if task == "language":
-        config: Any = LlamaConfig(
-            **common, intermediate_size=56, num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0
-        )
+        config: Any = LlamaConfig(**common, intermediate_size=56, num_key_value_heads=2, max_position_embeddings=64)
         model: Any = LlamaForCausalLM(config)
     else:
         model = BertModel(BertConfig(**common, intermediate_size=64, max_position_embeddings=128))

@@ -130,6 +130,8 @@ def test_sizes_are_nested_and_those_that_were_trained(finished: Path) -> None:
             m, n = summary_of(finished)["layers"][name]["shape"]
             assert rank == min(m, n) or rank * (m + n - rank + -(-rank // 10)) <= 0.75 * m * n
     assert all(small["ranks"][name] <= rank for name, rank in large["ranks"].items())
+    deployed = json.loads((finished / "deployed" / "0.50" / "flexrank.json").read_text())["layers"]
+    assert deployed and all(spec["rank"] == small["ranks"][name] for name, spec in deployed.items())
 
 
 def test_a_size_within_limits_is_the_largest_that_really_is(copied: Path) -> None:

@@ -77,8 +77,8 @@ def test_inspect_lists_what_an_artefact_holds(finished: Path, printed: dict[str,
     artefact = json.loads(invoke("inspect", finished / "deployed" / "0.50", "--json").stdout)
     row = next(row for row in printed["rows"] if row["budget"] == 0.5)
     assert (artefact["kind"], artefact["parameters"]) == ("deployed", row["params_model"])
-    table = invoke("inspect", finished / "elastic").stdout
-    assert "elastic LlamaForCausalLM" in table and "model.layers.1.mlp.down_proj" in table
+    elastic, small = (invoke("inspect", finished / name).stdout for name in ("elastic", "deployed/0.50"))
+    assert "elastic LlamaForCausalLM" in elastic and "mlp.down_proj" in elastic and "gauge-aligned" in small
 
 
 @pytest.mark.usefixtures("verified_here")

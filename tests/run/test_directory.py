@@ -96,9 +96,9 @@ def test_a_run_leaves_nothing_stale_in_partial(copied: Path) -> None:
     (copied / "stages" / "distill.json").unlink()
     leave_stale_files(partial)
     kept.mkdir()
+    with pytest.raises(FlexrankError, match="too small"):  # refused before it is probed, and no checkpoint is lost
+        rerun(copied, "data.probe=8", "allocation.budgets=[0.001]")
     assert rerun(copied, until="probe") == ()
-    with pytest.raises(FlexrankError, match="no such file"):  # a refused setting does not cost it either
-        rerun(copied, f"data.path={copied / 'nowhere.txt'}")
     assert list(partial.iterdir()) == [kept]
 
 
@@ -181,7 +181,7 @@ def test_a_wrong_input_leaves_a_finished_run_as_it_was(override: str, part: str,
 def test_a_configuration_that_cannot_be_read_is_not_written_over(copied: Path) -> None:
     config = load_config(copied)
     (copied / "config.yaml").write_text("name: tiny\nkey_of_the_future: 1\n")
-    with pytest.raises(FlexrankError, match="unknown key 'key_of_the_future'"):
+    with pytest.raises(FlexrankError, match="unknown key 'key_of_the_future'.*; remove this run"):
         run_stages(config)
     assert (copied / "config.yaml").read_text() == "name: tiny\nkey_of_the_future: 1\n"
 

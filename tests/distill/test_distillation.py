@@ -17,7 +17,7 @@ from flexrank.errors import FlexrankError
 from flexrank.nn.switch import full_profile, nested_layers, use_profile
 from tiny import batch_for, build, chain_of, nest
 
-RATES = (60, 1e-2, 3, 0.0)
+RATES = (60, 1e-2, 3)
 #: A profile of the perceptron.
 SMALL = {"0": 3, "2": 4, "4": 2}
 SETTINGS = {"steps": 60, "learning_rate": 1e-2, "warmup_steps": 3}

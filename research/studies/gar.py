@@ -61,9 +61,8 @@ def run(request: Request) -> Result:
     errors = _errors(Ledger(request.work, key), space)
     summaries = {dtype: _summaries(errors, dtype) for dtype in JUDGED}
     slacks = {dtype: _slack_shares(errors, dtype) for dtype in JUDGED}
-    timed = Ledger(
-        request.work, {**key, "machine": machine_facts(), "rounds": (TOKENS, MIN_SAVING, REPEATS)}
-    )  # times belong to a machine
+    key |= {"machine": machine_facts(), "timed": [TOKENS, MIN_SAVING, REPEATS]}  # times belong to a machine
+    timed = Ledger(request.work, key)
     devices = [config.device] if config.device != "auto" else ["cpu", *["cuda"] * torch.cuda.is_available()]
     cells: list[Row] = []
     # A device without units for bfloat16 emulates it, and its times say nothing.

@@ -181,7 +181,7 @@ def test_a_wrong_input_leaves_a_finished_run_as_it_was(override: str, part: str,
 def test_a_configuration_that_cannot_be_read_is_not_written_over(copied: Path) -> None:
     config = load_config(copied)
     (copied / "config.yaml").write_text("name: tiny\nkey_of_the_future: 1\n")
-    with pytest.raises(FlexrankError, match="unknown key 'key_of_the_future'.*; remove this run"):
+    with pytest.raises(FlexrankError, match="unknown key 'key_of_the_future'.*; correct it, remove the run"):
         run_stages(config)
     assert (copied / "config.yaml").read_text() == "name: tiny\nkey_of_the_future: 1\n"
 

@@ -82,7 +82,7 @@ class RunDirectory:
         try:
             old = load_config(self.path) if path.is_file() else None
         except FlexrankError as error:
-            raise FlexrankError(f"{error}; remove this run of another version, or choose another output") from error
+            raise FlexrankError(f"{error}; correct it, remove the run, or choose another output") from error
         if old is not None and old.name != config.name:
             raise FlexrankError(f"{self.path}: holds the run {old.name!r}, not {config.name!r}; choose another output")
         self._has_finished_a_stage = False

@@ -121,10 +121,10 @@ def distill(work: Workspace, fingerprint: str) -> None:
 def slack(work: Workspace, _: str) -> None:
     """Chooses the slack of every layer at its ranks in the requested budgets: RUN/slack.json."""
     model, chain = work.elastic("elastic")
-    table, dense = choose_slack(work, model, [entry.profile for entry in chain.requested]), chain.dense_parameters
+    table, shapes = choose_slack(work, model, [entry.profile for entry in chain.requested]), layer_shapes(model)
     for budget, entry in zip(chain.budgets, chain.requested, strict=True):
-        if (share := table.parameters(entry.profile, layer_shapes(model)) / dense) > budget + 0.005:
-            log.warning("slack: size %g has %.3f of the dense parameters; see deployment.slack", budget, share)
+        if (share := table.parameters(entry.profile, shapes) / chain.dense_parameters) > budget + 0.005:
+            log.warning("slack: size %g has %.3f of the dense parameters: more slack than was counted", budget, share)
     write_json(work.directory / "slack.json", table.to_json())
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from flexrank.calibrate import Hooks, Moments, collect_moments, find_groups, moments_by_block
 from flexrank.calibrate.collector import Collector
-from flexrank.data.batches import call_model
+from flexrank.data.batches import call_model, row_masks
 from flexrank.deployment.machine import forget_peak, interleave, median_ratio, resident_peak
 from flexrank.deployment.process import in_fresh_process
 from flexrank.nn.linalg import STRIP
@@ -62,7 +62,7 @@ def measure_moments(dtype: str) -> dict[str, Any]:
         call_model(model, batch)
 
     def collect() -> None:
-        with collector.batch(0, batch["attention_mask"].bool()):
+        with collector.batch(0, row_masks(batch)):
             for call in calls:
                 collector.see(*call)
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from flexrank import distill_
 from flexrank.data.batches import Batch
+from flexrank.data.halves import Half, places_of
 from flexrank.data.metrics import nats_per_token
 from flexrank.data.text import read_texts, token_blocks
 from flexrank.distill.objectives import LogitObjective
@@ -15,7 +16,7 @@ from flexrank.hf.models import load_model, load_tokenizer
 from research.assets import assets_directory
 from research.benches.quality import Subject, quality_table
 from research.experiment import Experiment, Request
-from research.measures import STORY_SEPARATOR
+from research.measures import STORY_SEPARATOR, stories
 from research.result import Result, measured
 
 #: Blocks; levels of the probe.
@@ -48,11 +49,14 @@ def subject_of(texts: Texts) -> tuple[Subject, Sequence[Batch]]:
     assets = assets_directory(name, train, evaluation)
     tokenizer = load_tokenizer(assets / name)
 
-    def blocks(path: str, count: int) -> Sequence[Batch]:
-        documents = read_texts(assets / path, separator)
-        return token_blocks(tokenizer, documents, length, BATCH)[: -(-count // BATCH)]
+    def blocks(documents: Sequence[str], count: int, half: Half | None = None) -> Sequence[Batch]:
+        (batch,) = token_blocks(tokenizer, documents, length, batch_size=1 << 40)
+        rows = batch["input_ids"]
+        rows = rows[places_of(half, rows)][:count]
+        return [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in rows.split(BATCH)]
 
-    training, held_out = blocks(train, TRAINING), blocks(evaluation, EVALUATION)
+    training = blocks(read_texts(assets / train, separator), TRAINING)
+    held_out = blocks(stories(assets / evaluation), EVALUATION, "reporting")
     calibration, probe = training[: CALIBRATION // BATCH], training[CALIBRATION // BATCH :][: PROBE // BATCH]
 
     def score(model: nn.Module) -> dict[str, float]:

@@ -52,16 +52,18 @@ class Subject:
     def without_training(
         self, methods: Sequence[str], levels: int
     ) -> tuple[dict[str, Scores], nn.Module, ProfileChain]:
-        """Scores of methods at uniform ranks, and of DataSVD by both allocations; its model and joint chain."""
+        """Scores at uniform ranks, and of SVD and DataSVD by both allocations; DataSVD's model and joint chain."""
         models, results = {method: self.decomposed(method) for method in methods}, {}
         for method, model in models.items():
             results[f"{method}, uniform"] = self.scores(model, functools.partial(uniform_profile, model))
-        model = models["datasvd"]
         evaluate = distillation_evaluator(self.teacher, self.probe, self.objective)
-        errors = probe_sensitivity(model, evaluate, levels, spacing="parameters", **EVERY_RANK)
-        joint = allocate_ranks(errors, BUDGETS, **EVERY_RANK)
-        paper = allocate_ranks(errors, BUDGETS, method="paper", savings="ranks")
-        results |= {"datasvd, paper": self.scores(model, paper.at), "datasvd, joint": self.scores(model, joint.at)}
+        for method in ("svd", "datasvd"):
+            model = models[method]
+            errors = probe_sensitivity(model, evaluate, levels, spacing="parameters", **EVERY_RANK)
+            joint = allocate_ranks(errors, BUDGETS, **EVERY_RANK)
+            paper = allocate_ranks(errors, BUDGETS, method="paper", savings="ranks")
+            for name, chain in (("paper", paper), ("joint", joint)):
+                results[f"{method}, {name}"] = self.scores(model, chain.at)
         return results, model, joint
 
 

@@ -23,7 +23,7 @@ from flexrank.distill.state import State
 from flexrank.files import directory_aside, write_json
 from flexrank.hf.models import eager_attention, save_model
 from flexrank.progress import track
-from flexrank.run.stages import autocast_dtype
+from flexrank.run.training import autocast_dtype
 from research.measures import AlteredBatches, accuracy
 
 TRAIN, TEST = "train_jpg.npz", "test_jpg.npz"

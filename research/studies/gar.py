@@ -24,7 +24,7 @@ from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.gauge_aligned import GaugeAlignedLinear
 from flexrank.profiles.costs import MIN_SAVING, Shape, aligned_parameters, dense_parameters, rank_block, whole_slack
 from flexrank.progress import track
-from flexrank.run.stages import autocast_dtype
+from flexrank.run.training import autocast_dtype
 from flexrank.run.workspace import Workspace
 from research.baselines.pivoted import PivotedLinear, pivoted_order
 from research.experiment import Experiment, Ledger, Request

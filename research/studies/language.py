@@ -20,7 +20,8 @@ from flexrank.hf import models
 from flexrank.run import run_stages
 from flexrank.run.config import RunConfig
 from flexrank.run.directory import RunDirectory, identity
-from flexrank.run.stages import autocast_dtype, read_chain, require_fitting_inputs
+from flexrank.run.stages import read_chain, require_fitting_inputs
+from flexrank.run.training import autocast_dtype
 from flexrank.run.workspace import Workspace
 from research.assets import asset_path
 from research.experiment import Ledger, Request
@@ -61,9 +62,10 @@ def draw_by_budget(data: Mapping[str, Any], colours: Sequence[str]) -> Any:
 
 
 def _settings(name: str, data: Mapping[str, Any], distillation: Mapping[str, Any]) -> dict[str, Any]:
-    texts = {"source": "text", "separator": STORY_SEPARATOR, "calibration": 128, "training": 3000, "batch_size": 8}
+    texts = {"source": "text", "half": "reporting", "separator": STORY_SEPARATOR, "batch_size": 8}
+    texts |= {"calibration": 128, "training": 3000}
     return {
-        "name": name, "task": "language", "model": str(asset_path(name)), "data": {**texts, **data},
+        "name": name, "task": "language", "model": str(asset_path(name)), "data": texts | dict(data),
         "probe": {"levels": 8, "spacing": "parameters"},
         "allocation": {"budgets": [0.8, 0.6, 0.4, 0.2], "min_saving": 0.0},
         "distillation": {"batch_size": 8, **distillation}, "deployment": {"slack": 0},

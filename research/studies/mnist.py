@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flexrank.data.batches import Batch
+from flexrank.data.halves import places_of
 from flexrank.distill.schedule import scheduled_rate
 from flexrank.files import write_aside
 from flexrank.nn.switch import nested_layers
@@ -40,10 +41,11 @@ def build_network(name: str, seed: int) -> nn.Sequential:
 
 
 def load_images(split: str) -> tuple[Tensor, Tensor]:
-    """MNIST's `train` (60,000) or `test` (10,000) images (N, 1, 28, 28), of mean 0 and deviation 1, and classes."""
+    """MNIST's images (N, 1, 28, 28), of mean 0 and deviation 1, and classes: of `train`, or of half of `test`."""
     with np.load(Path(assets_directory("mnist"), "mnist", f"{split}.npz"), allow_pickle=False) as file:
         images, labels = torch.from_numpy(file["x"]), torch.from_numpy(file["y"].astype(np.int64))
-    return (images.float().div(255).sub(0.1307) / 0.3081).unsqueeze(1), labels
+    rows = places_of("reporting" if split == "test" else None, images)
+    return (images[rows].float().div(255).sub(0.1307) / 0.3081).unsqueeze(1), labels[rows]
 
 
 def batches_of(images: Tensor, size: int = 500) -> list[Batch]:

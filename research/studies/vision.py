@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flexrank import LogitObjective, ProfileChain, allocate_ranks, collect_moments, decompose_, probe_sensitivity
+from flexrank.data.halves import places_of
 from flexrank.data.images import Scaling
 from flexrank.distill import distill_, distillation_evaluator
 from flexrank.files import digest_file, read_json
@@ -23,7 +24,7 @@ from flexrank.hf.models import eager_attention, load_model
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import use_profile
 from flexrank.progress import track
-from flexrank.run.stages import autocast_dtype
+from flexrank.run.training import autocast_dtype
 from research.assets import assets_directory
 from research.experiment import EVERY_RANK, Experiment, Ledger, Request
 from research.figures import OTHER, OURS, draw_level, draw_seeds, panels
@@ -100,7 +101,8 @@ def compress(networks: Sequence[Network], images: Images, plan: Mapping[str, Any
     sizes = [len(images.training), len(images.test)]
     settings = {**plan, "networks": rates, "images": sizes, "budgets": list(BUDGETS)}
     ledger, results = Ledger(request.work, settings), []
-    images = images._replace(test=images.test[: plan["test"]], classes=images.classes[: plan["test"]])
+    rows = places_of("reporting", images.test)[: plan["test"]]
+    images = images._replace(test=images.test[rows], classes=images.classes[rows])
     for network in networks:
         full = ledger.take(f"{network.name}, full", network.accuracy, network.model, images)
         trials = [_Trial(network, images, plan, seed, ledger).run() for seed in range(request.seeds)]
@@ -184,7 +186,7 @@ def _table(data: Mapping[str, Any]) -> dict[str, Any]:
         for one in data["networks"]
         for key, stage in STAGES.items()
     ]
-    title = f"accuracy on the first {data['images']} test images of CIFAR-10 in %, by budget"
+    title = f"accuracy on {data['images']} test images of CIFAR-10 in %, by budget"
     return table(title, ["network, stage", "full", *data["budgets"]], rows, digits=2)
 
 

@@ -150,13 +150,14 @@ def deploy(
     max_bytes: Annotated[int | None, typer.Option(help="The most bytes of the whole model's tensors.")] = None,
     max_params: Annotated[int | None, typer.Option(help="The most parameters of the whole model.")] = None,
     max_latency_ms: Annotated[float | None, typer.Option(help="The most milliseconds per batch, here.")] = None,
+    tune: Annotated[int, typer.Option(help="Steps that this size is trained alone for, before its export.")] = 0,
     output: Annotated[Path | None, typer.Option(help="Where to write; RUN/exports/LIMITS by default.")] = None,
     as_json: Json = False,
 ) -> None:
     """Exports small models, verified in a fresh process: those of the config, or one within the given limits."""
     given = {"budget": budget, "max_bytes": max_bytes, "max_params": max_params, "max_latency_ms": max_latency_ms}
     limits = {name: limit for name, limit in given.items() if limit is not None}
-    _check_limits(limits, output)
+    _check_limits(limits, output, tune)
     outcome = _run(config, overrides, "slack" if limits else "deploy")
     if not limits:
         _show_stage(outcome, {"deployed": read_json(outcome.directory / "deployed.json")}, as_json)
@@ -164,7 +165,9 @@ def deploy(
     from flexrank.run import export_one
 
     with _resumable(outcome.directory):
-        export = export_one(outcome, limits, output)
+        export = export_one(outcome, limits, output, tune)
+    if tune:
+        _show_tuned(export)
     _show_stage(outcome, {"export": export}, as_json)
 
 
@@ -204,14 +207,17 @@ def inspect(directory: Annotated[Path, typer.Argument(metavar="DIR")], as_json: 
         print_artefact(directory, artefact, _console(120))
 
 
-def _check_limits(limits: Mapping[str, float], output: Path | None) -> None:
-    """Refuses a wrong limit, a place without a limit, and a place that holds anything but a deployed model."""
+def _check_limits(limits: Mapping[str, float], output: Path | None, tune: int) -> None:
+    """Refuses a wrong limit, a place or tuning without one, and a place that holds anything but a deployed model."""
+    if tune < 0:
+        raise FlexrankError(f"--tune is {tune}; it is a number of steps, 0 or more")
     for name, limit in limits.items():
         if limit <= 0 or (name == "budget" and limit > 1):
             right = "a fraction in (0, 1]" if name == "budget" else "a number above 0"
             raise FlexrankError(f"--{name.replace('_', '-')} is {limit}; it is {right}")
-    if output is not None and not limits:
-        raise FlexrankError("--output needs --budget, --max-bytes, --max-params or --max-latency-ms")
+    for option, is_given in {"--output": output is not None, "--tune": tune > 0}.items():
+        if is_given and not limits:
+            raise FlexrankError(f"{option} needs --budget, --max-bytes, --max-params or --max-latency-ms")
     if output is not None and output.exists() and not (output / "flexrank.json").is_file():
         if not output.is_dir() or any(output.iterdir()):
             raise FlexrankError(f"--output {output}: exists and is not a deployed model; only such a one is replaced")
@@ -260,6 +266,16 @@ def _show_report(directory: Path, as_json: bool, more: dict[str, Any]) -> None:
         print(f"figures and page: {page}", file=sys.stderr)
     if as_json:
         _print_json({"directory": str(directory), **more, **summary})
+
+
+def _show_tuned(export: Mapping[str, Any]) -> None:
+    """On standard error, which the export's place is not printed to: qualities of shared weights and of tuned ones."""
+    from rich.table import Table
+
+    table = Table("quality", "shared", "tuned", box=None, padding=(0, 2))
+    for name, tuned in export["quality"].items():
+        table.add_row(name, f"{export['shared'][name]:.4f}", f"{tuned:.4f}")
+    _console(80, stderr=True).print(table)
 
 
 def _show_stage(outcome: Any, result: dict[str, Any], as_json: bool) -> None:

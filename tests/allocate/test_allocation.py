@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import optimize
 from tables import (
     EVERY_RANK,
     FOOTPRINT,
@@ -107,6 +108,21 @@ def test_a_budget_just_below_a_rank_takes_the_rank_below():
 def test_no_time_is_an_error_that_says_so():
     with pytest.raises(FlexrankError, match="no allocation within 1e-06 s"):
         allocate_ranks(transformer_table(24, 6, 0), [0.3, 0.5, 0.7, 0.9], gap=1e-6, time_limit=1e-6)
+
+
+def test_a_solution_without_its_proof_is_a_warning(caplog, monkeypatch):
+    """HiGHS ran out of time with a profile in hand: the chain has it, and the log says so."""
+    solve = optimize.milp
+
+    def out_of_time(*arguments, **options):
+        result = solve(*arguments, **options)
+        result.status = 1
+        return result
+
+    monkeypatch.setattr(optimize, "milp", out_of_time)
+    with caplog.at_level("WARNING", "flexrank"):
+        allocate_ranks(random_table(2, 3, 0), [0.7], time_limit=3)
+    assert "no proof of the gap within 3 s; give a larger time_limit" in caplog.text
 
 
 def test_the_solver_prints_nothing(capfd):

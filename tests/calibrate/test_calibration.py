@@ -3,15 +3,17 @@
 import functools
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from flexrank.calibrate import Moments, collect_moments, collect_rows, collector, load_moments, save_moments
 from flexrank.calibrate.structure import version_of
 from flexrank.data.batches import call_model
-from flexrank.distill.objectives import FeatureObjective
+from flexrank.distill.objectives import FeatureObjective, LogitObjective
 from flexrank.errors import FlexrankError
 from flexrank.nn import linalg
 from flexrank.nn.matrix import input_rows, weight_matrix
@@ -46,6 +48,69 @@ def assert_moments_match(moments: Moments, layers: dict[str, nn.Module], rows: d
         torch.testing.assert_close(moment.moment, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
         assert moment.tokens == len(rows[name])
         assert moment.mean_square == pytest.approx(float(second.trace()) / second.shape[0], rel=1e-4)
+
+
+def t5() -> Any:
+    """An encoder-decoder: its decoder's cross-attention reads the encoder's rows."""
+    torch.manual_seed(0)
+    sizes = {
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 24,
+        "num_layers": 1,
+        "num_heads": 2,
+        "vocab_size": 40,
+        "decoder_start_token_id": 0,
+    }
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)).eval()
+
+
+@pytest.mark.parametrize("has_decoder_mask", [True, False])
+def test_an_encoder_decoder_counts_the_real_rows_of_both_sides(has_decoder_mask: bool) -> None:
+    """Oracle: each sample alone, without its padding."""
+    model, ids = t5(), torch.randint(1, 40, (2, 5), generator=torch.Generator().manual_seed(1))
+    mask, decoder_mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
+    batch = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids[:, :3]}
+    lengths = (2, 3)
+    if has_decoder_mask:
+        batch["decoder_attention_mask"], lengths = decoder_mask, (2, 2)
+    layers = select_layers(model, exclude=["lm_head"])
+    alone = [
+        {"input_ids": ids[:1], "decoder_input_ids": ids[:1, :3]},
+        {"input_ids": ids[1:, :2], "decoder_input_ids": ids[1:, : lengths[1]]},
+    ]
+    rows = full_data(model, alone, layers)
+    assert_moments_match(collect_moments(model, [batch], layers, side="input"), layers, rows)
+    assert {name: len(seen) for name, seen in collect_rows(model, [batch], layers).items()} == {
+        name: len(seen) for name, seen in rows.items()
+    }
+    target = LogitObjective().target(model(**batch), batch)
+    assert len(target) == (5 if has_decoder_mask else 6)
+
+
+def test_masks_of_two_sides_that_cannot_be_told_apart_are_refused() -> None:
+    model, ids = t5(), torch.ones(2, 4, dtype=torch.long)
+    batch = {"input_ids": ids, "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]), "decoder_input_ids": ids}
+    layers = select_layers(model, exclude=["lm_head"])
+    with pytest.raises(FlexrankError, match=r"are both \(2, 4\) and differ.*pad one of the two to another length"):
+        collect_moments(model, [batch], layers)
+    collect_moments(model, [batch | {"decoder_attention_mask": batch["attention_mask"]}], layers)
+    with pytest.raises(FlexrankError, match="T5ForConditionalGeneration has a decoder.*give decoder_input_ids"):
+        collect_moments(model, [{"input_ids": ids, "labels": ids}], layers)
+
+
+def test_the_callers_autocast_and_precision_change_no_moment() -> None:
+    model, batch = build("bert"), batch_for("bert")
+    layers = select_layers(model)
+    plain, before = collect_moments(model, [batch], layers), torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            other = collect_moments(model, [batch], layers)
+        assert torch.get_float32_matmul_precision() == "medium"  # as the caller has it
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert all(torch.equal(moment.moment, plain[name].moment) for name, moment in other.items())
 
 
 @pytest.mark.parametrize("name", [*TRANSFORMERS, "perceptron", "convnet", "tied_blocks"])

@@ -91,6 +91,16 @@ def test_deploy_writes_one_size_within_the_limit(finished: Path, printed: dict[s
     assert limit // 2 < artefact["parameters"] == export["params_model"] <= limit
 
 
+@pytest.mark.usefixtures("verified_here")
+def test_a_tuned_size_shows_both_qualities(copied: Path) -> None:
+    result = invoke("deploy", copied, "--budget", "0.5", "--tune", "2", "--json")
+    assert result.exit_code == 0, result.output
+    export = json.loads(result.stdout)["export"]
+    assert Path(export["directory"]).name == "budget-0.5-tune-2"
+    (line,) = (line.split() for line in result.stderr.splitlines() if line.strip().startswith("nats_per_token"))
+    assert line[1:] == [f"{export[key]['nats_per_token']:.4f}" for key in ("shared", "quality")]
+
+
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
@@ -107,6 +117,8 @@ def test_deploy_writes_one_size_within_the_limit(finished: Path, printed: dict[s
         (["deploy", "CONFIG", "--max-bytes", "-3"], "--max-bytes is -3"),
         (["deploy", "CONFIG", "--max-latency-ms", "0"], "--max-latency-ms is 0"),
         (["deploy", "CONFIG", "--output", "OUT"], "--output needs --budget"),
+        (["deploy", "CONFIG", "--tune", "5"], "--tune needs --budget"),
+        (["deploy", "CONFIG", "--budget", "0.5", "--tune", "-1"], "--tune is -1; it is a number of steps"),
         (["deploy", "CONFIG", "--budget", "0.5", "--output", "HERE"], "exists and is not a deployed model"),
         (["inspect", "nowhere"], "nowhere"),
         (["inspect", "HERE"], "not an artefact"),

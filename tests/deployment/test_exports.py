@@ -3,6 +3,8 @@
 import itertools
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import tiny
@@ -26,6 +28,23 @@ def test_export_publishes_what_a_fresh_process_has_run(convnet, tmp_path):
     assert agree(outputs(again, batch), outputs(convnet.eval(), batch))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["small"]
     assert sorted(path.name for path in (tmp_path / "small").iterdir()) == ["flexrank.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize(("part", "is_within"), [(0.5, True), (1.5, False)])
+@pytest.mark.parametrize(
+    ("dtype", "bound"),
+    [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.float16, 2**-9), (torch.bfloat16, 2**-6)],
+)
+def test_outputs_within_a_few_roundings_pass_and_others_do_not(dtype, bound, part, is_within, tmp_path):
+    """By hand: of four ones, whose length is 2, the first is off by twice a part of the bound."""
+    expected = torch.ones(4, dtype=dtype)
+    reloaded = expected + 2 * part * bound * torch.tensor([1, 0, 0, 0], dtype=dtype)
+    save_file({"output": reloaded}, tmp_path / "outputs")
+    if is_within:
+        exports._compare({}, tmp_path / "outputs", expected, "small")
+    else:
+        with pytest.raises(FlexrankError, match="outputs differ by"):
+            exports._compare({}, tmp_path / "outputs", expected, "small")
 
 
 def other_convnet():

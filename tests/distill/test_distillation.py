@@ -9,6 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
+from torch.nn import functional
 
 from flexrank.distill import distill_, distillation_evaluator
 from flexrank.distill.objectives import EmbeddingObjective, FeatureObjective, LogitObjective
@@ -87,7 +88,7 @@ def test_one_step_is_adamw_on_the_gradient_of_the_drawn_profile() -> None:
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["sequence", "iterable", "stateful"])
+@pytest.mark.parametrize("kind", ["sequence", "iterable", "stateful", "tensors"])
 def test_a_resumed_run_equals_the_unbroken_one(kind: str, tmp_path: Path) -> None:
     teacher, profiles = build("perceptron"), [SMALL, {"0": 9, "2": 9, "4": 4}]
 
@@ -109,7 +110,23 @@ def test_a_resumed_run_equals_the_unbroken_one(kind: str, tmp_path: Path) -> Non
         def load_state_dict(self, state: dict) -> None:
             self.at = state["at"]
 
-    make = {"sequence": lambda: batches("perceptron"), "iterable": Loader, "stateful": Stateful}[kind]
+    class WithTensors(Loader):
+        """As torchdata's loaders, whose states hold generators' tensors in lists and mappings."""
+
+        def state_dict(self) -> dict:
+            return {"workers": [{"at": torch.tensor([7, self.at])}], "epoch": 1, "name": None}
+
+        def load_state_dict(self, state: dict) -> None:
+            assert (state["epoch"], state["name"]) == (1, None)
+            seven, self.at = state["workers"][0]["at"].tolist()
+            assert seven == 7
+
+    make = {
+        "sequence": lambda: batches("perceptron"),
+        "iterable": Loader,
+        "stateful": Stateful,
+        "tensors": WithTensors,
+    }[kind]
 
     def run(model: nn.Module, data: object, path: Path | None, stop: int | None = None, **settings):
         calls = 0
@@ -144,8 +161,47 @@ def test_profiles_are_drawn_in_proportion_and_evenly() -> None:
     for index, weight in enumerate([1, 2, 5]):
         assert counts[index] == pytest.approx(1000 * weight, rel=0.03)
     even = Schedule([1, 1, 1, 1], 3, *RATES)
-    for start in range(0, 40, 4):
-        assert sorted(even.draw(step) for step in range(start, start + 4)) == [0, 1, 2, 3]
+    rounds = [tuple(even.draw(step) for step in range(start, start + 4)) for start in range(0, 80, 4)]
+    assert all(sorted(one) == [0, 1, 2, 3] for one in rounds)
+    assert len(set(rounds)) > 10  # of 24 orders: none is kept
+    other = Schedule([1, 1, 1, 1], 4, *RATES)
+    assert [other.draw(step) for step in range(80)] != [even.draw(step) for step in range(80)]
+
+
+def test_the_rate_warms_up_and_falls_by_half_a_cosine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand, at the optimiser: steps of 2 to warm up and 4 to fall from .01 to .001."""
+    rates, take = [], torch.optim.AdamW.step
+
+    def record(optimizer: torch.optim.AdamW, *arguments: object) -> object:
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        return take(optimizer, *arguments)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", record)
+    teacher, settings = build("perceptron"), {"steps": 6, "learning_rate": 0.01, "final_learning_rate": 0.001}
+    distill_(nest(build("perceptron")), teacher, batches("perceptron"), [SMALL], warmup_steps=2, **settings)
+    half = 0.5**0.5
+    wanted = [0.005, 0.01, 0.01, 0.001 + 0.0045 * (1 + half), 0.0055, 0.001 + 0.0045 * (1 - half)]
+    assert rates == [[pytest.approx(rate)] * 2 for rate in wanted]
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_both_models_run_under_autocast(autocast: torch.dtype | None) -> None:
+    teacher, model, seen = build("perceptron"), nest(build("perceptron")), set()
+    for network in (teacher, model):
+        network[2].register_forward_hook(lambda layer, _, output: seen.add((type(layer).__name__, output.dtype)))
+    distill_(model, teacher, batches("perceptron"), [SMALL], steps=1, autocast=autocast)
+    dtype = autocast or torch.float32
+    assert seen == {("Linear", dtype), ("NestedLinear", dtype)}
+
+
+def test_the_evaluator_weights_batches_by_their_rows() -> None:
+    """Oracle: all rows in one batch, by the mean over rows of a loss that is one."""
+    teacher, model = build("perceptron"), nest(build("perceptron"))
+    rows = torch.randn(9, 12)
+    with use_profile(model, SMALL):
+        parts = distillation_evaluator(teacher, [rows[:2], rows[2:]], EmbeddingObjective())(model)
+        whole = 1 - functional.cosine_similarity(model(rows), teacher(rows)).mean().detach()
+    assert parts == pytest.approx(float(whole), rel=1e-5)
 
 
 def test_what_is_not_trained_does_not_move() -> None:

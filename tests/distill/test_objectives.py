@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from flexrank.distill.objectives import EmbeddingObjective, FeatureObjective, LogitObjective, objective_for
+from flexrank.distill.objectives import EmbeddingObjective, FeatureObjective, LogitObjective, describe, objective_for
 from flexrank.errors import FlexrankError
 
 
@@ -26,6 +26,40 @@ def test_chunked_divergence_is_torchs(chunk: int, temperature: float) -> None:
     torch.testing.assert_close(student.grad.double(), other.grad, rtol=1e-4, atol=1e-7)
     alone = objective.loss(student.detach(), objective.target(teacher, batch), batch)  # a probe's, in fewer passes
     torch.testing.assert_close(alone.double(), expected.detach(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("wants_gradient", [True, False])
+def test_a_class_that_the_teacher_rules_out_adds_nothing(wants_gradient: bool) -> None:
+    """Oracle: the classes it leaves, alone. The student rules one of the two out as well."""
+    teacher, student = torch.randn(3, 6), torch.randn(3, 6)
+    teacher[:, [1, 4]] = student[:, 4] = -torch.inf
+    kept = [0, 2, 3, 5]
+    p, q = teacher[:, kept].double().log_softmax(-1), student.double().log_softmax(-1)[:, kept]
+    expected = (p.exp() * (p - q)).sum() / 3
+    objective = LogitObjective()
+    student.requires_grad_(wants_gradient)
+    loss = objective.loss(student, objective.target(teacher, teacher), teacher)
+    torch.testing.assert_close(loss.detach().double(), expected, rtol=1e-5, atol=1e-7)
+    if wants_gradient:
+        loss.backward()
+        wanted = (student.detach().softmax(-1) - teacher.softmax(-1)) / 3
+        torch.testing.assert_close(student.grad, wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_what_only_the_student_rules_out_is_no_finite_loss() -> None:
+    teacher, student = torch.zeros(1, 3), torch.tensor([[0.0, 0.0, -torch.inf]])
+    objective = LogitObjective()
+    assert float(objective.loss(student, objective.target(teacher, teacher), teacher)) == torch.inf
+
+
+def test_an_objective_is_known_by_its_class_and_settings() -> None:
+    class Plain:
+        def __init__(self, power: float) -> None:
+            self.power, self.cache = power, object()
+
+    assert describe(Plain(2.0)) == describe(Plain(2.0)) != describe(Plain(3.0))
+    assert "Plain" in describe(Plain(2.0)) and " at 0x" not in describe(Plain(2.0))
+    assert describe(LogitObjective(2.0)) == repr(LogitObjective(2.0)) and describe(None) == "None"
 
 
 def lumped(student: torch.Tensor, teacher: torch.Tensor, temperature: float, count: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from flexrank.nn.switch import uniform_profile, use_profile
 from research.benches import language, quality, saving, sts
 from research.benches.quality import Subject, quality_table
 from research.experiment import EVERY_RANK, Request
+from research.measures import stories
 from tiny import batch_for, build
 
 BATCH = batch_for("llama_tied")
@@ -30,23 +32,27 @@ def subject() -> Subject:
     return Subject(build("llama_tied"), [BATCH] * 2, [BATCH], LogitObjective(), size)
 
 
-def test_every_method_is_scored_at_every_budget(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["svd", "datasvd"])
+def test_every_method_is_scored_at_every_budget(method: Any, subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the method's own probe and chains, by the library."""
     monkeypatch.setattr(quality, "BUDGETS", (0.8, 0.5))
     results, model, joint = subject.without_training(("svd", "datasvd"), 4)
-    assert list(results) == ["svd, uniform", "datasvd, uniform", "datasvd, paper", "datasvd, joint"]
+    kinds = ["uniform", "uniform", "paper", "joint", "paper", "joint"]
+    assert [name.split(", ")[1] for name in results] == kinds
     alone = copy.deepcopy(subject.teacher)
-    decompose_(alone, collect_moments(alone, subject.calibration, select_layers(alone)))
+    decompose_(alone, collect_moments(alone, subject.calibration, select_layers(alone)), method=method)
     evaluate = distillation_evaluator(subject.teacher, [BATCH], subject.objective)
     errors = probe_sensitivity(alone, evaluate, 4, spacing="parameters", **EVERY_RANK)
-    assert joint == allocate_ranks(errors, (0.8, 0.5), **EVERY_RANK)
+    own = allocate_ranks(errors, (0.8, 0.5), **EVERY_RANK)
+    assert (joint == own) is (method == "datasvd")
     paper = allocate_ranks(errors, (0.8, 0.5), method="paper", savings="ranks")
     for place, budget in enumerate((0.8, 0.5)):
-        profiles = {"uniform": uniform_profile(alone, budget), "paper": paper.at(budget), "joint": joint.at(budget)}
+        profiles = {"uniform": uniform_profile(alone, budget), "paper": paper.at(budget), "joint": own.at(budget)}
         for way, profile in profiles.items():
             with use_profile(alone, profile):
-                assert results[f"datasvd, {way}"][place] == pytest.approx(size(alone))
+                assert results[f"{method}, {way}"][place] == pytest.approx(size(alone))
     rows = quality_table("", results, "length")["rows"]
-    assert rows[3] == ["datasvd, joint", *(one["length"] for one in subject.scores(model, joint.at))]
+    assert rows[-1] == ["datasvd, joint", *(one["length"] for one in subject.scores(model, joint.at))]
 
 
 def test_every_rule_and_budget_is_timed_and_scored(
@@ -83,3 +89,19 @@ def test_pairs_are_read_with_their_scores(tmp_path: Path) -> None:
     file = tmp_path / "sts.csv"
     file.write_text("main\tMSR\t2012\t0001\t2.5\tA cat.\tA dog.\nbroken\tline\n")
     assert sts._read_pairs(file) == [("A cat.", "A dog.", 2.5)]
+
+
+def test_no_sentence_that_is_scored_is_trained_on(assets: Path) -> None:
+    train, held_out = (sts._read_pairs(assets / "stsb" / f"sts-{part}.csv") for part in ("train", "dev"))
+    scored = {sentence for pair in held_out for sentence in pair[:2]}
+    known = {sentence for pair in train for sentence in pair[:2]}
+    sentences = sts.unseen_sentences(train, held_out)
+    assert len(sentences) == len(set(sentences)) and set(sentences) == known - scored
+    assert len(known & {pair[0] for pair in held_out}) > 100  # which would have been trained on and scored
+
+
+def test_held_out_stories_are_told_apart(assets: Path) -> None:
+    text = (assets / "text" / "tinystories_val.txt").read_text()
+    parts = stories(assets / "text" / "tinystories_val.txt")
+    assert len(parts) == text.count("\n\nOnce upon a time") + 1 > 700 and "\n\n".join(parts) == text
+    assert all(part.startswith("Once upon a time") for part in parts[1:])

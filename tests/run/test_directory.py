@@ -10,7 +10,7 @@ import pytest
 from flexrank import probe as sensitivity
 from flexrank.distill.step import Step
 from flexrank.errors import FlexrankError
-from flexrank.run import run_stages
+from flexrank.run import directory, run_stages
 from flexrank.run.config import load_config
 from flexrank.run.directory import RunDirectory
 from flexrank.run.runner import fingerprints
@@ -118,6 +118,21 @@ def test_a_changed_key_runs_its_stage_and_those_below(override: str, again: Any,
     assert rerun(copied, override) == again
     assert ("size 0.5 has 0.510 of the dense parameters" in caplog.text) == (override == "deployment.slack=3")
     assert rerun(copied) == ()
+
+
+def test_changed_code_runs_its_stages_and_those_below(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = directory.code_digest
+    monkeypatch.setattr(directory, "code_digest", lambda room: digest(room) + "changed" * (room == "deployment"))
+    outcome = run_stages(load_config(copied))
+    assert outcome.executed == ("slack", "evaluate", "deploy", "report")
+
+
+def test_comments_and_docstrings_are_no_code() -> None:
+    plain = "def f(x):\n    return x\n"
+    assert directory._dump(plain + "# why\n") == directory._dump("\n" + plain)
+    with_words = 'def f(x):\n    """What."""\n    return x\n'
+    assert directory._dump(with_words) == directory._dump(with_words.replace("What", "Why"))
+    assert directory._dump(plain) != directory._dump(plain.replace("return x", "return -x"))
 
 
 def test_changed_texts_run_everything_again(copied: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from flexrank.run.directory import RunDirectory
 from flexrank.run.runner import fingerprints
 from flexrank.run.samples import Samples, load_samples
 from flexrank.run.sizes import Sizes
-from flexrank.run.stages import autocast_dtype
+from flexrank.run.training import autocast_dtype
 from flexrank.run.workspace import Workspace
 from tiny_runs import TEXT, rerun, settings, summary_of
 
@@ -232,6 +232,20 @@ def test_texts_held_out_in_a_file_of_their_own_leave_the_other_to_training(sourc
     assert sum(len(batch["input_ids"]) for batch in samples.training) == lines - lines * SPLITS["calibration"] // 100
     wanted = {tuple(tokenizer(line, truncation=True, max_length=32)["input_ids"]) for line in other}
     assert {tuple(token for token in row if token) for row in samples.example["input_ids"].tolist()} <= wanted
+
+
+@pytest.mark.parametrize("task", ["language", "embedding"])
+def test_the_held_out_samples_have_two_halves(task: str, sources: Path, tmp_path: Path) -> None:
+    """The example of a batch as large as the held-out part is the whole of it."""
+    tokenizer, parts = load_tokenizer(sources / task), {}
+    for half in (None, "tuning", "reporting"):
+        values = settings(sources / task, sources / "text.txt", tmp_path, task)
+        values["data"] |= {"evaluation": 10_000, "half": half}
+        values["evaluation"] |= {"latency_batch_size": 10_000}
+        example = load_samples(parse_config(values), "", tokenizer).example
+        parts[half] = {tuple(token for token in row if token) for row in example["input_ids"].tolist()}
+    assert parts["tuning"] | parts["reporting"] == parts[None] and not parts["tuning"] & parts["reporting"]
+    assert 0.3 * len(parts[None]) < len(parts["tuning"]) < 0.7 * len(parts[None])
 
 
 def test_held_out_texts_belong_to_texts(sources: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ itself and the solver's relative gap is one of the error.
 """
 
 import contextlib
+import logging
 import math
 import os
 import sys
@@ -34,6 +35,10 @@ ERROR_SCALE, COST_UNITS = 1e4, 2**16
 TIE = 1e-7
 #: A program is solved to this part of the gap, so that what nesting adds has room in it.
 GAP_SHARE = 4
+#: HiGHS's status, in scipy, of a program that ran out of time.
+TIME_LIMIT = 1
+
+log = logging.getLogger("flexrank")
 
 
 class Solution(NamedTuple):
@@ -114,6 +119,8 @@ class _Program:
                 ],
                 options={"mip_rel_gap": self._gap, "time_limit": self._time_limit},
             )
+        if result.status == TIME_LIMIT and result.x is not None:
+            log.warning("allocation: no proof of the gap within %g s; give a larger time_limit", self._time_limit)
         if result.x is None:
             raise FlexrankError(
                 f"no allocation within {self._time_limit:g} s: {result.message}; give a larger time_limit"

@@ -14,8 +14,9 @@ from flexrank.calibrate.collector import Collector
 from flexrank.calibrate.hooks import Hooks, traced
 from flexrank.calibrate.moments import LayerMoment, Moments, load_moments, save_moments
 from flexrank.calibrate.structure import Section, block_stack, find_groups, find_sections, runs_in_order
-from flexrank.data.batches import Batch, call_model, eval_mode, model_device, to_device, token_mask
+from flexrank.data.batches import Batch, call_model, eval_mode, model_device, row_masks, to_device
 from flexrank.errors import FlexrankError
+from flexrank.nn.linalg import full_precision
 from flexrank.nn.matrix import input_rows, masked_rows
 from flexrank.progress import track
 
@@ -113,13 +114,14 @@ def _run(
     model: nn.Module, batches: Iterable[Batch], collector: Collector, loss: GradientLoss | None, until: nn.Module | None
 ) -> Moments:
     """The collector's moments of all batches, each run up to the return of `until`."""
-    with eval_mode(model), _gradients(model, loss is not None), Hooks() as hooks:
+    device = model_device(model)
+    with eval_mode(model), _gradients(model, loss is not None), full_precision(device), Hooks() as hooks:
         collector.watch(hooks)
         if until is not None:
             hooks.add(until.register_forward_hook(_stop))
         for index, batch in enumerate(batches):
-            batch = to_device(batch, model_device(model))
-            with collector.batch(index, token_mask(batch)), contextlib.suppress(_Returned):
+            batch = to_device(batch, device)
+            with collector.batch(index, row_masks(batch)), contextlib.suppress(_Returned):
                 output = call_model(model, batch)
             if loss is not None:
                 with torch.random.fork_rng(enabled=True):
@@ -142,10 +144,10 @@ def collect_rows(
     chosen = [batches[index] for index in sorted({round(i * (len(batches) - 1) / 15) for i in range(16)})]
     quota = -(-count // len(chosen))
     samples: dict[str, list[Tensor]] = {name: [] for name in layers}
-    mask: Tensor | None = None
+    masks: list[Tensor] = []
 
     def keep(name: str, layer: nn.Module, inputs: Tensor, _: Tensor) -> None:
-        rows = masked_rows(input_rows(layer, inputs), mask)
+        rows = masked_rows(input_rows(layer, inputs), masks)
         places = torch.linspace(0, len(rows) - 1, min(quota, len(rows))).long()
         samples[name].append(rows[places.to(rows.device)].detach().float().cpu())
 
@@ -154,7 +156,7 @@ def collect_rows(
             hooks.watch(layer, functools.partial(keep, name, layer))
         for batch in chosen:
             batch = to_device(batch, model_device(model))
-            mask = token_mask(batch)
+            masks = row_masks(batch)
             call_model(model, batch)
     return {name: torch.cat(rows) for name, rows in samples.items()}
 

@@ -30,7 +30,7 @@ class Collector:
         self._read: dict[str, list[Version]] = {}
         self._outputs: list[tuple[str, GradientEdge]] = []
         self._batch = 0
-        self._mask: Tensor | None = None
+        self._masks: Sequence[Tensor] = ()
         allocated = {name: moment for group in groups for name, moment in self._allocate(group, side).items()}
         self._moments = {name: allocated[name] for name in layers}
 
@@ -63,7 +63,7 @@ class Collector:
             self._outputs.append((name, get_gradient_edge(outputs)))
         entry = self._moments[name]
         if entry.side == "output" or name == self._groups[name][0]:
-            rows = masked_rows(input_rows(self._layers[name], inputs), self._mask)
+            rows = masked_rows(input_rows(self._layers[name], inputs), self._masks)
             entry.tokens += rows.shape[0]
             if entry.side == "output":
                 lengths = torch.linalg.vector_norm(rows, dim=1, dtype=torch.promote_types(rows.dtype, torch.float32))
@@ -73,10 +73,9 @@ class Collector:
         self._read[name].append(version_of(inputs))
 
     @contextlib.contextmanager
-    def batch(self, index: int, mask: Tensor | None) -> Iterator[None]:
-        """Inside the block one batch runs, of this number and these real tokens (B, T); None where all are real."""
-        self._batch = index
-        self._mask = None if mask is None or bool(mask.all()) else mask  # rows need no copy where none is left out
+    def batch(self, index: int, masks: Sequence[Tensor]) -> Iterator[None]:
+        """Inside the block one batch runs, of this number and with these `row_masks`."""
+        self._batch, self._masks = index, masks
         self._read = {name: [] for name in self._layers}
         yield
         for name, group in self._groups.items():
@@ -90,7 +89,7 @@ class Collector:
         for (name, _), gradient in zip(self._outputs, gradients, strict=True):
             moment = self._moments[name].gradient_moment
             if gradient is not None and moment is not None:  # a layer the loss does not reach has no gradient
-                self._sum(name, moment, masked_rows(output_rows(self._layers[name], gradient), self._mask))
+                self._sum(name, moment, masked_rows(output_rows(self._layers[name], gradient), self._masks))
         self._outputs.clear()
 
     def finish(self) -> Moments:
@@ -109,7 +108,7 @@ class Collector:
         layer = self._layers[name]
         if outputs.dtype.itemsize < 4:  # half precision has rounded the output: take the product again
             return _product(rows, weight_matrix(layer))
-        products, bias = masked_rows(output_rows(layer, outputs), self._mask), bias_of(layer)
+        products, bias = masked_rows(output_rows(layer, outputs), self._masks), bias_of(layer)
         return products if bias is None else products - bias
 
     def _sum(self, name: str, moment: Tensor, rows: Tensor) -> None:

@@ -14,10 +14,17 @@ Batch = Mapping[str, Any] | Tensor | tuple[Any, ...] | list[Any]
 
 
 def call_model(model: nn.Module, batch: Batch) -> Any:
-    """Calls `model(**batch)` for a mapping, `model(*batch)` for a tuple or list, `model(batch)` for a tensor."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(batch) if isinstance(batch, Tensor) else model(*batch)
+    """Calls `model(**batch)` for a mapping, `model(*batch)` for a tuple or list, `model(batch)` for a tensor.
+
+    An encoder-decoder that has to make its decoder's inputs up is a FlexrankError: which of them are real is unknown.
+    """
+    if not isinstance(batch, Mapping):
+        return model(batch) if isinstance(batch, Tensor) else model(*batch)
+    output = model(**batch)
+    if getattr(output, "encoder_last_hidden_state", None) is not None and batch.get("decoder_input_ids") is None:
+        right = "give decoder_input_ids, and decoder_attention_mask where they are padded"
+        raise FlexrankError(f"{type(model).__name__} has a decoder, and the batch has nothing for it; {right}")
+    return output
 
 
 def token_mask(batch: Batch) -> Tensor | None:
@@ -28,8 +35,44 @@ def token_mask(batch: Batch) -> Tensor | None:
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if mask is None:
         return None
+    return _checked(mask, "attention_mask")
+
+
+def output_mask(batch: Batch) -> Tensor | None:
+    """The (B, T) mask of the rows that a model returns: a decoder's, where the batch has `decoder_input_ids`.
+
+    Without a `decoder_attention_mask` all of a decoder's tokens are real.
+    """
+    if not isinstance(batch, Mapping) or batch.get("decoder_input_ids") is None:
+        return token_mask(batch)
+    mask = batch.get("decoder_attention_mask")
+    return _checked(torch.ones_like(batch["decoder_input_ids"]) if mask is None else mask, "decoder_attention_mask")
+
+
+def row_masks(batch: Batch) -> list[Tensor]:
+    """The masks that leave rows out, of an encoder's and of a decoder's tokens; rows belong to the one of their number.
+
+    Raises:
+        FlexrankError: encoder and decoder have as many tokens, and other ones of them are real.
+    """
+    last = output_mask(batch)
+    if last is None:
+        return []
+    first = token_mask(batch)
+    if first is None:
+        assert isinstance(batch, Mapping)
+        first = torch.ones_like(batch["input_ids"], dtype=torch.bool) if "input_ids" in batch else last
+    if first.numel() == last.numel() and not torch.equal(first, last):
+        raise FlexrankError(
+            f"attention_mask and decoder_attention_mask are both {tuple(last.shape)} and differ: a layer's rows do not "
+            "tell whose they are; pad one of the two to another length"
+        )
+    return [mask for mask in (first, last)[: 1 + (first.numel() != last.numel())] if not bool(mask.all())]
+
+
+def _checked(mask: Tensor, key: str) -> Tensor:
     if mask.ndim != 2:
-        raise FlexrankError(f"attention_mask has shape {tuple(mask.shape)}; expected (batch, tokens)")
+        raise FlexrankError(f"{key} has shape {tuple(mask.shape)}; expected (batch, tokens)")
     return mask.bool()
 
 

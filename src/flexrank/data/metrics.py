@@ -16,6 +16,7 @@ from flexrank.data.batches import (
     eval_mode,
     mean_pool,
     model_device,
+    output_mask,
     output_tensor,
     to_device,
     token_mask,
@@ -102,7 +103,7 @@ def _outputs(model: nn.Module, batches: Iterable[Batch]) -> Iterator[tuple[objec
 def _require_finite(output: Tensor, batch: Batch, number: int) -> None:
     if bool(torch.isfinite(output).all()):
         return
-    mask = token_mask(batch)  # outputs at padding are never read, so they may be anything
+    mask = output_mask(batch)  # outputs at padding are never read, so they may be anything
     if mask is None or output.shape[:2] != mask.shape or not bool(torch.isfinite(output[mask]).all()):
         raise FlexrankError(f"batch {number}: the model's output is not finite (NaN or infinity); check its weights")
 

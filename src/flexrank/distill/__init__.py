@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flexrank.data.batches import Batch, call_model, eval_mode, model_device, to_device
-from flexrank.distill.objectives import Objective, default_objective
+from flexrank.distill.objectives import Objective, default_objective, describe
 from flexrank.distill.schedule import Feed, Schedule
 from flexrank.distill.state import State
 from flexrank.distill.step import Step, Targets, make_optimizer, trainable_parameters, training, used_components
@@ -106,7 +106,7 @@ def distill_(
     settings = {
         **dataclasses.asdict(schedule), "weight_decay": weight_decay, "accumulation": accumulation,
         "max_norm": max_norm, "autocast": str(autocast), "train_embeddings": train_embeddings,
-        "objective": repr(objective), "profiles": digest_json(profiles),
+        "objective": describe(objective), "profiles": digest_json(profiles),
         "teacher": _identity(teacher) if checkpoint else None,
     }  # fmt: skip
     with used_components(model, profiles):

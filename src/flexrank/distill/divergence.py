@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 #: Logits of one chunk, on a CPU and elsewhere: a CPU keeps its few float32 copies, 512 KiB each, in its cache.
 CPU_CHUNK, LARGE_CHUNK = 2**17, 2**24
@@ -48,11 +47,11 @@ def _divergence(
 ) -> tuple[Tensor, Tensor | None]:
     """Σ KL(softmax(t/T) ‖ softmax(s/T)) over rows, float64, and T times its gradient, softmax(s/T) − softmax(t/T)."""
     log_student, log_teacher = _log_probability(student, temperature), _log_probability(teacher, temperature)
-    if not wants_gradient:  # one pass in place of five
-        return functional.kl_div(log_student, log_teacher, reduction="sum", log_target=True).double(), None
     probability = log_teacher.exp()
-    total = (probability * (log_teacher - log_student)).sum(dtype=torch.float64)
-    return total, log_student.exp_().sub_(probability)
+    # A class that the teacher rules out adds nothing, whatever the student gives it; 0 times -inf would be NaN.
+    surprise = probability * (log_teacher - log_student).masked_fill_(probability == 0, 0)
+    total = surprise.sum(dtype=torch.float64)
+    return total, log_student.exp_().sub_(probability) if wants_gradient else None
 
 
 def _lumped_divergence(

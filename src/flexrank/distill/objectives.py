@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flexrank.data.batches import Batch, mean_pool, output_tensor, token_mask
+from flexrank.data.batches import Batch, mean_pool, output_mask, output_tensor, token_mask
 from flexrank.distill.divergence import likeliest, mean_divergence
 from flexrank.errors import FlexrankError
 
@@ -98,7 +98,7 @@ class FeatureObjective:
     def loss(self, output: Any, target: Tensor, batch: Batch) -> Tensor:
         """See the class."""
         hidden = output_tensor(output)
-        return _relative_error(hidden, target, token_mask(batch) if hidden.ndim == 3 else None)
+        return _relative_error(hidden, target, output_mask(batch) if hidden.ndim == 3 else None)
 
     def fisher_loss(self, output: Any, batch: Batch) -> Tensor:
         """Random normal projection of the features."""
@@ -119,13 +119,21 @@ def objective_for(
     raise FlexrankError(f"task {task!r} is unknown; it is language, classification, embedding or features")
 
 
+def describe(objective: Objective | None) -> str:
+    """What a checkpoint knows an objective by, alike in every process: its class, and its settings."""
+    if objective is None or dataclasses.is_dataclass(objective):
+        return repr(objective)
+    settings = {name: str(value) for name, value in vars(objective).items() if isinstance(value, str | int | float)}
+    return f"{type(objective).__module__}.{type(objective).__qualname__}{settings}"
+
+
 def default_objective(output: Any) -> Objective:
     """The objective that fits a model's output: divergence where it has logits, relative error of features else."""
     return FeatureObjective() if getattr(output, "logits", None) is None else LogitObjective()
 
 
 def _real_rows(values: Tensor, batch: Batch) -> Tensor:
-    mask = token_mask(batch)
+    mask = output_mask(batch)
     if values.ndim == 3 and mask is not None and values.shape[:2] == mask.shape and not bool(mask.all()):
         return values[mask.to(values.device)]
     return values.flatten(0, -2)

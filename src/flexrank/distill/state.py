@@ -13,6 +13,9 @@ from flexrank.distill.schedule import Feed
 from flexrank.errors import FlexrankError
 from flexrank.files import directory_aside, read_json, write_json
 
+#: Begins the name of a tensor that is a part of a data loader's state; in JSON the name is its stand-in.
+LOADER = "//loader/"
+
 
 @dataclasses.dataclass
 class State:
@@ -49,7 +52,8 @@ class State:
             tensors[name] = parameter.detach()
             for key, value in self.optimizer.state[parameter].items():
                 tensors[f"{name}//{key}"] = value
-        progress = {"losses": self.losses, "choices": self.choices, "feed": self.feed.state()}
+        feed = _without_tensors(self.feed.state(), tensors)
+        progress = {"losses": self.losses, "choices": self.choices, "feed": feed}
         with directory_aside(self.path, "state.json") as aside:
             safetensors.torch.save_file(tensors, aside / "state.safetensors")
             write_json(aside / "state.json", {"settings": self.settings, **progress})
@@ -62,7 +66,8 @@ class State:
             if there != value:
                 raise FlexrankError(f"{path}: was written with {key}={there}, not {value}; remove it or change back")
         with safetensors.safe_open(path / "state.safetensors", framework="pt") as file:
-            keys = set(file.keys())
+            keys = {key for key in file.keys() if not key.startswith(LOADER)}  # noqa: SIM118
+            state["feed"] = _with_tensors(state["feed"], file)
             for name in {key for key in keys if "//" not in key} ^ self.trainable.keys():
                 what = "no trainable parameter" if name in self.trainable else "a parameter not trained here,"
                 raise FlexrankError(f"{path}: holds {what} {name!r}; it belongs to another run")
@@ -81,3 +86,23 @@ class State:
         else:
             shapes = f"{tuple(tensor.shape)}, not {tuple(parameter.shape)}"
             raise FlexrankError(f"{self.path}: parameter {name!r} is {shapes}; it belongs to another model")
+
+
+def _without_tensors(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """The value with names in place of its tensors, which are put into `tensors`."""
+    if isinstance(value, Tensor):
+        name = f"{LOADER}{len(tensors)}"
+        tensors[name] = value.contiguous()
+        return name
+    if isinstance(value, Mapping):
+        return {key: _without_tensors(one, tensors) for key, one in value.items()}
+    return [_without_tensors(one, tensors) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _with_tensors(value: Any, file: Any) -> Any:
+    """The inverse of `_without_tensors`; tuples come back as lists."""
+    if isinstance(value, str) and value.startswith(LOADER):
+        return file.get_tensor(value)
+    if isinstance(value, dict):
+        return {key: _with_tensors(one, file) for key, one in value.items()}
+    return [_with_tensors(one, file) for one in value] if isinstance(value, list) else value

@@ -3,7 +3,8 @@
 Every function computes in float64 whatever comes in, and returns float64: the caller casts once, at the end.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -113,6 +114,18 @@ def gram_of(rows: Float[Tensor, "t n"]) -> Float[Tensor, "n n"]:
     add_gram(gram, rows)
     mirror(gram)
     return gram
+
+
+@contextlib.contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Inside the block products are those of the tensors' own dtype: no autocast, no TF32 or bfloat16 for float32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def add_gram(moment: Float[Tensor, "n n"], rows: Float[Tensor, "t n"]) -> None:

@@ -5,6 +5,7 @@
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -114,11 +115,12 @@ def output_rows(layer: nn.Module, outputs: Tensor) -> Tensor:
     return rows.reshape(-1, rows.shape[-1])
 
 
-def masked_rows(rows: Tensor, mask: Tensor | None) -> Tensor:
-    """The rows whose tokens the (B, T) mask marks as real.
+def masked_rows(rows: Tensor, masks: Iterable[Tensor]) -> Tensor:
+    """The rows whose tokens are real by the (B, T) mask that has one entry for each of them.
 
-    Where there is not one row for each entry of the mask (pooled vectors, patches of an image), all rows are kept.
+    Where no mask has as many entries (pooled vectors, patches of an image), all rows are kept.
     """
-    if mask is None or len(rows) != mask.numel():
-        return rows
-    return rows[mask.reshape(-1).to(rows.device)]
+    for mask in masks:
+        if len(rows) == mask.numel():
+            return rows[mask.reshape(-1).to(rows.device)]
+    return rows

@@ -36,6 +36,8 @@ class DataConfig(Section):
     probe: Count = 192
     training: Count = 4096
     evaluation: Count = 512  # for the table's qualities alone; of `stdlib-docs` pairs of a docstring's two parts
+    # Of the held-out samples, by hash: settings are chosen on one, tables show the other. None takes all.
+    half: Literal["tuning", "reporting"] | None = None
     max_tokens: Annotated[int, Field(ge=2)] = 128  # that a text is cut to (embedding), or that a block holds (language)
     batch_size: Count = 32  # per forward pass, outside training
 

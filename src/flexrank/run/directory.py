@@ -4,10 +4,11 @@
     RUN/stages/STAGE.json     fingerprint and seconds of a finished stage, and checksums of the files it wrote
     RUN/partial/              checkpoints of interrupted stages
 
-A stage's fingerprint covers the configuration and the files it reads, the version of flexrank, and the fingerprints of
+A stage's fingerprint covers the configuration and the files it reads, the code of its rooms, and the fingerprints of
 the stages it needs. A changed key thus runs its stage and those below it again, and no other.
 """
 
+import ast
 import contextlib
 import fcntl
 import functools
@@ -155,6 +156,10 @@ class RunDirectory:
         self._partial.mkdir(exist_ok=True)
         return self._partial / f"{stage}-{fingerprint[:16]}{ending}"
 
+    def fingerprint_of(self, stage: str) -> str | None:
+        """The fingerprint that a finished stage was recorded with; None for one that is not finished."""
+        return self._read_record(stage).get("fingerprint")
+
     def remove_stale(self, fingerprints: Mapping[str, str]) -> None:
         """Removes from partial/ all but the checkpoints that unfinished stages of these fingerprints resume from."""
         unfinished = {
@@ -183,12 +188,36 @@ class RunDirectory:
         return read_json(path) if path.is_file() else {}
 
 
-def fingerprint(stage: str, config: RunConfig, keys: Sequence[str], needs: Sequence[str], more: Any = None) -> str:
-    """SHA-256 over dotted keys of the configuration, the fingerprints of stages it needs, and what `more` it reads."""
+def fingerprint(
+    stage: str, config: RunConfig, keys: Sequence[str], needs: Sequence[str], rooms: Sequence[str], more: Any = None
+) -> str:
+    """SHA-256 over what a stage depends on.
+
+    That is dotted keys of the configuration, the fingerprints of the stages it needs, the code of rooms of the package,
+    and what `more` it reads.
+    """
     values = config.model_dump(mode="json")
     read = {key: functools.reduce(operator.getitem, key.split("."), values) for key in keys}
     parts = {"stage": stage, "version": metadata.version("flexrank"), "config": read, "needs": list(needs)}
-    return digest_json(parts | {"more": more})
+    return digest_json(parts | {"code": [code_digest(room) for room in rooms], "more": more})
+
+
+@functools.cache
+def code_digest(room: str) -> str:
+    """SHA-256 of the code of a room of the package, without comments, docstrings and layout."""
+    root = Path(__file__).parents[1]
+    files = [*root.glob(f"{room}.py"), *sorted((root / room).rglob("*.py"))]
+    return digest_json([_dump(file.read_text(encoding="utf8")) for file in files])
+
+
+def _dump(source: str) -> str:
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        first = body[0] if isinstance(body, list) and body else None
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+            body[0] = ast.Pass()  # a docstring
+    return ast.dump(tree)
 
 
 def identity(path: str | Path) -> Any:

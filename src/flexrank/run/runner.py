@@ -29,6 +29,7 @@ class Stage:
 
     name: str
     work: Callable[[Workspace, str], Sequence[str] | None]  # takes the stage's fingerprint; may return more outputs
+    rooms: tuple[str, ...]  # of the package, whose code it runs
     keys: tuple[str, ...]  # of the configuration, dotted, beside those of the stages it needs
     needs: tuple[str, ...]  # stages whose files it reads
     outputs: tuple[str, ...]  # files and directories of the run directory
@@ -37,35 +38,37 @@ class Stage:
 
 
 _DEPLOYED = ("deployment.dtype", "deployment.slack")
+_HELD_OUT = ("data.evaluation", "data.half")
 _DATA = ("data.source", "data.path", "data.separator", "data.max_tokens", "data.batch_size", "data.calibration")
 STAGES = (
     Stage(
-        "decompose", stages.decompose, ("model", "task", "dtype", "seed", *_DATA, "layers", "decomposition"),
-        (), ("elastic_initial",),
+        "decompose", stages.decompose, ("calibrate", "decompose", "nn", "data"),
+        ("model", "task", "dtype", "seed", *_DATA, "layers", "decomposition"), (), ("elastic_initial",),
     ),
     Stage(
-        "probe", stages.probe,
+        "probe", stages.probe, ("probe", "distill", "nn", "profiles"),
         ("data.probe", "probe", "distillation.temperature"), ("decompose",), ("sensitivity.json",),
     ),
-    Stage("allocate", stages.allocate, ("allocation",), ("probe",), ("chain.json",)),
+    Stage("allocate", stages.allocate, ("allocate", "profiles"), ("allocation",), ("probe",), ("chain.json",)),
     Stage(
-        "distill", stages.distill, ("distillation", "data.training"), ("decompose", "allocate"),
-        ("elastic", "history.json"),
+        "distill", stages.distill, ("distill", "nn", "data"), ("distillation", "data.training"),
+        ("decompose", "allocate"), ("elastic", "history.json"),
     ),
-    Stage("slack", stages.slack, _DEPLOYED, ("distill",), ("slack.json",)),
+    Stage("slack", stages.slack, ("deployment", "nn", "profiles"), _DEPLOYED, ("distill",), ("slack.json",)),
     Stage(
-        "evaluate_initial", stages.evaluate_initial, ("data.evaluation", "distillation.steps"),
+        "evaluate_initial", stages.evaluate_initial, ("data", "nn"), (*_HELD_OUT, "distillation.steps"),
         ("decompose", "allocate"), ("evaluation_initial.json",),
     ),
     Stage(
-        "evaluate", stages.evaluate, ("data.evaluation", "evaluation"), ("slack",), ("evaluation.json",), is_timed=True
+        "evaluate", stages.evaluate, ("data", "deployment", "nn"), (*_HELD_OUT, "evaluation"), ("slack",),
+        ("evaluation.json",), is_timed=True,
     ),
     Stage(
-        "deploy", stages.export_all, ("deployment", "evaluation.latency_batch_size", "data.evaluation"), ("slack",),
-        ("deployed.json",),
+        "deploy", stages.export_all, ("artefacts", "deployment", "hf"),
+        ("deployment", "evaluation.latency_batch_size", *_HELD_OUT), ("slack",), ("deployed.json",),
     ),
     Stage(
-        "report", stages.summarise, ("name",), ("evaluate_initial", "evaluate", "deploy"),
+        "report", stages.summarise, ("run",), ("name",), ("evaluate_initial", "evaluate", "deploy"),
         ("summary.json",), ("figures", "report.md", "report.html"),
     ),
 )  # fmt: skip
@@ -113,24 +116,32 @@ def run_stages(config: RunConfig, until: str = "report") -> Outcome:
     return Outcome(directory.path, tuple(executed), tuple(skipped), work)
 
 
-def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None = None) -> dict[str, Any]:
+def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None = None, tune: int = 0) -> dict[str, Any]:
     """Exports one size of a consolidated run, verified in a fresh process.
 
     Args:
         outcome: of `run_stages(config, "slack")`.
         limits: `budget`, `max_params`, `max_bytes`, `max_latency_ms`; at least one.
         place: where to write; RUN/exports/LIMITS by default.
+        tune: steps of distillation of this size alone, before it is exported; the elastic artefact stays as it is.
+
+    Returns:
+        What was asked, where it is, its sizes; with `tune` its `quality`, tuned, and that of the `shared` weights.
 
     Raises:
         FlexrankError: no profile is within the limits, or the export does not load; nothing is written then.
     """
     work = outcome.workspace
-    name = "-".join(f"{key}-{limit}" for key, limit in limits.items())
+    name = "-".join(f"{key}-{limit}" for key, limit in (*limits.items(), *[("tune", tune)] * bool(tune)))
     with work.directory.locked(), _clear_disk_errors(work, "deploy"):
         sizes = Sizes(work)
         profile = sizes.within(limits)
-        place = place or work.directory / "exports" / name
-        return {**limits, **export_size(sizes, sizes.deployed(profile), profile, place)}
+        place, qualities = place or work.directory / "exports" / name, {}
+        if tune:
+            shared = work.judge(sizes.deployed(profile))
+            sizes.tune_(profile, tune)
+            qualities = {"shared": shared, "quality": work.judge(sizes.deployed(profile))}
+        return {**limits, **export_size(sizes, sizes.deployed(profile), profile, place), **qualities}
 
 
 def fingerprints(config: RunConfig, source: str) -> dict[str, str]:
@@ -142,7 +153,7 @@ def fingerprints(config: RunConfig, source: str) -> dict[str, str]:
     read, prints = {"decompose": sources, "probe": rule(config)}, dict[str, str]()
     for stage in STAGES:
         needs = [prints[name] for name in stage.needs]
-        prints[stage.name] = fingerprint(stage.name, config, stage.keys, needs, read.get(stage.name))
+        prints[stage.name] = fingerprint(stage.name, config, stage.keys, needs, stage.rooms, read.get(stage.name))
     return prints
 
 

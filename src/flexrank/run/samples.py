@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flexrank.data.batches import Batch
+from flexrank.data.halves import items_of, places_of
 from flexrank.data.images import Scaling, channels_first, read_images
 from flexrank.data.metrics import embed, mean_cosine, nats_per_token, predict, retrieval_mrr
 from flexrank.data.text import SPLITS, Tokenizer, read_texts, sentence_batches, stdlib_corpus, token_blocks
@@ -63,7 +64,8 @@ def _text_samples(config: RunConfig, tokenizer: Tokenizer) -> Samples:
     """Padded texts for encoders, and qualities `cosine` to the teacher and, where the data has pairs, `mrr`."""
     data = config.data
     calibration, training, queries, documents = _split_texts(config)
-    held_out = [*queries[: data.evaluation], *documents[: data.evaluation]]
+    chosen = items_of(data.half, range(len(queries)), lambda index: queries[index])[: data.evaluation]
+    held_out = [part[index] for part in (queries, documents) if part for index in chosen]
 
     def batches(texts: Sequence[str], batch_size: int = data.batch_size, seed: int | None = None) -> Sequence[Batch]:
         return sentence_batches(tokenizer, texts, batch_size, data.max_tokens, seed)
@@ -99,7 +101,8 @@ def _block_samples(config: RunConfig, tokenizer: Tokenizer) -> Samples:
             raise FlexrankError(f"{part} part of the data: {error}") from error
         return batch["input_ids"][_shuffled(len(batch["input_ids"]), config.seed)]  # so that any first part is fair
 
-    held_out = blocks("evaluation", evaluation)[: data.evaluation]
+    held_out = blocks("evaluation", evaluation)
+    held_out = held_out[places_of(data.half, held_out)][: data.evaluation]
 
     def batches(rows: Tensor, batch_size: int = data.batch_size) -> list[Batch]:
         return [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in rows.split(batch_size)]
@@ -115,7 +118,7 @@ def _block_samples(config: RunConfig, tokenizer: Tokenizer) -> Samples:
 def _image_samples(config: RunConfig, images: Tensor, labels: Tensor) -> Samples:
     """Images (N, C, H, W) of classes (N,), and qualities `accuracy`, and `agreement` with the teacher."""
     calibration, training, held_out = _split(_shuffled(len(images), config.seed))
-    held_out = held_out[: config.data.evaluation]
+    held_out = held_out[places_of(config.data.half, images[held_out])][: config.data.evaluation]
 
     def batches(rows: Tensor, batch_size: int = config.data.batch_size) -> list[Batch]:
         return [{"pixel_values": images[part]} for part in rows.split(batch_size)]

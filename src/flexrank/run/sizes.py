@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,13 +14,14 @@ from flexrank.calibrate import collect_rows
 from flexrank.deployment import deploy, deployed_parameters_of, entry_within_latency, export, find_slack
 from flexrank.deployment.process import in_fresh_process
 from flexrank.errors import FlexrankError
-from flexrank.files import directory_bytes, read_json
+from flexrank.files import digest_json, directory_bytes, read_json
 from flexrank.hf import models
 from flexrank.nn.switch import footprint, layer_shapes, nested_layers
 from flexrank.profiles import ChainEntry, RankProfile, SlackTable
 from flexrank.profiles.costs import Shape, dense_parameters, deployed_parameters
 from flexrank.run.config import load_config
 from flexrank.run.directory import RunDirectory
+from flexrank.run.training import train_
 from flexrank.run.workspace import Workspace
 
 log = logging.getLogger("flexrank")
@@ -47,6 +49,19 @@ class Sizes:
     def deployed(self, profile: Mapping[str, int]) -> nn.Module:
         """The plain model at this profile, in the dtype of deployment."""
         return deploy(self.model, profile, dtype=self.work.deployed_dtype, slack=self.slack_for(profile))
+
+    def tune_(self, profile: RankProfile, steps: int) -> None:
+        """Trains this size alone, from the elastic weights; other sizes of `model` are then of no use.
+
+        Interrupted, the same call resumes from a checkpoint in RUN/tuning.
+        """
+        directory = self.work.directory
+        name = digest_json([dict(profile), steps, directory.fingerprint_of("distill")])[:16]
+        checkpoint = directory / "tuning" / name
+        checkpoint.parent.mkdir(exist_ok=True)
+        train_(self.work, self.model, [profile], steps, checkpoint)
+        self._slack = choose_slack(self.work, self.model, [profile])
+        shutil.rmtree(checkpoint.parent)
 
     def within(self, limits: Mapping[str, float]) -> RankProfile:
         """The largest profile within `budget`, `max_params`, `max_bytes` and `max_latency_ms`, those that are given."""

@@ -4,14 +4,12 @@ A stage reads the configuration and the files of the stages it needs, and writes
 passes between stages in memory but what a file would give again to the same bits.
 """
 
-import contextlib
 import copy
 import importlib.util
 import logging
 import shutil
 from typing import Any
 
-import torch
 from torch import nn
 
 from flexrank.allocate import allocate_ranks
@@ -19,10 +17,9 @@ from flexrank.artefacts.elastic import save_elastic
 from flexrank.calibrate import Side, collect_moments
 from flexrank.decompose import decompose_, decompose_by_block_
 from flexrank.deployment.process import in_fresh_process
-from flexrank.distill import distill_, distillation_evaluator
+from flexrank.distill import distillation_evaluator
 from flexrank.errors import FlexrankError
 from flexrank.files import read_json, write_json
-from flexrank.hf import models
 from flexrank.nn.matrix import matrix_shape
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import footprint, full_profile, layer_shapes, nested_layers, use_profile
@@ -34,6 +31,7 @@ from flexrank.run import report
 from flexrank.run.candidates import require_reachable_budgets, rule
 from flexrank.run.measure import latency_ratios
 from flexrank.run.sizes import Sizes, choose_slack, evaluate_size, export_size
+from flexrank.run.training import log_losers, probe_losses, train_
 from flexrank.run.workspace import Workspace
 
 log = logging.getLogger("flexrank")
@@ -92,27 +90,11 @@ def distill(work: Workspace, fingerprint: str) -> None:
     chain = read_chain(work)
     history: dict[str, Any] = {"steps": 0, "losses": [], "budgets": []}
     if settings.steps:
-        budgets = list(chain.budgets)
-        short_texts = work.config.task == "embedding" and work.device.type == "cpu"
-        with models.eager_attention(model) if short_texts else contextlib.nullcontext():
-            done = distill_(
-                model,
-                work.base,
-                work.samples.training,
-                chain,
-                objective=work.objective(settings.hidden_weight, settings.top_k),
-                steps=settings.steps,
-                learning_rate=settings.learning_rate,
-                warmup_steps=settings.warmup_steps,
-                weights=None if settings.weights is None else settings.weights[::-1],  # the chain is rising
-                weight_decay=settings.weight_decay,
-                accumulation=settings.accumulation,
-                max_norm=settings.max_norm,
-                autocast=autocast_dtype(settings.autocast, work.device),
-                seed=work.config.seed,
-                checkpoint=work.directory.partial("distill", fingerprint),
-                checkpoint_every=settings.checkpoint_every,
-            )
+        profiles, budgets = [entry.profile for entry in chain.requested], list(chain.budgets)
+        before = probe_losses(work, model, profiles)
+        weights = None if settings.weights is None else settings.weights[::-1]  # the chain is rising
+        done = train_(work, model, chain, settings.steps, work.directory.partial("distill", fingerprint), weights)
+        log_losers(budgets, before, probe_losses(work, model, profiles))
         history = {"steps": done.steps, "losses": done.losses, "budgets": [budgets[i] for i in done.profiles]}
     save_elastic(model, chain, work.directory / "elastic", tokenizer=work.tokenizer)
     write_json(work.directory / "history.json", history)
@@ -233,16 +215,3 @@ def require_fitting_inputs(work: Workspace) -> None:
         if shape != wanted:
             place = f"data.path {work.config.data.path}: images are {shape}"
             raise FlexrankError(f"{place} (channels, height, width); this model takes {wanted}")
-
-
-def autocast_dtype(choice: str, device: torch.device) -> torch.dtype | None:
-    """What consolidation computes in: `auto` is bfloat16 where the hardware has it, else the model's own dtype."""
-    if choice == "auto":
-        if device.type == "cuda":
-            has_units = torch.cuda.is_bf16_supported()
-        else:
-            # Older versions of torch have no such function.
-            features: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-            has_units = bool(features.get("avx512_bf16") or features.get("amx_bf16"))
-        choice = "bfloat16" if has_units else "off"
-    return torch.bfloat16 if choice == "bfloat16" else None

@@ -1,0 +1,39 @@
+"""A held-out set in two halves, by hash and thus once: settings are chosen on one, tables show the other."""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from flexrank.errors import FlexrankError
+
+Item = TypeVar("Item")
+Half = Literal["tuning", "reporting"]
+HALVES: tuple[Half, Half] = ("tuning", "reporting")
+
+
+def half_of(content: str | Tensor) -> Half:
+    """The half of a text, or of a sample's numbers: alike in every process, whatever else the set holds."""
+    data = content.encode() if isinstance(content, str) else content.detach().cpu().contiguous().numpy().tobytes()
+    return HALVES[hashlib.sha256(data).digest()[0] % 2]
+
+
+def items_of(
+    half: Half | None, items: Iterable[Item], content: Callable[[Item], Any] = lambda item: item
+) -> list[Item]:
+    """The items of a half, in their order, by the `content` of each; None keeps all.
+
+    Raises:
+        FlexrankError: none is left.
+    """
+    kept = [item for item in items if half is None or half_of(content(item)) == half]
+    if not kept:
+        raise FlexrankError(f"no sample is in the {half} half; give more held-out data")
+    return kept
+
+
+def places_of(half: Half | None, rows: Tensor) -> Tensor:
+    """The indices (k,) of a half's rows; as `items_of`."""
+    return torch.tensor(items_of(half, range(len(rows)), rows.__getitem__))

@@ -1,0 +1,75 @@
+"""How a run trains its elastic model: all sizes together, or one of them alone before it is exported."""
+
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from flexrank.distill import Profiles, TrainingHistory, distill_, distillation_evaluator
+from flexrank.hf import models
+from flexrank.nn.switch import use_profile
+from flexrank.run.workspace import Workspace
+
+log = logging.getLogger("flexrank")
+
+
+def train_(
+    work: Workspace, model: nn.Module, profiles: Profiles, steps: int, checkpoint: Path, weights: Any = None
+) -> TrainingHistory:
+    """Distils the base model into these profiles by the run's settings; the warm-up is the same part of the steps."""
+    settings = work.config.distillation
+    short_texts = work.config.task == "embedding" and work.device.type == "cpu"
+    with models.eager_attention(model) if short_texts else contextlib.nullcontext():
+        return distill_(
+            model,
+            work.base,
+            work.samples.training,
+            profiles,
+            objective=work.objective(settings.hidden_weight, settings.top_k),
+            steps=steps,
+            learning_rate=settings.learning_rate,
+            warmup_steps=round(settings.warmup_steps * steps / max(1, settings.steps)),
+            weights=weights,
+            weight_decay=settings.weight_decay,
+            accumulation=settings.accumulation,
+            max_norm=settings.max_norm,
+            autocast=autocast_dtype(settings.autocast, work.device),
+            seed=work.config.seed,
+            checkpoint=checkpoint,
+            checkpoint_every=settings.checkpoint_every,
+        )
+
+
+def probe_losses(work: Workspace, model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> list[float]:
+    """The distillation loss at each profile, a mean over the probe's samples."""
+    evaluate, losses = distillation_evaluator(work.base, work.samples.probe, work.objective()), []
+    for profile in profiles:
+        with use_profile(model, profile):
+            losses.append(evaluate(model))
+    return losses
+
+
+def log_losers(budgets: Sequence[float], before: Sequence[float], after: Sequence[float]) -> None:
+    """Says in one line which sizes are further from the base model than before consolidation."""
+    worse = [f"{budget:g}" for budget, old, new in zip(budgets, before, after, strict=True) if new > old]
+    if worse:
+        log.warning("distill: further from the base model than before, on the probe's samples: %s", ", ".join(worse))
+    else:
+        log.info("distill: every size is nearer to the base model than before, on the probe's samples")
+
+
+def autocast_dtype(choice: str, device: torch.device) -> torch.dtype | None:
+    """What consolidation computes in: `auto` is bfloat16 where the hardware has it, else the model's own dtype."""
+    if choice == "auto":
+        if device.type == "cuda":
+            has_units = torch.cuda.is_bf16_supported()
+        else:
+            # Older versions of torch do not tell.
+            features: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+            has_units = bool(features.get("avx512_bf16") or features.get("amx_bf16"))
+        choice = "bfloat16" if has_units else "off"
+    return torch.bfloat16 if choice == "bfloat16" else None

@@ -102,8 +102,8 @@ class _Trial:
         space = self.bench.space
         if budget is None:
             return copy.deepcopy(space.base)
-        profile, options = self.bench.chain.at(budget), {"activations": self.rows, "base": space.base}
-        return deploy(self.elastic, profile, dtype=space.deployed_dtype, slack=space.config.deployment.slack, **options)
+        profile, slack = self.bench.chain.at(budget), space.config.deployment.slack
+        return deploy(self.elastic, profile, dtype=space.deployed_dtype, slack=slack, activations=self.rows)
 
     @functools.cached_property
     def rows(self) -> dict[str, Tensor]:

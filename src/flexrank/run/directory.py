@@ -213,10 +213,9 @@ def code_digest(room: str) -> str:
 def _dump(source: str) -> str:
     tree = ast.parse(source)
     for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        first = body[0] if isinstance(body, list) and body else None
-        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-            body[0] = ast.Pass()  # a docstring
+        match getattr(node, "body", None):
+            case [ast.Expr(ast.Constant()), *_] as body:
+                body[0] = ast.Pass()  # a docstring
     return ast.dump(tree)
 
 

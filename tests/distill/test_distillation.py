@@ -169,7 +169,7 @@ def test_profiles_are_drawn_in_proportion_and_evenly() -> None:
 
 
 def test_the_rate_warms_up_and_falls_by_half_a_cosine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By hand, at the optimiser: steps of 2 to warm up and 4 to fall from .01 to .001."""
+    """By hand, at the optimiser: steps of 2 to warm up and 4 to fall from .01 to 0."""
     rates, take = [], torch.optim.AdamW.step
 
     def record(optimizer: torch.optim.AdamW, *arguments: object) -> object:
@@ -177,10 +177,10 @@ def test_the_rate_warms_up_and_falls_by_half_a_cosine(monkeypatch: pytest.Monkey
         return take(optimizer, *arguments)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", record)
-    teacher, settings = build("perceptron"), {"steps": 6, "learning_rate": 0.01, "final_learning_rate": 0.001}
+    teacher, settings = build("perceptron"), {"steps": 6, "learning_rate": 0.01}
     distill_(nest(build("perceptron")), teacher, batches("perceptron"), [SMALL], warmup_steps=2, **settings)
     half = 0.5**0.5
-    wanted = [0.005, 0.01, 0.01, 0.001 + 0.0045 * (1 + half), 0.0055, 0.001 + 0.0045 * (1 - half)]
+    wanted = [0.005, 0.01, 0.01, 0.005 * (1 + half), 0.005, 0.005 * (1 - half)]
     assert rates == [[pytest.approx(rate)] * 2 for rate in wanted]
 
 

@@ -57,7 +57,7 @@ def log_losers(budgets: Sequence[float], before: Sequence[float], after: Sequenc
     """Says in one line which sizes are further from the base model than before consolidation."""
     worse = [f"{budget:g}" for budget, old, new in zip(budgets, before, after, strict=True) if new > old]
     if worse:
-        log.warning("distill: further from the base model than before, on the probe's samples: %s", ", ".join(worse))
+        log.info("distill: further from the base model than before, on the probe's samples: %s", ", ".join(worse))
     else:
         log.info("distill: every size is nearer to the base model than before, on the probe's samples")
 

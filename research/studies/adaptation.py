@@ -44,7 +44,7 @@ def run(request: Request) -> Result:
     steps = FULL_STEPS if request.full else STEPS
     adapters = {"steps": steps, "held_out": HELD_OUT, "rank": RANK, "alpha": ALPHA, "learning_rate": LEARNING_RATE}
     slack = {"slack": bench.config.deployment.slack, "slack_steps": SLACK_STEPS, "multiple": ERROR_MULTIPLE}
-    key = {"adapters": adapters, "deployment": {"dtype": str(bench.space.deployed_dtype), **slack}}
+    key = {"adapters": adapters, "deployed": {"dtype": str(bench.space.deployed_dtype), **slack}}
     ledger = Ledger(request.work, identity_of(bench.config, TRAINED) | {"domain": identity(domain)} | key)
     trial = _Trial(bench, ledger, *_domain_blocks(bench, texts, str(domain)), steps)
     sizes = {BASE if at is None else f"{at:g}": trial.measure(at, request.seeds) for at in (None, *bench.budgets)}

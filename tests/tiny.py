@@ -211,6 +211,17 @@ def elastic(name: str) -> Any:
     return nest(build(name))
 
 
+@torch.no_grad()
+def with_sizes(model: nn.Module, budgets: tuple[float, ...] = (0.25, 0.8)) -> nn.Module:
+    """The elastic model, with vectors of its own for each of these sizes, drawn at random."""
+    entries = chain_of(model, budgets).entries
+    for name, layer in nested_layers(model).items():
+        layer.set_sizes_(sorted({entry.profile[name] for entry in entries}))
+        for vectors in layer.sizes.parameters():
+            vectors += 0.2 * torch.randn_like(vectors)
+    return model
+
+
 def chain_of(model: nn.Module, budgets: tuple[float, ...] = (0.25, 0.5, 0.8, 1.0)) -> ProfileChain:
     """A chain of equal shares of every layer's parameters; its predicted errors are made up."""
     shapes = {name: layer.matrix_shape for name, layer in nested_layers(model).items()}

@@ -21,7 +21,16 @@ from torch import Tensor, nn
 from flexrank.deployment.machine import forget_peak, interleave, median_ratio, resident_peak
 from flexrank.deployment.process import in_fresh_process
 from flexrank.distill.objectives import objective_for
-from flexrank.distill.step import Item, Step, Targets, make_optimizer, trainable_parameters, training, used_components
+from flexrank.distill.step import (
+    Item,
+    Step,
+    Targets,
+    make_optimizer,
+    set_sizes_,
+    trainable_parameters,
+    training,
+    used_components,
+)
 from flexrank.hf.models import Task, load_model
 from flexrank.nn.linalg import Factors
 from flexrank.nn.matrix import weight_matrix
@@ -106,6 +115,7 @@ def time_steps(
 
     take_target(0)
     step_of = functools.partial(stepping, teacher=teacher, targets=targets, item=(0, batch))
+    set_sizes_(elastic, profiles)
     with used_components(elastic, profiles), step_of(dense) as dense_step, step_of(elastic) as elastic_step:
         runs: list[Callable[[], object]] = [take_target, functools.partial(dense_step, {})]
         runs += [functools.partial(elastic_step, profile) for profile in profiles]
@@ -121,7 +131,7 @@ def time_steps(
 def stepping(model: nn.Module, teacher: nn.Module, targets: Targets, item: Item) -> Iterator[Callable[[Profile], None]]:
     """A step of the model on the batch, at a profile; at none, of a dense model."""
     trained = trainable_parameters(model)
-    step = Step(model, targets, trained, make_optimizer(trained, 1e-6), 1.0)
+    step = Step(model, targets, trained, make_optimizer(model, trained, 1e-6), 1.0)
 
     def take(profile: Profile) -> None:
         with use_profile(model, profile) if profile else contextlib.nullcontext():
@@ -154,6 +164,7 @@ def peak_of_step(described: Mapping[str, Any], dtype: str, which: str) -> int:
         if which != "dense":
             profiles = [full_profile(model)] if which == "full" else []
             profiles += [uniform_profile(model, budget) for budget in (min(BUDGETS), max(BUDGETS))]
+            set_sizes_(model, profiles)
             stack.enter_context(used_components(model, profiles))
         targets = targets_of(teacher, subject, dtype)
         take = stack.enter_context(stepping(model, teacher, targets, (None, batch)))

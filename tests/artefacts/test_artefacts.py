@@ -28,7 +28,7 @@ def factory_of(name):
 
 def saved_elastic(name, directory):
     """A saved elastic network: (directory, model, chain)."""
-    model = tiny.elastic(name)
+    model = tiny.with_sizes(tiny.elastic(name))
     chain = tiny.chain_of(model)
     with use_profile(model, chain.entries[0].profile):  # the active ranks do not matter
         save_elastic(model, chain, directory, factory=factory_of(name))

@@ -1,6 +1,7 @@
 """Consolidation: it learns, every profile is served, and a resumed run is the unbroken one to the bit."""
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch.nn import functional
 
 from flexrank.distill import distill_, distillation_evaluator
 from flexrank.distill.objectives import EmbeddingObjective, FeatureObjective, LogitObjective
-from flexrank.distill.schedule import Schedule
+from flexrank.distill.schedule import Schedule, UsualLosses
 from flexrank.errors import FlexrankError
 from flexrank.nn.switch import full_profile, nested_layers, use_profile
 from tiny import batch_for, build, chain_of, nest
@@ -67,6 +68,7 @@ def test_one_step_is_adamw_on_the_gradient_of_the_drawn_profile() -> None:
     teacher, model = build("perceptron"), nest(build("perceptron"))
     twin, data, profile = copy.deepcopy(model), batches("perceptron")[:2], SMALL
     settings = {"steps": 1, "learning_rate": 1e-2, "accumulation": 2, "max_norm": 0.1, "weight_decay": 0.3}
+    settings["method"] = "paper"
     distill_(model, teacher, data, [profile], objective=FeatureObjective(), **settings)
     matrices = [p for p in twin.parameters() if p.ndim > 1]
     vectors = [p for p in twin.parameters() if p.ndim <= 1]
@@ -86,6 +88,68 @@ def test_one_step_is_adamw_on_the_gradient_of_the_drawn_profile() -> None:
             twin.get_submodule(name).get_parameter(factor).data[rank:] = untouched
     for ours, expected in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_balanced_steps_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each loss is divided by the root of its profile's running mean; own vectors learn three times as fast."""
+    teacher, model = build("perceptron"), nest(build("perceptron"))
+    profiles, order, rate = [SMALL, {"0": 8, "2": 4, "4": 5}], [0, 1, 1, 0], 1e-2
+    monkeypatch.setattr(Schedule, "draw", lambda schedule, step: order[step])
+    twin, data, settings = copy.deepcopy(model), batches("perceptron")[:1], {"steps": 4, "learning_rate": rate}
+    objective = FeatureObjective()
+    history = distill_(model, teacher, data, profiles, objective=objective, max_norm=1e9, **settings)
+    assert {name: layer.sizes.ranks for name, layer in nested_layers(model).items()} == {
+        "0": [3, 8], "2": [4], "4": [2, 5]
+    }  # fmt: skip
+    for name, layer in nested_layers(twin).items():
+        layer.set_sizes_(sorted({profile[name] for profile in profiles}))
+    own = [p for name, p in twin.named_parameters() if ".sizes." in name]
+    shared = [p for name, p in twin.named_parameters() if ".sizes." not in name]
+    optimizer = torch.optim.AdamW([{"params": shared}, {"params": own}], weight_decay=0.0)
+    means: dict[int, float] = {}
+    for step, choice in enumerate(order):
+        now = rate * (1 + math.cos(math.pi * step / 4)) / 2
+        optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = now, 3 * now
+        with use_profile(twin, profiles[choice]):
+            target = teacher(data[0]).detach()
+            loss = (twin(data[0]) - target).square().sum() / target.square().sum()
+            value = loss.item()
+            assert history.losses[step] == pytest.approx(value, rel=1e-4)
+            (loss / means.get(choice, value) ** 0.5).backward()
+        means[choice] = 0.9 * means.get(choice, value) + 0.1 * value
+        optimizer.step()
+        optimizer.zero_grad()
+    for ours, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_usual_losses_by_hand() -> None:
+    usual = UsualLosses([4.0, 2.0], [1, 1])
+    assert usual.of(0) is None and usual.of(1) == pytest.approx(3.8)
+    usual.add(1e-9, 0)
+    assert usual.of(0) == pytest.approx(3.8e-4)  # a ten thousandth of the greatest
+
+
+def test_a_loss_of_zero_or_below_is_not_scaled() -> None:
+    class Negative(FeatureObjective):
+        def loss(self, output, target, batch):
+            return super().loss(output, target, batch) - 2
+
+    teacher, model = build("perceptron"), nest(build("perceptron"))
+    history = distill_(model, teacher, batches("perceptron"), [SMALL], objective=Negative(), **SETTINGS)
+    assert history.losses[-1] < history.losses[0] < 0
+
+
+@pytest.mark.parametrize(("method", "share"), [("balanced", 0.5), ("paper", 0.25)])
+def test_how_often_the_largest_size_is_trained(method: str, share: float) -> None:
+    teacher, model = build("perceptron"), nest(build("perceptron"))
+    profiles = [{"0": rank, "2": rank, "4": rank} for rank in (1, 2, 3, 4)]
+    settings = {"steps": 120, "method": method}
+    drawn = Counter(distill_(model, teacher, batches("perceptron"), profiles, **settings).profiles)
+    assert drawn[3] == 120 * share and all(abs(drawn[size] - 120 * (1 - share) / 3) <= 8 for size in range(3))
+    assert all((layer.sizes is None) == (method == "paper") for layer in nested_layers(model).values())
+    with pytest.raises(FlexrankError, match="method 'fair' is unknown; it is balanced or paper"):
+        distill_(model, teacher, batches("perceptron"), profiles, method="fair")
 
 
 @pytest.mark.parametrize("kind", ["sequence", "iterable", "stateful", "tensors"])
@@ -181,7 +245,8 @@ def test_the_rate_warms_up_and_falls_by_half_a_cosine(monkeypatch: pytest.Monkey
     distill_(nest(build("perceptron")), teacher, batches("perceptron"), [SMALL], warmup_steps=2, **settings)
     half = 0.5**0.5
     wanted = [0.005, 0.01, 0.01, 0.005 * (1 + half), 0.005, 0.005 * (1 - half)]
-    assert rates == [[pytest.approx(rate)] * 2 for rate in wanted]
+    # matrices, vectors, and what each size has of its own
+    assert rates == [[pytest.approx(rate), pytest.approx(rate), pytest.approx(3 * rate)] for rate in wanted]
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
@@ -265,7 +330,7 @@ def test_components_that_no_profile_uses_stay_and_are_no_work(tmp_path: Path) ->
     settings = {"steps": 4, "learning_rate": 1e-2, "weight_decay": 0.5, "checkpoint": tmp_path / "a"}
     distill_(model, teacher, batches("convnet"), [small, large], **settings)
     saved = safetensors.torch.load_file(tmp_path / "a" / "state.safetensors")
-    assert all(whole[name] is parameter for name, parameter in model.named_parameters())
+    assert all(model.get_parameter(name) is parameter for name, parameter in whole.items())
     for name, used in {"0": 5, "3": 9, "6": 6}.items():
         layer = model.get_submodule(name)
         assert layer.rank == layer.max_rank
@@ -329,7 +394,7 @@ def test_what_cannot_be_trained_is_refused() -> None:
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(FlexrankError, match="the gradient's length is (nan|inf) at step 0"):
         distill_(model, teacher, batches("perceptron"), [profile], objective=Exploding(), steps=1)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:

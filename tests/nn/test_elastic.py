@@ -20,6 +20,12 @@ def nested_linear() -> NestedLinear:
     return NestedLinear(torch.randn(6, 8), torch.randn(6, 6), torch.randn(8))
 
 
+def sized_linear() -> NestedLinear:
+    layer = nested_linear()
+    layer.set_sizes_([2, 6])
+    return layer
+
+
 def nested_conv() -> NestedConv2d:
     return NestedConv2d(torch.randn(7, 7), torch.randn(7, 18), torch.randn(7), GEOMETRY)
 
@@ -55,6 +61,36 @@ def test_both_routes_of_a_convolution_give_the_prefix(rank: int) -> None:
         assert GEOMETRY.positions(x) == expected[:, 0].numel()
 
 
+@torch.no_grad()
+def test_vectors_of_a_size_by_hand() -> None:
+    """At ranks 2 and 5 those given, at 3 a third of the way, outside as at the end; matrix, routes and bias with them."""
+    for make, x in ((nested_linear, torch.randn(4, 6)), (nested_conv, torch.randn(3, 3, 5, 6))):
+        layer = make()
+        plain = [(layer.matrix.clone(), layer(x)) for layer.rank in (1, 2, 3, 5, 6)]
+        layer.set_sizes_([2, 5])
+        sizes, (m, n) = layer.sizes, layer.matrix_shape
+        assert all(
+            torch.equal(layer(x), wanted) for layer.rank, (_, wanted) in zip((1, 2, 3, 5, 6), plain, strict=True)
+        )
+        for vectors in (sizes.inputs, sizes.outputs, sizes.bias):
+            vectors.copy_(torch.randn(vectors.shape))
+        for (layer.rank, share), (matrix, _) in zip(zip((1, 2, 3, 5, 6), (0, 0, 1 / 3, 1, 1)), plain, strict=True):
+            inputs, outputs, own = (a + share * (b - a) for a, b in (sizes.inputs, sizes.outputs, sizes.bias))
+            wanted, bias = outputs[:, None] * matrix * inputs, layer.bias + own
+            torch.testing.assert_close(layer.matrix, wanted, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(layer.bias_at(layer.rank), bias)
+            for rows in (x, x.repeat(90, *[1] * (x.ndim - 1))):  # factored and materialised
+                if layer.geometry is None:
+                    expected = functional.linear(rows, wanted, bias)
+                else:
+                    expected = functional.conv2d(rows, wanted.view(m, 3, 3, 2), bias, *GEOMETRY[2:])
+                torch.testing.assert_close(layer(rows), expected, rtol=1e-3, atol=1e-4)
+        before = layer.factors(4)
+        layer.set_sizes_([4])  # at another rank: what was interpolated there
+        torch.testing.assert_close(layer.factors(4), before, rtol=1e-6, atol=1e-6)
+        assert layer.sizes.ranks == [4] and layer.sizes.inputs.shape == (1, n)
+
+
 def test_rows_of_a_convolution_are_what_its_matrix_multiplies() -> None:
     conv = nn.Conv2d(3, 7, (3, 2), (2, 1), (1, 0), (1, 2), bias=False)
     assert conv_geometry(conv) == GEOMETRY
@@ -86,11 +122,12 @@ def dense_conv() -> nn.Conv2d:
 
 
 @pytest.mark.parametrize(
-    "make", [nested_linear, nested_conv, aligned_linear, aligned_conv, dense_linear, dense_conv]
+    "make", [nested_linear, sized_linear, nested_conv, aligned_linear, aligned_conv, dense_linear, dense_conv]
 )  # fmt: skip
 def test_a_spec_rebuilds_its_layer(make: Any) -> None:
     layer = make()
-    assert make.__name__.startswith(layer_spec(layer)["form"])  # the word that files have
+    forms = {"nested": "nested", "sized": "nested", "aligned": "aligned", "dense": "dense"}
+    assert layer_spec(layer)["form"] == forms[make.__name__.partition("_")[0]]  # the word that files have
     again = build_layer(layer_spec(layer))
     again.load_state_dict(layer.state_dict())
     x = torch.randn(2, 6) if "linear" in make.__name__ else torch.randn(2, 3, 9, 8)

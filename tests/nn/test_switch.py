@@ -10,7 +10,7 @@ from flexrank.nn.matrix import weight_matrix
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import footprint, full_matrices, full_profile, nested_layers, use_profile
 from flexrank.profiles.costs import deployed_parameters
-from tiny import batch_for, build, elastic, nest
+from tiny import batch_for, build, elastic, nest, with_sizes
 
 
 def test_use_profile_is_reversible() -> None:
@@ -59,6 +59,7 @@ def test_footprint_counts_the_rest_once(name: str) -> None:
     assert halved.other_bytes - whole == (rest.other_bytes - whole) // 2 and halved.bytes_per_parameter == 2
     buffers = sum(b.numel() * b.element_size() for n, b in model.named_buffers() if n in model.state_dict())
     assert rest.other_bytes == 4 * rest.other_parameters + buffers
+    assert footprint(with_sizes(model)) == rest  # what a size has of its own merges
 
 
 def test_matrices_take_half_of_a_gpus_free_memory_at_most(monkeypatch: pytest.MonkeyPatch) -> None:

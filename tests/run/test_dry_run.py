@@ -115,7 +115,7 @@ def test_memory_is_what_real_training_holds(tmp_path: Path) -> None:
     for stage, student_bytes in {"calibration": tensors[0], "probe": tensors[1], "consolidation": tensors[1]}.items():
         assert (memory[stage]["teacher"], memory[stage]["student"]) == (tensors[0], student_bytes)
     trainable = step.trainable_parameters(student)
-    optimizer = step.make_optimizer(trainable, 1e-3, 0.0)
+    optimizer = step.make_optimizer(student, trainable, 1e-3, 0.0)
     batch = batch_of(tiny.llama_tied)
     with step.training(student, model, trainable):
         output = call_model(student, batch).logits

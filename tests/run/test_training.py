@@ -52,10 +52,10 @@ def test_interrupted_tuning_goes_on_to_the_same_bits(copied: Path, monkeypatch: 
     state = Path(whole["directory"], "model.safetensors")
     expected, take = state.read_bytes(), Step.take
 
-    def stop(self: Step, items: Any, parts: int, number: int) -> float:
+    def stop(self: Step, items: Any, parts: int, number: int, *usual: Any) -> float:
         if number == 2:
             raise KeyboardInterrupt
-        return take(self, items, parts, number)
+        return take(self, items, parts, number, *usual)
 
     with monkeypatch.context() as patch:
         patch.setattr(Step, "take", stop)

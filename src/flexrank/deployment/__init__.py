@@ -94,8 +94,7 @@ def _deploy_layer(layer: NestedLayer, rank: int, slack: int, dtype: torch.dtype)
 
 
 def _factorised_layer(layer: NestedLayer, rank: int, slack: int, dtype: torch.dtype) -> nn.Module:
-    u, v = prefix_factors(layer, rank)
-    bias = None if layer.bias is None else layer.bias.detach()
+    (u, v), bias = prefix_factors(layer, rank), layer.bias_at(rank)
     if layer.geometry is None:
         return GaugeAlignedLinear.from_factors(u, v, bias, slack=slack, dtype=dtype)
     return GaugeAlignedConv2d.from_factors(u, v, bias, layer.geometry, slack=slack, dtype=dtype)
@@ -106,8 +105,9 @@ def _dense_layer(layer: NestedLayer, rank: int, dtype: torch.dtype) -> nn.Module
     dense = build_layer(layer_spec(layer) | {"form": "dense"}, device=u.device, dtype=dtype)
     assert isinstance(dense, (nn.Linear, nn.Conv2d))
     dense.weight.copy_((u @ v.T).reshape(dense.weight.shape))
-    if layer.bias is not None and dense.bias is not None:
-        dense.bias.copy_(layer.bias.detach())
+    bias = layer.bias_at(rank)
+    if bias is not None and dense.bias is not None:
+        dense.bias.copy_(bias)
     return dense
 
 

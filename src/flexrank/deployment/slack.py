@@ -58,4 +58,5 @@ def layer_slack(
 
 def prefix_factors(layer: NestedLayer, rank: int) -> tuple[Float[Tensor, "m r"], Float[Tensor, "n r"]]:
     """U and V of the layer's first components, in float64."""
-    return layer.u.detach()[:rank].T.double(), layer.v.detach()[:rank].T.double()
+    u, v = layer.factors(rank)
+    return u.detach().T.double(), v.detach().T.double()

@@ -4,15 +4,24 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from flexrank.data.batches import Batch, call_model, eval_mode, model_device, to_device
 from flexrank.distill.objectives import Objective, default_objective, describe
-from flexrank.distill.schedule import Feed, Schedule
+from flexrank.distill.schedule import Feed, Schedule, UsualLosses
 from flexrank.distill.state import State
-from flexrank.distill.step import Step, Targets, make_optimizer, trainable_parameters, training, used_components
+from flexrank.distill.step import (
+    Step,
+    Targets,
+    make_optimizer,
+    set_sizes_,
+    trainable_parameters,
+    training,
+    used_components,
+)
 from flexrank.errors import FlexrankError
 from flexrank.files import digest_json, digest_tensor
 from flexrank.nn.switch import use_profile
@@ -20,6 +29,7 @@ from flexrank.profiles import ProfileChain
 from flexrank.progress import track
 
 Profiles = ProfileChain | Sequence[Mapping[str, int]]
+Method = Literal["balanced", "paper"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +74,7 @@ def distill_(
     batches: Sequence[Batch] | Iterable[Batch],
     chain: Profiles,
     *,
+    method: Method = "balanced",
     objective: Objective | None = None,
     steps: int = 1000,
     learning_rate: float = 1e-4,
@@ -81,6 +92,9 @@ def distill_(
 ) -> TrainingHistory:
     """Trains the elastic model in place: each step draws one profile and follows the frozen teacher.
 
+    Plainly done (`paper`, eq. 6), small sizes, whose losses and gradients are far greater, spoil the large ones. So by
+    default (`balanced`) every second step is the largest profile's, each loss is divided by the square root of its
+    profile's running mean, and each size has gains of inputs and outputs, and biases, of its own, which merge into it.
     AdamW (weight decay of matrices alone), linear warm-up, cosine decay; no dropout, fixed batch norms. Components
     above a layer's largest trained rank stay as they were. The objective is by default `default_objective`'s.
 
@@ -88,7 +102,9 @@ def distill_(
         batches: a sequence, shuffled anew each pass, whose items never change (else `teacher_cache=0`); or an iterable,
             taken again and again. One with `state_dict` and `load_state_dict` resumes by them, others by skipping.
         chain: its requested profiles are trained; or the profiles themselves, cheapest first.
-        weights: α, how often each profile is drawn relative to the others; equal by default.
+        method: see above.
+        weights: α, how often each profile is drawn relative to the others; by default equal, but for the largest one
+            of `balanced`.
         autocast: the dtype both models run under; parameters and optimiser keep theirs.
         train_embeddings: else embeddings, and heads tied to them, are frozen, as is what does not require grad.
         teacher_cache: bytes of the teacher's outputs kept from one pass over a sequence to the next.
@@ -101,34 +117,47 @@ def distill_(
     for name, count in {"steps": steps, "accumulation": accumulation, "checkpoint_every": checkpoint_every}.items():
         if count < 1:
             raise FlexrankError(f"{name} is {count}; it must be at least 1")
-    alpha = _positive(weights, len(profiles))
+    is_balanced = _is_balanced(method)
+    alpha = _positive(weights, _default_weights(len(profiles), is_balanced))
     schedule = Schedule(alpha, seed, steps, learning_rate, warmup_steps)
     settings = {
-        **dataclasses.asdict(schedule), "weight_decay": weight_decay, "accumulation": accumulation,
+        **dataclasses.asdict(schedule), "method": method, "weight_decay": weight_decay, "accumulation": accumulation,
         "max_norm": max_norm, "autocast": str(autocast), "train_embeddings": train_embeddings,
         "objective": describe(objective), "profiles": digest_json(profiles),
         "teacher": _identity(teacher) if checkpoint else None,
     }  # fmt: skip
+    if is_balanced:
+        set_sizes_(model, profiles)
     with used_components(model, profiles):
         trainable = trainable_parameters(model, train_embeddings)
-        optimizer = make_optimizer(trainable, learning_rate, weight_decay)
+        optimizer = make_optimizer(model, trainable, learning_rate, weight_decay)
         state = State(checkpoint, settings, trainable, optimizer, Feed(batches, seed))
         step = Step(model, Targets(teacher, objective, autocast, teacher_cache), trainable, optimizer, max_norm)
         with training(model, teacher, trainable):
-            _train(step, state, schedule, profiles, accumulation, checkpoint_every)
+            usual = UsualLosses(state.losses, state.choices) if is_balanced else None
+            _train(step, state, schedule, profiles, accumulation, checkpoint_every, usual)
     return TrainingHistory(tuple(state.losses), tuple(state.choices), state.step)
 
 
 def _train(
-    step: Step, state: State, schedule: Schedule, profiles: list[dict[str, int]], accumulation: int, every: int
+    step: Step,
+    state: State,
+    schedule: Schedule,
+    profiles: list[dict[str, int]],
+    accumulation: int,
+    every: int,
+    usual: UsualLosses | None,
 ) -> None:
     for number in track(range(state.step, schedule.steps), "distilling", schedule.steps, state.step):
         choice = schedule.draw(number)
         for group in step.optimizer.param_groups:
-            group["lr"] = schedule.rate(number)
+            group["lr"] = schedule.rate(number) * group["scale"]
         with use_profile(step.model, profiles[choice]):
-            loss = step.take((state.feed.next() for _ in range(accumulation)), accumulation, number)
+            items = (state.feed.next() for _ in range(accumulation))
+            loss = step.take(items, accumulation, number, usual.of(choice) if usual else 1.0)
         state.advance(loss, choice)
+        if usual:
+            usual.add(loss, choice)
         if state.step % every == 0 or state.step == schedule.steps:
             state.save()
 
@@ -140,8 +169,18 @@ def _profiles(chain: Profiles) -> list[dict[str, int]]:
     return [dict(profile) for profile in profiles]
 
 
-def _positive(weights: Sequence[float] | None, count: int) -> list[float]:
-    alpha = [1.0] * count if weights is None else list(weights)
+def _is_balanced(method: str) -> bool:
+    if method not in ("balanced", "paper"):
+        raise FlexrankError(f"method {method!r} is unknown; it is balanced or paper")
+    return method == "balanced"
+
+
+def _default_weights(count: int, is_balanced: bool) -> list[float]:
+    return [1.0] * (count - 1) + [float(max(1, count - 1)) if is_balanced else 1.0]
+
+
+def _positive(weights: Sequence[float] | None, default: list[float]) -> list[float]:
+    alpha, count = default if weights is None else list(weights), len(default)
     if len(alpha) != count or not all(math.isfinite(weight) and weight > 0 for weight in alpha):
         raise FlexrankError(f"weights {alpha} do not fit; give {count} positive numbers, one for each profile")
     return alpha

@@ -10,6 +10,9 @@ from typing import Any
 from flexrank.data.batches import Batch
 from flexrank.errors import FlexrankError
 
+#: Of a running mean of losses: the share that a new loss leaves of it, and its least share of the greatest mean.
+MEMORY, LEAST_LOSS = 0.9, 1e-4
+
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
@@ -45,6 +48,28 @@ def scheduled_rate(step: int, steps: int, peak: float, warmup: int) -> float:
         return peak * (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)
     return peak * (1 + math.cos(math.pi * progress)) / 2
+
+
+class UsualLosses:
+    """The running mean of each profile's losses, as consolidation has seen them so far."""
+
+    def __init__(self, losses: Sequence[float], choices: Sequence[int]):
+        self._means: dict[int, float] = {}
+        for loss, choice in zip(losses, choices, strict=True):
+            self.add(loss, choice)
+
+    def add(self, loss: float, choice: int) -> None:
+        """Adds a step's loss and the index of its profile."""
+        self._means[choice] = MEMORY * self._means.get(choice, loss) + (1 - MEMORY) * loss
+
+    def of(self, choice: int) -> float | None:
+        """The mean of a profile, None before its first step.
+
+        At least LEAST_LOSS of the greatest: a size that is as good as the teacher has nothing but rounding to learn.
+        """
+        if choice not in self._means:
+            return None
+        return max(self._means[choice], LEAST_LOSS * max(self._means.values()))
 
 
 class Feed:

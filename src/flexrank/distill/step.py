@@ -12,7 +12,11 @@ from torch import Tensor, nn
 from flexrank.data.batches import Batch, call_model, eval_mode, model_device, to_device
 from flexrank.distill.objectives import Objective, default_objective
 from flexrank.errors import FlexrankError
+from flexrank.nn.elastic import SizeVectors
 from flexrank.nn.switch import nested_layers, require_fitting
+
+#: The learning rate of a size's own vectors, over that of all else: few steps are theirs.
+VECTORS_RATE = 3.0
 
 Item = tuple[int | None, Batch]  #: a batch, and its place in a sequence that gives it again (None: in none)
 
@@ -59,12 +63,13 @@ class Step:
     optimizer: torch.optim.Optimizer
     max_norm: float
 
-    def take(self, items: Iterable[Item], parts: int, number: int) -> float:
+    def take(self, items: Iterable[Item], parts: int, number: int, usual: float | None = 1.0) -> float:
         """Takes step `number` on these batches, `parts` of them; returns their mean loss.
 
-        If that or the gradient's length is not finite, it is a FlexrankError, and the weights are unchanged.
+        The loss is divided by the square root of what is `usual`; None stands for its own value. If the mean loss or
+        the gradient's length is not finite, it is a FlexrankError, and the weights are unchanged.
         """
-        loss = sum(self._backward(item, parts) for item in items) / parts
+        loss = sum(self._backward(item, parts, usual) for item in items) / parts
         _require_finite(loss, number, "loss")
         gradients = [parameter.grad for parameter in self.trainable.values() if parameter.grad is not None]
         length = torch.nn.utils.get_total_norm(gradients)
@@ -75,15 +80,26 @@ class Step:
         self.optimizer.zero_grad(set_to_none=True)
         return loss
 
-    def _backward(self, item: Item, parts: int) -> float:
+    def _backward(self, item: Item, parts: int, usual: float | None) -> float:
         """Adds the gradient of this batch's part of the loss; returns the batch's own loss."""
         index, batch = item[0], to_device(item[1], model_device(self.model))
         with self.targets.autocast():
             target = self.targets.of(index, batch)
             loss = self.targets.loss(call_model(self.model, batch), target, batch)
         del target  # not needed to go back, and as large as the logits
-        (loss / parts).backward()
-        return float(loss.detach())
+        value = float(loss.detach())
+        usual = value if usual is None else usual
+        (loss / parts / (math.sqrt(usual) if usual > 0 else 1)).backward()
+        return value
+
+
+def set_sizes_(model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> None:
+    """Gives each elastic layer vectors of its own at each of its ranks in `profiles`; what they compute stays."""
+    layers = nested_layers(model)
+    for profile in profiles:
+        require_fitting(layers, profile)
+    for name, layer in layers.items():
+        layer.set_sizes_(sorted({profile[name] for profile in profiles}))
 
 
 @contextlib.contextmanager
@@ -131,11 +147,19 @@ def trainable_parameters(model: nn.Module, train_embeddings: bool = False) -> di
 
 
 def make_optimizer(
-    trainable: Mapping[str, nn.Parameter], learning_rate: float, weight_decay: float = 0.0
+    model: nn.Module, trainable: Mapping[str, nn.Parameter], learning_rate: float, weight_decay: float = 0.0
 ) -> torch.optim.AdamW:
-    """AdamW, with decay of matrices alone."""
-    matrices, vectors = ([p for p in trainable.values() if (p.ndim > 1) == wanted] for wanted in (True, False))
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    """AdamW, with decay of matrices alone; `scale` of a group is what a schedule's rate is multiplied by there."""
+    modules = [module for module in model.modules() if isinstance(module, SizeVectors)]
+    own = {parameter for module in modules for parameter in module.parameters()}
+    matrices, vectors = (
+        [one for one in trainable.values() if one not in own and (one.ndim > 1) == wanted] for wanted in (True, False)
+    )
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": weight_decay, "scale": 1.0},
+        {"params": vectors, "weight_decay": 0.0, "scale": 1.0},
+        {"params": [one for one in trainable.values() if one in own], "weight_decay": 0.0, "scale": VECTORS_RATE},
+    ]
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=learning_rate, fused=True)
 
 

@@ -1,7 +1,10 @@
 """Elastic layers: one set of factors, whose prefix of any rank is a layer."""
 
+import bisect
 import math
+from collections.abc import Sequence
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import Parameter, functional
@@ -11,11 +14,44 @@ from flexrank.errors import FlexrankError
 from flexrank.nn.matrix import ConvGeometry
 
 
+class SizeVectors(nn.Module):
+    """What sizes do not share: gains of a layer's inputs and outputs, and an addition to its bias, at K ranks.
+
+    At rank r the layer's matrix is diag(outputs) U_r V_rᵀ diag(inputs), so that all of it merges into the factors.
+    Between two of the ranks vectors are interpolated linearly; below the first and above the last they stay.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        inputs: Float[Tensor, "K n"],
+        outputs: Float[Tensor, "K m"],
+        bias: Float[Tensor, "K m"] | None,
+    ):
+        super().__init__()
+        self.ranks = list(ranks)  # rising
+        self.inputs, self.outputs = Parameter(inputs), Parameter(outputs)
+        self.bias = None if bias is None else Parameter(bias)
+
+    def at(self, rank: int) -> tuple[Float[Tensor, " n"], Float[Tensor, " m"], Float[Tensor, " m"] | None]:
+        """The vectors of the inputs, the outputs and the bias at a rank."""
+        bias = None if self.bias is None else self._row(self.bias, rank)
+        return self._row(self.inputs, rank), self._row(self.outputs, rank), bias
+
+    def _row(self, vectors: Tensor, rank: int) -> Tensor:
+        above = bisect.bisect_left(self.ranks, rank)
+        if above in (0, len(self.ranks)) or self.ranks[above] == rank:
+            return vectors[min(above, len(self.ranks) - 1)]
+        low, high = self.ranks[above - 1 : above + 1]
+        return torch.lerp(vectors[above - 1], vectors[above], (rank - low) / (high - low))
+
+
 class NestedLayer(nn.Module):
     """y = U_r V_rᵀ x + b for any prefix r of k ordered components; U_rᵀ is `u[:r]` (r × m), V_rᵀ is `v[:r]` (r × n).
 
     Factors are stored by component, so that a prefix is one contiguous slice in memory and on disk. For T tokens the
     forward takes the cheaper of two equivalent routes: factored, T·r·(m+n) multiply-adds, or materialised, (T + r)·m·n.
+    Consolidation gives it `sizes`, vectors that are not shared by all ranks; factors and bias are read through them.
     `full_matrix` is U_k V_kᵀ inside `switch.full_matrices`, else None; the forward uses it at full rank.
     """
 
@@ -31,6 +67,7 @@ class NestedLayer(nn.Module):
         super().__init__()
         self.u, self.v = Parameter(u), Parameter(v)
         self.bias = None if bias is None else Parameter(bias)
+        self.sizes: SizeVectors | None = None
         self.geometry = geometry
         self.matrix_shape = u.shape[1], v.shape[1]
         self.out_features, self.in_features = self.matrix_shape
@@ -54,8 +91,41 @@ class NestedLayer(nn.Module):
 
     @property
     def active(self) -> tuple[Float[Tensor, "r m"], Float[Tensor, "r n"]]:
+        """U_rᵀ and V_rᵀ at the active rank."""
+        return self.factors(self.rank)
+
+    @property
+    def active_bias(self) -> Float[Tensor, " m"] | None:
+        """The bias at the active rank."""
+        return self.bias_at(self.rank)
+
+    def factors(self, rank: int) -> tuple[Float[Tensor, "r m"], Float[Tensor, "r n"]]:
         """U_rᵀ and V_rᵀ. At full rank they are not slices, whose gradients would be copied into full-sized ones."""
-        return (self.u, self.v) if self.rank == self.max_rank else (self.u[: self.rank], self.v[: self.rank])
+        u, v = (self.u, self.v) if rank == self.max_rank else (self.u[:rank], self.v[:rank])
+        if self.sizes is None:
+            return u, v
+        inputs, outputs, _ = self.sizes.at(rank)
+        return u * outputs, v * inputs
+
+    def bias_at(self, rank: int) -> Float[Tensor, " m"] | None:
+        """The bias at a rank."""
+        own = None if self.sizes is None else self.sizes.at(rank)[2]
+        return self.bias if self.bias is None or own is None else self.bias + own
+
+    @torch.no_grad()
+    def set_sizes_(self, ranks: Sequence[int]) -> None:
+        """Gives the layer vectors at these ranks (rising) that leave what it computes there as it is."""
+        rows = [self._vectors(rank) for rank in ranks]
+        inputs, outputs, bias = (torch.stack(vectors) for vectors in zip(*rows, strict=True))
+        self.sizes = SizeVectors(ranks, inputs, outputs, None if self.bias is None else bias)
+        self.sizes.requires_grad_(self.u.requires_grad).train(self.training)
+
+    def _vectors(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        m, n = self.matrix_shape
+        if self.sizes is None:
+            return self.v.new_ones(n), self.u.new_ones(m), self.u.new_zeros(m)
+        inputs, outputs, bias = self.sizes.at(rank)
+        return inputs, outputs, self.u.new_zeros(m) if bias is None else bias
 
     @property
     def matrix(self) -> Float[Tensor, "m n"]:
@@ -88,8 +158,8 @@ class NestedLinear(NestedLayer):
     def forward(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch m"]:  # noqa: D102
         if self.is_factored_cheaper(math.prod(x.shape[:-1])):
             u, v = self.active
-            return linear(linear(x, v), u.T, self.bias)
-        return linear(x, self.matrix, self.bias)
+            return linear(linear(x, v), u.T, self.active_bias)
+        return linear(x, self.matrix, self.active_bias)
 
 
 class NestedConv2d(NestedLayer):
@@ -102,5 +172,5 @@ class NestedConv2d(NestedLayer):
         if self.is_factored_cheaper(self.geometry.positions(x)):
             u, v = self.active
             latent = functional.conv2d(x, self.geometry.filters(v), None, *options)
-            return functional.conv2d(latent, u.T[:, :, None, None], self.bias)
-        return functional.conv2d(x, self.weight, self.bias, *options)
+            return functional.conv2d(latent, u.T[:, :, None, None], self.active_bias)
+        return functional.conv2d(x, self.weight, self.active_bias, *options)

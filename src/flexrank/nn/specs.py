@@ -15,8 +15,10 @@ from flexrank.nn.matrix import ConvGeometry, conv_geometry, matrix_shape
 def layer_spec(layer: nn.Module) -> dict[str, Any]:
     """What `build_layer` needs to rebuild an elastic, deployed or dense layer empty, as a JSON object."""
     bias: torch.Tensor | None
+    sizes: dict[str, Any]
     if isinstance(layer, NestedLayer):
         form, shape, bias, sizes = "nested", layer.matrix_shape, layer.bias, {"rank": layer.max_rank}
+        sizes |= {"sizes": layer.sizes.ranks} if layer.sizes else {}
     elif isinstance(layer, GaugeAlignedLayer):
         form, shape, bias = "aligned", layer.matrix_shape, getattr(layer.expand, "bias", None)
         sizes = {"rank": layer.rank, "aligned": layer.aligned}
@@ -40,7 +42,10 @@ def build_layer(spec: Mapping[str, Any], *, device: Any = None, dtype: Any = Non
         geometry = ConvGeometry(channels, *((height, width) for height, width in pairs))
     if form == "nested":
         u, v, values = (torch.empty(size, **placement) for size in ((rank, m), (rank, n), (m,)))
-        return (NestedConv2d if geometry else NestedLinear)(u, v, values if bias else None, geometry)
+        nested = (NestedConv2d if geometry else NestedLinear)(u, v, values if bias else None, geometry)
+        if "sizes" in spec:
+            nested.set_sizes_(spec["sizes"])
+        return nested
     if form == "aligned":
         kind = GaugeAlignedConv2d if geometry else GaugeAlignedLinear
         return kind((m, n), rank, spec["aligned"], geometry, bias=bias, **placement)

@@ -82,7 +82,8 @@ def full_matrices(model: nn.Module, room: int) -> Iterator[None]:
     room = room_on(next(iter(layers.values())).u.device, room)
     sizes = {name: layer.u.element_size() * math.prod(layer.matrix_shape) for name, layer in layers.items()}
     for name in last_within(sizes, room):
-        layers[name].full_matrix = layers[name].u.T @ layers[name].v
+        u, v = layers[name].factors(layers[name].max_rank)
+        layers[name].full_matrix = u.T @ v
     try:
         yield
     finally:
@@ -118,7 +119,8 @@ def footprint(model: nn.Module, dtype: torch.dtype | None = None) -> Footprint:
         return tensor.numel() * (dtype if dtype and tensor.is_floating_point() else tensor.dtype).itemsize
 
     layers = nested_layers(model).values()
-    factors = {id(parameter) for layer in layers for parameter in (layer.u, layer.v)}
+    # Vectors of a size merge into the factors.
+    factors = {id(parameter) for layer in layers for parameter in layer.parameters() if parameter is not layer.bias}
     others = [parameter for parameter in model.parameters() if id(parameter) not in factors]
     persistent = {id(value) for value in model.state_dict(keep_vars=True).values()}
     buffers = [buffer for buffer in model.buffers() if id(buffer) in persistent]

@@ -56,7 +56,7 @@ def curvature_sensitivity(
 
 def _rises(layer: NestedLayer, moment: Tensor, gradient_moment: Tensor) -> Tensor:
     """½ tr(G ΔW_r Σ ΔW_rᵀ) for r = 0 … k, (k + 1,), with the sums of both moments."""
-    u, v = layer.u.detach().double(), layer.v.detach().double()
+    u, v = (factor.double() for factor in layer.factors(layer.max_rank))
     products = (u @ gradient_moment.to(u.device) @ u.T) * (v @ moment.to(v.device) @ v.T)
     after = products.flip(0, 1).cumsum(0).cumsum(1).diagonal().flip(0)
     # Both factors are positive semidefinite, and so is their product: what is below zero is rounding.

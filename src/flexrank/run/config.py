@@ -84,12 +84,14 @@ class AllocationConfig(Section):
 class DistillationConfig(Section):
     """Knowledge consolidation: every step draws one budget and distils its submodel (FlexRank, section 3.4)."""
 
+    method: Literal["balanced", "paper"] = "balanced"  # `paper`: as printed, which spoils the largest sizes
     steps: Annotated[int, Field(ge=0)] = 400  # of the optimiser; 0 leaves the decomposed network as it is
     learning_rate: Annotated[float, Field(gt=0)] = 3e-4
     warmup_steps: Annotated[int, Field(ge=0)] = 20
     batch_size: Count = 32
     accumulation: Count = 1
-    # The chance of each of `allocation.budgets`, from the largest to the smallest; None means equal chances.
+    # The chance of each of `allocation.budgets`, from the largest to the smallest; None means equal chances,
+    # and with `balanced` for the largest one as many as for all others.
     weights: tuple[Annotated[float, Field(gt=0)], ...] | None = None
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     hidden_weight: Annotated[float, Field(ge=0)] = 4.0  # of the tokens' error, beside the texts' cosine (embedding)

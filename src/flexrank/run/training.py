@@ -29,6 +29,7 @@ def train_(
             work.base,
             work.samples.training,
             profiles,
+            method=settings.method,
             objective=work.objective(settings.hidden_weight, settings.top_k),
             steps=steps,
             learning_rate=settings.learning_rate,

@@ -63,18 +63,17 @@ def test_both_routes_of_a_convolution_give_the_prefix(rank: int) -> None:
 
 @torch.no_grad()
 def test_vectors_of_a_size_by_hand() -> None:
-    """At ranks 2 and 5 those given, at 3 a third of the way, outside as at the end; matrix, routes and bias with them."""
+    """At ranks 2 and 5 those given, at 3 a third of the way, outside as at the end; in both routes, and the bias."""
+    ranks, shares = (1, 2, 3, 5, 6), (0, 0, 1 / 3, 1, 1)
     for make, x in ((nested_linear, torch.randn(4, 6)), (nested_conv, torch.randn(3, 3, 5, 6))):
         layer = make()
-        plain = [(layer.matrix.clone(), layer(x)) for layer.rank in (1, 2, 3, 5, 6)]
+        plain = [(layer.matrix.clone(), layer(x)) for layer.rank in ranks]
         layer.set_sizes_([2, 5])
         sizes, (m, n) = layer.sizes, layer.matrix_shape
-        assert all(
-            torch.equal(layer(x), wanted) for layer.rank, (_, wanted) in zip((1, 2, 3, 5, 6), plain, strict=True)
-        )
+        assert all(torch.equal(layer(x), wanted) for layer.rank, (_, wanted) in zip(ranks, plain, strict=True))
         for vectors in (sizes.inputs, sizes.outputs, sizes.bias):
             vectors.copy_(torch.randn(vectors.shape))
-        for (layer.rank, share), (matrix, _) in zip(zip((1, 2, 3, 5, 6), (0, 0, 1 / 3, 1, 1)), plain, strict=True):
+        for layer.rank, share, (matrix, _) in zip(ranks, shares, plain, strict=True):
             inputs, outputs, own = (a + share * (b - a) for a, b in (sizes.inputs, sizes.outputs, sizes.bias))
             wanted, bias = outputs[:, None] * matrix * inputs, layer.bias + own
             torch.testing.assert_close(layer.matrix, wanted, rtol=1e-4, atol=1e-5)

@@ -33,7 +33,7 @@ BUDGETS = tuple(round(0.1 * step, 1) for step in range(2, 11))
 CALIBRATION, PROBE, IMAGES_A_STEP = 2048, 2000, 64
 #: Of a submodel trained alone, by where it begins: optimiser steps, and a good learning rate of those tried.
 STEPS = {"random": 500, "DataSVD": 400}
-LEARNING_RATES = {"random": 1e-2, "DataSVD": 5e-3}
+LEARNING_RATES = {"random": 1e-2, "DataSVD": 5e-3, "elastic": 2e-3}
 WARMUP = 20
 #: As many per budget, on average, as a submodel from DataSVD has.
 ELASTIC_STEPS = STEPS["DataSVD"] * len(BUDGETS)
@@ -128,7 +128,7 @@ class _Seed:
         rows = draw_rows(len(self.images), IMAGES_A_STEP, ELASTIC_STEPS, self.seed)
         distill_(
             model, self.network, (self.images[chosen] for chosen in rows), chain, objective=OBJECTIVE,
-            steps=ELASTIC_STEPS, learning_rate=LEARNING_RATES["DataSVD"], warmup_steps=WARMUP, seed=self.seed,
+            steps=ELASTIC_STEPS, learning_rate=LEARNING_RATES["elastic"], warmup_steps=WARMUP, seed=self.seed,
             max_norm=float("inf"),
         )  # fmt: skip
         shares = [entry.parameters / chain.dense_parameters for entry in chain.requested]

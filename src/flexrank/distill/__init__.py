@@ -30,6 +30,8 @@ from flexrank.progress import track
 
 Profiles = ProfileChain | Sequence[Mapping[str, int]]
 Method = Literal["balanced", "paper"]
+#: How often `balanced` draws the largest profile, relative to any other.
+LARGEST_WEIGHT = 3.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +95,9 @@ def distill_(
     """Trains the elastic model in place: each step draws one profile and follows the frozen teacher.
 
     Plainly done (`paper`, eq. 6), small sizes, whose losses and gradients are far greater, spoil the large ones. So by
-    default (`balanced`) every second step is the largest profile's, each loss is divided by the square root of its
-    profile's running mean, and each size has gains of inputs and outputs, and biases, of its own, which merge into it.
+    default (`balanced`) each loss is divided by the square root of its profile's running mean, the largest profile is
+    drawn three times as often as any other, and each has gains of inputs and outputs, and biases, of its own, which
+    merge into it.
     AdamW (weight decay of matrices alone), linear warm-up, cosine decay; no dropout, fixed batch norms. Components
     above a layer's largest trained rank stay as they were. The objective is by default `default_objective`'s.
 
@@ -103,8 +106,7 @@ def distill_(
             taken again and again. One with `state_dict` and `load_state_dict` resumes by them, others by skipping.
         chain: its requested profiles are trained; or the profiles themselves, cheapest first.
         method: see above.
-        weights: α, how often each profile is drawn relative to the others; by default equal, but for the largest one
-            of `balanced`.
+        weights: α, how often each profile is drawn relative to the others; by default as `method` says.
         autocast: the dtype both models run under; parameters and optimiser keep theirs.
         train_embeddings: else embeddings, and heads tied to them, are frozen, as is what does not require grad.
         teacher_cache: bytes of the teacher's outputs kept from one pass over a sequence to the next.
@@ -176,7 +178,7 @@ def _is_balanced(method: str) -> bool:
 
 
 def _default_weights(count: int, is_balanced: bool) -> list[float]:
-    return [1.0] * (count - 1) + [float(max(1, count - 1)) if is_balanced else 1.0]
+    return [1.0] * (count - 1) + [LARGEST_WEIGHT if is_balanced else 1.0]
 
 
 def _positive(weights: Sequence[float] | None, default: list[float]) -> list[float]:

@@ -91,7 +91,7 @@ class DistillationConfig(Section):
     batch_size: Count = 32
     accumulation: Count = 1
     # The chance of each of `allocation.budgets`, from the largest to the smallest; None means equal chances,
-    # and with `balanced` for the largest one as many as for all others.
+    # and with `balanced` three times as great a one for the largest.
     weights: tuple[Annotated[float, Field(gt=0)], ...] | None = None
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     hidden_weight: Annotated[float, Field(ge=0)] = 4.0  # of the tokens' error, beside the texts' cosine (embedding)

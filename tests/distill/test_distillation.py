@@ -123,6 +123,15 @@ def test_balanced_steps_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-5)
 
 
+def test_a_size_between_two_trained_ones_is_no_worse_than_the_smaller() -> None:
+    teacher, model = build("perceptron"), nest(build("perceptron"))
+    evaluate = distillation_evaluator(teacher, batches("perceptron"), FeatureObjective())
+    profiles = [entry.profile for entry in chain_of(model, (0.3, 0.45, 0.6, 0.75, 0.9)).entries]
+    distill_(model, teacher, batches("perceptron"), profiles[::2], **(SETTINGS | {"steps": 200}))
+    errors = [error_at(model, profile, evaluate) for profile in profiles]
+    assert errors[0] > errors[2] > errors[4] and errors[1] < errors[0] and errors[3] < errors[2]
+
+
 def test_usual_losses_by_hand() -> None:
     usual = UsualLosses([4.0, 2.0], [1, 1])
     assert usual.of(0) is None and usual.of(1) == pytest.approx(3.8)

@@ -77,3 +77,12 @@ def test_full_matrices_keep_to_the_room_of_their_device(monkeypatch: pytest.Monk
     monkeypatch.setattr(switch, "room_on", lambda device, room: layers[-1].matrix.nbytes)
     with full_matrices(model, 2**32):
         assert [layer.full_matrix is not None for layer in layers] == [False] * (len(layers) - 1) + [True]
+
+
+@torch.no_grad()
+def test_full_matrices_have_the_vectors_of_their_size() -> None:
+    model = with_sizes(elastic("perceptron"))
+    x = torch.randn(5, 12)
+    wanted = model(x)
+    with full_matrices(model, 2**20):
+        torch.testing.assert_close(model(x), wanted, rtol=1e-4, atol=1e-5)

@@ -20,7 +20,7 @@ def nested_linear() -> NestedLinear:
     return NestedLinear(torch.randn(6, 8), torch.randn(6, 6), torch.randn(8))
 
 
-def sized_linear() -> NestedLinear:
+def nested_sized_linear() -> NestedLinear:
     layer = nested_linear()
     layer.set_sizes_([2, 6])
     return layer
@@ -121,12 +121,11 @@ def dense_conv() -> nn.Conv2d:
 
 
 @pytest.mark.parametrize(
-    "make", [nested_linear, sized_linear, nested_conv, aligned_linear, aligned_conv, dense_linear, dense_conv]
+    "make", [nested_linear, nested_sized_linear, nested_conv, aligned_linear, aligned_conv, dense_linear, dense_conv]
 )  # fmt: skip
 def test_a_spec_rebuilds_its_layer(make: Any) -> None:
     layer = make()
-    forms = {"nested": "nested", "sized": "nested", "aligned": "aligned", "dense": "dense"}
-    assert layer_spec(layer)["form"] == forms[make.__name__.partition("_")[0]]  # the word that files have
+    assert layer_spec(layer)["form"] == make.__name__.partition("_")[0]  # the word that files have
     again = build_layer(layer_spec(layer))
     again.load_state_dict(layer.state_dict())
     x = torch.randn(2, 6) if "linear" in make.__name__ else torch.randn(2, 3, 9, 8)

@@ -245,6 +245,20 @@ def test_curvature_is_the_trace_formula_at_every_rank() -> None:
         assert table.errors[name][-1] == 0
 
 
+def test_curvature_of_a_consolidated_model_reads_factors_through_its_vectors() -> None:
+    model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 4)).double()
+    moments = moments_for_curvature(model, [torch.randn(32, 6, dtype=torch.float64)])
+    decompose_(model, moments)
+    plain = curvature_sensitivity(model, moments, 32, 4, spacing="ranks")
+    for layer in nested_layers(model).values():
+        layer.set_sizes_([layer.max_rank])
+        assert layer.sizes is not None
+        layer.sizes.outputs.detach().mul_(3)
+    scaled = curvature_sensitivity(model, moments, 32, 4, spacing="ranks")
+    for name, errors in plain.errors.items():  # a quadratic form of the matrix that is lost
+        assert scaled.errors[name] == pytest.approx([9 * error for error in errors], rel=1e-9)
+
+
 def test_curvature_predicts_a_small_divergence() -> None:
     """One linear layer that loses little: the divergence is its curvature, where inputs tell nothing of gradients."""
     torch.manual_seed(1)

@@ -33,12 +33,8 @@ class SizeVectors(nn.Module):
         self.inputs, self.outputs = Parameter(inputs), Parameter(outputs)
         self.bias = None if bias is None else Parameter(bias)
 
-    def at(self, rank: int) -> tuple[Float[Tensor, " n"], Float[Tensor, " m"], Float[Tensor, " m"] | None]:
-        """The vectors of the inputs, the outputs and the bias at a rank."""
-        bias = None if self.bias is None else self._row(self.bias, rank)
-        return self._row(self.inputs, rank), self._row(self.outputs, rank), bias
-
-    def _row(self, vectors: Tensor, rank: int) -> Tensor:
+    def at(self, vectors: Float[Tensor, "K d"], rank: int) -> Float[Tensor, " d"]:
+        """Of `inputs`, `outputs` or `bias`, the vector at a rank."""
         above = bisect.bisect_left(self.ranks, rank)
         if above in (0, len(self.ranks)) or self.ranks[above] == rank:
             return vectors[min(above, len(self.ranks) - 1)]
@@ -104,13 +100,13 @@ class NestedLayer(nn.Module):
         u, v = (self.u, self.v) if rank == self.max_rank else (self.u[:rank], self.v[:rank])
         if self.sizes is None:
             return u, v
-        inputs, outputs, _ = self.sizes.at(rank)
-        return u * outputs, v * inputs
+        return u * self.sizes.at(self.sizes.outputs, rank), v * self.sizes.at(self.sizes.inputs, rank)
 
     def bias_at(self, rank: int) -> Float[Tensor, " m"] | None:
         """The bias at a rank."""
-        own = None if self.sizes is None else self.sizes.at(rank)[2]
-        return self.bias if self.bias is None or own is None else self.bias + own
+        if self.bias is None or self.sizes is None or self.sizes.bias is None:
+            return self.bias
+        return self.bias + self.sizes.at(self.sizes.bias, rank)
 
     @torch.no_grad()
     def set_sizes_(self, ranks: Sequence[int]) -> None:
@@ -124,8 +120,8 @@ class NestedLayer(nn.Module):
         m, n = self.matrix_shape
         if self.sizes is None:
             return self.v.new_ones(n), self.u.new_ones(m), self.u.new_zeros(m)
-        inputs, outputs, bias = self.sizes.at(rank)
-        return inputs, outputs, self.u.new_zeros(m) if bias is None else bias
+        bias = self.u.new_zeros(m) if self.sizes.bias is None else self.sizes.at(self.sizes.bias, rank)
+        return self.sizes.at(self.sizes.inputs, rank), self.sizes.at(self.sizes.outputs, rank), bias
 
     @property
     def matrix(self) -> Float[Tensor, "m n"]:

@@ -51,7 +51,7 @@ STAGES = (
     ),
     Stage("allocate", stages.allocate, ("allocate", "profiles"), ("allocation",), ("probe",), ("chain.json",)),
     Stage(
-        "distill", stages.distill, ("distill", "nn", "data"), ("distillation", "data.training"),
+        "distill", stages.distill, ("distill", "nn", "data", "run/training"), ("distillation", "data.training"),
         ("decompose", "allocate"), ("elastic", "history.json"),
     ),
     Stage("slack", stages.slack, ("deployment", "nn", "profiles"), _DEPLOYED, ("distill",), ("slack.json",)),

@@ -212,13 +212,15 @@ def elastic(name: str) -> Any:
 
 
 @torch.no_grad()
-def with_sizes(model: nn.Module, budgets: tuple[float, ...] = (0.25, 0.8)) -> nn.Module:
-    """The elastic model, with vectors of its own for each of these sizes, drawn at random."""
+def with_sizes(model: nn.Module, budgets: tuple[float, ...] = (0.25, 0.8), dense: bool = False) -> nn.Module:
+    """The elastic model, with vectors of its own for each of these sizes, and if asked matrices, drawn at random."""
     entries = chain_of(model, budgets).entries
     for name, layer in nested_layers(model).items():
         layer.set_sizes_(sorted({entry.profile[name] for entry in entries}))
-        for vectors in layer.sizes.parameters():
-            vectors += 0.2 * torch.randn_like(vectors)
+        if dense:
+            layer.set_dense_()
+        for own in (*layer.sizes.parameters(), *([layer.dense] if dense else [])):
+            own += 0.2 * torch.randn_like(own)
     return model
 
 

@@ -226,6 +226,22 @@ def test_two_budgets_with_one_answer_both_stand_in_the_chain():
         assert chain.budgets == (0.5, 0.7) and chain.requested[0].profile == chain.requested[1].profile == {"a": 2}
 
 
+def test_a_layer_that_the_next_budget_leaves_full_becomes_so_in_one_step():
+    """Between two budgets: components that no budget has are never trained. Below the first they are its prefix."""
+    table = random_table(6, 6, 3)
+    chain = allocate_ranks(table, spread_budgets(table, 3))
+    first, *_, last = (chain.entries.index(entry) for entry in chain.requested)
+    seen = 0
+    for name, ranks in table.ranks.items():
+        reached = {chain.entries[at].profile[name] for at in range(first, last + 1)}
+        trained = {entry.profile[name] for entry in chain.requested}
+        if ranks[-1] in trained and trained != {ranks[-1]}:
+            below = max(trained - {ranks[-1]})
+            assert not {rank for rank in reached if below < rank < ranks[-1]}
+            seen += ranks.index(below) < len(ranks) - 2
+    assert seen
+
+
 def test_between_solved_profiles_single_steps_are_close_to_the_front():
     table = transformer_table(16, 8, seed=2)
     chain = allocate_ranks(table, [0.3, 0.6])

@@ -16,7 +16,7 @@ from flexrank.artefacts.tensors import read_batch, write_batch
 from flexrank.deployment import deploy, deployed_parameters_of
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
-from flexrank.nn.switch import full_profile, use_profile
+from flexrank.nn.switch import full_profile, nested_layers, use_profile
 from tiny import agree, deployed, flip_a_bit, outputs, same_state
 
 NAMES = ["bert", "llama_tied", "gpt2", "qwen3", "dinov3", *tiny.PLAIN]
@@ -79,6 +79,28 @@ def test_a_budget_reads_no_byte_beyond_its_prefix(saved):
     assert same_state(deploy(small, entry.profile), deploy(model, entry.profile))
     with pytest.raises(FlexrankError, match=r"elastic.safetensors: tensor '\d.[uv]' does not match its checksum"):
         load_elastic(directory)
+
+
+def test_a_matrix_of_full_rank_is_read_only_where_the_layer_is_full(tmp_path):
+    """And no component is written that only full rank would have."""
+    model = tiny.with_sizes(tiny.elastic("perceptron"), dense=True)
+    chain, batch = tiny.chain_of(model), tiny.batch_for("perceptron")
+    save_elastic(model, chain, tmp_path / "elastic", factory=tiny.perceptron)
+    path = tmp_path / "elastic" / "elastic.safetensors"
+    tensors = load_file(path)
+    for name, rank in chain.entries[-2].profile.items():
+        assert len(tensors[f"{name}.u"]) == len(tensors[f"{name}.v"]) == rank
+    for budget in chain.budgets:
+        again, shorter = load_elastic(tmp_path / "elastic", budget)
+        assert {name: layer.rank for name, layer in nested_layers(again).items()} == shorter.entries[-1].profile
+        for entry in shorter.entries:
+            with use_profile(model, entry.profile), use_profile(again, entry.profile):
+                assert agree(outputs(again, batch), outputs(model, batch))
+    tensors["0.dense"][:] = 0
+    save_file(tensors, path)
+    load_elastic(tmp_path / "elastic", chain.budgets[-2])
+    with pytest.raises(FlexrankError, match="tensor '0.dense' does not match its checksum"):
+        load_elastic(tmp_path / "elastic")
 
 
 def test_other_limits_choose_the_prefix_too(saved):

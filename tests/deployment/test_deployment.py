@@ -24,10 +24,10 @@ def named(request):
     return request.param, tiny.elastic(request.param)
 
 
-@pytest.mark.parametrize("has_sizes", [False, True])
-def test_deployed_equals_the_elastic_model_at_every_profile(named, has_sizes):
+@pytest.mark.parametrize("own", ["nothing", "vectors", "matrices"])
+def test_deployed_equals_the_elastic_model_at_every_profile(named, own):
     name, model = named
-    model = tiny.with_sizes(model) if has_sizes else model
+    model = model if own == "nothing" else tiny.with_sizes(model, dense=own == "matrices")
     batch = tiny.batch_for(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     for entry in tiny.chain_of(model).entries:

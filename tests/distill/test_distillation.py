@@ -123,6 +123,25 @@ def test_balanced_steps_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-5)
 
 
+def test_a_layer_that_only_larger_sizes_leave_full_keeps_its_matrix() -> None:
+    """Layer 0 is full in one of two sizes, layer 2 in both, layer 4 in none."""
+    teacher, model = build("perceptron"), nest(build("perceptron"))
+    full = full_profile(model)
+    profiles = [{"0": 3, "2": full["2"], "4": 2}, {"0": full["0"], "2": full["2"], "4": 4}]
+    before = {name: layer.matrix.clone() for name, layer in nested_layers(model).items()}
+    tail = model.get_submodule("0").u[3:].clone()
+    distill_(model, teacher, batches("perceptron"), profiles, **SETTINGS)
+    layers = nested_layers(model)
+    assert {name: layer.dense is not None for name, layer in layers.items()} == {"0": True, "2": False, "4": False}
+    torch.testing.assert_close(layers["0"].dense, before["0"], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(layers["0"].u[3:], tail, rtol=0, atol=0)
+    with use_profile(model, profiles[1]):
+        assert not torch.allclose(layers["0"].matrix, before["0"], atol=1e-3)  # its gains are trained
+        assert not torch.allclose(layers["2"].matrix, before["2"], atol=1e-3)
+    distill_(model, teacher, batches("perceptron"), profiles[1:], **SETTINGS)  # this size alone: all that it has
+    assert not torch.allclose(layers["0"].dense, before["0"], atol=1e-3)
+
+
 def test_a_size_between_two_trained_ones_is_no_worse_than_the_smaller() -> None:
     teacher, model = build("perceptron"), nest(build("perceptron"))
     evaluate = distillation_evaluator(teacher, batches("perceptron"), FeatureObjective())

@@ -1,5 +1,7 @@
 """Losses and their gradients against torch's own, unchunked and in float64."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn import functional
@@ -142,6 +144,30 @@ def test_divergence_of_equal_logits_is_zero_and_classification_needs_no_mask() -
     torch.testing.assert_close(far, exact)
 
 
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_last_hidden_states_of_real_tokens_are_followed(top_k: int | None) -> None:
+    """By hand: the divergence as it is without them, and 4 times their relative squared error."""
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    batch = {"attention_mask": mask}
+    states, logits = torch.randn(2, 2, 3, 5), torch.randn(2, 2, 3, 7)
+    teacher, student = (
+        SimpleNamespace(logits=logits[i], hidden_states=(torch.randn(2, 3, 5), states[i])) for i in range(2)
+    )
+    student.hidden_states[1].requires_grad_()
+    plain, objective = LogitObjective(top_k=top_k), LogitObjective(top_k=top_k, hidden_weight=4.0)
+    target = objective.target(teacher, batch)
+    loss = objective.loss(student, target, batch)
+    error = (states[1] - states[0])[mask.bool()].square().sum() / states[0][mask.bool()].square().sum()
+    torch.testing.assert_close(loss, plain.loss(student, plain.target(teacher, batch), batch) + 4 * error)
+    assert len(target) == 4 and not target.requires_grad
+    (gradient,) = torch.autograd.grad(loss, student.hidden_states[1])
+    assert gradient[0].abs().min() > 0 and not gradient[1, 1:].any()
+    decoder = SimpleNamespace(logits=logits[0], decoder_hidden_states=teacher.hidden_states)
+    assert torch.equal(objective.target(decoder, batch), target)
+    with pytest.raises(FlexrankError, match="hidden_weight needs hidden states; set config.output_hidden_states"):
+        objective.target(SimpleNamespace(logits=logits[0], hidden_states=None), batch)
+
+
 def test_embedding_loss_ignores_padding() -> None:
     mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
     batch = {"attention_mask": mask}
@@ -181,7 +207,8 @@ def test_fisher_losses_have_the_fisher_as_second_moment() -> None:
 
 def test_tasks_have_objectives() -> None:
     assert objective_for("language", temperature=2.0) == LogitObjective(2.0)
-    assert objective_for("language", top_k=8) == LogitObjective(top_k=8)
+    assert objective_for("language", top_k=8, hidden_weight=4.0) == LogitObjective(top_k=8, hidden_weight=4.0)
+    assert objective_for("classification", hidden_weight=4.0) == LogitObjective()
     assert objective_for("embedding", hidden_weight=0.5) == EmbeddingObjective(0.5)
     with pytest.raises(FlexrankError, match="task 'speech' is unknown"):
         objective_for("speech")

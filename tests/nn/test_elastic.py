@@ -90,6 +90,43 @@ def test_vectors_of_a_size_by_hand() -> None:
         assert layer.sizes.ranks == [4] and layer.sizes.inputs.shape == (1, n)
 
 
+@torch.no_grad()
+def test_a_matrix_of_full_rank_is_apart_from_the_factors() -> None:
+    for make, x in ((nested_linear, torch.randn(4, 6)), (nested_conv, torch.randn(3, 3, 5, 6))):
+        layer = make()
+        full, wanted = layer.max_rank, layer(x)
+        layer.set_dense_()
+        torch.testing.assert_close(layer(x), wanted, rtol=1e-4, atol=1e-4)
+        assert not any(layer.is_factored_cheaper(tokens) for tokens in (1, 10**6))
+        layer.set_sizes_([2, full])
+        layer.sizes.inputs.copy_(torch.rand(2, layer.in_features))
+        layer.sizes.outputs.copy_(torch.rand(2, layer.out_features))
+        prefix = layer.factors(2)
+        layer.dense.copy_(torch.randn(layer.matrix_shape))
+        expected = layer.sizes.outputs[1, :, None] * layer.dense * layer.sizes.inputs[1]
+        assert torch.equal(layer.matrix, expected) and torch.equal(layer.matrix_at(full), expected)
+        bias = layer.bias
+        if layer.geometry is None:
+            torch.testing.assert_close(layer(x), functional.linear(x, expected, bias))
+        else:
+            torch.testing.assert_close(layer(x), functional.conv2d(x, expected.view(7, 3, 3, 2), bias, *GEOMETRY[2:]))
+        torch.testing.assert_close(layer.factors(2), prefix, rtol=0, atol=0)
+        layer.rank = 2
+        torch.testing.assert_close(layer.matrix, prefix[0].T @ prefix[1])
+
+
+def test_ranks_between_the_factors_and_a_matrix_of_full_rank_do_not_exist() -> None:
+    layer = nested_linear()
+    layer.set_dense_()
+    layer.u, layer.v = (nn.Parameter(factor.detach()[:3]) for factor in (layer.u, layer.v))
+    assert layer.max_rank == 6
+    for layer.rank in (1, 3, 6):
+        pass
+    for rank in (0, 4, 5, 7):
+        with pytest.raises(FlexrankError, match=f"rank {rank} is out of range; this layer has 1 to 3, and 6"):
+            layer.rank = rank
+
+
 def test_rows_of_a_convolution_are_what_its_matrix_multiplies() -> None:
     conv = nn.Conv2d(3, 7, (3, 2), (2, 1), (1, 0), (1, 2), bias=False)
     assert conv_geometry(conv) == GEOMETRY

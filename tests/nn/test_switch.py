@@ -80,8 +80,9 @@ def test_full_matrices_keep_to_the_room_of_their_device(monkeypatch: pytest.Monk
 
 
 @torch.no_grad()
-def test_full_matrices_have_the_vectors_of_their_size() -> None:
-    model = with_sizes(elastic("perceptron"))
+@pytest.mark.parametrize("dense", [False, True])
+def test_full_matrices_have_the_vectors_of_their_size(dense: bool) -> None:
+    model = with_sizes(elastic("perceptron"), dense=dense)
     x = torch.randn(5, 12)
     wanted = model(x)
     with full_matrices(model, 2**20):

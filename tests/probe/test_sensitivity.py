@@ -21,7 +21,7 @@ from flexrank.nn.switch import full_matrices, full_profile, nested_layers, use_p
 from flexrank.probe import Evaluate, curvature_sensitivity, probe_sensitivity
 from flexrank.profiles import SensitivityTable
 from flexrank.profiles.costs import rank_block
-from tiny import batch_for, build, nest
+from tiny import batch_for, build, nest, with_sizes
 
 
 def assert_is_a_plain_loop(table: SensitivityTable, model: nn.Module, evaluate: Evaluate) -> None:
@@ -279,6 +279,8 @@ def test_curvature_names_what_it_lacks() -> None:
     model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 4))
     moments = collect_moments(model, [torch.randn(8, 6)], select_layers(model), side="input")
     decompose_(model, moments)
+    with pytest.raises(FlexrankError, match="layer '0': full rank is no product of its factors; probe before"):
+        curvature_sensitivity(with_sizes(copy.deepcopy(model), dense=True), moments, 8)
     with pytest.raises(FlexrankError, match="layer '0': curvature needs"):
         curvature_sensitivity(model, moments, 8)
     with pytest.raises(FlexrankError, match="rows is 0"):

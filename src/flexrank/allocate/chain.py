@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from flexrank.allocate.curves import CostTable, Ints, LayerCurve, step_slopes
+from flexrank.allocate.curves import Bools, CostTable, Ints, LayerCurve, step_slopes
 from flexrank.profiles import ChainEntry
 
 Anchor = tuple[Ints, float | None]  # levels (L,), the budget it answers
@@ -15,7 +15,8 @@ def fill_chain(curves: Sequence[LayerCurve], anchors: Sequence[Anchor]) -> tuple
     """Entries from the least profile to the full one, through every anchor (nested, by rising cost), by single steps.
 
     Between two anchors the step that saves most error per parameter comes first, on the lower convex hull of each
-    layer's stretch.
+    layer's stretch. A layer that is full at the next anchor becomes so in one step: its full rank is a matrix of its
+    own after consolidation, and the components between are never trained.
     """
     table = CostTable(curves)
     entries: list[ChainEntry] = []
@@ -24,10 +25,11 @@ def fill_chain(curves: Sequence[LayerCurve], anchors: Sequence[Anchor]) -> tuple
     if not np.array_equal(levels, stops[0][0]):
         entries += table.entries(levels[None])
     for number, (stop, requested) in enumerate(stops):
-        steps = _ordered_steps(curves, levels, stop)
-        if len(steps) or number < len(stops) - 1 or not entries:
-            raised = np.zeros((max(len(steps), 1), len(levels)), np.int64)
-            raised[np.arange(len(steps)), steps] = 1
+        is_whole = (stop == table.top) & (0 < number < len(stops) - 1)
+        layers, raises = _ordered_steps(curves, levels, stop, is_whole)
+        if len(layers) or number < len(stops) - 1 or not entries:
+            raised = np.zeros((max(len(layers), 1), len(levels)), np.int64)
+            raised[np.arange(len(layers)), layers] = raises
             entries += table.entries(levels + raised.cumsum(axis=0), requested)
         levels = stop
     return tuple(entries)
@@ -49,12 +51,13 @@ def mark_budgets(
     return tuple(marked)
 
 
-def _ordered_steps(curves: Sequence[LayerCurve], low: Ints, high: Ints) -> Ints:
-    """The layers to raise by one candidate, in turn, to come from `low` to `high`."""
-    slopes, layers = [], []
+def _ordered_steps(curves: Sequence[LayerCurve], low: Ints, high: Ints, is_whole: Bools) -> tuple[Ints, Ints]:
+    """The layers to raise, in turn, to come from `low` to `high`: by one candidate, or where `is_whole` all the way."""
+    slopes, layers, raises = [], [], []
     for layer, (curve, start, end) in enumerate(zip(curves, low, high, strict=True)):
-        stretch = slice(start, end + 1)
+        stretch = np.unique([start, end]) if is_whole[layer] else np.arange(start, end + 1)
         slopes.append(step_slopes(curve.parameters[stretch], curve.errors[stretch]))
-        layers.append(np.full(end - start, layer))
+        layers.append(np.full(len(stretch) - 1, layer))
+        raises.append(np.diff(stretch))
     order = np.argsort(-np.concatenate(slopes), kind="stable")
-    return np.concatenate(layers)[order]
+    return np.concatenate(layers)[order], np.concatenate(raises)[order]

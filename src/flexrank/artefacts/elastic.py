@@ -1,14 +1,15 @@
 """One elastic artefact for every size, read whole or only up to a budget; and a summary of what an artefact holds.
 
 `elastic.safetensors` stores factors by component, so that a layer's r leading components are the first bytes of its
-tensors; a reader with a budget touches no others. `elastic.json` holds the layers' specs, the chain, and a checksum for
-each segment between two ranks of the chain, so that a prefix is checked without the rest.
+tensors; a reader with a budget touches no others, and a full layer's own matrix only where the budget leaves it full.
+`elastic.json` holds the layers' specs, the chain, and a checksum for each segment between two ranks of the chain, so
+that a prefix is checked without the rest.
 """
 
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from flexrank.artefacts.deployed import DOCUMENT, KEYS, KIND, STATE, Factory, ba
 from flexrank.artefacts.tensors import named_tensors, open_tensors, write_tensors
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
+from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.specs import layer_spec
 from flexrank.nn.switch import nested_layers, require_fitting
 from flexrank.profiles import ProfileChain
@@ -40,8 +42,9 @@ def save_elastic(
 ) -> None:
     """Writes an elastic model and its chain as one artefact, whole or not at all.
 
-    All components are written, whatever the active ranks. An artefact in `directory` is replaced; a directory that
-    holds anything else is refused. `factory` builds the bare architecture of a model that is not transformers'.
+    All components are written, whatever the active ranks, but those that full rank alone would have where a layer has
+    a matrix for it. An artefact in `directory` is replaced; a directory that holds anything else is refused. `factory`
+    builds the bare architecture of a model that is not transformers'.
 
     Raises:
         FlexrankError: the model has no elastic layers, or the chain names others.
@@ -50,9 +53,13 @@ def save_elastic(
     require_fitting(layers, chain.entries[-1].profile)
     tensors, aliases = named_tensors(model)
     library = "transformers" if models.is_transformers_model(model) else "torch"
-    specs = {name: layer_spec(layer) for name, layer in layers.items()}
+    kept = {
+        name: _components(layer, [entry.profile[name] for entry in chain.entries]) for name, layer in layers.items()
+    }
+    tensors |= {f"{name}.{factor}": tensors[f"{name}.{factor}"][:k] for name, k in kept.items() for factor in "uv"}
+    specs = {name: layer_spec(layer) | {"rank": kept[name]} for name, layer in layers.items()}
     content = describe(model, library, specs, aliases, None if factory is None else factory_name(factory))
-    content |= {"chain": chain.to_json(), "tensors": _digests(tensors, chain, layers)}
+    content |= {"chain": chain.to_json(), "tensors": _digests(tensors, chain, kept)}
     with files.directory_aside(directory, ELASTIC_DOCUMENT, ELASTIC_STATE) as aside:
         if library == "transformers":
             models.save_config(model, aside)
@@ -90,7 +97,7 @@ def load_elastic(
     specs = document["layers"]
     if not (budget is None and max_params is None and max_bytes is None):
         entry = chain.entry_at(budget, max_params=max_params, max_bytes=max_bytes)
-        specs = {name: spec | {"rank": entry.profile[name]} for name, spec in specs.items()}
+        specs = {name: _cut(spec, entry.profile[name]) for name, spec in specs.items()}
         chain = dataclasses.replace(chain, entries=chain.entries[: chain.entries.index(entry) + 1])
     if model is None:
         is_transformers = document["library"] == "transformers"
@@ -137,11 +144,22 @@ def _read_elastic(directory: Path) -> dict[str, Any]:
     return files.read_document(path, ELASTIC_KIND, ELASTIC_KEYS)
 
 
-def _digests(tensors: Mapping[str, Tensor], chain: ProfileChain, layers: Mapping[str, Any]) -> dict[str, Any]:
+def _components(layer: NestedLayer, ranks: Iterable[int]) -> int:
+    """How many components are written: all, or where full rank is a matrix, those of the largest rank below it."""
+    return len(layer.u) if layer.dense is None else max((r for r in ranks if not layer.is_dense_at(r)), default=1)
+
+
+def _cut(spec: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """The spec of a layer read up to this rank."""
+    return {**spec, "rank": min(rank, spec["rank"]), "dense": rank > spec["rank"]}
+
+
+def _digests(tensors: Mapping[str, Tensor], chain: ProfileChain, kept: Mapping[str, int]) -> dict[str, Any]:
     """Each tensor's digest, or for a factor the pairs [end, digest] of its segments between the chain's ranks."""
     ends: dict[str, list[int]] = {}
-    for name, layer in layers.items():
-        ends[f"{name}.u"] = ends[f"{name}.v"] = sorted({e.profile[name] for e in chain.entries} | {layer.max_rank})
+    for name, count in kept.items():
+        ranks = {min(entry.profile[name], count) for entry in chain.entries}
+        ends[f"{name}.u"] = ends[f"{name}.v"] = sorted(ranks | {count})
     return {
         name: _segment_digests(tensor, ends[name]) if name in ends else files.digest_tensor(tensor)
         for name, tensor in tensors.items()
@@ -155,10 +173,13 @@ def _segment_digests(tensor: Tensor, ends: list[int]) -> list[list[Any]]:
 def _read_prefixes(path: Path, digests: Mapping[str, Any], specs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """The tensors, factors up to their rank, each checked against its digests."""
     limits = {f"{name}.{factor}": spec["rank"] for name, spec in specs.items() for factor in "uv"}
+    left = {f"{name}.dense" for name, spec in specs.items() if not spec.get("dense")}
     with open_tensors(path) as file:
         for name in digests.keys() - set(file.keys()):
             raise FlexrankError(f"{path}: tensor {name!r} is missing")
         for name, digest in digests.items():
+            if name in left:
+                continue
             if name in limits:
                 tensor = file.get_slice(name)[: limits[name]]
                 digest = [segment for segment in digest if segment[0] <= limits[name]]

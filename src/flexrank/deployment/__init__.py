@@ -101,10 +101,9 @@ def _factorised_layer(layer: NestedLayer, rank: int, slack: int, dtype: torch.dt
 
 
 def _dense_layer(layer: NestedLayer, rank: int, dtype: torch.dtype) -> nn.Module:
-    u, v = prefix_factors(layer, rank)
-    dense = build_layer(layer_spec(layer) | {"form": "dense"}, device=u.device, dtype=dtype)
+    dense = build_layer(layer_spec(layer) | {"form": "dense"}, device=layer.u.device, dtype=dtype)
     assert isinstance(dense, (nn.Linear, nn.Conv2d))
-    dense.weight.copy_((u @ v.T).reshape(dense.weight.shape))
+    dense.weight.copy_(layer.matrix_at(rank, torch.float64).reshape(dense.weight.shape))
     bias = layer.bias_at(rank)
     if bias is not None and dense.bias is not None:
         dense.bias.copy_(bias)

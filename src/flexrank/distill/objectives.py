@@ -33,25 +33,36 @@ class LogitObjective:
     rows at a time, so that no full float32 copy of them exists. With `top_k` the divergence is between distributions
     over the teacher's k likeliest classes and one class of all others: never above the full divergence, and equal to it
     at k = V. A target then takes 4·(2k+1) bytes per row in place of V logits, so that far more targets can be kept.
+    `hidden_weight` times ‖h − h*‖² / ‖h*‖² of the last hidden states, those that the logits are made of, is richer
+    supervision for training a language model, which then returns `hidden_states`; probe with weight 0.
     """
 
     temperature: float = 1.0
     chunk: int | None = None
     top_k: int | None = None
+    hidden_weight: float = 0.0
 
     def __post_init__(self) -> None:
         if self.top_k is not None and self.top_k < 1:
             raise FlexrankError(f"top_k is {self.top_k}; it must be at least 1, or None for all classes")
 
     def target(self, output: Any, batch: Batch) -> Tensor:
-        """The teacher's logits of real tokens, (rows, classes); with `top_k` its `likeliest` classes."""
+        """The teacher's logits of real tokens, (rows, classes); with `top_k` its `likeliest` classes; then states."""
         logits = _real_rows(output_tensor(output), batch).detach()
-        return logits if self.top_k is None else likeliest(logits, self.temperature, self.top_k, self.chunk)
+        target = logits if self.top_k is None else likeliest(logits, self.temperature, self.top_k, self.chunk)
+        if not self.hidden_weight:
+            return target
+        return torch.cat([target, _real_rows(_last_hidden(output), batch).detach().to(target.dtype)], -1)
 
     def loss(self, output: Any, target: Tensor, batch: Batch) -> Tensor:
         """See the class."""
-        logits = _real_rows(output_tensor(output), batch)
-        return mean_divergence(logits, target, self.temperature, self.chunk, self.top_k is not None)
+        logits, is_lumped = _real_rows(output_tensor(output), batch), self.top_k is not None
+        if not self.hidden_weight:
+            return mean_divergence(logits, target, self.temperature, self.chunk, is_lumped)
+        hidden = _real_rows(_last_hidden(output), batch)
+        target, wanted = target[:, : -hidden.shape[-1]], target[:, -hidden.shape[-1] :]
+        divergence = mean_divergence(logits, target, self.temperature, self.chunk, is_lumped)
+        return divergence + self.hidden_weight * _relative_error(hidden, wanted, None)
 
     def fisher_loss(self, output: Any, batch: Batch) -> Tensor:
         """Summed cross entropy to labels drawn from the model's own distribution (the true Fisher, one sample)."""
@@ -111,7 +122,7 @@ def objective_for(
 ) -> Objective:
     """The objective of a task: language, classification, embedding or features; each uses the settings it has."""
     if task in ("language", "classification"):
-        return LogitObjective(temperature, top_k=top_k)
+        return LogitObjective(temperature, top_k=top_k, hidden_weight=hidden_weight if task == "language" else 0.0)
     if task == "embedding":
         return EmbeddingObjective(hidden_weight)
     if task == "features":
@@ -137,6 +148,15 @@ def _real_rows(values: Tensor, batch: Batch) -> Tensor:
     if values.ndim == 3 and mask is not None and values.shape[:2] == mask.shape and not bool(mask.all()):
         return values[mask.to(values.device)]
     return values.flatten(0, -2)
+
+
+def _last_hidden(output: Any) -> Tensor:
+    """A language model's last hidden states (B, T, d), of an encoder-decoder its decoder's."""
+    for field in ("hidden_states", "decoder_hidden_states"):
+        states = getattr(output, field, None)
+        if states is not None:
+            return states[-1]
+    raise FlexrankError("hidden_weight needs hidden states; set config.output_hidden_states on both models")
 
 
 def _relative_error(hidden: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:

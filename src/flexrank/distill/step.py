@@ -94,17 +94,25 @@ class Step:
 
 
 def set_sizes_(model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> None:
-    """Gives each elastic layer vectors of its own at each of its ranks in `profiles`; what they compute stays."""
+    """Gives each elastic layer what its ranks in `profiles` do not share; what they compute stays.
+
+    That is vectors at each rank, and at full rank a matrix, if it has lower ranks too; that matrix is not trained.
+    """
     layers = nested_layers(model)
     for profile in profiles:
         require_fitting(layers, profile)
     for name, layer in layers.items():
-        layer.set_sizes_(sorted({profile[name] for profile in profiles}))
+        ranks = sorted({profile[name] for profile in profiles})
+        if layer.dense is None and layer.max_rank in ranks[1:]:
+            layer.set_dense_()
+        if layer.dense is not None:
+            layer.dense.requires_grad_(layer.u.requires_grad and len(ranks) == 1)
+        layer.set_sizes_(ranks)
 
 
 @contextlib.contextmanager
 def used_components(model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> Iterator[None]:
-    """Inside the block each elastic layer holds only its first components, up to its largest rank in `profiles`.
+    """Inside the block each elastic layer holds only its first components, up to the last that `profiles` need.
 
     They are parameters of their own in the memory of the whole ones: training them changes the first components of `u`
     and `v`, and the components above need no gradient and no state of an optimiser. Raises as `set_profile`.
@@ -114,9 +122,10 @@ def used_components(model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> 
         require_fitting(layers, profile)
     whole = [(layer, layer.u, layer.v, layer.rank) for layer in layers.values()]
     for name, layer in layers.items():
-        used = max(profile[name] for profile in profiles)
-        if used < layer.max_rank:
-            layer.rank = min(layer.rank, used)
+        ranks = {profile[name] for profile in profiles}
+        used = max((rank for rank in ranks if not layer.is_dense_at(rank)), default=len(layer.u))
+        if used < len(layer.u):
+            layer.rank = used
             layer.u, layer.v = (nn.Parameter(f.detach()[:used], f.requires_grad) for f in (layer.u, layer.v))
     try:
         yield

@@ -132,6 +132,19 @@ def eager_attention(model: Any) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
+@contextlib.contextmanager
+def hidden_states(*models: Any) -> Iterator[None]:
+    """The models return their hidden states inside the block."""
+    before = [model.config.output_hidden_states for model in models]
+    for model in models:
+        model.config.output_hidden_states = True
+    try:
+        yield
+    finally:
+        for model, returned in zip(models, before, strict=True):
+            model.config.output_hidden_states = returned
+
+
 def save_config(model: Any, directory: Path) -> None:
     """Writes the model's `config.json` (with its class and dtype) and generation config, without weights."""
     config = copy.deepcopy(model.config)

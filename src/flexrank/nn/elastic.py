@@ -47,8 +47,9 @@ class NestedLayer(nn.Module):
 
     Factors are stored by component, so that a prefix is one contiguous slice in memory and on disk. For T tokens the
     forward takes the cheaper of two equivalent routes: factored, T·r·(m+n) multiply-adds, or materialised, (T + r)·m·n.
-    Consolidation gives it `sizes`, vectors that are not shared by all ranks; factors and bias are read through them.
-    `full_matrix` is U_k V_kᵀ inside `switch.full_matrices`, else None; the forward uses it at full rank.
+    Consolidation gives it what ranks do not share: `sizes`, vectors through which matrix and bias are read, and `dense`
+    (m × n), the matrix at full rank min(m, n), then no product of factors; ranks between k and full need not exist.
+    `full_matrix` is the matrix at full rank inside `switch.full_matrices`, else None; the forward uses it there.
     """
 
     full_matrix: Tensor | None = None
@@ -64,6 +65,7 @@ class NestedLayer(nn.Module):
         self.u, self.v = Parameter(u), Parameter(v)
         self.bias = None if bias is None else Parameter(bias)
         self.sizes: SizeVectors | None = None
+        self.dense: Parameter | None = None
         self.geometry = geometry
         self.matrix_shape = u.shape[1], v.shape[1]
         self.out_features, self.in_features = self.matrix_shape
@@ -71,19 +73,32 @@ class NestedLayer(nn.Module):
 
     @property
     def rank(self) -> int:
-        """The active prefix r, from 1 to k."""
+        """The active prefix r: from 1 to k, or full."""
         return self._rank
 
     @rank.setter
     def rank(self, rank: int) -> None:
-        if not 1 <= rank <= self.max_rank:
-            raise FlexrankError(f"rank {rank} is out of range; this layer has 1 to {self.max_rank}")
+        if not self.has_rank(rank):
+            raise FlexrankError(f"rank {rank} is out of range; this layer has {self.ranks}")
         self._rank = rank
 
     @property
     def max_rank(self) -> int:
-        """The number k of components."""
-        return len(self.u)
+        """The full rank: the number k of components, or min(m, n) where `dense` is its matrix."""
+        return len(self.u) if self.dense is None else min(self.matrix_shape)
+
+    @property
+    def ranks(self) -> str:
+        """The ranks that it has, in words."""
+        return f"1 to {len(self.u)}" + (f", and {self.max_rank}" if self.max_rank > len(self.u) else "")
+
+    def has_rank(self, rank: int) -> bool:
+        """Whether it has a prefix, or a matrix, of this rank."""
+        return 1 <= rank <= len(self.u) or rank == self.max_rank
+
+    def is_dense_at(self, rank: int) -> bool:
+        """Whether the matrix of this rank is `dense`, not a product of factors."""
+        return self.dense is not None and rank == self.max_rank
 
     @property
     def active(self) -> tuple[Float[Tensor, "r m"], Float[Tensor, "r n"]]:
@@ -96,8 +111,8 @@ class NestedLayer(nn.Module):
         return self.bias_at(self.rank)
 
     def factors(self, rank: int) -> tuple[Float[Tensor, "r m"], Float[Tensor, "r n"]]:
-        """U_rᵀ and V_rᵀ. At full rank they are not slices, whose gradients would be copied into full-sized ones."""
-        u, v = (self.u, self.v) if rank == self.max_rank else (self.u[:rank], self.v[:rank])
+        """U_rᵀ and V_rᵀ. Whole they are not slices, whose gradients would be copied into full-sized ones."""
+        u, v = (self.u, self.v) if rank == len(self.u) else (self.u[:rank], self.v[:rank])
         if self.sizes is None:
             return u, v
         return u * self.sizes.at(self.sizes.outputs, rank), v * self.sizes.at(self.sizes.inputs, rank)
@@ -107,6 +122,12 @@ class NestedLayer(nn.Module):
         if self.bias is None or self.sizes is None or self.sizes.bias is None:
             return self.bias
         return self.bias + self.sizes.at(self.sizes.bias, rank)
+
+    @torch.no_grad()
+    def set_dense_(self) -> None:
+        """Gives full rank a matrix of its own, which is the product of the factors so far."""
+        product = self.u.T.double() @ self.v.double()
+        self.dense = Parameter(product.to(self.u.dtype), self.u.requires_grad)
 
     @torch.no_grad()
     def set_sizes_(self, ranks: Sequence[int]) -> None:
@@ -125,11 +146,18 @@ class NestedLayer(nn.Module):
 
     @property
     def matrix(self) -> Float[Tensor, "m n"]:
-        """U_r V_rᵀ at the active rank, materialised."""
+        """The matrix at the active rank, materialised."""
         if self.full_matrix is not None and self.rank == self.max_rank:
             return self.full_matrix
-        u, v = self.active
-        return u.T @ v
+        return self.matrix_at(self.rank)
+
+    def matrix_at(self, rank: int, dtype: torch.dtype | None = None) -> Float[Tensor, "m n"]:
+        """U_r V_rᵀ, at full rank `dense` where there is one, with the gains of the rank, and computed in `dtype`."""
+        if self.dense is None or rank < self.max_rank:
+            u, v = (factor.to(dtype or factor.dtype) for factor in self.factors(rank))
+            return u.T @ v
+        dense, sizes = self.dense.to(dtype or self.dense.dtype), self.sizes
+        return dense if sizes is None else sizes.at(sizes.outputs, rank)[:, None] * dense * sizes.at(sizes.inputs, rank)
 
     @property
     def weight(self) -> Tensor:
@@ -138,7 +166,7 @@ class NestedLayer(nn.Module):
 
     def is_factored_cheaper(self, tokens: int) -> bool:
         """Whether the factored route costs no more operations than the materialised one."""
-        if self.full_matrix is not None and self.rank == self.max_rank:
+        if self.is_dense_at(self.rank) or (self.full_matrix is not None and self.rank == self.max_rank):
             return False
         m, n = self.matrix_shape
         return tokens * self.rank * (m + n) <= (tokens + self.rank) * m * n

@@ -17,8 +17,9 @@ def layer_spec(layer: nn.Module) -> dict[str, Any]:
     bias: torch.Tensor | None
     sizes: dict[str, Any]
     if isinstance(layer, NestedLayer):
-        form, shape, bias, sizes = "nested", layer.matrix_shape, layer.bias, {"rank": layer.max_rank}
+        form, shape, bias, sizes = "nested", layer.matrix_shape, layer.bias, {"rank": len(layer.u)}
         sizes |= {"sizes": layer.sizes.ranks} if layer.sizes else {}
+        sizes |= {"dense": True} if layer.dense is not None else {}
     elif isinstance(layer, GaugeAlignedLayer):
         form, shape, bias = "aligned", layer.matrix_shape, getattr(layer.expand, "bias", None)
         sizes = {"rank": layer.rank, "aligned": layer.aligned}
@@ -45,6 +46,9 @@ def build_layer(spec: Mapping[str, Any], *, device: Any = None, dtype: Any = Non
         nested = (NestedConv2d if geometry else NestedLinear)(u, v, values if bias else None, geometry)
         if "sizes" in spec:
             nested.set_sizes_(spec["sizes"])
+        if spec.get("dense"):
+            nested.dense = nn.Parameter(torch.empty((m, n), **placement))
+            nested.rank = nested.max_rank
         return nested
     if form == "aligned":
         kind = GaugeAlignedConv2d if geometry else GaugeAlignedLinear

@@ -55,8 +55,8 @@ def require_fitting(layers: Mapping[str, NestedLayer], profile: Mapping[str, int
         where = "profile" if name in layers else "model"
         raise FlexrankError(f"layer {name!r} is not in the {where}; profile and model must name the same layers")
     for name, rank in profile.items():
-        if not 1 <= rank <= layers[name].max_rank:
-            raise FlexrankError(f"layer {name!r}: rank {rank} is out of range; it has 1 to {layers[name].max_rank}")
+        if not layers[name].has_rank(rank):
+            raise FlexrankError(f"layer {name!r}: rank {rank} is out of range; it has {layers[name].ranks}")
 
 
 @contextlib.contextmanager
@@ -82,8 +82,7 @@ def full_matrices(model: nn.Module, room: int) -> Iterator[None]:
     room = room_on(next(iter(layers.values())).u.device, room)
     sizes = {name: layer.u.element_size() * math.prod(layer.matrix_shape) for name, layer in layers.items()}
     for name in last_within(sizes, room):
-        u, v = layers[name].factors(layers[name].max_rank)
-        layers[name].full_matrix = u.T @ v
+        layers[name].full_matrix = layers[name].matrix_at(layers[name].max_rank)
     try:
         yield
     finally:
@@ -119,7 +118,7 @@ def footprint(model: nn.Module, dtype: torch.dtype | None = None) -> Footprint:
         return tensor.numel() * (dtype if dtype and tensor.is_floating_point() else tensor.dtype).itemsize
 
     layers = nested_layers(model).values()
-    # Vectors of a size merge into the factors.
+    # Vectors of a size merge into the factors, and the matrix of full rank stands for them.
     factors = {id(parameter) for layer in layers for parameter in layer.parameters() if parameter is not layer.bias}
     others = [parameter for parameter in model.parameters() if id(parameter) not in factors]
     persistent = {id(value) for value in model.state_dict(keep_vars=True).values()}

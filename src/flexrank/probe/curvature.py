@@ -46,6 +46,8 @@ def curvature_sensitivity(
     ranks = {name: rank_levels(shape, num_levels, spacing, min_saving, slack_share) for name, shape in shapes.items()}
     errors = {}
     for name, layer in layers.items():
+        if layer.dense is not None:
+            raise FlexrankError(f"layer {name!r}: full rank is no product of its factors; probe before consolidation")
         moment = moments.get(name)
         if moment is None or moment.side != "input" or moment.gradient_moment is None:
             raise FlexrankError(f"layer {name!r}: curvature needs collect_moments(side='input', gradient_loss=...)")

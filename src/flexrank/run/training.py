@@ -22,8 +22,7 @@ def train_(
 ) -> TrainingHistory:
     """Distils the base model into these profiles by the run's settings; the warm-up is the same part of the steps."""
     settings = work.config.distillation
-    short_texts = work.config.task == "embedding" and work.device.type == "cpu"
-    with models.eager_attention(model) if short_texts else contextlib.nullcontext():
+    with _forward_settings(work, model):
         return distill_(
             model,
             work.base,
@@ -43,6 +42,15 @@ def train_(
             checkpoint=checkpoint,
             checkpoint_every=settings.checkpoint_every,
         )
+
+
+def _forward_settings(work: Workspace, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """How models compute in training: plain attention for short texts; with hidden states where they are followed."""
+    if work.config.task == "embedding" and work.device.type == "cpu":
+        return models.eager_attention(model)
+    if work.config.task == "language" and work.config.distillation.hidden_weight:
+        return models.hidden_states(model, work.base)
+    return contextlib.nullcontext()
 
 
 def probe_losses(work: Workspace, model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> list[float]:

@@ -12,7 +12,8 @@ from flexrank.data.halves import Half, places_of
 from flexrank.data.metrics import nats_per_token
 from flexrank.data.text import read_texts, token_blocks
 from flexrank.distill.objectives import LogitObjective
-from flexrank.hf.models import load_model, load_tokenizer
+from flexrank.hf.models import hidden_states, load_model, load_tokenizer
+from flexrank.run.training import autocast_dtype
 from research.assets import assets_directory
 from research.benches.quality import Subject, quality_table
 from research.experiment import Experiment, Request
@@ -27,6 +28,8 @@ CALIBRATION, PROBE, EVALUATION, TRAINING, BATCH, LEVELS = 128, 16, 100, 3000, 8,
 Texts = tuple[str, str, str, str, int]
 STORIES: Texts = "stories260k", "text/tinystories_train_v2.txt", "text/tinystories_val.txt", STORY_SEPARATOR, 256
 PYCODE: Texts = "pycode5m", "pycode5m/train_sample.txt", "pycode5m/val.txt", "\0", 512
+#: What consolidation follows; the probe's objective is the divergence alone.
+FOLLOWED = LogitObjective(hidden_weight=4.0)
 CONSOLIDATION: dict[str, dict[str, Any]] = {
     "stories260k": {"steps": 1000, "learning_rate": 5e-4, "warmup_steps": 25},
     "pycode5m": {"steps": 400, "learning_rate": 1.5e-4, "warmup_steps": 10},
@@ -70,8 +73,9 @@ def measure(texts: Texts) -> dict[str, Any]:
     """Nats per token of the model, and by method and budget."""
     subject, training = subject_of(texts)
     results, model, chain = subject.without_training(("svd", "datasvd"), LEVELS)
-    options = {"objective": subject.objective, "autocast": torch.bfloat16, **CONSOLIDATION[texts[0]]}
-    distill_(model, subject.teacher, training, chain, **options)
+    options = {"autocast": autocast_dtype("auto", torch.device("cpu")), **CONSOLIDATION[texts[0]]}
+    with hidden_states(model, subject.teacher):
+        distill_(model, subject.teacher, training, chain, objective=FOLLOWED, **options)
     results["consolidated"] = subject.scores(model, chain.at)
     return {"dense": subject.score(subject.teacher)["nats"], "results": results, "gap": chain.gap}
 

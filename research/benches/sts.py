@@ -20,6 +20,7 @@ from flexrank.data.halves import items_of
 from flexrank.data.metrics import embed, mean_cosine
 from flexrank.data.text import sentence_batches
 from flexrank.hf.models import eager_attention, load_model, load_tokenizer
+from flexrank.run.training import autocast_dtype
 from research.assets import assets_directory
 from research.benches.quality import BUDGETS, Scores, Subject, quality_table
 from research.experiment import Experiment, Request
@@ -36,7 +37,8 @@ def run(_: Request) -> Result:
     """Runs the bench; fifteen minutes of it are consolidation."""
     subject, training = subject_of()
     results, model, joint = subject.without_training(("svd", "datasvd", "fisher"), 10)
-    options = {"objective": EmbeddingObjective(HIDDEN_WEIGHT), "autocast": torch.bfloat16, **TRAINING}
+    autocast = autocast_dtype("auto", torch.device("cpu"))
+    options = {"objective": EmbeddingObjective(HIDDEN_WEIGHT), "autocast": autocast, **TRAINING}
     with eager_attention(model):
         distill_(model, subject.teacher, training, joint, **options)
     results["consolidated"] = _artefact_scores(subject, model, joint)

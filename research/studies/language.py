@@ -21,7 +21,7 @@ from flexrank.run import run_stages
 from flexrank.run.config import RunConfig
 from flexrank.run.directory import RunDirectory, identity
 from flexrank.run.stages import read_chain, require_fitting_inputs
-from flexrank.run.training import autocast_dtype
+from flexrank.run.training import autocast_dtype, forward_settings
 from flexrank.run.workspace import Workspace
 from research.assets import asset_path
 from research.experiment import Ledger, Request
@@ -139,7 +139,10 @@ class LanguageBench:
     def trained(self, profiles: Sequence[Mapping[str, int]], *, steps: int, seed: int, name: str | Path) -> nn.Module:
         """A fresh elastic model, distilled at these profiles; an interrupted training goes on, by its name."""
         model, path = self.decomposed(), self.ledger.directory / name
-        self.train_(model, profiles, steps, path, seed=seed, objective=self.space.objective())
+        settings = self.config.distillation
+        objective = self.space.objective(settings.hidden_weight, settings.top_k)
+        with forward_settings(self.space, model):
+            self.train_(model, profiles, steps, path, seed=seed, objective=objective)
         return model
 
     def table(self, rows: Sequence[Sequence[Any]]) -> dict[str, Any]:

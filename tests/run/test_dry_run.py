@@ -112,7 +112,10 @@ def test_memory_is_what_real_training_holds(tmp_path: Path) -> None:
     memory = dry_run(config_of(tiny.llama_tied, tmp_path))["memory"]
     model, student = real(tiny.llama_tied), nest(real(tiny.llama_tied))
     tensors = [bytes_of([*one.parameters(), *one.buffers()]) for one in (model, student)]
-    for stage, student_bytes in {"calibration": tensors[0], "probe": tensors[1], "consolidation": tensors[1]}.items():
+    for layer in nested_layers(student).values():
+        layer.set_sizes_([2, 9])  # two budgets
+    whole = bytes_of([*student.parameters(), *student.buffers()])
+    for stage, student_bytes in {"calibration": tensors[0], "probe": tensors[1], "consolidation": whole}.items():
         assert (memory[stage]["teacher"], memory[stage]["student"]) == (tensors[0], student_bytes)
     trainable = step.trainable_parameters(student)
     optimizer = step.make_optimizer(student, trainable, 1e-3, 0.0)

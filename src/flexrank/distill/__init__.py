@@ -95,9 +95,10 @@ def distill_(
     """Trains the elastic model in place: each step draws one profile and follows the frozen teacher.
 
     Plainly done (`paper`, eq. 6), small sizes, whose losses and gradients are far greater, spoil the large ones. So by
-    default (`balanced`) each loss is divided by the square root of its profile's running mean, the largest profile is
-    drawn three times as often as any other, and each has gains of inputs and outputs, and biases, of its own, which
-    merge into it.
+    default (`balanced`) several profiles share factors alone: a layer that only larger ones leave full has its matrix
+    for them, norms and biases stay, and each profile has gains of inputs and outputs, and additions to biases, of its
+    own, which merge into it. Each loss is divided by the square root of its profile's running mean, and the largest
+    profile is drawn three times as often as any other.
     AdamW (weight decay of matrices alone), linear warm-up, cosine decay; no dropout, fixed batch norms. Components
     above a layer's largest trained rank stay as they were. The objective is by default `default_objective`'s.
 
@@ -131,7 +132,7 @@ def distill_(
     if is_balanced:
         set_sizes_(model, profiles)
     with used_components(model, profiles):
-        trainable = trainable_parameters(model, train_embeddings)
+        trainable = trainable_parameters(model, train_embeddings, is_balanced and len(profiles) > 1)
         optimizer = make_optimizer(model, trainable, learning_rate, weight_decay)
         state = State(checkpoint, settings, trainable, optimizer, Feed(batches, seed))
         step = Step(model, Targets(teacher, objective, autocast, teacher_cache), trainable, optimizer, max_norm)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flexrank.data.batches import Batch, call_model, eval_mode, model_device, to_device
 from flexrank.distill.objectives import Objective, default_objective
 from flexrank.errors import FlexrankError
-from flexrank.nn.elastic import SizeVectors
+from flexrank.nn.elastic import NestedLayer, SizeVectors
 from flexrank.nn.switch import nested_layers, require_fitting
 
 #: The learning rate of a size's own vectors, over that of all else: few steps are theirs.
@@ -96,7 +96,7 @@ class Step:
 def set_sizes_(model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> None:
     """Gives each elastic layer what its ranks in `profiles` do not share; what they compute stays.
 
-    That is vectors at each rank, and at full rank a matrix, if it has lower ranks too; that matrix is not trained.
+    That is vectors at each rank, and at full rank a matrix, if it has lower ranks too.
     """
     layers = nested_layers(model)
     for profile in profiles:
@@ -105,8 +105,6 @@ def set_sizes_(model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> None:
         ranks = sorted({profile[name] for profile in profiles})
         if layer.dense is None and layer.max_rank in ranks[1:]:
             layer.set_dense_()
-        if layer.dense is not None:
-            layer.dense.requires_grad_(layer.u.requires_grad and len(ranks) == 1)
         layer.set_sizes_(ranks)
 
 
@@ -135,18 +133,23 @@ def used_components(model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> 
             layer.rank = rank
 
 
-def trainable_parameters(model: nn.Module, train_embeddings: bool = False) -> dict[str, nn.Parameter]:
+def trainable_parameters(
+    model: nn.Module, train_embeddings: bool = False, factors_only: bool = False
+) -> dict[str, nn.Parameter]:
     """The parameters that consolidation trains, by name; `train_embeddings` as in `distill_`.
 
-    It is a FlexrankError if there are none, or they have half precision, which AdamW's small steps would not move.
+    With `factors_only` none but factors, vectors of sizes and, if they are trained, embeddings. It is a FlexrankError
+    if there are none, or they have half precision, which AdamW's small steps would not move.
     """
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding) and not train_embeddings]
-    frozen = {parameter for module in embeddings for parameter in module.parameters()}
+    kept = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    layers = [module for module in model.modules() if isinstance(module, NestedLayer)]
+    chosen = {p for layer in layers for p in (layer.u, layer.v, *(layer.sizes.parameters() if layer.sizes else ()))}
     trainable = {
         name: parameter
         for name, parameter in model.named_parameters()
-        if parameter not in frozen and parameter.is_floating_point() and parameter.requires_grad
-    }
+        if parameter.is_floating_point() and parameter.requires_grad
+        and (train_embeddings if parameter in kept else not factors_only or parameter in chosen)
+    }  # fmt: skip
     if not trainable:
         raise FlexrankError("every parameter has requires_grad=False; consolidation has nothing to train")
     for name, parameter in trainable.items():

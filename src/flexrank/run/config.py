@@ -94,7 +94,8 @@ class DistillationConfig(Section):
     # and with `balanced` three times as great a one for the largest.
     weights: tuple[Annotated[float, Field(gt=0)], ...] | None = None
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    hidden_weight: Annotated[float, Field(ge=0)] = 4.0  # of the tokens' error, beside the texts' cosine (embedding)
+    # Of the last hidden states' error, beside the divergence (language) or the texts' cosine (embedding).
+    hidden_weight: Annotated[float, Field(ge=0)] = 4.0
     autocast: Literal["auto", "off", "bfloat16"] = "auto"  # `auto`: bfloat16 where the hardware computes in it
     checkpoint_every: Count = 100  # steps between the checkpoints that an interrupted run resumes from
     max_norm: Annotated[float, Field(gt=0)] = 1.0

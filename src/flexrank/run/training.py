@@ -22,7 +22,7 @@ def train_(
 ) -> TrainingHistory:
     """Distils the base model into these profiles by the run's settings; the warm-up is the same part of the steps."""
     settings = work.config.distillation
-    with _forward_settings(work, model):
+    with forward_settings(work, model):
         return distill_(
             model,
             work.base,
@@ -44,7 +44,7 @@ def train_(
         )
 
 
-def _forward_settings(work: Workspace, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+def forward_settings(work: Workspace, model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """How models compute in training: plain attention for short texts; with hidden states where they are followed."""
     if work.config.task == "embedding" and work.device.type == "cpu":
         return models.eager_attention(model)

@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from flexrank.nn.switch import nested_layers
 from flexrank.probe import MATRIX_BYTES
 from flexrank.run.config import RunConfig
 from flexrank.run.dry_run.architecture import Architecture
@@ -14,17 +15,19 @@ MOMENT_BYTES = 8
 def count_memory(architecture: Architecture, config: RunConfig) -> dict[str, dict[str, int]]:
     """Bytes of each stage by what holds them, and of all together.
 
-    `student` is a dense copy while moments are collected, and then factors U, V at full rank. `matrices` are those of
-    full layers while others are probed. `targets` are the teacher's outputs that the probe keeps. `outputs` are those
-    of one batch: twice to probe, with the teacher's; three times in training, with the loss's gradient too.
+    `student` is a dense copy while moments are collected, and then factors U, V at full rank; in training, the vectors
+    of every budget too (all factors count as trained: more than their trained part and the matrices of full layers).
+    `matrices` are those of full layers while others are probed. `targets` are the teacher's outputs that the probe
+    keeps. `outputs` are those of one batch: twice to probe, with the teacher's; three times in training, with the
+    loss's gradient too.
     """
     teacher, student = tensor_bytes(architecture.teacher), tensor_bytes(architecture.student)
     moments = sum(moment_bytes(architecture, config.decomposition.method).values())
-    trained = sum(p.numel() * p.element_size() for p in architecture.student.parameters() if p.requires_grad)
-    size = architecture.teacher.dtype.itemsize
+    size, own = architecture.teacher.dtype.itemsize, vector_bytes(architecture, config)
+    trained = sum(p.numel() * p.element_size() for p in architecture.student.parameters() if p.requires_grad) + own
     output = config.data.batch_size * architecture.outputs * size
     in_training = architecture.outputs * (2 if config.distillation.autocast == "bfloat16" else size)
-    both = {"teacher": teacher, "student": student}
+    both, whole = {"teacher": teacher, "student": student}, {"teacher": teacher, "student": student + own}
     matrices = min(MATRIX_BYTES, size * architecture.dense_parameters)
     targets = config.data.probe * architecture.targets * size
     training = {"gradients": trained, "optimizer": 2 * trained}
@@ -32,9 +35,18 @@ def count_memory(architecture: Architecture, config: RunConfig) -> dict[str, dic
         "calibration": {"teacher": teacher, "student": teacher, "moments": moments, "outputs": output},
         "decomposition": {**both, "moments": moments},
         "probe": {**both, "matrices": matrices, "targets": targets, "outputs": 2 * output},
-        "consolidation": {**both, **training, "outputs": 3 * config.distillation.batch_size * in_training},
+        "consolidation": {**whole, **training, "outputs": 3 * config.distillation.batch_size * in_training},
     }
     return {stage: parts | {"all": sum(parts.values())} for stage, parts in stages.items()}
+
+
+def vector_bytes(architecture: Architecture, config: RunConfig) -> int:
+    """Bytes of the vectors that `balanced` gives each budget: of m and n, and m more where a layer has a bias."""
+    if config.distillation.method != "balanced":
+        return 0
+    layers = nested_layers(architecture.student).values()
+    numbers = sum(sum(layer.matrix_shape) + (0 if layer.bias is None else layer.bias.numel()) for layer in layers)
+    return len(config.allocation.budgets) * numbers * architecture.teacher.dtype.itemsize
 
 
 def moment_bytes(architecture: Architecture, method: str) -> dict[str, int]:

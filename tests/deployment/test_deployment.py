@@ -55,6 +55,14 @@ def test_slack_zero_is_the_papers_form_and_counts_its_parameters(named):
     assert deployed_parameters_of(small, entry.profile) == counted == wanted == entry.parameters
 
 
+def test_a_dense_layer_of_half_precision_factors_is_rounded_once():
+    model = tiny.elastic("perceptron").bfloat16()
+    small = deploy(model, full_profile(model))
+    for name, layer in nested_layers(model).items():
+        exact = (layer.u.double().T @ layer.v.double()).bfloat16()
+        assert torch.equal(small.get_submodule(name).weight, exact)
+
+
 def test_full_rank_is_dense_and_equals_the_original(named):
     name, model = named
     batch = tiny.batch_for(name)

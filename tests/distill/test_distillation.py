@@ -15,6 +15,7 @@ from torch.nn import functional
 from flexrank.distill import distill_, distillation_evaluator
 from flexrank.distill.objectives import EmbeddingObjective, FeatureObjective, LogitObjective
 from flexrank.distill.schedule import Schedule, UsualLosses
+from flexrank.distill.step import used_components
 from flexrank.errors import FlexrankError
 from flexrank.nn.switch import full_profile, nested_layers, use_profile
 from tiny import batch_for, build, chain_of, nest
@@ -138,6 +139,8 @@ def test_a_layer_that_only_larger_sizes_leave_full_keeps_its_matrix() -> None:
     assert {name: layer.dense is not None for name, layer in layers.items()} == {"0": True, "2": False, "4": False}
     torch.testing.assert_close(layers["0"].dense, before["0"], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(layers["0"].u[3:], tail, rtol=0, atol=0)
+    with used_components(model, profiles):
+        assert [len(layer.u) for layer in layers.values()] == [3, full["2"], 4]
     with use_profile(model, profiles[1]):
         assert not torch.allclose(layers["0"].matrix, before["0"], atol=1e-3)  # its gains are trained
         assert not torch.allclose(layers["2"].matrix, before["2"], atol=1e-3)

@@ -24,14 +24,14 @@ from flexrank.distill.step import (
 )
 from flexrank.errors import FlexrankError
 from flexrank.files import digest_json, digest_tensor
-from flexrank.nn.switch import use_profile
+from flexrank.nn.switch import full_profile, use_profile
 from flexrank.profiles import ProfileChain
 from flexrank.progress import track
 
 Profiles = ProfileChain | Sequence[Mapping[str, int]]
 Method = Literal["balanced", "paper"]
-#: How often `balanced` draws the largest profile, relative to any other.
-LARGEST_WEIGHT = 3.0
+#: The share of its steps in which `balanced` trains the largest profile that is not the full model.
+LARGEST_SHARE = 0.4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,8 +97,8 @@ def distill_(
     Plainly done (`paper`, eq. 6), small sizes, whose losses and gradients are far greater, spoil the large ones. So by
     default (`balanced`) several profiles share factors alone: a layer that only larger ones leave full has its matrix
     for them, norms and biases stay, and each profile has gains of inputs and outputs, and additions to biases, of its
-    own, which merge into it. Each loss is divided by the square root of its profile's running mean, and the largest
-    profile is drawn three times as often as any other.
+    own, which merge into it. Each loss is divided by the square root of its profile's running mean, and two steps of
+    five train the largest profile below the full model.
     AdamW (weight decay of matrices alone), linear warm-up, cosine decay; no dropout, fixed batch norms. Components
     above a layer's largest trained rank stay as they were. The objective is by default `default_objective`'s.
 
@@ -121,7 +121,7 @@ def distill_(
         if count < 1:
             raise FlexrankError(f"{name} is {count}; it must be at least 1")
     is_balanced = _is_balanced(method)
-    alpha = _positive(weights, _default_weights(len(profiles), is_balanced))
+    alpha = _positive(weights, _default_weights(profiles, full_profile(model), is_balanced))
     schedule = Schedule(alpha, seed, steps, learning_rate, warmup_steps)
     settings = {
         **dataclasses.asdict(schedule), "method": method, "weight_decay": weight_decay, "accumulation": accumulation,
@@ -178,8 +178,12 @@ def _is_balanced(method: str) -> bool:
     return method == "balanced"
 
 
-def _default_weights(count: int, is_balanced: bool) -> list[float]:
-    return [1.0] * (count - 1) + [LARGEST_WEIGHT if is_balanced else 1.0]
+def _default_weights(profiles: Sequence[Mapping[str, int]], full: Mapping[str, int], is_balanced: bool) -> list[float]:
+    alpha = [1.0] * len(profiles)
+    below = [index for index, profile in enumerate(profiles) if dict(profile) != full]
+    if is_balanced and below:  # the full model, if it is among them, has hardly anything to learn
+        alpha[below[-1]] = max(1.0, (len(profiles) - 1) * LARGEST_SHARE / (1 - LARGEST_SHARE))
+    return alpha
 
 
 def _positive(weights: Sequence[float] | None, default: list[float]) -> list[float]:

@@ -30,8 +30,8 @@ from flexrank.progress import track
 
 Profiles = ProfileChain | Sequence[Mapping[str, int]]
 Method = Literal["balanced", "paper"]
-#: The share of its steps in which `balanced` trains the largest profile that is not the full model.
-LARGEST_SHARE = 0.4
+#: How often `balanced` draws the largest profile below the full model, relative to any other.
+LARGEST_WEIGHT = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,8 +97,8 @@ def distill_(
     Plainly done (`paper`, eq. 6), small sizes, whose losses and gradients are far greater, spoil the large ones. So by
     default (`balanced`) several profiles share factors alone: a layer that only larger ones leave full has its matrix
     for them, norms and biases stay, and each profile has gains of inputs and outputs, and additions to biases, of its
-    own, which merge into it. Each loss is divided by the square root of its profile's running mean, and two steps of
-    five train the largest profile below the full model.
+    own, which merge into it. Each loss is divided by the square root of its profile's running mean, and the largest
+    profile below the full model is drawn twice as often as any other.
     AdamW (weight decay of matrices alone), linear warm-up, cosine decay; no dropout, fixed batch norms. Components
     above a layer's largest trained rank stay as they were. The objective is by default `default_objective`'s.
 
@@ -182,7 +182,7 @@ def _default_weights(profiles: Sequence[Mapping[str, int]], full: Mapping[str, i
     alpha = [1.0] * len(profiles)
     below = [index for index, profile in enumerate(profiles) if dict(profile) != full]
     if is_balanced and below:  # the full model, if it is among them, has hardly anything to learn
-        alpha[below[-1]] = max(1.0, (len(profiles) - 1) * LARGEST_SHARE / (1 - LARGEST_SHARE))
+        alpha[below[-1]] = LARGEST_WEIGHT
     return alpha
 
 

@@ -91,7 +91,7 @@ class DistillationConfig(Section):
     batch_size: Count = 32
     accumulation: Count = 1
     # The chance of each of `allocation.budgets`, from the largest to the smallest; None means equal chances,
-    # with `balanced` .4 for the largest one below 1 and equal ones for the others.
+    # and with `balanced` twice as great a one for the largest below 1.
     weights: tuple[Annotated[float, Field(gt=0)], ...] | None = None
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     # Of the last hidden states' error, beside the divergence (language) or the texts' cosine (embedding).

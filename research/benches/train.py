@@ -32,6 +32,7 @@ from flexrank.distill.step import (
     used_components,
 )
 from flexrank.hf.models import Task, load_model
+from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.linalg import Factors
 from flexrank.nn.matrix import weight_matrix
 from flexrank.nn.select import nest_, select_layers
@@ -130,7 +131,9 @@ def time_steps(
 @contextlib.contextmanager
 def stepping(model: nn.Module, teacher: nn.Module, targets: Targets, item: Item) -> Iterator[Callable[[Profile], None]]:
     """A step of the model on the batch, at a profile; at none, of a dense model."""
-    trained = trainable_parameters(model)
+    trained = trainable_parameters(
+        model, factors_only=any(isinstance(module, NestedLayer) for module in model.modules())
+    )
     step = Step(model, targets, trained, make_optimizer(model, trained, 1e-6), 1.0)
 
     def take(profile: Profile) -> None:
@@ -177,11 +180,13 @@ def peak_of_step(described: Mapping[str, Any], dtype: str, which: str) -> int:
 
 
 def build(subject: Subject) -> nn.Module:
-    """The teacher, with its weights in memory."""
+    """The teacher, with its weights in memory; a language model returns its hidden states, which are followed."""
     if isinstance(source := subject.source, dict):
-        return random_llama(**source)
-    place = source if ":" in source else assets_directory(source) / source
-    return copy.deepcopy(load_model(place, subject.task))
+        model = random_llama(**source)
+    else:
+        model = copy.deepcopy(load_model(source if ":" in source else assets_directory(source) / source, subject.task))
+    model.config.output_hidden_states = subject.task == "language"
+    return model
 
 
 def batch_of(subject: Subject) -> dict[str, Tensor]:

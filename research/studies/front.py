@@ -33,7 +33,7 @@ BUDGETS = tuple(round(0.1 * step, 1) for step in range(2, 11))
 CALIBRATION, PROBE, IMAGES_A_STEP = 2048, 2000, 64
 #: Of a submodel trained alone, by where it begins: optimiser steps, and a good learning rate of those tried.
 STEPS = {"random": 500, "DataSVD": 400}
-LEARNING_RATES = {"random": 1e-2, "DataSVD": 5e-3, "elastic": 2e-3}
+LEARNING_RATES = {"random": 1e-2, "DataSVD": 5e-3, "elastic": 3e-3}
 WARMUP = 20
 #: As many per budget, on average, as a submodel from DataSVD has.
 ELASTIC_STEPS = STEPS["DataSVD"] * len(BUDGETS)

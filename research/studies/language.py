@@ -37,7 +37,7 @@ TRAINED = (*DECOMPOSED, "allocation", "distillation", "deployment")
 def stories_settings(full: bool) -> dict[str, Any]:
     """The settings of a run of stories260k on its stories, with ten times the steps in the full form."""
     texts = {"path": str(asset_path("text", "tinystories_train_v2.txt"))}
-    training = {"steps": 3000 if full else 300, "learning_rate": 1e-3, "warmup_steps": 15}
+    training = {"steps": 3000 if full else 300, "learning_rate": 2e-3, "warmup_steps": 15}
     return _settings("stories260k", texts | {"probe": 32, "max_tokens": 256, "evaluation": 64}, training)
 
 

@@ -15,7 +15,9 @@ from flexrank.data.metrics import nats_per_token
 from flexrank.decompose import decompose_
 from flexrank.deployment import deploy
 from flexrank.distill import distill_
+from flexrank.distill.objectives import LogitObjective
 from flexrank.errors import FlexrankError
+from flexrank.hf.models import hidden_states
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import full_profile, use_profile
 from flexrank.run.config import parse_config
@@ -66,11 +68,12 @@ def test_untrained_and_single_figures_are_those_of_a_plain_loop(request_for: Any
     held_out = bench.nats_by_budget(model)
     assert rows["DataSVD, untrained"] == pytest.approx(held_out)
     options = request.config.distillation
-    distill_(
-        model, bench.base, list(bench.space.samples.training), [bench.profiles[1]],
-        objective=bench.space.objective(), steps=options.steps,
-        learning_rate=options.learning_rate, warmup_steps=options.warmup_steps, seed=0, autocast=bench.autocast,
-    )  # fmt: skip
+    with hidden_states(model, bench.base):
+        distill_(
+            model, bench.base, list(bench.space.samples.training), [bench.profiles[1]],
+            objective=LogitObjective(hidden_weight=options.hidden_weight), steps=options.steps,
+            learning_rate=options.learning_rate, warmup_steps=options.warmup_steps, seed=0, autocast=bench.autocast,
+        )  # fmt: skip
     single = bench.ledger.take("trained at 0.5 only, seed 0", lambda: None)
     assert single == bench.nats_by_budget(model) != held_out
     assert rows["trained at 0.5 only"][1]["n"] == 2

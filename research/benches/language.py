@@ -31,8 +31,8 @@ PYCODE: Texts = "pycode5m", "pycode5m/train_sample.txt", "pycode5m/val.txt", "\0
 #: What consolidation follows; the probe's objective is the divergence alone.
 FOLLOWED = LogitObjective(hidden_weight=4.0)
 CONSOLIDATION: dict[str, dict[str, Any]] = {
-    "stories260k": {"steps": 1000, "learning_rate": 5e-4, "warmup_steps": 25},
-    "pycode5m": {"steps": 400, "learning_rate": 1.5e-4, "warmup_steps": 10},
+    "stories260k": {"steps": 1000, "learning_rate": 2e-3, "warmup_steps": 25},
+    "pycode5m": {"steps": 400, "learning_rate": 3e-4, "warmup_steps": 10},
 }
 
 

@@ -115,6 +115,27 @@ def test_a_matrix_of_full_rank_is_apart_from_the_factors() -> None:
         torch.testing.assert_close(layer.matrix, prefix[0].T @ prefix[1])
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_linear_with_a_matrix_of_full_rank_under_autocast_and_its_gradients(has_bias: bool) -> None:
+    layer, x = nested_linear(), torch.randn(5, 6)
+    layer.bias = layer.bias if has_bias else None
+    layer.set_dense_()
+    layer.set_sizes_([2, 6])
+    with torch.no_grad():
+        layer.sizes.outputs += torch.rand(2, 8)
+        layer.sizes.inputs += torch.rand(2, 6)
+    assert layer.matrix.requires_grad
+    layer(x).square().sum().backward()
+    found = [parameter.grad.clone() for parameter in layer.sizes.parameters()]
+    layer.zero_grad()
+    functional.linear(x, layer.matrix, layer.active_bias).square().sum().backward()
+    for ours, parameter in zip(found, layer.sizes.parameters(), strict=True):
+        torch.testing.assert_close(ours, parameter.grad, rtol=1e-4, atol=1e-4)
+        assert ours[1].abs().min() > 0 and not ours[0].any()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+
+
 def test_ranks_between_the_factors_and_a_matrix_of_full_rank_do_not_exist() -> None:
     layer = nested_linear()
     layer.set_dense_()

@@ -183,7 +183,23 @@ class NestedLinear(NestedLayer):
         if self.is_factored_cheaper(math.prod(x.shape[:-1])):
             u, v = self.active
             return linear(linear(x, v), u.T, self.active_bias)
+        if (
+            self.dense is not None
+            and self.sizes is not None
+            and self.rank == self.max_rank
+            and self.full_matrix is None
+        ):
+            return self._scaled(x, self.dense, self.sizes)
         return linear(x, self.matrix, self.active_bias)
+
+    def _scaled(self, x: Tensor, dense: Tensor, sizes: SizeVectors) -> Tensor:
+        """The dense product between gains of activations.
+
+        Gains of the matrix need its gradient, one more product of T·m·n: a quarter of the time of a training step.
+        """
+        y = linear(x * sizes.at(sizes.inputs, self.rank).to(x.dtype), dense)
+        outputs, bias = sizes.at(sizes.outputs, self.rank).to(y.dtype), self.active_bias
+        return y * outputs if bias is None else torch.addcmul(bias.to(y.dtype), y, outputs)
 
 
 class NestedConv2d(NestedLayer):

@@ -140,7 +140,7 @@ class LanguageBench:
         """A fresh elastic model, distilled at these profiles; an interrupted training goes on, by its name."""
         model, path = self.decomposed(), self.ledger.directory / name
         settings = self.config.distillation
-        objective = self.space.objective(settings.hidden_weight, settings.top_k)
+        objective = self.space.objective(settings.weight_of_hidden_states, settings.top_k)
         with forward_settings(self.space, model):
             self.train_(model, profiles, steps, path, seed=seed, objective=objective)
         return model

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 import tiny
 from flexrank import hf
 from flexrank.cli import EXTRAS
+from flexrank.data.batches import call_model
 from flexrank.deployment import export
 from flexrank.errors import FlexrankError
 from flexrank.hf import meta, models
@@ -86,6 +87,16 @@ def test_a_loaded_model_saves_itself_again(name, saved, tmp_path):
     auto.from_pretrained(directory).save_pretrained(tmp_path / "again", max_shard_size="10KB")
     assert len(list((tmp_path / "again").glob("*.safetensors"))) > 1
     assert same_state(auto.from_pretrained(tmp_path / "again"), small)
+
+
+def test_hidden_states_are_returned_inside_the_block_alone():
+    first, second = tiny.build("llama_untied"), tiny.build("gpt2")
+    second.config.output_hidden_states = True
+    with models.hidden_states(first, second):
+        for model, name in ((first, "llama_untied"), (second, "gpt2")):
+            output = call_model(model, tiny.batch_for(name))
+            assert torch.equal(model.get_output_embeddings()(output.hidden_states[-1]), output.logits)
+    assert not first.config.output_hidden_states and second.config.output_hidden_states
 
 
 @pytest.mark.parametrize("name", tiny.CAUSAL)

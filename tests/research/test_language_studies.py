@@ -71,7 +71,7 @@ def test_untrained_and_single_figures_are_those_of_a_plain_loop(request_for: Any
     with hidden_states(model, bench.base):
         distill_(
             model, bench.base, list(bench.space.samples.training), [bench.profiles[1]],
-            objective=LogitObjective(hidden_weight=options.hidden_weight), steps=options.steps,
+            objective=LogitObjective(hidden_weight=4.0), steps=options.steps,
             learning_rate=options.learning_rate, warmup_steps=options.warmup_steps, seed=0, autocast=bench.autocast,
         )  # fmt: skip
     single = bench.ledger.take("trained at 0.5 only, seed 0", lambda: None)

@@ -1,13 +1,14 @@
 """Wrong keys and values are one line that names them; right ones freeze to what was written."""
 
 from pathlib import Path
+from typing import Any
 
 import pydantic
 import pytest
 import yaml
 
 from flexrank.errors import FlexrankError
-from flexrank.run.config import load_config, parse_config, write_config
+from flexrank.run.config import DistillationConfig, load_config, parse_config, write_config
 
 LEAST = {"name": "tiny", "task": "embedding", "model": "somewhere"}
 
@@ -18,6 +19,19 @@ def test_the_least_config_has_the_papers_budgets_and_a_directory_by_name() -> No
     assert config.directory == Path("runs/tiny")
     with pytest.raises(pydantic.ValidationError):
         config.name = "other"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("settings", "weight"),
+    [
+        ({}, 4.0),
+        ({"method": "paper"}, 0.0),
+        ({"hidden_weight": 0}, 0.0),
+        ({"method": "paper", "hidden_weight": 2}, 2.0),
+    ],
+)
+def test_hidden_states_are_followed_unless_the_paper_is(settings: dict[str, Any], weight: float) -> None:
+    assert DistillationConfig(**settings).weight_of_hidden_states == weight
 
 
 def test_what_is_written_is_read_back_to_the_same(tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ from flexrank.data.batches import call_model
 from flexrank.distill import distill_
 from flexrank.distill.objectives import LogitObjective
 from flexrank.distill.step import Step
-from flexrank.hf.models import load_model
+from flexrank.hf.models import hidden_states, load_model
 from flexrank.nn.switch import use_profile
 from flexrank.run import export_one, run_stages
 from flexrank.run.config import load_config
-from flexrank.run.training import log_losers, probe_losses
+from flexrank.run.training import autocast_dtype, log_losers, probe_losses
 from tiny import relative
 
 pytestmark = pytest.mark.usefixtures("verified_here")
@@ -38,8 +38,11 @@ def test_a_size_is_trained_alone_from_the_shared_weights(copied: Path) -> None:
     profile = chain.at(0.5)
     with use_profile(model, profile):
         shared = work.judge(model)["nats_per_token"]
-    settings = {"steps": TUNE, "learning_rate": 1e-3, "objective": LogitObjective(), "seed": work.config.seed}
-    distill_(model, work.base, work.samples.training, [profile], **settings)
+    objective = LogitObjective(hidden_weight=4.0)
+    settings = {"steps": TUNE, "learning_rate": 1e-3, "objective": objective, "seed": work.config.seed}
+    settings["autocast"] = autocast_dtype("auto", torch.device("cpu"))
+    with hidden_states(model, work.base):
+        distill_(model, work.base, work.samples.training, [profile], **settings)
     small, batch = load_model(export["directory"], "language"), work.samples.example
     with torch.no_grad(), use_profile(model, profile):
         assert relative(call_model(small, batch).logits, call_model(model, batch).logits) < 1e-4

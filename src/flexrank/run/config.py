@@ -94,14 +94,22 @@ class DistillationConfig(Section):
     # and with `balanced` twice as great a one for the largest below 1.
     weights: tuple[Annotated[float, Field(gt=0)], ...] | None = None
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    # Of the last hidden states' error, beside the divergence (language) or the texts' cosine (embedding).
-    hidden_weight: Annotated[float, Field(ge=0)] = 4.0
+    # Of the last hidden states' error, beside the divergence (language) or the texts' cosine (embedding); None is 4,
+    # and with `paper`, which has no such term, 0.
+    hidden_weight: Annotated[float, Field(ge=0)] | None = None
     autocast: Literal["auto", "off", "bfloat16"] = "auto"  # `auto`: bfloat16 where the hardware computes in it
     checkpoint_every: Count = 100  # steps between the checkpoints that an interrupted run resumes from
     max_norm: Annotated[float, Field(gt=0)] = 1.0
     temperature: Annotated[float, Field(gt=0)] = 1.0  # of the softmax in the language and classification losses
     # To save memory those losses tell apart this many of the teacher's likeliest classes; all others count as one.
     top_k: Count | None = None
+
+    @property
+    def weight_of_hidden_states(self) -> float:
+        """`hidden_weight`, or what stands for None."""
+        if self.hidden_weight is None:
+            return 4.0 if self.method == "balanced" else 0.0
+        return self.hidden_weight
 
 
 class DeploymentConfig(Section):

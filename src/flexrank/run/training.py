@@ -29,7 +29,7 @@ def train_(
             work.samples.training,
             profiles,
             method=settings.method,
-            objective=work.objective(settings.hidden_weight, settings.top_k),
+            objective=work.objective(settings.weight_of_hidden_states, settings.top_k),
             steps=steps,
             learning_rate=settings.learning_rate,
             warmup_steps=round(settings.warmup_steps * steps / max(1, settings.steps)),
@@ -48,7 +48,7 @@ def forward_settings(work: Workspace, model: nn.Module) -> contextlib.AbstractCo
     """How models compute in training: plain attention for short texts; with hidden states where they are followed."""
     if work.config.task == "embedding" and work.device.type == "cpu":
         return models.eager_attention(model)
-    if work.config.task == "language" and work.config.distillation.hidden_weight:
+    if work.config.task == "language" and work.config.distillation.weight_of_hidden_states:
         return models.hidden_states(model, work.base)
     return contextlib.nullcontext()
 

@@ -1,5 +1,6 @@
 """Artefacts: the same bits back, a prefix without the rest, and one clear line for every kind of damage."""
 
+import dataclasses
 import errno
 import json
 
@@ -17,6 +18,7 @@ from flexrank.deployment import deploy, deployed_parameters_of
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
 from flexrank.nn.switch import full_profile, nested_layers, use_profile
+from flexrank.profiles import RankProfile
 from tiny import agree, deployed, flip_a_bit, outputs, same_state
 
 NAMES = ["bert", "llama_tied", "gpt2", "qwen3", "dinov3", *tiny.PLAIN]
@@ -90,12 +92,19 @@ def test_a_matrix_of_full_rank_is_read_only_where_the_layer_is_full(tmp_path):
     tensors = load_file(path)
     for name, rank in chain.entries[-2].profile.items():
         assert len(tensors[f"{name}.u"]) == len(tensors[f"{name}.v"]) == rank
+    kept = sum(value.numel() for value in tensors.values())
+    assert inspect_artefact(tmp_path / "elastic")["parameters"] == kept
     for budget in chain.budgets:
         again, shorter = load_elastic(tmp_path / "elastic", budget)
         assert {name: layer.rank for name, layer in nested_layers(again).items()} == shorter.entries[-1].profile
         for entry in shorter.entries:
             with use_profile(model, entry.profile), use_profile(again, entry.profile):
                 assert agree(outputs(again, batch), outputs(model, batch))
+    between = dataclasses.replace(chain.entries[-2], profile=RankProfile({"0": 11, "2": 10, "4": 4}))
+    gap = dataclasses.replace(chain, entries=(*chain.entries[:-1], between, chain.entries[-1]))
+    with pytest.raises(FlexrankError, match="layer '0': rank 11 is out of range; it has 1 to 8, and 12"):
+        save_elastic(load_elastic(tmp_path / "elastic")[0], gap, tmp_path / "other", factory=tiny.perceptron)
+    assert not (tmp_path / "other").exists()
     tensors["0.dense"][:] = 0
     save_file(tensors, path)
     load_elastic(tmp_path / "elastic", chain.budgets[-2])

@@ -173,6 +173,22 @@ def test_sizes_between_trained_ones_lie_on_the_curve() -> None:
     assert any(layer.dense is not None for layer in nested_layers(model).values())
 
 
+def test_the_full_model_is_not_drawn_and_stays_the_base() -> None:
+    """The base model itself, but for rounding; also where a part of the model was read, whose largest rank is less."""
+    teacher, model = build("perceptron"), nest(build("perceptron"))
+    profiles = [{"0": rank, "2": rank, "4": rank} for rank in (1, 2, 4)] + [full_profile(model)]
+    drawn = Counter(distill_(model, teacher, batches("perceptron"), profiles, **SETTINGS).profiles)
+    assert drawn[3] == 0 and drawn[2] == pytest.approx(30, abs=6)
+    batch = batches("perceptron")[0]
+    with use_profile(model, profiles[3]):
+        torch.testing.assert_close(model(batch), teacher(batch), rtol=1e-4, atol=1e-4)
+    for layer in nested_layers(model).values():
+        layer.dense, layer.rank = None, 1
+        layer.u, layer.v = (nn.Parameter(factor.detach()[:4]) for factor in (layer.u, layer.v))
+    drawn = Counter(distill_(model, teacher, batches("perceptron"), profiles[:3], **SETTINGS).profiles)
+    assert drawn[2] == pytest.approx(30, abs=6) and not any(layer.dense for layer in nested_layers(model).values())
+
+
 def test_usual_losses_by_hand() -> None:
     usual = UsualLosses([4.0, 2.0], [1, 1])
     assert usual.of(0) is None and usual.of(1) == pytest.approx(3.8)
@@ -192,14 +208,13 @@ def test_a_loss_of_zero_or_below_is_not_scaled() -> None:
 
 @pytest.mark.parametrize(("method", "share"), [("balanced", 0.4), ("paper", 0.25)])
 def test_how_often_the_largest_size_is_trained(method: str, share: float) -> None:
-    """The largest below the full model, which is one of the others."""
+    """The largest below the full model; of `balanced` the full model never, for it is the teacher."""
     teacher, model = build("perceptron"), nest(build("perceptron"))
     profiles = [{"0": rank, "2": rank, "4": rank} for rank in (1, 2, 3, 4)]
     settings = {"steps": 120, "method": method}
-    for largest, sizes in ((3, profiles), (2, [*profiles[:3], full_profile(model)])):
-        drawn = Counter(distill_(model, teacher, batches("perceptron"), sizes, **settings).profiles)
-        assert abs(drawn[largest] - 120 * share) <= 8
-        assert all(abs(drawn[size] - 120 * (1 - share) / 3) <= 8 for size in {0, 1, 2, 3} - {largest})
+    drawn = Counter(distill_(model, teacher, batches("perceptron"), profiles, **settings).profiles)
+    assert abs(drawn[3] - 120 * share) <= 8
+    assert all(abs(drawn[size] - 120 * (1 - share) / 3) <= 8 for size in range(3))
     assert all((layer.sizes is None) == (method == "paper") for layer in nested_layers(model).values())
     with pytest.raises(FlexrankError, match="method 'fair' is unknown; it is balanced or paper"):
         distill_(model, teacher, batches("perceptron"), profiles, method="fair")

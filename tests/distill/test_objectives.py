@@ -164,7 +164,7 @@ def test_last_hidden_states_of_real_tokens_are_followed(top_k: int | None) -> No
     assert gradient[0].abs().min() > 0 and not gradient[1, 1:].any()
     decoder = SimpleNamespace(logits=logits[0], decoder_hidden_states=teacher.hidden_states)
     assert torch.equal(objective.target(decoder, batch), target)
-    with pytest.raises(FlexrankError, match="hidden_weight needs hidden states; set config.output_hidden_states"):
+    with pytest.raises(FlexrankError, match="hidden_weight needs hidden states: set config.output_hidden_states"):
         objective.target(SimpleNamespace(logits=logits[0], hidden_states=None), batch)
 
 

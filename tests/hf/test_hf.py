@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -92,6 +93,11 @@ def test_a_loaded_model_saves_itself_again(name, saved, tmp_path):
 def test_hidden_states_are_returned_inside_the_block_alone():
     first, second = tiny.build("llama_untied"), tiny.build("gpt2")
     second.config.output_hidden_states = True
+    inner = SimpleNamespace(output_hidden_states=False)  # as of Gemma 3, which reads its text model's
+    nested = SimpleNamespace(output_hidden_states=False, get_text_config=lambda: inner)
+    with models.hidden_states(SimpleNamespace(config=nested)):
+        assert inner.output_hidden_states
+    assert not inner.output_hidden_states and not nested.output_hidden_states
     with models.hidden_states(first, second):
         for model, name in ((first, "llama_untied"), (second, "gpt2")):
             output = call_model(model, tiny.batch_for(name))

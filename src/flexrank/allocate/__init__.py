@@ -38,9 +38,10 @@ def allocate_ranks(
     """Chooses nested rank profiles from the layers' sensitivities, whose errors are taken to add up.
 
     `joint` minimises the weighted sum of the budgets' predicted errors under nesting, over the probed ranks that save
-    enough, and fills the chain between the solved profiles by single steps of least error per saving. `paper` is the
-    printed algorithm: its chain as it comes, and of it the best profile within each budget; it counts slack 0 and every
-    rank (probe with `min_saving=0` and `slack_share=0` for it). Budget 1 is always the full model.
+    enough, and fills the chain between the solved profiles by single steps of least error per saving; a layer that the
+    next profile leaves full becomes so in one. `paper` is the printed algorithm: its chain as it comes, and of it the
+    best profile within each budget; it counts slack 0 and every rank (probe with `min_saving=0` and `slack_share=0` for
+    it). Budget 1 is always the full model.
 
     Args:
         table: probe results S (L × K).

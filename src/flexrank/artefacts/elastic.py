@@ -50,7 +50,8 @@ def save_elastic(
         FlexrankError: the model has no elastic layers, or the chain names others.
     """
     layers = nested_layers(model)
-    require_fitting(layers, chain.entries[-1].profile)
+    for entry in chain.entries:
+        require_fitting(layers, entry.profile)
     tensors, aliases = named_tensors(model)
     library = "transformers" if models.is_transformers_model(model) else "torch"
     kept = {
@@ -59,6 +60,9 @@ def save_elastic(
     tensors |= {f"{name}.{factor}": tensors[f"{name}.{factor}"][:k] for name, k in kept.items() for factor in "uv"}
     specs = {name: layer_spec(layer) | {"rank": kept[name]} for name, layer in layers.items()}
     content = describe(model, library, specs, aliases, None if factory is None else factory_name(factory))
+    content["parameters"] -= sum(
+        (len(layer.u) - kept[name]) * sum(layer.matrix_shape) for name, layer in layers.items()
+    )
     content |= {"chain": chain.to_json(), "tensors": _digests(tensors, chain, kept)}
     with files.directory_aside(directory, ELASTIC_DOCUMENT, ELASTIC_STATE) as aside:
         if library == "transformers":

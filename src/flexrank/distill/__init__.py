@@ -24,7 +24,7 @@ from flexrank.distill.step import (
 )
 from flexrank.errors import FlexrankError
 from flexrank.files import digest_json, digest_tensor
-from flexrank.nn.switch import full_profile, use_profile
+from flexrank.nn.switch import layer_shapes, use_profile
 from flexrank.profiles import ProfileChain
 from flexrank.progress import track
 
@@ -97,8 +97,8 @@ def distill_(
     Plainly done (`paper`, eq. 6), small sizes, whose losses and gradients are far greater, spoil the large ones. So by
     default (`balanced`) several profiles share factors alone: a layer that only larger ones leave full has its matrix
     for them, norms and biases stay, and each profile has gains of inputs and outputs, and additions to biases, of its
-    own, which merge into it. Each loss is divided by the square root of its profile's running mean, and the largest
-    profile below the full model is drawn twice as often as any other.
+    own, which merge into it. Each loss is divided by the square root of its profile's running mean, the largest profile
+    below the full model is drawn twice as often as any other, and the full model, which has nothing to learn, never.
     AdamW (weight decay of matrices alone), linear warm-up, cosine decay; no dropout, fixed batch norms. Components
     above a layer's largest trained rank stay as they were. The objective is by default `default_objective`'s.
 
@@ -121,7 +121,7 @@ def distill_(
         if count < 1:
             raise FlexrankError(f"{name} is {count}; it must be at least 1")
     is_balanced = _is_balanced(method)
-    alpha = _positive(weights, _default_weights(profiles, full_profile(model), is_balanced))
+    alpha = _default_weights(model, profiles, is_balanced) if weights is None else _positive(weights, len(profiles))
     schedule = Schedule(alpha, seed, steps, learning_rate, warmup_steps)
     settings = {
         **dataclasses.asdict(schedule), "method": method, "weight_decay": weight_decay, "accumulation": accumulation,
@@ -178,19 +178,21 @@ def _is_balanced(method: str) -> bool:
     return method == "balanced"
 
 
-def _default_weights(profiles: Sequence[Mapping[str, int]], full: Mapping[str, int], is_balanced: bool) -> list[float]:
-    alpha = [1.0] * len(profiles)
-    below = [index for index, profile in enumerate(profiles) if dict(profile) != full]
-    if is_balanced and below:  # the full model, if it is among them, has hardly anything to learn
-        alpha[below[-1]] = LARGEST_WEIGHT
-    return alpha
+def _default_weights(model: nn.Module, profiles: Sequence[Mapping[str, int]], is_balanced: bool) -> list[float]:
+    if not is_balanced:
+        return [1.0] * len(profiles)
+    full = {name: min(shape) for name, shape in layer_shapes(model).items()}
+    alpha = [float(dict(profile) != full) for profile in profiles]
+    if not any(alpha):
+        return [1.0] * len(profiles)
+    largest = max(index for index, weight in enumerate(alpha) if weight)
+    return [*alpha[:largest], LARGEST_WEIGHT, *alpha[largest + 1 :]]
 
 
-def _positive(weights: Sequence[float] | None, default: list[float]) -> list[float]:
-    alpha, count = default if weights is None else list(weights), len(default)
-    if len(alpha) != count or not all(math.isfinite(weight) and weight > 0 for weight in alpha):
-        raise FlexrankError(f"weights {alpha} do not fit; give {count} positive numbers, one for each profile")
-    return alpha
+def _positive(weights: Sequence[float], count: int) -> list[float]:
+    if len(weights) != count or not all(math.isfinite(weight) and weight > 0 for weight in weights):
+        raise FlexrankError(f"weights {list(weights)} do not fit; give {count} positive numbers, one for each profile")
+    return list(weights)
 
 
 def _identity(model: nn.Module) -> str:

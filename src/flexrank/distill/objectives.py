@@ -32,7 +32,8 @@ class LogitObjective:
     Logits are (B, T, V), masked by the batch's attention mask, or (B, classes). They are compared in float32, `chunk`
     rows at a time, so that no full float32 copy of them exists. With `top_k` the divergence is between distributions
     over the teacher's k likeliest classes and one class of all others: never above the full divergence, and equal to it
-    at k = V. A target then takes 4·(2k+1) bytes per row in place of V logits, so that far more targets can be kept.
+    at k = V. A target then takes 4·(2k+1) bytes per row in place of V logits, so that far more targets can be kept;
+    with hidden states, which are kept in the target's dtype, as many numbers more as they are wide.
     `hidden_weight` times ‖h − h*‖² / ‖h*‖² of the last hidden states, those that the logits are made of, is richer
     supervision for training a language model, which then returns `hidden_states`; probe with weight 0.
     """
@@ -156,7 +157,7 @@ def _last_hidden(output: Any) -> Tensor:
         states = getattr(output, field, None)
         if states is not None:
             return states[-1]
-    raise FlexrankError("hidden_weight needs hidden states; set config.output_hidden_states on both models")
+    raise FlexrankError("hidden_weight needs hidden states: set config.output_hidden_states on both models, or it to 0")
 
 
 def _relative_error(hidden: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:

@@ -103,7 +103,7 @@ def set_sizes_(model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> None:
         require_fitting(layers, profile)
     for name, layer in layers.items():
         ranks = sorted({profile[name] for profile in profiles})
-        if layer.dense is None and layer.max_rank in ranks[1:]:
+        if layer.dense is None and min(layer.matrix_shape) in ranks[1:]:
             layer.set_dense_()
         layer.set_sizes_(ranks)
 

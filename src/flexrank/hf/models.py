@@ -135,14 +135,15 @@ def eager_attention(model: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def hidden_states(*models: Any) -> Iterator[None]:
     """The models return their hidden states inside the block."""
-    before = [model.config.output_hidden_states for model in models]
-    for model in models:
-        model.config.output_hidden_states = True
+    configs = [config for model in models for config in (model.config, model.config.get_text_config())]
+    before = [config.output_hidden_states for config in configs]
+    for config in configs:
+        config.output_hidden_states = True
     try:
         yield
     finally:
-        for model, returned in zip(models, before, strict=True):
-            model.config.output_hidden_states = returned
+        for config, returned in zip(configs, before, strict=True):
+            config.output_hidden_states = returned
 
 
 def save_config(model: Any, directory: Path) -> None:

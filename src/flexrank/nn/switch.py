@@ -37,8 +37,12 @@ def layer_shapes(model: nn.Module) -> dict[str, Shape]:
 
 def uniform_profile(model: nn.Module, budget: float, slack_share: float = 0.0) -> RankProfile:
     """Each layer's largest rank whose deployed parameters are within the budget's share of its dense ones."""
-    shapes = layer_shapes(model).items()
-    return RankProfile({n: max(1, largest_rank(shape, budget * math.prod(shape), slack_share)) for n, shape in shapes})
+    ranks = {}
+    for name, layer in nested_layers(model).items():
+        shape = layer.matrix_shape
+        rank = max(1, largest_rank(shape, budget * math.prod(shape), slack_share))
+        ranks[name] = rank if layer.has_rank(rank) else len(layer.u)
+    return RankProfile(ranks)
 
 
 def set_profile(model: nn.Module, profile: Mapping[str, int]) -> None:
@@ -57,6 +61,13 @@ def require_fitting(layers: Mapping[str, NestedLayer], profile: Mapping[str, int
     for name, rank in profile.items():
         if not layers[name].has_rank(rank):
             raise FlexrankError(f"layer {name!r}: rank {rank} is out of range; it has {layers[name].ranks}")
+
+
+def require_whole_factors(layers: Mapping[str, NestedLayer]) -> None:
+    """Raises FlexrankError where consolidation has parted a layer's full rank from its factors."""
+    for name, layer in layers.items():
+        if layer.dense is not None:
+            raise FlexrankError(f"layer {name!r}: full rank is no product of its factors; probe before consolidation")
 
 
 @contextlib.contextmanager

@@ -11,7 +11,14 @@ from torch import nn
 from flexrank.errors import FlexrankError
 from flexrank.files import read_json, require_keys, write_json
 from flexrank.nn.elastic import NestedLayer
-from flexrank.nn.switch import footprint, full_matrices, full_profile, nested_layers, use_profile
+from flexrank.nn.switch import (
+    footprint,
+    full_matrices,
+    full_profile,
+    nested_layers,
+    require_whole_factors,
+    use_profile,
+)
 from flexrank.probe.curvature import curvature_sensitivity as curvature_sensitivity
 from flexrank.probe.replay import Replay
 from flexrank.profiles import SensitivityTable
@@ -58,6 +65,7 @@ def probe_sensitivity(
         FlexrankError: fewer than two levels, an evaluation that is not finite, or a checkpoint of another probe.
     """
     layers = nested_layers(model)
+    require_whole_factors(layers)
     shapes = {name: layer.matrix_shape for name, layer in layers.items()}
     ranks = {name: rank_levels(shape, num_levels, spacing, min_saving, slack_share) for name, shape in shapes.items()}
     with use_profile(model, full_profile(model)), full_matrices(model, matrix_bytes):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from flexrank.calibrate import LayerMoment
 from flexrank.errors import FlexrankError
 from flexrank.nn.elastic import NestedLayer
-from flexrank.nn.switch import footprint, nested_layers
+from flexrank.nn.switch import footprint, nested_layers, require_whole_factors
 from flexrank.profiles import SensitivityTable
 from flexrank.profiles.costs import MIN_SAVING, SLACK_SHARE, Spacing, rank_levels
 
@@ -42,12 +42,11 @@ def curvature_sensitivity(
     if rows < 1:
         raise FlexrankError(f"rows is {rows}; it must be at least 1")
     layers = nested_layers(model)
+    require_whole_factors(layers)
     shapes = {name: layer.matrix_shape for name, layer in layers.items()}
     ranks = {name: rank_levels(shape, num_levels, spacing, min_saving, slack_share) for name, shape in shapes.items()}
     errors = {}
     for name, layer in layers.items():
-        if layer.dense is not None:
-            raise FlexrankError(f"layer {name!r}: full rank is no product of its factors; probe before consolidation")
         moment = moments.get(name)
         if moment is None or moment.side != "input" or moment.gradient_moment is None:
             raise FlexrankError(f"layer {name!r}: curvature needs collect_moments(side='input', gradient_loss=...)")

@@ -75,6 +75,10 @@ def build_architecture(config: RunConfig) -> Architecture:
         if isinstance(module, nn.Embedding):
             module.requires_grad_(False)  # consolidation trains neither embeddings nor what is tied to them
     layers = select_layers(teacher, config.layers.include, config.layers.exclude)
+    if shares_factors_alone(config):
+        weights = {layer.get_parameter("weight") for layer in layers.values()}
+        for parameter in teacher.parameters():
+            parameter.requires_grad_(parameter in weights)
     student = copy.deepcopy(teacher)
     for name, layer in layers.items():
         (m, n), rank = matrix_shape(layer), min(matrix_shape(layer))
@@ -96,6 +100,11 @@ def build_architecture(config: RunConfig) -> Architecture:
         outputs=output_tensor(output).numel(),
         targets=objective.target(output, {}).numel(),
     )
+
+
+def shares_factors_alone(config: RunConfig) -> bool:
+    """Whether consolidation trains nothing but factors and the vectors of sizes."""
+    return config.distillation.method == "balanced" and len(config.allocation.budgets) > 1
 
 
 def _watch(model: nn.Module, layers: Mapping[str, nn.Module], sample: Mapping[str, Tensor]) -> tuple[Any, Any]:

@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 
+from flexrank.distill import LARGEST_WEIGHT
 from flexrank.nn.switch import last_within, uniform_profile
 from flexrank.probe import MATRIX_BYTES
 from flexrank.profiles.costs import Shape
@@ -94,13 +95,22 @@ def consolidation(architecture: Architecture, config: RunConfig) -> int:
     Forward passes that kept outputs of the teacher save are counted.
     """
     settings, budgets = config.distillation, config.allocation.budgets
-    weights = settings.weights or [1.0] * len(budgets)
+    weights = settings.weights or _draws(config)
     student = 0.0
     for budget, weight in zip(budgets, weights, strict=True):
         ranks = uniform_profile(architecture.student, budget, rule(config)["slack_share"])
         passes = forward(architecture, settings.batch_size, ranks) + backward(architecture, settings.batch_size, ranks)
         student += passes * weight / sum(weights)
     return round((forward(architecture, settings.batch_size) + student) * settings.accumulation * settings.steps)
+
+
+def _draws(config: RunConfig) -> list[float]:
+    """How often consolidation draws each budget, from the largest, by its method."""
+    budgets = config.allocation.budgets
+    below = [budget for budget in budgets if budget < 1]
+    if config.distillation.method == "paper" or not below:
+        return [1.0] * len(budgets)
+    return [0.0] * (len(budgets) - len(below)) + [LARGEST_WEIGHT] + [1.0] * (len(below) - 1)
 
 
 def forward(architecture: Architecture, samples: int, ranks: Mapping[str, int] = {}) -> int:

@@ -8,7 +8,7 @@ import argparse
 import flexrank as fr
 from flexrank.data import metrics
 from flexrank.data import text as data
-from flexrank.hf.models import load_model, load_tokenizer
+from flexrank.hf.models import hidden_states, load_model, load_tokenizer
 
 
 def main() -> None:
@@ -31,10 +31,11 @@ def main() -> None:
     fr.decompose_(model, fr.collect_moments(model, blocks[:8], fr.select_layers(model, exclude=["lm_head"])))
     evaluate = fr.distillation_evaluator(teacher, blocks[8:10], fr.LogitObjective())
     chain = fr.allocate_ranks(fr.probe_sensitivity(model, evaluate, num_levels=6), budgets=[0.8, 0.6, 0.5, 0.4])
-    fr.distill_(
-        model, teacher, blocks[10:], chain, objective=fr.LogitObjective(), steps=options.steps, warmup_steps=10,
-        learning_rate=options.learning_rate,
-    )  # fmt: skip
+    with hidden_states(model, teacher):
+        fr.distill_(
+            model, teacher, blocks[10:], chain, objective=fr.LogitObjective(hidden_weight=4.0), steps=options.steps,
+            warmup_steps=10, learning_rate=options.learning_rate,
+        )  # fmt: skip
 
     print(f"original: {metrics.nats_per_token(teacher, held_out):.3f} nats per token")
     for budget in reversed(chain.budgets):

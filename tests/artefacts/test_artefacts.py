@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -19,6 +20,7 @@ from flexrank.errors import FlexrankError
 from flexrank.hf import models
 from flexrank.nn.switch import full_profile, nested_layers, use_profile
 from flexrank.profiles import RankProfile
+from flexrank.run.tables import print_artefact
 from tiny import agree, deployed, flip_a_bit, outputs, same_state
 
 NAMES = ["bert", "llama_tied", "gpt2", "qwen3", "dinov3", *tiny.PLAIN]
@@ -92,8 +94,11 @@ def test_a_matrix_of_full_rank_is_read_only_where_the_layer_is_full(tmp_path):
     tensors = load_file(path)
     for name, rank in chain.entries[-2].profile.items():
         assert len(tensors[f"{name}.u"]) == len(tensors[f"{name}.v"]) == rank
-    kept = sum(value.numel() for value in tensors.values())
-    assert inspect_artefact(tmp_path / "elastic")["parameters"] == kept
+    kept, artefact = sum(value.numel() for value in tensors.values()), inspect_artefact(tmp_path / "elastic")
+    assert artefact["parameters"] == kept
+    with (console := Console(width=120)).capture() as printed:
+        print_artefact(tmp_path, artefact, console)
+    assert "24 x 12  8, full" in printed.get()
     for budget in chain.budgets:
         again, shorter = load_elastic(tmp_path / "elastic", budget)
         assert {name: layer.rank for name, layer in nested_layers(again).items()} == shorter.entries[-1].profile

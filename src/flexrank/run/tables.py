@@ -67,5 +67,6 @@ def print_artefact(directory: Path, artefact: Mapping[str, Any], console: Consol
         form = spec["form"]
         if form == "aligned":  # without aligned rows it is plain U Vᵀ
             form = LayerFormat.GAUGE_ALIGNED if spec["aligned"] else LayerFormat.LOW_RANK
-        table.add_row(name, form, shape, str(spec.get("rank", "full")))
+        rank = f"{spec.get('rank', 'full')}" + (", full" if spec.get("dense") else "")
+        table.add_row(name, form, shape, rank)
     console.print(table)

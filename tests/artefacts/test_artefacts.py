@@ -98,7 +98,7 @@ def test_a_matrix_of_full_rank_is_read_only_where_the_layer_is_full(tmp_path):
     assert artefact["parameters"] == kept
     with (console := Console(width=120)).capture() as printed:
         print_artefact(tmp_path, artefact, console)
-    assert "24 x 12  8, full" in printed.get()
+    assert "24 x 12    8, full" in printed.get()
     for budget in chain.budgets:
         again, shorter = load_elastic(tmp_path / "elastic", budget)
         assert {name: layer.rank for name, layer in nested_layers(again).items()} == shorter.entries[-1].profile

@@ -34,6 +34,14 @@ def test_uniform_profile_takes_each_layers_largest_rank_within_the_budget() -> N
         assert deployed_parameters((m, n), profile[name] + 1) > m * n / 2
 
 
+def test_uniform_ranks_are_ranks_that_a_layer_has() -> None:
+    model = with_sizes(elastic("perceptron"), dense=True)
+    for layer in nested_layers(model).values():
+        layer.u, layer.v = (nn.Parameter(factor.detach()[:3]) for factor in (layer.u, layer.v))
+    assert set(switch.uniform_profile(model, 0.9).values()) == {3}
+    assert switch.uniform_profile(model, 1.0) == full_profile(model)
+
+
 def test_wrong_profiles_are_named() -> None:
     model = elastic("perceptron")
     full = full_profile(model)

@@ -281,6 +281,8 @@ def test_curvature_names_what_it_lacks() -> None:
     decompose_(model, moments)
     with pytest.raises(FlexrankError, match="layer '0': full rank is no product of its factors; probe before"):
         curvature_sensitivity(with_sizes(copy.deepcopy(model), dense=True), moments, 8)
+    with pytest.raises(FlexrankError, match="layer '0': full rank is no product of its factors; probe before"):
+        probe_sensitivity(with_sizes(copy.deepcopy(model), dense=True), lambda _: 0.0, 4)
     with pytest.raises(FlexrankError, match="layer '0': curvature needs"):
         curvature_sensitivity(model, moments, 8)
     with pytest.raises(FlexrankError, match="rows is 0"):

@@ -182,6 +182,9 @@ def test_the_full_model_is_not_drawn_and_stays_the_base() -> None:
     batch = batches("perceptron")[0]
     with use_profile(model, profiles[3]):
         torch.testing.assert_close(model(batch), teacher(batch), rtol=1e-4, atol=1e-4)
+    always = [profile | {"4": full_profile(model)["4"]} for profile in profiles]  # a layer that is trained for all
+    drawn = Counter(distill_(nest(build("perceptron")), teacher, batches("perceptron"), always, **SETTINGS).profiles)
+    assert drawn[3] == pytest.approx(12, abs=3) and drawn[2] == pytest.approx(24, abs=5)
     for layer in nested_layers(model).values():
         layer.dense, layer.rank = None, 1
         layer.u, layer.v = (nn.Parameter(factor.detach()[:4]) for factor in (layer.u, layer.v))

@@ -98,7 +98,7 @@ def distill_(
     default (`balanced`) several profiles share factors alone: a layer that only larger ones leave full has its matrix
     for them, norms and biases stay, and each profile has gains of inputs and outputs, and additions to biases, of its
     own, which merge into it. Each loss is divided by the square root of its profile's running mean, the largest profile
-    below the full model is drawn twice as often as any other, and the full model, which has nothing to learn, never.
+    below the full model is drawn twice as often as any other, and a full model that stays the base model never.
     AdamW (weight decay of matrices alone), linear warm-up, cosine decay; no dropout, fixed batch norms. Components
     above a layer's largest trained rank stay as they were. The objective is by default `default_objective`'s.
 
@@ -182,11 +182,14 @@ def _default_weights(model: nn.Module, profiles: Sequence[Mapping[str, int]], is
     if not is_balanced:
         return [1.0] * len(profiles)
     full = {name: min(shape) for name, shape in layer_shapes(model).items()}
-    alpha = [float(dict(profile) != full) for profile in profiles]
-    if not any(alpha):
+    below = [index for index, profile in enumerate(profiles) if dict(profile) != full]
+    if not below:
         return [1.0] * len(profiles)
-    largest = max(index for index, weight in enumerate(alpha) if weight)
-    return [*alpha[:largest], LARGEST_WEIGHT, *alpha[largest + 1 :]]
+    # Where all profiles leave a layer full, it is trained, and the full model has to follow.
+    is_base = all(any(profile.get(name, 0) < rank for profile in profiles) for name, rank in full.items())
+    alpha = [float(index in below or not is_base) for index in range(len(profiles))]
+    alpha[below[-1]] = LARGEST_WEIGHT
+    return alpha
 
 
 def _positive(weights: Sequence[float], count: int) -> list[float]:

@@ -173,18 +173,15 @@ def test_sizes_between_trained_ones_lie_on_the_curve() -> None:
     assert any(layer.dense is not None for layer in nested_layers(model).values())
 
 
-def test_the_full_model_is_not_drawn_and_stays_the_base() -> None:
-    """The base model itself, but for rounding; also where a part of the model was read, whose largest rank is less."""
+def test_the_full_model_is_drawn_as_the_others_are_and_stays_near_the_base() -> None:
+    """Also where a part of the model was read, whose largest rank is less than full."""
     teacher, model = build("perceptron"), nest(build("perceptron"))
     profiles = [{"0": rank, "2": rank, "4": rank} for rank in (1, 2, 4)] + [full_profile(model)]
     drawn = Counter(distill_(model, teacher, batches("perceptron"), profiles, **SETTINGS).profiles)
-    assert drawn[3] == 0 and drawn[2] == pytest.approx(30, abs=6)
-    batch = batches("perceptron")[0]
-    with use_profile(model, profiles[3]):
-        torch.testing.assert_close(model(batch), teacher(batch), rtol=1e-4, atol=1e-4)
-    always = [profile | {"4": full_profile(model)["4"]} for profile in profiles]  # a layer that is trained for all
-    drawn = Counter(distill_(nest(build("perceptron")), teacher, batches("perceptron"), always, **SETTINGS).profiles)
     assert drawn[3] == pytest.approx(12, abs=3) and drawn[2] == pytest.approx(24, abs=5)
+    batch = batches("perceptron")[0]
+    with torch.no_grad(), use_profile(model, profiles[3]):
+        assert float((model(batch) - teacher(batch)).norm() / teacher(batch).norm()) < 0.1
     for layer in nested_layers(model).values():
         layer.dense, layer.rank = None, 1
         layer.u, layer.v = (nn.Parameter(factor.detach()[:4]) for factor in (layer.u, layer.v))

@@ -97,8 +97,8 @@ def distill_(
     Plainly done (`paper`, eq. 6), small sizes, whose losses and gradients are far greater, spoil the large ones. So by
     default (`balanced`) several profiles share factors alone: a layer that only larger ones leave full has its matrix
     for them, norms and biases stay, and each profile has gains of inputs and outputs, and additions to biases, of its
-    own, which merge into it. Each loss is divided by the square root of its profile's running mean, the largest profile
-    below the full model is drawn twice as often as any other, and a full model that stays the base model never.
+    own, which merge into it. Each loss is divided by the square root of its profile's running mean, and the
+    largest profile below the full model is drawn twice as often as any other.
     AdamW (weight decay of matrices alone), linear warm-up, cosine decay; no dropout, fixed batch norms. Components
     above a layer's largest trained rank stay as they were. The objective is by default `default_objective`'s.
 
@@ -179,16 +179,11 @@ def _is_balanced(method: str) -> bool:
 
 
 def _default_weights(model: nn.Module, profiles: Sequence[Mapping[str, int]], is_balanced: bool) -> list[float]:
-    if not is_balanced:
-        return [1.0] * len(profiles)
     full = {name: min(shape) for name, shape in layer_shapes(model).items()}
     below = [index for index, profile in enumerate(profiles) if dict(profile) != full]
-    if not below:
-        return [1.0] * len(profiles)
-    # Where all profiles leave a layer full, it is trained, and the full model has to follow.
-    is_base = all(any(profile.get(name, 0) < rank for profile in profiles) for name, rank in full.items())
-    alpha = [float(index in below or not is_base) for index in range(len(profiles))]
-    alpha[below[-1]] = LARGEST_WEIGHT
+    alpha = [1.0] * len(profiles)
+    if is_balanced and below:  # the full model has little to learn: its layers share gains with others that are full
+        alpha[below[-1]] = LARGEST_WEIGHT
     return alpha
 
 

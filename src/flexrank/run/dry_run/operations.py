@@ -107,10 +107,9 @@ def consolidation(architecture: Architecture, config: RunConfig) -> int:
 def _draws(config: RunConfig) -> list[float]:
     """How often consolidation draws each budget, from the largest, by its method."""
     budgets = config.allocation.budgets
-    below = [budget for budget in budgets if budget < 1]
-    if config.distillation.method == "paper" or not below:
-        return [1.0] * len(budgets)
-    return [0.0] * (len(budgets) - len(below)) + [LARGEST_WEIGHT] + [1.0] * (len(below) - 1)
+    largest = max((budget for budget in budgets if budget < 1), default=None)
+    is_balanced = config.distillation.method == "balanced"
+    return [LARGEST_WEIGHT if is_balanced and budget == largest else 1.0 for budget in budgets]
 
 
 def forward(architecture: Architecture, samples: int, ranks: Mapping[str, int] = {}) -> int:

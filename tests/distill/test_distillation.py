@@ -181,7 +181,7 @@ def test_the_full_model_is_drawn_as_the_others_are_and_stays_near_the_base() -> 
     assert drawn[3] == pytest.approx(12, abs=3) and drawn[2] == pytest.approx(24, abs=5)
     batch = batches("perceptron")[0]
     with torch.no_grad(), use_profile(model, profiles[3]):
-        assert float((model(batch) - teacher(batch)).norm() / teacher(batch).norm()) < 0.1
+        assert float((model(batch) - teacher(batch)).norm() / teacher(batch).norm()) < 0.2
     for layer in nested_layers(model).values():
         layer.dense, layer.rank = None, 1
         layer.u, layer.v = (nn.Parameter(factor.detach()[:4]) for factor in (layer.u, layer.v))

@@ -1,10 +1,6 @@
 """Consolidation: it learns, every profile is served, and a resumed run is the unbroken one to the bit."""
 
 import copy
-import math
-import statistics
-from collections import Counter
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -12,31 +8,15 @@ import safetensors.torch
 import torch
 from torch import nn
 from torch.nn import functional
+from trainings import SETTINGS, SMALL, batches, error_at
 
-from flexrank.allocate import allocate_ranks
-from flexrank.calibrate import collect_moments
-from flexrank.decompose import decompose_
 from flexrank.distill import distill_, distillation_evaluator
 from flexrank.distill.objectives import EmbeddingObjective, FeatureObjective, LogitObjective
-from flexrank.distill.schedule import Schedule, UsualLosses
-from flexrank.distill.step import used_components
 from flexrank.errors import FlexrankError
-from flexrank.nn.select import select_layers
 from flexrank.nn.switch import full_profile, nested_layers, use_profile
-from flexrank.probe import probe_sensitivity
-from tiny import batch_for, build, chain_of, nest
+from tiny import build, chain_of, nest
 
 RATES = (60, 1e-2, 3)
-#: A profile of the perceptron.
-SMALL = {"0": 3, "2": 4, "4": 2}
-SETTINGS = {"steps": 60, "learning_rate": 1e-2, "warmup_steps": 3}
-
-
-def batches(name: str) -> list:
-    batch = batch_for(name)
-    if isinstance(batch, torch.Tensor):
-        return [torch.randn(8, *batch.shape[1:], generator=torch.Generator().manual_seed(i)) for i in range(6)]
-    return [{key: value.roll(shift, 0) for key, value in batch.items()} for shift in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -59,11 +39,6 @@ def test_every_profile_comes_nearer_to_the_teacher(name: str, objective, autocas
     assert history.steps == len(history.losses) == 60
     assert full_profile(model) == {n: layer.rank for n, layer in nested_layers(model).items()}
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
-
-
-def error_at(model: nn.Module, profile: Mapping[str, int], evaluate: Callable[[nn.Module], float]) -> float:
-    with use_profile(model, profile):
-        return evaluate(model)
 
 
 def weights_of(model: nn.Module) -> torch.Tensor:
@@ -95,129 +70,6 @@ def test_one_step_is_adamw_on_the_gradient_of_the_drawn_profile() -> None:
             twin.get_submodule(name).get_parameter(factor).data[rank:] = untouched
     for ours, expected in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
-
-
-def test_balanced_steps_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each loss is divided by the root of its profile's running mean; own vectors learn three times as fast.
-
-    Of what sizes share, factors alone are trained.
-    """
-    teacher, model = build("perceptron"), nest(build("perceptron"))
-    profiles, order, rate = [SMALL, {"0": 8, "2": 4, "4": 5}], [0, 1, 1, 0], 1e-2
-    monkeypatch.setattr(Schedule, "draw", lambda schedule, step: order[step])
-    twin, data, settings = copy.deepcopy(model), batches("perceptron")[:1], {"steps": 4, "learning_rate": rate}
-    objective = FeatureObjective()
-    history = distill_(model, teacher, data, profiles, objective=objective, max_norm=1e9, **settings)
-    assert {name: layer.sizes.ranks for name, layer in nested_layers(model).items()} == {
-        "0": [3, 8], "2": [4], "4": [2, 5]
-    }  # fmt: skip
-    for name, layer in nested_layers(twin).items():
-        layer.set_sizes_(sorted({profile[name] for profile in profiles}))
-    own = [p for name, p in twin.named_parameters() if ".sizes." in name]
-    shared = [p for name, p in twin.named_parameters() if name.endswith((".u", ".v"))]
-    optimizer = torch.optim.AdamW([{"params": shared}, {"params": own}], weight_decay=0.0)
-    means: dict[int, float] = {}
-    for step, choice in enumerate(order):
-        now = rate * (1 + math.cos(math.pi * step / 4)) / 2
-        optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = now, 3 * now
-        with use_profile(twin, profiles[choice]):
-            target = teacher(data[0]).detach()
-            loss = (twin(data[0]) - target).square().sum() / target.square().sum()
-            value = loss.item()
-            assert history.losses[step] == pytest.approx(value, rel=1e-4)
-            (loss / means.get(choice, value) ** 0.5).backward()
-        means[choice] = 0.9 * means.get(choice, value) + 0.1 * value
-        optimizer.step()
-        optimizer.zero_grad()
-    for ours, expected in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-5)
-
-
-def test_a_layer_that_only_larger_sizes_leave_full_keeps_its_matrix() -> None:
-    """Layer 0 is full in one of two sizes, layer 2 in both, layer 4 in none."""
-    teacher, model = build("perceptron"), nest(build("perceptron"))
-    full = full_profile(model)
-    profiles = [{"0": 3, "2": full["2"], "4": 2}, {"0": full["0"], "2": full["2"], "4": 4}]
-    before = {name: layer.matrix.clone() for name, layer in nested_layers(model).items()}
-    tail = model.get_submodule("0").u[3:].clone()
-    distill_(model, teacher, batches("perceptron"), profiles, **SETTINGS)
-    layers = nested_layers(model)
-    assert {name: layer.dense is not None for name, layer in layers.items()} == {"0": True, "2": False, "4": False}
-    torch.testing.assert_close(layers["0"].dense, before["0"], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(layers["0"].u[3:], tail, rtol=0, atol=0)
-    with used_components(model, profiles):
-        assert [len(layer.u) for layer in layers.values()] == [3, full["2"], 4]
-    with use_profile(model, profiles[1]):
-        assert not torch.allclose(layers["0"].matrix, before["0"], atol=1e-3)  # its gains are trained
-        assert not torch.allclose(layers["2"].matrix, before["2"], atol=1e-3)
-    distill_(model, teacher, batches("perceptron"), profiles[1:], **SETTINGS)  # this size alone: all that it has
-    assert not torch.allclose(layers["0"].dense, before["0"], atol=1e-3)
-
-
-def test_sizes_between_trained_ones_lie_on_the_curve() -> None:
-    """Of an allocated chain: on average nearer to the teacher than the next smaller trained size, and never far off."""
-    teacher = nn.Sequential(nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16)).eval()
-    model, data = copy.deepcopy(teacher), [torch.randn(32, 24) for _ in range(8)]
-    decompose_(model, collect_moments(model, data, select_layers(model)))
-    evaluate = distillation_evaluator(teacher, data, FeatureObjective())
-    chain = allocate_ranks(probe_sensitivity(model, evaluate, 8), (0.3, 0.5, 0.7, 0.9))
-    distill_(model, teacher, data, chain, steps=400, learning_rate=5e-3, warmup_steps=10)
-    ratios, smaller = [], math.nan
-    for entry in chain.entries[: chain.entries.index(chain.requested[-1])]:
-        error = error_at(model, entry.profile, evaluate)
-        if entry.requested:
-            smaller = error
-        elif not math.isnan(smaller):
-            ratios.append(error / smaller)
-    assert statistics.fmean(ratios) < 0.95 and max(ratios) < 1.4
-    assert any(layer.dense is not None for layer in nested_layers(model).values())
-
-
-def test_the_full_model_is_drawn_as_the_others_are_and_stays_near_the_base() -> None:
-    """Also where a part of the model was read, whose largest rank is less than full."""
-    teacher, model = build("perceptron"), nest(build("perceptron"))
-    profiles = [{"0": rank, "2": rank, "4": rank} for rank in (1, 2, 4)] + [full_profile(model)]
-    drawn = Counter(distill_(model, teacher, batches("perceptron"), profiles, **SETTINGS).profiles)
-    assert drawn[3] == pytest.approx(12, abs=3) and drawn[2] == pytest.approx(24, abs=5)
-    batch = batches("perceptron")[0]
-    with torch.no_grad(), use_profile(model, profiles[3]):
-        assert float((model(batch) - teacher(batch)).norm() / teacher(batch).norm()) < 0.2
-    for layer in nested_layers(model).values():
-        layer.dense, layer.rank = None, 1
-        layer.u, layer.v = (nn.Parameter(factor.detach()[:4]) for factor in (layer.u, layer.v))
-    drawn = Counter(distill_(model, teacher, batches("perceptron"), profiles[:3], **SETTINGS).profiles)
-    assert drawn[2] == pytest.approx(30, abs=6) and not any(layer.dense for layer in nested_layers(model).values())
-
-
-def test_usual_losses_by_hand() -> None:
-    usual = UsualLosses([4.0, 2.0], [1, 1])
-    assert usual.of(0) is None and usual.of(1) == pytest.approx(3.8)
-    usual.add(1e-9, 0)
-    assert usual.of(0) == pytest.approx(3.8e-4)  # a ten thousandth of the greatest
-
-
-def test_a_loss_of_zero_or_below_is_not_scaled() -> None:
-    class Negative(FeatureObjective):
-        def loss(self, output, target, batch):
-            return super().loss(output, target, batch) - 2
-
-    teacher, model = build("perceptron"), nest(build("perceptron"))
-    history = distill_(model, teacher, batches("perceptron"), [SMALL], objective=Negative(), **SETTINGS)
-    assert history.losses[-1] < history.losses[0] < 0
-
-
-@pytest.mark.parametrize(("method", "share"), [("balanced", 0.4), ("paper", 0.25)])
-def test_how_often_the_largest_size_is_trained(method: str, share: float) -> None:
-    """The largest below the full model; of `balanced` the full model never, for it is the teacher."""
-    teacher, model = build("perceptron"), nest(build("perceptron"))
-    profiles = [{"0": rank, "2": rank, "4": rank} for rank in (1, 2, 3, 4)]
-    settings = {"steps": 120, "method": method}
-    drawn = Counter(distill_(model, teacher, batches("perceptron"), profiles, **settings).profiles)
-    assert abs(drawn[3] - 120 * share) <= 8
-    assert all(abs(drawn[size] - 120 * (1 - share) / 3) <= 8 for size in range(3))
-    assert all((layer.sizes is None) == (method == "paper") for layer in nested_layers(model).values())
-    with pytest.raises(FlexrankError, match="method 'fair' is unknown; it is balanced or paper"):
-        distill_(model, teacher, batches("perceptron"), profiles, method="fair")
 
 
 @pytest.mark.parametrize("kind", ["sequence", "iterable", "stateful", "tensors"])
@@ -286,35 +138,6 @@ def test_a_resumed_run_equals_the_unbroken_one(kind: str, tmp_path: Path) -> Non
     assert torch.equal(weights_of(resumed), weights_of(unbroken))
     with pytest.raises(FlexrankError, match="was written with learning_rate=0.01, not 0.1"):
         run(resumed, make(), path, learning_rate=0.1)
-
-
-def test_profiles_are_drawn_in_proportion_and_evenly() -> None:
-    counts = Counter(Schedule([1, 2, 5], 0, *RATES).draw(step) for step in range(8000))
-    for index, weight in enumerate([1, 2, 5]):
-        assert counts[index] == pytest.approx(1000 * weight, rel=0.03)
-    even = Schedule([1, 1, 1, 1], 3, *RATES)
-    rounds = [tuple(even.draw(step) for step in range(start, start + 4)) for start in range(0, 80, 4)]
-    assert all(sorted(one) == [0, 1, 2, 3] for one in rounds)
-    assert len(set(rounds)) > 10  # of 24 orders: none is kept
-    other = Schedule([1, 1, 1, 1], 4, *RATES)
-    assert [other.draw(step) for step in range(80)] != [even.draw(step) for step in range(80)]
-
-
-def test_the_rate_warms_up_and_falls_by_half_a_cosine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By hand, at the optimiser: steps of 2 to warm up and 4 to fall from .01 to 0."""
-    rates, take = [], torch.optim.AdamW.step
-
-    def record(optimizer: torch.optim.AdamW, *arguments: object) -> object:
-        rates.append([group["lr"] for group in optimizer.param_groups])
-        return take(optimizer, *arguments)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", record)
-    teacher, settings = build("perceptron"), {"steps": 6, "learning_rate": 0.01}
-    distill_(nest(build("perceptron")), teacher, batches("perceptron"), [SMALL], warmup_steps=2, **settings)
-    half = 0.5**0.5
-    wanted = [0.005, 0.01, 0.01, 0.005 * (1 + half), 0.005, 0.005 * (1 - half)]
-    # matrices, vectors, and what each size has of its own
-    assert rates == [[pytest.approx(rate), pytest.approx(rate), pytest.approx(3 * rate)] for rate in wanted]
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])

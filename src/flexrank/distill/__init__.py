@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flexrank.data.batches import Batch, call_model, eval_mode, model_device, to_device
 from flexrank.distill.objectives import Objective, default_objective, describe
-from flexrank.distill.schedule import Feed, Schedule, UsualLosses
+from flexrank.distill.schedule import Feed, Schedule, UsualLosses, default_weights
 from flexrank.distill.state import State
 from flexrank.distill.step import (
     Step,
@@ -30,8 +30,6 @@ from flexrank.progress import track
 
 Profiles = ProfileChain | Sequence[Mapping[str, int]]
 Method = Literal["balanced", "paper"]
-#: How often `balanced` draws the largest profile below the full model, relative to any other.
-LARGEST_WEIGHT = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +119,9 @@ def distill_(
         if count < 1:
             raise FlexrankError(f"{name} is {count}; it must be at least 1")
     is_balanced = _is_balanced(method)
-    alpha = _default_weights(model, profiles, is_balanced) if weights is None else _positive(weights, len(profiles))
+    full = {name: min(shape) for name, shape in layer_shapes(model).items()}
+    default = default_weights(method, [profile == full for profile in profiles])
+    alpha = default if weights is None else _positive(weights, len(profiles))
     schedule = Schedule(alpha, seed, steps, learning_rate, warmup_steps)
     settings = {
         **dataclasses.asdict(schedule), "method": method, "weight_decay": weight_decay, "accumulation": accumulation,
@@ -176,15 +176,6 @@ def _is_balanced(method: str) -> bool:
     if method not in ("balanced", "paper"):
         raise FlexrankError(f"method {method!r} is unknown; it is balanced or paper")
     return method == "balanced"
-
-
-def _default_weights(model: nn.Module, profiles: Sequence[Mapping[str, int]], is_balanced: bool) -> list[float]:
-    full = {name: min(shape) for name, shape in layer_shapes(model).items()}
-    below = [index for index, profile in enumerate(profiles) if dict(profile) != full]
-    alpha = [1.0] * len(profiles)
-    if is_balanced and below:  # the full model has little to learn: its layers share gains with others that are full
-        alpha[below[-1]] = LARGEST_WEIGHT
-    return alpha
 
 
 def _positive(weights: Sequence[float], count: int) -> list[float]:

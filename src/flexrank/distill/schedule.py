@@ -10,6 +10,8 @@ from typing import Any
 from flexrank.data.batches import Batch
 from flexrank.errors import FlexrankError
 
+#: How often `balanced` draws the largest profile below the full model, relative to any other.
+LARGEST_WEIGHT = 2.0
 #: Of a running mean of losses: the share that a new loss leaves of it, and its least share of the greatest mean.
 MEMORY, LEAST_LOSS = 0.9, 1e-4
 
@@ -40,6 +42,17 @@ class Schedule:
     def rate(self, step: int) -> float:
         """The learning rate of the step."""
         return scheduled_rate(step, self.steps, self.learning_rate, self.warmup_steps)
+
+
+def default_weights(method: str, is_full: Sequence[bool]) -> list[float]:
+    """How often `method` draws each profile relative to the others, cheapest first; `is_full` is of the full model.
+
+    The full model has little to learn: it is the base but for gains, which it shares with sizes that leave layers full.
+    """
+    alpha = [1.0] * len(is_full)
+    if method == "balanced" and not all(is_full):
+        alpha[max(index for index, full in enumerate(is_full) if not full)] = LARGEST_WEIGHT
+    return alpha
 
 
 def scheduled_rate(step: int, steps: int, peak: float, warmup: int) -> float:

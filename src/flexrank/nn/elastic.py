@@ -153,7 +153,7 @@ class NestedLayer(nn.Module):
 
     def matrix_at(self, rank: int, dtype: torch.dtype | None = None) -> Float[Tensor, "m n"]:
         """U_r V_rᵀ, at full rank `dense` where there is one, with the gains of the rank, and computed in `dtype`."""
-        if self.dense is None or rank < self.max_rank:
+        if self.dense is None or not self.is_dense_at(rank):
             u, v = (factor.to(dtype or factor.dtype) for factor in self.factors(rank))
             return u.T @ v
         dense, sizes = self.dense.to(dtype or self.dense.dtype), self.sizes

@@ -129,7 +129,7 @@ def footprint(model: nn.Module, dtype: torch.dtype | None = None) -> Footprint:
         return tensor.numel() * (dtype if dtype and tensor.is_floating_point() else tensor.dtype).itemsize
 
     layers = nested_layers(model).values()
-    # Vectors of a size merge into the factors, and the matrix of full rank stands for them.
+    # Vectors of a size merge into the factors, and a matrix of full rank is used in their place.
     factors = {id(parameter) for layer in layers for parameter in layer.parameters() if parameter is not layer.bias}
     others = [parameter for parameter in model.parameters() if id(parameter) not in factors]
     persistent = {id(value) for value in model.state_dict(keep_vars=True).values()}

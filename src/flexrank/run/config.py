@@ -106,7 +106,7 @@ class DistillationConfig(Section):
 
     @property
     def weight_of_hidden_states(self) -> float:
-        """`hidden_weight`, or what stands for None."""
+        """`hidden_weight`, or the method's default."""
         if self.hidden_weight is None:
             return 4.0 if self.method == "balanced" else 0.0
         return self.hidden_weight

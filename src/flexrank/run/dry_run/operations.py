@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 
-from flexrank.distill import LARGEST_WEIGHT
+from flexrank.distill.schedule import default_weights
 from flexrank.nn.switch import last_within, uniform_profile
 from flexrank.probe import MATRIX_BYTES
 from flexrank.profiles.costs import Shape
@@ -95,21 +95,13 @@ def consolidation(architecture: Architecture, config: RunConfig) -> int:
     Forward passes that kept outputs of the teacher save are counted.
     """
     settings, budgets = config.distillation, config.allocation.budgets
-    weights = settings.weights or _draws(config)
+    weights = settings.weights or default_weights(settings.method, [budget == 1 for budget in reversed(budgets)])[::-1]
     student = 0.0
     for budget, weight in zip(budgets, weights, strict=True):
         ranks = uniform_profile(architecture.student, budget, rule(config)["slack_share"])
         passes = forward(architecture, settings.batch_size, ranks) + backward(architecture, settings.batch_size, ranks)
         student += passes * weight / sum(weights)
     return round((forward(architecture, settings.batch_size) + student) * settings.accumulation * settings.steps)
-
-
-def _draws(config: RunConfig) -> list[float]:
-    """How often consolidation draws each budget, from the largest, by its method."""
-    budgets = config.allocation.budgets
-    largest = max((budget for budget in budgets if budget < 1), default=None)
-    is_balanced = config.distillation.method == "balanced"
-    return [LARGEST_WEIGHT if is_balanced and budget == largest else 1.0 for budget in budgets]
 
 
 def forward(architecture: Architecture, samples: int, ranks: Mapping[str, int] = {}) -> int:

@@ -1,0 +1,140 @@
+"""`balanced` consolidation: what each step does, what large sizes keep, and sizes between trained ones."""
+
+import copy
+import math
+import statistics
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from trainings import SETTINGS, SMALL, batches, error_at
+
+from flexrank.allocate import allocate_ranks
+from flexrank.calibrate import collect_moments
+from flexrank.decompose import decompose_
+from flexrank.distill import distill_, distillation_evaluator
+from flexrank.distill.objectives import FeatureObjective
+from flexrank.distill.schedule import Schedule
+from flexrank.distill.step import used_components
+from flexrank.errors import FlexrankError
+from flexrank.nn.select import select_layers
+from flexrank.nn.switch import full_profile, nested_layers, use_profile
+from flexrank.probe import probe_sensitivity
+from tiny import build, nest
+
+
+def test_balanced_steps_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each loss is divided by the root of its profile's running mean; own vectors learn three times as fast.
+
+    Of what sizes share, factors alone are trained.
+    """
+    teacher, model = build("perceptron"), nest(build("perceptron"))
+    profiles, order, rate = [SMALL, {"0": 8, "2": 4, "4": 5}], [0, 1, 1, 0], 1e-2
+    monkeypatch.setattr(Schedule, "draw", lambda schedule, step: order[step])
+    twin, data, settings = copy.deepcopy(model), batches("perceptron")[:1], {"steps": 4, "learning_rate": rate}
+    objective = FeatureObjective()
+    history = distill_(model, teacher, data, profiles, objective=objective, max_norm=1e9, **settings)
+    assert {name: layer.sizes.ranks for name, layer in nested_layers(model).items()} == {
+        "0": [3, 8], "2": [4], "4": [2, 5]
+    }  # fmt: skip
+    for name, layer in nested_layers(twin).items():
+        layer.set_sizes_(sorted({profile[name] for profile in profiles}))
+    own = [p for name, p in twin.named_parameters() if ".sizes." in name]
+    shared = [p for name, p in twin.named_parameters() if name.endswith((".u", ".v"))]
+    optimizer = torch.optim.AdamW([{"params": shared}, {"params": own}], weight_decay=0.0)
+    means: dict[int, float] = {}
+    for step, choice in enumerate(order):
+        now = rate * (1 + math.cos(math.pi * step / 4)) / 2
+        optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = now, 3 * now
+        with use_profile(twin, profiles[choice]):
+            target = teacher(data[0]).detach()
+            loss = (twin(data[0]) - target).square().sum() / target.square().sum()
+            value = loss.item()
+            assert history.losses[step] == pytest.approx(value, rel=1e-4)
+            (loss / means.get(choice, value) ** 0.5).backward()
+        means[choice] = 0.9 * means.get(choice, value) + 0.1 * value
+        optimizer.step()
+        optimizer.zero_grad()
+    for ours, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_a_layer_that_only_larger_sizes_leave_full_keeps_its_matrix() -> None:
+    """Layer 0 is full in one of two sizes, layer 2 in both, layer 4 in none."""
+    teacher, model = build("perceptron"), nest(build("perceptron"))
+    full = full_profile(model)
+    profiles = [{"0": 3, "2": full["2"], "4": 2}, {"0": full["0"], "2": full["2"], "4": 4}]
+    before = {name: layer.matrix.clone() for name, layer in nested_layers(model).items()}
+    tail = model.get_submodule("0").u[3:].clone()
+    distill_(model, teacher, batches("perceptron"), profiles, **SETTINGS)
+    layers = nested_layers(model)
+    assert {name: layer.dense is not None for name, layer in layers.items()} == {"0": True, "2": False, "4": False}
+    torch.testing.assert_close(layers["0"].dense, before["0"], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(layers["0"].u[3:], tail, rtol=0, atol=0)
+    with used_components(model, profiles):
+        assert [len(layer.u) for layer in layers.values()] == [3, full["2"], 4]
+    with use_profile(model, profiles[1]):
+        assert not torch.allclose(layers["0"].matrix, before["0"], atol=1e-3)  # its gains are trained
+        assert not torch.allclose(layers["2"].matrix, before["2"], atol=1e-3)
+    distill_(model, teacher, batches("perceptron"), profiles[1:], **SETTINGS)  # this size alone: all that it has
+    assert not torch.allclose(layers["0"].dense, before["0"], atol=1e-3)
+
+
+def test_sizes_between_trained_ones_lie_on_the_curve() -> None:
+    """Of an allocated chain: on average nearer to the teacher than the next smaller trained size, and never far off."""
+    teacher = nn.Sequential(nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16)).eval()
+    model, data = copy.deepcopy(teacher), [torch.randn(32, 24) for _ in range(8)]
+    decompose_(model, collect_moments(model, data, select_layers(model)))
+    evaluate = distillation_evaluator(teacher, data, FeatureObjective())
+    chain = allocate_ranks(probe_sensitivity(model, evaluate, 8), (0.3, 0.5, 0.7, 0.9))
+    distill_(model, teacher, data, chain, steps=400, learning_rate=5e-3, warmup_steps=10)
+    ratios, smaller = [], math.nan
+    for entry in chain.entries[: chain.entries.index(chain.requested[-1])]:
+        error = error_at(model, entry.profile, evaluate)
+        if entry.requested:
+            smaller = error
+        elif not math.isnan(smaller):
+            ratios.append(error / smaller)
+    assert statistics.fmean(ratios) < 0.95 and max(ratios) < 1.4
+    assert any(layer.dense is not None for layer in nested_layers(model).values())
+
+
+def test_the_full_model_is_drawn_as_the_others_are_and_stays_near_the_base() -> None:
+    """Also where a part of the model was read, whose largest rank is less than full."""
+    teacher, model = build("perceptron"), nest(build("perceptron"))
+    profiles = [{"0": rank, "2": rank, "4": rank} for rank in (1, 2, 4)] + [full_profile(model)]
+    drawn = Counter(distill_(model, teacher, batches("perceptron"), profiles, **SETTINGS).profiles)
+    assert drawn[3] == pytest.approx(12, abs=3) and drawn[2] == pytest.approx(24, abs=5)
+    batch = batches("perceptron")[0]
+    with torch.no_grad(), use_profile(model, profiles[3]):
+        assert float((model(batch) - teacher(batch)).norm() / teacher(batch).norm()) < 0.2
+    for layer in nested_layers(model).values():
+        layer.dense, layer.rank = None, 1
+        layer.u, layer.v = (nn.Parameter(factor.detach()[:4]) for factor in (layer.u, layer.v))
+    drawn = Counter(distill_(model, teacher, batches("perceptron"), profiles[:3], **SETTINGS).profiles)
+    assert drawn[2] == pytest.approx(30, abs=6) and not any(layer.dense for layer in nested_layers(model).values())
+
+
+def test_a_loss_of_zero_or_below_is_not_scaled() -> None:
+    class Negative(FeatureObjective):
+        def loss(self, output, target, batch):
+            return super().loss(output, target, batch) - 2
+
+    teacher, model = build("perceptron"), nest(build("perceptron"))
+    history = distill_(model, teacher, batches("perceptron"), [SMALL], objective=Negative(), **SETTINGS)
+    assert history.losses[-1] < history.losses[0] < 0
+
+
+@pytest.mark.parametrize(("method", "share"), [("balanced", 0.4), ("paper", 0.25)])
+def test_how_often_the_largest_size_is_trained(method: str, share: float) -> None:
+    """The largest below the full model; of `balanced` the full model never, for it is the teacher."""
+    teacher, model = build("perceptron"), nest(build("perceptron"))
+    profiles = [{"0": rank, "2": rank, "4": rank} for rank in (1, 2, 3, 4)]
+    settings = {"steps": 120, "method": method}
+    drawn = Counter(distill_(model, teacher, batches("perceptron"), profiles, **settings).profiles)
+    assert abs(drawn[3] - 120 * share) <= 8
+    assert all(abs(drawn[size] - 120 * (1 - share) / 3) <= 8 for size in range(3))
+    assert all((layer.sizes is None) == (method == "paper") for layer in nested_layers(model).values())
+    with pytest.raises(FlexrankError, match="method 'fair' is unknown; it is balanced or paper"):
+        distill_(model, teacher, batches("perceptron"), profiles, method="fair")

@@ -1,0 +1,56 @@
+"""Which profile a step trains, and at what rate, by hand."""
+
+from collections import Counter
+
+import pytest
+import torch
+from trainings import SMALL, batches
+
+from flexrank.distill import distill_
+from flexrank.distill.schedule import Schedule, UsualLosses, default_weights
+from tiny import build, nest
+
+RATES = (60, 1e-2, 3)
+
+
+def test_profiles_are_drawn_in_proportion_and_evenly() -> None:
+    counts = Counter(Schedule([1, 2, 5], 0, *RATES).draw(step) for step in range(8000))
+    for index, weight in enumerate([1, 2, 5]):
+        assert counts[index] == pytest.approx(1000 * weight, rel=0.03)
+    even = Schedule([1, 1, 1, 1], 3, *RATES)
+    rounds = [tuple(even.draw(step) for step in range(start, start + 4)) for start in range(0, 80, 4)]
+    assert all(sorted(one) == [0, 1, 2, 3] for one in rounds)
+    assert len(set(rounds)) > 10  # of 24 orders: none is kept
+    other = Schedule([1, 1, 1, 1], 4, *RATES)
+    assert [other.draw(step) for step in range(80)] != [even.draw(step) for step in range(80)]
+
+
+def test_the_rate_warms_up_and_falls_by_half_a_cosine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand, at the optimiser: steps of 2 to warm up and 4 to fall from .01 to 0."""
+    rates, take = [], torch.optim.AdamW.step
+
+    def record(optimizer: torch.optim.AdamW, *arguments: object) -> object:
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        return take(optimizer, *arguments)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", record)
+    teacher, settings = build("perceptron"), {"steps": 6, "learning_rate": 0.01}
+    distill_(nest(build("perceptron")), teacher, batches("perceptron"), [SMALL], warmup_steps=2, **settings)
+    half = 0.5**0.5
+    wanted = [0.005, 0.01, 0.01, 0.005 * (1 + half), 0.005, 0.005 * (1 - half)]
+    # matrices, vectors, and what each size has of its own
+    assert rates == [[pytest.approx(rate), pytest.approx(rate), pytest.approx(3 * rate)] for rate in wanted]
+
+
+def test_usual_losses_by_hand() -> None:
+    usual = UsualLosses([4.0, 2.0], [1, 1])
+    assert usual.of(0) is None and usual.of(1) == pytest.approx(3.8)
+    usual.add(1e-9, 0)
+    assert usual.of(0) == pytest.approx(3.8e-4)  # a ten thousandth of the greatest
+
+
+def test_the_largest_profile_below_the_full_model_is_drawn_twice_as_often() -> None:
+    assert default_weights("balanced", [False, False, False]) == [1, 1, 2]
+    assert default_weights("balanced", [False, False, True]) == [1, 2, 1]
+    assert default_weights("balanced", [True]) == [1]
+    assert default_weights("paper", [False, False, True]) == [1, 1, 1]

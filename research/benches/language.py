@@ -1,12 +1,13 @@
 """Small Llamas: held-out nats per token at every budget, by plain SVD, DataSVD with both allocations, consolidated."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from flexrank import distill_
+from flexrank import ProfileChain, distill_
 from flexrank.data.batches import Batch
 from flexrank.data.halves import Half, places_of
 from flexrank.data.metrics import nats_per_token
@@ -15,8 +16,8 @@ from flexrank.distill.objectives import LogitObjective
 from flexrank.hf.models import hidden_states, load_model, load_tokenizer
 from flexrank.run.training import autocast_dtype
 from research.assets import assets_directory
-from research.benches.quality import Subject, quality_table
-from research.experiment import Experiment, Request
+from research.benches.quality import Scores, Subject, compare, quality_table
+from research.experiment import Experiment, Ledger, Request
 from research.measures import STORY_SEPARATOR, stories
 from research.result import Result, measured
 
@@ -32,18 +33,18 @@ PYCODE: Texts = "pycode5m", "pycode5m/train_sample.txt", "pycode5m/val.txt", "\0
 FOLLOWED = LogitObjective(hidden_weight=4.0)
 CONSOLIDATION: dict[str, dict[str, Any]] = {
     "stories260k": {"steps": 1000, "learning_rate": 2e-3, "warmup_steps": 25},
-    "pycode5m": {"steps": 400, "learning_rate": 3e-4, "warmup_steps": 10},
+    "pycode5m": {"steps": 450, "learning_rate": 2e-4, "warmup_steps": 10},
 }
 
 
-def run(_: Request) -> Result:
+def run(request: Request) -> Result:
     """Runs the bench on every model."""
-    data = {texts[0]: measure(texts) for texts in (STORIES, PYCODE)}
+    data = {texts[0]: measure(texts, request) for texts in (STORIES, PYCODE)}
     tables = [
-        quality_table(f"{model}: nats per token (dense {one['dense']:.4f})", one["results"], "nats")
+        quality_table(f"{model}: nats per token (dense {one['dense']['nats']:.4f})", one["results"], "nats")
         for model, one in data.items()
     ]
-    return measured(CONSOLIDATION, tables, [], data)
+    return measured(CONSOLIDATION | {"seeds": request.seeds}, tables, [], data)
 
 
 def subject_of(texts: Texts) -> tuple[Subject, Sequence[Batch]]:
@@ -69,19 +70,23 @@ def subject_of(texts: Texts) -> tuple[Subject, Sequence[Batch]]:
     return Subject(teacher, calibration, probe, LogitObjective(), score), training
 
 
-def measure(texts: Texts) -> dict[str, Any]:
+def measure(texts: Texts, request: Request) -> dict[str, Any]:
     """Nats per token of the model, and by method and budget."""
     subject, training = subject_of(texts)
-    results, model, chain = subject.without_training(("svd", "datasvd"), LEVELS)
-    options = {"autocast": autocast_dtype("auto", torch.device("cpu")), **CONSOLIDATION[texts[0]]}
-    with hidden_states(model, subject.teacher):
-        distill_(model, subject.teacher, training, chain, objective=FOLLOWED, **options)
-    results["consolidated"] = subject.scores(model, chain.at)
-    return {"dense": subject.score(subject.teacher)["nats"], "results": results, "gap": chain.gap}
+    settings = CONSOLIDATION[texts[0]]
+
+    def train(model: nn.Module, chain: ProfileChain, seed: int, path: Path) -> Scores:
+        options = {"autocast": autocast_dtype("auto", torch.device("cpu")), **settings}
+        with hidden_states(model, subject.teacher):
+            distill_(model, subject.teacher, training, chain, objective=FOLLOWED, seed=seed, checkpoint=path, **options)
+        return subject.scores(model, chain.at)
+
+    ledger = Ledger(request.work, {"model": texts[0], "training": settings})
+    return compare(subject, ("svd", "datasvd"), LEVELS, request.seeds, ledger, train)
 
 
 EXPERIMENT = Experiment(
     "language", "Quality: small Llamas",
     "held-out nats per token at every budget, by plain SVD, DataSVD with both allocations, and consolidated",
-    minutes=15, run=run,
+    minutes=45, seeds=(3, 3), run=run,
 )  # fmt: skip

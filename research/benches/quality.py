@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,8 +15,8 @@ from flexrank.distill.objectives import Objective
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import uniform_profile, use_profile
 from flexrank.profiles import ProfileChain, RankProfile
-from research.experiment import EVERY_RANK
-from research.result import table
+from research.experiment import EVERY_RANK, Ledger
+from research.result import spreads, table
 
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 #: Of one model by measure, at each of `BUDGETS`.
@@ -67,7 +68,33 @@ class Subject:
         return results, model, joint
 
 
-def quality_table(title: str, results: Mapping[str, Scores], what: str) -> dict[str, Any]:
-    """A row for each method, a column for each budget, of one measure."""
-    rows = [[name, *(one[what] for one in scores)] for name, scores in results.items()]
+def compare(
+    subject: Subject, methods: Sequence[str], levels: int, seeds: int, ledger: Ledger, train: Callable[..., Scores]
+) -> dict[str, Any]:
+    """The base model's scores, each method's untrained, and those of every seed's `train(model, chain, seed, path)`.
+
+    `path` is of a checkpoint: what an interrupted bench has finished is not done again.
+    """
+
+    def untrained() -> dict[str, Any]:
+        results, _, chain = subject.without_training(methods, levels)
+        return {"dense": subject.score(subject.teacher), "results": results, "chain": chain.to_json()}
+
+    def trained(seed: int) -> Scores:
+        path = ledger.directory / f"training-{seed}"
+        scores = train(subject.decomposed("datasvd"), ProfileChain.from_json(first["chain"]), seed, path)
+        shutil.rmtree(path, ignore_errors=True)
+        return scores
+
+    first = ledger.take("untrained", untrained)
+    results = {name: [scores] for name, scores in first["results"].items()}
+    results["consolidated"] = ledger.take_seeds("consolidated", seeds, trained)
+    return {"dense": first["dense"], "results": results, "gap": first["chain"]["gap"]}
+
+
+def quality_table(title: str, results: Mapping[str, Sequence[Scores]], what: str) -> dict[str, Any]:
+    """A row for each method, a column for each budget, of one measure; the spread over seeds where there are some."""
+    rows = [
+        [name, *spreads([one[what] for one in scores] for scores in runs)] for name, runs in results.items()
+    ]  # fmt: skip
     return table(title, ["", *BUDGETS], rows, digits=4)

@@ -8,14 +8,21 @@ from typing import Any
 import pytest
 import torch
 
-from flexrank import allocate_ranks, collect_moments, decompose_, distillation_evaluator, probe_sensitivity
+from flexrank import (
+    ProfileChain,
+    allocate_ranks,
+    collect_moments,
+    decompose_,
+    distillation_evaluator,
+    probe_sensitivity,
+)
 from flexrank.data.batches import call_model, output_tensor
 from flexrank.distill.objectives import LogitObjective
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import uniform_profile, use_profile
 from research.benches import language, quality, saving, sts
 from research.benches.quality import Subject, quality_table
-from research.experiment import EVERY_RANK, Request
+from research.experiment import EVERY_RANK, Ledger, Request
 from research.measures import stories
 from tiny import batch_for, build
 
@@ -51,8 +58,37 @@ def test_every_method_is_scored_at_every_budget(method: Any, subject: Subject, m
         for way, profile in profiles.items():
             with use_profile(alone, profile):
                 assert results[f"{method}, {way}"][place] == pytest.approx(size(alone))
-    rows = quality_table("", results, "length")["rows"]
-    assert rows[-1] == ["datasvd, joint", *(one["length"] for one in subject.scores(model, joint.at))]
+    with use_profile(model, joint.at(0.5)):
+        assert results["datasvd, joint"][1] == size(model)
+
+
+def test_seeds_are_trained_apart_and_only_once(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Oracle: means and deviations by hand, of a training that gives known scores."""
+    monkeypatch.setattr(quality, "BUDGETS", (0.8, 0.5))
+    trained = []
+
+    def train(model: torch.nn.Module, chain: ProfileChain, seed: int, path: Path) -> quality.Scores:
+        path.mkdir()  # as a checkpoint would be
+        trained.append((seed, size(model), chain.at(0.5)))
+        return [{"length": 1.0 + seed}, {"length": 3.0 + seed}]
+
+    ledger = Ledger(tmp_path, {})
+    data = quality.compare(subject, ("svd", "datasvd"), 4, 2, ledger, train)
+    assert [seed for seed, *_ in trained] == [0, 1] and not list(ledger.directory.glob("training-*"))
+    assert trained[0][1] == trained[1][1] == pytest.approx(size(subject.teacher), rel=1e-4)  # of full rank, untrained
+    assert data["dense"] == size(subject.teacher)
+    *_, joint, row = quality_table("", data["results"], "length")["rows"]
+    assert [cell["n"] for cell in joint[1:]] == [1, 1] and joint[0] == "datasvd, joint"
+    assert row[1] == {"mean": 1.5, "sd": pytest.approx(0.5**0.5), "n": 2}
+    model = subject.decomposed("datasvd")
+    with use_profile(model, trained[0][2]):
+        assert joint[2]["mean"] == pytest.approx(size(model)["length"])
+    again = quality.compare(subject, ("svd", "datasvd"), 4, 3, Ledger(tmp_path, {}), train)
+    assert [seed for seed, *_ in trained] == [0, 1, 2] and again["results"]["consolidated"][:2] == data["results"][
+        "consolidated"
+    ]
 
 
 def test_every_rule_and_budget_is_timed_and_scored(

@@ -212,7 +212,7 @@ def elastic(name: str) -> Any:
 
 
 @torch.no_grad()
-def with_sizes(model: nn.Module, budgets: tuple[float, ...] = (0.25, 0.8), dense: bool = False) -> nn.Module:
+def with_sizes(model: nn.Module, budgets: tuple[float, ...] = (0.25, 0.8, 1.0), dense: bool = False) -> nn.Module:
     """The elastic model, with vectors of its own for each of these sizes, and if asked matrices, drawn at random."""
     entries = chain_of(model, budgets).entries
     for name, layer in nested_layers(model).items():

@@ -83,7 +83,7 @@ def run(request: Request) -> Result:
     scaling, digest = Scaling.read(directory / "preprocessor_config.json"), digest_file(directory / "model.safetensors")
     transformer, convolutions = load_model(directory, "classification"), cifar.load_resnet20(resnet_file)
     networks = (
-        Network("vit", "vision transformer", transformer, scaling, 5e-4, digest),
+        Network("vit", "vision transformer", transformer, scaling, 1e-4, digest),
         Network("resnet20", "ResNet-20", convolutions, cifar.RESNET_SCALING, 1e-3, digest_file(resnet_file)),
     )
     training, _ = cifar.read_tensors(assets / "cifar10" / cifar.TRAIN)

@@ -164,7 +164,7 @@ def deploy(
         return
     from flexrank.run import export_one
 
-    with _resumable(outcome.directory):
+    with _resumable():
         export = export_one(outcome, limits, output, tune)
     if tune:
         _show_tuned(export)
@@ -177,7 +177,7 @@ def measure(config: Config, overrides: Set = None, as_json: Json = False) -> Non
     from flexrank.run.measure import measure_run, print_measurement
 
     outcome = _run(config, overrides, "slack")
-    with _resumable(outcome.directory):
+    with _resumable():
         result = measure_run(outcome.directory)
     print_measurement(result, _console(160, stderr=as_json))
     if as_json:
@@ -228,19 +228,19 @@ def _run(config: Path, overrides: list[str] | None, until: str) -> Any:
     from flexrank.run.config import load_config
 
     checked = load_config(config, overrides or ())
-    with _resumable(checked.directory):
+    with _resumable():
         from flexrank.run import run_stages
 
         return run_stages(checked, until)
 
 
 @contextlib.contextmanager
-def _resumable(directory: Path) -> Iterator[None]:
+def _resumable() -> Iterator[None]:
     """Ends a Ctrl-C with one line that says how to continue."""
     try:
         yield
     except KeyboardInterrupt:
-        print(f"\ninterrupted; `flexrank run {directory}` continues from here", file=sys.stderr)
+        print("\ninterrupted; the same command continues from here", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
 
 

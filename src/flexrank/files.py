@@ -82,6 +82,7 @@ def directory_aside(path: str | Path, *markers: str) -> Iterator[Path]:
     try:
         yield aside
         for file in aside.rglob("*"):
+            file.chmod((0o777 if file.is_dir() else 0o666) & ~_umask())  # safetensors keeps its files to their owner
             _flush(file)
         _replace_directory(aside, path)
     finally:

@@ -125,6 +125,22 @@ def test_other_limits_choose_the_prefix_too(saved):
         assert load_elastic(directory, max_bytes=chain.model_bytes(entry))[1] == shorter
 
 
+def test_an_artefact_ends_at_the_largest_size_that_was_trained(tmp_path):
+    """Above it the base model is the better one."""
+    model = tiny.with_sizes(tiny.elastic("perceptron"), budgets=(0.25, 0.5))
+    chain = tiny.chain_of(model)
+    save_elastic(model, chain, tmp_path / "elastic")
+    again, shorter = load_elastic(tmp_path / "elastic", model=tiny.perceptron())
+    assert shorter.entries == chain.entries[:2] and full_profile(again) == chain.entries[1].profile
+    for name, layer in nested_layers(again).items():
+        assert torch.equal(layer.u, model.get_submodule(name).u[: chain.entries[1].profile[name]])
+    save_elastic(again, shorter, tmp_path / "copy")
+    assert same_state(load_elastic(tmp_path / "copy", model=tiny.perceptron())[0], again)
+    with pytest.raises(FlexrankError, match="a chain needs at least one profile"):
+        save_elastic(model, tiny.chain_of(model, (0.8, 1.0)), tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
 def test_a_given_architecture_is_filled_in_place(saved):
     directory, model, _ = saved
     bare = tiny.perceptron()

@@ -16,6 +16,7 @@ from flexrank.data.batches import call_model
 from flexrank.distill.objectives import FeatureObjective, LogitObjective
 from flexrank.errors import FlexrankError
 from flexrank.nn import linalg
+from flexrank.nn.linalg import full_precision
 from flexrank.nn.matrix import input_rows, weight_matrix
 from flexrank.nn.select import select_layers
 from tiny import TRANSFORMERS, batch_for, build
@@ -111,6 +112,18 @@ def test_the_callers_autocast_and_precision_change_no_moment() -> None:
     finally:
         torch.set_float32_matmul_precision(before)
     assert all(torch.equal(moment.moment, plain[name].moment) for name, moment in other.items())
+
+
+def test_precision_that_was_set_for_each_backend_comes_back() -> None:
+    """torch's older functions raise where its newer ones were used."""
+    backend = torch.backends.mkldnn.matmul
+    before, backend.fp32_precision = backend.fp32_precision, "bf16"
+    try:
+        with full_precision(torch.device("cpu")):
+            assert backend.fp32_precision == torch.backends.cuda.matmul.fp32_precision == "ieee"
+        assert backend.fp32_precision == "bf16"
+    finally:
+        backend.fp32_precision = before
 
 
 @pytest.mark.parametrize("name", [*TRANSFORMERS, "perceptron", "convnet", "tied_blocks"])

@@ -211,7 +211,7 @@ def test_an_interruption_is_one_line_that_says_how_to_continue(
     monkeypatch.setattr("flexrank.probe._probe", stop)
     result = invoke("run", config, "--set", f"output={tmp_path / 'run'}")
     assert result.exit_code == 130
-    assert result.stderr.splitlines()[-1] == f"interrupted; `flexrank run {tmp_path / 'run'}` continues from here"
+    assert result.stderr.splitlines()[-1] == "interrupted; the same command continues from here"
     monkeypatch.undo()
     assert invoke("probe", tmp_path / "run").exit_code == 0
 

@@ -1,6 +1,7 @@
 """Consolidation: it learns, every profile is served, and a resumed run is the unbroken one to the bit."""
 
 import copy
+import math
 from pathlib import Path
 
 import pytest
@@ -98,7 +99,8 @@ def test_a_resumed_run_equals_the_unbroken_one(kind: str, tmp_path: Path) -> Non
         """As torchdata's loaders, whose states hold generators' tensors in lists and mappings."""
 
         def state_dict(self) -> dict:
-            return {"workers": [{"at": torch.tensor([7, self.at])}], "epoch": 1, "name": None}
+            at = torch.tensor([7, self.at])
+            return {"workers": [{"at": at, "again": at}], "epoch": 1, "name": None}
 
         def load_state_dict(self, state: dict) -> None:
             assert (state["epoch"], state["name"]) == (1, None)
@@ -125,7 +127,7 @@ def test_a_resumed_run_equals_the_unbroken_one(kind: str, tmp_path: Path) -> Non
 
             __repr__ = FeatureObjective.__repr__
 
-        settings = {"weights": [1, 2], "checkpoint_every": 5} | SETTINGS | settings
+        settings = {"weights": [1, 2], "checkpoint_every": 5, "max_norm": math.inf} | SETTINGS | settings
         return distill_(model, teacher, data, profiles, objective=Stopping(), checkpoint=path, **settings)
 
     unbroken = nest(build("perceptron"))

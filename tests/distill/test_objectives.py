@@ -62,6 +62,46 @@ def test_an_objective_is_known_by_its_class_and_settings() -> None:
     assert describe(Plain(2.0)) == describe(Plain(2.0)) != describe(Plain(3.0))
     assert "Plain" in describe(Plain(2.0)) and " at 0x" not in describe(Plain(2.0))
     assert describe(LogitObjective(2.0)) == repr(LogitObjective(2.0)) and describe(None) == "None"
+    lists = [Plain(2.0), Plain(2.0)]
+    lists[0].layers, lists[1].layers = [1, 2], [3, 4]
+    assert describe(lists[0]) != describe(lists[1])
+
+    class Slotted:
+        __slots__ = ("power",)
+
+    assert "Slotted" in describe(Slotted())
+
+
+def test_embeddings_of_an_encoder_decoder_are_of_its_decoders_tokens() -> None:
+    """Oracle: means over the decoder's real tokens, by hand."""
+    hidden, wanted = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    real = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    batch = {"attention_mask": torch.tensor([[1, 0, 0, 0, 0], [1, 1, 1, 1, 1]]),
+             "decoder_input_ids": torch.ones(2, 3, dtype=torch.long), "decoder_attention_mask": real}  # fmt: skip
+    means = [torch.stack([one[0, :2].mean(0), one[1].mean(0)]).double() for one in (hidden, wanted)]
+    cosine = 1 - functional.cosine_similarity(*means).mean()
+    for weight in (0.0, 0.5):
+        objective = EmbeddingObjective(weight)
+        rows = real.bool()
+        relative = (hidden - wanted)[rows].square().sum() / wanted[rows].square().sum()
+        loss = objective.loss(hidden, objective.target(wanted, batch), batch)
+        assert float(loss) == pytest.approx(float(cosine + weight * relative), rel=1e-5)
+
+
+def test_fisher_losses_of_embeddings_have_the_second_moment_of_the_jacobian() -> None:
+    """Over many draws E[g gᵀ] of the gradient by the embedding's input is JᵀJ, here by torch's own Jacobian."""
+    states, objective = torch.randn(1, 2, 3, dtype=torch.float64), EmbeddingObjective()
+
+    def pooled(x: torch.Tensor) -> torch.Tensor:
+        return functional.normalize(x.mean(1), dim=-1).flatten()
+
+    jacobian = torch.autograd.functional.jacobian(pooled, states).flatten(1)
+    total = torch.zeros(6, 6, dtype=torch.float64)
+    for _ in range(4000):
+        x = states.clone().requires_grad_()
+        objective.fisher_loss(x, x).backward()
+        total += x.grad.flatten().outer(x.grad.flatten())
+    torch.testing.assert_close(total / 4000, jacobian.T @ jacobian, rtol=0.2, atol=0.02)
 
 
 def lumped(student: torch.Tensor, teacher: torch.Tensor, temperature: float, count: int) -> torch.Tensor:

@@ -7,7 +7,8 @@ import torch
 from trainings import SMALL, batches
 
 from flexrank.distill import distill_
-from flexrank.distill.schedule import Schedule, UsualLosses, default_weights
+from flexrank.distill.schedule import Feed, Schedule, UsualLosses, default_weights
+from flexrank.errors import FlexrankError
 from tiny import build, nest
 
 RATES = (60, 1e-2, 3)
@@ -54,3 +55,27 @@ def test_the_largest_profile_below_the_full_model_is_drawn_twice_as_often() -> N
     assert default_weights("balanced", [False, False, True]) == [1, 2, 1]
     assert default_weights("balanced", [True]) == [1]
     assert default_weights("paper", [False, False, True]) == [1, 1, 1]
+
+
+def test_a_loader_restored_at_the_end_of_its_pass_goes_on() -> None:
+    """As torchdata's: after `load_state_dict` the first pass gives what was left of the saved one, here nothing."""
+
+    class Loader:
+        at = 3
+
+        def __iter__(self):
+            start, self.at = self.at, 0
+            return iter(["a", "b", "c"][start:])
+
+        def state_dict(self) -> dict:
+            return {"at": self.at}
+
+        def load_state_dict(self, state: dict) -> None:
+            self.at = state["at"]
+
+    loader = Loader()
+    feed = Feed(loader, 0)
+    feed.restore({"count": 3, "loader": {"at": 3}})
+    assert [feed.next()[1] for _ in range(4)] == ["a", "b", "c", "a"]
+    with pytest.raises(FlexrankError, match="distillation got no batches"):
+        Feed(iter(()), 0).next()

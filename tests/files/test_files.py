@@ -106,3 +106,17 @@ def test_the_digest_of_json_is_that_of_its_text_with_sorted_keys() -> None:
     assert digest_json({"b": "ü", "a": (1, 0.5, None)}) == wanted
     with pytest.raises(ValueError, match="not JSON compliant"):
         digest_json(float("nan"))
+
+
+def test_others_may_read_a_directory_as_the_umask_says(tmp_path: Path) -> None:
+    """safetensors writes files that only their owner reads."""
+    before = os.umask(0o022)
+    try:
+        with directory_aside(tmp_path / "new", "x") as aside:
+            (aside / "deep").mkdir()
+            (aside / "x").touch(0o600)
+            (aside / "deep" / "y").touch(0o600)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "new").rglob("*")}
+    assert modes == {"x": 0o644, "deep": 0o755, "y": 0o644}

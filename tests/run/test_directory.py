@@ -122,6 +122,14 @@ def test_a_changed_key_runs_its_stage_and_those_below(override: str, again: Any,
 
 def test_changed_code_runs_its_stages_and_those_below(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digest = directory.code_digest
+    config, source = load_config(copied), "model"
+    before = fingerprints(config, source)
+    for room, first in {"run/samples": "decompose", "run/stages": "decompose", "run/candidates": "allocate",
+                        "artefacts": "distill", "run/training": "distill", "run/sizes": "slack"}.items():  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setattr(directory, "code_digest", lambda one, room=room: digest(one) + "changed" * (one == room))
+            after = fingerprints(config, source)
+        assert next(stage for stage in before if before[stage] != after[stage]) == first, room
     monkeypatch.setattr(directory, "code_digest", lambda room: digest(room) + "changed" * (room == "deployment"))
     outcome = run_stages(load_config(copied))
     assert outcome.executed == ("slack", "evaluate", "deploy", "report")
@@ -131,7 +139,7 @@ def test_comments_and_docstrings_are_no_code() -> None:
     plain = "def f(x):\n    return x\n"
     assert directory._dump(plain + "# why\n") == directory._dump("\n" + plain)
     with_words = 'def f(x):\n    """What."""\n    return x\n'
-    assert directory._dump(with_words) == directory._dump(with_words.replace("What", "Why"))
+    assert directory._dump(with_words) == directory._dump(with_words.replace("What", "Why")) == directory._dump(plain)
     assert directory._dump(plain) != directory._dump(plain.replace("return x", "return -x"))
 
 

@@ -58,6 +58,8 @@ def test_the_papers_models_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_configs_have_the_papers_hyperparameters(name: str, paper_results: tuple[dict[str, Any], float]) -> None:
     config, result = load_config(PAPER / f"{name}.yaml"), paper_results[0][name]
     is_vision = name.startswith("dinov3")
+    assert config.decomposition.method == config.allocation.method == config.distillation.method == "paper"
+    assert config.allocation.savings == "ranks"
     settings = config.distillation
     assert settings.batch_size * settings.accumulation == (1024 if is_vision else 512) == result["samples_per_step"]
     assert settings.steps == (25_000 if is_vision else 10_000)

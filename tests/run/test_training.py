@@ -1,6 +1,7 @@
 """Training by a run's settings: one size alone before its export, and which sizes consolidation has cost."""
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,18 @@ from flexrank.data.batches import call_model
 from flexrank.distill import distill_
 from flexrank.distill.objectives import LogitObjective
 from flexrank.distill.step import Step
+from flexrank.errors import FlexrankError
+from flexrank.files import read_json
 from flexrank.hf.models import hidden_states, load_model
-from flexrank.nn.switch import use_profile
-from flexrank.run import export_one, run_stages
+from flexrank.nn.switch import full_profile, nested_layers, use_profile
+from flexrank.profiles import SlackTable
+from flexrank.run import export_one, run_stages, sizes, training
 from flexrank.run.config import load_config
+from flexrank.run.directory import RunDirectory
+from flexrank.run.sizes import Sizes
+from flexrank.run.stages import read_chain
 from flexrank.run.training import autocast_dtype, log_losers, probe_losses
+from flexrank.run.workspace import Workspace
 from tiny import relative
 
 pytestmark = pytest.mark.usefixtures("verified_here")
@@ -32,7 +40,9 @@ def test_a_size_is_trained_alone_from_the_shared_weights(copied: Path) -> None:
     """Oracle: the same steps of `distill_` on the artefact, at this size alone."""
     elastic = (copied / "elastic" / "elastic.safetensors").read_bytes()
     export = tuned(copied)
-    assert (copied / "elastic" / "elastic.safetensors").read_bytes() == elastic and not (copied / "tuning").exists()
+    assert (copied / "elastic" / "elastic.safetensors").read_bytes() == elastic and not any(
+        (copied / "tuning").iterdir()
+    )
     work = run_stages(load_config(copied), "slack").workspace
     model, chain = load_elastic(copied / "elastic")
     profile = chain.at(0.5)
@@ -65,15 +75,70 @@ def test_interrupted_tuning_goes_on_to_the_same_bits(copied: Path, monkeypatch: 
         with pytest.raises(KeyboardInterrupt):
             tuned(copied)
     assert list((copied / "tuning").iterdir()) and state.read_bytes() == expected
+    other = copied / "tuning" / "of another size"
+    other.mkdir()
     assert tuned(copied) == whole and state.read_bytes() == expected
+    assert list((copied / "tuning").iterdir()) == [other]
+
+
+def test_a_tuned_size_keeps_its_limits(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights may need more slack than the shared ones; training is not lost when a limit forbids that."""
+    outcome, choose, trained = run_stages(load_config(copied), "slack"), sizes.choose_slack, []
+
+    def choose_more(work: Any, model: Any, profiles: Any, known: Any = None) -> Any:
+        table = choose(work, model, profiles, known)
+        if not trained:
+            return table
+        return SlackTable(table.dtype, {name: {rank: rank for rank in ranks} for name, ranks in table.columns.items()})
+
+    def train_(*arguments: Any) -> None:
+        trained.append(arguments[-1])
+        arguments[-1].mkdir()
+
+    monkeypatch.setattr(sizes, "choose_slack", choose_more)
+    monkeypatch.setattr(sizes, "train_", train_)
+    limit = int(0.7 * sum(parameter.numel() for parameter in outcome.workspace.base.parameters()))
+    with pytest.raises(FlexrankError, match=f"tuned, this size has .* out of max_params={limit}; ask for less"):
+        export_one(outcome, {"max_params": limit}, tune=TUNE)
+    assert trained[0].is_dir() and not (copied / "exports").exists()
+
+
+def test_a_consolidated_model_ends_at_its_largest_trained_size(copied: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Above it the base model is the better one; before consolidation all components are there."""
+    work = run_stages(load_config(copied), "slack").workspace
+    ours, before = Sizes(work), load_elastic(copied / "elastic_initial")[0]
+    largest = read_chain(work).requested[-1].profile
+    assert ours.chain.entries[-1].profile == largest and len(ours.chain.entries) > len(ours.chain.requested)
+    full = {name: min(layer.matrix_shape) for name, layer in nested_layers(before).items()}
+    assert full_profile(ours.model) == largest != full == full_profile(before)
+    assert ours.within({"budget": 1.0}) == largest and "the largest size is 0.8; above it is the base" in caplog.text
+    caplog.clear()
+    assert ours.within({"budget": 0.8}) == largest and not caplog.text
+    base = read_json(copied / "evaluation.json")["base"]
+    assert base["mean_rank_fraction"] == base["relative_size"] == 1
+
+
+def test_tuning_a_run_that_is_not_consolidated_has_no_warm_up(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(copied, ["distillation.steps=0"])
+    warmups: list[int] = []
+
+    def record(*_: Any, warmup_steps: int, **__: Any) -> None:
+        warmups.append(warmup_steps)
+
+    monkeypatch.setattr(training, "distill_", record)
+    work = Workspace(config, RunDirectory(copied))
+    training.train_(work, work.base, [], 200, copied / "x")
+    assert warmups == [0]
 
 
 def test_a_run_says_which_sizes_are_worse_than_before(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "flexrank"):
         log_losers([0.3, 0.8, 0.9], [1.0, 0.5, 0.2], [0.9, 0.6, 0.3])
         log_losers([0.3], [1.0], [1.0])
-    worse, none = caplog.messages
-    assert worse.endswith("than before, on the probe's samples: 0.8, 0.9") and none.startswith("distill: every size")
+        log_losers([0.3], [1.0], [math.nan])
+    worse, none, unknown = caplog.messages
+    assert worse.endswith("than before, on the probe's samples: 0.8, 0.9") and unknown.endswith("samples: 0.3")
+    assert none.startswith("distill: no size is further")
 
 
 def test_losses_are_those_of_each_profile(copied: Path) -> None:

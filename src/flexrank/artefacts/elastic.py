@@ -42,16 +42,17 @@ def save_elastic(
 ) -> None:
     """Writes an elastic model and its chain as one artefact, whole or not at all.
 
-    All components are written, whatever the active ranks, but those that full rank alone would have where a layer has
-    a matrix for it. An artefact in `directory` is replaced; a directory that holds anything else is refused. `factory`
-    builds the bare architecture of a model that is not transformers'.
+    All components are written, whatever the active ranks; but a consolidated model ends at its largest trained size,
+    above which the base model is the better one. An artefact in `directory` is replaced; a directory that holds
+    anything else is refused. `factory` builds the bare architecture of a model that is not transformers'.
 
     Raises:
-        FlexrankError: the model has no elastic layers, or the chain names others.
+        FlexrankError: the model has no elastic layers, the chain names others, or none of its sizes is a trained one.
     """
     layers = nested_layers(model)
     for entry in chain.entries:
         require_fitting(layers, entry.profile)
+    chain = _trained_part(chain, layers)
     tensors, aliases = named_tensors(model)
     library = "transformers" if models.is_transformers_model(model) else "torch"
     kept = {
@@ -148,9 +149,16 @@ def _read_elastic(directory: Path) -> dict[str, Any]:
     return files.read_document(path, ELASTIC_KIND, ELASTIC_KEYS)
 
 
+def _trained_part(chain: ProfileChain, layers: Mapping[str, NestedLayer]) -> ProfileChain:
+    """The chain up to the largest ranks that have vectors of their own; all of it where no layer has any."""
+    last = {name: layer.sizes.ranks[-1] for name, layer in layers.items() if layer.sizes}
+    entries = (entry for entry in chain.entries if all(entry.profile[name] <= rank for name, rank in last.items()))
+    return dataclasses.replace(chain, entries=tuple(entries))
+
+
 def _components(layer: NestedLayer, ranks: Iterable[int]) -> int:
-    """How many components are written: all, or where full rank is a matrix, those of the largest rank below it."""
-    return len(layer.u) if layer.dense is None else max((r for r in ranks if not layer.is_dense_at(r)), default=1)
+    """How many components are written: all; once consolidated, those of the largest rank that has no matrix."""
+    return len(layer.u) if layer.sizes is None else max((r for r in ranks if not layer.is_dense_at(r)), default=1)
 
 
 def _cut(spec: Mapping[str, Any], rank: int) -> dict[str, Any]:

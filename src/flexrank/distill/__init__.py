@@ -125,7 +125,7 @@ def distill_(
     schedule = Schedule(alpha, seed, steps, learning_rate, warmup_steps)
     settings = {
         **dataclasses.asdict(schedule), "method": method, "weight_decay": weight_decay, "accumulation": accumulation,
-        "max_norm": max_norm, "autocast": str(autocast), "train_embeddings": train_embeddings,
+        "max_norm": str(max_norm), "autocast": str(autocast), "train_embeddings": train_embeddings,
         "objective": describe(objective), "profiles": digest_json(profiles),
         "teacher": _identity(teacher) if checkpoint else None,
     }  # fmt: skip

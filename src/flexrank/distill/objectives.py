@@ -1,13 +1,14 @@
 """The losses of the distillation family, one class for each kind of output."""
 
 import dataclasses
+import re
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flexrank.data.batches import Batch, mean_pool, output_mask, output_tensor, token_mask
+from flexrank.data.batches import Batch, mean_pool, output_mask, output_tensor
 from flexrank.distill.divergence import likeliest, mean_divergence
 from flexrank.errors import FlexrankError
 
@@ -84,18 +85,18 @@ class EmbeddingObjective:
     def target(self, output: Any, batch: Batch) -> Tensor:
         """The teacher's embeddings (B, d), or its token states (B, T, d) where the token term needs them."""
         hidden = output_tensor(output).detach()
-        return hidden if self.hidden_weight else mean_pool(hidden, token_mask(batch))
+        return hidden if self.hidden_weight else mean_pool(hidden, output_mask(batch))
 
     def loss(self, output: Any, target: Tensor, batch: Batch) -> Tensor:
         """See the class."""
-        hidden, mask = output_tensor(output), token_mask(batch)
+        hidden, mask = output_tensor(output), output_mask(batch)
         pooled = mean_pool(target, mask) if self.hidden_weight else target
         loss = (1 - (mean_pool(hidden, mask) * pooled).sum(-1)).mean()
         return loss + self.hidden_weight * _relative_error(hidden, target, mask) if self.hidden_weight else loss
 
     def fisher_loss(self, output: Any, batch: Batch) -> Tensor:
         """Random normal projection of the embeddings: its gradient's second moment is that of their Jacobian."""
-        pooled = mean_pool(output_tensor(output), token_mask(batch))
+        pooled = mean_pool(output_tensor(output), output_mask(batch))
         return (pooled * torch.randn_like(pooled)).sum()
 
 
@@ -133,10 +134,10 @@ def objective_for(
 
 def describe(objective: Objective | None) -> str:
     """What a checkpoint knows an objective by, alike in every process: its class, and its settings."""
-    if objective is None or dataclasses.is_dataclass(objective):
-        return repr(objective)
-    settings = {name: str(value) for name, value in vars(objective).items() if isinstance(value, str | int | float)}
-    return f"{type(objective).__module__}.{type(objective).__qualname__}{settings}"
+    kind, settings = type(objective), getattr(objective, "__dict__", {})
+    is_plain = objective is None or dataclasses.is_dataclass(objective)
+    text = repr(objective) if is_plain else f"{kind.__module__}.{kind.__qualname__}{settings}"
+    return re.sub(" at 0x[0-9a-fA-F]+", "", text)  # an object's place in this process
 
 
 def default_objective(output: Any) -> Objective:

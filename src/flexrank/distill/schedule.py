@@ -105,7 +105,7 @@ class Feed:
         return index, batch
 
     def _next_of_iterable(self) -> Batch:
-        for _ in range(2):
+        for _ in range(3):  # one pass that is at its end, and one of a loader that was restored at the end of its own
             for batch in self._iterator:
                 return batch
             self._iterator = iter(self._batches)

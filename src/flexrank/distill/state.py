@@ -92,7 +92,7 @@ def _without_tensors(value: Any, tensors: dict[str, Tensor]) -> Any:
     """The value with names in place of its tensors, which are put into `tensors`."""
     if isinstance(value, Tensor):
         name = f"{LOADER}{len(tensors)}"
-        tensors[name] = value.contiguous()
+        tensors[name] = value.clone()  # safetensors refuses two names of one memory
         return name
     if isinstance(value, Mapping):
         return {key: _without_tensors(one, tensors) for key, one in value.items()}

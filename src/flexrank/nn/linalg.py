@@ -5,7 +5,7 @@ Every function computes in float64 whatever comes in, and returns float64: the c
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -119,13 +119,17 @@ def gram_of(rows: Float[Tensor, "t n"]) -> Float[Tensor, "n n"]:
 @contextlib.contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
     """Inside the block products are those of the tensors' own dtype: no autocast, no TF32 or bfloat16 for float32."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    root: Any = torch.backends
+    backends = root.cuda.matmul, root.mkldnn.matmul
+    before = [backend.fp32_precision for backend in backends]  # torch's older function raises where these were set
+    for backend in backends:
+        backend.fp32_precision = "ieee"
     try:
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
 
 
 def add_gram(moment: Float[Tensor, "n n"], rows: Float[Tensor, "t n"]) -> None:

@@ -64,9 +64,9 @@ def require_fitting(layers: Mapping[str, NestedLayer], profile: Mapping[str, int
 
 
 def require_whole_factors(layers: Mapping[str, NestedLayer]) -> None:
-    """Raises FlexrankError where consolidation has parted a layer's full rank from its factors."""
+    """Raises FlexrankError where a layer's full rank is no product of its factors, as after consolidation."""
     for name, layer in layers.items():
-        if layer.dense is not None:
+        if layer.dense is not None or len(layer.u) < min(layer.matrix_shape):
             raise FlexrankError(f"layer {name!r}: full rank is no product of its factors; probe before consolidation")
 
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import platform
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +30,7 @@ class Stage:
 
     name: str
     work: Callable[[Workspace, str], Sequence[str] | None]  # takes the stage's fingerprint; may return more outputs
-    rooms: tuple[str, ...]  # of the package, whose code it runs
+    rooms: tuple[str, ...]  # of the package, whose code it alone runs
     keys: tuple[str, ...]  # of the configuration, dotted, beside those of the stages it needs
     needs: tuple[str, ...]  # stages whose files it reads
     outputs: tuple[str, ...]  # files and directories of the run directory
@@ -37,34 +38,36 @@ class Stage:
     is_timed: bool = False  # its files hold times: when it is done again, so are the stages that read them
 
 
+#: Rooms whose code every stage runs; `rooms` of a stage are those beside them.
+_ALL = ("run/stages", "run/samples", "run/workspace", "hf", "data", "nn", "profiles")
 _DEPLOYED = ("deployment.dtype", "deployment.slack")
 _HELD_OUT = ("data.evaluation", "data.half")
 _DATA = ("data.source", "data.path", "data.separator", "data.max_tokens", "data.batch_size", "data.calibration")
 STAGES = (
     Stage(
-        "decompose", stages.decompose, ("calibrate", "decompose", "nn", "data"),
+        "decompose", stages.decompose, ("calibrate", "decompose"),
         ("model", "task", "dtype", "seed", *_DATA, "layers", "decomposition"), (), ("elastic_initial",),
     ),
     Stage(
-        "probe", stages.probe, ("probe", "distill", "nn", "profiles"),
+        "probe", stages.probe, ("probe", "distill"),
         ("data.probe", "probe", "distillation.temperature"), ("decompose",), ("sensitivity.json",),
     ),
-    Stage("allocate", stages.allocate, ("allocate", "profiles"), ("allocation",), ("probe",), ("chain.json",)),
+    Stage("allocate", stages.allocate, ("allocate", "run/candidates"), ("allocation",), ("probe",), ("chain.json",)),
     Stage(
-        "distill", stages.distill, ("distill", "nn", "data", "run/training"), ("distillation", "data.training"),
+        "distill", stages.distill, ("distill", "artefacts", "run/training"), ("distillation", "data.training"),
         ("decompose", "allocate"), ("elastic", "history.json"),
     ),
-    Stage("slack", stages.slack, ("deployment", "nn", "profiles"), _DEPLOYED, ("distill",), ("slack.json",)),
+    Stage("slack", stages.slack, ("deployment", "run/sizes"), _DEPLOYED, ("distill",), ("slack.json",)),
     Stage(
-        "evaluate_initial", stages.evaluate_initial, ("data", "nn"), (*_HELD_OUT, "distillation.steps"),
+        "evaluate_initial", stages.evaluate_initial, (), (*_HELD_OUT, "distillation.steps"),
         ("decompose", "allocate"), ("evaluation_initial.json",),
     ),
     Stage(
-        "evaluate", stages.evaluate, ("data", "deployment", "nn"), (*_HELD_OUT, "evaluation"), ("slack",),
+        "evaluate", stages.evaluate, ("deployment", "run/sizes", "run/measure"), (*_HELD_OUT, "evaluation"), ("slack",),
         ("evaluation.json",), is_timed=True,
     ),
     Stage(
-        "deploy", stages.export_all, ("artefacts", "deployment", "hf"),
+        "deploy", stages.export_all, ("artefacts", "deployment", "run/sizes"),
         ("deployment", "evaluation.latency_batch_size", *_HELD_OUT), ("slack",), ("deployed.json",),
     ),
     Stage(
@@ -139,9 +142,12 @@ def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None =
         place, qualities = place or work.directory / "exports" / name, {}
         if tune:
             shared = work.judge(sizes.deployed(profile))
-            sizes.tune_(profile, tune)
+            checkpoint = sizes.tune_(profile, tune, limits)
             qualities = {"shared": shared, "quality": work.judge(sizes.deployed(profile))}
-        return {**limits, **export_size(sizes, sizes.deployed(profile), profile, place), **qualities}
+        exported = {**limits, **export_size(sizes, sizes.deployed(profile), profile, place), **qualities}
+        if tune:
+            shutil.rmtree(checkpoint)
+        return exported
 
 
 def fingerprints(config: RunConfig, source: str) -> dict[str, str]:
@@ -153,7 +159,9 @@ def fingerprints(config: RunConfig, source: str) -> dict[str, str]:
     read, prints = {"decompose": sources, "probe": rule(config)}, dict[str, str]()
     for stage in STAGES:
         needs = [prints[name] for name in stage.needs]
-        prints[stage.name] = fingerprint(stage.name, config, stage.keys, needs, stage.rooms, read.get(stage.name))
+        prints[stage.name] = fingerprint(
+            stage.name, config, stage.keys, needs, (*_ALL, *stage.rooms), read.get(stage.name)
+        )
     return prints
 
 

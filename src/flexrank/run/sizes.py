@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-import shutil
+import math
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -50,10 +50,11 @@ class Sizes:
         """The plain model at this profile, in the dtype of deployment."""
         return deploy(self.model, profile, dtype=self.work.deployed_dtype, slack=self.slack_for(profile))
 
-    def tune_(self, profile: RankProfile, steps: int) -> None:
+    def tune_(self, profile: RankProfile, steps: int, limits: Mapping[str, float]) -> Path:
         """Trains this size alone, from the elastic weights; other sizes of `model` are then of no use.
 
-        Interrupted, the same call resumes from a checkpoint in RUN/tuning.
+        Interrupted, the same call resumes from the checkpoint in RUN/tuning that it returns. It is a FlexrankError if
+        the slack of the new weights takes the size out of `max_params` or `max_bytes`.
         """
         directory = self.work.directory
         name = digest_json([dict(profile), steps, directory.fingerprint_of("distill")])[:16]
@@ -61,7 +62,12 @@ class Sizes:
         checkpoint.parent.mkdir(exist_ok=True)
         train_(self.work, self.model, [profile], steps, checkpoint)
         self._slack = choose_slack(self.work, self.model, [profile])
-        shutil.rmtree(checkpoint.parent)
+        if not self._is_within(parameters := self._slack.parameters(profile, self.shapes), limits):
+            named = ", ".join(f"{name}={limit:g}" for name, limit in limits.items())
+            raise FlexrankError(
+                f"tuned, this size has {parameters} parameters in its layers, out of {named}; ask for less"
+            )
+        return checkpoint
 
     def within(self, limits: Mapping[str, float]) -> RankProfile:
         """The largest profile within `budget`, `max_params`, `max_bytes` and `max_latency_ms`, those that are given."""
@@ -77,6 +83,8 @@ class Sizes:
             log.warning(
                 "this size exceeds the largest trained budget, %g: some parts are untrained", self.chain.budgets[-1]
             )
+        elif largest is self.chain.entries[-1] and limits.get("budget", 0) > self.chain.budgets[-1]:
+            log.warning("the largest size is %g; above it is the base model itself", self.chain.budgets[-1])
         return entries[-1].profile
 
     def _fitting(self, entries: tuple[ChainEntry, ...], limits: Mapping[str, float]) -> tuple[ChainEntry, ...]:
@@ -95,7 +103,7 @@ class Sizes:
         """Whether a model with this many parameters in its layers is within `max_params` and `max_bytes`."""
         entry = dataclasses.replace(self.chain.entries[0], parameters=parameters)
         sizes = {"max_params": self.chain.model_parameters(entry), "max_bytes": self.chain.model_bytes(entry)}
-        return all(sizes[name] <= limit for name, limit in limits.items())
+        return all(size <= limits.get(name, math.inf) for name, size in sizes.items())
 
 
 def choose_slack(

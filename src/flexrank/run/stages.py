@@ -130,7 +130,8 @@ def evaluate(work: Workspace, _: str) -> None:
         profile = sizes.chain.at(budget)
         row = evaluate_size(work, sizes.deployed(profile), profile, shapes)
         rows.append({"budget": budget, **row, "latency_ratio": None, "ranks": dict(profile)})
-    base = evaluate_size(work, work.base, full_profile(sizes.model), shapes)
+    full = {name: min(shape) for name, shape in shapes.items()}
+    base = evaluate_size(work, work.base, full, shapes)
     if work.config.evaluation.latency:
         ratios = in_fresh_process(latency_ratios, str(work.directory.path))
         rows = [{**row, "latency_ratio": ratio} for row, ratio in zip(rows, ratios, strict=True)]

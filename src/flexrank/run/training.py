@@ -32,7 +32,7 @@ def train_(
             objective=work.objective(settings.weight_of_hidden_states, settings.top_k),
             steps=steps,
             learning_rate=settings.learning_rate,
-            warmup_steps=round(settings.warmup_steps * steps / max(1, settings.steps)),
+            warmup_steps=round(steps * settings.warmup_steps / settings.steps) if settings.steps else 0,
             weights=weights,
             weight_decay=settings.weight_decay,
             accumulation=settings.accumulation,
@@ -64,11 +64,11 @@ def probe_losses(work: Workspace, model: nn.Module, profiles: Sequence[Mapping[s
 
 def log_losers(budgets: Sequence[float], before: Sequence[float], after: Sequence[float]) -> None:
     """Says in one line which sizes are further from the base model than before consolidation."""
-    worse = [f"{budget:g}" for budget, old, new in zip(budgets, before, after, strict=True) if new > old]
+    worse = [f"{budget:g}" for budget, old, new in zip(budgets, before, after, strict=True) if not new <= old]
     if worse:
         log.info("distill: further from the base model than before, on the probe's samples: %s", ", ".join(worse))
     else:
-        log.info("distill: every size is nearer to the base model than before, on the probe's samples")
+        log.info("distill: no size is further from the base model than before, on the probe's samples")
 
 
 def autocast_dtype(choice: str, device: torch.device) -> torch.dtype | None:

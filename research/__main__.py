@@ -36,6 +36,9 @@ def run(
     overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Changes a key.")] = None,
     seeds: Annotated[int | None, typer.Option(help="How many, where chance enters.")] = None,
     domain: Annotated[Path | None, typer.Option(help="Texts of the second domain (adaptation).")] = None,
+    half: Annotated[
+        str, typer.Option(help="Of the held-out set: reporting, or tuning to choose settings.")
+    ] = "reporting",
     output: Annotated[Path | None, typer.Option(help="Where to write; results/NAME by default.")] = None,
     page: Annotated[bool, typer.Option("--page", help="Then writes docs/results.md and docs/performance.md.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Prints one JSON object, last on standard output.")] = False,
@@ -43,7 +46,7 @@ def run(
     """Runs a study or bench: results/NAME/result.json, its figure, and its tables."""
     from research import runner
 
-    options = runner.Options(full, model, config, tuple(overrides or ()), seeds, domain, output)
+    options = runner.Options(full, model, config, tuple(overrides or ()), seeds, domain, output, half)
     try:
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
             answer = _answer(name, listed, studies, benches, page, options)

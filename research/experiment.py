@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from flexrank.data.halves import Half
 from flexrank.errors import FlexrankError
 from flexrank.files import digest_json, read_json, write_json
 from flexrank.run.config import RunConfig
@@ -32,6 +33,7 @@ class Request:
 
     work: Path  #: of the finished parts, from which an interrupted experiment goes on
     full: bool = False  #: the paper's size of a study instead of the quick form
+    half: Half = "reporting"  #: of the held-out set that is scored; settings are chosen on the other
     seeds: int = 1
     config: RunConfig | None = None  #: of a study that runs on any model
     domain: Path | None = None  #: texts of a second domain, for `adaptation`; None for the study's own
@@ -49,6 +51,7 @@ class Experiment:
     draw: Callable[[Mapping[str, Any]], Any] | None = None  #: a result's `data` to a figure
     paper: str = ""  #: what the paper says, with its place there; empty for a bench
     full_minutes: float | None = None  #: None where there is one form
+    has_halves: bool = False  #: whether it scores half of a held-out set that it reads itself
     seeds: tuple[int, int] | None = None  #: of the quick form and the full one; None where nothing is random
     settings: Callable[[bool], dict[str, Any]] | None = None  #: (full) to a run's keys, where any model can be given
 

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from flexrank.data.halves import HALVES, Half
 from flexrank.deployment.machine import machine_facts
 from flexrank.errors import FlexrankError
 from flexrank.files import write_json
@@ -40,6 +41,7 @@ class Options:
     seeds: int | None = None
     domain: Path | None = None
     output: Path | None = None
+    half: Half = "reporting"
 
     @property
     def has_own_config(self) -> bool:
@@ -99,7 +101,8 @@ def request_of(experiment: Experiment, options: Options) -> Request:
     """The experiment's request; FlexrankError on an option that it does not take, or a wrong key or value."""
     _require_fitting(experiment, options)
     seeds = options.seeds or (experiment.seeds[options.full] if experiment.seeds else 1)
-    return Request(WORK / experiment.name, options.full, seeds, _config(experiment, options), options.domain)
+    work = WORK / (experiment.name + f"-{options.half}" * (options.half != "reporting"))
+    return Request(work, options.full, options.half, seeds, _config(experiment, options), options.domain)
 
 
 def _require_fitting(experiment: Experiment, options: Options) -> None:
@@ -111,6 +114,10 @@ def _require_fitting(experiment: Experiment, options: Options) -> None:
         "--full is a study's own larger setting; with --config, the config says the size": full and options.config,
         f"{name} has no second domain; --domain belongs to adaptation": domain and experiment.name != "adaptation",
         f"--domain {domain}: no such file or folder of texts": domain and not domain.exists(),
+        f"--half is {options.half!r}; it is one of {', '.join(HALVES)}": options.half not in HALVES,
+        f"{name} scores no half of a held-out set; leave --half out":
+            options.half != "reporting" and not (experiment.has_halves or experiment.settings),
+        "--half is of a study's own held-out texts; with --config set data.half": options.half != "reporting" and options.config,
         f"--seeds is {seeds}; nothing in {name} is repeated by seeds, leave it out":
             seeds is not None and experiment.seeds is None,
         f"--seeds is {seeds}; it must be at least 1": seeds is not None and seeds < 1,
@@ -124,7 +131,8 @@ def _config(experiment: Experiment, options: Options) -> RunConfig | None:
     if experiment.settings is None:
         return None
     model = [] if options.model is None else [f"model={options.model}", f"name={_name_of(options.model)}"]
-    changes = [*model, *options.overrides]
+    half = [] if options.half == "reporting" else [f"data.half={options.half}"]
+    changes = [*model, *half, *options.overrides]
     if options.config is not None:
         return load_config(options.config, changes)
     config = parse_config(experiment.settings(options.full), experiment.name, changes)
@@ -147,6 +155,8 @@ def _label(experiment: Experiment, request: Request, options: Options) -> str:
         parts.append(request.config.name)
     if options.seeds is not None:
         parts.append(f"seeds-{options.seeds}")
+    if options.half != "reporting":
+        parts.append(options.half)
     if options.domain is not None:
         parts.append(options.domain.stem)
     return "-".join(parts)
@@ -156,6 +166,7 @@ def _command(experiment: Experiment, options: Options) -> str:
     """The command that gives the result again."""
     given = {"model": options.model, "config": options.config, "seeds": options.seeds, "domain": options.domain}
     words = ["python", "-m", "research", experiment.name, *["--full"] * options.full]
+    words += ["--half", options.half] * (options.half != "reporting")
     words += [word for option, value in given.items() if value for word in (f"--{option}", str(value))]
     return shlex.join([*words, *(word for override in options.overrides for word in ("--set", override))])
 

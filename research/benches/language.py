@@ -47,7 +47,7 @@ def run(request: Request) -> Result:
     return measured(CONSOLIDATION | {"seeds": request.seeds}, tables, [], data)
 
 
-def subject_of(texts: Texts) -> tuple[Subject, Sequence[Batch]]:
+def subject_of(texts: Texts, half: Half = "reporting") -> tuple[Subject, Sequence[Batch]]:
     """The model, scored on held-out blocks, and the batches of its training."""
     name, train, evaluation, separator, length = texts
     assets = assets_directory(name, train, evaluation)
@@ -60,7 +60,7 @@ def subject_of(texts: Texts) -> tuple[Subject, Sequence[Batch]]:
         return [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in rows.split(BATCH)]
 
     training = blocks(read_texts(assets / train, separator), TRAINING)
-    held_out = blocks(stories(assets / evaluation), EVALUATION, "reporting")
+    held_out = blocks(stories(assets / evaluation), EVALUATION, half)
     calibration, probe = training[: CALIBRATION // BATCH], training[CALIBRATION // BATCH :][: PROBE // BATCH]
 
     def score(model: nn.Module) -> dict[str, float]:
@@ -72,7 +72,7 @@ def subject_of(texts: Texts) -> tuple[Subject, Sequence[Batch]]:
 
 def measure(texts: Texts, request: Request) -> dict[str, Any]:
     """Nats per token of the model, and by method and budget."""
-    subject, training = subject_of(texts)
+    subject, training = subject_of(texts, request.half)
     settings = CONSOLIDATION[texts[0]]
 
     def train(model: nn.Module, chain: ProfileChain, seed: int, path: Path) -> Scores:
@@ -88,5 +88,5 @@ def measure(texts: Texts, request: Request) -> dict[str, Any]:
 EXPERIMENT = Experiment(
     "language", "Quality: small Llamas",
     "held-out nats per token at every budget, by plain SVD, DataSVD with both allocations, and consolidated",
-    minutes=45, seeds=(3, 3), run=run,
+    minutes=45, has_halves=True, seeds=(3, 3), run=run,
 )  # fmt: skip

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flexrank import EmbeddingObjective, ProfileChain, distill_, load_elastic, save_elastic
-from flexrank.data.halves import items_of
+from flexrank.data.halves import Half, items_of
 from flexrank.data.metrics import embed, mean_cosine
 from flexrank.data.text import sentence_batches
 from flexrank.hf.models import eager_attention, load_model, load_tokenizer
@@ -35,7 +35,7 @@ TRAINING: dict[str, Any] = {"steps": 2500, "learning_rate": 2e-4, "warmup_steps"
 
 def run(request: Request) -> Result:
     """Runs the bench; most of it are its seeds' consolidations."""
-    subject, training = subject_of()
+    subject, training = subject_of(request.half)
     ledger, train = Ledger(request.work, {"training": TRAINING}), functools.partial(_consolidated, subject, training)
     data = compare(subject, ("svd", "datasvd", "fisher"), 10, request.seeds, ledger, train)
     tables = [
@@ -44,7 +44,7 @@ def run(request: Request) -> Result:
     return measured({"training": TRAINING, "seeds": request.seeds}, tables, [], data)
 
 
-def subject_of() -> tuple[Subject, Any]:
+def subject_of(half: Half = "reporting") -> tuple[Subject, Any]:
     """The model, scored on half of sts-dev, and the batches of its training, of sentences of sts-train."""
     directory = assets_directory("stsb") / "stsb"
     teacher, tokenizer = load_model(MODEL, "embedding"), load_tokenizer(MODEL)
@@ -52,7 +52,7 @@ def subject_of() -> tuple[Subject, Any]:
     sentences = unseen_sentences(_read_pairs(directory / "sts-train.csv"), held_out)
     random.Random(0).shuffle(sentences)
     batches = functools.partial(sentence_batches, tokenizer, batch_size=64, max_tokens=MAX_TOKENS)
-    first, second, gold = zip(*items_of("reporting", held_out, lambda pair: "\t".join(pair[:2])), strict=True)
+    first, second, gold = zip(*items_of(half, held_out, lambda pair: "\t".join(pair[:2])), strict=True)
     score = functools.partial(_score, batches(first), batches(second), gold, embed(teacher, batches(first)))
     parts = batches(sentences[:CALIBRATION]), batches(sentences[CALIBRATION : CALIBRATION + PROBE])
     subject = Subject(teacher, *parts, EmbeddingObjective(), score, ("pooler",))
@@ -95,5 +95,5 @@ def _read_pairs(path: Path) -> list[Pair]:
 EXPERIMENT = Experiment(
     "sts", "Quality: all-MiniLM-L6-v2 on the STS benchmark",
     "every size's cosine to the base model and rank correlation, consolidated and by simpler methods",
-    minutes=60, seeds=(3, 3), run=run,
+    minutes=60, has_halves=True, seeds=(3, 3), run=run,
 )  # fmt: skip

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flexrank import ProfileChain, SensitivityTable, allocate_ranks, collect_moments, decompose_, probe_sensitivity
+from flexrank.data.halves import Half
 from flexrank.distill import distill_, distillation_evaluator
 from flexrank.distill.objectives import LogitObjective
 from flexrank.nn.select import select_layers
@@ -56,7 +57,7 @@ def run(request: Request) -> Result:
         "submodels_at_once": CHUNK, "warmup": WARMUP, "budgets": BUDGETS,
     }  # fmt: skip
     ledger = Ledger(request.work, settings)
-    runs = [_Seed(seed, levels, ledger).run() for seed in range(request.seeds)]
+    runs = [_Seed(seed, levels, ledger, request.half).run() for seed in range(request.seeds)]
     compared = [compare(one) for one in runs]
     rows = [[name, *spreads(rows[name] for rows in compared)] for name in compared[0]]
     title = "Divergence to the network on test images, by budget; of a front, the best of at most the elastic size"
@@ -68,10 +69,10 @@ def run(request: Request) -> Result:
 class _Seed:
     """One pretrained network: the grid of its submodels, each trained alone, and the elastic network."""
 
-    def __init__(self, seed: int, levels: Sequence[int], ledger: Ledger):
+    def __init__(self, seed: int, levels: Sequence[int], ledger: Ledger, half: Half):
         self.seed, self.levels, self.ledger = seed, levels, ledger
         self.images, labels = mnist.load_images("train")
-        self.test_images, self.test_labels = mnist.load_images("test")
+        self.test_images, self.test_labels = mnist.load_images("test", half)
         self.network = mnist.kept_network(ledger.directory / f"network-{seed}", "narrow", self.images, labels, seed)
         with inference(self.network):
             self.targets, self.test_targets = self.network(self.images), self.network(self.test_images)
@@ -226,5 +227,5 @@ EXPERIMENT = Experiment(
     name="front", title="The true Pareto front of submodels trained one by one, and one elastic network",
     shows="the gap, budget by budget, between the elastic network and the best of all submodels trained independently",
     paper="the elastic network recovers the front from DataSVD, and outperforms models trained from scratch (Fig. 3)",
-    minutes=10, full_minutes=95, seeds=(3, 1), run=run, draw=draw,
+    minutes=10, full_minutes=95, has_halves=True, seeds=(3, 1), run=run, draw=draw,
 )  # fmt: skip

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flexrank.data.batches import Batch
-from flexrank.data.halves import places_of
+from flexrank.data.halves import Half, places_of
 from flexrank.distill.schedule import scheduled_rate
 from flexrank.files import write_aside
 from flexrank.nn.switch import nested_layers
@@ -40,11 +40,11 @@ def build_network(name: str, seed: int) -> nn.Sequential:
     return nn.Sequential(*first, nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 
 
-def load_images(split: str) -> tuple[Tensor, Tensor]:
+def load_images(split: str, half: Half = "reporting") -> tuple[Tensor, Tensor]:
     """MNIST's images (N, 1, 28, 28), of mean 0 and deviation 1, and classes: of `train`, or of half of `test`."""
     with np.load(Path(assets_directory("mnist"), "mnist", f"{split}.npz"), allow_pickle=False) as file:
         images, labels = torch.from_numpy(file["x"]), torch.from_numpy(file["y"].astype(np.int64))
-    rows = places_of("reporting" if split == "test" else None, images)
+    rows = places_of(half if split == "test" else None, images)
     return (images[rows].float().div(255).sub(0.1307) / 0.3081).unsqueeze(1), labels[rows]
 
 

@@ -101,7 +101,7 @@ def compress(networks: Sequence[Network], images: Images, plan: Mapping[str, Any
     sizes = [len(images.training), len(images.test)]
     settings = {**plan, "networks": rates, "images": sizes, "budgets": list(BUDGETS)}
     ledger, results = Ledger(request.work, settings), []
-    rows = places_of("reporting", images.test)[: plan["test"]]
+    rows = places_of(request.half, images.test)[: plan["test"]]
     images = images._replace(test=images.test[rows], classes=images.classes[rows])
     for network in networks:
         full = ledger.take(f"{network.name}, full", network.accuracy, network.model, images)
@@ -232,5 +232,5 @@ EXPERIMENT = Experiment(
     " an hour more); the paper's own row, DINOv3 on ImageNet, is `flexrank run examples/paper/dinov3-vitl16.yaml`",
     paper="DINOv3 ViT-L/16 to ViT-7B/16 stay within 5 points of the full model down to .3 of its size; methods based"
     " on SVD alone degrade sharply after removing 20 % (section 5.2, accuracy by budget)",
-    minutes=12, full_minutes=160, seeds=(3, 3), run=run, draw=draw,
+    minutes=12, full_minutes=160, has_halves=True, seeds=(3, 3), run=run, draw=draw,
 )  # fmt: skip

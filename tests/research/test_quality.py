@@ -17,6 +17,7 @@ from flexrank import (
     probe_sensitivity,
 )
 from flexrank.data.batches import call_model, output_tensor
+from flexrank.data.halves import half_of
 from flexrank.distill.objectives import LogitObjective
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import uniform_profile, use_profile
@@ -141,3 +142,19 @@ def test_held_out_stories_are_told_apart(assets: Path) -> None:
     parts = stories(assets / "text" / "tinystories_val.txt")
     assert len(parts) == text.count("\n\nOnce upon a time") + 1 > 700 and "\n\n".join(parts) == text
     assert all(part.startswith("Once upon a time") for part in parts[1:])
+
+
+def test_each_half_of_the_texts_is_scored_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: which half a block is in, one by one."""
+    seen: list[list[bool]] = []
+
+    def note(_: Any, batches: Any) -> float:
+        rows = torch.cat([batch["input_ids"] for batch in batches])
+        seen.append([half_of(row) == "tuning" for row in rows])
+        return 0.0
+
+    monkeypatch.setattr(language, "nats_per_token", note)
+    for half in ("tuning", "reporting"):
+        subject, _ = language.subject_of(language.STORIES, half)
+        subject.score(subject.teacher)
+    assert len(seen[0]) == len(seen[1]) == language.EVALUATION and all(seen[0]) and not any(seen[1])

@@ -234,6 +234,8 @@ CHOICE = "give one experiment's NAME, or --all, or --benches, or --list, or --pa
         (["theory", "--seeds", "0"], "--seeds is 0; it must be at least 1"),
         (["lm-profiles", "--seeds", "2"], "nothing in study 'lm-profiles' is repeated by seeds"),
         (["search", "--seeds", "2"], "nothing in bench 'search' is repeated by seeds"),
+        (["theory", "--half", "tuning"], "study 'theory' scores no half of a held-out set"),
+        (["sts", "--half", "both"], "--half is 'both'; it is one of tuning, reporting"),
         (["theory", "--list"], "--list shows all experiments"),
         (["--page"], "results: holds no results"),
         (["theory", "--wrong"], "No such option: --wrong"),
@@ -257,6 +259,11 @@ def test_model_config_and_set_are_laid_together(sources: Path, tmp_path: Path) -
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump({**own, "name": "mine"}))
     assert config_of(config=tmp_path / "mine.yaml").name == "mine"
     assert config_of(model=".", overrides=("name=mine",)).name == "mine"
+    assert config_of(half="tuning").data.half == "tuning"
+    request = runner.request_of(one, runner.Options(half="tuning"))
+    assert (request.half, request.work.name) == ("tuning", "theory-tuning")  # the other half's parts are not read
+    with pytest.raises(FlexrankError, match="with --config set data.half"):
+        config_of(half="tuning", config=tmp_path / "mine.yaml")
     with pytest.raises(FlexrankError, match="with --config, the config says the size"):
         config_of(full=True, config=tmp_path / "mine.yaml")
     with pytest.raises(FlexrankError, match="did you mean 'distillation'"):

@@ -36,9 +36,7 @@ def run(
     overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Changes a key.")] = None,
     seeds: Annotated[int | None, typer.Option(help="How many, where chance enters.")] = None,
     domain: Annotated[Path | None, typer.Option(help="Texts of the second domain (adaptation).")] = None,
-    half: Annotated[
-        str, typer.Option(help="Of the held-out set: reporting, or tuning to choose settings.")
-    ] = "reporting",
+    half: Annotated[str, typer.Option(help="Of what is held out; tuning to choose settings.")] = "reporting",
     output: Annotated[Path | None, typer.Option(help="Where to write; results/NAME by default.")] = None,
     page: Annotated[bool, typer.Option("--page", help="Then writes docs/results.md and docs/performance.md.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Prints one JSON object, last on standard output.")] = False,

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 from rich.table import Table
@@ -41,7 +41,7 @@ class Options:
     seeds: int | None = None
     domain: Path | None = None
     output: Path | None = None
-    half: Half = "reporting"
+    half: str = "reporting"
 
     @property
     def has_own_config(self) -> bool:
@@ -102,7 +102,7 @@ def request_of(experiment: Experiment, options: Options) -> Request:
     _require_fitting(experiment, options)
     seeds = options.seeds or (experiment.seeds[options.full] if experiment.seeds else 1)
     work = WORK / (experiment.name + f"-{options.half}" * (options.half != "reporting"))
-    return Request(work, options.full, options.half, seeds, _config(experiment, options), options.domain)
+    return Request(work, options.full, cast(Half, options.half), seeds, _config(experiment, options), options.domain)
 
 
 def _require_fitting(experiment: Experiment, options: Options) -> None:
@@ -117,7 +117,8 @@ def _require_fitting(experiment: Experiment, options: Options) -> None:
         f"--half is {options.half!r}; it is one of {', '.join(HALVES)}": options.half not in HALVES,
         f"{name} scores no half of a held-out set; leave --half out":
             options.half != "reporting" and not (experiment.has_halves or experiment.settings),
-        "--half is of a study's own held-out texts; with --config set data.half": options.half != "reporting" and options.config,
+        "--half is of a study's own texts; with --config set data.half":
+            options.half != "reporting" and options.config,
         f"--seeds is {seeds}; nothing in {name} is repeated by seeds, leave it out":
             seeds is not None and experiment.seeds is None,
         f"--seeds is {seeds}; it must be at least 1": seeds is not None and seeds < 1,

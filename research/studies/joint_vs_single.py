@@ -25,8 +25,7 @@ def run(request: Request) -> Result:
     longer, profiles = bench.steps * len(bench.budgets), bench.profiles[::-1]
     patient = bench.ledger.take("elastic, longer, seed 0", _trained, bench, profiles, longer, "training-longer", 0)
     runs: dict[str, Losses] = {"elastic": elastic, f"elastic, {longer} steps, seed 0": [patient], **singles}
-    rows: list[list[Any]] = [["DataSVD, untrained", *bench.untrained()]]
-    rows += [[name, *spreads(of)] for name, of in runs.items()]
+    rows = [[name, *spreads(of)] for name, of in {**bench.untrained(), **runs}.items()]
     claims = _claims(bench.budgets, elastic, list(singles.values()), patient)
     data = {"budgets": bench.budgets, "runs": runs, "dense": bench.dense()}
     return measured(bench.facts(seeds=request.seeds), [bench.table(rows)], claims, data)

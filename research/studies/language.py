@@ -105,15 +105,19 @@ class LanguageBench:
 
     def __init__(self, request: Request):
         self.config = checked_config(request)
-        self.work, key = request.work.parent, digest_json(identity_of(self.config, DECOMPOSED))
-        directory = self.work / "decomposed" / f"{self.config.name}-{key[:12]}"
-        self.space = run_stages(self.config.model_copy(update={"output": str(directory)}), "allocate").workspace
+        self.work = request.work.parent
+        self.space = self._allocated(self.config)
         self.base, self.chain = self.space.base, read_chain(self.space)
         self.budgets = list(self.config.allocation.budgets)
         self.profiles: list[RankProfile] = [self.chain.at(budget) for budget in self.budgets]
         self.steps = self.config.distillation.steps
         self.ledger = Ledger(request.work, identity_of(self.config, TRAINED))
         self.autocast = autocast_dtype(self.config.distillation.autocast, self.space.device)
+
+    def _allocated(self, config: RunConfig) -> Workspace:
+        key = digest_json(identity_of(config, DECOMPOSED))
+        directory = self.work / "decomposed" / f"{config.name}-{key[:12]}"
+        return run_stages(config.model_copy(update={"output": str(directory)}), "allocate").workspace
 
     def decomposed(self) -> nn.Module:
         """A fresh elastic model, not trained."""
@@ -128,9 +132,18 @@ class LanguageBench:
         """Held-out nats per token at each budget's profile."""
         return [self.nats(model, profile) for profile in self.profiles]
 
-    def untrained(self) -> list[float]:
-        """Held-out nats per token at each budget's profile, of DataSVD alone."""
-        return self.ledger.take("untrained", lambda: self.nats_by_budget(self.decomposed()))
+    def untrained(self) -> dict[str, list[list[float]]]:
+        """Held-out nats per token by budget of plain SVD and of DataSVD alone, each with its own probe and ranks."""
+        return {
+            "SVD, untrained": [self.ledger.take("svd", self._plain_svd)],
+            "DataSVD, untrained": [self.ledger.take("untrained", lambda: self.nats_by_budget(self.decomposed()))],
+        }
+
+    def _plain_svd(self) -> list[float]:
+        decomposition = self.config.decomposition.model_copy(update={"method": "svd"})
+        space = self._allocated(self.config.model_copy(update={"decomposition": decomposition}))
+        model, chain = space.elastic("elastic_initial")[0], read_chain(space)
+        return [self.nats(model, chain.at(budget)) for budget in self.budgets]
 
     def dense(self) -> float:
         """Held-out nats per token of the base model."""

@@ -28,9 +28,9 @@ def run(request: Request) -> Result:
     bench = LanguageBench(request)
     alone = bench.ledger.take_seeds("blocks alone", request.seeds, _blocks_alone, bench)
     together, untrained, dense = bench.consolidated(request.seeds), bench.untrained(), bench.dense()
-    runs = {"DataSVD, untrained": [untrained], "each block alone": alone, "end to end": together}
+    runs = {**untrained, "each block alone": alone, "end to end": together}
     tables = [bench.table([[name, *spreads(of)] for name, of in runs.items()])]
-    claims = [_claim(bench.budgets, untrained, alone, together, dense)]
+    claims = [_claim(bench.budgets, untrained["DataSVD, untrained"][0], alone, together, dense)]
     data = {"budgets": bench.budgets, "runs": runs, "dense": dense}
     return measured(bench.facts(seeds=request.seeds), tables, claims, data)
 

@@ -65,6 +65,8 @@ def test_an_objective_is_known_by_its_class_and_settings() -> None:
     lists = [Plain(2.0), Plain(2.0)]
     lists[0].layers, lists[1].layers = [1, 2], [3, 4]
     assert describe(lists[0]) != describe(lists[1])
+    lists[0].layers, lists[1].layers = [], [torch.ones(2)]  # filled by forwards
+    assert describe(lists[0]) == describe(lists[1])
 
     class Slotted:
         __slots__ = ("power",)

@@ -1,5 +1,6 @@
 """The studies on language models, each whole, on a tiny random model and few steps."""
 
+import copy
 import functools
 import json
 from pathlib import Path
@@ -9,17 +10,20 @@ import pytest
 import torch
 from torch import nn
 
-from flexrank.calibrate import Hooks
+from flexrank.allocate import allocate_ranks
+from flexrank.calibrate import Hooks, collect_moments
 from flexrank.data.batches import call_model
 from flexrank.data.metrics import nats_per_token
 from flexrank.decompose import decompose_
 from flexrank.deployment import deploy
-from flexrank.distill import distill_
+from flexrank.distill import distill_, distillation_evaluator
 from flexrank.distill.objectives import LogitObjective
 from flexrank.errors import FlexrankError
 from flexrank.hf.models import hidden_states
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import full_profile, use_profile
+from flexrank.probe import probe_sensitivity
+from flexrank.run.candidates import rule
 from flexrank.run.config import parse_config
 from research.experiment import Request, find_experiment
 from research.studies import adaptation, calibration_size, equal_budget, joint_vs_single, layerwise, lm_profiles
@@ -66,7 +70,15 @@ def test_untrained_and_single_figures_are_those_of_a_plain_loop(request_for: Any
     bench = LanguageBench(request)
     model = bench.decomposed()
     held_out = bench.nats_by_budget(model)
-    assert rows["DataSVD, untrained"] == pytest.approx(held_out)
+    assert [cell["mean"] for cell in rows["DataSVD, untrained"]] == pytest.approx(held_out)
+    plain, batches = copy.deepcopy(bench.base), list(bench.space.samples.calibration)
+    decompose_(plain, collect_moments(plain, batches, select_layers(plain)), method="svd")
+    evaluate = distillation_evaluator(bench.base, bench.space.samples.probe, LogitObjective())
+    probe = request.config.probe
+    errors = probe_sensitivity(plain, evaluate, probe.levels, spacing=probe.spacing, **rule(request.config))
+    chain = allocate_ranks(errors, BUDGETS, **rule(request.config))
+    expected = [bench.nats(plain, chain.at(budget)) for budget in BUDGETS]
+    assert [cell["mean"] for cell in rows["SVD, untrained"]] == pytest.approx(expected, rel=1e-5) != held_out
     options = request.config.distillation
     with hidden_states(model, bench.base):
         distill_(

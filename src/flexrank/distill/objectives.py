@@ -134,10 +134,18 @@ def objective_for(
 
 def describe(objective: Objective | None) -> str:
     """What a checkpoint knows an objective by, alike in every process: its class, and its settings."""
-    kind, settings = type(objective), getattr(objective, "__dict__", {})
-    is_plain = objective is None or dataclasses.is_dataclass(objective)
-    text = repr(objective) if is_plain else f"{kind.__module__}.{kind.__qualname__}{settings}"
-    return re.sub(" at 0x[0-9a-fA-F]+", "", text)  # an object's place in this process
+    if objective is None or dataclasses.is_dataclass(objective):
+        return re.sub(" at 0x[0-9a-fA-F]+", "", repr(objective))  # an object's place in this process
+    kind = type(objective)
+    settings = {name: value for name, value in getattr(objective, "__dict__", {}).items() if _is_setting(value)}
+    return f"{kind.__module__}.{kind.__qualname__}{settings}"
+
+
+def _is_setting(value: Any) -> bool:
+    """Whether it is a number, a text, or some of them: tensors and empty containers may be what a forward leaves."""
+    if isinstance(value, list | tuple):
+        return bool(value) and all(map(_is_setting, value))
+    return value is None or isinstance(value, str | int | float)
 
 
 def default_objective(output: Any) -> Objective:

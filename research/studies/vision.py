@@ -10,7 +10,7 @@ import functools
 import shutil
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from flexrank.progress import track
 from flexrank.run.training import autocast_dtype
 from research.assets import assets_directory
 from research.experiment import EVERY_RANK, Experiment, Ledger, Request
-from research.figures import OTHER, OURS, draw_level, draw_seeds, panels
+from research.figures import NEUTRAL, OTHER, OURS, draw_level, draw_seeds, panels
 from research.measures import AlteredBatches, accuracy, leading_count
 from research.result import Result, between, claim, measured, shown, spread, spreads, table
 from research.studies import cifar
@@ -37,7 +37,7 @@ BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 VIT_DIRECTORY = "vit-cifar10"
 RESNET_FILE = "cifar10_resnet20/resnet20_jpg_ft.safetensors"
 OBJECTIVE = LogitObjective()
-STAGES = {"datasvd": "DataSVD alone", "consolidated": "consolidated"}
+STAGES = {"svd": "SVD alone", "datasvd": "DataSVD alone", "consolidated": "consolidated"}
 #: Points of accuracy, and the budgets of the claims: the smallest one, and the first after 20 % are gone.
 MARGIN, SMALL, EARLY = 5.0, 0.3, 0.7
 #: Of a seed: steps, images of a step, of the moments and of the probe, ranks of each layer, test images (None for all).
@@ -127,16 +127,26 @@ class _Trial:
         """Accuracies by budget before and after consolidation, and the share of components that hold the energy."""
         chain = ProfileChain.from_json(self.ledger.take(f"{self.label}, chain", lambda: self.allocate().to_json()))
         share = self.ledger.take(f"{self.label}, energetic share", self.energetic_share)
-        before = self.ledger.take(f"{self.label}, datasvd", self.accuracies, chain)
+        plain = self.ledger.take(f"{self.label}, svd", self.plain_svd)
+        before = self.ledger.take(f"{self.label}, datasvd", lambda: self.accuracies(self.decomposed[0], chain))
         after = self.ledger.take(f"{self.label}, consolidated", self.consolidate, chain)
-        return {"datasvd": before, "consolidated": after, "energetic_share": share}
+        return {"svd": plain, "datasvd": before, "consolidated": after, "energetic_share": share}
 
     @functools.cached_property
     def decomposed(self) -> tuple[nn.Module, dict[str, Tensor]]:
         """The elastic network, decomposed by the calibration's images, and its layers' energies."""
+        return self.decompose("datasvd")
+
+    def decompose(self, method: Literal["datasvd", "svd"]) -> tuple[nn.Module, dict[str, Tensor]]:
+        """As `decomposed`, by any method."""
         model = copy.deepcopy(self.network.model)
         moments = collect_moments(model, self.network.batches(self.calibration), select_layers(model))
-        return model, decompose_(model, moments)
+        return model, decompose_(model, moments, method=method)
+
+    def plain_svd(self) -> list[float]:
+        """Accuracies of plain SVD at ranks of its own search."""
+        model, _ = self.decompose("svd")
+        return self.accuracies(model, self.searched(model, "svd"))
 
     def energetic_share(self) -> float:
         """Share of a layer's components that hold 99 % of its output's energy, a mean over the layers."""
@@ -145,10 +155,14 @@ class _Trial:
 
     def allocate(self) -> ProfileChain:
         """One nested profile for each budget."""
+        return self.searched(self.decomposed[0], "probe")
+
+    def searched(self, model: nn.Module, name: str) -> ProfileChain:
+        """The ranks of a decomposed network by its own probe, whose checkpoint has this name."""
         evaluate = distillation_evaluator(self.network.model, list(self.network.batches(self.probe)), OBJECTIVE)
-        checkpoint = self.ledger.directory / f"{self.label}, probe.json"
+        checkpoint = self.ledger.directory / f"{self.label}, {name}.json"
         options = EVERY_RANK | {"spacing": "parameters", "checkpoint": checkpoint}
-        table = probe_sensitivity(self.decomposed[0], evaluate, self.plan["levels"], **options)
+        table = probe_sensitivity(model, evaluate, self.plan["levels"], **options)
         return allocate_ranks(table, BUDGETS, **EVERY_RANK)
 
     def consolidate(self, chain: ProfileChain) -> list[float]:
@@ -162,13 +176,13 @@ class _Trial:
                 learning_rate=network.learning_rate, warmup_steps=plan["warmup_steps"], teacher_cache=0,
                 autocast=autocast_dtype("auto", torch.device("cpu")), checkpoint=checkpoint,
             )  # fmt: skip
-        accuracies = self.accuracies(chain)
+        accuracies = self.accuracies(model, chain)
         shutil.rmtree(checkpoint)
         return accuracies
 
-    def accuracies(self, chain: ProfileChain) -> list[float]:
+    def accuracies(self, model: nn.Module, chain: ProfileChain) -> list[float]:
         """In percent, at each budget."""
-        accuracies, model = [], self.decomposed[0]
+        accuracies = []
         for budget in track(BUDGETS, f"classifying, {self.label}"):
             with use_profile(model, chain.at(budget)):
                 accuracies.append(self.network.accuracy(model, self.images))
@@ -215,7 +229,7 @@ def draw(data: Mapping[str, Any]) -> Any:
         draw_level(axes, one["full"], linestyle="-")
         label, at = f"full network, {one['full']:.1f} %", (min(data["budgets"]), one["full"])
         axes.annotate(label, at, (0, 10), textcoords="offset points", fontsize=8)
-        for key, colour in (("consolidated", OURS), ("datasvd", OTHER)):
+        for key, colour in (("consolidated", OURS), ("datasvd", OTHER), ("svd", NEUTRAL)):
             draw_seeds(axes, data["budgets"], one[key], colour, STAGES[key])
         draw_level(axes, one["full"] - MARGIN, f"{MARGIN:.0f} points below the full network")
         axes.set(title=one["title"], xlabel="relative size of the factorised layers", ylim=(0, 100))

@@ -1,5 +1,6 @@
 """The networks of the study `vision` are what they claim to be, and the study measures what it says."""
 
+import copy
 import dataclasses
 import io
 import itertools
@@ -17,11 +18,13 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import tiny
+from flexrank.data.batches import output_tensor
 from flexrank.data.halves import half_of
 from flexrank.data.images import Scaling
 from flexrank.errors import FlexrankError
 from flexrank.files import read_json
 from flexrank.hf.models import load_model
+from flexrank.nn.select import select_layers
 from flexrank.nn.switch import use_profile
 from research import runner
 from research.experiment import Request
@@ -217,7 +220,7 @@ def test_the_whole_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert 0 < len(kept) < 40 and result["data"]["images"] == len(kept)
     for network, own in zip(nets, result["data"]["networks"], strict=True):
         assert own["full"] == pytest.approx(share_right(network.model, reported, len(kept)))
-        assert len(own["datasvd"]) == len(own["consolidated"]) == 2
+        assert len(own["svd"]) == len(own["datasvd"]) == len(own["consolidated"]) == 2
     assert not list(tmp_path.rglob("*, distilled"))
     # A finished unit is not computed again, and what is read back is what was written.
     monkeypatch.setattr(vision, "distill_", None)
@@ -241,6 +244,11 @@ def test_the_whole_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert line.get_ydata()[small] == pytest.approx(mean)
 
 
+def truncated(matrix: torch.Tensor, rank: int) -> torch.Tensor:
+    u, values, vt = torch.linalg.svd(matrix, full_matrices=False)
+    return u[:, :rank] * values[:rank] @ vt[:rank]
+
+
 @torch.no_grad()
 def test_stages_of_a_trial(tmp_path: Path) -> None:
     """The parts of the training images do not meet; DataSVD is the decomposed network at the chain's profile."""
@@ -257,10 +265,19 @@ def test_stages_of_a_trial(tmp_path: Path) -> None:
     assert trial.energetic_share() == pytest.approx(sum(wanted) / len(wanted))
     model, chain = trial.decomposed[0], trial.allocate()
     assert list(chain.budgets) == sorted(BUDGETS)
-    before = trial.accuracies(chain)
+    before = trial.accuracies(model, chain)
     with use_profile(model, chain.at(0.3)):
         expected = share_right(model, images, 60)
     assert before[BUDGETS.index(0.3)] == pytest.approx(expected)
+    plain = copy.deepcopy(network.model)
+    for layer in select_layers(plain).values():
+        m, n = layer.weight.shape[0], layer.weight[0].numel()
+        layer.weight.copy_(truncated(layer.weight.reshape(m, n).double(), 3).reshape(layer.weight.shape))
+    ours = trial.decompose("svd")[0]
+    with use_profile(ours, {name: 3 for name in chain.at(0.3)}):
+        batch = next(iter(network.batches(images.test)))
+        assert tiny.relative(output_tensor(ours(batch)), output_tensor(plain(batch))) < 1e-4
+    assert trial.plain_svd() != before
     kept = {name: value.clone() for name, value in model.state_dict().items()}
     with torch.enable_grad():
         trial.consolidate(chain)

@@ -119,10 +119,6 @@ class CostTable:
         self.parameters = np.stack([curve.parameters[index] for curve, index in zip(curves, pad, strict=True)])
         self.errors = np.stack([curve.errors[index] for curve, index in zip(curves, pad, strict=True)])
 
-    def cost(self, levels: Ints) -> int:
-        """Deployed parameters of one profile."""
-        return int(self.parameters[np.arange(len(levels)), levels].sum())
-
     def error(self, levels: Ints) -> float:
         """Predicted error of one profile: the sum of its layers' errors, rounded once."""
         return math.fsum(self.errors[np.arange(len(levels)), levels])

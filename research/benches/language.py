@@ -17,7 +17,7 @@ from flexrank.hf.models import hidden_states, load_model, load_tokenizer
 from flexrank.run.training import autocast_dtype
 from research.assets import assets_directory
 from research.benches.quality import Scores, Subject, compare, quality_table
-from research.experiment import Experiment, Ledger, Request
+from research.experiment import Experiment, Request
 from research.measures import STORY_SEPARATOR, stories
 from research.result import Result, measured
 
@@ -81,8 +81,8 @@ def measure(texts: Texts, request: Request) -> dict[str, Any]:
             distill_(model, subject.teacher, training, chain, objective=FOLLOWED, seed=seed, checkpoint=path, **options)
         return subject.scores(model, chain.at)
 
-    ledger = Ledger(request.work, {"model": texts[0], "training": settings})
-    return compare(subject, ("svd", "datasvd"), LEVELS, request.seeds, ledger, train)
+    facts = {"model": texts[0], "methods": ("svd", "datasvd"), "levels": LEVELS}
+    return compare(subject, facts, settings | {"followed": repr(FOLLOWED)}, request, train)
 
 
 EXPERIMENT = Experiment(

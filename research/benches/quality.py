@@ -15,7 +15,7 @@ from flexrank.distill.objectives import Objective
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import uniform_profile, use_profile
 from flexrank.profiles import ProfileChain, RankProfile
-from research.experiment import EVERY_RANK, Ledger
+from research.experiment import EVERY_RANK, Ledger, Request
 from research.result import spreads, table
 
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
@@ -69,15 +69,17 @@ class Subject:
 
 
 def compare(
-    subject: Subject, methods: Sequence[str], levels: int, seeds: int, ledger: Ledger, train: Callable[..., Scores]
-) -> dict[str, Any]:
+    subject: Subject, facts: Mapping[str, Any], training: Mapping[str, Any], request: Request,
+    train: Callable[..., Scores],
+) -> dict[str, Any]:  # fmt: skip
     """The base model's scores, each method's untrained, and those of every seed's `train(model, chain, seed, path)`.
 
-    `path` is of a checkpoint: what an interrupted bench has finished is not done again.
+    `facts` has the `methods`, the probe's `levels`, and the model's name. What an interrupted bench has finished is not
+    done again, what is untrained not for another `training` either; `path` is of a checkpoint.
     """
 
     def untrained() -> dict[str, Any]:
-        results, _, chain = subject.without_training(methods, levels)
+        results, _, chain = subject.without_training(facts["methods"], facts["levels"])
         return {"dense": subject.score(subject.teacher), "results": results, "chain": chain.to_json()}
 
     def trained(seed: int) -> Scores:
@@ -86,9 +88,9 @@ def compare(
         shutil.rmtree(path, ignore_errors=True)
         return scores
 
-    first = ledger.take("untrained", untrained)
+    first, ledger = Ledger(request.work, facts).take("untrained", untrained), Ledger(request.work, {**facts, **training})
     results = {name: [scores] for name, scores in first["results"].items()}
-    results["consolidated"] = ledger.take_seeds("consolidated", seeds, trained)
+    results["consolidated"] = ledger.take_seeds("consolidated", request.seeds, trained)
     return {"dense": first["dense"], "results": results, "gap": first["chain"]["gap"]}
 
 

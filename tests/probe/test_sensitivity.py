@@ -283,6 +283,11 @@ def test_curvature_names_what_it_lacks() -> None:
         curvature_sensitivity(with_sizes(copy.deepcopy(model), dense=True), moments, 8)
     with pytest.raises(FlexrankError, match="layer '0': full rank is no product of its factors; probe before"):
         probe_sensitivity(with_sizes(copy.deepcopy(model), dense=True), lambda _: 0.0, 4)
+    read = copy.deepcopy(model)  # as a budget of an artefact is
+    read[2].u, read[2].v = (nn.Parameter(factor[:2]) for factor in (read[2].u, read[2].v))
+    read[2].rank = 2
+    with pytest.raises(FlexrankError, match="layer '2': full rank is no product of its factors; probe before"):
+        probe_sensitivity(read, lambda _: 0.0, 4)
     with pytest.raises(FlexrankError, match="layer '0': curvature needs"):
         curvature_sensitivity(model, moments, 8)
     with pytest.raises(FlexrankError, match="rows is 0"):

@@ -68,11 +68,13 @@ def test_seeds_are_trained_apart_and_only_once(
 ) -> None:
     """Oracle: means and deviations by hand, of a training that gives known scores."""
     monkeypatch.setattr(quality, "BUDGETS", (0.8, 0.5))
-    trained = []
+    trained, given = [], list[float]()
 
     def train(model: torch.nn.Module, chain: ProfileChain, seed: int, path: Path) -> quality.Scores:
         path.mkdir(parents=True)  # as a checkpoint would be
         trained.append((seed, size(model), chain.at(0.5)))
+        with use_profile(model, chain.at(0.5)):
+            given.append(size(model)["length"])
         return [{"length": 1.0 + seed}, {"length": 3.0 + seed}]
 
     facts, request = {"methods": ("svd", "datasvd"), "levels": 4}, Request(tmp_path, seeds=2)
@@ -86,6 +88,7 @@ def test_seeds_are_trained_apart_and_only_once(
     model = subject.decomposed("datasvd")
     with use_profile(model, trained[0][2]):
         assert joint[2]["mean"] == pytest.approx(size(model)["length"])
+    assert given == pytest.approx([joint[2]["mean"]] * 2)  # what is trained is DataSVD's
     monkeypatch.setattr(Subject, "without_training", None)  # it is kept, for other trainings too
     again = quality.compare(subject, facts, {"steps": 1}, Request(tmp_path, seeds=3), train)
     assert [seed for seed, *_ in trained] == [0, 1, 2] and again["results"]["consolidated"][:2] == data["results"][

@@ -85,7 +85,7 @@ def compare(
     def trained(seed: int) -> Scores:
         path = ledger.directory / f"training-{seed}"
         scores = train(subject.decomposed("datasvd"), ProfileChain.from_json(first["chain"]), seed, path)
-        shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(path)
         return scores
 
     first = Ledger(request.work, facts).take("untrained", untrained)

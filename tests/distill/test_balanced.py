@@ -96,7 +96,6 @@ def test_sizes_between_trained_ones_lie_on_the_curve() -> None:
             smaller = error
         elif not math.isnan(smaller):
             ratios.append(error / smaller)
-    print(ratios)
     assert statistics.fmean(ratios) < 0.95 and max(ratios) < 1.4
     assert any(layer.dense is not None for layer in nested_layers(model).values())
 

@@ -91,9 +91,8 @@ def test_seeds_are_trained_apart_and_only_once(
     assert given == pytest.approx([joint[2]["mean"]] * 2)  # what is trained is DataSVD's
     monkeypatch.setattr(Subject, "without_training", None)  # it is kept, for other trainings too
     again = quality.compare(subject, facts, {"steps": 1}, Request(tmp_path, seeds=3), train)
-    assert [seed for seed, *_ in trained] == [0, 1, 2] and again["results"]["consolidated"][:2] == data["results"][
-        "consolidated"
-    ]
+    assert [seed for seed, *_ in trained] == [0, 1, 2]
+    assert again["results"]["consolidated"][:2] == data["results"]["consolidated"]
     quality.compare(subject, facts, {"steps": 2}, request, train)
     assert [seed for seed, *_ in trained] == [0, 1, 2, 0, 1]
 

@@ -118,6 +118,17 @@ def test_a_consolidated_model_ends_at_its_largest_trained_size(copied: Path, cap
     assert base["mean_rank_fraction"] == base["relative_size"] == 1
 
 
+def test_the_full_size_is_deployed_as_it_was_trained(copied: Path) -> None:
+    """Not as the base model, which it would flatter: its gains and biases are trained."""
+    work = run_stages(load_config(copied, ["allocation.budgets=[1.0, 0.5]"]), "slack").workspace
+    ours, batch = Sizes(work), work.samples.example
+    assert ours.within({"budget": 1.0}) == full_profile(ours.model)
+    small = ours.deployed(full_profile(ours.model))
+    with torch.no_grad(), use_profile(ours.model, full_profile(ours.model)):
+        logits = [call_model(model, batch).logits for model in (small, ours.model, work.base)]
+    assert relative(logits[0], logits[1]) < 1e-5 < relative(logits[0], logits[2])
+
+
 def test_tuning_a_run_that_is_not_consolidated_has_no_warm_up(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(copied, ["distillation.steps=0"])
     warmups: list[int] = []

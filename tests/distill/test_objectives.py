@@ -1,5 +1,6 @@
 """Losses and their gradients against torch's own, unchunked and in float64."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -67,6 +68,13 @@ def test_an_objective_is_known_by_its_class_and_settings() -> None:
     assert describe(lists[0]) != describe(lists[1])
     lists[0].layers, lists[1].layers = [], [torch.ones(2)]  # filled by forwards
     assert describe(lists[0]) == describe(lists[1])
+
+    @dataclasses.dataclass
+    class Holding:
+        helper: object
+        power: float = 2.0
+
+    assert describe(Holding(object())) == describe(Holding(object())) != describe(Holding(object(), 3.0))
 
     class Slotted:
         __slots__ = ("power",)

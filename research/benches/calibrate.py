@@ -53,7 +53,7 @@ def measure_moments(dtype: str) -> dict[str, Any]:
     """Seconds of one block's moments of one batch, in turn with the product they are held against and the forward."""
     model, (batch,) = build_model(SIZES, 1, getattr(torch, dtype)), build_batches(SHAPE, 1)
     layers = select_layers(model, exclude=["lm_head"])
-    groups = find_groups(model, batch, layers)
+    groups = find_groups(lambda: call_model(model, batch), layers)
     collector = Collector(layers, groups, "smaller", False)
     calls: list[tuple[str, Tensor, Tensor]] = []
     with Hooks() as hooks:

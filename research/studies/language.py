@@ -96,7 +96,7 @@ def datasvd_space(request: Request) -> Workspace:
     if config.decomposition.method != "datasvd":
         raise FlexrankError(f"decomposition.method is {config.decomposition.method!r}; this study is of 'datasvd' only")
     space = Workspace(config, RunDirectory(request.work))
-    require_fitting_inputs(space)
+    require_fitting_inputs(space, space.base.config)
     return space
 
 

@@ -1,17 +1,24 @@
 """Stage one: every selected layer becomes ordered rank-one components (FlexRank, section 3.1)."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from flexrank.calibrate import GradientLoss, LayerMoment, Side, moments_by_block
+from flexrank.artefacts.elastic import ELASTIC_DOCUMENT, SHARD_BYTES, ElasticWriter
+from flexrank.calibrate import STATE_BYTES, GradientLoss, LayerMoment, Placement, Side, moments_by_block
 from flexrank.data.batches import Batch
 from flexrank.errors import FlexrankError
+from flexrank.files import directory_aside
+from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.linalg import Factors, data_svd, plain_svd, whitened_svd
 from flexrank.nn.matrix import weight_matrix
 from flexrank.nn.select import nest_
+from flexrank.nn.switch import footprint, full_profile, layer_shapes, nested_layers
+from flexrank.profiles import ChainEntry, ProfileChain, RankProfile
+from flexrank.profiles.costs import dense_parameters
 from flexrank.progress import track
 
 Method = Literal["datasvd", "paper", "svd", "fisher"]
@@ -35,39 +42,77 @@ def decompose_(
         FlexrankError: an unknown method, a moment that the method needs and lacks, or values that are not finite.
     """
     _require_known(method)
-    energies = {}
-    for name in track(list(moments), "decomposing"):
-        weight = weight_matrix(model.get_submodule(name)).detach()
-        try:
-            factors = _decompose(weight, moments[name] if isinstance(moments, Mapping) else None, method)
-        except FlexrankError as error:
-            raise FlexrankError(f"layer {name!r}: {error}") from error
-        energies[name] = factors.energies
-        nest_(model, name, factors)
-    return energies
+    return {
+        name: _decompose_layer_(model, name, moments[name] if isinstance(moments, Mapping) else None, method)
+        for name in track(list(moments), "decomposing")
+    }
 
 
-def decompose_by_block_(
+def decompose_to_disk(
     model: nn.Module,
     batches: Sequence[Batch],
     layers: Iterable[str],
+    directory: str | Path,
     *,
     method: Method = "datasvd",
+    side: Side = "smaller",
     gradient_loss: GradientLoss | None = None,
-) -> dict[str, Tensor]:
-    """`decompose_` of a stack of blocks, one at a time, so that memory holds the moments of one block, not of all.
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    state_bytes: int = STATE_BYTES,
+    shard_bytes: int = SHARD_BYTES,
+    see: Callable[[str, NestedLayer, LayerMoment], None] | None = None,
+    tokenizer: Any = None,
+) -> None:
+    """Decomposes a model one block at a time into an elastic artefact, for models that are larger than memory.
 
-    The last block comes first, so that every moment is that of the original model; gradients, which pass through the
-    layers after, differ by the rounding of the factors there. For cost, arguments and errors see `moments_by_block`.
-    Hold no layer yourself: it would stay in memory beside its elastic form. For "svd" call `decompose_` with the names.
+    In memory are one block's weights, moments and factors, and one file of the artefact. A model that transformers has
+    loaded on the CPU in its files' dtype (`dtype="auto"`) is mapped from them, and takes memory only where it is used.
+    Afterwards `model` has no values in these layers; read the artefact with `load_elastic`.
+
+    Args:
+        layers: names, from `select_layers`; hold no layer yourself, it would stay in memory.
+        directory: of the artefact, whose chain is the full model alone; whole or not there.
+        method: with `side` and `gradient_loss` as for `decompose_` and `collect_moments`.
+        device: where each block computes, in `dtype`; its factors have that dtype. By default where and as it is.
+        state_bytes: of hidden states in memory between blocks; those beyond go to a temporary file.
+        shard_bytes: of one file of the artefact, about; while it is written, twice as much is in memory.
+        see: called with each layer's name, elastic form and moments before it is written.
     """
     _require_known(method)
-    names, energies = list(layers), dict[str, Tensor]()
-    side: Side = "input" if method == "paper" else "smaller"
-    for moments in moments_by_block(model, batches, names, side=side, gradient_loss=gradient_loss):
-        energies |= decompose_(model, moments, method=method)
-        del moments  # before those of the next block are allocated
-    return {name: energies[name] for name in names}
+    placement = Placement(model, device, dtype)
+    with directory_aside(directory, ELASTIC_DOCUMENT) as aside:
+        writer = ElasticWriter(model, aside, tokenizer, dtype, shard_bytes)
+        for moments in moments_by_block(
+            model, batches, layers, side="input" if method == "paper" else side, gradient_loss=gradient_loss,
+            placement=placement, state_bytes=state_bytes,
+        ):  # fmt: skip
+            for name, moment in moments.items():
+                _decompose_layer_(model, name, moment, method)
+                if see is not None:
+                    see(name, nested_layers(model)[name], moment)
+                writer.put(name)
+            del moments, moment  # before those of the next block are allocated
+        writer.finish(_full_chain(model, dtype))
+
+
+def _full_chain(model: nn.Module, dtype: torch.dtype | None) -> ProfileChain:
+    """The chain of a decomposed model before allocation: the full model alone."""
+    dense = sum(dense_parameters(shape) for shape in layer_shapes(model).values())
+    full = ChainEntry(RankProfile(full_profile(model)), dense, 0.0)
+    return ProfileChain((full,), dense, footprint(model, dtype), "full")
+
+
+@torch.no_grad()
+def _decompose_layer_(model: nn.Module, name: str, moment: LayerMoment | None, method: Method) -> Tensor:
+    """Replaces one layer; returns the energies of its components."""
+    weight = weight_matrix(model.get_submodule(name)).detach()
+    try:
+        factors = _decompose(weight, moment, method)
+    except FlexrankError as error:
+        raise FlexrankError(f"layer {name!r}: {error}") from error
+    nest_(model, name, factors)
+    return factors.energies
 
 
 def _require_known(method: str) -> None:

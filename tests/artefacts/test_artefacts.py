@@ -305,3 +305,33 @@ def test_a_batch_comes_back_as_it_was(batch, tmp_path):
         assert torch.equal(value, wanted) if isinstance(wanted, torch.Tensor) else value == wanted
     with pytest.raises(FlexrankError, match="not all tensors or plain values"):
         write_batch(tmp_path / "inputs", (object(),))
+
+
+def test_a_large_artefact_is_several_files(tmp_path, monkeypatch):
+    """Its sizes are those of the same artefact in one file, and damage in any file is found."""
+    directory, model, chain = saved_elastic("llama_tied", tmp_path / "one")
+    save_elastic(model, chain, tmp_path / "many", shard_bytes=20_000)
+    names = sorted(path.name for path in (tmp_path / "many").glob("*.safetensors"))
+    count = len(names)
+    assert count > 3 and names == [f"elastic-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
+    for name in names[:-1]:
+        sizes = [one.nbytes for one in load_file(tmp_path / "many" / name).values()]
+        assert sum(sizes) - max(sizes) < 20_000 <= sum(sizes)
+    for budget in (None, 0.6):
+        assert same_state(load_elastic(directory, budget)[0], load_elastic(tmp_path / "many", budget)[0])
+    one, many = (inspect_artefact(place) for place in (directory, tmp_path / "many"))
+    assert one.pop("bytes_on_disk") < many.pop("bytes_on_disk") and one == many
+    flip_a_bit(tmp_path / "many" / names[1])
+    with pytest.raises(FlexrankError, match=rf"{names[1]}: tensor .* does not match its checksum"):
+        load_elastic(tmp_path / "many")
+    (tmp_path / "many" / names[2]).unlink()
+    with pytest.raises(FlexrankError, match=rf"{names[2]}|{names[1]}"):
+        load_elastic(tmp_path / "many")
+
+
+def test_a_smaller_artefact_leaves_no_file_of_a_larger_one(tmp_path):
+    _, model, chain = saved_elastic("perceptron", tmp_path / "one")
+    save_elastic(model, chain, tmp_path / "two", factory=tiny.perceptron, shard_bytes=500)
+    assert len(list((tmp_path / "two").glob("*.safetensors"))) > 1
+    save_elastic(model, chain, tmp_path / "two", factory=tiny.perceptron)
+    assert [path.name for path in (tmp_path / "two").glob("*.safetensors")] == ["elastic.safetensors"]

@@ -1,5 +1,6 @@
 """Moments one block at a time against those of one pass."""
 
+import copy
 import functools
 import weakref
 
@@ -8,7 +9,8 @@ import torch
 from torch import nn
 
 from flexrank import calibrate as calibration
-from flexrank.calibrate import Moments, collect_moments, moments_by_block
+from flexrank.calibrate import Moments, Placement, collect_moments, moments_by_block
+from flexrank.calibrate.stream import States
 from flexrank.distill.objectives import FeatureObjective
 from flexrank.nn.linalg import plain_svd
 from flexrank.nn.matrix import weight_matrix
@@ -38,11 +40,12 @@ def test_moments_by_block_are_those_of_one_pass(name: str, fisher: bool) -> None
         if fisher:
             assert torch.equal(collected[layer].gradient_moment, moment.gradient_moment)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert not any("forward" in module.__dict__ for module in model.modules())
 
 
-def test_each_block_has_a_part_and_later_ones_do_not_run() -> None:
+def test_each_block_is_a_part_and_runs_once_for_each_batch() -> None:
     model, batch = build("llama_untied"), batch_for("llama_untied")
-    runs = {"model.layers.0": 0, "model.layers.1": 0, "lm_head": 0}
+    runs = {"model.layers.0.mlp.down_proj": 0, "model.layers.1.mlp.down_proj": 0, "lm_head": 0}
 
     def count(name: str, *_: object) -> None:
         runs[name] += 1
@@ -50,10 +53,12 @@ def test_each_block_has_a_part_and_later_ones_do_not_run() -> None:
     for name in runs:
         model.get_submodule(name).register_forward_hook(functools.partial(count, name))
     parts = [list(part) for part in moments_by_block(model, [batch] * 3, select_layers(model, exclude=["lm_head"]))]
-    assert [{name.split(".")[2] for name in part} for part in parts] == [{"1"}, {"0"}]
-    assert runs == {"model.layers.0": 1 + 3 + 3, "model.layers.1": 1 + 3, "lm_head": 1}  # the head once, to find groups
+    assert [{name.split(".")[2] for name in part} for part in parts] == [{"0"}, {"1"}]
+    # What blocks return is seen from the first one; each finds its groups by one batch. The head ends two forwards
+    # whose blocks pass hidden states on.
+    assert list(runs.values()) == [1 + 1 + 3, 1 + 3, 2]
     outside = [list(part) for part in moments_by_block(model, [batch] * 3, select_layers(model))]
-    assert outside == [["lm_head"], *parts]
+    assert outside == [*parts, ["lm_head"]]
 
 
 def test_a_part_is_let_go_before_the_next_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,6 +96,98 @@ def test_a_stack_run_twice_is_one_part(caplog: pytest.LogCaptureFixture) -> None
     layers = select_layers(model)
     with caplog.at_level("INFO", "flexrank"):
         (collected,) = moments_by_block(model, batches, layers)
-    assert "Looped has no stack of blocks that run once and in order" in caplog.text
+    assert "Looped is calibrated in one pass: its blocks do not run once and in order" in caplog.text
     for name, moment in collect_moments(model, batches, layers).items():
         assert torch.equal(collected[name].moment, moment.moment) and moment.tokens == 20
+
+
+class Odd(nn.Module):
+    """A stack that cannot run one block at a time, for one of several reasons."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.blocks, self.kind = nn.ModuleList(OddBlock(kind) for _ in range(3)), kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        more: torch.Tensor | None = None
+        for block in self.blocks:
+            output = block(x, more) if self.kind in ("pairs", "reads") else block(x)
+            x, more = output if self.kind == "pairs" else (output, output * 2)
+            x = x + 1 if self.kind == "between" else x
+        return x
+
+
+class OddBlock(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.kind = nn.Linear(4, 4), kind
+
+    def forward(self, x: torch.Tensor, more: torch.Tensor | None = None) -> object:
+        y = self.layer(x).tanh() + (0 if more is None else more)
+        return (y, y.exp()) if self.kind == "pairs" else y
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("pairs", "its blocks return more than hidden states"),
+        ("between", "something runs between its blocks"),
+        ("reads", "its blocks read more of the blocks before than hidden states"),
+        ("plain", ""),
+    ],
+)
+def test_blocks_that_cannot_run_alone_have_one_pass(kind: str, why: str, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model, batches = Odd(kind), [torch.randn(5, 4), torch.randn(5, 4)]
+    layers = select_layers(model)
+    with caplog.at_level("INFO", "flexrank"):
+        parts = list(moments_by_block(model, batches, layers))
+    assert (f"Odd is calibrated in one pass: {why}" in caplog.text) == bool(why) and len(parts) == (1 if why else 3)
+    collected = {name: moment for part in parts for name, moment in part.items()}
+    for name, moment in collect_moments(model, batches, layers).items():
+        assert torch.equal(collected[name].moment, moment.moment) and moment.tokens == 10
+
+
+@pytest.mark.parametrize("fisher", [False, True])
+def test_hidden_states_beyond_the_room_come_back_from_a_file(fisher: bool) -> None:
+    model, batch = build("bert"), batch_for("bert")
+    loss = FeatureObjective().fisher_loss if fisher else None
+    wanted = collect_moments(model, [batch] * 2, select_layers(model), gradient_loss=loss)
+    parts = moments_by_block(model, [batch] * 2, list(wanted), gradient_loss=loss, state_bytes=5000)
+    collected = {name: moment for part in parts for name, moment in part.items()}
+    assert all(torch.equal(collected[name].moment, one.moment) for name, one in wanted.items())
+
+
+def test_states_are_kept_to_the_bit_within_their_room() -> None:
+    tensors = {
+        "memory": torch.randn(20), "file": torch.randn(3, 5).bfloat16(), "other": torch.arange(30).reshape(5, 6).T,
+    }  # fmt: skip
+    with States(100) as states:
+        for key, tensor in tensors.items():
+            states[key] = tensor
+        assert list(states._kept) == ["memory"]  # 80 bytes; 30 and 240 more exceed the room
+        for key, tensor in tensors.items():
+            assert torch.equal(states[key], tensor) and states[key].dtype is tensor.dtype
+        for key, tensor in tensors.items():  # in the places that they have
+            states[key] = tensor * 2
+            assert torch.equal(states[key], tensor * 2)
+        states["small"] = torch.randn(5)
+        assert list(states._kept) == ["memory", "small"] and torch.equal(states["file"], tensors["file"] * 2)
+
+
+def test_a_block_computes_where_it_is_placed_and_is_put_back() -> None:
+    """A model in bfloat16 whose blocks compute in float32 has the moments of the model in float32."""
+    model, batch = build("llama_tied").bfloat16(), batch_for("llama_tied")
+    whole = copy.deepcopy(model).float()
+    wanted = collect_moments(whole, [batch] * 2, select_layers(whole))
+    before = {name: (id(value), value.dtype) for name, value in model.state_dict(keep_vars=True).items()}
+    placement = Placement(model, dtype=torch.float32)
+    seen: Moments = {}
+    for part in moments_by_block(model, [batch] * 2, list(wanted), placement=placement):
+        (number,) = {int(name.split(".")[2]) for name in part}
+        blocks = [next(block.parameters()).dtype for block in model.model.layers]
+        assert blocks == [torch.float32 if index == number else torch.bfloat16 for index in range(2)]
+        assert model.lm_head.weight is model.model.embed_tokens.weight and model.lm_head.weight.dtype is torch.float32
+        seen |= part
+    assert all(torch.equal(seen[name].moment, one.moment) for name, one in wanted.items())
+    assert {name: (id(value), value.dtype) for name, value in model.state_dict(keep_vars=True).items()} == before

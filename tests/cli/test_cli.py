@@ -150,7 +150,7 @@ def test_an_edited_artefact_is_one_line(copied: Path) -> None:
     ("where", "error", "part"),
     [
         ("directory.RunDirectory.keep_config", OSError(28, "No space left", "/disk/t"), "/disk/t: No space left"),
-        ("stages.collect_moments", SafetensorError("I/O error: No space left on device"), "decompose cannot write"),
+        ("stages.decompose_to_disk", SafetensorError("I/O error: No space left on device"), "decompose cannot write"),
     ],
 )
 def test_a_full_disk_is_one_line(

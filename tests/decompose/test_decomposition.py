@@ -1,16 +1,21 @@
 """The decomposed model against the original, and each method against its definition."""
 
+import copy
+from pathlib import Path
+
 import pytest
 import torch
 
-from flexrank.calibrate import collect_moments
-from flexrank.decompose import METHODS, decompose_, decompose_by_block_
+from flexrank.artefacts.elastic import load_elastic
+from flexrank.calibrate import LayerMoment, collect_moments
+from flexrank.decompose import METHODS, decompose_, decompose_to_disk
 from flexrank.distill.objectives import FeatureObjective
 from flexrank.errors import FlexrankError
+from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.linalg import plain_svd, whitened_svd
 from flexrank.nn.matrix import weight_matrix
 from flexrank.nn.select import select_layers
-from flexrank.nn.switch import nested_layers, use_profile
+from flexrank.nn.switch import footprint, nested_layers, use_profile
 from tiny import PLAIN, TRANSFORMERS, batch_for, build, outputs, relative
 
 
@@ -80,20 +85,50 @@ def test_a_dead_layer_is_named_by_whitening_only() -> None:
     decompose_(model, moments)
 
 
-@pytest.mark.parametrize("name", ["llama_untied", "gpt2", "bert", "dinov3", "convnet"])
+@pytest.mark.parametrize("name", ["llama_untied", "llama_tied", "gpt2", "bert", "dinov3"])
 @pytest.mark.parametrize("method", ["datasvd", "paper", "fisher"])
-def test_block_by_block_is_the_whole_model_at_once(name: str, method: str) -> None:
-    """To the bit; fisher's gradients pass through layers already factorised, whose rounding they carry."""
+def test_an_artefact_written_block_by_block_is_the_whole_model_at_once(name: str, method: str, tmp_path: Path) -> None:
+    """To the bit, with gradients too: each block's are those of the original model."""
     batches = [batch_for(name)] * 2
     loss = FeatureObjective().fisher_loss if method == "fisher" else None
-    whole, blocks = build(name), build(name)
+    whole, model = build(name), build(name)
     layers = select_layers(whole)
     side = "input" if method == "paper" else "smaller"
-    wanted = decompose_(whole, collect_moments(whole, batches, layers, side=side, gradient_loss=loss), method=method)
-    by_block = decompose_by_block_(blocks, batches, list(layers), method=method, gradient_loss=loss)
-    assert list(by_block) == list(wanted)
-    for layer, energies in wanted.items():
-        bound = {"rtol": 1e-3, "atol": 1e-6 * float(energies[0])} if method == "fisher" else {"rtol": 0, "atol": 0}
-        torch.testing.assert_close(by_block[layer], energies, **bound)
-        if method != "fisher":
-            assert torch.equal(nested_layers(blocks)[layer].u, nested_layers(whole)[layer].u)
+    moments = collect_moments(whole, batches, layers, side=side, gradient_loss=loss)
+    decompose_(whole, moments, method=method)
+    seen = {}
+
+    def see(layer: str, nested: NestedLayer, moment: LayerMoment) -> None:
+        seen[layer] = torch.equal(moment.moment, moments[layer].moment) and not nested.u.is_meta
+
+    decompose_to_disk(model, batches, list(layers), tmp_path / "one", method=method, gradient_loss=loss, see=see)
+    assert seen == dict.fromkeys(seen, True) and seen.keys() == layers.keys()
+    assert all(layer.u.is_meta for layer in nested_layers(model).values())
+    loaded, chain = load_elastic(tmp_path / "one")
+    state = loaded.state_dict()
+    assert state.keys() == whole.state_dict().keys()
+    for key, value in whole.state_dict().items():
+        assert torch.equal(state[key], value), key
+    assert chain.footprint == footprint(whole) and chain.budgets == ()
+    dense = sum(layer.in_features * layer.out_features for layer in nested_layers(whole).values())
+    assert chain.entries[0].parameters == dense
+
+
+def test_factors_have_the_dtype_in_which_blocks_compute(tmp_path: Path) -> None:
+    model, batch = build("llama_tied").bfloat16(), batch_for("llama_tied")
+    whole = copy.deepcopy(model).float()
+    names = list(select_layers(model))
+    decompose_to_disk(model, [batch], names, tmp_path / "one", dtype=torch.float32)
+    decompose_(whole, collect_moments(whole, [batch], {name: whole.get_submodule(name) for name in names}))
+    loaded, chain = load_elastic(tmp_path / "one")
+    for key, value in whole.state_dict().items():
+        assert torch.equal(loaded.state_dict()[key], value), key
+    assert chain.footprint == footprint(whole) and loaded.config.dtype is torch.float32
+
+
+def test_a_decomposition_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    model, batch = build("llama_untied"), batch_for("llama_untied")
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = torch.nan
+    with pytest.raises(FlexrankError, match="layer 'model.layers.1.mlp.up_proj': the weight holds values"):
+        decompose_to_disk(model, [batch], list(select_layers(model)), tmp_path / "one")
+    assert not any(tmp_path.iterdir())

@@ -1,7 +1,8 @@
 """One elastic artefact for every size, read whole or only up to a budget; and a summary of what an artefact holds.
 
-`elastic.safetensors` stores factors by component, so that a layer's r leading components are the first bytes of its
-tensors; a reader with a budget touches no others, and a full layer's own matrix only where the budget leaves it full.
+`elastic.safetensors`, several files where it is large, stores factors by component, so that a layer's r leading
+components are the first bytes of its tensors; a reader with a budget touches no others, and a full layer's own matrix
+only where the budget leaves it full.
 `elastic.json` holds the layers' specs, the chain, and a checksum for each segment between two ranks of the chain, so
 that a prefix is checked without the rest.
 """
@@ -14,11 +15,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from flexrank import files
 from flexrank.artefacts.deployed import DOCUMENT, KEYS, KIND, STATE, Factory, bare_model, describe, factory_name, fill
-from flexrank.artefacts.tensors import named_tensors, open_tensors, write_tensors
+from flexrank.artefacts.tensors import ShardWriter, named_tensors, open_tensors
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
 from flexrank.nn.elastic import NestedLayer
@@ -26,10 +28,14 @@ from flexrank.nn.specs import layer_spec
 from flexrank.nn.switch import nested_layers, require_fitting
 from flexrank.profiles import ProfileChain
 
-ELASTIC_STATE = "elastic.safetensors"
+ELASTIC_STATE = "elastic"
 ELASTIC_DOCUMENT = "elastic.json"
+#: Bytes of one file of tensors, about: the most that a writer holds.
+SHARD_BYTES = 2**28
 ELASTIC_KIND = "elastic"
-ELASTIC_KEYS = ("library", "class", "layers", "chain", "aliases", "factory", "parameters", "tensors", "files")
+ELASTIC_KEYS = (
+    "library", "class", "layers", "chain", "aliases", "factory", "parameters", "tensors", "shards", "files",
+)  # fmt: skip
 
 
 def save_elastic(
@@ -39,6 +45,7 @@ def save_elastic(
     *,
     factory: Factory | None = None,
     tokenizer: Any = None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Writes an elastic model and its chain as one artefact, whole or not at all.
 
@@ -49,30 +56,75 @@ def save_elastic(
     Raises:
         FlexrankError: the model has no elastic layers, the chain names others, or none of its sizes is a trained one.
     """
-    layers = nested_layers(model)
-    for entry in chain.entries:
-        require_fitting(layers, entry.profile)
-    chain = _trained_part(chain, layers)
-    tensors, aliases = named_tensors(model)
-    library = "transformers" if models.is_transformers_model(model) else "torch"
-    kept = {
-        name: _components(layer, [entry.profile[name] for entry in chain.entries]) for name, layer in layers.items()
-    }
-    tensors |= {f"{name}.{factor}": tensors[f"{name}.{factor}"][:k] for name, k in kept.items() for factor in "uv"}
-    specs = {name: layer_spec(layer) | {"rank": kept[name]} for name, layer in layers.items()}
-    content = describe(model, library, specs, aliases, None if factory is None else factory_name(factory))
-    content["parameters"] -= sum(
-        (len(layer.u) - kept[name]) * sum(layer.matrix_shape) for name, layer in layers.items()
-    )
-    content |= {"chain": chain.to_json(), "tensors": _digests(tensors, chain, kept)}
-    with files.directory_aside(directory, ELASTIC_DOCUMENT, ELASTIC_STATE) as aside:
-        if library == "transformers":
-            models.save_config(model, aside)
+    with files.directory_aside(directory, ELASTIC_DOCUMENT) as aside:
+        ElasticWriter(model, aside, tokenizer, shard_bytes=shard_bytes).finish(chain, factory)
+
+
+class ElasticWriter:
+    """Writes an elastic model into an empty directory, layer by layer if need be, holding one file's tensors at most.
+
+    Make one while the model is whole: layers that are put are let go, and leave a model without their values. Floating
+    tensors are written in `dtype`, by default their own.
+    """
+
+    def __init__(
+        self, model: nn.Module, directory: Path, tokenizer: Any = None, dtype: torch.dtype | None = None,
+        shard_bytes: int = SHARD_BYTES,
+    ):  # fmt: skip
+        self._model, self._directory, self._dtype = model, directory, dtype
+        self._library = "transformers" if models.is_transformers_model(model) else "torch"
+        if self._library == "transformers":
+            models.save_config(model, directory, dtype)
         if tokenizer is not None:
-            tokenizer.save_pretrained(aside)
-        content["files"] = files.digest_files(aside)  # before the tensors, which have digests of their own
-        write_tensors(aside / ELASTIC_STATE, tensors)
-        files.write_document(aside / ELASTIC_DOCUMENT, ELASTIC_KIND, content)
+            tokenizer.save_pretrained(directory)
+        self._files = files.digest_files(directory)  # without the tensors, which have digests of their own
+        self._shards = ShardWriter(directory, ELASTIC_STATE, shard_bytes)
+        self._aliases = named_tensors(model)[1]
+        self._digests: dict[str, Any] = {}
+
+    def put(self, name: str) -> None:
+        """Writes all components of an elastic layer, and lets its values go."""
+        layer = self._model.get_submodule(name)
+        assert isinstance(layer, NestedLayer)
+        for key, tensor in layer.state_dict().items():
+            self._add(f"{name}.{key}", tensor, [len(layer.u)] if key in ("u", "v") else None)
+        layer.to("meta")
+
+    def finish(self, chain: ProfileChain, factory: Factory | None = None) -> None:
+        """Writes what is not put yet, and what describes it all; arguments and errors are those of `save_elastic`."""
+        model, layers = self._model, nested_layers(self._model)
+        for entry in chain.entries:
+            require_fitting(layers, entry.profile)
+        chain = _trained_part(chain, layers)
+        kept = {
+            name: _components(one, [entry.profile[name] for entry in chain.entries]) for name, one in layers.items()
+        }
+        self._add_rest(chain, kept)
+        specs = {name: layer_spec(layer) | {"rank": kept[name]} for name, layer in layers.items()}
+        maker = None if factory is None else factory_name(factory)
+        content = describe(model, self._library, specs, self._aliases, maker)
+        content["parameters"] -= sum((len(one.u) - kept[name]) * sum(one.matrix_shape) for name, one in layers.items())
+        content |= {"chain": chain.to_json(), "tensors": self._digests}
+        content |= {"shards": self._shards.finish(), "files": self._files}
+        files.write_document(self._directory / ELASTIC_DOCUMENT, ELASTIC_KIND, content)
+
+    def _add_rest(self, chain: ProfileChain, kept: Mapping[str, int]) -> None:
+        factors = {f"{name}.{factor}": name for name in kept for factor in "uv"}
+        for key, tensor in self._model.state_dict().items():
+            name = factors.get(key)
+            if key in self._digests or key in self._aliases:
+                continue
+            if name is None:
+                self._add(key, tensor)
+            else:
+                ranks = {min(entry.profile[name], kept[name]) for entry in chain.entries}
+                self._add(key, tensor[: kept[name]], sorted(ranks | {kept[name]}))
+
+    def _add(self, key: str, tensor: Tensor, ends: list[int] | None = None) -> None:
+        """Writes a tensor, a factor with its segments between ranks."""
+        tensor = tensor.to(self._dtype) if self._dtype and tensor.is_floating_point() else tensor
+        self._digests[key] = files.digest_tensor(tensor) if ends is None else _segment_digests(tensor, ends)
+        self._shards.add(key, tensor)
 
 
 def load_elastic(
@@ -107,8 +159,15 @@ def load_elastic(
     if model is None:
         is_transformers = document["library"] == "transformers"
         model = models.skeleton(directory) if is_transformers else bare_model(document["factory"], directory)
-    tensors = _read_prefixes(directory / ELASTIC_STATE, document["tensors"], specs)
+    tensors = _read_prefixes(directory, document, specs)
     return fill(model, specs, tensors, document["aliases"], directory), chain
+
+
+def read_shapes(directory: str | Path) -> tuple[dict[str, tuple[int, int]], ProfileChain]:
+    """The shapes (m, n) of an elastic artefact's layers, and its chain; no tensor is read. Errors as `load_elastic`."""
+    document = _read_elastic(Path(directory))
+    shapes = {name: (int(spec["shape"][0]), int(spec["shape"][1])) for name, spec in document["layers"].items()}
+    return shapes, ProfileChain.from_json(document["chain"])
 
 
 def inspect_artefact(directory: str | Path) -> dict[str, Any]:
@@ -126,7 +185,8 @@ def inspect_artefact(directory: str | Path) -> dict[str, Any]:
         raise FlexrankError(f"{directory}: no such directory")
     content: dict[str, Any] = {"kind": KIND}
     if (directory / ELASTIC_DOCUMENT).is_file():
-        document, paths = _read_elastic(directory), [directory / ELASTIC_STATE]
+        document = _read_elastic(directory)
+        paths = [directory / file for file in document["shards"]]
         content = {"kind": ELASTIC_KIND, "budgets": _budget_rows(ProfileChain.from_json(document["chain"]))}
     else:
         document, paths = _deployed_document(directory), _weight_files(directory)
@@ -166,42 +226,36 @@ def _cut(spec: Mapping[str, Any], rank: int) -> dict[str, Any]:
     return {**spec, "rank": min(rank, spec["rank"]), "dense": rank > spec["rank"]}
 
 
-def _digests(tensors: Mapping[str, Tensor], chain: ProfileChain, kept: Mapping[str, int]) -> dict[str, Any]:
-    """Each tensor's digest, or for a factor the pairs [end, digest] of its segments between the chain's ranks."""
-    ends: dict[str, list[int]] = {}
-    for name, count in kept.items():
-        ranks = {min(entry.profile[name], count) for entry in chain.entries}
-        ends[f"{name}.u"] = ends[f"{name}.v"] = sorted(ranks | {count})
-    return {
-        name: _segment_digests(tensor, ends[name]) if name in ends else files.digest_tensor(tensor)
-        for name, tensor in tensors.items()
-    }
-
-
 def _segment_digests(tensor: Tensor, ends: list[int]) -> list[list[Any]]:
     return [[end, files.digest_tensor(tensor[start:end])] for start, end in pairwise([0, *ends])]
 
 
-def _read_prefixes(path: Path, digests: Mapping[str, Any], specs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def _read_prefixes(
+    directory: Path, document: Mapping[str, Any], specs: Mapping[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
     """The tensors, factors up to their rank, each checked against its digests."""
     limits = {f"{name}.{factor}": spec["rank"] for name, spec in specs.items() for factor in "uv"}
     left = {f"{name}.dense" for name, spec in specs.items() if not spec.get("dense")}
-    with open_tensors(path) as file:
-        for name in digests.keys() - set(file.keys()):
-            raise FlexrankError(f"{path}: tensor {name!r} is missing")
-        for name, digest in digests.items():
-            if name in left:
-                continue
-            if name in limits:
-                tensor = file.get_slice(name)[: limits[name]]
-                digest = [segment for segment in digest if segment[0] <= limits[name]]
-                actual: Any = _segment_digests(tensor, [end for end, _ in digest])
-            else:
-                tensor = file.get_tensor(name)
-                actual = files.digest_tensor(tensor)
-            if actual != digest:
-                raise FlexrankError(f"{path}: tensor {name!r} does not match its checksum; the file was edited")
-            yield name, tensor
+    digests = document["tensors"]
+    for file, names in document["shards"].items():
+        path = directory / file
+        with open_tensors(path) as tensors:
+            for name in set(names) - set(tensors.keys()):
+                raise FlexrankError(f"{path}: tensor {name!r} is missing")
+            for name in [one for one in names if one not in left]:
+                yield name, _read_checked(path, tensors, name, digests[name], limits.get(name))
+
+
+def _read_checked(path: Path, tensors: Any, name: str, digest: Any, limit: int | None) -> Tensor:
+    """A tensor, or the first `limit` components of a factor."""
+    tensor: Tensor = tensors.get_tensor(name) if limit is None else tensors.get_slice(name)[:limit]
+    if limit is not None:
+        digest = [segment for segment in digest if segment[0] <= limit]
+    if digest != (
+        files.digest_tensor(tensor) if limit is None else _segment_digests(tensor, [end for end, _ in digest])
+    ):
+        raise FlexrankError(f"{path}: tensor {name!r} does not match its checksum; the file was edited")
+    return tensor
 
 
 def _deployed_document(directory: Path) -> dict[str, Any]:

@@ -44,6 +44,44 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         raise FlexrankError(f"{path}: cannot be written ({error})") from error
 
 
+class ShardWriter:
+    """Writes tensors as they come, to files of about `limit` bytes: NAME.safetensors, or NAME-00001-of-00002 and so on.
+
+    It holds one file's tensors at a time. These are transformers' names, but the caller keeps the index.
+    """
+
+    def __init__(self, directory: Path, name: str, limit: int):
+        self._directory, self._name, self._limit = directory, name, limit
+        self._tensors: dict[str, Tensor] = {}
+        self._shards: list[list[str]] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Writes this tensor, now or with later ones."""
+        self._tensors[name] = tensor
+        if sum(one.nbytes for one in self._tensors.values()) >= self._limit:
+            self._flush()
+
+    def finish(self) -> dict[str, list[str]]:
+        """Writes what is left; returns the names of the tensors in each file."""
+        if self._tensors or not self._shards:
+            self._flush()
+        count, files = len(self._shards), {}
+        for number, names in enumerate(self._shards, 1):
+            whole = f"-{number:05}-of-{count:05}" if count > 1 else ""
+            file = f"{self._name}{whole}.safetensors"
+            self._part(number).rename(self._directory / file)
+            files[file] = names
+        return files
+
+    def _flush(self) -> None:
+        self._shards.append(list(self._tensors))
+        write_tensors(self._part(len(self._shards)), self._tensors)
+        self._tensors = {}
+
+    def _part(self, number: int) -> Path:
+        return self._directory / f"{self._name}.part-{number}"
+
+
 @contextlib.contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
     """An open safetensors file, read by name or by slice; it is a FlexrankError if it is missing or damaged."""

@@ -1,32 +1,29 @@
 """Second moments of a model's activations: streamed, masked, shared, and only the smaller side of each layer."""
 
-import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from flexrank.calibrate.collector import Collector
-from flexrank.calibrate.hooks import Hooks, traced
+from flexrank.calibrate.by_block import ByBlock
+from flexrank.calibrate.collector import Collector, GradientLoss, Side, computing, first_of, seeded_loss
+from flexrank.calibrate.hooks import Hooks
 from flexrank.calibrate.moments import LayerMoment, Moments, load_moments, save_moments
-from flexrank.calibrate.structure import Section, block_stack, find_groups, find_sections, runs_in_order
+from flexrank.calibrate.stream import STATE_BYTES, Placement, States
+from flexrank.calibrate.structure import block_stack, find_groups
 from flexrank.data.batches import Batch, call_model, eval_mode, model_device, row_masks, to_device
 from flexrank.errors import FlexrankError
-from flexrank.nn.linalg import full_precision
 from flexrank.nn.matrix import input_rows, masked_rows
 from flexrank.progress import track
 
 __all__ = [
-    "GradientLoss", "Hooks", "LayerMoment", "Moments", "Side", "block_stack", "collect_moments", "collect_rows",
-    "find_groups", "load_moments", "moments_by_block", "save_moments",
+    "STATE_BYTES", "GradientLoss", "Hooks", "LayerMoment", "Moments", "Placement", "Side", "block_stack",
+    "collect_moments", "collect_rows", "find_groups", "load_moments", "moments_by_block", "save_moments",
 ]  # fmt: skip
 
-GradientLoss = Callable[[Any, Batch], Tensor]
-Side = Literal["smaller", "input"]
 log = logging.getLogger("flexrank")
 
 
@@ -52,13 +49,21 @@ def collect_moments(
         FlexrankError: no batches, a non-finite activation (naming layer and batch), a layer that does not run, or
             layers that share their input in the first batch and not later.
     """
-    stream = iter(batches)
-    first = _first(stream)
-    with eval_mode(model):
-        groups = find_groups(model, first, layers)
+    stream, device = iter(batches), model_device(model)
+    first = first_of(stream)
     total = len(batches) if isinstance(batches, Sequence) else None
-    collector = Collector(layers, groups, side, gradient_loss is not None)
-    return _run(model, track(itertools.chain([first], stream), "calibrating", total), collector, gradient_loss, None)
+    with computing(model, device, gradient_loss is not None), Hooks() as hooks:
+        with torch.no_grad():
+            groups = find_groups(lambda: call_model(model, to_device(first, device)), layers)
+        collector = Collector(layers, groups, side, gradient_loss is not None)
+        collector.watch(hooks)
+        for number, batch in enumerate(track(itertools.chain([first], stream), "calibrating", total)):
+            batch = to_device(batch, device)
+            with collector.batch(number, row_masks(batch)):
+                output = call_model(model, batch)
+            if gradient_loss is not None:
+                collector.add_gradients(seeded_loss(gradient_loss, output, batch, number))
+    return collector.finish()
 
 
 def moments_by_block(
@@ -68,66 +73,38 @@ def moments_by_block(
     *,
     side: Side = "smaller",
     gradient_loss: GradientLoss | None = None,
+    placement: Placement | None = None,
+    state_bytes: int = STATE_BYTES,
 ) -> Iterator[Moments]:
     """`collect_moments` for one block of the model's stack at a time, so that memory holds one block's moments.
 
-    Yields the moments of one block's layers, to the bit those of `collect_moments` (layers of two blocks that share an
-    input have a moment each); release them before the next. The last block comes first, and a pass over the batches
-    ends where its block returns: what the caller puts in place of the block's layers does not run. L blocks take
-    (L + 1)/2 forwards of the stack, and one batch before; with `gradient_loss` L, each with its backward. Layers
-    outside the stack have passes of their own. A model without a stack whose blocks run once, in order, has one pass.
+    Yields the moments of one block's layers, those of `collect_moments` (layers of two blocks that share an input have
+    a moment each); release them before the next. What the caller puts in place of the block's layers does not run. Each
+    block runs once, and once more for the first batch; with `gradient_loss` it runs a second time, with its backward,
+    the last block first. Layers outside the stack come last. Between blocks the hidden states of all batches are kept,
+    up to `state_bytes` in memory and the rest in a temporary file. A model whose blocks cannot run alone has one pass
+    for all, and the log says why.
+
+    Args:
+        layers: names, as `select_layers` has them.
+        side: with `gradient_loss` as for `collect_moments`.
+        placement: where blocks compute, and in which dtype; by default where and as they are.
     """
-    names = list(layers)
-    sections, groups = _sections_and_groups(model, _first(iter(batches)), names)
-    for number, section in enumerate(sections, 1):
-        chosen = {name: model.get_submodule(name) for name in names if name in section.names}
-        within = [[name for name in group if name in chosen] for group in groups]
-        collector = Collector(chosen, [group for group in within if group], side, gradient_loss is not None)
-        stream = track(batches, f"calibrating section {number} of {len(sections)}", len(batches))
-        moments = _run(model, stream, collector, gradient_loss, None if gradient_loss else section.until)
-        del collector, chosen  # so that only the caller holds the moments, and nobody the layers
+    names, placement = list(layers), placement or Placement(model)
+    first_of(iter(batches))
+    stack = block_stack(model, names)
+    with States(state_bytes) as states:
+        parts = ByBlock(model, stack, batches, names, placement, states, side, gradient_loss)
+        obstacle = parts.obstacle()
+        if obstacle is None:
+            yield from parts.moments()
+            return
+    log.info("calibrate: %s is calibrated in one pass: %s", type(model).__name__, obstacle)
+    with placement.held(model):
+        chosen = {name: model.get_submodule(name) for name in names}
+        moments = collect_moments(model, batches, chosen, side=side, gradient_loss=gradient_loss)
+        del chosen
         yield moments
-        del moments
-
-
-def _sections_and_groups(model: nn.Module, first: Batch, names: Sequence[str]) -> tuple[list[Section], list[list[str]]]:
-    """Sections of the model, the last to run first, and the groups of layers that share an input; by one forward."""
-    layers = {name: model.get_submodule(name) for name in names}
-    blocks = [block for _, block in block_stack(model, names)]
-    with eval_mode(model), traced(model) as forwards:
-        groups = find_groups(model, first, layers)
-    if blocks and runs_in_order(forwards, blocks):
-        return find_sections(forwards[0], blocks, layers), groups
-    log.info("calibrate: %s has no stack of blocks that run once and in order; one pass for all", type(model).__name__)
-    return [Section(tuple(names), None)], groups
-
-
-class _Returned(Exception):
-    """Ends a forward whose rest is not needed."""
-
-
-def _stop(*_: object) -> None:
-    raise _Returned
-
-
-def _run(
-    model: nn.Module, batches: Iterable[Batch], collector: Collector, loss: GradientLoss | None, until: nn.Module | None
-) -> Moments:
-    """The collector's moments of all batches, each run up to the return of `until`."""
-    device = model_device(model)
-    with eval_mode(model), _gradients(model, loss is not None), full_precision(device), Hooks() as hooks:
-        collector.watch(hooks)
-        if until is not None:
-            hooks.add(until.register_forward_hook(_stop))
-        for index, batch in enumerate(batches):
-            batch = to_device(batch, device)
-            with collector.batch(index, row_masks(batch)), contextlib.suppress(_Returned):
-                output = call_model(model, batch)
-            if loss is not None:
-                with torch.random.fork_rng(enabled=True):
-                    torch.manual_seed(index)  # a loss may draw: anew for each batch, alike in every run
-                    collector.add_gradients(loss(output, batch))
-    return collector.finish()
 
 
 @torch.no_grad()
@@ -159,23 +136,3 @@ def collect_rows(
             masks = row_masks(batch)
             call_model(model, batch)
     return {name: torch.cat(rows) for name, rows in samples.items()}
-
-
-def _first(stream: Iterator[Batch]) -> Batch:
-    for first in stream:
-        return first
-    raise FlexrankError("calibration got no batches; it needs at least one")
-
-
-@contextlib.contextmanager
-def _gradients(model: nn.Module, wanted: bool) -> Iterator[None]:
-    """Gradient mode on or off; where it is on, gradients also pass frozen parameters inside the block."""
-    frozen = [p for p in model.parameters() if wanted and p.is_floating_point() and not p.requires_grad]
-    for parameter in frozen:
-        parameter.requires_grad_(True)
-    try:
-        with torch.set_grad_enabled(wanted):
-            yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)

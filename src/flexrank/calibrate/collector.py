@@ -2,7 +2,8 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +12,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from flexrank.calibrate.hooks import Hooks
 from flexrank.calibrate.moments import LayerMoment, Moments
 from flexrank.calibrate.structure import Version, version_of
+from flexrank.data.batches import Batch, eval_mode
 from flexrank.errors import FlexrankError
-from flexrank.nn.linalg import STRIP, add_gram, mirror
+from flexrank.nn.linalg import STRIP, add_gram, full_precision, mirror
 from flexrank.nn.matrix import bias_of, input_rows, masked_rows, matrix_shape, output_rows, weight_matrix
+
+GradientLoss = Callable[[Any, Batch], Tensor]
+Side = Literal["smaller", "input"]
 
 
 class Collector:
@@ -83,14 +88,19 @@ class Collector:
                 pair = f"layers {group[0]!r} and {name!r}"
                 raise FlexrankError(f"{pair} shared their input in the first batch and not in batch {index}")
 
-    def add_gradients(self, loss: Tensor) -> None:
-        """Adds the second moments of the loss's gradients at the outputs since the last call."""
-        gradients = torch.autograd.grad(loss, [edge for _, edge in self._outputs], allow_unused=True)
-        for (name, _), gradient in zip(self._outputs, gradients, strict=True):
+    def add_gradients(self, result: Tensor, gradient: Tensor | None = None, *inputs: Tensor) -> Sequence[Tensor]:
+        """Adds the second moments of the gradients at the outputs since the last call; returns those at `inputs`.
+
+        They go back from a loss, or from a tensor at which the loss has this gradient.
+        """
+        ends: list[Any] = [*(edge for _, edge in self._outputs), *inputs]
+        gradients = torch.autograd.grad(result, ends, gradient, allow_unused=True)
+        for (name, _), gradient in zip(self._outputs, gradients, strict=False):
             moment = self._moments[name].gradient_moment
             if gradient is not None and moment is not None:  # a layer the loss does not reach has no gradient
                 self._sum(name, moment, masked_rows(output_rows(self._layers[name], gradient), self._masks))
         self._outputs.clear()
+        return gradients[len(gradients) - len(inputs) :]
 
     def finish(self) -> Moments:
         """The moments, made symmetric: until now each holds only its upper triangle."""
@@ -126,3 +136,31 @@ def _product(rows: Tensor, weight: Tensor) -> Tensor:
         for left in range(0, len(weight), STRIP):
             product[top : top + STRIP, left : left + STRIP] = part @ weight[left : left + STRIP].float().T
     return product
+
+
+@contextlib.contextmanager
+def computing(model: nn.Module, device: torch.device, with_gradients: bool) -> Iterator[None]:
+    """How a model runs while moments are summed: in eval mode, in full precision; gradients pass frozen parameters."""
+    frozen = [p for p in model.parameters() if with_gradients and p.is_floating_point() and not p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        with eval_mode(model), full_precision(device), torch.set_grad_enabled(with_gradients):
+            yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+def seeded_loss(loss: GradientLoss, output: Any, batch: Batch, number: int) -> Tensor:
+    """The loss of a batch of this number; what it draws is new for each batch, and alike in every run."""
+    with torch.random.fork_rng(enabled=True):
+        torch.manual_seed(number)
+        return loss(output, batch)
+
+
+def first_of(batches: Iterator[Batch]) -> Batch:
+    """The first of the batches; it is a FlexrankError if there are none."""
+    for first in batches:
+        return first
+    raise FlexrankError("calibration got no batches; it needs at least one")

@@ -1,15 +1,14 @@
 """What one forward says about a model: which layers read the same tensor, and in which block of its stack each runs."""
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from flexrank.calibrate.hooks import Event, Hooks
-from flexrank.data.batches import Batch, call_model, model_device, to_device
 from flexrank.errors import FlexrankError
 from flexrank.nn.matrix import conv_geometry
 
@@ -25,8 +24,8 @@ def version_of(tensor: Tensor) -> Version:
 
 
 @torch.no_grad()
-def find_groups(model: nn.Module, batch: Batch, layers: Mapping[str, nn.Module]) -> list[list[str]]:
-    """Layers grouped by the tensors they read in one batch, in the order of their calls; every layer has to run."""
+def find_groups(run: Callable[[], object], layers: Mapping[str, nn.Module]) -> list[list[str]]:
+    """Layers grouped by the tensors they read while `run` runs, in the order of their calls; every layer has to run."""
     inputs: dict[str, list[Version]] = {}
 
     def note(name: str, tensor: Tensor, _: Tensor) -> None:
@@ -35,7 +34,7 @@ def find_groups(model: nn.Module, batch: Batch, layers: Mapping[str, nn.Module])
     with Hooks() as hooks:
         for name, layer in layers.items():
             hooks.watch(layer, functools.partial(note, name))
-        call_model(model, to_device(batch, model_device(model)))
+        run()
     silent = [name for name in layers if name not in inputs]
     if silent:
         raise FlexrankError(f"layer {silent[0]!r} did not run on the first batch; exclude it (unused: {len(silent)})")
@@ -43,13 +42,6 @@ def find_groups(model: nn.Module, batch: Batch, layers: Mapping[str, nn.Module])
     for name, versions in inputs.items():
         groups.setdefault((*versions, conv_geometry(layers[name])), []).append(name)
     return list(groups.values())
-
-
-class Section(NamedTuple):
-    """Layers of one block, or that run between two, and the block after whose return none of them runs, if any."""
-
-    names: tuple[str, ...]
-    until: nn.Module | None
 
 
 def block_stack(model: nn.Module, layers: Iterable[str]) -> list[tuple[str, nn.Module]]:
@@ -72,21 +64,3 @@ def runs_in_order(forwards: Iterable[Sequence[Event]], blocks: Sequence[nn.Modul
     wanted = [(block, returns) for block in blocks for returns in (False, True)]
     chosen = set(wanted)
     return all([event for event in forward if event in chosen] == wanted for forward in forwards)
-
-
-def find_sections(
-    forward: Sequence[Event], blocks: Sequence[nn.Module], layers: Mapping[str, nn.Module]
-) -> list[Section]:
-    """The sections of one forward, the last to run first, each layer where it runs last."""
-    places: dict[nn.Module, tuple[int, int]] = {}
-    chosen, started, returned = set(blocks), 0, 0
-    for module, returns in forward:
-        if module in chosen:
-            started, returned = started + (not returns), returned + returns
-        if not returns:
-            places[module] = (started, returned)
-    by_place: dict[tuple[int, int], list[str]] = {}
-    for name, layer in layers.items():
-        by_place.setdefault(places[layer], []).append(name)
-    untils = [*blocks, None]
-    return [Section(tuple(by_place[place]), untils[place[1]]) for place in sorted(by_place, reverse=True)]

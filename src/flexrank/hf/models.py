@@ -146,11 +146,11 @@ def hidden_states(*models: Any) -> Iterator[None]:
             config.output_hidden_states = returned
 
 
-def save_config(model: Any, directory: Path) -> None:
-    """Writes the model's `config.json` (with its class and dtype) and generation config, without weights."""
+def save_config(model: Any, directory: Path, dtype: torch.dtype | None = None) -> None:
+    """Writes the model's `config.json`, with its class and a dtype, by default its own; and its generation config."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
-    config.dtype = str(model.dtype).removeprefix("torch.")
+    config.dtype = str(dtype or model.dtype).removeprefix("torch.")
     config.save_pretrained(directory)
     if model.can_generate():
         model.generation_config.save_pretrained(directory)

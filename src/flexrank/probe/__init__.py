@@ -19,7 +19,9 @@ from flexrank.nn.switch import (
     require_whole_factors,
     use_profile,
 )
+from flexrank.probe.curvature import curvature_rises as curvature_rises
 from flexrank.probe.curvature import curvature_sensitivity as curvature_sensitivity
+from flexrank.probe.curvature import curvature_table as curvature_table
 from flexrank.probe.replay import Replay
 from flexrank.profiles import SensitivityTable
 from flexrank.profiles.costs import MIN_SAVING, SLACK_SHARE, Spacing, rank_levels

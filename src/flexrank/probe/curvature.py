@@ -9,8 +9,8 @@ from flexrank.calibrate import LayerMoment
 from flexrank.errors import FlexrankError
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.switch import footprint, nested_layers, require_whole_factors
-from flexrank.profiles import SensitivityTable
-from flexrank.profiles.costs import MIN_SAVING, SLACK_SHARE, Spacing, rank_levels
+from flexrank.profiles import Footprint, SensitivityTable
+from flexrank.profiles.costs import MIN_SAVING, SLACK_SHARE, Shape, Spacing, rank_levels
 
 
 @torch.no_grad()
@@ -39,26 +39,32 @@ def curvature_sensitivity(
     Raises:
         FlexrankError: a layer's moment is missing, not of its input, or without gradients; or rows is below 1.
     """
-    if rows < 1:
-        raise FlexrankError(f"rows is {rows}; it must be at least 1")
     layers = nested_layers(model)
     require_whole_factors(layers)
+    rises = {name: curvature_rises(name, layer, moments.get(name), rows) for name, layer in layers.items()}
     shapes = {name: layer.matrix_shape for name, layer in layers.items()}
     ranks = {name: rank_levels(shape, num_levels, spacing, min_saving, slack_share) for name, shape in shapes.items()}
-    errors = {}
-    for name, layer in layers.items():
-        moment = moments.get(name)
-        if moment is None or moment.side != "input" or moment.gradient_moment is None:
-            raise FlexrankError(f"layer {name!r}: curvature needs collect_moments(side='input', gradient_loss=...)")
-        rises = _rises(layer, moment.moment, moment.gradient_moment) / (moment.tokens * rows)
-        errors[name] = tuple(float(rises[rank]) for rank in ranks[name])
-    return SensitivityTable(shapes, ranks, errors, 0.0, footprint(model))
+    return curvature_table(rises, shapes, ranks, footprint(model))
 
 
-def _rises(layer: NestedLayer, moment: Tensor, gradient_moment: Tensor) -> Tensor:
-    """½ tr(G ΔW_r Σ ΔW_rᵀ) for r = 0 … k, (k + 1,), with the sums of both moments."""
+def curvature_table(
+    rises: Mapping[str, Tensor], shapes: Mapping[str, Shape], ranks: Mapping[str, tuple[int, ...]], rest: Footprint
+) -> SensitivityTable:
+    """The table of each layer's `curvature_rises` at its ranks; `rest` is of the model's other tensors."""
+    errors = {name: tuple(rises[name][list(levels)].tolist()) for name, levels in ranks.items()}
+    return SensitivityTable(shapes, ranks, errors, 0.0, rest)
+
+
+@torch.no_grad()
+def curvature_rises(name: str, layer: NestedLayer, moment: LayerMoment | None, rows: int) -> Tensor:
+    """½ tr(G ΔW_r Σ ΔW_rᵀ) for r = 0 … k, (k + 1,) float64 on the CPU, a mean over `rows`; see above."""
+    if rows < 1:
+        raise FlexrankError(f"rows is {rows}; it must be at least 1")
+    if moment is None or moment.side != "input" or moment.gradient_moment is None:
+        raise FlexrankError(f"layer {name!r}: curvature needs collect_moments(side='input', gradient_loss=...)")
     u, v = (factor.double() for factor in layer.factors(layer.max_rank))
-    products = (u @ gradient_moment.to(u.device) @ u.T) * (v @ moment.to(v.device) @ v.T)
+    products = (u @ moment.gradient_moment.to(u.device) @ u.T) * (v @ moment.moment.to(v.device) @ v.T)
     after = products.flip(0, 1).cumsum(0).cumsum(1).diagonal().flip(0)
     # Both factors are positive semidefinite, and so is their product: what is below zero is rounding.
-    return torch.cat([after.clamp(min=0), after.new_zeros(1)]) / 2
+    rises = torch.cat([after.clamp(min=0), after.new_zeros(1)]) / 2
+    return (rises / (moment.tokens * rows)).cpu()

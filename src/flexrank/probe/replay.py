@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from flexrank.calibrate import Hooks, block_stack
-from flexrank.calibrate.hooks import Event, traced
+from flexrank.calibrate.hooks import Event, replaced_forwards, traced
 from flexrank.calibrate.structure import runs_in_order
 from flexrank.nn.switch import nested_layers
 
@@ -159,16 +159,8 @@ class Replay:
         """Inside the block these modules, and the blocks before the stretch, return what is kept of them."""
         outputs = dict.fromkeys(self._replayed, self._outputs.block)
         outputs |= {module: self._outputs.modules[module] for module in modules if module in self._outputs.modules}
-        own = {module: module.__dict__.get("forward") for module in outputs}
-        for module, kept in outputs.items():
-            module.__dict__["forward"] = _returning(kept)
-        try:
+        with replaced_forwards({module: _returning(kept) for module, kept in outputs.items()}):
             yield
-        finally:
-            for module, forward in own.items():
-                module.__dict__.pop("forward")
-                if forward is not None:
-                    module.__dict__["forward"] = forward
 
 
 def _returning(outputs: Sequence[Any]) -> Callable[..., Any]:

@@ -53,13 +53,17 @@ class DecompositionConfig(Section):
     """How a weight becomes factors (FlexRank, section 3.1)."""
 
     method: Literal["datasvd", "paper", "svd", "fisher"] = "datasvd"
-    # One block of the model at a time: only its moments are in memory, for half as many forward passes as blocks.
-    by_block: bool = False
+    # The model is decomposed one block at a time. Hidden states between blocks take at most so much memory, finished
+    # factors half of it, or 512 MiB; the rest is on disk.
+    buffer_bytes: Annotated[int, Field(ge=2**20)] = 2**31
 
 
 class ProbeConfig(Section):
-    """How finely sensitivity is probed; see `profiles.costs.rank_levels`."""
+    """How each layer's sensitivity is measured, and how finely; see `profiles.costs.rank_levels`."""
 
+    # `loss`: the distillation loss with one layer truncated at a time; `curvature` predicts it from moments of
+    # activations and gradients, block by block, without a forward of the whole model: for models larger than memory.
+    method: Literal["loss", "curvature"] = "loss"
     levels: Annotated[int, Field(ge=2)] = 10  # ranks per layer, the last one full
     spacing: Literal["blocks", "parameters", "ranks"] = "blocks"
 

@@ -45,8 +45,9 @@ _HELD_OUT = ("data.evaluation", "data.half")
 _DATA = ("data.source", "data.path", "data.separator", "data.max_tokens", "data.batch_size", "data.calibration")
 STAGES = (
     Stage(
-        "decompose", stages.decompose, ("calibrate", "decompose"),
-        ("model", "task", "dtype", "seed", *_DATA, "layers", "decomposition"), (), ("elastic_initial",),
+        "decompose", stages.decompose, ("artefacts", "calibrate", "decompose", "probe/curvature"),
+        ("model", "task", "dtype", "seed", *_DATA, "layers", "decomposition", "probe.method"), (),
+        ("elastic_initial", stages.CURVATURE),
     ),
     Stage(
         "probe", stages.probe, ("probe", "distill"),

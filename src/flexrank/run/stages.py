@@ -4,61 +4,87 @@ A stage reads the configuration and the files of the stages it needs, and writes
 passes between stages in memory but what a file would give again to the same bits.
 """
 
-import copy
 import importlib.util
 import logging
 import shutil
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor
 
 from flexrank.allocate import allocate_ranks
-from flexrank.artefacts.elastic import save_elastic
-from flexrank.calibrate import Side, collect_moments
-from flexrank.decompose import decompose_, decompose_by_block_
+from flexrank.artefacts.elastic import read_shapes, save_elastic
+from flexrank.artefacts.tensors import open_tensors, write_tensors
+from flexrank.calibrate import LayerMoment
+from flexrank.data.batches import Batch, token_mask
+from flexrank.decompose import decompose_to_disk
 from flexrank.deployment.process import in_fresh_process
 from flexrank.distill import distillation_evaluator
 from flexrank.errors import FlexrankError
-from flexrank.files import read_json, write_json
+from flexrank.files import read_json, write_aside, write_json
+from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.matrix import matrix_shape
 from flexrank.nn.select import select_layers
-from flexrank.nn.switch import footprint, full_profile, layer_shapes, nested_layers, use_profile
-from flexrank.probe import probe_sensitivity
-from flexrank.profiles import ChainEntry, ProfileChain, RankProfile, SensitivityTable
-from flexrank.profiles.costs import dense_parameters
+from flexrank.nn.switch import layer_shapes, use_profile
+from flexrank.probe import curvature_rises, curvature_table, probe_sensitivity
+from flexrank.profiles import ProfileChain, SensitivityTable
 from flexrank.progress import track
 from flexrank.run import report
-from flexrank.run.candidates import require_reachable_budgets, rule
+from flexrank.run.candidates import candidate_ranks, require_reachable_budgets, rule
 from flexrank.run.measure import latency_ratios
 from flexrank.run.sizes import Sizes, choose_slack, evaluate_size, export_size
 from flexrank.run.training import log_losers, probe_losses, train_
 from flexrank.run.workspace import Workspace
 
+#: Of `probe.method: curvature`: each layer's rise of the loss at ranks 0 … k.
+CURVATURE = "curvature.safetensors"
 log = logging.getLogger("flexrank")
 
 
 def decompose(work: Workspace, _: str) -> None:
-    """Calibrates and decomposes: RUN/elastic_initial, whose chain is the full model alone."""
-    require_fitting_inputs(work)
-    model, settings = copy.deepcopy(work.base), work.config.decomposition
+    """Calibrates and decomposes: RUN/elastic_initial, whose chain is the full model alone.
+
+    For curvature each layer's rises at every rank are taken while its moments are there: RUN/curvature.safetensors.
+    """
+    model, settings = work.own_base(), work.config.decomposition
+    require_fitting_inputs(work, model.config)
     layers = select_layers(model, work.config.layers.include, work.config.layers.exclude)
     require_reachable_budgets(work.config, {name: matrix_shape(layer) for name, layer in layers.items()})
-    loss = work.objective().fisher_loss if settings.method == "fisher" else None
-    batches = work.samples.calibration
-    if settings.by_block:
-        names = list(layers)
-        del layers  # a layer that is held on to stays in memory beside its elastic form
-        decompose_by_block_(model, batches, names, method=settings.method, gradient_loss=loss)
-    else:
-        side: Side = "input" if settings.method == "paper" else "smaller"
-        moments = collect_moments(model, batches, layers, side=side, gradient_loss=loss)
-        del layers
-        decompose_(model, moments, method=settings.method)
-    save_elastic(model, _full_chain(model), work.directory / "elastic_initial", tokenizer=work.tokenizer)
+    names = list(layers)
+    del layers  # one that is held on to stays in memory beside its elastic form
+    batches, is_curved = work.samples.calibration, work.config.probe.method == "curvature"
+    rows, rises = loss_rows(work.config.task, batches), dict[str, Tensor]()
+
+    def see(name: str, layer: NestedLayer, moment: LayerMoment) -> None:
+        rises[name] = curvature_rises(name, layer, moment, rows)
+
+    decompose_to_disk(
+        model,
+        batches,
+        names,
+        work.directory / "elastic_initial",
+        method=settings.method,
+        side="input" if is_curved else "smaller",
+        gradient_loss=work.objective().fisher_loss if is_curved or settings.method == "fisher" else None,
+        device=work.device,
+        dtype=getattr(torch, work.config.dtype),
+        state_bytes=settings.buffer_bytes,
+        shard_bytes=work.shard_bytes,
+        see=see if is_curved else None,
+        tokenizer=work.tokenizer,
+    )
+    (work.directory / CURVATURE).unlink(missing_ok=True)
+    if is_curved:
+        with write_aside(work.directory / CURVATURE) as aside:
+            write_tensors(aside, rises)
 
 
 def probe(work: Workspace, fingerprint: str) -> None:
     """Probes each layer: RUN/sensitivity.json. Layers already probed are kept through an interruption."""
+    if work.config.probe.method == "curvature":
+        write_json(work.directory / "sensitivity.json", _curvature(work).to_json())
+        return
     model, _ = work.elastic("elastic_initial")
     require_reachable_budgets(work.config, layer_shapes(model))
     evaluate = distillation_evaluator(work.base, work.samples.probe, work.objective())
@@ -71,6 +97,14 @@ def probe(work: Workspace, fingerprint: str) -> None:
         **rule(work.config),
     )
     write_json(work.directory / "sensitivity.json", table.to_json())
+
+
+def _curvature(work: Workspace) -> SensitivityTable:
+    """The table of RUN/curvature.safetensors; the model is not read."""
+    shapes, chain = read_shapes(work.directory / "elastic_initial")
+    ranks = candidate_ranks(work.config, shapes)
+    with open_tensors(work.directory / CURVATURE) as file:
+        return curvature_table({name: file.get_tensor(name) for name in ranks}, shapes, ranks, chain.footprint)
 
 
 def allocate(work: Workspace, _: str) -> None:
@@ -96,7 +130,7 @@ def distill(work: Workspace, fingerprint: str) -> None:
         done = train_(work, model, chain, settings.steps, work.directory.partial("distill", fingerprint), weights)
         log_losers(budgets, before, probe_losses(work, model, profiles))
         history = {"steps": done.steps, "losses": done.losses, "budgets": [budgets[i] for i in done.profiles]}
-    save_elastic(model, chain, work.directory / "elastic", tokenizer=work.tokenizer)
+    save_elastic(model, chain, work.directory / "elastic", tokenizer=work.tokenizer, shard_bytes=work.shard_bytes)
     write_json(work.directory / "history.json", history)
 
 
@@ -189,6 +223,13 @@ def summarise(work: Workspace, _: str) -> None:
         report.write_report(work.directory.path)
 
 
+def loss_rows(task: str, batches: Sequence[Batch]) -> int:
+    """Rows that the loss is a mean over: real tokens (language), texts, or images."""
+    if task == "language":
+        return sum(int(mask.sum()) for batch in batches if (mask := token_mask(batch)) is not None)
+    return sum(len(next(iter(batch.values()))) for batch in batches if isinstance(batch, Mapping))
+
+
 def read_chain(work: Workspace) -> ProfileChain:
     """The chain in RUN/chain.json."""
     return ProfileChain.from_json(read_json(work.directory / "chain.json"))
@@ -199,15 +240,8 @@ def read_table(work: Workspace) -> SensitivityTable:
     return SensitivityTable.from_json(read_json(work.directory / "sensitivity.json"))
 
 
-def _full_chain(model: nn.Module) -> ProfileChain:
-    dense = sum(dense_parameters(layer.matrix_shape) for layer in nested_layers(model).values())
-    full = ChainEntry(RankProfile(full_profile(model)), dense, 0.0)
-    return ProfileChain((full,), dense, footprint(model), "full")
-
-
-def require_fitting_inputs(work: Workspace) -> None:
+def require_fitting_inputs(work: Workspace, model: Any) -> None:
     """Refuses texts longer than the model has positions for, and images of another size than it was made for."""
-    model: Any = work.base.config
     work.config.require_positions(model)
     side = getattr(model, "image_size", None)
     if work.config.task == "classification" and isinstance(side, int):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flexrank.artefacts.elastic import load_elastic
+from flexrank.artefacts.elastic import SHARD_BYTES, load_elastic
 from flexrank.distill.objectives import Objective, objective_for
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
@@ -32,6 +32,10 @@ class Workspace:
             raise FlexrankError("device is 'cuda'; torch finds no GPU here, so write cpu or auto")
         auto = "cuda" if torch.cuda.is_available() else "cpu"
         return torch.device(auto if self.config.device == "auto" else self.config.device)
+
+    def own_base(self) -> Any:
+        """The original model once more, to be changed: on the CPU and in its files' dtype, mapped from them."""
+        return models.load_model(self.config.model, self.config.task, dtype=None)
 
     @functools.cached_property
     def base(self) -> Any:
@@ -63,6 +67,11 @@ class Workspace:
         """The elastic model in RUN/`name`, and its chain."""
         model, chain = load_elastic(self.directory / name)
         return model.to(self.device), chain
+
+    @property
+    def shard_bytes(self) -> int:
+        """Of a file of an elastic artefact: twice as much is in memory while it is written."""
+        return min(SHARD_BYTES, self.config.decomposition.buffer_bytes // 4)
 
     @property
     def deployed_dtype(self) -> torch.dtype:

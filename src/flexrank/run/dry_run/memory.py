@@ -2,8 +2,10 @@
 
 from torch import nn
 
+from flexrank.calibrate import block_stack
 from flexrank.nn.switch import nested_layers
 from flexrank.probe import MATRIX_BYTES
+from flexrank.profiles.costs import Shape
 from flexrank.run.config import RunConfig
 from flexrank.run.dry_run.architecture import Architecture
 from flexrank.run.tables import split_block
@@ -15,14 +17,17 @@ MOMENT_BYTES = 8
 def count_memory(architecture: Architecture, config: RunConfig) -> dict[str, dict[str, int]]:
     """Bytes of each stage by what holds them, and of all together.
 
-    `student` is a dense copy while moments are collected, and then factors U, V at full rank; in training, the vectors
-    of every budget too (all factors count as trained: more than their trained part and the matrices of full layers).
+    A model is decomposed block by block: `student` is then the largest block and all that is in no block, `moments` are
+    the largest block's, and `factors` what the largest layer takes in float64. Later it is factors U, V at full rank;
+    in training, the vectors of every budget too (all factors count as trained: more than their trained part and the
+    matrices of full layers).
     `matrices` are those of full layers while others are probed. `targets` are the teacher's outputs that the probe
     keeps. `outputs` are those of one batch: twice to probe, with the teacher's; three times in training, with the
     loss's gradient too.
     """
     teacher, student = tensor_bytes(architecture.teacher), tensor_bytes(architecture.student)
-    moments = sum(moment_bytes(architecture, config.decomposition.method).values())
+    moments = max(moment_bytes(architecture, config.decomposition.method).values())
+    at_once, factors = weights_at_once(architecture), max(map(factor_bytes, architecture.shapes.values()))
     size, own = architecture.teacher.dtype.itemsize, vector_bytes(architecture, config)
     trained = sum(p.numel() * p.element_size() for p in architecture.student.parameters() if p.requires_grad) + own
     output = config.data.batch_size * architecture.outputs * size
@@ -32,12 +37,24 @@ def count_memory(architecture: Architecture, config: RunConfig) -> dict[str, dic
     targets = config.data.probe * architecture.targets * size
     training = {"gradients": trained, "optimizer": 2 * trained}
     stages = {
-        "calibration": {"teacher": teacher, "student": teacher, "moments": moments, "outputs": output},
-        "decomposition": {**both, "moments": moments},
+        "calibration": {"student": at_once, "moments": moments},
+        "decomposition": {"student": at_once, "moments": moments, "factors": factors},
         "probe": {**both, "matrices": matrices, "targets": targets, "outputs": 2 * output},
         "consolidation": {**whole, **training, "outputs": 3 * config.distillation.batch_size * in_training},
     }
     return {stage: parts | {"all": sum(parts.values())} for stage, parts in stages.items()}
+
+
+def weights_at_once(architecture: Architecture) -> int:
+    """Bytes of the largest block of the model's stack and of all that is in no block; of a model without one, all."""
+    blocks = [tensor_bytes(block) for _, block in block_stack(architecture.teacher, architecture.shapes)]
+    return tensor_bytes(architecture.teacher) - sum(blocks) + max(blocks, default=0)
+
+
+def factor_bytes(shape: Shape) -> int:
+    """Bytes that DataSVD of a layer takes at most, in float64: W, W Σ, Σ, W Σ Wᵀ, eigenvectors twice, U and V."""
+    (m, n), k = shape, min(shape)
+    return 8 * (2 * m * n + n * n + 3 * k * k + 2 * k * (m + n))
 
 
 def vector_bytes(architecture: Architecture, config: RunConfig) -> int:

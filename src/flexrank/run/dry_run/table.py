@@ -8,7 +8,7 @@ from rich.table import Table
 
 from flexrank.run.tables import count, new_table, print_line
 
-PARTS = ("teacher", "student", "gradients", "optimizer", "moments", "targets", "outputs", "all")
+PARTS = ("teacher", "student", "gradients", "optimizer", "moments", "factors", "targets", "outputs", "all")
 STYLE: dict[str, Any] = {"title_justify": "left", "padding": (0, 1)}
 
 
@@ -59,7 +59,7 @@ def _budgets(result: Mapping[str, Any]) -> Table:
 
 
 def _stages(result: Mapping[str, Any]) -> Table:
-    parts_of = [*PARTS[:3], "AdamW", *PARTS[4:7], "bytes in all"]
+    parts_of = [*PARTS[:3], "AdamW", *PARTS[4:8], "bytes in all"]
     columns = ["stage", *parts_of, "operations", f"hours at {result['tflops']:g} T/s"]
     table = new_table(columns, left=("stage",), title="stages", **STYLE)
     operations, hours = result["operations"], result["hours"]

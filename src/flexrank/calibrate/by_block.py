@@ -1,0 +1,156 @@
+"""Second moments one block of a model's stack at a time, for models whose moments, or weights, exceed memory."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexrank.calibrate.collector import Collector, GradientLoss, Side, computing, seeded_loss
+from flexrank.calibrate.hooks import Hooks
+from flexrank.calibrate.moments import Moments
+from flexrank.calibrate.stream import Placement, States, Stream
+from flexrank.calibrate.structure import find_groups
+from flexrank.data.batches import Batch, row_masks, to_device
+from flexrank.progress import track
+
+
+@dataclasses.dataclass
+class ByBlock:
+    """What `moments_by_block` does; kept are h_i of batch j at (i, j), and the loss's gradient there at ("g", j)."""
+
+    model: nn.Module
+    stack: Sequence[tuple[str, nn.Module]]
+    batches: Sequence[Batch]
+    names: Sequence[str]
+    placement: Placement
+    states: States
+    side: Side
+    loss: GradientLoss | None
+
+    def __post_init__(self) -> None:
+        self._stream = Stream(self.model, [block for _, block in self.stack])
+        passes = len(self.stack) * (1 if self.loss is None else 2) + (1 if self.loss is None else 2)
+        passes += bool(self._outside)
+        self._progress = iter(track(range(passes * len(self.batches)), "calibrating"))
+
+    def obstacle(self) -> str | None:
+        """Why blocks cannot run alone; None where they can."""
+        with self._around(), contextlib.ExitStack() as exits, self._computing(), torch.no_grad():
+            for _, block in self.stack[:1]:
+                exits.enter_context(self.placement.held(block))
+            return self._stream.obstacle(to_device(self.batches[0], self.placement.device))
+
+    def moments(self) -> Iterator[Moments]:
+        """The moments of each block's layers, the last block first where there is a loss; last, those of the others."""
+        with self._around():
+            self._embed()
+            indices = list(range(len(self.stack)))
+            if self.loss is not None:
+                self._go_forward(self.loss)
+                indices.reverse()
+            for index in indices:
+                name, block = self.stack[index]
+                with self.placement.held(block):
+                    yield from self._part(index, [one for one in self.names if one.startswith(f"{name}.")])
+            if self._outside:
+                yield from self._part(None, self._outside)
+        next(self._progress, None)  # so that it ends
+
+    @property
+    def _outside(self) -> list[str]:
+        """The layers outside the stack."""
+        inside = tuple(f"{name}." for name, _ in self.stack)
+        return [one for one in self.names if not one.startswith(inside)]
+
+    def _embed(self) -> None:
+        with self._computing(), torch.no_grad():
+            for number, batch in self._numbered():
+                self.states[0, number] = self._stream.first_input(batch)
+
+    def _go_forward(self, loss: GradientLoss) -> None:
+        """Keeps what each block reads of every batch, and the gradient of the loss at what the last one returns."""
+        for index, (_, block) in enumerate(self.stack):
+            with self.placement.held(block), self._computing(), torch.no_grad():
+                for number, batch in self._numbered():
+                    self.states[index + 1, number] = self._stream.through(index, batch, self._state(index, number))
+        with self._computing():
+            for number, batch in self._numbered():
+                end = self._state(len(self.stack), number).requires_grad_()
+                output = self._stream.around(batch, functools.partial(_instead, end))
+                (self.states["g", number],) = torch.autograd.grad(seeded_loss(loss, output, batch, number), end)
+
+    def _part(self, index: int | None, names: Sequence[str]) -> Iterator[Moments]:
+        """Runs a block, or with None all around the stack, on every batch; yields the moments of its layers, if any."""
+        layers = {name: self.model.get_submodule(name) for name in names}
+        with self._computing(), Hooks() as hooks:
+            with torch.no_grad():
+                first = to_device(self.batches[0], self.placement.device)
+                groups = find_groups(functools.partial(self._run, index, 0, first), layers) if layers else []
+            collector = Collector(layers, groups, self.side, self.loss is not None)
+            collector.watch(hooks)
+            for number, batch in self._numbered():
+                with collector.batch(number, row_masks(batch)):
+                    output, *inputs = self._run(index, number, batch)
+                self._keep(index, number, batch, output, inputs, collector)
+        moments = collector.finish()
+        del collector, layers  # so that only the caller holds the moments, and nobody the layers
+        if moments:
+            yield moments
+
+    def _run(self, index: int | None, number: int, batch: Batch) -> tuple[Any, ...]:
+        """What block `index` returns and reads, or the model's output."""
+        if index is not None:
+            hidden = self._state(index if self.loss else 0, number).requires_grad_(self.loss is not None)
+            return self._stream.through(index, batch, hidden), hidden
+        if self.loss is None:
+            return (self._stream.around(batch, functools.partial(_instead, self._state(0, number))),)
+        end, gradient = self._state(len(self.stack), number), self._state("g", number)
+        return (self._stream.around(batch, lambda start: _Through.apply(start, end, gradient)),)
+
+    def _keep(
+        self, index: int | None, number: int, batch: Batch, output: Any, inputs: Sequence[Tensor], collector: Collector
+    ) -> None:
+        """Keeps what the next block reads, or the gradient at what the block before returns."""
+        if self.loss is None and index is not None:
+            self.states[0, number] = output
+        elif index is not None:
+            (self.states["g", number],) = collector.add_gradients(output, self._state("g", number), *inputs)
+        elif self.loss is not None:
+            collector.add_gradients(seeded_loss(self.loss, output, batch, number))
+
+    def _state(self, key: Any, number: int) -> Tensor:
+        return self.states[key, number].to(self.placement.device)
+
+    def _numbered(self) -> Iterator[tuple[int, Batch]]:
+        for number, batch in enumerate(self.batches):
+            next(self._progress)
+            yield number, to_device(batch, self.placement.device)
+
+    def _around(self) -> contextlib.AbstractContextManager[None]:
+        """All that is not in a block computes here."""
+        return self.placement.held(self.model, [block for _, block in self.stack])
+
+    def _computing(self) -> contextlib.AbstractContextManager[None]:
+        return computing(self.model, self.placement.device, self.loss is not None)
+
+
+def _instead(end: Tensor, _: Tensor) -> Tensor:
+    """h_L in place of what the stack would compute."""
+    return end
+
+
+class _Through(torch.autograd.Function):
+    """A stack that has run already: from h_0 to h_L, and back from there to the gradient at h_0."""
+
+    @staticmethod
+    def forward(ctx: Any, start: Tensor, end: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return end.clone()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.saved_tensors[0], None, None

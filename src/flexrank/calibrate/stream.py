@@ -1,0 +1,239 @@
+"""A model's forward, one block of its stack at a time for all batches: memory holds one block's work."""
+
+import contextlib
+import functools
+import itertools
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import IO, Any
+
+import torch
+from torch import Tensor, nn
+
+from flexrank.calibrate.hooks import replaced_forwards
+from flexrank.data.batches import Batch, call_model, model_device
+from flexrank.errors import FlexrankError
+
+#: Bytes of hidden states that are kept in memory; those beyond go to a temporary file.
+STATE_BYTES = 2**32
+
+
+class Placement:
+    """Where a model's blocks compute: each is moved there while it runs, and then put back as it was.
+
+    A model in the dtype of its files, as transformers loads it on a CPU, is mapped from them: then only the block that
+    runs takes memory, and the system may drop even that.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device | None = None, dtype: torch.dtype | None = None):
+        self.device, self._dtype = device or model_device(model), dtype
+
+    @contextlib.contextmanager
+    def held(self, module: nn.Module, without: Iterable[nn.Module] = ()) -> Iterator[None]:
+        """Inside the block, a module's parameters and buffers are here, but those of modules `without`.
+
+        Layers that are replaced meanwhile stay where they are.
+        """
+        left = {inner for one in without for inner in one.modules()}
+        moved: list[tuple[dict[str, Any], str, Tensor]] = []
+        new: dict[int, Tensor] = {}  # by identity, so that what is tied stays tied
+        for owner in [one for one in module.modules() if one not in left]:
+            places: list[dict[str, Any]] = [owner._parameters, owner._buffers]
+            for place in places:
+                for name, tensor in place.items():
+                    if tensor is not None and not self._is_here(tensor):
+                        moved.append((place, name, tensor))
+                        place[name] = new.setdefault(id(tensor), self._moved(tensor))
+        del new
+        try:
+            yield
+        finally:
+            for place, name, tensor in moved:
+                place[name] = tensor
+
+    def _is_here(self, tensor: Tensor) -> bool:
+        has_dtype = not tensor.is_floating_point() or self._dtype in (None, tensor.dtype)
+        return tensor.device == self.device and has_dtype
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        value = tensor.detach().to(self.device, self._dtype if tensor.is_floating_point() else None)
+        return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+
+
+class States(contextlib.ExitStack):
+    """Tensors by key on the CPU: up to `room` bytes in memory, the others in a temporary file without a name."""
+
+    def __init__(self, room: int):
+        super().__init__()
+        self._room, self._end = room, 0
+        self._kept: dict[Any, Tensor] = {}
+        self._places: dict[Any, tuple[int, torch.Size, torch.dtype]] = {}
+        self._file: IO[bytes] | None = None
+
+    def __setitem__(self, key: Any, tensor: Tensor) -> None:
+        tensor = tensor.detach().cpu().contiguous()
+        place = self._places.get(key)
+        if key in self._kept or (place is None and tensor.nbytes <= self._room):
+            self._room -= tensor.nbytes - (self._kept[key].nbytes if key in self._kept else 0)
+            self._kept[key] = tensor
+            return
+        if place is None:
+            place = self._end, tensor.shape, tensor.dtype
+            self._end += tensor.nbytes
+        assert place[1:] == (tensor.shape, tensor.dtype)  # a block's output is like its input, or another key's
+        self._places[key] = place
+        self._open.seek(place[0])
+        self._open.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+    def __getitem__(self, key: Any) -> Tensor:
+        if key in self._kept:
+            return self._kept[key]
+        place, shape, dtype = self._places[key]
+        octets = torch.empty(shape.numel() * dtype.itemsize, dtype=torch.uint8)
+        self._open.seek(place)
+        read = self._open.readinto(octets.numpy().data)  # type: ignore[attr-defined]
+        assert read == len(octets)
+        return octets.view(dtype).reshape(shape)
+
+    @property
+    def _open(self) -> IO[bytes]:
+        if self._file is None:
+            self._file = self.enter_context(tempfile.TemporaryFile())
+        return self._file
+
+
+class Stream:
+    """Runs a model's blocks b_0 … b_{L-1} one at a time: b_i reads h_i, and gives h_{i+1}.
+
+    Everything around the blocks is the model's own forward, in which a block that is not meant passes its input on: so
+    each block gets the masks, positions and whatever else the model gives it. `obstacle` says why that cannot be.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]):
+        self.model, self._blocks = model, list(blocks)
+        self._rest: tuple[Any, ...] | None = None  # what a block returns after hidden states; None: it returns no tuple
+
+    def first_input(self, batch: Batch) -> Tensor:
+        """h_0."""
+        found: list[Tensor] = []
+
+        def see(*args: Any, **kwargs: Any) -> Any:
+            found.append(_split(args, kwargs)[0])
+            raise _Returned
+
+        self._run(batch, {self._blocks[0]: see})
+        return found[0]
+
+    def through(self, index: int, batch: Batch, hidden: Tensor) -> Tensor:
+        """h_{index+1}, from h_index."""
+        block, found = self._blocks[index], list[Tensor]()
+        own = block.forward
+
+        def see(*args: Any, **kwargs: Any) -> Any:
+            found.append(self._hidden_of(_call(own, args, kwargs, hidden)))
+            raise _Returned
+
+        self._run(batch, dict.fromkeys(self._blocks[:index], self._pass) | {block: see})
+        return found[0]
+
+    def around(self, batch: Batch, end: Callable[[Tensor], Tensor]) -> Any:
+        """The model's output where its last block returns `end(h_0)`."""
+        last = self._blocks[-1]
+
+        def finish(*args: Any, **kwargs: Any) -> Any:
+            return self._returned(end(_split(args, kwargs)[0]))
+
+        return self._run(batch, dict.fromkeys(self._blocks[:-1], self._pass) | {last: finish})
+
+    def obstacle(self, batch: Batch) -> str | None:
+        """Why blocks cannot run one at a time, None where they can; the first block's weights have to be in memory."""
+        if len(self._blocks) < 2:
+            return "it has no stack of blocks"
+        output = self._first_output(batch)
+        rest = output[1:] if isinstance(output, tuple) else ()
+        if not isinstance(_hidden(output), Tensor) or any(isinstance(part, Tensor) for part in rest):
+            return "its blocks return more than hidden states"
+        self._rest = rest if isinstance(output, tuple) else None
+        runs = [self._calls(batch, scale) for scale in (1.0, 0.5)]
+        if any([index for index, *_ in calls] != list(range(len(self._blocks))) for calls in runs):
+            return "its blocks do not run once and in order"
+        if any(read is not given for (*_, given), (_, read, *_) in itertools.pairwise(runs[0])):
+            return "something runs between its blocks"
+        if any(not _same(one[2], other[2]) for one, other in zip(*runs, strict=True)):
+            return "its blocks read more of the blocks before than hidden states"
+        return None
+
+    def _first_output(self, batch: Batch) -> Any:
+        """What the first block returns; None where it does not run."""
+        outputs, own = list[Any](), self._blocks[0].forward
+
+        def see(*args: Any, **kwargs: Any) -> Any:
+            outputs.append(own(*args, **kwargs))
+            raise _Returned
+
+        self._run(batch, {self._blocks[0]: see})
+        return outputs[0] if outputs else None
+
+    def _calls(self, batch: Batch, scale: float) -> list[tuple[int, Any, Any, Any]]:
+        """Of a forward whose blocks only scale: each call's block, what it reads first, all else, what it returns."""
+        calls: list[tuple[int, Any, Any, Any]] = []
+
+        def note(index: int, *args: Any, **kwargs: Any) -> Any:
+            hidden, others = _split(args, kwargs)
+            calls.append((index, hidden, others, hidden * scale))
+            return self._returned(calls[-1][-1])
+
+        # What follows the blocks may not take hidden states that passed them unchanged; all blocks are seen by then.
+        with contextlib.suppress(RuntimeError, ValueError):
+            self._run(batch, {block: functools.partial(note, index) for index, block in enumerate(self._blocks)})
+        return calls
+
+    def _run(self, batch: Batch, forwards: Mapping[nn.Module, Callable[..., Any]]) -> Any:
+        with replaced_forwards(forwards), contextlib.suppress(_Returned):
+            return call_model(self.model, batch)
+        return None
+
+    def _pass(self, *args: Any, **kwargs: Any) -> Any:
+        return self._returned(_split(args, kwargs)[0])
+
+    def _returned(self, hidden: Tensor) -> Any:
+        """Hidden states as a block returns them."""
+        return hidden if self._rest is None else (hidden, *self._rest)
+
+    def _hidden_of(self, output: Any) -> Tensor:
+        hidden = _hidden(output)
+        if isinstance(output, tuple) != (self._rest is not None) or not isinstance(hidden, Tensor):
+            raise FlexrankError(f"a block of {type(self.model).__name__} returns something else than the first one")
+        return hidden
+
+
+class _Returned(Exception):
+    """Ends a forward whose rest is not needed."""
+
+
+def _hidden(output: Any) -> Any:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _split(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The hidden states in a call of a block, its first argument, and the other arguments."""
+    if args:
+        return args[0], (args[1:], kwargs)
+    (_, hidden), *others = kwargs.items()
+    return hidden, ((), dict(others))
+
+
+def _call(own: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden: Tensor) -> Any:
+    """The call of a block with other hidden states."""
+    return own(hidden, *args[1:], **kwargs) if args else own(**{**kwargs, next(iter(kwargs)): hidden})
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two calls' arguments agree, as far as they are tensors, numbers, and lists or mappings of those."""
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and torch.equal(one, other)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return type(one) is type(other) and (not isinstance(one, int | float | str) or one == other)

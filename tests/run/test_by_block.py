@@ -1,0 +1,136 @@
+"""A run of a model that is larger than memory: curvature in place of the probe, bfloat16 files, and its peak."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from flexrank.artefacts.elastic import load_elastic
+from flexrank.calibrate import collect_moments
+from flexrank.decompose import decompose_
+from flexrank.distill.objectives import EmbeddingObjective, LogitObjective
+from flexrank.hf.models import load_model
+from flexrank.nn.select import select_layers
+from flexrank.probe import curvature_sensitivity
+from flexrank.profiles import SensitivityTable
+from flexrank.run import run_stages
+from flexrank.run.config import parse_config
+from flexrank.run.stages import loss_rows
+from tiny_runs import TEXT, settings, write_model
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("sources")
+    (place / "text.txt").write_text(TEXT)
+    for task in ("language", "embedding"):
+        write_model(place / task, task)
+    return place
+
+
+@pytest.mark.parametrize("task", ["language", "embedding"])
+def test_curvature_takes_the_place_of_the_probe(task: str, sources: Path, tmp_path: Path) -> None:
+    """Oracle: the table of the whole model, in memory at once."""
+    values = settings(sources / task, sources / "text.txt", tmp_path / "run", task)
+    values |= {"probe": {"method": "curvature", "levels": 4}, "layers": {"exclude": ["pooler", "lm_head"][:1]}}
+    values["layers"] = {"exclude": ["pooler"] if task == "embedding" else ["lm_head"]}
+    outcome = run_stages(parse_config(values), "allocate")
+    table = SensitivityTable.from_json(json.loads((tmp_path / "run" / "sensitivity.json").read_text()))
+    model, batches = load_model(sources / task, task), outcome.workspace.samples.calibration
+    layers = select_layers(model, exclude=values["layers"]["exclude"])
+    loss = LogitObjective() if task == "language" else EmbeddingObjective()
+    moments = collect_moments(model, batches, layers, side="input", gradient_loss=loss.fisher_loss)
+    decompose_(model, moments)
+    rows = 64 * 32 if task == "language" else 40  # blocks of 32 tokens; all lines of the calibration's part
+    assert loss_rows(task, batches) == rows
+    wanted = curvature_sensitivity(model, moments, rows, 4)
+    assert table.ranks == wanted.ranks and table.shapes == wanted.shapes and table.footprint == wanted.footprint
+    for name, errors in wanted.errors.items():
+        assert table.errors[name] == pytest.approx(errors, rel=1e-6, abs=1e-12)
+    assert run_stages(parse_config(values), "allocate").executed == ()
+    values["probe"] = {"levels": 4}
+    assert run_stages(parse_config(values), "probe").executed == ("decompose", "probe")
+    assert not (tmp_path / "run" / "curvature.safetensors").exists()
+
+
+def test_a_model_in_bfloat16_is_decomposed_in_float32(sources: Path, tmp_path: Path) -> None:
+    load_model(sources / "language", "language").bfloat16().save_pretrained(tmp_path / "half")
+    for file in (sources / "language").glob("tok*"):
+        (tmp_path / "half" / file.name).write_bytes(file.read_bytes())
+    values = settings(tmp_path / "half", sources / "text.txt", tmp_path / "run")
+    outcome = run_stages(parse_config(values), "decompose")
+    whole = load_model(tmp_path / "half", "language")
+    layers = select_layers(whole)
+    decompose_(whole, collect_moments(whole, outcome.workspace.samples.calibration, layers))
+    loaded, _ = load_elastic(tmp_path / "run" / "elastic_initial")
+    assert loaded.dtype is torch.float32
+    for key, value in whole.state_dict().items():
+        assert torch.equal(loaded.state_dict()[key], value), key
+
+
+#: In a fresh process: the most anonymous memory above what imports took, and the model's bytes.
+PEAK = """
+import ctypes, json, pathlib, sys, threading, time
+# What is freed is given back: else memory kept for the next request would count.
+ctypes.CDLL(None).mallopt(-3, 65536)
+import torch, transformers
+from flexrank.run import run_stages
+from flexrank.run.config import load_config
+
+def anonymous():
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+def watch():
+    while True:
+        peak[0] = max(peak[0], anonymous())
+        time.sleep(0.002)
+
+small, large = sys.argv[1:]
+run_stages(load_config(small), "probe")
+start = anonymous()
+peak = [start]
+threading.Thread(target=watch, daemon=True).start()
+run_stages(load_config(large), "probe")
+print(json.dumps({"above": peak[0] - start}))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+def test_a_model_takes_a_fraction_of_its_bytes(sources: Path, tmp_path: Path) -> None:
+    """From its files to factors and the curvature of all layers: less memory than a third of the model."""
+    small = by_curvature(sources / "language", sources / "text.txt", tmp_path / "small")
+    model = write_llama(tmp_path / "model", sources / "language")
+    large = by_curvature(model, sources / "text.txt", tmp_path / "large")
+    done = subprocess.run([sys.executable, "-c", PEAK, small, large], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    size = (model / "model.safetensors").stat().st_size
+    assert json.loads(done.stdout)["above"] < size / 3
+    assert len(list((tmp_path / "large" / "elastic_initial").glob("*.safetensors"))) > 50
+
+
+def by_curvature(model: Path, data: Path, output: Path) -> str:
+    values: dict[str, Any] = settings(model, data, output)
+    values |= {"probe": {"method": "curvature", "levels": 4}, "layers": {"exclude": ["lm_head"]}}
+    values |= {"decomposition": {"buffer_bytes": 2**22}, "distillation": {"steps": 0}}
+    values |= {"allocation": {"budgets": [0.8, 0.5, 0.3]}, "deployment": {"budgets": []}}
+    values["data"] |= {"calibration": 8, "batch_size": 4}
+    (path := output.with_suffix(".yaml")).write_text(yaml.safe_dump(values))
+    return str(path)
+
+
+def write_llama(place: Path, tokenizer: Path) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 40, "vocab_size": 64}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
+    LlamaForCausalLM(config).save_pretrained(place)
+    for file in tokenizer.glob("tok*"):
+        (place / file.name).write_bytes(file.read_bytes())
+    return place

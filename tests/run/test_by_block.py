@@ -63,7 +63,8 @@ def test_a_model_in_bfloat16_is_decomposed_in_float32(sources: Path, tmp_path: P
     for file in (sources / "language").glob("tok*"):
         (tmp_path / "half" / file.name).write_bytes(file.read_bytes())
     values = settings(tmp_path / "half", sources / "text.txt", tmp_path / "run")
-    outcome = run_stages(parse_config(values), "decompose")
+    outcome = run_stages(parse_config(values), "distill")
+    assert outcome.workspace.base.dtype is torch.bfloat16  # the teacher stays as its files are
     whole = load_model(tmp_path / "half", "language")
     layers = select_layers(whole)
     decompose_(whole, collect_moments(whole, outcome.workspace.samples.calibration, layers))
@@ -71,6 +72,11 @@ def test_a_model_in_bfloat16_is_decomposed_in_float32(sources: Path, tmp_path: P
     assert loaded.dtype is torch.float32
     for key, value in whole.state_dict().items():
         assert torch.equal(loaded.state_dict()[key], value), key
+    trained, _ = load_elastic(tmp_path / "run" / "elastic")
+    assert trained.dtype is torch.float32 and not torch.equal(
+        trained.state_dict()["model.layers.0.mlp.up_proj.u"][:4],
+        loaded.state_dict()["model.layers.0.mlp.up_proj.u"][:4],
+    )
 
 
 #: In a fresh process: the most anonymous memory above what imports took, and the model's bytes.

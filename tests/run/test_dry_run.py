@@ -1,6 +1,7 @@
 """Every figure of a dry run against real models that are decomposed, run, trained and deployed."""
 
 import functools
+import json
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -135,6 +136,22 @@ def test_memory_is_what_real_training_holds(tmp_path: Path) -> None:
     kept = [LogitObjective().target(call_model(model, batch_of(tiny.llama_tied, rows)), {}) for rows in (3, 2)]
     assert memory["probe"]["targets"] == bytes_of(kept)
     assert all(parts["all"] == sum(parts.values()) - parts["all"] for parts in memory.values())
+
+
+def test_the_teacher_keeps_the_dtype_of_its_files(tmp_path: Path) -> None:
+    """In bfloat16 it takes half as much, and so do its outputs; the elastic model stays in float32."""
+    single, config = dry_run(config_of(tiny.llama_tied, tmp_path))["memory"], config_of(tiny.llama_tied, tmp_path)
+    path = Path(config.architecture or "")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": "bfloat16"}))
+    half = dry_run(config)["memory"]
+    model = real(tiny.llama_tied)
+    rest = bytes_of(model.buffers())
+    for stage in ("probe", "consolidation"):
+        assert half[stage]["teacher"] - rest == (single[stage]["teacher"] - rest) / 2 > 0
+        assert half[stage]["student"] == single[stage]["student"]
+    assert half["probe"]["targets"] == single["probe"]["targets"] / 2
+    assert half["probe"]["outputs"] == single["probe"]["outputs"] * 3 / 4
+    assert half["decomposition"] == single["decomposition"]
 
 
 def uniform(student: Any, budget: float, slack_share: float = SLACK_SHARE) -> tuple[dict[str, int], dict[str, int]]:

@@ -34,6 +34,12 @@ def meta_model(
         return build(config, dtype=dtype).eval()
 
 
+def file_dtype(name: str | Path, architecture: str | Path | None = None) -> torch.dtype:
+    """The dtype that the model's config says its files have; float32 where it says none. Errors as `meta_model`."""
+    dtype = _config_of(name, architecture).dtype
+    return dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype or "float32")
+
+
 def meta_sample(model: Any, task: Task, length: int) -> dict[str, torch.Tensor]:
     """One sample on the meta device: `length` tokens, or an image of the size in the model's config."""
     if task != "classification":

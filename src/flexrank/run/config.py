@@ -147,7 +147,8 @@ class RunConfig(Section):
     model: Annotated[str, Field(min_length=1)]  # a directory, a name on the hub, or `package:PACKAGE/PATH`
     # A transformers config.json that a dry run reads in place of the model's own, so that it downloads nothing.
     architecture: Annotated[str, Field(min_length=1)] | None = None
-    dtype: Dtype = "float32"  # of the weights and the computation; what is consolidated must be float32
+    # Of the elastic weights, which must be float32 to be consolidated; the base model keeps its files' dtype.
+    dtype: Dtype = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: Annotated[int, Field(ge=0)] = 0
     output: str = "runs/{name}"  # the run directory, relative to the current one

@@ -39,9 +39,8 @@ class Workspace:
 
     @functools.cached_property
     def base(self) -> Any:
-        """The original model, in eval mode: the teacher."""
-        dtype = getattr(torch, self.config.dtype)
-        return models.load_model(self.config.model, self.config.task, dtype=dtype).to(self.device)
+        """The original model, in eval mode and in its files' dtype: the teacher."""
+        return self.own_base().to(self.device)
 
     @functools.cached_property
     def tokenizer(self) -> Any:

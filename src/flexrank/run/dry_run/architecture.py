@@ -40,6 +40,7 @@ class Architecture:
     tokens: int  # of one sample; of an image, the most rows that a linear layer reads
     outputs: int  # numbers in the model's output for one sample
     targets: int  # numbers that the probe keeps of the teacher's output for one sample
+    file_dtype: torch.dtype  # which the base model keeps as a teacher
 
     @functools.cached_property
     def matrices(self) -> dict[str, Shape]:
@@ -99,6 +100,7 @@ def build_architecture(config: RunConfig) -> Architecture:
         tokens=max(linear, default=1) if config.task == "classification" else config.data.max_tokens,
         outputs=output_tensor(output).numel(),
         targets=objective.target(output, {}).numel(),
+        file_dtype=meta.file_dtype(config.model, config.architecture),
     )
 
 

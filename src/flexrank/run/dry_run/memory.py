@@ -1,5 +1,6 @@
 """Bytes that each stage holds in memory, without activations and workspaces."""
 
+import torch
 from torch import nn
 
 from flexrank.calibrate import block_stack
@@ -25,21 +26,22 @@ def count_memory(architecture: Architecture, config: RunConfig) -> dict[str, dic
     keeps. `outputs` are those of one batch: twice to probe, with the teacher's; three times in training, with the
     loss's gradient too.
     """
-    teacher, student = tensor_bytes(architecture.teacher), tensor_bytes(architecture.student)
+    teacher = tensor_bytes(architecture.teacher, architecture.file_dtype)
+    student = tensor_bytes(architecture.student)
     moments = max(moment_bytes(architecture, config.decomposition.method).values())
     at_once, factors = weights_at_once(architecture), max(map(factor_bytes, architecture.shapes.values()))
     size, own = architecture.teacher.dtype.itemsize, vector_bytes(architecture, config)
     trained = sum(p.numel() * p.element_size() for p in architecture.student.parameters() if p.requires_grad) + own
-    output = config.data.batch_size * architecture.outputs * size
+    of_teacher, output = architecture.file_dtype.itemsize, config.data.batch_size * architecture.outputs
     in_training = architecture.outputs * (2 if config.distillation.autocast == "bfloat16" else size)
     both, whole = {"teacher": teacher, "student": student}, {"teacher": teacher, "student": student + own}
     matrices = min(MATRIX_BYTES, size * architecture.dense_parameters)
-    targets = config.data.probe * architecture.targets * size
+    targets = config.data.probe * architecture.targets * of_teacher
     training = {"gradients": trained, "optimizer": 2 * trained}
     stages = {
         "calibration": {"student": at_once, "moments": moments},
         "decomposition": {"student": at_once, "moments": moments, "factors": factors},
-        "probe": {**both, "matrices": matrices, "targets": targets, "outputs": 2 * output},
+        "probe": {**both, "matrices": matrices, "targets": targets, "outputs": output * (size + of_teacher)},
         "consolidation": {**whole, **training, "outputs": 3 * config.distillation.batch_size * in_training},
     }
     return {stage: parts | {"all": sum(parts.values())} for stage, parts in stages.items()}
@@ -93,7 +95,7 @@ def layers_by_output(architecture: Architecture, method: str) -> set[str]:
     return names
 
 
-def tensor_bytes(model: nn.Module) -> int:
-    """Bytes of parameters and buffers, tied ones once."""
-    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+def tensor_bytes(model: nn.Module, dtype: torch.dtype | None = None) -> int:
+    """Bytes of parameters and buffers, tied ones once; with `dtype` as if parameters had it."""
+    parameters = sum(p.numel() * (dtype or p.dtype).itemsize for p in model.parameters())
+    return parameters + sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())

@@ -11,6 +11,7 @@ from .calibrate import collect_rows as collect_rows
 from .calibrate import load_moments as load_moments
 from .calibrate import save_moments as save_moments
 from .decompose import decompose_ as decompose_
+from .decompose import decompose_to_disk as decompose_to_disk
 from .deployment import deploy as deploy
 from .deployment import entry_within_latency as entry_within_latency
 from .deployment import export as export

@@ -335,3 +335,11 @@ def test_a_smaller_artefact_leaves_no_file_of_a_larger_one(tmp_path):
     assert len(list((tmp_path / "two").glob("*.safetensors"))) > 1
     save_elastic(model, chain, tmp_path / "two", factory=tiny.perceptron)
     assert [path.name for path in (tmp_path / "two").glob("*.safetensors")] == ["elastic.safetensors"]
+
+
+def test_an_artefact_of_a_version_without_shards_is_read(saved):
+    directory, model, _ = saved
+    document = files.read_document(directory / "elastic.json", "elastic", ())
+    assert document.pop("shards") == {"elastic.safetensors": list(document["tensors"])}
+    files.write_document(directory / "elastic.json", "elastic", document)
+    assert same_state(load_elastic(directory)[0], model)

@@ -33,9 +33,7 @@ ELASTIC_DOCUMENT = "elastic.json"
 #: Bytes of one file of tensors, about: the most that a writer holds.
 SHARD_BYTES = 2**28
 ELASTIC_KIND = "elastic"
-ELASTIC_KEYS = (
-    "library", "class", "layers", "chain", "aliases", "factory", "parameters", "tensors", "shards", "files",
-)  # fmt: skip
+ELASTIC_KEYS = ("library", "class", "layers", "chain", "aliases", "factory", "parameters", "tensors", "files")
 
 
 def save_elastic(
@@ -206,7 +204,10 @@ def _read_elastic(directory: Path) -> dict[str, Any]:
     path = directory / ELASTIC_DOCUMENT
     if not path.is_file():
         raise FlexrankError(f"{directory}: holds no elastic model ({ELASTIC_DOCUMENT} is missing)")
-    return files.read_document(path, ELASTIC_KIND, ELASTIC_KEYS)
+    document = files.read_document(path, ELASTIC_KIND, ELASTIC_KEYS)
+    # Versions before wrote one file, and did not say so.
+    document.setdefault("shards", {f"{ELASTIC_STATE}.safetensors": list(document["tensors"])})
+    return document
 
 
 def _trained_part(chain: ProfileChain, layers: Mapping[str, NestedLayer]) -> ProfileChain:

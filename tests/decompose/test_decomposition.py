@@ -132,3 +132,15 @@ def test_a_decomposition_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(FlexrankError, match="layer 'model.layers.1.mlp.up_proj': the weight holds values"):
         decompose_to_disk(model, [batch], list(select_layers(model)), tmp_path / "one")
     assert not any(tmp_path.iterdir())
+
+
+def test_a_layer_of_two_names_is_written_once(tmp_path: Path) -> None:
+    model, batch = build("tied_blocks"), batch_for("tied_blocks")
+    whole = copy.deepcopy(model)
+    layers = select_layers(model)
+    decompose_(whole, collect_moments(whole, [batch], {name: whole.get_submodule(name) for name in layers}))
+    decompose_to_disk(model, [batch], list(layers), tmp_path / "one")
+    loaded, _ = load_elastic(tmp_path / "one", model=build("tied_blocks"))
+    assert loaded.again is loaded.shared
+    for key, value in whole.state_dict().items():
+        assert torch.equal(loaded.state_dict()[key], value), key

@@ -124,7 +124,7 @@ def test_changed_code_runs_its_stages_and_those_below(copied: Path, monkeypatch:
     digest = directory.code_digest
     config, source = load_config(copied), "model"
     before = fingerprints(config, source)
-    for room, first in {"run/samples": "decompose", "run/stages": "decompose", "run/candidates": "allocate",
+    for room, first in {"run/samples": "decompose", "run/stages": "decompose", "run/candidates": "probe",
                         "artefacts": "decompose", "run/training": "distill", "run/sizes": "slack"}.items():  # fmt: skip
         with monkeypatch.context() as patch:
             patch.setattr(directory, "code_digest", lambda one, room=room: digest(one) + "changed" * (one == room))

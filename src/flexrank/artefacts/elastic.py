@@ -86,6 +86,9 @@ class ElasticWriter:
         assert isinstance(layer, NestedLayer)
         for key, tensor in layer.state_dict().items():
             self._add(f"{name}.{key}", tensor, [len(layer.u)] if key in ("u", "v") else None)
+        modules = self._model.named_modules(remove_duplicate=False)
+        others = [other for other, module in modules if module is layer and other != name]
+        self._aliases |= {f"{other}.{key}": f"{name}.{key}" for other in others for key in layer.state_dict()}
         layer.to("meta")
 
     def finish(self, chain: ProfileChain, factory: Factory | None = None) -> None:
@@ -97,6 +100,7 @@ class ElasticWriter:
         kept = {
             name: _components(one, [entry.profile[name] for entry in chain.entries]) for name, one in layers.items()
         }
+        self._aliases = {alias: name for alias, name in self._aliases.items() if alias in model.state_dict()}
         self._add_rest(chain, kept)
         specs = {name: layer_spec(layer) | {"rank": kept[name]} for name, layer in layers.items()}
         maker = None if factory is None else factory_name(factory)

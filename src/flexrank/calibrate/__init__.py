@@ -90,7 +90,7 @@ def moments_by_block(
         side: with `gradient_loss` as for `collect_moments`.
         placement: where blocks compute, and in which dtype; by default where and as they are.
     """
-    names, placement = list(layers), placement or Placement(model)
+    names, batches, placement = list(layers), list(batches), placement or Placement(model)
     first_of(iter(batches))
     stack = block_stack(model, names)
     with States(state_bytes) as states:

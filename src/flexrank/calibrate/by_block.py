@@ -39,10 +39,13 @@ class ByBlock:
 
     def obstacle(self) -> str | None:
         """Why blocks cannot run alone; None where they can."""
-        with self._around(), contextlib.ExitStack() as exits, self._computing(), torch.no_grad():
+        if any(name in self.names for name, _ in self.stack):
+            return "a block is a layer itself"
+        first = to_device(self.batches[0], self.placement.device)
+        with self._around(), contextlib.ExitStack() as exits, self._computing():
             for _, block in self.stack[:1]:
                 exits.enter_context(self.placement.held(block))
-            return self._stream.obstacle(to_device(self.batches[0], self.placement.device))
+            return self._stream.obstacle(first, self.loss is not None and bool(self._outside))
 
     def moments(self) -> Iterator[Moments]:
         """The moments of each block's layers, the last block first where there is a loss; last, those of the others."""
@@ -76,7 +79,9 @@ class ByBlock:
         for index, (_, block) in enumerate(self.stack):
             with self.placement.held(block), self._computing(), torch.no_grad():
                 for number, batch in self._numbered():
-                    self.states[index + 1, number] = self._stream.through(index, batch, self._state(index, number))
+                    self.states[index + 1, number] = self._stream.through(
+                        index, batch, self._state(index, number).clone()
+                    )
         with self._computing():
             for number, batch in self._numbered():
                 end = self._state(len(self.stack), number).requires_grad_()
@@ -105,7 +110,7 @@ class ByBlock:
         """What block `index` returns and reads, or the model's output."""
         if index is not None:
             hidden = self._state(index if self.loss else 0, number).requires_grad_(self.loss is not None)
-            return self._stream.through(index, batch, hidden), hidden
+            return self._stream.through(index, batch, hidden.clone()), hidden  # a block may change its input in place
         if self.loss is None:
             return (self._stream.around(batch, functools.partial(_instead, self._state(0, number))),)
         end, gradient = self._state(len(self.stack), number), self._state("g", number)
@@ -140,7 +145,7 @@ class ByBlock:
 
 def _instead(end: Tensor, _: Tensor) -> Tensor:
     """h_L in place of what the stack would compute."""
-    return end
+    return end.clone()
 
 
 class _Through(torch.autograd.Function):

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flexrank.calibrate.hooks import replaced_forwards
-from flexrank.data.batches import Batch, call_model, model_device
+from flexrank.data.batches import Batch, call_model, model_device, output_tensor
 from flexrank.errors import FlexrankError
 
 #: Bytes of hidden states that are kept in memory; those beyond go to a temporary file.
@@ -37,26 +36,29 @@ class Placement:
         left = {inner for one in without for inner in one.modules()}
         moved: list[tuple[dict[str, Any], str, Tensor]] = []
         new: dict[int, Tensor] = {}  # by identity, so that what is tied stays tied
-        for owner in [one for one in module.modules() if one not in left]:
-            places: list[dict[str, Any]] = [owner._parameters, owner._buffers]
-            for place in places:
-                for name, tensor in place.items():
-                    if tensor is not None and not self._is_here(tensor):
-                        moved.append((place, name, tensor))
-                        place[name] = new.setdefault(id(tensor), self._moved(tensor))
-        del new
         try:
+            for owner in [one for one in module.modules() if one not in left]:
+                places: list[dict[str, Any]] = [owner._parameters, owner._buffers]
+                for place in places:
+                    for name, tensor in place.items():
+                        # Buffers that no file holds, such as rotary frequencies, keep the precision that they need.
+                        dtype = None if name in owner._non_persistent_buffers_set else self._dtype
+                        if tensor is not None and not self._is_here(tensor, dtype):
+                            if id(tensor) not in new:
+                                new[id(tensor)] = self._moved(tensor, dtype)
+                            moved.append((place, name, tensor))
+                            place[name] = new[id(tensor)]
+            new.clear()
             yield
         finally:
             for place, name, tensor in moved:
                 place[name] = tensor
 
-    def _is_here(self, tensor: Tensor) -> bool:
-        has_dtype = not tensor.is_floating_point() or self._dtype in (None, tensor.dtype)
-        return tensor.device == self.device and has_dtype
+    def _is_here(self, tensor: Tensor, dtype: torch.dtype | None) -> bool:
+        return tensor.device == self.device and (not tensor.is_floating_point() or dtype in (None, tensor.dtype))
 
-    def _moved(self, tensor: Tensor) -> Tensor:
-        value = tensor.detach().to(self.device, self._dtype if tensor.is_floating_point() else None)
+    def _moved(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+        value = tensor.detach().to(self.device, dtype if tensor.is_floating_point() else None)
         return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 
@@ -77,10 +79,9 @@ class States(contextlib.ExitStack):
             self._room -= tensor.nbytes - (self._kept[key].nbytes if key in self._kept else 0)
             self._kept[key] = tensor
             return
-        if place is None:
+        if place is None or place[1:] != (tensor.shape, tensor.dtype):
             place = self._end, tensor.shape, tensor.dtype
             self._end += tensor.nbytes
-        assert place[1:] == (tensor.shape, tensor.dtype)  # a block's output is like its input, or another key's
         self._places[key] = place
         self._open.seek(place[0])
         self._open.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
@@ -145,23 +146,50 @@ class Stream:
 
         return self._run(batch, dict.fromkeys(self._blocks[:-1], self._pass) | {last: finish})
 
-    def obstacle(self, batch: Batch) -> str | None:
-        """Why blocks cannot run one at a time, None where they can; the first block's weights have to be in memory."""
+    def obstacle(self, batch: Batch, with_gradients: bool = False) -> str | None:
+        """Why blocks cannot run one at a time, None where they can; the first block's weights have to be in memory.
+
+        With gradients nothing but hidden states may bring them back from the blocks.
+        """
         if len(self._blocks) < 2:
             return "it has no stack of blocks"
-        output = self._first_output(batch)
+        if reason := self._shared():
+            return reason
+        with torch.no_grad():
+            output = self._first_output(batch)
         rest = output[1:] if isinstance(output, tuple) else ()
         if not isinstance(_hidden(output), Tensor) or any(isinstance(part, Tensor) for part in rest):
             return "its blocks return more than hidden states"
         self._rest = rest if isinstance(output, tuple) else None
-        runs = [self._calls(batch, scale) for scale in (1.0, 0.5)]
-        if any([index for index, *_ in calls] != list(range(len(self._blocks))) for calls in runs):
+        with torch.set_grad_enabled(with_gradients):
+            (first, one), (second, other) = (self._calls(batch, scale) for scale in (1.0, 0.5))
+        if any([call[0] for call in calls] != list(range(len(self._blocks))) for calls in (first, second)):
             return "its blocks do not run once and in order"
-        if any(read is not given for (*_, given), (_, read, *_) in itertools.pairwise(runs[0])):
+        if not all(is_linked for _, is_linked, _ in first):
             return "something runs between its blocks"
-        if any(not _same(one[2], other[2]) for one, other in zip(*runs, strict=True)):
+        if any(not _same(call[2], again[2]) for call, again in zip(first, second, strict=True)):
             return "its blocks read more of the blocks before than hidden states"
+        if with_gradients and any(_requires_gradient(call[2]) for call in first):
+            return "its blocks read more than hidden states that depends on weights"
+        if one is None or other is None or not _same(one, other):
+            return "what follows its blocks reads more than the last one returns"
         return None
+
+    def _shared(self) -> str | None:
+        modules = [set(block.modules()) for block in self._blocks]
+        inside = set().union(*modules)
+        own = {child for block in self._blocks for child in block.modules()}
+        outside = {
+            child
+            for module in self.model.modules()
+            if module not in inside
+            for child in module.children()
+            if child in own and child not in self._blocks
+        }
+        if outside or len(inside) < sum(map(len, modules)):
+            return "its blocks share modules"
+        config = getattr(self.model, "config", None)
+        return "its blocks share keys and values" if getattr(config, "num_kv_shared_layers", 0) else None
 
     def _first_output(self, batch: Batch) -> Any:
         """What the first block returns; None where it does not run."""
@@ -174,19 +202,26 @@ class Stream:
         self._run(batch, {self._blocks[0]: see})
         return outputs[0] if outputs else None
 
-    def _calls(self, batch: Batch, scale: float) -> list[tuple[int, Any, Any, Any]]:
-        """Of a forward whose blocks only scale: each call's block, what it reads first, all else, what it returns."""
-        calls: list[tuple[int, Any, Any, Any]] = []
+    def _calls(self, batch: Batch, scale: float) -> tuple[list[tuple[int, bool, Any]], Tensor | None]:
+        """A forward whose blocks only scale, and whose last one returns ones: its calls, and its output, if any.
+
+        Of each call the block, whether its hidden states are what the block before returned, and all else it reads.
+        """
+        calls: list[tuple[int, bool, Any]] = []
+        returned: list[Tensor] = []  # the last one alone: all of them would take more memory than a block
 
         def note(index: int, *args: Any, **kwargs: Any) -> Any:
             hidden, others = _split(args, kwargs)
-            calls.append((index, hidden, others, hidden * scale))
-            return self._returned(calls[-1][-1])
+            calls.append((index, not returned or hidden is returned[0], others))
+            is_last = index == len(self._blocks) - 1
+            returned[:] = [torch.ones_like(hidden) if is_last else hidden.detach() * scale]
+            return self._returned(returned[0])
 
-        # What follows the blocks may not take hidden states that passed them unchanged; all blocks are seen by then.
-        with contextlib.suppress(RuntimeError, ValueError):
-            self._run(batch, {block: functools.partial(note, index) for index, block in enumerate(self._blocks)})
-        return calls
+        forwards = {block: functools.partial(note, index) for index, block in enumerate(self._blocks)}
+        # Hidden states that passed their blocks unchanged may not fit what follows: whatever fails says so.
+        with contextlib.suppress(Exception):
+            return calls, output_tensor(self._run(batch, forwards)).detach()
+        return calls, None
 
     def _run(self, batch: Batch, forwards: Mapping[nn.Module, Callable[..., Any]]) -> Any:
         with replaced_forwards(forwards), contextlib.suppress(_Returned):
@@ -226,6 +261,14 @@ def _split(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
 def _call(own: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden: Tensor) -> Any:
     """The call of a block with other hidden states."""
     return own(hidden, *args[1:], **kwargs) if args else own(**{**kwargs, next(iter(kwargs)): hidden})
+
+
+def _requires_gradient(value: Any) -> bool:
+    """Whether a tensor among these arguments has a gradient to bring back."""
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return any(map(_requires_gradient, parts))
 
 
 def _same(one: Any, other: Any) -> bool:

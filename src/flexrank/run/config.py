@@ -219,6 +219,8 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
         raise FlexrankError(f"{file}: holds {_shown(value)}; a config is a mapping of keys such as name, task, model")
     if path.is_dir():
         value["output"] = str(path)
+        if isinstance(value.get("decomposition"), dict):
+            value["decomposition"].pop("by_block", None)  # a key of versions before; now it is always so
     return parse_config(value, str(file), overrides)
 
 

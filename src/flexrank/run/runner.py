@@ -45,12 +45,12 @@ _HELD_OUT = ("data.evaluation", "data.half")
 _DATA = ("data.source", "data.path", "data.separator", "data.max_tokens", "data.batch_size", "data.calibration")
 STAGES = (
     Stage(
-        "decompose", stages.decompose, ("artefacts", "calibrate", "decompose", "probe/curvature"),
-        ("model", "task", "dtype", "seed", *_DATA, "layers", "decomposition", "probe.method"), (),
+        "decompose", stages.decompose, ("artefacts", "calibrate", "decompose", "probe/curvature", "distill/objectives"),
+        ("model", "task", "dtype", "seed", *_DATA, "layers", "decomposition.method", "probe.method"), (),
         ("elastic_initial", stages.CURVATURE),
     ),
     Stage(
-        "probe", stages.probe, ("probe", "distill"),
+        "probe", stages.probe, ("probe", "distill", "run/candidates"),
         ("data.probe", "probe", "distillation.temperature"), ("decompose",), ("sensitivity.json",),
     ),
     Stage("allocate", stages.allocate, ("allocate", "run/candidates"), ("allocation",), ("probe",), ("chain.json",)),

@@ -39,8 +39,11 @@ class Workspace:
 
     @functools.cached_property
     def base(self) -> Any:
-        """The original model, in eval mode and in its files' dtype: the teacher."""
-        return self.own_base().to(self.device)
+        """The original model in eval mode: the teacher. It keeps its files' dtype; what reads images has theirs."""
+        model = self.own_base()
+        return model.to(
+            self.device, getattr(torch, self.config.dtype) if self.config.task == "classification" else None
+        )
 
     @functools.cached_property
     def tokenizer(self) -> Any:

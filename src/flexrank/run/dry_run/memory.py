@@ -29,7 +29,8 @@ def count_memory(architecture: Architecture, config: RunConfig) -> dict[str, dic
     teacher = tensor_bytes(architecture.teacher, architecture.file_dtype)
     student = tensor_bytes(architecture.student)
     moments = max(moment_bytes(architecture, config.decomposition.method).values())
-    at_once, factors = weights_at_once(architecture), max(map(factor_bytes, architecture.shapes.values()))
+    at_once, method = weights_at_once(architecture), config.decomposition.method
+    factors = max(factor_bytes(shape, method) for shape in architecture.shapes.values())
     size, own = architecture.teacher.dtype.itemsize, vector_bytes(architecture, config)
     trained = sum(p.numel() * p.element_size() for p in architecture.student.parameters() if p.requires_grad) + own
     of_teacher, output = architecture.file_dtype.itemsize, config.data.batch_size * architecture.outputs
@@ -53,10 +54,15 @@ def weights_at_once(architecture: Architecture) -> int:
     return tensor_bytes(architecture.teacher) - sum(blocks) + max(blocks, default=0)
 
 
-def factor_bytes(shape: Shape) -> int:
-    """Bytes that DataSVD of a layer takes at most, in float64: W, W Σ, Σ, W Σ Wᵀ, eigenvectors twice, U and V."""
+def factor_bytes(shape: Shape, method: str) -> int:
+    """Bytes that decomposing a layer takes at most, all in float64.
+
+    DataSVD holds W, its vectors, and U twice, of m·n each, and six matrices of k². Roots of Σ (`paper`) or of the
+    gradients' moment (`fisher`) take four matrices of their width, eigenvectors and LAPACK's workspace among them.
+    """
     (m, n), k = shape, min(shape)
-    return 8 * (2 * m * n + n * n + 3 * k * k + 2 * k * (m + n))
+    roots = {"paper": 4 * n * n + m * n, "fisher": 4 * m * m + 3 * m * n}.get(method, 0)
+    return 8 * max(4 * m * n + 6 * k * k, roots)
 
 
 def vector_bytes(architecture: Architecture, config: RunConfig) -> int:

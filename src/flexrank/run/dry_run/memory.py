@@ -57,12 +57,12 @@ def weights_at_once(architecture: Architecture) -> int:
 def factor_bytes(shape: Shape, method: str) -> int:
     """Bytes that decomposing a layer takes at most, all in float64.
 
-    DataSVD holds W, its vectors, and U twice, of m·n each, and six matrices of k². Roots of Σ (`paper`) or of the
+    DataSVD holds W, its vectors, and U twice, of m·n each, and seven matrices of k². Roots of Σ (`paper`) or of the
     gradients' moment (`fisher`) take four matrices of their width, eigenvectors and LAPACK's workspace among them.
     """
     (m, n), k = shape, min(shape)
     roots = {"paper": 4 * n * n + m * n, "fisher": 4 * m * m + 3 * m * n}.get(method, 0)
-    return 8 * max(4 * m * n + 6 * k * k, roots)
+    return 8 * max(4 * m * n + 7 * k * k, roots)
 
 
 def vector_bytes(architecture: Architecture, config: RunConfig) -> int:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flexrank.artefacts.elastic import ELASTIC_DOCUMENT, SHARD_BYTES, ElasticWriter
+from flexrank.artefacts.elastic import MARKERS, SHARD_BYTES, ElasticWriter
 from flexrank.calibrate import STATE_BYTES, GradientLoss, LayerMoment, Placement, Side, moments_by_block
 from flexrank.data.batches import Batch
 from flexrank.errors import FlexrankError
@@ -16,7 +16,7 @@ from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.linalg import Factors, data_svd, plain_svd, whitened_svd
 from flexrank.nn.matrix import weight_matrix
 from flexrank.nn.select import nest_
-from flexrank.nn.switch import footprint, full_profile, layer_shapes, nested_layers
+from flexrank.nn.switch import footprint, full_profile, layer_shapes
 from flexrank.profiles import ChainEntry, ProfileChain, RankProfile
 from flexrank.profiles.costs import dense_parameters
 from flexrank.progress import track
@@ -43,7 +43,7 @@ def decompose_(
     """
     _require_known(method)
     return {
-        name: _decompose_layer_(model, name, moments[name] if isinstance(moments, Mapping) else None, method)
+        name: _decompose_layer_(model, name, moments[name] if isinstance(moments, Mapping) else None, method)[1]
         for name in track(list(moments), "decomposing")
     }
 
@@ -81,18 +81,18 @@ def decompose_to_disk(
     """
     _require_known(method)
     placement = Placement(model, device, dtype)
-    with directory_aside(directory, ELASTIC_DOCUMENT) as aside:
+    with directory_aside(directory, *MARKERS) as aside:
         writer = ElasticWriter(model, aside, tokenizer, dtype, shard_bytes)
         for moments in moments_by_block(
             model, batches, layers, side="input" if method == "paper" else side, gradient_loss=gradient_loss,
             placement=placement, state_bytes=state_bytes,
         ):  # fmt: skip
             for name, moment in moments.items():
-                _decompose_layer_(model, name, moment, method)
+                layer = _decompose_layer_(model, name, moment, method)[0]
                 if see is not None:
-                    see(name, nested_layers(model)[name], moment)
+                    see(name, layer, moment)
                 writer.put(name)
-            del moments, moment  # before those of the next block are allocated
+            del moments, moment, layer  # before those of the next block are allocated
         writer.finish(_full_chain(model, dtype))
 
 
@@ -104,15 +104,16 @@ def _full_chain(model: nn.Module, dtype: torch.dtype | None) -> ProfileChain:
 
 
 @torch.no_grad()
-def _decompose_layer_(model: nn.Module, name: str, moment: LayerMoment | None, method: Method) -> Tensor:
-    """Replaces one layer; returns the energies of its components."""
+def _decompose_layer_(
+    model: nn.Module, name: str, moment: LayerMoment | None, method: Method
+) -> tuple[NestedLayer, Tensor]:
+    """Replaces one layer; returns its elastic form, and the energies of its components."""
     weight = weight_matrix(model.get_submodule(name)).detach()
     try:
         factors = _decompose(weight, moment, method)
     except FlexrankError as error:
         raise FlexrankError(f"layer {name!r}: {error}") from error
-    nest_(model, name, factors)
-    return factors.energies
+    return nest_(model, name, factors), factors.energies
 
 
 def _require_known(method: str) -> None:

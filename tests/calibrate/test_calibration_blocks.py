@@ -3,13 +3,13 @@
 import copy
 import functools
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from flexrank import calibrate as calibration
-from flexrank.calibrate import Moments, Placement, collect_moments, moments_by_block
+from flexrank.calibrate import Moments, Placement, by_block, collect_moments, moments_by_block
 from flexrank.calibrate.stream import States
 from flexrank.distill.objectives import FeatureObjective
 from flexrank.nn.linalg import plain_svd
@@ -66,17 +66,18 @@ def test_each_block_is_a_part_and_runs_once_for_each_batch() -> None:
 def test_a_part_is_let_go_before_the_next_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = build("llama_untied"), batch_for("llama_untied")
     alive: list[weakref.ref[torch.Tensor]] = []
-    own = calibration.Collector
+    own, calls = by_block.Collector, list[int]()
 
-    def allocate(*args: object) -> object:
+    def allocate(*args: Any) -> Any:
         assert all(moment() is None for moment in alive)
+        calls.append(len(alive))
         return own(*args)
 
-    monkeypatch.setattr(calibration, "Collector", allocate)
+    monkeypatch.setattr(by_block, "Collector", allocate)
     for part in moments_by_block(model, [batch], list(select_layers(model))):
         alive += [weakref.ref(layer.moment) for layer in part.values()]
         del part
-    assert len(alive) == 15
+    assert calls == [0, 7, 14] and len(alive) == 15
 
 
 class Looped(nn.Module):

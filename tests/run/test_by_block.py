@@ -23,16 +23,7 @@ from flexrank.run import run_stages
 from flexrank.run.config import load_config, parse_config
 from flexrank.run.dry_run import dry_run
 from flexrank.run.stages import loss_rows
-from tiny_runs import TEXT, settings, write_model
-
-
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("sources")
-    (place / "text.txt").write_text(TEXT)
-    for task in ("language", "embedding"):
-        write_model(place / task, task)
-    return place
+from tiny_runs import settings
 
 
 @pytest.mark.parametrize("task", ["language", "embedding"])

@@ -94,17 +94,19 @@ def test_what_stays_dense_has_its_reason_and_counts_once(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("build", tiny.TRANSFORMERS.values())
-@pytest.mark.parametrize("method", ["datasvd", "paper", "fisher"])
+@pytest.mark.parametrize("method", ["datasvd", "paper", "fisher", "curvature"])
 def test_moments_take_the_bytes_that_calibration_allocates(build: Build, method: str, tmp_path: Path) -> None:
-    architecture = build_architecture(config_of(build, tmp_path, decomposition={"method": method}))
+    keys = {"probe": {"method": method}} if method == "curvature" else {"decomposition": {"method": method}}
+    config = config_of(build, tmp_path, **keys)
+    architecture = build_architecture(config)
     model = real(build)
     objective = EmbeddingObjective() if build is tiny.bert else default_objective(call_model(model, batch_of(build)))
-    loss = objective.fisher_loss if method == "fisher" else None
-    side: Any = "input" if method == "paper" else "smaller"
+    loss = objective.fisher_loss if method in ("fisher", "curvature") else None
+    side: Any = "input" if method in ("paper", "curvature") else "smaller"
     moments = collect_moments(model, [batch_of(build)], select_layers(model), side=side, gradient_loss=loss)
     tensors = [entry.moment for entry in moments.values()]
     tensors += [entry.gradient_moment for entry in moments.values() if entry.gradient_moment is not None]
-    assert sum(moment_bytes(architecture, method).values()) == bytes_of(tensors)
+    assert sum(moment_bytes(architecture, config).values()) == bytes_of(tensors)
     groups = find_groups(lambda: call_model(model, batch_of(build)), select_layers(model))
     assert sorted(architecture.groups) == sorted(map(tuple, groups))
 
@@ -152,6 +154,11 @@ def test_the_teacher_keeps_the_dtype_of_its_files(tmp_path: Path) -> None:
     assert half["probe"]["targets"] == single["probe"]["targets"] / 2
     assert half["probe"]["outputs"] == single["probe"]["outputs"] * 3 / 4
     assert half["decomposition"] == single["decomposition"]
+
+
+def test_curvature_takes_no_probe(tmp_path: Path) -> None:
+    result = dry_run(config_of(tiny.llama_tied, tmp_path, probe={"method": "curvature"}))
+    assert result["memory"]["probe"]["all"] == result["operations"]["probe"] == result["probe"]["evaluations"] == 0
 
 
 def uniform(student: Any, budget: float, slack_share: float = SLACK_SHARE) -> tuple[dict[str, int], dict[str, int]]:
@@ -289,6 +296,8 @@ def test_calibration_takes_the_operations_that_torch_counts(build: Build, method
     side: Any = "input" if method == "paper" else "smaller"
     batches, layers = [batch_of(build)] * 2, select_layers(model)
     counted = flops(lambda: collect_moments(model, batches, layers, side=side, gradient_loss=loss))
+    if loss is not None:  # block by block, backwards, each runs once more
+        counted += flops(lambda: [call_model(model, batch) for batch in batches])
     assert operations.calibration(architecture, config) == counted
 
 

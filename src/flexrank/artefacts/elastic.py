@@ -30,6 +30,8 @@ from flexrank.profiles import ProfileChain
 
 ELASTIC_STATE = "elastic"
 ELASTIC_DOCUMENT = "elastic.json"
+#: A directory with one of these is an artefact, which another may replace.
+MARKERS = ELASTIC_DOCUMENT, f"{ELASTIC_STATE}.safetensors"
 #: Bytes of one file of tensors, about: the most that a writer holds.
 SHARD_BYTES = 2**28
 ELASTIC_KIND = "elastic"
@@ -54,7 +56,7 @@ def save_elastic(
     Raises:
         FlexrankError: the model has no elastic layers, the chain names others, or none of its sizes is a trained one.
     """
-    with files.directory_aside(directory, ELASTIC_DOCUMENT) as aside:
+    with files.directory_aside(directory, *MARKERS) as aside:
         ElasticWriter(model, aside, tokenizer, shard_bytes=shard_bytes).finish(chain, factory)
 
 
@@ -100,7 +102,7 @@ class ElasticWriter:
         kept = {
             name: _components(one, [entry.profile[name] for entry in chain.entries]) for name, one in layers.items()
         }
-        self._aliases = {alias: name for alias, name in self._aliases.items() if alias in model.state_dict()}
+        self._aliases = {alias: self._aliases[alias] for alias in model.state_dict().keys() & self._aliases.keys()}
         self._add_rest(chain, kept)
         specs = {name: layer_spec(layer) | {"rank": kept[name]} for name, layer in layers.items()}
         maker = None if factory is None else factory_name(factory)
@@ -124,7 +126,7 @@ class ElasticWriter:
 
     def _add(self, key: str, tensor: Tensor, ends: list[int] | None = None) -> None:
         """Writes a tensor, a factor with its segments between ranks."""
-        tensor = tensor.to(self._dtype) if self._dtype and tensor.is_floating_point() else tensor
+        tensor = tensor.to("cpu", self._dtype if tensor.is_floating_point() else None)
         self._digests[key] = files.digest_tensor(tensor) if ends is None else _segment_digests(tensor, ends)
         self._shards.add(key, tensor)
 
@@ -210,7 +212,7 @@ def _read_elastic(directory: Path) -> dict[str, Any]:
         raise FlexrankError(f"{directory}: holds no elastic model ({ELASTIC_DOCUMENT} is missing)")
     document = files.read_document(path, ELASTIC_KIND, ELASTIC_KEYS)
     # Versions before wrote one file, and did not say so.
-    document.setdefault("shards", {f"{ELASTIC_STATE}.safetensors": list(document["tensors"])})
+    document.setdefault("shards", {MARKERS[1]: list(document["tensors"])})
     return document
 
 

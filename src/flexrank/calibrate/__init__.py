@@ -81,9 +81,10 @@ def moments_by_block(
     Yields the moments of one block's layers, those of `collect_moments` (layers of two blocks that share an input have
     a moment each); release them before the next. What the caller puts in place of the block's layers does not run. Each
     block runs once, and once more for the first batch; with `gradient_loss` it runs a second time, with its backward,
-    the last block first. Layers outside the stack come last. Between blocks the hidden states of all batches are kept,
-    up to `state_bytes` in memory and the rest in a temporary file. A model whose blocks cannot run alone has one pass
-    for all, and the log says why.
+    the last block first. Layers outside the stack come last; what runs before it, such as an encoder before a decoder's
+    stack, runs for each block again. Between blocks the hidden states of all batches are kept, up to `state_bytes` in
+    memory and the rest in a temporary file. A model whose blocks cannot run alone has one pass for all, and the log
+    says why.
 
     Args:
         layers: names, as `select_layers` has them.

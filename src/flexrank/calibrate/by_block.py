@@ -33,18 +33,17 @@ class ByBlock:
 
     def __post_init__(self) -> None:
         self._stream = Stream(self.model, [block for _, block in self.stack])
-        passes = len(self.stack) * (1 if self.loss is None else 2) + (1 if self.loss is None else 2)
-        passes += bool(self._outside)
+        passes = (len(self.stack) + 1) * (1 if self.loss is None else 2) + bool(self._outside)
         self._progress = iter(track(range(passes * len(self.batches)), "calibrating"))
 
     def obstacle(self) -> str | None:
         """Why blocks cannot run alone; None where they can."""
+        if not self.stack:
+            return "it has no stack of blocks"
         if any(name in self.names for name, _ in self.stack):
             return "a block is a layer itself"
         first = to_device(self.batches[0], self.placement.device)
-        with self._around(), contextlib.ExitStack() as exits, self._computing():
-            for _, block in self.stack[:1]:
-                exits.enter_context(self.placement.held(block))
+        with self._around(), self.placement.held(self.stack[0][1]), self._computing():
             return self._stream.obstacle(first, self.loss is not None and bool(self._outside))
 
     def moments(self) -> Iterator[Moments]:
@@ -79,9 +78,7 @@ class ByBlock:
         for index, (_, block) in enumerate(self.stack):
             with self.placement.held(block), self._computing(), torch.no_grad():
                 for number, batch in self._numbered():
-                    self.states[index + 1, number] = self._stream.through(
-                        index, batch, self._state(index, number).clone()
-                    )
+                    self.states[index + 1, number] = self._stream.through(index, batch, self._state(index, number))
         with self._computing():
             for number, batch in self._numbered():
                 end = self._state(len(self.stack), number).requires_grad_()
@@ -110,7 +107,7 @@ class ByBlock:
         """What block `index` returns and reads, or the model's output."""
         if index is not None:
             hidden = self._state(index if self.loss else 0, number).requires_grad_(self.loss is not None)
-            return self._stream.through(index, batch, hidden.clone()), hidden  # a block may change its input in place
+            return self._stream.through(index, batch, hidden.clone() if self.loss else hidden), hidden
         if self.loss is None:
             return (self._stream.around(batch, functools.partial(_instead, self._state(0, number))),)
         end, gradient = self._state(len(self.stack), number), self._state("g", number)
@@ -128,7 +125,8 @@ class ByBlock:
             collector.add_gradients(seeded_loss(self.loss, output, batch, number))
 
     def _state(self, key: Any, number: int) -> Tensor:
-        return self.states[key, number].to(self.placement.device)
+        """A copy, which a block may change in place."""
+        return self.states[key, number].to(self.placement.device, copy=True)
 
     def _numbered(self) -> Iterator[tuple[int, Batch]]:
         for number, batch in enumerate(self.batches):
@@ -145,7 +143,7 @@ class ByBlock:
 
 def _instead(end: Tensor, _: Tensor) -> Tensor:
     """h_L in place of what the stack would compute."""
-    return end.clone()
+    return end
 
 
 class _Through(torch.autograd.Function):

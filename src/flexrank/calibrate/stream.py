@@ -151,8 +151,6 @@ class Stream:
 
         With gradients nothing but hidden states may bring them back from the blocks.
         """
-        if len(self._blocks) < 2:
-            return "it has no stack of blocks"
         if reason := self._shared():
             return reason
         with torch.no_grad():
@@ -176,17 +174,10 @@ class Stream:
         return None
 
     def _shared(self) -> str | None:
-        modules = [set(block.modules()) for block in self._blocks]
-        inside = set().union(*modules)
-        own = {child for block in self._blocks for child in block.modules()}
-        outside = {
-            child
-            for module in self.model.modules()
-            if module not in inside
-            for child in module.children()
-            if child in own and child not in self._blocks
-        }
-        if outside or len(inside) < sum(map(len, modules)):
+        """What the blocks share with each other, or with the rest of the model, in words; None where nothing."""
+        outside = {module for _, module in self.model.named_modules(memo=set(self._blocks))}  # it stops at blocks
+        parts = [outside, *(set(block.modules()) for block in self._blocks)]
+        if len(set.union(*parts)) < sum(map(len, parts)):
             return "its blocks share modules"
         config = getattr(self.model, "config", None)
         return "its blocks share keys and values" if getattr(config, "num_kv_shared_layers", 0) else None

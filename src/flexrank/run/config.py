@@ -187,6 +187,16 @@ class RunConfig(Section):
             yield f"allocation.min_saving {allocation.min_saving:g} belongs to method 'joint', not to 'paper'"
 
     @property
+    def keeps_input_moments(self) -> bool:
+        """Whether every layer's input has its moment; else outputs have it where that is less work."""
+        return self.decomposition.method == "paper" or self.probe.method == "curvature"
+
+    @property
+    def keeps_gradient_moments(self) -> bool:
+        """Whether the loss's gradients at every layer's output have their moment too."""
+        return self.decomposition.method == "fisher" or self.probe.method == "curvature"
+
+    @property
     def directory(self) -> Path:
         """The run directory."""
         return Path(self.output.replace("{name}", self.name))

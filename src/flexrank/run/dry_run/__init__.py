@@ -52,7 +52,7 @@ def dry_run(config: RunConfig, tflops: float = DEFAULT_TFLOPS) -> dict[str, Any]
         raise FlexrankError(f"--tflops is {tflops:g}; give 10^12 operations per second, a number above 0")
     architecture = build_architecture(config)
     require_reachable_budgets(config, architecture.shapes)
-    moments = moment_bytes(architecture, config.decomposition.method).values()
+    moments = moment_bytes(architecture, config).values()
     per_step = config.distillation.batch_size * config.distillation.accumulation
     return {
         "name": config.name,
@@ -85,7 +85,7 @@ def dry_run(config: RunConfig, tflops: float = DEFAULT_TFLOPS) -> dict[str, Any]
 def _operations(architecture: Architecture, config: RunConfig, tflops: float) -> dict[str, Any]:
     counts = {
         "calibration": operations.calibration(architecture, config),
-        "decomposition": operations.decomposition(architecture, config.decomposition.method),
+        "decomposition": operations.decomposition(architecture, config),
         "probe": operations.probe(architecture, config),
         "consolidation": operations.consolidation(architecture, config),
     }

@@ -21,22 +21,23 @@ from flexrank.run.dry_run.memory import layers_by_output, moment_widths
 def calibration(architecture: Architecture, config: RunConfig) -> int:
     """Forward passes of all samples and once more of the first batch, and 2·T·d² for each moment of width d.
 
-    `fisher` adds a backward pass, 2·T·m·n for each layer after the first group, and the gradients' moments, 2·T·m².
+    Gradients add a forward, a backward pass, 2·T·m·n for each layer after the first group, and their moments, 2·T·m².
     """
-    samples, method, calls = config.data.calibration, config.decomposition.method, architecture.calls
-    widths = moment_widths(architecture, method)
+    samples, calls = config.data.calibration, architecture.calls
+    widths = moment_widths(architecture, config)
     products = sum(2 * call.rows * width**2 for name, width in widths.items() for call in calls[name])
-    if method == "fisher":
+    passes = 2 if config.keeps_gradient_moments else 1
+    if config.keeps_gradient_moments:
         products += 2 * architecture.attention
         for name, (m, n), call in _calls(architecture):
             width = n * (name not in architecture.groups[0]) + m * (name in architecture.shapes)
             products += 2 * call.rows * m * width
-    return forward(architecture, samples + min(config.data.batch_size, samples)) + samples * products
+    return forward(architecture, passes * samples + min(config.data.batch_size, samples)) + samples * products
 
 
-def decomposition(architecture: Architecture, method: str) -> int:
+def decomposition(architecture: Architecture, config: RunConfig) -> int:
     """The leading terms of each layer's factorisation, in float64."""
-    outputs = layers_by_output(architecture, method)
+    outputs, method = layers_by_output(architecture, config), config.decomposition.method
     return sum(factorisation(shape, method, name in outputs) for name, shape in architecture.shapes.items())
 
 
@@ -70,6 +71,8 @@ def probe(architecture: Architecture, config: RunConfig) -> int:
     Full layers multiply by their matrices, which take 2·k·m·n each to make, up to `MATRIX_BYTES`. This is the most that
     a probe takes: in a stack of blocks those before the probed one are replayed, which saves about half.
     """
+    if config.probe.method == "curvature":
+        return 0
     samples, batch, shapes = config.data.probe, min(config.data.batch_size, config.data.probe), architecture.shapes
     full, itemsize = {name: min(shape) for name, shape in shapes.items()}, architecture.teacher.dtype.itemsize
     kept = last_within({name: itemsize * math.prod(shape) for name, shape in shapes.items()}, MATRIX_BYTES)
@@ -85,7 +88,9 @@ def probe(architecture: Architecture, config: RunConfig) -> int:
 
 
 def evaluations(architecture: Architecture, config: RunConfig) -> int:
-    """Evaluations that the probe takes: one for each rank below the full one, and one at full rank."""
+    """Evaluations that the probe takes: one for each rank below the full one, and one at full rank; 0 by curvature."""
+    if config.probe.method == "curvature":
+        return 0
     return 1 + sum(len(ranks) - 1 for ranks in candidate_ranks(config, architecture.shapes).values())
 
 

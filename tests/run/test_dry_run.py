@@ -1,65 +1,31 @@
-"""Every figure of a dry run against real models that are decomposed, run, trained and deployed."""
+"""The dry run's layers, sizes and memory against real models."""
 
-import functools
 import json
-import math
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
 from flexrank.calibrate import collect_moments, find_groups
-from flexrank.data.batches import call_model, output_tensor
+from flexrank.data.batches import call_model
 from flexrank.deployment import deploy, deployed_parameters_of
-from flexrank.distill import distill_, step
+from flexrank.distill import step
 from flexrank.distill.objectives import EmbeddingObjective, LogitObjective, default_objective
 from flexrank.hf.meta import meta_model
 from flexrank.hf.models import save_config
-from flexrank.nn import linalg
-from flexrank.nn.elastic import NestedConv2d, NestedLinear
-from flexrank.nn.matrix import ConvGeometry
 from flexrank.nn.select import select_layers
-from flexrank.nn.switch import full_matrices, full_profile, nested_layers, uniform_profile, use_profile
+from flexrank.nn.switch import nested_layers
 from flexrank.probe import probe_sensitivity
 from flexrank.profiles import SlackTable
-from flexrank.profiles.costs import SLACK_SHARE, rank_levels
+from flexrank.profiles.costs import SLACK_SHARE
 from flexrank.run.dry_run import dry_run, operations
 from flexrank.run.dry_run.architecture import build_architecture
 from flexrank.run.dry_run.memory import moment_bytes
 from tiny import nest
-from tiny_dry_runs import BATCH, LENGTH, Build, config_of
-
-
-def batch_of(build: Build, rows: int = BATCH) -> Any:
-    """A batch without padding."""
-    generator = torch.Generator().manual_seed(0)
-    if build in tiny.VISION:
-        return {"pixel_values": torch.randn(rows, 3, 16, 16, generator=generator)}
-    return {"input_ids": torch.randint(3, tiny.VOCABULARY, (rows, LENGTH), generator=generator)}
-
-
-def real(build: Build) -> Any:
-    """The model on the CPU, with attention as plain products, which the counter sees."""
-    torch.manual_seed(0)
-    model = build()
-    model.set_attn_implementation("eager")
-    return model
-
-
-def flops(run: Callable[[], Any]) -> int:
-    """The operations that torch counts."""
-    with FlopCounterMode(display=False) as counter:
-        run()
-    return counter.get_total_flops()
-
-
-def bytes_of(tensors: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in {id(one): one for one in tensors}.values())
+from tiny_dry_runs import BATCH, LENGTH, Build, batch_of, bytes_of, config_of, real, uniform
 
 
 @pytest.mark.parametrize("build", tiny.TRANSFORMERS.values())
@@ -161,18 +127,6 @@ def test_curvature_takes_no_probe(tmp_path: Path) -> None:
     assert result["memory"]["probe"]["all"] == result["operations"]["probe"] == result["probe"]["evaluations"] == 0
 
 
-def uniform(student: Any, budget: float, slack_share: float = SLACK_SHARE) -> tuple[dict[str, int], dict[str, int]]:
-    """The largest rank of each layer within the budget, and its slack, by trying all ranks."""
-    ranks, slack = {}, {}
-    for name, layer in nested_layers(student).items():
-        m, n = layer.matrix_shape
-        slacks = {rank: math.ceil(slack_share * rank) for rank in range(1, min(m, n) + 1)}
-        fitting = [rank for rank, p in slacks.items() if min(m * n, rank * (m + n - rank + p)) <= budget * m * n]
-        ranks[name] = max(fitting)
-        slack[name] = slacks[ranks[name]]
-    return ranks, slack
-
-
 @pytest.mark.parametrize(
     ("build", "method"),
     [(tiny.gpt2, "joint"), (tiny.llama_tied, "joint"), (tiny.dinov3, "joint"), (tiny.gpt2, "paper")],
@@ -200,154 +154,6 @@ def test_candidates_and_evaluations_are_those_of_a_probe(spacing: str, tmp_path:
     assert probe["candidates"] == sum(map(len, table.ranks.values()))
     assert probe["evaluations"] == 1 + sum(len(ranks) - 1 for ranks in table.ranks.values())
     assert (probe["layers"], probe["levels"]) == (len(table.ranks), 6)
-
-
-@pytest.mark.parametrize("build", [tiny.llama_untied, tiny.gpt2])
-@pytest.mark.parametrize("room", [2**32, 15000, 0], ids=["matrices kept", "some kept", "none kept"])
-def test_a_probe_takes_the_operations_counted(
-    build: Build, room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All of them, to the last one, for a probe that replays nothing."""
-    monkeypatch.setattr(operations, "MATRIX_BYTES", room)
-    config = config_of(build, tmp_path, probe={"levels": 4}, data={"probe": BATCH})
-    expected, student, batch = dry_run(config)["operations"]["probe"], nest(real(build)), batch_of(build)
-
-    def evaluate(model: Any) -> float:
-        return float(call_model(model, batch).logits.sum() * 0)
-
-    def plain_probe() -> None:
-        ranks = {name: rank_levels(layer.matrix_shape, 4) for name, layer in nested_layers(student).items()}
-        with use_profile(student, full_profile(student)), full_matrices(student, room):
-            evaluate(student)
-            for layer, levels in ranks.items():
-                for rank in levels[:-1]:
-                    with use_profile(student, full_profile(student) | {layer: rank}):
-                        evaluate(student)
-
-    with torch.no_grad():
-        teacher = flops(lambda: call_model(real(build), batch))
-        replayed = flops(lambda: probe_sensitivity(student, evaluate, 4, matrix_bytes=room))
-        assert replayed < flops(plain_probe) == expected - teacher
-
-
-@pytest.mark.parametrize("build", tiny.TRANSFORMERS.values())
-def test_a_forward_pass_takes_the_operations_that_torch_counts(build: Build, tmp_path: Path) -> None:
-    architecture, model = build_architecture(config_of(build, tmp_path)), real(build)
-    with torch.no_grad():
-        assert operations.forward(architecture, BATCH) == flops(lambda: call_model(model, batch_of(build)))
-
-
-@pytest.mark.parametrize("build", tiny.TRANSFORMERS.values())
-@pytest.mark.parametrize("budget", [0.9, 0.4])
-def test_a_training_pass_takes_the_operations_that_torch_counts(build: Build, budget: float, tmp_path: Path) -> None:
-    """All to the last one. Two layers are left out: an encoder of images reads its patch embedding's weight to learn
-    the dtype, which makes the matrix once or twice more, and BERT's pooler has no part in the loss."""
-    left_out = ["patch_embeddings"] if build in tiny.VISION else ["pooler"] if build is tiny.bert else []
-    config = config_of(build, tmp_path, layers={"exclude": left_out})
-    architecture, model = build_architecture(config), real(build)
-    student = nest(real(build), exclude=left_out)
-    ranks = uniform_profile(student, budget)
-    trainable = step.trainable_parameters(student, factors_only=True)
-    with step.training(student, model, trainable), use_profile(student, ranks):
-        with FlopCounterMode(display=False) as counter:
-            output = output_tensor(call_model(student, batch_of(build)))
-            assert operations.forward(architecture, BATCH, ranks) == counter.get_total_flops()
-            output.sum().backward()
-    unused = 2 * BATCH * math.prod(architecture.matrices["pooler.dense"]) if build is tiny.bert else 0
-    total = operations.forward(architecture, BATCH, ranks) + operations.backward(architecture, BATCH, ranks)
-    assert total - unused == counter.get_total_flops()
-
-
-@pytest.mark.parametrize("build", tiny.VISION)
-def test_with_the_patch_embedding_the_difference_is_within_the_matrix_made_twice(build: Build, tmp_path: Path) -> None:
-    architecture, student = build_architecture(config_of(build, tmp_path)), nest(real(build))
-    ranks = uniform_profile(student, 0.9)
-    with torch.no_grad(), use_profile(student, ranks):
-        counted = flops(lambda: call_model(student, batch_of(build)))
-    (name,) = (name for name in ranks if "patch" in name)
-    made = 2 * ranks[name] * math.prod(architecture.shapes[name])
-    assert counted - operations.forward(architecture, BATCH, ranks) in (made, 2 * made)
-
-
-@pytest.mark.parametrize("needs_gradient", [True, False])
-@pytest.mark.parametrize(("rows", "rank"), [(3, 8), (64, 2), (64, 8)])
-def test_an_elastic_layer_takes_the_cheaper_route_both_ways(rows: int, rank: int, needs_gradient: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    geometry = ConvGeometry(3, (2, 2), (2, 2), (0, 0), (1, 1))
-    u, v = torch.randn(8, 10, generator=generator), torch.randn(8, 12, generator=generator)
-    inputs = {NestedLinear: torch.randn(rows, 12), NestedConv2d: torch.randn(1, 3, 2, 2 * rows)}
-    for layer in (NestedLinear(u, v), NestedConv2d(u, v, None, geometry)):
-        layer.rank = rank
-        with FlopCounterMode(display=False) as counter:
-            output = layer(inputs[type(layer)].requires_grad_(needs_gradient))
-            forward = operations.elastic_forward((10, 12), rank, rows)
-            assert counter.get_total_flops() == forward
-            output.sum().backward()
-        backward = operations.elastic_backward((10, 12), rank, rows, needs_gradient)
-        assert counter.get_total_flops() == forward + backward
-
-
-@pytest.mark.parametrize("build", [tiny.llama_tied, tiny.vit])
-@pytest.mark.parametrize("method", ["datasvd", "paper", "fisher"])
-def test_calibration_takes_the_operations_that_torch_counts(build: Build, method: str, tmp_path: Path) -> None:
-    config = config_of(build, tmp_path, decomposition={"method": method})
-    architecture, model = build_architecture(config), real(build)
-    loss = LogitObjective().fisher_loss if method == "fisher" else None
-    side: Any = "input" if method == "paper" else "smaller"
-    batches, layers = [batch_of(build)] * 2, select_layers(model)
-    counted = flops(lambda: collect_moments(model, batches, layers, side=side, gradient_loss=loss))
-    if loss is not None:  # block by block, backwards, each runs once more
-        counted += flops(lambda: [call_model(model, batch) for batch in batches])
-    assert operations.calibration(architecture, config) == counted
-
-
-@pytest.mark.parametrize("shape", [(7, 12), (12, 7), (9, 9)])
-def test_a_factorisation_is_its_products_and_textbook_terms(shape: tuple[int, int]) -> None:
-    m, n = shape
-    k, longer = min(shape), max(shape)
-    weight, rows = torch.randn(m, n, dtype=torch.float64), torch.randn(40, n, dtype=torch.float64)
-    moment, output = rows.T @ rows, weight @ rows.T @ rows @ weight.T
-    gradient = torch.eye(m, dtype=torch.float64)
-    triangle = n**3 // 3 + n**3 if m > n else 0
-    svd, joint = 14 * longer * k**2 + 8 * k**3, 9 * k**3 + triangle
-    cases: list[tuple[str, bool, int, Callable[[], Any]]] = [
-        ("svd", False, svd, lambda: linalg.plain_svd(weight)),
-        ("paper", False, 9 * n**3 + svd, lambda: linalg.whitened_svd(weight, moment)),
-        ("datasvd", False, joint, lambda: linalg.data_svd(weight, input_moment=moment)),
-        ("fisher", False, joint + 9 * m**3,
-         lambda: linalg.data_svd(weight, input_moment=moment, gradient_moment=gradient)),
-    ]  # fmt: skip
-    if m <= n:
-        of_output: dict[str, Any] = {"output_moment": output, "mean_square": 1.0}
-        cases += [
-            ("datasvd", True, joint, lambda: linalg.data_svd(weight, **of_output)),
-            ("fisher", True, joint + 9 * m**3, lambda: linalg.data_svd(weight, gradient_moment=gradient, **of_output)),
-        ]
-    for method, from_output, terms, factorise in cases:
-        assert operations.factorisation(shape, method, from_output) == flops(factorise) + terms
-
-
-def test_consolidation_takes_the_operations_that_torch_counts(tmp_path: Path) -> None:
-    """One budget alone, and two, each of which is drawn once; else the larger one twice as often, as by `distill_`."""
-    build, steps = tiny.llama_tied, {"steps": 2, "accumulation": 2, "teacher_cache": 0}
-    model, batches = real(build), [batch_of(build)] * 2
-    for budgets in ([0.9], [0.4], [0.9, 0.4]):
-        weights = [1.0] * len(budgets)
-        more: Any = {"allocation": {"budgets": budgets}, "distillation": {"weights": weights}}
-        config, student = config_of(build, tmp_path, **more), nest(real(build))
-        chain = [uniform(student, budget)[0] for budget in reversed(budgets)]
-        counted = flops(functools.partial(distill_, student, model, batches, chain, weights=weights, **steps))
-        assert dry_run(config)["operations"]["consolidation"] == counted
-    settings: list[dict[str, Any]] = [{"weights": [3.0, 1.0]}, {"weights": [2.0, 1.0]}, {}, {"method": "paper"}]
-    costs = [dry_run(config_of(build, tmp_path, distillation=one))["operations"]["consolidation"] for one in settings]
-    assert costs[0] > costs[1] == costs[2] and counted < costs[2] < costs[0]
-    assert costs[3] > counted  # norms are trained too
-    whole: list[dict[str, Any]] = [{}, {"weights": [1.0, 2.0]}]  # budget 1 is not favoured
-    costs = [
-        dry_run(config_of(build, tmp_path, allocation={"budgets": [1.0, 0.4]}, distillation=one))["operations"]
-        for one in whole
-    ]
-    assert costs[0] == costs[1]
 
 
 def test_tokens_hours_and_stages_add_up(tmp_path: Path) -> None:

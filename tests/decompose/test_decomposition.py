@@ -1,13 +1,15 @@
 """The decomposed model against the original, and each method against its definition."""
 
 import copy
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from flexrank.artefacts.elastic import load_elastic
-from flexrank.calibrate import LayerMoment, collect_moments
+from flexrank.calibrate import LayerMoment, by_block, collect_moments
 from flexrank.decompose import METHODS, decompose_, decompose_to_disk
 from flexrank.distill.objectives import FeatureObjective
 from flexrank.errors import FlexrankError
@@ -144,3 +146,25 @@ def test_a_layer_of_two_names_is_written_once(tmp_path: Path) -> None:
     assert loaded.again is loaded.shared
     for key, value in whole.state_dict().items():
         assert torch.equal(loaded.state_dict()[key], value), key
+
+
+def test_no_block_is_held_on_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dense layer goes when it is replaced, and a block's moments before the next block has any."""
+    model, batch = build("llama_untied"), batch_for("llama_untied")
+    names = list(select_layers(model, exclude=["lm_head"]))
+    layers = {name: weakref.ref(model.get_submodule(name)) for name in names}
+    moments: list[weakref.ref[torch.Tensor]] = []
+    own, calls = by_block.Collector, list[int]()
+
+    def allocate(*args: Any) -> Any:
+        assert all(moment() is None for moment in moments)
+        calls.append(len(moments))
+        return own(*args)
+
+    def see(name: str, _: NestedLayer, moment: LayerMoment) -> None:
+        assert layers[name]() is None
+        moments.append(weakref.ref(moment.moment))
+
+    monkeypatch.setattr(by_block, "Collector", allocate)
+    decompose_to_disk(model, [batch], names, tmp_path / "one", see=see)
+    assert calls == [0, 7] and len(moments) == 14

@@ -33,26 +33,30 @@ class Placement:
 
         Layers that are replaced meanwhile stay where they are.
         """
-        left = {inner for one in without for inner in one.modules()}
         moved: list[tuple[dict[str, Any], str, Tensor]] = []
-        new: dict[int, Tensor] = {}  # by identity, so that what is tied stays tied
         try:
-            for owner in [one for one in module.modules() if one not in left]:
-                places: list[dict[str, Any]] = [owner._parameters, owner._buffers]
-                for place in places:
-                    for name, tensor in place.items():
-                        # Buffers that no file holds, such as rotary frequencies, keep the precision that they need.
-                        dtype = None if name in owner._non_persistent_buffers_set else self._dtype
-                        if tensor is not None and not self._is_here(tensor, dtype):
-                            if id(tensor) not in new:
-                                new[id(tensor)] = self._moved(tensor, dtype)
-                            moved.append((place, name, tensor))
-                            place[name] = new[id(tensor)]
-            new.clear()
+            self._move(module, set(without), moved)
             yield
         finally:
             for place, name, tensor in moved:
                 place[name] = tensor
+
+    def _move(
+        self, module: nn.Module, without: set[nn.Module], moved: list[tuple[dict[str, Any], str, Tensor]]
+    ) -> None:
+        """Moves, and adds to `moved` what was where. A function, so that nothing holds modules while they are used."""
+        new: dict[int, Tensor] = {}  # by identity, so that what is tied stays tied
+        for _, owner in module.named_modules(memo=without):  # which are not entered
+            places: list[dict[str, Any]] = [owner._parameters, owner._buffers]
+            for place in places:
+                for name, tensor in place.items():
+                    # Buffers that no file holds, such as rotary frequencies, keep the precision that they need.
+                    dtype = None if name in owner._non_persistent_buffers_set else self._dtype
+                    if tensor is not None and not self._is_here(tensor, dtype):
+                        if id(tensor) not in new:
+                            new[id(tensor)] = self._moved(tensor, dtype)
+                        moved.append((place, name, tensor))
+                        place[name] = new[id(tensor)]
 
     def _is_here(self, tensor: Tensor, dtype: torch.dtype | None) -> bool:
         return tensor.device == self.device and (not tensor.is_floating_point() or dtype in (None, tensor.dtype))

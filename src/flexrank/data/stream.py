@@ -105,21 +105,7 @@ def open_texts(
     Raises:
         FlexrankError: no such corpus, an empty one, or no such column.
     """
-    import datasets
-
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs as an error, it raises too
-    with clear_errors(path):
-        if source == "hub":
-            rows = datasets.load_dataset(path, subset, split=split or "train", revision=revision, streaming=True)
-        else:
-            # One JSON object a line is read as a line: the reader of JSON guesses one type for each column, and fails
-            # at the first row of another type, in whatever column.
-            reader = "parquet" if source == "parquet" else "text"
-            options = {"sample_by": DIVISIONS[separator]} if source == "text" else {}
-            files = corpus_files(source, path)
-            rows = datasets.load_dataset(reader, data_files=files, split="train", streaming=True, **options)
-        if source == "parquet":
-            rows = rows.reshard()  # by group of rows: else what was read of a file stays in memory until its end
+    rows = _open_rows(source, path, (subset, split, revision), separator)
     parse: Callable[[Any], dict[str, Any]] = functools.partial(_json_object, path) if source == "jsonl" else dict
     first = next(filter(None, map(parse, readable(rows, path))), None)
     if first is None:
@@ -130,12 +116,31 @@ def open_texts(
     return TextStream(selected, lambda row: text_of(parse(row).get(chosen), chosen, tokenizer), path)
 
 
+def _open_rows(source: str, path: str, version: tuple[str | None, str | None, str | None], separator: str) -> Any:
+    """The rows of a corpus; `version` is subset, split and revision of a data set on the hub."""
+    import datasets
+
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs as an error, it raises too
+    with clear_errors(path):
+        if source == "hub":
+            subset, split, revision = version
+            return datasets.load_dataset(path, subset, split=split or "train", revision=revision, streaming=True)
+        # Lines of JSON are read as lines: the reader of JSON guesses one type for each column, and fails at the first
+        # row of another type, in whatever column.
+        reader = "parquet" if source == "parquet" else "text"
+        options = {"sample_by": DIVISIONS[separator]} if source == "text" else {}
+        files = corpus_files(source, path)
+        rows = datasets.load_dataset(reader, data_files=files, split="train", streaming=True, **options)
+        # By group of rows: else what was read of a file stays in memory until its end.
+        return rows.reshard() if source == "parquet" else rows
+
+
 def text_of(value: Any, column: str, tokenizer: Tokenizer) -> str:
-    """A text as it is, or a chat as the tokenizer's template writes it; nothing for None.
+    """A text as it is, or a chat as the tokenizer's template writes it; "" for None and for a chat of nothing.
 
     What templates begin with, the token of the beginning, is left out: batches add it to every text.
     """
-    if value is None or isinstance(value, str):
+    if value is None or value == [] or isinstance(value, str):
         return (value or "").strip()
     if not isinstance(value, list) or not all(isinstance(one, dict) and {"role", "content"} <= {*one} for one in value):
         wanted = "expected text, or a chat: a list of messages with role and content"

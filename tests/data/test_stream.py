@@ -101,6 +101,12 @@ def test_a_folder_is_read_in_order_and_from_any_place_in_it(source: str, tmp_pat
         assert list(open_texts(source, place, TOKENIZER).texts(state)) == TEXTS[count:]
 
 
+def test_parquet_is_resumed_by_groups_of_rows(tmp_path: Path) -> None:
+    """Three files of a hundred rows in groups of thirty: a group before the place is not read."""
+    stream = open_texts("parquet", str(write_corpus(tmp_path / "corpus", "parquet")), TOKENIZER)
+    assert stream._rows.num_shards == 12
+
+
 def test_a_file_a_compressed_file_and_a_glob_are_read_too(tmp_path: Path) -> None:
     place = write_corpus(tmp_path / "corpus", "jsonl")
     assert list(open_texts("jsonl", str(place / "b.jsonl"), TOKENIZER).texts()) == TEXTS[100:200]
@@ -191,12 +197,12 @@ def test_training_resumes_to_the_same_batches(kind: str, source: str, tmp_path: 
     length = len(list(feed()._batches))
     for _ in range(length + 9):
         states.append(unbroken.state())
-        batches.append(unbroken.next()[1]["input_ids"])  # type: ignore[call-overload, index]
+        batches.append(unbroken.next()[1]["input_ids"])
     for count in (0, 1, 7, length // 2, length - 1, length, length + 3):
         resumed = feed()
         resumed.restore(states[count])
         for wanted in batches[count : count + 6]:
-            assert torch.equal(resumed.next()[1]["input_ids"], wanted)  # type: ignore[call-overload, index]
+            assert torch.equal(resumed.next()[1]["input_ids"], wanted)
 
 
 def test_a_window_is_read_at_a_time_and_again_on_resuming() -> None:
@@ -208,9 +214,25 @@ def test_a_window_is_read_at_a_time_and_again_on_resuming() -> None:
     while rows.place < 100:
         next(iterator)
     state = batches.state_dict()
-    batches.load_state_dict(state)  # type: ignore[arg-type]
+    batches.load_state_dict(state)
     rows.all = [""] * 60 + TRAINING[60:]  # of windows before the last two nothing is needed
     assert torch.equal(next(iter(batches))["input_ids"], next(iterator)["input_ids"]) and rows.place == 100
+
+
+def test_every_window_has_an_order_of_its_own() -> None:
+    """Texts of one block each: windows of twenty blocks are not all mixed alike."""
+
+    class Counting(WordTokenizer):
+        """The token of a word is its number."""
+
+        def __call__(self, text: list[str], **_: Any) -> dict[str, list[list[int]]]:
+            return {"input_ids": [[int(word) for word in one.split()] for one in text]}
+
+    texts = [text for n in range(200) if part(text := " ".join([f"{n}"] * 3)) == "training"]
+    rows = rows_of(StreamedBatches(stream_of(texts), block_maker(Counting(), 4, 4, 0), 20))
+    places = [texts.index(" ".join(map(str, row[1:]))) for row in rows]
+    orders = [[place % 20 for place in places[start : start + 20]] for start in range(0, 120, 20)]
+    assert all(sorted(order) == list(range(20)) for order in orders) and len(set(map(str, orders))) == 6
 
 
 def test_another_iteration_begins_at_the_first_text() -> None:
@@ -277,6 +299,7 @@ def test_a_value_that_is_no_text_is_one_line(value: Any, message: str) -> None:
 
 
 def test_a_chat_needs_a_template() -> None:
+    assert text_of([], "c", TOKENIZER) == text_of(None, "c", TOKENIZER) == ""  # of nothing, which templates may refuse
     with pytest.raises(FlexrankError, match="'c' holds chats, and the tokenizer has no chat template; take"):
         text_of([{"role": "user", "content": "x"}], "c", TOKENIZER)
 
@@ -295,14 +318,14 @@ def test_a_chat_needs_a_template() -> None:
     ],
 )
 def test_a_corpus_that_cannot_be_read_is_one_line(
-    source: str, content: str | None, message: str, tmp_path: Path
+    source: str, content: str | None, message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "corpus"
     if content is not None:
         path.write_text(content)
     with pytest.raises(FlexrankError, match=message) as caught:
         open_texts(source, str(path), TOKENIZER)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and capfd.readouterr().err == ""
 
 
 def test_a_folder_without_files_of_its_kind_and_a_column_that_is_not_there(tmp_path: Path) -> None:

@@ -91,9 +91,13 @@ def test_no_text_is_in_two_parts(task: str, sources: Path, corpus: Path) -> None
     values["evaluation"] |= {"latency_batch_size": 30}
     samples = load_samples(parse_config(values), "", tokenizer)
     assert isinstance(samples.training, StreamedBatches)
-    parts = {"calibration": samples.calibration, "training": samples.training, "evaluation": [samples.example]}
+    few: list[Any] = [samples.calibration, samples.probe]
+    first, other = ({str(row) for batch in one for row in batch["input_ids"].tolist()} for one in few)
+    assert len(first) == 30 and len(other) == 10 and not first & other
+    parts: dict[str, Any] = {"calibration": samples.calibration, "training": samples.training}
+    parts["evaluation"] = [samples.example]
     for name, batches in parts.items():
-        rows: Any = [row for batch in batches for row in batch["input_ids"].tolist()]  # type: ignore[attr-defined, call-overload, index]
+        rows = [row for batch in batches for row in batch["input_ids"].tolist()]
         texts = [line for line in LINES if part(line) == name]
         ids = tokenizer(texts, add_special_tokens=task == "embedding")["input_ids"]
         if task == "embedding":
@@ -106,12 +110,38 @@ def test_no_text_is_in_two_parts(task: str, sources: Path, corpus: Path) -> None
             assert name == "training" or len(rows) == 30
 
 
+def test_without_a_buffer_training_keeps_the_order_of_texts(sources: Path, corpus: Path) -> None:
+    """Batches of four blocks in the order of the files; texts for embeddings are sorted within a batch alone."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(sources / "language")
+    lines = [line for line in LINES if part(line) == "training"]
+    for task in ("language", "embedding"):
+        values = streamed(sources / task, corpus, corpus, task, shuffle_buffer=0, max_tokens=100)
+        batches: list[Any] = list(load_samples(parse_config(values), "", tokenizer).training)
+        assert [len(batch["input_ids"]) for batch in batches[:-1]] == [4] * (len(batches) - 1)
+        rows = [[token for token in row if token] for batch in batches for row in batch["input_ids"].tolist()]
+        ids = tokenizer(lines, add_special_tokens=False)["input_ids"]
+        if task == "language":
+            joined = [token for row in ids for token in [tokenizer.bos_token_id, *row]]
+            assert rows == [joined[start : start + 100] for start in range(0, len(joined) - 99, 100)]
+        else:
+            groups = [[sorted(one[start : start + 4]) for start in range(0, len(lines), 4)] for one in (rows, ids)]
+            assert groups[0] == groups[1]
+
+
+def test_batches_of_texts_for_embeddings_are_full(sources: Path, corpus: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(sources / "embedding")
+    values = streamed(sources / "embedding", corpus, corpus, "embedding", shuffle_buffer=37)
+    batches: list[Any] = list(load_samples(parse_config(values), "", tokenizer).training)
+    assert [len(batch["input_ids"]) for batch in batches].count(4) >= len(batches) - 1
+
+
 def test_either_half_of_a_stream_has_as_many_samples_as_are_asked_for(sources: Path, corpus: Path) -> None:
     tokenizer, parts = transformers.AutoTokenizer.from_pretrained(sources / "embedding"), {}
     for half in ("tuning", "reporting"):
         values = streamed(sources / "embedding", corpus, corpus, "embedding", half=half, evaluation=20)
         values["evaluation"] |= {"latency_batch_size": 100}
-        parts[half] = load_samples(parse_config(values), "", tokenizer).example["input_ids"].tolist()  # type: ignore[call-overload, index]
+        example: Any = load_samples(parse_config(values), "", tokenizer).example
+        parts[half] = example["input_ids"].tolist()
     found = [{tuple(token for token in row if token) for row in rows} for rows in parts.values()]
     assert not found[0] & found[1] and min(map(len, found)) >= 15
 

@@ -4,7 +4,9 @@ import gzip
 import hashlib
 import itertools
 import json
+import logging
 from collections.abc import Iterator
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,6 @@ from flexrank.data.stream import (
     held_out_texts,
     open_texts,
     sentence_maker,
-    text_of,
 )
 from flexrank.distill.schedule import Feed
 from flexrank.errors import FlexrankError
@@ -257,53 +258,6 @@ def test_too_few_training_texts_for_a_block_are_one_line() -> None:
             next(iter(StreamedBatches(stream_of(texts), block_maker(TOKENIZER, 64, 1, 0), 20)))
 
 
-class ChatTokenizer(WordTokenizer):
-    """With transformers' own writer of chats."""
-
-    bos_token = "<s>"
-    chat_template: str | None = (
-        "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-        "[{{ m.role }}] {{ m.content }}{% if m.name is defined %} by {{ m.name }}{% endif %};{% endfor %}"
-    )
-
-    def apply_chat_template(self, messages: Any, tokenize: bool = True) -> Any:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        assert not tokenize
-        texts, _ = render_jinja_template([messages], chat_template=self.chat_template, bos_token=self.bos_token)
-        return texts[0]
-
-
-def test_a_chat_is_what_its_template_writes(tmp_path: Path) -> None:
-    chats = [[{"role": "user", "content": "one"}, {"role": "assistant", "content": "two", "name": "x"}], [], None]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    parquet.write_table(pyarrow.table({"messages": chats}), tmp_path / "a.parquet")
-    for source in ("jsonl", "parquet"):
-        texts = list(open_texts(source, str(tmp_path), ChatTokenizer()).texts())
-        assert texts == ["[user] one;[assistant] two by x;"]
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (7, "'c' holds 7; expected text, or a chat"),
-        ([{"role": "user"}], "holds .*; expected text, or a chat: a list of messages with role and content"),
-        (["one"], "holds .*; expected text, or a chat"),
-        ([{"role": "system", "content": "x"}], "the chat template refuses .* \\(no system\\)"),
-    ],
-)
-def test_a_value_that_is_no_text_is_one_line(value: Any, message: str) -> None:
-    with pytest.raises(FlexrankError, match=message) as caught:
-        text_of(value, "c", ChatTokenizer())
-    assert "\n" not in str(caught.value)
-
-
-def test_a_chat_needs_a_template() -> None:
-    assert text_of([], "c", TOKENIZER) == text_of(None, "c", TOKENIZER) == ""  # of nothing, which templates may refuse
-    with pytest.raises(FlexrankError, match="'c' holds chats, and the tokenizer has no chat template; take"):
-        text_of([{"role": "user", "content": "x"}], "c", TOKENIZER)
-
-
 @pytest.mark.parametrize(
     ("source", "content", "message"),
     [
@@ -318,14 +272,24 @@ def test_a_chat_needs_a_template() -> None:
     ],
 )
 def test_a_corpus_that_cannot_be_read_is_one_line(
-    source: str, content: str | None, message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    source: str, content: str | None, message: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "corpus"
     if content is not None:
         path.write_text(content)
     with pytest.raises(FlexrankError, match=message) as caught:
         open_texts(source, str(path), TOKENIZER)
-    assert "\n" not in str(caught.value) and capfd.readouterr().err == ""
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_raised_is_not_logged_too(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_text("no parquet")
+    logger, seen = logging.getLogger("datasets"), BufferingHandler(100)
+    logger.addHandler(seen)
+    with pytest.raises(FlexrankError, match="cannot be read"):
+        open_texts("parquet", str(tmp_path), TOKENIZER)
+    logger.removeHandler(seen)
+    assert not seen.buffer
 
 
 def test_a_folder_without_files_of_its_kind_and_a_column_that_is_not_there(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from flexrank.data.batches import call_model
 from flexrank.deployment import deploy, deployed_parameters_of
 from flexrank.distill import step
 from flexrank.distill.objectives import EmbeddingObjective, LogitObjective, default_objective
+from flexrank.distill.optimizer import make_optimizer
 from flexrank.hf.meta import meta_model
 from flexrank.hf.models import save_config
 from flexrank.nn.select import select_layers
@@ -90,7 +91,7 @@ def test_memory_is_what_real_training_holds(tmp_path: Path) -> None:
     for stage, student_bytes in {"probe": tensors[1], "consolidation": whole}.items():
         assert (memory[stage]["teacher"], memory[stage]["student"]) == (tensors[0], student_bytes)
     trainable = step.trainable_parameters(student, factors_only=True)
-    optimizer = step.make_optimizer(student, trainable, 1e-3, 0.0)
+    optimizer = make_optimizer(student, trainable, 1e-3)
     batch = batch_of(tiny.llama_tied)
     with step.training(student, model, trainable):
         output = call_model(student, batch).logits

@@ -119,12 +119,12 @@ def allocate(work: Workspace, _: str) -> None:
 
 def distill(work: Workspace, fingerprint: str) -> None:
     """Consolidates: RUN/elastic, one artefact of every size, and RUN/history.json."""
-    settings = work.config.distillation
-    model, _ = work.elastic("elastic_initial")
-    chain = read_chain(work)
+    settings, chain = work.config.distillation, read_chain(work)
+    profiles, budgets = [entry.profile for entry in chain.requested], list(chain.budgets)
+    is_whole = settings.method == "paper" or not settings.steps or len(profiles) == 1
+    model = work.elastic("elastic_initial")[0] if is_whole else work.trained_part(profiles)
     history: dict[str, Any] = {"steps": 0, "losses": [], "budgets": []}
     if settings.steps:
-        profiles, budgets = [entry.profile for entry in chain.requested], list(chain.budgets)
         before = probe_losses(work, model, profiles)
         weights = None if settings.weights is None else settings.weights[::-1]  # the chain is rising
         done = train_(work, model, chain, settings.steps, work.directory.partial("distill", fingerprint), weights)

@@ -188,7 +188,7 @@ def _repeating_blocks(model: nn.Module) -> Iterator[None]:
     stack = block_stack(model, nested_layers(model))
     if not stack:
         raise FlexrankError(f"gradient checkpointing goes block by block; {type(model).__name__} has no stack of them")
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     cached = getattr(config, "use_cache", None)
     if cached is not None:  # a block that ran again would add its keys and values once more
         config.use_cache = False

@@ -158,17 +158,18 @@ def evaluate_initial(work: Workspace, _: str) -> None:
 
 def evaluate(work: Workspace, _: str) -> None:
     """Sizes, qualities and latencies of the deployed model at each budget, and of the base: RUN/evaluation.json."""
-    sizes, budgets = Sizes(work), work.config.allocation.budgets
-    shapes, rows = sizes.shapes, []
-    for budget in track(budgets, "evaluating"):
+    budgets, ratios, rows = work.config.allocation.budgets, [None] * len(work.config.allocation.budgets), []
+    if work.config.evaluation.latency:
+        work.release()
+        ratios = in_fresh_process(latency_ratios, str(work.directory.path))
+    sizes = Sizes(work)
+    shapes = sizes.shapes
+    for budget, ratio in zip(track(budgets, "evaluating"), ratios, strict=True):
         profile = sizes.chain.at(budget)
         row = evaluate_size(work, sizes.deployed(profile), profile, shapes)
-        rows.append({"budget": budget, **row, "latency_ratio": None, "ranks": dict(profile)})
+        rows.append({"budget": budget, **row, "latency_ratio": ratio, "ranks": dict(profile)})
     full = {name: min(shape) for name, shape in shapes.items()}
     base = evaluate_size(work, work.base, full, shapes)
-    if work.config.evaluation.latency:
-        ratios = in_fresh_process(latency_ratios, str(work.directory.path))
-        rows = [{**row, "latency_ratio": ratio} for row, ratio in zip(rows, ratios, strict=True)]
     layers = {name: {"shape": list(shape)} for name, shape in shapes.items()}
     write_json(work.directory / "evaluation.json", {"base": base, "rows": rows, "layers": layers})
 

@@ -63,6 +63,11 @@ class Workspace:
         """Measures a model's qualities against the base."""
         return self.samples.judge(self.base)
 
+    def release(self) -> None:
+        """Lets the base model go, before a fresh process takes the same memory; what asks for it reads it again."""
+        for name in ("base", "deployed_base", "judge"):
+            self.__dict__.pop(name, None)
+
     def objective(self, hidden_weight: float = 0.0, top_k: int | None = None) -> Objective:
         """The task's distillation loss."""
         temperature = self.config.distillation.temperature

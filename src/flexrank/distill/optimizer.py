@@ -51,9 +51,9 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Sets the learning rate of every group, scaled as the group says."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):  # torchao's, which may not be exchanged
-            group["lr"].fill_(rate * group["scale"])
+            group["lr"].fill_(rate * group.get("scale", 1.0))
         else:
-            group["lr"] = rate * group["scale"]
+            group["lr"] = rate * group.get("scale", 1.0)
 
 
 def update(optimizer: torch.optim.Optimizer, seed: int) -> None:

@@ -11,12 +11,11 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from flexrank.calibrate import block_stack
-from flexrank.calibrate.hooks import replaced_forwards
 from flexrank.data.batches import Batch, call_model, eval_mode, model_device, to_device
 from flexrank.distill.objectives import Objective, default_objective
 from flexrank.distill.optimizer import update
 from flexrank.errors import FlexrankError
+from flexrank.nn.blocks import block_stack, replaced_forwards
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.switch import nested_layers, require_fitting
 

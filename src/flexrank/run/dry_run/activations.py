@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexrank.calibrate import Hooks, block_stack
+from flexrank.calibrate import Hooks
 from flexrank.data.batches import call_model
+from flexrank.nn.blocks import block_stack
 from flexrank.nn.switch import nested_layers
 from flexrank.run.config import RunConfig
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flexrank.calibrate import block_stack
+from flexrank.nn.blocks import block_stack
 from flexrank.nn.switch import footprint, nested_layers, uniform_profile
 from flexrank.probe import MATRIX_BYTES
 from flexrank.profiles.costs import Shape

@@ -160,7 +160,19 @@ def test_blocks_that_run_again_keep_what_they_read_alone() -> None:
         )
 
 
-def test_half_precision_is_refused() -> None:
+def test_a_state_that_lost_a_part_is_refused(tmp_path: Path) -> None:
+    consolidated(nest(wide()), "adamw_8bit", steps=3, checkpoint=tmp_path / "state", checkpoint_every=3)
+    file = tmp_path / "state" / "state.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    del tensors["0.u//exp_avg//scale"]
+    safetensors.torch.save_file(tensors, file)
+    with pytest.raises(FlexrankError, match="'0.u//exp_avg//scale' is missing; the file was edited"):
+        consolidated(nest(wide()), "adamw_8bit", steps=3, checkpoint=tmp_path / "state", checkpoint_every=3)
+
+
+def test_half_precision_and_other_optimisers_are_refused() -> None:
+    with pytest.raises(FlexrankError, match="optimizer 'adamw8bit' is unknown; it is adamw or adamw_8bit"):
+        consolidated(nest(wide()), "adamw8bit")
     model = copy.deepcopy(nest(wide())).half()
     with pytest.raises(FlexrankError, match=r"'0.u' is float16; consolidate weights in float32 or bfloat16"):
         distill_(model, wide(), rows(), [SMALL], steps=1, max_norm=math.inf)

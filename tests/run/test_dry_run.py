@@ -24,7 +24,7 @@ from flexrank.profiles import SlackTable
 from flexrank.profiles.costs import SLACK_SHARE
 from flexrank.run.dry_run import dry_run, operations
 from flexrank.run.dry_run.architecture import build_architecture
-from flexrank.run.dry_run.memory import moment_bytes
+from flexrank.run.dry_run.memory import moment_bytes, tensor_bytes, trained_part
 from tiny import nest
 from tiny_dry_runs import BATCH, LENGTH, Build, batch_of, bytes_of, config_of, real, uniform
 
@@ -128,6 +128,43 @@ def test_states_take_less_in_8_bits_and_weights_in_bfloat16(keys: dict[str, Any]
     assert 0 < vectors < 0.2 * whole["gradients"] and half["student"] < whole["student"]
     assert whole["optimizer"] == pytest.approx(each * numbers, abs=1)
     assert half["optimizer"] == pytest.approx(2 * half["gradients"] if not keys else each * numbers, abs=1)
+
+
+@pytest.mark.parametrize("build", [tiny.llama_tied, tiny.bert, tiny.dinov3])
+def test_activations_are_what_a_real_forward_keeps(build: Build, tmp_path: Path) -> None:
+    """Oracle: the memory of all that autograd holds after a real forward with fused attention, and block by block."""
+    kept = []
+    for repeats in (False, True):
+        keys = {"distillation": {"gradient_checkpointing": repeats}}
+        kept.append(dry_run(config_of(build, tmp_path, **keys))["memory"]["consolidation"]["activations"])
+    config = config_of(build, tmp_path)
+    student = trained_part(build_architecture(config), config).to_empty(device="cpu")
+    model = build()  # whose buffers have their values
+    for parameter in student.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    for name, buffer in model.named_buffers():
+        student.get_buffer(name).copy_(buffer)
+    held: dict[int, torch.Tensor] = {}
+    own = {parameter.untyped_storage().data_ptr() for parameter in student.parameters()}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        held[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = call_model(student, batch_of(build))
+    real_bytes = sum(one.untyped_storage().nbytes() for place, one in held.items() if place not in own)
+    assert output is not None and kept[0] == pytest.approx(real_bytes, rel=0.1)
+    assert 0.2 * kept[0] < kept[1] < 0.75 * kept[0]  # of two blocks one, and what is outside
+
+
+@pytest.mark.parametrize(("budgets", "full"), [([0.9, 0.4], 0.6), ([0.8, 0.4], 0.2), ([0.7, 0.4], 0), ([1.0, 0.4], 1)])
+def test_matrices_of_full_layers_are_in_the_artefact(budgets: list[float], full: float, tmp_path: Path) -> None:
+    """By hand: a layer saves a quarter or nothing, so that .4 of the layers save .1 in all."""
+    config = config_of(tiny.llama_tied, tmp_path, allocation={"budgets": budgets})
+    architecture = build_architecture(config)
+    held = tensor_bytes(trained_part(architecture, config)) + full * 4 * architecture.dense_parameters
+    assert dry_run(config)["memory"]["evaluation"]["student"] == pytest.approx(held, abs=4)
 
 
 def test_the_teacher_keeps_the_dtype_of_its_files(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 import logging
 import math
+import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -208,3 +210,25 @@ def test_a_run_consolidates_in_less_memory(finished: Path, tmp_path: Path) -> No
         for run in (tmp_path / "run", finished)
     )
     assert rows == pytest.approx(wanted, rel=0.02)
+
+
+@pytest.mark.parametrize("keys", [["dtype=bfloat16"], ["distillation.optimizer=adamw_8bit"]])
+def test_a_missing_library_is_told_before_the_work(
+    keys: list[str], finished: Path, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)  # as if it were not installed
+    config = load_config(finished, [f"output={tmp_path / 'run'}", *keys])
+    with pytest.raises(ModuleNotFoundError, match="torchao"):
+        run_stages(config)
+    assert not (tmp_path / "run").exists()
+    assert run_stages(config, "allocate").executed == ("decompose", "probe", "allocate")
+
+
+def test_a_gpu_is_left_to_the_process_that_times(copied: Path) -> None:
+    work = Workspace(load_config(copied), RunDirectory(copied))
+    held = weakref.ref(work.base), weakref.ref(work.judge)
+    work.release()
+    assert held[0]() is work.base  # on a CPU it stays
+    work.__dict__["device"] = torch.device("cuda")
+    work.release()
+    assert held[0]() is None and held[1]() is None

@@ -156,10 +156,8 @@ def load_elastic(
     chain, ranks = ProfileChain.from_json(document["chain"]), None
     if not (budget is None and max_params is None and max_bytes is None):
         entry = chain.entry_at(budget, max_params=max_params, max_bytes=max_bytes)
-        ranks, chain = (
-            entry.profile,
-            dataclasses.replace(chain, entries=chain.entries[: chain.entries.index(entry) + 1]),
-        )
+        ranks = entry.profile
+        chain = dataclasses.replace(chain, entries=chain.entries[: chain.entries.index(entry) + 1])
     return _load(directory, document, ranks, model), chain
 
 

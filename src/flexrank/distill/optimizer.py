@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from flexrank.errors import FlexrankError
 from flexrank.nn.elastic import SizeVectors
 
 #: `adamw_8bit` keeps its states in blocks of 8-bit codes (torchao), at a quarter of float32's memory.
@@ -24,9 +25,11 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """AdamW, with decay of matrices alone; `scale` of a group is what a schedule's rate is multiplied by there.
 
-    Weights in bfloat16, and states in 8 bits, need torchao's: it rounds such weights up or down by chance, so that
-    steps far below their precision move them in the mean.
+    Weights in bfloat16, and states in 8 bits, need torchao's. It rounds such weights up or down by chance: steps far
+    below their precision move them in the mean.
     """
+    if name not in ("adamw", "adamw_8bit"):
+        raise FlexrankError(f"optimizer {name!r} is unknown; it is adamw or adamw_8bit")
     modules = [module for module in model.modules() if isinstance(module, SizeVectors)]
     own = {parameter for module in modules for parameter in module.parameters()}
     matrices, vectors = (

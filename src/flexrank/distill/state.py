@@ -76,8 +76,10 @@ class State:
             make_states_(self.optimizer, [self.trainable[name] for name in started])
             for name, parameter in self.trainable.items():
                 self._restore(name, parameter, file.get_tensor(name))
-                for key, value in states_of(self.optimizer, parameter).items() if name in started else ():
-                    self._restore(name, value, file.get_tensor(f"{name}//{key}"))
+                for slot, value in states_of(self.optimizer, parameter).items() if name in started else ():
+                    if (key := f"{name}//{slot}") not in keys:
+                        raise FlexrankError(f"{path}: {key!r} is missing; the file was edited")
+                    self._restore(name, value, file.get_tensor(key))
         self.losses, self.choices = state["losses"], state["choices"]
         self.feed.restore(state["feed"])
 

@@ -202,6 +202,11 @@ class RunConfig(Section):
         return self.decomposition.method == "fisher" or self.probe.method == "curvature"
 
     @property
+    def needs_torchao(self) -> bool:
+        """Whether consolidation takes another optimiser than torch's own."""
+        return bool(self.distillation.steps) and (self.distillation.optimizer, self.dtype) != ("adamw", "float32")
+
+    @property
     def directory(self) -> Path:
         """The run directory."""
         return Path(self.output.replace("{name}", self.name))

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import gc
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -64,9 +65,15 @@ class Workspace:
         return self.samples.judge(self.base)
 
     def release(self) -> None:
-        """Lets the base model go, before a fresh process takes the same memory; what asks for it reads it again."""
-        for name in ("base", "deployed_base", "judge"):
-            self.__dict__.pop(name, None)
+        """Lets the base model go from a GPU, which a fresh process is to use; what asks for it reads it again.
+
+        On a CPU both processes map one model's files.
+        """
+        if self.device.type != "cpu":
+            for name in ("base", "deployed_base", "judge"):
+                self.__dict__.pop(name, None)
+            gc.collect()
+            torch.cuda.empty_cache()
 
     def objective(self, hidden_weight: float = 0.0, top_k: int | None = None) -> Objective:
         """The task's distillation loss."""

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from flexrank.calibrate import Hooks
 from flexrank.data.batches import call_model
@@ -17,19 +19,15 @@ from flexrank.run.config import RunConfig
 def kept_bytes(student: nn.Module, sample: Mapping[str, Tensor], config: RunConfig) -> int:
     """Bytes that autograd keeps of a batch's forward, parameters aside, in the dtype of the weights.
 
-    Counted for one sample and for two, and linear from there. With gradient checkpointing a block keeps what it reads;
-    all else that it keeps is there for one block at a time. Under autocast it is less: meta tensors know none.
+    With gradient checkpointing a block keeps what it reads; all else that it keeps is there for one block at a time.
+    Under autocast it is less: meta tensors know none.
     """
     stack = [block for _, block in block_stack(student, nested_layers(student))]
     repeats = stack if config.distillation.gradient_checkpointing else []
-    one, two = (_count(student, sample, samples, repeats) for samples in (1, 2))
-    return one + (config.distillation.batch_size - 1) * (two - one)
-
-
-def _count(student: nn.Module, sample: Mapping[str, Tensor], samples: int, repeats: list[nn.Module]) -> int:
     kept = _Kept(student)
-    batch = {key: value.new_zeros((samples, *value.shape[1:])) for key, value in sample.items()}
-    with Hooks() as hooks, torch.autograd.graph.saved_tensors_hooks(kept.note, lambda tensor: tensor):
+    size = config.distillation.batch_size
+    batch = {key: value.new_zeros((size, *value.shape[1:])) for key, value in sample.items()}
+    with Hooks() as hooks, _Fused(), torch.autograd.graph.saved_tensors_hooks(kept.note, lambda tensor: tensor):
         for block in repeats:
             hooks.add(block.register_forward_pre_hook(functools.partial(kept.enter, block), with_kwargs=True))
             hooks.add(block.register_forward_hook(lambda *_: kept.leave()))
@@ -62,3 +60,25 @@ class _Kept:
             self._held[storage._cdata] = tensor
             self.sizes[self._block] += storage.nbytes()
         return tensor
+
+
+class _Fused(TorchFunctionMode):
+    """Attention keeps what devices' fused kernels keep; the meta device computes it with whole matrices of scores."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not functional.scaled_dot_product_attention:
+            return function(*args, **(kwargs or {}))
+        query, key, value = args[:3]
+        return _Attention.apply(query, key, value)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        ctx.save_for_backward(query, key, value, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError

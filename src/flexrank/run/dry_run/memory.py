@@ -46,7 +46,8 @@ def count_memory(architecture: Architecture, config: RunConfig) -> dict[str, dic
         "outputs": output * (size + file_size),
     }
     trained = trained_part(architecture, config)
-    later = {"teacher": teacher, "student": tensor_bytes(trained), "outputs": output * (size + file_size)}
+    written = elastic_bytes(architecture, trained, config) + matrix_bytes(architecture, config)
+    later = {"teacher": teacher, "student": written, "outputs": output * (size + file_size)}
     deployed = deployed_bytes(architecture, config)
     stages = {
         "calibration": {"student": at_once, "moments": moments},
@@ -62,18 +63,13 @@ def count_memory(architecture: Architecture, config: RunConfig) -> dict[str, dic
 def training_bytes(architecture: Architecture, student: Any, config: RunConfig) -> dict[str, int]:
     """Bytes of a step of consolidation, but for the teacher's weights.
 
-    Where sizes share factors alone, no others are read, and what is as in the teacher is shared with it; layers at full
-    rank always are.
+    Where sizes share factors alone, what is as in the teacher is shared with it; matrices of full layers always are.
     """
     settings, trained = config.distillation, [p for p in student.parameters() if p.requires_grad]
     gradients = sum(p.numel() * p.element_size() for p in trained)
     in_8_bits = round(2 * STATE_8BIT * sum(p.numel() for p in trained))
-    size = tensor_bytes(student)
-    if not shares_factors_alone(config):
-        layers = nested_layers(student).values()
-        unread = sum((min(one.matrix_shape) - len(one.u)) * sum(one.matrix_shape) for one in layers)
-        size += unread * architecture.teacher.dtype.itemsize
-    elif architecture.file_dtype == architecture.teacher.dtype:
+    size = elastic_bytes(architecture, student, config)
+    if shares_factors_alone(config) and architecture.file_dtype == architecture.teacher.dtype:
         size -= sum(p.numel() * p.element_size() for p in student.parameters() if not p.requires_grad)
     in_training = architecture.outputs * (2 if settings.autocast == "bfloat16" else architecture.teacher.dtype.itemsize)
     return {
@@ -83,6 +79,28 @@ def training_bytes(architecture: Architecture, student: Any, config: RunConfig) 
         "activations": kept_bytes(student, architecture.sample, config),
         "outputs": 3 * settings.batch_size * in_training,
     }
+
+
+def elastic_bytes(architecture: Architecture, trained: Any, config: RunConfig) -> int:
+    """Bytes of a consolidated model: of its trained part, and unless sizes share factors alone of all components."""
+    if shares_factors_alone(config):
+        return tensor_bytes(trained)
+    layers = nested_layers(trained).values()
+    untrained = sum((min(one.matrix_shape) - len(one.u)) * sum(one.matrix_shape) for one in layers)
+    return tensor_bytes(trained) + untrained * architecture.teacher.dtype.itemsize
+
+
+def matrix_bytes(architecture: Architecture, config: RunConfig) -> int:
+    """Bytes of matrices that full layers have in the artefact, in the dtype of the model's files.
+
+    At the largest budget a layer saves `allocation.min_saving` at least, or is full: so many are full if all others
+    save no more.
+    """
+    if not shares_factors_alone(config):
+        return 0
+    spared, least = 1 - max(config.allocation.budgets), rule(config)["min_saving"]
+    full = max(0.0, 1 - spared / least) if least else float(not spared)
+    return round(full * architecture.dense_parameters) * architecture.file_dtype.itemsize
 
 
 def weights_at_once(architecture: Architecture) -> int:

@@ -110,8 +110,9 @@ def test_states_of_eight_bits_resume_to_the_same_bits(dtype: torch.dtype, tmp_pa
         distill_(broken, wide(), rows(), [SMALL, full_profile(broken)], objective=Stopping(), **settings)
     saved = safetensors.torch.load_file(tmp_path / "state" / "state.safetensors")
     assert saved["0.u//exp_avg//codes"].dtype == torch.uint8
+    teacher = wide()
     torch.manual_seed(7)  # what is drawn to round comes from the step alone
-    distill_(resumed, wide(), rows(), [SMALL, full_profile(resumed)], objective=Stopping(), **settings)
+    distill_(resumed, teacher, rows(), [SMALL, full_profile(resumed)], objective=Stopping(), **settings)
     assert torch.equal(weights_of(resumed), weights_of(unbroken))
     with pytest.raises(FlexrankError, match="was written with optimizer=adamw_8bit, not adamw"):
         distill_(

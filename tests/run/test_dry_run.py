@@ -17,6 +17,7 @@ from flexrank.distill.objectives import EmbeddingObjective, LogitObjective, defa
 from flexrank.distill.optimizer import make_optimizer
 from flexrank.hf.meta import meta_model
 from flexrank.hf.models import save_config
+from flexrank.nn.blocks import block_stack
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import nested_layers, use_profile
 from flexrank.probe import probe_sensitivity
@@ -144,18 +145,31 @@ def test_activations_are_what_a_real_forward_keeps(build: Build, tmp_path: Path)
         torch.nn.init.normal_(parameter, std=0.1)
     for name, buffer in model.named_buffers():
         student.get_buffer(name).copy_(buffer)
-    held: dict[int, torch.Tensor] = {}
+    held: dict[int, tuple[int, torch.Tensor]] = {}
+    read, current = [], [-1]  # the block that runs; -1 is none
     own = {parameter.untyped_storage().data_ptr() for parameter in student.parameters()}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        held[tensor.untyped_storage().data_ptr()] = tensor
+        held.setdefault(tensor.untyped_storage().data_ptr(), (current[0], tensor))
         return tensor
 
+    def enter(_: Any, args: Any, kwargs: Any) -> None:
+        read.append(args[0] if args else kwargs["hidden_states"])
+        current[0] = len(read)
+
+    for _, block in block_stack(student, nested_layers(student)):
+        block.register_forward_pre_hook(enter, with_kwargs=True)
+        block.register_forward_hook(lambda *_: current.__setitem__(0, -1))
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         output = call_model(student, batch_of(build))
-    real_bytes = sum(one.untyped_storage().nbytes() for place, one in held.items() if place not in own)
-    assert output is not None and kept[0] == pytest.approx(real_bytes, rel=0.1)
-    assert 0.2 * kept[0] < kept[1] < 0.75 * kept[0]  # of two blocks one, and what is outside
+    inputs = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in read}
+    sizes = Counter[int]()
+    for place, (block_number, one) in held.items():
+        if place not in own and place not in inputs:
+            sizes[block_number] += one.untyped_storage().nbytes()
+    assert output is not None and len(inputs) == 2
+    assert kept[0] == pytest.approx(sizes.total() + sum(inputs.values()), rel=0.05)
+    assert kept[1] == pytest.approx(sizes[-1] + max(sizes[1], sizes[2]) + sum(inputs.values()), rel=0.05)
 
 
 @pytest.mark.parametrize(("budgets", "full"), [([0.9, 0.4], 0.6), ([0.8, 0.4], 0.2), ([0.7, 0.4], 0), ([1.0, 0.4], 1)])

@@ -86,9 +86,8 @@ def states_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict
 
 
 def make_states_(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
-    """Gives these parameters the states that their first step makes, to be filled; the parameters stay as they are."""
+    """Takes a step of these parameters, which makes their states: all of it is to be filled with other values."""
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    set_rate(optimizer, 0.0)
     update(optimizer, 0)
     optimizer.zero_grad(set_to_none=True)

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from flexrank.deployment.machine import forget_peak, interleave, median_ratio, resident_peak
 from flexrank.deployment.process import in_fresh_process
 from flexrank.distill.objectives import objective_for
+from flexrank.distill.optimizer import make_optimizer
 from flexrank.distill.step import (
     Item,
     Step,
     Targets,
-    make_optimizer,
     set_sizes_,
     trainable_parameters,
     training,

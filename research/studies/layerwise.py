@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexrank.calibrate import Hooks, block_stack
+from flexrank.calibrate import Hooks
 from flexrank.data.batches import Batch
 from flexrank.errors import FlexrankError
+from flexrank.nn.blocks import block_stack
 from flexrank.nn.switch import nested_layers
 from research.experiment import Experiment, Request
 from research.figures import NEUTRAL, OTHER, OURS

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 import tiny
 from flexrank import files
 from flexrank.artefacts.deployed import load_deployed, save_deployed
-from flexrank.artefacts.elastic import inspect_artefact, load_elastic, save_elastic
+from flexrank.artefacts.elastic import ElasticWriter, inspect_artefact, load_components, load_elastic, save_elastic
 from flexrank.artefacts.tensors import read_batch, write_batch
 from flexrank.deployment import deploy, deployed_parameters_of
 from flexrank.errors import FlexrankError
@@ -115,6 +116,25 @@ def test_a_matrix_of_full_rank_is_read_only_where_the_layer_is_full(tmp_path):
     load_elastic(tmp_path / "elastic", chain.budgets[-2])
     with pytest.raises(FlexrankError, match="tensor '0.dense' does not match its checksum"):
         load_elastic(tmp_path / "elastic")
+
+
+def test_components_between_two_checksums_are_checked(tmp_path: Path) -> None:
+    model = tiny.elastic("llama_tied")
+    chain = tiny.chain_of(model, (1.0,))
+    name, layer = next(iter(nested_layers(model).items()))
+    writer = ElasticWriter(model, tmp_path)
+    ranks, u = dict.fromkeys(full_profile(model), 3), layer.u.detach().clone()
+    for one in nested_layers(model):
+        writer.put(one)
+    writer.finish(chain)
+    short = load_components(tmp_path, ranks).get_submodule(name)
+    assert torch.equal(short.u, u[:3]) and short.u.untyped_storage().nbytes() == 3 * u.shape[1] * 4
+    (path,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(path)
+    tensors[f"{name}.u"][-1] = 0  # above what is read
+    save_file(tensors, path)
+    with pytest.raises(FlexrankError, match="does not match its checksum"):
+        load_components(tmp_path, ranks)
 
 
 def test_other_limits_choose_the_prefix_too(saved):

@@ -23,3 +23,7 @@ def batches(name: str) -> list:
 def error_at(model: nn.Module, profile: Mapping[str, int], evaluate: Callable[[nn.Module], float]) -> float:
     with use_profile(model, profile):
         return evaluate(model)
+
+
+def weights_of(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])

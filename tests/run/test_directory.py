@@ -188,7 +188,7 @@ def test_a_directory_that_lost_a_file_is_made_again_and_a_truncated_one_refused(
         ("distillation.learning_rate=1e30", "at step"),
         ("model=./nowhere", "nowhere"),
         ("deployment.budgets=[0.8, 0.001]", "too small"),
-        ("dtype=bfloat16", "dtype 'bfloat16' cannot be consolidated; keep float32"),
+        ("dtype=float16", "dtype 'float16' cannot be consolidated; take bfloat16"),
     ],
 )
 def test_a_wrong_input_leaves_a_finished_run_as_it_was(override: str, part: str, copied: Path) -> None:

@@ -2,6 +2,8 @@
 
 import logging
 import math
+import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -167,3 +169,66 @@ def test_losses_are_those_of_each_profile(copied: Path) -> None:
                 total += float((wanted.exp() * (wanted - own)).sum())
                 rows += len(own)
         assert loss == pytest.approx(total / rows, rel=1e-4)
+
+
+def test_what_is_trained_is_read_and_the_rest_is_the_base_models(copied: Path) -> None:
+    """Oracle: the whole decomposed model, at every profile; layers that are full compute as the base's own."""
+    work = Workspace(load_config(copied), RunDirectory(copied))
+    whole, _ = work.elastic("elastic_initial")
+    full, batch = full_profile(whole), work.samples.example
+    names = list(full)
+    small = {name: max(1, rank // 3) for name, rank in full.items()}
+    large = {name: full[name] if place % 2 else small[name] + 2 for place, name in enumerate(names)}
+    model = work.trained_part([small, large])
+    for place, (name, layer) in enumerate(nested_layers(model).items()):
+        matrix = work.base.get_submodule(name).weight
+        assert len(layer.u) == len(layer.v) == (small[name] if place % 2 else large[name])
+        assert (layer.dense is None) != (place % 2)
+        assert layer.dense is None or layer.dense.data_ptr() == matrix.data_ptr()
+    for profile in (small, large):
+        with torch.no_grad(), use_profile(model, profile), use_profile(whole, profile):
+            assert relative(call_model(model, batch).logits, call_model(whole, batch).logits) < 1e-5
+    assert model.model.norm.weight is work.base.model.norm.weight
+    assert model.model.embed_tokens.weight is work.base.model.embed_tokens.weight
+
+
+def test_a_run_consolidates_in_less_memory(finished: Path, tmp_path: Path) -> None:
+    """Oracle: the same run in float32: in bfloat16, with states of 8 bits, it is as good within its precision."""
+    config = load_config(
+        finished,
+        [f"output={tmp_path / 'run'}", "dtype=bfloat16", "distillation.optimizer=adamw_8bit"]
+        + ["distillation.gradient_checkpointing=true", "evaluation.latency=false"],
+    )
+    run_stages(config)
+    model, chain = load_elastic(tmp_path / "run" / "elastic")
+    dtypes = {parameter.dtype for layer in nested_layers(model).values() for parameter in (layer.u, layer.v)}
+    assert dtypes == {torch.bfloat16} and model.dtype == torch.bfloat16
+    small, _ = load_elastic(tmp_path / "run" / "elastic", 0.5)
+    assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in model.parameters())
+    rows, wanted = (
+        {row["budget"]: row["quality"]["nats_per_token"] for row in read_json(run / "summary.json")["rows"]}
+        for run in (tmp_path / "run", finished)
+    )
+    assert rows == pytest.approx(wanted, rel=0.02)
+
+
+@pytest.mark.parametrize("keys", [["dtype=bfloat16"], ["distillation.optimizer=adamw_8bit"]])
+def test_a_missing_library_is_told_before_the_work(
+    keys: list[str], finished: Path, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)  # as if it were not installed
+    config = load_config(finished, [f"output={tmp_path / 'run'}", *keys])
+    with pytest.raises(ModuleNotFoundError, match="torchao"):
+        run_stages(config)
+    assert not (tmp_path / "run").exists()
+    assert run_stages(config, "allocate").executed == ("decompose", "probe", "allocate")
+
+
+def test_a_gpu_is_left_to_the_process_that_times(copied: Path) -> None:
+    work = Workspace(load_config(copied), RunDirectory(copied))
+    held = weakref.ref(work.base), weakref.ref(work.judge)
+    work.release()
+    assert held[0]() is work.base  # on a CPU it stays
+    work.__dict__["device"] = torch.device("cuda")
+    work.release()
+    assert held[0]() is None and held[1]() is None

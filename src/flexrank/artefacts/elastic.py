@@ -96,9 +96,9 @@ class ElasticWriter:
     def finish(self, chain: ProfileChain, factory: Factory | None = None) -> None:
         """Writes what is not put yet, and what describes it all; arguments and errors are those of `save_elastic`."""
         model, layers = self._model, nested_layers(self._model)
+        chain = _trained_part(chain, layers)
         for entry in chain.entries:
             require_fitting(layers, entry.profile)
-        chain = _trained_part(chain, layers)
         kept = {
             name: _components(one, [entry.profile[name] for entry in chain.entries]) for name, one in layers.items()
         }
@@ -153,18 +153,31 @@ def load_elastic(
     """
     directory = Path(directory)
     document = _read_elastic(directory)
-    files.verify_files(directory, document["files"])
-    chain = ProfileChain.from_json(document["chain"])
-    specs = document["layers"]
+    chain, ranks = ProfileChain.from_json(document["chain"]), None
     if not (budget is None and max_params is None and max_bytes is None):
         entry = chain.entry_at(budget, max_params=max_params, max_bytes=max_bytes)
-        specs = {name: _cut(spec, entry.profile[name]) for name, spec in specs.items()}
+        ranks = entry.profile
         chain = dataclasses.replace(chain, entries=chain.entries[: chain.entries.index(entry) + 1])
+    return _load(directory, document, ranks, model), chain
+
+
+def load_components(directory: str | Path, ranks: Mapping[str, int]) -> nn.Module:
+    """Reads each layer's first components, up to its rank, of an artefact of transformers. Errors as `load_elastic`."""
+    return _load(Path(directory), _read_elastic(Path(directory)), ranks, None)
+
+
+def _load(
+    directory: Path, document: Mapping[str, Any], ranks: Mapping[str, int] | None, model: nn.Module | None
+) -> nn.Module:
+    files.verify_files(directory, document["files"])
+    specs = document["layers"]
+    if ranks is not None:
+        specs = {name: _cut(spec, ranks[name]) for name, spec in specs.items()}
     if model is None:
         is_transformers = document["library"] == "transformers"
         model = models.skeleton(directory) if is_transformers else bare_model(document["factory"], directory)
     tensors = _read_prefixes(directory, document, specs)
-    return fill(model, specs, tensors, document["aliases"], directory), chain
+    return fill(model, specs, tensors, document["aliases"], directory)
 
 
 def read_shapes(directory: str | Path) -> tuple[dict[str, tuple[int, int]], ProfileChain]:
@@ -219,7 +232,9 @@ def _read_elastic(directory: Path) -> dict[str, Any]:
 def _trained_part(chain: ProfileChain, layers: Mapping[str, NestedLayer]) -> ProfileChain:
     """The chain up to the largest ranks that have vectors of their own; all of it where no layer has any."""
     last = {name: layer.sizes.ranks[-1] for name, layer in layers.items() if layer.sizes}
-    entries = (entry for entry in chain.entries if all(entry.profile[name] <= rank for name, rank in last.items()))
+    entries = (
+        entry for entry in chain.entries if all(entry.profile.get(name, 0) <= rank for name, rank in last.items())
+    )
     return dataclasses.replace(chain, entries=tuple(entries))
 
 
@@ -254,15 +269,14 @@ def _read_prefixes(
 
 
 def _read_checked(path: Path, tensors: Any, name: str, digest: Any, limit: int | None) -> Tensor:
-    """A tensor, or the first `limit` components of a factor."""
-    tensor: Tensor = tensors.get_tensor(name) if limit is None else tensors.get_slice(name)[:limit]
-    if limit is not None:
-        digest = [segment for segment in digest if segment[0] <= limit]
-    if digest != (
-        files.digest_tensor(tensor) if limit is None else _segment_digests(tensor, [end for end, _ in digest])
-    ):
+    """A tensor, or the first `limit` components of a factor: what is checked goes on to the end of a segment."""
+    end = None if limit is None else next(end for end, _ in digest if end >= limit)
+    tensor: Tensor = tensors.get_tensor(name) if end is None else tensors.get_slice(name)[:end]
+    if end is not None:
+        digest = [segment for segment in digest if segment[0] <= end]
+    if digest != (files.digest_tensor(tensor) if end is None else _segment_digests(tensor, [end for end, _ in digest])):
         raise FlexrankError(f"{path}: tensor {name!r} does not match its checksum; the file was edited")
-    return tensor
+    return tensor if limit == end else tensor[:limit].clone()
 
 
 def _deployed_document(directory: Path) -> dict[str, Any]:

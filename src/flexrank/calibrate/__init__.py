@@ -13,14 +13,15 @@ from flexrank.calibrate.collector import Collector, GradientLoss, Side, computin
 from flexrank.calibrate.hooks import Hooks
 from flexrank.calibrate.moments import LayerMoment, Moments, load_moments, save_moments
 from flexrank.calibrate.stream import STATE_BYTES, Placement, States
-from flexrank.calibrate.structure import block_stack, find_groups
+from flexrank.calibrate.structure import find_groups
 from flexrank.data.batches import Batch, call_model, eval_mode, model_device, row_masks, to_device
 from flexrank.errors import FlexrankError
+from flexrank.nn.blocks import block_stack
 from flexrank.nn.matrix import input_rows, masked_rows
 from flexrank.progress import track
 
 __all__ = [
-    "STATE_BYTES", "GradientLoss", "Hooks", "LayerMoment", "Moments", "Placement", "Side", "block_stack",
+    "STATE_BYTES", "GradientLoss", "Hooks", "LayerMoment", "Moments", "Placement", "Side",
     "collect_moments", "collect_rows", "find_groups", "load_moments", "moments_by_block", "save_moments",
 ]  # fmt: skip
 

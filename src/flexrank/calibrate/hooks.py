@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -45,18 +45,3 @@ def traced(model: nn.Module) -> Iterator[list[list[Event]]]:
                 hooks.add(module.register_forward_pre_hook(functools.partial(note, False)))
                 hooks.add(module.register_forward_hook(functools.partial(note, True)))
         yield forwards
-
-
-@contextlib.contextmanager
-def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Inside the block these modules run these functions in place of their forwards."""
-    own = {module: module.__dict__.get("forward") for module in forwards}
-    for module, forward in forwards.items():
-        module.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        for module, before in own.items():
-            module.__dict__.pop("forward")
-            if before is not None:
-                module.__dict__["forward"] = before

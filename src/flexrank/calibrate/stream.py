@@ -9,9 +9,9 @@ from typing import IO, Any
 import torch
 from torch import Tensor, nn
 
-from flexrank.calibrate.hooks import replaced_forwards
 from flexrank.data.batches import Batch, call_model, model_device, output_tensor
 from flexrank.errors import FlexrankError
+from flexrank.nn.blocks import replaced_forwards
 
 #: Bytes of hidden states that are kept in memory; those beyond go to a temporary file.
 STATE_BYTES = 2**32

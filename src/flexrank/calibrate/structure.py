@@ -44,21 +44,6 @@ def find_groups(run: Callable[[], object], layers: Mapping[str, nn.Module]) -> l
     return list(groups.values())
 
 
-def block_stack(model: nn.Module, layers: Iterable[str]) -> list[tuple[str, nn.Module]]:
-    """The named children of the ModuleList or Sequential that holds most of these layers; empty without such a one."""
-    names = list(layers)
-
-    def held(stack: list[tuple[str, nn.Module]]) -> int:
-        return sum(layer.startswith(f"{block}.") for layer in names for block, _ in stack)
-
-    stacks = [
-        [(f"{name}.{child}".removeprefix("."), block) for child, block in module.named_children()]
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.ModuleList, nn.Sequential))
-    ]
-    return max((stack for stack in stacks if len(stack) > 1 and held(stack)), key=held, default=[])
-
-
 def runs_in_order(forwards: Iterable[Sequence[Event]], blocks: Sequence[nn.Module]) -> bool:
     """Whether every forward runs each block once, one after the other, in this order."""
     wanted = [(block, returns) for block in blocks for returns in (False, True)]

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from flexrank.data.batches import Batch, call_model, eval_mode, model_device, to_device
 from flexrank.distill.objectives import Objective, default_objective, describe
+from flexrank.distill.optimizer import OptimizerName, make_optimizer, set_rate
 from flexrank.distill.schedule import Feed, Schedule, UsualLosses, default_weights
 from flexrank.distill.state import State
 from flexrank.distill.step import (
     Step,
     Targets,
-    make_optimizer,
     set_sizes_,
     trainable_parameters,
     training,
@@ -84,6 +84,8 @@ def distill_(
     accumulation: int = 1,
     max_norm: float = 1.0,
     autocast: torch.dtype | None = None,
+    optimizer: OptimizerName = "adamw",
+    gradient_checkpointing: bool = False,
     train_embeddings: bool = False,
     teacher_cache: int = 256 * 2**20,
     seed: int = 0,
@@ -107,12 +109,15 @@ def distill_(
         method: see above.
         weights: α, how often each profile is drawn relative to the others; by default as `method` says.
         autocast: the dtype both models run under; parameters and optimiser keep theirs.
+        optimizer: `adamw_8bit` has states of 8 bits; it, and weights in bfloat16, need torchao.
+        gradient_checkpointing: keep what each block of the stack reads, and run it again to go back: a third more time
+            for a small part of the memory of activations.
         train_embeddings: else embeddings, and heads tied to them, are frozen, as is what does not require grad.
         teacher_cache: bytes of the teacher's outputs kept from one pass over a sequence to the next.
         checkpoint: a directory, from which a call resumes to the same bits; written every `checkpoint_every` steps.
 
     Raises:
-        FlexrankError: wrong settings, no batches, half precision, a loss that is not finite, or a foreign checkpoint.
+        FlexrankError: wrong settings, no batches, float16, a loss that is not finite, or a foreign checkpoint.
     """
     profiles = _profiles(chain)
     for name, count in {"steps": steps, "accumulation": accumulation, "checkpoint_every": checkpoint_every}.items():
@@ -126,6 +131,7 @@ def distill_(
     settings = {
         **dataclasses.asdict(schedule), "method": method, "weight_decay": weight_decay, "accumulation": accumulation,
         "max_norm": str(max_norm), "autocast": str(autocast), "train_embeddings": train_embeddings,
+        "optimizer": optimizer,
         "objective": describe(objective), "profiles": digest_json(profiles),
         "teacher": _identity(teacher) if checkpoint else None,
     }  # fmt: skip
@@ -133,10 +139,10 @@ def distill_(
         set_sizes_(model, profiles)
     with used_components(model, profiles):
         trainable = trainable_parameters(model, train_embeddings, is_balanced and len(profiles) > 1)
-        optimizer = make_optimizer(model, trainable, learning_rate, weight_decay)
-        state = State(checkpoint, settings, trainable, optimizer, Feed(batches, seed))
-        step = Step(model, Targets(teacher, objective, autocast, teacher_cache), trainable, optimizer, max_norm)
-        with training(model, teacher, trainable):
+        adam = make_optimizer(model, trainable, learning_rate, weight_decay, optimizer)
+        state = State(checkpoint, settings, trainable, adam, Feed(batches, seed))
+        step = Step(model, Targets(teacher, objective, autocast, teacher_cache), trainable, adam, max_norm)
+        with training(model, teacher, trainable, gradient_checkpointing):
             usual = UsualLosses(state.losses, state.choices) if is_balanced else None
             _train(step, state, schedule, profiles, accumulation, checkpoint_every, usual)
     return TrainingHistory(tuple(state.losses), tuple(state.choices), state.step)
@@ -153,8 +159,7 @@ def _train(
 ) -> None:
     for number in track(range(state.step, schedule.steps), "distilling", schedule.steps, state.step):
         choice = schedule.draw(number)
-        for group in step.optimizer.param_groups:
-            group["lr"] = schedule.rate(number) * group["scale"]
+        set_rate(step.optimizer, schedule.rate(number))
         with use_profile(step.model, profiles[choice]):
             items = (state.feed.next() for _ in range(accumulation))
             loss = step.take(items, accumulation, number, usual.of(choice) if usual else 1.0)

@@ -9,6 +9,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from flexrank.distill.optimizer import make_states_, states_of
 from flexrank.distill.schedule import Feed
 from flexrank.errors import FlexrankError
 from flexrank.files import directory_aside, read_json, write_json
@@ -50,7 +51,7 @@ class State:
         tensors = {}
         for name, parameter in self.trainable.items():
             tensors[name] = parameter.detach()
-            for key, value in self.optimizer.state[parameter].items():
+            for key, value in states_of(self.optimizer, parameter).items():
                 tensors[f"{name}//{key}"] = value
         feed = _without_tensors(self.feed.state(), tensors)
         progress = {"losses": self.losses, "choices": self.choices, "feed": feed}
@@ -71,21 +72,22 @@ class State:
             for name in {key for key in keys if "//" not in key} ^ self.trainable.keys():
                 what = "no trainable parameter" if name in self.trainable else "a parameter not trained here,"
                 raise FlexrankError(f"{path}: holds {what} {name!r}; it belongs to another run")
-            for key in keys:
-                self._restore(key, file.get_tensor(key))
+            started = {name for name, separator, _ in (key.partition("//") for key in keys) if separator}
+            make_states_(self.optimizer, [self.trainable[name] for name in started])
+            for name, parameter in self.trainable.items():
+                self._restore(name, parameter, file.get_tensor(name))
+                for slot, value in states_of(self.optimizer, parameter).items() if name in started else ():
+                    if (key := f"{name}//{slot}") not in keys:
+                        raise FlexrankError(f"{path}: {key!r} is missing; the file was edited")
+                    self._restore(name, value, file.get_tensor(key))
         self.losses, self.choices = state["losses"], state["choices"]
         self.feed.restore(state["feed"])
 
-    def _restore(self, key: str, tensor: Tensor) -> None:
-        name, separator, slot = key.partition("//")
-        parameter = self.trainable[name]
-        if separator:
-            self.optimizer.state[parameter][slot] = tensor.to(parameter.device)
-        elif tensor.shape == parameter.shape:
-            parameter.copy_(tensor)
-        else:
-            shapes = f"{tuple(tensor.shape)}, not {tuple(parameter.shape)}"
+    def _restore(self, name: str, there: Tensor, tensor: Tensor) -> None:
+        if tensor.shape != there.shape:
+            shapes = f"{tuple(tensor.shape)}, not {tuple(there.shape)}"
             raise FlexrankError(f"{self.path}: parameter {name!r} is {shapes}; it belongs to another model")
+        there.copy_(tensor)
 
 
 def _without_tensors(value: Any, tensors: dict[str, Tensor]) -> Any:

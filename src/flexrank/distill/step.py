@@ -2,21 +2,22 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from flexrank.data.batches import Batch, call_model, eval_mode, model_device, to_device
 from flexrank.distill.objectives import Objective, default_objective
+from flexrank.distill.optimizer import update
 from flexrank.errors import FlexrankError
-from flexrank.nn.elastic import NestedLayer, SizeVectors
+from flexrank.nn.blocks import block_stack, replaced_forwards
+from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.switch import nested_layers, require_fitting
-
-#: The learning rate of a size's own vectors, over that of all else: few steps are theirs.
-VECTORS_RATE = 3.0
 
 Item = tuple[int | None, Batch]  #: a batch, and its place in a sequence that gives it again (None: in none)
 
@@ -76,7 +77,7 @@ class Step:
         _require_finite(float(length), number, "gradient's length")
         if float(length) > self.max_norm:
             torch.nn.utils.clip_grads_with_norm_(self.trainable.values(), self.max_norm, length)
-        self.optimizer.step()
+        update(self.optimizer, number)
         self.optimizer.zero_grad(set_to_none=True)
         return loss
 
@@ -139,7 +140,7 @@ def trainable_parameters(
     """The parameters that consolidation trains, by name; `train_embeddings` as in `distill_`.
 
     With `factors_only` none but factors, vectors of sizes and, if they are trained, embeddings. It is a FlexrankError
-    if there are none, or they have half precision, which AdamW's small steps would not move.
+    if there are none, or they are float16, which AdamW's small steps would not move.
     """
     kept = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     layers = [module for module in model.modules() if isinstance(module, NestedLayer)]
@@ -153,42 +154,54 @@ def trainable_parameters(
     if not trainable:
         raise FlexrankError("every parameter has requires_grad=False; consolidation has nothing to train")
     for name, parameter in trainable.items():
-        if (dtype := parameter.dtype).itemsize < 4:
-            raise FlexrankError(f"parameter {name!r} is {dtype}; consolidate float32 weights, with autocast={dtype}")
+        if parameter.dtype is torch.float16:
+            raise FlexrankError(f"parameter {name!r} is float16; consolidate weights in float32 or bfloat16")
     return trainable
 
 
-def make_optimizer(
-    model: nn.Module, trainable: Mapping[str, nn.Parameter], learning_rate: float, weight_decay: float = 0.0
-) -> torch.optim.AdamW:
-    """AdamW, with decay of matrices alone; `scale` of a group is what a schedule's rate is multiplied by there."""
-    modules = [module for module in model.modules() if isinstance(module, SizeVectors)]
-    own = {parameter for module in modules for parameter in module.parameters()}
-    matrices, vectors = (
-        [one for one in trainable.values() if one not in own and (one.ndim > 1) == wanted] for wanted in (True, False)
-    )
-    groups: list[dict[str, Any]] = [
-        {"params": matrices, "weight_decay": weight_decay, "scale": 1.0},
-        {"params": vectors, "weight_decay": 0.0, "scale": 1.0},
-        {"params": [one for one in trainable.values() if one in own], "weight_decay": 0.0, "scale": VECTORS_RATE},
-    ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=learning_rate, fused=True)
-
-
 @contextlib.contextmanager
-def training(model: nn.Module, teacher: nn.Module, trainable: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Inside the block only `trainable` gets gradients, and both models are in eval mode."""
+def training(
+    model: nn.Module, teacher: nn.Module, trainable: Mapping[str, nn.Parameter], gradient_checkpointing: bool = False
+) -> Iterator[None]:
+    """Inside the block only `trainable` gets gradients, and both models are in eval mode.
+
+    With `gradient_checkpointing` a block of the model's stack keeps what it reads, and runs again to go back.
+    """
     required = {parameter: parameter.requires_grad for parameter in model.parameters()}
     chosen = set(trainable.values())
     for parameter in required:
         parameter.requires_grad_(parameter in chosen)
+    repeating = _repeating_blocks(model) if gradient_checkpointing else contextlib.nullcontext()
     try:
-        with eval_mode(model, teacher):
+        with eval_mode(model, teacher), repeating:
             yield
     finally:
         for parameter, flag in required.items():
             parameter.requires_grad_(flag)
             parameter.grad = None
+
+
+@contextlib.contextmanager
+def _repeating_blocks(model: nn.Module) -> Iterator[None]:
+    """Inside the block the stack's blocks keep nothing but what they read."""
+    stack = block_stack(model, nested_layers(model))
+    if not stack:
+        raise FlexrankError(f"gradient checkpointing goes block by block; {type(model).__name__} has no stack of them")
+    config: Any = getattr(model, "config", None)
+    cached = getattr(config, "use_cache", None)
+    if cached is not None:  # a block that ran again would add its keys and values once more
+        config.use_cache = False
+    try:
+        with replaced_forwards({block: functools.partial(_run_twice, block.forward) for _, block in stack}):
+            yield
+    finally:
+        if cached is not None:
+            config.use_cache = cached
+
+
+def _run_twice(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # Nothing is drawn in a forward: there is no dropout.
+    return torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 def _require_finite(value: float, step: int, what: str) -> None:

@@ -49,6 +49,7 @@ class NestedLayer(nn.Module):
     forward takes the cheaper of two equivalent routes: factored, T·r·(m+n) multiply-adds, or materialised, (T + r)·m·n.
     Consolidation gives it what ranks do not share: `sizes`, vectors through which matrix and bias are read, and `dense`
     (m × n), the matrix at full rank min(m, n), then no product of factors; ranks between k and full need not exist.
+    Vectors are float32 where factors have half precision; `dense` may have the base model's dtype.
     `full_matrix` is the matrix at full rank inside `switch.full_matrices`, else None; the forward uses it there.
     """
 
@@ -115,13 +116,14 @@ class NestedLayer(nn.Module):
         u, v = (self.u, self.v) if rank == len(self.u) else (self.u[:rank], self.v[:rank])
         if self.sizes is None:
             return u, v
-        return u * self.sizes.at(self.sizes.outputs, rank), v * self.sizes.at(self.sizes.inputs, rank)
+        outputs, inputs = self.sizes.at(self.sizes.outputs, rank), self.sizes.at(self.sizes.inputs, rank)
+        return u * outputs.to(u.dtype), v * inputs.to(v.dtype)
 
     def bias_at(self, rank: int) -> Float[Tensor, " m"] | None:
         """The bias at a rank."""
         if self.bias is None or self.sizes is None or self.sizes.bias is None:
             return self.bias
-        return self.bias + self.sizes.at(self.sizes.bias, rank)
+        return self.bias + self.sizes.at(self.sizes.bias, rank).to(self.bias.dtype)
 
     @torch.no_grad()
     def set_dense_(self) -> None:
@@ -139,9 +141,11 @@ class NestedLayer(nn.Module):
 
     def _vectors(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
         m, n = self.matrix_shape
+        dtype = torch.promote_types(self.u.dtype, torch.float32)  # half precision has but 128 numbers from 1 to 2
+        zeros = self.u.new_zeros(m, dtype=dtype)
         if self.sizes is None:
-            return self.v.new_ones(n), self.u.new_ones(m), self.u.new_zeros(m)
-        bias = self.u.new_zeros(m) if self.sizes.bias is None else self.sizes.at(self.sizes.bias, rank)
+            return self.v.new_ones(n, dtype=dtype), zeros + 1, zeros
+        bias = zeros if self.sizes.bias is None else self.sizes.at(self.sizes.bias, rank)
         return self.sizes.at(self.sizes.inputs, rank), self.sizes.at(self.sizes.outputs, rank), bias
 
     @property
@@ -156,8 +160,11 @@ class NestedLayer(nn.Module):
         if self.dense is None or not self.is_dense_at(rank):
             u, v = (factor.to(dtype or factor.dtype) for factor in self.factors(rank))
             return u.T @ v
-        dense, sizes = self.dense.to(dtype or self.dense.dtype), self.sizes
-        return dense if sizes is None else sizes.at(sizes.outputs, rank)[:, None] * dense * sizes.at(sizes.inputs, rank)
+        dense, sizes = self.dense.to(dtype or self.u.dtype), self.sizes
+        if sizes is None:
+            return dense
+        outputs, inputs = sizes.at(sizes.outputs, rank), sizes.at(sizes.inputs, rank)
+        return outputs.to(dense.dtype)[:, None] * dense * inputs.to(dense.dtype)
 
     @property
     def weight(self) -> Tensor:
@@ -197,6 +204,8 @@ class NestedLinear(NestedLayer):
 
         Gains of the matrix need its gradient, one more product of T·m·n: a quarter of the time of a training step.
         """
+        if not torch.is_autocast_enabled(x.device.type):  # which casts both
+            dense = dense.to(x.dtype)
         y = linear(x * sizes.at(sizes.inputs, self.rank).to(x.dtype), dense)
         outputs, bias = sizes.at(sizes.outputs, self.rank).to(y.dtype), self.active_bias
         return y * outputs if bias is None else torch.addcmul(bias.to(y.dtype), y, outputs)

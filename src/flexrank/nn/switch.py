@@ -119,6 +119,17 @@ def last_within(sizes: Mapping[str, int], room: int) -> list[str]:
     return [name for name, total in zip(names, sums, strict=True) if total <= room]
 
 
+def share_tensors_(model: nn.Module, base: nn.Module) -> None:
+    """Puts the base model's parameters in place of an elastic model's, where all but names outside layers is alike."""
+    layers = nested_layers(model)
+    theirs = dict(base.named_parameters(remove_duplicate=False))
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        owner, _, own = name.rpartition(".")
+        other = theirs.get(name)
+        if owner not in layers and other is not None and other.dtype == parameter.dtype:
+            model.get_submodule(owner)._parameters[own] = other
+
+
 def footprint(model: nn.Module, dtype: torch.dtype | None = None) -> Footprint:
     """What an elastic model holds beside its factors, with every floating tensor in `dtype` if that is given.
 

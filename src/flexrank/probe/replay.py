@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from flexrank.calibrate import Hooks, block_stack
-from flexrank.calibrate.hooks import Event, replaced_forwards, traced
+from flexrank.calibrate import Hooks
+from flexrank.calibrate.hooks import Event, traced
 from flexrank.calibrate.structure import runs_in_order
+from flexrank.nn.blocks import block_stack, replaced_forwards
 from flexrank.nn.switch import nested_layers
 
 log = logging.getLogger("flexrank")

@@ -102,6 +102,9 @@ def run_stages(config: RunConfig, until: str = "report") -> Outcome:
     Raises:
         FlexrankError: a wrong input of any stage; what was finished before it stays.
     """
+    if until not in ("decompose", "probe", "allocate") and config.needs_torchao:
+        import torchao  # noqa: F401  # now, not after hours of probing
+
     directory = RunDirectory(config.directory)
     source = models.resolve_source(config.model)
     wanted = _needed(until)

@@ -119,12 +119,12 @@ def allocate(work: Workspace, _: str) -> None:
 
 def distill(work: Workspace, fingerprint: str) -> None:
     """Consolidates: RUN/elastic, one artefact of every size, and RUN/history.json."""
-    settings = work.config.distillation
-    model, _ = work.elastic("elastic_initial")
-    chain = read_chain(work)
+    settings, chain = work.config.distillation, read_chain(work)
+    profiles, budgets = [entry.profile for entry in chain.requested], list(chain.budgets)
+    is_whole = settings.method == "paper" or not settings.steps or len(profiles) == 1
+    model = work.elastic("elastic_initial")[0] if is_whole else work.trained_part(profiles)
     history: dict[str, Any] = {"steps": 0, "losses": [], "budgets": []}
     if settings.steps:
-        profiles, budgets = [entry.profile for entry in chain.requested], list(chain.budgets)
         before = probe_losses(work, model, profiles)
         weights = None if settings.weights is None else settings.weights[::-1]  # the chain is rising
         done = train_(work, model, chain, settings.steps, work.directory.partial("distill", fingerprint), weights)
@@ -158,17 +158,18 @@ def evaluate_initial(work: Workspace, _: str) -> None:
 
 def evaluate(work: Workspace, _: str) -> None:
     """Sizes, qualities and latencies of the deployed model at each budget, and of the base: RUN/evaluation.json."""
-    sizes, budgets = Sizes(work), work.config.allocation.budgets
-    shapes, rows = sizes.shapes, []
-    for budget in track(budgets, "evaluating"):
+    budgets, ratios, rows = work.config.allocation.budgets, [None] * len(work.config.allocation.budgets), []
+    if work.config.evaluation.latency:
+        work.release()
+        ratios = in_fresh_process(latency_ratios, str(work.directory.path))
+    sizes = Sizes(work)
+    shapes = sizes.shapes
+    for budget, ratio in zip(track(budgets, "evaluating"), ratios, strict=True):
         profile = sizes.chain.at(budget)
         row = evaluate_size(work, sizes.deployed(profile), profile, shapes)
-        rows.append({"budget": budget, **row, "latency_ratio": None, "ranks": dict(profile)})
+        rows.append({"budget": budget, **row, "latency_ratio": ratio, "ranks": dict(profile)})
     full = {name: min(shape) for name, shape in shapes.items()}
     base = evaluate_size(work, work.base, full, shapes)
-    if work.config.evaluation.latency:
-        ratios = in_fresh_process(latency_ratios, str(work.directory.path))
-        rows = [{**row, "latency_ratio": ratio} for row, ratio in zip(rows, ratios, strict=True)]
     layers = {name: {"shape": list(shape)} for name, shape in shapes.items()}
     write_json(work.directory / "evaluation.json", {"base": base, "rows": rows, "layers": layers})
 

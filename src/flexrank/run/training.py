@@ -38,6 +38,8 @@ def train_(
             accumulation=settings.accumulation,
             max_norm=settings.max_norm,
             autocast=autocast_dtype(settings.autocast, work.device),
+            optimizer=settings.optimizer,
+            gradient_checkpointing=settings.gradient_checkpointing,
             seed=work.config.seed,
             checkpoint=checkpoint,
             checkpoint_every=settings.checkpoint_every,

@@ -3,15 +3,19 @@
 import copy
 import dataclasses
 import functools
+import gc
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from flexrank.artefacts.elastic import SHARD_BYTES, load_elastic
+from flexrank.artefacts.elastic import SHARD_BYTES, load_components, load_elastic, read_shapes
 from flexrank.distill.objectives import Objective, objective_for
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
+from flexrank.nn.matrix import weight_matrix
+from flexrank.nn.switch import nested_layers, share_tensors_
 from flexrank.profiles import ProfileChain
 from flexrank.run.config import RunConfig
 from flexrank.run.directory import RunDirectory
@@ -60,6 +64,17 @@ class Workspace:
         """Measures a model's qualities against the base."""
         return self.samples.judge(self.base)
 
+    def release(self) -> None:
+        """Lets the base model go from a GPU, which a fresh process is to use; what asks for it reads it again.
+
+        On a CPU both processes map one model's files.
+        """
+        if self.device.type != "cpu":
+            for name in ("base", "deployed_base", "judge"):
+                self.__dict__.pop(name, None)
+            gc.collect()
+            torch.cuda.empty_cache()
+
     def objective(self, hidden_weight: float = 0.0, top_k: int | None = None) -> Objective:
         """The task's distillation loss."""
         temperature = self.config.distillation.temperature
@@ -69,6 +84,22 @@ class Workspace:
         """The elastic model in RUN/`name`, and its chain."""
         model, chain = load_elastic(self.directory / name)
         return model.to(self.device), chain
+
+    def trained_part(self, profiles: Sequence[Mapping[str, int]]) -> nn.Module:
+        """The decomposed model as far as consolidation trains it at several profiles; the rest is the base's, shared.
+
+        That is the components of each layer up to its largest rank below full, beside the matrix at full rank.
+        """
+        full = {name: min(shape) for name, shape in read_shapes(self.directory / "elastic_initial")[0].items()}
+        ranks = {name: {profile[name] for profile in profiles} for name in full}
+        below = {name: max(some - {full[name]}, default=full[name]) for name, some in ranks.items()}
+        model = load_components(self.directory / "elastic_initial", below).to(self.device)
+        for name, layer in nested_layers(model).items():
+            if full[name] in ranks[name] and below[name] < full[name]:
+                matrix = weight_matrix(self.base.get_submodule(name)).detach()
+                layer.dense = nn.Parameter(matrix.contiguous(), requires_grad=False)
+        share_tensors_(model, self.base)
+        return model
 
     @property
     def shard_bytes(self) -> int:

@@ -37,6 +37,7 @@ class Architecture:
     student: Any  # its elastic form at full rank
     calls: Mapping[str, tuple[Call, ...]]  # of each layer with a matrix, factorised or not, in the order of their runs
     groups: tuple[tuple[str, ...], ...]  # factorised layers that read the same tensors, and so share a moment
+    sample: Mapping[str, Tensor]  # one sample
     tokens: int  # of one sample; of an image, the most rows that a linear layer reads
     outputs: int  # numbers in the model's output for one sample
     targets: int  # numbers that the probe keeps of the teacher's output for one sample
@@ -85,7 +86,8 @@ def build_architecture(config: RunConfig) -> Architecture:
         (m, n), rank = matrix_shape(layer), min(matrix_shape(layer))
         nest_(student, name, Factors(*(torch.empty(size, device="meta") for size in ((rank, m), (rank, n), (rank,)))))
     watched = {name: module for name, module in teacher.named_modules() if is_layer(module)}
-    calls, output = _watch(teacher, watched, meta.meta_sample(teacher, config.task, config.data.max_tokens))
+    sample = meta.meta_sample(teacher, config.task, config.data.max_tokens)
+    calls, output = _watch(teacher, watched, sample)
     objective = EmbeddingObjective() if config.task == "embedding" else default_objective(output)
     linear = [call.rows for name in calls for call in calls[name] if conv_geometry(watched[name]) is None]
     groups: dict[Any, list[str]] = {}
@@ -97,6 +99,7 @@ def build_architecture(config: RunConfig) -> Architecture:
         student=student,
         calls=calls,
         groups=tuple(map(tuple, groups.values())),
+        sample=sample,
         tokens=max(linear, default=1) if config.task == "classification" else config.data.max_tokens,
         outputs=output_tensor(output).numel(),
         targets=objective.target(output, {}).numel(),

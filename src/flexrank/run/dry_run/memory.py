@@ -1,52 +1,106 @@
-"""Bytes that each stage holds in memory, without activations and workspaces."""
+"""Bytes that each stage holds in memory, without the libraries and their workspaces."""
+
+import copy
+from typing import Any
 
 import torch
 from torch import nn
 
-from flexrank.calibrate import block_stack
-from flexrank.nn.switch import nested_layers
+from flexrank.nn.blocks import block_stack
+from flexrank.nn.switch import footprint, nested_layers, uniform_profile
 from flexrank.probe import MATRIX_BYTES
 from flexrank.profiles.costs import Shape
+from flexrank.run.candidates import candidate_ranks, rule
 from flexrank.run.config import RunConfig
-from flexrank.run.dry_run.architecture import Architecture
+from flexrank.run.dry_run.activations import kept_bytes
+from flexrank.run.dry_run.architecture import Architecture, shares_factors_alone
 from flexrank.run.tables import split_block
 
 #: Bytes of a number in a second moment, which is summed in float64.
 MOMENT_BYTES = 8
+#: Bytes of a number in torchao's state of 8 bits, whose blocks of 256 have a float32 each.
+STATE_8BIT = 1 + 4 / 256
 
 
 def count_memory(architecture: Architecture, config: RunConfig) -> dict[str, dict[str, int]]:
     """Bytes of each stage by what holds them, and of all together.
 
     A model is decomposed block by block: `student` is then the largest block and all that is in no block, `moments` are
-    the largest block's, and `factors` what the largest layer takes in float64. Later it is factors U, V at full rank;
-    in training, the vectors of every budget too (all factors count as trained: more than their trained part and the
-    matrices of full layers).
+    the largest block's, and `factors` what the largest layer takes in float64. Later it is factors U, V, at full rank
+    to be probed, and from consolidation on as `trained_part` says.
     `matrices` are those of full layers while others are probed. `targets` are the teacher's outputs that the probe
-    keeps. `outputs` are those of one batch: twice to probe, with the teacher's; three times in training, with the
-    loss's gradient too.
+    keeps. `outputs` are those of one batch, twice where both models have them, and three times in training, with the
+    loss's gradient. `deployed` is the largest size, twice where its export is verified.
     """
     teacher = tensor_bytes(architecture.teacher, architecture.file_dtype)
-    student = tensor_bytes(architecture.student)
     moments = max(moment_bytes(architecture, config).values())
     at_once, method = weights_at_once(architecture), config.decomposition.method
     factors = max(factor_bytes(shape, method, config.keeps_input_moments) for shape in architecture.shapes.values())
-    size, own = architecture.teacher.dtype.itemsize, vector_bytes(architecture, config)
-    trained = sum(p.numel() * p.element_size() for p in architecture.student.parameters() if p.requires_grad) + own
-    of_teacher, output = architecture.file_dtype.itemsize, config.data.batch_size * architecture.outputs
-    in_training = architecture.outputs * (2 if config.distillation.autocast == "bfloat16" else size)
-    both, whole = {"teacher": teacher, "student": student}, {"teacher": teacher, "student": student + own}
-    matrices = min(MATRIX_BYTES, size * architecture.dense_parameters)
-    targets = config.data.probe * architecture.targets * of_teacher
-    probe = {**both, "matrices": matrices, "targets": targets, "outputs": output * (size + of_teacher)}
-    training = {"gradients": trained, "optimizer": 2 * trained}
+    size, file_size = architecture.teacher.dtype.itemsize, architecture.file_dtype.itemsize
+    output = config.data.batch_size * architecture.outputs
+    probe = {
+        "teacher": teacher,
+        "student": tensor_bytes(architecture.student),
+        "matrices": min(MATRIX_BYTES, size * architecture.dense_parameters),
+        "targets": config.data.probe * architecture.targets * file_size,
+        "outputs": output * (size + file_size),
+    }
+    trained = trained_part(architecture, config)
+    written = elastic_bytes(architecture, trained, config) + matrix_bytes(architecture, config)
+    later = {"teacher": teacher, "student": written, "outputs": output * (size + file_size)}
+    deployed = deployed_bytes(architecture, config)
     stages = {
         "calibration": {"student": at_once, "moments": moments},
         "decomposition": {"student": at_once, "moments": moments, "factors": factors},
         "probe": {} if config.probe.method == "curvature" else probe,
-        "consolidation": {**whole, **training, "outputs": 3 * config.distillation.batch_size * in_training},
+        "consolidation": {"teacher": teacher, **training_bytes(architecture, trained, config)},
+        "evaluation": later | {"deployed": deployed},
+        "deployment": later | {"deployed": 2 * deployed},
     }
     return {stage: parts | {"all": sum(parts.values())} for stage, parts in stages.items()}
+
+
+def training_bytes(architecture: Architecture, student: Any, config: RunConfig) -> dict[str, int]:
+    """Bytes of a step of consolidation, but for the teacher's weights.
+
+    Where sizes share factors alone, what is as in the teacher is shared with it; matrices of full layers always are.
+    """
+    settings, trained = config.distillation, [p for p in student.parameters() if p.requires_grad]
+    gradients = sum(p.numel() * p.element_size() for p in trained)
+    in_8_bits = round(2 * STATE_8BIT * sum(p.numel() for p in trained))
+    size = elastic_bytes(architecture, student, config)
+    if shares_factors_alone(config) and architecture.file_dtype == architecture.teacher.dtype:
+        size -= sum(p.numel() * p.element_size() for p in student.parameters() if not p.requires_grad)
+    in_training = architecture.outputs * (2 if settings.autocast == "bfloat16" else architecture.teacher.dtype.itemsize)
+    return {
+        "student": size,
+        "gradients": gradients,
+        "optimizer": in_8_bits if settings.optimizer == "adamw_8bit" else 2 * gradients,
+        "activations": kept_bytes(student, architecture.sample, config),
+        "outputs": 3 * settings.batch_size * in_training,
+    }
+
+
+def elastic_bytes(architecture: Architecture, trained: Any, config: RunConfig) -> int:
+    """Bytes of a consolidated model: of its trained part, and unless sizes share factors alone of all components."""
+    if shares_factors_alone(config):
+        return tensor_bytes(trained)
+    layers = nested_layers(trained).values()
+    untrained = sum((min(one.matrix_shape) - len(one.u)) * sum(one.matrix_shape) for one in layers)
+    return tensor_bytes(trained) + untrained * architecture.teacher.dtype.itemsize
+
+
+def matrix_bytes(architecture: Architecture, config: RunConfig) -> int:
+    """Bytes of matrices that full layers have in the artefact, in the dtype of the model's files.
+
+    At the largest budget a layer saves `allocation.min_saving` at least, or is full: so many are full if all others
+    save no more.
+    """
+    if not shares_factors_alone(config):
+        return 0
+    spared, least = 1 - max(config.allocation.budgets), rule(config)["min_saving"]
+    full = max(0.0, 1 - spared / least) if least else float(not spared)
+    return round(full * architecture.dense_parameters) * architecture.file_dtype.itemsize
 
 
 def weights_at_once(architecture: Architecture) -> int:
@@ -68,13 +122,30 @@ def factor_bytes(shape: Shape, method: str, from_inputs: bool) -> int:
     return 8 * max(4 * m * n + 7 * k * k, ridged, roots)
 
 
-def vector_bytes(architecture: Architecture, config: RunConfig) -> int:
-    """Bytes of the vectors that `balanced` gives each budget: of m and n, and m more where a layer has a bias."""
-    if config.distillation.method != "balanced":
-        return 0
-    layers = nested_layers(architecture.student).values()
-    numbers = sum(sum(layer.matrix_shape) + (0 if layer.bias is None else layer.bias.numel()) for layer in layers)
-    return len(config.allocation.budgets) * numbers * architecture.teacher.dtype.itemsize
+def trained_part(architecture: Architecture, config: RunConfig) -> Any:
+    """The elastic model as far as it is trained: factors up to the largest rank, vectors of sizes.
+
+    Where sizes share factors alone, that is the largest below full, of the ranks that may be allocated. Ranks are those
+    of uniform sizes; a run allocates others within the same budgets.
+    """
+    model, share = copy.deepcopy(architecture.student), rule(config)["slack_share"]
+    budgets = config.allocation.budgets
+    profiles = [uniform_profile(model, budget, share) for budget in budgets]
+    candidates = candidate_ranks(config, architecture.shapes)
+    for name, layer in nested_layers(model).items():
+        rank = max(profile[name] for profile in profiles)
+        layer.rank = min(rank, candidates[name][-2]) if shares_factors_alone(config) else rank
+        layer.u, layer.v = (nn.Parameter(f.detach()[: layer.rank], f.requires_grad) for f in (layer.u, layer.v))
+        if config.distillation.method == "balanced":
+            layer.set_sizes_(sorted({profile[name] for profile in profiles}))
+    return model
+
+
+def deployed_bytes(architecture: Architecture, config: RunConfig) -> int:
+    """Bytes of the largest size's weights, in the dtype of deployment."""
+    dtype = getattr(torch, config.deployment.dtype or config.dtype)
+    others = footprint(architecture.student, dtype).other_bytes
+    return others + round(max(config.allocation.budgets) * architecture.dense_parameters) * dtype.itemsize
 
 
 def moment_bytes(architecture: Architecture, config: RunConfig) -> dict[str, int]:

@@ -8,15 +8,18 @@ from rich.table import Table
 
 from flexrank.run.tables import count, new_table, print_line
 
-PARTS = ("teacher", "student", "gradients", "optimizer", "moments", "factors", "targets", "outputs", "all")
+PARTS = (
+    "teacher", "student", "gradients", "optimizer", "activations", "moments", "factors", "matrices", "targets",
+    "outputs", "deployed", "all",
+)  # fmt: skip
 STYLE: dict[str, Any] = {"title_justify": "left", "padding": (0, 1)}
 
 
 def print_dry_run(result: Mapping[str, Any], console: Console) -> None:
-    """Prints what `dry_run` returned: a summary, three tables, and what their figures mean."""
+    """Prints what `dry_run` returned: a summary, four tables, and what their figures mean."""
     for line in _summary(result):
         print_line(console, line)
-    for table in (_layers(result), _budgets(result), _stages(result)):
+    for table in (_layers(result), _budgets(result), _memory(result), _work(result)):
         console.print(table)
     for note in result["notes"]:
         print_line(console, note)
@@ -58,15 +61,19 @@ def _budgets(result: Mapping[str, Any]) -> Table:
     return table
 
 
-def _stages(result: Mapping[str, Any]) -> Table:
-    parts_of = [*PARTS[:3], "AdamW", *PARTS[4:8], "bytes in all"]
-    columns = ["stage", *parts_of, "operations", f"hours at {result['tflops']:g} T/s"]
-    table = new_table(columns, left=("stage",), title="stages", **STYLE)
-    operations, hours = result["operations"], result["hours"]
+def _memory(result: Mapping[str, Any]) -> Table:
+    columns = ["stage", *PARTS[:3], "AdamW", *PARTS[4:-1], "in all"]
+    table = new_table(columns, left=("stage",), title="memory, bytes", **STYLE)
     for stage, parts in result["memory"].items():
-        cells = [f"{count(parts[part])}B" if part in parts else "" for part in PARTS]
-        table.add_row(stage, *cells, count(operations[stage]), _hours(hours[stage]))
-    table.add_row("in all", *[""] * len(PARTS), count(operations["all"]), _hours(hours["all"]))
+        table.add_row(stage, *(count(parts[part]) if part in parts else "" for part in PARTS))
+    return table
+
+
+def _work(result: Mapping[str, Any]) -> Table:
+    columns = ["stage", "operations", f"hours at {result['tflops']:g} T/s"]
+    table = new_table(columns, left=("stage",), title="work", **STYLE)
+    for stage, operations in result["operations"].items():
+        table.add_row("in all" if stage == "all" else stage, count(operations), _hours(result["hours"][stage]))
     return table
 
 

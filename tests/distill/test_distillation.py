@@ -1,7 +1,9 @@
 """Consolidation: it learns, every profile is served, and a resumed run is the unbroken one to the bit."""
 
 import copy
+import json
 import math
+import signal
 from pathlib import Path
 
 import pytest
@@ -136,6 +138,36 @@ def test_a_resumed_run_equals_the_unbroken_one(kind: str, tmp_path: Path) -> Non
     assert torch.equal(weights_of(resumed), weights_of(unbroken))
     with pytest.raises(FlexrankError, match="was written with learning_rate=0.01, not 0.1"):
         run(resumed, make(), path, learning_rate=0.1)
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_training_after_the_step_that_runs_which_is_saved(tmp_path: Path, kind: signal.Signals) -> None:
+    def run(path: Path | None, stop: int = 0, times: int = 1) -> tuple[object, torch.Tensor]:
+        calls = 0
+
+        class Signalled(FeatureObjective):
+            def loss(self, output, target, batch):
+                nonlocal calls
+                calls += 1
+                for _ in range(times if calls == stop else 0):
+                    signal.raise_signal(kind)
+                return super().loss(output, target, batch)
+
+            __repr__ = FeatureObjective.__repr__
+
+        model, teacher = nest(build("perceptron")), build("perceptron")
+        data, objective = batches("perceptron"), Signalled()
+        history = distill_(model, teacher, data, [SMALL], objective=objective, steps=9, checkpoint=path)
+        return history, weights_of(model)
+
+    before, path = (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)), tmp_path / "state"
+    for stop, times in ((4, 1), (2, 2)):  # a second signal does not wait for the end of step 6
+        with pytest.raises(KeyboardInterrupt):
+            run(path, stop, times)
+        assert len(json.loads((path / "state.json").read_text())["losses"]) == 4
+        assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    (history, weights), (expected, unbroken) = run(path), run(None)
+    assert history == expected and torch.equal(weights, unbroken)
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])

@@ -7,6 +7,7 @@ A wrong input is one line there, and exit status 2. Heavy libraries are imported
 import contextlib
 import json
 import logging
+import signal
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -236,12 +237,15 @@ def _run(config: Path, overrides: list[str] | None, until: str) -> Any:
 
 @contextlib.contextmanager
 def _resumable() -> Iterator[None]:
-    """Ends a Ctrl-C with one line that says how to continue."""
+    """Ends a Ctrl-C, or the SIGTERM of a job that is preempted, with one line that says how to continue."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     except KeyboardInterrupt:
         print("\ninterrupted; the same command continues from here", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _show_dry_run(config: Path, overrides: list[str] | None, tflops: float | None, as_json: bool) -> None:

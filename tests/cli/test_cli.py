@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -202,16 +203,20 @@ def test_a_value_that_is_not_finite_is_named_and_nothing_is_left(
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_is_one_line_that_says_how_to_continue(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: signal.Signals
 ) -> None:
     def stop(*_: object) -> float:
-        raise KeyboardInterrupt
+        signal.raise_signal(kind)
+        return 0.0
 
+    before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr("flexrank.probe._probe", stop)
     result = invoke("run", config, "--set", f"output={tmp_path / 'run'}")
     assert result.exit_code == 130
     assert result.stderr.splitlines()[-1] == "interrupted; the same command continues from here"
+    assert signal.getsignal(signal.SIGTERM) is before
     monkeypatch.undo()
     assert invoke("probe", tmp_path / "run").exit_code == 0
 

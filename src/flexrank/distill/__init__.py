@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flexrank.data.batches import Batch, call_model, eval_mode, model_device, to_device
+from flexrank.distill.interrupts import deferred
 from flexrank.distill.objectives import Objective, default_objective, describe
 from flexrank.distill.optimizer import OptimizerName, make_optimizer, set_rate
 from flexrank.distill.schedule import Feed, Schedule, UsualLosses, default_weights
@@ -114,7 +115,8 @@ def distill_(
             for a small part of the memory of activations.
         train_embeddings: else embeddings, and heads tied to them, are frozen, as is what does not require grad.
         teacher_cache: bytes of the teacher's outputs kept from one pass over a sequence to the next.
-        checkpoint: a directory, from which a call resumes to the same bits; written every `checkpoint_every` steps.
+        checkpoint: a directory, from which a call resumes to the same bits; written every `checkpoint_every` steps, and
+            after the step that runs on Ctrl-C or SIGTERM, which then ends the call with a KeyboardInterrupt.
 
     Raises:
         FlexrankError: wrong settings, no batches, float16, a loss that is not finite, or a foreign checkpoint.
@@ -157,17 +159,21 @@ def _train(
     every: int,
     usual: UsualLosses | None,
 ) -> None:
-    for number in track(range(state.step, schedule.steps), "distilling", schedule.steps, state.step):
-        choice = schedule.draw(number)
-        set_rate(step.optimizer, schedule.rate(number))
-        with use_profile(step.model, profiles[choice]):
-            items = (state.feed.next() for _ in range(accumulation))
-            loss = step.take(items, accumulation, number, usual.of(choice) if usual else 1.0)
-        state.advance(loss, choice)
-        if usual:
-            usual.add(loss, choice)
-        if state.step % every == 0 or state.step == schedule.steps:
-            state.save()
+    with deferred(state.path is not None) as is_asked:
+        for number in track(range(state.step, schedule.steps), "distilling", schedule.steps, state.step):
+            choice = schedule.draw(number)
+            set_rate(step.optimizer, schedule.rate(number))
+            with use_profile(step.model, profiles[choice]):
+                items = (state.feed.next() for _ in range(accumulation))
+                loss = step.take(items, accumulation, number, usual.of(choice) if usual else 1.0)
+            state.advance(loss, choice)
+            if usual:
+                usual.add(loss, choice)
+            ends = is_asked()
+            if ends or state.step % every == 0 or state.step == schedule.steps:
+                state.save()
+            if ends:
+                raise KeyboardInterrupt
 
 
 def _profiles(chain: Profiles) -> list[dict[str, int]]:

@@ -1,0 +1,146 @@
+"""Interruptions of consolidation: a resumed run is the unbroken one to the bit, and a signal loses no step."""
+
+import json
+import math
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from trainings import SETTINGS, SMALL, batches, weights_of
+
+from flexrank.distill import distill_
+from flexrank.distill.objectives import FeatureObjective
+from flexrank.errors import FlexrankError
+from tiny import build, nest
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Calling(FeatureObjective):
+    """Does something in one of its calls, counted from 1."""
+
+    def __init__(self, call: int, what: Callable[[], None]) -> None:
+        self.__dict__.update(left=call, what=what)
+
+    def loss(self, output, target, batch):
+        self.__dict__["left"] -= 1
+        if not self.left:
+            self.what()
+        return super().loss(output, target, batch)
+
+    __repr__ = FeatureObjective.__repr__
+
+
+def stopped() -> None:
+    raise KeyboardInterrupt
+
+
+def train(path: Path | None, call: int = 0, what: Callable[[], None] = stopped) -> tuple[object, torch.Tensor]:
+    """Nine steps of one batch each: the history and the weights."""
+    model, teacher, data = nest(build("perceptron")), build("perceptron"), batches("perceptron")
+    history = distill_(model, teacher, data, [SMALL], objective=Calling(call, what), steps=9, checkpoint=path)
+    return history, weights_of(model)
+
+
+def handlers() -> list[object]:
+    return list(map(signal.getsignal, SIGNALS))
+
+
+@pytest.mark.parametrize("kind", ["sequence", "iterable", "stateful", "tensors"])
+def test_a_resumed_run_equals_the_unbroken_one(kind: str, tmp_path: Path) -> None:
+    teacher, profiles = build("perceptron"), [SMALL, {"0": 9, "2": 9, "4": 4}]
+
+    class Loader:
+        """Gives its batches again on each pass, from where it is."""
+
+        def __init__(self) -> None:
+            self.at = 0
+
+        def __iter__(self):
+            for batch in batches("perceptron")[self.at :]:
+                self.at = (self.at + 1) % 6
+                yield batch
+
+    class Stateful(Loader):
+        def state_dict(self) -> dict:
+            return {"at": self.at}
+
+        def load_state_dict(self, state: dict) -> None:
+            self.at = state["at"]
+
+    class WithTensors(Loader):
+        """As torchdata's loaders, whose states hold generators' tensors in lists and mappings."""
+
+        def state_dict(self) -> dict:
+            at = torch.tensor([7, self.at])
+            return {"workers": [{"at": at, "again": at}], "epoch": 1, "name": None}
+
+        def load_state_dict(self, state: dict) -> None:
+            assert (state["epoch"], state["name"]) == (1, None)
+            seven, self.at = state["workers"][0]["at"].tolist()
+            assert seven == 7
+
+    make = {
+        "sequence": lambda: batches("perceptron"),
+        "iterable": Loader,
+        "stateful": Stateful,
+        "tensors": WithTensors,
+    }[kind]
+
+    def run(model: nn.Module, data: object, path: Path | None, stop: int = 0, **settings):
+        settings = {"weights": [1, 2], "checkpoint_every": 5, "max_norm": math.inf} | SETTINGS | settings
+        return distill_(model, teacher, data, profiles, objective=Calling(stop, stopped), checkpoint=path, **settings)
+
+    unbroken = nest(build("perceptron"))
+    expected = run(unbroken, make(), None)
+    broken, path = nest(build("perceptron")), tmp_path / "state"
+    with pytest.raises(KeyboardInterrupt):
+        run(broken, make(), path, stop=37)
+    resumed = nest(build("perceptron"))
+    assert run(resumed, make(), path) == expected
+    assert torch.equal(weights_of(resumed), weights_of(unbroken))
+    with pytest.raises(FlexrankError, match="was written with learning_rate=0.01, not 0.1"):
+        run(resumed, make(), path, learning_rate=0.1)
+
+
+@pytest.mark.parametrize("kind", SIGNALS)
+def test_a_signal_ends_training_after_the_step_that_runs_which_is_saved(
+    kind: signal.Signals, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def twice() -> None:
+        signal.raise_signal(kind)
+        signal.raise_signal(kind)
+
+    caplog.set_level("INFO", "flexrank")
+    before, path = handlers(), tmp_path / "state"
+    # In the fourth step; then in the sixth, where the second signal does not wait for its end.
+    for call, what in ((4, lambda: signal.raise_signal(kind)), (2, twice)):
+        with pytest.raises(KeyboardInterrupt):
+            train(path, call, what)
+        assert len(json.loads((path / "state.json").read_text())["losses"]) == 4
+        assert handlers() == before
+        assert "this step is finished and saved first" in caplog.messages[-1]
+        caplog.clear()
+    (history, weights), (expected, unbroken) = train(path), train(None)
+    assert history == expected and torch.equal(weights, unbroken)
+
+
+def test_a_signal_in_the_last_step_ends_training_too_and_nothing_is_left_to_do(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "state", 9, lambda: signal.raise_signal(signal.SIGTERM))
+    (history, weights), (expected, unbroken) = train(tmp_path / "state", 1), train(None)  # a call would stop it
+    assert history == expected and torch.equal(weights, unbroken)
+
+
+def test_signals_are_left_alone_where_nothing_is_saved_or_no_signal_arrives(tmp_path: Path) -> None:
+    before, seen = handlers(), list[list[object]]()
+    train(None, 4, lambda: seen.append(handlers()))
+    thread = threading.Thread(target=train, args=(tmp_path / "state", 4, lambda: seen.append(handlers())))
+    thread.start()
+    thread.join()
+    assert seen == [before, before]
+    assert len(json.loads((tmp_path / "state" / "state.json").read_text())["losses"]) == 9

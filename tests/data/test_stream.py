@@ -253,8 +253,11 @@ def test_texts_for_embeddings_are_rows_each_once() -> None:
 
 
 def test_too_few_training_texts_for_a_block_are_one_line() -> None:
-    for texts in ([], TRAINING[:1]):
-        with pytest.raises(FlexrankError, match=r"corpus: its texts for training have \d tokens, fewer than one block"):
+    for texts, found in (
+        ([], "none; give more"),
+        (TRAINING[:1], r"\d tokens, fewer than one block of data.max_tokens"),
+    ):
+        with pytest.raises(FlexrankError, match=f"corpus: of texts for training it has {found}"):
             next(iter(StreamedBatches(stream_of(texts), block_maker(TOKENIZER, 64, 1, 0), 20)))
 
 
@@ -280,6 +283,25 @@ def test_a_corpus_that_cannot_be_read_is_one_line(
     with pytest.raises(FlexrankError, match=message) as caught:
         open_texts(source, str(path), TOKENIZER)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("damage", ["cut off", "overwritten"])
+def test_a_damaged_compressed_file_is_one_line(damage: str, tmp_path: Path) -> None:
+    lines = "\n".join(json.dumps({"text": f"text {n} {n * n * 7919 % 10007}"}) for n in range(20_000))
+    content = gzip.compress(lines.encode())
+    half = len(content) // 2
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(content[:half] if damage == "cut off" else content[:100] + b"\xff" * 50 + content[150:])
+    with pytest.raises(FlexrankError, match="a.jsonl.gz: cannot be read: ") as caught:
+        list(open_texts("jsonl", str(path), TOKENIZER).texts())
+    assert "\n" not in str(caught.value)
+
+
+def test_lines_of_json_end_at_line_feeds_alone(tmp_path: Path) -> None:
+    texts = ["a\u2028b", "c\x0bd", "e\x85f", "g\rh"]
+    lines = "\r\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts)
+    (tmp_path / "a.jsonl").write_bytes(lines.encode())
+    assert list(open_texts("jsonl", str(tmp_path), TOKENIZER).texts()) == texts
 
 
 def test_what_is_raised_is_not_logged_too(tmp_path: Path) -> None:

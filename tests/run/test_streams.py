@@ -51,7 +51,6 @@ def test_a_stream_goes_all_the_way_and_resumes_to_the_same_bits(
     """Windows of forty texts, so that the interruption is in the middle of one. Only the second run is interrupted."""
     config = streamed(sources / "language", corpus, tmp_path / "whole") | {
         "evaluation": {"latency": False},
-        "probe": {"levels": 2},
     }
     assert run_stages(parse_config(config)).executed == stage_names()
     assert [row["budget"] for row in summary_of(tmp_path / "whole")["rows"]] == [0.8, 0.5]

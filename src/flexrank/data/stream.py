@@ -6,6 +6,7 @@ import glob
 import itertools
 import json
 import random
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -203,8 +204,8 @@ class StreamedBatches:
             is_last, place = len(window) < self._window, self._stream.state()
             batches, rest = self._make(window, state["rest"], state["number"], is_last)
             if is_last and not batches and not state["number"]:
-                tokens = f"its texts for training have {len(rest)} tokens, fewer than one block (data.max_tokens)"
-                raise FlexrankError(f"data.path {self._stream.name}: {tokens}; give more")
+                found = f"{len(rest)} tokens, fewer than one block of data.max_tokens" if len(rest) else "none"
+                raise FlexrankError(f"data.path {self._stream.name}: of texts for training it has {found}; give more")
             for given in range(state["given"], len(batches)):
                 self._state = {**state, "given": given + 1}
                 yield batches[given]
@@ -256,13 +257,14 @@ def readable(rows: Any, name: str) -> Iterator[Any]:
 @contextlib.contextmanager
 def clear_errors(name: str) -> Iterator[None]:
     """Turns what the library raises for a corpus that it cannot find or read into a FlexrankError of one line."""
+    import pyarrow
     from datasets.exceptions import DatasetsError
 
     try:
         yield
     except FlexrankError:
         raise
-    except (DatasetsError, OSError, ValueError) as error:
+    except (DatasetsError, OSError, ValueError, EOFError, zlib.error, pyarrow.ArrowException) as error:
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise FlexrankError(f"data.path {name}: cannot be read: {first}") from error
 

@@ -27,6 +27,8 @@ def run(request: Request) -> Result:
     """Runs the study: uniform ranks, so that the decomposition alone is measured. A seed draws the samples."""
     config, space = checked_config(request), datasvd_space(request)
     batches: Any = space.samples.training
+    if config.data.is_stream:  # which may be of any size
+        batches = itertools.islice(batches, -(-SIZES[-1] // config.distillation.batch_size))
     pool = torch.cat([batch["input_ids"] for batch in batches])
     sizes = [size for size in SIZES if size <= len(pool)]
     if not sizes:

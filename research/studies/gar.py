@@ -86,7 +86,8 @@ def load_layers(space: Workspace) -> dict[str, tuple[NestedLayer, Tensor, Tensor
     every = nested_layers(model)
     names, count = list(every), min(LAYERS, len(every))
     layers = {name: every[name] for name in (names[index * len(names) // count] for index in range(count))}
-    seen, unseen = (collect_rows(model, part, layers) for part in (samples.calibration, samples.training[:BATCHES]))
+    parts = samples.calibration, list(itertools.islice(samples.training, BATCHES))
+    seen, unseen = (collect_rows(model, part, layers) for part in parts)
     return {name: (one, seen[name].to(space.device), unseen[name].to(space.device)) for name, one in layers.items()}
 
 

@@ -19,7 +19,7 @@ from flexrank.files import digest_json
 from flexrank.hf import models
 from flexrank.run import run_stages
 from flexrank.run.config import RunConfig
-from flexrank.run.directory import RunDirectory, identity
+from flexrank.run.directory import RunDirectory, data_identity, identity
 from flexrank.run.stages import read_chain, require_fitting_inputs
 from flexrank.run.training import autocast_dtype, forward_settings
 from flexrank.run.workspace import Workspace
@@ -74,8 +74,9 @@ def _settings(name: str, data: Mapping[str, Any], distillation: Mapping[str, Any
 
 def identity_of(config: RunConfig, keys: Sequence[str]) -> dict[str, Any]:
     """What a study's parts depend on: sections of a configuration, the files that they name, and flexrank's version."""
-    sources = {"model": models.resolve_source(config.model), "data": config.data.path, "held_out": config.data.held_out}
+    sources = {"model": models.resolve_source(config.model), "held_out": config.data.held_out}
     files = {name: identity(path) for name, path in sources.items() if path is not None}
+    files |= {"data": data_identity(config.data)}
     values = config.model_dump(mode="json", include=set(keys))
     return {**values, "files": files, "flexrank": metadata.version("flexrank")}
 

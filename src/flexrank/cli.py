@@ -25,7 +25,7 @@ WRONG_INPUT, INTERRUPTED = 2, 130
 #: Packages that a verb may need beyond the core, and the extra that installs each.
 EXTRAS = {
     "transformers": "hf", "huggingface_hub": "hf", "tokenizers": "hf", "matplotlib": "report", "peft": "peft",
-    "PIL": "images", "torchao": "quant",
+    "PIL": "images", "datasets": "data", "torchao": "quant",
 }  # fmt: skip
 
 

@@ -112,9 +112,14 @@ def split_of(module: str) -> str:
     if top == TOPICS.parts[0]:
         return "training"
     key = re.sub(r"^(_py|py_|_)", "", top)
-    place = _stable_number(SPLIT_SALT + key) % sum(SPLITS.values())
-    limits = itertools.accumulate(SPLITS.values())
-    return next(name for name, limit in zip(SPLITS, limits, strict=True) if place < limit)
+    return part_by_hash(SPLIT_SALT + key, SPLITS)
+
+
+def part_by_hash(text: str, shares: Mapping[str, int]) -> str:
+    """One of the parts that `shares` names, by the text's SHA-256: alike in every process, whatever else there is."""
+    place = _stable_number(text) % sum(shares.values())
+    limits = itertools.accumulate(shares.values())
+    return next(name for name, limit in zip(shares, limits, strict=True) if place < limit)
 
 
 def passages(documents: Iterable[Document]) -> list[str]:
@@ -164,17 +169,27 @@ def token_blocks(
     Each batch is `input_ids` and `attention_mask`, (batch_size, length) int64; the last may have fewer rows. A last,
     shorter block is left out.
     """
-    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    if start is None:
-        raise FlexrankError("the tokenizer has no bos or eos token to put between texts; set tokenizer.eos_token")
     _require_positive(length=length, batch_size=batch_size)
-    tokens: list[int] = []
-    for ids in _token_ids(tokenizer, texts, add_special_tokens=False):
-        tokens += [start, *ids]
+    tokens = joined_tokens(tokenizer, texts)
     count = len(tokens) // length
     if not count:
         raise FlexrankError(f"the texts hold {len(tokens)} tokens; one block needs {length}")
-    blocks = torch.tensor(tokens[: count * length]).view(count, length)
+    return block_batches(torch.tensor(tokens[: count * length]).view(count, length), batch_size)
+
+
+def joined_tokens(tokenizer: Tokenizer, texts: Sequence[str]) -> list[int]:
+    """The tokens of all texts, each after `bos_token_id`, else `eos_token_id`; without either it is a FlexrankError."""
+    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if start is None:
+        raise FlexrankError("the tokenizer has no bos or eos token to put between texts; set tokenizer.eos_token")
+    tokens: list[int] = []
+    for ids in _token_ids(tokenizer, texts, add_special_tokens=False):
+        tokens += [start, *ids]
+    return tokens
+
+
+def block_batches(blocks: Tensor, batch_size: int) -> list[dict[str, Tensor]]:
+    """Blocks of tokens (N, T) as batches, without padding; the last may have fewer rows."""
     return [{"input_ids": rows, "attention_mask": torch.ones_like(rows)} for rows in blocks.split(batch_size)]
 
 

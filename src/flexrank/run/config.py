@@ -11,35 +11,10 @@ import yaml
 from pydantic import Field
 
 from flexrank.errors import FlexrankError
+from flexrank.run.data_config import Count, DataConfig, Section
 
 Budget = Annotated[float, Field(gt=0, le=1)]
-Count = Annotated[int, Field(ge=1)]
 Dtype = Literal["float32", "bfloat16", "float16"]
-
-
-class Section(pydantic.BaseModel):
-    """A part of the configuration."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class DataConfig(Section):
-    """What a run reads, and at most how many samples each stage takes: texts, blocks of tokens, or images."""
-
-    # Documentation of Python's own library, a UTF-8 file or a folder of them, or an .npz file (`images.read_images`).
-    source: Literal["stdlib-docs", "text", "images"] = "stdlib-docs"
-    path: str | None = None  # of `text` or `images`; relative to the current directory
-    held_out: str | None = None  # another file or folder of `text` to evaluate on; None: the last quarter of `path`
-    # What divides a file of `text`; None is a line end for embeddings, and for language nothing: one running text.
-    separator: Annotated[str, Field(min_length=1)] | None = None
-    calibration: Count = 1024
-    probe: Count = 192
-    training: Count = 4096
-    evaluation: Count = 512  # for the table's qualities alone; of `stdlib-docs` pairs of a docstring's two parts
-    # Of the held-out samples, by hash: settings are chosen on one, tables show the other. None takes all.
-    half: Literal["tuning", "reporting"] | None = None
-    max_tokens: Annotated[int, Field(ge=2)] = 128  # that a text is cut to (embedding), or that a block holds (language)
-    batch_size: Count = 32  # per forward pass, outside training
 
 
 class LayersConfig(Section):
@@ -175,10 +150,7 @@ class RunConfig(Section):
     def _conflicts(self) -> Iterator[str]:
         """What is wrong between keys, in one line each."""
         source, allocation, weights = self.data.source, self.allocation, self.distillation.weights
-        if source != "stdlib-docs" and self.data.path is None:
-            yield f"data.path is missing: data.source {source!r} reads a file, so give its path"
-        if source != "text" and self.data.held_out is not None:
-            yield f"data.held_out belongs to data.source 'text'; data.source is {source!r}"
+        yield from self.data.conflicts()
         if (source == "images") != (self.task == "classification"):
             yield f"data.source {source!r} does not fit task {self.task!r}: only classification reads images"
         if weights is not None and len(weights) != len(allocation.budgets):

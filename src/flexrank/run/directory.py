@@ -14,15 +14,18 @@ import fcntl
 import functools
 import operator
 import os
+import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from flexrank.data.stream import corpus_files
 from flexrank.errors import FlexrankError
 from flexrank.files import digest_file, digest_json, read_json, write_aside, write_json
 from flexrank.run.config import RunConfig, load_config, write_config
+from flexrank.run.data_config import DataConfig
 
 #: Larger files are known by size and time of change: hashing a 16 GB model takes longer than a run with nothing to do.
 HASHED_BYTES = 1 << 30
@@ -220,15 +223,32 @@ def _dump(source: str) -> str:
     return ast.dump(tree)
 
 
-def identity(path: str | Path) -> Any:
-    """Identifies the content of a file or directory; the name itself where there is neither."""
+def identity(path: str | Path, hashed: int = HASHED_BYTES) -> Any:
+    """Identifies the content of a file or directory; the name itself where there is neither.
+
+    Files of more than `hashed` bytes are known by size and time of change.
+    """
     path = Path(path)
     if path.is_dir():
-        return {str(file.relative_to(path)): identity(file) for file in sorted(path.rglob("*")) if file.is_file()}
+        files = (file for file in sorted(path.rglob("*")) if file.is_file())
+        return {str(file.relative_to(path)): identity(file, hashed) for file in files}
     if not path.is_file():
         return str(path)
     stat = path.stat()
-    return digest_file(path) if stat.st_size <= HASHED_BYTES else [stat.st_size, stat.st_mtime_ns]
+    return digest_file(path) if stat.st_size <= hashed else [stat.st_size, stat.st_mtime_ns]
+
+
+def data_identity(data: DataConfig) -> Any:
+    """Identifies what a run reads: a file's or folder's content; of a stream its files, by size and time of change.
+
+    A stream is never hashed, for that takes as long as a pass over it. Documentation is that of this Python; a data
+    set of the hub is known by the keys that name it.
+    """
+    if data.path is None:
+        return platform.python_version()
+    if not data.is_stream:
+        return identity(data.path)
+    return {file: identity(file, hashed=0) for file in corpus_files(data.source, data.path)} or data.path
 
 
 def _mark(path: Path) -> str | int:

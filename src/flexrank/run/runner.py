@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import logging
-import platform
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from flexrank.hf import models
 from flexrank.run import stages
 from flexrank.run.candidates import rule
 from flexrank.run.config import RunConfig
-from flexrank.run.directory import RunDirectory, fingerprint, identity
+from flexrank.run.directory import RunDirectory, data_identity, fingerprint, identity
 from flexrank.run.sizes import Sizes, export_size
 from flexrank.run.workspace import Workspace
 
@@ -42,7 +41,10 @@ class Stage:
 _ALL = ("run/stages", "run/samples", "run/workspace", "hf", "data", "nn", "profiles")
 _DEPLOYED = ("deployment.dtype", "deployment.slack")
 _HELD_OUT = ("data.evaluation", "data.half")
-_DATA = ("data.source", "data.path", "data.separator", "data.max_tokens", "data.batch_size", "data.calibration")
+_DATA = (
+    *("data.source", "data.path", "data.streaming", "data.column", "data.subset", "data.split", "data.revision"),
+    *("data.separator", "data.max_tokens", "data.batch_size", "data.calibration"),
+)
 STAGES = (
     Stage(
         "decompose", stages.decompose, ("artefacts", "calibrate", "decompose", "probe/curvature", "distill/objectives"),
@@ -55,8 +57,9 @@ STAGES = (
     ),
     Stage("allocate", stages.allocate, ("allocate", "run/candidates"), ("allocation",), ("probe",), ("chain.json",)),
     Stage(
-        "distill", stages.distill, ("distill", "artefacts", "run/training"), ("distillation", "data.training"),
-        ("decompose", "allocate"), ("elastic", "history.json"),
+        "distill", stages.distill, ("distill", "artefacts", "run/training"),
+        ("distillation", "data.training", "data.shuffle_buffer"), ("decompose", "allocate"),
+        ("elastic", "history.json"),
     ),
     Stage("slack", stages.slack, ("deployment", "run/sizes"), _DEPLOYED, ("distill",), ("slack.json",)),
     Stage(
@@ -156,8 +159,7 @@ def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None =
 
 def fingerprints(config: RunConfig, source: str) -> dict[str, str]:
     """Each stage's fingerprint; the first covers the files of model and data, the probe's the rule of candidates."""
-    path = config.data.path  # none: the documentation of this Python
-    sources = {"model": identity(source), "data": platform.python_version() if path is None else identity(path)}
+    sources = {"model": identity(source), "data": data_identity(config.data)}
     if config.data.held_out is not None:
         sources["held_out"] = identity(config.data.held_out)
     read, prints = {"decompose": sources, "probe": rule(config)}, dict[str, str]()

@@ -1,12 +1,13 @@
 """The data of each stage of a run: batches by task, and how the table's qualities are measured.
 
 Calibration, training and evaluation take disjoint parts; the probe other samples of calibration's part, if there are.
+Training's part of a stream is read while a model trains.
 """
 
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,24 @@ from flexrank.data.batches import Batch
 from flexrank.data.halves import items_of, places_of
 from flexrank.data.images import Scaling, channels_first, read_images
 from flexrank.data.metrics import embed, mean_cosine, nats_per_token, predict, retrieval_mrr
-from flexrank.data.text import SPLITS, Tokenizer, read_texts, sentence_batches, stdlib_corpus, token_blocks
+from flexrank.data.stream import StreamedBatches, TextStream, block_maker, held_out_texts, open_texts, sentence_maker
+from flexrank.data.text import (
+    SPLITS,
+    Tokenizer,
+    joined_tokens,
+    read_texts,
+    sentence_batches,
+    stdlib_corpus,
+    token_blocks,
+)
 from flexrank.errors import FlexrankError
 from flexrank.run.config import RunConfig
+from flexrank.run.data_config import IN_MEMORY
 
 # A separator that no text contains, so that a file is read as one text.
 NO_SEPARATOR = "\0"
+#: Texts of a stream that are read together where training is to keep their order.
+UNSHUFFLED = 64
 
 Judge = Callable[[nn.Module], dict[str, float]]
 
@@ -33,7 +46,7 @@ class Samples:
 
     calibration: Sequence[Batch]
     probe: Sequence[Batch]
-    training: Sequence[Batch]
+    training: Iterable[Batch]  # a sequence, unless texts are a stream
     example: Batch  # of evaluation samples, for timing and for checking an export
     judge: Callable[[nn.Module], Judge]  # of the teacher: measures a model's qualities over the evaluation samples
 
@@ -63,7 +76,7 @@ def take_probe(items: Any, calibration: int, probe: int) -> Any:
 def _text_samples(config: RunConfig, tokenizer: Tokenizer) -> Samples:
     """Padded texts for encoders, and qualities `cosine` to the teacher and, where the data has pairs, `mrr`."""
     data = config.data
-    calibration, training, queries, documents = _split_texts(config)
+    calibration, training, queries, documents = _split_texts(config, tokenizer)
     chosen = items_of(data.half, range(len(queries)), lambda index: queries[index])[: data.evaluation]
     held_out = [part[index] for part in (queries, documents) if part for index in chosen]
 
@@ -83,14 +96,21 @@ def _text_samples(config: RunConfig, tokenizer: Tokenizer) -> Samples:
 
     examples = batches(held_out, config.evaluation.latency_batch_size)
     example = examples[len(examples) // 2]  # they are sorted by length: texts of medium length
-    consolidation = batches(training[: data.training], config.distillation.batch_size, config.seed)
+    size = config.distillation.batch_size
+    consolidation: Iterable[Batch]
+    if isinstance(training, TextStream):
+        window = -(-max(data.shuffle_buffer, 1) // size) * size  # of whole batches
+        make = sentence_maker(tokenizer, data.max_tokens, size, config.seed)
+        consolidation = StreamedBatches(training, make, window)
+    else:
+        consolidation = batches(training[: data.training or IN_MEMORY], size, config.seed)
     return _samples(config, calibration, batches, consolidation, example, judge)
 
 
 def _block_samples(config: RunConfig, tokenizer: Tokenizer) -> Samples:
     """Full blocks of tokens for causal language models, and the quality `nats_per_token`."""
     data = config.data
-    calibration, training, evaluation, documents = _split_texts(config)
+    calibration, training, evaluation, documents = _split_texts(config, tokenizer)
     if documents:
         evaluation = [f"{query}\n\n{document}" for query, document in zip(evaluation, documents, strict=True)]
 
@@ -111,7 +131,13 @@ def _block_samples(config: RunConfig, tokenizer: Tokenizer) -> Samples:
         return lambda model: {"nats_per_token": nats_per_token(model, batches(held_out))}
 
     example = batches(held_out, config.evaluation.latency_batch_size)[0]
-    consolidation = batches(blocks("training", training)[: data.training], config.distillation.batch_size)
+    size, seed = config.distillation.batch_size, config.seed if data.shuffle_buffer else None
+    consolidation: Iterable[Batch]
+    if isinstance(training, TextStream):
+        make = block_maker(tokenizer, data.max_tokens, size, seed)
+        consolidation = StreamedBatches(training, make, data.shuffle_buffer or UNSHUFFLED)
+    else:
+        consolidation = batches(blocks("training", training)[: data.training or IN_MEMORY], size)
     return _samples(config, blocks("calibration", calibration), batches, consolidation, example, judge)
 
 
@@ -136,7 +162,7 @@ def _image_samples(config: RunConfig, images: Tensor, labels: Tensor) -> Samples
         return qualities
 
     example = batches(held_out, config.evaluation.latency_batch_size)[0]
-    consolidation = batches(training[: config.data.training], config.distillation.batch_size)
+    consolidation = batches(training[: config.data.training or IN_MEMORY], config.distillation.batch_size)
     return _samples(config, calibration, batches, consolidation, example, judge)
 
 
@@ -144,7 +170,7 @@ def _samples(
     config: RunConfig,
     calibration: Any,
     batches: Callable[[Any], Sequence[Batch]],
-    training: Sequence[Batch],
+    training: Iterable[Batch],
     example: Batch,
     judge: Callable[[nn.Module], Judge],
 ) -> Samples:
@@ -157,11 +183,15 @@ def _samples(
     return Samples(batches(first), batches(probe), training, example, judge)
 
 
-def _split_texts(config: RunConfig) -> tuple[list[str], list[str], list[str], list[str]]:
+def _split_texts(
+    config: RunConfig, tokenizer: Tokenizer
+) -> tuple[list[str], list[str] | TextStream, list[str], list[str]]:
     """Texts for calibration, training and evaluation, and the documents that pair with the evaluation's, if any.
 
     If the evaluation has a file of its own, calibration and training share the whole of the other.
     """
+    if config.data.is_stream:
+        return *_split_stream(config, tokenizer), []
     if config.data.source == "stdlib-docs":
         corpus = stdlib_corpus()
         queries, documents = zip(*corpus.evaluation, strict=True)
@@ -179,6 +209,21 @@ def _split_texts(config: RunConfig) -> tuple[list[str], list[str], list[str], li
             random.Random(config.seed).shuffle(part)
     calibration, training, evaluation = [["\n".join(part)] for part in parts] if is_running else parts
     return calibration, training, evaluation, []
+
+
+def _split_stream(config: RunConfig, tokenizer: Tokenizer) -> tuple[list[str], TextStream, list[str]]:
+    """The first texts of a stream's parts for calibration and evaluation, as many as are needed, and the stream."""
+    data = config.data
+    names = {"column": data.column, "subset": data.subset, "split": data.split, "revision": data.revision}
+    stream = open_texts(data.source, data.path or "", tokenizer, separator=data.separator or "\n", **names)
+    # Twice as many as are evaluated on, so that either half of them is enough.
+    needs = {"calibration": data.calibration + data.probe, "evaluation": 2 * data.evaluation}
+    if config.task == "language":
+        tokens = {name: need * data.max_tokens for name, need in needs.items()}
+        parts = held_out_texts(stream, tokens, lambda text: len(joined_tokens(tokenizer, [text])))
+    else:
+        parts = held_out_texts(stream, needs, lambda _: 1)
+    return parts["calibration"], stream, parts["evaluation"]
 
 
 def _read_pieces(config: RunConfig, path: str, is_running: bool) -> list[str]:

@@ -1,0 +1,294 @@
+"""Texts of any size: read in order by the `datasets` library, divided by hash, made into batches as they are needed."""
+
+import contextlib
+import functools
+import glob
+import itertools
+import json
+import random
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexrank.data.text import (
+    TEXT_SUFFIXES,
+    Tokenizer,
+    block_batches,
+    joined_tokens,
+    part_by_hash,
+    sentence_batches,
+)
+from flexrank.errors import FlexrankError
+
+#: Of texts. Equal texts have one hash, so that no text is in two parts, however often a corpus repeats it.
+SHARES = {"calibration": 10, "training": 80, "evaluation": 10}
+SUFFIXES = {"jsonl": (".jsonl", ".jsonl.gz"), "parquet": (".parquet",), "text": TEXT_SUFFIXES}
+#: The columns that are looked for where none is named.
+COLUMNS = ("text", "messages")
+#: How a reader of text files divides them, by what is between texts.
+DIVISIONS = {"\n": "line", "\n\n": "paragraph"}
+#: Texts that are made into tokens together.
+TEXTS = 64
+
+Batches = Sequence[dict[str, Tensor]]
+#: Texts of a window, tokens that the last one left, the window's number, and whether it is the last of the corpus, to
+#: batches and the tokens that are left.
+Make = Callable[[list[str], Tensor, int, bool], tuple[Batches, Tensor]]
+
+
+def corpus_files(source: str, path: str) -> list[str]:
+    """The files of a corpus, sorted: `path` itself, what a glob matches, or a directory's files, also of inner ones.
+
+    A data set of the hub has none here. It is a FlexrankError if there is no such file.
+    """
+    if source == "hub":
+        return sorted(str(file) for file in Path(path).rglob("*") if file.is_file())
+    if Path(path).is_dir():
+        files = [str(file) for file in Path(path).rglob("*") if file.name.endswith(SUFFIXES[source])]
+        wanted = f"no {' or '.join(SUFFIXES[source])} files in this directory"
+    else:
+        files = [path] if Path(path).is_file() else glob.glob(path, recursive=True)
+        wanted = "no such file or directory, and no file that matches it as a glob"
+    if not files:
+        raise FlexrankError(f"data.path {path}: {wanted}")
+    return sorted(files)
+
+
+class TextStream:
+    """The texts of a corpus in its order, read as they are taken; rows without text are left out.
+
+    Args:
+        rows: an iterable of mappings with `state_dict` and `load_state_dict`, such as a streamed data set.
+        read: the text of a row.
+    """
+
+    def __init__(self, rows: Any, read: Callable[[Any], str], name: str):
+        self.name, self._rows, self._read, self._start = name, rows, read, rows.state_dict()
+
+    def texts(self, state: Mapping[str, Any] | None = None) -> Iterator[str]:
+        """The texts from the first one on, or those after a `state`. One iteration at a time.
+
+        Raises:
+            FlexrankError: the corpus cannot be read, or a row holds no text.
+        """
+        self._rows.load_state_dict(self._start if state is None else state)
+        return (text for text in map(self._read, readable(self._rows, self.name)) if text)
+
+    def state(self) -> dict[str, Any]:
+        """The place after the last text that was taken, as a JSON object."""
+        return self._rows.state_dict()
+
+
+def open_texts(
+    source: str,
+    path: str,
+    tokenizer: Tokenizer,
+    *,
+    column: str | None = None,
+    subset: str | None = None,
+    split: str | None = None,
+    revision: str | None = None,
+    separator: str = "\n",
+) -> TextStream:
+    r"""The texts of a corpus that is never in memory as a whole.
+
+    Args:
+        source: `jsonl`, `parquet` or `text`, files as `corpus_files` finds them; or `hub`, a data set by its name.
+        tokenizer: its chat template writes a column of chats as text.
+        column: of texts, or of chats: lists of messages with `role` and `content`. By default the first of COLUMNS.
+        subset: of a data set on the hub, as are `split`, by default `train`, and `revision`.
+        separator: between the texts of `text`: "\n", or "\n\n".
+
+    Raises:
+        FlexrankError: no such corpus, an empty one, or no such column.
+    """
+    rows = _open_rows(source, path, (subset, split, revision), separator)
+    parse: Callable[[Any], dict[str, Any]] = functools.partial(_json_object, path) if source == "jsonl" else dict
+    first = next(filter(None, map(parse, readable(rows, path))), None)
+    if first is None:
+        raise FlexrankError(f"data.path {path}: the corpus is empty; give one with texts")
+    chosen = _column(column, list(first), path)
+    # A selection is a data set of its own, whose state is still at the first row.
+    selected = rows.select_columns(["text" if source == "jsonl" else chosen])
+    return TextStream(selected, lambda row: text_of(parse(row).get(chosen), chosen, tokenizer), path)
+
+
+def _open_rows(source: str, path: str, version: tuple[str | None, str | None, str | None], separator: str) -> Any:
+    """The rows of a corpus; `version` is subset, split and revision of a data set on the hub."""
+    import datasets
+
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs as an error, it raises too
+    with clear_errors(path):
+        if source == "hub":
+            subset, split, revision = version
+            return datasets.load_dataset(path, subset, split=split or "train", revision=revision, streaming=True)
+        # Lines of JSON are read as lines: the reader of JSON guesses one type for each column, and fails at the first
+        # row of another type, in whatever column.
+        reader = "parquet" if source == "parquet" else "text"
+        options = {"sample_by": DIVISIONS[separator]} if source == "text" else {}
+        files = corpus_files(source, path)
+        rows = datasets.load_dataset(reader, data_files=files, split="train", streaming=True, **options)
+        # By group of rows: else what was read of a file stays in memory until its end.
+        return rows.reshard() if source == "parquet" else rows
+
+
+def text_of(value: Any, column: str, tokenizer: Tokenizer) -> str:
+    """A text as it is, or a chat as the tokenizer's template writes it; "" for None and for a chat of nothing.
+
+    What templates begin with, the token of the beginning, is left out: batches add it to every text.
+    """
+    if value is None or value == [] or isinstance(value, str):
+        return (value or "").strip()
+    if not isinstance(value, list) or not all(isinstance(one, dict) and {"role", "content"} <= {*one} for one in value):
+        wanted = "expected text, or a chat: a list of messages with role and content"
+        raise FlexrankError(f"data.column {column!r} holds {_shown(value)}; {wanted}")
+    if getattr(tokenizer, "chat_template", None) is None:
+        right = "take a model whose tokenizer has one, or a column of plain text"
+        raise FlexrankError(f"data.column {column!r} holds chats, and the tokenizer has no chat template; {right}")
+    from jinja2 import TemplateError  # transformers writes chats with it
+
+    writer: Any = tokenizer
+    # Where one message of a file has a key, all others have it as None, which templates take for a value.
+    messages = [{key: part for key, part in one.items() if part is not None} for one in value]
+    try:
+        text = writer.apply_chat_template(messages, tokenize=False)
+    except (TemplateError, TypeError) as error:
+        raise FlexrankError(f"data.column {column!r}: the chat template refuses {_shown(value)} ({error})") from error
+    return text.removeprefix(getattr(tokenizer, "bos_token", None) or "")
+
+
+def held_out_texts(stream: TextStream, needs: Mapping[str, int], size: Callable[[str], int]) -> dict[str, list[str]]:
+    """The first texts of some parts of SHARES: of each so many that their sizes add up to its need, or all there are.
+
+    Raises:
+        FlexrankError: a part has none.
+    """
+    parts: dict[str, list[str]] = {name: [] for name in needs}
+    missing, count = dict(needs), 0
+    for text in stream.texts():
+        count, name = count + 1, part_by_hash(text, SHARES)
+        if missing.get(name, 0) > 0:
+            parts[name].append(text)
+            missing[name] -= size(text)
+            if all(need <= 0 for need in missing.values()):
+                break
+    for name, texts in parts.items():
+        if not texts:
+            raise FlexrankError(f"data.path {stream.name}: has {count} texts, none of them is for {name}; give more")
+    return parts
+
+
+class StreamedBatches:
+    """Batches of the training texts of a stream; every pass is alike, and resumes from a `state_dict` to the same bits.
+
+    A window of texts at a time is in memory. The state is the stream's place where the window begins, so that what is
+    read again on resuming is one window.
+    """
+
+    def __init__(self, stream: TextStream, make: Make, window: int):
+        self._stream, self._make, self._window = stream, make, window
+        self._state: dict[str, Any] | None = None
+        self._resumed: dict[str, Any] | None = None
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        none: dict[str, Any] = {"place": None, "number": 0, "given": 0, "rest": torch.tensor([], dtype=torch.long)}
+        state, self._resumed = self._resumed or none, None
+        texts = (one for one in self._stream.texts(state["place"]) if part_by_hash(one, SHARES) == "training")
+        is_last = False
+        while not is_last:
+            window = list(itertools.islice(texts, self._window))
+            is_last, place = len(window) < self._window, self._stream.state()
+            batches, rest = self._make(window, state["rest"], state["number"], is_last)
+            if is_last and not batches and not state["number"]:
+                found = f"{len(rest)} tokens, fewer than one block of data.max_tokens" if len(rest) else "none"
+                raise FlexrankError(f"data.path {self._stream.name}: of texts for training it has {found}; give more")
+            for given in range(state["given"], len(batches)):
+                self._state = {**state, "given": given + 1}
+                yield batches[given]
+            state = {"place": place, "number": state["number"] + 1, "given": 0, "rest": rest}
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """The place after the last batch that was given, as a JSON object but for one tensor; None before the first."""
+        return self._state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Makes the next iteration begin after the batch that was the last one of the state."""
+        self._state = self._resumed = state
+
+
+def block_maker(tokenizer: Tokenizer, length: int, batch_size: int, seed: int | None) -> Make:
+    """Full blocks of tokens, as `token_blocks` has them, in an order by the seed within a window; None keeps theirs."""
+
+    def make(texts: list[str], rest: Tensor, number: int, is_last: bool) -> tuple[Batches, Tensor]:
+        pieces = (texts[start : start + TEXTS] for start in range(0, len(texts), TEXTS))
+        tokens = torch.cat([rest, *(torch.tensor(joined_tokens(tokenizer, piece)) for piece in pieces)])
+        count = len(tokens) // length
+        count -= 0 if is_last else count % batch_size  # what makes no full batch goes on to the next window
+        order = list(range(count))
+        if seed is not None:
+            random.Random(f"{seed} window {number}").shuffle(order)
+        blocks = tokens[: count * length].view(count, length)[torch.tensor(order, dtype=torch.long)]
+        return block_batches(blocks, batch_size) if count else [], tokens[count * length :].clone()
+
+    return make
+
+
+def sentence_maker(tokenizer: Tokenizer, max_tokens: int, batch_size: int, seed: int) -> Make:
+    """Padded texts, as `sentence_batches` has them, in an order by the seed within a window."""
+
+    def make(texts: list[str], rest: Tensor, number: int, is_last: bool) -> tuple[Batches, Tensor]:
+        if not texts:
+            return [], rest
+        return sentence_batches(tokenizer, texts, batch_size, max_tokens, seed + 2 * number), rest
+
+    return make
+
+
+def readable(rows: Any, name: str) -> Iterator[Any]:
+    """The rows; what the library raises for a corpus that it cannot read becomes a FlexrankError of one line."""
+    with clear_errors(name):  # what is raised where the rows are used does not come here
+        yield from rows
+
+
+@contextlib.contextmanager
+def clear_errors(name: str) -> Iterator[None]:
+    """Turns what the library raises for a corpus that it cannot find or read into a FlexrankError of one line."""
+    import pyarrow
+    from datasets.exceptions import DatasetsError
+
+    try:
+        yield
+    except FlexrankError:
+        raise
+    except (DatasetsError, OSError, ValueError, EOFError, zlib.error, pyarrow.ArrowException) as error:
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise FlexrankError(f"data.path {name}: cannot be read: {first}") from error
+
+
+def _column(column: str | None, columns: Sequence[str], path: str) -> str:
+    chosen = column or next((name for name in COLUMNS if name in columns), None)
+    if chosen is None or chosen not in columns:
+        wanted = repr(column) if column else " or ".join(map(repr, COLUMNS))
+        raise FlexrankError(f"data.column: {path} has no column {wanted}; it has {', '.join(columns)}")
+    return chosen
+
+
+def _json_object(path: str, row: Mapping[str, str]) -> dict[str, Any]:
+    """The object in a line of JSON; a blank line is an empty one."""
+    try:
+        value = json.loads(row["text"]) if row["text"].strip() else {}
+    except json.JSONDecodeError as error:
+        line = f"{_shown(row['text'])} is no JSON ({error})"
+        raise FlexrankError(f"data.path {path}: {line}; jsonl has one object a line") from error
+    if not isinstance(value, dict):
+        raise FlexrankError(f"data.path {path}: {_shown(value)} is no object; jsonl has one object a line")
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else text[:57] + "..."

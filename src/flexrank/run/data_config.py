@@ -1,0 +1,72 @@
+"""The part of a run's configuration that says what it reads."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+import pydantic
+from pydantic import Field
+
+Count = Annotated[int, Field(ge=1)]
+
+#: Training samples where `training` says nothing, and the texts are no stream.
+IN_MEMORY = 4096
+#: Sources that are always streams; and keys of `data` that belong to certain sources.
+STREAMS = ("jsonl", "parquet", "hub")
+KEYS_OF_SOURCES = {
+    "held_out": ("text",), "separator": ("text",), "streaming": ("text",), "column": STREAMS,
+    "subset": ("hub",), "split": ("hub",), "revision": ("hub",),
+}  # fmt: skip
+
+
+class Section(pydantic.BaseModel):
+    """A part of the configuration."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class DataConfig(Section):
+    """What a run reads, and at most how many samples each stage takes: texts, blocks of tokens, or images."""
+
+    # Documentation of Python's own library, a UTF-8 file or a folder of them, an .npz file (`images.read_images`); or a
+    # stream, never in memory as a whole (`data.stream`): files of JSON lines or parquet, or a data set of the hub.
+    source: Literal["stdlib-docs", "text", "images", "jsonl", "parquet", "hub"] = "stdlib-docs"
+    # Relative to the current directory; of files that are streamed also a glob, of `hub` the name of a data set.
+    path: str | None = None
+    streaming: bool = False  # of `text`: a stream too, by lines or, with separator "\n\n", by paragraphs
+    column: str | None = None  # of texts or chats, in jsonl, parquet and hub; None is `text` or else `messages`
+    subset: str | None = None  # of `hub`, as are the next two
+    split: str | None = None  # None is `train`
+    revision: str | None = None
+    shuffle_buffer: Annotated[int, Field(ge=0)] = 1000  # documents of a stream that training mixes; 0 keeps their order
+    held_out: str | None = None  # another file or folder of `text` to evaluate on; None: the last quarter of `path`
+    # What divides a file of `text`; None is a line end for embeddings, and for language nothing: one running text.
+    separator: Annotated[str, Field(min_length=1)] | None = None
+    calibration: Count = 1024
+    probe: Count = 192
+    training: Count | None = None  # None is IN_MEMORY, and of a stream all
+    evaluation: Count = 512  # for the table's qualities alone; of `stdlib-docs` pairs of a docstring's two parts
+    # Of the held-out samples, by hash: settings are chosen on one, tables show the other. None takes all.
+    half: Literal["tuning", "reporting"] | None = None
+    max_tokens: Annotated[int, Field(ge=2)] = 128  # that a text is cut to (embedding), or that a block holds (language)
+    batch_size: Count = 32  # per forward pass, outside training
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether texts are read as a stream."""
+        return self.streaming or self.source in STREAMS
+
+    def conflicts(self) -> Iterator[str]:
+        """What is wrong between these keys, in one line each."""
+        if self.source != "stdlib-docs" and self.path is None:
+            what = "a data set, so give its name" if self.source == "hub" else "a file, so give its path"
+            yield f"data.path is missing: data.source {self.source!r} reads {what}"
+        for key, sources in KEYS_OF_SOURCES.items():
+            if getattr(self, key) and self.source not in sources:
+                owners = " or ".join(map(repr, sources))
+                yield f"data.{key} belongs to data.source {owners}; data.source is {self.source!r}"
+        if self.is_stream and self.training is not None:
+            yield "data.training counts texts in memory; a stream gives what distillation.steps take, so leave it out"
+        if self.streaming and self.held_out is not None:
+            yield "data.held_out is read whole; with data.streaming a tenth of data.path is held out"
+        if self.streaming and self.separator not in (None, "\n", "\n\n"):
+            yield rf"data.separator is {self.separator!r}; with data.streaming it is '\n' or '\n\n'"

@@ -1,0 +1,62 @@
+"""Chats as texts of a stream: what a tokenizer's template writes, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from flexrank.data.stream import open_texts, text_of
+from flexrank.errors import FlexrankError
+from tiny import WordTokenizer
+
+TOKENIZER = WordTokenizer()
+
+
+class ChatTokenizer(WordTokenizer):
+    """With transformers' own writer of chats."""
+
+    bos_token = "<s>"
+    chat_template: str | None = (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "[{{ m.role }}] {{ m.content }}{% if m.name is defined %} by {{ m.name }}{% endif %};{% endfor %}"
+    )
+
+    def apply_chat_template(self, messages: Any, tokenize: bool = True) -> Any:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        assert not tokenize
+        texts, _ = render_jinja_template([messages], chat_template=self.chat_template, bos_token=self.bos_token)
+        return texts[0]
+
+
+def test_a_chat_is_what_its_template_writes(tmp_path: Path) -> None:
+    chats = [[{"role": "user", "content": "one"}, {"role": "assistant", "content": "two", "name": "x"}], [], None]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    parquet.write_table(pyarrow.table({"messages": chats}), tmp_path / "a.parquet")
+    for source in ("jsonl", "parquet"):
+        texts = list(open_texts(source, str(tmp_path), ChatTokenizer()).texts())
+        assert texts == ["[user] one;[assistant] two by x;"]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (7, "'c' holds 7; expected text, or a chat"),
+        ([{"role": "user"}], "holds .*; expected text, or a chat: a list of messages with role and content"),
+        (["one"], "holds .*; expected text, or a chat"),
+        ([{"role": "system", "content": "x"}], "the chat template refuses .* \\(no system\\)"),
+    ],
+)
+def test_a_value_that_is_no_text_is_one_line(value: Any, message: str) -> None:
+    with pytest.raises(FlexrankError, match=message) as caught:
+        text_of(value, "c", ChatTokenizer())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_chat_needs_a_template() -> None:
+    assert text_of([], "c", TOKENIZER) == text_of(None, "c", TOKENIZER) == ""  # of nothing, which templates may refuse
+    with pytest.raises(FlexrankError, match="'c' holds chats, and the tokenizer has no chat template; take"):
+        text_of([{"role": "user", "content": "x"}], "c", TOKENIZER)

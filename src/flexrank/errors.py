@@ -1,4 +1,4 @@
-"""The one error that a user can cause and mend."""
+"""The one error that a user can cause and mend, and how it quotes others."""
 
 
 class FlexrankError(ValueError):
@@ -6,3 +6,8 @@ class FlexrankError(ValueError):
 
     The command line prints the message alone and exits with 2; a library caller catches it as a `ValueError`.
     """
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what an error of another library says, or its class where it says nothing."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

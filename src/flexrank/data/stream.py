@@ -22,7 +22,7 @@ from flexrank.data.text import (
     part_by_hash,
     sentence_batches,
 )
-from flexrank.errors import FlexrankError
+from flexrank.errors import FlexrankError, first_line
 
 #: Of texts. Equal texts have one hash, so that no text is in two parts, however often a corpus repeats it.
 SHARES = {"calibration": 10, "training": 80, "evaluation": 10}
@@ -265,8 +265,7 @@ def clear_errors(name: str) -> Iterator[None]:
     except FlexrankError:
         raise
     except (DatasetsError, OSError, ValueError, EOFError, zlib.error, pyarrow.ArrowException) as error:
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise FlexrankError(f"data.path {name}: cannot be read: {first}") from error
+        raise FlexrankError(f"data.path {name}: cannot be read: {first_line(error)}") from error
 
 
 def _column(column: str | None, columns: Sequence[str], path: str) -> str:

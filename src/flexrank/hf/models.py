@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from flexrank.errors import FlexrankError
+from flexrank.errors import FlexrankError, first_line
 from flexrank.files import read_document, read_json, verify_files, write_json
 
 Task = Literal["embedding", "language", "classification"]
@@ -207,8 +207,7 @@ def clear_errors(name: str) -> Iterator[None]:
     except StrictDataclassError as error:  # about a value of the config, which its first line does not name
         raise FlexrankError(f"model {name!r} cannot be loaded: {' '.join(str(error).split())}") from error
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise FlexrankError(f"model {name!r} cannot be loaded: {first}") from error
+        raise FlexrankError(f"model {name!r} cannot be loaded: {first_line(error)}") from error
 
 
 @contextlib.contextmanager

@@ -297,6 +297,15 @@ def test_a_damaged_compressed_file_is_one_line(damage: str, tmp_path: Path) -> N
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("second", [{"text": [{"a": 1}]}, {"text": [[1, 2]]}, {"body": ["c"]}, {"text": [b"\xff"]}])
+def test_files_of_other_columns_or_types_than_the_first_are_one_line(second: dict[str, Any], tmp_path: Path) -> None:
+    for name, columns in {"a": {"text": ["a", "b"]}, "b": second}.items():
+        parquet.write_table(pyarrow.table(columns), tmp_path / f"{name}.parquet")
+    with pytest.raises(FlexrankError, match="cannot be read: ") as caught:
+        list(open_texts("parquet", str(tmp_path), TOKENIZER).texts())
+    assert "\n" not in str(caught.value)
+
+
 def test_lines_of_json_end_at_line_feeds_alone(tmp_path: Path) -> None:
     texts = ["a\u2028b", "c\x0bd", "e\x85f", "g\rh"]
     lines = "\r\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts)

@@ -257,14 +257,13 @@ def readable(rows: Any, name: str) -> Iterator[Any]:
 @contextlib.contextmanager
 def clear_errors(name: str) -> Iterator[None]:
     """Turns what the library raises for a corpus that it cannot find or read into a FlexrankError of one line."""
-    import pyarrow
     from datasets.exceptions import DatasetsError
 
     try:
         yield
     except FlexrankError:
         raise
-    except (DatasetsError, OSError, ValueError, EOFError, zlib.error, pyarrow.ArrowException) as error:
+    except (DatasetsError, OSError, ValueError, TypeError, EOFError, zlib.error) as error:
         raise FlexrankError(f"data.path {name}: cannot be read: {first_line(error)}") from error
 
 

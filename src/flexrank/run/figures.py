@@ -67,9 +67,9 @@ def _draw_series(axes: Any, kind: str, sizes: list[float], values: list[float], 
     at = min(2, len(sizes) - 1) if is_after else min(1, max(0, len(sizes) - 2))
     side = {"ha": "right" if is_after else "left", "va": "bottom" if is_after != is_loss else "top"}
     shift = (-5 if is_after else 7, 4 if is_after != is_loss else -4)
-    axes.annotate(
-        label, (sizes[at], values[at]), shift, textcoords="offset points", color=colour, weight="bold", **side
-    )
+    # On white, for it may lie on the base model's line.
+    style = {"color": colour, "weight": "bold", "bbox": {"facecolor": "white", "linewidth": 0, "pad": 1}, "zorder": 1.5}
+    axes.annotate(label, (sizes[at], values[at]), shift, textcoords="offset points", **style, **side)
 
 
 def _finish_panel(axes: Any, name: str, base: Mapping[str, Any]) -> None:

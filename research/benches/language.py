@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flexrank import ProfileChain, distill_
+from flexrank import distill_
 from flexrank.data.batches import Batch
 from flexrank.data.halves import Half, places_of
 from flexrank.data.metrics import nats_per_token
@@ -16,7 +16,7 @@ from flexrank.distill.objectives import LogitObjective
 from flexrank.hf.models import hidden_states, load_model, load_tokenizer
 from flexrank.run.training import autocast_dtype
 from research.assets import assets_directory
-from research.benches.quality import Scores, Subject, compare, quality_table
+from research.benches.quality import Subject, compare, quality_table
 from research.experiment import Experiment, Request
 from research.measures import STORY_SEPARATOR, stories
 from research.result import Result, measured
@@ -75,11 +75,10 @@ def measure(texts: Texts, request: Request) -> dict[str, Any]:
     subject, training = subject_of(texts, request.half)
     settings = CONSOLIDATION[texts[0]]
 
-    def train(model: nn.Module, chain: ProfileChain, seed: int, path: Path) -> Scores:
-        options = {"autocast": autocast_dtype("auto", torch.device("cpu")), **settings}
+    def train(model: nn.Module, profiles: Any, seed: int, path: Path) -> None:
+        options = {"autocast": autocast_dtype("auto", torch.device("cpu")), "checkpoint": path, **settings}
         with hidden_states(model, subject.teacher):
-            distill_(model, subject.teacher, training, chain, objective=FOLLOWED, seed=seed, checkpoint=path, **options)
-        return subject.scores(model, chain.at)
+            distill_(model, subject.teacher, training, profiles, objective=FOLLOWED, seed=seed, **options)
 
     facts = {"model": texts[0], "methods": ("svd", "datasvd"), "levels": LEVELS}
     return compare(subject, facts, settings | {"followed": repr(FOLLOWED)}, request, train)
@@ -88,5 +87,5 @@ def measure(texts: Texts, request: Request) -> dict[str, Any]:
 EXPERIMENT = Experiment(
     "language", "Quality: small Llamas",
     "held-out nats per token at every budget, by plain SVD, DataSVD with both allocations, and consolidated",
-    minutes=45, has_halves=True, seeds=(3, 3), run=run,
+    minutes=45, full_minutes=110, has_halves=True, seeds=(3, 3), run=run,
 )  # fmt: skip

@@ -1,26 +1,42 @@
-"""What both benches of quality do: one model at every size, by simpler methods, by ours, and consolidated."""
+"""What both benches of quality do: one model at every size, by simpler methods, by ours, and consolidated.
+
+The full form adds what sets the limit: a model trained for one budget alone, for as many steps as all of them together.
+"""
 
 import copy
 import dataclasses
 import functools
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from flexrank import allocate_ranks, collect_moments, decompose_, distillation_evaluator, probe_sensitivity
+from flexrank import (
+    allocate_ranks,
+    collect_moments,
+    decompose_,
+    distillation_evaluator,
+    load_elastic,
+    probe_sensitivity,
+    save_elastic,
+)
 from flexrank.data.batches import Batch
 from flexrank.distill.objectives import Objective
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import uniform_profile, use_profile
 from flexrank.profiles import ProfileChain, RankProfile
 from research.experiment import EVERY_RANK, Ledger, Request
-from research.result import spreads, table
+from research.result import spread, table
 
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+ALONE = (0.9, 0.8, 0.7, 0.5, 0.3)  #: those that a model is trained for alone
 #: Of one model by measure, at each of `BUDGETS`.
 Scores = list[dict[str, float]]
+#: train(model, profiles, seed, checkpoint): consolidates in place.
+Train = Callable[[nn.Module, "ProfileChain | Sequence[RankProfile]", int, Path], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +66,13 @@ class Subject:
                 scores.append(self.score(model))
         return scores
 
+    def scores_as_read(self, model: nn.Module, chain: ProfileChain) -> Scores:
+        """The scores of an elastic model's one artefact, read at each budget, and no more of it than that needs."""
+        with tempfile.TemporaryDirectory() as scratch:
+            directory = Path(scratch, "elastic")
+            save_elastic(model, chain, directory)
+            return [self.score(load_elastic(directory, budget)[0]) for budget in BUDGETS]
+
     def without_training(
         self, methods: Sequence[str], levels: int
     ) -> tuple[dict[str, Scores], nn.Module, ProfileChain]:
@@ -69,35 +92,46 @@ class Subject:
 
 
 def compare(
-    subject: Subject, facts: Mapping[str, Any], training: Mapping[str, Any], request: Request,
-    train: Callable[..., Scores],
-) -> dict[str, Any]:  # fmt: skip
-    """The base model's scores, each method's untrained, and those of every seed's `train(model, chain, seed, path)`.
+    subject: Subject, facts: Mapping[str, Any], training: Mapping[str, Any], request: Request, train: Train
+) -> dict[str, Any]:
+    """The base model's scores, each method's untrained, every seed's consolidated, in the full form also `ALONE`.
 
     `facts` has the `methods`, the probe's `levels`, and the model's name. What an interrupted bench has finished is not
-    done again, what is untrained not for another `training` either; `path` is of a checkpoint.
+    done again, what is untrained not for another `training` either.
     """
 
     def untrained() -> dict[str, Any]:
         results, _, chain = subject.without_training(facts["methods"], facts["levels"])
         return {"dense": subject.score(subject.teacher), "results": results, "chain": chain.to_json()}
 
-    def trained(seed: int) -> Scores:
-        path = ledger.directory / f"training-{seed}"
-        scores = train(subject.decomposed("datasvd"), ProfileChain.from_json(first["chain"]), seed, path)
+    def trained(profiles: ProfileChain | Sequence[RankProfile], name: str, seed: int) -> nn.Module:
+        model, path = subject.decomposed("datasvd"), ledger.directory / f"training-{name}-{seed}"
+        train(model, profiles, seed, path)
         shutil.rmtree(path)
-        return scores
+        return model
+
+    def together(seed: int) -> Scores:
+        return subject.scores_as_read(trained(chain, "all", seed), chain)
+
+    def alone(budget: float) -> dict[str, float]:
+        profile = chain.at(budget)
+        with use_profile(trained([profile], f"{budget:g}", 0), profile) as model:
+            return subject.score(model)
 
     first = Ledger(request.work, facts).take("untrained", untrained)
-    ledger = Ledger(request.work, {**facts, **training})
+    chain, ledger = ProfileChain.from_json(first["chain"]), Ledger(request.work, {**facts, **training})
     results = {name: [scores] for name, scores in first["results"].items()}
-    results["consolidated"] = ledger.take_seeds("consolidated", request.seeds, trained)
+    results["consolidated"] = ledger.take_seeds("consolidated", request.seeds, together)
+    if request.full:
+        limits = {budget: ledger.take(f"alone, {budget:g}", alone, budget) for budget in ALONE}
+        results["each alone, all the steps"] = [[limits.get(budget) for budget in BUDGETS]]
     return {"dense": first["dense"], "results": results, "gap": first["chain"]["gap"]}
 
 
 def quality_table(title: str, results: Mapping[str, Sequence[Scores]], what: str) -> dict[str, Any]:
-    """A row for each method, a column for each budget, of one measure; the spread over seeds where there are some."""
+    """A row for each method, a column for each budget, of one measure: the spread over seeds, None where not scored."""
     rows = [
-        [name, *spreads([one[what] for one in scores] for scores in runs)] for name, runs in results.items()
-    ]  # fmt: skip
+        [name, *(spread([one[what] for one in seeds]) if all(seeds) else None for seeds in zip(*runs, strict=True))]
+        for name, runs in results.items()
+    ]
     return table(title, ["", *BUDGETS], rows, digits=4)

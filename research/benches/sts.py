@@ -7,7 +7,6 @@ the scores. One elastic model holds all sizes of a method.
 
 import functools
 import random
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexrank import EmbeddingObjective, ProfileChain, distill_, load_elastic, save_elastic
+from flexrank import EmbeddingObjective, distill_
 from flexrank.data.halves import Half, items_of
 from flexrank.data.metrics import embed, mean_cosine
 from flexrank.data.text import sentence_batches
 from flexrank.hf.models import eager_attention, load_model, load_tokenizer
 from flexrank.run.training import autocast_dtype
 from research.assets import assets_directory
-from research.benches.quality import BUDGETS, Scores, Subject, compare, quality_table
+from research.benches.quality import Subject, compare, quality_table
 from research.experiment import Experiment, Request
 from research.measures import spearman
 from research.result import Result, measured
@@ -70,18 +69,13 @@ def _score(first: Any, second: Any, gold: Sequence[float], wanted: Tensor, model
     return {"cosine": mean_cosine(own, wanted), "spearman": spearman((own * other).sum(-1), gold)}
 
 
-def _train(subject: Subject, training: Any, model: nn.Module, chain: ProfileChain, seed: int, path: Path) -> Scores:
-    """Trained; every size is read from one artefact, and no more of it than that size needs."""
+def _train(subject: Subject, training: Any, model: nn.Module, profiles: Any, seed: int, path: Path) -> None:
     options = {"autocast": autocast_dtype("auto", torch.device("cpu")), **TRAINING}
     with eager_attention(model):
         distill_(
-            model, subject.teacher, training, chain, objective=EmbeddingObjective(HIDDEN_WEIGHT), seed=seed,
+            model, subject.teacher, training, profiles, objective=EmbeddingObjective(HIDDEN_WEIGHT), seed=seed,
             checkpoint=path, **options,
         )  # fmt: skip
-    with tempfile.TemporaryDirectory() as scratch:
-        directory = Path(scratch, "elastic")
-        save_elastic(model, chain, directory)
-        return [subject.score(load_elastic(directory, budget)[0]) for budget in BUDGETS]
 
 
 def _read_pairs(path: Path) -> list[Pair]:
@@ -93,5 +87,5 @@ def _read_pairs(path: Path) -> list[Pair]:
 EXPERIMENT = Experiment(
     "sts", "Quality: all-MiniLM-L6-v2 on the STS benchmark",
     "every size's cosine to the base model and rank correlation, consolidated and by simpler methods",
-    minutes=60, has_halves=True, seeds=(3, 3), run=run,
+    minutes=60, full_minutes=150, has_halves=True, seeds=(3, 3), run=run,
 )  # fmt: skip

@@ -66,35 +66,56 @@ def test_every_method_is_scored_at_every_budget(method: Any, subject: Subject, m
 def test_seeds_are_trained_apart_and_only_once(
     subject: Subject, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Oracle: means and deviations by hand, of a training that gives known scores."""
+    """Oracle: a training that multiplies what the model gives, at every size, by a known number."""
     monkeypatch.setattr(quality, "BUDGETS", (0.8, 0.5))
-    trained, given = [], list[float]()
+    trained = []
 
-    def train(model: torch.nn.Module, chain: ProfileChain, seed: int, path: Path) -> quality.Scores:
+    @torch.no_grad()
+    def train(model: Any, profiles: Any, seed: int, path: Path) -> None:
         path.mkdir(parents=True)  # as a checkpoint would be
-        trained.append((seed, size(model), chain.at(0.5)))
-        with use_profile(model, chain.at(0.5)):
-            given.append(size(model)["length"])
-        return [{"length": 1.0 + seed}, {"length": 3.0 + seed}]
+        trained.append((seed, size(model), profiles))
+        model.model.norm.weight *= 1 + seed
 
     facts, request = {"methods": ("svd", "datasvd"), "levels": 4}, Request(tmp_path, seeds=2)
     data = quality.compare(subject, facts, {"steps": 1}, request, train)
     assert [seed for seed, *_ in trained] == [0, 1] and not list(tmp_path.rglob("training-*"))
     assert trained[0][1] == trained[1][1] == pytest.approx(size(subject.teacher), rel=1e-4)  # of full rank, untrained
+    assert trained[0][2] == trained[1][2]
     assert data["dense"] == size(subject.teacher)
     *_, joint, row = quality_table("", data["results"], "length")["rows"]
     assert [cell["n"] for cell in joint[1:]] == [1, 1] and joint[0] == "datasvd, joint"
-    assert row[1] == {"mean": 1.5, "sd": pytest.approx(0.5**0.5), "n": 2}
-    model = subject.decomposed("datasvd")
-    with use_profile(model, trained[0][2]):
-        assert joint[2]["mean"] == pytest.approx(size(model)["length"])
-    assert given == pytest.approx([joint[2]["mean"]] * 2)  # what is trained is DataSVD's
+    model, untrained = subject.decomposed("datasvd"), joint[2]["mean"]
+    with use_profile(model, trained[0][2].at(0.5)):  # what is trained is DataSVD's
+        assert untrained == pytest.approx(size(model)["length"])
+    assert row[2] == {"mean": pytest.approx(1.5 * untrained), "sd": pytest.approx(untrained * 0.5**0.5), "n": 2}
     monkeypatch.setattr(Subject, "without_training", None)  # it is kept, for other trainings too
     again = quality.compare(subject, facts, {"steps": 1}, Request(tmp_path, seeds=3), train)
     assert [seed for seed, *_ in trained] == [0, 1, 2]
     assert again["results"]["consolidated"][:2] == data["results"]["consolidated"]
     quality.compare(subject, facts, {"steps": 2}, request, train)
     assert [seed for seed, *_ in trained] == [0, 1, 2, 0, 1]
+
+
+def test_the_full_form_trains_sizes_alone(subject: Subject, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Oracle: a training that multiplies what the model gives by how many sizes it is given."""
+    monkeypatch.setattr(quality, "BUDGETS", (0.8, 0.5))
+    monkeypatch.setattr(quality, "ALONE", (0.5,))
+    given = []
+
+    @torch.no_grad()
+    def train(model: Any, profiles: Any, seed: int, path: Path) -> None:
+        path.mkdir(parents=True)
+        given.append(profiles)
+        model.model.norm.weight *= 2 + len(profiles.requested if isinstance(profiles, ProfileChain) else profiles)
+
+    request = Request(tmp_path, seeds=1, full=True)
+    results = quality.compare(subject, {"methods": ("svd", "datasvd"), "levels": 4}, {}, request, train)["results"]
+    chain, alone = given
+    assert alone == [chain.at(0.5)]
+    joint, together, single = (results[name][0] for name in list(results)[-3:])
+    assert together[1]["length"] == pytest.approx(4 * joint[1]["length"])
+    assert single == [None, {"length": pytest.approx(3 * joint[1]["length"])}]
+    assert quality_table("", results, "length")["rows"][-1][1] is None
 
 
 def test_every_rule_and_budget_is_timed_and_scored(

@@ -52,9 +52,10 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"mean": statistics.fmean(values), "sd": deviation, "n": len(values)}
 
 
-def spreads(runs: Iterable[Sequence[float]]) -> list[dict[str, float]]:
-    """The spread over runs at each place of theirs."""
-    return [spread(values) for values in zip(*runs, strict=True)]
+def spreads(runs: Iterable[Sequence[float | None]]) -> list[dict[str, float] | None]:
+    """The spread over runs at each place of theirs; None where a run has none."""
+    places = zip(*runs, strict=True)
+    return [spread(values) if (values := [one for one in place if one is not None]) else None for place in places]
 
 
 def between(values: Sequence[float], form: str = ".1%") -> str:

@@ -29,12 +29,12 @@ from flexrank.nn.select import select_layers
 from flexrank.nn.switch import uniform_profile, use_profile
 from flexrank.profiles import ProfileChain, RankProfile
 from research.experiment import EVERY_RANK, Ledger, Request
-from research.result import spread, table
+from research.result import spreads, table
 
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 ALONE = (0.9, 0.8, 0.7, 0.5, 0.3)  #: those that a model is trained for alone
-#: Of one model by measure, at each of `BUDGETS`.
-Scores = list[dict[str, float]]
+#: Of one model by measure, at each of `BUDGETS`; None where it was not scored.
+Scores = Sequence[dict[str, float] | None]
 #: train(model, profiles, seed, checkpoint): consolidates in place.
 Train = Callable[[nn.Module, "ProfileChain | Sequence[RankProfile]", int, Path], None]
 
@@ -131,7 +131,7 @@ def compare(
 def quality_table(title: str, results: Mapping[str, Sequence[Scores]], what: str) -> dict[str, Any]:
     """A row for each method, a column for each budget, of one measure: the spread over seeds, None where not scored."""
     rows = [
-        [name, *(spread([one[what] for one in seeds]) if all(seeds) else None for seeds in zip(*runs, strict=True))]
+        [name, *spreads([None if one is None else one[what] for one in scores] for scores in runs)]
         for name, runs in results.items()
     ]
     return table(title, ["", *BUDGETS], rows, digits=4)

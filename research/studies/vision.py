@@ -15,7 +15,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flexrank import LogitObjective, ProfileChain, allocate_ranks, collect_moments, decompose_, probe_sensitivity
+from flexrank import (
+    LogitObjective,
+    ProfileChain,
+    RankProfile,
+    allocate_ranks,
+    collect_moments,
+    decompose_,
+    probe_sensitivity,
+)
 from flexrank.data.halves import places_of
 from flexrank.data.images import Scaling
 from flexrank.distill import distill_, distillation_evaluator
@@ -37,7 +45,11 @@ BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 VIT_DIRECTORY = "vit-cifar10"
 RESNET_FILE = "cifar10_resnet20/resnet20_jpg_ft.safetensors"
 OBJECTIVE = LogitObjective()
-STAGES = {"svd": "SVD alone", "datasvd": "DataSVD alone", "consolidated": "consolidated"}
+STAGES = {
+    "svd": "SVD alone", "datasvd": "DataSVD alone", "consolidated": "consolidated",
+    "alone": "each size alone, all the steps",
+}  # fmt: skip
+ALONE = (0.8, 0.5, 0.3, 0.2)  #: budgets that a network is trained for alone, by the first seed: the limit of its steps
 #: Points of accuracy, and the budgets of the claims: the smallest one, and the first after 20 % are gone.
 MARGIN, SMALL, EARLY = 5.0, 0.3, 0.7
 #: Of a seed: steps, images of a step, of the moments and of the probe, ranks of each layer, test images (None for all).
@@ -105,8 +117,9 @@ def compress(networks: Sequence[Network], images: Images, plan: Mapping[str, Any
     images = images._replace(test=images.test[rows], classes=images.classes[rows])
     for network in networks:
         full = ledger.take(f"{network.name}, full", network.accuracy, network.model, images)
-        trials = [_Trial(network, images, plan, seed, ledger).run() for seed in range(request.seeds)]
-        figures = {key: [one[key] for one in trials] for key in trials[0]}
+        trials = [_Trial(network, images, plan, seed, ledger) for seed in range(request.seeds)]
+        parts = [trial.run() for trial in trials]
+        figures = {key: [one[key] for one in parts] for key in parts[0]} | {"alone": [trials[0].alone()]}
         results.append({"title": network.title, "full": full, **figures})
     data = {"budgets": list(BUDGETS), "networks": results, "images": len(images.test)}
     claims = _claims(results[0], plan["steps"] * plan["batch_size"] / len(images.training))
@@ -125,12 +138,28 @@ class _Trial:
 
     def run(self) -> dict[str, Any]:
         """Accuracies by budget before and after consolidation, and the share of components that hold the energy."""
-        chain = ProfileChain.from_json(self.ledger.take(f"{self.label}, chain", lambda: self.allocate().to_json()))
+        chain = self.chain
         share = self.ledger.take(f"{self.label}, energetic share", self.energetic_share)
         plain = self.ledger.take(f"{self.label}, svd", self.plain_svd)
         before = self.ledger.take(f"{self.label}, datasvd", lambda: self.accuracies(self.decomposed[0], chain))
-        after = self.ledger.take(f"{self.label}, consolidated", self.consolidate, chain)
+        after = self.ledger.take(f"{self.label}, consolidated", lambda: self.accuracies(self.trained(chain), chain))
         return {"svd": plain, "datasvd": before, "consolidated": after, "energetic_share": share}
+
+    def alone(self) -> list[float | None]:
+        """Accuracies by budget, at each of `ALONE` of a network that is trained for it alone, with all the steps."""
+
+        def accuracy(budget: float) -> float:
+            profile = self.chain.at(budget)
+            with use_profile(self.trained([profile]), profile) as model:
+                return self.network.accuracy(model, self.images)
+
+        limits = {budget: self.ledger.take(f"{self.label}, alone {budget:g}", accuracy, budget) for budget in ALONE}
+        return [limits.get(budget) for budget in BUDGETS]
+
+    @functools.cached_property
+    def chain(self) -> ProfileChain:
+        """One nested profile for each budget."""
+        return ProfileChain.from_json(self.ledger.take(f"{self.label}, chain", lambda: self.allocate().to_json()))
 
     @functools.cached_property
     def decomposed(self) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -154,7 +183,7 @@ class _Trial:
         return statistics.fmean(leading_count(energies, 0.99) / len(energies) for energies in layers)
 
     def allocate(self) -> ProfileChain:
-        """One nested profile for each budget."""
+        """The chain, found anew."""
         return self.searched(self.decomposed[0], "probe")
 
     def searched(self, model: nn.Module, name: str) -> ProfileChain:
@@ -165,20 +194,19 @@ class _Trial:
         table = probe_sensitivity(model, evaluate, self.plan["levels"], **options)
         return allocate_ranks(table, BUDGETS, **EVERY_RANK)
 
-    def consolidate(self, chain: ProfileChain) -> list[float]:
-        """Trains all profiles together, and measures them; an interrupted training goes on from its checkpoint."""
-        plan, network, model = self.plan, self.network, self.decomposed[0]
+    def trained(self, profiles: ProfileChain | Sequence[RankProfile]) -> nn.Module:
+        """A network trained for all profiles together; an interrupted training goes on from its checkpoint."""
+        plan, network, model = self.plan, self.network, copy.deepcopy(self.decomposed[0])
         checkpoint = self.ledger.directory / f"{self.label}, distilled"
         batches = AlteredBatches(self.rest, network.scaling, plan["batch_size"], self.seed)
         with _short_attention(model), _short_attention(network.model):
             distill_(
-                model, network.model, batches, chain, objective=OBJECTIVE, steps=plan["steps"], seed=self.seed,
+                model, network.model, batches, profiles, objective=OBJECTIVE, steps=plan["steps"], seed=self.seed,
                 learning_rate=network.learning_rate, warmup_steps=plan["warmup_steps"], teacher_cache=0,
                 autocast=autocast_dtype("auto", torch.device("cpu")), checkpoint=checkpoint,
             )  # fmt: skip
-        accuracies = self.accuracies(model, chain)
         shutil.rmtree(checkpoint)
-        return accuracies
+        return model
 
     def accuracies(self, model: nn.Module, chain: ProfileChain) -> list[float]:
         """In percent, at each budget."""

@@ -221,6 +221,8 @@ def test_the_whole_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for network, own in zip(nets, result["data"]["networks"], strict=True):
         assert own["full"] == pytest.approx(share_right(network.model, reported, len(kept)))
         assert len(own["svd"]) == len(own["datasvd"]) == len(own["consolidated"]) == 2
+        (alone,) = own["alone"]
+        assert [place for place, one in enumerate(alone) if one is not None] == list(map(BUDGETS.index, vision.ALONE))
     assert not list(tmp_path.rglob("*, distilled"))
     # A finished unit is not computed again, and what is read back is what was written.
     monkeypatch.setattr(vision, "distill_", None)
@@ -236,12 +238,29 @@ def test_the_whole_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     lost = [own["full"] - values[small] for values in own["consolidated"]]
     assert first["holds"] == (max(lost) <= 5)
     assert first["here"].startswith(f"{own['full'] - mean:.1f} ({min(lost):.1f} to {max(lost):.1f})")
+    alone = next(row for row in quality["rows"] if row[0] == "vision transformer, each size alone, all the steps")
+    assert alone[2] is None and alone[2 + small]["mean"] == own["alone"][0][small]
     early = [own["full"] - values[BUDGETS.index(0.7)] for values in own["datasvd"]]
     assert second["holds"] == (min(early) > 5) and second["here"].startswith(f"{sum(early) / 2:.1f} ({min(early):.1f}")
     panels = vision.draw(result["data"]).axes
     assert [panel.get_title() for panel in panels] == ["vision transformer", "convolutions"]
     line = next(line for line in panels[0].get_lines() if line.get_label() == "consolidated")
     assert line.get_ydata()[small] == pytest.approx(mean)
+
+
+@torch.no_grad()
+def test_a_size_alone_is_trained_for_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is trained, and what is scored, is the decomposed network at that profile."""
+    network, images, seen = networks()[1], tiny_images(), []
+    monkeypatch.setattr(vision, "ALONE", (0.3,))
+    monkeypatch.setattr(vision, "distill_", lambda *args, checkpoint, **_: seen.append(args) or checkpoint.mkdir())
+    trial = vision._Trial(network, images, PLAN, 0, vision.Ledger(tmp_path, {}))
+    alone = trial.alone()
+    (place,) = [place for place, one in enumerate(alone) if one is not None]
+    (model, teacher, _, profiles), profile = seen[0], trial.chain.at(0.3)
+    assert teacher is network.model and profiles == [profile] and BUDGETS[place] == 0.3
+    with use_profile(model, profile):
+        assert alone[place] == pytest.approx(share_right(model, images, 60))
 
 
 def truncated(matrix: torch.Tensor, rank: int) -> torch.Tensor:
@@ -280,6 +299,8 @@ def test_stages_of_a_trial(tmp_path: Path) -> None:
     assert trial.plain_svd() != before
     kept = {name: value.clone() for name, value in model.state_dict().items()}
     with torch.enable_grad():
-        trial.consolidate(chain)
-    assert any(not torch.equal(value, kept[name]) for name, value in model.state_dict().items())
+        trained = trial.trained(chain)
+    state = trained.state_dict()
+    assert any(not torch.equal(value, state[name]) for name, value in kept.items())
+    assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())  # for the next training
     assert model.config._attn_implementation == network.model.config._attn_implementation == "sdpa"

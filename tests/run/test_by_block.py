@@ -22,7 +22,7 @@ from flexrank.profiles import SensitivityTable
 from flexrank.run import run_stages
 from flexrank.run.config import load_config, parse_config
 from flexrank.run.dry_run import dry_run
-from flexrank.run.stages import loss_rows
+from flexrank.run.samples import loss_rows
 from tiny_runs import settings
 
 

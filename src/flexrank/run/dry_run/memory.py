@@ -15,6 +15,7 @@ from flexrank.run.config import RunConfig
 from flexrank.run.dry_run.activations import kept_bytes
 from flexrank.run.dry_run.architecture import Architecture, shares_factors_alone
 from flexrank.run.tables import split_block
+from flexrank.run.targets import probe_top_k, top_k_bytes
 
 #: Bytes of a number in a second moment, which is summed in float64.
 MOMENT_BYTES = 8
@@ -42,7 +43,7 @@ def count_memory(architecture: Architecture, config: RunConfig) -> dict[str, dic
         "teacher": teacher,
         "student": tensor_bytes(architecture.student),
         "matrices": min(MATRIX_BYTES, size * architecture.dense_parameters),
-        "targets": config.data.probe * architecture.targets * file_size,
+        "targets": target_bytes(architecture, config),
         "outputs": output * (size + file_size),
     }
     trained = trained_part(architecture, config)
@@ -58,6 +59,14 @@ def count_memory(architecture: Architecture, config: RunConfig) -> dict[str, dic
         "deployment": later | {"deployed": 2 * deployed},
     }
     return {stage: parts | {"all": sum(parts.values())} for stage, parts in stages.items()}
+
+
+def target_bytes(architecture: Architecture, config: RunConfig) -> int:
+    """Bytes that the probe keeps of the teacher's outputs, whose texts are taken to have no padding."""
+    rows, numbers = config.data.probe * architecture.target[0], architecture.target[1]
+    row_bytes = numbers * architecture.file_dtype.itemsize
+    top_k = probe_top_k(config, rows, row_bytes)
+    return rows * row_bytes if top_k is None else top_k_bytes(rows, top_k)
 
 
 def training_bytes(architecture: Architecture, student: Any, config: RunConfig) -> dict[str, int]:

@@ -151,6 +151,7 @@ def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None =
             shared = work.judge(sizes.deployed(profile))
             checkpoint = sizes.tune_(profile, tune, limits)
             qualities = {"shared": shared, "quality": work.judge(sizes.deployed(profile))}
+        work.release()
         exported = {**limits, **export_size(sizes, sizes.deployed(profile), profile, place), **qualities}
         if tune:
             shutil.rmtree(checkpoint)

@@ -180,13 +180,15 @@ def export_all(work: Workspace, _: str) -> list[str]:
     """
     place, exports = work.directory / "deployed", []
     place.mkdir(exist_ok=True)
-    sizes = Sizes(work)
+    judge, sizes = work.judge, Sizes(work)
+    work.release()
     profiles = {budget: sizes.chain.at(budget) for budget in work.config.deployment.budgets}
     for budget, profile in profiles.items():
         name = f"{budget:.2f}" if round(budget, 2) == budget else f"{budget!r}"
         small = sizes.deployed(profile)
         entry = export_size(sizes, small, profile, place / name)
-        exports.append({"budget": budget, **entry, "directory": f"deployed/{name}", "quality": work.judge(small)})
+        exports.append({"budget": budget, **entry, "directory": f"deployed/{name}", "quality": judge(small)})
+        del small  # before the next one is made
     places = [entry["directory"] for entry in exports]
     for other in place.iterdir():
         is_ours = other.name.endswith((".aside", ".old")) or (other / "flexrank.json").is_file()

@@ -1,6 +1,5 @@
 """What more than one stage of a run loads, once."""
 
-import copy
 import dataclasses
 import functools
 import gc
@@ -141,5 +140,6 @@ class Workspace:
     @functools.cached_property
     def deployed_base(self) -> Any:
         """The original model in the dtype of deployed ones."""
-        same = self.deployed_dtype is self.base.dtype
-        return self.base if same else copy.deepcopy(self.base).to(self.deployed_dtype)
+        model = self.own_base()  # not a copy of the base, both of which would be in memory
+        is_same = model.dtype is self.deployed_dtype
+        return self.base if is_same else model.to(self.device, self.deployed_dtype)

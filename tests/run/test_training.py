@@ -120,10 +120,12 @@ def test_a_consolidated_model_ends_at_its_largest_trained_size(copied: Path, cap
     assert base["mean_rank_fraction"] == base["relative_size"] == 1
 
 
-def test_the_full_size_is_deployed_as_it_was_trained(copied: Path) -> None:
-    """Not as the base model, which it would flatter: its gains and biases are trained."""
+def test_the_full_size_is_deployed_as_it_was_trained(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as the base model, which it would flatter: its gains and biases are trained. No other size is read."""
     work = run_stages(load_config(copied, ["allocation.budgets=[1.0, 0.5]"]), "slack").workspace
-    ours, batch, elastic = Sizes(work), work.samples.example, work.elastic("elastic")[0]
+    batch, elastic = work.samples.example, work.elastic("elastic")[0]
+    monkeypatch.setattr(Workspace, "elastic", lambda *_: pytest.fail("the whole elastic model was read"))
+    ours = Sizes(work)
     assert ours.within({"budget": 1.0}) == full_profile(elastic)
     small = ours.deployed(full_profile(elastic))
     with torch.no_grad(), use_profile(elastic, full_profile(elastic)):

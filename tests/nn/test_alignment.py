@@ -22,6 +22,7 @@ def test_aligned_factors_multiply_to_the_product(m: int, n: int, slack: int) -> 
     identity = torch.cat([torch.eye(aligned), torch.zeros(aligned, slack)], 1).double()
     torch.testing.assert_close(torch.cat([identity, u_hat]) @ v_tilde.T, u @ v.T, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(u_hat[:, :aligned], u[aligned:] @ torch.linalg.pinv(u[:aligned]), rtol=1e-9, atol=1e-9)
+    assert slack < 5 or (torch.equal(u_hat, u) and torch.equal(v_tilde, v))  # the plain factors, which are the measure
     if 0 < slack < 5:
         torch.testing.assert_close(u_hat[:, aligned:].norm(dim=0), v_tilde[:, aligned:].norm(dim=0))
 

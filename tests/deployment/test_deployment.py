@@ -94,10 +94,12 @@ def test_elastic_factors_are_never_copied(monkeypatch):
     model = tiny.elastic("bert")
 
     def refuse(self, memo):
-        raise AssertionError("an elastic layer was copied")
+        raise AssertionError("a tensor was copied as it is")
 
     monkeypatch.setattr(NestedLayer, "__deepcopy__", refuse, raising=False)
-    deploy(model, tiny.chain_of(model).entries[0].profile)
+    monkeypatch.setattr(nn.Parameter, "__deepcopy__", refuse)  # in another dtype than it is to have
+    small = deploy(model, tiny.chain_of(model).entries[0].profile, dtype=torch.bfloat16)
+    deploy(model, full_profile(model), dtype=torch.bfloat16, base=small)
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "convnet"])

@@ -92,6 +92,22 @@ def test_a_corrupted_export_leaves_the_old_one(convnet, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["small"] and (kept / "old").read_text() == "old"
 
 
+def test_a_model_leaves_its_gpu_to_the_process_that_verifies_it(convnet, tmp_path, monkeypatch):
+    device, places, run = torch.device("cuda", 0), [], exports._load_and_run
+    monkeypatch.setattr(exports, "model_device", lambda _: device)
+    monkeypatch.setattr(exports, "_outputs", lambda *_: torch.zeros(4, 3))
+    monkeypatch.setattr(convnet, "to", places.append)
+
+    def load_and_run(artefact, scratch, library, there, timeout):
+        places.append(f"verified on {there}")
+        return run(artefact, scratch, library, torch.device("cpu"), timeout)
+
+    monkeypatch.setattr(exports, "_load_and_run", load_and_run)
+    with pytest.raises(FlexrankError, match="returns"):
+        export(convnet, tmp_path / "small", tiny.batch_for("convnet"), factory="tiny:convnet")
+    assert places == ["cpu", "verified on cuda:0", device]
+
+
 def test_outputs_that_are_not_finite_are_not_exported(convnet, tmp_path, monkeypatch):
     monkeypatch.setattr(exports, "_load_and_run", lambda *arguments: pytest.fail("came too far"))
     convnet[1].weight.data.fill_(float("nan"))

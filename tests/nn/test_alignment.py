@@ -21,8 +21,18 @@ def test_aligned_factors_multiply_to_the_product(m: int, n: int, slack: int) -> 
     aligned = 5 - slack
     identity = torch.cat([torch.eye(aligned), torch.zeros(aligned, slack)], 1).double()
     torch.testing.assert_close(torch.cat([identity, u_hat]) @ v_tilde.T, u @ v.T, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(u_hat[:, :aligned], u[aligned:] @ torch.linalg.pinv(u[:aligned]), rtol=1e-9, atol=1e-9)
+    assert slack < 5 or (torch.equal(u_hat, u) and torch.equal(v_tilde, v))  # the plain factors, which are the measure
     if 0 < slack < 5:
         torch.testing.assert_close(u_hat[:, aligned:].norm(dim=0), v_tilde[:, aligned:].norm(dim=0))
+
+
+def test_all_slacks_are_tried_from_one_factorisation(monkeypatch: pytest.MonkeyPatch) -> None:
+    u, v, x = torch.randn(96, 60).double(), torch.randn(80, 60).double(), torch.randn(64, 80).double()
+    shapes, qr = [], torch.linalg.qr
+    monkeypatch.setattr("torch.linalg.qr", lambda matrix, *mode: shapes.append(matrix.shape) or qr(matrix, *mode))
+    assert 0 < choose_slack(u, v, x, torch.bfloat16) < 60
+    assert shapes == [(60, 60)]
 
 
 @pytest.mark.parametrize(("rank", "step"), [(1, 1), (2, 1), (48, 1), (80, 1), (200, 3)])

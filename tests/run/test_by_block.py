@@ -22,7 +22,7 @@ from flexrank.profiles import SensitivityTable
 from flexrank.run import run_stages
 from flexrank.run.config import load_config, parse_config
 from flexrank.run.dry_run import dry_run
-from flexrank.run.stages import loss_rows
+from flexrank.run.samples import loss_rows
 from tiny_runs import settings
 
 
@@ -83,8 +83,10 @@ import torch._dynamo, torchao.optim
 from flexrank.run import run_stages, stages
 from flexrank.run.config import load_config
 
-stages.save_elastic = lambda *_, **__: ended.set()  # which a stage's memory is not about
-needed, counted = {"decompose": (None, ("RssAnon",)), "distill": ("allocate", ("RssAnon", "RssFile"))}[sys.argv[1]]
+if sys.argv[1] == "distill":
+    stages.save_elastic = lambda *_, **__: ended.set()  # which a stage's memory is not about
+needed = {"decompose": None, "distill": "allocate", "deploy": "slack"}[sys.argv[1]]
+counted = ("RssAnon", "RssFile") if sys.argv[1] == "distill" else ("RssAnon",)
 
 def held():
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()
@@ -162,6 +164,21 @@ def test_consolidation_takes_what_the_dry_run_counts(sources: Path, tmp_path: Pa
         (peak,) = peaks_of("distill", small, str(path))
         counted = dry_run(load_config(path))["memory"]["consolidation"]["all"]
         assert peak == pytest.approx(counted, rel=0.15), name
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+def test_deployment_takes_what_the_dry_run_counts(sources: Path, tmp_path: Path) -> None:
+    """At most 15 % off: one size at a time, which the process that verifies it maps from its files."""
+    model = write_llama(tmp_path / "model", sources / "language", 768, 2048, 4)
+    configs = []
+    for name, one in (("small", sources / "language"), ("large", model)):
+        values = yaml.safe_load(Path(by_curvature(one, sources / "text.txt", tmp_path / name)).read_text())
+        values["deployment"] = {"budgets": [0.8, 0.5], "slack": 16}
+        (path := tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(values))
+        configs.append(str(path))
+    (peak,) = peaks_of("deploy", *configs)
+    counted = dry_run(load_config(configs[1]))["memory"]["deployment"]
+    assert peak == pytest.approx(counted["all"], rel=0.15)
 
 
 def by_curvature(model: Path, data: Path, output: Path) -> str:

@@ -115,9 +115,7 @@ def test_memory_is_what_real_training_holds(tmp_path: Path) -> None:
     kept = [LogitObjective().target(call_model(model, batch_of(tiny.llama_tied, rows)), {}) for rows in (3, 2)]
     assert memory["probe"]["targets"] == bytes_of(kept)
     assert all(parts["all"] == sum(parts.values()) - parts["all"] for parts in memory.values())
-    deployed = dry_run(config_of(tiny.llama_tied, tmp_path))["budgets"][0]["bytes"]
-    assert memory["deployment"]["deployed"] == 2 * memory["evaluation"]["deployed"]
-    assert memory["evaluation"]["deployed"] == pytest.approx(deployed, rel=0.05)
+    assert memory["evaluation"]["student"] == tensors[1]  # before consolidation
 
 
 @pytest.mark.parametrize(("keys", "each"), [({}, 8), ({"distillation": {"optimizer": "adamw_8bit"}}, 2 + 8 / 256)])
@@ -172,10 +170,31 @@ def test_activations_are_what_a_real_forward_keeps(build: Build, tmp_path: Path)
     assert kept[1] == pytest.approx(sizes[-1] + max(sizes[1], sizes[2]) + sum(inputs.values()), rel=0.05)
 
 
+def test_a_size_is_deployed_without_the_elastic_model_and_after_the_teacher(tmp_path: Path) -> None:
+    """One size at a time, the largest of those that are exported; while a layer is aligned, or while it runs."""
+    settings: dict[str, Any] = {"deployment": {"budgets": [0.9, 0.4]}, "evaluation": {"latency_batch_size": 40}}
+    config = config_of(tiny.llama_tied, tmp_path, **settings)
+    held, size = dry_run(config)["memory"]["deployment"], dry_run(config)["budgets"][0]["bytes"]
+    output = call_model(real(tiny.llama_tied), batch_of(tiny.llama_tied, 40)).logits
+    assert held == {"deployed": held["deployed"], "outputs": bytes_of([output]), "all": held["all"]}
+    assert held["deployed"] == pytest.approx(size, rel=0.05)
+    held = dry_run(config_of(tiny.llama_tied, tmp_path, **settings | {"evaluation": {"latency_batch_size": 1}}))
+    student = nest(real(tiny.llama_tied))
+    table, ranks = probe_sensitivity(student, lambda _: 0.0, 4), uniform(student, 0.9)[0]
+    ranks = {name: min(rank, table.ranks[name][-2]) for name, rank in ranks.items()}
+    work = [8 * r * (4 * sum(nested_layers(student)[name].matrix_shape) - 2 * r) for name, r in ranks.items()]
+    assert held["memory"]["deployment"]["factors"] == max(work)
+    nothing = dry_run(config_of(tiny.llama_tied, tmp_path, distillation={"steps": 0}))["memory"]
+    assert nothing["deployment"].keys() == {"teacher", "outputs", "all"}  # the qualities' targets come first
+    assert nothing["evaluation"]["student"] < nothing["probe"]["student"]
+
+
 @pytest.mark.parametrize(("budgets", "full"), [([0.9, 0.4], 0.6), ([0.8, 0.4], 0.2), ([0.7, 0.4], 0), ([1.0, 0.4], 1)])
 def test_matrices_of_full_layers_are_in_the_artefact(budgets: list[float], full: float, tmp_path: Path) -> None:
     """By hand: a layer saves a quarter or nothing, so that .4 of the layers save .1 in all."""
-    config = config_of(tiny.llama_tied, tmp_path, allocation={"budgets": budgets})
+    config = config_of(
+        tiny.llama_tied, tmp_path, allocation={"budgets": budgets}, distillation={"steps": 0, "method": "balanced"}
+    )
     architecture = build_architecture(config)
     held = tensor_bytes(trained_part(architecture, config)) + full * 4 * architecture.dense_parameters
     assert dry_run(config)["memory"]["evaluation"]["student"] == pytest.approx(held, abs=4)

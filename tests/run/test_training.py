@@ -108,11 +108,11 @@ def test_a_tuned_size_keeps_its_limits(copied: Path, monkeypatch: pytest.MonkeyP
 def test_a_consolidated_model_ends_at_its_largest_trained_size(copied: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Above it the base model is the better one; before consolidation all components are there."""
     work = run_stages(load_config(copied), "slack").workspace
-    ours, before = Sizes(work), load_elastic(copied / "elastic_initial")[0]
+    ours, (before, after) = Sizes(work), [load_elastic(copied / name)[0] for name in ("elastic_initial", "elastic")]
     largest = read_chain(work).requested[-1].profile
     assert ours.chain.entries[-1].profile == largest and len(ours.chain.entries) > len(ours.chain.requested)
     full = {name: min(layer.matrix_shape) for name, layer in nested_layers(before).items()}
-    assert full_profile(ours.model) == largest != full == full_profile(before)
+    assert full_profile(after) == largest != full == full_profile(before)
     assert ours.within({"budget": 1.0}) == largest and "the largest size is 0.8; above it is the base" in caplog.text
     caplog.clear()
     assert ours.within({"budget": 0.8}) == largest and not caplog.text
@@ -120,14 +120,16 @@ def test_a_consolidated_model_ends_at_its_largest_trained_size(copied: Path, cap
     assert base["mean_rank_fraction"] == base["relative_size"] == 1
 
 
-def test_the_full_size_is_deployed_as_it_was_trained(copied: Path) -> None:
-    """Not as the base model, which it would flatter: its gains and biases are trained."""
+def test_the_full_size_is_deployed_as_it_was_trained(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as the base model, which it would flatter: its gains and biases are trained. No other size is read."""
     work = run_stages(load_config(copied, ["allocation.budgets=[1.0, 0.5]"]), "slack").workspace
-    ours, batch = Sizes(work), work.samples.example
-    assert ours.within({"budget": 1.0}) == full_profile(ours.model)
-    small = ours.deployed(full_profile(ours.model))
-    with torch.no_grad(), use_profile(ours.model, full_profile(ours.model)):
-        logits = [call_model(model, batch).logits for model in (small, ours.model, work.base)]
+    batch, elastic = work.samples.example, work.elastic("elastic")[0]
+    monkeypatch.setattr(Workspace, "elastic", lambda *_: pytest.fail("the whole elastic model was read"))
+    ours = Sizes(work)
+    assert ours.within({"budget": 1.0}) == full_profile(elastic)
+    small = ours.deployed(full_profile(elastic))
+    with torch.no_grad(), use_profile(elastic, full_profile(elastic)):
+        logits = [call_model(model, batch).logits for model in (small, elastic, work.base)]
     assert relative(logits[0], logits[1]) < 1e-5 < relative(logits[0], logits[2])
 
 

@@ -1,10 +1,12 @@
 """From an elastic model at a profile to a plain small one: each layer dense, low-rank or gauge-aligned."""
 
 import copy
+import itertools
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flexrank.deployment.exports import export
 from flexrank.deployment.latency import entry_within_latency
@@ -27,19 +29,22 @@ def deploy(
     profile: Mapping[str, int],
     *,
     dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
     slack: Slack | SlackTable = "auto",
     activations: Activations | None = None,
     base: nn.Module | None = None,
 ) -> nn.Module:
     """A plain deep copy of the elastic model at `profile`, each layer in the format with fewest parameters.
 
-    The elastic model is untouched. Biases, device, mode, `requires_grad` and ties are kept. A transformers model then
-    saves itself with `save_pretrained`, and loads with `from_pretrained` wherever flexrank is imported.
+    The elastic model is untouched. Biases, mode, `requires_grad` and ties are kept. A transformers model then saves
+    itself with `save_pretrained`, and loads with `from_pretrained` wherever flexrank is imported.
 
     Args:
         model: with elastic layers.
         profile: a rank for each of them.
         dtype: of the copy; the model's by default. Non-persistent buffers (rotary frequencies) keep theirs.
+        device: of the copy; the model's by default. An elastic model that is mapped from its files need not fit there:
+            layers are moved one at a time.
         slack: columns left unaligned in every layer, at most its rank; "auto" chooses them by the dtype's error bound,
             0 is the paper's form (FlexRank, eq. 7); or what `find_slack` chose.
         activations: input rows (t, n) of each layer, from `collect_rows`, that "auto" measures the error on; standard
@@ -52,19 +57,16 @@ def deploy(
     layers = nested_layers(model)
     require_fitting(layers, profile)
     if base is not None and all(profile[name] == min(layer.matrix_shape) for name, layer in layers.items()):
-        small = copy.deepcopy(base).train(model.training)
-        return small if dtype is None else _cast(small, dtype)
+        return _copied(base, {}, device, dtype).train(model.training)
     deployed = {}
     for name, layer in layers.items():
         try:
-            columns = layer_slack(name, layer, profile[name], slack, dtype or layer.u.dtype, activations or {})
-            deployed[name] = _deploy_layer(layer, profile[name], columns, dtype or layer.u.dtype)
+            there = layer if device in (None, layer.u.device) else copy.deepcopy(layer).to(device)
+            columns = layer_slack(name, there, profile[name], slack, dtype or layer.u.dtype, activations or {})
+            deployed[name] = _deploy_layer(there, profile[name], columns, dtype or layer.u.dtype)
         except FlexrankError as error:
             raise FlexrankError(f"layer {name!r}: {error}") from error
-    # The memo makes deepcopy put the deployed layers in, wherever a module is; elastic weights are never copied.
-    small = copy.deepcopy(model, {id(layer): deployed[name] for name, layer in layers.items()})
-    if dtype is not None:
-        _cast(small, dtype)
+    small = _copied(model, {layer: deployed[name] for name, layer in layers.items()}, device, dtype)
     if models.is_transformers_model(small):
         models.attach(small, {name: layer_spec(layer) for name, layer in deployed.items()})
     return small
@@ -110,17 +112,22 @@ def _dense_layer(layer: NestedLayer, rank: int, dtype: torch.dtype) -> nn.Module
     return dense
 
 
-def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Parameters and persistent buffers to `dtype`, in place. The others are recomputed by whoever loads the model."""
-    persistent = {id(value) for value in model.state_dict(keep_vars=True).values()}
+def _copied(
+    model: nn.Module, replaced: Mapping[nn.Module, nn.Module], device: torch.device | None, dtype: torch.dtype | None
+) -> Any:
+    """A deep copy with modules replaced, whose other tensors are each made once, on their device and in their dtype.
 
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
+    Buffers that are not part of the state keep their dtype: whoever loads the model recomputes them.
+    """
+    state = {id(value) for value in model.state_dict(keep_vars=True).values()}
+    left = {inner for module in replaced for inner in module.modules()}
+    # What deepcopy finds in its memo it takes for the copy, wherever it is: elastic weights are never copied.
+    memo: dict[int, Any] = {id(old): new for old, new in replaced.items()}
     for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            parameter.data = cast(parameter.data)
-        for name, buffer in module.named_buffers(recurse=False):
-            if id(buffer) in persistent:
-                setattr(module, name, cast(buffer))
-    return model
+        for tensor in itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False)):
+            if module not in left and id(tensor) not in memo:
+                is_cast = id(tensor) in state and tensor.is_floating_point()
+                made = tensor.detach().to(device, dtype if is_cast else None, copy=True)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
+    return copy.deepcopy(model, memo)

@@ -21,21 +21,38 @@ def gauge_align(
 ) -> tuple[Float[Tensor, "rest r"], Float[Tensor, "n r"]]:
     """û (m−g, r) and ṽ (n, r) in float64, by which the first g = r − slack outputs are latents themselves.
 
-    With U_{1:g}ᵀ = Q [R; 0], the gauge G = [Q₁R⁻ᵀ | Q₂] gives U_{1:g} G = [I_g | 0], and G⁻¹ = [U_{1:g}; Q₂ᵀ]: Ṽ needs
-    no inverse (FlexRank, eq. 7, has slack 0). Slack keeps R well conditioned; û is not finite where U_{1:g} is
-    singular. The columns of the slack are scaled so that their two factors have equal length.
+    The columns of the slack are scaled so that their two factors have equal length. û is not finite where U_{1:g} is
+    singular; slack keeps it well conditioned (FlexRank, eq. 7, has slack 0).
     """
-    u, v = u.double(), v.double()
-    aligned = u.shape[1] - slack
-    if aligned == 0:
-        return u, v
-    q, triangle = torch.linalg.qr(u[:aligned].T, mode="complete")
-    solved = torch.linalg.solve_triangular(triangle[:aligned], q[:, :aligned].T, upper=True)
-    u_aligned = u[aligned:] @ solved.T
-    u_left, v_left = u[aligned:] @ q[:, aligned:], v @ q[:, aligned:]
-    scale = (column_lengths(v_left) / column_lengths(u_left)).sqrt()
-    u_hat = torch.cat([u_aligned, u_left * scale], 1)
-    return u_hat, torch.cat([v @ u[:aligned].T, v_left / scale], 1)
+    return _Gauge(u, v).at(slack)
+
+
+class _Gauge:
+    """The aligned factors of one layer at every slack, from one factorisation.
+
+    With U_{1:r}ᵀ = Q Lᵀ, U_{1:g} = L_{1:g,1:g} Q₁ᵀ for each g, where Q₁ is the first g columns of Q and Q₂ the others.
+    The gauge G = [Q₁ L_{1:g,1:g}⁻¹ | Q₂] gives U_{1:g} G = [I_g | 0], and G⁻¹ = [U_{1:g}; Q₂ᵀ]: Ṽ needs no inverse.
+    So Û is made of UQ and one triangular solve, and Ṽ of columns of V U_{1:r}ᵀ and of VQ.
+    """
+
+    def __init__(self, u: Float[Tensor, "m r"], v: Float[Tensor, "n r"]):
+        self._plain = u.double(), v.double()
+        u, v = self._plain
+        q, triangle = torch.linalg.qr(u[: u.shape[1]].T)
+        self._u = torch.cat([triangle.T, u[u.shape[1] :] @ q])  # U Q
+        self._v, self._v_aligned = v @ q, v @ u[: u.shape[1]].T
+
+    def at(self, slack: int) -> tuple[Float[Tensor, "rest r"], Float[Tensor, "n r"]]:
+        """û and ṽ as in `gauge_align`; the plain factors where nothing is aligned."""
+        aligned = self._u.shape[1] - slack
+        if aligned == 0:
+            return self._plain
+        head, rest = self._u[:aligned, :aligned], self._u[aligned:]
+        u_aligned = torch.linalg.solve_triangular(head, rest[:, :aligned], upper=False, left=False)
+        u_left, v_left = rest[:, aligned:], self._v[:, aligned:]
+        scale = (column_lengths(v_left) / column_lengths(u_left)).sqrt()
+        u_hat = torch.cat([u_aligned, u_left * scale], 1)
+        return u_hat, torch.cat([self._v_aligned[:, :aligned], v_left / scale], 1)
 
 
 def alignment_error(
@@ -76,17 +93,17 @@ class _AlignmentProbe:
     """One layer's factors, sample inputs and exact outputs, against which any slack is measured."""
 
     def __init__(self, u: Tensor, v: Tensor, inputs: Tensor, dtype: torch.dtype):
-        self._u, self._v, self._dtype = u.double(), v.double(), dtype
+        self._gauge, self._rank, self._dtype = _Gauge(u, v), u.shape[1], dtype
         self._inputs = inputs.to(dtype)
-        self._exact = (self._inputs.double() @ self._v) @ self._u.T
+        self._exact = (self._inputs.double() @ v.double()) @ u.double().T
         lengths = self._exact.norm(dim=1)
         usual = float(lengths[lengths > 0].median()) if bool(lengths.any()) else 0.0
         self._lengths = lengths.clamp(min=max(usual / 10, 1e-300))
 
     def error(self, slack: int) -> float:
-        u_hat, v_tilde = gauge_align(self._u, self._v, slack)
+        u_hat, v_tilde = self._gauge.at(slack)
         latent = self._inputs @ v_tilde.to(self._dtype)
-        output = torch.cat([latent[:, : self._u.shape[1] - slack], latent @ u_hat.to(self._dtype).T], 1)
+        output = torch.cat([latent[:, : self._rank - slack], latent @ u_hat.to(self._dtype).T], 1)
         errors = (output.double() - self._exact).norm(dim=1) / self._lengths
         error = float(errors.square().mean().sqrt())
         return error if error == error else float("inf")

@@ -41,6 +41,9 @@ class ProbeConfig(Section):
     method: Literal["loss", "curvature"] = "loss"
     levels: Annotated[int, Field(ge=2)] = 10  # ranks per layer, the last one full
     spacing: Literal["blocks", "parameters", "ranks"] = "blocks"
+    # Most bytes of the teacher's outputs that are kept: logits of all classes where they fit, else of so many of the
+    # likeliest as do, all others as one. With `allocation.method: paper` all are kept, as printed.
+    target_bytes: Count = 2**30
 
 
 class AllocationConfig(Section):

@@ -52,7 +52,7 @@ STAGES = (
         ("elastic_initial", stages.CURVATURE),
     ),
     Stage(
-        "probe", stages.probe, ("probe", "distill", "run/candidates"),
+        "probe", stages.probe, ("probe", "distill", "run/candidates", "run/targets"),
         ("data.probe", "probe", "distillation.temperature"), ("decompose",), ("sensitivity.json",),
     ),
     Stage("allocate", stages.allocate, ("allocate", "run/candidates"), ("allocation",), ("probe",), ("chain.json",)),
@@ -151,6 +151,7 @@ def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None =
             shared = work.judge(sizes.deployed(profile))
             checkpoint = sizes.tune_(profile, tune, limits)
             qualities = {"shared": shared, "quality": work.judge(sizes.deployed(profile))}
+        work.release()
         exported = {**limits, **export_size(sizes, sizes.deployed(profile), profile, place), **qualities}
         if tune:
             shutil.rmtree(checkpoint)
@@ -158,11 +159,12 @@ def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None =
 
 
 def fingerprints(config: RunConfig, source: str) -> dict[str, str]:
-    """Each stage's fingerprint; the first covers the files of model and data, the probe's the rule of candidates."""
+    """Each stage's fingerprint; the first covers the files of model and data, the probe's its part of `allocation`."""
     sources = {"model": identity(source), "data": data_identity(config.data)}
     if config.data.held_out is not None:
         sources["held_out"] = identity(config.data.held_out)
-    read, prints = {"decompose": sources, "probe": rule(config)}, dict[str, str]()
+    probed = rule(config) | {"is_printed": config.allocation.method == "paper"}
+    read, prints = {"decompose": sources, "probe": probed}, dict[str, str]()
     for stage in STAGES:
         needs = [prints[name] for name in stage.needs]
         prints[stage.name] = fingerprint(

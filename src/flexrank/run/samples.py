@@ -7,14 +7,14 @@ Training's part of a stream is read while a model trains.
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flexrank.data.batches import Batch
+from flexrank.data.batches import Batch, token_mask
 from flexrank.data.halves import items_of, places_of
 from flexrank.data.images import Scaling, channels_first, read_images
 from flexrank.data.metrics import embed, mean_cosine, nats_per_token, predict, retrieval_mrr
@@ -71,6 +71,13 @@ def take_probe(items: Any, calibration: int, probe: int) -> Any:
     """The samples after those of calibration, or the last ones where too few are left."""
     after = items[calibration : calibration + probe]
     return after if len(after) == probe else items[-probe:]
+
+
+def loss_rows(task: str, batches: Sequence[Batch]) -> int:
+    """Rows that the loss is a mean over: real tokens (language), texts, or images."""
+    if task == "language":
+        return sum(int(mask.sum()) for batch in batches if (mask := token_mask(batch)) is not None)
+    return sum(len(next(iter(batch.values()))) for batch in batches if isinstance(batch, Mapping))
 
 
 def _text_samples(config: RunConfig, tokenizer: Tokenizer) -> Samples:

@@ -10,13 +10,14 @@ from typing import Any
 
 from torch import nn
 
+from flexrank.artefacts.elastic import load_components, read_shapes
 from flexrank.calibrate import collect_rows
 from flexrank.deployment import deploy, deployed_parameters_of, entry_within_latency, export, find_slack
 from flexrank.deployment.process import in_fresh_process
 from flexrank.errors import FlexrankError
 from flexrank.files import digest_json, directory_bytes, read_json
 from flexrank.hf import models
-from flexrank.nn.switch import footprint, layer_shapes, nested_layers
+from flexrank.nn.switch import footprint, nested_layers
 from flexrank.profiles import ChainEntry, RankProfile, SlackTable
 from flexrank.profiles.costs import Shape, dense_parameters, deployed_parameters
 from flexrank.run.config import load_config
@@ -28,14 +29,15 @@ log = logging.getLogger("flexrank")
 
 
 class Sizes:
-    """The elastic model of a run, and any size of it as it is deployed."""
+    """The sizes of a run's elastic model, any of them as it is deployed. Only what a size needs is read, and mapped."""
 
     def __init__(self, work: Workspace):
-        self.work = work
-        self.model, chain = work.elastic("elastic")
-        self.chain = dataclasses.replace(chain, footprint=footprint(self.model, work.deployed_dtype))
-        self.shapes = layer_shapes(self.model)
+        self.work, self._place = work, work.directory / "elastic"
+        self.shapes, chain = read_shapes(self._place)
+        least = load_components(self._place, chain.entries[0].profile)
+        self.chain = dataclasses.replace(chain, footprint=footprint(least, work.deployed_dtype))
         self._slack: SlackTable | None = None
+        self._tuned: nn.Module | None = None
 
     def slack_for(self, profile: Mapping[str, int]) -> SlackTable:
         """The run's slack; for ranks that no requested budget has it is chosen here, on the same rows."""
@@ -43,15 +45,17 @@ class Sizes:
         if self._slack is None and path.is_file():
             self._slack = SlackTable.from_json(read_json(path))
         if self._slack is None or not self._slack.covers(profile):
-            self._slack = choose_slack(self.work, self.model, [profile], self._slack)
+            self._slack = choose_slack(self.work, self.work.elastic("elastic")[0], [profile], self._slack)
         return self._slack
 
     def deployed(self, profile: Mapping[str, int]) -> nn.Module:
         """The plain model at this profile, in the dtype of deployment."""
-        return deploy(self.model, profile, dtype=self.work.deployed_dtype, slack=self.slack_for(profile))
+        slack = self.slack_for(profile)  # which may take the whole elastic model, and lets it go
+        model = load_components(self._place, profile) if self._tuned is None else self._tuned
+        return deploy(model, profile, dtype=self.work.deployed_dtype, device=self.work.device, slack=slack)
 
     def tune_(self, profile: RankProfile, steps: int, limits: Mapping[str, float]) -> Path:
-        """Trains this size alone, from the elastic weights; other sizes of `model` are then of no use.
+        """Trains this size alone, from the elastic weights; it is then the only one that can be deployed.
 
         Interrupted, the same call resumes from the checkpoint in RUN/tuning that it returns. It is a FlexrankError if
         the slack of the new weights takes the size out of `max_params` or `max_bytes`.
@@ -60,8 +64,9 @@ class Sizes:
         name = digest_json([dict(profile), steps, directory.fingerprint_of("distill")])[:16]
         checkpoint = directory / "tuning" / name
         checkpoint.parent.mkdir(exist_ok=True)
-        train_(self.work, self.model, [profile], steps, checkpoint)
-        self._slack = choose_slack(self.work, self.model, [profile])
+        self._tuned, _ = self.work.elastic("elastic")
+        train_(self.work, self._tuned, [profile], steps, checkpoint)
+        self._slack = choose_slack(self.work, self._tuned, [profile])
         if not self._is_within(parameters := self._slack.parameters(profile, self.shapes), limits):
             named = ", ".join(f"{name}={limit:g}" for name, limit in limits.items())
             raise FlexrankError(

@@ -7,7 +7,6 @@ passes between stages in memory but what a file would give again to the same bit
 import importlib.util
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from flexrank.allocate import allocate_ranks
 from flexrank.artefacts.elastic import read_shapes, save_elastic
 from flexrank.artefacts.tensors import open_tensors, write_tensors
 from flexrank.calibrate import LayerMoment
-from flexrank.data.batches import Batch, token_mask
 from flexrank.decompose import decompose_to_disk
 from flexrank.deployment.process import in_fresh_process
 from flexrank.distill import distillation_evaluator
@@ -33,6 +31,7 @@ from flexrank.progress import track
 from flexrank.run import report
 from flexrank.run.candidates import candidate_ranks, require_reachable_budgets, rule
 from flexrank.run.measure import latency_ratios
+from flexrank.run.samples import loss_rows
 from flexrank.run.sizes import Sizes, choose_slack, evaluate_size, export_size
 from flexrank.run.training import log_losers, probe_losses, train_
 from flexrank.run.workspace import Workspace
@@ -87,7 +86,7 @@ def probe(work: Workspace, fingerprint: str) -> None:
         return
     model, _ = work.elastic("elastic_initial")
     require_reachable_budgets(work.config, layer_shapes(model))
-    evaluate = distillation_evaluator(work.base, work.samples.probe, work.objective())
+    evaluate = distillation_evaluator(work.base, work.samples.probe, work.probe_objective)
     table = probe_sensitivity(
         model,
         evaluate,
@@ -181,13 +180,15 @@ def export_all(work: Workspace, _: str) -> list[str]:
     """
     place, exports = work.directory / "deployed", []
     place.mkdir(exist_ok=True)
-    sizes = Sizes(work)
+    judge, sizes = work.judge, Sizes(work)
+    work.release()
     profiles = {budget: sizes.chain.at(budget) for budget in work.config.deployment.budgets}
     for budget, profile in profiles.items():
         name = f"{budget:.2f}" if round(budget, 2) == budget else f"{budget!r}"
         small = sizes.deployed(profile)
         entry = export_size(sizes, small, profile, place / name)
-        exports.append({"budget": budget, **entry, "directory": f"deployed/{name}", "quality": work.judge(small)})
+        exports.append({"budget": budget, **entry, "directory": f"deployed/{name}", "quality": judge(small)})
+        del small  # before the next one is made
     places = [entry["directory"] for entry in exports]
     for other in place.iterdir():
         is_ours = other.name.endswith((".aside", ".old")) or (other / "flexrank.json").is_file()
@@ -222,13 +223,6 @@ def summarise(work: Workspace, _: str) -> None:
         log.warning("no figures and no page: they need matplotlib, pip install 'flexrank[report]'")
     else:
         report.write_report(work.directory.path)
-
-
-def loss_rows(task: str, batches: Sequence[Batch]) -> int:
-    """Rows that the loss is a mean over: real tokens (language), texts, or images."""
-    if task == "language":
-        return sum(int(mask.sum()) for batch in batches if (mask := token_mask(batch)) is not None)
-    return sum(len(next(iter(batch.values()))) for batch in batches if isinstance(batch, Mapping))
 
 
 def read_chain(work: Workspace) -> ProfileChain:

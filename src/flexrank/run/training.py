@@ -57,7 +57,7 @@ def forward_settings(work: Workspace, model: nn.Module) -> contextlib.AbstractCo
 
 def probe_losses(work: Workspace, model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> list[float]:
     """The distillation loss at each profile, a mean over the probe's samples."""
-    evaluate, losses = distillation_evaluator(work.base, work.samples.probe, work.objective()), []
+    evaluate, losses = distillation_evaluator(work.base, work.samples.probe, work.probe_objective), []
     for profile in profiles:
         with use_profile(model, profile):
             losses.append(evaluate(model))

@@ -1,9 +1,9 @@
 """What more than one stage of a run loads, once."""
 
-import copy
 import dataclasses
 import functools
 import gc
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from flexrank.artefacts.elastic import SHARD_BYTES, load_components, load_elastic, read_shapes
+from flexrank.data.batches import call_model, to_device
 from flexrank.distill.objectives import Objective, objective_for
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
@@ -19,7 +20,10 @@ from flexrank.nn.switch import nested_layers, share_tensors_
 from flexrank.profiles import ProfileChain
 from flexrank.run.config import RunConfig
 from flexrank.run.directory import RunDirectory
-from flexrank.run.samples import Judge, Samples, load_samples
+from flexrank.run.samples import Judge, Samples, load_samples, loss_rows
+from flexrank.run.targets import probe_top_k, top_k_bytes
+
+log = logging.getLogger("flexrank")
 
 
 @dataclasses.dataclass
@@ -80,6 +84,28 @@ class Workspace:
         temperature = self.config.distillation.temperature
         return objective_for(self.config.task, temperature=temperature, hidden_weight=hidden_weight, top_k=top_k)
 
+    @functools.cached_property
+    def probe_objective(self) -> Objective:
+        """The task's distillation loss whose targets of the probe's samples keep within `probe.target_bytes`."""
+        objective, batches = self.objective(), self.samples.probe
+        rows = loss_rows(self.config.task, batches)
+        top_k = probe_top_k(self.config, rows, self._target_row_bytes(objective, batches[0]))
+        if top_k is None:
+            return objective
+        taken, limit = top_k_bytes(rows, top_k), self.config.probe.target_bytes
+        log.info(
+            "probe: the teacher's outputs for %d rows are kept as its %d likeliest classes and one of all others, in "
+            "%d bytes; probe.target_bytes is %d", rows, top_k, taken, limit,
+        )  # fmt: skip
+        return self.objective(top_k=top_k)
+
+    @torch.inference_mode()
+    def _target_row_bytes(self, objective: Objective, batch: Any) -> int:
+        """Bytes of one row of the teacher's targets, from the first sample of a batch."""
+        sample = to_device({key: value[:1] for key, value in batch.items()}, self.device)
+        target = objective.target(call_model(self.base, sample), sample)
+        return target.shape[-1] * target.element_size()
+
     def elastic(self, name: str) -> tuple[nn.Module, ProfileChain]:
         """The elastic model in RUN/`name`, and its chain."""
         model, chain = load_elastic(self.directory / name)
@@ -114,5 +140,6 @@ class Workspace:
     @functools.cached_property
     def deployed_base(self) -> Any:
         """The original model in the dtype of deployed ones."""
-        same = self.deployed_dtype is self.base.dtype
-        return self.base if same else copy.deepcopy(self.base).to(self.deployed_dtype)
+        model = self.own_base()  # not a copy of the base, both of which would be in memory
+        is_same = model.dtype is self.deployed_dtype
+        return self.base if is_same else model.to(self.device, self.deployed_dtype)

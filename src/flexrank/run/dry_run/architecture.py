@@ -40,7 +40,7 @@ class Architecture:
     sample: Mapping[str, Tensor]  # one sample
     tokens: int  # of one sample; of an image, the most rows that a linear layer reads
     outputs: int  # numbers in the model's output for one sample
-    targets: int  # numbers that the probe keeps of the teacher's output for one sample
+    target: Shape  # rows, and numbers of each, of all that the loss needs of the teacher's output for one sample
     file_dtype: torch.dtype  # which the base model keeps as a teacher
 
     @functools.cached_property
@@ -89,6 +89,7 @@ def build_architecture(config: RunConfig) -> Architecture:
     sample = meta.meta_sample(teacher, config.task, config.data.max_tokens)
     calls, output = _watch(teacher, watched, sample)
     objective = EmbeddingObjective() if config.task == "embedding" else default_objective(output)
+    target = objective.target(output, {})
     linear = [call.rows for name in calls for call in calls[name] if conv_geometry(watched[name]) is None]
     groups: dict[Any, list[str]] = {}
     for name in filter(layers.__contains__, calls):
@@ -102,7 +103,7 @@ def build_architecture(config: RunConfig) -> Architecture:
         sample=sample,
         tokens=max(linear, default=1) if config.task == "classification" else config.data.max_tokens,
         outputs=output_tensor(output).numel(),
-        targets=objective.target(output, {}).numel(),
+        target=(target.shape[:-1].numel(), target.shape[-1]),
         file_dtype=meta.file_dtype(config.model, config.architecture),
     )
 

@@ -1,6 +1,7 @@
 """Bytes that each stage holds in memory, without the libraries and their workspaces."""
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from flexrank.run.config import RunConfig
 from flexrank.run.dry_run.activations import kept_bytes
 from flexrank.run.dry_run.architecture import Architecture, shares_factors_alone
 from flexrank.run.tables import split_block
+from flexrank.run.targets import probe_top_k, top_k_bytes
 
 #: Bytes of a number in a second moment, which is summed in float64.
 MOMENT_BYTES = 8
@@ -26,11 +28,11 @@ def count_memory(architecture: Architecture, config: RunConfig) -> dict[str, dic
     """Bytes of each stage by what holds them, and of all together.
 
     A model is decomposed block by block: `student` is then the largest block and all that is in no block, `moments` are
-    the largest block's, and `factors` what the largest layer takes in float64. Later it is factors U, V, at full rank
-    to be probed, and from consolidation on as `trained_part` says.
+    the largest block's, and `factors` what the largest layer takes in float64, to be aligned too. Later `student` is
+    factors U, V, at full rank to be probed, and from consolidation on as `trained_part` says.
     `matrices` are those of full layers while others are probed. `targets` are the teacher's outputs that the probe
     keeps. `outputs` are those of one batch, twice where both models have them, and three times in training, with the
-    loss's gradient. `deployed` is the largest size, twice where its export is verified.
+    loss's gradient. `deployed` is the largest size.
     """
     teacher = tensor_bytes(architecture.teacher, architecture.file_dtype)
     moments = max(moment_bytes(architecture, config).values())
@@ -42,22 +44,71 @@ def count_memory(architecture: Architecture, config: RunConfig) -> dict[str, dic
         "teacher": teacher,
         "student": tensor_bytes(architecture.student),
         "matrices": min(MATRIX_BYTES, size * architecture.dense_parameters),
-        "targets": config.data.probe * architecture.targets * file_size,
+        "targets": target_bytes(architecture, config),
         "outputs": output * (size + file_size),
     }
     trained = trained_part(architecture, config)
-    written = elastic_bytes(architecture, trained, config) + matrix_bytes(architecture, config)
-    later = {"teacher": teacher, "student": written, "outputs": output * (size + file_size)}
-    deployed = deployed_bytes(architecture, config)
+    both = {"teacher": teacher, "outputs": output * (size + file_size)}
     stages = {
         "calibration": {"student": at_once, "moments": moments},
         "decomposition": {"student": at_once, "moments": moments, "factors": factors},
         "probe": {} if config.probe.method == "curvature" else probe,
         "consolidation": {"teacher": teacher, **training_bytes(architecture, trained, config)},
-        "evaluation": later | {"deployed": deployed},
-        "deployment": later | {"deployed": 2 * deployed},
+        "evaluation": most(*(both | one for one in evaluated_bytes(architecture, trained, config))),
+        "deployment": most(both, *deployment_bytes(architecture, config)),
     }
     return {stage: parts | {"all": sum(parts.values())} for stage, parts in stages.items()}
+
+
+def target_bytes(architecture: Architecture, config: RunConfig) -> int:
+    """Bytes that the probe keeps of the teacher's outputs, whose texts are taken to have no padding."""
+    rows, numbers = config.data.probe * architecture.target[0], architecture.target[1]
+    row_bytes = numbers * architecture.file_dtype.itemsize
+    top_k = probe_top_k(config, rows, row_bytes)
+    return rows * row_bytes if top_k is None else top_k_bytes(rows, top_k)
+
+
+def most(*moments: dict[str, int]) -> dict[str, int]:
+    """What is in memory at the moment of a stage that takes most."""
+    return max(moments, key=lambda parts: sum(parts.values()))
+
+
+def evaluated_bytes(architecture: Architecture, trained: Any, config: RunConfig) -> list[dict[str, int]]:
+    """What is evaluated beside the teacher: the model before consolidation, the elastic one for slack, and a size."""
+    before = tensor_bytes(architecture.student) if config.distillation.steps else 0
+    written = elastic_bytes(architecture, trained, config) + matrix_bytes(architecture, config)
+    size = deployed_bytes(architecture, config, max(config.allocation.budgets))
+    return [{"student": max(before, written)}, {"deployed": size}]
+
+
+def deployment_bytes(architecture: Architecture, config: RunConfig) -> list[dict[str, int]]:
+    """A size while its last layer is aligned, and while it runs; in a fresh process after this one has let it go."""
+    budget, dtype = max(config.deployment.budgets, default=0.0), getattr(torch, config.deployment.dtype or config.dtype)
+    deployed = {"deployed": deployed_bytes(architecture, config, budget) if budget else 0}
+    ranks = largest_ranks(architecture, config, [budget]) if budget else {}
+    aligned = [aligned_bytes(architecture.shapes[name], rank) for name, rank in ranks.items()]
+    samples = max(config.data.batch_size, config.evaluation.latency_batch_size)
+    outputs = samples * architecture.outputs * dtype.itemsize
+    return [deployed | {"factors": max(aligned, default=0)}, deployed | {"outputs": outputs}]
+
+
+def aligned_bytes(shape: Shape, rank: int) -> int:
+    """Bytes that aligning a layer takes at most, all in float64.
+
+    U, V, U Q, V Q, V U₁ᵀ and Ṽ, which are (m + n)·r, m·r and 3·n·r numbers, and Û of (m − r)·r with its aligned part.
+    """
+    m, n = shape
+    return 8 * rank * (4 * (m + n) - 2 * rank)
+
+
+def largest_ranks(architecture: Architecture, config: RunConfig, budgets: Iterable[float]) -> dict[str, int]:
+    """The largest uniform rank of each layer at these budgets, if sizes share factors alone of those below full."""
+    share, candidates = rule(config)["slack_share"], candidate_ranks(config, architecture.shapes)
+    profiles = [uniform_profile(architecture.student, budget, share) for budget in budgets]
+    ranks = {name: max(profile[name] for profile in profiles) for name in candidates}
+    if not shares_factors_alone(config):
+        return ranks
+    return {name: min(rank, candidates[name][-2]) for name, rank in ranks.items()}
 
 
 def training_bytes(architecture: Architecture, student: Any, config: RunConfig) -> dict[str, int]:
@@ -131,21 +182,20 @@ def trained_part(architecture: Architecture, config: RunConfig) -> Any:
     model, share = copy.deepcopy(architecture.student), rule(config)["slack_share"]
     budgets = config.allocation.budgets
     profiles = [uniform_profile(model, budget, share) for budget in budgets]
-    candidates = candidate_ranks(config, architecture.shapes)
+    largest = largest_ranks(architecture, config, budgets)
     for name, layer in nested_layers(model).items():
-        rank = max(profile[name] for profile in profiles)
-        layer.rank = min(rank, candidates[name][-2]) if shares_factors_alone(config) else rank
+        layer.rank = largest[name]
         layer.u, layer.v = (nn.Parameter(f.detach()[: layer.rank], f.requires_grad) for f in (layer.u, layer.v))
         if config.distillation.method == "balanced":
             layer.set_sizes_(sorted({profile[name] for profile in profiles}))
     return model
 
 
-def deployed_bytes(architecture: Architecture, config: RunConfig) -> int:
-    """Bytes of the largest size's weights, in the dtype of deployment."""
+def deployed_bytes(architecture: Architecture, config: RunConfig, budget: float) -> int:
+    """Bytes of the weights of a size, in the dtype of deployment."""
     dtype = getattr(torch, config.deployment.dtype or config.dtype)
     others = footprint(architecture.student, dtype).other_bytes
-    return others + round(max(config.allocation.budgets) * architecture.dense_parameters) * dtype.itemsize
+    return others + round(budget * architecture.dense_parameters) * dtype.itemsize
 
 
 def moment_bytes(architecture: Architecture, config: RunConfig) -> dict[str, int]:

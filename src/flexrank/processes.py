@@ -252,7 +252,8 @@ def joined() -> Iterator[None]:
     finally:
         is_over.set()
         _group = None
-        signal.signal(signal.SIGTERM, before)
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _connect(group: _Group, store: Any) -> None:

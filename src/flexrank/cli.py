@@ -61,6 +61,10 @@ class OneLineErrors(TyperGroup):
                 status = _last_word(str(error), INTERRUPTED, is_certain=False)
             except _USAGE_ERROR as error:
                 status = _said(error.format_message())
+            except Exception:
+                if not processes.last_word("a fault of the program", LOST)[0]:
+                    sys.exit(LOST)
+                raise
         sys.exit(status)
 
 

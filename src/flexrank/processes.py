@@ -47,6 +47,7 @@ class _Group:
     timeout: float
     turns: int = 0  # of process 0 alone, so far
     is_alone: bool = False
+    is_ending: bool = False
 
     def wait_for(self, key: str) -> None:
         """Returns when process 0 has set the key; it may take as long as it gives signs of life."""
@@ -209,6 +210,7 @@ def last_word(line: str, status: int, is_certain: bool = True) -> tuple[str, int
     """
     if _group is None:
         return line, status
+    _group.is_ending = True
     for kind in (signal.SIGTERM, signal.SIGINT):  # by which torchrun ends all when one has ended
         signal.signal(kind, signal.SIG_IGN)
     if not is_certain and (missing := _group.missing()):
@@ -223,7 +225,7 @@ def last_word(line: str, status: int, is_certain: bool = True) -> tuple[str, int
 def joined() -> Iterator[None]:
     """Inside the block, processes that torchrun has started are one group; without torchrun nothing happens.
 
-    An error that leaves the block leaves it in the first process that it happens to; the others end without a word.
+    Whoever ends by an error asks for its `last_word` first, also where the block cannot be entered.
 
     Raises:
         FlexrankError: FLEXRANK_TIMEOUT is no number of seconds, or there are more processes than GPUs.
@@ -238,22 +240,18 @@ def joined() -> Iterator[None]:
     before, is_over = signal.signal(signal.SIGTERM, signal.default_int_handler), threading.Event()
     store, number, size = next(dist.rendezvous("env://"))
     _group = _Group(number, size, dist.PrefixStore("flexrank", store), TIMEOUT)
+    _connect(_group, store)
+    if is_first():
+        threading.Thread(target=_group.give_signs_of_life, args=(is_over,), daemon=True).start()
     try:
-        _connect(_group, store)
-        if number == 0:
-            threading.Thread(target=_group.give_signs_of_life, args=(is_over,), daemon=True).start()
         yield
-        _group.store.set(f"signed/{number}", "")
-        dist.destroy_process_group()
-    except Exception:
-        if last_word("spoken", 1)[0]:
-            raise
-        raise SystemExit(1) from None
+        if not _group.is_ending:
+            _group.store.set(f"signed/{number}", "")
+            dist.destroy_process_group()
+            signal.signal(signal.SIGTERM, before)
     finally:
         is_over.set()
         _group = None
-        if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
-            signal.signal(signal.SIGTERM, before)
 
 
 def _connect(group: _Group, store: Any) -> None:

@@ -20,7 +20,8 @@ from safetensors.torch import load_file
 import shared_work
 from flexrank import processes
 from flexrank.run import run_stages
-from flexrank.run.config import parse_config
+from flexrank.run.config import load_config, parse_config
+from flexrank.run.runner import STAGES
 from tiny_runs import settings
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -103,7 +104,9 @@ def test_several_processes_compute_what_one_does(count: int, alone: Any) -> None
 
     facts = [json.loads((place / f"{count}-{number}.json").read_text()) for number in range(count)]
     unbroken = shared_work.trained(None)
+    assert [own["writes"] for own in facts] == [True] + [False] * (count - 1)
     for own in facts:
+        assert own["sum"] == torch.tensor(255.0 + count).bfloat16().item()
         assert own["stopped"] == pytest.approx(unbroken[: shared_work.STOP], rel=1e-4)
         resumed = [own[other] for other in ("of-1", "of-2", "of-4") if other in own]
         assert resumed == [pytest.approx(unbroken, rel=1e-4)] * (1 if count == 4 else 2)
@@ -129,6 +132,17 @@ def config_of(values: dict[str, Any], output: Path, **distillation: Any) -> Path
     changed = values | {"output": str(output), "distillation": values["distillation"] | distillation}
     (path := output.with_suffix(".yaml")).write_text(yaml.safe_dump(changed))
     return path
+
+
+@pytest.mark.slow
+def test_two_processes_make_the_curvature_of_one(prepared: dict[str, Any], tmp_path: Path) -> None:
+    values = prepared | {"probe": {"method": "curvature", "levels": 4}}
+    run_stages(load_config(config_of(values, tmp_path / "one")), "probe")
+    _, words = flexrank(2, "probe", config_of(values, tmp_path / "two"))
+    assert words == []
+    wanted, found = (json.loads((tmp_path / name / "sensitivity.json").read_text()) for name in ("one", "two"))
+    for name, errors in wanted["errors"].items():
+        assert found["errors"][name] == pytest.approx(errors, rel=1e-5), name
 
 
 @pytest.mark.slow
@@ -171,7 +185,7 @@ def test_all_end_when_one_does(kind: signal.Signals, prepared: dict[str, Any], t
     """A process that is killed or hangs is named by one line of another; a signal to torchrun saves and ends all."""
     shutil.copytree(prepared["output"], tmp_path / "two")
     config = config_of(prepared, tmp_path / "two", steps=10**6, checkpoint_every=2)
-    with started(2, "-m", "flexrank", "distill", config, timeout=4) as run:
+    with started(2, "-m", "flexrank", "distill", config, timeout=8) as run:
         wait_for(tmp_path / "two" / "partial")
         while not list((tmp_path / "two" / "partial").glob("distill-*/state.json")):
             time.sleep(0.05)
@@ -232,6 +246,10 @@ def test_a_wrong_time_out_is_one_line_though_all_meet_it() -> None:
     with started(2, "-m", "flexrank", "report", "nothing", timeout=float("nan")) as run:
         _, words = ended(run)
     assert words == ["error: FLEXRANK_TIMEOUT is 'nan'; it is a number of seconds above 0", "exit 2", "exit 2"]
+
+
+def test_the_stages_that_processes_share() -> None:
+    assert [stage.name for stage in STAGES if stage.is_shared] == ["decompose", "probe", "distill"]
 
 
 def test_one_process_shares_with_nobody() -> None:

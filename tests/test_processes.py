@@ -206,6 +206,35 @@ def test_all_end_when_one_does(kind: signal.Signals, prepared: dict[str, Any], t
     assert len(json.loads(state.read_text())["losses"]) >= 2
 
 
+SIGNALLED = """
+import pathlib, sys, time
+from flexrank import processes
+
+with processes.joined():
+    try:
+        if processes.is_first():
+            pathlib.Path(sys.argv[1]).touch()
+            time.sleep(1000)
+        processes.sums(1.0)
+    except (processes.ProcessLost, KeyboardInterrupt):
+        line, status = processes.last_word("interrupted", 130, is_certain=False)
+        print(line, file=sys.stderr)
+sys.exit(status)
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_is_no_missing_process_though_one_waits_for_another(tmp_path: Path) -> None:
+    (tmp_path / "wait.py").write_text(SIGNALLED)
+    with started(2, tmp_path / "wait.py", tmp_path / "begun") as run:
+        wait_for(tmp_path / "begun")
+        time.sleep(1)
+        start = time.monotonic()
+        os.kill(run.pid, signal.SIGTERM)
+        _, words = ended(run)
+    assert words == ["interrupted"] and time.monotonic() - start < 8
+
+
 WAITING = """
 import pathlib, sys, time
 from flexrank import processes

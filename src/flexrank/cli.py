@@ -7,6 +7,7 @@ A wrong input is one line there, and exit status 2. Heavy libraries are imported
 import contextlib
 import json
 import logging
+import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,11 +17,11 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from flexrank import progress
+from flexrank import processes, progress
 from flexrank.errors import FlexrankError
 from flexrank.files import read_json
 
-WRONG_INPUT, INTERRUPTED = 2, 130
+LOST, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 
 #: Packages that a verb may need beyond the core, and the extra that installs each.
 EXTRAS = {
@@ -37,22 +38,38 @@ class OneLineErrors(TyperGroup):
         options["standalone_mode"] = False  # click then raises its errors
         if not standalone_mode:
             return super().main(*args, **options)
-        try:
-            sys.exit(super().main(*args, **options) or 0)
-        except FlexrankError as error:
-            _fail(str(error))
-        except OSError as error:
-            # A full disk, or a file that may not be read: the system's own words, and the file they are about.
-            _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error))
-        except ModuleNotFoundError as error:
-            package = (error.name or "").partition(".")[0]
-            if package not in EXTRAS:
+        with contextlib.ExitStack() as group:
+            try:
+                group.enter_context(processes.joined())
+                with _one_voice():
+                    status = super().main(*args, **options) or 0
+            except FlexrankError as error:
+                status = _said(str(error))
+            except OSError as error:
+                # A full disk, or a file that may not be read: the system's own words, and the file they are about.
+                status = _said(
+                    f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
+                )
+            except ModuleNotFoundError as error:
+                package = (error.name or "").partition(".")[0]
+                if package not in EXTRAS:
+                    raise
+                status = _said(f"{package} is not installed: pip install 'flexrank[{EXTRAS[package]}]'")
+            except processes.ProcessLost as error:
+                status = _said(str(error), LOST, is_certain=False)
+            except (_Interrupted, typer.Abort) as error:
+                status = _last_word(str(error), INTERRUPTED, is_certain=False)
+            except _USAGE_ERROR as error:
+                status = _said(error.format_message())
+            except Exception:
+                if not processes.last_word("a fault of the program", LOST)[0]:
+                    sys.exit(LOST)
                 raise
-            _fail(f"{package} is not installed: pip install 'flexrank[{EXTRAS[package]}]'")
-        except typer.Abort:
-            sys.exit(INTERRUPTED)
-        except _USAGE_ERROR as error:
-            _fail(error.format_message())
+        sys.exit(status)
+
+
+class _Interrupted(Exception):
+    """A Ctrl-C or SIGTERM, and what to say of it."""
 
 
 # Newer versions of typer carry their own click; the base class of typer's public exception is in the right one.
@@ -166,7 +183,7 @@ def deploy(
     from flexrank.run import export_one
 
     with _resumable():
-        export = export_one(outcome, limits, output, tune)
+        export = processes.by_first(lambda: export_one(outcome, limits, output, tune))
     if tune:
         _show_tuned(export)
     _show_stage(outcome, {"export": export}, as_json)
@@ -179,7 +196,7 @@ def measure(config: Config, overrides: Set = None, as_json: Json = False) -> Non
 
     outcome = _run(config, overrides, "slack")
     with _resumable():
-        result = measure_run(outcome.directory)
+        result = processes.by_first(lambda: measure_run(outcome.directory))
     print_measurement(result, _console(160, stderr=as_json))
     if as_json:
         _print_json({"directory": str(outcome.directory), **result})
@@ -192,7 +209,8 @@ def report(run_directory: Config, as_json: Json = False) -> None:
     from flexrank.run.report import write_report
 
     directory = run_directory if run_directory.is_dir() else load_config(run_directory).directory
-    _show_report(directory, as_json, {"written": list(map(str, write_report(directory)))})
+    written = processes.by_first(lambda: list(map(str, write_report(directory))))
+    _show_report(directory, as_json, {"written": written})
 
 
 @app.command()
@@ -242,8 +260,7 @@ def _resumable() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command continues from here", file=sys.stderr)
-        raise typer.Exit(INTERRUPTED) from None
+        raise _Interrupted("\ninterrupted; the same command continues from here") from None
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -302,7 +319,24 @@ def _console(width: int, stderr: bool = False) -> Any:
     return Console(stderr=stderr, width=None if stream.isatty() else width)
 
 
-def _fail(message: str) -> None:
-    """Prints the message as one line, and ends the process."""
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(WRONG_INPUT)
+@contextlib.contextmanager
+def _one_voice() -> Iterator[None]:
+    """Inside the block process 0 alone prints."""
+    if processes.is_first():
+        yield
+        return
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
+        yield
+
+
+def _said(message: str, status: int = WRONG_INPUT, is_certain: bool = True) -> int:
+    """Prints the message as one line; returns the exit status."""
+    return _last_word(f"error: {' '.join(message.split())}", status, is_certain)
+
+
+def _last_word(line: str, status: int, is_certain: bool = True) -> int:
+    """Prints the line, if it is this process's to print; returns the exit status."""
+    line, status = processes.last_word(line, status, is_certain)
+    if line:
+        print(line, file=sys.stderr)
+    return status

@@ -1,5 +1,7 @@
 """Stage one: every selected layer becomes ordered rank-one components (FlexRank, section 3.1)."""
 
+import contextlib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -7,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from flexrank import processes
 from flexrank.artefacts.elastic import MARKERS, SHARD_BYTES, ElasticWriter
 from flexrank.calibrate import STATE_BYTES, GradientLoss, LayerMoment, Placement, Side, moments_by_block
 from flexrank.data.batches import Batch
@@ -14,7 +17,7 @@ from flexrank.errors import FlexrankError
 from flexrank.files import directory_aside
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.linalg import Factors, data_svd, plain_svd, whitened_svd
-from flexrank.nn.matrix import weight_matrix
+from flexrank.nn.matrix import matrix_shape, weight_matrix
 from flexrank.nn.select import nest_
 from flexrank.nn.switch import footprint, full_profile, layer_shapes
 from flexrank.profiles import ChainEntry, ProfileChain, RankProfile
@@ -69,6 +72,7 @@ def decompose_to_disk(
     In memory are one block's weights, moments and factors, and one file of the artefact. A model that transformers has
     loaded on the CPU in its files' dtype (`dtype="auto"`) is mapped from them, and takes memory only where it is used.
     Afterwards `model` has no values in these layers; read the artefact with `load_elastic`.
+    Of several processes each decomposes a part of a block's layers, about as long as the others; process 0 writes.
 
     Args:
         layers: names, from `select_layers`; hold no layer yourself, it would stay in memory.
@@ -77,23 +81,56 @@ def decompose_to_disk(
         device: where each block computes, in `dtype`; its factors have that dtype. By default where and as it is.
         state_bytes: of hidden states in memory between blocks; those beyond go to a temporary file.
         shard_bytes: of one file of the artefact, about; while it is written, twice as much is in memory.
-        see: called with each layer's name, elastic form and moments before it is written.
+        see: called with each layer's name, elastic form and moments, in the process that decomposes it.
     """
     _require_known(method)
     placement = Placement(model, device, dtype)
-    with directory_aside(directory, *MARKERS) as aside:
-        writer = ElasticWriter(model, aside, tokenizer, dtype, shard_bytes)
+    with directory_aside(directory, *MARKERS) if processes.is_first() else contextlib.nullcontext() as aside:
+        writer = None if aside is None else ElasticWriter(model, aside, tokenizer, dtype, shard_bytes)
         for moments in moments_by_block(
             model, batches, layers, side="input" if method == "paper" else side, gradient_loss=gradient_loss,
             placement=placement, state_bytes=state_bytes,
         ):  # fmt: skip
-            for name, moment in moments.items():
-                layer = _decompose_layer_(model, name, moment, method)[0]
-                if see is not None:
-                    see(name, layer, moment)
-                writer.put(name)
-            del moments, moment, layer  # before those of the next block are allocated
-        writer.finish(_full_chain(model, dtype))
+            _decompose_block_(model, moments, method, see, writer)
+            del moments  # before those of the next block are allocated
+        if writer is not None:
+            writer.finish(_full_chain(model, dtype))
+
+
+def _decompose_block_(
+    model: nn.Module,
+    moments: Mapping[str, LayerMoment],
+    method: Method,
+    see: Callable[[str, NestedLayer, LayerMoment], None] | None,
+    writer: ElasticWriter | None,
+) -> None:
+    """Decomposes a block's layers; process 0 writes its own as they come, and then those of the others."""
+    shapes = {name: matrix_shape(model.get_submodule(name)) for name in moments}
+    owners = processes.deal({name: math.prod(shape) * min(shape) for name, shape in shapes.items()})
+    for name in [name for name in moments if owners[name] == processes.number()]:
+        layer = _decompose_layer_(model, name, moments[name], method)[0]
+        if see is not None:
+            see(name, layer, moments[name])
+        if writer is not None:
+            writer.put(name)
+    for name in [name for name in moments if owners[name] != 0]:
+        _send_to_first_(model, name, owners[name])
+        if writer is not None:
+            writer.put(name)
+
+
+@torch.no_grad()
+def _send_to_first_(model: nn.Module, name: str, owner: int) -> None:
+    """Puts the elastic layer that its owner has made into process 0's model; the owner lets its values go."""
+    layer = model.get_submodule(name)
+    if processes.is_first():
+        weight = weight_matrix(layer)
+        u, v = (weight.new_empty(min(weight.shape), size) for size in weight.shape)
+        processes.to_first_([u, v], owner)
+        nest_(model, name, Factors(u, v, weight.new_empty(0)))
+    elif isinstance(layer, NestedLayer):
+        processes.to_first_([layer.u, layer.v], owner)
+        layer.to("meta")
 
 
 def _full_chain(model: nn.Module, dtype: torch.dtype | None) -> ProfileChain:

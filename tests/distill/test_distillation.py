@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 from trainings import SETTINGS, SMALL, batches, error_at, weights_of
 
+from flexrank import processes
 from flexrank.distill import distill_, distillation_evaluator
 from flexrank.distill.objectives import EmbeddingObjective, FeatureObjective, LogitObjective
 from flexrank.errors import FlexrankError
@@ -39,6 +40,18 @@ def test_every_profile_comes_nearer_to_the_teacher(name: str, objective, autocas
     assert history.steps == len(history.losses) == 60
     assert full_profile(model) == {n: layer.rank for n, layer in nested_layers(model).items()}
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+
+
+def test_processes_sum_gradients_of_the_active_prefix_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, summed = nest(build("perceptron")), list[list[tuple[int, ...]]]()
+    monkeypatch.setattr(processes, "sum_", lambda tensors: summed.append([tuple(one.shape) for one in tensors]))
+    settings = {"method": "paper", "steps": 3, "accumulation": 2, "objective": FeatureObjective()}
+    distill_(
+        model, build("perceptron"), batches("perceptron"), [SMALL, full_profile(model)], weights=[1, 1e-9], **settings
+    )
+    ranks = [shape[0] for shape in summed[0] if len(shape) == 2]
+    assert ranks == [rank for rank in SMALL.values() for _ in "uv"]
+    assert summed == [summed[0]] * 3
 
 
 def test_one_step_is_adamw_on_the_gradient_of_the_drawn_profile() -> None:

@@ -262,3 +262,27 @@ def test_tasks_have_objectives() -> None:
     assert objective_for("embedding", hidden_weight=0.5) == EmbeddingObjective(0.5)
     with pytest.raises(FlexrankError, match="task 'speech' is unknown"):
         objective_for("speech")
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [LogitObjective(2.0, hidden_weight=3.0), LogitObjective(top_k=2), EmbeddingObjective(4.0), FeatureObjective()],
+)
+def test_the_terms_of_parts_of_a_batch_are_those_of_the_whole(objective) -> None:
+    """Parts of two rows and of one, of which each has other padding, and one that has nothing else."""
+    masks = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
+    student, teacher = torch.randn(4, 4, 6), torch.randn(4, 4, 6)
+
+    def terms(rows: slice) -> list[list[float]]:
+        batch = {"attention_mask": masks[rows]}
+        outputs = [
+            SimpleNamespace(logits=part, hidden_states=[part + 1]) if isinstance(objective, LogitObjective) else part
+            for part in (student[rows], teacher[rows])
+        ]
+        target = objective.target(outputs[1], batch)
+        return [[float(part) for part in term] for term in objective.terms(outputs[0], target, batch)]
+
+    parts = [terms(rows) for rows in (slice(0, 2), slice(2, 3), slice(3, 4))]
+    for number, (top, bottom) in enumerate(terms(slice(0, 4))):
+        assert sum(part[number][0] for part in parts) == pytest.approx(top, rel=1e-5)
+        assert sum(part[number][1] for part in parts) == pytest.approx(bottom, rel=1e-5)

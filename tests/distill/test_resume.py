@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from trainings import SETTINGS, SMALL, batches, weights_of
 
+from flexrank import processes
 from flexrank.distill import distill_
 from flexrank.distill.objectives import FeatureObjective
 from flexrank.errors import FlexrankError
@@ -127,6 +128,18 @@ def test_a_signal_ends_training_after_the_step_that_runs_which_is_saved(
         caplog.clear()
     (history, weights), (expected, unbroken) = train(path), train(None)
     assert history == expected and torch.equal(weights, unbroken)
+
+
+def test_torchruns_second_signal_does_not_cut_a_step_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def twice() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(processes, "count", lambda: 2)
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "state", 4, twice)
+    assert len(json.loads((tmp_path / "state" / "state.json").read_text())["losses"]) == 4
 
 
 def test_a_signal_in_the_last_step_ends_training_too_and_nothing_is_left_to_do(tmp_path: Path) -> None:

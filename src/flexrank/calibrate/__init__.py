@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from flexrank import processes
 from flexrank.calibrate.by_block import ByBlock
 from flexrank.calibrate.collector import Collector, GradientLoss, Side, computing, first_of, seeded_loss
 from flexrank.calibrate.hooks import Hooks
@@ -38,6 +39,7 @@ def collect_moments(
 ) -> Moments:
     """The second moment of each layer, summed over the real tokens of all batches; memory does not grow with tokens.
 
+    Of several processes each takes its share of the batches, and all have the sums.
     Layers that read the same tensor share one sum. For m <= n the output's moment is summed in place of the input's
     where that is less work. Products are taken in float32 or better, of at most 4096 rows each, and summed in float64.
 
@@ -59,6 +61,8 @@ def collect_moments(
         collector = Collector(layers, groups, side, gradient_loss is not None)
         collector.watch(hooks)
         for number, batch in enumerate(track(itertools.chain([first], stream), "calibrating", total)):
+            if number % processes.count() != processes.number():
+                continue
             batch = to_device(batch, device)
             with collector.batch(number, row_masks(batch)):
                 output = call_model(model, batch)
@@ -98,10 +102,10 @@ def moments_by_block(
     with States(state_bytes) as states:
         parts = ByBlock(model, stack, batches, names, placement, states, side, gradient_loss)
         obstacle = parts.obstacle()
-        if obstacle is None:
+        if not processes.decided(obstacle is not None):
             yield from parts.moments()
             return
-    log.info("calibrate: %s is calibrated in one pass: %s", type(model).__name__, obstacle)
+    log.info("calibrate: %s is calibrated in one pass: %s", type(model).__name__, obstacle or "another process says so")
     with placement.held(model):
         chosen = {name: model.get_submodule(name) for name in names}
         moments = collect_moments(model, batches, chosen, side=side, gradient_loss=gradient_loss)

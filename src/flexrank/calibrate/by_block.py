@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flexrank import processes
 from flexrank.calibrate.collector import Collector, GradientLoss, Side, computing, seeded_loss
 from flexrank.calibrate.hooks import Hooks
 from flexrank.calibrate.moments import Moments
@@ -33,8 +34,11 @@ class ByBlock:
 
     def __post_init__(self) -> None:
         self._stream = Stream(self.model, [block for _, block in self.stack])
+        # Of several processes each takes its share; one without any runs the first batch, which does not count.
+        own = processes.share(len(self.batches))
+        self._counts, self._numbers = bool(own), own or range(1)
         passes = (len(self.stack) + 1) * (1 if self.loss is None else 2) + bool(self._outside)
-        self._progress = iter(track(range(passes * len(self.batches)), "calibrating"))
+        self._progress = iter(track(range(passes * len(self._numbers)), "calibrating"))
 
     def obstacle(self) -> str | None:
         """Why blocks cannot run alone; None where they can."""
@@ -90,15 +94,16 @@ class ByBlock:
         layers = {name: self.model.get_submodule(name) for name in names}
         with self._computing(), Hooks() as hooks:
             with torch.no_grad():
-                first = to_device(self.batches[0], self.placement.device)
-                groups = find_groups(functools.partial(self._run, index, 0, first), layers) if layers else []
+                number = self._numbers[0]
+                first = to_device(self.batches[number], self.placement.device)
+                groups = find_groups(functools.partial(self._run, index, number, first), layers) if layers else []
             collector = Collector(layers, groups, self.side, self.loss is not None)
             collector.watch(hooks)
             for number, batch in self._numbered():
                 with collector.batch(number, row_masks(batch)):
                     output, *inputs = self._run(index, number, batch)
                 self._keep(index, number, batch, output, inputs, collector)
-        moments = collector.finish()
+        moments = collector.finish(self._counts)
         del collector, layers  # so that only the caller holds the moments, and nobody the layers
         if moments:
             yield moments
@@ -129,9 +134,9 @@ class ByBlock:
         return self.states[key, number].to(self.placement.device, copy=True)
 
     def _numbered(self) -> Iterator[tuple[int, Batch]]:
-        for number, batch in enumerate(self.batches):
+        for number in self._numbers:
             next(self._progress)
-            yield number, to_device(batch, self.placement.device)
+            yield number, to_device(self.batches[number], self.placement.device)
 
     def _around(self) -> contextlib.AbstractContextManager[None]:
         """All that is not in a block computes here."""

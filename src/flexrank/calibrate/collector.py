@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from flexrank import processes
 from flexrank.calibrate.hooks import Hooks
 from flexrank.calibrate.moments import LayerMoment, Moments
 from flexrank.calibrate.structure import Version, version_of
@@ -30,6 +31,8 @@ class Collector:
         for name, layer in layers.items():
             if not bool(torch.isfinite(weight_matrix(layer)).all()):
                 raise FlexrankError(f"layer {name!r}: the weight holds values that are not finite")
+        if not processes.is_alike(groups):
+            raise FlexrankError("layers share their inputs in some batches and not in others")
         self._layers, self._with_gradients = layers, with_gradients
         self._groups = {name: group for group in groups for name in group}
         self._read: dict[str, list[Version]] = {}
@@ -102,8 +105,13 @@ class Collector:
         self._outputs.clear()
         return gradients[len(gradients) - len(inputs) :]
 
-    def finish(self) -> Moments:
-        """The moments, made symmetric: until now each holds only its upper triangle."""
+    def finish(self, counts: bool = True) -> Moments:
+        """The moments over all processes, made symmetric: until now each holds only its upper triangle.
+
+        A process that does not count has run a batch of another's, for it has none of its own.
+        """
+        if processes.count() > 1:
+            self._sum_over_processes(counts)
         for name, entry in self._moments.items():
             mirror(entry.moment)  # one that is shared is mirrored again, which changes nothing
             if entry.gradient_moment is not None:
@@ -112,6 +120,17 @@ class Collector:
                 entry.tokens = self._moments[self._groups[name][0]].tokens
                 entry.mean_square = float(entry.moment.trace()) / entry.moment.shape[0]
         return self._moments
+
+    def _sum_over_processes(self, counts: bool) -> None:
+        entries = list(self._moments.values())
+        parts = (part for entry in entries for part in (entry.moment, entry.gradient_moment) if part is not None)
+        moments = list({id(part): part for part in parts}.values())
+        for moment in moments if not counts else ():
+            moment.zero_()
+        processes.sum_(moments)
+        totals = processes.sums(*(value * counts for entry in entries for value in (entry.tokens, entry.mean_square)))
+        for entry, tokens, square in zip(entries, totals[::2], totals[1::2], strict=True):
+            entry.tokens, entry.mean_square = int(tokens), square
 
     def _output_rows(self, name: str, rows: Tensor, outputs: Tensor) -> Tensor:
         """W x of each row, without the bias, in float32 or better."""

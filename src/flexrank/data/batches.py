@@ -1,7 +1,7 @@
 """What a batch is, how a model is called with it, and which tensor of its output counts."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -70,6 +70,18 @@ def row_masks(batch: Batch) -> list[Tensor]:
     return [mask for mask in (first, last)[: 1 + (first.numel() != last.numel())] if not bool(mask.all())]
 
 
+def batch_rows(batch: Batch) -> int:
+    """How many rows a batch has: the length of its first tensor."""
+    values = [batch] if isinstance(batch, Tensor) else list(batch.values() if isinstance(batch, Mapping) else batch)
+    return next(len(value) for value in values if isinstance(value, Tensor))
+
+
+def some_rows(batch: Batch, rows: slice) -> Batch:
+    """These rows of a batch: of each of its tensors that has as many rows as the first; all else stays."""
+    count = batch_rows(batch)
+    return _mapped(batch, lambda one: one[rows] if one.ndim and len(one) == count else one)
+
+
 def _checked(mask: Tensor, key: str) -> Tensor:
     if mask.ndim != 2:
         raise FlexrankError(f"{key} has shape {tuple(mask.shape)}; expected (batch, tokens)")
@@ -124,13 +136,18 @@ def model_device(model: nn.Module) -> torch.device:
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch with its tensors on `device`, and its other values unchanged."""
+    return _mapped(batch, lambda one: one.to(device))
 
-    def moved(value: Any) -> Any:
-        return value.to(device) if isinstance(value, Tensor) else value
+
+def _mapped(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    """The batch with each tensor changed, and its other values as they are."""
+
+    def changed(value: Any) -> Any:
+        return change(value) if isinstance(value, Tensor) else value
 
     if isinstance(batch, Tensor):
-        return batch.to(device)
+        return change(batch)
     if isinstance(batch, Mapping):
-        return {key: moved(value) for key, value in batch.items()}
-    values = map(moved, batch)
+        return {key: changed(value) for key, value in batch.items()}
+    values = map(changed, batch)
     return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)  # `_fields`: a named tuple

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from flexrank import processes
 from flexrank.data.batches import Batch, call_model, eval_mode, model_device, to_device
 from flexrank.distill.interrupts import deferred
 from flexrank.distill.objectives import Objective, default_objective, describe
@@ -102,6 +103,7 @@ def distill_(
     largest profile below the full model is drawn twice as often as any other.
     AdamW (weight decay of matrices alone), linear warm-up, cosine decay; no dropout, fixed batch norms. Components
     above a layer's largest trained rank stay as they were. The objective is by default `default_objective`'s.
+    Of several processes each takes its share of every batch's rows; losses and weights are those of one process.
 
     Args:
         batches: a sequence, shuffled anew each pass, whose items never change (else `teacher_cache=0`); or an iterable,
@@ -169,10 +171,11 @@ def _train(
             state.advance(loss, choice)
             if usual:
                 usual.add(loss, choice)
-            ends = is_asked()
+            ends = processes.decided(is_asked())
             if ends or state.step % every == 0 or state.step == schedule.steps:
                 state.save()
             if ends:
+                processes.decided(False)  # the others wait for the file
                 raise KeyboardInterrupt
 
 

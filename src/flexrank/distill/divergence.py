@@ -12,13 +12,13 @@ CPU_CHUNK, LARGE_CHUNK = 2**17, 2**24
 Divergence = Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor | None]]  #: as `_divergence`
 
 
-def mean_divergence(student: Tensor, target: Tensor, temperature: float, chunk: int | None, lumped: bool) -> Tensor:
-    """T²·KL at temperature T, the mean over rows; the gradient flows into `student` (rows, classes), once.
+def total_divergence(student: Tensor, target: Tensor, temperature: float, chunk: int | None, lumped: bool) -> Tensor:
+    """T²·KL at temperature T, the sum over rows; the gradient flows into `student` (rows, classes), once.
 
     The target is the teacher's logits, or where `lumped`, its `likeliest` classes; `chunk` counts rows.
     """
     divergence = _lumped_divergence if lumped else _divergence
-    return _MeanDivergence.apply(student, target, temperature, _chunk_rows(chunk, student), divergence)
+    return _TotalDivergence.apply(student, target, temperature, _chunk_rows(chunk, student), divergence)
 
 
 def likeliest(logits: Tensor, temperature: float, count: int, chunk: int | None) -> Tensor:
@@ -80,24 +80,23 @@ def _lumped_divergence(
     return total, gradient.scatter_(1, classes, log_student_kept.exp() - kept)
 
 
-class _MeanDivergence(torch.autograd.Function):
-    """The mean over rows of T² times a divergence; the forward takes the gradient too, in the student's dtype."""
+class _TotalDivergence(torch.autograd.Function):
+    """The sum over rows of T² times a divergence; the forward takes the gradient too, in the student's dtype."""
 
     @staticmethod
     def forward(
         ctx: Any, student: Tensor, teacher: Tensor, temperature: float, chunk: int, divergence: Divergence
     ) -> Tensor:
-        rows = student.shape[0]
         total = student.new_zeros((), dtype=torch.float64)
         gradient = torch.empty_like(student) if ctx.needs_input_grad[0] else None  # a probe takes none
-        for start in range(0, rows, chunk):
+        for start in range(0, len(student), chunk):
             part = slice(start, start + chunk)
             added, slope = divergence(student[part], teacher[part], temperature, gradient is not None)
             total += added
             if gradient is not None and slope is not None:
-                gradient[part] = slope.mul_(temperature / rows)
+                gradient[part] = slope.mul_(temperature)
         ctx.gradient = gradient
-        return (total * temperature**2 / rows).float()
+        return (total * temperature**2).float()
 
     @staticmethod
     @once_differentiable

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from flexrank import processes
+
 log = logging.getLogger("flexrank")
 
 
@@ -14,8 +16,8 @@ log = logging.getLogger("flexrank")
 def deferred(is_wanted: bool = True) -> Iterator[Callable[[], bool]]:
     """Inside the block a Ctrl-C or SIGTERM is only noted, and the function that is given tells of it.
 
-    A second one is a KeyboardInterrupt at once. Where it is not wanted, or in a thread that gets no signals, all stays
-    as it is, and the function says False.
+    A second one is a KeyboardInterrupt at once, but not under torchrun, which repeats a Ctrl-C to its processes. Where
+    it is not wanted, or in a thread that gets no signals, all stays as it is, and the function says False.
     """
     noted: list[int] = []
     if not is_wanted or threading.current_thread() is not threading.main_thread():
@@ -23,10 +25,12 @@ def deferred(is_wanted: bool = True) -> Iterator[Callable[[], bool]]:
         return
 
     def note(kind: int, _: FrameType | None) -> None:
-        if noted:
+        if noted and processes.count() == 1:
             raise KeyboardInterrupt
+        if not noted:
+            more = "; once more leaves at once" if processes.count() == 1 else ""
+            log.info("distill: this step is finished and saved first%s", more)
         noted.append(kind)
-        log.info("distill: this step is finished and saved first; once more leaves at once")
 
     before = {kind: signal.signal(kind, note) for kind in (signal.SIGINT, signal.SIGTERM)}
     try:

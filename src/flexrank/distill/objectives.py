@@ -2,14 +2,14 @@
 
 import dataclasses
 import re
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from flexrank.data.batches import Batch, mean_pool, output_mask, output_tensor
-from flexrank.distill.divergence import likeliest, mean_divergence
+from flexrank.distill.divergence import likeliest, total_divergence
 from flexrank.errors import FlexrankError
 
 
@@ -20,14 +20,38 @@ class Objective(Protocol):
         """What the loss needs of the teacher's output; detached."""
 
     def loss(self, output: Any, target: Tensor, batch: Batch) -> Tensor:
-        """Scalar loss of a student's output, lower is better; its gradient flows into the output."""
+        """Scalar loss of a student's output, lower is better; its gradient flows into the output.
+
+        Where several processes share a batch, they need its `terms(output, target, batch)` too: the `Quotient`s whose
+        sum the loss is, so that each process has the numerators and denominators of its rows.
+        """
 
     def fisher_loss(self, output: Any, batch: Batch) -> Tensor:
         """Scalar whose gradients at a layer's output have the Fisher information as second moment, in expectation."""
 
 
+class Quotient(NamedTuple):
+    """A term of a loss: numerator over denominator, both of them sums over a batch's rows."""
+
+    numerator: Tensor
+    denominator: Tensor | int
+
+
+class _Quotients:
+    """A loss that is a sum of quotients."""
+
+    def terms(self, output: Any, target: Tensor, batch: Batch) -> list[Quotient]:
+        """The terms of the loss."""
+        raise NotImplementedError
+
+    def loss(self, output: Any, target: Tensor, batch: Batch) -> Tensor:
+        """See the class."""
+        first, *others = (top / bottom for top, bottom in self.terms(output, target, batch))
+        return sum(others, first)
+
+
 @dataclasses.dataclass(frozen=True)
-class LogitObjective:
+class LogitObjective(_Quotients):
     """T²·KL(teacher ‖ student) at temperature T, a mean over real tokens (language) or over rows (classification).
 
     Logits are (B, T, V), masked by the batch's attention mask, or (B, classes). They are compared in float32, `chunk`
@@ -56,15 +80,15 @@ class LogitObjective:
             return target
         return torch.cat([target, _real_rows(_last_hidden(output), batch).detach().to(target.dtype)], -1)
 
-    def loss(self, output: Any, target: Tensor, batch: Batch) -> Tensor:
-        """See the class."""
-        logits, is_lumped = _real_rows(output_tensor(output), batch), self.top_k is not None
-        if not self.hidden_weight:
-            return mean_divergence(logits, target, self.temperature, self.chunk, is_lumped)
-        hidden = _real_rows(_last_hidden(output), batch)
-        target, wanted = target[:, : -hidden.shape[-1]], target[:, -hidden.shape[-1] :]
-        divergence = mean_divergence(logits, target, self.temperature, self.chunk, is_lumped)
-        return divergence + self.hidden_weight * _relative_error(hidden, wanted, None)
+    def terms(self, output: Any, target: Tensor, batch: Batch) -> list[Quotient]:
+        """The divergence over rows, and the error of hidden states over their own squares."""
+        logits, errors = _real_rows(output_tensor(output), batch), list[Quotient]()
+        if self.hidden_weight:
+            hidden = _real_rows(_last_hidden(output), batch)
+            target, wanted = target[:, : -hidden.shape[-1]], target[:, -hidden.shape[-1] :]
+            errors.append(_relative_error(hidden, wanted, None, self.hidden_weight))
+        total = total_divergence(logits, target, self.temperature, self.chunk, self.top_k is not None)
+        return [Quotient(total, len(logits)), *errors]
 
     def fisher_loss(self, output: Any, batch: Batch) -> Tensor:
         """Summed cross entropy to labels drawn from the model's own distribution (the true Fisher, one sample)."""
@@ -74,7 +98,7 @@ class LogitObjective:
 
 
 @dataclasses.dataclass(frozen=True)
-class EmbeddingObjective:
+class EmbeddingObjective(_Quotients):
     """1 − cosine between mean-pooled embeddings, plus `hidden_weight` times ‖h − h*‖² / ‖h*‖² over real tokens.
 
     The token term is richer supervision for training; probe with weight 0.
@@ -87,12 +111,13 @@ class EmbeddingObjective:
         hidden = output_tensor(output).detach()
         return hidden if self.hidden_weight else mean_pool(hidden, output_mask(batch))
 
-    def loss(self, output: Any, target: Tensor, batch: Batch) -> Tensor:
-        """See the class."""
+    def terms(self, output: Any, target: Tensor, batch: Batch) -> list[Quotient]:
+        """One less the cosine over rows, and the error of token states over their own squares."""
         hidden, mask = output_tensor(output), output_mask(batch)
         pooled = mean_pool(target, mask) if self.hidden_weight else target
-        loss = (1 - (mean_pool(hidden, mask) * pooled).sum(-1)).mean()
-        return loss + self.hidden_weight * _relative_error(hidden, target, mask) if self.hidden_weight else loss
+        distances = 1 - (mean_pool(hidden, mask) * pooled).sum(-1)
+        errors = [_relative_error(hidden, target, mask, self.hidden_weight)] if self.hidden_weight else []
+        return [Quotient(distances.sum(), len(distances)), *errors]
 
     def fisher_loss(self, output: Any, batch: Batch) -> Tensor:
         """Random normal projection of the embeddings: its gradient's second moment is that of their Jacobian."""
@@ -101,17 +126,17 @@ class EmbeddingObjective:
 
 
 @dataclasses.dataclass(frozen=True)
-class FeatureObjective:
+class FeatureObjective(_Quotients):
     """Relative squared error ‖h − h*‖² / ‖h*‖² of features of any shape (encoders of images, plain modules)."""
 
     def target(self, output: Any, batch: Batch) -> Tensor:
         """The teacher's features."""
         return output_tensor(output).detach()
 
-    def loss(self, output: Any, target: Tensor, batch: Batch) -> Tensor:
-        """See the class."""
+    def terms(self, output: Any, target: Tensor, batch: Batch) -> list[Quotient]:
+        """The squared error over the features' own squares."""
         hidden = output_tensor(output)
-        return _relative_error(hidden, target, output_mask(batch) if hidden.ndim == 3 else None)
+        return [_relative_error(hidden, target, output_mask(batch) if hidden.ndim == 3 else None)]
 
     def fisher_loss(self, output: Any, batch: Batch) -> Tensor:
         """Random normal projection of the features."""
@@ -169,8 +194,8 @@ def _last_hidden(output: Any) -> Tensor:
     raise FlexrankError("hidden_weight needs hidden states: set config.output_hidden_states on both models, or it to 0")
 
 
-def _relative_error(hidden: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
+def _relative_error(hidden: Tensor, target: Tensor, mask: Tensor | None, weight: float = 1.0) -> Quotient:
     if mask is not None:
         hidden, target = hidden[mask], target[mask]
     target = target.float()
-    return (hidden.float() - target).square().sum() / target.square().sum().clamp(min=1e-12)
+    return Quotient(weight * (hidden.float() - target).square().sum(), target.square().sum().clamp(min=1e-12))

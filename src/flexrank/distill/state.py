@@ -9,6 +9,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from flexrank import processes
 from flexrank.distill.optimizer import make_states_, states_of
 from flexrank.distill.schedule import Feed
 from flexrank.errors import FlexrankError
@@ -45,8 +46,8 @@ class State:
         self.choices.append(choice)
 
     def save(self) -> None:
-        """Replaces the checkpoint, whole or not at all."""
-        if self.path is None:
+        """Replaces the checkpoint, whole or not at all; process 0 does, for any number of processes to resume from."""
+        if self.path is None or not processes.is_first():
             return
         tensors = {}
         for name, parameter in self.trainable.items():

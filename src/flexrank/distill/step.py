@@ -11,7 +11,8 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from flexrank.data.batches import Batch, call_model, eval_mode, model_device, to_device
+from flexrank import processes
+from flexrank.data.batches import Batch, batch_rows, call_model, eval_mode, model_device, some_rows, to_device
 from flexrank.distill.objectives import Objective, default_objective
 from flexrank.distill.optimizer import update
 from flexrank.errors import FlexrankError
@@ -48,10 +49,21 @@ class Targets:
             self._room -= size
         return target
 
-    def loss(self, output: Any, target: Tensor, batch: Batch) -> Tensor:
-        """The objective's loss of a student's output, after `of` has given the target."""
+    def loss(self, output: Any, target: Tensor, batch: Batch, counts: bool = True) -> Tensor:
+        """The objective's loss of a student's output, after `of` has given the target.
+
+        Of several processes each has its part of the loss of all their rows; one that does not count has nothing.
+        """
         assert self._objective is not None
-        return self._objective.loss(output, target, batch)
+        if processes.count() == 1:
+            return self._objective.loss(output, target, batch)
+        if not hasattr(self._objective, "terms"):
+            kind = type(self._objective).__name__
+            raise FlexrankError(f"objective {kind} has no `terms`, which several processes need; see Objective.loss")
+        terms = self._objective.terms(output, target, batch)
+        bottoms = processes.sums(*(float(bottom) * counts for _, bottom in terms))
+        first, *others = (top * counts / bottom for (top, _), bottom in zip(terms, bottoms, strict=True))
+        return sum(others, first)
 
 
 @dataclasses.dataclass
@@ -72,6 +84,7 @@ class Step:
         """
         loss = sum(self._backward(item, parts, usual) for item in items) / parts
         _require_finite(loss, number, "loss")
+        self._sum_gradients()
         gradients = [parameter.grad for parameter in self.trainable.values() if parameter.grad is not None]
         length = torch.nn.utils.get_total_norm(gradients)
         _require_finite(float(length), number, "gradient's length")
@@ -83,15 +96,33 @@ class Step:
 
     def _backward(self, item: Item, parts: int, usual: float | None) -> float:
         """Adds the gradient of this batch's part of the loss; returns the batch's own loss."""
-        index, batch = item[0], to_device(item[1], model_device(self.model))
+        rows, counts = _own_rows(item[1])
+        index, batch = item[0], to_device(rows, model_device(self.model))
         with self.targets.autocast():
             target = self.targets.of(index, batch)
-            loss = self.targets.loss(call_model(self.model, batch), target, batch)
+            loss = self.targets.loss(call_model(self.model, batch), target, batch, counts)
         del target  # not needed to go back, and as large as the logits
-        value = float(loss.detach())
+        (value,) = processes.sums(float(loss.detach()))
         usual = value if usual is None else usual
         (loss / parts / (math.sqrt(usual) if usual > 0 else 1)).backward()
         return value
+
+    def _sum_gradients(self) -> None:
+        """Sums gradients over processes; of factors those of the active prefix, for all others are zeros."""
+        layers = nested_layers(self.model).values()
+        active = {factor: layer.rank for layer in layers for factor in (layer.u, layer.v)}
+        gradients = ((one.grad, active.get(one)) for one in self.trainable.values())
+        processes.sum_(whole if rank is None else whole[:rank] for whole, rank in gradients if whole is not None)
+
+
+def _own_rows(batch: Batch) -> tuple[Batch, bool]:
+    """This process's rows of a batch, and whether they count: where there is no row for it, the first one does not."""
+    if processes.count() == 1:
+        return batch, True
+    start, end = (
+        batch_rows(batch) * bound // processes.count() for bound in (processes.number(), processes.number() + 1)
+    )
+    return (some_rows(batch, slice(start, end)), True) if start < end else (some_rows(batch, slice(0, 1)), False)
 
 
 def set_sizes_(model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> None:

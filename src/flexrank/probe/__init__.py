@@ -2,12 +2,13 @@
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from flexrank import processes
 from flexrank.errors import FlexrankError
 from flexrank.files import read_json, require_keys, write_json
 from flexrank.nn.elastic import NestedLayer
@@ -50,9 +51,9 @@ def probe_sensitivity(
 ) -> SensitivityTable:
     """The rise of `evaluate` with one layer truncated at a time, all others full (FlexRank, appendix C.2, step 1).
 
-    L × (K − 1) + 1 evaluations. Earlier blocks of the stack, and modules of the layer's own block that return before it
-    is called, do not run again in its probes but give back what they returned to the full model. That halves the work,
-    and is done only where it gives the baseline to the bit.
+    L × (K − 1) + 1 evaluations, divided among processes where there are several. Earlier blocks of the stack, and
+    modules of the layer's own block that return before it is called, do not run again in its probes but give back what
+    they returned to the full model. That halves the work, and is done only where it gives the baseline to the bit.
 
     Args:
         model: elastic; evaluated in the mode it is in, and left as it was.
@@ -76,11 +77,29 @@ def probe_sensitivity(
         for name, kept in itertools.islice(state.errors.items(), 1):
             state.require_near(_probe(model, layers[name], name, ranks[name][0], evaluate, baseline), kept[0])
         replay = Replay(model, evaluate, baseline, replay_bytes)
-        for name in track([n for n in layers if n not in state.errors], "probing", len(layers), len(state.errors)):
-            with replay.before(name):
-                state.add(name, [_probe(model, layers[name], name, r, evaluate, baseline) for r in ranks[name]])
+        left = track([n for n in layers if n not in state.errors], "probing", len(layers), len(state.errors))
+        while names := list(itertools.islice(left, processes.count())):
+            found = _probe_layers(model, {name: ranks[name] for name in names}, evaluate, baseline, replay)
+            for name in names:
+                state.add(name, found[name])
     errors = {name: tuple(state.errors[name]) for name in layers}
     return SensitivityTable(shapes, ranks, errors, state.baseline, footprint(model))
+
+
+def _probe_layers(
+    model: nn.Module, ranks: Mapping[str, Sequence[int]], evaluate: Evaluate, baseline: float, replay: Replay
+) -> dict[str, list[float]]:
+    """The errors of these layers at their ranks; of several processes each evaluates its share of the pairs."""
+    layers, errors = nested_layers(model), {name: [0.0] * len(levels) for name, levels in ranks.items()}
+    pairs = [(name, i) for name, levels in ranks.items() for i, r in enumerate(levels) if r < layers[name].max_rank]
+    own = [pairs[number] for number in processes.share(len(pairs))]
+    for name, group in itertools.groupby(own, key=lambda pair: pair[0]):
+        with replay.before(name):
+            for _, place in group:
+                rank = ranks[name][place]
+                errors[name][place] = _probe(model, layers[name], name, rank, evaluate, baseline)
+    every = iter(processes.sums(*itertools.chain.from_iterable(errors.values())))
+    return {name: list(itertools.islice(every, len(levels))) for name, levels in ranks.items()}
 
 
 def _probe(model: nn.Module, layer: NestedLayer, name: str, rank: int, evaluate: Evaluate, baseline: float) -> float:
@@ -120,5 +139,5 @@ class _Checkpoint:
 
     def add(self, name: str, errors: list[float]) -> None:
         self.errors[name] = errors
-        if self.path is not None:
+        if self.path is not None and processes.is_first():
             write_json(self.path, {"ranks": self.ranks, "baseline": self.baseline, "errors": self.errors})

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import shutil
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from flexrank import processes
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
 from flexrank.run import stages
@@ -34,11 +36,12 @@ class Stage:
     needs: tuple[str, ...]  # stages whose files it reads
     outputs: tuple[str, ...]  # files and directories of the run directory
     extras: tuple[str, ...] = ()  # what it may write beside them, which nothing reads
+    is_shared: bool = False  # all processes do it; any other stage process 0 does alone
     is_timed: bool = False  # its files hold times: when it is done again, so are the stages that read them
 
 
 #: Rooms whose code every stage runs; `rooms` of a stage are those beside them.
-_ALL = ("run/stages", "run/samples", "run/workspace", "hf", "data", "nn", "profiles")
+_ALL = ("run/stages", "run/samples", "run/workspace", "hf", "data", "nn", "profiles", "processes")
 _DEPLOYED = ("deployment.dtype", "deployment.slack")
 _HELD_OUT = ("data.evaluation", "data.half")
 _DATA = (
@@ -49,17 +52,18 @@ STAGES = (
     Stage(
         "decompose", stages.decompose, ("artefacts", "calibrate", "decompose", "probe/curvature", "distill/objectives"),
         ("model", "task", "dtype", "seed", *_DATA, "layers", "decomposition.method", "probe.method"), (),
-        ("elastic_initial", stages.CURVATURE),
+        ("elastic_initial", stages.CURVATURE), is_shared=True,
     ),
     Stage(
         "probe", stages.probe, ("probe", "distill", "run/candidates", "run/targets"),
         ("data.probe", "probe", "distillation.temperature"), ("decompose",), ("sensitivity.json",),
+        is_shared=True,
     ),
     Stage("allocate", stages.allocate, ("allocate", "run/candidates"), ("allocation",), ("probe",), ("chain.json",)),
     Stage(
         "distill", stages.distill, ("distill", "artefacts", "run/training"),
         ("distillation", "data.training", "data.shuffle_buffer"), ("decompose", "allocate"),
-        ("elastic", "history.json"),
+        ("elastic", "history.json"), is_shared=True,
     ),
     Stage("slack", stages.slack, ("deployment", "run/sizes"), _DEPLOYED, ("distill",), ("slack.json",)),
     Stage(
@@ -110,19 +114,20 @@ def run_stages(config: RunConfig, until: str = "report") -> Outcome:
     wanted = _needed(until)
     executed: list[str] = []
     skipped: list[str] = []
-    with directory.locked(), directory.keep_config(config):
+    with _held(directory, config):
         work = Workspace(config, directory)
-        prints = fingerprints(config, source)
+        prints = processes.by_first(lambda: fingerprints(config, source))
         for stage in STAGES:
             if stage.name not in wanted:
                 continue
-            if directory.is_finished(stage.name, prints[stage.name]):
+            if processes.by_first(functools.partial(directory.is_finished, stage.name, prints[stage.name])):
                 skipped.append(stage.name)
                 log.info("%s: up to date", stage.name)
                 continue
             _do(stage, work, prints[stage.name])
             executed.append(stage.name)
-        directory.remove_stale(prints)  # not before: a refused setting must not cost another's checkpoint
+        # Not before: a refused setting must not cost another's checkpoint.
+        processes.by_first(lambda: directory.remove_stale(prints))
     return Outcome(directory.path, tuple(executed), tuple(skipped), work)
 
 
@@ -173,7 +178,29 @@ def fingerprints(config: RunConfig, source: str) -> dict[str, str]:
     return prints
 
 
+@contextlib.contextmanager
+def _held(directory: RunDirectory, config: RunConfig) -> Iterator[None]:
+    """Inside the block the run directory is process 0's, and has this configuration."""
+    if not processes.is_first():
+        yield
+        return
+    with directory.locked(), directory.keep_config(config):
+        yield
+
+
 def _do(stage: Stage, work: Workspace, fingerprint: str) -> None:
+    """Runs a stage, in all processes if it is a shared one; process 0 alone keeps its record."""
+    if not stage.is_shared:
+        processes.by_first(lambda: _do_and_record(stage, work, fingerprint))
+        return
+    if processes.is_first():
+        _do_and_record(stage, work, fingerprint)
+    else:
+        stage.work(work, fingerprint)
+    processes.by_first(lambda: None)  # the others wait for the last file
+
+
+def _do_and_record(stage: Stage, work: Workspace, fingerprint: str) -> None:
     """Runs a stage; where its files hold times, forgets the stages that read them."""
     start = time.perf_counter()
     with work.directory.replacing(stage.name), _clear_disk_errors(work, stage.name):

@@ -10,8 +10,8 @@ import shutil
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from flexrank import processes
 from flexrank.allocate import allocate_ranks
 from flexrank.artefacts.elastic import read_shapes, save_elastic
 from flexrank.artefacts.tensors import open_tensors, write_tensors
@@ -49,11 +49,12 @@ def decompose(work: Workspace, _: str) -> None:
     model, settings = work.own_base(), work.config.decomposition
     require_fitting_inputs(work, model.config)
     layers = select_layers(model, work.config.layers.include, work.config.layers.exclude)
-    require_reachable_budgets(work.config, {name: matrix_shape(layer) for name, layer in layers.items()})
-    names = list(layers)
+    shapes = {name: matrix_shape(layer) for name, layer in layers.items()}
+    require_reachable_budgets(work.config, shapes)
     del layers  # one that is held on to stays in memory beside its elastic form
     batches, is_curved = work.samples.calibration, work.config.probe.method == "curvature"
-    rows, rises = loss_rows(work.config.task, batches), dict[str, Tensor]()
+    rows = loss_rows(work.config.task, batches)
+    rises = {name: torch.zeros(min(shape) + 1, dtype=torch.float64) for name, shape in shapes.items()}
 
     def see(name: str, layer: NestedLayer, moment: LayerMoment) -> None:
         rises[name] = curvature_rises(name, layer, moment, rows)
@@ -61,7 +62,7 @@ def decompose(work: Workspace, _: str) -> None:
     decompose_to_disk(
         model,
         batches,
-        names,
+        shapes,
         work.directory / "elastic_initial",
         method=settings.method,
         side="input" if work.config.keeps_input_moments else "smaller",
@@ -73,16 +74,18 @@ def decompose(work: Workspace, _: str) -> None:
         see=see if is_curved else None,
         tokenizer=work.tokenizer,
     )
-    (work.directory / CURVATURE).unlink(missing_ok=True)
-    if is_curved:
-        with write_aside(work.directory / CURVATURE) as aside:
-            write_tensors(aside, rises)
+    processes.sum_(rises.values())  # each has those of the layers that it has decomposed
+    if processes.is_first():
+        (work.directory / CURVATURE).unlink(missing_ok=True)
+        if is_curved:
+            with write_aside(work.directory / CURVATURE) as aside:
+                write_tensors(aside, rises)
 
 
 def probe(work: Workspace, fingerprint: str) -> None:
     """Probes each layer: RUN/sensitivity.json. Layers already probed are kept through an interruption."""
     if work.config.probe.method == "curvature":
-        write_json(work.directory / "sensitivity.json", _curvature(work).to_json())
+        _write_shared(work, "sensitivity.json", _curvature(work).to_json())
         return
     model, _ = work.elastic("elastic_initial")
     require_reachable_budgets(work.config, layer_shapes(model))
@@ -95,7 +98,13 @@ def probe(work: Workspace, fingerprint: str) -> None:
         checkpoint=work.directory.partial("probe", fingerprint, ".json"),
         **rule(work.config),
     )
-    write_json(work.directory / "sensitivity.json", table.to_json())
+    _write_shared(work, "sensitivity.json", table.to_json())
+
+
+def _write_shared(work: Workspace, name: str, value: Any) -> None:
+    """Writes what all processes have, once."""
+    if processes.is_first():
+        write_json(work.directory / name, value)
 
 
 def _curvature(work: Workspace) -> SensitivityTable:
@@ -129,8 +138,9 @@ def distill(work: Workspace, fingerprint: str) -> None:
         done = train_(work, model, chain, settings.steps, work.directory.partial("distill", fingerprint), weights)
         log_losers(budgets, before, probe_losses(work, model, profiles))
         history = {"steps": done.steps, "losses": done.losses, "budgets": [budgets[i] for i in done.profiles]}
-    save_elastic(model, chain, work.directory / "elastic", tokenizer=work.tokenizer, shard_bytes=work.shard_bytes)
-    write_json(work.directory / "history.json", history)
+    if processes.is_first():
+        save_elastic(model, chain, work.directory / "elastic", tokenizer=work.tokenizer, shard_bytes=work.shard_bytes)
+    _write_shared(work, "history.json", history)
 
 
 def slack(work: Workspace, _: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from flexrank import processes
 from flexrank.distill import Profiles, TrainingHistory, distill_, distillation_evaluator
 from flexrank.hf import models
 from flexrank.nn.switch import use_profile
@@ -57,11 +58,12 @@ def forward_settings(work: Workspace, model: nn.Module) -> contextlib.AbstractCo
 
 def probe_losses(work: Workspace, model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> list[float]:
     """The distillation loss at each profile, a mean over the probe's samples."""
-    evaluate, losses = distillation_evaluator(work.base, work.samples.probe, work.probe_objective), []
-    for profile in profiles:
-        with use_profile(model, profile):
-            losses.append(evaluate(model))
-    return losses
+    evaluate = distillation_evaluator(work.base, work.samples.probe, work.probe_objective)
+    losses = [0.0] * len(profiles)
+    for number in processes.share(len(profiles)):
+        with use_profile(model, profiles[number]):
+            losses[number] = evaluate(model)
+    return processes.sums(*losses)
 
 
 def log_losers(budgets: Sequence[float], before: Sequence[float], after: Sequence[float]) -> None:

@@ -1,0 +1,292 @@
+"""The processes of one run, as torchrun starts them: who does what, sums over all of them, and how they end together.
+
+Without torchrun, and outside `joined`, there is one process: nothing here then costs anything, or imports torch.
+Sums and messages go through torch.distributed, by gloo for tensors on a CPU and by nccl for those on a GPU. What
+process 0 does alone, and how a run ends, goes through the store that torchrun keeps, so that no time-out bounds it.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import signal
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from flexrank.errors import FlexrankError, first_line
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+#: Seconds that a process is waited for, unless the environment's FLEXRANK_TIMEOUT says otherwise.
+TIMEOUT = 600.0
+#: Seconds in which all processes are to sign when a run ends; torchrun kills those that it stops after 30.
+GRACE = 10.0
+#: Seconds between two looks into the store, and between two signs of life of process 0.
+POLL, BEAT = 0.05, 1.0
+#: Bytes of small tensors that are summed together.
+BUCKET = 2**25
+
+
+class ProcessLost(RuntimeError):
+    """Another process has ended, or did not answer in time."""
+
+
+@dataclasses.dataclass
+class _Group:
+    """The processes that torchrun has started."""
+
+    number: int
+    count: int
+    store: Any
+    timeout: float
+    turns: int = 0  # of process 0 alone, so far
+    is_alone: bool = False
+    is_ending: bool = False
+
+    def wait_for(self, key: str) -> None:
+        """Returns when process 0 has set the key; it may take as long as it gives signs of life."""
+        beat, deadline = -1, 0.0
+        while not self.store.check([key]):
+            now, last, beat = time.monotonic(), beat, self.store.add("beat", 0)
+            deadline = deadline if beat == last else now + self.timeout
+            if self.store.check(["end"]) or now > deadline:
+                raise ProcessLost("process 0 has ended, or does not answer")
+            time.sleep(POLL)
+
+    def give_signs_of_life(self, is_over: threading.Event) -> None:
+        """Counts in the store until it is over, or torchrun has gone."""
+        with contextlib.suppress(RuntimeError):
+            while not is_over.wait(min(BEAT, self.timeout / 4)):
+                self.store.add("beat", 1)
+
+    def missing(self) -> list[int]:
+        """Signs, and waits for the others to; who has not signed in time, unless one of them says why all end."""
+        import torch.distributed as dist
+
+        dist.destroy_process_group()  # whoever waits for this one's tensors is let go
+        self.store.set(f"signed/{self.number}", "")
+        deadline = time.monotonic() + min(GRACE, self.timeout)
+        while absent := [other for other in range(self.count) if not self.store.check([f"signed/{other}"])]:
+            if self.store.check(["end"]) or time.monotonic() > deadline:
+                break
+            time.sleep(POLL)
+        return absent
+
+
+_group: _Group | None = None
+
+
+def count() -> int:
+    """How many processes share the work; 1 inside `by_first`."""
+    return 1 if _group is None or _group.is_alone else _group.count
+
+
+def is_first() -> bool:
+    """Whether this is process 0, which alone writes and prints."""
+    return number() == 0
+
+
+def number() -> int:
+    """This process's, from 0 to `count() - 1`."""
+    return 0 if _group is None else _group.number
+
+
+def share(total: int) -> range:
+    """The numbers of the items, out of `total`, that are this process's."""
+    return range(number(), total, count())
+
+
+def deal(costs: Mapping[str, float]) -> dict[str, int]:
+    """The process that each item falls to: the dearest first, each to whom has least so far."""
+    loads, owners = [0.0] * count(), dict[str, int]()
+    for name in sorted(costs, key=lambda name: -costs[name]):
+        owners[name] = loads.index(min(loads))
+        loads[owners[name]] += costs[name]
+    return owners
+
+
+def sums(*values: float) -> list[float]:
+    """Each value summed over all processes, in float64."""
+    if count() == 1 or not values:
+        return list(values)
+    import torch
+
+    total = torch.tensor(values, dtype=torch.float64)
+    sum_([total])
+    return total.tolist()
+
+
+def decided(value: bool) -> bool:
+    """Whether any process says so; all must ask."""
+    return sums(float(value))[0] > 0
+
+
+def is_alike(value: Any) -> bool:
+    """Whether the value's representation is the same in all processes; all must ask."""
+    if count() == 1:
+        return True
+    own = zlib.crc32(repr(value).encode())
+    return not decided(sums(own)[0] != own * count())
+
+
+def sum_(tensors: Iterable["Tensor"]) -> None:
+    """Sums each tensor over all processes, in place; all give as many, of the same shapes, in the same order.
+
+    Half precision is summed in float32.
+    """
+    if count() == 1:
+        return
+    import torch
+    import torch.distributed as dist
+
+    with torch.no_grad(), _talking():
+        for bucket in _buckets(tensors):
+            wide = torch.promote_types(bucket[0].dtype, torch.float32)
+            if len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].dtype == wide:
+                dist.all_reduce(bucket[0])
+                continue
+            flat = torch.cat([tensor.reshape(-1).to(wide) for tensor in bucket])
+            dist.all_reduce(flat)
+            for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+
+def _buckets(tensors: Iterable["Tensor"]) -> Iterator[list["Tensor"]]:
+    """The tensors in their order, those that follow each other in one dtype and on one device up to BUCKET together."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        is_alike = bucket and (bucket[0].dtype, bucket[0].device) == (tensor.dtype, tensor.device)
+        if bucket and (not is_alike or sum(one.nbytes for one in bucket) + tensor.nbytes > BUCKET):
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
+
+
+def to_first_(tensors: Sequence["Tensor"], owner: int) -> None:
+    """Fills process 0's tensors with the owner's; the other processes do nothing."""
+    if owner == 0 or number() not in (0, owner):
+        return
+    import torch.distributed as dist
+
+    with _talking():
+        for tensor in tensors:
+            if is_first():
+                dist.recv(tensor, owner)
+            else:
+                dist.send(tensor.contiguous(), 0)
+
+
+def by_first(work: Callable[[], T]) -> T:
+    """What `work` returns in process 0, which does it alone; the others wait, however long it takes.
+
+    The value is one of JSON. Inside `work` there is one process.
+    """
+    if _group is None or _group.is_alone:
+        return work()
+    _group.turns += 1
+    key = f"turn/{_group.turns}"
+    if _group.number > 0:
+        _group.wait_for(key)
+        return json.loads(_group.store.get(key))
+    _group.is_alone = True
+    try:
+        value = work()
+    finally:
+        _group.is_alone = False
+    _group.store.set(key, json.dumps(value))
+    return value
+
+
+def last_word(line: str, status: int, is_certain: bool = True) -> tuple[str, int]:
+    """What this process says as all end, nothing where another has spoken, and the exit status of all.
+
+    Where it is not certain that the reason lies here, as after a signal or a lost connection, processes that do not
+    answer are named in its place.
+    """
+    if _group is None:
+        return line, status
+    _group.is_ending = True
+    for kind in (signal.SIGTERM, signal.SIGINT):  # by which torchrun ends all when one has ended
+        signal.signal(kind, signal.SIG_IGN)
+    if not is_certain and (missing := _group.missing()):
+        names = f"process {missing[0]} does" if len(missing) == 1 else f"processes {str(missing)[1:-1]} do"
+        line, status = f"error: {names} not answer; the others end, and the same command continues from here", 1
+    end = _group.store.compare_set("end", "", json.dumps([_group.number, status]))
+    speaker, status = json.loads(end)
+    return (line if speaker == _group.number else ""), status
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[None]:
+    """Inside the block, processes that torchrun has started are one group; without torchrun nothing happens.
+
+    Whoever ends by an error asks for its `last_word` first, also where the block cannot be entered.
+
+    Raises:
+        FlexrankError: FLEXRANK_TIMEOUT is no number of seconds, or there are more processes than GPUs.
+    """
+    global _group
+    if "TORCHELASTIC_RUN_ID" not in os.environ or int(os.environ["WORLD_SIZE"]) == 1:
+        yield
+        return
+    import torch
+
+    dist: Any = torch.distributed
+    before, is_over = signal.signal(signal.SIGTERM, signal.default_int_handler), threading.Event()
+    store, number, size = next(dist.rendezvous("env://"))
+    _group = _Group(number, size, dist.PrefixStore("flexrank", store), TIMEOUT)
+    _connect(_group, store)
+    if is_first():
+        threading.Thread(target=_group.give_signs_of_life, args=(is_over,), daemon=True).start()
+    try:
+        yield
+        if not _group.is_ending:
+            _group.store.set(f"signed/{number}", "")
+            dist.destroy_process_group()
+            signal.signal(signal.SIGTERM, before)
+    finally:
+        is_over.set()
+        _group = None
+
+
+def _connect(group: _Group, store: Any) -> None:
+    """Opens the ways that tensors go, within the time-out that the environment sets."""
+    import torch
+    import torch.distributed as dist
+
+    group.timeout, place, has_gpu = _timeout(), int(os.environ["LOCAL_RANK"]), torch.cuda.is_available()
+    if has_gpu:
+        if place >= torch.cuda.device_count():
+            raise FlexrankError(f"{torch.cuda.device_count()} GPUs are too few; --nproc-per-node is at most that")
+        torch.cuda.set_device(place)
+    backend, limit = "cpu:gloo,cuda:nccl" if has_gpu else "gloo", datetime.timedelta(seconds=group.timeout)
+    with _talking():
+        dist.init_process_group(backend, store=store, rank=group.number, world_size=group.count, timeout=limit)
+
+
+def _timeout() -> float:
+    text = os.environ.get("FLEXRANK_TIMEOUT", str(TIMEOUT))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e9:
+        raise FlexrankError(f"FLEXRANK_TIMEOUT is {text!r}; it is a number of seconds above 0")
+    return seconds
+
+
+@contextlib.contextmanager
+def _talking() -> Iterator[None]:
+    """Turns what torch.distributed raises when a process has gone, or is late, into a ProcessLost."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ProcessLost(f"another process does not answer ({first_line(error)})") from error

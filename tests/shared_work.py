@@ -1,0 +1,198 @@
+"""What several processes do together, to be compared with one: torchrun runs this file, and test_processes calls it.
+
+    torchrun --nproc-per-node N tests/shared_work.py PLACE
+
+Batches and rows do not divide evenly: with four processes some have no batch, and no row of one.
+"""
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import flexrank as fr
+from flexrank import processes
+from flexrank.errors import FlexrankError
+from flexrank.nn.select import select_layers
+from flexrank.nn.switch import nested_layers
+from tiny import VOCABULARY, build, chain_of, nest
+
+STEPS, STOP = 9, 4
+
+
+def texts(count: int, rows: int = 3) -> list[dict[str, Tensor]]:
+    """Batches of random tokens, each with another row that ends in padding."""
+    batches = []
+    for seed in range(count):
+        ids = torch.randint(3, VOCABULARY, (rows, 10), generator=torch.Generator().manual_seed(seed))
+        mask = torch.ones_like(ids)
+        mask[seed % rows, 6:] = 0
+        batches.append({"input_ids": ids * mask, "attention_mask": mask})
+    return batches
+
+
+def vectors(count: int, rows: int) -> list[Tensor]:
+    return [torch.randn(rows, 12, generator=torch.Generator().manual_seed(seed)) for seed in range(count)]
+
+
+def calibrated(_: Path) -> dict[str, Tensor]:
+    model = build("bert")
+    moments = fr.collect_moments(
+        model, texts(3), select_layers(model), gradient_loss=fr.EmbeddingObjective().fisher_loss
+    )
+    found = {f"{name}.moment": one.moment for name, one in moments.items()}
+    found |= {f"{name}.gradient": one.gradient_moment for name, one in moments.items()}
+    return found | {f"{name}.sums": torch.tensor([one.tokens, one.mean_square]) for name, one in moments.items()}
+
+
+def decomposed(place: Path) -> dict[str, Tensor]:
+    """By block, with and without gradients, and in one pass; the rises of curvature are of each layer's own process."""
+    found = {}
+    for name, method in (("llama_untied", "fisher"), ("gpt2", "datasvd"), ("convnet", "datasvd")):
+        model, directory = build(name), place / f"{name}-{processes.count()}"
+        data: Any = [torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+        layers, seen = select_layers(model), dict[str, Tensor]()
+        loss = fr.LogitObjective().fisher_loss if method == "fisher" else None
+        for layer in layers:
+            seen[layer] = torch.zeros(1)
+        if name == "convnet":
+            fr.decompose_(model, fr.collect_moments(model, data, layers))
+        else:
+            fr.decompose_to_disk(
+                model, texts(3), list(layers), directory, method=method, gradient_loss=loss,
+                see=lambda layer, _, moment, seen=seen: seen[layer].add_(moment.tokens),
+            )  # fmt: skip
+            processes.by_first(lambda: None)
+            model = fr.load_elastic(directory)[0]
+            processes.sum_(seen.values())
+            found |= {f"{name}.{layer}.seen": tokens for layer, tokens in seen.items()}
+        for layer, nested in nested_layers(model).items():
+            found |= {f"{name}.{layer}.u": nested.u.detach(), f"{name}.{layer}.v": nested.v.detach()}
+    return found
+
+
+def probed(place: Path) -> dict[str, Tensor]:
+    student, teacher = nest(build("llama_tied")), build("llama_tied")
+    evaluate, calls = fr.distillation_evaluator(teacher, texts(3)), []
+
+    def counted(model: nn.Module) -> float:
+        calls.append(0)
+        return evaluate(model)
+
+    checkpoint = place / f"probe-{processes.count()}.json"
+    table = fr.probe_sensitivity(student, counted, 5, checkpoint=checkpoint)
+    processes.by_first(lambda: None)
+    kept = json.loads(checkpoint.read_text())["errors"]
+    assert kept == {name: list(errors) for name, errors in table.errors.items()}
+    return {name: torch.tensor(errors) for name, errors in table.errors.items()}
+
+
+def consolidated(_: Path) -> dict[str, Tensor]:
+    """Losses by each objective, and the weights."""
+    cases: dict[str, tuple[str, Any, Any, dict[str, Any]]] = {
+        "llama_untied": ("language", texts(4), fr.LogitObjective(hidden_weight=2.0, top_k=9), {"accumulation": 2}),
+        "bert": ("embedding", texts(3), fr.EmbeddingObjective(4.0), {"max_norm": 0.05}),
+        "perceptron": ("features", vectors(3, 7), fr.FeatureObjective(), {"method": "paper"}),
+        "phi3": ("language", texts(3, 1), None, {}),
+    }
+    found = {}
+    for name, (_task, batches, objective, options) in cases.items():
+        student, teacher = nest(build(name)), build(name)
+        for model in (student, teacher) if name == "llama_untied" else ():
+            model.config.output_hidden_states = True
+        history = fr.distill_(
+            student, teacher, batches, chain_of(student, (0.3, 0.6)), objective=objective, steps=STEPS,
+            learning_rate=1e-3, **options,
+        )  # fmt: skip
+        found[f"{name}.losses"] = torch.tensor(history.losses)
+        found[f"{name}.factors"] = torch.cat([one.u.detach().flatten() for one in nested_layers(student).values()])
+    return found
+
+
+class Stopping(fr.FeatureObjective):
+    """Has the last process get a SIGTERM in one of its steps."""
+
+    def __init__(self, step: int) -> None:
+        self.__dict__.update(left=step)
+
+    def target(self, output: Any, batch: Any) -> Tensor:
+        self.__dict__["left"] -= 1
+        if not self.left and processes.number() == processes.count() - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().target(output, batch)
+
+    __repr__ = fr.FeatureObjective.__repr__
+
+
+def trained(checkpoint: Path | None, stop: int = 0) -> list[float]:
+    """The losses of all steps, or those that a checkpoint holds after a stop in one of them."""
+    student, teacher = nest(build("perceptron")), build("perceptron")
+    try:
+        history = fr.distill_(
+            student, teacher, vectors(4, 7), chain_of(student, (0.3, 0.6)), objective=Stopping(stop), steps=STEPS,
+            learning_rate=1e-2, checkpoint=checkpoint, teacher_cache=0,
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        assert checkpoint is not None
+        return json.loads((checkpoint / "state.json").read_text())["losses"]
+    return list(history.losses)
+
+
+class Plain:
+    """An objective without terms."""
+
+    target, loss = fr.FeatureObjective().target, fr.FeatureObjective().loss
+
+
+def refused() -> str:
+    student = nest(build("perceptron"))
+    try:
+        fr.distill_(student, build("perceptron"), vectors(1, 7), chain_of(student, (0.5,)), objective=Plain(), steps=1)
+    except FlexrankError as error:
+        return str(error)
+    return ""
+
+
+WORK: dict[str, Callable[[Path], dict[str, Tensor]]] = {
+    "calibrated": calibrated, "decomposed": decomposed, "probed": probed, "consolidated": consolidated
+}  # fmt: skip
+
+
+def all_work(place: Path) -> dict[str, Tensor]:
+    """The tensors of all kinds of work, by kind and name."""
+    return {f"{kind}/{key}": value for kind, work in WORK.items() for key, value in work(place).items()}
+
+
+def main(place: Path) -> None:
+    with processes.joined():
+        count, number = processes.count(), processes.number()
+        tensors = {key: value.contiguous().clone() for key, value in all_work(place).items()}
+        facts: dict[str, Any] = {"stopped": trained(place / f"of-{count}", STOP), "refused": refused()}
+        for other in sorted({"of-1", "of-2", "of-4"} - {f"of-{count}"}):
+            if (place / other).exists():
+                again = place / f"{other}-by-{count}"
+                processes.by_first(lambda other=other, again=again: str(shutil.copytree(place / other, again)))
+                facts[other] = trained(again)
+        trained(own := place / f"own-{count}-{number}")
+        facts["writes"] = own.exists()
+        small = torch.tensor([256.0 if number == 0 else 1.0], dtype=torch.bfloat16)
+        processes.sum_([small, small[:0]])
+        facts["sum"] = small.item()
+        facts["first"] = processes.by_first(lambda: [processes.count(), processes.number(), os.getpid()])
+        facts["decided"] = [processes.decided(number == count - 1), processes.decided(False)]
+        facts["alike"] = [processes.is_alike("one"), processes.is_alike(number)]
+        facts["pid"] = os.getpid()
+        save_file(tensors, place / f"{count}-{number}.safetensors")
+        (place / f"{count}-{number}.json").write_text(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

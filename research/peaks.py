@@ -55,6 +55,8 @@ for config in map(load_config, sys.argv[5:]):
     finally:
         ended.set()
         thread.join()
+    if stage == "distill":
+        RunDirectory(config.directory).forget(stage)  # it has no artefact
     peaks.append(peak[0] - start)
 print(json.dumps(peaks[1:]))
 """

@@ -20,6 +20,10 @@ def test_every_stage_of_every_model_is_measured_once(
 ) -> None:
     values = settings(sources / "language", sources / "text.txt", tmp_path)
     own: dict[str, Any] = {"task": "language", "model": values["model"], "data": values["data"]}
+    (tmp_path / "pycode5m").mkdir()
+    (tmp_path / "pycode5m" / "train_sample.txt").write_text((sources / "text.txt").read_text())
+    monkeypatch.setenv("FLEXRANK_ASSETS", str(tmp_path))
+    monkeypatch.setattr(memory, "CHARACTERS", 7000)
     monkeypatch.setattr(memory, "SUBJECTS", (memory.Subject("tiny", own),))
     monkeypatch.setattr(memory, "language", lambda **_: own)
     seen = []
@@ -32,6 +36,7 @@ def test_every_stage_of_every_model_is_measured_once(
     result = memory.run(Request(tmp_path / "work"))
     assert [stage for stage, *_ in seen] == ["decompose", "probe", "distill", "evaluate", "deploy"]
     assert {tuple(places) for _, *places in seen} == {("pycode5m-first", "tiny-run")}
+    assert len((tmp_path / "work" / "tiny-run" / "text.txt").read_text()) == 7000
     counts = dry_run(load_config(tmp_path / "work" / "tiny-run" / "config.yaml"))["memory"]
     rows = {row[0]: row for row in result["tables"][0]["rows"]}
     assert rows["tiny, probe"] == [

@@ -91,15 +91,6 @@ def test_what_runs_before_the_probed_layer_does_not_run() -> None:
     assert runs["query"] == [2 + 1 + 1 * 2 + 1, 2 + 1 + 1 + 6 * 2 + 1 + 1 * 2]
 
 
-def test_modules_that_do_not_fit_are_run(caplog: pytest.LogCaptureFixture) -> None:
-    """The table is the same; only blocks are replayed, and the log says so."""
-    evaluate = distillation_evaluator(build("bert"), [batch_for("bert")] * 2, FeatureObjective())
-    wanted = probe_sensitivity(nest(build("bert")), evaluate, num_levels=3)
-    with caplog.at_level("INFO", "flexrank"):
-        assert probe_sensitivity(nest(build("bert")), evaluate, num_levels=3, replay_bytes=100) == wanted
-    assert "cannot reuse all modules in the block of layer encoder.layer.0.attention.self.query" in caplog.text
-
-
 class Added(nn.Module):
     """An operation in place on what an elastic layer returned: its output cannot be replayed, its block's can."""
 

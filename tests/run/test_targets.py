@@ -1,7 +1,8 @@
-"""What the probe keeps of the teacher's outputs, and that the dry run counts it."""
+"""What the probe keeps of both models' outputs, and that the dry run counts it."""
 
 import json
 import logging
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,17 @@ import pytest
 
 import tiny
 from flexrank.data.batches import call_model
+from flexrank.distill import distillation_evaluator
 from flexrank.distill.objectives import LogitObjective
 from flexrank.errors import FlexrankError
-from flexrank.run import run_stages
+from flexrank.probe import probe_sensitivity
+from flexrank.run import run_stages, stages, training
 from flexrank.run.config import parse_config
 from flexrank.run.dry_run import dry_run
 from flexrank.run.runner import fingerprints
 from flexrank.run.targets import probe_top_k
-from tiny_dry_runs import config_of
+from held import Held
+from tiny_dry_runs import LENGTH, Build, batch_of, config_of
 from tiny_runs import settings
 
 ROWS = 16 * 32  # of the tiny run: samples of the probe, by tokens
@@ -68,3 +72,64 @@ def test_only_the_printed_allocation_probes_by_another_loss(sources: Path, tmp_p
         config = limited(sources, tmp_path / method, 4096, allocation=settings, deployment={"slack": 0})
         prints.append(fingerprints(config, str(sources / "language")))
     assert prints[0]["decompose"] == prints[1]["decompose"] and prints[0]["probe"] != prints[1]["probe"]
+
+
+@pytest.mark.parametrize("build", [tiny.llama_untied, tiny.gpt2, tiny.bert, tiny.vit])
+def test_the_dry_run_counts_what_the_probe_replays(build: Build, tmp_path: Path) -> None:
+    """With room for all, for a block's outputs alone, and for none: 5 samples in batches of 3 and 2."""
+    batches = [batch_of(build, rows) for rows in (3, 2)]
+    block = 5 * (17 if build is tiny.vit else LENGTH) * 32 * 4
+    found = []
+    for room in (2**30, block, block - 1):
+        student = tiny.nest(build())
+        with Held(distillation_evaluator(build(), batches)) as held:
+            probe_sensitivity(student, held.evaluate, 2, replay_bytes=room, matrix_bytes=0)
+        config = config_of(build, tmp_path, probe={"replay_bytes": room})
+        assert dry_run(config)["memory"]["probe"]["replayed"] == held.most <= room
+        found.append(held.most)
+    assert found[0] > 2 * block and found[1:] == [block, 0]
+
+
+def test_the_bound_of_what_is_replayed_changes_no_result(
+    sources: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tables = []
+    for name, room in (("all", 2**30), ("none", 0)):
+        caplog.clear()
+        config = limited(sources, tmp_path / name, 2**30, probe={"levels": 4, "replay_bytes": room})
+        with caplog.at_level(logging.INFO, "flexrank"):
+            run_stages(config, "probe")
+        assert ("take more than replay_bytes, 0;" in caplog.text) == (not room)
+        tables.append((tmp_path / name / "sensitivity.json").read_bytes())
+    assert tables[0] == tables[1]
+    other = limited(sources, tmp_path / "all", 2**30, probe={"levels": 4, "replay_bytes": 1})
+    assert run_stages(other, "probe").executed == ()
+
+
+def test_loss_checks_have_targets_before_training_and_after(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not meanwhile: the dry run counts them where they take more than a step does."""
+    made: list[Any] = []
+
+    def remembered(*args: Any) -> Any:
+        evaluate = distillation_evaluator(*args)
+        made.append(weakref.ref(evaluate))
+        return evaluate
+
+    def train(*args: Any) -> Any:
+        assert [reference() for reference in made] == [None]
+        return training.train_(*args)
+
+    monkeypatch.setattr(training, "distillation_evaluator", remembered)
+    monkeypatch.setattr(stages, "train_", train)
+    run_stages(limited(sources, tmp_path / "run", 2**30), "distill")
+    assert len(made) == 2
+
+
+def test_the_dry_run_counts_the_targets_of_loss_checks(tmp_path: Path) -> None:
+    few, many = (dry_run(config_of(tiny.llama_tied, tmp_path, data={"probe": n}))["memory"] for n in (5, 5000))
+    step, check = few["consolidation"], many["consolidation"]
+    assert "targets" not in step and check["targets"] == many["probe"]["targets"] == 5000 * 10 * 64 * 4
+    assert check.keys() == {"teacher", "student", "targets", "outputs", "all"}
+    assert (check["student"], check["outputs"]) == (step["student"], many["probe"]["outputs"])

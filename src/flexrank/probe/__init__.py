@@ -61,7 +61,8 @@ def probe_sensitivity(
         num_levels: ranks of each layer, the full one included; this and the next three as in `costs.rank_levels`.
         min_saving: with `slack_share` as for `allocate_ranks`, which leaves other ranks out.
         checkpoint: a JSON file; an interrupted probe resumes from it.
-        replay_bytes: most bytes of outputs of one block's modules that are kept; above, only whole blocks are replayed.
+        replay_bytes: most bytes of outputs that are kept to be replayed: of a block, and where they fit beside of the
+            next block's modules. Where not even one block's fit, blocks run each time. The errors are the same.
         matrix_bytes: most bytes of full layers' matrices that are kept, so that they cost no more than dense ones.
 
     Raises:

@@ -2,8 +2,10 @@
 
 import collections
 import contextlib
+import dataclasses
 import itertools
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -61,89 +63,165 @@ def _returned(events: Sequence[Event], once: Collection[nn.Module]) -> tuple[nn.
     return tuple(module for module in done if module not in inner)
 
 
-class _Outputs:
-    """What one block, and modules after it, return in one evaluation; of the modules up to `room` bytes."""
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the probes of a model replay within `room` bytes.
 
-    def __init__(self, room: int):
+    Outputs of blocks are replayed where each block's fit, and those of modules inside a block where they fit beside.
+    """
+
+    starts: Mapping[str, Start]
+    stack: Sequence[nn.Module]  #: blocks that run one after the other; empty where they do not
+    sizes: Mapping[nn.Module, float]  #: bytes of a module's outputs in one evaluation; infinite where nothing tells
+    room: int
+
+    def fits(self, modules: Iterable[nn.Module]) -> bool:
+        """Whether the outputs of all these can be kept together."""
+        return sum(self.sizes[module] for module in modules) <= self.room
+
+    @property
+    def fits_blocks(self) -> bool:
+        """Whether any block's outputs can be kept; the last block's serve no other block."""
+        return all(self.fits([block]) for block in self.stack[:-1])
+
+    def starts_in(self, stretch: int) -> list[Start]:
+        """Where the probes of one stretch start, in the order of the layers."""
+        return [start for start in self.starts.values() if start.stretch == stretch]
+
+    def replayed(self, stretch: int) -> tuple[Sequence[nn.Module], list[nn.Module]]:
+        """The blocks and the modules that do not run in the probes of one stretch."""
+        blocks = self.stack[: max(stretch - 1, 0)] if self.fits_blocks else []
+        modules = list(dict.fromkeys(module for start in self.starts_in(stretch) for module in start.modules))
+        return blocks, modules if self.fits([*blocks[-1:], *modules]) else []
+
+    def most_bytes(self) -> int:
+        """Most bytes that are kept at one time: while a stretch is recorded, which replays the block kept before."""
+        most, before = 0.0, list[nn.Module]()
+        for stretch in dict.fromkeys(start.stretch for start in self.starts.values()):
+            blocks, modules = self.replayed(stretch)
+            kept = [*blocks[-1:], *modules]
+            together = [*before, *kept] if self.fits([*before, *kept]) else kept
+            most, before = max(most, sum(self.sizes[module] for module in together)), list(blocks[-1:])
+        return int(most)
+
+
+def make_plan(model: nn.Module, evaluate: Callable[[nn.Module], object], room: int) -> Plan:
+    """Finds by one evaluation of the full model what its probes can replay; on the meta device that takes no memory."""
+    layers, sizes = nested_layers(model), dict.fromkeys(model.modules(), 0.0)
+    blocks = [block for _, block in block_stack(model, layers)]
+
+    def measure(module: nn.Module, _: object, output: Any) -> None:
+        sizes[module] += _bytes(output)
+
+    with traced(model) as forwards, Hooks() as hooks:
+        for module in sizes:
+            hooks.add(module.register_forward_hook(measure))
+        evaluate(model)
+    stack = blocks if runs_in_order(forwards, blocks) else []
+    return Plan(find_starts(forwards, set(stack), layers), stack, sizes, room)
+
+
+class _Outputs:
+    """What one block, and modules after it, return in one evaluation."""
+
+    def __init__(self) -> None:
         self.block: list[Any] = []
         self.modules: dict[nn.Module, list[Any]] = {}
         self._sums: dict[nn.Module, list[float]] = {}
-        self._room = room
 
     def keep(self, module: nn.Module, _args: object, output: Any) -> None:
-        size, total = _size_and_sum(output)
-        self._room -= size
         self.modules.setdefault(module, []).append(output)
-        self._sums.setdefault(module, []).append(total)
-        if self._room < 0:
-            self.modules.clear()
+        self._sums.setdefault(module, []).append(_sum(output))
 
     def drop_changed(self) -> None:
         """Forgets outputs that were changed in place after they were returned, or hold more than tensors."""
         for module, sums in self._sums.items():
-            if [_size_and_sum(output)[1] for output in self.modules.get(module, [])] != sums:
-                self.modules.pop(module, None)
+            if [_sum(output) for output in self.modules[module]] != sums:
+                del self.modules[module]
 
 
-def _size_and_sum(output: Any) -> tuple[int, float]:
-    """Bytes, and what changes with the values: NaN, which never equals itself, where there is more than tensors."""
-    parts = [part for part in (output if isinstance(output, tuple) else (output,)) if part is not None]
-    tensors = [part for part in parts if isinstance(part, Tensor)]
-    total = sum(float(tensor.sum()) for tensor in tensors) if len(tensors) == len(parts) else float("nan")
-    return sum(tensor.nbytes for tensor in tensors), total
+def _bytes(output: Any) -> float:
+    """Bytes of memory that are not freed while this is kept; infinite where it holds more than tensors and numbers."""
+    parts = list(_parts(output))
+    if not all(isinstance(part, (Tensor, int, float, str)) for part in parts):
+        return math.inf
+    return sum(part.untyped_storage().nbytes() for part in parts if isinstance(part, Tensor))
+
+
+def _sum(output: Any) -> float:
+    """What changes with the values: NaN, which never equals itself, where there is more than tensors."""
+    parts = list(_parts(output))
+    return sum(float(part.sum()) if isinstance(part, Tensor) else math.nan for part in parts)
+
+
+def _parts(output: Any) -> Iterator[Any]:
+    """What a module's output consists of, None left out."""
+    if isinstance(output, Mapping):
+        output = tuple(output.values())
+    if isinstance(output, (tuple, list)):
+        for part in output:
+            yield from _parts(part)
+    elif output is not None:
+        yield output
 
 
 class Replay:
     """Gives back what the full model's modules return before the probed layer, in every call of `evaluate`.
 
     Kept are the outputs of the last block before the probed layer's stretch, which all blocks before the stretch return
-    then, and of the stretch's own modules. A replay is used only if it gives the baseline back to the bit.
+    then, and of the stretch's own modules, within `room` bytes. A replay is used only if it gives the baseline back to
+    the bit.
     """
 
     def __init__(self, model: nn.Module, evaluate: Callable[[nn.Module], float], baseline: float, room: int):
-        self._model, self._evaluate, self._baseline, self._room = model, evaluate, baseline, room
-        layers = nested_layers(model)
-        blocks = [block for _, block in block_stack(model, layers)]
-        with traced(model) as forwards:
-            evaluate(model)
-        self._stack = blocks if runs_in_order(forwards, blocks) else []
-        self._starts = find_starts(forwards, set(self._stack), layers)
+        self._model, self._evaluate, self._baseline = model, evaluate, baseline
+        self._plan = make_plan(model, evaluate, room)
         self._stretch = -1
-        self._replayed: list[nn.Module] = []
-        self._outputs = _Outputs(room)
+        self._replayed: Sequence[nn.Module] = []
+        self._outputs = _Outputs()
+        self._log_what_does_not_fit()
 
     @contextlib.contextmanager
     def before(self, name: str) -> Iterator[None]:
         """Inside the block, nothing runs that comes before the layer, as far as it can be replayed."""
-        start = self._starts.get(name, Start(0, 0, ()))
+        start = self._plan.starts.get(name, Start(0, 0, ()))
         if start.stretch != self._stretch:
             self._record(start.stretch, name)
         with self._replaying(start.modules):
             yield
 
+    def _log_what_does_not_fit(self) -> None:
+        plan, starts = self._plan, self._plan.starts.values()
+        if not plan.fits_blocks:
+            log.info("probe: a block's outputs take more than replay_bytes, %d; blocks run for every probe", plan.room)
+        if any(start.modules and not plan.replayed(start.stretch)[1] for start in starts):
+            log.info("probe: outputs of modules inside a block do not fit into replay_bytes, %d; where they do not, "
+                     "the modules run for every probe", plan.room)  # fmt: skip
+
     def _record(self, stretch: int, name: str) -> None:
         """Records the outputs for the probes of one stretch, and keeps those that give the baseline."""
-        blocks = self._stack[: max(stretch - 1, 0)]
-        starts = [start for start in self._starts.values() if start.stretch == stretch]
-        modules = list(dict.fromkeys(module for start in starts for module in start.modules))
-        outputs = self._outputs_of(blocks, modules)
+        blocks, modules = self._plan.replayed(stretch)
+        outputs = self._outputs_of(blocks[-1:], modules)
         self._stretch, self._replayed, self._outputs = stretch, blocks, outputs
+        starts = self._plan.starts_in(stretch)
         if outputs.modules and not self._gives_baseline(max(starts, key=lambda start: start.place).modules):
             outputs.modules.clear()
         if blocks and not outputs.modules and not self._gives_baseline(()):
-            self._replayed = []
+            self._replayed, self._outputs = [], _Outputs()
         if len(self._replayed) < len(blocks):
             log.info("probe: cannot reuse the blocks before layer %s; they run for every probe", name)
         elif len(outputs.modules) < len(modules):
             log.info("probe: cannot reuse all modules in the block of layer %s; they run for every probe", name)
 
-    def _outputs_of(self, blocks: Sequence[nn.Module], modules: Sequence[nn.Module]) -> _Outputs:
-        """Outputs of the last of the blocks and of the modules in one evaluation, if there are any."""
+    def _outputs_of(self, last: Sequence[nn.Module], modules: Sequence[nn.Module]) -> _Outputs:
+        """Outputs of the last block, if there is one, and of the modules in one evaluation."""
         self._outputs.modules.clear()
-        outputs = _Outputs(self._room)
-        if blocks or modules:
+        if not self._plan.fits([*self._replayed[-1:], *last, *modules]):
+            self._replayed, self._outputs = [], _Outputs()  # all blocks run this once
+        outputs = _Outputs()
+        if last or modules:
             with Hooks() as hooks, self._replaying(()):  # the block kept for an earlier stretch serves once more
-                for block in blocks[-1:]:
+                for block in last:
                     hooks.add(block.register_forward_hook(lambda *call: outputs.block.append(call[-1])))
                 for module in modules:
                     hooks.add(module.register_forward_hook(outputs.keep))

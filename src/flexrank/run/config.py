@@ -44,6 +44,10 @@ class ProbeConfig(Section):
     # Most bytes of the teacher's outputs that are kept: logits of all classes where they fit, else of so many of the
     # likeliest as do, all others as one. With `allocation.method: paper` all are kept, as printed.
     target_bytes: Count = 2**30
+    # Most bytes of outputs of the full model that are kept, so that what runs before a probed layer does not run again:
+    # of a block, and where they fit beside of the next block's modules. Where none fit the probe takes twice as long,
+    # and has the same result.
+    replay_bytes: Annotated[int, Field(ge=0)] = 2**30
 
 
 class AllocationConfig(Section):

@@ -56,8 +56,11 @@ STAGES = (
     ),
     Stage(
         "probe", stages.probe, ("probe", "distill", "run/candidates", "run/targets"),
-        ("data.probe", "probe", "distillation.temperature"), ("decompose",), ("sensitivity.json",),
-        is_shared=True,
+        (
+            *("data.probe", "probe.method", "probe.levels", "probe.spacing", "probe.target_bytes"),
+            "distillation.temperature",
+        ),
+        ("decompose",), ("sensitivity.json",), is_shared=True,
     ),
     Stage("allocate", stages.allocate, ("allocate", "run/candidates"), ("allocation",), ("probe",), ("chain.json",)),
     Stage(

@@ -96,6 +96,7 @@ def probe(work: Workspace, fingerprint: str) -> None:
         work.config.probe.levels,
         spacing=work.config.probe.spacing,
         checkpoint=work.directory.partial("probe", fingerprint, ".json"),
+        replay_bytes=work.config.probe.replay_bytes,
         **rule(work.config),
     )
     _write_shared(work, "sensitivity.json", table.to_json())

@@ -29,7 +29,7 @@ NOTES = (
     "budget: deployed over dense parameters of the factorised layers; sizes are those of each layer's largest rank "
     "within it, with the slack that allocation expects. A run allocates other ranks within the same budget.",
     "memory: weights, gradients, AdamW's states, activations kept to go back (of the weights' dtype), second "
-    "moments and outputs of a batch; no workspaces, and not the libraries themselves.",
+    "moments, outputs that the probe keeps and those of a batch; no workspaces, and not the libraries themselves.",
     "operations: products of all layers with a matrix, lm_head too, of attention (its whole square), of moments "
     "and factorisations; no norms, softmaxes, loss or optimiser. The probe's are the most it may take; replayed "
     "blocks save about half.",

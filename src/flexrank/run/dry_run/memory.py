@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from flexrank.data.batches import call_model
 from flexrank.nn.blocks import block_stack
 from flexrank.nn.switch import footprint, nested_layers, uniform_profile
 from flexrank.probe import MATRIX_BYTES
+from flexrank.probe.replay import make_plan
 from flexrank.profiles.costs import Shape
 from flexrank.run.candidates import candidate_ranks, rule
 from flexrank.run.config import RunConfig
@@ -30,9 +32,10 @@ def count_memory(architecture: Architecture, config: RunConfig) -> dict[str, dic
     A model is decomposed block by block: `student` is then the largest block and all that is in no block, `moments` are
     the largest block's, and `factors` what the largest layer takes in float64, to be aligned too. Later `student` is
     factors U, V, at full rank to be probed, and from consolidation on as `trained_part` says.
-    `matrices` are those of full layers while others are probed. `targets` are the teacher's outputs that the probe
-    keeps. `outputs` are those of one batch, twice where both models have them, and three times in training, with the
-    loss's gradient. `deployed` is the largest size.
+    `matrices` are those of full layers while others are probed, and `replayed` the outputs that the probe keeps of the
+    student. `targets` are the teacher's outputs that the probe keeps, and the loss checks before and after
+    consolidation. `outputs` are those of one batch, twice where both models have them, and three times in training,
+    with the loss's gradient. `deployed` is the largest size.
     """
     teacher = tensor_bytes(architecture.teacher, architecture.file_dtype)
     moments = max(moment_bytes(architecture, config).values())
@@ -45,15 +48,18 @@ def count_memory(architecture: Architecture, config: RunConfig) -> dict[str, dic
         "student": tensor_bytes(architecture.student),
         "matrices": min(MATRIX_BYTES, size * architecture.dense_parameters),
         "targets": target_bytes(architecture, config),
+        "replayed": replayed_bytes(architecture, config),
         "outputs": output * (size + file_size),
     }
     trained = trained_part(architecture, config)
     both = {"teacher": teacher, "outputs": output * (size + file_size)}
+    training = {"teacher": teacher, **training_bytes(architecture, trained, config)}
+    checked = both | {"student": training["student"], "targets": probe["targets"]}
     stages = {
         "calibration": {"student": at_once, "moments": moments},
         "decomposition": {"student": at_once, "moments": moments, "factors": factors},
         "probe": {} if config.probe.method == "curvature" else probe,
-        "consolidation": {"teacher": teacher, **training_bytes(architecture, trained, config)},
+        "consolidation": most(training, checked),
         "evaluation": most(*(both | one for one in evaluated_bytes(architecture, trained, config))),
         "deployment": most(both, *deployment_bytes(architecture, config)),
     }
@@ -66,6 +72,18 @@ def target_bytes(architecture: Architecture, config: RunConfig) -> int:
     row_bytes = numbers * architecture.file_dtype.itemsize
     top_k = probe_top_k(config, rows, row_bytes)
     return rows * row_bytes if top_k is None else top_k_bytes(rows, top_k)
+
+
+def replayed_bytes(architecture: Architecture, config: RunConfig) -> int:
+    """Most bytes that the probe keeps of the student's outputs, whose texts are taken to have no padding."""
+    samples = config.data.probe
+    with torch.no_grad():
+        plan = make_plan(
+            architecture.student,
+            lambda student: call_model(student, architecture.sample),
+            config.probe.replay_bytes // samples,
+        )
+    return samples * plan.most_bytes()
 
 
 def most(*moments: dict[str, int]) -> dict[str, int]:

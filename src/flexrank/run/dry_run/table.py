@@ -10,7 +10,7 @@ from flexrank.run.tables import count, new_table, print_line
 
 PARTS = (
     "teacher", "student", "gradients", "optimizer", "activations", "moments", "factors", "matrices", "targets",
-    "outputs", "deployed", "all",
+    "replayed", "outputs", "deployed", "all",
 )  # fmt: skip
 STYLE: dict[str, Any] = {"title_justify": "left", "padding": (0, 1)}
 

@@ -1,0 +1,98 @@
+"""What a probe keeps to replay it: nothing else stays in memory, within a bound that changes no error."""
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from flexrank.distill import distillation_evaluator
+from flexrank.distill.objectives import FeatureObjective
+from flexrank.probe import probe_sensitivity
+from flexrank.probe.replay import make_plan
+from flexrank.profiles import SensitivityTable
+from held import Held
+from tiny import nest
+
+WIDTH, ROWS, BATCHES = 6, 4, 2
+SET = BATCHES * ROWS * WIDTH * 4  #: bytes of what a module returns in one evaluation
+NO_BLOCKS, NO_MODULES = "probe: a block's outputs take more than", "probe: outputs of modules inside a block do not fit"
+
+
+def stack(block: Callable[[], nn.Module] | None = None) -> nn.Module:
+    """Four blocks; the probes of a block's second layer need not run the first one, nor what is between."""
+    block = block or (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)))
+    torch.manual_seed(0)
+    return nn.Sequential(*(block() for _ in range(4))).eval()
+
+
+def probed(model: nn.Module, room: int) -> tuple[SensitivityTable, Held]:
+    """The table of a probe, and what was in memory meanwhile."""
+    student = nest(model)
+    batches = list(torch.randn(BATCHES, ROWS, WIDTH, generator=torch.Generator().manual_seed(0)))
+    with Held(distillation_evaluator(stack(), batches, FeatureObjective())) as held:
+        return probe_sensitivity(student, held.evaluate, 3, replay_bytes=room, matrix_bytes=0), held
+
+
+@pytest.mark.parametrize(
+    ("room", "most", "said"),
+    [
+        # Of the block before, while the next is recorded; of this one; and of a layer and a tanh inside the next.
+        (4 * SET, 4 * SET, []), (4 * SET - 1, 3 * SET, []), (3 * SET, 3 * SET, []),
+        (3 * SET - 1, 2 * SET, [NO_MODULES]), (2 * SET, 2 * SET, [NO_MODULES]), (2 * SET - 1, SET, [NO_MODULES]),
+        (SET, SET, [NO_MODULES]), (SET - 1, 0, [NO_BLOCKS, NO_MODULES]), (0, 0, [NO_BLOCKS, NO_MODULES]),
+    ],
+)  # fmt: skip
+def test_what_is_kept_is_within_the_bound_and_changes_no_error(
+    room: int, most: int, said: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted, _ = probed(stack(), 2**30)
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "flexrank"):
+        table, held = probed(stack(), room)
+    assert table == wanted and held.most == most
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("probe:")]
+    assert len(lines) == len(said) and all(line.startswith(start) for line, start in zip(lines, said, strict=True))
+    assert make_plan(nest(stack()), lambda model: model(torch.zeros(BATCHES * ROWS, WIDTH)), room).most_bytes() == most
+
+
+class Halved(nn.Module):
+    """Returns a part of a larger tensor, all of whose memory it keeps from being freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)[:, :WIDTH]
+
+
+class Named(nn.Module):
+    """Returns what no bound can be held for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: object) -> object:
+        return Box(self.linear(x.tensor if isinstance(x, Box) else x))
+
+
+class Box:
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor
+
+
+class Unboxing(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).tensor
+
+
+@pytest.mark.parametrize(("room", "most"), [(2**30, 4 * SET), (2 * SET, 2 * SET), (2 * SET - 1, 0)])
+def test_a_view_counts_with_all_its_memory(room: int, most: int) -> None:
+    assert probed(stack(Halved), room)[1].most == most
+
+
+def test_what_has_no_known_size_is_not_kept() -> None:
+    assert probed(Unboxing(*stack(Named)), 2**30)[1].most == 0

@@ -39,8 +39,13 @@ def calibration(architecture: Architecture, config: RunConfig) -> int:
 
 def decomposition(architecture: Architecture, config: RunConfig) -> int:
     """The leading terms of each layer's factorisation, in float64."""
+    return sum(layer_decompositions(architecture, config).values())
+
+
+def layer_decompositions(architecture: Architecture, config: RunConfig) -> dict[str, int]:
+    """`factorisation` of each layer."""
     outputs, method = layers_by_output(architecture, config), config.decomposition.method
-    return sum(factorisation(shape, method, name in outputs) for name, shape in architecture.shapes.items())
+    return {name: factorisation(shape, method, name in outputs) for name, shape in architecture.shapes.items()}
 
 
 def factorisation(shape: Shape, method: str, from_output: bool = False) -> int:

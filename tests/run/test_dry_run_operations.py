@@ -166,7 +166,9 @@ def test_consolidation_takes_the_operations_that_torch_counts(tmp_path: Path) ->
         config, student = config_of(build, tmp_path, **more), nest(real(build))
         chain = [uniform(student, budget)[0] for budget in reversed(budgets)]
         counted = flops(functools.partial(distill_, student, model, batches, chain, weights=weights, **steps))
-        made = sum(2 * min(layer.matrix_shape) * math.prod(layer.matrix_shape) for layer in nested_layers(student).values())
+        made = sum(
+            2 * min(layer.matrix_shape) * math.prod(layer.matrix_shape) for layer in nested_layers(student).values()
+        )
         assert dry_run(config)["operations"]["consolidation"] == counted - made * (budgets == [1.0, 0.4])
     settings: list[dict[str, Any]] = [{"weights": [3.0, 1.0]}, {"weights": [2.0, 1.0]}, {}, {"method": "paper"}]
     costs = [dry_run(config_of(build, tmp_path, distillation=one))["operations"]["consolidation"] for one in settings]

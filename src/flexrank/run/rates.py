@@ -8,7 +8,6 @@ writing a file. The link between devices is not measured.
 import copy
 import functools
 import os
-import statistics
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -46,7 +45,7 @@ SIZES = {"cpu": Size(512, 4096, 4, 128, 384), "cuda": Size(2048, 32000, 8, 1024,
 #: A Llama's width of a head, its layers, and the inner width of its blocks over the outer.
 HEAD, LAYERS, INNER = 64, 2, 3
 #: Rounds after the first one; bytes that are written; and budgets, each of which takes a step.
-REPEATS, DISK_BYTES, BUDGETS = 3, 2**28, (0.8, 0.4)
+REPEATS, DISK_BYTES, BUDGETS = 5, 2**28, (0.8, 0.4)
 
 
 def measure_device(directory: Path) -> Device:
@@ -159,7 +158,7 @@ def write_rate(directory: Path) -> float:
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """The median over rounds, once the device has finished."""
+    """The least over rounds, once the device has finished: other work on a machine only adds to it."""
 
     def finish() -> None:
         run()
@@ -167,4 +166,4 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
             torch.cuda.synchronize(device)
 
     (seconds,) = interleave([finish], REPEATS, warmup=1)
-    return statistics.median(seconds)
+    return min(seconds)

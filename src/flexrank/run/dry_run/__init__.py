@@ -4,6 +4,7 @@ The architecture is built on the meta device, and run there for one sample. What
 known: the ranks that allocation chooses, the slack of gauge alignment, and activations.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ def dry_run(
         "tokens": tokens,
         **_operations(architecture, config, tflops),
         **plan,
-        "notes": [*_notes(architecture, config), *(plan_notes(plan["plan"]) if plan else [HOURS])],
+        "notes": _notes(architecture, config, plan_notes(plan["plan"]) if plan else [HOURS]),
     }
 
 
@@ -173,9 +174,9 @@ def _budget_rows(architecture: Architecture, config: RunConfig) -> list[dict[str
     return rows
 
 
-def _notes(architecture: Architecture, config: RunConfig) -> list[str]:
+def _notes(architecture: Architecture, config: RunConfig, more: Sequence[str]) -> list[str]:
     """What the figures mean, one line each."""
-    notes, name = list(NOTES), type(architecture.teacher).__name__
+    notes, name = [*NOTES, *more], type(architecture.teacher).__name__
     if config.distillation.autocast == "auto":
         notes.append("distillation.autocast auto: outputs are counted in the model's dtype, twice those of bfloat16.")
     if config.task == "embedding":

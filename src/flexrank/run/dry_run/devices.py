@@ -61,9 +61,9 @@ def _gpu(
     return Device(name=name, memory=memory, products=products, share=SHARE, link=1e9 * link, disk=DISK, price=price)
 
 
-#: Peak dense rates of the vendor's data sheets: NVIDIA's for the H200, H100 and A100 (SXM) and the L4, whose bfloat16 is
-#: given with sparsity, twice what it is without, and "NVIDIA Ada GPU Architecture" for the RTX 4090 (bfloat16 summed in
-#: float32). float32 is without TF32, as torch multiplies by default; float64 is that of tensor cores, on Ada 1/64 of
+#: Peak dense rates of the vendor's data sheets: NVIDIA's for the H200, H100 and A100 (SXM) and the L4, which gives
+#: bfloat16 with sparsity, twice what it is without, and "NVIDIA Ada GPU Architecture" for the RTX 4090 (bfloat16 summed
+#: in float32). float32 is without TF32, as torch multiplies by default; float64 is that of tensor cores, on Ada 1/64 of
 #: float32. Links are half of NVLink's 900 and 600 GB/s, which count both ways, and PCIe 4.0 x16. Memory leaves out what
 #: a card has beyond its round number, for workspaces. Prices are round US dollars, no provider's own.
 GPUS: Mapping[str, Device] = {

@@ -125,7 +125,7 @@ def drawn_profiles(architecture: Architecture, config: RunConfig) -> list[tuple[
     weights = settings.weights or default_weights(settings.method, [budget == 1 for budget in reversed(budgets)])[::-1]
     profiles = []
     for budget, weight in zip(budgets, weights, strict=True):
-        ranks = uniform_profile(architecture.student, budget, rule(config)["slack_share"])
+        ranks = dict(uniform_profile(architecture.student, budget, rule(config)["slack_share"]))
         if shares_factors_alone(config):
             ranks = {name: rank for name, rank in ranks.items() if rank < min(architecture.shapes[name])}
         profiles.append((ranks, weight / sum(weights)))

@@ -74,27 +74,25 @@ def plan_run(
     if count > 1 and device.link is None:
         raise FlexrankError(f"device {device.name!r} has no rate of a link between devices; set its link, or --gpus 1")
     works = stage_works(architecture, config, memory, device, count)
-    stages = {}
-    for stage, parts in memory.items():
-        work = works.get(stage)
-        hours = work.seconds(device) / 3600 if work else None
-        stages[stage] = {
-            "bytes": parts["all"],
-            "bytes_missing": max(0, parts["all"] - device.memory),
-            "work": work._asdict() if work else None,
-            "hours": hours,
-            "money": _money(hours, device, count),
-        }
-    all_hours, training = sum(row["hours"] or 0.0 for row in stages.values()), stages["consolidation"]["hours"]
+    hours = {stage: work.seconds(device) / 3600 for stage, work in works.items()}
+    tokens_per_second = tokens / hours["consolidation"] / 3600 if tokens else None
+
+    def row(stage: str, size: int) -> dict[str, Any]:
+        missing, own = max(0, size - device.memory), hours.get(stage)
+        work = works[stage]._asdict() if stage in works else None
+        return {
+            "bytes": size, "bytes_missing": missing, "work": work, "hours": own, "money": _money(own, device, count),
+        }  # fmt: skip
+
     return {
         "device": device.model_dump(),
         "devices": count,
         "batch_rows": config.distillation.batch_size,
-        "stages": stages,
-        "fits": not any(row["bytes_missing"] for row in stages.values()),
-        "tokens_per_second": tokens / training / 3600 if tokens else None,
-        "hours": all_hours,
-        "money": _money(all_hours, device, count),
+        "stages": {stage: row(stage, parts["all"]) for stage, parts in memory.items()},
+        "fits": all(parts["all"] <= device.memory for parts in memory.values()),
+        "tokens_per_second": tokens_per_second,
+        "hours": sum(hours.values()),
+        "money": _money(sum(hours.values()), device, count),
     }
 
 

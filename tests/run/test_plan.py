@@ -10,7 +10,7 @@ import tiny
 from flexrank.errors import FlexrankError
 from flexrank.nn.switch import nested_layers
 from flexrank.run import rates
-from flexrank.run.config import RunConfig
+from flexrank.run.config import RunConfig, load_config
 from flexrank.run.dry_run import dry_run, operations
 from flexrank.run.dry_run.architecture import build_architecture
 from flexrank.run.dry_run.devices import GPUS, ByDtype, Device, find_device
@@ -19,6 +19,12 @@ from tiny import nest
 from tiny_dry_runs import BATCH, LENGTH, config_of, flops, real, uniform
 from tiny_runs import invoke, refused
 
+ROOT = Path(__file__).parents[2]
+#: The settings for less memory of examples/paper/README.md.
+SMALLER = [
+    "dtype=bfloat16", "distillation.optimizer=adamw_8bit", "distillation.gradient_checkpointing=true",
+    "distillation.method=balanced", "allocation.method=joint", "allocation.savings=parameters",
+]  # fmt: skip
 DEVICE = Device(
     name="round", memory=10**9, disk=1e3, link=1e2, price=3.0,
     products=ByDtype(float64=1e6, float32=2e6, bfloat16=8e6), share=ByDtype(float64=0.5, float32=0.5, bfloat16=0.25),
@@ -134,6 +140,32 @@ def test_a_stage_fits_to_the_last_byte(tmp_path: Path) -> None:
     plan = plan_of(config, memory=most - 7)
     missing = {stage: row["bytes_missing"] for stage, row in plan["stages"].items() if row["bytes_missing"]}
     assert missing == {stage: 7 for stage, size in needed.items() if size == most} and not plan["fits"]
+
+
+@pytest.mark.parametrize(
+    ("name", "label", "gpu", "devices"),
+    [
+        ("llama-3.2-1b", "Llama 3.2 1B | 1 x 24", "rtx4090", 1), ("llama-3.2-1b", "Llama 3.2 1B | 8 x 80", "h100", 8),
+        ("llama-3.2-3b", "Llama 3.2 3B | 1 x 24", "rtx4090", 1), ("llama-3.1-8b", "Llama 3.1 8B | 8 x 80", "h100", 8),
+    ],
+)  # fmt: skip
+def test_the_page_shows_the_plans(
+    name: str, label: str, gpu: str, devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    path = f"examples/paper/{name}.yaml"
+    own = load_config(path).distillation
+    rows = [f"batch_size={devices * own.batch_size}", f"accumulation={own.accumulation // devices}"]
+    config = load_config(path, [*SMALLER, *(f"distillation.{row}" for row in rows)])
+    plan = dry_run(config, device=find_device(gpu), devices=devices)["plan"]
+    stages = plan["stages"].values()
+    missing = max(row["bytes_missing"] for row in stages)
+    cells = [
+        label, *(f"{row['bytes'] / 1e9:.1f}" for row in stages), f"no, by {missing / 1e9:.1f}" if missing else "yes",
+        *(f"{row['hours']:.3g}" for row in stages if row["work"]), f"{plan['tokens_per_second']:,.0f}",
+        f"{plan['hours']:.3g}", f"{plan['money']:,.0f}",
+    ]  # fmt: skip
+    assert f"| {' | '.join(cells)} |" in Path("docs/scale.md").read_text(encoding="utf8")
 
 
 @pytest.mark.parametrize(

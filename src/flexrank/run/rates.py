@@ -52,17 +52,15 @@ def measure_device(directory: Path) -> Device:
     """Measures the GPU where there is one, else the CPU, and the disk of this directory."""
     device, facts = torch.device("cuda" if torch.cuda.is_available() else "cpu"), machine_facts()
     size = SIZES[device.type]
-    sustained = {
-        "float64": factorisation_rate(size, device),
-        "float32": step_rate(size, device, None),
-        "bfloat16": step_rate(size, device, torch.bfloat16),
-    }
-    products = {name: product_rate(size, device, getattr(torch, name)) for name in sustained}
+    products, share = {}, {}
+    for name, rate in (("float64", factorisation_rate), ("float32", step_rate), ("bfloat16", autocast_step_rate)):
+        products[name] = product_rate(size, device, getattr(torch, name))
+        share[name] = rate(size, device) / products[name]
     return Device(
         name=facts.get("gpu", facts["processor"]),
         memory=memory_bytes(device),
         products=ByDtype(**products),
-        share=ByDtype(**{name: rate / products[name] for name, rate in sustained.items()}),
+        share=ByDtype(**share),
         disk=write_rate(directory),
         auto="off" if autocast_dtype("auto", device) is None else "bfloat16",
     )
@@ -90,7 +88,7 @@ def product_rate(size: Size, device: torch.device, dtype: torch.dtype) -> float:
     return counted / _seconds(multiply, device)
 
 
-def step_rate(size: Size, device: torch.device, autocast: torch.dtype | None) -> float:
+def step_rate(size: Size, device: torch.device, autocast: torch.dtype | None = None) -> float:
     """Counted operations per second of consolidation, a step at each of `BUDGETS`; weights are float32."""
     with tempfile.TemporaryDirectory() as place:
         config, model = llama_run(size, Path(place))
@@ -106,6 +104,9 @@ def step_rate(size: Size, device: torch.device, autocast: torch.dtype | None) ->
         steps=len(profiles), autocast=autocast, teacher_cache=0,
     )  # fmt: skip
     return operations.consolidation(architecture, config) / _seconds(train, device)
+
+
+autocast_step_rate = functools.partial(step_rate, autocast=torch.bfloat16)
 
 
 def llama_run(size: Size, place: Path) -> tuple[RunConfig, Any]:

@@ -58,7 +58,7 @@ def plan_run(
     device: Device,
     count: int,
 ) -> dict[str, Any]:
-    """A JSON object: each stage's bytes, and on which of these devices they fit, operations, hours and money, and all.
+    """What the run takes as a JSON object: bytes of a device, bytes that it lacks, hours and money by stage and in all.
 
     Args:
         architecture: the run's.

@@ -118,13 +118,18 @@ def run(
     overrides: Set = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Prints sizes and costs of the run, and stops.")] = False,
     tflops: Annotated[float | None, typer.Option(help="With --dry-run: 10^12 operations per second; 100.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="With --dry-run: plans for h200 and others, local or FILE.json.")
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(help="With --gpu: their number, a process each; 1.")] = None,
+    price: Annotated[float | None, typer.Option(help="With --gpu: of a device's hour, in place of its own.")] = None,
     as_json: Json = False,
 ) -> None:
     """Runs all stages; continues an earlier run of the same config."""
-    if tflops is not None and not dry_run:
-        raise FlexrankError("--tflops belongs to --dry-run")
+    planned = {"tflops": tflops, "gpu": gpu, "gpus": gpus, "price": price}
+    _check_planned({option: value for option, value in planned.items() if value is not None}, dry_run)
     if dry_run:
-        _show_dry_run(config, overrides, tflops, as_json)
+        _show_dry_run(config, overrides, planned, as_json)
         return
     outcome = _run(config, overrides, "report")
     _show_report(outcome.directory, as_json, {"executed": list(outcome.executed)})
@@ -190,8 +195,23 @@ def deploy(
 
 
 @app.command()
-def measure(config: Config, overrides: Set = None, as_json: Json = False) -> None:
-    """Times every size against the base model, and its memory: measurement.json."""
+def measure(
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A YAML file, or a run directory.")] = None,
+    overrides: Set = None,
+    calibrate_plan: Annotated[
+        bool, typer.Option(help="Measures this machine for `run --dry-run --gpu local`.")
+    ] = False,
+    output: Annotated[Path | None, typer.Option(help="With --calibrate-plan: where to write; plan.json.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Times every size against the base model, and its memory: measurement.json. Or, without a run, this machine."""
+    if calibrate_plan:
+        if config is not None or overrides:
+            raise FlexrankError("--calibrate-plan measures the machine, and takes no CONFIG and no --set")
+        _calibrate_plan(output, as_json)
+        return
+    if config is None or output is not None:
+        raise FlexrankError("give CONFIG; without one there is --calibrate-plan, to which --output belongs")
     from flexrank.run.measure import measure_run, print_measurement
 
     outcome = _run(config, overrides, "slack")
@@ -200,6 +220,26 @@ def measure(config: Config, overrides: Set = None, as_json: Json = False) -> Non
     print_measurement(result, _console(160, stderr=as_json))
     if as_json:
         _print_json({"directory": str(outcome.directory), **result})
+
+
+def _calibrate_plan(output: Path | None, as_json: bool) -> None:
+    """Measures the machine, writes the file, and prints its place, or with --json what is in it."""
+    from flexrank.files import write_json
+    from flexrank.run.dry_run import LOCAL
+    from flexrank.run.rates import measure_device
+
+    path = output or LOCAL
+    if not path.parent.is_dir():
+        raise FlexrankError(f"--output {path}: no such directory as {path.parent}")
+    progress.show(False)  # nobody asks for the models that are measured
+    logging.getLogger("flexrank").setLevel(logging.WARNING)
+    device = processes.by_first(lambda: measure_device(path.parent).model_dump())
+    if processes.is_first():
+        write_json(path, device)
+    if as_json:
+        _print_json(device)
+    else:
+        print(path)
 
 
 @app.command()
@@ -265,11 +305,27 @@ def _resumable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _show_dry_run(config: Path, overrides: list[str] | None, tflops: float | None, as_json: bool) -> None:
-    from flexrank.run.config import load_config
-    from flexrank.run.dry_run import DEFAULT_TFLOPS, dry_run, print_dry_run
+def _check_planned(given: Mapping[str, Any], is_dry: bool) -> None:
+    """Refuses options that belong to others which are not given, and a wrong price."""
+    for option in given:
+        if not is_dry:
+            raise FlexrankError(f"--{option} belongs to --dry-run")
+        if option in ("gpus", "price") and "gpu" not in given:
+            raise FlexrankError(f"--{option} belongs to --gpu")
+        if option == "tflops" and "gpu" in given:
+            raise FlexrankError("--tflops and --gpu both say how fast the machine is; give one of them")
+    if not 0 <= given.get("price", 0) < float("inf"):
+        raise FlexrankError(f"--price is {given['price']:g}; it is that of a device's hour, 0 or more")
 
-    result = dry_run(load_config(config, overrides or ()), DEFAULT_TFLOPS if tflops is None else tflops)
+
+def _show_dry_run(config: Path, overrides: list[str] | None, planned: Mapping[str, Any], as_json: bool) -> None:
+    from flexrank.run.config import load_config
+    from flexrank.run.dry_run import DEFAULT_TFLOPS, dry_run, find_device, print_dry_run
+
+    device = find_device(planned["gpu"], planned["price"]) if planned["gpu"] is not None else None
+    tflops = DEFAULT_TFLOPS if planned["tflops"] is None else planned["tflops"]
+    devices = 1 if planned["gpus"] is None else planned["gpus"]
+    result = dry_run(load_config(config, overrides or ()), tflops, device, devices)
     if as_json:
         _print_json(result)
     else:

@@ -102,9 +102,12 @@ def share(total: int) -> range:
     return range(number(), total, count())
 
 
-def deal(costs: Mapping[str, float]) -> dict[str, int]:
-    """The process that each item falls to: the dearest first, each to whom has least so far."""
-    loads, owners = [0.0] * count(), dict[str, int]()
+def deal(costs: Mapping[str, float], among: int | None = None) -> dict[str, int]:
+    """The process that each item falls to: the dearest first, each to whom has least so far.
+
+    There are `among` processes, or as many as run.
+    """
+    loads, owners = [0.0] * (among or count()), dict[str, int]()
     for name in sorted(costs, key=lambda name: -costs[name]):
         owners[name] = loads.index(min(loads))
         loads[owners[name]] += costs[name]

@@ -25,7 +25,7 @@ from flexrank.profiles.costs import rank_levels
 from flexrank.run.dry_run import dry_run, operations
 from flexrank.run.dry_run.architecture import build_architecture
 from tiny import nest
-from tiny_dry_runs import BATCH, Build, batch_of, config_of, flops, real, uniform
+from tiny_dry_runs import BATCH, LENGTH, Build, batch_of, config_of, flops, real, uniform
 
 
 @pytest.mark.parametrize("build", [tiny.llama_untied, tiny.gpt2])
@@ -154,16 +154,22 @@ def test_a_factorisation_is_its_products_and_textbook_terms(shape: tuple[int, in
 
 
 def test_consolidation_takes_the_operations_that_torch_counts(tmp_path: Path) -> None:
-    """One budget alone, and two, each of which is drawn once; else the larger one twice as often, as by `distill_`."""
+    """One budget alone, and two, each of which is drawn once; else the larger one twice as often, as by `distill_`.
+
+    At budget 1 beside another one matrices run, which are made before the first step, and are not trained.
+    """
     build, steps = tiny.llama_tied, {"steps": 2, "accumulation": 2, "teacher_cache": 0}
     model, batches = real(build), [batch_of(build)] * 2
-    for budgets in ([0.9], [0.4], [0.9, 0.4]):
+    for budgets in ([0.9], [0.4], [1.0, 0.4], [0.9, 0.4]):
         weights = [1.0] * len(budgets)
         more: Any = {"allocation": {"budgets": budgets}, "distillation": {"weights": weights}}
         config, student = config_of(build, tmp_path, **more), nest(real(build))
         chain = [uniform(student, budget)[0] for budget in reversed(budgets)]
         counted = flops(functools.partial(distill_, student, model, batches, chain, weights=weights, **steps))
-        assert dry_run(config)["operations"]["consolidation"] == counted
+        made = sum(
+            2 * min(layer.matrix_shape) * math.prod(layer.matrix_shape) for layer in nested_layers(student).values()
+        )
+        assert dry_run(config)["operations"]["consolidation"] == counted - made * (budgets == [1.0, 0.4])
     settings: list[dict[str, Any]] = [{"weights": [3.0, 1.0]}, {"weights": [2.0, 1.0]}, {}, {"method": "paper"}]
     costs = [dry_run(config_of(build, tmp_path, distillation=one))["operations"]["consolidation"] for one in settings]
     assert costs[0] > costs[1] == costs[2] and counted < costs[2] < costs[0]
@@ -174,3 +180,24 @@ def test_consolidation_takes_the_operations_that_torch_counts(tmp_path: Path) ->
         for one in whole
     ]
     assert costs[0] == costs[1]
+
+
+@pytest.mark.parametrize("method", ["balanced", "paper"])
+def test_blocks_that_run_again_take_the_operations_that_torch_counts(method: Any, tmp_path: Path) -> None:
+    """All but each block's last product, whose output nothing needs to go back: torch ends the block before it."""
+    build, budgets, keys = tiny.llama_tied, [0.9, 0.4], {"gradient_checkpointing": True, "method": method}
+    more: Any = {"allocation": {"budgets": budgets}, "distillation": keys | {"weights": [1.0, 1.0]}}
+    config, student = config_of(build, tmp_path, **more), nest(real(build))
+    chain, batches = [uniform(student, budget)[0] for budget in reversed(budgets)], [batch_of(build)] * 2
+    counted = flops(
+        lambda: distill_(
+            student, real(build), batches, chain, weights=[1.0, 1.0], steps=2, accumulation=2, teacher_cache=0, **keys
+        )
+    )
+    last = sum(
+        2 * 2 * BATCH * LENGTH * rank * layer.matrix_shape[0]
+        for profile in chain
+        for name, rank in profile.items()
+        if name.endswith("down_proj") and (layer := nested_layers(student)[name])
+    )
+    assert dry_run(config)["operations"]["consolidation"] == counted + last

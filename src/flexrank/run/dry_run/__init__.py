@@ -4,6 +4,7 @@ The architecture is built on the meta device, and run there for one sample. What
 known: the ranks that allocation chooses, the slack of gauge alignment, and activations.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,11 +17,13 @@ from flexrank.run.candidates import candidate_ranks, require_reachable_budgets, 
 from flexrank.run.config import RunConfig
 from flexrank.run.dry_run import operations
 from flexrank.run.dry_run.architecture import Architecture, build_architecture
+from flexrank.run.dry_run.devices import LOCAL, Device, find_device
 from flexrank.run.dry_run.memory import count_memory, moment_bytes
+from flexrank.run.dry_run.plan import part_of, plan_notes, plan_run
 from flexrank.run.dry_run.table import print_dry_run
 from flexrank.run.tables import split_block
 
-__all__ = ["DEFAULT_TFLOPS", "dry_run", "print_dry_run"]
+__all__ = ["DEFAULT_TFLOPS", "LOCAL", "dry_run", "find_device", "print_dry_run"]
 
 #: Operations per second, in 10¹², for the hours: a round number, not a measured one.
 DEFAULT_TFLOPS = 100.0
@@ -33,28 +36,40 @@ NOTES = (
     "operations: products of all layers with a matrix, lm_head too, of attention (its whole square), of moments "
     "and factorisations; no norms, softmaxes, loss or optimiser. The probe's are the most it may take; replayed "
     "blocks save about half.",
-    "hours: operations over the stated rate; none for decomposition, in float64, which runs far below it.",
 )
+HOURS = "hours: operations over the stated rate; none for decomposition, in float64, which runs far below it."
 
 
-def dry_run(config: RunConfig, tflops: float = DEFAULT_TFLOPS) -> dict[str, Any]:
+def dry_run(
+    config: RunConfig, tflops: float = DEFAULT_TFLOPS, device: Device | None = None, devices: int = 1
+) -> dict[str, Any]:
     """Counts what a run of this config would take; nothing is computed, downloaded or written.
 
-    `tflops` are the operations per second in 10¹² that the machine sustains, for the hours.
+    Args:
+        config: the run's.
+        tflops: the operations per second in 10¹² that the machine sustains, for `hours`.
+        device: adds `plan`, what the run takes on `devices` of these; `plan_run` says what is in it.
+        devices: their number, a process each.
 
     Returns:
-        A JSON object: layers, parameters and sizes, `moments` and `memory` in bytes, `operations` and `hours` by stage,
-        `tokens` in all, and `notes`, which say what is counted.
+        A JSON object: layers, parameters and sizes, `moments` and `memory` of one process in bytes, `operations` of all
+        and `hours` by stage, `tokens` in all, and `notes`, which say what is counted.
 
     Raises:
-        FlexrankError: the architecture cannot be built, has no layer to factorise, or cannot reach a budget.
+        FlexrankError: the architecture cannot be built, has no layer to factorise, or cannot reach a budget; or there
+            is no such number of devices.
     """
+    if devices < 1:
+        raise FlexrankError(f"--gpus is {devices}; it is a number of devices, 1 or more")
     if not 0 < tflops < float("inf"):
         raise FlexrankError(f"--tflops is {tflops:g}; give 10^12 operations per second, a number above 0")
     architecture = build_architecture(config)
     require_reachable_budgets(config, architecture.shapes)
     moments = moment_bytes(architecture, config).values()
+    memory = count_memory(architecture, part_of(config, devices))
     per_step = config.distillation.batch_size * config.distillation.accumulation
+    tokens = config.distillation.steps * per_step * architecture.tokens
+    plan = {"plan": plan_run(architecture, config, memory, tokens, device, devices)} if device else {}
     return {
         "name": config.name,
         "model": config.model,
@@ -74,12 +89,13 @@ def dry_run(config: RunConfig, tflops: float = DEFAULT_TFLOPS) -> dict[str, Any]
         },
         "budgets": _budget_rows(architecture, config),
         "moments": {"all": sum(moments), "largest_block": max(moments)},
-        "memory": count_memory(architecture, config),
+        "memory": memory,
         "samples_per_step": per_step,
         "steps": config.distillation.steps,
-        "tokens": config.distillation.steps * per_step * architecture.tokens,
+        "tokens": tokens,
         **_operations(architecture, config, tflops),
-        "notes": _notes(architecture, config),
+        **plan,
+        "notes": _notes(architecture, config, plan_notes(plan["plan"]) if plan else [HOURS]),
     }
 
 
@@ -158,9 +174,9 @@ def _budget_rows(architecture: Architecture, config: RunConfig) -> list[dict[str
     return rows
 
 
-def _notes(architecture: Architecture, config: RunConfig) -> list[str]:
+def _notes(architecture: Architecture, config: RunConfig, more: Sequence[str]) -> list[str]:
     """What the figures mean, one line each."""
-    notes, name = list(NOTES), type(architecture.teacher).__name__
+    notes, name = [*NOTES, *more], type(architecture.teacher).__name__
     if config.distillation.autocast == "auto":
         notes.append("distillation.autocast auto: outputs are counted in the model's dtype, twice those of bfloat16.")
     if config.task == "embedding":

@@ -4,17 +4,19 @@ Counted are the products of layers with a matrix, of attention, the moments and 
 activations, softmaxes, loss or optimiser.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping
 
 from flexrank.distill.schedule import default_weights
+from flexrank.nn.blocks import block_stack
 from flexrank.nn.switch import last_within, uniform_profile
 from flexrank.probe import MATRIX_BYTES
 from flexrank.profiles.costs import Shape
 from flexrank.run.candidates import candidate_ranks, rule
 from flexrank.run.config import RunConfig
-from flexrank.run.dry_run.architecture import Architecture, Call
+from flexrank.run.dry_run.architecture import Architecture, Call, shares_factors_alone
 from flexrank.run.dry_run.memory import layers_by_output, moment_widths
 
 
@@ -37,8 +39,13 @@ def calibration(architecture: Architecture, config: RunConfig) -> int:
 
 def decomposition(architecture: Architecture, config: RunConfig) -> int:
     """The leading terms of each layer's factorisation, in float64."""
+    return sum(layer_decompositions(architecture, config).values())
+
+
+def layer_decompositions(architecture: Architecture, config: RunConfig) -> dict[str, int]:
+    """`factorisation` of each layer."""
     outputs, method = layers_by_output(architecture, config), config.decomposition.method
-    return sum(factorisation(shape, method, name in outputs) for name, shape in architecture.shapes.items())
+    return {name: factorisation(shape, method, name in outputs) for name, shape in architecture.shapes.items()}
 
 
 def factorisation(shape: Shape, method: str, from_output: bool = False) -> int:
@@ -97,16 +104,32 @@ def evaluations(architecture: Architecture, config: RunConfig) -> int:
 def consolidation(architecture: Architecture, config: RunConfig) -> int:
     """Steps × batches × (teacher forward + student forward and backward), each budget at its uniform ranks and weight.
 
-    Forward passes that kept outputs of the teacher save are counted.
+    With gradient checkpointing blocks run forward once more. Forward passes that kept outputs of the teacher save are
+    counted.
+    """
+    settings, student = config.distillation, 0.0
+    for ranks, share in drawn_profiles(architecture, config):
+        passes = forward(architecture, settings.batch_size, ranks) + backward(architecture, settings.batch_size, ranks)
+        if settings.gradient_checkpointing:
+            passes += repeated(architecture, settings.batch_size, ranks)
+        student += passes * share
+    return round((forward(architecture, settings.batch_size) + student) * settings.accumulation * settings.steps)
+
+
+def drawn_profiles(architecture: Architecture, config: RunConfig) -> list[tuple[dict[str, int], float]]:
+    """Ranks of the layers that compute by factors, and the share of steps, for each budget of consolidation.
+
+    Where sizes share factors alone, a layer at full rank computes by its matrix, which is not trained.
     """
     settings, budgets = config.distillation, config.allocation.budgets
     weights = settings.weights or default_weights(settings.method, [budget == 1 for budget in reversed(budgets)])[::-1]
-    student = 0.0
+    profiles = []
     for budget, weight in zip(budgets, weights, strict=True):
-        ranks = uniform_profile(architecture.student, budget, rule(config)["slack_share"])
-        passes = forward(architecture, settings.batch_size, ranks) + backward(architecture, settings.batch_size, ranks)
-        student += passes * weight / sum(weights)
-    return round((forward(architecture, settings.batch_size) + student) * settings.accumulation * settings.steps)
+        ranks = dict(uniform_profile(architecture.student, budget, rule(config)["slack_share"]))
+        if shares_factors_alone(config):
+            ranks = {name: rank for name, rank in ranks.items() if rank < min(architecture.shapes[name])}
+        profiles.append((ranks, weight / sum(weights)))
+    return profiles
 
 
 def forward(architecture: Architecture, samples: int, ranks: Mapping[str, int] = {}) -> int:
@@ -121,16 +144,26 @@ def forward(architecture: Architecture, samples: int, ranks: Mapping[str, int] =
 def backward(architecture: Architecture, samples: int, ranks: Mapping[str, int]) -> int:
     """The backward pass of consolidation, as if each layer's output reached the loss.
 
-    A dense layer takes 2·T·m·n for a trained weight, and as much for an input that something trained has made.
+    A dense layer takes 2·T·m·n for a trained weight, and as much for an input that something trained has made. A
+    factorised layer that is not in `ranks` computes by a matrix that is not trained, from an input with trained gains.
     """
     total = 2 * samples * architecture.attention
     for name, (m, n), call in _calls(architecture):
-        rows, is_trained = samples * call.rows, architecture.teacher.get_submodule(name).weight.requires_grad
+        rows, weight = samples * call.rows, architecture.teacher.get_submodule(name).weight
         if name in ranks:
             total += elastic_backward((m, n), ranks[name], rows, call.needs_gradient)
+        elif name in architecture.shapes:
+            total += 2 * rows * m * n
         else:
-            total += 2 * rows * m * n * (is_trained + call.needs_gradient)
+            total += 2 * rows * m * n * (weight.requires_grad + call.needs_gradient)
     return total
+
+
+def repeated(architecture: Architecture, samples: int, ranks: Mapping[str, int]) -> int:
+    """What gradient checkpointing runs again: the forward pass of a batch, of the stack's blocks alone."""
+    blocks = tuple(f"{name}." for name, _ in block_stack(architecture.student, architecture.shapes))
+    calls = {name: calls for name, calls in architecture.calls.items() if name.startswith(blocks)}
+    return forward(dataclasses.replace(architecture, calls=calls), samples, ranks)
 
 
 def _calls(architecture: Architecture) -> Iterator[tuple[str, Shape, Call]]:

@@ -16,11 +16,14 @@ STYLE: dict[str, Any] = {"title_justify": "left", "padding": (0, 1)}
 
 
 def print_dry_run(result: Mapping[str, Any], console: Console) -> None:
-    """Prints what `dry_run` returned: a summary, four tables, and what their figures mean."""
+    """Prints what `dry_run` returned: a summary, four tables, the plan in one line, and what the figures mean."""
     for line in _summary(result):
         print_line(console, line)
-    for table in (_layers(result), _budgets(result), _memory(result), _work(result)):
+    work = _plan(result["plan"]) if "plan" in result else _work(result)
+    for table in (_layers(result), _budgets(result), _memory(result), work):
         console.print(table)
+    if "plan" in result:
+        print_line(console, _sum(result["plan"]))
     for note in result["notes"]:
         print_line(console, note)
 
@@ -75,6 +78,30 @@ def _work(result: Mapping[str, Any]) -> Table:
     for stage, operations in result["operations"].items():
         table.add_row("in all" if stage == "all" else stage, count(operations), _hours(result["hours"][stage]))
     return table
+
+
+def _plan(plan: Mapping[str, Any]) -> Table:
+    columns = ["stage", "bytes a device", "fits", "operations a device", "hours", "money"]
+    device, stages = plan["device"], plan["stages"]
+    title = f"plan: {plan['devices']} x {device['name']} of {count(device['memory'])}B"
+    table = new_table(columns, left=("stage", "fits"), title=title, **STYLE)
+    for stage, row in stages.items():
+        missing, work = row["bytes_missing"], row["work"]
+        fits = f"no, by {count(missing)}B" if missing else "yes"
+        operations = count(round(work["operations"])) if work else "-"
+        table.add_row(stage, count(row["bytes"]), fits, operations, _hours(row["hours"]), _money(row["money"]))
+    table.add_row("in all", "", "yes" if plan["fits"] else "no", "", _hours(plan["hours"]), _money(plan["money"]))
+    return table
+
+
+def _sum(plan: Mapping[str, Any]) -> str:
+    speed, price = plan["tokens_per_second"], plan["device"]["price"]
+    cost = f"{plan['money']:,.2f} at {price:g} an hour and device" if price is not None else "no price: give --price"
+    return f"plan: {_hours(plan['hours'])} hours, {count(round(speed or 0))} tokens per second in consolidation; {cost}"
+
+
+def _money(money: float | None) -> str:
+    return "-" if money is None else f"{money:,.2f}"
 
 
 def _hours(hours: float | None) -> str:

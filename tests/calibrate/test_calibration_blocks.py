@@ -45,6 +45,15 @@ def test_moments_by_block_are_those_of_one_pass(name: str, fisher: bool) -> None
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
+def test_blocks_are_checked_on_one_row() -> None:
+    """Two outputs are compared: of a whole batch they would be the most that calibration holds."""
+    model, batch, outputs = build("llama_untied"), batch_for("llama_untied"), []
+    model.lm_head.register_forward_hook(lambda *values: outputs.append(values[2].shape[:2]))
+    rows, tokens = batch["input_ids"].shape
+    list(moments_by_block(model, [batch] * 3, select_layers(model, exclude=["lm_head"])))
+    assert rows > 1 and outputs == [(1, tokens)] * 2
+
+
 def test_each_block_is_a_part_and_runs_once_for_each_batch() -> None:
     model, batch = build("llama_untied"), batch_for("llama_untied")
     runs = {"model.layers.0.mlp.down_proj": 0, "model.layers.1.mlp.down_proj": 0, "lm_head": 0}

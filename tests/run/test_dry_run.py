@@ -1,5 +1,6 @@
 """The dry run's layers, sizes and memory against real models."""
 
+import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
@@ -25,7 +26,7 @@ from flexrank.profiles import SlackTable
 from flexrank.profiles.costs import SLACK_SHARE
 from flexrank.run.dry_run import dry_run, operations
 from flexrank.run.dry_run.architecture import build_architecture
-from flexrank.run.dry_run.memory import moment_bytes, tensor_bytes, trained_part
+from flexrank.run.dry_run.memory import count_memory, moment_bytes, tensor_bytes, trained_part
 from tiny import nest
 from tiny_dry_runs import BATCH, LENGTH, Build, batch_of, bytes_of, config_of, real, uniform
 
@@ -77,6 +78,16 @@ def test_moments_take_the_bytes_that_calibration_allocates(build: Build, method:
     assert sum(moment_bytes(architecture, config).values()) == bytes_of(tensors)
     groups = find_groups(lambda: call_model(model, batch_of(build)), select_layers(model))
     assert sorted(architecture.groups) == sorted(map(tuple, groups))
+
+
+def test_calibration_takes_moments_or_the_two_outputs_that_are_compared(tmp_path: Path) -> None:
+    config = config_of(tiny.llama_tied, tmp_path)
+    architecture = build_architecture(config)
+    moments = max(moment_bytes(architecture, config).values())
+    most = moments // 8  # numbers of one sample's output: two of four bytes each take as much
+    for outputs, key, size in ((most - 1, "moments", moments), (most + 1, "outputs", 8 * (most + 1))):
+        memory = count_memory(dataclasses.replace(architecture, outputs=outputs), config)["calibration"]
+        assert memory[key] == size and memory["all"] == memory["student"] + size
 
 
 def test_memory_is_what_real_training_holds(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from flexrank.calibrate.hooks import Hooks
 from flexrank.calibrate.moments import Moments
 from flexrank.calibrate.stream import Placement, States, Stream
 from flexrank.calibrate.structure import find_groups
-from flexrank.data.batches import Batch, row_masks, to_device
+from flexrank.data.batches import Batch, row_masks, some_rows, to_device
 from flexrank.progress import track
 
 
@@ -46,7 +46,8 @@ class ByBlock:
             return "it has no stack of blocks"
         if any(name in self.names for name, _ in self.stack):
             return "a block is a layer itself"
-        first = to_device(self.batches[0], self.placement.device)
+        row = some_rows(self.batches[0], slice(0, 1))  # two outputs are compared: of a whole batch they may not fit
+        first = to_device(row, self.placement.device)
         with self._around(), self.placement.held(self.stack[0][1]), self._computing():
             return self._stream.obstacle(first, self.loss is not None and bool(self._outside))
 

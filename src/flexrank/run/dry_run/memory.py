@@ -42,7 +42,7 @@ def count_memory(architecture: Architecture, config: RunConfig) -> dict[str, dic
     at_once, method = weights_at_once(architecture), config.decomposition.method
     factors = max(factor_bytes(shape, method, config.keeps_input_moments) for shape in architecture.shapes.values())
     size, file_size = architecture.teacher.dtype.itemsize, architecture.file_dtype.itemsize
-    output = config.data.batch_size * architecture.outputs
+    output, compared = config.data.batch_size * architecture.outputs, 2 * architecture.outputs * size
     probe = {
         "teacher": teacher,
         "student": tensor_bytes(architecture.student),
@@ -56,7 +56,7 @@ def count_memory(architecture: Architecture, config: RunConfig) -> dict[str, dic
     training = {"teacher": teacher, **training_bytes(architecture, trained, config)}
     checked = both | {"student": training["student"], "targets": probe["targets"]}
     stages = {
-        "calibration": {"student": at_once, "moments": moments},
+        "calibration": most({"student": at_once, "moments": moments}, {"student": at_once, "outputs": compared}),
         "decomposition": {"student": at_once, "moments": moments, "factors": factors},
         "probe": {} if config.probe.method == "curvature" else probe,
         "consolidation": most(training, checked),

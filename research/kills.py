@@ -34,7 +34,7 @@ PLACES = (START, *stage_names())
 LOADING = 3.0
 POLL = 0.02
 #: Seconds in which a start must get to its stage, and all of its processes end after a kill.
-PATIENCE = 600.0
+PATIENCE = 900.0
 #: Files without times or places in them, which are to be the same to the byte.
 COMPARED = (*(name for stage in STAGES[:-1] if not stage.is_timed for name in stage.outputs), "deployed")
 
@@ -82,11 +82,13 @@ class Run:
                 if time.monotonic() > deadline:
                     raise FlexrankError(f"{self.words}: the run has not come to {place} in {PATIENCE:g} seconds")
                 time.sleep(POLL)
-            time.sleep(seconds)
+            while run.poll() is None and number not in _numbered_children(run.pid):
+                time.sleep(POLL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                run.wait(seconds)
             fell, found = self._place(run), _numbered_children(run.pid)
-            if number not in found:
-                return None if not run.wait(PATIENCE) else fell
-            os.kill(found[number], signal.SIGKILL)
+            if run.poll() is None and number in found:
+                os.kill(found[number], signal.SIGKILL)
             return fell if run.wait(PATIENCE) else None
 
     def _place(self, run: subprocess.Popen[bytes]) -> str:

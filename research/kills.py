@@ -16,16 +16,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from flexrank.cli import OneLineErrors
 from flexrank.errors import FlexrankError
 from flexrank.files import digest_file, digest_files
 from flexrank.run.directory import RunDirectory
 from flexrank.run.runner import STAGES, stage_names
+
+app = typer.Typer(cls=OneLineErrors, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 #: What comes before the first stage: interpreters that start and find each other.
 START = "start"
@@ -75,21 +78,21 @@ class Run:
                 raise FlexrankError(f"{self.words}: the run ended with {status}, and no process was killed")
 
     def kill(self, place: str, seconds: float, number: int) -> str | None:
-        """Kills a process so many seconds into a stage; where it fell, or None where the run had ended before."""
+        """Kills a process so many seconds into a stage, or into the first that is left, or as that stage ends.
+
+        Returns the stage in which the kill fell; None where the run had ended before.
+        """
         with self.started() as run:
-            deadline = time.monotonic() + PATIENCE
-            while run.poll() is None and PLACES.index(self._place(run)) < PLACES.index(place):
-                if time.monotonic() > deadline:
-                    raise FlexrankError(f"{self.words}: the run has not come to {place} in {PATIENCE:g} seconds")
-                time.sleep(POLL)
-            while run.poll() is None and number not in _numbered_children(run.pid):
-                time.sleep(POLL)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                run.wait(seconds)
+            _wait(run, lambda: self._is_at(run, place) and number in _numbered_children(run.pid), PATIENCE)
+            at = self._place(run)
+            _wait(run, lambda: self._place(run) != at, seconds)
             fell, found = self._place(run), _numbered_children(run.pid)
             if run.poll() is None and number in found:
                 os.kill(found[number], signal.SIGKILL)
             return fell if run.wait(PATIENCE) else None
+
+    def _is_at(self, run: subprocess.Popen[bytes], place: str) -> bool:
+        return PLACES.index(self._place(run)) >= PLACES.index(place)
 
     def _place(self, run: subprocess.Popen[bytes]) -> str:
         """The stage at work, by what process 0 says of those before it and by its lock."""
@@ -135,6 +138,13 @@ def differences(wanted: Path, found: Path) -> set[str]:
     return left | {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
 
 
+def _wait(run: subprocess.Popen[bytes], is_so: Callable[[], bool], seconds: float) -> None:
+    """Returns when it is so, when the run has ended, or after so many seconds."""
+    end = time.monotonic() + seconds
+    while run.poll() is None and not is_so() and time.monotonic() < end:
+        time.sleep(POLL)
+
+
 def _numbered_children(parent: int) -> dict[int, int]:
     """The identities of the processes that torchrun has started, by their number."""
     found = {}
@@ -147,9 +157,15 @@ def _numbered_children(parent: int) -> dict[int, int]:
     return found
 
 
-def main(
+@app.callback()
+def _group() -> None:
+    """Evidence that killed runs go on."""
+
+
+@app.command()
+def kills(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A run's YAML; a small one, it starts often.")],
-    kills: Annotated[int, typer.Option(min=1, help="How many.")] = 30,
+    count: Annotated[int, typer.Option("--kills", min=1, help="How many.")] = 30,
     processes: Annotated[int, typer.Option(min=2, help="Of the run; each kill takes one of them.")] = 2,
     seed: Annotated[int, typer.Option(help="Of the moments and the processes.")] = 0,
     work: Annotated[Path, typer.Option(help="Where the runs are; what is there of them goes.")] = Path("runs", "kills"),
@@ -161,7 +177,7 @@ def main(
     for run in (plain, killed):
         shutil.rmtree(run.output, ignore_errors=True)
     plain.finish()
-    result = kill_run(killed, plain.output, kills, seed)
+    result = kill_run(killed, plain.output, count, seed)
     where = collections.Counter(result["kills"])
     for place in PLACES:
         print(f"{place:>17} {where[place]:3} kills")
@@ -173,4 +189,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app(["kills", *sys.argv[1:]], prog_name="python -m research.kills")

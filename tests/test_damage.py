@@ -1,4 +1,4 @@
-"""Damage to any file that flexrank reads back: one clear line, or what the undamaged files give; never anything else."""
+"""Damage to any file that flexrank reads back: one clear line, or what the undamaged files give; nothing else."""
 
 import dataclasses
 import json
@@ -26,7 +26,6 @@ from flexrank.errors import FlexrankError
 from flexrank.files import digest_json, digest_tensor
 from flexrank.hf import models
 from flexrank.probe import probe_sensitivity
-from flexrank.profiles import ProfileChain
 
 #: Of each file; FLEXRANK_MUTATIONS=200 is the whole of it, which takes minutes.
 MUTATIONS = int(os.environ.get("FLEXRANK_MUTATIONS", "20"))
@@ -258,7 +257,9 @@ def test_every_json_survives_or_is_refused(subject: Subject) -> None:
     names = sorted(path.name for path in subject.place.glob("*.json"))
 
     @settings(max_examples=MUTATIONS * len(names), **OPTIONS)
-    @given(st.sampled_from(names), st.integers(0, 2**31), VALUES, st.sampled_from(["change", "delete", "rename", "all"]))
+    @given(
+        st.sampled_from(names), st.integers(0, 2**31), VALUES, st.sampled_from(["change", "delete", "rename", "all"])
+    )
     def damaged(name: str, number: int, value: Any, way: str) -> None:
         document = json.loads((subject.place / name).read_text())
         every = list(places(document))

@@ -3,8 +3,8 @@
 `elastic.safetensors`, several files where it is large, stores factors by component, so that a layer's r leading
 components are the first bytes of its tensors; a reader with a budget touches no others, and a full layer's own matrix
 only where the budget leaves it full.
-`elastic.json` holds the layers' specs, the chain, each tensor's dtype, and a checksum for each segment between two ranks
-of the chain, so that a prefix is checked without the rest.
+`elastic.json` holds the layers' specs, the chain, the tensors' dtypes, and a checksum for each segment between two
+ranks of the chain, so that a prefix is checked without the rest.
 """
 
 import dataclasses

@@ -22,7 +22,7 @@ STUDIES = (
     "vision", "adaptation", "gar",
 )  # fmt: skip
 #: Speed, stage by stage; then quality.
-BENCHES = ("train", "calibrate", "decompose", "probe", "search", "saving", "start", "sts", "language")
+BENCHES = ("train", "calibrate", "decompose", "probe", "search", "saving", "memory", "start", "sts", "language")
 #: As the paper has it: every rank is a candidate, and no slack is counted.
 EVERY_RANK: dict[str, Any] = {"min_saving": 0.0, "slack_share": 0.0}
 

@@ -1,9 +1,6 @@
 """A run of a model that is larger than memory: curvature in place of the probe, bfloat16 files, and its peak."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ from flexrank.run import run_stages
 from flexrank.run.config import load_config, parse_config
 from flexrank.run.dry_run import dry_run
 from flexrank.run.samples import loss_rows
+from research.peaks import peaks_of
 from tiny_runs import settings
 
 
@@ -70,58 +68,6 @@ def test_a_model_in_bfloat16_is_decomposed_in_float32(sources: Path, tmp_path: P
         trained.state_dict()["model.layers.0.mlp.up_proj.u"][:4],
         loaded.state_dict()["model.layers.0.mlp.up_proj.u"][:4],
     )
-
-
-#: In a fresh process, for each configuration after the first: the most memory of a stage, whose name comes first, above
-#: what there was before. To decompose that is anonymous memory, for the model is mapped; what is trained is mapped too.
-PEAKS = """
-import contextlib, ctypes, gc, json, pathlib, sys, threading, time
-libc = ctypes.CDLL(None)
-libc.mallopt(-3, 65536)  # what is freed is given back: else memory kept for the next request would count
-import torch, transformers
-import torch._dynamo, torchao.optim
-from flexrank.run import run_stages, stages
-from flexrank.run.config import load_config
-
-if sys.argv[1] == "distill":
-    stages.save_elastic = lambda *_, **__: ended.set()  # which a stage's memory is not about
-needed = {"decompose": None, "distill": "allocate", "deploy": "slack"}[sys.argv[1]]
-counted = ("RssAnon", "RssFile") if sys.argv[1] == "distill" else ("RssAnon",)
-
-def held():
-    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(counted))
-
-def watch(peak, ended):
-    while not ended.wait(0.002):
-        peak[0] = max(peak[0], held())
-
-peaks = []
-for config in map(load_config, sys.argv[2:]):
-    if needed:
-        run_stages(config, needed)
-    gc.collect()
-    libc.malloc_trim(0)
-    start, peak, ended = held(), [0], threading.Event()
-    thread = threading.Thread(target=watch, args=(peak, ended))
-    thread.start()
-    with contextlib.suppress(FileNotFoundError):  # of the artefact, which is not written
-        run_stages(config, sys.argv[1])
-    ended.set()
-    thread.join()
-    peaks.append(peak[0] - start)
-print(json.dumps(peaks[1:]))
-"""
-
-
-def peaks_of(stage: str, *configs: str) -> list[int]:
-    alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # each further thread has buffers of its own
-    done = subprocess.run(
-        [sys.executable, "-c", PEAKS, stage, *configs], capture_output=True, text=True, check=False, env=alone
-    )
-    assert done.returncode == 0, done.stderr
-    peaks: list[int] = json.loads(done.stdout)
-    return peaks
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")

@@ -49,9 +49,10 @@ class Stop:
 @pytest.mark.parametrize(
     ("stage", "where", "name", "at", "left", "result"),
     [
-        # 15 layers of 4 ranks, the last of them for nothing: the 22nd call is in the sixth layer, so five are kept.
+        # 15 layers of 4 ranks, of which the full one is not evaluated: the 22nd call is in the eighth layer, and seven
+        # are kept.
         # The first call of the resumed one sees that the checkpoint is of the same probe.
-        ("probe", sensitivity, "_probe", 22, 1 + 4 * 10, "sensitivity.json"),
+        ("probe", sensitivity, "_probe", 22, 1 + 3 * 8, "sensitivity.json"),
         # 6 steps, a checkpoint every 2: stopped in the fifth, four are kept.
         ("distill", Step, "_backward", 5, 2, "elastic/elastic.safetensors"),
     ],

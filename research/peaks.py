@@ -1,0 +1,81 @@
+"""The most memory that a stage of a run holds, measured in a fresh process."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Literal
+
+from flexrank.errors import FlexrankError
+
+Stage = Literal["decompose", "probe", "distill", "evaluate", "deploy"]
+#: What else must be done before a stage is measured: what stands between it and that is measured with it.
+NEEDED: dict[str, str | None] = {
+    "decompose": None, "probe": "decompose", "distill": "allocate", "evaluate": "distill", "deploy": "slack",
+}  # fmt: skip
+#: All that is measured of one, beside itself.
+WITH = {"evaluate": ["slack", "evaluate_initial"]}
+#: What the process runs for each configuration: a stage and what it needs are read from its arguments.
+PROGRAM = """
+import contextlib, ctypes, gc, json, pathlib, sys, threading
+libc = ctypes.CDLL(None)
+libc.mallopt(-3, 65536)  # what is freed is given back: else memory kept for the next request would count
+import torch, transformers
+import torch._dynamo, torchao.optim
+from flexrank.run import run_stages, stages
+from flexrank.run.config import load_config
+from flexrank.run.directory import RunDirectory
+
+stage, needed, together, counted = sys.argv[1], *map(json.loads, sys.argv[2:5])
+if stage == "distill":
+    stages.save_elastic = lambda *_, **__: ended.set()  # which a stage's memory is not about
+
+def held():
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(tuple(counted)))
+
+def watch(peak, ended):
+    while not ended.wait(0.002):
+        peak[0] = max(peak[0], held())
+
+peaks = []
+for config in map(load_config, sys.argv[5:]):
+    if needed:
+        run_stages(config, needed)
+    for done in (stage, *together):  # by an earlier process
+        RunDirectory(config.directory).forget(done)
+    gc.collect()
+    libc.malloc_trim(0)
+    start, peak, ended = held(), [0], threading.Event()
+    thread = threading.Thread(target=watch, args=(peak, ended))
+    thread.start()
+    try:
+        with contextlib.suppress(FileNotFoundError):  # of the artefact, which is not written
+            run_stages(config, stage)
+    finally:
+        ended.set()
+        thread.join()
+    peaks.append(peak[0] - start)
+print(json.dumps(peaks[1:]))
+"""
+
+
+def peaks_of(stage: Stage, *configs: str) -> list[int]:
+    """Bytes that the stage holds at most above what there was before, for each configuration after the first.
+
+    The first brings in what libraries load late. Blocks that are decomposed, and the size that is deployed, are mapped
+    from their files, and leave memory where it is needed: there only the process's own memory counts.
+
+    Raises:
+        FlexrankError: the process fails, or the system has no /proc.
+    """
+    counted = ["RssAnon"] if stage in ("decompose", "deploy") else ["RssAnon", "RssFile"]
+    arguments = [stage, *map(json.dumps, (NEEDED[stage], WITH.get(stage, []), counted)), *configs]
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # each further thread has buffers of its own
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, check=False, env=alone
+    )
+    if done.returncode:
+        raise FlexrankError(f"measuring the memory of {stage} failed: {done.stderr.strip().splitlines()[-1]}")
+    peaks: list[int] = json.loads(done.stdout)
+    return peaks

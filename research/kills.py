@@ -117,7 +117,8 @@ def kill_run(run: Run, undisturbed: Path, kills: int, seed: int) -> dict[str, An
     for number in range(kills):
         place, where = PLACES[number * len(PLACES) // kills], None
         while where is None:
-            where = run.kill(place, chance.uniform(0, seconds[place] + LOADING), chance.randrange(run.processes))
+            moment = chance.uniform(0, seconds[place] + chance.choice((0.0, LOADING)))
+            where = run.kill(place, moment, chance.randrange(run.processes))
             if where is None:
                 differing |= differences(undisturbed, run.output)
                 runs += 1

@@ -28,7 +28,7 @@ from flexrank.hf import models
 from flexrank.probe import probe_sensitivity
 
 #: Of each file; FLEXRANK_MUTATIONS=200 is the whole of it, which takes minutes.
-MUTATIONS = int(os.environ.get("FLEXRANK_MUTATIONS", "20"))
+MUTATIONS = int(os.environ.get("FLEXRANK_MUTATIONS", "10"))
 STEPS = 3
 
 

@@ -19,9 +19,11 @@ from safetensors.torch import load_file
 
 import shared_work
 from flexrank import processes
+from flexrank.files import digest_files
 from flexrank.run import run_stages
 from flexrank.run.config import load_config, parse_config
 from flexrank.run.runner import STAGES
+from research.kills import Run, differences
 from tiny_runs import settings
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -145,13 +147,20 @@ def test_two_processes_make_the_curvature_of_one(prepared: dict[str, Any], tmp_p
         assert found["errors"][name] == pytest.approx(errors, rel=1e-5), name
 
 
-@pytest.mark.slow
-def test_two_processes_make_the_run_of_one(prepared: dict[str, Any], tmp_path: Path) -> None:
-    output, words = flexrank(2, "run", config_of(prepared, tmp_path / "two"), "--json")
+@pytest.fixture(scope="module")
+def of_two(prepared: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that two processes do."""
+    two = tmp_path_factory.mktemp("two") / "two"
+    output, words = flexrank(2, "run", config_of(prepared, two), "--json")
     assert words == []
     result = json.loads(output.splitlines()[-1])  # one object, not two
     assert len(result["executed"]) == 9
-    one, two = Path(prepared["output"]), tmp_path / "two"
+    return two
+
+
+@pytest.mark.slow
+def test_two_processes_make_the_run_of_one(prepared: dict[str, Any], of_two: Path) -> None:
+    one, two = Path(prepared["output"]), of_two
 
     def read(name: str) -> list[Any]:
         return [json.loads((place / name).read_text()) for place in (one, two)]
@@ -167,6 +176,49 @@ def test_two_processes_make_the_run_of_one(prepared: dict[str, Any], tmp_path: P
         assert all(is_near(others[key], tensor, 1e-5) for key, tensor in tensors.items()), name
     wanted, found = read("summary.json")
     assert found["rows"][0]["quality"] == pytest.approx(wanted["rows"][0]["quality"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_killed_processes_leave_a_run_that_ends_with_the_same_bytes(
+    prepared: dict[str, Any], of_two: Path, tmp_path: Path
+) -> None:
+    """`python -m research.kills` does it 30 times, over all stages."""
+    run = Run(config_of(prepared, tmp_path / "killed"), tmp_path / "killed", 2)
+    fell = [run.kill("probe", 0.2, 1), run.kill("distill", 0.4, 0)]
+    run.finish()
+    assert None not in fell and differences(of_two, run.output) == set()
+    (run.output / "elastic" / "elastic.json").write_text("{}")
+    (run.output / "stages" / ".slack.json.1x.aside").touch()
+    assert differences(of_two, run.output) == {"elastic/elastic.json", "stages/.slack.json.1x.aside"}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    (place := tmp_path / "disk").mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", place], capture_output=True).returncode:
+        pytest.skip("to mount a small disk needs root")
+    yield place
+    subprocess.run(["umount", "--lazy", place], check=True)
+
+
+@pytest.mark.slow
+def test_a_full_disk_in_a_save_leaves_the_checkpoint_before(prepared: dict[str, Any], small_disk: Path) -> None:
+    """There is room for one checkpoint, and not for the second beside it."""
+    run = Path(shutil.copytree(prepared["output"], small_disk / "run"))
+    config, before = config_of(prepared, run, steps=8, checkpoint_every=2), digest_files(run / "elastic")
+    room = 4 * (run / "elastic" / "elastic.safetensors").stat().st_size  # a checkpoint takes about three times that
+    (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - room))
+    _, words = flexrank(2, "distill", config)
+    (word,) = [word for word in words if not word.startswith("exit")]
+    assert word.startswith("error: ") and "No space left on device" in word
+    assert words[1:] == ["exit 2", "exit 2"]
+    (state,) = (run / "partial").iterdir()
+    losses = json.loads((state / "state.json").read_text())["losses"]
+    assert len(losses) == 2 and digest_files(run / "elastic") == before
+    (small_disk / "filler").unlink()
+    assert flexrank(2, "distill", config)[1] == []
+    history = json.loads((run / "history.json").read_text())["losses"]
+    assert len(history) == 8 and history[:2] == losses and not state.exists()
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -26,18 +27,25 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 def read_json(path: str | Path) -> Any:
-    """The content of a JSON file; it is a FlexrankError if the file is missing or not JSON."""
+    """The content of a JSON file; it is a FlexrankError if the file is missing or not JSON.
+
+    A number that is not finite is not JSON.
+    """
     path = Path(path)
     if not path.is_file():
         raise FlexrankError(f"{path}: no such file")
 
-    def refuse(constant: str) -> None:
-        raise FlexrankError(f"{path}: holds {constant}, which is not a JSON number")
-
     try:
-        return json.loads(path.read_text(encoding="utf8"), parse_constant=refuse)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        return json.loads(path.read_text(encoding="utf8"), parse_constant=_finite, parse_float=_finite)
+    except (ValueError, RecursionError) as error:  # also of integers with thousands of digits
         raise FlexrankError(f"{path}: not JSON ({error})") from error
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a finite number")
+    return value
 
 
 def require_keys(value: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
@@ -107,6 +115,23 @@ def _replace_directory(new: Path, path: Path) -> None:
         shutil.rmtree(old)
 
 
+def clear_leftovers(directory: Path) -> None:
+    """Removes what killed processes have left of their writing; a directory that one had only put away comes back.
+
+    No other process may be writing there.
+    """
+    for old in directory.glob(".*.old"):
+        for kept in old.iterdir():
+            if not (directory / kept.name).exists():
+                os.replace(kept, directory / kept.name)
+        shutil.rmtree(old)
+    for aside in directory.glob(".*.aside"):
+        if aside.is_dir():
+            shutil.rmtree(aside)
+        else:
+            aside.unlink()
+
+
 def directory_bytes(path: str | Path) -> int:
     """Bytes of all files under `path`."""
     return sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())
@@ -153,20 +178,24 @@ def digest_files(directory: str | Path) -> dict[str, str]:
     return {file.relative_to(directory).as_posix(): digest_file(file) for file in files}
 
 
-def verify_files(directory: str | Path, digests: Mapping[str, str]) -> None:
-    """Raises FlexrankError if a file is missing, or does not match its digest."""
+def verify_files(
+    directory: str | Path,
+    digests: Mapping[str, str],
+    reason: str = "truncated, edited, or saved over (then delete flexrank.json)",
+) -> None:
+    """Raises FlexrankError if a file is missing, or does not match its digest, for which the message gives `reason`."""
     for name, digest in digests.items():
         path = Path(directory) / name
         if not path.is_file():
             raise FlexrankError(f"{path}: no such file; the artefact is incomplete")
         if digest_file(path) != digest:
-            reason = "truncated, edited, or saved over (then delete flexrank.json)"
             raise FlexrankError(f"{path}: does not match its checksum; {reason}")
 
 
 def write_document(path: str | Path, kind: str, content: Mapping[str, Any]) -> None:
     """Writes a JSON document with its kind, format and a checksum of itself."""
-    document = {"kind": kind, "format": FORMAT, **content}
+    # As it is read: keys that are numbers are texts then, and in another order.
+    document = json.loads(json.dumps({"kind": kind, "format": FORMAT, **content}, allow_nan=False))
     write_json(path, document | {"checksum": digest_json(document)})
 
 

@@ -182,6 +182,12 @@ def drop_tensor(path):
     save_file(tensors, path)
 
 
+def recast(path):
+    """The same bytes by another name."""
+    tensors = load_file(path)
+    save_file(tensors | {"0.u": tensors["0.u"].view(torch.int32)}, path)
+
+
 @pytest.mark.parametrize(
     ("file", "damage", "message"),
     [
@@ -195,6 +201,7 @@ def drop_tensor(path):
         ("elastic.safetensors", truncate, "truncated, or not a safetensors file"),
         ("elastic.safetensors", flip_a_bit, "does not match its checksum"),
         ("elastic.safetensors", drop_tensor, "tensor '0.u' is missing"),
+        ("elastic.safetensors", recast, "tensor '0.u' is not torch.float32"),
         ("model.safetensors", truncate, "does not match its checksum"),
         ("model.safetensors", flip_a_bit, "does not match its checksum"),
         ("model.safetensors", lambda path: path.unlink(), "incomplete"),

@@ -8,12 +8,15 @@ import pytest
 
 from flexrank.errors import FlexrankError
 from flexrank.files import (
+    clear_leftovers,
     digest_json,
     directory_aside,
     directory_bytes,
+    read_document,
     read_json,
     require_keys,
     write_aside,
+    write_document,
     write_json,
 )
 
@@ -25,7 +28,9 @@ def test_json_keeps_every_bit(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "deep") == ["x.json"]
 
 
-@pytest.mark.parametrize("text", [b"{", b"\xff\xfe", b'{"a": NaN}', b"[1, Infinity]", b""])
+@pytest.mark.parametrize(
+    "text", [b"{", b"\xff\xfe", b'{"a": NaN}', b"[1, Infinity]", b"", b"[1e999]", b"1" * 5000, b"[" * 10**5]
+)
 def test_what_is_not_json_is_named(text: bytes, tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_bytes(text)
@@ -120,3 +125,21 @@ def test_others_may_read_a_directory_as_the_umask_says(tmp_path: Path) -> None:
         os.umask(before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "new").rglob("*")}
     assert modes == {"x": 0o644, "deep": 0o755, "y": 0o644}
+
+
+def test_what_a_killed_process_leaves_is_removed_and_what_it_put_away_comes_back(tmp_path: Path) -> None:
+    """As after a kill between the two renames of a directory; then as after one that followed them."""
+    for _ in range(2):
+        old, aside = tmp_path / ".folder.1x.old", tmp_path / ".folder.2x.aside"
+        (old / "folder").mkdir(parents=True)
+        (old / "folder" / "state").write_text("good" if not (tmp_path / "folder").exists() else "older")
+        aside.mkdir()
+        (aside / "state").write_text("half")
+        (tmp_path / ".file.json.3x.aside").write_text("half")
+        clear_leftovers(tmp_path)
+        assert os.listdir(tmp_path) == ["folder"] and (tmp_path / "folder" / "state").read_text() == "good"
+
+
+def test_a_document_with_numbers_as_keys_is_whole(tmp_path: Path) -> None:
+    write_document(tmp_path / "x.json", "kind", {"states": {10: "a", 9: "b"}})
+    assert read_document(tmp_path / "x.json", "kind", ("states",))["states"] == {"10": "a", "9": "b"}

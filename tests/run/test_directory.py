@@ -226,9 +226,13 @@ def test_one_process_at_a_time_writes_to_a_run(copied: Path) -> None:
         rerun(copied)
 
 
-def test_the_lock_of_a_dead_process_does_not_count(copied: Path) -> None:
+def test_a_killed_process_leaves_no_lock_and_nothing_half_written(copied: Path) -> None:
     (copied / "run.lock").write_text("999999")
+    (old := copied / ".elastic.1x.old").mkdir()
+    (copied / "elastic").rename(old / "elastic")
+    (copied / "stages" / ".slack.json.2x.aside").touch()
     assert rerun(copied) == ()
+    assert not [path for path in copied.rglob("*") if path.name.endswith((".aside", ".old"))]
 
 
 def test_a_run_of_another_name_is_not_written_over(copied: Path) -> None:

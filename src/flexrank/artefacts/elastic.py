@@ -3,8 +3,8 @@
 `elastic.safetensors`, several files where it is large, stores factors by component, so that a layer's r leading
 components are the first bytes of its tensors; a reader with a budget touches no others, and a full layer's own matrix
 only where the budget leaves it full.
-`elastic.json` holds the layers' specs, the chain, and a checksum for each segment between two ranks of the chain, so
-that a prefix is checked without the rest.
+`elastic.json` holds the layers' specs, the chain, the tensors' dtypes, and a checksum for each segment between two
+ranks of the chain, so that a prefix is checked without the rest.
 """
 
 import dataclasses
@@ -81,6 +81,7 @@ class ElasticWriter:
         self._shards = ShardWriter(directory, ELASTIC_STATE, shard_bytes)
         self._aliases = named_tensors(model)[1]
         self._digests: dict[str, Any] = {}
+        self._dtypes: dict[str, str] = {}
 
     def put(self, name: str) -> None:
         """Writes all components of an elastic layer, and lets its values go."""
@@ -108,7 +109,7 @@ class ElasticWriter:
         maker = None if factory is None else factory_name(factory)
         content = describe(model, self._library, specs, self._aliases, maker)
         content["parameters"] -= sum((len(one.u) - kept[name]) * sum(one.matrix_shape) for name, one in layers.items())
-        content |= {"chain": chain.to_json(), "tensors": self._digests}
+        content |= {"chain": chain.to_json(), "tensors": self._digests, "dtypes": self._dtypes}
         content |= {"shards": self._shards.finish(), "files": self._files}
         files.write_document(self._directory / ELASTIC_DOCUMENT, ELASTIC_KIND, content)
 
@@ -128,6 +129,7 @@ class ElasticWriter:
         """Writes a tensor, a factor with its segments between ranks."""
         tensor = tensor.to("cpu", self._dtype if tensor.is_floating_point() else None)
         self._digests[key] = files.digest_tensor(tensor) if ends is None else _segment_digests(tensor, ends)
+        self._dtypes[key] = str(tensor.dtype)
         self._shards.add(key, tensor)
 
 
@@ -258,14 +260,17 @@ def _read_prefixes(
     """The tensors, factors up to their rank, each checked against its digests."""
     limits = {f"{name}.{factor}": spec["rank"] for name, spec in specs.items() for factor in "uv"}
     left = {f"{name}.dense" for name, spec in specs.items() if not spec.get("dense")}
-    digests = document["tensors"]
+    digests, dtypes = document["tensors"], document.get("dtypes", {})  # which versions before did not write
     for file, names in document["shards"].items():
         path = directory / file
         with open_tensors(path) as tensors:
             for name in set(names) - set(tensors.keys()):
                 raise FlexrankError(f"{path}: tensor {name!r} is missing")
             for name in [one for one in names if one not in left]:
-                yield name, _read_checked(path, tensors, name, digests[name], limits.get(name))
+                tensor = _read_checked(path, tensors, name, digests[name], limits.get(name))
+                if str(tensor.dtype) != dtypes.get(name, str(tensor.dtype)):  # other numbers of the same bytes
+                    raise FlexrankError(f"{path}: tensor {name!r} is not {dtypes[name]}; the file was edited")
+                yield name, tensor
 
 
 def _read_checked(path: Path, tensors: Any, name: str, digest: Any, limit: int | None) -> Tensor:

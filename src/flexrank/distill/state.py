@@ -1,4 +1,8 @@
-"""The checkpoint of an interrupted consolidation."""
+"""The checkpoint of an interrupted consolidation.
+
+`state.safetensors` has the parameters, the optimiser's states and tensors of the data loader's; `state.json` has the
+rest, a checksum of itself and one of the tensors' file: a bit that a disk has lost ends the run, and is not trained on.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,10 +17,11 @@ from flexrank import processes
 from flexrank.distill.optimizer import make_states_, states_of
 from flexrank.distill.schedule import Feed
 from flexrank.errors import FlexrankError
-from flexrank.files import directory_aside, read_json, write_json
+from flexrank.files import digest_files, directory_aside, read_document, verify_files, write_document
 
 #: Begins the name of a tensor that is a part of a data loader's state; in JSON the name is its stand-in.
 LOADER = "//loader/"
+STATE, DOCUMENT, KIND = "state.safetensors", "state.json", "checkpoint"
 
 
 @dataclasses.dataclass
@@ -56,18 +61,20 @@ class State:
                 tensors[f"{name}//{key}"] = value
         feed = _without_tensors(self.feed.state(), tensors)
         progress = {"losses": self.losses, "choices": self.choices, "feed": feed}
-        with directory_aside(self.path, "state.json") as aside:
-            safetensors.torch.save_file(tensors, aside / "state.safetensors")
-            write_json(aside / "state.json", {"settings": self.settings, **progress})
+        with directory_aside(self.path, DOCUMENT) as aside:
+            safetensors.torch.save_file(tensors, aside / STATE)
+            content = {"settings": self.settings, **progress, "files": digest_files(aside)}
+            write_document(aside / DOCUMENT, KIND, content)
 
     @torch.no_grad()
     def _load(self, path: Path) -> None:
-        state = read_json(path / "state.json")
+        state = read_document(path / DOCUMENT, KIND, ("settings", "losses", "choices", "feed", "files"))
         for key, value in self.settings.items():
             there = state["settings"].get(key)
             if there != value:
                 raise FlexrankError(f"{path}: was written with {key}={there}, not {value}; remove it or change back")
-        with safetensors.safe_open(path / "state.safetensors", framework="pt") as file:
+        verify_files(path, state["files"], f"truncated or edited; remove {path} to begin again")
+        with safetensors.safe_open(path / STATE, framework="pt") as file:
             keys = {key for key in file.keys() if not key.startswith(LOADER)}  # noqa: SIM118
             state["feed"] = _with_tensors(state["feed"], file)
             for name in {key for key in keys if "//" not in key} ^ self.trainable.keys():

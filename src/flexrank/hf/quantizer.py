@@ -40,7 +40,7 @@ class FlexrankQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if files := kwargs.get("checkpoint_files"):
-            models.verify_export(Path(files[0]).parent, {Path(file).name for file in files})
+            models.verify_export(Path(files[0]).parent, {"config.json", *(Path(file).name for file in files)})
         # transformers sets the default device (meta) and dtype around this call.
         for name, spec in _specs_for(model, self.quantization_config.layers):
             replace_layer(model, name, build_layer(spec))

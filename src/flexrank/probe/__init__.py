@@ -10,7 +10,7 @@ from torch import nn
 
 from flexrank import processes
 from flexrank.errors import FlexrankError
-from flexrank.files import read_json, require_keys, write_json
+from flexrank.files import read_document, write_document
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.switch import (
     footprint,
@@ -34,6 +34,8 @@ Evaluate = Callable[[nn.Module], float]
 MATRIX_BYTES = 2**32
 #: Largest relative distance to a checkpoint's error: another number of threads sums in another order.
 RESUMED_BOUND = 1e-3
+#: The kind of a checkpoint's document.
+CHECKPOINT = "probe"
 
 
 @torch.no_grad()
@@ -126,8 +128,7 @@ class _Checkpoint:
         self.path, self.ranks, self.baseline = path, ranks, baseline
         self.errors: dict[str, list[float]] = {}
         if path is not None and Path(path).exists():
-            value = read_json(path)
-            require_keys(value, ("ranks", "baseline", "errors"), str(path))
+            value = read_document(path, CHECKPOINT, ("ranks", "baseline", "errors"))
             if value["ranks"] != ranks:
                 raise FlexrankError(f"{path}: belongs to another probe, of other ranks; remove it")
             self.errors, self.baseline = value["errors"], value["baseline"]
@@ -141,4 +142,5 @@ class _Checkpoint:
     def add(self, name: str, errors: list[float]) -> None:
         self.errors[name] = errors
         if self.path is not None and processes.is_first():
-            write_json(self.path, {"ranks": self.ranks, "baseline": self.baseline, "errors": self.errors})
+            content = {"ranks": self.ranks, "baseline": self.baseline, "errors": self.errors}
+            write_document(self.path, CHECKPOINT, content)

@@ -23,7 +23,7 @@ from typing import Any
 
 from flexrank.data.stream import corpus_files
 from flexrank.errors import FlexrankError
-from flexrank.files import digest_file, digest_json, read_json, write_aside, write_json
+from flexrank.files import clear_leftovers, digest_file, digest_json, read_json, write_aside, write_json
 from flexrank.run.config import RunConfig, load_config, write_config
 from flexrank.run.data_config import DataConfig
 
@@ -62,6 +62,8 @@ class RunDirectory:
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()
+            for place in (self.path, *(path for path in self.path.iterdir() if path.is_dir())):
+                clear_leftovers(place)
             try:
                 yield
             finally:

@@ -86,7 +86,7 @@ class State:
                 self._restore(name, parameter, file.get_tensor(name))
                 for slot, value in states_of(self.optimizer, parameter).items() if name in started else ():
                     if (key := f"{name}//{slot}") not in keys:
-                        raise FlexrankError(f"{path}: {key!r} is missing; the file was edited")
+                        raise FlexrankError(f"{path}: {key!r} is missing; another version of the optimiser wrote it")
                     self._restore(name, value, file.get_tensor(key))
         self.losses, self.choices = state["losses"], state["choices"]
         self.feed.restore(state["feed"])

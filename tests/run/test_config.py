@@ -45,6 +45,15 @@ def test_a_run_directory_is_its_own_output(tmp_path: Path) -> None:
     assert load_config(tmp_path).directory == tmp_path
 
 
+@pytest.mark.parametrize(("text", "value"), [("off", "off"), ("'off'", "off"), ("bfloat16", "bfloat16")])
+def test_off_needs_no_quotes(text: str, value: str, tmp_path: Path) -> None:
+    """YAML reads it as false."""
+    (path := tmp_path / "run.yaml").write_text("{name: a, task: language, model: b}")
+    assert load_config(path, [f"distillation.autocast={text}"]).distillation.autocast == value
+    with pytest.raises(FlexrankError, match="autocast"):
+        load_config(path, ["distillation.autocast=on"])
+
+
 def test_overrides_are_yaml_and_make_missing_sections(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(LEAST))

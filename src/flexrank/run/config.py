@@ -101,6 +101,11 @@ class DistillationConfig(Section):
             return 4.0 if self.method == "balanced" else 0.0
         return self.hidden_weight
 
+    @pydantic.field_validator("autocast", mode="before")
+    @classmethod
+    def _off_is_no_truth_value(cls, value: object) -> object:
+        return "off" if value is False else value  # YAML reads a bare `off` so
+
 
 class DeploymentConfig(Section):
     """Which sizes are exported to RUN/deployed/BUDGET, each verified in a fresh process."""

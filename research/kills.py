@@ -22,7 +22,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flexrank.cli import OneLineErrors
+from flexrank.cli.endings import OneLineErrors
 from flexrank.errors import FlexrankError
 from flexrank.files import digest_file, digest_files
 from flexrank.run.directory import RunDirectory
@@ -83,10 +83,10 @@ class Run:
         Returns the stage in which the kill fell; None where the run had ended before.
         """
         with self.started() as run:
-            _wait(run, lambda: self._is_at(run, place) and number in _numbered_children(run.pid), PATIENCE)
+            _wait(run, lambda: self._is_at(run, place) and number in numbered_children(run.pid), PATIENCE)
             at = self._place(run)
             _wait(run, lambda: self._place(run) != at, seconds)
-            fell, found = self._place(run), _numbered_children(run.pid)
+            fell, found = self._place(run), numbered_children(run.pid)
             if run.poll() is None and number in found:
                 os.kill(found[number], signal.SIGKILL)
             return fell if run.wait(PATIENCE) else None
@@ -102,7 +102,7 @@ class Run:
             return PLACES[min(PLACES.index(done[-1]) + 1, len(PLACES) - 1)]
         lock = self.output / "run.lock"
         holder = lock.read_text() if lock.is_file() else ""
-        return PLACES[1] if holder and holder == str(_numbered_children(run.pid).get(0)) else START
+        return PLACES[1] if holder and holder == str(numbered_children(run.pid).get(0)) else START
 
 
 def kill_run(run: Run, undisturbed: Path, kills: int, seed: int) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def _wait(run: subprocess.Popen[bytes], is_so: Callable[[], bool], seconds: floa
         time.sleep(POLL)
 
 
-def _numbered_children(parent: int) -> dict[int, int]:
+def numbered_children(parent: int) -> dict[int, int]:
     """The identities of the processes that torchrun has started, by their number."""
     found = {}
     for place in Path("/proc").glob("[0-9]*"):

@@ -9,7 +9,7 @@ from typing import Literal
 from flexrank.errors import FlexrankError
 
 Stage = Literal["decompose", "probe", "distill", "evaluate", "deploy"]
-#: What else must be done before a stage is measured: what stands between it and that is measured with it.
+#: The stage that is done before one is measured; those between the two are measured with it.
 NEEDED: dict[str, str | None] = {
     "decompose": None, "probe": "decompose", "distill": "allocate", "evaluate": "distill", "deploy": "slack",
 }  # fmt: skip

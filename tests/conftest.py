@@ -3,6 +3,7 @@
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,3 +94,18 @@ def finished(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def copied(finished: Path, tmp_path: Path) -> Path:
     """A copy of the whole run."""
     return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+@pytest.fixture(scope="module")
+def prepared(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The settings of a run that one process has done."""
+    from flexrank.run import run_stages
+    from flexrank.run.config import parse_config
+    from tiny_runs import settings
+
+    values = settings(sources / "language", sources / "text.txt", tmp_path_factory.mktemp("runs") / "one")
+    values["data"] |= {"calibration": 20}
+    values["distillation"] |= {"batch_size": 5, "autocast": "off", "hidden_weight": 4.0}
+    values |= {"deployment": {"budgets": []}, "evaluation": {"latency": False}}
+    run_stages(parse_config(values))
+    return values

@@ -1,82 +1,29 @@
-"""Processes that torchrun starts: they compute what one does, and end together. Their words go through its own."""
+"""Processes that torchrun starts compute what one does."""
 
-import contextlib
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 import shared_work
 from flexrank import processes
 from flexrank.files import digest_files
 from flexrank.run import run_stages
-from flexrank.run.config import load_config, parse_config
+from flexrank.run.config import load_config
 from flexrank.run.runner import STAGES
+from launched import config_of, ended, flexrank, started
 from research.kills import Run, differences
-from tiny_runs import settings
-
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-SECONDS = 120.0
-
-
-@contextlib.contextmanager
-def started(count: int, *arguments: object, timeout: float = 60) -> Iterator[subprocess.Popen[str]]:
-    """So many processes of one thread; they end with the block."""
-    command = [*TORCHRUN, str(count), *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "FLEXRANK_TIMEOUT": str(timeout)}
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as run:
-        try:
-            yield run
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(run.pid, signal.SIGKILL)
-
-
-def ended(run: subprocess.Popen[str]) -> tuple[str, list[str]]:
-    """What the processes have written on standard output, and their errors and last words."""
-    output, errors = run.communicate(timeout=SECONDS)
-    words = [line for line in errors.splitlines() if line.startswith(("error: ", "interrupted"))]
-    statuses = [line.split()[2] for line in errors.splitlines() if line.startswith("  exitcode")]
-    return output, [*words, *(f"exit {status}" for status in statuses)]
-
-
-def flexrank(count: int, *arguments: object) -> tuple[str, list[str]]:
-    with started(count, "-m", "flexrank", *arguments) as run:
-        return ended(run)
-
-
-def children(run: subprocess.Popen[str]) -> list[int]:
-    """The identities of the processes, by their number."""
-    found = {}
-    for place in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if f"\nPPid:\t{run.pid}\n" in (place / "status").read_text():
-                environment = dict(part.partition("=")[::2] for part in (place / "environ").read_text().split("\0"))
-                found[int(environment["RANK"])] = int(place.name)
-    return [found[number] for number in sorted(found)]
 
 
 def is_near(found: torch.Tensor, wanted: torch.Tensor, bound: float) -> bool:
     return float((found - wanted).double().norm()) <= bound * float(wanted.double().norm())
-
-
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -117,23 +64,6 @@ def test_several_processes_compute_what_one_does(count: int, alone: Any) -> None
         assert (own["decided"], own["alike"]) == ([True, False], [True, False])
     # One process goes on from where several have stopped.
     assert shared_work.trained(place / f"of-{count}") == pytest.approx(unbroken, rel=1e-4)
-
-
-@pytest.fixture(scope="module")
-def prepared(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The settings of a run that one process has done up to its consolidation."""
-    values = settings(sources / "language", sources / "text.txt", tmp_path_factory.mktemp("runs") / "one")
-    values["data"] |= {"calibration": 20}
-    values["distillation"] |= {"batch_size": 5, "autocast": "off", "hidden_weight": 4.0}
-    values |= {"deployment": {"budgets": []}, "evaluation": {"latency": False}}
-    run_stages(parse_config(values))
-    return values
-
-
-def config_of(values: dict[str, Any], output: Path, **distillation: Any) -> Path:
-    changed = values | {"output": str(output), "distillation": values["distillation"] | distillation}
-    (path := output.with_suffix(".yaml")).write_text(yaml.safe_dump(changed))
-    return path
 
 
 @pytest.mark.slow
@@ -188,8 +118,8 @@ def test_killed_processes_leave_a_run_that_ends_with_the_same_bytes(
     run.finish()
     assert None not in fell and differences(of_two, run.output) == set()
     (run.output / "elastic" / "elastic.json").write_text("{}")
-    (run.output / "stages" / ".slack.json.1x.aside").touch()
-    assert differences(of_two, run.output) == {"elastic/elastic.json", "stages/.slack.json.1x.aside"}
+    (run.output / "stages" / ".slack.json.1xabcdef.aside").touch()
+    assert differences(of_two, run.output) == {"elastic/elastic.json", "stages/.slack.json.1xabcdef.aside"}
 
 
 @pytest.fixture
@@ -219,114 +149,6 @@ def test_a_full_disk_in_a_save_leaves_the_checkpoint_before(prepared: dict[str, 
     assert flexrank(2, "distill", config)[1] == []
     history = json.loads((run / "history.json").read_text())["losses"]
     assert len(history) == 8 and history[:2] == losses and not state.exists()
-
-
-@pytest.mark.slow
-def test_a_wrong_input_is_one_line_of_one_process(prepared: dict[str, Any], tmp_path: Path) -> None:
-    """Here process 0 meets it, while the other waits."""
-    shutil.copytree(prepared["output"], tmp_path / "two")
-    (tmp_path / "two" / "chain.json").write_text("{}")
-    output, words = flexrank(2, "run", tmp_path / "two", "--json")
-    assert words[0].startswith(f"error: {tmp_path}/two/chain.json: was edited after `allocate` wrote it")
-    assert words[1:] == ["exit 2", "exit 2"] and output == ""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
-def test_all_end_when_one_does(kind: signal.Signals, prepared: dict[str, Any], tmp_path: Path) -> None:
-    """A process that is killed or hangs is named by one line of another; a signal to torchrun saves and ends all."""
-    shutil.copytree(prepared["output"], tmp_path / "two")
-    config = config_of(prepared, tmp_path / "two", steps=10**6, checkpoint_every=2)
-    with started(2, "-m", "flexrank", "distill", config, timeout=8) as run:
-        wait_for(tmp_path / "two" / "partial")
-        while not list((tmp_path / "two" / "partial").glob("distill-*/state.json")):
-            time.sleep(0.05)
-        start, pids = time.monotonic(), children(run)
-        os.kill(run.pid if kind == signal.SIGTERM else pids[1], kind)
-        if kind == signal.SIGSTOP:
-            while Path(f"/proc/{pids[0]}/exe").exists():
-                time.sleep(0.05)
-            os.kill(pids[1], signal.SIGKILL)  # else torchrun waits for half a minute
-        _, words = ended(run)
-    assert time.monotonic() - start < 30
-    (word,) = [word for word in words if not word.startswith("exit")]
-    if kind == signal.SIGTERM:
-        assert word == "interrupted; the same command continues from here"
-    else:
-        assert word.startswith("error: process 1 does not answer")
-    (state,) = (tmp_path / "two" / "partial").glob("distill-*/state.json")
-    assert len(json.loads(state.read_text())["losses"]) >= 2
-
-
-SIGNALLED = """
-import pathlib, sys, time
-from flexrank import processes
-
-with processes.joined():
-    try:
-        if processes.is_first():
-            pathlib.Path(sys.argv[1]).touch()
-            time.sleep(1000)
-        processes.sums(1.0)
-    except (processes.ProcessLost, KeyboardInterrupt):
-        line, status = processes.last_word("interrupted", 130, is_certain=False)
-        print(line, file=sys.stderr)
-sys.exit(status)
-"""
-
-
-@pytest.mark.slow
-def test_a_signal_is_no_missing_process_though_one_waits_for_another(tmp_path: Path) -> None:
-    (tmp_path / "wait.py").write_text(SIGNALLED)
-    with started(2, tmp_path / "wait.py", tmp_path / "begun") as run:
-        wait_for(tmp_path / "begun")
-        time.sleep(1)
-        start = time.monotonic()
-        os.kill(run.pid, signal.SIGTERM)
-        _, words = ended(run)
-    assert words == ["interrupted"] and time.monotonic() - start < 8
-
-
-WAITING = """
-import pathlib, sys, time
-from flexrank import processes
-
-def work():
-    time.sleep(4)
-    pathlib.Path(sys.argv[1]).touch()
-    return 7
-
-with processes.joined():
-    assert processes.by_first(work) == 7
-    try:
-        processes.by_first(lambda: time.sleep(1000))
-    except processes.ProcessLost as error:
-        print(*processes.last_word(str(error), 1, is_certain=False), file=sys.stderr)
-        sys.exit(1)
-"""
-
-
-@pytest.mark.slow
-def test_process_0_may_work_alone_for_longer_than_the_time_out_but_not_hang(tmp_path: Path) -> None:
-    (tmp_path / "wait.py").write_text(WAITING)
-    with started(2, tmp_path / "wait.py", tmp_path / "done", timeout=2) as run:
-        wait_for(tmp_path / "done")
-        time.sleep(0.5)
-        pids = children(run)
-        os.kill(pids[0], signal.SIGSTOP)
-        while Path(f"/proc/{pids[1]}/exe").exists():
-            time.sleep(0.05)
-        os.kill(pids[0], signal.SIGKILL)
-        _, words = ended(run)
-    (word,) = [word for word in words if not word.startswith("exit")]
-    assert word.startswith("error: process 0 does not answer")
-
-
-@pytest.mark.slow
-def test_a_wrong_time_out_is_one_line_though_all_meet_it() -> None:
-    with started(2, "-m", "flexrank", "report", "nothing", timeout=float("nan")) as run:
-        _, words = ended(run)
-    assert words == ["error: FLEXRANK_TIMEOUT is 'nan'; it is a number of seconds above 0", "exit 2", "exit 2"]
 
 
 def test_the_stages_that_processes_share() -> None:

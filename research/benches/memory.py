@@ -15,14 +15,14 @@ from research.machine import random_llama
 from research.peaks import Stage, peaks_of
 from research.result import Result, goal, measured, table
 
-#: A stage's name in the dry run; the share that the two may differ by.
-COUNTED: dict[Stage, str] = {
-    "decompose": "decomposition", "probe": "probe", "distill": "consolidation", "evaluate": "evaluation",
-    "deploy": "deployment",
+#: What the dry run counts of a stage, the most of which is the stage's; the share that the two may differ by.
+COUNTED: dict[Stage, tuple[str, ...]] = {
+    "decompose": ("calibration", "decomposition"), "probe": ("probe",), "distill": ("consolidation",),
+    "evaluate": ("evaluation",), "deploy": ("deployment",),
 }  # fmt: skip
 MOST = 0.15
 #: Of text: to split a whole corpus into tokens at once takes more memory than these models, and is not counted.
-CHARACTERS = 300_000
+CHARACTERS = 60_000
 
 
 class Subject(NamedTuple):
@@ -35,7 +35,7 @@ class Subject(NamedTuple):
 
 def language(**changes: Any) -> dict[str, Any]:
     """The settings of a run on Python sources; `changes` are keys of `data`."""
-    data = {"source": "text", "batch_size": 4, "calibration": 16, "probe": 4, "training": 64, "evaluation": 8}
+    data = {"source": "text", "batch_size": 4, "calibration": 16, "probe": 4, "training": 16, "evaluation": 8}
     data |= {"max_tokens": 128}
     return {"task": "language", "model": str(asset_path("pycode5m")), "data": data | changes}
 
@@ -48,7 +48,7 @@ MINILM = {
     },
 }  # fmt: skip
 SUBJECTS = (
-    Subject("pycode5m", language(max_tokens=512)),
+    Subject("pycode5m", language()),
     Subject("all-MiniLM-L6-v2", MINILM),
     Subject("random Llama, 84 M", language(), {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}),
 )
@@ -73,10 +73,10 @@ def run(request: Request) -> Result:
     for subject in subjects:
         path = _write_config(request.work, subject, "run")
         counts = dry_run(load_config(path))["memory"]
-        for stage, name in COUNTED.items():
-            take = functools.partial(_peak, stage, first, path)
-            peak, count = ledger.take(f"{subject.name}, {stage}", take), _counted(stage, counts[name])
-            rows.append([f"{subject.name}, {name}", count / 1e6, peak / 1e6, count / peak])
+        for stage, names in COUNTED.items():
+            peak = ledger.take(f"{subject.name}, {stage}", functools.partial(_peak, stage, first, path))
+            count = max(_counted(stage, counts[name]) for name in names)
+            rows.append([f"{subject.name}, {names[-1]}", count / 1e6, peak / 1e6, count / peak])
             worst = max(worst, abs(count / peak - 1))
     tables = [table("megabytes", ["model, stage", "counted", "measured", "counted over measured"], rows, [0, 0, 2])]
     claims = [goal("counted over measured, every stage", f"within {MOST:.0%}", f"{worst:.0%}", worst <= MOST)]

@@ -159,7 +159,8 @@ class _Trial:
     @functools.cached_property
     def chain(self) -> ProfileChain:
         """One nested profile for each budget."""
-        return ProfileChain.from_json(self.ledger.take(f"{self.label}, chain", lambda: self.allocate().to_json()))
+        found = self.ledger.take(f"{self.label}, chain", lambda: self.searched(self.decomposed[0], "probe").to_json())
+        return ProfileChain.from_json(found)
 
     @functools.cached_property
     def decomposed(self) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -181,10 +182,6 @@ class _Trial:
         """Share of a layer's components that hold 99 % of its output's energy, a mean over the layers."""
         layers = self.decomposed[1].values()
         return statistics.fmean(leading_count(energies, 0.99) / len(energies) for energies in layers)
-
-    def allocate(self) -> ProfileChain:
-        """The chain, found anew."""
-        return self.searched(self.decomposed[0], "probe")
 
     def searched(self, model: nn.Module, name: str) -> ProfileChain:
         """The ranks of a decomposed network by its own probe, whose checkpoint has this name."""

@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 #: Version of the JSON documents beside the tensors.
 FORMAT = 1
+#: The names of what is being written, and of directories that are put away meanwhile: tempfile adds eight characters.
+LEFTOVER = re.compile(r"\.(?P<of>.+)\.[a-z0-9_]{8}\.(?P<kind>aside|old)")
 
 
 def write_json(path: str | Path, value: Any) -> None:
@@ -118,18 +121,18 @@ def _replace_directory(new: Path, path: Path) -> None:
 def clear_leftovers(directory: Path) -> None:
     """Removes what killed processes have left of their writing; a directory that one had only put away comes back.
 
-    No other process may be writing there.
+    Known by the names that `write_aside` and `directory_aside` give, so that no other hidden file goes. No other
+    process may be writing there.
     """
-    for old in directory.glob(".*.old"):
-        for kept in old.iterdir():
-            if not (directory / kept.name).exists():
-                os.replace(kept, directory / kept.name)
-        shutil.rmtree(old)
-    for aside in directory.glob(".*.aside"):
-        if aside.is_dir():
-            shutil.rmtree(aside)
-        else:
-            aside.unlink()
+    for path in directory.iterdir():
+        if not (name := LEFTOVER.fullmatch(path.name)):
+            continue
+        if name["kind"] == "old" and (path / name["of"]).exists() and not (directory / name["of"]).exists():
+            os.replace(path / name["of"], directory / name["of"])
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif name["kind"] == "aside":
+            path.unlink()
 
 
 def directory_bytes(path: str | Path) -> int:
@@ -193,9 +196,8 @@ def verify_files(
 
 
 def write_document(path: str | Path, kind: str, content: Mapping[str, Any]) -> None:
-    """Writes a JSON document with its kind, format and a checksum of itself."""
-    # As it is read: keys that are numbers are texts then, and in another order.
-    document = json.loads(json.dumps({"kind": kind, "format": FORMAT, **content}, allow_nan=False))
+    """Writes a JSON document with its kind, format and a checksum of itself; all keys are texts, as JSON has them."""
+    document = {"kind": kind, "format": FORMAT, **content}
     write_json(path, document | {"checksum": digest_json(document)})
 
 

@@ -2,7 +2,7 @@
 
 Without torchrun, and outside `joined`, there is one process: nothing here then costs anything, or imports torch.
 Sums and messages go through torch.distributed, by gloo for tensors on a CPU and by nccl for those on a GPU. What
-process 0 does alone, and how a run ends, goes through the store that torchrun keeps, so that no time-out bounds it.
+process 0 does alone, and how a run ends, goes through the store that torchrun keeps: no time-out bounds it.
 """
 
 import contextlib

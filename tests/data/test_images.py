@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flexrank.cli import EXTRAS
+from flexrank.cli.endings import EXTRAS
 from flexrank.data.images import Scaling, channels_first, read_images
 from flexrank.errors import FlexrankError
 from flexrank.run.config import parse_config

@@ -78,10 +78,11 @@ def test_a_resumed_run_equals_the_unbroken_one(kind: str, tmp_path: Path) -> Non
 
         def state_dict(self) -> dict:
             at = torch.tensor([7, self.at])
-            return {"workers": [{"at": at, "again": at}], "epoch": 1, "name": None}
+            return {"workers": [{"at": at, "again": at}], "epoch": 1, "name": None, "by_number": {10: "a", 9: "b"}}
 
         def load_state_dict(self, state: dict) -> None:
             assert (state["epoch"], state["name"]) == (1, None)
+            assert state["by_number"] == {"10": "a", "9": "b"}  # as JSON has it
             seven, self.at = state["workers"][0]["at"].tolist()
             assert seven == 7
 

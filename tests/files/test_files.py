@@ -8,15 +8,14 @@ import pytest
 
 from flexrank.errors import FlexrankError
 from flexrank.files import (
+    LEFTOVER,
     clear_leftovers,
     digest_json,
     directory_aside,
     directory_bytes,
-    read_document,
     read_json,
     require_keys,
     write_aside,
-    write_document,
     write_json,
 )
 
@@ -130,16 +129,26 @@ def test_others_may_read_a_directory_as_the_umask_says(tmp_path: Path) -> None:
 def test_what_a_killed_process_leaves_is_removed_and_what_it_put_away_comes_back(tmp_path: Path) -> None:
     """As after a kill between the two renames of a directory; then as after one that followed them."""
     for _ in range(2):
-        old, aside = tmp_path / ".folder.1x.old", tmp_path / ".folder.2x.aside"
+        old, aside = tmp_path / ".folder.abcdefg1.old", tmp_path / ".folder.abcdefg2.aside"
         (old / "folder").mkdir(parents=True)
         (old / "folder" / "state").write_text("good" if not (tmp_path / "folder").exists() else "older")
         aside.mkdir()
         (aside / "state").write_text("half")
-        (tmp_path / ".file.json.3x.aside").write_text("half")
+        (tmp_path / ".file.json.abcdefg3.aside").write_text("half")
         clear_leftovers(tmp_path)
         assert os.listdir(tmp_path) == ["folder"] and (tmp_path / "folder" / "state").read_text() == "good"
 
 
-def test_a_document_with_numbers_as_keys_is_whole(tmp_path: Path) -> None:
-    write_document(tmp_path / "x.json", "kind", {"states": {10: "a", 9: "b"}})
-    assert read_document(tmp_path / "x.json", "kind", ("states",))["states"] == {"10": "a", "9": "b"}
+def test_hidden_files_of_others_are_no_leftovers(tmp_path: Path) -> None:
+    (tmp_path / ".config.yaml.old").write_text("an editor's")
+    (tmp_path / ".mine.old").mkdir()
+    (tmp_path / ".notes.aside").write_text("a user's")
+    clear_leftovers(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == [".config.yaml.old", ".mine.old", ".notes.aside"]
+
+
+def test_leftovers_are_known_by_the_names_they_are_given(tmp_path: Path) -> None:
+    with write_aside(tmp_path / "file.json") as file, directory_aside(tmp_path / "folder", "x") as folder:
+        names = [file.name, folder.name]
+        assert all(LEFTOVER.fullmatch(name) for name in names)
+        assert [LEFTOVER.fullmatch(name)["of"] for name in names] == ["file.json", "folder"]

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import tiny
 from flexrank import hf
-from flexrank.cli import EXTRAS
+from flexrank.cli.endings import EXTRAS
 from flexrank.data.batches import call_model
 from flexrank.deployment import export
 from flexrank.errors import FlexrankError
@@ -232,7 +232,7 @@ def test_without_flexrank_nothing_loads_with_random_weights(saved):
     ],
 )
 def test_without_transformers_the_error_names_it(call, tmp_path, monkeypatch):
-    """Its dependencies are missing then too; `cli.EXTRAS` knows the extra of transformers alone."""
+    """Its dependencies are missing then too; `EXTRAS` knows the extra of transformers alone."""
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     for name in ("transformers", "huggingface_hub", "huggingface_hub.errors"):
         monkeypatch.setitem(sys.modules, name, None)

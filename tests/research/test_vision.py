@@ -282,7 +282,7 @@ def test_stages_of_a_trial(tmp_path: Path) -> None:
         values = energies.tolist()
         wanted.append(next(r for r in range(1, len(values) + 1) if sum(values[:r]) >= 0.99 * sum(values)) / len(values))
     assert trial.energetic_share() == pytest.approx(sum(wanted) / len(wanted))
-    model, chain = trial.decomposed[0], trial.allocate()
+    model, chain = trial.decomposed[0], trial.chain
     assert list(chain.budgets) == sorted(BUDGETS)
     before = trial.accuracies(model, chain)
     with use_profile(model, chain.at(0.3)):

@@ -212,7 +212,7 @@ def test_a_configuration_that_cannot_be_read_is_not_written_over(copied: Path) -
 
 def test_an_exported_size_that_is_no_longer_wanted_is_removed(copied: Path) -> None:
     (copied / "deployed" / "mine.txt").write_text("not to be removed")
-    (copied / "deployed" / ".0.50.killed.aside").mkdir()
+    (copied / "deployed" / ".0.50.killed00.aside").mkdir()
     rerun(copied, "deployment.budgets=[0.8]", until="deploy")
     assert sorted(path.name for path in (copied / "deployed").iterdir()) == ["0.80", "mine.txt"]
     (copied / "deployed" / "mine.txt").write_text("and may change")
@@ -228,9 +228,9 @@ def test_one_process_at_a_time_writes_to_a_run(copied: Path) -> None:
 
 def test_a_killed_process_leaves_no_lock_and_nothing_half_written(copied: Path) -> None:
     (copied / "run.lock").write_text("999999")
-    (old := copied / ".elastic.1x.old").mkdir()
+    (old := copied / ".elastic.1xabcdef.old").mkdir()
     (copied / "elastic").rename(old / "elastic")
-    (copied / "stages" / ".slack.json.2x.aside").touch()
+    (copied / "stages" / ".slack.json.2xabcdef.aside").touch()
     assert rerun(copied) == ()
     assert not [path for path in copied.rglob("*") if path.name.endswith((".aside", ".old"))]
 

@@ -4,7 +4,7 @@
 components are the first bytes of its tensors; a reader with a budget touches no others, and a full layer's own matrix
 only where the budget leaves it full.
 `elastic.json` holds the layers' specs, the chain, the tensors' dtypes, and a checksum for each segment between two
-ranks of the chain, so that a prefix is checked without the rest.
+ranks of the chain: a prefix is checked without the rest.
 """
 
 import dataclasses

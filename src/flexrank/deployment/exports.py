@@ -97,7 +97,7 @@ def _load_and_run(
 
 @contextlib.contextmanager
 def _off_its_gpu(model: nn.Module) -> Iterator[None]:
-    """Inside the block the model is on the CPU, so that its device has room for the fresh process's; then back."""
+    """Inside the block the model is on the CPU: its device has room for the fresh process's. Then it is back."""
     device = model_device(model)
     model.to("cpu")
     if device.type == "cuda":

@@ -99,13 +99,13 @@ class State:
 
 
 def _without_tensors(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """The value with names in place of its tensors, which are put into `tensors`."""
+    """The value with names in place of its tensors, which are put into `tensors`; keys are texts, as JSON has them."""
     if isinstance(value, Tensor):
         name = f"{LOADER}{len(tensors)}"
         tensors[name] = value.clone()  # safetensors refuses two names of one memory
         return name
     if isinstance(value, Mapping):
-        return {key: _without_tensors(one, tensors) for key, one in value.items()}
+        return {str(key): _without_tensors(one, tensors) for key, one in value.items()}
     return [_without_tensors(one, tensors) for one in value] if isinstance(value, list | tuple) else value
 
 

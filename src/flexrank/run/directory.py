@@ -62,7 +62,8 @@ class RunDirectory:
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()
-            for place in (self.path, *(path for path in self.path.iterdir() if path.is_dir())):
+            clear_leftovers(self.path)
+            for place in filter(Path.is_dir, self.path.iterdir()):
                 clear_leftovers(place)
             try:
                 yield

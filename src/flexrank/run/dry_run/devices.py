@@ -12,7 +12,7 @@ from flexrank.files import read_json
 from flexrank.run.data_config import Section
 
 Positive = Annotated[float, Field(gt=0)]
-#: What `--gpu local` reads, and what `flexrank measure --calibrate-plan` writes unless it is told another place.
+#: What `--gpu local` reads, and what `flexrank measure --calibrate-plan` writes by default.
 LOCAL = Path("plan.json")
 
 

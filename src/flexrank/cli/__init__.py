@@ -4,76 +4,19 @@ Standard output holds only the result: a table, or with --json one JSON object. 
 A wrong input is one line there, and exit status 2. Heavy libraries are imported by the verb that needs them.
 """
 
-import contextlib
-import json
 import logging
-import os
-import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from flexrank import processes, progress
+from flexrank.cli.endings import OneLineErrors, resumable
+from flexrank.cli.shown import console, print_json, show_report, show_stage, show_tuned
 from flexrank.errors import FlexrankError
 from flexrank.files import read_json
-
-LOST, WRONG_INPUT, INTERRUPTED = 1, 2, 130
-
-#: Packages that a verb may need beyond the core, and the extra that installs each.
-EXTRAS = {
-    "transformers": "hf", "huggingface_hub": "hf", "tokenizers": "hf", "matplotlib": "report", "peft": "peft",
-    "PIL": "images", "datasets": "data", "torchao": "quant",
-}  # fmt: skip
-
-
-class OneLineErrors(TyperGroup):
-    """A group of commands that reports a wrong input as one line on standard error, with exit status 2."""
-
-    def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:
-        """Runs the command line, as click does, and ends the process."""
-        options["standalone_mode"] = False  # click then raises its errors
-        if not standalone_mode:
-            return super().main(*args, **options)
-        with contextlib.ExitStack() as group:
-            try:
-                group.enter_context(processes.joined())
-                with _one_voice():
-                    status = super().main(*args, **options) or 0
-            except FlexrankError as error:
-                status = _said(str(error))
-            except OSError as error:
-                # A full disk, or a file that may not be read: the system's own words, and the file they are about.
-                status = _said(
-                    f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
-                )
-            except ModuleNotFoundError as error:
-                package = (error.name or "").partition(".")[0]
-                if package not in EXTRAS:
-                    raise
-                status = _said(f"{package} is not installed: pip install 'flexrank[{EXTRAS[package]}]'")
-            except processes.ProcessLost as error:
-                status = _said(str(error), LOST, is_certain=False)
-            except (_Interrupted, typer.Abort) as error:
-                status = _last_word(str(error), INTERRUPTED, is_certain=False)
-            except _USAGE_ERROR as error:
-                status = _said(error.format_message())
-            except Exception:
-                if not processes.last_word("a fault of the program", LOST)[0]:
-                    sys.exit(LOST)
-                raise
-        sys.exit(status)
-
-
-class _Interrupted(Exception):
-    """A Ctrl-C or SIGTERM, and what to say of it."""
-
-
-# Newer versions of typer carry their own click; the base class of typer's public exception is in the right one.
-_USAGE_ERROR: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 app = typer.Typer(
     cls=OneLineErrors,
@@ -132,7 +75,7 @@ def run(
         _show_dry_run(config, overrides, planned, as_json)
         return
     outcome = _run(config, overrides, "report")
-    _show_report(outcome.directory, as_json, {"executed": list(outcome.executed)})
+    show_report(outcome.directory, as_json, {"executed": list(outcome.executed)})
 
 
 def _add_stage(stage: str, help: str, result: str) -> None:
@@ -141,7 +84,7 @@ def _add_stage(stage: str, help: str, result: str) -> None:
     @app.command(stage, help=help)
     def verb(config: Config, overrides: Set = None, as_json: Json = False) -> None:
         outcome = _run(config, overrides, stage)
-        _show_stage(outcome, _read_result(outcome.directory, result), as_json)
+        show_stage(outcome, _read_result(outcome.directory, result), as_json)
 
 
 def _read_result(run: Path, name: str) -> dict[str, Any]:
@@ -183,15 +126,15 @@ def deploy(
     _check_limits(limits, output, tune)
     outcome = _run(config, overrides, "slack" if limits else "deploy")
     if not limits:
-        _show_stage(outcome, {"deployed": read_json(outcome.directory / "deployed.json")}, as_json)
+        show_stage(outcome, {"deployed": read_json(outcome.directory / "deployed.json")}, as_json)
         return
     from flexrank.run import export_one
 
-    with _resumable():
+    with resumable():
         export = processes.by_first(lambda: export_one(outcome, limits, output, tune))
     if tune:
-        _show_tuned(export)
-    _show_stage(outcome, {"export": export}, as_json)
+        show_tuned(export)
+    show_stage(outcome, {"export": export}, as_json)
 
 
 @app.command()
@@ -215,11 +158,11 @@ def measure(
     from flexrank.run.measure import measure_run, print_measurement
 
     outcome = _run(config, overrides, "slack")
-    with _resumable():
+    with resumable():
         result = processes.by_first(lambda: measure_run(outcome.directory))
-    print_measurement(result, _console(160, stderr=as_json))
+    print_measurement(result, console(160, stderr=as_json))
     if as_json:
-        _print_json({"directory": str(outcome.directory), **result})
+        print_json({"directory": str(outcome.directory), **result})
 
 
 def _calibrate_plan(output: Path | None, as_json: bool) -> None:
@@ -237,7 +180,7 @@ def _calibrate_plan(output: Path | None, as_json: bool) -> None:
     if processes.is_first():
         write_json(path, device)
     if as_json:
-        _print_json(device)
+        print_json(device)
     else:
         print(path)
 
@@ -250,7 +193,7 @@ def report(run_directory: Config, as_json: Json = False) -> None:
 
     directory = run_directory if run_directory.is_dir() else load_config(run_directory).directory
     written = processes.by_first(lambda: list(map(str, write_report(directory))))
-    _show_report(directory, as_json, {"written": written})
+    show_report(directory, as_json, {"written": written})
 
 
 @app.command()
@@ -261,9 +204,9 @@ def inspect(directory: Annotated[Path, typer.Argument(metavar="DIR")], as_json: 
 
     artefact = inspect_artefact(directory)
     if as_json:
-        _print_json(artefact)
+        print_json(artefact)
     else:
-        print_artefact(directory, artefact, _console(120))
+        print_artefact(directory, artefact, console(120))
 
 
 def _check_limits(limits: Mapping[str, float], output: Path | None, tune: int) -> None:
@@ -287,22 +230,10 @@ def _run(config: Path, overrides: list[str] | None, until: str) -> Any:
     from flexrank.run.config import load_config
 
     checked = load_config(config, overrides or ())
-    with _resumable():
+    with resumable():
         from flexrank.run import run_stages
 
         return run_stages(checked, until)
-
-
-@contextlib.contextmanager
-def _resumable() -> Iterator[None]:
-    """Ends a Ctrl-C, or the SIGTERM of a job that is preempted, with one line that says how to continue."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise _Interrupted("\ninterrupted; the same command continues from here") from None
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _check_planned(given: Mapping[str, Any], is_dry: bool) -> None:
@@ -327,72 +258,6 @@ def _show_dry_run(config: Path, overrides: list[str] | None, planned: Mapping[st
     devices = 1 if planned["gpus"] is None else planned["gpus"]
     result = dry_run(load_config(config, overrides or ()), tflops, device, devices)
     if as_json:
-        _print_json(result)
+        print_json(result)
     else:
-        print_dry_run(result, _console(160))
-
-
-def _show_report(directory: Path, as_json: bool, more: dict[str, Any]) -> None:
-    """Prints the table; on standard error where standard output is for JSON."""
-    from flexrank.run import report
-
-    summary = report.read_summary(directory)
-    report.print_table(summary, _console(140, stderr=as_json))
-    page = directory / "report.html"
-    if page.is_file():
-        print(f"figures and page: {page}", file=sys.stderr)
-    if as_json:
-        _print_json({"directory": str(directory), **more, **summary})
-
-
-def _show_tuned(export: Mapping[str, Any]) -> None:
-    """On standard error, which the export's place is not printed to: qualities of shared weights and of tuned ones."""
-    from rich.table import Table
-
-    table = Table("quality", "shared", "tuned", box=None, padding=(0, 2))
-    for name, tuned in export["quality"].items():
-        table.add_row(name, f"{export['shared'][name]:.4f}", f"{tuned:.4f}")
-    _console(80, stderr=True).print(table)
-
-
-def _show_stage(outcome: Any, result: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        _print_json({"directory": str(outcome.directory), "executed": list(outcome.executed), **result})
-    else:
-        print(result["export"]["directory"] if "export" in result else outcome.directory)
-
-
-def _print_json(value: Any) -> None:
-    sys.stdout.flush()
-    print(json.dumps(value, allow_nan=False), flush=True)
-
-
-def _console(width: int, stderr: bool = False) -> Any:
-    """A console of this width where the stream is no terminal: rich would cut its lines at 80 characters."""
-    from rich.console import Console
-
-    stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, width=None if stream.isatty() else width)
-
-
-@contextlib.contextmanager
-def _one_voice() -> Iterator[None]:
-    """Inside the block process 0 alone prints."""
-    if processes.is_first():
-        yield
-        return
-    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
-        yield
-
-
-def _said(message: str, status: int = WRONG_INPUT, is_certain: bool = True) -> int:
-    """Prints the message as one line; returns the exit status."""
-    return _last_word(f"error: {' '.join(message.split())}", status, is_certain)
-
-
-def _last_word(line: str, status: int, is_certain: bool = True) -> int:
-    """Prints the line, if it is this process's to print; returns the exit status."""
-    line, status = processes.last_word(line, status, is_certain)
-    if line:
-        print(line, file=sys.stderr)
-    return status
+        print_dry_run(result, console(160))

@@ -1,0 +1,103 @@
+"""How a command ends: in one line for a wrong input, and an exit status; of several processes one speaks."""
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from flexrank import processes
+from flexrank.errors import FlexrankError
+
+LOST, WRONG_INPUT, INTERRUPTED = 1, 2, 130
+
+#: Packages that a verb may need beyond the core, and the extra that installs each.
+EXTRAS = {
+    "transformers": "hf", "huggingface_hub": "hf", "tokenizers": "hf", "matplotlib": "report", "peft": "peft",
+    "PIL": "images", "datasets": "data", "torchao": "quant",
+}  # fmt: skip
+
+
+class OneLineErrors(TyperGroup):
+    """A group of commands that reports a wrong input as one line on standard error, with exit status 2."""
+
+    def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:
+        """Runs the command line, as click does, and ends the process."""
+        options["standalone_mode"] = False  # click then raises its errors
+        if not standalone_mode:
+            return super().main(*args, **options)
+        with contextlib.ExitStack() as group:
+            try:
+                group.enter_context(processes.joined())
+                with _only_first_prints():
+                    status = super().main(*args, **options) or 0
+            except FlexrankError as error:
+                status = _said(str(error))
+            except OSError as error:
+                # A full disk, or a file that may not be read: the system's own words, and the file they are about.
+                status = _said(
+                    f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
+                )
+            except ModuleNotFoundError as error:
+                package = (error.name or "").partition(".")[0]
+                if package not in EXTRAS:
+                    raise
+                status = _said(f"{package} is not installed: pip install 'flexrank[{EXTRAS[package]}]'")
+            except processes.ProcessLost as error:
+                status = _said(str(error), LOST, is_certain=False)
+            except (_Interrupted, typer.Abort) as error:
+                status = _last_word(str(error), INTERRUPTED, is_certain=False)
+            except _USAGE_ERROR as error:
+                status = _said(error.format_message())
+            except Exception:
+                if not processes.last_word("a fault of the program", LOST)[0]:
+                    sys.exit(LOST)
+                raise
+        sys.exit(status)
+
+
+class _Interrupted(Exception):
+    """A Ctrl-C or SIGTERM, and what to say of it."""
+
+
+# Newer versions of typer carry their own click; the base class of typer's public exception is in the right one.
+_USAGE_ERROR: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+
+
+@contextlib.contextmanager
+def resumable() -> Iterator[None]:
+    """Ends a Ctrl-C, or the SIGTERM of a job that is preempted, with one line that says how to continue."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise _Interrupted("\ninterrupted; the same command continues from here") from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _only_first_prints() -> Iterator[None]:
+    """Inside the block process 0 alone prints."""
+    if processes.is_first():
+        yield
+        return
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
+        yield
+
+
+def _said(message: str, status: int = WRONG_INPUT, is_certain: bool = True) -> int:
+    """Prints the message as one line; returns the exit status."""
+    return _last_word(f"error: {' '.join(message.split())}", status, is_certain)
+
+
+def _last_word(line: str, status: int, is_certain: bool = True) -> int:
+    """Prints the line, if it is this process's to print; returns the exit status."""
+    line, status = processes.last_word(line, status, is_certain)
+    if line:
+        print(line, file=sys.stderr)
+    return status

@@ -1,0 +1,52 @@
+"""What a verb prints: tables, places, and with --json one object, last on standard output."""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def show_report(directory: Path, as_json: bool, more: dict[str, Any]) -> None:
+    """Prints the table; on standard error where standard output is for JSON."""
+    from flexrank.run import report
+
+    summary = report.read_summary(directory)
+    report.print_table(summary, console(140, stderr=as_json))
+    page = directory / "report.html"
+    if page.is_file():
+        print(f"figures and page: {page}", file=sys.stderr)
+    if as_json:
+        print_json({"directory": str(directory), **more, **summary})
+
+
+def show_tuned(export: Mapping[str, Any]) -> None:
+    """On standard error, which the export's place is not printed to: qualities of shared weights and of tuned ones."""
+    from rich.table import Table
+
+    table = Table("quality", "shared", "tuned", box=None, padding=(0, 2))
+    for name, tuned in export["quality"].items():
+        table.add_row(name, f"{export['shared'][name]:.4f}", f"{tuned:.4f}")
+    console(80, stderr=True).print(table)
+
+
+def show_stage(outcome: Any, result: dict[str, Any], as_json: bool) -> None:
+    """Prints the place of a stage's run, or of an export."""
+    if as_json:
+        print_json({"directory": str(outcome.directory), "executed": list(outcome.executed), **result})
+    else:
+        print(result["export"]["directory"] if "export" in result else outcome.directory)
+
+
+def print_json(value: Any) -> None:
+    """Prints one line of JSON, after all that was printed before."""
+    sys.stdout.flush()
+    print(json.dumps(value, allow_nan=False), flush=True)
+
+
+def console(width: int, stderr: bool = False) -> Any:
+    """A console of this width where the stream is no terminal: rich would cut its lines at 80 characters."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=None if stream.isatty() else width)

@@ -1,0 +1,121 @@
+"""Processes that torchrun starts end together, by one line of one of them."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launched import children, config_of, ended, flexrank, started, wait_for
+
+
+@pytest.mark.slow
+def test_a_wrong_input_is_one_line_of_one_process(prepared: dict[str, Any], tmp_path: Path) -> None:
+    """Here process 0 meets it, while the other waits."""
+    shutil.copytree(prepared["output"], tmp_path / "two")
+    (tmp_path / "two" / "chain.json").write_text("{}")
+    output, words = flexrank(2, "run", tmp_path / "two", "--json")
+    assert words[0].startswith(f"error: {tmp_path}/two/chain.json: was edited after `allocate` wrote it")
+    assert words[1:] == ["exit 2", "exit 2"] and output == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
+def test_all_end_when_one_does(kind: signal.Signals, prepared: dict[str, Any], tmp_path: Path) -> None:
+    """A process that is killed or hangs is named by one line of another; a signal to torchrun saves and ends all."""
+    shutil.copytree(prepared["output"], tmp_path / "two")
+    config = config_of(prepared, tmp_path / "two", steps=10**6, checkpoint_every=2)
+    with started(2, "-m", "flexrank", "distill", config, timeout=8) as run:
+        wait_for(tmp_path / "two" / "partial")
+        while not list((tmp_path / "two" / "partial").glob("distill-*/state.json")):
+            time.sleep(0.05)
+        start, pids = time.monotonic(), children(run)
+        os.kill(run.pid if kind == signal.SIGTERM else pids[1], kind)
+        if kind == signal.SIGSTOP:
+            while Path(f"/proc/{pids[0]}/exe").exists():
+                time.sleep(0.05)
+            os.kill(pids[1], signal.SIGKILL)  # else torchrun waits for half a minute
+        _, words = ended(run)
+    assert time.monotonic() - start < 30
+    (word,) = [word for word in words if not word.startswith("exit")]
+    if kind == signal.SIGTERM:
+        assert word == "interrupted; the same command continues from here"
+    else:
+        assert word.startswith("error: process 1 does not answer")
+    (state,) = (tmp_path / "two" / "partial").glob("distill-*/state.json")
+    assert len(json.loads(state.read_text())["losses"]) >= 2
+
+
+SIGNALLED = """
+import pathlib, sys, time
+from flexrank import processes
+
+with processes.joined():
+    try:
+        if processes.is_first():
+            pathlib.Path(sys.argv[1]).touch()
+            time.sleep(1000)
+        processes.sums(1.0)
+    except (processes.ProcessLost, KeyboardInterrupt):
+        line, status = processes.last_word("interrupted", 130, is_certain=False)
+        print(line, file=sys.stderr)
+sys.exit(status)
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_is_no_missing_process_though_one_waits_for_another(tmp_path: Path) -> None:
+    (tmp_path / "wait.py").write_text(SIGNALLED)
+    with started(2, tmp_path / "wait.py", tmp_path / "begun") as run:
+        wait_for(tmp_path / "begun")
+        time.sleep(1)
+        start = time.monotonic()
+        os.kill(run.pid, signal.SIGTERM)
+        _, words = ended(run)
+    assert words == ["interrupted"] and time.monotonic() - start < 8
+
+
+WAITING = """
+import pathlib, sys, time
+from flexrank import processes
+
+def work():
+    time.sleep(4)
+    pathlib.Path(sys.argv[1]).touch()
+    return 7
+
+with processes.joined():
+    assert processes.by_first(work) == 7
+    try:
+        processes.by_first(lambda: time.sleep(1000))
+    except processes.ProcessLost as error:
+        print(*processes.last_word(str(error), 1, is_certain=False), file=sys.stderr)
+        sys.exit(1)
+"""
+
+
+@pytest.mark.slow
+def test_process_0_may_work_alone_for_longer_than_the_time_out_but_not_hang(tmp_path: Path) -> None:
+    (tmp_path / "wait.py").write_text(WAITING)
+    with started(2, tmp_path / "wait.py", tmp_path / "done", timeout=2) as run:
+        wait_for(tmp_path / "done")
+        time.sleep(0.5)
+        pids = children(run)
+        os.kill(pids[0], signal.SIGSTOP)
+        while Path(f"/proc/{pids[1]}/exe").exists():
+            time.sleep(0.05)
+        os.kill(pids[0], signal.SIGKILL)
+        _, words = ended(run)
+    (word,) = [word for word in words if not word.startswith("exit")]
+    assert word.startswith("error: process 0 does not answer")
+
+
+@pytest.mark.slow
+def test_a_wrong_time_out_is_one_line_though_all_meet_it() -> None:
+    with started(2, "-m", "flexrank", "report", "nothing", timeout=float("nan")) as run:
+        _, words = ended(run)
+    assert words == ["error: FLEXRANK_TIMEOUT is 'nan'; it is a number of seconds above 0", "exit 2", "exit 2"]

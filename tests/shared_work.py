@@ -15,17 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import flexrank as fr
 from flexrank import processes
 from flexrank.errors import FlexrankError
 from flexrank.nn.select import select_layers
+from flexrank.nn.sharding import shard_, shard_blocks_
 from flexrank.nn.switch import nested_layers
 from tiny import VOCABULARY, build, chain_of, nest
 
 STEPS, STOP = 9, 4
+#: Checkpoints of trainings that were stopped, by so many processes, sharded or not.
+STOPPED = {"of-1", "of-2", "of-4", "sharded-2", "sharded-4"}
 
 
 def texts(count: int, rows: int = 3) -> list[dict[str, Tensor]]:
@@ -37,6 +40,10 @@ def texts(count: int, rows: int = 3) -> list[dict[str, Tensor]]:
         mask[seed % rows, 6:] = 0
         batches.append({"input_ids": ids * mask, "attention_mask": mask})
     return batches
+
+
+def images(count: int, rows: int) -> list[Tensor]:
+    return [torch.randn(rows, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(count)]
 
 
 def vectors(count: int, rows: int) -> list[Tensor]:
@@ -58,7 +65,7 @@ def decomposed(place: Path) -> dict[str, Tensor]:
     found = {}
     for name, method in (("llama_untied", "fisher"), ("gpt2", "datasvd"), ("convnet", "datasvd")):
         model, directory = build(name), place / f"{name}-{processes.count()}"
-        data: Any = [torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+        data: Any = images(3, 2)
         layers, seen = select_layers(model), dict[str, Tensor]()
         loss = fr.LogitObjective().fisher_loss if method == "fisher" else None
         for layer in layers:
@@ -117,6 +124,40 @@ def consolidated(_: Path) -> dict[str, Tensor]:
     return found
 
 
+def sharded(place: Path) -> dict[str, Tensor]:
+    """As `consolidated`, with models of which each process holds a part; what is written, too."""
+    cases: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+        "llama_untied": (texts(4), fr.LogitObjective(hidden_weight=2.0, top_k=9), {"accumulation": 2}),
+        "bert": (texts(3), fr.EmbeddingObjective(4.0), {"max_norm": 0.05, "gradient_checkpointing": True}),
+        "perceptron": (vectors(3, 7), fr.FeatureObjective(), {"method": "paper"}),
+        "convnet": (images(3, 5), fr.LogitObjective(), {"train_embeddings": True}),
+    }
+    found = {}
+    for name, (batches, objective, options) in cases.items():
+        student, teacher = nest(build(name)), build(name)
+        for model in (student, teacher) if name == "llama_untied" else ():
+            model.config.output_hidden_states = True
+        # At full size the first loss is rounding, and so is AdamW's step of whatever is trained at that size.
+        budgets = (0.3, 0.6) if name == "perceptron" else (0.3, 0.6, 1.0)
+        chain, layers = chain_of(student, budgets), list(nested_layers(student))
+        shard_(student)
+        if name in ("llama_untied", "bert"):
+            shard_blocks_(teacher, layers)
+        evaluate = fr.distillation_evaluator(teacher, batches, objective)
+        history = fr.distill_(
+            student, teacher, batches, chain, objective=objective, steps=STEPS, learning_rate=1e-3, **options
+        )
+        found[f"{name}.losses"] = torch.tensor(history.losses)
+        with fr.use_profile(student, chain.at(0.6)):
+            found[f"{name}.evaluated"] = torch.tensor(evaluate(student))
+        fr.save_elastic(student, chain, artefact := place / f"{name}-sharded-{processes.count()}")
+        processes.by_first(lambda: None)
+        written = load_file(artefact / "elastic.safetensors")
+        found |= {f"{name}.{key}": written[key] for key in written if key.endswith((".u", ".v", ".dense"))}
+        found[f"{name}.parameters"] = torch.tensor(fr.inspect_artefact(artefact)["parameters"])
+    return found
+
+
 class Stopping(fr.FeatureObjective):
     """Has the last process get a SIGTERM in one of its steps."""
 
@@ -132,12 +173,15 @@ class Stopping(fr.FeatureObjective):
     __repr__ = fr.FeatureObjective.__repr__
 
 
-def trained(checkpoint: Path | None, stop: int = 0) -> list[float]:
+def trained(checkpoint: Path | None, stop: int = 0, is_sharded: bool = False) -> list[float]:
     """The losses of all steps, or those that a checkpoint holds after a stop in one of them."""
     student, teacher = nest(build("perceptron")), build("perceptron")
+    chain = chain_of(student, (0.3, 0.6))
+    if is_sharded:
+        shard_(student)
     try:
         history = fr.distill_(
-            student, teacher, vectors(4, 7), chain_of(student, (0.3, 0.6)), objective=Stopping(stop), steps=STEPS,
+            student, teacher, vectors(4, 7), chain, objective=Stopping(stop), steps=STEPS,
             learning_rate=1e-2, checkpoint=checkpoint, teacher_cache=0,
         )  # fmt: skip
     except KeyboardInterrupt:
@@ -162,7 +206,8 @@ def refused() -> str:
 
 
 WORK: dict[str, Callable[[Path], dict[str, Tensor]]] = {
-    "calibrated": calibrated, "decomposed": decomposed, "probed": probed, "consolidated": consolidated
+    "calibrated": calibrated, "decomposed": decomposed, "probed": probed, "consolidated": consolidated,
+    "sharded": sharded,
 }  # fmt: skip
 
 
@@ -175,12 +220,15 @@ def main(place: Path) -> None:
     with processes.joined():
         count, number = processes.count(), processes.number()
         tensors = {key: value.contiguous().clone() for key, value in all_work(place).items()}
-        facts: dict[str, Any] = {"stopped": trained(place / f"of-{count}", STOP), "refused": refused()}
-        for other in sorted({"of-1", "of-2", "of-4"} - {f"of-{count}"}):
-            if (place / other).exists():
-                again = place / f"{other}-by-{count}"
-                processes.by_first(lambda other=other, again=again: str(shutil.copytree(place / other, again)))
-                facts[other] = trained(again)
+        facts: dict[str, Any] = {"refused": refused(), "resumed": {}}
+        facts["stopped"] = [
+            trained(place / f"of-{count}", STOP), trained(place / f"sharded-{count}", STOP, is_sharded=True)
+        ]  # fmt: skip
+        processes.by_first(lambda: None)
+        for other in sorted(path.name for path in place.iterdir() if path.name in STOPPED - {f"of-{count}"}):
+            again = place / f"{other}-by-{count}"
+            processes.by_first(lambda other=other, again=again: str(shutil.copytree(place / other, again)))
+            facts["resumed"][other] = trained(again, is_sharded=count == 2)
         trained(own := place / f"own-{count}-{number}")
         facts["writes"] = own.exists()
         small = torch.tensor([256.0 if number == 0 else 1.0], dtype=torch.bfloat16)

@@ -10,7 +10,7 @@ ranks of the chain: a prefix is checked without the rest.
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexrank import files
+from flexrank import files, processes
 from flexrank.artefacts.deployed import DOCUMENT, KEYS, KIND, STATE, Factory, bare_model, describe, factory_name, fill
 from flexrank.artefacts.tensors import ShardWriter, named_tensors, open_tensors
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
 from flexrank.nn.elastic import NestedLayer
+from flexrank.nn.sharding import is_sharded
 from flexrank.nn.specs import layer_spec
 from flexrank.nn.switch import nested_layers, require_fitting
 from flexrank.profiles import ProfileChain
@@ -51,11 +52,16 @@ def save_elastic(
 
     All components are written, whatever the active ranks; but a consolidated model ends at its largest trained size,
     above which the base model is the better one. An artefact in `directory` is replaced; a directory that holds
-    anything else is refused. `factory` builds the bare architecture of a model that is not transformers'.
+    anything else is refused. `factory` builds the bare architecture of a model that is not transformers'. Of a sharded
+    model all processes call this; process 0 writes it tensor by tensor, and never holds more than a file's.
 
     Raises:
         FlexrankError: the model has no elastic layers, the chain names others, or none of its sizes is a trained one.
     """
+    if is_sharded(model) and not processes.is_first():
+        for _ in _whole_state(model, _kept_components(nested_layers(model), chain), named_tensors(model)[1].keys()):
+            pass  # process 0 gathers what this one has a part of
+        return
     with files.directory_aside(directory, *MARKERS) as aside:
         ElasticWriter(model, aside, tokenizer, shard_bytes=shard_bytes).finish(chain, factory)
 
@@ -100,30 +106,23 @@ class ElasticWriter:
         chain = _trained_part(chain, layers)
         for entry in chain.entries:
             require_fitting(layers, entry.profile)
-        kept = {
-            name: _components(one, [entry.profile[name] for entry in chain.entries]) for name, one in layers.items()
-        }
+        kept = _kept_components(layers, chain)
         self._aliases = {alias: self._aliases[alias] for alias in model.state_dict().keys() & self._aliases.keys()}
         self._add_rest(chain, kept)
         specs = {name: layer_spec(layer) | {"rank": kept[name]} for name, layer in layers.items()}
         maker = None if factory is None else factory_name(factory)
         content = describe(model, self._library, specs, self._aliases, maker)
-        content["parameters"] -= sum((len(one.u) - kept[name]) * sum(one.matrix_shape) for name, one in layers.items())
+        content["parameters"] = _written_parameters(model, kept)
         content |= {"chain": chain.to_json(), "tensors": self._digests, "dtypes": self._dtypes}
         content |= {"shards": self._shards.finish(), "files": self._files}
         files.write_document(self._directory / ELASTIC_DOCUMENT, ELASTIC_KIND, content)
 
     def _add_rest(self, chain: ProfileChain, kept: Mapping[str, int]) -> None:
         factors = {f"{name}.{factor}": name for name in kept for factor in "uv"}
-        for key, tensor in self._model.state_dict().items():
+        for key, tensor in _whole_state(self._model, kept, self._digests.keys() | self._aliases.keys()):
             name = factors.get(key)
-            if key in self._digests or key in self._aliases:
-                continue
-            if name is None:
-                self._add(key, tensor)
-            else:
-                ranks = {min(entry.profile[name], kept[name]) for entry in chain.entries}
-                self._add(key, tensor[: kept[name]], sorted(ranks | {kept[name]}))
+            ranks = () if name is None else {min(entry.profile[name], kept[name]) for entry in chain.entries}
+            self._add(key, tensor, None if name is None else sorted({*ranks, kept[name]}))
 
     def _add(self, key: str, tensor: Tensor, ends: list[int] | None = None) -> None:
         """Writes a tensor, a factor with its segments between ranks."""
@@ -238,6 +237,31 @@ def _trained_part(chain: ProfileChain, layers: Mapping[str, NestedLayer]) -> Pro
         entry for entry in chain.entries if all(entry.profile.get(name, 0) <= rank for name, rank in last.items())
     )
     return dataclasses.replace(chain, entries=tuple(entries))
+
+
+def _kept_components(layers: Mapping[str, NestedLayer], chain: ProfileChain) -> dict[str, int]:
+    """How many components of each layer are written."""
+    return {name: _components(one, [entry.profile[name] for entry in chain.entries]) for name, one in layers.items()}
+
+
+def _whole_state(model: nn.Module, kept: Mapping[str, int], left_out: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    """What is written, factors as far as they are kept; of a sharded model gathered, for which all processes ask."""
+    layers = nested_layers(model)
+    for key, tensor in model.state_dict().items():
+        name, _, leaf = key.rpartition(".")
+        if key in left_out:
+            continue
+        if name in layers and leaf in layers[name].places():
+            tensor = layers[name].whole(leaf, None if leaf == "dense" else kept[name]).detach()
+        yield key, tensor
+
+
+def _written_parameters(model: nn.Module, kept: Mapping[str, int]) -> int:
+    layers = nested_layers(model)
+    divided = {id(getattr(layer, name)) for layer in layers.values() for name in layer.places()}
+    others = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in divided)
+    factors = sum(kept[name] * sum(layer.matrix_shape) for name, layer in layers.items())
+    return others + factors + sum(math.prod(one.matrix_shape) for one in layers.values() if one.dense is not None)
 
 
 def _components(layer: NestedLayer, ranks: Iterable[int]) -> int:

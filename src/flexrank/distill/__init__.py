@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from flexrank import processes
 from flexrank.data.batches import Batch, call_model, eval_mode, model_device, to_device
@@ -26,6 +27,7 @@ from flexrank.distill.step import (
 )
 from flexrank.errors import FlexrankError
 from flexrank.files import digest_json, digest_tensor
+from flexrank.nn.sharding import is_sharded, sharded_parameters
 from flexrank.nn.switch import layer_shapes, use_profile
 from flexrank.profiles import ProfileChain
 from flexrank.progress import track
@@ -54,7 +56,8 @@ def distillation_evaluator(
     kept = [to_device(batch, model_device(teacher)) for batch in batches]
     if not kept:
         raise FlexrankError("the evaluator got no batches; it needs at least one")
-    with eval_mode(teacher), torch.inference_mode():
+    # Not inference_mode: a sharded teacher keeps the memory that it gathers in for training.
+    with eval_mode(teacher), torch.no_grad():
         if objective is None:
             objective = default_objective(call_model(teacher, kept[0]))
         targets = [objective.target(call_model(teacher, batch), batch) for batch in kept]
@@ -103,7 +106,8 @@ def distill_(
     largest profile below the full model is drawn twice as often as any other.
     AdamW (weight decay of matrices alone), linear warm-up, cosine decay; no dropout, fixed batch norms. Components
     above a layer's largest trained rank stay as they were. The objective is by default `default_objective`'s.
-    Of several processes each takes its share of every batch's rows; losses and weights are those of one process.
+    Of several processes each takes its share of every batch's rows; losses and weights are those of one process. A
+    sharded model (`sharding.shard_`) stays so.
 
     Args:
         batches: a sequence, shuffled anew each pass, whose items never change (else `teacher_cache=0`); or an iterable,
@@ -139,12 +143,14 @@ def distill_(
         "objective": describe(objective), "profiles": digest_json(profiles),
         "teacher": _identity(teacher) if checkpoint else None,
     }  # fmt: skip
+    if is_sharded(model) and optimizer == "adamw_8bit":
+        raise FlexrankError("optimizer is adamw_8bit; of a sharded model it is adamw, whose states are divided too")
     if is_balanced:
         set_sizes_(model, profiles)
     with used_components(model, profiles):
         trainable = trainable_parameters(model, train_embeddings, is_balanced and len(profiles) > 1)
         adam = make_optimizer(model, trainable, learning_rate, weight_decay, optimizer)
-        state = State(checkpoint, settings, trainable, adam, Feed(batches, seed))
+        state = State(checkpoint, settings, trainable, adam, Feed(batches, seed), sharded_parameters(model))
         step = Step(model, Targets(teacher, objective, autocast, teacher_cache), trainable, adam, max_norm)
         with training(model, teacher, trainable, gradient_checkpointing):
             usual = UsualLosses(state.losses, state.choices) if is_balanced else None
@@ -201,4 +207,9 @@ def _positive(weights: Sequence[float], count: int) -> list[float]:
 def _identity(model: nn.Module) -> str:
     """A digest of the names, shapes and first values of the model's tensors."""
     tensors = [(name, value) for name, value in model.state_dict().items() if isinstance(value, Tensor)]
-    return digest_json([(name, list(value.shape), digest_tensor(value.flatten()[:16])) for name, value in tensors])
+    return digest_json([(name, list(value.shape), digest_tensor(_first_values(value))) for name, value in tensors])
+
+
+def _first_values(tensor: Tensor) -> Tensor:
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.flatten()[:16]

@@ -1,23 +1,32 @@
 """The checkpoint of an interrupted consolidation.
 
-`state.safetensors` has the parameters, the optimiser's states and tensors of the data loader's; `state.json` has the
-rest, a checksum of itself and one of the tensors' file: a bit that a disk has lost ends the run, and is not trained on.
+Files of safetensors have the parameters, the optimiser's states and tensors of the data loader's: `state.safetensors`,
+or where the model is sharded each process's part, by torch.distributed.checkpoint. `state.json` has the rest, a
+checksum of itself and one of each file: a bit that a disk has lost ends the run, and is not trained on. Any number of
+processes resumes from any other's, sharded or not.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from flexrank import processes
 from flexrank.distill.optimizer import make_states_, states_of
 from flexrank.distill.schedule import Feed
 from flexrank.errors import FlexrankError
 from flexrank.files import digest_files, directory_aside, read_document, verify_files, write_document
+from flexrank.nn.sharding import Place, as_global
 
 #: Begins the name of a tensor that is a part of a data loader's state; in JSON the name is its stand-in.
 LOADER = "//loader/"
@@ -33,6 +42,7 @@ class State:
     trainable: Mapping[str, nn.Parameter]
     optimizer: torch.optim.Optimizer
     feed: Feed
+    sharded: Mapping[nn.Parameter, Place] = dataclasses.field(default_factory=dict)
     losses: list[float] = dataclasses.field(default_factory=list)
     choices: list[int] = dataclasses.field(default_factory=list)
 
@@ -51,20 +61,37 @@ class State:
         self.choices.append(choice)
 
     def save(self) -> None:
-        """Replaces the checkpoint, whole or not at all; process 0 does, for any number of processes to resume from."""
-        if self.path is None or not processes.is_first():
+        """Replaces the checkpoint, whole or not at all; process 0 writes, of a sharded model all do."""
+        if self.path is None or not (self.sharded or processes.is_first()):
             return
-        tensors = {}
-        for name, parameter in self.trainable.items():
-            tensors[name] = parameter.detach()
-            for key, value in states_of(self.optimizer, parameter).items():
-                tensors[f"{name}//{key}"] = value
+        tensors = dict(self._tensors())
         feed = _without_tensors(self.feed.state(), tensors)
         progress = {"losses": self.losses, "choices": self.choices, "feed": feed}
-        with directory_aside(self.path, DOCUMENT) as aside:
-            safetensors.torch.save_file(tensors, aside / STATE)
-            content = {"settings": self.settings, **progress, "files": digest_files(aside)}
-            write_document(aside / DOCUMENT, KIND, content)
+        with contextlib.ExitStack() as stack:
+            if self.sharded:
+                aside = Path(processes.by_first(lambda: self._aside(stack)))
+                with _failures():
+                    save(tensors, storage_writer=HuggingFaceStorageWriter(str(aside), save_distributed=True))
+            else:
+                aside = Path(self._aside(stack))
+                safetensors.torch.save_file(tensors, aside / STATE)
+            if processes.is_first():
+                content = {"settings": self.settings, **progress, "files": digest_files(aside)}
+                write_document(aside / DOCUMENT, KIND, content)
+
+    def _aside(self, stack: contextlib.ExitStack) -> str:
+        assert self.path is not None
+        return str(stack.enter_context(directory_aside(self.path, DOCUMENT)))
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and their states by name, those that are divided as shards of the whole."""
+        for name, parameter in self.trainable.items():
+            place = self.sharded.get(parameter)
+            for key, value in {name: parameter.detach(), **self._states(name, parameter)}.items():
+                yield key, value if place is None or value.shape != parameter.shape else as_global(value, place)
+
+    def _states(self, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
+        return {f"{name}//{slot}": value for slot, value in states_of(self.optimizer, parameter).items()}
 
     @torch.no_grad()
     def _load(self, path: Path) -> None:
@@ -74,28 +101,41 @@ class State:
             if there != value:
                 raise FlexrankError(f"{path}: was written with {key}={there}, not {value}; remove it or change back")
         verify_files(path, state["files"], f"truncated or edited; remove {path} to begin again")
-        with safetensors.safe_open(path / STATE, framework="pt") as file:
-            keys = {key for key in file.keys() if not key.startswith(LOADER)}  # noqa: SIM118
-            state["feed"] = _with_tensors(state["feed"], file)
-            for name in {key for key in keys if "//" not in key} ^ self.trainable.keys():
-                what = "no trainable parameter" if name in self.trainable else "a parameter not trained here,"
-                raise FlexrankError(f"{path}: holds {what} {name!r}; it belongs to another run")
-            started = {name for name, separator, _ in (key.partition("//") for key in keys) if separator}
-            make_states_(self.optimizer, [self.trainable[name] for name in started])
-            for name, parameter in self.trainable.items():
-                self._restore(name, parameter, file.get_tensor(name))
-                for slot, value in states_of(self.optimizer, parameter).items() if name in started else ():
-                    if (key := f"{name}//{slot}") not in keys:
-                        raise FlexrankError(f"{path}: {key!r} is missing; another version of the optimiser wrote it")
-                    self._restore(name, value, file.get_tensor(key))
+        reader = HuggingFaceStorageReader(str(path))
+        stored: Any = reader.read_metadata().state_dict_metadata
+        self._require_fitting(path, set(stored))
+        tensors = dict(self._tensors())
+        for key in tensors.keys() - stored.keys():
+            raise FlexrankError(f"{path}: {key!r} is missing; another version of the optimiser wrote it")
+        for key, tensor in tensors.items():
+            if tensor.shape != stored[key].size:
+                shapes = f"{tuple(stored[key].size)}, not {tuple(tensor.shape)}"
+                raise FlexrankError(f"{path}: parameter {key!r} is {shapes}; it belongs to another model")
+        loader = {key: one for key, one in stored.items() if key.startswith(LOADER)}
+        tensors |= {key: torch.empty(one.size, dtype=one.properties.dtype) for key, one in loader.items()}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is in one process
+            load(tensors, storage_reader=reader, no_dist=processes.count() == 1)
         self.losses, self.choices = state["losses"], state["choices"]
-        self.feed.restore(state["feed"])
+        self.feed.restore(_with_tensors(state["feed"], tensors))
 
-    def _restore(self, name: str, there: Tensor, tensor: Tensor) -> None:
-        if tensor.shape != there.shape:
-            shapes = f"{tuple(tensor.shape)}, not {tuple(there.shape)}"
-            raise FlexrankError(f"{self.path}: parameter {name!r} is {shapes}; it belongs to another model")
-        there.copy_(tensor)
+    def _require_fitting(self, path: Path, keys: set[str]) -> None:
+        """Raises FlexrankError unless the checkpoint's parameters are those trained here; makes the states it has."""
+        keys = {key for key in keys if not key.startswith(LOADER)}
+        for name in {key for key in keys if "//" not in key} ^ self.trainable.keys():
+            what = "no trainable parameter" if name in self.trainable else "a parameter not trained here,"
+            raise FlexrankError(f"{path}: holds {what} {name!r}; it belongs to another run")
+        started = {name for name, separator, _ in (key.partition("//") for key in keys) if separator}
+        make_states_(self.optimizer, [self.trainable[name] for name in started])
+
+
+@contextlib.contextmanager
+def _failures() -> Iterator[None]:
+    """Raises what has failed in one of the processes in place of torch's exception of all."""
+    try:
+        yield
+    except CheckpointException as error:
+        raise next(failure for failure, _ in error.failures.values()) from error
 
 
 def _without_tensors(value: Any, tensors: dict[str, Tensor]) -> Any:
@@ -109,10 +149,10 @@ def _without_tensors(value: Any, tensors: dict[str, Tensor]) -> Any:
     return [_without_tensors(one, tensors) for one in value] if isinstance(value, list | tuple) else value
 
 
-def _with_tensors(value: Any, file: Any) -> Any:
+def _with_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     """The inverse of `_without_tensors`; tuples come back as lists."""
     if isinstance(value, str) and value.startswith(LOADER):
-        return file.get_tensor(value)
+        return tensors[value]
     if isinstance(value, dict):
-        return {key: _with_tensors(one, file) for key, one in value.items()}
-    return [_with_tensors(one, file) for one in value] if isinstance(value, list) else value
+        return {key: _with_tensors(one, tensors) for key, one in value.items()}
+    return [_with_tensors(one, tensors) for one in value] if isinstance(value, list) else value

@@ -18,6 +18,7 @@ from flexrank.distill.optimizer import update
 from flexrank.errors import FlexrankError
 from flexrank.nn.blocks import block_stack, replaced_forwards
 from flexrank.nn.elastic import NestedLayer
+from flexrank.nn.sharding import sharded_parameters
 from flexrank.nn.switch import nested_layers, require_fitting
 
 Item = tuple[int | None, Batch]  #: a batch, and its place in a sequence that gives it again (None: in none)
@@ -85,8 +86,7 @@ class Step:
         loss = sum(self._backward(item, parts, usual) for item in items) / parts
         _require_finite(loss, number, "loss")
         self._sum_gradients()
-        gradients = [parameter.grad for parameter in self.trainable.values() if parameter.grad is not None]
-        length = torch.nn.utils.get_total_norm(gradients)
+        length = self._gradient_length()
         _require_finite(float(length), number, "gradient's length")
         if float(length) > self.max_norm:
             torch.nn.utils.clip_grads_with_norm_(self.trainable.values(), self.max_norm, length)
@@ -108,11 +108,26 @@ class Step:
         return value
 
     def _sum_gradients(self) -> None:
-        """Sums gradients over processes; of factors those of the active prefix, for all others are zeros."""
+        """Sums gradients over processes; of factors those of the active prefix, for all others are zeros.
+
+        Those of sharded parameters are sums already.
+        """
         layers = [module for module in self.model.modules() if isinstance(module, NestedLayer)]
         active = {factor: layer.rank for layer in layers for factor in (layer.u, layer.v)}
-        gradients = ((one.grad, active.get(one)) for one in self.trainable.values())
+        parts = sharded_parameters(self.model)
+        gradients = ((one.grad, active.get(one)) for one in self.trainable.values() if one not in parts)
         processes.sum_(whole if rank is None else whole[:rank] for whole, rank in gradients if whole is not None)
+
+    def _gradient_length(self) -> Tensor:
+        """The gradient's, of sharded parameters with the parts of all processes."""
+        parts = sharded_parameters(self.model)
+        gradients = {one: one.grad for one in self.trainable.values() if one.grad is not None}
+        length = torch.nn.utils.get_total_norm([grad for one, grad in gradients.items() if one not in parts])
+        if parts:
+            own = torch.nn.utils.get_total_norm([grad for one, grad in gradients.items() if one in parts])
+            squares = length.double().square() + processes.sums(float(own) ** 2)[0]
+            length = squares.sqrt().to(length)
+        return length
 
 
 def _own_rows(batch: Batch) -> tuple[Batch, bool]:

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter, functional
 from torch.nn.functional import linear
 
+from flexrank import processes
 from flexrank.errors import FlexrankError
+from flexrank.nn.gather import gathered
 from flexrank.nn.matrix import ConvGeometry
 
 
@@ -51,9 +53,11 @@ class NestedLayer(nn.Module):
     (m × n), the matrix at full rank min(m, n), then no product of factors; ranks between k and full need not exist.
     Vectors are float32 where factors have half precision; `dense` may have the base model's dtype.
     `full_matrix` is the matrix at full rank inside `switch.full_matrices`, else None; the forward uses it there.
+    `is_sharded` says that `u`, `v` and `dense` are this process's parts, gathered where used (`sharding.shard_`).
     """
 
     full_matrix: Tensor | None = None
+    is_sharded = False
 
     def __init__(
         self,
@@ -101,6 +105,20 @@ class NestedLayer(nn.Module):
         """Whether the matrix of this rank is `dense`, not a product of factors."""
         return self.dense is not None and rank == self.max_rank
 
+    def places(self) -> dict[str, tuple[int, int]]:
+        """The dimension along which processes divide each parameter that may be sharded, and its whole size there."""
+        m, n = self.matrix_shape
+        return {"u": (1, m), "v": (1, n)} | ({} if self.dense is None else {"dense": (0, m)})
+
+    def whole(self, name: str, rank: int | None = None) -> Tensor:
+        """`u` or `v`, up to a rank, or `dense`: of a sharded layer gathered, for which all processes must ask.
+
+        Whole factors are no slices, whose gradients would be copied into full-sized ones.
+        """
+        part: Tensor = getattr(self, name)
+        part = part if rank in (None, len(part)) else part[:rank]
+        return gathered(part, *self.places()[name]) if self.is_sharded else part
+
     @property
     def active(self) -> tuple[Float[Tensor, "r m"], Float[Tensor, "r n"]]:
         """U_rᵀ and V_rᵀ at the active rank."""
@@ -112,8 +130,8 @@ class NestedLayer(nn.Module):
         return self.bias_at(self.rank)
 
     def factors(self, rank: int) -> tuple[Float[Tensor, "r m"], Float[Tensor, "r n"]]:
-        """U_rᵀ and V_rᵀ. Whole they are not slices, whose gradients would be copied into full-sized ones."""
-        u, v = (self.u, self.v) if rank == len(self.u) else (self.u[:rank], self.v[:rank])
+        """U_rᵀ and V_rᵀ."""
+        u, v = self.whole("u", rank), self.whole("v", rank)
         if self.sizes is None:
             return u, v
         outputs, inputs = self.sizes.at(self.sizes.outputs, rank), self.sizes.at(self.sizes.inputs, rank)
@@ -128,8 +146,9 @@ class NestedLayer(nn.Module):
     @torch.no_grad()
     def set_dense_(self) -> None:
         """Gives full rank a matrix of its own, which is the product of the factors so far."""
-        product = self.u.T.double() @ self.v.double()
-        self.dense = Parameter(product.to(self.u.dtype), self.u.requires_grad)
+        product = (self.whole("u").T.double() @ self.whole("v").double()).to(self.u.dtype)
+        own = processes.part(product, 0).clone() if self.is_sharded else product
+        self.dense = Parameter(own, self.u.requires_grad)
 
     @torch.no_grad()
     def set_sizes_(self, ranks: Sequence[int]) -> None:
@@ -160,7 +179,7 @@ class NestedLayer(nn.Module):
         if self.dense is None or not self.is_dense_at(rank):
             u, v = (factor.to(dtype or factor.dtype) for factor in self.factors(rank))
             return u.T @ v
-        dense, sizes = self.dense.to(dtype or self.u.dtype), self.sizes
+        dense, sizes = self.whole("dense").to(dtype or self.u.dtype), self.sizes
         if sizes is None:
             return dense
         outputs, inputs = sizes.at(sizes.outputs, rank), sizes.at(sizes.inputs, rank)
@@ -196,7 +215,7 @@ class NestedLinear(NestedLayer):
             and self.rank == self.max_rank
             and self.full_matrix is None
         ):
-            return self._scaled(x, self.dense, self.sizes)
+            return self._scaled(x, self.whole("dense"), self.sizes)
         return linear(x, self.matrix, self.active_bias)
 
     def _scaled(self, x: Tensor, dense: Tensor, sizes: SizeVectors) -> Tensor:

@@ -1,0 +1,78 @@
+"""Models of which every process holds a part: elastic layers by our own gathers, blocks of a base model by FSDP2.
+
+An elastic layer's factors are divided by columns, `u` (k × m) along m and `v` (k × n) along n, so that any prefix of
+components is gathered alone: at rank r that is r·(m + n) numbers, whatever k is.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from flexrank import processes
+from flexrank.errors import FlexrankError
+from flexrank.nn.blocks import block_stack
+from flexrank.nn.elastic import NestedLayer
+from flexrank.nn.switch import nested_layers
+
+Place = tuple[int, int]  #: the dimension along which a tensor is divided, and its whole size there
+
+
+def shard_(model: nn.Module, device: torch.device | str | None = None) -> None:
+    """Leaves each process its part of an elastic model's layers, on `device`, where all else goes whole.
+
+    Layers are gathered as they run, up to the active rank. Nothing changes where there is one process.
+    Keep the model's blocks from holding what they have gathered, by `distill_(…, gradient_checkpointing=True)`.
+    """
+    if processes.count() > 1:
+        for layer in nested_layers(model).values():
+            for name, (dim, _) in layer.places().items():
+                whole = getattr(layer, name)
+                part = processes.part(whole.detach(), dim).to(device, copy=True)
+                setattr(layer, name, nn.Parameter(part, whole.requires_grad))
+            layer.is_sharded = True
+    model.to(device)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether processes hold parts of its elastic layers."""
+    return any(isinstance(module, NestedLayer) and module.is_sharded for module in model.modules())
+
+
+def sharded_parameters(model: nn.Module) -> dict[nn.Parameter, Place]:
+    """How each parameter that processes hold parts of is divided."""
+    layers = [module for module in model.modules() if isinstance(module, NestedLayer) and module.is_sharded]
+    return {getattr(layer, name): place for layer in layers for name, place in layer.places().items()}
+
+
+def shard_blocks_(model: nn.Module, layers: Any, device: torch.device | str | None = None) -> None:
+    """Divides the blocks that hold `layers` over the processes by FSDP2, on `device`, where all else goes whole.
+
+    A block is gathered as it runs. Nothing changes where there is one process. It is a FlexrankError if the model has
+    no stack of blocks.
+    """
+    if processes.count() > 1:
+        from torch.distributed.fsdp import fully_shard
+
+        blocks = block_stack(model, layers)
+        if not blocks:
+            raise FlexrankError(f"a base model is sharded block by block; {type(model).__name__} has no stack of them")
+        mesh = _mesh(torch.device(device or "cpu"))
+        for _, block in blocks:
+            fully_shard(block, mesh=mesh, reshard_after_forward=True)
+    model.to(device)
+
+
+def as_global(part: Tensor, place: Place) -> DTensor:
+    """The part, in the same memory, as torch.distributed.checkpoint reads and writes it: a shard of the whole."""
+    dim, size = place
+    shape = torch.Size((*part.shape[:dim], size, *part.shape[dim + 1 :]))
+    stride = torch.empty(shape, device="meta").stride()
+    placements, mesh = [Shard(dim)], _mesh(part.device)
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _mesh(device: torch.device) -> DeviceMesh:
+    return init_device_mesh(device.type, (processes.count(),))

@@ -110,6 +110,24 @@ def test_two_processes_make_the_run_of_one(prepared: dict[str, Any], of_two: Pat
 
 
 @pytest.mark.slow
+def test_two_processes_that_hold_parts_consolidate_as_one_does(prepared: dict[str, Any], tmp_path: Path) -> None:
+    """And after a SIGKILL they continue; the artefact and its checksums are read by one process."""
+    one, two = Path(prepared["output"]), shutil.copytree(prepared["output"], tmp_path / "two")
+    shutil.rmtree(two / "elastic")
+    config = config_of(prepared, two, sharded=True, gradient_checkpointing=True, checkpoint_every=1)
+    run = Run(config, two, 2)
+    assert run.kill("distill", 0.8, 1) is not None
+    run.finish()
+    wanted, found = (json.loads((place / "history.json").read_text()) for place in (one, two))
+    assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-4)
+    tensors, others = (load_file(place / "elastic" / "elastic.safetensors") for place in (one, two))
+    assert tensors.keys() == others.keys()
+    assert all(is_near(others[key], tensor, 1e-4) for key, tensor in tensors.items())
+    wanted, found = (json.loads((place / "elastic" / "elastic.json").read_text()) for place in (one, two))
+    assert found["parameters"] == wanted["parameters"] and found["chain"] == wanted["chain"]
+
+
+@pytest.mark.slow
 def test_killed_processes_leave_a_run_that_ends_with_the_same_bytes(
     prepared: dict[str, Any], of_two: Path, tmp_path: Path
 ) -> None:

@@ -88,11 +88,24 @@ class DistillationConfig(Section):
     # but the first need torchao.
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     gradient_checkpointing: bool = False  # blocks run again to go back: less memory, a third more time
+    # Of several processes each holds a part of both models and of all that training takes, not the whole; needs
+    # gradient_checkpointing, or blocks would hold what they have gathered.
+    sharded: bool = False
     checkpoint_every: Count = 100  # steps between the checkpoints that an interrupted run resumes from
     max_norm: Annotated[float, Field(gt=0)] = 1.0
     temperature: Annotated[float, Field(gt=0)] = 1.0  # of the softmax in the language and classification losses
     # To save memory those losses tell apart this many of the teacher's likeliest classes; all others count as one.
     top_k: Count | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _sharded_as_it_can_be(self) -> "DistillationConfig":
+        if self.sharded and not self.gradient_checkpointing:
+            raise ValueError(
+                "sharded needs gradient_checkpointing: true; without it blocks hold what they have gathered"
+            )
+        if self.sharded and self.optimizer != "adamw":
+            raise ValueError(f"sharded needs optimizer: adamw, whose states are divided, not {self.optimizer}")
+        return self
 
     @property
     def weight_of_hidden_states(self) -> float:

@@ -24,6 +24,7 @@ from flexrank.files import read_json, write_aside, write_json
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.matrix import matrix_shape
 from flexrank.nn.select import select_layers
+from flexrank.nn.sharding import is_sharded
 from flexrank.nn.switch import layer_shapes, use_profile
 from flexrank.probe import curvature_rises, curvature_table, probe_sensitivity
 from flexrank.profiles import ProfileChain, SensitivityTable
@@ -130,17 +131,17 @@ def distill(work: Workspace, fingerprint: str) -> None:
     """Consolidates: RUN/elastic, one artefact of every size, and RUN/history.json."""
     settings, chain = work.config.distillation, read_chain(work)
     profiles, budgets = [entry.profile for entry in chain.requested], list(chain.budgets)
-    is_whole = settings.method == "paper" or not settings.steps or len(profiles) == 1
-    model = work.elastic("elastic_initial")[0] if is_whole else work.trained_part(profiles)
     history: dict[str, Any] = {"steps": 0, "losses": [], "budgets": []}
-    if settings.steps:
-        before = probe_losses(work, model, profiles)
-        weights = None if settings.weights is None else settings.weights[::-1]  # the chain is rising
-        done = train_(work, model, chain, settings.steps, work.directory.partial("distill", fingerprint), weights)
-        log_losers(budgets, before, probe_losses(work, model, profiles))
-        history = {"steps": done.steps, "losses": done.losses, "budgets": [budgets[i] for i in done.profiles]}
-    if processes.is_first():
-        save_elastic(model, chain, work.directory / "elastic", tokenizer=work.tokenizer, shard_bytes=work.shard_bytes)
+    with work.student(profiles) as model:
+        if settings.steps:
+            before = probe_losses(work, model, profiles)
+            weights = None if settings.weights is None else settings.weights[::-1]  # the chain is rising
+            done = train_(work, model, chain, settings.steps, work.directory.partial("distill", fingerprint), weights)
+            log_losers(budgets, before, probe_losses(work, model, profiles))
+            history = {"steps": done.steps, "losses": done.losses, "budgets": [budgets[i] for i in done.profiles]}
+        if processes.is_first() or is_sharded(model):
+            place = work.directory / "elastic"
+            save_elastic(model, chain, place, tokenizer=work.tokenizer, shard_bytes=work.shard_bytes)
     _write_shared(work, "history.json", history)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from flexrank import processes
 from flexrank.distill import Profiles, TrainingHistory, distill_, distillation_evaluator
 from flexrank.hf import models
+from flexrank.nn.sharding import is_sharded
 from flexrank.nn.switch import use_profile
 from flexrank.run.workspace import Workspace
 
@@ -60,10 +61,10 @@ def probe_losses(work: Workspace, model: nn.Module, profiles: Sequence[Mapping[s
     """The distillation loss at each profile, a mean over the probe's samples."""
     evaluate = distillation_evaluator(work.base, work.samples.probe, work.probe_objective)
     losses = [0.0] * len(profiles)
-    for number in processes.share(len(profiles)):
+    for number in range(len(profiles)) if is_sharded(model) else processes.share(len(profiles)):
         with use_profile(model, profiles[number]):
             losses[number] = evaluate(model)
-    return processes.sums(*losses)
+    return losses if is_sharded(model) else processes.sums(*losses)
 
 
 def log_losers(budgets: Sequence[float], before: Sequence[float], after: Sequence[float]) -> None:

@@ -1,21 +1,24 @@
 """What more than one stage of a run loads, once."""
 
+import contextlib
 import dataclasses
 import functools
 import gc
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from flexrank import processes
 from flexrank.artefacts.elastic import SHARD_BYTES, load_components, load_elastic, read_shapes
 from flexrank.data.batches import call_model, to_device
 from flexrank.distill.objectives import Objective, objective_for
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
 from flexrank.nn.matrix import weight_matrix
+from flexrank.nn.sharding import shard_, shard_blocks_
 from flexrank.nn.switch import nested_layers, share_tensors_
 from flexrank.profiles import ProfileChain
 from flexrank.run.config import RunConfig
@@ -48,10 +51,10 @@ class Workspace:
     @functools.cached_property
     def base(self) -> Any:
         """The original model in eval mode: the teacher. It keeps its files' dtype; what reads images has theirs."""
-        model = self.own_base()
-        return model.to(
-            self.device, getattr(torch, self.config.dtype) if self.config.task == "classification" else None
-        )
+        return self._as_teacher(self.own_base()).to(self.device)
+
+    def _as_teacher(self, model: Any) -> Any:
+        return model.to(getattr(torch, self.config.dtype)) if self.config.task == "classification" else model
 
     @functools.cached_property
     def tokenizer(self) -> Any:
@@ -74,10 +77,13 @@ class Workspace:
         On a CPU both processes map one model's files.
         """
         if self.device.type != "cpu":
-            for name in ("base", "deployed_base", "judge"):
-                self.__dict__.pop(name, None)
+            self._forget_base()
             gc.collect()
             torch.cuda.empty_cache()
+
+    def _forget_base(self) -> None:
+        for name in ("base", "deployed_base", "judge"):
+            self.__dict__.pop(name, None)
 
     def objective(self, hidden_weight: float = 0.0, top_k: int | None = None) -> Objective:
         """The task's distillation loss."""
@@ -99,7 +105,7 @@ class Workspace:
         )  # fmt: skip
         return self.objective(top_k=top_k)
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference_mode, whose tensors a sharded base could not use again in training
     def _target_row_bytes(self, objective: Objective, batch: Any) -> int:
         """Bytes of one row of the teacher's targets, from the first sample of a batch."""
         sample = to_device({key: value[:1] for key, value in batch.items()}, self.device)
@@ -111,15 +117,42 @@ class Workspace:
         model, chain = load_elastic(self.directory / name)
         return model.to(self.device), chain
 
+    @contextlib.contextmanager
+    def student(self, profiles: Sequence[Mapping[str, int]]) -> Iterator[nn.Module]:
+        """What consolidation trains at these profiles, on the device.
+
+        With `distillation.sharded` each of several processes has its part of it, and inside the block of the base
+        model too: they map the files of both, and only parts go to their devices.
+        """
+        if not self.config.distillation.sharded or processes.count() == 1:
+            yield self._student(profiles).to(self.device)
+            return
+        self._forget_base()
+        self.__dict__["base"] = base = self._as_teacher(self.own_base())
+        model = self._student(profiles)
+        shard_(model, self.device)
+        shard_blocks_(base, nested_layers(model), self.device)
+        try:
+            yield model
+        finally:
+            self._forget_base()
+
+    def _student(self, profiles: Sequence[Mapping[str, int]]) -> nn.Module:
+        settings = self.config.distillation
+        if settings.method == "paper" or not settings.steps or len(profiles) == 1:
+            return load_elastic(self.directory / "elastic_initial")[0]
+        return self.trained_part(profiles)
+
     def trained_part(self, profiles: Sequence[Mapping[str, int]]) -> nn.Module:
         """The decomposed model as far as consolidation trains it at several profiles; the rest is the base's, shared.
 
-        That is the components of each layer up to its largest rank below full, beside the matrix at full rank.
+        That is the components of each layer up to its largest rank below full, which are on the CPU, beside the matrix
+        at full rank.
         """
         full = {name: min(shape) for name, shape in read_shapes(self.directory / "elastic_initial")[0].items()}
         ranks = {name: {profile[name] for profile in profiles} for name in full}
         below = {name: max(some - {full[name]}, default=full[name]) for name, some in ranks.items()}
-        model = load_components(self.directory / "elastic_initial", below).to(self.device)
+        model = load_components(self.directory / "elastic_initial", below)
         for name, layer in nested_layers(model).items():
             if full[name] in ranks[name] and below[name] < full[name]:
                 matrix = weight_matrix(self.base.get_submodule(name)).detach()

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from typing import Literal
 
 from flexrank.errors import FlexrankError
@@ -17,11 +18,12 @@ NEEDED: dict[str, str | None] = {
 WITH = {"evaluate": ["slack", "evaluate_initial"]}
 #: What the process runs for each configuration: a stage and what it needs are read from its arguments.
 PROGRAM = """
-import contextlib, ctypes, gc, json, pathlib, sys, threading
+import contextlib, ctypes, functools, gc, json, pathlib, sys, threading
 libc = ctypes.CDLL(None)
 libc.mallopt(-3, 65536)  # what is freed is given back: else memory kept for the next request would count
 import torch, transformers
 import torch._dynamo, torchao.optim
+from flexrank import processes
 from flexrank.run import run_stages, stages
 from flexrank.run.config import load_config
 from flexrank.run.directory import RunDirectory
@@ -39,31 +41,35 @@ def watch(peak, ended):
         peak[0] = max(peak[0], held())
 
 peaks = []
-for config in map(load_config, sys.argv[5:]):
-    if needed:
-        run_stages(config, needed)
-    for done in (stage, *together):  # by an earlier process
-        RunDirectory(config.directory).forget(done)
-    gc.collect()
-    libc.malloc_trim(0)
-    start, peak, ended = held(), [0], threading.Event()
-    thread = threading.Thread(target=watch, args=(peak, ended))
-    thread.start()
-    try:
-        with contextlib.suppress(FileNotFoundError):  # of the artefact, which is not written
-            run_stages(config, stage)
-    finally:
-        ended.set()
-        thread.join()
-    if stage == "distill":
-        RunDirectory(config.directory).forget(stage)  # it has no artefact
-    peaks.append(peak[0] - start)
-print(json.dumps(peaks[1:]))
+with processes.joined():
+    for config in map(load_config, sys.argv[5:]):
+        if needed:
+            run_stages(config, needed)
+        for done in (stage, *together):  # by an earlier process
+            processes.by_first(functools.partial(RunDirectory(config.directory).forget, done))
+        gc.collect()
+        libc.malloc_trim(0)
+        start, peak, ended = held(), [0], threading.Event()
+        thread = threading.Thread(target=watch, args=(peak, ended))
+        thread.start()
+        try:
+            with contextlib.suppress(FileNotFoundError):  # of the artefact, which is not written
+                run_stages(config, stage)
+        finally:
+            ended.set()
+            thread.join()
+        if stage == "distill":
+            processes.by_first(functools.partial(RunDirectory(config.directory).forget, stage))  # it has no artefact
+        peaks.append(peak[0] - start)
+    print(json.dumps(peaks[1:]), flush=True)
+    processes.by_first(lambda: None)
 """
 
 
-def peaks_of(stage: Stage, *configs: str) -> list[int]:
+def peaks_of(stage: Stage, *configs: str, processes: int = 1) -> list[int]:
     """Bytes that the stage holds at most above what there was before, for each configuration after the first.
+
+    Of several processes those of the one that holds most; sharded models are mapped from their files.
 
     The first brings in what libraries load late. Blocks that are decomposed, and the size that is deployed, are mapped
     from their files, and leave memory where it is needed: there only the process's own memory counts.
@@ -71,13 +77,15 @@ def peaks_of(stage: Stage, *configs: str) -> list[int]:
     Raises:
         FlexrankError: the process fails, or the system has no /proc.
     """
-    counted = ["RssAnon"] if stage in ("decompose", "deploy") else ["RssAnon", "RssFile"]
+    counted = ["RssAnon"] if stage in ("decompose", "deploy") or processes > 1 else ["RssAnon", "RssFile"]
     arguments = [stage, *map(json.dumps, (NEEDED[stage], WITH.get(stage, []), counted)), *configs]
     alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # each further thread has buffers of its own
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, check=False, env=alone
-    )
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as program:
+        program.write(PROGRAM)
+        program.flush()
+        command = [sys.executable, *(launcher if processes > 1 else []), program.name, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=alone)
     if done.returncode:
         raise FlexrankError(f"measuring the memory of {stage} failed: {done.stderr.strip().splitlines()[-1]}")
-    peaks: list[int] = json.loads(done.stdout)
-    return peaks
+    return [max(peaks) for peaks in zip(*map(json.loads, done.stdout.splitlines()), strict=True)]

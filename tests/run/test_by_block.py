@@ -112,6 +112,24 @@ def test_consolidation_takes_what_the_dry_run_counts(sources: Path, tmp_path: Pa
         assert peak == pytest.approx(counted, rel=0.15), name
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+def test_sharded_consolidation_takes_what_the_dry_run_counts(sources: Path, tmp_path: Path) -> None:
+    """At most 15 % off in each of two processes, without what is in no layer, which is mapped here."""
+    model = write_llama(tmp_path / "model", sources / "language", 512, 1408, 12)
+    small = by_curvature(sources / "language", sources / "text.txt", tmp_path / "small")
+    config = by_curvature(model, sources / "text.txt", tmp_path / "large")
+    values = yaml.safe_load(Path(config).read_text())
+    values["distillation"] = {"steps": 2, "batch_size": 4, "autocast": "off"}
+    values["distillation"] |= {"sharded": True, "gradient_checkpointing": True}
+    values["allocation"] = {"budgets": [0.6, 0.5]}
+    Path(config).write_text(yaml.safe_dump(values))
+    counts = [dry_run(load_config(config), devices=count)["memory"]["consolidation"] for count in (1, 2)]
+    (peak,) = peaks_of("distill", small, config, processes=2)
+    assert peak == pytest.approx(counts[1]["all"], rel=0.15)
+    assert counts[1]["all"] < 0.65 * counts[0]["all"]
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_deployment_takes_what_the_dry_run_counts(sources: Path, tmp_path: Path) -> None:
     """At most 15 % off: one size at a time, which the process that verifies it maps from its files."""

@@ -105,6 +105,15 @@ def test_a_wrong_override_is_one_line(override: str, parts: list[str], tmp_path:
         assert part in str(error.value)
 
 
+def test_sharded_models_need_blocks_that_run_again_and_states_that_are_divided(tmp_path: Path) -> None:
+    with pytest.raises(FlexrankError, match="sharded needs gradient_checkpointing: true"):
+        parse_config(LEAST | {"distillation": {"sharded": True}})
+    keys = {"sharded": True, "gradient_checkpointing": True}
+    with pytest.raises(FlexrankError, match="sharded needs optimizer: adamw, .* not adamw_8bit"):
+        parse_config(LEAST | {"distillation": keys | {"optimizer": "adamw_8bit"}})
+    assert parse_config(LEAST | {"distillation": keys}).distillation.sharded
+
+
 @pytest.mark.parametrize("method", ["joint", "paper"])
 @pytest.mark.parametrize("saving", [0, 0.25])
 def test_every_method_takes_no_saving_and_the_default_one(method: str, saving: float, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import tiny
 from flexrank.errors import FlexrankError
 from flexrank.nn.switch import nested_layers
+from flexrank.probe import probe_sensitivity
 from flexrank.run import rates
 from flexrank.run.config import RunConfig, load_config
 from flexrank.run.dry_run import dry_run, operations
@@ -93,6 +94,43 @@ def test_two_processes_divide_the_work_and_exchange_sums(tmp_path: Path) -> None
     expected = work["operations"] / 2e6 + work["disk_bytes"] / 1e3 + work["link_bytes"] / 1e2
     assert seconds_of(plan)["consolidation"] == pytest.approx(expected)
     assert plan["money"] == pytest.approx(2 * 3 * plan["hours"])
+
+
+def test_sharded_processes_divide_layers_and_gather_what_they_use(tmp_path: Path) -> None:
+    """Four processes, two batches a step, of which each has three quarters to fetch; vectors of sizes stay whole.
+
+    Sizes at .9 and .4 share factors below full rank; at .9 three fifths of the layers are full, if a layer saves a
+    quarter at least.
+    """
+    keys = {"gradient_checkpointing": True, "accumulation": 2, "autocast": "off", "batch_size": 4}
+    whole, own = (
+        dry_run(config_of(tiny.llama_tied, tmp_path, distillation=keys | more), device=DEVICE, devices=4)
+        for more in ({}, {"sharded": True})
+    )
+    (block, _), student = real(tiny.llama_tied).model.layers, nest(real(tiny.llama_tied))
+    blocks = 2 * sum(p.nbytes for p in block.parameters())
+    shapes = {name: layer.matrix_shape for name, layer in nested_layers(student).items()}
+    vectors = 4 * 2 * sum(map(sum, shapes.values()))
+    before, after = (result["memory"]["consolidation"] for result in (whole, own))
+    factors = before["gradients"] - vectors
+    full = round(0.6 * sum(m * n for m, n in shapes.values()))
+    assert after["teacher"] == before["teacher"] - blocks + blocks // 4
+    assert after["student"] == before["student"] - factors + factors // 4 + 4 * full // 4
+    assert after["gradients"] == vectors + factors // 4 and after["optimizer"] == 2 * vectors + 2 * factors // 4
+    # A block's factors as they go back, beside one layer's gradients of 4 bytes and twice that in order; or two blocks.
+    largest = max(before_rank * sum(shapes[name]) for name, before_rank in trained_ranks(student).items())
+    assert after["gathered"] == max(blocks, factors // 2 + 12 * largest)
+    assert after["all"] < before["all"] and after["activations"] == before["activations"]
+    active = [sum(r * sum(shapes[name]) for name, r in uniform(student, b)[0].items()) for b in (0.9, 0.4)]
+    links = [result["plan"]["stages"]["consolidation"]["work"]["link_bytes"] for result in (whole, own)]
+    drawn = (2 * active[0] + active[1]) / 3
+    assert links == pytest.approx([2 * 1.5 * 4 * drawn, 2 * 2 * 0.75 * (12 * drawn + blocks)])
+
+
+def trained_ranks(student: Any) -> dict[str, int]:
+    """The largest candidate below full, unless the size at .9 has less."""
+    table = probe_sensitivity(student, lambda _: 0.0, 4)
+    return {name: min(rank, table.ranks[name][-2]) for name, rank in uniform(student, 0.9)[0].items()}
 
 
 def test_trained_vectors_are_summed_too_and_four_processes_send_one_and_a_half_times(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ processes resumes from any other's, sharded or not.
 
 import contextlib
 import dataclasses
+import itertools
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -30,6 +31,8 @@ from flexrank.nn.sharding import Place, as_global
 
 #: Begins the name of a tensor that is a part of a data loader's state; in JSON the name is its stand-in.
 LOADER = "//loader/"
+#: Of a process's files of a sharded checkpoint, about.
+FILE_BYTES = 2**26
 STATE, DOCUMENT, KIND = "state.safetensors", "state.json", "checkpoint"
 
 
@@ -70,8 +73,9 @@ class State:
         with contextlib.ExitStack() as stack:
             if self.sharded:
                 aside = Path(processes.by_first(lambda: self._aside(stack)))
+                files = _files(tensors)
                 with _failures():
-                    save(tensors, storage_writer=HuggingFaceStorageWriter(str(aside), save_distributed=True))
+                    save(tensors, storage_writer=HuggingFaceStorageWriter(str(aside), files, save_distributed=True))
             else:
                 aside = Path(self._aside(stack))
                 safetensors.torch.save_file(tensors, aside / STATE)
@@ -127,6 +131,13 @@ class State:
             raise FlexrankError(f"{path}: holds {what} {name!r}; it belongs to another run")
         started = {name for name, separator, _ in (key.partition("//") for key in keys) if separator}
         make_states_(self.optimizer, [self.trainable[name] for name in started])
+
+
+def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The number of the file, of each process, that a tensor goes to: the writer holds a file's bytes once more."""
+    sizes = (tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    total = itertools.accumulate(sizes)
+    return {name: 1 + bytes_ // (FILE_BYTES * processes.count()) for name, bytes_ in zip(tensors, total, strict=True)}
 
 
 @contextlib.contextmanager

@@ -66,7 +66,7 @@ def dry_run(
     architecture = build_architecture(config)
     require_reachable_budgets(config, architecture.shapes)
     moments = moment_bytes(architecture, config).values()
-    memory = count_memory(architecture, part_of(config, devices))
+    memory = count_memory(architecture, part_of(config, devices), devices)
     per_step = config.distillation.batch_size * config.distillation.accumulation
     tokens = config.distillation.steps * per_step * architecture.tokens
     plan = {"plan": plan_run(architecture, config, memory, tokens, device, devices)} if device else {}

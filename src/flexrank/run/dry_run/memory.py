@@ -26,8 +26,8 @@ MOMENT_BYTES = 8
 STATE_8BIT = 1 + 4 / 256
 
 
-def count_memory(architecture: Architecture, config: RunConfig) -> dict[str, dict[str, int]]:
-    """Bytes of each stage by what holds them, and of all together.
+def count_memory(architecture: Architecture, config: RunConfig, count: int = 1) -> dict[str, dict[str, int]]:
+    """Bytes of each stage by what holds them, and of all together, in each of `count` processes.
 
     A model is decomposed block by block: `student` is then the largest block and all that is in no block, `moments` are
     the largest block's, and `factors` what the largest layer takes in float64, to be aligned too. Later `student` is
@@ -35,7 +35,7 @@ def count_memory(architecture: Architecture, config: RunConfig) -> dict[str, dic
     `matrices` are those of full layers while others are probed, and `replayed` the outputs that the probe keeps of the
     student. `targets` are the teacher's outputs that the probe keeps, and the loss checks before and after
     consolidation. `outputs` are those of one batch, twice where both models have them, and three times in training,
-    with the loss's gradient. `deployed` is the largest size.
+    with the loss's gradient. `deployed` is the largest size. Of `gathered` see `sharded_bytes`.
     """
     teacher = tensor_bytes(architecture.teacher, architecture.file_dtype)
     moments = max(moment_bytes(architecture, config).values())
@@ -54,7 +54,10 @@ def count_memory(architecture: Architecture, config: RunConfig) -> dict[str, dic
     trained = trained_part(architecture, config)
     both = {"teacher": teacher, "outputs": output * (size + file_size)}
     training = {"teacher": teacher, **training_bytes(architecture, trained, config)}
-    checked = both | {"student": training["student"], "targets": probe["targets"]}
+    if config.distillation.sharded and count > 1:
+        training |= sharded_bytes(architecture, trained, training, config, count)
+    held = {part: training[part] for part in ("teacher", "student", "gathered") if part in training}
+    checked = both | held | {"targets": probe["targets"]}
     stages = {
         "calibration": most({"student": at_once, "moments": moments}, {"student": at_once, "outputs": compared}),
         "decomposition": {"student": at_once, "moments": moments, "factors": factors},
@@ -148,6 +151,40 @@ def training_bytes(architecture: Architecture, student: Any, config: RunConfig) 
         "activations": kept_bytes(student, architecture.sample, config),
         "outputs": 3 * settings.batch_size * in_training,
     }
+
+
+def sharded_bytes(
+    architecture: Architecture, student: Any, whole: dict[str, int], config: RunConfig, count: int
+) -> dict[str, int]:
+    """What of consolidation's bytes changes where each of `count` processes holds its part; `whole` is without that.
+
+    Divided are the layers' factors, their gradients and states, matrices of full layers, and the teacher's blocks.
+    `gathered` is the most that is whole at a moment: a block's factors as it goes back, beside one layer's gradients as
+    they are, and twice in float32 as they are put in order and summed; or a block of the teacher, as it comes and as it
+    is used.
+    """
+    layers = nested_layers(student)
+    numbers = {name: len(layer.u) * sum(layer.matrix_shape) for name, layer in layers.items()}
+    size, factors = next(iter(layers.values())).u.element_size(), sum(numbers.values())
+    of_blocks = dict.fromkeys(map(_block_of, numbers), 0)
+    for name, own in numbers.items():
+        of_blocks[_block_of(name)] += size * own
+    teacher = [tensor_bytes(one, architecture.file_dtype) for _, one in block_stack(architecture.teacher, numbers)]
+    untrained = elastic_bytes(architecture, student, config) - tensor_bytes(student)
+    divided = {
+        "teacher": sum(teacher),
+        "student": size * factors + untrained,
+        "gradients": size * factors,
+        "optimizer": 2 * size * factors,
+    }
+    going_back = max(of_blocks.values()) + (size + 8) * max(numbers.values())
+    parts = {part: whole[part] - own + own // count for part, own in divided.items()}
+    parts["student"] += matrix_bytes(architecture, config) // count
+    return parts | {"gathered": max(going_back, 2 * max(teacher, default=0))}
+
+
+def _block_of(name: str) -> str:
+    return split_block(name)[0]
 
 
 def elastic_bytes(architecture: Architecture, trained: Any, config: RunConfig) -> int:

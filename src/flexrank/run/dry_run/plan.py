@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from flexrank.errors import FlexrankError
+from flexrank.nn.blocks import block_stack
 from flexrank.processes import deal
 from flexrank.run.config import RunConfig
 from flexrank.run.dry_run import operations
@@ -100,7 +101,8 @@ def plan_notes(plan: Mapping[str, Any]) -> list[str]:
     """What the figures of `plan_run` mean, one line each."""
     notes = [
         "plan: a model, not a measurement: operations over the sustained rate of products, and bytes over the rates of "
-        "disk and link. Processes share the work, not the memory; evaluation and deployment have no hours.",
+        "disk and link. Processes share the work, and memory in consolidation if it is sharded; evaluation and "
+        "deployment have no hours.",
     ]
     rows, count = plan["batch_rows"], plan["devices"]
     if rows % count:
@@ -121,7 +123,7 @@ def stage_works(
     elastic = tensor_bytes(architecture.student)
     moments = reduced_bytes(sum(moment_bytes(architecture, config).values()), count)
     saved = math.ceil(settings.steps / settings.checkpoint_every) * (held["gradients"] + held["optimizer"])
-    gradients = settings.steps * reduced_bytes(4 * active_numbers(architecture, config), count)
+    exchanged = settings.steps * exchanged_bytes(architecture, config, count)
     probe, dtype = operations.probe(architecture, config) / count, training_dtype(config, device)
     return {
         "calibration": Work(operations.calibration(architecture, own), "float32", base, moments),
@@ -129,7 +131,7 @@ def stage_works(
             longest_decomposition(architecture, config, count), "float64", elastic, (1 - 1 / count) * elastic
         ),
         "probe": Work(probe, config.dtype, base + elastic if probe else 0, 0),
-        "consolidation": Work(operations.consolidation(architecture, own), dtype, base + elastic + saved, gradients),
+        "consolidation": Work(operations.consolidation(architecture, own), dtype, base + elastic + saved, exchanged),
     }
 
 
@@ -142,6 +144,21 @@ def training_dtype(config: RunConfig, device: Device) -> str:
 def reduced_bytes(size: float, count: int) -> float:
     """Bytes that a process sends, and receives, to sum `size` bytes over all: 2·(N - 1)/N of them, in a ring."""
     return 2 * (count - 1) / count * size
+
+
+def exchanged_bytes(architecture: Architecture, config: RunConfig, count: int) -> float:
+    """Bytes that a process sends, and receives, in a step of consolidation: sums of gradients.
+
+    Of sharded models, for each batch of a step, active factors come twice, forward and as a block runs again, and their
+    gradients go back in float32; the teacher's blocks come once.
+    """
+    numbers = active_numbers(architecture, config)
+    if not config.distillation.sharded:
+        return reduced_bytes(4 * numbers, count)
+    blocks = [one for _, one in block_stack(architecture.teacher, architecture.shapes)]
+    teacher = sum(tensor_bytes(block, architecture.file_dtype) for block in blocks)
+    factors = (2 * architecture.teacher.dtype.itemsize + 4) * numbers
+    return config.distillation.accumulation * reduced_bytes(factors + teacher, count) / 2
 
 
 def active_numbers(architecture: Architecture, config: RunConfig) -> float:

@@ -15,6 +15,7 @@ from trainings import SETTINGS, SMALL, batches, weights_of
 from flexrank import processes
 from flexrank.distill import distill_
 from flexrank.distill.objectives import FeatureObjective
+from flexrank.distill.tensors import FILE_BYTES, file_numbers
 from flexrank.errors import FlexrankError
 from tiny import build, nest
 
@@ -158,3 +159,12 @@ def test_signals_are_left_alone_where_nothing_is_saved_or_no_signal_arrives(tmp_
     thread.join()
     assert seen == [before, before]
     assert len(json.loads((tmp_path / "state" / "state.json").read_text())["losses"]) == 9
+
+
+def test_a_checkpoint_goes_to_files_of_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each process; where one tensor is larger than a file, it has its own."""
+    monkeypatch.setattr(processes, "_group", processes._Group(0, 2, None, 1.0))
+    numbers = FILE_BYTES // 4
+    sizes = {"a": numbers, "b": numbers // 2, "c": 4 * numbers, "d": 1}
+    files = file_numbers({name: torch.empty(size, device="meta") for name, size in sizes.items()})
+    assert files == {"a": 1, "b": 1, "c": 3, "d": 3}

@@ -5,7 +5,6 @@ import torch
 
 from flexrank import processes
 from flexrank.distill import distill_
-from flexrank.distill.state import FILE_BYTES, _files
 from flexrank.errors import FlexrankError
 from flexrank.nn.sharding import is_sharded, shard_, shard_blocks_, sharded_parameters
 from tiny import build, chain_of, nest
@@ -55,12 +54,3 @@ def test_what_cannot_be_sharded_is_refused() -> None:
     shard_(model)
     with pytest.raises(FlexrankError, match="optimizer is adamw_8bit; of a sharded model it is adamw"):
         distill_(model, build("perceptron"), [torch.ones(3, 12)], chain, optimizer="adamw_8bit")
-
-
-def test_a_checkpoint_goes_to_files_of_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each process; where one tensor is larger than a file, it has its own."""
-    monkeypatch.setattr(processes, "_group", processes._Group(0, 2, None, 1.0))
-    numbers = FILE_BYTES // 4
-    sizes = {"a": numbers, "b": numbers // 2, "c": 4 * numbers, "d": 1}
-    files = _files({name: torch.empty(size, device="meta") for name, size in sizes.items()})
-    assert files == {"a": 1, "b": 1, "c": 3, "d": 3}

@@ -8,7 +8,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from flexrank import processes
 from flexrank.data.batches import Batch, call_model, eval_mode, model_device, to_device
@@ -211,5 +210,5 @@ def _identity(model: nn.Module) -> str:
 
 
 def _first_values(tensor: Tensor) -> Tensor:
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # of a sharded teacher
     return whole.flatten()[:16]

@@ -8,32 +8,24 @@ processes resumes from any other's, sharded or not.
 
 import contextlib
 import dataclasses
-import itertools
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from flexrank import processes
 from flexrank.distill.optimizer import make_states_, states_of
 from flexrank.distill.schedule import Feed
+from flexrank.distill.tensors import read_tensors, stored_tensors, write_parts, write_whole
 from flexrank.errors import FlexrankError
 from flexrank.files import digest_files, directory_aside, read_document, verify_files, write_document
 from flexrank.nn.sharding import Place, as_global
 
 #: Begins the name of a tensor that is a part of a data loader's state; in JSON the name is its stand-in.
 LOADER = "//loader/"
-#: Of a process's files of a sharded checkpoint, about.
-FILE_BYTES = 2**26
-STATE, DOCUMENT, KIND = "state.safetensors", "state.json", "checkpoint"
+DOCUMENT, KIND = "state.json", "checkpoint"
 
 
 @dataclasses.dataclass
@@ -73,12 +65,10 @@ class State:
         with contextlib.ExitStack() as stack:
             if self.sharded:
                 aside = Path(processes.by_first(lambda: self._aside(stack)))
-                files = _files(tensors)
-                with _failures():
-                    save(tensors, storage_writer=HuggingFaceStorageWriter(str(aside), files, save_distributed=True))
+                write_parts(aside, tensors)
             else:
                 aside = Path(self._aside(stack))
-                safetensors.torch.save_file(tensors, aside / STATE)
+                write_whole(aside, tensors)
             if processes.is_first():
                 content = {"settings": self.settings, **progress, "files": digest_files(aside)}
                 write_document(aside / DOCUMENT, KIND, content)
@@ -105,8 +95,7 @@ class State:
             if there != value:
                 raise FlexrankError(f"{path}: was written with {key}={there}, not {value}; remove it or change back")
         verify_files(path, state["files"], f"truncated or edited; remove {path} to begin again")
-        reader = HuggingFaceStorageReader(str(path))
-        stored: Any = reader.read_metadata().state_dict_metadata
+        stored = stored_tensors(path)
         self._require_fitting(path, set(stored))
         tensors = dict(self._tensors())
         for key in tensors.keys() - stored.keys():
@@ -117,9 +106,7 @@ class State:
                 raise FlexrankError(f"{path}: parameter {key!r} is {shapes}; it belongs to another model")
         loader = {key: one for key, one in stored.items() if key.startswith(LOADER)}
         tensors |= {key: torch.empty(one.size, dtype=one.properties.dtype) for key, one in loader.items()}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is in one process
-            load(tensors, storage_reader=reader, no_dist=processes.count() == 1)
+        read_tensors(path, tensors)
         self.losses, self.choices = state["losses"], state["choices"]
         self.feed.restore(_with_tensors(state["feed"], tensors))
 
@@ -131,22 +118,6 @@ class State:
             raise FlexrankError(f"{path}: holds {what} {name!r}; it belongs to another run")
         started = {name for name, separator, _ in (key.partition("//") for key in keys) if separator}
         make_states_(self.optimizer, [self.trainable[name] for name in started])
-
-
-def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """The number of the file, of each process, that a tensor goes to: the writer holds a file's bytes once more."""
-    sizes = (tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    total = itertools.accumulate(sizes)
-    return {name: 1 + bytes_ // (FILE_BYTES * processes.count()) for name, bytes_ in zip(tensors, total, strict=True)}
-
-
-@contextlib.contextmanager
-def _failures() -> Iterator[None]:
-    """Raises what has failed in one of the processes in place of torch's exception of all."""
-    try:
-        yield
-    except CheckpointException as error:
-        raise next(failure for failure, _ in error.failures.values()) from error
 
 
 def _without_tensors(value: Any, tensors: dict[str, Tensor]) -> Any:

@@ -4,18 +4,20 @@ An elastic layer's factors are divided by columns, `u` (k × m) along m and `v` 
 components is gathered alone: at rank r that is r·(m + n) numbers, whatever k is.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 
 from flexrank import processes
 from flexrank.errors import FlexrankError
 from flexrank.nn.blocks import block_stack
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.switch import nested_layers
+
+if TYPE_CHECKING:  # these take a second to import
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 Place = tuple[int, int]  #: the dimension along which a tensor is divided, and its whole size there
 
@@ -65,8 +67,10 @@ def shard_blocks_(model: nn.Module, layers: Any, device: torch.device | str | No
     model.to(device)
 
 
-def as_global(part: Tensor, place: Place) -> DTensor:
+def as_global(part: Tensor, place: Place) -> "DTensor":
     """The part, in the same memory, as torch.distributed.checkpoint reads and writes it: a shard of the whole."""
+    from torch.distributed.tensor import DTensor, Shard
+
     dim, size = place
     shape = torch.Size((*part.shape[:dim], size, *part.shape[dim + 1 :]))
     stride = torch.empty(shape, device="meta").stride()
@@ -74,5 +78,7 @@ def as_global(part: Tensor, place: Place) -> DTensor:
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def _mesh(device: torch.device) -> DeviceMesh:
+def _mesh(device: torch.device) -> "DeviceMesh":
+    from torch.distributed.device_mesh import init_device_mesh
+
     return init_device_mesh(device.type, (processes.count(),))

@@ -1,0 +1,63 @@
+"""The tensors of a checkpoint as safetensors: whole, or each process's part, by torch.distributed.checkpoint.
+
+Its own format is a pickle; only its writer and reader of safetensors are used. They are imported where they are called,
+for they take a second.
+"""
+
+import itertools
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from torch import Tensor
+
+from flexrank import processes
+
+#: Of a process's files of parts, about; the writer holds a file's bytes once more.
+FILE_BYTES = 2**26
+WHOLE = "state.safetensors"
+
+
+def write_whole(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Writes all tensors to one file."""
+    safetensors.torch.save_file(dict(tensors), directory / WHOLE)
+
+
+def write_parts(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Writes what each process has, of `sharding.as_global` tensors its part, and any other in one of them."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    writer = HuggingFaceStorageWriter(str(directory), file_numbers(tensors), save_distributed=True)
+    try:
+        save(dict(tensors), storage_writer=writer)
+    except CheckpointException as error:  # of all processes: raise what has failed in one
+        raise next(failure for failure, _ in error.failures.values()) from error
+
+
+def file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The number, from 1, of each process's file that a tensor's parts go to."""
+    total = itertools.accumulate(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    room = FILE_BYTES * processes.count()
+    return {name: 1 + size // room for name, size in zip(tensors, total, strict=True)}
+
+
+def stored_tensors(directory: Path) -> dict[str, Any]:
+    """`size` and `properties.dtype` of each whole tensor that the directory's files hold, or hold the parts of."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    stored: dict[str, Any] = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
+    return stored
+
+
+def read_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Fills tensors in place, whole or `sharding.as_global`, however many processes have written the files."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is in one process
+        load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(directory)), no_dist=processes.count() == 1)

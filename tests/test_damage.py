@@ -25,6 +25,7 @@ from flexrank.distill import distill_
 from flexrank.errors import FlexrankError
 from flexrank.files import digest_json, digest_tensor
 from flexrank.hf import models
+from flexrank.nn.sharding import shard_
 from flexrank.probe import probe_sensitivity
 
 #: Of each file; FLEXRANK_MUTATIONS=200 is the whole of it, which takes minutes.
@@ -62,6 +63,7 @@ def consolidated(directory: Path) -> str:
     model, teacher = tiny.nest(tiny.build("perceptron")), tiny.build("perceptron")
     batches = [torch.randn(4, 12, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
     chain = tiny.chain_of(model, (0.5, 0.8))
+    shard_(model)  # of several processes
     history = distill_(model, teacher, batches, chain, steps=STEPS, checkpoint=directory, checkpoint_every=1)
     return content(model.state_dict(), history.losses, history.profiles)
 
@@ -87,6 +89,14 @@ def save_export(directory: Path) -> None:
     export(tiny.deployed("llama_tied"), directory, tiny.batch_for("llama_tied"))
 
 
+def save_parts(directory: Path) -> None:
+    from launched import ended, started  # which those processes, who import this module, cannot
+
+    with started(2, "tests/sharded_checkpoint.py", directory) as run:
+        _, words = ended(run)
+    assert words == []
+
+
 #: By name, who writes the files and who reads them.
 KINDS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], str]]] = {
     "elastic": (save_elastic_llama, elastic),
@@ -94,6 +104,7 @@ KINDS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], str]]] = {
     "deployed": (save_deployed_convnet, deployed),
     "export": (save_export, exported),
     "consolidation": (consolidated, consolidated),
+    "parts": (save_parts, consolidated),
     "probe": (lambda directory: (directory.mkdir(), probed(directory)), probed),
 }
 

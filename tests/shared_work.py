@@ -234,6 +234,9 @@ def main(place: Path) -> None:
         small = torch.tensor([256.0 if number == 0 else 1.0], dtype=torch.bfloat16)
         processes.sum_([small, small[:0]])
         facts["sum"] = small.item()
+        half = torch.full((2, 3 * count - 1), 256.0 if number == 0 else 1.0, dtype=torch.bfloat16)
+        parts = [processes.gather(half[:, :3], 1, 3 * count - 1), processes.scatter_sum(half, 1)]
+        facts["parts"] = [[part.shape[1], part[0].tolist()] for part in parts]
         facts["first"] = processes.by_first(lambda: [processes.count(), processes.number(), os.getpid()])
         facts["decided"] = [processes.decided(number == count - 1), processes.decided(False)]
         facts["alike"] = [processes.is_alike("one"), processes.is_alike(number)]

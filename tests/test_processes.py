@@ -55,7 +55,10 @@ def test_several_processes_compute_what_one_does(count: int, alone: Any) -> None
     unbroken = shared_work.trained(None)
     assert [own["writes"] for own in facts] == [True] + [False] * (count - 1)
     for own in facts:
-        assert own["sum"] == torch.tensor(255.0 + count).bfloat16().item()
+        assert own["sum"] == (total := torch.tensor(255.0 + count).bfloat16().item())
+        gathered = [256.0] * 3 + [1.0] * (3 * count - 4)
+        summed = [total] * (2 if own is facts[-1] else 3)
+        assert own["parts"] == [[3 * count - 1, gathered], [len(summed), summed]]
         assert own["stopped"] == [pytest.approx(unbroken[: shared_work.STOP], rel=1e-4)] * 2
         others = ["of-1", "sharded-4"] if count == 4 else ["of-1", "of-4", "sharded-2", "sharded-4"]
         assert own["resumed"] == {other: pytest.approx(unbroken, rel=1e-4) for other in others}

@@ -154,7 +154,8 @@ def sharded(place: Path) -> dict[str, Tensor]:
         processes.by_first(lambda: None)
         written = load_file(artefact / "elastic.safetensors")
         found |= {f"{name}.{key}": written[key] for key in written if key.endswith((".u", ".v", ".dense"))}
-        found[f"{name}.parameters"] = torch.tensor(fr.inspect_artefact(artefact)["parameters"])
+        numbers = fr.inspect_artefact(artefact)["parameters"]
+        assert name == "convnet" or numbers == sum(one.numel() for one in written.values())  # which has buffers
     return found
 
 
@@ -238,6 +239,7 @@ def main(place: Path) -> None:
         parts = [processes.gather(half[:, :3], 1, 3 * count - 1), processes.scatter_sum(half, 1)]
         facts["parts"] = [[part.shape[1], part[0].tolist()] for part in parts]
         facts["first"] = processes.by_first(lambda: [processes.count(), processes.number(), os.getpid()])
+        facts["collected"] = processes.collected({number: [number], number + count: None})
         facts["decided"] = [processes.decided(number == count - 1), processes.decided(False)]
         facts["alike"] = [processes.is_alike("one"), processes.is_alike(number)]
         facts["pid"] = os.getpid()

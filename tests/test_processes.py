@@ -4,6 +4,8 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,7 @@ def test_several_processes_compute_what_one_does(count: int, alone: Any) -> None
         others = ["of-1", "sharded-4"] if count == 4 else ["of-1", "of-4", "sharded-2", "sharded-4"]
         assert own["resumed"] == {other: pytest.approx(unbroken, rel=1e-4) for other in others}
         assert "objective Plain has no `terms`" in own["refused"]
+        assert own["collected"] == {str(n): [n] if n < count else None for n in range(2 * count)}
         assert own["first"] == [1, 0, facts[0]["pid"]]
         assert (own["decided"], own["alike"]) == ([True, False], [True, False])
     # One process goes on from where several have stopped.
@@ -109,7 +112,10 @@ def test_two_processes_make_the_run_of_one(prepared: dict[str, Any], of_two: Pat
         assert tensors.keys() == others.keys()
         assert all(is_near(others[key], tensor, 1e-5) for key, tensor in tensors.items()), name
     wanted, found = read("summary.json")
-    assert found["rows"][0]["quality"] == pytest.approx(wanted["rows"][0]["quality"], rel=1e-5)
+    for name in ("quality", "quality_before"):
+        for row, other in zip(wanted["rows"], found["rows"], strict=True):
+            assert other[name] == pytest.approx(row[name], rel=1e-5) and other["budget"] == row["budget"]
+    assert found["base"] == wanted["base"]
 
 
 @pytest.mark.slow
@@ -178,7 +184,8 @@ def test_a_full_disk_in_a_save_leaves_the_checkpoint_before(
 
 
 def test_the_stages_that_processes_share() -> None:
-    assert [stage.name for stage in STAGES if stage.is_shared] == ["decompose", "probe", "distill"]
+    shared = ["decompose", "probe", "distill", "evaluate_initial", "evaluate"]
+    assert [stage.name for stage in STAGES if stage.is_shared] == shared
 
 
 def test_one_process_shares_with_nobody() -> None:
@@ -187,6 +194,7 @@ def test_one_process_shares_with_nobody() -> None:
     with processes.joined():
         assert (processes.count(), processes.number(), processes.is_first()) == (1, 0, True)
         assert processes.deal({"a": 1.0, "b": 3.0}) == {"b": 0, "a": 0} and list(processes.share(3)) == [0, 1, 2]
+        assert processes.collected({1: "b", 0: "a"}) == {0: "a", 1: "b"}
         assert processes.sums(1.5, 2.0) == [1.5, 2.0] and processes.by_first(lambda: 3) == 3
         assert processes.last_word("word", 2) == ("word", 2)
     assert torch.equal(tensor, torch.ones(2))
@@ -203,6 +211,22 @@ def test_tensors_are_summed_in_buckets_of_one_dtype(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(processes, "BUCKET", 40)
     tensors = [torch.ones(size) for size in (4, 5, 2, 30, 1)] + [torch.ones(1, dtype=torch.float64)]
     assert [[len(one) for one in bucket] for bucket in processes._buckets(tensors)] == [[4, 5], [2], [30], [1], [1]]
+
+
+def test_a_process_is_waited_for_as_long_as_it_gives_signs_of_life() -> None:
+    """Process 0 goes on giving them; process 1 gives none, then does and sets the key late."""
+    group = processes._Group(0, 2, torch.distributed.HashStore(), 0.4)
+    is_over = threading.Event()
+    threading.Thread(target=group.give_signs_of_life, args=(is_over,), daemon=True).start()
+    with pytest.raises(processes.ProcessLost, match="process 1 has ended"):
+        group.wait_for("key", 1)
+    other = processes._Group(1, 2, group.store, 0.4)
+    threading.Thread(target=other.give_signs_of_life, args=(is_over,), daemon=True).start()
+    threading.Timer(1.2, group.store.set, ("key", "")).start()
+    start = time.monotonic()
+    group.wait_for("key", 1)
+    is_over.set()
+    assert time.monotonic() - start > 1
 
 
 def test_processes_alone_import_no_torch() -> None:

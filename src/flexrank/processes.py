@@ -27,7 +27,7 @@ T = TypeVar("T")
 TIMEOUT = 600.0
 #: Seconds in which all processes are to sign when a run ends; torchrun kills those that it stops after 30.
 GRACE = 10.0
-#: Seconds between two looks into the store, and between two signs of life of process 0.
+#: Seconds between two looks into the store, and between two signs of life of a process.
 POLL, BEAT = 0.05, 1.0
 #: Bytes of small tensors that are summed together.
 BUCKET = 2**25
@@ -49,21 +49,21 @@ class _Group:
     is_alone: bool = False
     is_ending: bool = False
 
-    def wait_for(self, key: str) -> None:
-        """Returns when process 0 has set the key; it may take as long as it gives signs of life."""
+    def wait_for(self, key: str, number: int = 0) -> None:
+        """Returns when a process has set the key; it may take as long as it gives signs of life."""
         beat, deadline = -1, 0.0
         while not self.store.check([key]):
-            now, last, beat = time.monotonic(), beat, self.store.add("beat", 0)
+            now, last, beat = time.monotonic(), beat, self.store.add(f"beat/{number}", 0)
             deadline = deadline if beat == last else now + self.timeout
             if self.store.check(["end"]) or now > deadline:
-                raise ProcessLost("process 0 has ended, or does not answer")
+                raise ProcessLost(f"process {number} has ended, or does not answer")
             time.sleep(POLL)
 
     def give_signs_of_life(self, is_over: threading.Event) -> None:
         """Counts in the store until it is over, or torchrun has gone."""
         with contextlib.suppress(RuntimeError):
             while not is_over.wait(min(BEAT, self.timeout / 4)):
-                self.store.add("beat", 1)
+                self.store.add(f"beat/{self.number}", 1)
 
     def missing(self) -> list[int]:
         """Signs, and waits for the others to; who has not signed in time, unless one of them says why all end."""
@@ -252,6 +252,20 @@ def by_first(work: Callable[[], T]) -> T:
     return value
 
 
+def collected(own: Mapping[int, Any]) -> dict[int, Any]:
+    """What all processes have, by number; values are of JSON. All ask, and wait for the last."""
+    if _group is None or _group.is_alone:
+        return dict(sorted(own.items()))
+    _group.turns += 1
+    keys = [f"turn/{_group.turns}/{number}" for number in range(_group.count)]
+    _group.store.set(keys[_group.number], json.dumps(list(own.items())))
+    everything = dict[int, Any]()
+    for number, key in enumerate(keys):
+        _group.wait_for(key, number)
+        everything |= dict(json.loads(_group.store.get(key)))
+    return dict(sorted(everything.items()))
+
+
 def last_word(line: str, status: int, is_certain: bool = True) -> tuple[str, int]:
     """What this process says as all end, nothing where another has spoken, and the exit status of all.
 
@@ -291,8 +305,7 @@ def joined() -> Iterator[None]:
     store, number, size = next(dist.rendezvous("env://"))
     _group = _Group(number, size, dist.PrefixStore("flexrank", store), TIMEOUT)
     _connect(_group, store)
-    if is_first():
-        threading.Thread(target=_group.give_signs_of_life, args=(is_over,), daemon=True).start()
+    threading.Thread(target=_group.give_signs_of_life, args=(is_over,), daemon=True).start()
     try:
         yield
         if not _group.is_ending:

@@ -71,11 +71,11 @@ STAGES = (
     Stage("slack", stages.slack, ("deployment", "run/sizes"), _DEPLOYED, ("distill",), ("slack.json",)),
     Stage(
         "evaluate_initial", stages.evaluate_initial, (), (*_HELD_OUT, "distillation.steps"),
-        ("decompose", "allocate"), ("evaluation_initial.json",),
+        ("decompose", "allocate"), ("evaluation_initial.json",), is_shared=True,
     ),
     Stage(
         "evaluate", stages.evaluate, ("deployment", "run/sizes", "run/measure"), (*_HELD_OUT, "evaluation"), ("slack",),
-        ("evaluation.json",), is_timed=True,
+        ("evaluation.json",), is_timed=True, is_shared=True,
     ),
     Stage(
         "deploy", stages.export_all, ("artefacts", "deployment", "run/sizes"),

@@ -157,32 +157,36 @@ def slack(work: Workspace, _: str) -> None:
 
 def evaluate_initial(work: Workspace, _: str) -> None:
     """Qualities before consolidation: RUN/evaluation_initial.json; no rows where nothing is consolidated."""
-    rows = []
+    budgets, own = work.config.allocation.budgets, dict[int, Any]()
     if work.config.distillation.steps:
         model, _chain = work.elastic("elastic_initial")
         chain = read_chain(work)
-        for budget in track(work.config.allocation.budgets, "evaluating before consolidation"):
-            with use_profile(model, chain.at(budget)):
-                rows.append({"budget": budget, "quality": work.judge(model)})
-    write_json(work.directory / "evaluation_initial.json", {"rows": rows})
+        for number in track(processes.share(len(budgets)), "evaluating before consolidation"):
+            with use_profile(model, chain.at(budgets[number])):
+                own[number] = {"budget": budgets[number], "quality": work.judge(model)}
+    rows = list(processes.collected(own).values())
+    _write_shared(work, "evaluation_initial.json", {"rows": rows})
 
 
 def evaluate(work: Workspace, _: str) -> None:
     """Sizes, qualities and latencies of the deployed model at each budget, and of the base: RUN/evaluation.json."""
-    budgets, ratios, rows = work.config.allocation.budgets, [None] * len(work.config.allocation.budgets), []
+    budgets, ratios = work.config.allocation.budgets, [None] * len(work.config.allocation.budgets)
     if work.config.evaluation.latency:
         work.release()
-        ratios = in_fresh_process(latency_ratios, str(work.directory.path))
-    sizes = Sizes(work)
+        ratios = processes.by_first(lambda: in_fresh_process(latency_ratios, str(work.directory.path)))
+    sizes, own = Sizes(work), dict[int, Any]()
     shapes = sizes.shapes
-    for budget, ratio in zip(track(budgets, "evaluating"), ratios, strict=True):
-        profile = sizes.chain.at(budget)
-        row = evaluate_size(work, sizes.deployed(profile), profile, shapes)
-        rows.append({"budget": budget, **row, "latency_ratio": ratio, "ranks": dict(profile)})
     full = {name: min(shape) for name, shape in shapes.items()}
-    base = evaluate_size(work, work.base, full, shapes)
+    for number in track(processes.share(len(budgets) + 1), "evaluating"):
+        if number == len(budgets):
+            own[number] = evaluate_size(work, work.base, full, shapes)
+            continue
+        profile = sizes.chain.at(budgets[number])
+        row = evaluate_size(work, sizes.deployed(profile), profile, shapes)
+        own[number] = {"budget": budgets[number], **row, "latency_ratio": ratios[number], "ranks": dict(profile)}
+    *rows, base = processes.collected(own).values()
     layers = {name: {"shape": list(shape)} for name, shape in shapes.items()}
-    write_json(work.directory / "evaluation.json", {"base": base, "rows": rows, "layers": layers})
+    _write_shared(work, "evaluation.json", {"base": base, "rows": rows, "layers": layers})
 
 
 def export_all(work: Workspace, _: str) -> list[str]:

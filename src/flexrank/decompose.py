@@ -80,7 +80,7 @@ def decompose_to_disk(
         method: with `side` and `gradient_loss` as for `decompose_` and `collect_moments`.
         device: where each block computes, in `dtype`; its factors have that dtype. By default where and as it is.
         state_bytes: of hidden states in memory between blocks; those beyond go to a temporary file.
-        shard_bytes: of one file of the artefact, about; while it is written, twice as much is in memory.
+        shard_bytes: of one file of the artefact, about, which is in memory.
         see: called with each layer's name, elastic form and moments, in the process that decomposes it.
     """
     _require_known(method)

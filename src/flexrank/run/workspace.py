@@ -162,7 +162,7 @@ class Workspace:
 
     @property
     def shard_bytes(self) -> int:
-        """Of a file of an elastic artefact: twice as much is in memory while it is written."""
+        """Of a file of an elastic artefact, which is in memory until it is written."""
         return min(SHARD_BYTES, self.config.decomposition.buffer_bytes // 4)
 
     @property

@@ -61,7 +61,8 @@ LARGE = Subject(
 BUFFER = 2**26
 #: What all runs have in common: outputs are counted in the dtype of the model, and no times are of interest.
 COMMON: dict[str, Any] = {
-    "device": "cpu", "decomposition": {"buffer_bytes": BUFFER}, "probe": {"levels": 5}, "allocation": {"budgets": [0.8, 0.5, 0.3]},
+    "device": "cpu", "decomposition": {"buffer_bytes": BUFFER}, "probe": {"levels": 5},
+    "allocation": {"budgets": [0.8, 0.5, 0.3]},
     "distillation": {"steps": 6, "batch_size": 8, "autocast": "off"},
     "deployment": {"budgets": [0.8], "slack": 16}, "evaluation": {"latency": False},
 }  # fmt: skip
@@ -92,7 +93,7 @@ def _peak(stage: Stage, first: Path, path: Path) -> int:
 
 
 def _counted(stage: Stage, parts: Mapping[str, int]) -> int:
-    """What is counted of that which is measured: blocks that are decomposed are mapped, and factors wait to be written."""
+    """What is counted of that which is measured: blocks that are decomposed are mapped, factors wait to be written."""
     return parts["all"] + (BUFFER // 4 - parts["student"] if stage == "decompose" else 0)
 
 

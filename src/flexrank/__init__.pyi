@@ -30,6 +30,7 @@ from .nn.gauge_aligned import GaugeAlignedLinear as GaugeAlignedLinear
 from .nn.select import select_layers as select_layers
 from .nn.switch import nested_layers as nested_layers
 from .nn.switch import set_profile as set_profile
+from .nn.switch import submodel as submodel
 from .nn.switch import use_profile as use_profile
 from .probe import curvature_sensitivity as curvature_sensitivity
 from .probe import probe_sensitivity as probe_sensitivity

@@ -1,5 +1,7 @@
 """Switching sizes, and what an elastic model holds beside its factors."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
@@ -8,9 +10,9 @@ from flexrank.errors import FlexrankError
 from flexrank.nn import switch
 from flexrank.nn.matrix import weight_matrix
 from flexrank.nn.select import select_layers
-from flexrank.nn.switch import footprint, full_matrices, full_profile, nested_layers, use_profile
+from flexrank.nn.switch import footprint, full_matrices, full_profile, nested_layers, submodel, use_profile
 from flexrank.profiles.costs import deployed_parameters
-from tiny import batch_for, build, elastic, nest, with_sizes
+from tiny import batch_for, build, elastic, nest, outputs, with_sizes
 
 
 def test_use_profile_is_reversible() -> None:
@@ -23,6 +25,41 @@ def test_use_profile_is_reversible() -> None:
         assert not torch.allclose(model(x), before)
         raise RuntimeError("inside")
     assert torch.equal(model(x), before)
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "bert", "convnet", "tied_blocks"])
+def test_sizes_stand_side_by_side_on_the_same_tensors(name: str) -> None:
+    """Oracle: the model itself, at one size after the other; two threads run two sizes of it at once."""
+    model, batch = with_sizes(elastic(name)), batch_for(name)
+    full = full_profile(model)
+    profiles = [{layer: max(1, rank // part) for layer, rank in full.items()} for part in (3, 2)]
+    sizes = [submodel(model, profile) for profile in profiles]
+    wanted = []
+    for profile in profiles:
+        with use_profile(model, profile):
+            wanted.append(outputs(model, batch))
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda _: [outputs(size, batch) for size in sizes], range(8)))
+        at_once = list(pool.map(lambda number: outputs(sizes[number % 2], batch), range(16)))
+    assert all(torch.equal(one, other) for row in found for one, other in zip(row, wanted, strict=True))
+    assert all(torch.equal(one, wanted[number % 2]) for number, one in enumerate(at_once))
+    assert {layer: one.rank for layer, one in nested_layers(model).items()} == full
+    memory = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    for size in sizes:
+        assert {tensor.data_ptr() for tensor in (*size.parameters(), *size.buffers())} == memory
+        assert not {id(one) for one in size.modules()} & {id(one) for one in model.modules()}
+    with pytest.raises(FlexrankError, match="rank 0 is out of range"):
+        submodel(model, dict.fromkeys(full, 0))
+
+
+def test_a_small_size_drafts_for_a_larger_one() -> None:
+    """Oracle: greedy decoding of the larger one alone."""
+    model, prompt = elastic("llama_tied"), batch_for("llama_tied")["input_ids"][:1]
+    small = submodel(model, {name: max(1, rank // 4) for name, rank in full_profile(model).items()})
+    keys = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    alone = model.generate(prompt, **keys)
+    assert torch.equal(model.generate(prompt, assistant_model=small, **keys), alone)
+    assert alone.shape[1] > prompt.shape[1] + 5
 
 
 def test_uniform_profile_takes_each_layers_largest_rank_within_the_budget() -> None:

@@ -1,6 +1,7 @@
 """Switching an elastic model between sizes, and what it holds beside its factors."""
 
 import contextlib
+import copy
 import itertools
 import logging
 import math
@@ -79,6 +80,19 @@ def use_profile(model: nn.Module, profile: Mapping[str, int]) -> Iterator[nn.Mod
         yield model
     finally:
         set_profile(model, before)
+
+
+def submodel(model: nn.Module, profile: Mapping[str, int]) -> nn.Module:
+    """The elastic model at this profile, as modules of their own on the same tensors.
+
+    Sizes of one model so stand side by side, each in a thread of its own, or a small one drafts for a larger one:
+    `large.generate(…, assistant_model=small)`. Only modules are copied. Values that change in place change in all.
+    Raises as `set_profile`.
+    """
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    set_profile(twin, profile)
+    return twin
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import flexrank as fr
 from flexrank import processes
 from flexrank.errors import FlexrankError
+from flexrank.files import digest_tensor
 from flexrank.nn.select import select_layers
 from flexrank.nn.sharding import shard_, shard_blocks_
 from flexrank.nn.switch import nested_layers
@@ -159,6 +160,26 @@ def sharded(place: Path) -> dict[str, Tensor]:
     return found
 
 
+def of_one_size(place: Path) -> dict[str, Tensor]:
+    """Sharded, in bfloat16: one size, whose biases and norms are trained too; returns what is whole in all processes.
+
+    The teacher's outputs fit its cache in part. The chain goes on above the trained size, where the artefact ends.
+    Of the perceptron's six outputs four processes have two, two, two and none.
+    """
+    found = {}
+    for name, batches in (("bert", texts(3)), ("perceptron", [one.bfloat16() for one in vectors(3, 7)])):
+        student, teacher = nest(build(name).bfloat16()), build(name).bfloat16()
+        chain, layers = chain_of(student, (0.5, 0.8)), list(nested_layers(student))
+        shard_(student)
+        if name == "bert":
+            shard_blocks_(teacher, layers)
+        profiles = [chain.at(0.5)]
+        fr.distill_(student, teacher, batches, profiles, steps=STEPS, learning_rate=1e-3, teacher_cache=2560)
+        fr.save_elastic(student, chain, place / f"one-size-{name}-{processes.count()}")
+        found |= {f"{name}.{key}": one for key, one in student.named_parameters() if not key.endswith((".u", ".v"))}
+    return {key: one.detach() for key, one in found.items()}
+
+
 class Stopping(fr.FeatureObjective):
     """Has the last process get a SIGTERM in one of its steps."""
 
@@ -221,7 +242,12 @@ def main(place: Path) -> None:
     with processes.joined():
         count, number = processes.count(), processes.number()
         tensors = {key: value.contiguous().clone() for key, value in all_work(place).items()}
-        facts: dict[str, Any] = {"refused": refused(), "resumed": {}}
+        whole = of_one_size(place)
+        facts: dict[str, Any] = {
+            "refused": refused(),
+            "resumed": {},
+            "whole": {k: digest_tensor(v) for k, v in whole.items()},
+        }
         facts["stopped"] = [
             trained(place / f"of-{count}", STOP), trained(place / f"sharded-{count}", STOP, is_sharded=True)
         ]  # fmt: skip
@@ -229,7 +255,7 @@ def main(place: Path) -> None:
         for other in sorted(path.name for path in place.iterdir() if path.name in STOPPED - {f"of-{count}"}):
             again = place / f"{other}-by-{count}"
             processes.by_first(lambda other=other, again=again: str(shutil.copytree(place / other, again)))
-            facts["resumed"][other] = trained(again, is_sharded=count == 2)
+            facts["resumed"][other] = trained(again, is_sharded=count == 2 or "sharded" in other)
         trained(own := place / f"own-{count}-{number}")
         facts["writes"] = own.exists()
         small = torch.tensor([256.0 if number == 0 else 1.0], dtype=torch.bfloat16)

@@ -24,11 +24,17 @@ def test_a_wrong_input_is_one_line_of_one_process(prepared: dict[str, Any], tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
-def test_all_end_when_one_does(kind: signal.Signals, prepared: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "is_sharded"),
+    [(signal.SIGKILL, False), (signal.SIGKILL, True), (signal.SIGSTOP, True), (signal.SIGTERM, False)],
+)
+def test_all_end_when_one_does(
+    kind: signal.Signals, is_sharded: bool, prepared: dict[str, Any], tmp_path: Path
+) -> None:
     """A process that is killed or hangs is named by one line of another; a signal to torchrun saves and ends all."""
     shutil.copytree(prepared["output"], tmp_path / "two")
-    config = config_of(prepared, tmp_path / "two", steps=10**6, checkpoint_every=2)
+    keys = {"sharded": is_sharded, "gradient_checkpointing": is_sharded}
+    config = config_of(prepared, tmp_path / "two", steps=10**6, checkpoint_every=2, **keys)
     with started(2, "-m", "flexrank", "distill", config, timeout=8) as run:
         wait_for(tmp_path / "two" / "partial")
         while not list((tmp_path / "two" / "partial").glob("distill-*/state.json")):

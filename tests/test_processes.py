@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import flexrank as fr
 import shared_work
 from flexrank import processes
 from flexrank.files import digest_files
@@ -68,6 +69,10 @@ def test_several_processes_compute_what_one_does(count: int, alone: Any) -> None
         assert own["collected"] == {str(n): [n] if n < count else None for n in range(2 * count)}
         assert own["first"] == [1, 0, facts[0]["pid"]]
         assert (own["decided"], own["alike"]) == ([True, False], [True, False])
+        assert own["whole"] == facts[0]["whole"]  # rounded by chance, and alike
+    loaded, chain = fr.load_elastic(place / f"one-size-bert-{count}")
+    assert {name: len(layer.u) for name, layer in fr.nested_layers(loaded).items()} == chain.entries[-1].profile
+    assert len(chain.entries) == 1
     # One process goes on from where several have stopped.
     for name in (f"of-{count}", f"sharded-{count}"):
         assert shared_work.trained(place / name) == pytest.approx(unbroken, rel=1e-4)

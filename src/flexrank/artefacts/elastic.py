@@ -59,7 +59,9 @@ def save_elastic(
         FlexrankError: the model has no elastic layers, the chain names others, or none of its sizes is a trained one.
     """
     if is_sharded(model) and not processes.is_first():
-        for _ in _whole_state(model, _kept_components(nested_layers(model), chain), named_tensors(model)[1].keys()):
+        layers = nested_layers(model)
+        kept = _kept_components(layers, _trained_part(chain, layers))
+        for _ in _whole_state(model, kept, named_tensors(model)[1].keys()):
             pass  # process 0 gathers what this one has a part of
         return
     with files.directory_aside(directory, *MARKERS) as aside:

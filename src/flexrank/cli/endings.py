@@ -53,10 +53,14 @@ class OneLineErrors(TyperGroup):
                 status = _last_word(str(error), INTERRUPTED, is_certain=False)
             except _USAGE_ERROR as error:
                 status = _said(error.format_message())
-            except Exception:
-                if not processes.last_word("a fault of the program", LOST)[0]:
-                    sys.exit(LOST)
-                raise
+            except Exception as error:
+                # What other libraries raise where a process has gone is a RuntimeError, as their other faults are.
+                fault = "a fault of the program"
+                word, _ = processes.last_word(fault, LOST, is_certain=not isinstance(error, RuntimeError))
+                if word == fault:
+                    raise
+                print(word, end="\n" if word else "", file=sys.stderr)
+                status = LOST
         sys.exit(status)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from flexrank.errors import FlexrankError
 from flexrank.nn.elastic import SizeVectors
+from flexrank.nn.sharding import sharded_parameters
 
 #: `adamw_8bit` keeps its states in blocks of 8-bit codes (torchao), at a quarter of float32's memory.
 OptimizerName = Literal["adamw", "adamw_8bit"]
@@ -35,10 +36,13 @@ def make_optimizer(
     matrices, vectors = (
         [one for one in trainable.values() if one not in own and (one.ndim > 1) == wanted] for wanted in (True, False)
     )
+    parts = sharded_parameters(model)
     groups: list[dict[str, Any]] = [
-        {"params": matrices, "weight_decay": weight_decay, "scale": 1.0},
+        {"params": [one for one in matrices if one not in parts], "weight_decay": weight_decay, "scale": 1.0},
         {"params": vectors, "weight_decay": 0.0, "scale": 1.0},
         {"params": [one for one in trainable.values() if one in own], "weight_decay": 0.0, "scale": VECTORS_RATE},
+        # Last: what is whole in all processes is so rounded by the same draws, however large their parts are.
+        {"params": [one for one in matrices if one in parts], "weight_decay": weight_decay, "scale": 1.0},
     ]
     groups = [group for group in groups if group["params"]]
     if name == "adamw" and all(parameter.dtype is not torch.bfloat16 for parameter in trainable.values()):

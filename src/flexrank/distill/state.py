@@ -63,19 +63,27 @@ class State:
         feed = _without_tensors(self.feed.state(), tensors)
         progress = {"losses": self.losses, "choices": self.choices, "feed": feed}
         with contextlib.ExitStack() as stack:
-            if self.sharded:
-                aside = Path(processes.by_first(lambda: self._aside(stack)))
-                write_parts(aside, tensors)
-            else:
-                aside = Path(self._aside(stack))
+            if not self.sharded:
+                aside = self._aside(stack)
                 write_whole(aside, tensors)
-            if processes.is_first():
-                content = {"settings": self.settings, **progress, "files": digest_files(aside)}
-                write_document(aside / DOCUMENT, KIND, content)
+                self._describe(aside, progress, digest_files(aside))
+                return
+            aside = Path(processes.by_first(lambda: str(self._aside(stack))))
+            digests = processes.collected({processes.number(): write_parts(aside, tensors)})
+            everything = {name: digest for own in digests.values() for name, digest in own.items()}
 
-    def _aside(self, stack: contextlib.ExitStack) -> str:
+            def finish() -> None:
+                self._describe(aside, progress, everything)
+                stack.close()
+
+            processes.by_first(finish)  # the others wait as long as the disk takes
+
+    def _aside(self, stack: contextlib.ExitStack) -> Path:
         assert self.path is not None
-        return str(stack.enter_context(directory_aside(self.path, DOCUMENT)))
+        return stack.enter_context(directory_aside(self.path, DOCUMENT))
+
+    def _describe(self, directory: Path, progress: Mapping[str, Any], digests: Mapping[str, str]) -> None:
+        write_document(directory / DOCUMENT, KIND, {"settings": self.settings, **progress, "files": dict(digests)})
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and their states by name, those that are divided as shards of the whole."""
@@ -94,7 +102,8 @@ class State:
             there = state["settings"].get(key)
             if there != value:
                 raise FlexrankError(f"{path}: was written with {key}={there}, not {value}; remove it or change back")
-        verify_files(path, state["files"], f"truncated or edited; remove {path} to begin again")
+        files = [sorted(state["files"].items())[number] for number in processes.share(len(state["files"]))]
+        verify_files(path, dict(files), f"truncated or edited; remove {path} to begin again")
         stored = stored_tensors(path)
         self._require_fitting(path, set(stored))
         tensors = dict(self._tensors())

@@ -45,7 +45,8 @@ class Targets:
             self._objective = default_objective(output)
         target = self._objective.target(output, batch)
         size = target.untyped_storage().nbytes()  # a view holds all that it was cut from
-        if index is not None and size <= self._room:
+        # All processes keep it or none does: a sharded teacher runs in all.
+        if index is not None and not processes.decided(size > self._room):
             self._kept[index] = target
             self._room -= size
         return target

@@ -14,6 +14,7 @@ import safetensors.torch
 from torch import Tensor
 
 from flexrank import processes
+from flexrank.files import digest_file
 
 #: Of a process's files of parts, about; the writer holds a file's bytes once more.
 FILE_BYTES = 2**26
@@ -25,8 +26,11 @@ def write_whole(directory: Path, tensors: Mapping[str, Tensor]) -> None:
     safetensors.torch.save_file(dict(tensors), directory / WHOLE)
 
 
-def write_parts(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes what each process has, of `sharding.as_global` tensors its part, and any other in one of them."""
+def write_parts(directory: Path, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Writes what each process has, of `sharding.as_global` tensors its part, and any other in one of them.
+
+    Returns the digests of this process's files by name.
+    """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -36,6 +40,8 @@ def write_parts(directory: Path, tensors: Mapping[str, Tensor]) -> None:
         save(dict(tensors), storage_writer=writer)
     except CheckpointException as error:  # of all processes: raise what has failed in one
         raise next(failure for failure, _ in error.failures.values()) from error
+    own = sorted(directory.glob(f"shard-{processes.number() + 1:05}-*"))
+    return {file.name: digest_file(file) for file in own}
 
 
 def file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:

@@ -52,8 +52,8 @@ def sharded_parameters(model: nn.Module) -> dict[nn.Parameter, Place]:
 def shard_blocks_(model: nn.Module, layers: Any, device: torch.device | str | None = None) -> None:
     """Divides the blocks that hold `layers` over the processes by FSDP2, on `device`, where all else goes whole.
 
-    A block is gathered as it runs. Nothing changes where there is one process. It is a FlexrankError if the model has
-    no stack of blocks.
+    By default that is where the model is. A block is gathered as it runs. Nothing changes where there is one process.
+    It is a FlexrankError if the model has no stack of blocks.
     """
     if processes.count() > 1:
         from torch.distributed.fsdp import fully_shard
@@ -61,7 +61,7 @@ def shard_blocks_(model: nn.Module, layers: Any, device: torch.device | str | No
         blocks = block_stack(model, layers)
         if not blocks:
             raise FlexrankError(f"a base model is sharded block by block; {type(model).__name__} has no stack of them")
-        mesh = _mesh(torch.device(device or "cpu"))
+        mesh = _mesh(torch.device(device or next(model.parameters()).device))
         for _, block in blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=True)
     model.to(device)

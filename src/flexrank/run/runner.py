@@ -17,7 +17,7 @@ from flexrank.errors import FlexrankError
 from flexrank.hf import models
 from flexrank.run import stages
 from flexrank.run.candidates import rule
-from flexrank.run.config import RunConfig
+from flexrank.run.config import DistillationConfig, RunConfig
 from flexrank.run.directory import RunDirectory, data_identity, fingerprint, identity
 from flexrank.run.sizes import Sizes, export_size
 from flexrank.run.workspace import Workspace
@@ -44,6 +44,10 @@ class Stage:
 _ALL = ("run/stages", "run/samples", "run/workspace", "hf", "data", "nn", "profiles", "processes")
 _DEPLOYED = ("deployment.dtype", "deployment.slack")
 _HELD_OUT = ("data.evaluation", "data.half")
+#: Where models are kept changes nothing but rounding: a run goes on with other settings of it.
+_TRAINED = tuple(
+    f"distillation.{key}" for key in DistillationConfig.model_fields if key not in ("sharded", "gradient_checkpointing")
+)
 _DATA = (
     *("data.source", "data.path", "data.streaming", "data.column", "data.subset", "data.split", "data.revision"),
     *("data.separator", "data.max_tokens", "data.batch_size", "data.calibration"),
@@ -65,7 +69,7 @@ STAGES = (
     Stage("allocate", stages.allocate, ("allocate", "run/candidates"), ("allocation",), ("probe",), ("chain.json",)),
     Stage(
         "distill", stages.distill, ("distill", "artefacts", "run/training"),
-        ("distillation", "data.training", "data.shuffle_buffer"), ("decompose", "allocate"),
+        (*_TRAINED, "data.training", "data.shuffle_buffer"), ("decompose", "allocate"),
         ("elastic", "history.json"), is_shared=True,
     ),
     Stage("slack", stages.slack, ("deployment", "run/sizes"), _DEPLOYED, ("distill",), ("slack.json",)),

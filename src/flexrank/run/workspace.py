@@ -78,12 +78,13 @@ class Workspace:
         """
         if self.device.type != "cpu":
             self._forget_base()
-            gc.collect()
-            torch.cuda.empty_cache()
 
     def _forget_base(self) -> None:
         for name in ("base", "deployed_base", "judge"):
             self.__dict__.pop(name, None)
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def objective(self, hidden_weight: float = 0.0, top_k: int | None = None) -> Objective:
         """The task's distillation loss."""

@@ -8,8 +8,8 @@ that a prefix of them is the layer at that rank. It is two functions and a rule:
     ranks(model, energies, budget) -> the ranks that the paper gives to a size; uniform unless it says otherwise
 
 `method.decompose_(model, …)` applies one to a whole model, whose layers are flexrank's elastic ones afterwards:
-probing, allocation, sizes and scores are the same for every method, ours included. `loss(output, batch)` is the task's, summed
-over the batch's samples; only FWSVD uses it.
+probing, allocation, sizes and scores are the same for every method, ours included. `loss(output, batch)` is the
+task's, summed over the batch's samples; only FWSVD uses it.
 
 | name | weights minimise, at rank r | statistic |
 |---|---|---|

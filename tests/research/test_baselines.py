@@ -1,4 +1,4 @@
-"""Each rank method against its paper's definition; the oracles are least squares, sums of squares and counts by hand."""
+"""Each rank method against its paper's definition, by oracles of least squares, sums of squares and counts by hand."""
 
 import math
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flexrank.data.batches import call_model, output_tensor
+from flexrank.data.batches import call_model, output_mask, output_tensor
 from flexrank.errors import FlexrankError
 from flexrank.nn.linalg import Factors
 from flexrank.nn.select import select_layers
@@ -158,7 +158,7 @@ class Blocks(nn.Module):
 
 
 def test_ranks_of_svd_llm_v2_by_hand() -> None:
-    """At .5 of 96 numbers rank 3 fits uniformly (3 · 17 = 51 > 48, so 2 · 18 = 36): losses of components from the third on."""
+    """Of half of 96 numbers rank 2 fits (2 · 18 = 36; 3 · 17 = 51): losses are of components from the third on."""
     model = Blocks()
     RANK_METHODS["svd"].decompose_(model, [], select_layers(model), lambda *_: torch.zeros(()))
     names = list(nested_layers(model))
@@ -224,5 +224,8 @@ def test_a_whole_model_of_any_layers_stays_what_it_was(kind: str, name: str) -> 
     energies = RANK_METHODS[name].decompose_(model, [batch], select_layers(model), loss)
     with torch.no_grad(), use_profile(model, full_profile(model)):
         after = output_tensor(call_model(model, batch))
-    assert torch.allclose(after, before, atol=2e-3 * float(before.abs().max()))
+    mask = output_mask(batch)
+    if mask is not None:  # DRONE keeps nothing of what padding alone has
+        before, after = before[mask], after[mask]
+    assert torch.allclose(after, before, atol=5e-3 * float(before.abs().max()))
     assert {name: len(one) for name, one in energies.items()} == full_profile(model)

@@ -29,8 +29,10 @@ From saved results, by `python -m research --page`. Each section is one command.
 calibration, probe, held-out samples and definition of size: deployed parameters of the factorised layers over their
 dense ones, gauge-aligned for all. *published* are the ranks of the method's own paper, uniform but for SVD-LLM V2;
 *paper* and *joint* are flexrank's allocations, from a sensitivity table of the method's own factors. *nested* says
-whether each size is a prefix of all larger ones, so that one artefact holds them. Nothing is trained. *met* and
-*missed* are computed from the numbers beside them.
+whether each size is a prefix of all larger ones, so that one artefact holds them. Nothing is trained. Uniform ranks
+stand in for the searches of ranks that ASVD and DRONE have of their own. Seconds are of the clock, each measured once.
+DRONE, SVD-LLM and DataSVD have one optimum: in the figure their lines lie on each other. *met* and *missed* are
+computed from the numbers beside them.
 """
 #: The page of each kind: where, its head, its experiments, and what the first columns of claims are called.
 PAGES = {

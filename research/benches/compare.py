@@ -28,21 +28,21 @@ def run(request: Request) -> Result:
     """Runs every contest."""
     compared = [(contest, *_measure(contest, request)) for contest in contests(request)]
     tables, claims, data = [], [], {}
-    for contest, dense, sized, seconds in compared:
-        tables.append(_table(contest, dense, sized, seconds))
+    for contest, dense, parameters, sized, seconds in compared:
+        tables.append(_table(contest, dense, parameters, sized, seconds))
         claims += [_claim(contest, sized, allocations) for allocations in (("published",), ALLOCATIONS)]
         measure = {"measure": contest.measure, "digits": contest.digits, "budgets": list(contest.budgets)}
-        data[contest.name] = {**measure, "dense": dense, "sized": sized, "seconds": seconds}
+        data[contest.name] = {**measure, "dense": dense, "parameters": parameters, "sized": sized, "seconds": seconds}
     settings = {contest.name: {**contest.facts, "levels": contest.levels} for contest, *_ in compared}
     memory = "not measured: one process holds all methods, one after the other"
     return measured({**settings, "seeds": request.seeds, "memory": memory}, tables, claims, data)
 
 
-def _measure(contest: Contest, request: Request) -> tuple[dict[str, float], Sized, dict[str, Any]]:
-    """The base model's scores; sizes and scores by method, allocation and seed; each method's seconds by seed."""
+def _measure(contest: Contest, request: Request) -> tuple[dict[str, float], dict[str, int], Sized, dict[str, Any]]:
+    """The base model's scores and parameters; what each method gives by allocation and seed; its seconds by seed."""
     facts = {"model": contest.name, "half": request.half, "levels": contest.levels, **contest.facts}
     ledger = Ledger(request.work, facts | {"budgets": list(contest.budgets)})
-    dense = ledger.take("dense", lambda: contest.subject(0).score(contest.subject(0).teacher))
+    dense = ledger.take("dense", contest.scored)
     sized: Sized = {method: {allocation: [] for allocation in ALLOCATIONS} for method in METHODS}
     seconds: dict[str, Any] = {method: [] for method in METHODS}
     for seed, method in itertools.product(range(request.seeds), METHODS):
@@ -52,12 +52,19 @@ def _measure(contest: Contest, request: Request) -> tuple[dict[str, float], Size
         for allocation in ALLOCATIONS:
             one = ledger.take(f"{unit}, {allocation}", contestant.sized, allocation, probed["table"])
             sized[method][allocation].append(one)
-    return dense, sized, seconds
+    return dense, ledger.take("parameters", contest.parameters), sized, seconds
 
 
-def _table(contest: Contest, dense: Mapping[str, float], sized: Sized, seconds: Mapping[str, Any]) -> dict[str, Any]:
+def _table(
+    contest: Contest,
+    dense: Mapping[str, float],
+    parameters: Mapping[str, int],
+    sized: Sized,
+    seconds: Mapping[str, Any],
+) -> dict[str, Any]:
     """A row for each method and allocation: whether one artefact has all sizes, the scores, the seconds."""
-    rows = [["base, whole model at the budget, M", None, *_whole_models(contest, sized), None]]
+    whole = [(parameters["others"] + budget * parameters["layers"]) / 1e6 for budget in contest.budgets]
+    rows: list[list[Any]] = [["whole model at the budget, M parameters", None, *whole, None]]
     for method, allocation in itertools.product(METHODS, ALLOCATIONS):
         runs = sized[method][allocation]
         nested = "yes" if all(one["nested"] for one in runs) else "no"
@@ -69,14 +76,6 @@ def _table(contest: Contest, dense: Mapping[str, float], sized: Sized, seconds: 
     title += "are those of calibration, decomposition and, but for published ranks, probe"
     digits = [0, *[contest.digits] * len(contest.budgets), 0]
     return table(title, ["method, ranks", "nested", *contest.budgets, "seconds"], rows, digits)
-
-
-def _whole_models(contest: Contest, sized: Sized) -> list[float]:
-    """The parameters that a whole model may have at each budget, in millions."""
-    first = sized[METHODS[0]]["published"][0]["rows"]
-    (small, least), (large, most) = ((one["share"], one["parameters"]) for one in (first[-1], first[0]))
-    dense = (most - least) / (large - small)  # of the layers, by two sizes of one model
-    return [(most + (budget - large) * dense) / 1e6 for budget in contest.budgets]
 
 
 def _scores(contest: Contest, runs: Sequence[Mapping[str, Any]]) -> list[dict[str, float] | None]:

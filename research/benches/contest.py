@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from flexrank import allocate_ranks, distillation_evaluator, probe_sensitivity
 from flexrank.errors import FlexrankError
+from flexrank.nn.matrix import matrix_shape
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import footprint, layer_shapes, uniform_profile, use_profile
 from flexrank.profiles import ProfileChain, RankProfile, SensitivityTable
-from flexrank.profiles.costs import deployed_parameters
+from flexrank.profiles.costs import dense_parameters, deployed_parameters
 from flexrank.run.config import RunConfig
 from flexrank.run.directory import RunDirectory
 from flexrank.run.workspace import Workspace
@@ -49,6 +50,18 @@ class Contest:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "subject", functools.lru_cache(maxsize=1)(self.subject))
+
+    def scored(self) -> dict[str, float]:
+        """The base model's scores."""
+        subject = self.subject(0)
+        return subject.score(subject.teacher)
+
+    def parameters(self) -> dict[str, int]:
+        """The base model's: of the factorised layers' matrices, and of all else."""
+        subject = self.subject(0)
+        layers = select_layers(subject.teacher, exclude=subject.exclude).values()
+        dense = sum(dense_parameters(matrix_shape(layer)) for layer in layers)
+        return {"layers": dense, "others": sum(one.numel() for one in subject.teacher.parameters()) - dense}
 
 
 class Contestant:

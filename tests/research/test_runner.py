@@ -211,7 +211,7 @@ def test_the_page_follows_the_json_and_says_what_is_missing(here: Path) -> None:
 
 def test_the_list_tells_cost_and_what_is_shown(here: Path) -> None:
     listed = json.loads(invoke("--list", "--json").stdout)
-    assert [one["name"] for one in listed] == [*STUDIES, *BENCHES]
+    assert [one["name"] for one in listed] == [*STUDIES, *BENCHES, *COMPARISONS]
     assert listed[0]["minutes"] == 2 and listed[0]["kind"] == "study" and listed[-1]["kind"] == "bench"
     lines = invoke("--list").stdout
     assert "says so" in lines and "lm-profiles" in lines and "search" in lines

@@ -31,14 +31,14 @@ def run(
     studies: Annotated[bool, typer.Option("--all", help="Runs the quick form of every study.")] = False,
     benches: Annotated[bool, typer.Option("--benches", help="Runs every bench.")] = False,
     full: Annotated[bool, typer.Option("--full", help="The paper's size of it, instead of the quick form.")] = False,
-    model: Annotated[str | None, typer.Option(help="Any causal language model, in place of the study's own.")] = None,
+    model: Annotated[str | None, typer.Option(help="Any causal language model; of compare one of its own.")] = None,
     config: Annotated[Path | None, typer.Option(help="A run's YAML: its model, data and settings.")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Changes a key.")] = None,
     seeds: Annotated[int | None, typer.Option(help="How many, where chance enters.")] = None,
     domain: Annotated[Path | None, typer.Option(help="Texts of the second domain (adaptation).")] = None,
     half: Annotated[str, typer.Option(help="Of what is held out; tuning to choose settings.")] = "reporting",
     output: Annotated[Path | None, typer.Option(help="Where to write; results/NAME by default.")] = None,
-    page: Annotated[bool, typer.Option("--page", help="Then writes docs/results.md and docs/performance.md.")] = False,
+    page: Annotated[bool, typer.Option("--page", help="Then writes the pages of docs/.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Prints one JSON object, last on standard output.")] = False,
 ) -> None:
     """Runs a study or bench: results/NAME/result.json, its figure, and its tables."""

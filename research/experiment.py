@@ -23,6 +23,8 @@ STUDIES = (
 )  # fmt: skip
 #: Speed, stage by stage; then quality.
 BENCHES = ("train", "calibrate", "decompose", "probe", "search", "saving", "memory", "start", "sts", "language")
+#: Each on models of its own, or on that of a configuration; they take long, and run by name alone.
+COMPARISONS = ("compare",)
 #: As the paper has it: every rank is a candidate, and no slack is counted.
 EVERY_RANK: dict[str, Any] = {"min_saving": 0.0, "slack_share": 0.0}
 
@@ -36,6 +38,7 @@ class Request:
     half: Half = "reporting"  #: of the held-out set that is scored; settings are chosen on the other
     seeds: int = 1
     config: RunConfig | None = None  #: of a study that runs on any model
+    model: str | None = None  #: of a comparison's own models the one to take; None for all
     domain: Path | None = None  #: texts of a second domain, for `adaptation`; None for the study's own
 
 
@@ -54,17 +57,19 @@ class Experiment:
     has_halves: bool = False  #: whether it scores half of a held-out set that it reads itself
     seeds: tuple[int, int] | None = None  #: of the quick form and the full one; None where nothing is random
     settings: Callable[[bool], dict[str, Any]] | None = None  #: (full) to a run's keys, where any model can be given
+    takes_config: bool = False  #: whether a configuration may stand in for models of its own, which --model names
 
     @property
     def kind(self) -> str:
-        """`study` or `bench`."""
-        return "study" if self.paper else "bench"
+        """`study`, `bench` or `comparison`."""
+        return "study" if self.paper else "comparison" if self.takes_config else "bench"
 
 
 def find_experiment(name: str) -> Experiment:
     """The experiment of this name; FlexrankError where there is none."""
-    if name not in STUDIES + BENCHES:
-        raise FlexrankError(f"experiment {name!r} is unknown; it is one of {', '.join(STUDIES + BENCHES)}")
+    if name not in STUDIES + BENCHES + COMPARISONS:
+        known = ", ".join(STUDIES + BENCHES + COMPARISONS)
+        raise FlexrankError(f"experiment {name!r} is unknown; it is one of {known}")
     room = "studies" if name in STUDIES else "benches"
     return importlib.import_module(f"research.{room}.{name.replace('-', '_')}").EXPERIMENT
 

@@ -1,4 +1,4 @@
-"""docs/results.md and docs/performance.md from the saved results: every number in them is read from a result.json."""
+"""The pages of results in docs/, from the saved ones: every number in them is read from a result.json."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 from flexrank.errors import FlexrankError
 from flexrank.files import write_aside
-from research.experiment import BENCHES, STUDIES, Experiment, find_experiment
+from research.experiment import BENCHES, COMPARISONS, STUDIES, Experiment, find_experiment
 from research.result import RESULT, Result, claim_cells, read_result, shown_rows
 
 _STUDIES = """# The paper's evidence, reproduced
@@ -23,10 +23,22 @@ medians of runs in turn in one process; eigenproblems of `decompose` are timed o
 from the numbers beside them. Results of the Xeon, and those without a processor's name, are as measured before the
 benches moved to `research/`, without what the benches no longer show.
 """
+_COMPARISONS = """# Rivals
+
+From saved results, by `python -m research --page`. Each section is one command. Every method has the same model,
+calibration, probe, held-out samples and definition of size: deployed parameters of the factorised layers over their
+dense ones, gauge-aligned for all. *published* are the ranks of the method's own paper, uniform but for SVD-LLM V2;
+*paper* and *joint* are flexrank's allocations, from a sensitivity table of the method's own factors. *nested* says
+whether each size is a prefix of all larger ones, so that one artefact holds them. Nothing is trained. Uniform ranks
+stand in for the searches of ranks that ASVD and DRONE have of their own. Seconds are of the clock, each measured once.
+DRONE, SVD-LLM and DataSVD have one optimum: in the figure their lines lie on each other. *met* and *missed* are
+computed from the numbers beside them.
+"""
 #: The page of each kind: where, its head, its experiments, and what the first columns of claims are called.
 PAGES = {
     "study": (Path("docs", "results.md"), _STUDIES, STUDIES, ("claim", "paper")),
     "bench": (Path("docs", "performance.md"), _BENCHES, BENCHES, ("goal", "figure")),
+    "comparison": (Path("docs", "comparison.md"), _COMPARISONS, COMPARISONS, ("goal", "figure")),
 }
 
 
@@ -44,7 +56,8 @@ def write_pages(results: Path) -> dict[Path, list[str]]:
 
 
 def _directories(results: Path, name: str) -> list[Path]:
-    return [path for path in (results / name, results / f"{name}-full") if (path / RESULT).is_file()]
+    others = sorted(results.glob(f"{name}-*")) if name in COMPARISONS else [results / f"{name}-full"]
+    return [path for path in (results / name, *others) if (path / RESULT).is_file()]
 
 
 def _write_page(kind: str, entries: Iterable[tuple[Experiment, Path]]) -> None:

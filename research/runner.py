@@ -20,7 +20,7 @@ from flexrank.run.config import RunConfig, load_config, parse_config
 from flexrank.run.directory import RunDirectory
 from research import experiment as registry
 from research.assets import VARIABLE, asset_path
-from research.experiment import BENCHES, STUDIES, Experiment, Request
+from research.experiment import BENCHES, COMPARISONS, STUDIES, Experiment, Request
 from research.figures import save_figure
 from research.page import write_pages
 from research.result import RESULT, Result, print_result
@@ -51,11 +51,13 @@ class Options:
 
 def list_experiments() -> list[dict[str, Any]]:
     """Prints each experiment's cost and what it shows; returns the same as JSON."""
-    experiments = [registry.find_experiment(name) for name in STUDIES + BENCHES]
+    experiments = [registry.find_experiment(name) for name in STUDIES + BENCHES + COMPARISONS]
     drawn = Table("name", "minutes", "--full", "--model", "shows", "the paper", box=None, padding=(0, 2, 1, 0))
     for one in experiments:
         costs = ("" if minutes is None else f"{minutes:g}" for minutes in (one.minutes, one.full_minutes))
-        drawn.add_row(one.name, *costs, "any" if one.settings else "", one.shows, one.paper)
+        drawn.add_row(
+            one.name, *costs, "any" if one.settings else "own" if one.takes_config else "", one.shows, one.paper
+        )
     _console().print(drawn)
     keys = ("name", "kind", "title", "shows", "paper", "minutes", "full_minutes")
     return [{key: getattr(one, key) for key in keys} | {"takes_model": one.settings is not None} for one in experiments]
@@ -102,14 +104,19 @@ def request_of(experiment: Experiment, options: Options) -> Request:
     _require_fitting(experiment, options)
     seeds = options.seeds or (experiment.seeds[options.full] if experiment.seeds else 1)
     work = WORK / (experiment.name + f"-{options.half}" * (options.half != "reporting"))
-    return Request(work, options.full, cast(Half, options.half), seeds, _config(experiment, options), options.domain)
+    model, config = options.model if experiment.takes_config else None, _config(experiment, options)
+    return Request(work, options.full, cast(Half, options.half), seeds, config, model, options.domain)
 
 
 def _require_fitting(experiment: Experiment, options: Options) -> None:
     name, full, seeds, domain = f"{experiment.kind} {experiment.name!r}", options.full, options.seeds, options.domain
     wrong = {
         f"{name} has models of its own; --model, --config and --set do not apply":
-            options.has_own_config and experiment.settings is None,
+            options.has_own_config and experiment.settings is None and not experiment.takes_config,
+        f"{name} changes no key of its own models; give --set with --config":
+            experiment.takes_config and options.overrides and not options.config,
+        f"{name} takes one of its own models by --model, or another by --config, not both":
+            experiment.takes_config and options.model and options.config,
         f"{name} has one form, which is the whole of it; leave --full out": full and experiment.full_minutes is None,
         "--full is a study's own larger setting; with --config, the config says the size": full and options.config,
         f"{name} has no second domain; --domain belongs to adaptation": domain and experiment.name != "adaptation",
@@ -129,6 +136,8 @@ def _require_fitting(experiment: Experiment, options: Options) -> None:
 
 
 def _config(experiment: Experiment, options: Options) -> RunConfig | None:
+    if experiment.takes_config:
+        return load_config(options.config, options.overrides) if options.config else None
     if experiment.settings is None:
         return None
     model = [] if options.model is None else [f"model={options.model}", f"name={_name_of(options.model)}"]
@@ -154,6 +163,8 @@ def _label(experiment: Experiment, request: Request, options: Options) -> str:
     parts = [experiment.name, *["full"] * options.full]
     if request.config is not None and options.has_own_config:
         parts.append(request.config.name)
+    if request.model is not None:
+        parts.append(request.model)
     if options.seeds is not None:
         parts.append(f"seeds-{options.seeds}")
     if options.half != "reporting":

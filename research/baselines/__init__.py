@@ -1,1 +1,37 @@
-"""Rivals of flexrank, to compare with."""
+"""Rivals of flexrank, each in one file written from its paper, behind one interface.
+
+A rank method (`method.RankMethod`) replaces a layer's weight W (m × n) by k = min(m, n) ordered rank-one components, so
+that a prefix of them is the layer at that rank. It is two functions and a rule:
+
+    collect(model, batches, layers, loss) -> one statistic for each layer, from the calibration alone
+    factors(weight, statistic) -> Factors(u (k × m), v (k × n), energies), W ≈ uᵀ v, in float64
+    ranks(model, energies, budget) -> the ranks that the paper gives to a size; uniform unless it says otherwise
+
+`method.decompose_(model, …)` applies one to a whole model, whose layers are flexrank's elastic ones afterwards:
+probing, allocation, sizes and scores are the same for every method, ours included. `loss(output, batch)` is the
+task's, summed over the batch's samples; only FWSVD uses it.
+
+| name | weights minimise, at rank r | statistic |
+|---|---|---|
+| svd | ‖W − W_r‖ | none |
+| fwsvd | ‖(W − W_r) I^{1/2}‖, I the inputs' Fisher information | squared gradients |
+| asvd | ‖(W − W_r) S‖, S the inputs' mean magnitude to the power of 1/2 | mean magnitudes |
+| drone | ‖(W − W_r) X‖, by the SVDs of W and X | second moment |
+| svd-llm | the same, by the Cholesky factor of X Xᵀ | second moment |
+| svd-llm-v2 | the same, by the SVD of X Xᵀ; ranks by layer | second moment |
+
+The last three, and flexrank's DataSVD, have one optimum, and differ by rounding and by what they do where X Xᵀ is
+singular. What the papers add by training, such as LoRA, and by updates between layers is left out.
+"""
+
+from research.baselines.asvd import ASVD
+from research.baselines.drone import DRONE
+from research.baselines.fwsvd import FWSVD
+from research.baselines.method import RankMethod
+from research.baselines.plain import SVD
+from research.baselines.svd_llm import SVD_LLM
+from research.baselines.svd_llm_v2 import SVD_LLM_V2
+
+RANK_METHODS: dict[str, RankMethod] = {
+    method.name: method for method in (SVD, FWSVD, ASVD, DRONE, SVD_LLM, SVD_LLM_V2)
+}  # fmt: skip

@@ -47,27 +47,36 @@ def run(request: Request) -> Result:
     return measured(CONSOLIDATION | {"seeds": request.seeds}, tables, [], data)
 
 
-def subject_of(texts: Texts, half: Half = "reporting") -> tuple[Subject, Sequence[Batch]]:
-    """The model, scored on held-out blocks, and the batches of its training."""
-    name, train, evaluation, separator, length = texts
-    assets = assets_directory(name, train, evaluation)
+def subject_of(
+    texts: Texts, half: Half = "reporting", *, seed: int = 0, probe: int = PROBE, evaluation: int = EVALUATION
+) -> tuple[Subject, Sequence[Batch]]:
+    """The model, scored on held-out blocks, and the batches of its training.
+
+    Args:
+        seed: above 0 it draws calibration and probe anew from the training's blocks; 0 takes the first of them.
+        probe: blocks of the probe, and of the evaluation in the next.
+    """
+    name, train, held_out_text, separator, length = texts
+    assets = assets_directory(name, train, held_out_text)
     tokenizer = load_tokenizer(assets / name)
 
     def blocks(documents: Sequence[str], count: int, half: Half | None = None) -> Sequence[Batch]:
         (batch,) = token_blocks(tokenizer, documents, length, batch_size=1 << 40)
         rows = batch["input_ids"]
         rows = rows[places_of(half, rows)][:count]
+        if seed and half is None:
+            rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))]
         return [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in rows.split(BATCH)]
 
     training = blocks(read_texts(assets / train, separator), TRAINING)
-    held_out = blocks(stories(assets / evaluation), EVALUATION, half)
-    calibration, probe = training[: CALIBRATION // BATCH], training[CALIBRATION // BATCH :][: PROBE // BATCH]
+    held_out = blocks(stories(assets / held_out_text), evaluation, half)
+    calibration, probing = training[: CALIBRATION // BATCH], training[CALIBRATION // BATCH :][: -(-probe // BATCH)]
 
     def score(model: nn.Module) -> dict[str, float]:
         return {"nats": nats_per_token(model, held_out)}
 
     teacher = load_model(assets / name, "language")
-    return Subject(teacher, calibration, probe, LogitObjective(), score), training
+    return Subject(teacher, calibration, probing, LogitObjective(), score), training
 
 
 def measure(texts: Texts, request: Request) -> dict[str, Any]:

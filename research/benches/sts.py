@@ -43,17 +43,26 @@ def run(request: Request) -> Result:
     return measured({"training": TRAINING, "seeds": request.seeds}, tables, [], data)
 
 
-def subject_of(half: Half = "reporting") -> tuple[Subject, Any]:
-    """The model, scored on half of sts-dev, and the batches of its training, of sentences of sts-train."""
+def subject_of(
+    half: Half = "reporting", *, seed: int = 0, probe: int = PROBE, evaluation: int | None = None
+) -> tuple[Subject, Any]:
+    """The model, scored on half of sts-dev, and the batches of its training, of sentences of sts-train.
+
+    Args:
+        seed: draws the sentences of calibration and probe.
+        probe: sentences of the probe.
+        evaluation: the first pairs of the half, as many as this; None for all.
+    """
     directory = assets_directory("stsb") / "stsb"
     teacher, tokenizer = load_model(MODEL, "embedding"), load_tokenizer(MODEL)
     held_out = _read_pairs(directory / "sts-dev.csv")
     sentences = unseen_sentences(_read_pairs(directory / "sts-train.csv"), held_out)
-    random.Random(0).shuffle(sentences)
+    random.Random(seed).shuffle(sentences)
     batches = functools.partial(sentence_batches, tokenizer, batch_size=64, max_tokens=MAX_TOKENS)
-    first, second, gold = zip(*items_of(half, held_out, lambda pair: "\t".join(pair[:2])), strict=True)
+    scored = items_of(half, held_out, lambda pair: "\t".join(pair[:2]))[:evaluation]
+    first, second, gold = zip(*scored, strict=True)
     score = functools.partial(_score, batches(first), batches(second), gold, embed(teacher, batches(first)))
-    parts = batches(sentences[:CALIBRATION]), batches(sentences[CALIBRATION : CALIBRATION + PROBE])
+    parts = batches(sentences[:CALIBRATION]), batches(sentences[CALIBRATION : CALIBRATION + probe])
     subject = Subject(teacher, *parts, EmbeddingObjective(), score, ("pooler",))
     return subject, sentence_batches(tokenizer, sentences, BATCH, MAX_TOKENS, seed=0)
 

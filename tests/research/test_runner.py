@@ -15,7 +15,7 @@ from flexrank.run.directory import RunDirectory
 from research import experiment, figures, page, runner
 from research.__main__ import app
 from research.assets import assets_directory
-from research.experiment import BENCHES, STUDIES, Experiment, Ledger, Request, find_experiment
+from research.experiment import BENCHES, COMPARISONS, STUDIES, Experiment, Ledger, Request, find_experiment
 from research.result import between, claim, goal, shown, spread, spreads, table
 from tiny_runs import settings
 
@@ -107,10 +107,10 @@ def test_spreads_are_by_place_and_ranges_are_of_seeds() -> None:
 
 
 def test_every_experiment_can_be_found_and_is_described() -> None:
-    for name in STUDIES + BENCHES:
+    for name in STUDIES + BENCHES + COMPARISONS:
         one = find_experiment(name)
         assert one.name == name and one.title and one.shows and one.minutes > 0
-        assert one.kind == ("study" if name in STUDIES else "bench")
+        assert one.kind == ("study" if name in STUDIES else "bench" if name in BENCHES else "comparison")
     with pytest.raises(FlexrankError, match="experiment 'fig99' is unknown; it is one of theory, ranking"):
         find_experiment("fig99")
 
@@ -211,7 +211,7 @@ def test_the_page_follows_the_json_and_says_what_is_missing(here: Path) -> None:
 
 def test_the_list_tells_cost_and_what_is_shown(here: Path) -> None:
     listed = json.loads(invoke("--list", "--json").stdout)
-    assert [one["name"] for one in listed] == [*STUDIES, *BENCHES]
+    assert [one["name"] for one in listed] == [*STUDIES, *BENCHES, *COMPARISONS]
     assert listed[0]["minutes"] == 2 and listed[0]["kind"] == "study" and listed[-1]["kind"] == "bench"
     lines = invoke("--list").stdout
     assert "says so" in lines and "lm-profiles" in lines and "search" in lines

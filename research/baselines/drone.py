@@ -1,0 +1,31 @@
+"""DRONE: the data-aware optimum by two singular value decompositions (Chen et al., NeurIPS 2021).
+
+The retraining that the paper adds, and its search of ranks layer by layer, are left out.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flexrank.nn.linalg import Factors
+from research.baselines.method import UNSEEN, RankMethod, split
+from research.baselines.statistics import input_moments
+
+
+def factors(weight: Float[Tensor, "m n"], moment: Float[Tensor, "n n"]) -> Factors:
+    """The prefix minimises ‖W X − W_r X‖ for every r (Chen et al., 2021, theorem 1).
+
+    With W = P_W Λ_W Q_W and X = P_X Λ_X Q_X, take Λ_W Q_W P_X Λ_X = P Λ Q; then W_r = P_W P_r Λ_r · Q_r Λ_X⁻¹ P_Xᵀ.
+    P_X and Λ_X are those of X Xᵀ = P_X Λ_X² P_Xᵀ, for X has a column for each token. Λ_X⁻¹ is zero where Λ_X is, up to
+    `UNSEEN`: what the data never visited is lost, at full rank too.
+    """
+    own, values, right = torch.linalg.svd(weight, full_matrices=False)
+    squares, directions = torch.linalg.eigh(moment.double())
+    seen = squares > UNSEEN * squares[-1]
+    root = torch.where(seen, squares, 0.0).sqrt()
+    inverse = torch.where(seen, 1 / root, 0.0)
+    left, singular, shared = torch.linalg.svd(values[:, None] * right @ directions * root, full_matrices=False)
+    return split(own @ left, singular, shared * inverse @ directions.T)
+
+
+DRONE = RankMethod("drone", "Chen et al., NeurIPS 2021", input_moments, factors)

@@ -1,0 +1,83 @@
+"""What a rank method is, and how it is applied to a model."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from flexrank.data.batches import Batch
+from flexrank.nn.linalg import Factors
+from flexrank.nn.matrix import weight_matrix
+from flexrank.nn.select import nest_
+from flexrank.nn.switch import uniform_profile
+from flexrank.profiles import RankProfile
+
+#: (output, batch) to a scalar: the task's loss, summed over the batch's samples.
+Loss = Callable[[Any, Batch], Tensor]
+Layers = Mapping[str, nn.Module]
+Collect = Callable[[nn.Module, Sequence[Batch], Layers, Loss], Mapping[str, Tensor]]
+#: (elastic model, each layer's energies, budget) to the ranks of a size.
+Ranks = Callable[[nn.Module, Mapping[str, Tensor], float], RankProfile]
+#: The least scale of an input, over the largest: scales are divided by, and an input may always be zero.
+FLOOR = 1e-6
+#: Directions with less than this share of the largest one's energy count as unseen.
+UNSEEN = 1e-6
+
+
+def uniform_ranks(model: nn.Module, _: Mapping[str, Tensor], budget: float) -> RankProfile:
+    """Each layer's largest rank whose deployed parameters are within the budget's share of its own dense ones."""
+    return uniform_profile(model, budget)
+
+
+@dataclasses.dataclass(frozen=True)
+class RankMethod:
+    """A training-free factorisation; see the package."""
+
+    name: str
+    source: str
+    collect: Collect
+    factors: Callable[[Tensor, Tensor], Factors]
+    ranks: Ranks = uniform_ranks
+
+    def decompose_(
+        self, model: nn.Module, batches: Sequence[Batch], layers: Layers, loss: Loss
+    ) -> dict[str, Float[Tensor, " k"]]:
+        """Replaces the layers in place by their elastic forms; returns the energies of each one's components."""
+        statistics, energies = self.collect(model, batches, layers, loss), {}
+        with torch.no_grad():
+            for name, layer in layers.items():
+                factors = self.factors(weight_matrix(layer).detach().double(), statistics[name])
+                nest_(model, name, factors)
+                energies[name] = factors.energies
+        return energies
+
+
+def split(left: Float[Tensor, "m k"], values: Float[Tensor, " k"], right: Float[Tensor, "k n"]) -> Factors:
+    """The factors of left · diag(values) · right, each with the root of the values; energies are their squares."""
+    root = values.sqrt()
+    return Factors((left * root).T.contiguous(), root[:, None] * right, values**2)
+
+
+def invertible(moment: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
+    """X Xᵀ in float64 with a ridge, by which it is positive definite whatever the data; for zeros the identity.
+
+    The ridge is `UNSEEN` times the largest eigenvalue: sums of float32 products have errors of about a tenth of that.
+    """
+    moment = moment.to(torch.float64, copy=True)
+    largest = torch.linalg.matrix_norm(moment, 2)
+    moment.diagonal().add_(UNSEEN * largest if largest > 0 else 1.0)
+    return moment
+
+
+def scaled_svd(weight: Float[Tensor, "m n"], scale: Float[Tensor, " n"]) -> Factors:
+    """W S = P Λ Q for a diagonal S, and W = P Λ · Q S⁻¹: the prefix minimises ‖(W − W_r) S‖ for every r.
+
+    The scale gets `FLOOR` times its largest value as the least; a scale of zeros is one of ones.
+    """
+    largest = scale.max()
+    scale = scale.double().clamp(min=float(FLOOR * largest)) if largest > 0 else torch.ones_like(scale).double()
+    left, values, right = torch.linalg.svd(weight * scale, full_matrices=False)
+    return split(left, values, right / scale)

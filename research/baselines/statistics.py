@@ -1,0 +1,109 @@
+"""What rank methods read of the calibration: one tensor for each layer."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional
+
+from flexrank.calibrate import Hooks, collect_moments
+from flexrank.calibrate.collector import computing, seeded_loss
+from flexrank.data.batches import (
+    Batch,
+    batch_rows,
+    call_model,
+    model_device,
+    output_tensor,
+    row_masks,
+    to_device,
+    token_mask,
+)
+from flexrank.nn.matrix import input_rows, masked_rows, matrix_shape, output_rows
+from research.baselines.method import Layers, Loss
+
+
+def nothing(_: nn.Module, batches: Sequence[Batch], layers: Layers, loss: Loss) -> dict[str, Tensor]:
+    """An empty tensor for each layer."""
+    return {name: torch.empty(0) for name in layers}
+
+
+def input_moments(
+    model: nn.Module, batches: Sequence[Batch], layers: Layers, _: Loss
+) -> dict[str, Float[Tensor, "n n"]]:
+    """X Xᵀ, summed over real tokens, in float64."""
+    return {name: one.moment for name, one in collect_moments(model, batches, layers, side="input").items()}
+
+
+@torch.no_grad()
+def mean_magnitudes(
+    model: nn.Module, batches: Sequence[Batch], layers: Layers, _: Loss
+) -> dict[str, Float[Tensor, " n"]]:
+    """Each input's mean absolute value over real tokens, in float64."""
+    sums = _zeros(layers)
+    counts, masks = dict.fromkeys(layers, 0), list[Tensor]()
+
+    def see(name: str, layer: nn.Module, inputs: Tensor, _: Tensor) -> None:
+        rows = masked_rows(input_rows(layer, inputs), masks)
+        sums[name] += rows.abs().sum(0, dtype=torch.float64).cpu()
+        counts[name] += len(rows)
+
+    device = model_device(model)
+    with computing(model, device, with_gradients=False), Hooks() as hooks:
+        for name, layer in layers.items():
+            hooks.watch(layer, functools.partial(see, name, layer))
+        for batch in batches:
+            batch = to_device(batch, device)
+            masks[:] = row_masks(batch)
+            call_model(model, batch)
+    return {name: sums[name] / counts[name] for name in layers}
+
+
+def input_importance(
+    model: nn.Module, batches: Sequence[Batch], layers: Layers, loss: Loss
+) -> dict[str, Float[Tensor, " n"]]:
+    """Each input's Fisher information in float64: mean over samples of Σ_i (∂L/∂W_ij)², L a sample's loss.
+
+    The gradient of one sample is Σ_t g_t x_tᵀ over its tokens, with g at the layer's output and x at its input.
+    """
+    sums, samples, device = _zeros(layers), 0, model_device(model)
+    seen: list[tuple[str, Tensor, GradientEdge]] = []
+
+    def see(name: str, layer: nn.Module, inputs: Tensor, outputs: Tensor) -> None:
+        seen.append((name, input_rows(layer, inputs).detach(), get_gradient_edge(outputs)))
+
+    with computing(model, device, with_gradients=True), Hooks() as hooks:
+        for name, layer in layers.items():
+            hooks.watch(layer, functools.partial(see, name, layer))
+        for number, batch in enumerate(batches):
+            batch, count = to_device(batch, device), batch_rows(batch)
+            total, samples = seeded_loss(loss, call_model(model, batch), batch, number), samples + count
+            gradients = torch.autograd.grad(total, [edge for *_, edge in seen], allow_unused=True)
+            for (name, rows, _), gradient in zip(seen, gradients, strict=True):
+                if gradient is not None:  # the loss reaches the layer
+                    sums[name] += _squares(rows, output_rows(layers[name], gradient), count)
+            seen.clear()
+    return {name: sums[name] / samples for name in layers}
+
+
+def _squares(rows: Float[Tensor, "t n"], gradients: Float[Tensor, "t m"], samples: int) -> Float[Tensor, " n"]:
+    """Of each sample's gradient of W the squares, summed over outputs and samples; each has as many rows."""
+    pairs = zip(rows.unflatten(0, (samples, -1)), gradients.unflatten(0, (samples, -1)), strict=True)
+    return torch.stack([(g.T @ x).square().sum(0, dtype=torch.float64) for x, g in pairs]).sum(0).cpu()
+
+
+def _zeros(layers: Layers) -> dict[str, Tensor]:
+    return {name: torch.zeros(matrix_shape(layer)[1], dtype=torch.float64) for name, layer in layers.items()}
+
+
+def next_token_loss(output: Any, batch: Batch) -> Tensor:
+    """The cross entropy of each real token given those before it, summed: the loss of a causal language model."""
+    assert isinstance(batch, Mapping)
+    ids, mask = batch["input_ids"], token_mask(batch)
+    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
+    predicted = real[:, 1:] & real[:, :-1]
+    logits, targets = output_tensor(output)[:, :-1][predicted], ids[:, 1:][predicted]
+    return functional.cross_entropy(logits.float(), targets, reduction="sum")

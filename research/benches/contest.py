@@ -1,0 +1,180 @@
+"""The models that training-free methods are compared on, and what each method makes of one."""
+
+import copy
+import dataclasses
+import functools
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from flexrank import allocate_ranks, distillation_evaluator, probe_sensitivity
+from flexrank.errors import FlexrankError
+from flexrank.nn.matrix import matrix_shape
+from flexrank.nn.select import select_layers
+from flexrank.nn.switch import footprint, layer_shapes, uniform_profile, use_profile
+from flexrank.profiles import ProfileChain, RankProfile, SensitivityTable
+from flexrank.profiles.costs import dense_parameters, deployed_parameters
+from flexrank.run.config import RunConfig
+from flexrank.run.directory import RunDirectory
+from flexrank.run.workspace import Workspace
+from research.baselines import RANK_METHODS
+from research.baselines.method import Loss
+from research.baselines.statistics import next_token_loss
+from research.benches import language, sts
+from research.benches.quality import BUDGETS, Subject
+from research.experiment import EVERY_RANK, Request
+from research.studies.language import identity_of
+
+#: flexrank's own decompositions that are compared with rivals.
+OURS = ("datasvd", "fisher")
+METHODS = (*RANK_METHODS, *OURS)
+#: How ranks are chosen: as the method's paper does, or from the method's own sensitivity table by flexrank.
+ALLOCATIONS = ("published", "paper", "joint")
+
+
+@dataclasses.dataclass(frozen=True)
+class Contest:
+    """A model, what it is scored by, and the settings that its scores depend on."""
+
+    name: str
+    measure: str  #: of the subject's scores, the one that tables and figure show
+    digits: int
+    budgets: Sequence[float]
+    levels: int
+    facts: Mapping[str, Any]
+    subject: Callable[[int], Subject]  #: of a seed, which draws calibration and probe and nothing else
+    loss: Loss  #: of the task, summed over samples
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "subject", functools.lru_cache(maxsize=1)(self.subject))
+
+    def scored(self) -> dict[str, float]:
+        """The base model's scores."""
+        subject = self.subject(0)
+        return subject.score(subject.teacher)
+
+    def parameters(self) -> dict[str, int]:
+        """The base model's: of the factorised layers' matrices, and of all else."""
+        subject = self.subject(0)
+        layers = select_layers(subject.teacher, exclude=subject.exclude).values()
+        dense = sum(dense_parameters(matrix_shape(layer)) for layer in layers)
+        return {"layers": dense, "others": sum(one.numel() for one in subject.teacher.parameters()) - dense}
+
+
+class Contestant:
+    """One method's elastic model for one draw of the calibration, decomposed when it is first needed."""
+
+    def __init__(self, contest: Contest, method: str, seed: int):
+        self._contest, self._method, self._seed = contest, method, seed
+
+    @functools.cached_property
+    def _decomposed(self) -> tuple[nn.Module, Mapping[str, Tensor], float]:
+        """The model, its components' energies where the method has ranks of its own, and seconds with calibration."""
+        subject, start = self._contest.subject(self._seed), time.perf_counter()
+        if self._method in OURS:
+            return subject.decomposed(self._method), {}, time.perf_counter() - start
+        model = copy.deepcopy(subject.teacher)
+        layers = select_layers(model, exclude=subject.exclude)
+        rival = RANK_METHODS[self._method]
+        energies = rival.decompose_(model, subject.calibration, layers, self._contest.loss)
+        return model, energies, time.perf_counter() - start
+
+    def probed(self) -> dict[str, Any]:
+        """The sensitivity table of the method's own factors, and the seconds of decomposition and probe."""
+        model, _, seconds = self._decomposed
+        subject, start = self._contest.subject(self._seed), time.perf_counter()
+        evaluate = distillation_evaluator(subject.teacher, subject.probe, subject.objective)
+        table = probe_sensitivity(model, evaluate, self._contest.levels, spacing="parameters", **EVERY_RANK)
+        probe = time.perf_counter() - start
+        return {"table": table.to_json(), "decomposition_seconds": seconds, "probe_seconds": probe}
+
+    def sized(self, allocation: str, table: Mapping[str, Any]) -> dict[str, Any]:
+        """The scores and sizes at each budget, and whether each size is a prefix of the larger ones."""
+        profiles = self._profiles(allocation, SensitivityTable.from_json(table))
+        nested = all(small.fits_in(large) for large, small in itertools.pairwise(profiles))
+        return {"rows": [self._row(profile) for profile in profiles], "nested": nested}
+
+    def _profiles(self, allocation: str, table: SensitivityTable) -> list[RankProfile]:
+        """The ranks at each budget, which fall."""
+        model, energies, _ = self._decomposed
+        budgets = self._contest.budgets
+        if allocation == "published":
+            own = RANK_METHODS[self._method].ranks if self._method in RANK_METHODS else None
+            return [own(model, energies, one) if own else uniform_profile(model, one) for one in budgets]
+        return [chain_of(allocation, table, budgets).at(budget) for budget in budgets]
+
+    def _row(self, profile: RankProfile) -> dict[str, Any]:
+        """What the model has at these ranks, gauge-aligned without slack, and how it scores."""
+        model, *_ = self._decomposed
+        shapes = layer_shapes(model)
+        parameters = sum(deployed_parameters(shape, profile[name]) for name, shape in shapes.items())
+        dense = sum(m * n for m, n in shapes.values())
+        with use_profile(model, profile):
+            scores = self._contest.subject(self._seed).score(model)
+        whole = parameters + footprint(model).other_parameters
+        return {"share": parameters / dense, "parameters": whole, "scores": scores}
+
+
+def chain_of(allocation: str, table: SensitivityTable, budgets: Sequence[float]) -> ProfileChain:
+    """Ranks for these budgets from a table: by the printed search, or all together; every rank is a candidate."""
+    if allocation == "paper":
+        return allocate_ranks(table, budgets, method="paper", savings="ranks")
+    return allocate_ranks(table, budgets, **EVERY_RANK)
+
+
+def contests(request: Request) -> list[Contest]:
+    """The request's configuration, or the bench's own models, of which it may name one."""
+    if request.config is not None:
+        return [_of_config(request, request.config)]
+    own = {"stories260k": _of_texts, "pycode5m": _of_texts, "all-MiniLM-L6-v2": _of_sentences}
+    if request.model is not None and request.model not in own:
+        raise FlexrankError(f"--model is {request.model!r}; this bench has {', '.join(own)}, or any with --config")
+    return [make(request, name) for name, make in own.items() if request.model in (None, name)]
+
+
+def _of_texts(request: Request, name: str) -> Contest:
+    """A small Llama of the bench of quality; in the quick form on fewer blocks."""
+    texts = {one[0]: one for one in (language.STORIES, language.PYCODE)}[name]
+    few = {"stories260k": (16, 64), "pycode5m": (8, 16)}[name]
+    probe, evaluation = (language.PROBE, language.EVALUATION) if request.full else few
+
+    def subject(seed: int) -> Subject:
+        return language.subject_of(texts, request.half, seed=seed, probe=probe, evaluation=evaluation)[0]
+
+    facts = {"calibration": language.CALIBRATION, "probe": probe, "evaluation": evaluation}
+    return Contest(name, "nats", 3, BUDGETS, language.LEVELS, facts, subject, next_token_loss)
+
+
+def _of_sentences(request: Request, name: str) -> Contest:
+    """The sentence encoder of the bench of quality; in the quick form on fewer pairs."""
+    probe, evaluation, levels = (sts.PROBE, None, 10) if request.full else (48, 96, 6)
+
+    def subject(seed: int) -> Subject:
+        return sts.subject_of(request.half, seed=seed, probe=probe, evaluation=evaluation)[0]
+
+    loss = subject(0).objective.fisher_loss
+    facts = {"calibration": sts.CALIBRATION, "probe": probe, "evaluation": evaluation}
+    return Contest(name, "cosine", 4, BUDGETS, levels, facts, subject, loss)
+
+
+def _of_config(request: Request, config: RunConfig) -> Contest:
+    """Any model: the samples and qualities of a run of this configuration."""
+    if request.seeds > 1 and config.data.source != "text":
+        raise FlexrankError(f"data.source is {config.data.source!r}; only of 'text' seeds draw another calibration")
+    if config.layers.include is not None:
+        raise FlexrankError("layers.include is set; a comparison takes all layers but those of layers.exclude")
+    space = Workspace(config, RunDirectory(request.work))
+
+    def subject(seed: int) -> Subject:
+        drawn = Workspace(config.model_copy(update={"seed": config.seed + seed}), space.directory)
+        samples, exclude = drawn.samples, config.layers.exclude
+        return Subject(space.base, samples.calibration, samples.probe, space.objective(), space.judge, exclude)
+
+    measures = {"language": "nats_per_token", "embedding": "cosine", "classification": "accuracy"}
+    loss = next_token_loss if config.task == "language" else space.objective().fisher_loss
+    budgets = [budget for budget in config.allocation.budgets if budget < 1]
+    facts = identity_of(config, ("task", "model", "dtype", "seed", "data", "layers"))
+    return Contest(config.name, measures[config.task], 4, budgets, config.probe.levels, facts, subject, loss)

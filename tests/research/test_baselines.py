@@ -1,0 +1,231 @@
+"""Each rank method against its paper's definition, by oracles of least squares, sums of squares and counts by hand."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flexrank.data.batches import call_model, output_mask, output_tensor
+from flexrank.errors import FlexrankError
+from flexrank.nn.linalg import Factors
+from flexrank.nn.select import select_layers
+from flexrank.nn.switch import full_profile, nested_layers, use_profile
+from research.baselines import RANK_METHODS, asvd, drone, fwsvd, plain, svd_llm, svd_llm_v2
+from research.baselines.statistics import input_importance, mean_magnitudes, next_token_loss
+from tiny import batch_for, build
+
+SHAPES = [(5, 9), (9, 5), (6, 6)]
+DATA_AWARE = {"drone": drone.factors, "svd-llm": svd_llm.factors, "svd-llm-v2": svd_llm_v2.factors}
+
+
+def drawn(m: int, n: int, *, dead: int | None = None) -> tuple[Tensor, Tensor]:
+    """A weight (m, n), and inputs (n, 40) of uneven energy, of which one may always be zero."""
+    generator = torch.Generator().manual_seed(10 * m + n)
+    weight = torch.randn(m, n, generator=generator, dtype=torch.float64)
+    mixing = torch.randn(n, n, generator=generator, dtype=torch.float64) * torch.linspace(2, 0.2, n).double()
+    inputs = mixing @ torch.randn(n, 40, generator=generator, dtype=torch.float64)
+    if dead is not None:
+        inputs[dead] = 0
+    return weight, inputs
+
+
+def prefix(factors: Factors, rank: int) -> Tensor:
+    return factors.u[:rank].T @ factors.v[:rank]
+
+
+def least_loss(weight: Tensor, inputs: Tensor, rank: int) -> float:
+    """The least ‖W X − M X‖² of any M of this rank: by alternating least squares over the data, from many starts."""
+    target, best = weight @ inputs, math.inf
+    for start in range(6):
+        left = torch.randn(len(weight), rank, generator=torch.Generator().manual_seed(start), dtype=torch.float64)
+        for _ in range(400):
+            latent = torch.linalg.lstsq(left, target).solution  # of rank r, and any such is V X where X has full rank
+            left = torch.linalg.lstsq(latent.T, target.T).solution.T
+        best = min(best, float((target - left @ latent).square().sum()))
+    return best
+
+
+@pytest.mark.parametrize("name", DATA_AWARE)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rank", [1, 3])
+def test_a_data_aware_prefix_is_the_best_of_its_rank(name: str, shape: tuple[int, int], rank: int) -> None:
+    """Oracle: alternating least squares over the data."""
+    weight, inputs = drawn(*shape)
+    factors = DATA_AWARE[name](weight, inputs @ inputs.T)
+    loss = float(((weight - prefix(factors, rank)) @ inputs).square().sum())
+    assert loss == pytest.approx(least_loss(weight, inputs, rank), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", DATA_AWARE)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_truncation_loss_is_the_sum_of_the_squared_singular_values_left_out(
+    name: str, shape: tuple[int, int]
+) -> None:
+    """Wang et al., 2025, corollary 3.4; oracle: the loss over the data."""
+    weight, inputs = drawn(*shape)
+    factors = DATA_AWARE[name](weight, inputs @ inputs.T)
+    total = float((weight @ inputs).square().sum())
+    for rank in range(1, min(shape) + 1):
+        loss = float(((weight - prefix(factors, rank)) @ inputs).square().sum())
+        assert loss == pytest.approx(float(factors.energies[rank:].sum()), abs=1e-5 * total)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rank", [1, 3])
+def test_fwsvd_is_the_best_by_weighted_squares(shape: tuple[int, int], rank: int) -> None:
+    """Oracle: least squares on W with columns weighted by the root of their importance, as if they were data."""
+    weight, _ = drawn(*shape)
+    importance = torch.linspace(0.1, 3, shape[1]).double() ** 2
+    factors = fwsvd.factors(weight, importance)
+    lost = ((weight - prefix(factors, rank)).square() * importance).sum()
+    assert float(lost) == pytest.approx(least_loss(weight, importance.sqrt().diag(), rank), rel=1e-4)
+
+
+def test_asvd_scales_by_the_root_of_magnitudes_and_without_it_is_svd() -> None:
+    """Oracle: least squares weighted by |x|, the square of |x|^{1/2}; Eckart and Young for α = 0."""
+    weight, inputs = drawn(6, 8)
+    magnitudes = inputs.abs().mean(1)
+    lost = ((weight - prefix(asvd.factors(weight, magnitudes), 2)).square() * magnitudes).sum()
+    assert float(lost) == pytest.approx(least_loss(weight, magnitudes.sqrt().diag(), 2), rel=1e-4)
+    plainly, without = plain.factors(weight, torch.empty(0)), asvd.factors(weight, magnitudes, alpha=0.0)
+    for rank in range(1, 7):
+        assert torch.allclose(prefix(without, rank), prefix(plainly, rank))
+        squares = torch.linalg.svdvals(weight)[rank:].square().sum()
+        assert torch.allclose((weight - prefix(plainly, rank)).square().sum(), squares)
+    assert not torch.allclose(prefix(asvd.factors(weight, magnitudes), 2), prefix(plainly, 2), atol=1e-3)
+
+
+def statistic_of(name: str, inputs: Tensor) -> Tensor:
+    return {"svd": inputs, "fwsvd": inputs.square().mean(1), "asvd": inputs.abs().mean(1)}.get(name, inputs @ inputs.T)
+
+
+@pytest.mark.parametrize("name", RANK_METHODS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_all_components_give_the_weight_in_falling_order(name: str, shape: tuple[int, int]) -> None:
+    weight, inputs = drawn(*shape)
+    factors = RANK_METHODS[name].factors(weight, statistic_of(name, inputs))
+    assert factors.u.shape == (min(shape), shape[0]) and factors.v.shape == (min(shape), shape[1])
+    assert torch.allclose(prefix(factors, min(shape)), weight, atol=1e-8)
+    assert bool((factors.energies.diff() <= 1e-12).all())
+
+
+@pytest.mark.parametrize("name", RANK_METHODS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_input_that_is_always_zero_spoils_nothing(name: str, shape: tuple[int, int]) -> None:
+    """Outputs at full rank stay; of what the data never visited, DRONE alone keeps nothing."""
+    weight, inputs = drawn(*shape, dead=2)
+    factors = RANK_METHODS[name].factors(weight, statistic_of(name, inputs))
+    whole = prefix(factors, min(shape))
+    assert all(bool(torch.isfinite(part).all()) for part in factors)
+    assert torch.allclose(whole @ inputs, weight @ inputs, atol=1e-6)
+    assert torch.allclose(whole[:, 2], torch.zeros(shape[0]).double() if name == "drone" else weight[:, 2], atol=1e-4)
+    if name in DATA_AWARE:
+        loss = float(((weight - prefix(factors, 2)) @ inputs).square().sum())
+        assert loss == pytest.approx(least_loss(weight, inputs, 2), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", RANK_METHODS)
+@pytest.mark.parametrize("weight", [torch.zeros(4, 6).double(), torch.ones(4, 6).double()])
+def test_data_of_zeros_and_weights_of_low_rank_give_finite_factors(name: str, weight: Tensor) -> None:
+    inputs = torch.zeros(6, 3, dtype=torch.float64)
+    for data in (inputs, inputs + 1):
+        factors = RANK_METHODS[name].factors(weight, statistic_of(name, data))
+        assert all(bool(torch.isfinite(part).all()) for part in factors)
+        assert torch.allclose(prefix(factors, 1) @ data, weight @ data, atol=1e-6)
+
+
+def test_ratios_of_svd_llm_v2_by_hand() -> None:
+    """Losses e, e² and e⁴ have inverse logarithms 1, 1/2 and 1/4: shares 4/7, 2/7 and 1/7 of three times R."""
+    losses = {name: math.exp(power) for name, power in (("a", 1), ("b", 2), ("c", 4))}
+    shares = svd_llm_v2.removed_shares(losses, 0.35)
+    assert shares == pytest.approx({"a": 0.6, "b": 0.3, "c": 0.15})
+    with pytest.raises(FlexrankError, match="layer 'b': truncation loss 1 is not above 1"):
+        svd_llm_v2.removed_shares({"a": 2.0, "b": 1.0}, 0.35)
+
+
+class Blocks(nn.Module):
+    """Two layers of one type, 8 × 12."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(12, 8, bias=False)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([block(x) for block in self.blocks]).sum(0)
+
+
+def test_ranks_of_svd_llm_v2_by_hand() -> None:
+    """Of half of 96 numbers rank 2 fits (2 · 18 = 36; 3 · 17 = 51): losses are of components from the third on."""
+    model = Blocks()
+    RANK_METHODS["svd"].decompose_(model, [], select_layers(model), lambda *_: torch.zeros(()))
+    names = list(nested_layers(model))
+    powers = {names[0]: 4.0, names[1]: 2.0}  # of the losses: e² and e
+    energies = {name: torch.tensor([0.0, 0.0, math.exp(power), 0, 0, 0, 0, 0]) for name, power in powers.items()}
+    # Inverse logarithms 1/2 and 1, so that 1/3 and 2/3 of twice .5 go: 64 and 32 of 96 numbers stay.
+    ranks = RANK_METHODS["svd-llm-v2"].ranks(model, energies, 0.5)
+    assert dict(ranks) == {names[0]: 4, names[1]: 1}  # 4 · 16 = 64; 1 · 19 = 19, 2 · 18 = 36
+
+
+def test_uniform_ranks_are_the_largest_that_fit() -> None:
+    model = Blocks()
+    RANK_METHODS["svd"].decompose_(model, [], select_layers(model), lambda *_: torch.zeros(()))
+    for budget in (0.2, 0.5, 0.9):
+        fitting = [r for r in range(1, 9) if min(96, r * (20 - r)) <= budget * 96] or [1]
+        assert set(RANK_METHODS["asvd"].ranks(model, {}, budget).values()) == {max(fitting)}
+
+
+def batches_of(lengths: tuple[int, ...]) -> dict[str, Tensor]:
+    """Rows of these lengths, padded on the right."""
+    ids = torch.arange(len(lengths) * max(lengths)).reshape(len(lengths), -1) % 60 + 1
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    return {"input_ids": ids, "attention_mask": mask.long()}
+
+
+def test_magnitudes_are_of_real_tokens() -> None:
+    """Oracle: each row alone, without its padding."""
+    model, batch = build("llama_tied"), batches_of((7, 4))
+    layers, seen = select_layers(model), dict[str, list[Tensor]]()
+    for name, layer in layers.items():
+        layer.register_forward_pre_hook(lambda _, args, name=name: seen.setdefault(name, []).append(args[0][0]))
+    with torch.no_grad():
+        for row, length in zip(batch["input_ids"], (7, 4), strict=True):
+            model(input_ids=row[None, :length])
+    expected = {name: torch.cat(rows).abs().double().mean(0) for name, rows in seen.items()}
+    found = mean_magnitudes(model, [batch, batch], layers, next_token_loss)
+    for name in layers:
+        assert torch.allclose(found[name], expected[name], rtol=1e-4)
+
+
+def test_importance_is_of_each_samples_own_gradient() -> None:
+    """Oracle: autograd of one row at a time, without its padding."""
+    model, batch = build("llama_tied"), batches_of((7, 4))
+    layers, sums = select_layers(model), dict[str, Any]()
+    for row, length in zip(batch["input_ids"], (7, 4), strict=True):
+        model.zero_grad()
+        logits = model(input_ids=row[None, :length]).logits[0, :-1]
+        nn.functional.cross_entropy(logits, row[1:length], reduction="sum").backward()
+        for name, layer in layers.items():
+            sums[name] = sums.get(name, 0) + layer.weight.grad.double().square().sum(0) / 2
+    found = input_importance(model, [batch], layers, next_token_loss)
+    for name in layers:
+        assert torch.allclose(found[name], sums[name], rtol=1e-3, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["llama_tied", "convnet", "gpt2"])
+@pytest.mark.parametrize("name", RANK_METHODS)
+def test_a_whole_model_of_any_layers_stays_what_it_was(kind: str, name: str) -> None:
+    model, batch = build(kind), batch_for(kind)
+    with torch.no_grad():
+        before = output_tensor(call_model(model, batch))
+    loss: Callable[..., Tensor] = lambda output, _: output_tensor(output).square().sum()  # noqa: E731
+    energies = RANK_METHODS[name].decompose_(model, [batch], select_layers(model), loss)
+    with torch.no_grad(), use_profile(model, full_profile(model)):
+        after = output_tensor(call_model(model, batch))
+    mask = output_mask(batch)
+    if mask is not None:  # DRONE keeps nothing of what padding alone has
+        before, after = before[mask], after[mask]
+    assert torch.allclose(after, before, atol=5e-3 * float(before.abs().max()))
+    assert {name: len(one) for name, one in energies.items()} == full_profile(model)

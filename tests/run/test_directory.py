@@ -235,6 +235,11 @@ def test_a_killed_process_leaves_no_lock_and_nothing_half_written(copied: Path) 
     assert not [path for path in copied.rglob("*") if path.name.endswith((".aside", ".old"))]
 
 
+def test_where_models_are_kept_makes_no_stage_run_again(copied: Path) -> None:
+    assert rerun(copied, "distillation.gradient_checkpointing=true", "distillation.sharded=true") == ()
+    assert rerun(copied, "distillation.steps=7", until="distill") == ("distill",)
+
+
 def test_a_run_of_another_name_is_not_written_over(copied: Path) -> None:
     with pytest.raises(FlexrankError, match="holds the run 'tiny', not 'other'"):
         rerun(copied, "name=other")

@@ -22,6 +22,7 @@ import flexrank as fr
 from flexrank import processes
 from flexrank.errors import FlexrankError
 from flexrank.files import digest_tensor
+from flexrank.nn.gather import gathered, scatter_sum
 from flexrank.nn.select import select_layers
 from flexrank.nn.sharding import shard_, shard_blocks_
 from flexrank.nn.switch import nested_layers
@@ -262,7 +263,7 @@ def main(place: Path) -> None:
         processes.sum_([small, small[:0]])
         facts["sum"] = small.item()
         half = torch.full((2, 3 * count - 1), 256.0 if number == 0 else 1.0, dtype=torch.bfloat16)
-        parts = [processes.gather(half[:, :3], 1, 3 * count - 1), processes.scatter_sum(half, 1)]
+        parts = [gathered(half[:, :3], 1, 3 * count - 1), scatter_sum(half, 1)]
         facts["parts"] = [[part.shape[1], part[0].tolist()] for part in parts]
         facts["first"] = processes.by_first(lambda: [processes.count(), processes.number(), os.getpid()])
         facts["collected"] = processes.collected({number: [number], number + count: None})

@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flexrank import allocate_ranks, distillation_evaluator, probe_sensitivity
+from flexrank import distillation_evaluator, probe_sensitivity
 from flexrank.errors import FlexrankError
 from flexrank.nn.matrix import matrix_shape
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import footprint, layer_shapes, uniform_profile, use_profile
-from flexrank.profiles import ProfileChain, RankProfile, SensitivityTable
+from flexrank.profiles import RankProfile, SensitivityTable
 from flexrank.profiles.costs import dense_parameters, deployed_parameters
 from flexrank.run.config import RunConfig
 from flexrank.run.directory import RunDirectory
@@ -24,7 +24,7 @@ from research.baselines import RANK_METHODS
 from research.baselines.method import Loss
 from research.baselines.statistics import next_token_loss
 from research.benches import language, sts
-from research.benches.quality import BUDGETS, Subject
+from research.benches.quality import BUDGETS, Subject, chain_of
 from research.experiment import EVERY_RANK, Request
 from research.studies.language import identity_of
 
@@ -116,13 +116,6 @@ class Contestant:
             scores = self._contest.subject(self._seed).score(model)
         whole = parameters + footprint(model).other_parameters
         return {"share": parameters / dense, "parameters": whole, "scores": scores}
-
-
-def chain_of(allocation: str, table: SensitivityTable, budgets: Sequence[float]) -> ProfileChain:
-    """Ranks for these budgets from a table: by the printed search, or all together; every rank is a candidate."""
-    if allocation == "paper":
-        return allocate_ranks(table, budgets, method="paper", savings="ranks")
-    return allocate_ranks(table, budgets, **EVERY_RANK)
 
 
 def contests(request: Request) -> list[Contest]:

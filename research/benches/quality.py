@@ -27,7 +27,7 @@ from flexrank.data.batches import Batch
 from flexrank.distill.objectives import Objective
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import uniform_profile, use_profile
-from flexrank.profiles import ProfileChain, RankProfile
+from flexrank.profiles import ProfileChain, RankProfile, SensitivityTable
 from research.experiment import EVERY_RANK, Ledger, Request
 from research.result import spreads, table
 
@@ -84,11 +84,10 @@ class Subject:
         for method in ("svd", "datasvd"):
             model = models[method]
             errors = probe_sensitivity(model, evaluate, levels, spacing="parameters", **EVERY_RANK)
-            joint = allocate_ranks(errors, BUDGETS, **EVERY_RANK)
-            paper = allocate_ranks(errors, BUDGETS, method="paper", savings="ranks")
-            for name, chain in (("paper", paper), ("joint", joint)):
+            for name in ("paper", "joint"):
+                chain = chain_of(name, errors, BUDGETS)
                 results[f"{method}, {name}"] = self.scores(model, chain.at)
-        return results, model, joint
+        return results, model, chain
 
 
 def compare(
@@ -126,6 +125,13 @@ def compare(
         limits = {budget: ledger.take(f"alone, {budget:g}", alone, budget) for budget in ALONE}
         results["each alone, all the steps"] = [[limits.get(budget) for budget in BUDGETS]]
     return {"dense": first["dense"], "results": results, "gap": first["chain"]["gap"]}
+
+
+def chain_of(allocation: str, table: SensitivityTable, budgets: Sequence[float]) -> ProfileChain:
+    """Ranks for these budgets from a table: by the printed search, or all together; every rank is a candidate."""
+    if allocation == "paper":
+        return allocate_ranks(table, budgets, method="paper", savings="ranks")
+    return allocate_ranks(table, budgets, **EVERY_RANK)
 
 
 def quality_table(title: str, results: Mapping[str, Sequence[Scores]], what: str) -> dict[str, Any]:

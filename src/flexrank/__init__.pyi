@@ -3,9 +3,9 @@ from . import hf as hf
 from .allocate import allocate_ranks as allocate_ranks
 from .artefacts.deployed import load_deployed as load_deployed
 from .artefacts.deployed import save_deployed as save_deployed
-from .artefacts.elastic import inspect_artefact as inspect_artefact
 from .artefacts.elastic import load_elastic as load_elastic
 from .artefacts.elastic import save_elastic as save_elastic
+from .artefacts.inspect import inspect_artefact as inspect_artefact
 from .calibrate import collect_moments as collect_moments
 from .calibrate import collect_rows as collect_rows
 from .calibrate import load_moments as load_moments

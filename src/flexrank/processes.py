@@ -148,7 +148,7 @@ def sum_(tensors: Iterable["Tensor"]) -> None:
     import torch
     import torch.distributed as dist
 
-    with torch.no_grad(), _talking():
+    with torch.no_grad(), talking():
         for bucket in _buckets(tensors):
             wide = torch.promote_types(bucket[0].dtype, torch.float32)
             if len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].dtype == wide:
@@ -173,57 +173,13 @@ def _buckets(tensors: Iterable["Tensor"]) -> Iterator[list["Tensor"]]:
         yield bucket
 
 
-def part(whole: "Tensor", dim: int) -> "Tensor":
-    """This process's part of a tensor, along a dimension; all are as long, but for the last ones, as torch.chunk's."""
-    step = -(-whole.shape[dim] // count())
-    start, end = (min(whole.shape[dim], step * one) for one in (number(), number() + 1))
-    return whole.narrow(dim, start, end - start)
-
-
-def gather(part: "Tensor", dim: int, size: int) -> "Tensor":
-    """The whole tensor, of `size` along a dimension, from each process's `part`; all must ask."""
-    import torch.distributed as dist
-
-    step = -(-size // count())
-    own = _padded(part, dim, step)
-    every = own.new_empty(count(), *own.shape)
-    with _talking():
-        dist.all_gather_into_tensor(every.flatten(0, 1), own)
-    return every.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, size)
-
-
-def scatter_sum(whole: "Tensor", dim: int) -> "Tensor":
-    """This process's part of the sum of all processes' tensors, along a dimension; half precision in float32."""
-    import torch
-    import torch.distributed as dist
-
-    step = -(-whole.shape[dim] // count())
-    wide = _padded(whole, dim, step * count()).to(torch.promote_types(whole.dtype, torch.float32))
-    every = wide.unflatten(dim, (count(), step)).movedim(dim, 0).contiguous()
-    total = torch.empty_like(every[0])
-    with _talking():
-        dist.reduce_scatter_tensor(total, every.flatten(0, 1))
-    return total.narrow(dim, 0, part(whole, dim).shape[dim]).to(whole.dtype)
-
-
-def _padded(tensor: "Tensor", dim: int, size: int) -> "Tensor":
-    """The tensor, contiguous and with zeros up to a size."""
-    missing = list(tensor.shape)
-    missing[dim] = size - missing[dim]
-    if not missing[dim]:
-        return tensor.contiguous()
-    import torch
-
-    return torch.cat([tensor, tensor.new_zeros(missing)], dim)
-
-
 def to_first_(tensors: Sequence["Tensor"], owner: int) -> None:
     """Fills process 0's tensors with the owner's; the other processes do nothing."""
     if owner == 0 or number() not in (0, owner):
         return
     import torch.distributed as dist
 
-    with _talking():
+    with talking():
         for tensor in tensors:
             if is_first():
                 dist.recv(tensor, owner)
@@ -328,7 +284,7 @@ def _connect(group: _Group, store: Any) -> None:
             raise FlexrankError(f"{torch.cuda.device_count()} GPUs are too few; --nproc-per-node is at most that")
         torch.cuda.set_device(place)
     backend, limit = "cpu:gloo,cuda:nccl" if has_gpu else "gloo", datetime.timedelta(seconds=group.timeout)
-    with _talking():
+    with talking():
         dist.init_process_group(backend, store=store, rank=group.number, world_size=group.count, timeout=limit)
 
 
@@ -344,8 +300,8 @@ def _timeout() -> float:
 
 
 @contextlib.contextmanager
-def _talking() -> Iterator[None]:
-    """Turns what torch.distributed raises when a process has gone, or is late, into a ProcessLost."""
+def talking() -> Iterator[None]:
+    """Inside the block what torch.distributed raises when a process has gone, or is late, is a ProcessLost."""
     try:
         yield
     except RuntimeError as error:

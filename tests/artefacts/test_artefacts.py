@@ -14,7 +14,8 @@ from torch import nn
 import tiny
 from flexrank import files
 from flexrank.artefacts.deployed import load_deployed, save_deployed
-from flexrank.artefacts.elastic import ElasticWriter, inspect_artefact, load_components, load_elastic, save_elastic
+from flexrank.artefacts.elastic import ElasticWriter, load_components, load_elastic, save_elastic
+from flexrank.artefacts.inspect import inspect_artefact
 from flexrank.deployment import deploy, deployed_parameters_of
 from flexrank.errors import FlexrankError
 from flexrank.hf import models

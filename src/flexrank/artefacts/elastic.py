@@ -1,4 +1,4 @@
-"""One elastic artefact for every size, read whole or only up to a budget; and a summary of what an artefact holds.
+"""One elastic artefact for every size, read whole or only up to a budget.
 
 `elastic.safetensors`, several files where it is large, stores factors by component, so that a layer's r leading
 components are the first bytes of its tensors; a reader with a budget touches no others, and a full layer's own matrix
@@ -9,7 +9,6 @@ ranks of the chain: a prefix is checked without the rest.
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from flexrank import files, processes
-from flexrank.artefacts.deployed import DOCUMENT, KEYS, KIND, STATE, Factory, bare_model, describe, factory_name, fill
+from flexrank.artefacts.deployed import Factory, bare_model, describe, factory_name, fill
 from flexrank.artefacts.tensors import ShardWriter, named_tensors, open_tensors
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
@@ -155,7 +154,7 @@ def load_elastic(
         FlexrankError: a file is missing, truncated or edited, the budget is too small, or the architecture differs.
     """
     directory = Path(directory)
-    document = _read_elastic(directory)
+    document = read_elastic_document(directory)
     chain, ranks = ProfileChain.from_json(document["chain"]), None
     if not (budget is None and max_params is None and max_bytes is None):
         entry = chain.entry_at(budget, max_params=max_params, max_bytes=max_bytes)
@@ -166,7 +165,7 @@ def load_elastic(
 
 def load_components(directory: str | Path, ranks: Mapping[str, int]) -> nn.Module:
     """Reads each layer's first components, up to its rank, of an artefact of transformers. Errors as `load_elastic`."""
-    return _load(Path(directory), _read_elastic(Path(directory)), ranks, None)
+    return _load(Path(directory), read_elastic_document(Path(directory)), ranks, None)
 
 
 def _load(
@@ -185,44 +184,13 @@ def _load(
 
 def read_shapes(directory: str | Path) -> tuple[dict[str, tuple[int, int]], ProfileChain]:
     """The shapes (m, n) of an elastic artefact's layers, and its chain; no tensor is read. Errors as `load_elastic`."""
-    document = _read_elastic(Path(directory))
+    document = read_elastic_document(Path(directory))
     shapes = {name: (int(spec["shape"][0]), int(spec["shape"][1])) for name, spec in document["layers"].items()}
     return shapes, ProfileChain.from_json(document["chain"])
 
 
-def inspect_artefact(directory: str | Path) -> dict[str, Any]:
-    """What a directory holds, from its JSON and the headers of its tensors alone.
-
-    Returns:
-        kind (elastic or deployed), library, class, version (of flexrank, None where unknown), dtype, parameters,
-        bytes_on_disk, layers (name to form, shape, rank, aligned), and of an elastic one budgets, one row each.
-
-    Raises:
-        FlexrankError: it is not an artefact of flexrank, or a file is missing or damaged.
-    """
-    directory = Path(directory)
-    if not directory.is_dir():
-        raise FlexrankError(f"{directory}: no such directory")
-    content: dict[str, Any] = {"kind": KIND}
-    if (directory / ELASTIC_DOCUMENT).is_file():
-        document = _read_elastic(directory)
-        paths = [directory / file for file in document["shards"]]
-        content = {"kind": ELASTIC_KIND, "budgets": _budget_rows(ProfileChain.from_json(document["chain"]))}
-    else:
-        document, paths = _deployed_document(directory), _weight_files(directory)
-    dtype, values = _header_summary(paths)
-    return content | {
-        "library": document["library"],
-        "class": document["class"],
-        "version": document.get("flexrank"),
-        "dtype": dtype,
-        "parameters": document.get("parameters", values),
-        "bytes_on_disk": files.directory_bytes(directory),
-        "layers": document["layers"],
-    }
-
-
-def _read_elastic(directory: Path) -> dict[str, Any]:
+def read_elastic_document(directory: Path) -> dict[str, Any]:
+    """What describes an elastic artefact; it is a FlexrankError if there is none, or it is damaged."""
     path = directory / ELASTIC_DOCUMENT
     if not path.is_file():
         raise FlexrankError(f"{directory}: holds no elastic model ({ELASTIC_DOCUMENT} is missing)")
@@ -308,47 +276,3 @@ def _read_checked(path: Path, tensors: Any, name: str, digest: Any, limit: int |
     if digest != (files.digest_tensor(tensor) if end is None else _segment_digests(tensor, [end for end, _ in digest])):
         raise FlexrankError(f"{path}: tensor {name!r} does not match its checksum; the file was edited")
     return tensor if limit == end else tensor[:limit].clone()
-
-
-def _deployed_document(directory: Path) -> dict[str, Any]:
-    if (directory / DOCUMENT).is_file():
-        return files.read_document(directory / DOCUMENT, KIND, KEYS)
-    config = files.read_json(directory / "config.json") if (directory / "config.json").is_file() else {}
-    specs = config.get("quantization_config") or {}
-    if specs.get("quant_method") != "flexrank":
-        wanted = f"{ELASTIC_DOCUMENT}, {DOCUMENT} and a config.json with flexrank layers"
-        raise FlexrankError(f"{directory}: not an artefact of flexrank; it has none of {wanted}")
-    names = config.get("architectures") or [None]
-    return {"library": "transformers", "class": names[0], "layers": specs.get("layers", {})}
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    """The weight files: one, or the shards that the index names."""
-    index = directory / f"{STATE}.index.json"
-    names = sorted(set(files.read_json(index)["weight_map"].values())) if index.is_file() else [STATE]
-    return [directory / name for name in names]
-
-
-def _header_summary(paths: list[Path]) -> tuple[str, int]:
-    """The dtype of most stored values, and the number of values."""
-    counts: Counter[str] = Counter()
-    for path in paths:
-        with open_tensors(path) as file:
-            for header in map(file.get_slice, file.keys()):  # which reads no values
-                counts[header.get_dtype()] += math.prod(header.get_shape())
-    if not counts:
-        raise FlexrankError(f"{paths[0]}: holds no tensors")
-    return counts.most_common(1)[0][0], counts.total()
-
-
-def _budget_rows(chain: ProfileChain) -> list[dict[str, Any]]:
-    return [
-        {
-            "budget": entry.requested,
-            "params_layers": entry.parameters,
-            "params_model": chain.model_parameters(entry),
-            "bytes": chain.model_bytes(entry),
-            "mean_rank": sum(entry.profile.values()) / len(entry.profile),
-        }
-        for entry in chain.requested
-    ]

@@ -199,7 +199,7 @@ def report(run_directory: Config, as_json: Json = False) -> None:
 @app.command()
 def inspect(directory: Annotated[Path, typer.Argument(metavar="DIR")], as_json: Json = False) -> None:
     """Lists what an artefact holds, elastic or deployed, without loading its weights."""
-    from flexrank.artefacts.elastic import inspect_artefact
+    from flexrank.artefacts.inspect import inspect_artefact
     from flexrank.run.tables import print_artefact
 
     artefact = inspect_artefact(directory)

@@ -78,6 +78,9 @@ class Step:
     optimizer: torch.optim.Optimizer
     max_norm: float
 
+    def __post_init__(self) -> None:
+        self._parts = sharded_parameters(self.model)
+
     def take(self, items: Iterable[Item], parts: int, number: int, usual: float | None = 1.0) -> float:
         """Takes step `number` on these batches, `parts` of them; returns their mean loss.
 
@@ -115,17 +118,15 @@ class Step:
         """
         layers = [module for module in self.model.modules() if isinstance(module, NestedLayer)]
         active = {factor: layer.rank for layer in layers for factor in (layer.u, layer.v)}
-        parts = sharded_parameters(self.model)
-        gradients = ((one.grad, active.get(one)) for one in self.trainable.values() if one not in parts)
+        gradients = ((one.grad, active.get(one)) for one in self.trainable.values() if one not in self._parts)
         processes.sum_(whole if rank is None else whole[:rank] for whole, rank in gradients if whole is not None)
 
     def _gradient_length(self) -> Tensor:
         """The gradient's, of sharded parameters with the parts of all processes."""
-        parts = sharded_parameters(self.model)
         gradients = {one: one.grad for one in self.trainable.values() if one.grad is not None}
-        length = torch.nn.utils.get_total_norm([grad for one, grad in gradients.items() if one not in parts])
-        if parts:
-            own = torch.nn.utils.get_total_norm([grad for one, grad in gradients.items() if one in parts])
+        length = torch.nn.utils.get_total_norm([grad for one, grad in gradients.items() if one not in self._parts])
+        if self._parts:
+            own = torch.nn.utils.get_total_norm([grad for one, grad in gradients.items() if one in self._parts])
             squares = length.double().square() + processes.sums(float(own) ** 2)[0]
             length = squares.sqrt().to(length)
         return length

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter, functional
 from torch.nn.functional import linear
 
-from flexrank import processes
 from flexrank.errors import FlexrankError
-from flexrank.nn.gather import gathered
+from flexrank.nn.gather import gathered, part
 from flexrank.nn.matrix import ConvGeometry
 
 
@@ -115,9 +114,9 @@ class NestedLayer(nn.Module):
 
         Whole factors are no slices, whose gradients would be copied into full-sized ones.
         """
-        part: Tensor = getattr(self, name)
-        part = part if rank in (None, len(part)) else part[:rank]
-        return gathered(part, *self.places()[name]) if self.is_sharded else part
+        own: Tensor = getattr(self, name)
+        own = own if rank in (None, len(own)) else own[:rank]
+        return gathered(own, *self.places()[name]) if self.is_sharded else own
 
     @property
     def active(self) -> tuple[Float[Tensor, "r m"], Float[Tensor, "r n"]]:
@@ -147,7 +146,7 @@ class NestedLayer(nn.Module):
     def set_dense_(self) -> None:
         """Gives full rank a matrix of its own, which is the product of the factors so far."""
         product = (self.whole("u").T.double() @ self.whole("v").double()).to(self.u.dtype)
-        own = processes.part(product, 0).clone() if self.is_sharded else product
+        own = part(product, 0).clone() if self.is_sharded else product
         self.dense = Parameter(own, self.u.requires_grad)
 
     @torch.no_grad()

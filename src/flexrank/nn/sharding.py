@@ -13,6 +13,7 @@ from flexrank import processes
 from flexrank.errors import FlexrankError
 from flexrank.nn.blocks import block_stack
 from flexrank.nn.elastic import NestedLayer
+from flexrank.nn.gather import part
 from flexrank.nn.switch import nested_layers
 
 if TYPE_CHECKING:  # these take a second to import
@@ -32,8 +33,8 @@ def shard_(model: nn.Module, device: torch.device | str | None = None) -> None:
         for layer in nested_layers(model).values():
             for name, (dim, _) in layer.places().items():
                 whole = getattr(layer, name)
-                part = processes.part(whole.detach(), dim).to(device, copy=True)
-                setattr(layer, name, nn.Parameter(part, whole.requires_grad))
+                own = part(whole.detach(), dim).to(device, copy=True)
+                setattr(layer, name, nn.Parameter(own, whole.requires_grad))
             layer.is_sharded = True
     model.to(device)
 
@@ -67,15 +68,15 @@ def shard_blocks_(model: nn.Module, layers: Any, device: torch.device | str | No
     model.to(device)
 
 
-def as_global(part: Tensor, place: Place) -> "DTensor":
+def as_global(own: Tensor, place: Place) -> "DTensor":
     """The part, in the same memory, as torch.distributed.checkpoint reads and writes it: a shard of the whole."""
     from torch.distributed.tensor import DTensor, Shard
 
     dim, size = place
-    shape = torch.Size((*part.shape[:dim], size, *part.shape[dim + 1 :]))
+    shape = torch.Size((*own.shape[:dim], size, *own.shape[dim + 1 :]))
     stride = torch.empty(shape, device="meta").stride()
-    placements, mesh = [Shard(dim)], _mesh(part.device)
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
+    placements, mesh = [Shard(dim)], _mesh(own.device)
+    return DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _mesh(device: torch.device) -> "DeviceMesh":

@@ -1,0 +1,89 @@
+"""A summary of what an artefact holds, elastic or deployed."""
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from flexrank import files
+from flexrank.artefacts.deployed import DOCUMENT, KEYS, KIND, STATE
+from flexrank.artefacts.elastic import ELASTIC_DOCUMENT, ELASTIC_KIND, read_elastic_document
+from flexrank.artefacts.tensors import open_tensors
+from flexrank.errors import FlexrankError
+from flexrank.profiles import ProfileChain
+
+
+def inspect_artefact(directory: str | Path) -> dict[str, Any]:
+    """What a directory holds, from its JSON and the headers of its tensors alone.
+
+    Returns:
+        kind (elastic or deployed), library, class, version (of flexrank, None where unknown), dtype, parameters,
+        bytes_on_disk, layers (name to form, shape, rank, aligned), and of an elastic one budgets, one row each.
+
+    Raises:
+        FlexrankError: it is not an artefact of flexrank, or a file is missing or damaged.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise FlexrankError(f"{directory}: no such directory")
+    content: dict[str, Any] = {"kind": KIND}
+    if (directory / ELASTIC_DOCUMENT).is_file():
+        document = read_elastic_document(directory)
+        paths = [directory / file for file in document["shards"]]
+        content = {"kind": ELASTIC_KIND, "budgets": _budget_rows(ProfileChain.from_json(document["chain"]))}
+    else:
+        document, paths = _deployed_document(directory), _weight_files(directory)
+    dtype, values = _header_summary(paths)
+    return content | {
+        "library": document["library"],
+        "class": document["class"],
+        "version": document.get("flexrank"),
+        "dtype": dtype,
+        "parameters": document.get("parameters", values),
+        "bytes_on_disk": files.directory_bytes(directory),
+        "layers": document["layers"],
+    }
+
+
+def _deployed_document(directory: Path) -> dict[str, Any]:
+    if (directory / DOCUMENT).is_file():
+        return files.read_document(directory / DOCUMENT, KIND, KEYS)
+    config = files.read_json(directory / "config.json") if (directory / "config.json").is_file() else {}
+    specs = config.get("quantization_config") or {}
+    if specs.get("quant_method") != "flexrank":
+        wanted = f"{ELASTIC_DOCUMENT}, {DOCUMENT} and a config.json with flexrank layers"
+        raise FlexrankError(f"{directory}: not an artefact of flexrank; it has none of {wanted}")
+    names = config.get("architectures") or [None]
+    return {"library": "transformers", "class": names[0], "layers": specs.get("layers", {})}
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    """The weight files: one, or the shards that the index names."""
+    index = directory / f"{STATE}.index.json"
+    names = sorted(set(files.read_json(index)["weight_map"].values())) if index.is_file() else [STATE]
+    return [directory / name for name in names]
+
+
+def _header_summary(paths: list[Path]) -> tuple[str, int]:
+    """The dtype of most stored values, and the number of values."""
+    counts: Counter[str] = Counter()
+    for path in paths:
+        with open_tensors(path) as file:
+            for header in map(file.get_slice, file.keys()):  # which reads no values
+                counts[header.get_dtype()] += math.prod(header.get_shape())
+    if not counts:
+        raise FlexrankError(f"{paths[0]}: holds no tensors")
+    return counts.most_common(1)[0][0], counts.total()
+
+
+def _budget_rows(chain: ProfileChain) -> list[dict[str, Any]]:
+    return [
+        {
+            "budget": entry.requested,
+            "params_layers": entry.parameters,
+            "params_model": chain.model_parameters(entry),
+            "bytes": chain.model_bytes(entry),
+            "mean_rank": sum(entry.profile.values()) / len(entry.profile),
+        }
+        for entry in chain.requested
+    ]

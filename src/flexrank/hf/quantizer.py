@@ -5,7 +5,7 @@ The layers' specs are in `config.json` under `quantization_config`. Importing th
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -16,12 +16,13 @@ from flexrank.hf import models
 from flexrank.nn.select import replace_layer
 from flexrank.nn.specs import build_layer
 
+Item = TypeVar("Item")
 #: Version of the specs in `config.json`.
 FORMAT = 1
 
 
 @register_quantization_config(models.METHOD)
-class FlexrankConfig(QuantizationConfigMixin):
+class DeployedConfig(QuantizationConfigMixin):
     """`quantization_config` of a deployed model: layer name to its `specs.layer_spec`, and the specs' format."""
 
     def __init__(self, layers: Mapping[str, Mapping[str, Any]], format: int = FORMAT, **ignored: Any):
@@ -33,25 +34,21 @@ class FlexrankConfig(QuantizationConfigMixin):
 
 
 @register_quantizer(models.METHOD)
-class FlexrankQuantizer(HfQuantizer):
+class DeployedQuantizer(HfQuantizer):
     """Swaps the layers of a model that is still on the meta device; the weights then load into them by name."""
 
-    quantization_config: FlexrankConfig
+    quantization_config: DeployedConfig
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if files := kwargs.get("checkpoint_files"):
             models.verify_export(Path(files[0]).parent, {"config.json", *(Path(file).name for file in files)})
         # transformers sets the default device (meta) and dtype around this call.
-        for name, spec in _specs_for(model, self.quantization_config.layers):
+        for name, spec in placed(model, self.quantization_config.layers):
             replace_layer(model, name, build_layer(spec))
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        # transformers forbids full training, .half() and .float() of quantized models; this model has plain tensors.
-        model.is_quantized = False
-        for module in model.modules():
-            if hasattr(module, "config"):
-                vars(module.config).pop("_is_quantized", None)
+        forget_quantization(model)
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:  # noqa: D102
@@ -66,26 +63,34 @@ class FlexrankQuantizer(HfQuantizer):
         return True
 
 
-def _specs_for(model: Any, layers: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each spec with the layer's name in this model.
+def forget_quantization(model: Any) -> None:
+    """Lets a loaded model be trained and cast, which transformers forbids quantized ones: its tensors are plain."""
+    model.is_quantized = False
+    for module in model.modules():
+        if hasattr(module, "config"):
+            vars(module.config).pop("_is_quantized", None)
+
+
+def placed(model: Any, items: Mapping[str, Item], *, skip_missing: bool = False) -> Iterator[tuple[str, Item]]:
+    """What belongs to layers of an artefact, by the layers' names in this model.
 
     A model with a head may load a base model's artefact: names gain `base_model_prefix`. A base model may load that of
     a model with a head: names lose the prefix, and the head's layers are skipped.
     """
     prefix = f"{model.base_model_prefix}." if model.base_model_prefix else ""
     modules = dict(model.named_modules())
-    from_head = bool(prefix) and any(name.startswith(prefix) for name in layers)
-    for name, spec in layers.items():
+    from_head = bool(prefix) and any(name.startswith(prefix) for name in items)
+    for name, item in items.items():
         candidates = (name, name.removeprefix(prefix), prefix + name)
         present = next((candidate for candidate in candidates if candidate in modules), None)
         if present is not None:
-            yield present, spec
-        elif name.startswith(prefix) or not from_head:
+            yield present, item
+        elif not skip_missing and (name.startswith(prefix) or not from_head):
             raise FlexrankError(f"{type(model).__name__} has no layer {name!r}, which config.json says is deployed")
 
 
 def attach(model: Any, layers: Mapping[str, Mapping[str, Any]]) -> None:
     """Makes `model.save_pretrained` write the layers' specs, and those that the model already has."""
-    config = FlexrankConfig({**models.attached_layers(model), **layers})
-    model.hf_quantizer = FlexrankQuantizer(config, pre_quantized=True)
+    config = DeployedConfig({**models.attached_layers(model), **layers})
+    model.hf_quantizer = DeployedQuantizer(config, pre_quantized=True)
     model.config.quantization_config = config

@@ -1,0 +1,135 @@
+"""transformers' own loading cuts a size from an elastic artefact, and deploys it.
+
+`AutoModelForCausalLM.from_pretrained("elastic/", quantization_config=fr.FlexRankConfig(budget=0.4))` reads the
+components of that size alone, and returns the plain model that `deploy` makes of them. Importing this module registers
+the quantizer.
+"""
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from flexrank.artefacts.elastic import load_elastic, read_elastic_document
+from flexrank.deployment import deploy
+from flexrank.errors import FlexrankError
+from flexrank.hf import models
+from flexrank.hf.quantizer import forget_quantization, placed
+from flexrank.nn.gauge_aligned import Slack
+from flexrank.nn.select import replace_layer
+
+METHOD = "flexrank_elastic"
+#: What transformers leaves out of its report of tensors that a file lacks, or has too many.
+REPORTED = ("_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected")
+log = logging.getLogger("flexrank")
+
+
+@register_quantization_config(METHOD)
+class FlexRankConfig(QuantizationConfigMixin):
+    """The size that `from_pretrained` cuts from an elastic artefact: the largest within the limit that is given.
+
+    Args:
+        budget: a share of the factorised layers' dense parameters.
+        max_params: of the whole model.
+        max_bytes: of the whole model's tensors.
+        slack: as `deploy` takes it.
+    """
+
+    def __init__(
+        self,
+        budget: float | None = None,
+        *,
+        max_params: int | None = None,
+        max_bytes: int | None = None,
+        slack: Slack = "auto",
+        **ignored: Any,
+    ):
+        limits: dict[str, Any] = {"budget": budget, "max_params": max_params, "max_bytes": max_bytes}
+        if all(limit is None for limit in limits.values()):
+            raise FlexrankError("FlexRankConfig has no limit; give budget, max_params or max_bytes")
+        self.quant_method = METHOD
+        self.limits = limits
+        self.slack = slack
+
+
+@register_quantizer(METHOD)
+class ElasticQuantizer(HfQuantizer):
+    """Leaves the layers of the model that transformers builds empty, and fills it with a deployed size."""
+
+    quantization_config: FlexRankConfig
+    _directory: Path
+    _reported: dict[str, Any]
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Names the artefact's file to transformers: the only call with the config before it looks for weights."""
+        self._directory = Path(config.name_or_path)
+        document = read_elastic_document(self._directory)
+        if document["library"] != "transformers":
+            raise FlexrankError(f"{self._directory}: no model of transformers; read it with load_elastic")
+        config.transformers_weights = next(iter(document["shards"]))
+        return config
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        del model.config.transformers_weights
+        for name, _ in placed(model, read_elastic_document(self._directory)["layers"]):
+            replace_layer(model, name, _Empty())
+        # No report of what transformers finds: all tensors come from the artefact's own reader, after this.
+        self._reported = {name: getattr(model, name) for name in REPORTED}
+        for name in REPORTED:
+            setattr(model, name, {".*"})
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        for name, patterns in self._reported.items():
+            setattr(model, name, patterns)
+        elastic, chain = load_elastic(self._directory, **self.quantization_config.limits)
+        profile, slack = chain.entries[-1].profile, self.quantization_config.slack
+        small = deploy(elastic, profile, dtype=model.dtype, device=model.device, slack=slack)
+        _fill(model, small, profile)
+        forget_quantization(model)
+        return model
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:  # noqa: D102
+        return True
+
+    @property
+    def is_trainable(self) -> bool:  # noqa: D102
+        return True
+
+    @property
+    def is_compileable(self) -> bool:  # noqa: D102
+        return True
+
+
+class _Empty(nn.Module):
+    """In the place of a layer until it comes; GPT-2's initialiser asks for a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.empty(0), persistent=False)
+
+
+def _fill(model: Any, small: Any, layers: Iterable[str]) -> None:
+    """Moves a deployed model's layers and tensors into one of its architecture, which may have another head."""
+    deployed = dict(placed(model, {name: small.get_submodule(name) for name in layers}))
+    own = {id(inner) for layer in deployed.values() for inner in layer.modules()}
+    others = {
+        name: one for name, one in small.named_modules() if id(one) not in own and (one._parameters or one._buffers)
+    }
+    filled = {id(parameter) for parameter in small.parameters()}
+    for name, module in placed(model, others, skip_missing=True):
+        there = model.get_submodule(name)
+        there._parameters.update(module._parameters)
+        there._buffers.update(module._buffers)
+    for name, layer in deployed.items():
+        replace_layer(model, name, layer)
+    models.attach(model, dict(placed(model, models.attached_layers(small))))
+    drawn = [name for name, parameter in model.named_parameters() if id(parameter) not in filled]
+    if drawn:
+        log.warning("%s: not in the artefact, and newly initialised: %s", type(model).__name__, ", ".join(drawn))

@@ -3,6 +3,7 @@
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,13 +58,29 @@ def test_the_exported_model_is_the_row_of_its_budget(finished: Path, sources: Pa
     place = finished / "deployed" / "0.50"
     with safe_open(place / "model.safetensors", framework="pt") as file:
         assert sum(file.get_tensor(name).numel() for name in file.keys()) == row["params_model"]
-    added = {"flexrank.json", "tokenizer.json", "tokenizer_config.json"}  # by the export, beside what a model saves
+    added = {"flexrank.json", "tokenizer.json", "tokenizer_config.json", "README.md"}  # beside what a model saves
     files = [path for path in place.iterdir() if path.name not in added]
     assert sum(path.stat().st_size for path in files) == row["bytes"]
     small = transformers.AutoModelForCausalLM.from_pretrained(place)
     config = load_config(finished)
     samples = load_samples(config, str(sources / "language"), transformers.AutoTokenizer.from_pretrained(place))
     assert samples.judge(small)(small)["nats_per_token"] == pytest.approx(row["quality"]["nats_per_token"], rel=1e-6)
+
+
+@pytest.mark.parametrize("place", ["elastic", "deployed/0.50"])
+def test_what_a_model_card_says_runs(finished: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its code loads the size that it names, and its head is what the hub reads."""
+    from huggingface_hub import ModelCard
+
+    text, row = (finished / place / "README.md").read_text(), summary_of(finished)["rows"][1]
+    data = ModelCard(text).data
+    assert (data.library_name, data.pipeline_tag, data.base_model) == ("transformers", "text-generation", None)
+    monkeypatch.chdir((finished / place).parent)
+    names: dict[str, Any] = {}
+    exec(text.split("```python")[1].split("```")[0], names)
+    found = sum(one.numel() for one in names["model"].parameters())
+    assert found == pytest.approx(row["params_model"], rel=0.01)  # a run chooses slack on its own calibration
+    assert f"| 0.5 | {row['mean_rank']:.0f} " in text and "| base |" in text
 
 
 def test_the_base_row_is_the_original(finished: Path, original: tuple[torch.nn.Module, Samples]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from flexrank.errors import FlexrankError
-from flexrank.run import report, tables
+from flexrank.run import cards, report, tables
 
 SHAPES = {
     f"encoder.layer.{block}.{name}": {"shape": shape}
@@ -146,3 +146,16 @@ def test_a_directory_without_a_summary_is_one_line(tmp_path: Path) -> None:
     del value["rows"]
     with pytest.raises(FlexrankError, match="key 'rows' is missing"):
         report.write_report(write(tmp_path, value))
+
+
+@pytest.mark.parametrize("model, named", [("org/base-1", True), ("package:x/model", False), ("./somewhere", False)])
+def test_a_card_names_its_base_model_on_the_hub(model: str, named: bool) -> None:
+    facts = {"model": model, "task": "embedding", "allocation": {"method": "joint"}, "distillation": {"steps": 7}}
+    text = cards.elastic_card(summary() | facts)
+    assert ("base_model: org/base-1" in text) == named and "pipeline_tag: feature-extraction" in text
+    assert "joint allocation of ranks for all budgets, and 7 steps of distillation" in text
+    assert "no training" in cards.elastic_card(summary() | facts | {"distillation": {"steps": 0}})
+    export = {"budget": 0.5, "directory": "deployed/0.50", "params_model": 11_020, "params_layers": 6_020}
+    assert "with 11.02k parameters, 6.02k of them in its factorised layers: 50%" in cards.deployed_card(
+        summary() | facts, export
+    )

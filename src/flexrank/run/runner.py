@@ -87,7 +87,7 @@ STAGES = (
     ),
     Stage(
         "report", stages.summarise, ("run",), ("name",), ("evaluate_initial", "evaluate", "deploy"),
-        ("summary.json",), ("figures", "report.md", "report.html"),
+        ("summary.json",), ("figures", "report.md", "report.html", "elastic/README.md"),
     ),
 )  # fmt: skip
 

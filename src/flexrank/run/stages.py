@@ -31,6 +31,7 @@ from flexrank.profiles import ProfileChain, SensitivityTable
 from flexrank.progress import track
 from flexrank.run import report
 from flexrank.run.candidates import candidate_ranks, require_reachable_budgets, rule
+from flexrank.run.cards import write_cards
 from flexrank.run.measure import latency_ratios
 from flexrank.run.samples import loss_rows
 from flexrank.run.sizes import Sizes, choose_slack, evaluate_size, export_size
@@ -215,7 +216,7 @@ def export_all(work: Workspace, _: str) -> list[str]:
 
 
 def summarise(work: Workspace, _: str) -> None:
-    """Joins what the stages measured into RUN/summary.json, and draws the figures and the page."""
+    """Joins what the stages measured into RUN/summary.json, writes the artefacts' cards, and draws figures and page."""
     before = {row["budget"]: row["quality"] for row in read_json(work.directory / "evaluation_initial.json")["rows"]}
     evaluation, chain, table = read_json(work.directory / "evaluation.json"), read_chain(work), read_table(work)
     rows = [
@@ -235,6 +236,7 @@ def summarise(work: Workspace, _: str) -> None:
         "seconds": work.directory.seconds(),
     }
     write_json(work.directory / "summary.json", summary)
+    write_cards(work.directory.path, summary)
     if importlib.util.find_spec("matplotlib") is None:
         log.warning("no figures and no page: they need matplotlib, pip install 'flexrank[report]'")
     else:

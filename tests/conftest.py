@@ -26,6 +26,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("assets")
         if item.get_closest_marker("assets") and not ASSETS.is_dir():
             item.add_marker(pytest.mark.skip(reason=f"no assets at {ASSETS}; set FLEXRANK_ASSETS to their directory"))
+        if item.get_closest_marker("browser") and shutil.which("chromium") is None:
+            item.add_marker(pytest.mark.skip(reason="no Chromium here; Debian's package is chromium"))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no GPU here"))
 

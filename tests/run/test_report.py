@@ -91,11 +91,10 @@ def test_counts_are_short(number: int, text: str) -> None:
     assert tables.count(number) == text
 
 
-def test_the_page_holds_figures_and_numbers_and_needs_no_other_file(tmp_path: Path) -> None:
+def test_the_page_holds_the_numbers_and_needs_no_other_file(tmp_path: Path) -> None:
     paths = report.write_report(write(tmp_path, summary()))
     assert {path.name for path in paths} == {"quality.png", "ranks.png", "report.md", "report.html"}
     page = (tmp_path / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 2
     assert "a &lt;model&gt;" in page and "0.7500 &gt; 0.9500" in page
     assert not re.search(r'(src|href)="(?!data:)', page)
     assert "| 0.5 | 16 (50%) |" in (tmp_path / "report.md").read_text()

@@ -186,14 +186,28 @@ def _calibrate_plan(output: Path | None, as_json: bool) -> None:
 
 
 @app.command()
-def report(run_directory: Config, as_json: Json = False) -> None:
-    """Draws the figures and the page again from summary.json, and prints the table; computes nothing."""
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="A run directory, or its YAML; or several.")],
+    output: Annotated[Path | None, typer.Option(help="Of several runs: the page; comparison.html by default.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Draws a run's figures and page again from its files, and prints the table; or one page of several runs."""
     from flexrank.run.config import load_config
-    from flexrank.run.report import write_report
+    from flexrank.run.report import write_comparison, write_report
 
-    directory = run_directory if run_directory.is_dir() else load_config(run_directory).directory
-    written = processes.by_first(lambda: list(map(str, write_report(directory))))
-    show_report(directory, as_json, {"written": written})
+    directories = [one if one.is_dir() else load_config(one).directory for one in runs]
+    if len(directories) == 1:
+        if output is not None:
+            raise FlexrankError("--output is the page of several runs; that of one is RUN/report.html")
+        written = processes.by_first(lambda: list(map(str, write_report(directories[0]))))
+        show_report(directories[0], as_json, {"written": written})
+        return
+    page = output or Path("comparison.html")
+    processes.by_first(lambda: write_comparison(directories, page))
+    if as_json:
+        print_json({"written": [str(page)], "runs": list(map(str, directories))})
+    else:
+        print(page)
 
 
 @app.command()

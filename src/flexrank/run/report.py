@@ -1,6 +1,5 @@
 """A run's table and pages, from its saved `summary.json` alone: any machine that has the JSON draws them again."""
 
-import base64
 import html
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from rich.console import Console
 from flexrank.errors import FlexrankError
 from flexrank.files import read_json, require_keys, write_aside
 from flexrank.run.figures import LABELS, draw_figures
+from flexrank.run.page import write_page
 from flexrank.run.tables import count, new_table, print_line
 
 Summary = Mapping[str, Any]
@@ -39,11 +39,18 @@ def write_report(directory: str | Path) -> list[Path]:
     directory = Path(directory)
     summary = read_summary(directory)
     figures = draw_figures(summary, directory / "figures")
-    pages = {directory / "report.md": _markdown, directory / "report.html": _page}
-    for page, text in pages.items():
-        with write_aside(page) as aside:
-            aside.write_text(text(summary, figures), encoding="utf8")
-    return [*figures, *pages]
+    text, page = directory / "report.md", directory / "report.html"
+    with write_aside(text) as aside:
+        aside.write_text(_markdown(summary, figures), encoding="utf8")
+    write_comparison([directory], page)
+    return [*figures, text, page]
+
+
+def write_comparison(directories: Sequence[Path], page: Path) -> None:
+    """Writes one page of these finished runs, side by side. Errors as `read_summary`."""
+    summaries = [read_summary(directory) for directory in directories]
+    tables = [_html_table(summary, number) for number, summary in enumerate(summaries)]
+    write_page(directories, summaries, tables, page)
 
 
 def print_table(summary: Summary, console: Console) -> None:
@@ -116,37 +123,16 @@ def _markdown(summary: Summary, figures: Sequence[Path]) -> str:
     ])  # fmt: skip
 
 
-_PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 2rem auto; padding: 0 1rem; color: #222 }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
-th, td {{ padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap }}
-th:first-child, td:first-child {{ text-align: left }}
-img {{ max-width: 100%; height: auto; margin: 1rem 0 }}
-.wide {{ overflow-x: auto }}
-</style>
-<h1>{title}</h1>
-<p>Model: <code>{model}</code></p>
-<div class="wide"><table><thead><tr>{header}</tr></thead><tbody>
-{rows}
-</tbody></table></div>
-{facts}
-{figures}
-</html>
-"""
-
-
-def _page(summary: Summary, figures: Sequence[Path]) -> str:
-    """One self-contained HTML file: the table, and the figures embedded."""
+def _html_table(summary: Summary, number: int) -> str:
+    """The table and its facts, of the run of this number on the page."""
     header, rows = table_cells(summary)
-    images = {figure.stem: base64.b64encode(figure.read_bytes()).decode() for figure in figures}
-    return _PAGE.format(
-        title=html.escape(str(summary.get("name", summary["model"]))),
-        model=html.escape(str(summary["model"])),
-        header="".join(f"<th>{html.escape(cell)}</th>" for cell in header),
-        rows="\n".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows),
-        facts="\n".join(f"<p>{html.escape(fact)}</p>" for fact in _facts(summary)),
-        figures="\n".join(f'<img alt="{name}" src="data:image/png;base64,{data}">' for name, data in images.items()),
-    )
+    budgets = ["", *(f' data-run="{number}" data-budget="{row["budget"]}"' for row in summary["rows"])]
+    lines = [
+        f"<tr{mark}>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+        for mark, row in zip(budgets, rows, strict=True)
+    ]
+    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
+    table = "".join(["<thead><tr>", head, "</tr></thead><tbody>\n", "\n".join(lines), "\n</tbody>"])
+    facts = "\n".join(f"<p>{html.escape(fact)}</p>" for fact in _facts(summary))
+    caption = f"<caption>{html.escape(str(summary['name']))}</caption>"
+    return f'<div class="wide"><table>{caption}{table}</table></div>\n{facts}'

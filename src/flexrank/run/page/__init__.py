@@ -1,0 +1,53 @@
+"""The interactive page of one run or several: one HTML file, with its data, that needs no network."""
+
+import html
+import json
+import string
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from flexrank.files import read_json, write_aside
+from flexrank.run.figures import LABELS, LOWER_IS_BETTER
+from flexrank.run.tables import ordered_layers, split_block
+
+
+def write_page(runs: Sequence[Path], summaries: Sequence[Mapping[str, Any]], tables: Sequence[str], path: Path) -> None:
+    """Writes the page of these run directories, whose summaries and tables (HTML) are given, whole or not at all."""
+    names = [str(summary["name"]) for summary in summaries]
+    if len(set(names)) < len(names):
+        names = list(map(str, runs))
+    data = {
+        "runs": [_run(name, run, one) for name, run, one in zip(names, runs, summaries, strict=True)],
+        "labels": LABELS,
+        "lower": sorted(LOWER_IS_BETTER),
+    }
+    models = dict.fromkeys(str(summary["model"]) for summary in summaries)
+    lead = ", ".join(f"<code>{html.escape(model)}</code>" for model in models)
+    page = string.Template(_read("page.html")).substitute(
+        title=html.escape(", ".join(names)), lead=f"Every size from one set of weights: {lead}",
+        tables="\n".join(tables), style=_read("page.css"), script=_read("page.js"),
+        data=json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
+    )  # fmt: skip
+    with write_aside(path) as aside:
+        aside.write_text(page, encoding="utf8")
+
+
+def _run(name: str, directory: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
+    """What the page shows of a run; sizes from small to large, and the probe's table where the run has it."""
+    layers = ordered_layers(summary["layers"])
+    split = [split_block(name) for name in layers]
+    probe = directory / "sensitivity.json"
+    table = read_json(probe) if probe.is_file() else None
+    return {
+        "name": name, "directory": str(directory), "base": summary["base"], "layers": summary["layers"],
+        "rows": sorted(summary["rows"], key=lambda row: row["budget"]),
+        "blocks": list(dict.fromkeys(block for block, _ in split)),
+        "modules": list(dict.fromkeys(module for _, module in split)),
+        "sensitivity": table and {"ranks": table["ranks"], "errors": table["errors"]},
+    }  # fmt: skip
+
+
+def _read(name: str) -> str:
+    return resources.files(__name__).joinpath(name).read_text(encoding="utf8")

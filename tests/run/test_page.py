@@ -1,0 +1,178 @@
+"""The interactive page in a real browser: what it shows of each size is what the run's JSON says."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_report import SHAPES, summary, write
+from typer.testing import CliRunner
+
+from flexrank import cli
+from flexrank.run import report, tables
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def opened(chromium: Any, tmp_path: Path) -> Iterator[Any]:
+    """Opens a page without a network; whatever it asks for but itself is a failure, as is an error of its script."""
+    contexts: list[Any] = []
+    complaints: list[str] = []
+
+    def open_page(path: Path, **options: Any) -> Any:
+        context = chromium.new_context(**options)
+        contexts.append(context)
+        context.set_offline(True)
+        page = context.new_page()
+        page.on("request", lambda request: complaints.append(request.url) if request.url != path.as_uri() else None)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto(path.as_uri())
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert not complaints
+
+
+def probed(directory: Path) -> dict[str, Any]:
+    """A sensitivity table whose errors halve with every rank."""
+    ranks = {name: [8, 16, 24, 32] for name in SHAPES}
+    errors = {name: [0.8 / place, 0.4 / place, 0.2 / place, 0.0] for place, name in enumerate(SHAPES, 1)}
+    (directory / "sensitivity.json").write_text(json.dumps({"ranks": ranks, "errors": errors}))
+    return {"ranks": ranks, "errors": errors}
+
+
+def written(directory: Path, value: dict[str, Any] | None = None) -> Path:
+    probed(directory)
+    report.write_comparison([write(directory, value or summary())], directory / "report.html")
+    return directory / "report.html"
+
+
+def facts(page: Any) -> dict[str, tuple[str, str]]:
+    """Each fact's value, and what is beside it."""
+    pairs = page.eval_on_selector_all(
+        "#facts div", "all => all.map(one => ['dt', 'dd', 'small'].map(part => one.querySelector(part).textContent))"
+    )
+    return {name: (value.removesuffix(more).strip(), more) for name, value, more in pairs}
+
+
+def test_the_slider_shows_each_size(opened: Any, tmp_path: Path) -> None:
+    page, value = opened(written(tmp_path)), summary()
+    page.focus("#slider")
+    page.keyboard.press("Home")
+    for row in sorted(value["rows"], key=lambda one: one["budget"]):
+        assert page.text_content("#budget") == f"{row['budget']:g}"
+        shown = facts(page)
+        assert shown["parameters"][0] == tables.count(row["params_model"])
+        share = row["params_model"] / value["base"]["params_model"]
+        assert shown["parameters"][1] == f"{share:.0%}".replace("%", " %")
+        assert shown["on disk"][0] == tables.count(row["bytes"]) + "B"
+        assert shown["time"][0] == f"{row['latency_ratio']:.2f}×"
+        wanted = f"{row['quality']['cosine']:.4f}", f"{row['quality_before']['cosine']:.4f} before, base 1.0000"
+        assert shown["cosine to the base model"] == wanted
+        cells = page.eval_on_selector_all(
+            "#ranks td[data-share]", "all => all.map(one => [one.title, one.textContent])"
+        )
+        assert dict(cells) == {f"{name}: rank {rank} of 32": str(rank) for name, rank in row["ranks"].items()} and len(
+            cells
+        ) == len(SHAPES)
+        command = page.text_content("#command")
+        assert command == f"flexrank deploy {tmp_path} --budget {row['budget']:g} --output small/"
+        assert page.get_attribute("#slider", "aria-valuetext") == f"budget {row['budget']:g}"
+        chosen = page.eval_on_selector_all("tr.chosen td:first-child", "all => all.map(one => one.textContent)")
+        assert chosen == [f"{row['budget']:g}"]
+        page.keyboard.press("ArrowRight")
+
+
+def test_the_front_is_drawn_to_scale(opened: Any, tmp_path: Path) -> None:
+    """Oracle: equal ratios of distances in the picture and in the numbers, the base model's point among them."""
+    page, value = opened(written(tmp_path)), summary()
+    for axis in ("params_model", "bytes", "latency_ratio"):
+        page.select_option("#axis", axis)
+        path = [
+            [tuple(map(float, point.split())) for point in line.removeprefix("M").split("L")]
+            for line in page.eval_on_selector_all("#front path", "all => all.map(one => one.getAttribute('d'))")
+        ]
+        base = 1.0 if axis == "latency_ratio" else value["base"][axis]
+        rows = sorted(value["rows"], key=lambda one: one["budget"])
+        (low, high), before, level = path
+        xs = [rows[0][axis], rows[1][axis], base]
+        assert (high[0] - low[0]) / (level[1][0] - low[0]) == pytest.approx((xs[1] - xs[0]) / (xs[2] - xs[0]), abs=0.01)
+        after = [row["quality"]["cosine"] for row in rows]
+        ratio = (after[1] - after[0]) / (1.0 - after[0])
+        assert (high[1] - low[1]) / (level[1][1] - low[1]) == pytest.approx(ratio, abs=0.01)
+        assert before[0][1] > low[1] > level[0][1]  # lower on the page is worse
+    page.select_option("#measure", "mrr")
+    titles = page.eval_on_selector_all("#front circle title", "all => all.map(one => one.textContent)")
+    assert titles == ["tiny at 0.5: 0.4000", "tiny at 0.75: 0.4000"]
+    assert "Higher is better" in page.text_content("#front-caption")
+
+
+def test_a_layer_costs_what_the_probe_found(opened: Any, tmp_path: Path) -> None:
+    page = opened(written(tmp_path))
+    assert page.locator("#sensitivity path.layer").count() == len(SHAPES)
+    titles = page.eval_on_selector_all("#sensitivity circle title", "all => all.map(one => one.textContent)")
+    assert titles == [f"{name}: rank 24" for name in SHAPES]
+    # errors .2 and .1 of the first two layers lie as far apart as those of .1 and .05 (layers two and four)
+    heights = page.eval_on_selector_all("#sensitivity circle", "all => all.map(one => Number(one.getAttribute('cy')))")
+    assert heights[1] - heights[0] == pytest.approx(heights[3] - heights[1], abs=0.1) and heights[1] > heights[0]
+    (tmp_path / "sensitivity.json").unlink()
+    report.write_comparison([tmp_path], tmp_path / "report.html")
+    assert not opened(tmp_path / "report.html").is_visible("#sensitivity-part")
+
+
+def test_a_phone_and_the_dark(opened: Any, tmp_path: Path) -> None:
+    page = opened(written(tmp_path), viewport={"width": 360, "height": 740}, color_scheme="dark")
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+    ground, ink = page.evaluate("(style => [style.backgroundColor, style.color])(getComputedStyle(document.body))")
+    assert ground == "rgb(20, 20, 22)" and ink == "rgb(236, 236, 240)"
+    light = opened(tmp_path / "report.html", color_scheme="light")
+    assert light.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+
+
+def test_runs_side_by_side(opened: Any, tmp_path: Path) -> None:
+    """By the command; runs of one name are told apart by their directories, and Tab and arrows reach all."""
+    for name, shift in (("one", 0.0), ("two", 0.01)):
+        value = summary()
+        value["rows"] = [
+            row | {"quality": {"cosine": row["quality"]["cosine"] - shift, "mrr": 0.4}} for row in value["rows"]
+        ]
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, value)
+    directories = [str(tmp_path / name) for name in ("one", "two")]
+    done = CliRunner().invoke(cli.app, ["report", *directories, "--output", str(tmp_path / "both.html"), "--json"])
+    assert done.exit_code == 0 and json.loads(done.stdout)["written"] == [str(tmp_path / "both.html")]
+    page = opened(tmp_path / "both.html")
+    assert page.inner_text("#runs").split() == directories
+    assert facts(page)["cosine to the base model"][0] == "0.9750"
+    page.focus("#runs input")
+    page.keyboard.press("ArrowRight")
+    assert facts(page)["cosine to the base model"][0] == "0.9650"
+    assert page.locator("#front path.after").count() == 2 and directories[1] in page.text_content("#command")
+    refused = CliRunner().invoke(cli.app, ["report", directories[0], "--output", "x.html"])
+    assert refused.exit_code != 0
+
+
+def test_without_a_script_the_table_is_there(opened: Any, tmp_path: Path) -> None:
+    page = opened(written(tmp_path), java_script_enabled=False)
+    assert page.is_visible("text=0.7500 > 0.9500") and not page.is_visible("#choose")
+
+
+def test_names_are_no_markup(opened: Any, tmp_path: Path) -> None:
+    evil = "</script><script>document.title = 'taken'</script>$title"
+    page = opened(written(tmp_path, summary() | {"name": evil, "model": evil}))
+    assert page.title() == evil and page.text_content("h1") == evil

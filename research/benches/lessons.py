@@ -1,6 +1,7 @@
 """The models that trained rivals are compared on: what is learned from, and how it is scored."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -66,10 +67,10 @@ class Course:
     ) -> Lesson:
         """What a method is given; `alone` is the number of steps of a size that is trained by itself."""
         layers = select_layers(subject.teacher, exclude=subject.exclude)
-        errors = SensitivityTable.from_json(table)
+        errors, decomposed = SensitivityTable.from_json(table), functools.cache(subject.decomposed)
         return Lesson(
             subject.teacher, subject.calibration, batches, self.budgets, steps, alone, self.followed, self.divergence,
-            self.task, elastic=functools.partial(subject.decomposed, "datasvd"),
+            self.task, elastic=lambda: copy.deepcopy(decomposed("datasvd")),
             chain=lambda allocation: chain_of(allocation, errors, self.budgets),
             forwards=lambda model: self.forwards(model, subject.teacher),
             layers={name: matrix_shape(layer) for name, layer in layers.items()},
@@ -100,8 +101,9 @@ def _of_texts(name: str, steps: int, full: bool) -> Course:
         return language.subject_of(texts, half, seed=seed, evaluation=evaluation)
 
     facts = {"calibration": language.CALIBRATION, "probe": language.PROBE, "evaluation": evaluation}
+    rate = language.CONSOLIDATION[name]["learning_rate"]
     return Course(
-        name, "nats", 3, BUDGETS, steps, language.CONSOLIDATION[name]["learning_rate"], language.LEVELS, facts, taught, language.FOLLOWED, LogitObjective(),
+        name, "nats", 3, BUDGETS, steps, rate, language.LEVELS, facts, taught, language.FOLLOWED, LogitObjective(),
         next_token_loss, lambda model, teacher: hidden_states(model, teacher),
     )  # fmt: skip
 
@@ -123,7 +125,7 @@ def _of_config(config: RunConfig, work: Path) -> Course:
     settings = config.distillation
     if config.layers.include is not None:
         raise FlexrankError("layers.include is set; a comparison takes all layers but those of layers.exclude")
-    if config.data.half != "reporting":
+    if config.data.half is not None:
         raise FlexrankError(f"data.half is {config.data.half}; leave it out, settings are tried on the tuning half")
 
     def taught(seed: int, half: Half) -> tuple[Subject, Sequence[Batch]]:
@@ -142,9 +144,11 @@ def _of_config(config: RunConfig, work: Path) -> Course:
         "language": lambda *models: hidden_states(*models),
         "embedding": lambda model, _: eager_attention(model),
     }
+    facts = identity_of(config, ("task", "model", "dtype", "seed", "data", "layers"))
+    budgets = [budget for budget in config.allocation.budgets if budget < 1]
     return Course(
-        config.name, measures[config.task], 4, [one for one in config.allocation.budgets if one < 1], settings.steps,
-        settings.learning_rate, config.probe.levels, identity_of(config, ("task", "model", "dtype", "seed", "data", "layers")), taught,
+        config.name, measures[config.task], 4, budgets, settings.steps, settings.learning_rate, config.probe.levels,
+        facts, taught,
         space.objective(settings.weight_of_hidden_states), space.objective(), next_token_loss if is_language else None,
         forwards.get(config.task, lambda *_: contextlib.nullcontext()),
     )  # fmt: skip

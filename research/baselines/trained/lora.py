@@ -62,8 +62,8 @@ def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:
                 raise FlexrankError(f"layer {name!r} is no linear layer; adapters are for those alone")
             model.set_submodule(name, pair(layer, profile[name]))
         steps, rate = lesson.steps_of_a_size // 2, lesson.rate(settings)
+        adapt_(model, [f"{name}.{factor}" for name in profile for factor in ("v", "u")], lesson.seed)
         for factor in ("v", "u"):
-            adapt_(model, [f"{name}.{factor}" for name in profile], lesson.seed)
             adapters = trained_parameters(model, [f".{factor}.lora_"])
             lesson.train_(model, adapters, lesson.objective(settings), steps, rate)
         yield model, parameters

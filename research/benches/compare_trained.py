@@ -1,8 +1,8 @@
 """Rivals that train, beside flexrank: every method learns from the same texts, as many of them, and is scored alike.
 
 Each part, a method with its settings and a seed, runs in a process of its own, whose seconds and peak of memory stand
-beside its quality. Settings are tried on the tuning half, four for each method; the best of them, by the mean of the
-measure over budgets, is what the reporting half is scored with. What is finished is not done again.
+beside its quality. Settings are tried on the tuning half, four for each method; the reporting half is scored with those
+whose distance from the base model is least, as a geometric mean over budgets. What is finished is not done again.
 """
 
 import itertools
@@ -45,7 +45,7 @@ def _measure(course: Course, request: Request) -> dict[str, Any]:
     """The base model's score, the trials with their errors, and by panel and method what each seed gives."""
     facts = {"model": course.name, "budgets": list(course.budgets), "steps": course.steps, **course.facts}
     ledger, place = Ledger(request.work, facts), (request, course.name)
-    base = ledger.take("base", _base, course)
+    base = ledger.take("base", _base, course, "reporting")
     units = {f"table, seed {seed}": (*place, seed) for seed in range(request.seeds)}
     tables = list(ledger.take_all(units, table_unit, request.jobs).values())
     trials = _tried(course, ledger, request, tables[0])
@@ -63,7 +63,8 @@ def _panels(request: Request) -> list[str]:
 
 
 def _tried(course: Course, ledger: Ledger, request: Request, drawn: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """By method its settings, each with the error on the tuning half."""
+    """By method its settings, each with its mean distance from the base model on the tuning half."""
+    base = ledger.take("base, tuning half", _base, course, "tuning")[course.measure]
     trials = {name: _trials(course, name) for name in TRAINED_METHODS}
     units = {
         f"{name}, trial {number}": (request, course.name, name, settings, 0, "tuning", TRIAL, False, drawn)
@@ -73,7 +74,10 @@ def _tried(course: Course, ledger: Ledger, request: Request, drawn: Mapping[str,
     tried = ledger.take_all(units, method_unit, request.jobs)
     return {
         name: [
-            {"settings": dict(settings), "error": _mean_error(course, tried[f"{name}, trial {number}"])}
+            {
+                "settings": dict(settings),
+                "error": _mean_distance(base, course.measure, tried[f"{name}, trial {number}"]),
+            }
             for number, settings in enumerate(some)
         ]
         for name, some in trials.items()
@@ -98,8 +102,8 @@ def _trained(
     return {name: [done[unit(name, seed)] for seed in range(request.seeds)] for name in best}
 
 
-def _base(course: Course) -> dict[str, float]:
-    subject, _ = course.taught(0, "reporting")
+def _base(course: Course, half: Half) -> dict[str, float]:
+    subject, _ = course.taught(0, half)
     return subject.score(subject.teacher)
 
 
@@ -155,9 +159,10 @@ def method_unit(
     return {"rows": rows, "seconds": seconds + time.perf_counter() - start, "peak_bytes": peak}
 
 
-def _mean_error(course: Course, unit: Unit) -> float:
-    """The measure, a mean over the budgets that the method has, with the sign by which lower is better."""
-    return statistics.fmean(_signed(course.measure, row["scores"]) for row in unit["rows"] if row)
+def _mean_distance(base: float, measure: str, unit: Unit) -> float:
+    """The logarithm of the distance from the base model's measure, a mean over the budgets that the method has."""
+    distances = (abs(row["scores"][measure] - base) for row in unit["rows"] if row)
+    return statistics.fmean(math.log(max(LEAST, distance)) for distance in distances)
 
 
 def _signed(measure: str, scores: Mapping[str, float]) -> float:

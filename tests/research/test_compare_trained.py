@@ -41,7 +41,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, scores: dict[str, float]) -> list[tupl
     monkeypatch.setattr(compare_trained, "courses", lambda request: [FakeCourse()])
     monkeypatch.setattr(compare_trained, "method_unit", trained)
     monkeypatch.setattr(compare_trained, "table_unit", lambda request, name, seed: {"table": {}, "seconds": 1.0})
-    monkeypatch.setattr(compare_trained, "_base", lambda course: {"nats": 1.0})
+    monkeypatch.setattr(compare_trained, "_base", lambda course, half: {"nats": 1.0})
     return asked
 
 
@@ -158,7 +158,15 @@ def test_each_comparison_has_its_own_results(tmp_path: Path, monkeypatch: pytest
     for name, kind in (("compare-tiny", "compare"), ("compare-trained-tiny", "compare-trained")):
         directory = tmp_path / "results" / name
         directory.mkdir(parents=True)
-        facts = {"name": kind, "title": kind, "form": "quick", "command": name, "settings": {}, "tables": [], "seconds": 1}
+        facts = {
+            "name": kind,
+            "title": kind,
+            "form": "quick",
+            "command": name,
+            "settings": {},
+            "tables": [],
+            "seconds": 1,
+        }
         (directory / "result.json").write_text(json.dumps({**facts, "claims": [], "data": {}, "machine": machine}))
     write_pages(Path("results"))
     page = (tmp_path / "docs" / "comparison.md").read_text()

@@ -6,7 +6,9 @@ A study repeats a figure or table of the paper; a bench measures the package aga
 import dataclasses
 import importlib
 import json
+import multiprocessing
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ STUDIES = (
 #: Speed, stage by stage; then quality.
 BENCHES = ("train", "calibrate", "decompose", "probe", "search", "saving", "memory", "start", "sts", "language")
 #: Each on models of its own, or on that of a configuration; they take long, and run by name alone.
-COMPARISONS = ("compare",)
+COMPARISONS = ("compare", "compare-trained")
 #: As the paper has it: every rank is a candidate, and no slack is counted.
 EVERY_RANK: dict[str, Any] = {"min_saving": 0.0, "slack_share": 0.0}
 
@@ -40,6 +42,7 @@ class Request:
     config: RunConfig | None = None  #: of a study that runs on any model
     model: str | None = None  #: of a comparison's own models the one to take; None for all
     domain: Path | None = None  #: texts of a second domain, for `adaptation`; None for the study's own
+    jobs: int = 1  #: parts of a comparison that run at once, each in a process of its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Experiment:
     has_halves: bool = False  #: whether it scores half of a held-out set that it reads itself
     seeds: tuple[int, int] | None = None  #: of the quick form and the full one; None where nothing is random
     settings: Callable[[bool], dict[str, Any]] | None = None  #: (full) to a run's keys, where any model can be given
+    has_jobs: bool = False  #: whether parts of it can run at once
     takes_config: bool = False  #: whether a configuration may stand in for models of its own, which --model names
 
     @property
@@ -90,6 +94,22 @@ class Ledger:
             self._units[unit] = json.loads(value)  # as a later process will read it
             write_json(self._path, {"settings": self._settings, "units": self._units})
         return self._units[unit]
+
+    def take_all(self, units: Mapping[str, tuple[Any, ...]], compute: Callable[..., Any], jobs: int) -> dict[str, Any]:
+        """The values of `compute(*arguments)` by unit, each in a fresh process, `jobs` of them at once; 0 uses none."""
+        missing = {name: arguments for name, arguments in units.items() if name not in self._units}
+        if jobs == 0:
+            return {name: self.take(name, compute, *arguments) for name, arguments in units.items()}
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1) as pool:
+            futures = {pool.submit(compute, *arguments): name for name, arguments in missing.items()}
+            try:
+                for future in as_completed(futures):
+                    self.take(futures[future], future.result)
+            except BaseException:  # the others are not begun, and the processes of those that are end
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        return {name: self._units[name] for name in units}
 
     def take_seeds(self, unit: str, seeds: int, compute: Callable[..., Any], *arguments: Any) -> list[Any]:
         """The values of `compute(*arguments, seed)`, each a unit by itself."""

@@ -57,7 +57,8 @@ def write_pages(results: Path) -> dict[Path, list[str]]:
 
 def _directories(results: Path, name: str) -> list[Path]:
     others = sorted(results.glob(f"{name}-*")) if name in COMPARISONS else [results / f"{name}-full"]
-    return [path for path in (results / name, *others) if (path / RESULT).is_file()]
+    found = [path for path in (results / name, *others) if (path / RESULT).is_file()]
+    return [path for path in found if read_result(path)["name"] == name]  # one name may begin with another
 
 
 def _write_page(kind: str, entries: Iterable[tuple[Experiment, Path]]) -> None:

@@ -42,6 +42,7 @@ class Options:
     domain: Path | None = None
     output: Path | None = None
     half: str = "reporting"
+    jobs: int | None = None
 
     @property
     def has_own_config(self) -> bool:
@@ -105,7 +106,8 @@ def request_of(experiment: Experiment, options: Options) -> Request:
     seeds = options.seeds or (experiment.seeds[options.full] if experiment.seeds else 1)
     work = WORK / (experiment.name + f"-{options.half}" * (options.half != "reporting"))
     model, config = options.model if experiment.takes_config else None, _config(experiment, options)
-    return Request(work, options.full, cast(Half, options.half), seeds, config, model, options.domain)
+    half, jobs = cast(Half, options.half), 1 if options.jobs is None else options.jobs
+    return Request(work, options.full, half, seeds, config, model, options.domain, jobs)
 
 
 def _require_fitting(experiment: Experiment, options: Options) -> None:
@@ -126,6 +128,9 @@ def _require_fitting(experiment: Experiment, options: Options) -> None:
             options.half != "reporting" and not (experiment.has_halves or experiment.settings),
         "--half is of a study's own texts; with --config set data.half":
             options.half != "reporting" and options.config,
+        f"--jobs is {options.jobs}; {name} runs its parts one after the other, leave it out":
+            options.jobs is not None and not experiment.has_jobs,
+        f"--jobs is {options.jobs}; it must be at least 1": options.jobs is not None and options.jobs < 1,
         f"--seeds is {seeds}; nothing in {name} is repeated by seeds, leave it out":
             seeds is not None and experiment.seeds is None,
         f"--seeds is {seeds}; it must be at least 1": seeds is not None and seeds < 1,

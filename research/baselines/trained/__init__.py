@@ -1,0 +1,33 @@
+"""Rivals that train, each in one file written from its paper, behind one interface.
+
+A trained method is one function: `sizes(lesson, settings)` gives at each budget, largest first, a model and the
+parameters of its deployed form, or None where the method has no size so small. The lesson is the same for all: the
+base model, calibration, training batches, and the number of steps of all sizes together. A method that trains each size
+by itself has `steps_of_a_size` for each.
+
+Each method has four settings. They are tried on the tuning half, and the best of them is what is compared. Where a
+paper trains on labels, two of the four settings are those, and two follow the base model, as ours does.
+
+| name | what it trains | one artefact |
+|---|---|---|
+| flexrank | all sizes of DataSVD's factors, joint ranks, `balanced` | yes |
+| flexrank, printed | all sizes of DataSVD's factors, ranks and steps as the paper prints them | yes |
+| independent | DataSVD's factors with joint ranks, each size by itself | no |
+| svd-llm + lora | adapters on V, then on U, of SVD-LLM's factors at uniform ranks, each size by itself | no |
+| acip | scores of singular values, then adapters that all sizes share | yes |
+| llm-pruner | adapters on what is left of heads and channels, each size by itself | no |
+| matformer | all weights, at nested widths | yes |
+| layerskip | all weights, at every depth | yes |
+"""
+
+from research.baselines.trained.acip import ACIP
+from research.baselines.trained.layerskip import LAYERSKIP
+from research.baselines.trained.lesson import TrainedMethod
+from research.baselines.trained.llm_pruner import LLM_PRUNER
+from research.baselines.trained.lora import SVD_LLM_LORA
+from research.baselines.trained.matformer import MATFORMER
+from research.baselines.trained.ranks import INDEPENDENT, OURS, PRINTED
+
+TRAINED_METHODS: dict[str, TrainedMethod] = {
+    method.name: method for method in (OURS, PRINTED, INDEPENDENT, SVD_LLM_LORA, ACIP, LLM_PRUNER, MATFORMER, LAYERSKIP)
+}

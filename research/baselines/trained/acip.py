@@ -1,0 +1,191 @@
+"""ACIP: one order of all singular values of a model, learned once (Genzel et al., TMLR 2025).
+
+Each layer is P diag(σ ∘ mask) Q + B A, with W = P Λ Q its plain SVD and B A a low-rank adapter. A mask is 1 where its
+score is above 0, and the gradient passes straight through. Scores and adapters follow the task's loss plus λ Σ |score|,
+while λ grows until the model is as small as the smallest size. Values that went later come before those that went
+sooner; any size is a prefix of that order, with the adapters of all.
+
+Where the paper leaves a short training open: λ grows as long as the model is larger than a line from its whole size to
+the smallest budget, and shrinks below it; the last part of the steps trains adapters alone, at sizes drawn at random.
+An adapter is counted as so many more ranks, gauge-aligned as all else.
+"""
+
+import copy
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional
+
+from flexrank.data.batches import Batch
+from flexrank.distill.objectives import Objective
+from flexrank.distill.schedule import Schedule
+from flexrank.nn.matrix import bias_of, weight_matrix
+from flexrank.profiles.costs import deployed_parameters
+from research.baselines.trained.lesson import Lesson, Settings, Size, TrainedMethod, losses, trained_parameters
+
+#: The paper's learning rate of scores; λ's first value and its growth a step; the share of steps that learn scores.
+SCORES_RATE, PENALTY, GROWTH, LEARNING = 5e-2, 1e-3, 1.1, 0.6
+
+
+class ScoredLinear(nn.Module):
+    """y = P (σ ∘ mask ∘ (Q x)) + B A x + bias; P is m × k, Q is k × n, A is a × n and B is m × a."""
+
+    values: Tensor
+
+    def __init__(self, layer: nn.Module, adapter: int, generator: torch.Generator):
+        super().__init__()
+        weight, bias = weight_matrix(layer).detach(), bias_of(layer)
+        self.shape = (weight.shape[0], weight.shape[1])
+        left, values, right = torch.linalg.svd(weight.double(), full_matrices=False)
+        self.left, self.right = (nn.Parameter(one.to(weight.dtype), requires_grad=False) for one in (left, right))
+        self.register_buffer("values", values.to(weight.dtype))
+        self.score = nn.Parameter(torch.ones_like(self.values))
+        self.down = nn.Parameter(
+            torch.randn(adapter, weight.shape[1], generator=generator) / math.sqrt(weight.shape[1])
+        )
+        self.up = nn.Parameter(torch.zeros(weight.shape[0], adapter))
+        self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
+        self.mask: Tensor | None = None  #: of a size; None while scores are learned
+
+    def forward(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch m"]:  # noqa: D102
+        hard = (self.score > 0).to(self.values) if self.mask is None else self.mask
+        mask = hard + self.score - self.score.detach() if self.mask is None else hard
+        kept = functional.linear(functional.linear(x, self.right) * (self.values * mask).to(x.dtype), self.left)
+        return kept + functional.linear(functional.linear(x, self.down), self.up, self.bias)
+
+    def parameters_at(self, values: int) -> int:
+        """Of the deployed layer that keeps so many singular values, the adapter's ranks with them."""
+        return deployed_parameters(self.shape, min(*self.shape, values + len(self.down)))
+
+
+@dataclasses.dataclass
+class Pressure:
+    """What learns the order: λ, and the last step at which each value was kept."""
+
+    layers: Mapping[str, ScoredLinear]
+    smallest: float  #: the share of parameters at the end
+    steps: int
+    weight: float = PENALTY
+
+    def __post_init__(self) -> None:
+        self.last = {name: torch.zeros_like(layer.score) for name, layer in self.layers.items()}
+        self.dense = sum(math.prod(layer.shape) for layer in self.layers.values())
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Notes what is kept, and moves λ to where the model is as small as it should be by now."""
+        for name, layer in self.layers.items():
+            layer.score.clamp_(min=0)
+            self.last[name][layer.score > 0] = step + 1
+        wanted = 1 - (1 - self.smallest) * min(1.0, (step + 1) / self.steps)
+        self.weight *= GROWTH if self.share() > wanted else 1 / GROWTH
+
+    def share(self) -> float:
+        """The parameters of what is kept, over the dense ones."""
+        counts = ((layer, int((layer.score > 0).sum())) for layer in self.layers.values())
+        return sum(layer.parameters_at(count) for layer, count in counts) / self.dense
+
+    def penalty(self) -> Tensor:
+        """λ Σ |score|."""
+        scores = torch.cat([layer.score for layer in self.layers.values()])
+        return self.weight * scores.abs().sum()
+
+    @torch.no_grad()
+    def order(self) -> dict[str, Tensor]:
+        """The rank of each value among all of the model's, 0 first: what was kept longest, then the greatest score."""
+        scores = torch.cat([layer.score for layer in self.layers.values()])
+        last = torch.cat(list(self.last.values()))
+        by_score = scores.argsort(descending=True, stable=True)
+        order = by_score[last[by_score].argsort(descending=True, stable=True)]
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order))
+        return dict(zip(self.layers, places.split([len(one.score) for one in self.layers.values()]), strict=True))
+
+
+def masks_within(layers: Mapping[str, ScoredLinear], places: Mapping[str, Tensor], limit: float) -> dict[str, Tensor]:
+    """The longest prefix of the order whose deployed parameters are within the limit, as masks by layer."""
+
+    def parameters(length: int) -> int:
+        return sum(layer.parameters_at(int((places[name] < length).sum())) for name, layer in layers.items())
+
+    low, high = 0, sum(map(len, places.values()))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if parameters(middle) <= limit else (low, middle - 1)
+    return {name: (place < low).to(layers[name].values) for name, place in places.items()}
+
+
+def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:
+    """All sizes together: scores and adapters first, then adapters at sizes drawn at random."""
+    model, layers = scored(lesson, settings["adapter"])
+    pressure = Pressure(layers, min(lesson.budgets), round(LEARNING * lesson.steps))
+    learn_order(lesson, settings, model, pressure)
+    places, dense = pressure.order(), pressure.dense
+    all_masks = [masks_within(layers, places, budget * dense) for budget in lesson.budgets]
+    draws = Schedule([1.0] * len(all_masks), lesson.seed, lesson.steps, 0.0, 0)
+    steps, rate = lesson.steps - pressure.steps, lesson.rate(settings)
+    adapters = trained_parameters(model, [".down", ".up"])
+
+    def switch(step: int) -> None:
+        set_masks(layers, all_masks[draws.draw(step)])
+
+    lesson.train_(model, adapters, lesson.objective(settings), steps, rate, switch)
+    for masks in all_masks:
+        set_masks(layers, masks)
+        kept = sum(layers[name].parameters_at(int(mask.sum())) for name, mask in masks.items())
+        yield model, lesson.limit(0) + kept
+
+
+def scored(lesson: Lesson, adapter: int) -> tuple[nn.Module, dict[str, ScoredLinear]]:
+    """The model with `ScoredLinear` layers, all of whose scores are 1, and the layers by name."""
+    model, layers = copy.deepcopy(lesson.teacher), dict[str, ScoredLinear]()
+    generator = torch.Generator().manual_seed(lesson.seed)
+    for name in lesson.layers:
+        layers[name] = ScoredLinear(model.get_submodule(name), adapter, generator)
+        model.set_submodule(name, layers[name])
+    return model, layers
+
+
+def learn_order(lesson: Lesson, settings: Settings, model: nn.Module, pressure: Pressure) -> None:
+    """Trains scores and adapters until the model is as small as the smallest size."""
+    objective, rate = Penalised(lesson.objective(settings), pressure), lesson.rate(settings)
+    learned = trained_parameters(model, [".score", ".down", ".up"])
+    scores = [name for name in learned if name.endswith(".score")]
+    lesson.train_(
+        model, learned, objective, pressure.steps, rate, pressure.update, quick=scores, factor=SCORES_RATE / rate
+    )
+    pressure.update(pressure.steps)
+
+
+@dataclasses.dataclass
+class Penalised:
+    """An objective, and λ Σ |score| on top of its loss."""
+
+    inner: Objective
+    pressure: Pressure
+
+    def target(self, output: Any, batch: Batch) -> Tensor:
+        """The inner objective's."""
+        return self.inner.target(output, batch)
+
+    def loss(self, output: Any, target: Tensor, batch: Batch) -> Tensor:
+        """The sum of both."""
+        return self.inner.loss(output, target, batch) + self.pressure.penalty()
+
+    def fisher_loss(self, output: Any, batch: Batch) -> Tensor:
+        """The inner objective's."""
+        return self.inner.fisher_loss(output, batch)
+
+
+def set_masks(layers: Mapping[str, ScoredLinear], masks: Mapping[str, Tensor]) -> None:
+    """Sets the size of the model."""
+    for name, mask in masks.items():
+        layers[name].mask = mask
+
+
+ACIP = TrainedMethod("acip", "Genzel et al., TMLR 2025", True, losses("learning_rate", 1e-3, 5e-3, adapter=4), sizes)

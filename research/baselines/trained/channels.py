@@ -1,0 +1,153 @@
+"""Heads and feed-forward channels of transformers as units that can be left out.
+
+A unit is read by some columns of one layer (`o_proj`, `down_proj`) and written by some rows of others. Where its
+columns read zeros, the model computes what it would without the unit, whose parameters a deployed model does not have.
+With grouped queries a unit is a head of keys and values with all its queries. Biases, which are few, are counted whole.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from flexrank.calibrate.collector import computing, seeded_loss
+from flexrank.data.batches import Batch, call_model, model_device, to_device
+from flexrank.errors import FlexrankError
+from flexrank.nn.matrix import matrix_shape, weight_matrix
+from research.baselines.method import Loss
+
+#: Inside a block, what writes units and what reads them: first of attention, then of the feed-forward part.
+ARCHITECTURES: tuple[tuple[tuple[Sequence[str], str], ...], ...] = (
+    (
+        (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.o_proj"),
+        (("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"),
+    ),
+    (
+        (("attention.self.query", "attention.self.key", "attention.self.value"), "attention.output.dense"),
+        (("intermediate.dense",), "output.dense"),
+    ),
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Units:
+    """The units of one reader; `writers` are the names of the layers that write them."""
+
+    writers: tuple[str, ...]
+    count: int
+    cost: int  #: parameters of one of them
+
+    def rows(self, values: Tensor) -> Tensor:
+        """(count · width, …) as (count, width, …)."""
+        return values.unflatten(0, (self.count, -1))
+
+
+def find_units(model: nn.Module, blocks: Sequence[str]) -> dict[str, Units]:
+    """The units of every block by the name of their reader, in the model's order.
+
+    Raises:
+        FlexrankError: the blocks are of no known architecture.
+    """
+    config: Any = model.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    units = {}
+    for block in blocks:
+        for number, (writers, reader) in enumerate(_architecture(model, block)):
+            names = tuple(f"{block}.{one}" for one in writers)
+            m, n = matrix_shape(model.get_submodule(f"{block}.{reader}"))
+            count = n if number else heads
+            written = sum(weight_matrix(model.get_submodule(one)).numel() for one in names)
+            units[f"{block}.{reader}"] = Units(names, count, (m * n + written) // count)
+    return units
+
+
+def _architecture(model: nn.Module, block: str) -> tuple[tuple[Sequence[str], str], ...]:
+    names = {name for name, _ in model.get_submodule(block).named_modules()}
+    for parts in ARCHITECTURES:
+        if all({*writers, reader} <= names for writers, reader in parts):
+            return parts
+    raise FlexrankError(f"block {block!r} of {type(model).__name__}: its heads and channels are not known here")
+
+
+def importances(
+    model: nn.Module, units: Mapping[str, Units], batches: Sequence[Batch], loss: Loss
+) -> dict[str, Float[Tensor, " count"]]:
+    """Σ |w · ∂L/∂w| over each unit's weights, summed over batches (LLM-Pruner, eq. 5, element by element)."""
+    device, totals = model_device(model), {name: torch.zeros(one.count) for name, one in units.items()}
+    weights = {
+        name: weight_matrix(model.get_submodule(name)) for one in units.items() for name in (one[0], *one[1].writers)
+    }
+    with computing(model, device, with_gradients=True):
+        for weight in weights.values():
+            weight.requires_grad_(True)
+        for number, batch in enumerate(batches):
+            batch = to_device(batch, device)
+            value = seeded_loss(loss, call_model(model, batch), batch, number)
+            gradients = torch.autograd.grad(value, list(weights.values()))
+            salience = {name: (w * g).detach().abs() for (name, w), g in zip(weights.items(), gradients, strict=True)}
+            for name, one in units.items():
+                parts = [salience[name].T, *(salience[writer] for writer in one.writers)]
+                totals[name] += sum(one.rows(part).flatten(1).sum(1).cpu() for part in parts)
+    return totals
+
+
+@dataclasses.dataclass(frozen=True)
+class Widths:
+    """How many units each reader has at a budget, and which: the most important ones, so that sizes are nested."""
+
+    units: Mapping[str, Units]
+    orders: Mapping[str, Tensor]  #: the places of units, most important first
+
+    def at(self, limit: float) -> dict[str, int] | None:
+        """The same share of every reader's units, so many that their parameters are within the limit; or None.
+
+        Heads are few: the share is of them first, rounded, then channels take what is left.
+        """
+        fine = {name: one for name, one in self.units.items() if one.count == max(u.count for u in self.units.values())}
+        coarse = {name: one for name, one in self.units.items() if name not in fine}
+        total = sum(one.count * one.cost for one in self.units.values())
+        kept = {name: max(1, round(limit / total * one.count)) for name, one in coarse.items()}
+        left = limit - sum(kept[name] * one.cost for name, one in coarse.items())
+        share = left / sum(one.count * one.cost for one in fine.values())
+        kept |= {name: min(one.count, int(share * one.count)) for name, one in fine.items()}
+        return kept if min(kept.values()) >= 1 else None
+
+    def parameters(self, kept: Mapping[str, int]) -> int:
+        """Of the units that are kept."""
+        return sum(kept[name] * one.cost for name, one in self.units.items())
+
+    def mask(self, name: str, kept: int) -> Float[Tensor, " n"]:
+        """One for the columns of `name` that read units that are kept, zero for others."""
+        one = self.units[name]
+        chosen = torch.zeros(one.count)
+        chosen[self.orders[name][:kept]] = 1
+        return chosen
+
+    @contextlib.contextmanager
+    def use(self, model: nn.Module, kept: Mapping[str, int]) -> Iterator[nn.Module]:
+        """The model with these units alone inside the block."""
+        masks = {name: self.mask(name, count) for name, count in kept.items()}
+        handles = [
+            model.get_submodule(name).register_forward_pre_hook(functools.partial(_masked, mask))
+            for name, mask in masks.items()
+        ]
+        try:
+            yield model
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _masked(mask: Tensor, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    values = inputs[0]
+    return (values * mask.to(values).repeat_interleave(values.shape[-1] // len(mask)), *inputs[1:])
+
+
+def ordered(importance: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The places of units by falling importance."""
+    return {name: values.argsort(descending=True, stable=True) for name, values in importance.items()}

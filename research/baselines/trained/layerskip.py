@@ -1,0 +1,133 @@
+"""LayerSkip: layer dropout and an early-exit loss, so that the first blocks are a model (Elhoushi et al., ACL 2024).
+
+Block l of L is left out with probability p · (exp(l ln 2 / (L − 1)) − 1). A step has the loss of the last block and of
+one other, in turn (the paper's rotational curriculum), weighted in proportion to the sums 0 + 1 + … + l. All exits
+share the model's last norm and head. A size has as many first blocks as fit.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import math
+import random
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor, nn
+
+from flexrank.data.batches import Batch
+from flexrank.distill.objectives import Objective
+from flexrank.hf.models import hidden_states
+from flexrank.nn.blocks import block_stack, replaced_forwards
+from research.baselines.trained.lesson import Lesson, Settings, Size, TrainedMethod, losses
+
+#: The paper's for continued pretraining: the last block's dropout, and the scale of early losses.
+DROPOUT, EXIT_SCALE = 0.1, 0.2
+
+
+def dropout_rates(blocks: int) -> list[float]:
+    """The probability that a block is left out, the first one never."""
+    return [DROPOUT * (math.exp(place * math.log(2) / max(1, blocks - 1)) - 1) for place in range(blocks)]
+
+
+def exit_weights(blocks: int) -> list[float]:
+    """e(l) of the paper, before they are scaled to a sum of one over the exits that a step has."""
+    early = [EXIT_SCALE * sum(range(place + 1)) for place in range(blocks - 1)]
+    return [*early, blocks - 1 + EXIT_SCALE * sum(range(blocks - 1))]
+
+
+@dataclasses.dataclass
+class ExitObjective:
+    """The weighted loss of the last exit and of an earlier one."""
+
+    inner: Objective
+    model: nn.Module
+    blocks: int
+    place: int = 0  #: of the earlier exit
+
+    def target(self, output: Any, batch: Batch) -> Tensor:
+        """The inner objective's."""
+        return self.inner.target(output, batch)
+
+    def loss(self, output: Any, target: Tensor, batch: Batch) -> Tensor:
+        """e(l) L_l + e(L) L_L, over e(l) + e(L)."""
+        weights = exit_weights(self.blocks)
+        early = max(weights[self.place], EXIT_SCALE)  # the first block's e is zero, and it is a size too
+        own = self.inner.loss(exit_output(self.model, output, self.place), target, batch)
+        return (early * own + weights[-1] * self.inner.loss(output, target, batch)) / (early + weights[-1])
+
+    def fisher_loss(self, output: Any, batch: Batch) -> Tensor:
+        """The inner objective's."""
+        return self.inner.fisher_loss(output, batch)
+
+
+def exit_output(model: nn.Module, output: Any, place: int) -> Any:
+    """What the model returns if block `place` is its last, from the hidden states of a whole forward."""
+    states = output.hidden_states[place + 1]
+    norm: Any = getattr(getattr(model, "model", None), "norm", None)
+    head: Any = getattr(model, "lm_head", None)
+    if head is None:
+        return SimpleNamespace(last_hidden_state=states, hidden_states=(states,))
+    states = norm(states)
+    return SimpleNamespace(logits=head(states), hidden_states=(states,))
+
+
+def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:
+    """All depths together, all weights."""
+    model = copy.deepcopy(lesson.teacher)
+    blocks = block_stack(model, lesson.layers)
+    objective = ExitObjective(lesson.objective(settings), model, len(blocks))
+    skipped = dropout_rates(len(blocks))
+    weights = lesson.weights(model)
+    with contextlib.ExitStack() as stack:
+
+        def prepare(step: int) -> None:
+            stack.close()
+            objective.place = step % (len(blocks) - 1)
+            draw = random.Random(f"{lesson.seed} dropout {step}")
+            for (_, block), rate in zip(blocks, skipped, strict=True):
+                if draw.random() < rate:
+                    stack.enter_context(replaced_forwards({block: _left_out}))
+
+        with hidden_states(model):
+            lesson.train_(model, weights, objective, lesson.steps, lesson.rate(settings), prepare)
+    for budget in lesson.budgets:
+        depth = depth_within(lesson, dict(blocks), lesson.limit(budget))
+        if depth is None:
+            yield None
+            continue
+        with first_blocks(model, depth) as size:
+            yield size, sum(one.numel() for one in size.parameters())
+
+
+def _left_out(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    return hidden_states
+
+
+def depth_within(lesson: Lesson, blocks: Mapping[str, nn.Module], limit: int) -> int | None:
+    """The largest number of first blocks whose model has at most so many parameters."""
+    own = [sum(one.numel() for one in block.parameters()) for block in blocks.values()]
+    rest = sum(one.numel() for one in lesson.teacher.parameters()) - sum(own)
+    depths = [depth for depth in range(1, len(own) + 1) if rest + sum(own[:depth]) <= limit]
+    return max(depths, default=None)
+
+
+@contextlib.contextmanager
+def first_blocks(model: nn.Module, depth: int) -> Iterator[nn.Module]:
+    """The model without its later blocks inside the block."""
+    name, _ = block_stack(model, [name for name, _ in model.named_modules()])[0]
+    owner, _, own = name.rpartition(".")[0].rpartition(".")
+    parent: Any = model.get_submodule(owner)
+    config: Any = model.config
+    whole, count = getattr(parent, own), config.num_hidden_layers
+    setattr(parent, own, whole[:depth])
+    config.num_hidden_layers = depth
+    try:
+        yield model
+    finally:
+        setattr(parent, own, whole)
+        config.num_hidden_layers = count
+
+
+LAYERSKIP = TrainedMethod("layerskip", "Elhoushi et al., ACL 2024", True, losses("times_usual", 0.3, 1.0), sizes)

@@ -1,0 +1,144 @@
+"""What every trained rival is given, and the loop that trains it."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexrank.data.batches import Batch, token_mask
+from flexrank.distill.objectives import Objective
+from flexrank.distill.optimizer import set_rate
+from flexrank.distill.schedule import Feed, scheduled_rate
+from flexrank.distill.step import Step, Targets, training
+from flexrank.errors import FlexrankError
+from flexrank.profiles import ProfileChain
+from flexrank.progress import track
+from research.baselines.method import Loss
+
+#: The warm-up's share of the steps, and bytes of the teacher's outputs that are kept.
+WARMUP, CACHE = 0.025, 256 * 2**20
+Settings = Mapping[str, Any]
+#: A model and its deployed parameters, those of embeddings and norms too; None where there is no size so small.
+Size = tuple[nn.Module, int] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Lesson:
+    """A base model, and all that a method may learn from; nothing in it is changed."""
+
+    teacher: nn.Module
+    calibration: Sequence[Batch]
+    batches: Sequence[Batch]  #: of training
+    budgets: Sequence[float]  #: of the factorised layers' parameters, largest first
+    steps: int  #: of all sizes together
+    steps_of_a_size: int  #: of a method that trains each size by itself
+    followed: Objective  #: of distillation
+    divergence: Objective  #: the same without hidden states, as the paper prints it
+    task: Loss | None  #: the loss of labels, summed over samples; None where there are none
+    elastic: Callable[[], nn.Module]  #: gives the model decomposed by DataSVD
+    chain: Callable[[str], ProfileChain]  #: gives the ranks of an allocation, `paper` or `joint`, for the budgets
+    forwards: Callable[[nn.Module], AbstractContextManager[None]]  #: how models compute while they train
+    layers: Mapping[str, tuple[int, int]]  #: the shapes of the layers whose parameters the budgets are shares of
+    usual_rate: float  #: what flexrank's own consolidation of the model takes
+    autocast: torch.dtype | None
+    seed: int
+
+    def limit(self, budget: float) -> int:
+        """The parameters that a deployed model may have at a budget, those outside layers among them."""
+        dense = sum(m * n for m, n in self.layers.values())
+        return sum(one.numel() for one in self.teacher.parameters()) - dense + int(budget * dense)
+
+    def weights(self, model: Any) -> dict[str, nn.Parameter]:
+        """All parameters of a form of the base model but its embeddings, which ours leaves as they are too."""
+        embeddings = set(model.get_input_embeddings().parameters())
+        return {name: one for name, one in model.named_parameters() if one not in embeddings}
+
+    def rate(self, settings: Settings) -> float:
+        """The learning rate of the settings: `learning_rate`, or `times_usual` the model's usual one."""
+        return settings.get("learning_rate") or settings["times_usual"] * self.usual_rate
+
+    def objective(self, settings: Settings) -> Objective:
+        """What the settings train by: `distillation` by default, or the `task`'s labels."""
+        if settings.get("loss", "distillation") == "distillation":
+            return self.followed
+        if self.task is None:
+            raise FlexrankError("settings have loss 'task'; the model's data has no labels")
+        return TaskObjective(self.task)
+
+    def train_(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        objective: Objective,
+        steps: int,
+        learning_rate: float,
+        before: Callable[[int], None] = lambda step: None,
+        quick: Sequence[str] = (),
+        factor: float = 1.0,
+    ) -> None:
+        """Trains these parameters in place by AdamW, those named by `quick` at `factor` times the learning rate.
+
+        `before` is called with each step's number before it is taken.
+        """
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": [one for name, one in parameters.items() if name not in quick], "scale": 1.0},
+                {"params": [one for name, one in parameters.items() if name in quick], "scale": factor},
+            ],
+            lr=learning_rate, weight_decay=0.0,
+        )  # fmt: skip
+        targets = Targets(self.teacher, objective, self.autocast, CACHE)
+        step, feed = Step(model, targets, parameters, optimizer, 1.0), Feed(self.batches, self.seed)
+        with self.forwards(model), training(model, self.teacher, parameters):
+            for number in track(range(steps), "training", steps, 0):
+                before(number)
+                set_rate(optimizer, scheduled_rate(number, steps, learning_rate, round(WARMUP * steps)))
+                step.take([feed.next()], 1, number)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedMethod:
+    """A method that trains; see the package."""
+
+    name: str
+    source: str
+    is_one_artefact: bool
+    trials: Sequence[Settings]  #: to be tried; those without labels for a model that has none
+    sizes: Callable[[Lesson, Settings], Iterator[Size]]
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskObjective:
+    """The loss of the batch's labels, a mean over them; the teacher is not asked."""
+
+    total: Loss
+
+    def target(self, output: Any, batch: Batch) -> Tensor:
+        """Nothing."""
+        return torch.empty(0)
+
+    def loss(self, output: Any, target: Tensor, batch: Batch) -> Tensor:
+        """The mean over the tokens that are predicted."""
+        mask = token_mask(batch)
+        assert mask is not None
+        return self.total(output, batch) / (mask[:, 1:] & mask[:, :-1]).sum()
+
+    def fisher_loss(self, output: Any, batch: Batch) -> Tensor:
+        """The summed loss."""
+        return self.total(output, batch)
+
+
+def losses(name: str, *values: float, **settings: Any) -> tuple[Settings, ...]:
+    """These values of a setting by two losses; the one that papers train by, of labels, first."""
+    both = itertools.product(("task", "distillation"), values)
+    return tuple({name: value, "loss": loss, **settings} for loss, value in both)
+
+
+def trained_parameters(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
+    """The parameters whose names contain one of these."""
+    parts = tuple(names)
+    return {name: one for name, one in model.named_parameters() if any(part in name for part in parts)}

@@ -1,0 +1,53 @@
+"""LLM-Pruner: coupled structures by their Taylor importance, then low-rank repair (Ma et al., NeurIPS 2023).
+
+Every block loses the same share of heads and of feed-forward channels. The paper spares the first blocks and the last
+one, of 32; models of five or six have none to spare. A model without labels takes the loss that flexrank's own `fisher`
+takes.
+"""
+
+import copy
+from collections.abc import Iterator
+
+from flexrank.nn.blocks import block_stack
+from research.baselines.trained.channels import Widths, find_units, importances, ordered
+from research.baselines.trained.lesson import Lesson, Settings, Size, TrainedMethod, losses, trained_parameters
+from research.baselines.trained.lora import adapt_
+
+
+def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:
+    """Each size by itself: what is least important goes, then adapters of all linear layers are trained."""
+    widths = taylor_widths(lesson)
+    for budget in lesson.budgets:
+        kept = widths.at(room(lesson, widths, budget))
+        if kept is None:
+            yield None
+            continue
+        model = copy.deepcopy(lesson.teacher)
+        adapt_(model, list(lesson.layers), seed=lesson.seed)
+        with widths.use(model, kept):
+            adapters = trained_parameters(model, [".lora_"])
+            objective, steps = lesson.objective(settings), lesson.steps_of_a_size
+            lesson.train_(model, adapters, objective, steps, lesson.rate(settings))
+            yield model, lesson.limit(0) + unheld(lesson, widths) + widths.parameters(kept)
+
+
+def taylor_widths(lesson: Lesson) -> Widths:
+    """Heads and channels in the order of their importance on the calibration."""
+    model = copy.deepcopy(lesson.teacher)
+    units = find_units(model, [name for name, _ in block_stack(model, lesson.layers)])
+    loss = lesson.task or lesson.followed.fisher_loss
+    return Widths(units, ordered(importances(model, units, lesson.calibration, loss)))
+
+
+def unheld(lesson: Lesson, widths: Widths) -> int:
+    """The parameters of layers that no unit has."""
+    dense = sum(m * n for m, n in lesson.layers.values())
+    return dense - sum(one.count * one.cost for one in widths.units.values())
+
+
+def room(lesson: Lesson, widths: Widths, budget: float) -> float:
+    """The parameters that units may have at a budget."""
+    return lesson.limit(budget) - lesson.limit(0) - unheld(lesson, widths)
+
+
+LLM_PRUNER = TrainedMethod("llm-pruner", "Ma et al., NeurIPS 2023", False, losses("learning_rate", 1e-3, 5e-3), sizes)

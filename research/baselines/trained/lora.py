@@ -1,0 +1,84 @@
+"""SVD-LLM with its low-rank fine-tuning (Wang et al., ICLR 2025, section 3.3), and adapters for other rivals.
+
+The paper adapts one factor, then the other, with rank 8 and labels of instructions; here both have half of the steps,
+and the labels are the training texts' next tokens. Adapters merge into the factors, so a size stays what it is.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from flexrank.errors import FlexrankError
+from flexrank.nn.elastic import NestedLinear
+from flexrank.nn.linalg import Factors
+from flexrank.nn.matrix import weight_matrix
+from flexrank.nn.select import nest_
+from flexrank.nn.switch import nested_layers, uniform_profile
+from research.baselines.statistics import input_moments
+from research.baselines.svd_llm import factors
+from research.baselines.trained.lesson import Lesson, Settings, Size, TrainedMethod, losses, trained_parameters
+from research.baselines.trained.ranks import at
+
+#: The paper's rank of adapters, and what they are scaled by over it.
+RANK, ALPHA = 8, 16
+
+
+def adapt_(model: nn.Module, layers: Sequence[str], seed: int) -> None:
+    """Gives these linear layers adapters in place: W + (α / r) · B A, with B zero and A random (Hu et al., 2022)."""
+    import peft
+
+    config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(layers), lora_dropout=0.0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        peft.inject_adapter_in_model(config, model)
+
+
+def pair(layer: NestedLinear, rank: int) -> nn.Sequential:
+    """The layer at this rank as two linear layers: `v` (n → rank) without bias, then `u` (rank → m)."""
+    u, v = layer.factors(rank)
+    bias = layer.bias_at(rank)
+    first = nn.Linear(v.shape[1], rank, bias=False, device=v.device, dtype=v.dtype)
+    second = nn.Linear(rank, u.shape[1], bias=bias is not None, device=u.device, dtype=u.dtype)
+    first.weight.data, second.weight.data = v.detach().clone(), u.detach().T.contiguous()
+    if bias is not None:
+        second.bias.data = bias.detach().clone()
+    modules = nn.Sequential()
+    modules.add_module("v", first)
+    modules.add_module("u", second)
+    return modules
+
+
+def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:
+    """Each size by itself: whitened factors at uniform ranks, then adapters on V, then on U."""
+    whole = _whitened(lesson)
+    for budget in lesson.budgets:
+        profile = uniform_profile(whole, budget)
+        ((_, parameters),) = at(whole, profile)
+        model = copy.deepcopy(whole)
+        for name, layer in nested_layers(model).items():
+            if not isinstance(layer, NestedLinear):
+                raise FlexrankError(f"layer {name!r} is no linear layer; adapters are for those alone")
+            model.set_submodule(name, pair(layer, profile[name]))
+        steps, rate = lesson.steps_of_a_size // 2, lesson.rate(settings)
+        adapt_(model, [f"{name}.{factor}" for name in profile for factor in ("v", "u")], lesson.seed)
+        for factor in ("v", "u"):
+            adapters = trained_parameters(model, [f".{factor}.lora_"])
+            lesson.train_(model, adapters, lesson.objective(settings), steps, rate)
+        yield model, parameters
+
+
+def _whitened(lesson: Lesson) -> nn.Module:
+    model = copy.deepcopy(lesson.teacher)
+    layers = {name: model.get_submodule(name) for name in lesson.layers}
+    moments = input_moments(model, lesson.calibration, layers, lambda output, batch: output)
+    for name, layer in layers.items():
+        weight = weight_matrix(layer).detach().double()
+        nest_(model, name, Factors(*factors(weight, moments[name])))
+    return model
+
+
+SVD_LLM_LORA = TrainedMethod(
+    "svd-llm + lora", "Wang et al., ICLR 2025", False, losses("learning_rate", 1e-3, 5e-3), sizes
+)

@@ -1,0 +1,39 @@
+"""Nested widths, as in MatFormer (Devvrit et al., NeurIPS 2024), of a model that is trained already.
+
+MatFormer trains the first m_1 < m_2 < … channels of each feed-forward part together, from nothing, one size a step.
+Here channels are put in the order of their importance first, as Flextron and Minitron do, and heads are nested too,
+without which a model of half the size would have no feed-forward part left.
+"""
+
+import contextlib
+import copy
+from collections.abc import Iterator
+
+from flexrank.distill.schedule import Schedule
+from research.baselines.trained.lesson import Lesson, Settings, Size, TrainedMethod, losses
+from research.baselines.trained.llm_pruner import room, taylor_widths, unheld
+
+
+def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:
+    """All sizes together, one a step, all weights."""
+    widths, model = taylor_widths(lesson), copy.deepcopy(lesson.teacher)
+    all_kept = [widths.at(room(lesson, widths, budget)) for budget in lesson.budgets]
+    possible = [kept for kept in all_kept if kept is not None]
+    draws = Schedule([1.0] * len(possible), lesson.seed, lesson.steps, 0.0, 0)
+    weights = lesson.weights(model)
+    with contextlib.ExitStack() as stack:
+
+        def switch(step: int) -> None:
+            stack.close()
+            stack.enter_context(widths.use(model, possible[draws.draw(step)]))
+
+        lesson.train_(model, weights, lesson.objective(settings), lesson.steps, lesson.rate(settings), switch)
+    for kept in all_kept:
+        if kept is None:
+            yield None
+            continue
+        with widths.use(model, kept):
+            yield model, lesson.limit(0) + unheld(lesson, widths) + widths.parameters(kept)
+
+
+MATFORMER = TrainedMethod("matformer", "Devvrit et al., NeurIPS 2024", True, losses("times_usual", 0.3, 1.0), sizes)

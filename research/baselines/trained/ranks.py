@@ -1,0 +1,66 @@
+"""flexrank's own ways: all sizes together, as the paper prints it, and each size by itself."""
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from flexrank.distill import Method, Profiles, distill_
+from flexrank.distill.objectives import Objective
+from flexrank.nn.switch import footprint, layer_shapes, use_profile
+from flexrank.profiles import RankProfile
+from flexrank.profiles.costs import deployed_parameters
+from research.baselines.trained.lesson import WARMUP, Lesson, Settings, Size, TrainedMethod
+
+
+def ours(lesson: Lesson, settings: Settings) -> Iterator[Size]:
+    """The default of `flexrank run`: joint ranks, balanced consolidation that follows hidden states too."""
+    model, chain = lesson.elastic(), lesson.chain("joint")
+    consolidate_(lesson, settings, model, chain, lesson.followed, lesson.steps)
+    yield from (size for budget in lesson.budgets for size in at(model, chain.at(budget)))
+
+
+def printed(lesson: Lesson, settings: Settings) -> Iterator[Size]:
+    """FlexRank as the paper prints it: its search of ranks, eq. 6, the divergence of outputs alone."""
+    model, chain = lesson.elastic(), lesson.chain("paper")
+    consolidate_(lesson, settings, model, chain, lesson.divergence, lesson.steps, "paper")
+    yield from (size for budget in lesson.budgets for size in at(model, chain.at(budget)))
+
+
+def independent(lesson: Lesson, settings: Settings) -> Iterator[Size]:
+    """Each size by itself, from the same factors and ranks as ours."""
+    chain = lesson.chain("joint")
+    for budget in lesson.budgets:
+        model, profile = lesson.elastic(), chain.at(budget)
+        consolidate_(lesson, settings, model, [profile], lesson.followed, lesson.steps_of_a_size)
+        yield from at(model, profile)
+
+
+def consolidate_(
+    lesson: Lesson,
+    settings: Settings,
+    model: nn.Module,
+    profiles: Profiles,
+    objective: Objective,
+    steps: int,
+    method: Method = "balanced",
+) -> None:
+    """The library's consolidation in place, by the lesson's batches."""
+    with lesson.forwards(model):
+        distill_(
+            model, lesson.teacher, lesson.batches, profiles, method=method, objective=objective, steps=steps,
+            learning_rate=lesson.rate(settings), warmup_steps=round(WARMUP * steps), autocast=lesson.autocast,
+            seed=lesson.seed,
+        )  # fmt: skip
+
+
+def at(model: nn.Module, profile: RankProfile) -> Iterator[tuple[nn.Module, int]]:
+    """The elastic model at a profile, and its parameters when deployed, gauge-aligned without slack."""
+    layers = sum(deployed_parameters(shape, profile[name]) for name, shape in layer_shapes(model).items())
+    with use_profile(model, profile):
+        yield model, layers + footprint(model).other_parameters
+
+
+_RATES = tuple({"times_usual": times} for times in (0.5, 1.0, 2.0, 4.0))
+OURS = TrainedMethod("flexrank", "this project", True, _RATES, ours)
+PRINTED = TrainedMethod("flexrank, printed", "FlexRank, ICML 2026", True, _RATES, printed)
+INDEPENDENT = TrainedMethod("independent", "FlexRank, ICML 2026, section 5", False, _RATES, independent)

@@ -1,0 +1,254 @@
+"""Rivals that train, beside flexrank: every method learns from the same texts, as many of them, and is scored alike.
+
+Each part, a method with its settings and a seed, runs in a process of its own, whose seconds and peak of memory stand
+beside its quality. Settings are tried on the tuning half, four for each method; the reporting half is scored with those
+whose distance from the base model is least, as a geometric mean over budgets. What is finished is not done again.
+"""
+
+import itertools
+import math
+import resource
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from flexrank.data.halves import Half
+from research.baselines.trained import TRAINED_METHODS
+from research.baselines.trained.lesson import Settings
+from research.benches.lessons import Course, courses
+from research.experiment import Experiment, Ledger, Request
+from research.figures import GREEN, NEUTRAL, OTHER, PINK, SKY, YELLOW, draw_seeds, panels
+from research.figures import OURS as BLUE
+from research.result import Result, goal, measured, spread, spreads, table
+
+COLOURS = dict(zip(TRAINED_METHODS, (BLUE, SKY, NEUTRAL, OTHER, PINK, YELLOW, GREEN, "#000000"), strict=True))
+#: A trial's steps, over those of what is compared.
+TRIAL = 0.5
+#: At equal tokens; and with all the steps for each size that is trained by itself, which only the full form has.
+PANELS = {"equal tokens": "as many training tokens for all sizes together", "at its best": "all steps for each size"}
+#: Distances from the base model below this are drawn at it.
+LEAST = 1e-4
+Unit = dict[str, Any]
+
+
+def run(request: Request) -> Result:
+    """Runs every model."""
+    data = {course.name: _measure(course, request) for course in courses(request)}
+    tables = [_table(name, one, panel) for name, one in data.items() for panel in one["panels"]]
+    claims = [claim for name, one in data.items() for claim in _claims(name, one)]
+    settings = {name: {**one["facts"], "steps": one["steps"]} for name, one in data.items()}
+    return measured({**settings, "seeds": request.seeds, "jobs": request.jobs}, tables, claims, data)
+
+
+def _measure(course: Course, request: Request) -> dict[str, Any]:
+    """The base model's score, the trials with their errors, and by panel and method what each seed gives."""
+    facts = {"model": course.name, "budgets": list(course.budgets), "steps": course.steps, **course.facts}
+    ledger, place = Ledger(request.work, facts), (request, course.name)
+    base = ledger.take("base", _base, course, "reporting")
+    units = {f"table, seed {seed}": (*place, seed) for seed in range(request.seeds)}
+    tables = list(ledger.take_all(units, table_unit, request.jobs).values())
+    trials = _tried(course, ledger, request, tables[0])
+    best = {name: min(some, key=lambda one: one["error"])["settings"] for name, some in trials.items()}
+    results = {panel: _trained(ledger, request, course.name, best, tables, panel) for panel in _panels(request)}
+    return {
+        "measure": course.measure, "digits": course.digits, "budgets": list(course.budgets), "base": base,
+        "steps": course.steps, "facts": dict(course.facts), "trials": trials, "panels": results,
+        "probe_seconds": [one["seconds"] for one in tables],
+    }  # fmt: skip
+
+
+def _panels(request: Request) -> list[str]:
+    return list(PANELS) if request.full else list(PANELS)[:1]
+
+
+def _tried(course: Course, ledger: Ledger, request: Request, drawn: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """By method its settings, each with its mean distance from the base model on the tuning half."""
+    base = ledger.take("base, tuning half", _base, course, "tuning")[course.measure]
+    trials = {name: _trials(course, name) for name in TRAINED_METHODS}
+    units = {
+        f"{name}, trial {number}": (request, course.name, name, settings, 0, "tuning", TRIAL, False, drawn)
+        for name, some in trials.items()
+        for number, settings in enumerate(some)
+    }
+    tried = ledger.take_all(units, method_unit, request.jobs)
+    return {
+        name: [
+            {
+                "settings": dict(settings),
+                "error": _mean_distance(base, course.measure, tried[f"{name}, trial {number}"]),
+            }
+            for number, settings in enumerate(some)
+        ]
+        for name, some in trials.items()
+    }
+
+
+def _trained(
+    ledger: Ledger, request: Request, course: str, best: Mapping[str, Settings], tables: Sequence[Any], panel: str
+) -> dict[str, list[Unit]]:
+    """By method what each seed gives; one artefact of all sizes is the same in both panels."""
+
+    def unit(name: str, seed: int) -> str:
+        return f"{name}, {'equal tokens' if TRAINED_METHODS[name].is_one_artefact else panel}, seed {seed}"
+
+    units = {
+        unit(name, seed): (
+            request, course, name, settings, seed, "reporting", 1.0, panel == "at its best", tables[seed],
+        )
+        for (name, settings), seed in itertools.product(best.items(), range(request.seeds))
+    }  # fmt: skip
+    done = ledger.take_all(units, method_unit, request.jobs)
+    return {name: [done[unit(name, seed)] for seed in range(request.seeds)] for name in best}
+
+
+def _base(course: Course, half: Half) -> dict[str, float]:
+    subject, _ = course.taught(0, half)
+    return subject.score(subject.teacher)
+
+
+def _trials(course: Course, method: str) -> Sequence[Settings]:
+    """The method's; where the data has no labels, distillation at four rates."""
+    trials = TRAINED_METHODS[method].trials
+    if course.task is not None or all("loss" not in one for one in trials):
+        return trials
+    low, high = (one for one in trials if one["loss"] == "distillation")
+    (name,) = (name for name in low if low[name] != high[name])
+    ratio = high[name] / low[name]
+    return [{**low, name: low[name] * times} for times in (1 / ratio, 1.0, ratio, ratio**2)]
+
+
+def _named(request: Request, name: str) -> Course:
+    return next(course for course in courses(request) if course.name == name)
+
+
+def table_unit(request: Request, name: str, seed: int) -> dict[str, Any]:
+    """The sensitivity table that ranks are chosen from, and its seconds."""
+    start = time.perf_counter()
+    return {"table": _named(request, name).table(seed), "seconds": time.perf_counter() - start}
+
+
+def method_unit(
+    request: Request,
+    name: str,
+    method: str,
+    settings: Settings,
+    seed: int,
+    half: Half,
+    share: float,
+    alone: bool,
+    drawn: Mapping[str, Any],
+) -> Unit:
+    """A method's rows by budget, its seconds of training, and the most memory that its process held."""
+    course = _named(request, name)
+    subject, batches = course.taught(seed, half)
+    steps = round(share * course.steps)
+    of_a_size = steps if alone else steps // len(course.budgets)
+    lesson = course.lesson(subject, batches, drawn["table"], seed, steps, of_a_size)
+    dense, others = sum(m * n for m, n in lesson.layers.values()), lesson.limit(0)
+    rows, seconds, start = [], 0.0, time.perf_counter()
+    for size in TRAINED_METHODS[method].sizes(lesson, settings):
+        seconds += time.perf_counter() - start
+        rows.append(
+            None
+            if size is None
+            else {"parameters": size[1], "share": (size[1] - others) / dense, "scores": subject.score(size[0])}
+        )
+        start = time.perf_counter()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"rows": rows, "seconds": seconds + time.perf_counter() - start, "peak_bytes": peak}
+
+
+def _mean_distance(base: float, measure: str, unit: Unit) -> float:
+    """The logarithm of the distance from the base model's measure, a mean over the budgets that the method has."""
+    distances = (abs(row["scores"][measure] - base) for row in unit["rows"] if row)
+    return statistics.fmean(math.log(max(LEAST, distance)) for distance in distances)
+
+
+def _signed(measure: str, scores: Mapping[str, float]) -> float:
+    return scores[measure] if measure.startswith("nats") else -scores[measure]
+
+
+def _table(name: str, one: Mapping[str, Any], panel: str) -> dict[str, Any]:
+    rows: list[list[Any]] = []
+    for method, runs in one["panels"][panel].items():
+        scores = spreads([row and row["scores"][one["measure"]] for row in unit["rows"]] for unit in runs)
+        taken, peak = spread([unit["seconds"] for unit in runs]), max(unit["peak_bytes"] for unit in runs) / 1e6
+        held = "yes" if TRAINED_METHODS[method].is_one_artefact else "no"
+        rows.append([method, held, *scores, taken, peak])
+    base = f"{one['base'][one['measure']]:.{one['digits']}f}"
+    title = f"{name}, {panel} ({PANELS[panel]}): {one['measure']} by budget (base {base})"
+    digits = [0, *[one["digits"]] * len(one["budgets"]), 0, 0]
+    return table(title, ["method", "one artefact", *one["budgets"], "seconds", "peak MB"], rows, digits)
+
+
+def _claims(name: str, one: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Whether flexrank is first among one-artefact methods from .8 down, and behind none that trains sizes alone."""
+    wanted = {
+        "behind no other method of one artefact, from .8 down": (True, 0.8),
+        "behind no method that trains each size by itself": (False, 1.0),
+    }
+    claims = []
+    for what, (is_one, largest) in wanted.items():
+        lost = "; ".join(_lost(one, is_one, largest)) or "none"
+        here = f"behind at {lost} ({one['measure']})"
+        claims.append(goal(f"{name}, equal tokens: flexrank is {what}", "at no budget", here, lost == "none"))
+    return claims
+
+
+def _lost(one: Mapping[str, Any], is_one: bool, largest: float) -> Iterator[str]:
+    """The budgets at which a method is better than flexrank by more than half of the last digit shown."""
+    results = one["panels"]["equal tokens"]
+    rivals = [name for name, m in TRAINED_METHODS.items() if name != "flexrank" and m.is_one_artefact == is_one]
+    for place, budget in enumerate(one["budgets"]):
+        errors = {name: _error(one, results[name], place) for name in rivals}
+        best = min(errors, key=lambda name: errors[name])
+        behind = _error(one, results["flexrank"], place) - errors[best]
+        if budget <= largest and behind > 0.5 * 10 ** -one["digits"]:
+            yield f"{budget:g} to {best} by {behind:.2g}"
+
+
+def _error(one: Mapping[str, Any], runs: Sequence[Unit], place: int) -> float:
+    """The measure at a budget over seeds, lower being better; infinite where the method has no such size."""
+    rows = [unit["rows"][place] for unit in runs]
+    return statistics.fmean(_signed(one["measure"], row["scores"]) if row else math.inf for row in rows)
+
+
+def draw(data: Mapping[str, Any]) -> Any:
+    """Distance from the base model's quality over size: a panel for each model, a line for each method."""
+    figure, all_axes = panels(len(data), (1.6 + 4.6 * len(data), 4.6))
+    for axes, (name, one) in zip(all_axes, data.items(), strict=True):
+        base = one["base"][one["measure"]]
+        for method, runs in one["panels"]["equal tokens"].items():
+            places = [place for place in range(len(one["budgets"])) if all(unit["rows"][place] for unit in runs)]
+            shares = [statistics.fmean(unit["rows"][place]["share"] for unit in runs) for place in places]
+            lines = [
+                [max(LEAST, abs(unit["rows"][place]["scores"][one["measure"]] - base)) for place in places]
+                for unit in runs
+            ]
+            held = TRAINED_METHODS[method].is_one_artefact
+            draw_seeds(
+                axes,
+                shares,
+                lines,
+                COLOURS[method],
+                method,
+                linestyle="-" if held else ":",
+                markersize=3,
+                linewidth=1.4,
+            )
+        axes.set(title=name, xlabel="deployed share of the layers' parameters", yscale="log")
+        axes.set_ylabel(f"{one['measure']}: distance from the base model")
+    handles, labels = all_axes[0].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="outside right upper", fontsize=8, title="solid: one artefact\ndotted: one for each size"
+    )
+    return figure
+
+
+EXPERIMENT = Experiment(
+    "compare-trained", "Trained rivals",
+    "quality over size of flexrank beside its printed form, independent training, SVD-LLM with LoRA, ACIP, LLM-Pruner, "
+    "nested widths and LayerSkip, at equal training tokens", minutes=300, full_minutes=3000,
+    has_halves=False, seeds=(1, 3), run=run, draw=draw, takes_config=True, has_jobs=True,
+)  # fmt: skip

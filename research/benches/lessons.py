@@ -1,0 +1,154 @@
+"""The models that trained rivals are compared on: what is learned from, and how it is scored."""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from flexrank import distillation_evaluator, probe_sensitivity
+from flexrank.data.batches import Batch
+from flexrank.data.halves import Half
+from flexrank.distill.objectives import EmbeddingObjective, LogitObjective, Objective
+from flexrank.errors import FlexrankError
+from flexrank.hf.models import eager_attention, hidden_states
+from flexrank.nn.matrix import matrix_shape
+from flexrank.nn.select import select_layers
+from flexrank.profiles import SensitivityTable
+from flexrank.run.config import RunConfig
+from flexrank.run.directory import RunDirectory
+from flexrank.run.training import autocast_dtype
+from flexrank.run.workspace import Workspace
+from research.baselines.method import Loss
+from research.baselines.statistics import next_token_loss
+from research.baselines.trained.lesson import Lesson
+from research.benches import language, sts
+from research.benches.quality import Subject, chain_of
+from research.experiment import EVERY_RANK, Request
+from research.studies.language import identity_of
+
+BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+#: Steps of all sizes together, in the quick form and in the full one.
+STEPS = {"stories260k": (320, 1600), "pycode5m": (160, 800), "all-MiniLM-L6-v2": (400, 2000)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Course:
+    """A model, its training, and what it is scored by."""
+
+    name: str
+    measure: str  #: of the subject's scores, the one that tables and figure show
+    digits: int
+    budgets: Sequence[float]
+    steps: int
+    usual_rate: float
+    levels: int
+    facts: Mapping[str, Any]
+    taught: Callable[[int, Half], tuple[Subject, Sequence[Batch]]]  #: of a seed, and of the half that is scored
+    followed: Objective
+    divergence: Objective
+    task: Loss | None
+    forwards: Callable[[nn.Module, nn.Module], contextlib.AbstractContextManager[None]]
+
+    def table(self, seed: int) -> dict[str, Any]:
+        """The sensitivity table of DataSVD's components."""
+        subject, _ = self.taught(seed, "reporting")
+        evaluate = distillation_evaluator(subject.teacher, subject.probe, subject.objective)
+        model = subject.decomposed("datasvd")
+        return probe_sensitivity(model, evaluate, self.levels, spacing="parameters", **EVERY_RANK).to_json()
+
+    def lesson(
+        self, subject: Subject, batches: Sequence[Batch], table: Mapping[str, Any], seed: int, steps: int, alone: int
+    ) -> Lesson:
+        """What a method is given; `alone` is the number of steps of a size that is trained by itself."""
+        layers = select_layers(subject.teacher, exclude=subject.exclude)
+        errors, decomposed = SensitivityTable.from_json(table), functools.cache(subject.decomposed)
+        return Lesson(
+            subject.teacher, subject.calibration, batches, self.budgets, steps, alone, self.followed, self.divergence,
+            self.task, elastic=lambda: copy.deepcopy(decomposed("datasvd")),
+            chain=lambda allocation: chain_of(allocation, errors, self.budgets),
+            forwards=lambda model: self.forwards(model, subject.teacher),
+            layers={name: matrix_shape(layer) for name, layer in layers.items()},
+            usual_rate=self.usual_rate, autocast=autocast_dtype("auto", torch.device("cpu")), seed=seed,
+        )  # fmt: skip
+
+
+def courses(request: Request) -> list[Course]:
+    """The request's configuration, or the bench's own models, of which it may name one."""
+    if request.config is not None:
+        return [_of_config(request.config, request.work)]
+    if request.model is not None and request.model not in STEPS:
+        raise FlexrankError(f"--model is {request.model!r}; this bench has {', '.join(STEPS)}, or any with --config")
+    return [course(name, request.full) for name in STEPS if request.model in (None, name)]
+
+
+def course(name: str, full: bool) -> Course:
+    """One of the bench's own models."""
+    steps = STEPS[name][full]
+    return _of_sentences(name, steps) if name == "all-MiniLM-L6-v2" else _of_texts(name, steps, full)
+
+
+def _of_texts(name: str, steps: int, full: bool) -> Course:
+    texts = {one[0]: one for one in (language.STORIES, language.PYCODE)}[name]
+    evaluation = language.EVALUATION if full else {"stories260k": 64, "pycode5m": 16}[name]
+
+    def taught(seed: int, half: Half) -> tuple[Subject, Sequence[Batch]]:
+        return language.subject_of(texts, half, seed=seed, evaluation=evaluation)
+
+    facts = {"calibration": language.CALIBRATION, "probe": language.PROBE, "evaluation": evaluation}
+    rate = language.CONSOLIDATION[name]["learning_rate"]
+    return Course(
+        name, "nats", 3, BUDGETS, steps, rate, language.LEVELS, facts, taught, language.FOLLOWED, LogitObjective(),
+        next_token_loss, lambda model, teacher: hidden_states(model, teacher),
+    )  # fmt: skip
+
+
+def _of_sentences(name: str, steps: int) -> Course:
+    def taught(seed: int, half: Half) -> tuple[Subject, Sequence[Batch]]:
+        return sts.subject_of(half, seed=seed)
+
+    facts = {"calibration": sts.CALIBRATION, "probe": sts.PROBE}
+    objectives = EmbeddingObjective(sts.HIDDEN_WEIGHT), EmbeddingObjective()
+    return Course(
+        name, "cosine", 4, BUDGETS, steps, sts.TRAINING["learning_rate"], 10, facts, taught, *objectives, None,
+        lambda model, _: eager_attention(model),
+    )  # fmt: skip
+
+
+def _of_config(config: RunConfig, work: Path) -> Course:
+    """Any transformer whose run trains on samples in memory; its settings are tried on the samples' tuning half."""
+    settings = config.distillation
+    if config.layers.include is not None:
+        raise FlexrankError("layers.include is set; a comparison takes all layers but those of layers.exclude")
+    if config.data.half is not None:
+        raise FlexrankError(f"data.half is {config.data.half}; leave it out, settings are tried on the tuning half")
+
+    def taught(seed: int, half: Half) -> tuple[Subject, Sequence[Batch]]:
+        data = config.data.model_copy(update={"half": half})
+        drawn = Workspace(config.model_copy(update={"seed": config.seed + seed, "data": data}), RunDirectory(work))
+        samples = drawn.samples
+        if not isinstance(samples.training, Sequence):
+            raise FlexrankError("data.path is a stream; a comparison trains on samples that are in memory")
+        parts = samples.calibration, samples.probe, drawn.objective(), drawn.judge
+        return Subject(drawn.base, *parts, config.layers.exclude), samples.training
+
+    space = Workspace(config, RunDirectory(work))
+    measures = {"language": "nats_per_token", "embedding": "cosine", "classification": "accuracy"}
+    is_language = config.task == "language"
+    forwards = {
+        "language": lambda *models: hidden_states(*models),
+        "embedding": lambda model, _: eager_attention(model),
+    }
+    facts = identity_of(config, ("task", "model", "dtype", "seed", "data", "layers"))
+    budgets = [budget for budget in config.allocation.budgets if budget < 1]
+    return Course(
+        config.name, measures[config.task], 4, budgets, settings.steps, settings.learning_rate, config.probe.levels,
+        facts, taught,
+        space.objective(settings.weight_of_hidden_states), space.objective(), next_token_loss if is_language else None,
+        forwards.get(config.task, lambda *_: contextlib.nullcontext()),
+    )  # fmt: skip

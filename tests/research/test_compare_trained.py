@@ -1,0 +1,173 @@
+"""The comparison of trained rivals: which settings are taken, what is said of the results, and parts of their own."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexrank import FlexrankError
+from flexrank.run.config import parse_config
+from research import runner
+from research.baselines.trained import TRAINED_METHODS
+from research.benches import compare_trained, lessons
+from research.benches.compare_trained import _tried, method_unit, run, table_unit
+from research.experiment import Ledger, Request, find_experiment
+from research.page import write_pages
+from research.result import shown_rows
+from tiny_runs import settings
+
+BUDGETS = (0.8, 0.5)
+
+
+class FakeCourse:
+    name, measure, digits, budgets, steps, facts, task = "tiny", "nats", 3, BUDGETS, 40, {"calibration": 2}, None
+
+
+def fake(monkeypatch: pytest.MonkeyPatch, scores: dict[str, float]) -> list[tuple[Any, ...]]:
+    """In place of training: nats by method, less the usual rate's tenth, and what was asked for."""
+    asked: list[tuple[Any, ...]] = []
+
+    def trained(request: Request, name: str, method: str, chosen: Any, seed: int, half: str, *rest: Any) -> Any:
+        asked.append((method, dict(chosen), seed, half, *rest[:2]))
+        rate = chosen.get("times_usual", chosen.get("learning_rate"))
+        nats = scores.get(method, 5.0) + seed + abs(rate - 1.0) / 1000
+        rows = [{"parameters": int(100 * b), "share": b, "scores": {"nats": nats + 1 - b}} for b in BUDGETS]
+        if method == "layerskip":
+            rows[1] = None
+        return {"rows": rows, "seconds": 2.0, "peak_bytes": 3_000_000}
+
+    monkeypatch.setattr(compare_trained, "courses", lambda request: [FakeCourse()])
+    monkeypatch.setattr(compare_trained, "method_unit", trained)
+    monkeypatch.setattr(compare_trained, "table_unit", lambda request, name, seed: {"table": {}, "seconds": 1.0})
+    monkeypatch.setattr(compare_trained, "_base", lambda course, half: {"nats": 1.0})
+    return asked
+
+
+def test_the_best_of_four_settings_is_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = fake(monkeypatch, {})
+    result = run(Request(tmp_path, seeds=2, jobs=0))
+    json.dumps(result)
+    trials, finals = asked[:32], asked[32:]
+    assert len(trials) == 4 * len(TRAINED_METHODS) and all(one[2:] == (0, "tuning", 0.5, False) for one in trials)
+    for method in TRAINED_METHODS:
+        tried = [one[1] for one in trials if one[0] == method]
+        assert len({json.dumps(one) for one in tried}) == 4 and all(one.get("loss") != "task" for one in tried)
+        (chosen, again) = (one[1] for one in finals if one[0] == method)
+        name = "times_usual" if "times_usual" in chosen else "learning_rate"
+        assert chosen == again == min(tried, key=lambda one: abs(one[name] - 1.0))
+    assert [one[2:] for one in finals[:2]] == [(0, "reporting", 1.0, False), (1, "reporting", 1.0, False)]
+    asked.clear()
+    assert run(Request(tmp_path, seeds=2, jobs=0)) == result and not asked
+    run(Request(tmp_path, seeds=3, jobs=0))
+    assert {one[2:4] for one in asked} == {(2, "reporting")} and len(asked) == len(TRAINED_METHODS)
+
+
+def test_tables_and_claims_by_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake(monkeypatch, {"flexrank": 2.0, "acip": 1.9, "layerskip": 1.5, "independent": 2.5})
+    result = run(Request(tmp_path, seeds=1, jobs=0))
+    (equal,) = result["tables"]
+    rows = {row[0]: row[1:] for row in shown_rows(equal)}
+    assert rows["flexrank"] == ["yes", "2.200", "2.500", "2", "3"] and rows["independent"][0] == "no"
+    assert rows["layerskip"][2] == "–"
+    among, alone = result["claims"]
+    assert not among["holds"] and "behind at 0.8 to layerskip by 0.5; 0.5 to acip by" in among["here"]
+    assert alone["holds"] and "behind at none" in alone["here"]
+    assert compare_trained.draw(result["data"]).axes
+
+
+def test_a_size_of_its_own_has_all_the_steps_at_its_best(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = fake(monkeypatch, {})
+    result = run(Request(tmp_path, full=True, seeds=1, jobs=0))
+    alone = {one[0] for one in asked if one[5]}
+    assert alone == {name for name, one in TRAINED_METHODS.items() if not one.is_one_artefact}
+    assert [one["title"].split(" (")[0] for one in result["tables"]] == ["tiny, equal tokens", "tiny, at its best"]
+
+
+def test_settings_by_labels_are_tried_where_there_are_labels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake(monkeypatch, {})
+    course: Any = FakeCourse()
+    course.task = len
+    tried = _tried(course, Ledger(tmp_path, {}), Request(tmp_path, jobs=0), {})
+    assert [one["settings"]["loss"] for one in tried["acip"]] == ["task", "task", "distillation", "distillation"]
+
+
+def pid_of(value: int) -> dict[str, int]:
+    return {"value": value * value, "process": os.getpid()}
+
+
+def failing(value: int) -> int:
+    if value == 3:
+        raise FlexrankError("no")
+    return value
+
+
+@pytest.mark.slow
+def test_parts_run_in_processes_of_their_own_and_are_kept(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, {"a": 1})
+    units = {f"unit {n}": (n,) for n in range(3)}
+    found = ledger.take_all(units, pid_of, 2)
+    assert [one["value"] for one in found.values()] == [0, 1, 4]
+    assert len({one["process"] for one in found.values()} | {os.getpid()}) == 4
+    assert Ledger(tmp_path, {"a": 1}).take_all(units, failing, 1) == found
+    with pytest.raises(FlexrankError, match="no"):
+        Ledger(tmp_path, {"a": 2}).take_all({str(n): (n,) for n in range(4)}, failing, 1)
+    assert Ledger(tmp_path, {"a": 2}).take("2", failing, 3) == 2  # what was finished before is there
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["language", "embedding"])
+def test_any_configuration_is_trained_on(task: str, sources: Path, tmp_path: Path) -> None:
+    keys = settings(sources / task, sources / "text.txt", tmp_path / "unused", task)
+    keys["allocation"] = {"budgets": [0.8, 0.5]}
+    config = parse_config(keys | {"probe": {"levels": 3}})
+    request = Request(tmp_path, config=config, jobs=0)
+    (course,) = lessons.courses(request)
+    drawn = table_unit(request, course.name, 0)
+    method = "independent"
+    unit = method_unit(request, course.name, method, {"times_usual": 1.0}, 0, "reporting", 0.25, False, drawn)
+    assert [row["share"] <= budget for row, budget in zip(unit["rows"], (0.8, 0.5), strict=True)] == [True, True]
+    assert unit["peak_bytes"] > 1e8 and unit["seconds"] > 0
+    tuning, _ = course.taught(0, "tuning")
+    reporting, _ = course.taught(0, "reporting")
+    assert tuning.score(tuning.teacher) != reporting.score(reporting.teacher) or task == "embedding"
+
+
+def test_wrong_requests_are_one_line(tmp_path: Path, sources: Path) -> None:
+    with pytest.raises(FlexrankError, match="--model is 'gpt5'; this bench has stories260k"):
+        lessons.courses(Request(tmp_path, model="gpt5"))
+    with pytest.raises(FlexrankError, match="--jobs is 0; it must be at least 1"):
+        runner.request_of(find_experiment("compare-trained"), runner.Options(jobs=0))
+    with pytest.raises(FlexrankError, match="runs its parts one after the other"):
+        runner.request_of(find_experiment("sts"), runner.Options(jobs=2))
+    keys = settings(sources / "language", sources / "text.txt", tmp_path, "language")
+    for section, key, value, match in (
+        ("layers", "include", ["self_attn"], "layers.include is set"),
+        ("data", "half", "tuning", "data.half is tuning"),
+    ):
+        config = parse_config(keys | {section: {**keys.get(section, {}), key: value}})
+        with pytest.raises(FlexrankError, match=match):
+            lessons.courses(Request(tmp_path, config=config))
+
+
+def test_each_comparison_has_its_own_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").mkdir()
+    machine = {"processor": "p", "threads": 1, "torch": "2"}
+    for name, kind in (("compare-tiny", "compare"), ("compare-trained-tiny", "compare-trained")):
+        directory = tmp_path / "results" / name
+        directory.mkdir(parents=True)
+        facts = {
+            "name": kind,
+            "title": kind,
+            "form": "quick",
+            "command": name,
+            "settings": {},
+            "tables": [],
+            "seconds": 1,
+        }
+        (directory / "result.json").write_text(json.dumps({**facts, "claims": [], "data": {}, "machine": machine}))
+    write_pages(Path("results"))
+    page = (tmp_path / "docs" / "comparison.md").read_text()
+    assert page.count("`compare-tiny`") == page.count("`compare-trained-tiny`") == 1

@@ -45,8 +45,8 @@ class Original:
         head = _git(clone, "rev-parse", "HEAD")
         if head != self.commit:
             raise FlexrankError(f"{clone}: at commit {head or 'unknown'}; run git -C {clone} checkout {self.commit}")
-        if _git(clone, "status", "--porcelain", "--untracked-files=no"):
-            raise FlexrankError(f"{clone}: files differ from the commit; run git -C {clone} reset --hard")
+        if _git(clone, "status", "--porcelain", "--untracked-files=no", "--", "*.py"):
+            raise FlexrankError(f"{clone}: code differs from the commit; run git -C {clone} reset --hard")
         return clone
 
 

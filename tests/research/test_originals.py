@@ -97,7 +97,7 @@ def test_a_clone_is_there_and_at_its_commit(tmp_path: Path) -> None:
     with pytest.raises(FlexrankError, match=f"at commit {head}; run git -C .*code checkout abc"):
         Original(url, "abc", lambda _: [], None).clone_in(tmp_path)
     (clone / "code.py").write_text("one = 2\n")
-    with pytest.raises(FlexrankError, match="code: files differ from the commit"):
+    with pytest.raises(FlexrankError, match="code: code differs from the commit"):
         Original(url, head, lambda _: [], None).clone_in(tmp_path)
 
 

@@ -21,18 +21,18 @@ from tiny import build
 
 
 class Blocks(nn.Module):
-    """Three layers of one type, 8 × 12, in blocks of their own."""
+    """Three layers of one type in blocks of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(12, 8, bias=False)) for _ in range(3))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(inputs, outputs, bias=False)) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([block(x) for block in self.blocks]).sum(0)
 
 
-def elastic() -> tuple[nn.Module, Mapping[str, Tensor]]:
-    model = Blocks()
+def elastic(inputs: int = 12, outputs: int = 8) -> tuple[nn.Module, Mapping[str, Tensor]]:
+    model = Blocks(inputs, outputs)
     return model, RANK_METHODS["svd"].decompose_(model, [], select_layers(model), lambda *_: torch.zeros(()))
 
 
@@ -147,15 +147,20 @@ def test_biases_of_blocks_by_hand() -> None:
 
 
 def test_lems_errors_are_distances_spread_by_energy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Energies 4, 2, 1, 1, 0 …; a tenth of 96 parameters has no rank, so the reference is rank 1: half is beyond it."""
-    model, _ = elastic()
+    """Energies 4, 2, 1, 1, 0 …; a tenth of 4096 parameters has rank 3 (375; 4 has 496), beyond which is an eighth."""
+    model, _ = elastic(64, 64)
     names, seen = list(nested_layers(model)), dict[str, np.ndarray]()
-    energies = {name: torch.tensor([4.0, 2, 1, 1, 0, 0, 0, 0]) for name in names}
+    energies = {name: torch.tensor([4.0, 2, 1, 1] + [0] * 60) for name in names}
     monkeypatch.setattr(lems, "_best", lambda _, errors, *rest: seen.update(errors))
     lems.ranks(model, energies, [0.5], costing(dict(zip(names, (1.0, 2.0, 3.0), strict=True))))
     for name, weight in zip(names, (1.0, 2.0, 3.0), strict=True):
-        expected = weight * 49 * np.array([2, 1, 0.5, 0.25, 0, 0, 0, 0, 0])
-        assert seen[name] == pytest.approx(expected)
+        assert seen[name] == pytest.approx(weight * 61**2 * np.array([8, 4, 2, 1] + [0] * 61))
+
+
+def test_large_layers_have_multiples_of_eight_and_small_ones_every_rank() -> None:
+    for size, step in ((40, 1), (100, 2), (400, 8), (1000, 8)):
+        ranks = lems._curve("a", (size, size), np.zeros(size + 1), 0.1).ranks
+        assert set(np.diff(ranks[:-1])) == {step} and not (ranks[:-1] % step).any() and ranks[-1] == size
 
 
 def test_lems_takes_the_trial_that_is_nearest_to_the_base_model() -> None:

@@ -10,7 +10,9 @@ import torch
 from test_baselines import batches_of, drawn, least_loss, prefix
 from torch import Tensor, nn
 
+from flexrank import collect_moments
 from flexrank.errors import FlexrankError
+from flexrank.nn.linalg import data_svd
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import layer_shapes, nested_layers
 from flexrank.profiles import Footprint, SensitivityTable
@@ -200,6 +202,25 @@ def test_kfac_svd_is_the_best_under_both_moments(shape: tuple[int, int], rank: i
     roots = [vectors * values.sqrt() @ vectors.T for values, vectors in map(torch.linalg.eigh, weights)]
     assert loss == pytest.approx(least_loss(roots[1] @ weight, roots[0], rank), rel=1e-4)
     assert loss == pytest.approx(float(factors.energies[rank:].sum()), rel=1e-6)
+
+
+def test_kfac_svd_without_what_tames_it_is_fisher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the moments of `collect_moments`, and the layers that `data_svd` makes of them."""
+    for name in ("EDGE", "SHORTEST", "INPUT_SHRINKAGE", "GRADIENT_SHRINKAGE", "ROUNDING"):
+        monkeypatch.setattr(kfac_svd, name, 0.0)
+    monkeypatch.setattr(kfac_svd, "LONGEST", math.inf)
+    model, batch = build("llama_tied"), batches_of((17, 7))
+    layers = select_layers(model)
+    expected = collect_moments(model, [batch], layers, side="input", gradient_loss=next_token_loss)
+    for name, (inputs, gradients) in kfac_svd.moments(model, [batch], layers, next_token_loss).items():
+        assert torch.allclose(inputs, expected[name].moment, rtol=1e-5)
+        other = expected[name].gradient_moment
+        assert other is not None and torch.allclose(gradients, other, rtol=1e-4, atol=1e-6 * float(other.abs().max()))
+    weight, rows = drawn(6, 9)
+    pair = rows @ rows.T, torch.arange(1.0, 7).double().diag()
+    ours, theirs = kfac_svd.factors(weight, pair), data_svd(weight, input_moment=pair[0], gradient_moment=pair[1])
+    for rank in (1, 3, 5):
+        assert torch.allclose(prefix(ours, rank), prefix(theirs, rank), atol=1e-4)
 
 
 def test_gradients_lengths_are_bounded_by_hand() -> None:

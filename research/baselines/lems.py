@@ -35,6 +35,8 @@ TRIALS, ALPHAS, GAMMAS = 10, 3.0, 7.0
 MULTIPLE, LEAST_CHOICES = 8, 48
 #: The gap of Gurobi's default, and seconds for one program.
 GAP, TIME_LIMIT = 1e-4, 60.0
+#: The least ρ(r₀) that is divided by.
+LEAST = 1e-6
 
 
 def ranks(
@@ -46,7 +48,7 @@ def ranks(
         name: max(1, largest_rank(s, REFERENCE * dense_parameters(s))) for name, s in layer_shapes(model).items()
     }
     distances = _reference_distances(model, references, measures.distance)
-    errors = {name: distances[name] * rest / max(float(rest[references[name]]), 1e-6) for name, rest in rests.items()}
+    errors = {name: distances[name] * rest / max(float(rest[references[name]]), LEAST) for name, rest in rests.items()}
     return [_best(model, errors, budget, measures.distance) for budget in budgets]
 
 

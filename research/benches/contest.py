@@ -107,7 +107,7 @@ class Contestant:
 
     def sized(self, allocation: str, table: Mapping[str, Any]) -> dict[str, Any]:
         """The scores and sizes at each budget, whether each is a prefix of the larger ones, the search's seconds."""
-        assert self._decomposed  # whose seconds are `probed`'s
+        _ = self._decomposed  # now, for its seconds are `probed`'s
         start = time.perf_counter()
         profiles = self._profiles(allocation, SensitivityTable.from_json(table))
         seconds = time.perf_counter() - start

@@ -5,33 +5,39 @@ that a prefix of them is the layer at that rank. It is two functions and a rule:
 
     collect(model, batches, layers, loss) -> one statistic for each layer, from the calibration alone
     factors(weight, statistic) -> Factors(u (k × m), v (k × n), energies), W ≈ uᵀ v, in float64
-    ranks(model, energies, budget) -> the ranks that the paper gives to a size; uniform unless it says otherwise
+    ranks(model, energies, budgets, measures) -> the ranks that the paper gives to each size; uniform unless it has any
+
+The third may evaluate the model by `measures`: the task's loss and the distance from the base model, on the samples of
+flexrank's probe.
 
 `method.decompose_(model, …)` applies one to a whole model, whose layers are flexrank's elastic ones afterwards:
 probing, allocation, sizes and scores are the same for every method, ours included. `loss(output, batch)` is the
-task's, summed over the batch's samples; only FWSVD uses it.
+task's, summed over the batch's samples.
 
-| name | weights minimise, at rank r | statistic |
-|---|---|---|
-| svd | ‖W − W_r‖ | none |
-| fwsvd | ‖(W − W_r) I^{1/2}‖, I the inputs' Fisher information | squared gradients |
-| asvd | ‖(W − W_r) S‖, S the inputs' mean magnitude to the power of 1/2 | mean magnitudes |
-| drone | ‖(W − W_r) X‖, by the SVDs of W and X | second moment |
-| svd-llm | the same, by the Cholesky factor of X Xᵀ | second moment |
-| svd-llm-v2 | the same, by the SVD of X Xᵀ; ranks by layer | second moment |
+| name | weights minimise, at rank r | statistic | ranks |
+|---|---|---|---|
+| svd | ‖W − W_r‖ | none | uniform |
+| fwsvd | ‖(W − W_r) I^{1/2}‖, I the inputs' Fisher information | squared gradients | uniform |
+| asvd | ‖(W − W_r) S‖, S the inputs' mean magnitude to the power of 1/2 | mean magnitudes | a bound on losses |
+| drone | ‖(W − W_r) X‖, by the SVDs of W and X | second moment | uniform |
+| svd-llm | the same, by the Cholesky factor of X Xᵀ | second moment | uniform |
+| svd-llm-v2 | the same, by the SVD of X Xᵀ | second moment | by the logarithm of layers' losses |
+| lems | ‖G^{1/2} (W − W_r) X‖, G the outputs' gradients' moment | both moments, shrunk | integer program |
 
-The last three, and flexrank's DataSVD, have one optimum, and differ by rounding and by what they do where X Xᵀ is
-singular. What the papers add by training, such as LoRA, and by updates between layers is left out.
+DRONE, both SVD-LLMs and flexrank's DataSVD have one optimum, and differ by rounding and by what they do where X Xᵀ is
+singular. LEMS's factors are those of flexrank's `fisher` but for what tames its moments. What the papers add by
+training, such as LoRA, and by updates between layers is left out.
 """
 
 from research.baselines.asvd import ASVD
 from research.baselines.drone import DRONE
 from research.baselines.fwsvd import FWSVD
+from research.baselines.lems import LEMS
 from research.baselines.method import RankMethod
 from research.baselines.plain import SVD
 from research.baselines.svd_llm import SVD_LLM
 from research.baselines.svd_llm_v2 import SVD_LLM_V2
 
 RANK_METHODS: dict[str, RankMethod] = {
-    method.name: method for method in (SVD, FWSVD, ASVD, DRONE, SVD_LLM, SVD_LLM_V2)
+    method.name: method for method in (SVD, FWSVD, ASVD, DRONE, SVD_LLM, SVD_LLM_V2, LEMS)
 }  # fmt: skip

@@ -1,18 +1,29 @@
 """ASVD: singular value decomposition scaled by activations (Yuan et al., 2023).
 
-The paper then searches ranks by the perplexity of one truncated layer at a time, as flexrank's probe does; its uniform
-ranks here are without that search.
+Ranks are searched as the paper says: the loss of the model with one layer truncated is measured at each ratio of its
+parameters, .1 to .9; a layer then gets the least ratio whose loss is within a threshold, one for all layers, and the
+threshold is the least by which the parameters fit. A ratio counts deployed parameters here. The order of perplexities
+is that of mean losses. The authors' code has ratios from .4 only, with which small sizes do not exist.
 """
 
-from jaxtyping import Float
-from torch import Tensor
+import bisect
+from collections.abc import Mapping, Sequence
 
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from flexrank import probe_sensitivity
+from flexrank.errors import FlexrankError
 from flexrank.nn.linalg import Factors
-from research.baselines.method import RankMethod, scaled_svd
+from flexrank.profiles import RankProfile, SensitivityTable
+from flexrank.profiles.costs import dense_parameters, deployed_parameters
+from research.baselines.method import Measures, RankMethod, scaled_svd
 from research.baselines.statistics import mean_magnitudes
 
 #: The paper's choice for language models.
 ALPHA = 0.5
+#: Ratios of the search: tenths, the whole layer included.
+LEVELS = 10
 
 
 def factors(weight: Float[Tensor, "m n"], magnitudes: Float[Tensor, " n"], alpha: float = ALPHA) -> Factors:
@@ -20,4 +31,38 @@ def factors(weight: Float[Tensor, "m n"], magnitudes: Float[Tensor, " n"], alpha
     return scaled_svd(weight, magnitudes.double() ** alpha)
 
 
-ASVD = RankMethod("asvd", "Yuan et al., 2023", mean_magnitudes, factors)
+def within(table: SensitivityTable, threshold: float) -> RankProfile:
+    """Each layer's least rank whose error is at most the threshold; the full one where none is."""
+    chosen = {}
+    for name, ranks in table.ranks.items():
+        fitting = [rank for rank, error in zip(ranks, table.errors[name], strict=True) if error <= threshold]
+        chosen[name] = min(fitting, default=ranks[-1])
+    return RankProfile(chosen)
+
+
+def searched(table: SensitivityTable, budget: float) -> RankProfile:
+    """The ranks of the least threshold by which deployed parameters are within the budget, by bisection.
+
+    Raises:
+        FlexrankError: the least ratios do not fit.
+    """
+    cap = budget * sum(map(dense_parameters, table.shapes.values()))
+
+    def fits(threshold: float) -> bool:
+        profile = within(table, threshold)
+        return sum(deployed_parameters(shape, profile[name]) for name, shape in table.shapes.items()) <= cap
+
+    thresholds = sorted(error for errors in table.errors.values() for error in errors[:-1])
+    place = bisect.bisect_left(thresholds, True, key=fits)  # fewer parameters the higher the threshold
+    if place == len(thresholds):
+        raise FlexrankError(f"budget {budget:g} is below the least ratios that ASVD's search has")
+    return within(table, thresholds[place])
+
+
+def ranks(model: nn.Module, _: Mapping[str, Tensor], budgets: Sequence[float], measures: Measures) -> list[RankProfile]:
+    """The searched ranks at each budget, from one table of losses."""
+    table = probe_sensitivity(model, measures.loss, LEVELS, spacing="parameters", min_saving=0.0, slack_share=0.0)
+    return [searched(table, budget) for budget in budgets]
+
+
+ASVD = RankMethod("asvd", "Yuan et al., 2023", mean_magnitudes, factors, ranks)

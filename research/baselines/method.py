@@ -18,18 +18,33 @@ from flexrank.profiles import RankProfile
 #: (output, batch) to a scalar: the task's loss, summed over the batch's samples.
 Loss = Callable[[Any, Batch], Tensor]
 Layers = Mapping[str, nn.Module]
-Collect = Callable[[nn.Module, Sequence[Batch], Layers, Loss], Mapping[str, Tensor]]
-#: (elastic model, each layer's energies, budget) to the ranks of a size.
-Ranks = Callable[[nn.Module, Mapping[str, Tensor], float], RankProfile]
+#: What a method reads of the calibration for one layer: a tensor, or a tuple of them.
+Statistic = Any
+Collect = Callable[[nn.Module, Sequence[Batch], Layers, Loss], Mapping[str, Statistic]]
+Evaluate = Callable[[nn.Module], float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Measures:
+    """What a search of ranks may evaluate a model by, on samples of its own; lower is better."""
+
+    loss: Evaluate  #: the task's
+    distance: Evaluate  #: from the base model
+
+
+#: (elastic model, each layer's energies, budgets, measures) to the ranks at each budget.
+Ranks = Callable[[nn.Module, Mapping[str, Tensor], Sequence[float], Measures], list[RankProfile]]
 #: The least scale of an input, over the largest: scales are divided by, and an input may always be zero.
 FLOOR = 1e-6
 #: Directions with less than this share of the largest one's energy count as unseen.
 UNSEEN = 1e-6
 
 
-def uniform_ranks(model: nn.Module, _: Mapping[str, Tensor], budget: float) -> RankProfile:
+def uniform_ranks(
+    model: nn.Module, _: Mapping[str, Tensor], budgets: Sequence[float], __: Measures
+) -> list[RankProfile]:
     """Each layer's largest rank whose deployed parameters are within the budget's share of its own dense ones."""
-    return uniform_profile(model, budget)
+    return [uniform_profile(model, budget) for budget in budgets]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +54,7 @@ class RankMethod:
     name: str
     source: str
     collect: Collect
-    factors: Callable[[Tensor, Tensor], Factors]
+    factors: Callable[[Tensor, Statistic], Factors]
     ranks: Ranks = uniform_ranks
 
     def decompose_(

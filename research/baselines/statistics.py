@@ -1,7 +1,7 @@
 """What rank methods read of the calibration: one tensor for each layer."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from flexrank.data.batches import (
     Batch,
     batch_rows,
     call_model,
+    eval_mode,
     model_device,
     output_tensor,
     row_masks,
@@ -97,6 +98,21 @@ def _squares(rows: Float[Tensor, "t n"], gradients: Float[Tensor, "t m"], sample
 
 def _zeros(layers: Layers) -> dict[str, Tensor]:
     return {name: torch.zeros(matrix_shape(layer)[1], dtype=torch.float64) for name, layer in layers.items()}
+
+
+def mean_loss(loss: Loss, batches: Sequence[Batch]) -> Callable[[nn.Module], float]:
+    """evaluate(model) -> the loss of a sample, mean over all batches."""
+
+    @torch.inference_mode()
+    def evaluate(model: nn.Module) -> float:
+        total, device = 0.0, model_device(model)
+        with eval_mode(model):
+            for number, batch in enumerate(batches):
+                batch = to_device(batch, device)
+                total += float(seeded_loss(loss, call_model(model, batch), batch, number))
+        return total / sum(map(batch_rows, batches))
+
+    return evaluate
 
 
 def next_token_loss(output: Any, batch: Batch) -> Tensor:

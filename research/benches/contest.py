@@ -14,15 +14,15 @@ from flexrank import distillation_evaluator, probe_sensitivity
 from flexrank.errors import FlexrankError
 from flexrank.nn.matrix import matrix_shape
 from flexrank.nn.select import select_layers
-from flexrank.nn.switch import footprint, layer_shapes, uniform_profile, use_profile
+from flexrank.nn.switch import footprint, layer_shapes, use_profile
 from flexrank.profiles import RankProfile, SensitivityTable
 from flexrank.profiles.costs import dense_parameters, deployed_parameters
 from flexrank.run.config import RunConfig
 from flexrank.run.directory import RunDirectory
 from flexrank.run.workspace import Workspace
 from research.baselines import RANK_METHODS
-from research.baselines.method import Loss
-from research.baselines.statistics import next_token_loss
+from research.baselines.method import Evaluate, Loss, Measures, uniform_ranks
+from research.baselines.statistics import mean_loss, next_token_loss
 from research.benches import language, sts
 from research.benches.quality import BUDGETS, Subject, chain_of
 from research.experiment import EVERY_RANK, Request
@@ -50,6 +50,20 @@ class Contest:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "subject", functools.lru_cache(maxsize=1)(self.subject))
+
+    def measures(self, seed: int) -> Measures:
+        """What searches of ranks evaluate by, on the samples of the probe; a task without labels has no loss."""
+        subject = self.subject(seed)
+
+        @functools.cache  # uniform ranks need none
+        def evaluator() -> Evaluate:
+            return distillation_evaluator(subject.teacher, subject.probe, subject.objective)
+
+        def distance(model: nn.Module) -> float:
+            return evaluator()(model)
+
+        has_labels = self.loss is next_token_loss
+        return Measures(mean_loss(self.loss, subject.probe) if has_labels else distance, distance)
 
     def scored(self) -> dict[str, float]:
         """The base model's scores."""
@@ -92,18 +106,21 @@ class Contestant:
         return {"table": table.to_json(), "decomposition_seconds": seconds, "probe_seconds": probe}
 
     def sized(self, allocation: str, table: Mapping[str, Any]) -> dict[str, Any]:
-        """The scores and sizes at each budget, and whether each size is a prefix of the larger ones."""
+        """The scores and sizes at each budget, whether each is a prefix of the larger ones, the search's seconds."""
+        _ = self._decomposed  # now, for its seconds are `probed`'s
+        start = time.perf_counter()
         profiles = self._profiles(allocation, SensitivityTable.from_json(table))
+        seconds = time.perf_counter() - start
         nested = all(small.fits_in(large) for large, small in itertools.pairwise(profiles))
-        return {"rows": [self._row(profile) for profile in profiles], "nested": nested}
+        return {"rows": [self._row(profile) for profile in profiles], "nested": nested, "search_seconds": seconds}
 
     def _profiles(self, allocation: str, table: SensitivityTable) -> list[RankProfile]:
         """The ranks at each budget, which fall."""
         model, energies, _ = self._decomposed
         budgets = self._contest.budgets
         if allocation == "published":
-            own = RANK_METHODS[self._method].ranks if self._method in RANK_METHODS else None
-            return [own(model, energies, one) if own else uniform_profile(model, one) for one in budgets]
+            own = RANK_METHODS[self._method].ranks if self._method in RANK_METHODS else uniform_ranks
+            return own(model, energies, budgets, self._contest.measures(self._seed))
         return [chain_of(allocation, table, budgets).at(budget) for budget in budgets]
 
     def _row(self, profile: RankProfile) -> dict[str, Any]:

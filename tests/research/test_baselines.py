@@ -14,10 +14,12 @@ from flexrank.nn.linalg import Factors
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import full_profile, nested_layers, use_profile
 from research.baselines import RANK_METHODS, asvd, drone, fwsvd, plain, svd_llm, svd_llm_v2
-from research.baselines.statistics import input_importance, mean_magnitudes, next_token_loss
+from research.baselines.method import Measures
+from research.baselines.statistics import input_importance, mean_loss, mean_magnitudes, next_token_loss
 from tiny import batch_for, build
 
 SHAPES = [(5, 9), (9, 5), (6, 6)]
+NONE = Measures(lambda _: math.nan, lambda _: math.nan)  # for ranks that no evaluation chooses
 DATA_AWARE = {"drone": drone.factors, "svd-llm": svd_llm.factors, "svd-llm-v2": svd_llm_v2.factors}
 
 
@@ -98,7 +100,9 @@ def test_asvd_scales_by_the_root_of_magnitudes_and_without_it_is_svd() -> None:
     assert not torch.allclose(prefix(asvd.factors(weight, magnitudes), 2), prefix(plainly, 2), atol=1e-3)
 
 
-def statistic_of(name: str, inputs: Tensor) -> Tensor:
+def statistic_of(name: str, inputs: Tensor, outputs: int = 0) -> Any:
+    if name == "lems":
+        return inputs @ inputs.T, torch.arange(1.0, outputs + 1).double().diag()
     return {"svd": inputs, "fwsvd": inputs.square().mean(1), "asvd": inputs.abs().mean(1)}.get(name, inputs @ inputs.T)
 
 
@@ -106,7 +110,7 @@ def statistic_of(name: str, inputs: Tensor) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_all_components_give_the_weight_in_falling_order(name: str, shape: tuple[int, int]) -> None:
     weight, inputs = drawn(*shape)
-    factors = RANK_METHODS[name].factors(weight, statistic_of(name, inputs))
+    factors = RANK_METHODS[name].factors(weight, statistic_of(name, inputs, len(weight)))
     assert factors.u.shape == (min(shape), shape[0]) and factors.v.shape == (min(shape), shape[1])
     assert torch.allclose(prefix(factors, min(shape)), weight, atol=1e-8)
     assert bool((factors.energies.diff() <= 1e-12).all())
@@ -117,7 +121,7 @@ def test_all_components_give_the_weight_in_falling_order(name: str, shape: tuple
 def test_an_input_that_is_always_zero_spoils_nothing(name: str, shape: tuple[int, int]) -> None:
     """Outputs at full rank stay; of what the data never visited, DRONE alone keeps nothing."""
     weight, inputs = drawn(*shape, dead=2)
-    factors = RANK_METHODS[name].factors(weight, statistic_of(name, inputs))
+    factors = RANK_METHODS[name].factors(weight, statistic_of(name, inputs, len(weight)))
     whole = prefix(factors, min(shape))
     assert all(bool(torch.isfinite(part).all()) for part in factors)
     assert torch.allclose(whole @ inputs, weight @ inputs, atol=1e-6)
@@ -132,7 +136,7 @@ def test_an_input_that_is_always_zero_spoils_nothing(name: str, shape: tuple[int
 def test_data_of_zeros_and_weights_of_low_rank_give_finite_factors(name: str, weight: Tensor) -> None:
     inputs = torch.zeros(6, 3, dtype=torch.float64)
     for data in (inputs, inputs + 1):
-        factors = RANK_METHODS[name].factors(weight, statistic_of(name, data))
+        factors = RANK_METHODS[name].factors(weight, statistic_of(name, data, len(weight)))
         assert all(bool(torch.isfinite(part).all()) for part in factors)
         assert torch.allclose(prefix(factors, 1) @ data, weight @ data, atol=1e-6)
 
@@ -165,7 +169,7 @@ def test_ranks_of_svd_llm_v2_by_hand() -> None:
     powers = {names[0]: 4.0, names[1]: 2.0}  # of the losses: e² and e
     energies = {name: torch.tensor([0.0, 0.0, math.exp(power), 0, 0, 0, 0, 0]) for name, power in powers.items()}
     # Inverse logarithms 1/2 and 1, so that 1/3 and 2/3 of twice .5 go: 64 and 32 of 96 numbers stay.
-    ranks = RANK_METHODS["svd-llm-v2"].ranks(model, energies, 0.5)
+    (ranks,) = RANK_METHODS["svd-llm-v2"].ranks(model, energies, [0.5], NONE)
     assert dict(ranks) == {names[0]: 4, names[1]: 1}  # 4 · 16 = 64; 1 · 19 = 19, 2 · 18 = 36
 
 
@@ -174,7 +178,8 @@ def test_uniform_ranks_are_the_largest_that_fit() -> None:
     RANK_METHODS["svd"].decompose_(model, [], select_layers(model), lambda *_: torch.zeros(()))
     for budget in (0.2, 0.5, 0.9):
         fitting = [r for r in range(1, 9) if min(96, r * (20 - r)) <= budget * 96] or [1]
-        assert set(RANK_METHODS["asvd"].ranks(model, {}, budget).values()) == {max(fitting)}
+        (ranks,) = RANK_METHODS["svd"].ranks(model, {}, [budget], NONE)
+        assert set(ranks.values()) == {max(fitting)}
 
 
 def batches_of(lengths: tuple[int, ...]) -> dict[str, Tensor]:
@@ -182,6 +187,18 @@ def batches_of(lengths: tuple[int, ...]) -> dict[str, Tensor]:
     ids = torch.arange(len(lengths) * max(lengths)).reshape(len(lengths), -1) % 60 + 1
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     return {"input_ids": ids, "attention_mask": mask.long()}
+
+
+def test_the_mean_loss_is_of_each_sample() -> None:
+    """Oracle: one row at a time, without its padding."""
+    model, losses = build("llama_tied"), []
+    batches = [batches_of((7, 4)), batches_of((5,))]
+    with torch.no_grad():
+        for batch, lengths in zip(batches, ((7, 4), (5,)), strict=True):
+            for row, length in zip(batch["input_ids"], lengths, strict=True):
+                logits = model(row[None, :length]).logits[0, :-1]
+                losses.append(nn.functional.cross_entropy(logits, row[1:length], reduction="sum"))
+    assert mean_loss(next_token_loss, batches)(model) == pytest.approx(float(sum(losses)) / 3, rel=1e-5)
 
 
 def test_magnitudes_are_of_real_tokens() -> None:

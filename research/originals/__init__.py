@@ -1,0 +1,27 @@
+"""Rivals' own code as oracles: what their authors' functions give for one tiny model, beside what ours do.
+
+Nothing of that code is in this repository. The user clones it; `python -m research.originals CLONES` imports functions
+from the clones, runs them, and writes docs/baselines.md. Each module here has
+
+    compare(clone) -> rows: what was compared, the largest relative difference, its bound, and whether it holds
+
+A row without a bound is told and not judged.
+"""
+
+from research.originals import asvd, lems, svd_llm
+from research.originals.original import Original
+
+ORIGINALS: dict[str, Original] = {
+    "asvd": Original(
+        "https://github.com/hahnyuan/ASVD4LLM", "863042743edb4c0dcc512a45534dea07df16b140", asvd.compare, asvd.__doc__
+    ),
+    "svd-llm": Original(
+        "https://github.com/AIoT-MLSys-Lab/SVD-LLM",
+        "1c1009a99bea54c22c27a4dd5d9fba7116dc456b",
+        svd_llm.compare,
+        svd_llm.__doc__,
+    ),
+    "lems": Original(
+        "https://github.com/lems-svd/lems", "9eaf26243562f07c6261da8abbc8787ae655146c", lems.compare, lems.__doc__
+    ),
+}

@@ -1,0 +1,73 @@
+"""`python -m research.originals CLONES`: compares the rivals with their authors' code, and writes docs/baselines.md.
+
+CLONES is a directory with a clone of each original at its commit; where one is missing, the error has the command.
+"""
+
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flexrank.cli.endings import OneLineErrors
+from flexrank.errors import FlexrankError
+from flexrank.files import write_aside
+from research.originals import ORIGINALS
+from research.originals.original import Row
+
+app = typer.Typer(cls=OneLineErrors, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+PAGE = Path("docs", "baselines.md")
+HEAD = """# Rivals beside their authors' code
+
+Made by `python -m research.originals CLONES`, which imports the authors' functions from clones of their repositories
+and runs them on one random Llama of two blocks in float32. The rivals of `research/baselines` are written from the
+papers, and no line of that code is here. A difference is ‖ours − theirs‖ / ‖ours‖, the largest over layers and ranks.
+Differences without a bound are told, not judged.
+"""
+
+
+@app.callback()
+def _group() -> None:
+    """Rivals beside their authors' code."""
+
+
+@app.command()
+def compare(
+    clones: Annotated[Path, typer.Argument(help="The directory that holds the clones.")],
+    page: Annotated[Path, typer.Option(help="The page to write.")] = PAGE,
+) -> None:
+    """Compares every original, and writes the page; an error where a bound does not hold."""
+    places = {name: original.clone_in(clones) for name, original in ORIGINALS.items()}
+    rows = {name: original.compare(places[name]) for name, original in ORIGINALS.items()}
+    with write_aside(page) as aside:
+        aside.write_text(text_of(rows), encoding="utf-8")
+    failed = [f"{name}: {one['what']}" for name, found in rows.items() for one in found if one["holds"] is False]
+    if failed:
+        raise FlexrankError(f"{page}: {len(failed)} of the differences are beyond their bounds: {'; '.join(failed)}")
+    typer.echo(f"{page}: {sum(map(len, rows.values()))} differences with {', '.join(rows)}")
+
+
+def text_of(rows: Mapping[str, Sequence[Row]]) -> str:
+    """The page."""
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers"))
+    parts = [HEAD, f"Python {platform.python_version()}, {versions}.\n"]
+    for name, found in rows.items():
+        original = ORIGINALS[name]
+        parts.append(f"## {name}\n\n{original.url} at `{original.commit}`.\n\n{(original.about or '').strip()}\n")
+        lines = ["| what | difference | bound | holds |", "|---|---|---|---|", *map(_line, found)]
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def _line(one: Row) -> str:
+    bound = "–" if one["bound"] is None else f"{one['bound']:.0e}" if one["bound"] else "0"
+    verdict = {None: "–", True: "yes", False: "no"}[one["holds"]]
+    return f"| {one['what']} | {one['difference']:.1e} | {bound} | {verdict} |"
+
+
+if __name__ == "__main__":
+    app(["compare", *sys.argv[1:]], prog_name="python -m research.originals")

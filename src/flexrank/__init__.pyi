@@ -16,6 +16,7 @@ from .deployment import deploy as deploy
 from .deployment import entry_within_latency as entry_within_latency
 from .deployment import export as export
 from .deployment import find_slack as find_slack
+from .deployment.formats import export_to as export_to
 from .deployment.loading import FlexRankConfig as FlexRankConfig
 from .distill import distill_ as distill_
 from .distill import distillation_evaluator as distillation_evaluator

@@ -138,6 +138,25 @@ def deploy(
 
 
 @app.command()
+def export(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="What deploy wrote: a model of transformers.")],
+    to: Annotated[str, typer.Option("--to", help="dense, torch, onnx, openvino or executorch.")],
+    output: Annotated[Path | None, typer.Option(help="Where to write; DIR-FORMAT by default.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Writes a deployed model for another runtime, loaded and run there before it is published."""
+    from flexrank.deployment.formats import export_to, require_format
+
+    require_format(to)
+    place = output or directory.with_name(f"{directory.resolve().name}-{to}")
+    facts = processes.by_first(lambda: export_to(directory, to, place))
+    if as_json:
+        print_json({"directory": str(place), **facts})
+    else:
+        print(place)
+
+
+@app.command()
 def measure(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A YAML file, or a run directory.")] = None,
     overrides: Set = None,

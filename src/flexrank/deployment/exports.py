@@ -128,14 +128,21 @@ def _compare(report: Mapping[str, Sequence[str]], outputs: Path, expected: Tenso
             f"{directory}: the reloaded model returns {reloaded.dtype} {tuple(reloaded.shape)}, not "
             f"{expected.dtype} {tuple(expected.shape)}; nothing was kept"
         )
-    lengths = [_length(map(torch.sub, _doubles(reloaded), _doubles(expected))), _length(_doubles(expected))]
-    error = lengths[0] / (lengths[1] or 1.0)
+    error = relative_difference(reloaded, expected)
     bound = OUTPUT_BOUNDS.get(expected.dtype, 0.0)
     if not error <= bound:
         raise FlexrankError(
             f"{directory}: outputs differ by {error:.1e} on reloading, above the bound {bound:.1e} of "
             f"{expected.dtype}; nothing was kept"
         )
+
+
+def relative_difference(found: Tensor, expected: Tensor) -> float:
+    """‖y − y*‖/‖y*‖ of two tensors of one shape, in float64; another shape is a FlexrankError."""
+    if found.shape != expected.shape:
+        raise FlexrankError(f"the outputs have shape {tuple(found.shape)}, not {tuple(expected.shape)}")
+    lengths = [_length(map(torch.sub, _doubles(found), _doubles(expected))), _length(_doubles(expected))]
+    return lengths[0] / (lengths[1] or 1.0)
 
 
 def _doubles(values: Tensor) -> Iterator[Tensor]:

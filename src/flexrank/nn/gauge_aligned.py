@@ -12,7 +12,7 @@ from torch.nn.modules import module as hooks
 
 from flexrank.errors import FlexrankError
 from flexrank.nn.alignment import choose_slack, gauge_align
-from flexrank.nn.matrix import ConvGeometry
+from flexrank.nn.matrix import ConvGeometry, bias_of, weight_matrix
 from flexrank.profiles.costs import whole_slack
 
 Slack = int | Literal["auto"]
@@ -93,6 +93,13 @@ class GaugeAlignedLayer(nn.Module):
     def slack(self) -> int:
         """Latents that are not outputs, r − g."""
         return self.rank - self.aligned
+
+    @torch.no_grad()
+    def dense(self) -> tuple[Float[Tensor, "m n"], Float[Tensor, " m"] | None]:
+        """The layer multiplied out: W = [Ṽᵀ_{1:g}; Û Ṽᵀ] in float64, a convolution's unfolded, and its bias."""
+        v_tilde, u_hat = (matrix.detach().double() for matrix in map(weight_matrix, (self.latent, self.expand)))
+        parts = [bias for bias in (self.bias, bias_of(self.expand)) if bias is not None]
+        return torch.cat((v_tilde[: self.aligned], u_hat @ v_tilde)), torch.cat(parts) if parts else None
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         latent = self.latent(x)

@@ -1,0 +1,46 @@
+"""A deployed transformers model in its plain architecture: each layer multiplied out to one matrix."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from flexrank.errors import FlexrankError
+from flexrank.hf import models
+from flexrank.nn.gauge_aligned import GaugeAlignedLayer
+from flexrank.nn.matrix import bias_of, weight_matrix
+
+
+@torch.no_grad()
+def dense_model(small: Any, directory: Path) -> Any:
+    """The class that `directory`'s config names, with the deployed model's function and layers of its own kinds.
+
+    Layers become what transformers builds: `nn.Linear`, GPT-2's `Conv1D`, `nn.Conv2d`. Ties are kept. The weights
+    are multiplied in float64 and rounded once.
+
+    Raises:
+        FlexrankError: a tensor of the plain architecture has no counterpart in the deployed model, or another shape.
+    """
+    plain, replaced, state = models.skeleton(directory), models.attached_layers(small), small.state_dict()
+    for name in replaced:
+        _fill(name, plain.get_submodule(name), small.get_submodule(name))
+    for name, value in plain.state_dict().items():
+        if name.rpartition(".")[0] in replaced:
+            continue
+        if name not in state or state[name].shape != value.shape:
+            raise FlexrankError(f"tensor {name!r} of {type(plain).__name__} has no counterpart in the deployed model")
+        value.copy_(state[name])
+    return plain
+
+
+def _fill(name: str, plain: nn.Module, deployed: nn.Module) -> None:
+    """Copies a deployed layer's matrix (m, n) and bias (m,) into the plain architecture's layer."""
+    is_aligned = isinstance(deployed, GaugeAlignedLayer)
+    matrix, bias = deployed.dense() if is_aligned else (weight_matrix(deployed), bias_of(deployed))
+    target, own = weight_matrix(plain), bias_of(plain)
+    if target.shape != matrix.shape or (own is None) != (bias is None):
+        raise FlexrankError(f"layer {name!r} does not fit its {type(plain).__name__} in the plain architecture")
+    target.copy_(matrix)
+    if own is not None and bias is not None:
+        own.copy_(bias)

@@ -1,0 +1,176 @@
+"""A deployed transformers model for another runtime: written, loaded and run there, and only then published."""
+
+import contextlib
+import importlib.util
+import logging
+import shutil
+import warnings
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flexrank.artefacts.deployed import DOCUMENT as DEPLOYED
+from flexrank.artefacts.deployed import KIND
+from flexrank.artefacts.inspect import inspect_artefact
+from flexrank.data.batches import output_tensor
+from flexrank.deployment.dense import dense_model
+from flexrank.deployment.exports import relative_difference
+from flexrank.deployment.runtimes import RUNTIMES, TRACED, Inputs, Run, program_of, sample_inputs
+from flexrank.errors import FlexrankError, first_line
+from flexrank.files import digest_files, directory_aside, directory_bytes, read_json, write_document, write_json
+from flexrank.hf import models
+
+FORMATS = ("dense", *RUNTIMES)
+#: The description of an export, and by this file's name what may be replaced.
+DOCUMENT = "export.json"
+#: Rows and tokens of the batches that an export is verified on: the one that was traced, and one of another shape.
+VERIFIED = (TRACED, (1, 13))
+#: Largest relative difference ‖y − y*‖/‖y*‖ of an export's outputs from the deployed model's, by the dtype of both.
+#: torch runs the same kernels. The others sum in another order, and dense multiplies each factor's roundings out: on
+#: models of 2 to 6 layers up to 3e-6 in float32 (docs/log.md), which grows with depth, so 1e-4 is far from an error
+#: of the conversion, and far above roundings. In half precision a layer's own rounding is the dtype's.
+BOUNDS: dict[str, dict[torch.dtype, float]] = {
+    "dense": {torch.float64: 1e-11, torch.float32: 1e-4, torch.float16: 2**-7, torch.bfloat16: 2**-4},
+    "torch": {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6},
+    "onnx": {torch.float32: 1e-4},
+    "openvino": {torch.float32: 1e-4},
+    "executorch": {torch.float32: 1e-4},
+}
+log = logging.getLogger("flexrank")
+
+
+def export_to(directory: str | Path, format: str, output: str | Path) -> dict[str, Any]:
+    """Writes a deployed transformers model for another runtime, verified there against the model itself.
+
+    Args:
+        directory: what `export` or `flexrank deploy` wrote.
+        format: dense (plain transformers, each layer multiplied out), torch (a `torch.export` program), onnx, openvino
+            or executorch.
+        output: a directory; an earlier export there is replaced, only on success, and one of other files is refused.
+
+    Returns:
+        What `export.json` holds beside its checksums: format, class, dtype, bytes, bound and error, the largest
+        relative difference that was measured.
+
+    Raises:
+        FlexrankError: no such format, a library of it is missing, the directory holds no deployed transformers model,
+            the format cannot express it, or outputs differ by more than `BOUNDS`. Nothing is left.
+    """
+    require_format(format)
+    _require_deployed(directory)
+    with directory_aside(output, DOCUMENT) as aside:
+        model = _loaded(directory, format)
+        batches = [sample_inputs(model, *shape, seed=seed) for seed, shape in enumerate(VERIFIED)]
+        with _clear_failures(format, type(model).__name__):
+            error = _write_and_measure(model, format, Path(directory), aside, batches)
+        bound = BOUNDS[format].get(model.dtype, 0.0)
+        if not error <= bound:
+            problem = f"outputs differ by {error:.1e}, above the bound {bound:.1e} of {format} in {model.dtype}"
+            raise FlexrankError(f"{output}: {problem}; nothing was kept")
+        facts = _facts(model, format, batches[0], bound, error) | {"bytes": directory_bytes(aside)}
+        write_document(aside / DOCUMENT, "export", facts | {"files": digest_files(aside)})
+    return facts
+
+
+def require_format(format: str) -> None:
+    """Raises FlexrankError where there is no such format, or a library of it is missing, whose extra it names."""
+    if format not in FORMATS:
+        raise FlexrankError(f"format {format!r} is unknown; it is one of {', '.join(FORMATS)}")
+    for package in RUNTIMES[format].packages if format in RUNTIMES else ():
+        if importlib.util.find_spec(package) is None:
+            raise FlexrankError(f"{package} is not installed: pip install 'flexrank[{format}]'")
+
+
+def _require_deployed(directory: str | Path) -> None:
+    artefact = inspect_artefact(directory)
+    if artefact["kind"] != KIND:
+        mend = "write one of its sizes with `flexrank deploy`, or `fr.export`"
+        raise FlexrankError(f"{directory}: an elastic artefact, of all sizes; {mend}, and export that")
+    if artefact["library"] != "transformers":
+        raise FlexrankError(f"{directory}: holds a {artefact['class']} of torch; only models of transformers are exported")
+
+
+def _loaded(directory: str | Path, format: str) -> Any:
+    """The deployed model, in float32 where the runtime computes in nothing less."""
+    models.verify_export(directory)
+    model, _ = models.load_by_architecture(directory)
+    is_half = model.dtype in (torch.float16, torch.bfloat16)
+    if is_half and format in RUNTIMES and not RUNTIMES[format].keeps_half:
+        log.info("%s: the weights are %s, and are written in float32", format, str(model.dtype).removeprefix("torch."))
+        return model.float()
+    return model
+
+
+def _write_and_measure(model: Any, format: str, source: Path, aside: Path, batches: list[Inputs]) -> float:
+    """Writes the export; the largest relative difference of its outputs from the model's. It is NaN if one is."""
+    program = program_of(model)
+    with torch.no_grad():
+        wanted = [program(**batch) for batch in batches]
+    if format == "dense":
+        log.info("dense: as large as the base model, and as slow; plain transformers and its converters read it")
+        models.save_model(dense_model(model, source), aside)
+    else:
+        RUNTIMES[format].write(program, batches[0], aside)
+    _add_companions(source, aside)
+    run = read_export(aside, format)
+    errors = [relative_difference(run(batch), one) for batch, one in zip(batches, wanted, strict=True)]
+    return max(errors, key=lambda error: (error != error, error))
+
+
+def read_export(directory: Path, format: str) -> Run:
+    """An export, loaded by its runtime; a tensor that is missing or too many is a FlexrankError."""
+    if format in RUNTIMES:
+        return RUNTIMES[format].read(directory)
+    model, report = models.load_by_architecture(directory)
+    for problem, names in report.items():
+        if names:
+            raise FlexrankError(f"{problem} on reloading ({', '.join(sorted(map(str, names))[:3])} …); nothing was kept")
+
+    def run(inputs: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return output_tensor(model(**inputs))
+
+    return run
+
+
+@contextlib.contextmanager
+def _clear_failures(format: str, architecture: str) -> Iterator[None]:
+    """Turns what an exporter raises into a FlexrankError that names the model's class; its warnings go nowhere."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # exporters warn of their own deprecated parts
+            yield
+    except (FlexrankError, OSError, ModuleNotFoundError):
+        raise
+    except Exception as error:  # each library raises kinds of its own
+        raise FlexrankError(f"{format} cannot express {architecture}: {first_line(error)}; nothing was kept") from error
+
+
+def _add_companions(source: Path, aside: Path) -> None:
+    """Copies tokenizer, processor and generation settings, and the config without what only flexrank reads."""
+    own = {"config.json", "README.md", DEPLOYED, f"{models.REMOTE_MODULE}.py"}
+    for path in source.iterdir():
+        if path.name in own or ".safetensors" in path.name or path.name.startswith("."):
+            continue
+        if path.is_dir():
+            shutil.copytree(path, aside / path.name)
+        else:
+            shutil.copy(path, aside)
+    config = read_json(source / "config.json")
+    write_json(aside / "config.json", {k: v for k, v in config.items() if k not in ("quantization_config", "auto_map")})
+
+
+def _facts(model: Any, format: str, inputs: Inputs, bound: float, error: float) -> dict[str, Any]:
+    libraries = ("torch", "transformers", "flexrank", *(RUNTIMES[format].packages if format in RUNTIMES else ()))
+    return {
+        "format": format,
+        "class": type(model).__name__,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "inputs": list(inputs),
+        "bound": bound,
+        "error": error,
+        "versions": {name: metadata.version(name) for name in libraries},
+    }

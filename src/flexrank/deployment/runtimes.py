@@ -1,0 +1,170 @@
+"""A deployed transformers model as a program of another runtime: how each is written, and read to be run.
+
+A program takes a batch's tensors by name and returns one tensor, the logits or the last hidden state. A causal model's
+cache is off: a program reads the whole text at every call.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flexrank.data.batches import output_tensor
+from flexrank.errors import FlexrankError
+
+Inputs = dict[str, Tensor]
+#: A program: a batch to the output tensor.
+Run = Callable[[Mapping[str, Tensor]], Tensor]
+#: Rows and tokens of the batch that is traced.
+TRACED = (2, 8)
+#: The most rows and tokens of a program that plans its memory beforehand; ExecuTorch alone does.
+MOST_ROWS, MOST_TOKENS = 8, 128
+#: A protobuf file ends at 2 GB: from here on ONNX keeps the weights in a file of their own.
+ONE_FILE_BYTES = 3 * 2**29
+
+
+class Runtime(NamedTuple):
+    """How one runtime's program is written into a directory, and read from it."""
+
+    write: Callable[[nn.Module, Inputs, Path], None]
+    read: Callable[[Path], Run]
+    packages: tuple[str, ...] = ()  #: beyond the core; the extra that installs them has the runtime's name
+    keeps_half: bool = False  #: whether float16 and bfloat16 stay what they are; else they become float32
+
+
+class TokenProgram(nn.Module):
+    """Texts (B, T) to the model's one output."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:  # noqa: D102
+        return output_tensor(self.model(input_ids=input_ids, attention_mask=attention_mask))
+
+
+class ImageProgram(nn.Module):
+    """Images (B, C, H, W) to the model's one output."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: Tensor) -> Tensor:  # noqa: D102
+        return output_tensor(self.model(pixel_values=pixel_values))
+
+
+def program_of(model: Any) -> nn.Module:
+    """The model as a program; its cache is off from here on. An unknown kind of input is a FlexrankError."""
+    if model.config.is_encoder_decoder or model.main_input_name not in ("input_ids", "pixel_values"):
+        kind = "an encoder-decoder" if model.config.is_encoder_decoder else f"a model of {model.main_input_name}"
+        raise FlexrankError(f"{type(model).__name__} is {kind}; programs are of models of input_ids or pixel_values")
+    model.config.get_text_config().use_cache = False
+    return (ImageProgram if model.main_input_name == "pixel_values" else TokenProgram)(model.eval())
+
+
+def sample_inputs(model: Any, rows: int, tokens: int, seed: int = 0) -> Inputs:
+    """A random batch: ids of the model's vocabulary, the last row's last quarter padded, or images in its dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    if model.main_input_name == "pixel_values":
+        channels, size = getattr(model.config, "num_channels", 3), getattr(model.config, "image_size", 224)
+        height, width = (size, size) if isinstance(size, int) else size
+        return {"pixel_values": torch.randn(rows, channels, height, width, generator=generator).to(model.dtype)}
+    text = model.config.get_text_config()
+    tokens = min(tokens, getattr(text, "max_position_embeddings", None) or tokens)
+    ids = torch.randint(text.vocab_size, (rows, tokens), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[-1, tokens - tokens // 4 :] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def _traced(program: nn.Module, inputs: Inputs, is_bounded: bool = False) -> torch.export.ExportedProgram:
+    """The program as torch's graph, for any number of rows, and of tokens."""
+    dynamic: Any = torch.export.Dim.DYNAMIC
+    axes = [dynamic(min=1, max=most) for most in (MOST_ROWS, MOST_TOKENS)] if is_bounded else [dynamic, dynamic]
+    shapes = {name: dict(enumerate(axes if value.ndim == 2 else axes[:1])) for name, value in inputs.items()}
+    with torch.no_grad():
+        return torch.export.export(program, (), dict(inputs), dynamic_shapes=shapes)
+
+
+def _write_torch(program: nn.Module, inputs: Inputs, directory: Path) -> None:
+    torch.export.save(_traced(program, inputs), directory / "model.pt2")
+
+
+def _read_torch(directory: Path) -> Run:
+    program = torch.export.load(directory / "model.pt2").module()
+
+    def run(inputs: Mapping[str, Tensor]) -> Tensor:
+        with torch.no_grad():
+            return program(**inputs)
+
+    return run
+
+
+def _write_onnx(program: nn.Module, inputs: Inputs, directory: Path) -> None:
+    weights = sum(value.nbytes for value in program.state_dict().values())
+    torch.onnx.export(
+        _traced(program, inputs), (), directory / "model.onnx", kwargs=dict(inputs), input_names=list(inputs),
+        output_names=["output"], external_data=weights > ONE_FILE_BYTES, verbose=False,
+    )  # fmt: skip
+
+
+def _read_onnx(directory: Path) -> Run:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    path = str(directory / "model.onnx")
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+    def run(inputs: Mapping[str, Tensor]) -> Tensor:
+        return torch.from_numpy(session.run(None, {name: value.numpy() for name, value in inputs.items()})[0])
+
+    return run
+
+
+def _write_openvino(program: nn.Module, inputs: Inputs, directory: Path) -> None:
+    import openvino
+
+    model = openvino.convert_model(_traced(program, inputs))
+    openvino.save_model(model, directory / "model.xml", compress_to_fp16=False)
+
+
+def _read_openvino(directory: Path) -> Run:
+    import openvino
+
+    # Where the processor has bfloat16 products, OpenVINO would take them for float32's.
+    options = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
+    model = openvino.Core().compile_model(directory / "model.xml", "CPU", options)
+    return lambda inputs: torch.from_numpy(model({name: value.numpy() for name, value in inputs.items()})[0].copy())
+
+
+def _write_executorch(program: nn.Module, inputs: Inputs, directory: Path) -> None:
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import to_edge_transform_and_lower
+
+    edge = to_edge_transform_and_lower(_traced(program, inputs, is_bounded=True), partitioner=[XnnpackPartitioner()])
+    (directory / "model.pte").write_bytes(edge.to_executorch().buffer)
+
+
+def _read_executorch(directory: Path) -> Run:
+    from executorch.runtime import Runtime as Executorch
+
+    program = Executorch.get().load_program(directory / "model.pte")
+    method = program.load_method("forward")
+
+    def run(inputs: Mapping[str, Tensor]) -> Tensor:
+        assert program is not None and method is not None  # the method reads the program's memory
+        return method.execute(list(inputs.values()))[0].clone()
+
+    return run
+
+
+RUNTIMES: dict[str, Runtime] = {
+    "torch": Runtime(_write_torch, _read_torch, keeps_half=True),
+    "onnx": Runtime(_write_onnx, _read_onnx, ("onnx", "onnxscript", "onnxruntime")),
+    "openvino": Runtime(_write_openvino, _read_openvino, ("openvino",)),
+    "executorch": Runtime(_write_executorch, _read_executorch, ("executorch",)),
+}

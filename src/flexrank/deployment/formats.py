@@ -39,6 +39,8 @@ BOUNDS: dict[str, dict[torch.dtype, float]] = {
     "openvino": {torch.float32: 1e-4},
     "executorch": {torch.float32: 1e-4},
 }
+#: Where torch.onnx says at every export that torchvision is missing.
+REGISTRATION = "torch.onnx._internal.exporter._registration"
 log = logging.getLogger("flexrank")
 
 
@@ -90,7 +92,7 @@ def _require_deployed(directory: str | Path) -> None:
         mend = "write one of its sizes with `flexrank deploy`, or `fr.export`"
         raise FlexrankError(f"{directory}: an elastic artefact, of all sizes; {mend}, and export that")
     if artefact["library"] != "transformers":
-        raise FlexrankError(f"{directory}: holds a {artefact['class']} of torch; only models of transformers are exported")
+        raise FlexrankError(f"{directory}: holds a {artefact['class']} of torch; it has to be a model of transformers")
 
 
 def _loaded(directory: str | Path, format: str) -> Any:
@@ -127,7 +129,8 @@ def read_export(directory: Path, format: str) -> Run:
     model, report = models.load_by_architecture(directory)
     for problem, names in report.items():
         if names:
-            raise FlexrankError(f"{problem} on reloading ({', '.join(sorted(map(str, names))[:3])} …); nothing was kept")
+            some = ", ".join(sorted(map(str, names))[:3])
+            raise FlexrankError(f"{directory}: {problem} on reloading ({some} …); nothing was kept")
 
     def run(inputs: Any) -> torch.Tensor:
         with torch.no_grad():
@@ -139,6 +142,9 @@ def read_export(directory: Path, format: str) -> Run:
 @contextlib.contextmanager
 def _clear_failures(format: str, architecture: str) -> Iterator[None]:
     """Turns what an exporter raises into a FlexrankError that names the model's class; its warnings go nowhere."""
+    registration = logging.getLogger(REGISTRATION)
+    before = registration.level
+    registration.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # exporters warn of their own deprecated parts
@@ -147,6 +153,8 @@ def _clear_failures(format: str, architecture: str) -> Iterator[None]:
         raise
     except Exception as error:  # each library raises kinds of its own
         raise FlexrankError(f"{format} cannot express {architecture}: {first_line(error)}; nothing was kept") from error
+    finally:
+        registration.setLevel(before)
 
 
 def _add_companions(source: Path, aside: Path) -> None:

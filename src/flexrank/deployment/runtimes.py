@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from flexrank.data.batches import output_tensor
 from flexrank.errors import FlexrankError
+from flexrank.nn.gauge_aligned import GaugeAlignedLayer
 
 Inputs = dict[str, Tensor]
 #: A program: a batch to the output tensor.
@@ -57,12 +58,19 @@ class ImageProgram(nn.Module):
 
 
 def program_of(model: Any) -> nn.Module:
-    """The model as a program; its cache is off from here on. An unknown kind of input is a FlexrankError."""
+    """The model as a program, changed in place: without a cache, and with no empty tensors in its state.
+
+    Torch's archive of a program fails on some of those, and models still ask a deployed layer for its `weight.dtype`.
+    An unknown kind of input is a FlexrankError.
+    """
     if model.config.is_encoder_decoder or model.main_input_name not in ("input_ids", "pixel_values"):
         kind = "an encoder-decoder" if model.config.is_encoder_decoder else f"a model of {model.main_input_name}"
         raise FlexrankError(f"{type(model).__name__} is {kind}; programs are of models of input_ids or pixel_values")
     model.config.get_text_config().use_cache = False
-    return (ImageProgram if model.main_input_name == "pixel_values" else TokenProgram)(model.eval())
+    for layer in model.modules():
+        if isinstance(layer, GaugeAlignedLayer) and "weight" in layer._buffers:
+            vars(layer)["weight"] = layer._buffers.pop("weight")
+    return (ImageProgram if model.main_input_name == "pixel_values" else TokenProgram)(model).eval()
 
 
 def sample_inputs(model: Any, rows: int, tokens: int, seed: int = 0) -> Inputs:
@@ -105,10 +113,13 @@ def _read_torch(directory: Path) -> Run:
 
 def _write_onnx(program: nn.Module, inputs: Inputs, directory: Path) -> None:
     weights = sum(value.nbytes for value in program.state_dict().values())
-    torch.onnx.export(
-        _traced(program, inputs), (), directory / "model.onnx", kwargs=dict(inputs), input_names=list(inputs),
-        output_names=["output"], external_data=weights > ONE_FILE_BYTES, verbose=False,
-    )  # fmt: skip
+    names = {2: {0: "batch", 1: "sequence"}, 4: {0: "batch"}}
+    axes = {name: names[value.ndim] for name, value in inputs.items()}
+    with torch.no_grad():
+        torch.onnx.export(
+            program, (), directory / "model.onnx", kwargs=dict(inputs), input_names=list(inputs), dynamic_shapes=axes,
+            output_names=["output"], external_data=weights > ONE_FILE_BYTES, verbose=False, dynamo=True,
+        )  # fmt: skip
 
 
 def _read_onnx(directory: Path) -> Run:

@@ -1,0 +1,253 @@
+"""Deployed models for other runtimes: the deployed model's outputs are the oracle, on batches that were not traced."""
+
+import importlib.util
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import tiny
+from flexrank.artefacts.elastic import save_elastic
+from flexrank.cli import app
+from flexrank.deployment import formats, runtimes
+from flexrank.deployment.formats import BOUNDS, FORMATS, export_to, read_export
+from flexrank.deployment.runtimes import program_of, sample_inputs
+from flexrank.errors import FlexrankError
+from tiny import outputs, relative
+
+NAMES = ("llama_tied", "gpt2", "bert", "qwen3", "phi3", "vit")
+#: Rows and tokens that no export has seen.
+OTHER = (5, 21)
+#: What plain transformers computes, in a process where flexrank cannot be imported.
+PLAIN = """
+import sys
+sys.modules["flexrank.hf"] = sys.modules["flexrank"] = None
+import torch, transformers
+from pathlib import Path
+from safetensors.torch import load_file, save_file
+for place in map(Path, sys.argv[1:]):
+    config = transformers.AutoConfig.from_pretrained(place)
+    model, report = getattr(transformers, config.architectures[0]).from_pretrained(place, output_loading_info=True)
+    assert not any(report.values()), report
+    kinds = sorted({type(module).__name__ for module in model.modules()} & {"Linear", "Conv1D", "Conv2d"})
+    with torch.no_grad():
+        output = model(**load_file(place.parent / f"{place.name}.inputs"))
+    value = output.logits if hasattr(output, "logits") else output.last_hidden_state
+    save_file({"output": value.contiguous()}, place.parent / f"{place.name}.outputs")
+    print(place.name, *kinds)
+assert sys.modules.pop("flexrank") is None and not [name for name in sys.modules if name.startswith("flexrank.n")]
+"""
+
+
+def written(name: str, place: Path, **options: Any) -> Any:
+    """A deployed model that transformers has saved in `place`."""
+    small = tiny.deployed(name, **options)
+    small.save_pretrained(place)
+    return small
+
+
+def check(name: str, to: str, place: Path) -> dict[str, Any]:
+    """Exports the network, and compares it on another batch than those that the export was verified on."""
+    small = written(name, place / "small")
+    facts = export_to(place / "small", to, place / "out")
+    assert facts == {key: json.loads((place / "out/export.json").read_text())[key] for key in facts}
+    assert facts["error"] <= facts["bound"] == BOUNDS[to][torch.float32]
+    batch = sample_inputs(small, *OTHER, seed=7)
+    assert relative(read_export(place / "out", to)(batch), outputs(small, batch)) < 1e-5
+    assert sorted(path.name for path in place.iterdir()) == ["out", "small"]
+    return facts
+
+
+def invoke(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["export", *map(str, arguments)])
+
+
+def test_plain_transformers_loads_what_is_dense_without_flexrank(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    wanted = {}
+    with caplog.at_level(logging.INFO, "flexrank"):
+        for name in NAMES:
+            small = written(name, tmp_path / "small" / name)
+            export_to(tmp_path / "small" / name, "dense", tmp_path / name)
+            batch = sample_inputs(small, *OTHER, seed=7)
+            save_file(batch, tmp_path / f"{name}.inputs")
+            wanted[name] = outputs(small, batch)
+    assert caplog.text.count("as large as the base model") == len(NAMES)
+    done = fresh(PLAIN, *(tmp_path / name for name in NAMES))
+    kinds = dict(line.split(" ", 1) for line in done.splitlines())
+    assert kinds == dict.fromkeys(NAMES, "Linear") | {"gpt2": "Conv1D Linear", "vit": "Conv2d Linear"}
+    for name in NAMES:
+        assert relative(load_file(tmp_path / f"{name}.outputs")["output"], wanted[name]) < 1e-5
+        stored = load_file(tmp_path / name / "model.safetensors")
+        assert stored.keys() == stored_names(name, tmp_path)
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert not {"quantization_config", "auto_map"} & config.keys() and config["architectures"]
+
+
+def stored_names(name: str, place: Path) -> set[str]:
+    """The names that transformers gives the original network's tensors in a file."""
+    from safetensors.torch import load_file
+
+    tiny.build(name).save_pretrained(place / "base" / name)
+    return set(load_file(place / "base" / name / "model.safetensors"))
+
+
+def fresh(script: str, *arguments: object) -> str:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_dense_form_keeps_its_dtype_and_is_within_that_dtypes_bound(tmp_path: Path, dtype: torch.dtype) -> None:
+    written("llama_tied", tmp_path / "small", dtype=dtype)
+    facts = export_to(tmp_path / "small", "dense", tmp_path / "out")
+    assert facts["dtype"] == str(dtype).removeprefix("torch.") and 0 < facts["error"] <= BOUNDS["dense"][dtype]
+
+
+@pytest.mark.parametrize("name", ["bert", "vit"])
+def test_torch_runs_the_program_for_any_batch(name: str, tmp_path: Path) -> None:
+    check(name, "torch", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "gpt2"])
+def test_onnxruntime_runs_the_program_for_any_batch(name: str, tmp_path: Path) -> None:
+    import onnxruntime
+
+    assert check(name, "onnx", tmp_path)["inputs"] == ["input_ids", "attention_mask"]
+    session = onnxruntime.InferenceSession(str(tmp_path / "out/model.onnx"), providers=["CPUExecutionProvider"])
+    shapes = {one.name: one.shape for one in (*session.get_inputs(), *session.get_outputs())}
+    axes = ["batch", "sequence"]
+    assert shapes == {"input_ids": axes, "attention_mask": axes, "output": [*axes, tiny.VOCABULARY]}
+
+
+@pytest.mark.parametrize(("to", "name"), [("openvino", "phi3"), ("executorch", "bert")])
+def test_other_runtimes_run_the_program_for_any_batch(to: str, name: str, tmp_path: Path) -> None:
+    pytest.importorskip(to, reason=f"{to} is not installed")
+    check(name, to, tmp_path)
+
+
+def test_half_precision_becomes_float32_where_the_runtime_knows_nothing_less(tmp_path: Path) -> None:
+    written("llama_tied", tmp_path / "small", dtype=torch.bfloat16)
+    assert formats._loaded(tmp_path / "small", "onnx").dtype == torch.float32
+    assert formats._loaded(tmp_path / "small", "torch").dtype == torch.bfloat16
+
+
+def test_what_belongs_to_the_model_travels_along_and_what_is_flexranks_does_not(tmp_path: Path) -> None:
+    written("llama_tied", tmp_path / "small")
+    kept = ("tokenizer.json", "chat_template.jinja", "additional_chat_templates/rag.jinja", "generation_config.json")
+    for name in (*kept, "README.md", "modeling_flexrank.py"):
+        (tmp_path / "small" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "small" / name).write_text(f'{{"eos_token_id": {len(name)}}}')
+    export_to(tmp_path / "small", "dense", tmp_path / "out")
+    found = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert found == {*kept, "config.json", "model.safetensors", "export.json"}
+    assert all((tmp_path / "out" / name).read_bytes() == (tmp_path / "small" / name).read_bytes() for name in kept)
+
+
+def shifted(directory: Path, format: str) -> Any:
+    run = read_export(directory, format)
+    return lambda inputs: run(inputs) * (1 + (3e-4 if len(inputs["input_ids"]) == 1 else 0))
+
+
+def not_finite(directory: Path, format: str) -> Any:
+    return lambda inputs: torch.full((*inputs["input_ids"].shape, tiny.VOCABULARY), float("nan"))
+
+
+def failing(*_: object) -> None:
+    raise NotImplementedError("no such operator: aten::odd\nand a long story")
+
+
+@pytest.mark.parametrize(
+    ("place", "instead", "message"),
+    [
+        ("read_export", shifted, "outputs differ by 3.0e-04, above the bound 1.0e-04 of dense in torch.float32"),
+        ("read_export", not_finite, "outputs differ by nan"),
+        ("dense_model", failing, "dense cannot express LlamaForCausalLM: no such operator: aten::odd; nothing was"),
+    ],
+)
+def test_a_failed_export_leaves_the_old_one(
+    place: str, instead: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written("llama_tied", tmp_path / "small")
+    export_to(tmp_path / "small", "dense", tmp_path / "out")
+    (tmp_path / "out" / "old").write_text("old")
+    monkeypatch.setattr(formats, place, instead)
+    with pytest.raises(FlexrankError, match=message):
+        export_to(tmp_path / "small", "dense", tmp_path / "out")
+    assert (tmp_path / "out" / "old").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "small"]
+    monkeypatch.undo()
+    export_to(tmp_path / "small", "dense", tmp_path / "out")
+    assert not (tmp_path / "out" / "old").exists()
+
+
+def test_the_command_prints_the_place_or_json(tmp_path: Path) -> None:
+    written("bert", tmp_path / "small")
+    result = invoke(tmp_path / "small", "--to", "dense")
+    assert result.exit_code == 0 and result.stdout.split() == [str(tmp_path / "small-dense")]
+    result = invoke(tmp_path / "small", "--to", "dense", "--output", tmp_path / "out", "--json")
+    facts = json.loads(result.stdout)
+    assert facts["directory"] == str(tmp_path / "out") and facts["format"] == "dense" and facts["class"] == "BertModel"
+
+
+def test_wrong_inputs_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written("bert", tmp_path / "small")
+    tiny.build("bert").save_pretrained(tmp_path / "base")
+    elastic = tiny.elastic("bert")
+    save_elastic(elastic, tiny.chain_of(elastic), tmp_path / "elastic")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxscript" else find(name))
+    for arguments, message in (
+        (["small", "--to", "gguf"], "format 'gguf' is unknown; it is one of dense, torch, onnx, openvino, executorch"),
+        (["small", "--to", "onnx"], "onnxscript is not installed: pip install 'flexrank[onnx]'"),
+        (["elastic", "--to", "dense"], "elastic: an elastic artefact, of all sizes; write one of its sizes with"),
+        (["base", "--to", "dense"], "base: not an artefact of flexrank"),
+        (["nowhere", "--to", "dense"], "nowhere: no such directory"),
+        (["small", "--to", "dense", "--output", tmp_path / "full"], "full: holds other files, and no export.json"),
+        (["small", "--to", "dense", "--output", tmp_path / "small"], "small: holds other files, and no export.json"),
+    ):
+        result = invoke(tmp_path / str(arguments[0]), *arguments[1:])
+        assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.output
+        assert result.stderr.startswith("error: ") and message in result.stderr, result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "elastic", "full", "small"]
+
+
+def test_a_model_of_torch_and_an_encoder_decoder_are_named(tmp_path: Path) -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    from flexrank import save_deployed
+
+    save_deployed(tiny.deployed("perceptron"), tmp_path / "small", factory="tiny:perceptron")
+    with pytest.raises(FlexrankError, match="holds a Sequential of torch"):
+        export_to(tmp_path / "small", "dense", tmp_path / "out")
+    sizes = {"d_model": 8, "d_ff": 8, "d_kv": 4, "num_layers": 1, "num_heads": 2, "vocab_size": 9}
+    with pytest.raises(FlexrankError, match="T5ForConditionalGeneration is an encoder-decoder"):
+        program_of(T5ForConditionalGeneration(T5Config(**sizes)))
+
+
+def test_every_format_has_a_bound_and_every_package_an_extra() -> None:
+    import tomllib
+
+    from flexrank.cli.endings import EXTRAS
+
+    assert tuple(BOUNDS) == FORMATS
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    for name, runtime in runtimes.RUNTIMES.items():
+        for package in runtime.packages:
+            assert EXTRAS[package] == name
+            assert any(one.startswith(f"{package}>=") for one in project["optional-dependencies"][name])

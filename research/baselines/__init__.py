@@ -24,7 +24,7 @@ The last three, and flexrank's DataSVD, have one optimum, and differ by rounding
 singular. What the papers add by training, such as LoRA, and by updates between layers is left out.
 
 A size method (`method.SizeMethod`) makes another model for each budget, `make(model, batches, layers, loss, budget)`,
-and counts what that stores; its sizes are no parts of each other. `obstacle(model, layers)` says where it does not apply.
+and counts what that stores; no size is a part of another. `obstacle(model, layers)` says where it does not apply.
 
 | name | what is smaller | how |
 |---|---|---|

@@ -20,6 +20,7 @@ take what is left of the budget.
 import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -29,10 +30,8 @@ from flexrank.data.batches import Batch
 from flexrank.errors import FlexrankError
 from flexrank.nn.blocks import block_stack
 from flexrank.nn.matrix import matrix_shape
-from research.baselines import svd_llm
-from research.baselines.method import (
-    Layers, Loss, Made, SizeMethod, dense_count, invertible, parameter_count, parameter_limit,
-)  # fmt: skip
+from research.baselines import method, svd_llm
+from research.baselines.method import Layers, Loss, Made, SizeMethod, invertible, parameter_limit
 from research.baselines.statistics import input_moments, output_moments
 
 
@@ -55,11 +54,12 @@ class Names:
 
 
 LLAMA = Names(
-    *(f"self_attn.{one}_proj" for one in "qkvo"), ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj", is_rotary=True
-)
+    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+    ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj", is_rotary=True,
+)  # fmt: skip
 BERT = Names(
-    *(f"attention.self.{one}" for one in ("query", "key", "value")),
-    "attention.output.dense", ("intermediate.dense",), "output.dense", is_rotary=False,
+    "attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense",
+    ("intermediate.dense",), "output.dense", is_rotary=False,
 )  # fmt: skip
 #: By model type of transformers; heads of others have norms of their own (Qwen3), or fused matrices (GPT-2, Phi-3).
 MODELS = {"llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "bert": BERT}
@@ -89,7 +89,7 @@ class Shape:
         """Nothing reduced."""
         return Sizes(self.head_size, self.head_size, self.channels)
 
-    def removed(self, model: nn.Module, sizes: Sizes) -> int:
+    def removed(self, model: Any, sizes: Sizes) -> int:
         """Parameters, with biases, that the model loses at these sizes."""
         count, names = 0, self.names
         score, value = self.head_size - sizes.score, self.head_size - sizes.value
@@ -114,7 +114,7 @@ def obstacle(model: nn.Module, layers: Layers) -> str | None:
     return f"{missing[0]} is not among the layers, and all of a block is reduced" if missing else None
 
 
-def shape_of(model: nn.Module, layers: Layers) -> Shape:
+def shape_of(model: Any, layers: Layers) -> Shape:
     """The shape of the model's blocks, which have no `obstacle`."""
     config, names = model.config, MODELS[model.config.model_type]
     blocks = tuple(name for name, _ in block_stack(model, layers))
@@ -124,18 +124,18 @@ def shape_of(model: nn.Module, layers: Layers) -> Shape:
     return Shape(names, blocks, heads, groups // size, size, channels)
 
 
-def sizes_of(model: nn.Module, layers: Layers, shape: Shape, budget: float) -> Sizes:
+def sizes_of(model: Any, layers: Layers, shape: Shape, budget: float) -> Sizes:
     """Attention's sizes by the share of the blocks' parameters that the budget leaves; channels take what is left.
 
     Raises:
         FlexrankError: the budget has room for no channel.
     """
     others = {name: one for name, one in layers.items() if not name.startswith(tuple(f"{b}." for b in shape.blocks))}
-    outside, dense = dense_count(others), dense_count(layers)
+    outside, dense = method.dense_count(others), method.dense_count(layers)
     share, unit = (budget * dense - outside) / (dense - outside), 2 if shape.names.is_rotary else 1
     score = unit * max(1, round(share * shape.head_size / unit))
     value, limit = max(1, round(share * shape.head_size)), parameter_limit(model, layers, budget)
-    room = limit - parameter_count(model) + shape.removed(model, Sizes(score, value, 0))
+    room = limit - method.parameter_count(model) + shape.removed(model, Sizes(score, value, 0))
     each = shape.removed(model, dataclasses.replace(shape.full(), channels=shape.channels - 1))
     if room < each:
         raise FlexrankError(f"A3: {limit} parameters of {type(model).__name__} leave no channel of its feed-forwards")
@@ -143,7 +143,7 @@ def sizes_of(model: nn.Module, layers: Layers, shape: Shape, budget: float) -> S
 
 
 @torch.no_grad()
-def make(model: nn.Module, batches: Sequence[Batch], layers: Layers, loss: Loss, budget: float) -> Made:
+def make(model: Any, batches: Sequence[Batch], layers: Layers, loss: Loss, budget: float) -> Made:
     """The model with every block's parts at one size each.
 
     Raises:
@@ -153,19 +153,25 @@ def make(model: nn.Module, batches: Sequence[Batch], layers: Layers, loss: Loss,
         raise FlexrankError(f"A3 does not apply: {reason}")
     shape, new = shape_of(model, layers), copy.deepcopy(model)
     sizes, names = sizes_of(model, layers, shape, budget), shape.names
-    read = {f"{block}.{name}": layers[f"{block}.{name}"] for block in shape.blocks for name in (names.output, names.down)}
-    given = {f"{block}.{name}": layers[f"{block}.{name}"] for block in shape.blocks for name in (names.query, names.key)}
+    read = {
+        f"{block}.{name}": layers[f"{block}.{name}"] for block in shape.blocks for name in (names.output, names.down)
+    }
+    given = {
+        f"{block}.{name}": layers[f"{block}.{name}"] for block in shape.blocks for name in (names.query, names.key)
+    }
     moments = input_moments(model, batches, read, loss) | output_moments(model, batches, given)
     for block in shape.blocks:
         own = {name.removeprefix(f"{block}."): one for name, one in moments.items() if name.startswith(f"{block}.")}
         reduce_(new.get_submodule(block), own, shape, sizes)
-    return Made(new, parameter_count(model) - shape.removed(model, sizes))
+    return Made(new, method.parameter_count(model) - shape.removed(model, sizes))
 
 
-def reduce_(block: nn.Module, moments: Mapping[str, Tensor], shape: Shape, sizes: Sizes) -> None:
+def reduce_(block: Any, moments: Mapping[str, Tensor], shape: Shape, sizes: Sizes) -> None:
     """Reduces all three parts of a block; moments are of what q and k give, and of what o and down read."""
     names, size, share = shape.names, shape.head_size, shape.heads // shape.groups
-    query, key, value, output = (block.get_submodule(one) for one in (names.query, names.key, names.value, names.output))
+    query, key, value, output = (
+        block.get_submodule(one) for one in (names.query, names.key, names.value, names.output)
+    )
     for group in range(shape.groups):
         own = slice(group * size, (group + 1) * size)
         heads = [slice((group * share + one) * size, (group * share + one + 1) * size) for one in range(share)]
@@ -220,8 +226,8 @@ def value_maps(
 ) -> tuple[Float[Tensor, "m r"], Float[Tensor, "r d"]]:
     """U and V for the least E ‖W z − U V z‖², z what attention gives of a value, W the heads' output matrices stacked.
 
-    z is the attention's mean of values, so that V may be put in the value's projection. E z zᵀ is P W_v' for the paper's
-    second moment P of mean inputs. SVD-LLM's factors are this optimum.
+    z is the attention's mean of values, so that V may be put in the value's projection. With the second moment
+    P of mean inputs, by which the paper weights W_v W_o, E z zᵀ is W_v P W_vᵀ. SVD-LLM's factors are this optimum.
     """
     factors = svd_llm.factors(weights, read)
     return factors.u[:rank].T, factors.v[:rank]
@@ -238,7 +244,7 @@ def refitted(down: Float[Tensor, "m i"], read: Float[Tensor, "i i"], kept: Int[T
     return torch.linalg.solve(moment[kept][:, kept], down.double() @ moment[:, kept], left=False)
 
 
-def _turn_rows(layer: nn.Module, rows: slice, turn: Float[Tensor, "r d"]) -> None:
+def _turn_rows(layer: nn.Linear, rows: slice, turn: Float[Tensor, "r d"]) -> None:
     """These outputs y become A y, then zeros."""
     turn = _padded(turn, turn.shape[1])
     layer.weight[rows] = (turn @ layer.weight[rows].double()).to(layer.weight.dtype)
@@ -250,7 +256,7 @@ def _padded(matrix: Float[Tensor, "r d"], rows: int) -> Float[Tensor, "rows d"]:
     return torch.cat((matrix, matrix.new_zeros(rows - len(matrix), matrix.shape[1])))
 
 
-def _narrow(block: nn.Module, names: Names, read: Float[Tensor, "i i"], count: int) -> None:
+def _narrow(block: Any, names: Names, read: Float[Tensor, "i i"], count: int) -> None:
     """Keeps `count` channels of the feed-forward; its matrices become smaller."""
     down = block.get_submodule(names.down)
     kept = channels(down.weight, read, count)

@@ -7,14 +7,17 @@ paper's other densities by layer (OWL), and its densities of attention and feed-
 
 import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from flexrank.calibrate import Hooks, find_groups
+from flexrank.calibrate.stream import Stream
 from flexrank.data.batches import Batch, call_model, eval_mode, model_device, row_masks, to_device
+from flexrank.nn.blocks import block_stack
 from flexrank.nn.linalg import Factors
 from flexrank.nn.matrix import input_rows, masked_rows, matrix_shape, weight_matrix
 from flexrank.nn.select import nest_
@@ -39,10 +42,11 @@ def make(model: nn.Module, batches: Sequence[Batch], layers: Layers, loss: Loss,
     new, moments = copy.deepcopy(model), input_moments(model, batches, layers, loss)
     shapes = {name: matrix_shape(layer) for name, layer in layers.items()}
     ranks = {name: max(1, largest_rank(shape, budget * dense_parameters(shape))) for name, shape in shapes.items()}
-    device = model_device(model)
+    batches = [to_device(batch, model_device(model)) for batch in batches]
     with eval_mode(model, new):
-        for group in find_groups(lambda: call_model(model, to_device(batches[0], device)), layers):
-            own, cross = _flows(model, new, batches, group[0])
+        flows = [Flow(one, batches, list(layers)) for one in (model, new)]
+        for group in find_groups(lambda: call_model(model, batches[0]), layers):
+            own, cross = _products(flows, group[0], shapes[group[0]][1])
             for name in group:
                 weight = weight_matrix(layers[name]).double()
                 start = svd_llm.factors(weight, moments[name])
@@ -73,32 +77,57 @@ def refit(
     return u, torch.linalg.pinv(u) @ whole
 
 
-def _flows(
-    model: nn.Module, new: nn.Module, batches: Sequence[Batch], name: str
-) -> tuple[Float[Tensor, "n n"], Float[Tensor, "n n"]]:
-    """X Xᵀ and X₀ Xᵀ over real tokens, in float64: X at a layer of the model so far, X₀ at the same of the base."""
-    size = matrix_shape(new.get_submodule(name))[1]
+class Flow:
+    """What layers of one model read, in the order in which they run, while those before may change.
+
+    Of a stack of blocks only the layer's own block runs, from the hidden states before it, where blocks can run alone.
+    """
+
+    def __init__(self, model: nn.Module, batches: Sequence[Batch], layers: Sequence[str]):
+        self._model, self._batches, self._hidden = model, batches, list[Tensor]()
+        stack = block_stack(model, layers)
+        self._stream, self._names = Stream(model, [block for _, block in stack]), [name for name, _ in stack]
+        self._next = 0  # the block that reads `_hidden`
+        if not stack or self._stream.obstacle(batches[0]):
+            self._names = []
+
+    def inputs(self, name: str) -> Iterator[Float[Tensor, "t n"]]:
+        """Of each batch, the rows of real tokens that the layer reads at its first call."""
+        block = next((place for place, one in enumerate(self._names) if name.startswith(f"{one}.")), None)
+        if block is not None:
+            self._go_to(block)
+        layer, rows = self._model.get_submodule(name), list[Tensor]()
+
+        def see(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            rows.append(args[0])
+            raise _Reached
+
+        for number, batch in enumerate(self._batches):
+            with Hooks() as hooks, contextlib.suppress(_Reached):
+                hooks.add(layer.register_forward_pre_hook(see))
+                self._run(block, number)
+            yield masked_rows(input_rows(layer, rows.pop()), row_masks(batch))
+
+    def _go_to(self, block: int) -> None:
+        if not self._hidden:
+            self._hidden = [self._stream.first_input(batch) for batch in self._batches]
+        while self._next < block:
+            self._hidden = [self._run(self._next, number) for number in range(len(self._batches))]
+            self._next += 1
+
+    def _run(self, block: int | None, number: int) -> Any:
+        if block is None:
+            return call_model(self._model, self._batches[number])
+        return self._stream.through(block, self._batches[number], self._hidden[number])
+
+
+def _products(flows: Sequence[Flow], name: str, size: int) -> tuple[Float[Tensor, "n n"], Float[Tensor, "n n"]]:
+    """X Xᵀ and X₀ Xᵀ over real tokens, in float64: X₀ at a layer of the base, X at the same of the model so far."""
     own, cross = (torch.zeros(size, size, dtype=torch.float64) for _ in range(2))
-    for batch in batches:
-        batch = to_device(batch, model_device(model))
-        base, now = (_inputs(one, batch, name).double().cpu() for one in (model, new))
-        own += now.T @ now
-        cross += base.T @ now
+    for base, now in zip(*(flow.inputs(name) for flow in flows), strict=True):
+        own += (now.double().T @ now.double()).cpu()
+        cross += (base.double().T @ now.double()).cpu()
     return own, cross
-
-
-def _inputs(model: nn.Module, batch: Batch, name: str) -> Float[Tensor, "t n"]:
-    """The rows of real tokens that a layer reads at its first call."""
-    layer, rows = model.get_submodule(name), list[Tensor]()
-
-    def see(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        rows.append(masked_rows(input_rows(layer, args[0]), row_masks(batch)))
-        raise _Reached
-
-    with Hooks() as hooks, contextlib.suppress(_Reached):
-        hooks.add(layer.register_forward_pre_hook(see))
-        call_model(model, batch)
-    return rows[0]
 
 
 PIFA = SizeMethod("pifa", "Zhao et al., ICML 2025", make, lambda model, layers: None)

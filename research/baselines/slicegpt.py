@@ -1,10 +1,10 @@
-"""SliceGPT: the residual stream in its principal components, of which the last are deleted (Ashkboos et al., ICLR 2024).
+"""SliceGPT: the residual stream in its first principal components (Ashkboos et al., ICLR 2024).
 
-RMSNorm keeps what rotations do, so that the stream may have other coordinates after the embedding, after each attention
-and after each feed-forward. There it is x Q, Q (d × k) the first k principal components of the signal X (t × d) that the
-sliced model has so far; the residual connections turn by Qᵀ Q', which are parameters too. As in the paper's code the
-last feed-forward writes all d coordinates, so that final norm and head stay as they are. A tied embedding stays whole,
-followed by its Q (d × k): the paper's separate, sliced copy of it stores more.
+RMSNorm without weights commutes with rotations, so that the stream may have other coordinates after the embedding, each
+attention and each feed-forward. There it is x Q, Q (d × k) the first k principal components of the signal
+X (t × d) that the sliced model has so far; the residual connections turn by Qᵀ Q', which are parameters too. As in the
+paper's code the last feed-forward writes all d coordinates, so that final norm and head stay as they are. A tied
+embedding stays whole, followed by its Q (d × k): the paper's separate, sliced copy of it stores more.
 
 Decoders with RMSNorm alone (`MODELS`). The paper turns LayerNorm into RMSNorm by centring what writes to the stream,
 which is left out; a post-norm encoder such as BERT has no such form.
@@ -49,13 +49,14 @@ class SlicedBlock(nn.Module):
     It starts as the block itself, with S₁ = S₂ = 1 and the norms' weights in the matrices that follow them.
     """
 
-    def __init__(self, block: nn.Module):
+    def __init__(self, block: Any):
         super().__init__()
-        self.self_attn, self.mlp = copy.deepcopy(block.self_attn), copy.deepcopy(block.mlp)
+        self.self_attn: Any = copy.deepcopy(block.self_attn)
+        self.mlp = copy.deepcopy(block.mlp)
         norms = block.input_layernorm, block.post_attention_layernorm
         for norm, readers in zip(norms, READERS, strict=True):
             for name in readers:
-                _set_weight(self, name, self.get_submodule(name).weight.double() * norm.weight.double())
+                _set_weight(self, name, _linear(self, name).weight.double() * norm.weight.double())
         width = len(norms[0].weight)
         self.norms = nn.ModuleList(SlicedNorm(width, norm.variance_epsilon) for norm in norms)
         weight = self.self_attn.o_proj.weight
@@ -73,12 +74,12 @@ class SlicedBlock(nn.Module):
     def read_(self, half: int, turn: Float[Tensor, "d k"]) -> None:
         """Half 0, attention, or 1, feed-forward, reads k coordinates: W ← W Q, S ← Qᵀ S."""
         for name in READERS[half]:
-            _set_weight(self, name, self.get_submodule(name).weight.double() @ turn)
+            _set_weight(self, name, _linear(self, name).weight.double() @ turn)
         self._set_shortcut(half, turn.T @ self.shortcuts[half].double())
 
     def write_(self, half: int, turn: Float[Tensor, "d k"]) -> None:
         """A half writes k coordinates: W ← Qᵀ W, S ← S Q."""
-        layer = self.get_submodule(WRITERS[half])
+        layer = _linear(self, WRITERS[half])
         _set_weight(self, WRITERS[half], turn.T @ layer.weight.double())
         if layer.bias is not None:
             layer.bias = nn.Parameter((turn.T @ layer.bias.double()).to(layer.weight.dtype), layer.bias.requires_grad)
@@ -91,7 +92,7 @@ class SlicedBlock(nn.Module):
 class TurnedEmbedding(nn.Module):
     """E[ids] Q, where E is tied to the head and stays whole."""
 
-    def __init__(self, embedding: nn.Module, turn: Float[Tensor, "d k"]):
+    def __init__(self, embedding: Any, turn: Float[Tensor, "d k"]):
         super().__init__()
         self.embedding = embedding
         self.turn = nn.Parameter(turn.to(embedding.weight.dtype), requires_grad=False)
@@ -100,7 +101,7 @@ class TurnedEmbedding(nn.Module):
         return self.embedding(ids) @ self.turn
 
 
-def obstacle(model: nn.Module, layers: Layers) -> str | None:
+def obstacle(model: Any, layers: Layers) -> str | None:
     """Why the model's stream cannot be sliced; None where it can."""
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if kind not in MODELS or not hasattr(model, "lm_head"):
@@ -111,7 +112,7 @@ def obstacle(model: nn.Module, layers: Layers) -> str | None:
     return f"{missing[0]} is not among the layers, and slicing reduces all of a block" if missing else None
 
 
-def make(model: nn.Module, batches: Sequence[Batch], layers: Layers, _: Loss, budget: float) -> Made:
+def make(model: Any, batches: Sequence[Batch], layers: Layers, _: Loss, budget: float) -> Made:
     """The model at the largest width k that fits; at full width it is the base model, without turns.
 
     Raises:
@@ -128,7 +129,7 @@ def make(model: nn.Module, batches: Sequence[Batch], layers: Layers, _: Loss, bu
     return Made(new, sliced_parameters(model, k))
 
 
-def sliced_parameters(model: nn.Module, k: int) -> int:
+def sliced_parameters(model: Any, k: int) -> int:
     """What the model stores at a width k: with turns, without its blocks' norms; at full width its own."""
     width, blocks = model.config.hidden_size, list(model.model.layers)
     if k == width:
@@ -145,7 +146,7 @@ def sliced_parameters(model: nn.Module, k: int) -> int:
 
 
 @torch.no_grad()
-def sliced(model: nn.Module, batches: Sequence[Batch], k: int) -> nn.Module:
+def sliced(model: Any, batches: Sequence[Batch], k: int) -> Any:
     """A copy whose stream has k coordinates, with every turn from the sliced model's own signals so far."""
     new, device = copy.deepcopy(model), model_device(model)
     with eval_mode(model):
@@ -159,7 +160,7 @@ def sliced(model: nn.Module, batches: Sequence[Batch], k: int) -> nn.Module:
 
 
 def _sliced_block(
-    block: nn.Module, signals: Sequence[Signal], turn: Float[Tensor, "d k"], k: int, place: int, is_last: bool
+    block: Any, signals: Sequence[Signal], turn: Float[Tensor, "d k"], k: int, place: int, is_last: bool
 ) -> tuple[SlicedBlock, Float[Tensor, "d k"], list[Signal]]:
     """The block that reads by `turn`; by which turn it writes, and the signals in d coordinates that it writes so."""
     new = SlicedBlock(block)
@@ -188,7 +189,7 @@ def _turned(hidden: Float[Tensor, "b t d"], turn: Float[Tensor, "d k"]) -> Float
     return hidden @ turn.to(hidden.dtype)
 
 
-def _entering(model: nn.Module, batch: Batch) -> Signal:
+def _entering(model: Any, batch: Batch) -> Signal:
     """What the first block reads, and with what each block is called; none of them keeps keys and values."""
     hidden, calls = list[Tensor](), list[dict[str, Any]]()
 
@@ -203,7 +204,7 @@ def _entering(model: nn.Module, batch: Batch) -> Signal:
     return hidden[0], token_mask(batch), calls
 
 
-def _embedding(model: nn.Module, turn: Float[Tensor, "d k"]) -> nn.Module:
+def _embedding(model: Any, turn: Float[Tensor, "d k"]) -> nn.Module:
     """E Q, in one matrix where no head is tied to E."""
     embedding = model.model.embed_tokens
     if model.lm_head.weight is embedding.weight:
@@ -212,9 +213,15 @@ def _embedding(model: nn.Module, turn: Float[Tensor, "d k"]) -> nn.Module:
     return nn.Embedding.from_pretrained(weight, padding_idx=embedding.padding_idx)
 
 
+def _linear(module: nn.Module, name: str) -> nn.Linear:
+    layer = module.get_submodule(name)
+    assert isinstance(layer, nn.Linear)
+    return layer
+
+
 def _set_weight(module: nn.Module, name: str, weight: Float[Tensor, "m n"]) -> None:
     """A linear layer's, of another shape."""
-    layer = module.get_submodule(name)
+    layer = _linear(module, name)
     layer.weight = nn.Parameter(weight.to(layer.weight.dtype), layer.weight.requires_grad)
     layer.out_features, layer.in_features = weight.shape
 

@@ -124,11 +124,10 @@ def shape_of(model: Any, layers: Layers) -> Shape:
     return Shape(names, blocks, heads, groups // size, size, channels)
 
 
-def sizes_of(model: Any, layers: Layers, shape: Shape, budget: float) -> Sizes:
+def sizes_of(model: Any, layers: Layers, shape: Shape, budget: float) -> Sizes | None:
     """Attention's sizes by the share of the blocks' parameters that the budget leaves; channels take what is left.
 
-    Raises:
-        FlexrankError: the budget has room for no channel.
+    None where that is less than a channel of each block.
     """
     others = {name: one for name, one in layers.items() if not name.startswith(tuple(f"{b}." for b in shape.blocks))}
     outside, dense = method.dense_count(others), method.dense_count(layers)
@@ -138,21 +137,23 @@ def sizes_of(model: Any, layers: Layers, shape: Shape, budget: float) -> Sizes:
     room = limit - method.parameter_count(model) + shape.removed(model, Sizes(score, value, 0))
     each = shape.removed(model, dataclasses.replace(shape.full(), channels=shape.channels - 1))
     if room < each:
-        raise FlexrankError(f"A3: {limit} parameters of {type(model).__name__} leave no channel of its feed-forwards")
+        return None
     return Sizes(score, value, min(shape.channels, room // each))
 
 
 @torch.no_grad()
-def make(model: Any, batches: Sequence[Batch], layers: Layers, loss: Loss, budget: float) -> Made:
-    """The model with every block's parts at one size each.
+def make(model: Any, batches: Sequence[Batch], layers: Layers, loss: Loss, budget: float) -> Made | None:
+    """The model with every block's parts at one size each; None where the budget has no room for any.
 
     Raises:
-        FlexrankError: the model has an `obstacle`, or the budget no room.
+        FlexrankError: the model has an `obstacle`.
     """
     if reason := obstacle(model, layers):
         raise FlexrankError(f"A3 does not apply: {reason}")
     shape, new = shape_of(model, layers), copy.deepcopy(model)
     sizes, names = sizes_of(model, layers, shape, budget), shape.names
+    if sizes is None:
+        return None
     read = {
         f"{block}.{name}": layers[f"{block}.{name}"] for block in shape.blocks for name in (names.output, names.down)
     }

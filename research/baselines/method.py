@@ -64,8 +64,9 @@ class Made:
     parameters: int  #: of the whole model, tied ones once
 
 
-#: (base model, calibration, layers to reduce by name, loss, budget) to a new model; the base stays as it is.
-Make = Callable[[nn.Module, Sequence[Batch], Layers, Loss, float], Made]
+#: (base model, calibration, layers to reduce by name, loss, budget) to a new model; the base stays as it is. None where
+#: no size of the method is within the budget.
+Make = Callable[[nn.Module, Sequence[Batch], Layers, Loss, float], Made | None]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -112,18 +112,18 @@ def obstacle(model: Any, layers: Layers) -> str | None:
     return f"{missing[0]} is not among the layers, and slicing reduces all of a block" if missing else None
 
 
-def make(model: Any, batches: Sequence[Batch], layers: Layers, _: Loss, budget: float) -> Made:
-    """The model at the largest width k that fits; at full width it is the base model, without turns.
+def make(model: Any, batches: Sequence[Batch], layers: Layers, _: Loss, budget: float) -> Made | None:
+    """The model at the largest width k that fits, None where none does; at full width it is the base model.
 
     Raises:
-        FlexrankError: no width fits, or the model has an `obstacle`.
+        FlexrankError: the model has an `obstacle`.
     """
     if reason := obstacle(model, layers):
         raise FlexrankError(f"SliceGPT does not apply: {reason}")
     limit, width = parameter_limit(model, layers, budget), model.config.hidden_size
     fitting = [k for k in range(1, width + 1) if sliced_parameters(model, k) <= limit]
     if not fitting:
-        raise FlexrankError(f"SliceGPT: no width of {type(model).__name__} has at most {limit} parameters")
+        return None
     k = fitting[-1]
     new = copy.deepcopy(model) if k == width else sliced(model, batches, k)
     return Made(new, sliced_parameters(model, k))

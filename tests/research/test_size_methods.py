@@ -86,10 +86,7 @@ def test_where_a_method_does_not_apply() -> None:
         assert "model.layers.1.mlp.down_proj is not among" in str(SIZE_METHODS[name].obstacle(model, layers))
         with pytest.raises(FlexrankError, match="does not apply"):
             SIZE_METHODS[name].make(model, calibration("llama_tied"), layers, next_token_loss, 0.5)
-    with pytest.raises(FlexrankError, match="leave no channel"):
-        made("a3", "llama_tied", 0.01)
-    with pytest.raises(FlexrankError, match="no width"):
-        made("slicegpt", "llama_tied", 0.01)
+        assert made(name, "llama_tied", 0.01) is None
 
 
 # PIFA's reconstruction
@@ -137,6 +134,7 @@ def rows_of(model: nn.Module, batches: list[Any], name: str) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["llama_tied", "bert"])
+@torch.no_grad()
 def test_layers_are_refitted_to_what_those_before_became(kind: str) -> None:
     """Oracle: of the finished model whole forwards, whose layers before the one in question are those it was fitted to.
 
@@ -155,10 +153,10 @@ def test_layers_are_refitted_to_what_those_before_became(kind: str) -> None:
             )
         else:
             now, base = (rows_of(m, batches, name) for m in (one.model, model))
-        weight = layers[name].weight.detach().double()
+        weight = layers[name].weight.double()
         start = pifa.svd_llm.factors(weight, moments[name]).v[: elastic.rank]
         u, v = pifa.refit(weight, start, 0.75 * now.T @ now + 0.25 * base.T @ now, now.T @ now)
-        assert relative(elastic.matrix.detach(), (u @ v).detach()) < 1e-3
+        assert relative(elastic.matrix, u @ v) < 1e-3
 
 
 def hidden_of(model: nn.Module, batches: list[Any]) -> list[Tensor]:
@@ -245,7 +243,8 @@ def test_rotations_alone_change_nothing(kind: str) -> None:
     model, batches = build(kind), calibration(kind)
     rotated = slicegpt.sliced(model, batches, 32)
     assert relative(real(rotated, batches[1]), real(model, batches[1])) < 1e-5
-    assert relative(rotated.model.layers[0].mlp.up_proj.weight, model.model.layers[0].mlp.up_proj.weight) > 0.5
+    turned, own = (one.model.layers[0].mlp.up_proj.weight.detach() for one in (rotated, model))
+    assert relative(turned, own) > 0.5
 
 
 # A³
@@ -319,7 +318,7 @@ def test_channels_are_the_largest_and_down_is_refitted_to_them() -> None:
 
 
 def small_attention(new: nn.Module, shape: a3.Shape, sizes: a3.Sizes, x: Tensor, turns: Any) -> Tensor:
-    """Causal attention of the really smaller matrices: rows and columns of zeros left out, pairs at their own angles."""
+    """Causal attention of the really smaller matrices: zeros left out, pairs at their own angles."""
     d, share, result = shape.head_size, shape.heads // shape.groups, 0
     cos, sin = (one[0] for one in turns)
     count = 0
@@ -365,6 +364,7 @@ def test_smaller_matrices_give_what_zeros_in_the_old_shapes_give(budget: float) 
 
 
 @pytest.mark.parametrize("kind", ["llama_tied", "bert"])
+@torch.no_grad()
 def test_each_part_of_a_whole_model_is_its_own_optimum(kind: str) -> None:
     """Oracle: the parts by hand from activations of the base model that hooks record."""
     model, batches = build(kind), calibration(kind)
@@ -394,7 +394,7 @@ def test_each_part_of_a_whole_model_is_its_own_optimum(kind: str) -> None:
                 x, found = rows_of(model, batches, f"{block}.{names.query}"), []
                 for layer in after:
                     found.append(functional.linear(x, layer.weight[own].double(), layer.bias[own].double()))
-                assert relative(found[0].detach() @ found[1].detach().T, wanted) < 1e-3
+                assert relative(found[0] @ found[1].T, wanted) < 1e-3
 
 
 def given_by(model: nn.Module, batches: list[Any], name: str) -> Tensor:

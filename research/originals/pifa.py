@@ -2,7 +2,7 @@
 
 Both sides mix a quarter of the dense flow's outputs into the targets and fit U, then V, as the repository's README has
 it. Their `dev` and `Tensor.cuda` are the CPU here, and their `dataloader`, which the first function reads as a global
-name, is ours. They compute in float32, so that layers differ by more where inputs hardly move than logits do. They count
+name, is ours. They compute in float32, so that layers differ by more than logits where inputs hardly move. They count
 a layer's indices as r parameters more: the ratios are such that ranks agree. Pivots may differ where two are as good.
 """
 

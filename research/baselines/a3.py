@@ -10,11 +10,11 @@ What is left is a smaller matrix in the place of each. Attention modules hold on
 pairs by their place in the head: so here rows of q, k and v that go, and columns of o, are zeros in the old shapes,
 and `Made.parameters` counts them as gone. Which pairs of a head are left is not counted, as no method's indices are.
 
-Written from the paper's mathematics, and not held against its code. Known of it: the three parts, the products of the
-norms of columns by which pairs and channels are chosen (its CUR form), and one joint SVD for the values of grouped
-heads. Choices here: a pair's norm is that of both its dimensions, summed over the group's heads for q; the joint SVD
-takes the mean second moment of the group's heads; attention's sizes are rounded from one uniform share and channels
-take what is left of the budget.
+Written from the paper's mathematics, and not held against its code. Known of it: the three parts; that with rotary
+positions pairs are chosen by the products of the norms of their columns, as channels are; that grouped heads have one
+joint SVD for their value. Not sure of, and chosen here: a pair's norm is that of both its dimensions, and for q of all
+heads of a group; the joint SVD takes the mean second moment of the group's heads; attention's sizes are rounded from
+one uniform share, and channels take what is left of the budget.
 """
 
 import copy

@@ -69,7 +69,7 @@ def refit(
     U = Y Xᵀ Vᵀ (V X Xᵀ Vᵀ)⁻¹, then V = U⁺ (Y Xᵀ + ρ W) (X Xᵀ + ρ)⁻¹ with ρ = `PRIOR`. For U, X Xᵀ may be singular: it
     gets a ridge of `UNSEEN` times its largest eigenvalue, towards W like that of V; the paper has none.
     """
-    ridge = UNSEEN * torch.linalg.matrix_norm(own, 2) + torch.finfo(torch.float64).tiny
+    ridge = UNSEEN * torch.linalg.eigvalsh(own)[-1] + torch.finfo(torch.float64).tiny
     identity = torch.eye(len(own), dtype=own.dtype, device=own.device)
     seen, wanted = own + ridge * identity, weight @ (target + ridge * identity)
     u = torch.linalg.solve(v @ seen @ v.T, wanted @ v.T, left=False)
@@ -122,11 +122,14 @@ class Flow:
 
 
 def _products(flows: Sequence[Flow], name: str, size: int) -> tuple[Float[Tensor, "n n"], Float[Tensor, "n n"]]:
-    """X Xᵀ and X₀ Xᵀ over real tokens, in float64: X₀ at a layer of the base, X at the same of the model so far."""
+    """X Xᵀ and X₀ Xᵀ over real tokens: X₀ at a layer of the base, X at the same of the model so far.
+
+    Products of a batch are in float32, as all moments of the calibration are, and summed in float64.
+    """
     own, cross = (torch.zeros(size, size, dtype=torch.float64) for _ in range(2))
     for base, now in zip(*(flow.inputs(name) for flow in flows), strict=True):
-        own += (now.double().T @ now.double()).cpu()
-        cross += (base.double().T @ now.double()).cpu()
+        own += (now.float().T @ now.float()).cpu()
+        cross += (base.float().T @ now.float()).cpu()
     return own, cross
 
 

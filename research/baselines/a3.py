@@ -13,12 +13,13 @@ and `Made.parameters` counts them as gone. Which pairs of a head are left is not
 Written from the paper's mathematics, and not held against its code. Known of it: the three parts; that with rotary
 positions pairs are chosen by the products of the norms of their columns, as channels are; that grouped heads have one
 joint SVD for their value. Not sure of, and chosen here: a pair's norm is that of both its dimensions, and for q of all
-heads of a group; the joint SVD takes the mean second moment of the group's heads; attention's sizes are rounded from
-one uniform share, and channels take what is left of the budget.
+heads of a group; the joint SVD takes the mean second moment of the group's heads; attention's sizes come from one
+uniform share, rounded up (to the nearest was no better on stories260k), and channels take what is left of the budget.
 """
 
 import copy
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -125,15 +126,15 @@ def shape_of(model: Any, layers: Layers) -> Shape:
 
 
 def sizes_of(model: Any, layers: Layers, shape: Shape, budget: float) -> Sizes | None:
-    """Attention's sizes by the share of the blocks' parameters that the budget leaves; channels take what is left.
+    """Attention's sizes, rounded up, by the share of the blocks' parameters that the budget leaves; channels the rest.
 
     None where that is less than a channel of each block.
     """
     others = {name: one for name, one in layers.items() if not name.startswith(tuple(f"{b}." for b in shape.blocks))}
     outside, dense = method.dense_count(others), method.dense_count(layers)
     share, unit = (budget * dense - outside) / (dense - outside), 2 if shape.names.is_rotary else 1
-    score = unit * max(1, round(share * shape.head_size / unit))
-    value, limit = max(1, round(share * shape.head_size)), parameter_limit(model, layers, budget)
+    score = unit * max(1, math.ceil(share * shape.head_size / unit))
+    value, limit = max(1, math.ceil(share * shape.head_size)), parameter_limit(model, layers, budget)
     room = limit - method.parameter_count(model) + shape.removed(model, Sizes(score, value, 0))
     each = shape.removed(model, dataclasses.replace(shape.full(), channels=shape.channels - 1))
     if room < each:

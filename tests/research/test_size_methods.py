@@ -322,6 +322,8 @@ def test_pairs_are_those_of_the_largest_products() -> None:
 def test_channels_are_the_largest_and_down_is_refitted_to_them() -> None:
     rows, moment = moments_of(40, 6)
     down = torch.randn(5, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    down[:, moment.diagonal().argmax()] *= 1e-3
+    down[:, moment.diagonal().argmin()] *= 1e3
     weights = [float(rows[:, i].norm() * down[:, i].norm()) for i in range(6)]
     kept = a3.channels(down, moment, 4)
     assert kept.tolist() == sorted(sorted(range(6), key=lambda i: -weights[i])[:4])
@@ -373,6 +375,21 @@ def test_smaller_matrices_give_what_zeros_in_the_old_shapes_give(budget: float) 
         stored += 32 * (4 + 2) * (sizes.score + sizes.value) + 3 * 32 * sizes.channels
         assert {p.numel() for p in block.mlp.parameters()} == {32 * sizes.channels}
     assert one.parameters == stored
+
+
+def test_sizes_and_what_they_store_by_hand() -> None:
+    """Of BERT's two blocks of 32 columns, four heads of 8 and 48 channels; the pooler (32 × 32) stays as it is."""
+    model = build("bert")
+    dense, layers = 2 * (4 * 32 * 32 + 2 * 32 * 48), select_layers(model)
+    # .62 of all is .593 of the blocks: 5 of 8 dimensions, rounded up, of q, k, v and o.
+    sizes = a3.sizes_of(model, layers, a3.shape_of(model, layers), 0.62)
+    assert sizes is not None and (sizes.score, sizes.value) == (5, 5)
+    removed = 2 * (3 * (4 * 3) * (32 + 1) + (4 * 3) * 32 + (48 - sizes.channels) * (32 + 1 + 32))
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    assert made("a3", "bert", 0.62, model).parameters == whole - removed
+    room = int(0.62 * (dense + 32 * 32)) - (dense + 32 * 32) + removed
+    assert 0 <= room < 2 * (32 + 1 + 32)  # no channel more fits
+    assert a3.sizes_of(model, layers, a3.shape_of(model, layers), 1.0) == a3.Sizes(8, 8, 48)
 
 
 @pytest.mark.parametrize("kind", ["llama_tied", "bert"])

@@ -159,6 +159,7 @@ def scored_layer(m: int = 6, n: int = 9, adapter: int = 2) -> tuple[nn.Linear, S
     return layer, ScoredLinear(layer, adapter, torch.Generator().manual_seed(0))
 
 
+@torch.no_grad()
 def test_a_scored_layer_is_its_truncated_svd() -> None:
     layer, scored = scored_layer()
     x = torch.randn(5, 9, generator=torch.Generator().manual_seed(1))
@@ -173,7 +174,7 @@ def test_a_scored_layer_is_its_truncated_svd() -> None:
     scored.score.data[[1, 3, 4]] = 0.0
     assert relative(scored(x), wanted) < 1e-5
     scored.up.data.normal_(generator=torch.Generator().manual_seed(2))
-    assert relative(scored(x) - wanted, (x @ scored.down.T) @ scored.up.T) < 1e-4
+    assert relative(scored(x) - wanted, (x @ scored.down.T) @ scored.up.T) < 1e-3
 
 
 def test_gradients_pass_straight_through_a_mask() -> None:
@@ -203,7 +204,7 @@ def test_what_stays_longer_comes_first() -> None:
     order = pressure.order()
     # Kept at the last step: a0, b0, a2, a3, a4, b1 by their scores; gone since: a5, b2; never kept: a1, b3.
     assert order["a"].tolist() == [0, 8, 2, 3, 4, 6] and order["b"].tolist() == [1, 5, 7, 9]
-    assert float(first.score.min()) == 0.0
+    assert float(first.score.detach().min()) == 0.0
 
 
 def test_pressure_follows_its_line() -> None:

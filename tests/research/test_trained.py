@@ -33,17 +33,18 @@ def lesson(name: str = "llama_tied", steps: int = 4, budgets: tuple[float, ...] 
     exclude = ["pooler"] if name == "bert" else []
     layers = select_layers(teacher, exclude=exclude)
 
-    def decomposed() -> nn.Module:
+    def decomposed(method: str = "datasvd") -> nn.Module:
         model = copy.deepcopy(teacher)
         chosen = select_layers(model, exclude=exclude)
-        decompose_(model, collect_moments(model, [BATCH], chosen))
+        loss = objective.fisher_loss if method == "fisher" else None
+        decompose_(model, collect_moments(model, [BATCH], chosen, gradient_loss=loss), method=method)
         return model
 
     objective: Any = EmbeddingObjective() if name == "bert" else LogitObjective()
     return Lesson(
         teacher, [BATCH], [BATCH] * 2, budgets, steps, steps // len(budgets), objective, objective,
         None if name == "bert" else next_token_loss, decomposed,
-        lambda allocation: chain_of(decomposed(), budgets[::-1]), lambda model: contextlib.nullcontext(),
+        lambda method, allocation: chain_of(decomposed(), budgets[::-1]), lambda model: contextlib.nullcontext(),
         {one: matrix_shape(layer) for one, layer in layers.items()}, 1e-2, None, 0,
     )  # fmt: skip
 

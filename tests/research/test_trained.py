@@ -193,6 +193,7 @@ def test_gradients_pass_straight_through_a_mask() -> None:
     assert relative(scored.score.grad, mask.grad) < 1e-4
 
 
+@torch.no_grad()
 def test_what_stays_longer_comes_first() -> None:
     _, first = scored_layer()
     _, second = scored_layer(4, 4)
@@ -208,6 +209,7 @@ def test_what_stays_longer_comes_first() -> None:
     assert float(first.score.detach().min()) == 0.0
 
 
+@torch.no_grad()
 def test_pressure_follows_its_line() -> None:
     _, layer = scored_layer(8, 8, adapter=1)
     pressure = Pressure({"a": layer}, 0.2, 4)
@@ -239,6 +241,7 @@ def test_masks_take_the_longest_prefix(share: float) -> None:
     }
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("rank", [1, 5])
 def test_adapters_merge_into_a_layers_factors(rank: int) -> None:
     model = elastic("perceptron")
@@ -294,6 +297,7 @@ def test_a_block_that_is_left_out_changes_nothing() -> None:
         assert relative(outputs(model, BATCH), wanted) < 1e-6
 
 
+@torch.no_grad()
 def test_exits_are_weighted() -> None:
     model = build("llama_tied")
     inner = LogitObjective()
@@ -307,6 +311,7 @@ def test_exits_are_weighted() -> None:
     assert float(objective.loss(output, target, BATCH)) == pytest.approx((0.2 * early + late) / 1.2, rel=1e-5)
 
 
+@torch.no_grad()
 def test_the_task_is_the_models_own_loss() -> None:
     """Oracle: transformers' loss of labels; padded tokens are none."""
     model = build("llama_tied")

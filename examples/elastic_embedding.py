@@ -19,10 +19,11 @@ def main() -> None:
     training = data.sentence_batches(tokenizer, corpus.training[:2000], 32, 64, seed=0)
     held_out = data.sentence_batches(tokenizer, [text for pair in corpus.evaluation for text in pair], 50, 64)
 
-    fr.decompose_(model, fr.collect_moments(model, calibration, fr.select_layers(model, exclude=["pooler"])))
-    evaluate = fr.distillation_evaluator(teacher, calibration[:2], fr.EmbeddingObjective())
+    objective, layers = fr.EmbeddingObjective(), fr.select_layers(model, exclude=["pooler"])
+    fr.decompose_(model, fr.collect_moments(model, calibration, layers, gradient_loss=objective.fisher_loss))
+    evaluate = fr.distillation_evaluator(teacher, calibration[:2], objective)
     chain = fr.allocate_ranks(fr.probe_sensitivity(model, evaluate, num_levels=5), budgets=[0.75, 0.5, 0.25])
-    fr.distill_(model, teacher, training, chain, objective=fr.EmbeddingObjective(), steps=60, warmup_steps=10)
+    fr.distill_(model, teacher, training, chain, objective=objective, steps=60, warmup_steps=10)
     fr.save_elastic(model, chain, "runs/example/elastic", tokenizer=tokenizer)
 
     targets = metrics.embed(teacher, held_out)

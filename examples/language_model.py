@@ -28,8 +28,9 @@ def main() -> None:
     blocks = data.token_blocks(tokenizer, texts[: len(texts) // 5 * 4], options.length, batch_size=16)
     held_out = data.token_blocks(tokenizer, texts[len(texts) // 5 * 4 :], options.length, batch_size=16)[:8]
 
-    fr.decompose_(model, fr.collect_moments(model, blocks[:8], fr.select_layers(model, exclude=["lm_head"])))
-    evaluate = fr.distillation_evaluator(teacher, blocks[8:10], fr.LogitObjective())
+    objective, layers = fr.LogitObjective(), fr.select_layers(model, exclude=["lm_head"])
+    fr.decompose_(model, fr.collect_moments(model, blocks[:8], layers, gradient_loss=objective.fisher_loss))
+    evaluate = fr.distillation_evaluator(teacher, blocks[8:10], objective)
     chain = fr.allocate_ranks(fr.probe_sensitivity(model, evaluate, num_levels=6), budgets=[0.8, 0.6, 0.5, 0.4])
     with hidden_states(model, teacher):
         fr.distill_(

@@ -106,9 +106,9 @@ class Ledger:
             try:
                 for future in as_completed(futures):
                     self.take(futures[future], future.result)
-            except BaseException:  # the others are not begun, and the processes of those that are end
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+            finally:  # after an error the others are not begun
+                for future in futures:
+                    future.cancel()
         return {name: self._units[name] for name in units}
 
     def take_seeds(self, unit: str, seeds: int, compute: Callable[..., Any], *arguments: Any) -> list[Any]:

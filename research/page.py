@@ -26,13 +26,17 @@ benches moved to `research/`, without what the benches no longer show.
 _COMPARISONS = """# Rivals
 
 From saved results, by `python -m research --page`. Each section is one command. Every method has the same model,
-calibration, probe, held-out samples and definition of size: deployed parameters of the factorised layers over their
-dense ones, gauge-aligned for all. *published* are the ranks of the method's own paper, uniform but for SVD-LLM V2;
-*paper* and *joint* are flexrank's allocations, from a sensitivity table of the method's own factors. *nested* says
-whether each size is a prefix of all larger ones, so that one artefact holds them. Nothing is trained. Uniform ranks
-stand in for the searches of ranks that ASVD and DRONE have of their own. Seconds are of the clock, each measured once.
-DRONE, SVD-LLM and DataSVD have one optimum: in the figure their lines lie on each other. *met* and *missed* are
-computed from the numbers beside them.
+calibration, held-out samples and definition of size: deployed parameters of the factorised layers over their dense
+ones, gauge-aligned for all rank methods; what a method stores beside them counts. *met* and *missed* are computed from
+the numbers beside them. docs/baselines.md holds ours against the authors' own code.
+
+**Training-free**: *published* are the ranks of the method's own paper, by its own search where it has one; *paper* and
+*joint* are flexrank's allocations, from a sensitivity table of the method's own factors. *nested* says whether each
+size is a prefix of all larger ones, so that one artefact holds them. DRONE's search of ranks is left out. Seconds are
+of the clock, each measured once. DRONE, SVD-LLM and DataSVD have one optimum: their lines lie on each other.
+
+**Trained**: all methods have as many training tokens in all; one that trains each size by itself has its share of them
+for each. Each has four settings, tried on the tuning half. Seconds and the peak of memory are of a process of its own.
 """
 #: The page of each kind: where, its head, its experiments, and what the first columns of claims are called.
 PAGES = {

@@ -174,7 +174,8 @@ def outputs(model: nn.Module, batch: Any) -> torch.Tensor:
 
 def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     """The length of the difference over that of `wanted`."""
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+    found, wanted = found.detach().double(), wanted.detach().double()
+    return float((found - wanted).norm() / wanted.norm())
 
 
 def agree(output: torch.Tensor, wanted: torch.Tensor) -> bool:

@@ -27,17 +27,30 @@ task's, summed over the batch's samples.
 DRONE, both SVD-LLMs and flexrank's DataSVD have one optimum, and differ by rounding and by what they do where X Xᵀ is
 singular. LEMS's factors are those of flexrank's `fisher` but for what tames its moments. What the papers add by
 training, such as LoRA, and by updates between layers is left out.
+
+A size method (`method.SizeMethod`) makes another model for each budget, `make(model, batches, layers, loss, budget)`,
+and counts what that stores; no size is a part of another. `obstacle(model, layers)` says where it does not apply.
+
+| name | what is smaller | how |
+|---|---|---|
+| pifa | every layer's rank | factors refitted layer after layer, to inputs from the model so far |
+| slicegpt | the residual stream | its principal components; residual connections turn |
+| a3 | dimensions of heads, channels of feed-forwards | scores, values and outputs of each approximated by itself |
 """
 
+from research.baselines.a3 import A3
 from research.baselines.asvd import ASVD
 from research.baselines.drone import DRONE
 from research.baselines.fwsvd import FWSVD
 from research.baselines.lems import LEMS
-from research.baselines.method import RankMethod
+from research.baselines.method import RankMethod, SizeMethod
+from research.baselines.pifa import PIFA
 from research.baselines.plain import SVD
+from research.baselines.slicegpt import SLICEGPT
 from research.baselines.svd_llm import SVD_LLM
 from research.baselines.svd_llm_v2 import SVD_LLM_V2
 
 RANK_METHODS: dict[str, RankMethod] = {
     method.name: method for method in (SVD, FWSVD, ASVD, DRONE, SVD_LLM, SVD_LLM_V2, LEMS)
 }  # fmt: skip
+SIZE_METHODS: dict[str, SizeMethod] = {method.name: method for method in (PIFA, SLICEGPT, A3)}

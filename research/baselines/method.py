@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from flexrank.data.batches import Batch
 from flexrank.nn.linalg import Factors
-from flexrank.nn.matrix import weight_matrix
+from flexrank.nn.matrix import matrix_shape, weight_matrix
 from flexrank.nn.select import nest_
 from flexrank.nn.switch import uniform_profile
 from flexrank.profiles import RankProfile
+from flexrank.profiles.costs import dense_parameters
 
 #: (output, batch) to a scalar: the task's loss, summed over the batch's samples.
 Loss = Callable[[Any, Batch], Tensor]
@@ -68,6 +69,46 @@ class RankMethod:
                 nest_(model, name, factors)
                 energies[name] = factors.energies
         return energies
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """A model of one size, and what it stores when it is deployed."""
+
+    model: nn.Module
+    parameters: int  #: of the whole model, tied ones once
+
+
+#: (base model, calibration, layers to reduce by name, loss, budget) to a new model; the base stays as it is. None where
+#: no size of the method is within the budget.
+Make = Callable[[nn.Module, Sequence[Batch], Layers, Loss, float], Made | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class SizeMethod:
+    """A training-free compression that makes a model of its own for each size: no size is a part of another."""
+
+    name: str
+    source: str
+    make: Make
+    #: (base model, layers) to why the method does not apply; None where it does.
+    obstacle: Callable[[nn.Module, Layers], str | None]
+
+
+def parameter_count(model: nn.Module) -> int:
+    """All parameters, tied ones once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def dense_count(layers: Layers) -> int:
+    """Parameters of these layers' matrices."""
+    return sum(dense_parameters(matrix_shape(layer)) for layer in layers.values())
+
+
+def parameter_limit(model: nn.Module, layers: Layers, budget: float) -> int:
+    """What a whole model may have at a budget: all but the layers' matrices, and the budget's share of those."""
+    dense = dense_count(layers)
+    return parameter_count(model) - dense + int(budget * dense)
 
 
 def split(left: Float[Tensor, "m k"], values: Float[Tensor, " k"], right: Float[Tensor, "k n"]) -> Factors:

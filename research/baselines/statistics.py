@@ -39,28 +39,50 @@ def input_moments(
     return {name: one.moment for name, one in collect_moments(model, batches, layers, side="input").items()}
 
 
-@torch.no_grad()
 def mean_magnitudes(
     model: nn.Module, batches: Sequence[Batch], layers: Layers, _: Loss
 ) -> dict[str, Float[Tensor, " n"]]:
     """Each input's mean absolute value over real tokens, in float64."""
-    sums = _zeros(layers)
-    counts, masks = dict.fromkeys(layers, 0), list[Tensor]()
+    sums, counts = _zeros(layers), dict.fromkeys(layers, 0)
 
-    def see(name: str, layer: nn.Module, inputs: Tensor, _: Tensor) -> None:
-        rows = masked_rows(input_rows(layer, inputs), masks)
-        sums[name] += rows.abs().sum(0, dtype=torch.float64).cpu()
-        counts[name] += len(rows)
+    def see(name: str, inputs: Tensor, _: Tensor) -> None:
+        sums[name] += inputs.abs().sum(0, dtype=torch.float64).cpu()
+        counts[name] += len(inputs)
+
+    _watch(model, batches, layers, see)
+    return {name: sums[name] / counts[name] for name in layers}
+
+
+def output_moments(model: nn.Module, batches: Sequence[Batch], layers: Layers) -> dict[str, Float[Tensor, "m m"]]:
+    """Y Yᵀ with the layer's bias, summed over real tokens, in float64."""
+    sizes = {name: matrix_shape(layer)[0] for name, layer in layers.items()}
+    sums = {name: torch.zeros(size, size, dtype=torch.float64) for name, size in sizes.items()}
+
+    def see(name: str, _: Tensor, outputs: Tensor) -> None:
+        sums[name] += (outputs.double().T @ outputs.double()).cpu()
+
+    _watch(model, batches, layers, see)
+    return sums
+
+
+@torch.no_grad()
+def _watch(
+    model: nn.Module, batches: Sequence[Batch], layers: Layers, see: Callable[[str, Tensor, Tensor], None]
+) -> None:
+    """Calls `see(name, inputs, outputs)` with the rows of real tokens of each layer's calls, while the model runs."""
+    masks = list[Tensor]()
+
+    def watched(name: str, layer: nn.Module, inputs: Tensor, outputs: Tensor) -> None:
+        see(name, masked_rows(input_rows(layer, inputs), masks), masked_rows(output_rows(layer, outputs), masks))
 
     device = model_device(model)
     with computing(model, device, with_gradients=False), Hooks() as hooks:
         for name, layer in layers.items():
-            hooks.watch(layer, functools.partial(see, name, layer))
+            hooks.watch(layer, functools.partial(watched, name, layer))
         for batch in batches:
             batch = to_device(batch, device)
             masks[:] = row_masks(batch)
             call_model(model, batch)
-    return {name: sums[name] / counts[name] for name in layers}
 
 
 def input_importance(

@@ -1,7 +1,8 @@
 """Training-free rivals and flexrank's own decompositions: every method by every allocation, at every size.
 
 Each method decomposes the same model from the same calibration; sizes are deployed parameters, gauge-aligned for all;
-scores are of held-out samples that neither calibration nor probe has seen. What is finished is not done again.
+scores are of held-out samples that neither calibration nor probe has seen. What is finished is not done again. Beside
+them, rivals that make a model of its own for each size, in one way alone.
 """
 
 import itertools
@@ -10,15 +11,18 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from research.benches.contest import ALLOCATIONS, METHODS, OURS, Contest, Contestant, contests
+from research.benches.contest import ALLOCATIONS, ALONE, METHODS, OURS, Contest, Contestant, contests, sized_alone
 from research.experiment import Experiment, Ledger, Request
 from research.figures import GREEN, NEUTRAL, OTHER, PINK, SKY, YELLOW, draw_seeds, panels
 from research.figures import OURS as BLUE
 from research.result import Result, goal, measured, spread, spreads, table
 
-#: By method and allocation, for each seed what `Contestant.sized` gives.
+#: By method and allocation, for each seed what `Contestant.sized` or `sized_alone` gives.
 Sized = dict[str, dict[str, list[dict[str, Any]]]]
 COLOURS = dict(zip(METHODS, (NEUTRAL, YELLOW, PINK, SKY, GREEN, OTHER, "#8c564b", BLUE, "#000000"), strict=True))
+COLOURS |= dict(zip(ALONE, ("#7f3c8d", "#2f4f4f", "#b5a300"), strict=True))
+#: Of `ALONE` in the figure, beside their dashes, so that lines differ by more than colour.
+MARKERS = dict(zip(ALONE, ("s", "^", "D"), strict=True))
 LINES = {"published": ":", "paper": "--", "joint": "-"}
 #: Distances from the base model below this are drawn at it.
 LEAST = 1e-4
@@ -58,6 +62,10 @@ def _measure(contest: Contest, request: Request) -> tuple[dict[str, float], dict
         for allocation in ALLOCATIONS:
             one = ledger.take(f"{unit}, {allocation}", contestant.sized, allocation, probed["table"])
             sized[method][allocation].append(one)
+    for seed, method in itertools.product(range(request.seeds), ALONE):
+        if one := ledger.take(f"{method}, seed {seed}", sized_alone, contest, method, seed):
+            sized.setdefault(method, {"published": []})["published"].append(one)
+            seconds.setdefault(method, []).append({"decomposition_seconds": one["seconds"], "probe_seconds": 0.0})
     return dense, ledger.take("parameters", contest.parameters), sized, seconds
 
 
@@ -71,22 +79,26 @@ def _table(
     """A row for each method and allocation: whether one artefact has all sizes, the scores, the seconds."""
     whole = [(parameters["others"] + budget * parameters["layers"]) / 1e6 for budget in contest.budgets]
     rows: list[list[Any]] = [["whole model at the budget, M parameters", None, *whole, None]]
-    for method, allocation in itertools.product(METHODS, ALLOCATIONS):
+    for method, allocation in (*itertools.product(METHODS, ALLOCATIONS), *((one, "published") for one in ALONE)):
+        if method not in sized:
+            rows.append([f"{method}, {allocation}", *[None] * (len(contest.budgets) + 2)])
+            continue
         runs = sized[method][allocation]
         nested = "yes" if all(one["nested"] for one in runs) else "no"
         taken = [one["decomposition_seconds"] for one in seconds[method]]
-        taken = [one + run["search_seconds"] for one, run in zip(taken, runs, strict=True)]
+        taken = [one + run.get("search_seconds", 0.0) for one, run in zip(taken, runs, strict=True)]
         if allocation != "published":
             taken = [a + one["probe_seconds"] for a, one in zip(taken, seconds[method], strict=True)]
         rows.append([f"{method}, {allocation}", nested, *_scores(contest, runs), spread(taken)])
     title = f"{contest.name}: {contest.measure} by budget (base {dense[contest.measure]:.{contest.digits}f}); seconds "
-    title += "are those of calibration, decomposition, search of ranks and, but for published ones, probe"
+    title += "are those of calibration, decomposition, search of ranks and, but for published ones, probe, or of all "
+    title += "models together"
     digits = [0, *[contest.digits] * len(contest.budgets), 0]
     return table(title, ["method, ranks", "nested", *contest.budgets, "seconds"], rows, digits)
 
 
 def _scores(contest: Contest, runs: Sequence[Mapping[str, Any]]) -> list[dict[str, float] | None]:
-    return spreads([row["scores"][contest.measure] for row in one["rows"]] for one in runs)
+    return spreads([row and row["scores"][contest.measure] for row in one["rows"]] for one in runs)
 
 
 def _claim(contest: Contest, sized: Sized, allocations: Sequence[str]) -> dict[str, Any]:
@@ -94,8 +106,8 @@ def _claim(contest: Contest, sized: Sized, allocations: Sequence[str]) -> dict[s
     lost = []
     for place, budget in enumerate(contest.budgets):
         ours, best = _error(contest, sized["datasvd"]["joint"], place), math.inf
-        for method, allocation in itertools.product(METHODS, allocations):
-            error = _error(contest, sized[method][allocation], place)
+        for method, allocation in itertools.product((*METHODS, *ALONE), allocations):
+            error = _error(contest, sized.get(method, {}).get(allocation, []), place)
             if method not in OURS and error < best:
                 best, name = error, f"{method}, {allocation}"
         if ours > best + 0.5 * 10**-contest.digits:
@@ -106,8 +118,11 @@ def _claim(contest: Contest, sized: Sized, allocations: Sequence[str]) -> dict[s
 
 
 def _error(contest: Contest, runs: Sequence[Mapping[str, Any]], place: int) -> float:
-    """The measure at a budget, over seeds, with the sign by which lower is better."""
-    mean = statistics.fmean(one["rows"][place]["scores"][contest.measure] for one in runs)
+    """The measure at a budget, over seeds, with the sign by which lower is better; infinite where no seed has any."""
+    rows = [row for one in runs if (row := one["rows"][place])]
+    if not rows:
+        return math.inf
+    mean = statistics.fmean(row["scores"][contest.measure] for row in rows)
     return mean if contest.measure.startswith("nats") else -mean
 
 
@@ -116,25 +131,36 @@ def draw(data: Mapping[str, Any]) -> Any:
     figure, all_axes = panels(len(data), (1.6 + 4.6 * len(data), 4.6))
     for axes, (name, one) in zip(all_axes, data.items(), strict=True):
         base = one["dense"][one["measure"]]
-        for method, allocation in itertools.product(METHODS, ("published", "joint")):
-            runs = one["sized"][method][allocation]
-            shares = [
-                statistics.fmean(row["share"] for row in rows) for rows in zip(*(r["rows"] for r in runs), strict=True)
-            ]
-            lines = [[max(LEAST, abs(row["scores"][one["measure"]] - base)) for row in r["rows"]] for r in runs]
-            label = method if allocation == "published" else None
-            style = {"linestyle": LINES[allocation], "markersize": 2.5, "linewidth": 1.2}
-            draw_seeds(axes, shares, lines, COLOURS[method], label or "_", **style)
+        for method, allocation in itertools.product((*METHODS, *ALONE), ("published", "joint")):
+            if runs := one["sized"].get(method, {}).get(allocation):
+                _draw_line(
+                    axes, method, allocation, [[row for row in r["rows"] if row] for r in runs], base, one["measure"]
+                )
         axes.set(title=name, xlabel="deployed share of the layers' parameters", yscale="log")
         axes.set_ylabel(f"{one['measure']}: distance from the base model")
-    handles, labels = all_axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", fontsize=8, title="dotted: published ranks\nsolid: joint")
+    shown = {
+        label: handle for axes in all_axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    title = "dotted: published ranks\nsolid: joint\nmarked: a model each size"
+    figure.legend(list(shown.values()), list(shown), loc="outside right upper", fontsize=8, title=title)
     return figure
+
+
+def _draw_line(
+    axes: Any, method: str, allocation: str, runs: Sequence[Sequence[Mapping[str, Any]]], base: float, measure: str
+) -> None:
+    """One method's distances over its shares, by seed; those that make models alone have thin dashes and a marker."""
+    shares = [statistics.fmean(row["share"] for row in rows) for rows in zip(*runs, strict=True)]
+    lines = [[max(LEAST, abs(row["scores"][measure] - base)) for row in rows] for rows in runs]
+    style: dict[str, Any] = {"linestyle": LINES[allocation], "markersize": 2.5, "linewidth": 1.2}
+    if method in ALONE:
+        style = {"linestyle": (0, (6, 2)), "marker": MARKERS[method], "markersize": 4, "linewidth": 0.9}
+    draw_seeds(axes, shares, lines, COLOURS[method], method if allocation == "published" else "_", **style)
 
 
 EXPERIMENT = Experiment(
     "compare", "Training-free rivals",
     "quality over size of plain SVD, FWSVD, ASVD, DRONE, SVD-LLM and its second version beside DataSVD and its Fisher "
-    "form, each with its published ranks and with flexrank's, untrained", minutes=60, full_minutes=600,
-    has_halves=True, seeds=(1, 3), run=run, draw=draw, takes_config=True,
+    "form, each with its published ranks and with flexrank's, and of PIFA, SliceGPT and A3, untrained",
+    minutes=60, full_minutes=600, has_halves=True, seeds=(1, 3), run=run, draw=draw, takes_config=True,
 )  # fmt: skip

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from flexrank.data.halves import Half
+from flexrank.decompose import Method
 from research.baselines.trained import TRAINED_METHODS
 from research.baselines.trained.lesson import Settings
 from research.benches.lessons import Course, courses
@@ -23,6 +24,8 @@ from research.figures import OURS as BLUE
 from research.result import Result, goal, measured, spread, spreads, table
 
 COLOURS = dict(zip(TRAINED_METHODS, (BLUE, SKY, NEUTRAL, OTHER, PINK, YELLOW, GREEN, "#000000"), strict=True))
+#: Ours, and the paper's.
+DECOMPOSITIONS: tuple[Method, ...] = ("fisher", "datasvd")
 #: A trial's steps, over those of what is compared.
 TRIAL = 0.5
 #: At equal tokens; and with all the steps for each size that is trained by itself, which only the full form has.
@@ -46,7 +49,7 @@ def _measure(course: Course, request: Request) -> dict[str, Any]:
     facts = {"model": course.name, "budgets": list(course.budgets), "steps": course.steps, **course.facts}
     ledger, place = Ledger(request.work, facts), (request, course.name)
     base = ledger.take("base", _base, course, "reporting")
-    units = {f"table, seed {seed}": (*place, seed) for seed in range(request.seeds)}
+    units = {f"tables, seed {seed}": (*place, seed) for seed in range(request.seeds)}
     tables = list(ledger.take_all(units, table_unit, request.jobs).values())
     trials = _tried(course, ledger, request, tables[0])
     best = {name: min(some, key=lambda one: one["error"])["settings"] for name, some in trials.items()}
@@ -123,9 +126,10 @@ def _named(request: Request, name: str) -> Course:
 
 
 def table_unit(request: Request, name: str, seed: int) -> dict[str, Any]:
-    """The sensitivity table that ranks are chosen from, and its seconds."""
-    start = time.perf_counter()
-    return {"table": _named(request, name).table(seed), "seconds": time.perf_counter() - start}
+    """The sensitivity tables that ranks are chosen from, by decomposition, and their seconds."""
+    start, course = time.perf_counter(), _named(request, name)
+    tables = {method: course.table(seed, method) for method in DECOMPOSITIONS}
+    return {"tables": tables, "seconds": time.perf_counter() - start}
 
 
 def method_unit(
@@ -144,7 +148,7 @@ def method_unit(
     subject, batches = course.taught(seed, half)
     steps = round(share * course.steps)
     of_a_size = steps if alone else steps // len(course.budgets)
-    lesson = course.lesson(subject, batches, drawn["table"], seed, steps, of_a_size)
+    lesson = course.lesson(subject, batches, drawn["tables"], seed, steps, of_a_size)
     dense, others = sum(m * n for m, n in lesson.layers.values()), lesson.limit(0)
     rows, seconds, start = [], 0.0, time.perf_counter()
     for size in TRAINED_METHODS[method].sizes(lesson, settings):

@@ -20,7 +20,7 @@ from flexrank.profiles.costs import dense_parameters, deployed_parameters
 from flexrank.run.config import RunConfig
 from flexrank.run.directory import RunDirectory
 from flexrank.run.workspace import Workspace
-from research.baselines import RANK_METHODS
+from research.baselines import RANK_METHODS, SIZE_METHODS
 from research.baselines.method import Evaluate, Loss, Measures, uniform_ranks
 from research.baselines.statistics import mean_loss, next_token_loss
 from research.benches import language, sts
@@ -31,6 +31,8 @@ from research.studies.language import identity_of
 #: flexrank's own decompositions that are compared with rivals.
 OURS = ("datasvd", "fisher")
 METHODS = (*RANK_METHODS, *OURS)
+#: Rivals that make a model of its own for each size, in one way only, "published".
+ALONE = tuple(SIZE_METHODS)
 #: How ranks are chosen: as the method's paper does, or from the method's own sensitivity table by flexrank.
 ALLOCATIONS = ("published", "paper", "joint")
 
@@ -133,6 +135,28 @@ class Contestant:
             scores = self._contest.subject(self._seed).score(model)
         whole = parameters + footprint(model).other_parameters
         return {"share": parameters / dense, "parameters": whole, "scores": scores}
+
+
+def sized_alone(contest: Contest, method: str, seed: int) -> dict[str, Any] | None:
+    """As `Contestant.sized`, of one of `ALONE`, with the seconds of all its models; None where it does not apply.
+
+    A row is None where no model of the method is as small.
+    """
+    subject, rival = contest.subject(seed), SIZE_METHODS[method]
+    layers = select_layers(subject.teacher, exclude=subject.exclude)
+    if rival.obstacle(subject.teacher, layers):
+        return None
+    parts, rows, seconds = contest.parameters(), list[dict[str, Any] | None](), 0.0
+    for budget in contest.budgets:
+        start = time.perf_counter()
+        made = rival.make(subject.teacher, subject.calibration, layers, contest.loss, budget)
+        seconds += time.perf_counter() - start
+        if made is None:
+            rows.append(None)
+            continue
+        share = (made.parameters - parts["others"]) / parts["layers"]
+        rows.append({"share": share, "parameters": made.parameters, "scores": subject.score(made.model)})
+    return {"rows": rows, "nested": False, "seconds": seconds}
 
 
 def contests(request: Request) -> list[Contest]:

@@ -89,7 +89,7 @@ def measure(texts: Texts, request: Request) -> dict[str, Any]:
         with hidden_states(model, subject.teacher):
             distill_(model, subject.teacher, training, profiles, objective=FOLLOWED, seed=seed, **options)
 
-    facts = {"model": texts[0], "methods": ("svd", "datasvd"), "levels": LEVELS}
+    facts = {"model": texts[0], "methods": ("svd", "datasvd", "fisher"), "levels": LEVELS}
     return compare(subject, facts, settings | {"followed": repr(FOLLOWED)}, request, train)
 
 

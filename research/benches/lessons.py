@@ -14,6 +14,7 @@ from torch import nn
 from flexrank import distillation_evaluator, probe_sensitivity
 from flexrank.data.batches import Batch
 from flexrank.data.halves import Half
+from flexrank.decompose import Method
 from flexrank.distill.objectives import EmbeddingObjective, LogitObjective, Objective
 from flexrank.errors import FlexrankError
 from flexrank.hf.models import eager_attention, hidden_states
@@ -55,23 +56,24 @@ class Course:
     task: Loss | None
     forwards: Callable[[nn.Module, nn.Module], contextlib.AbstractContextManager[None]]
 
-    def table(self, seed: int) -> dict[str, Any]:
-        """The sensitivity table of DataSVD's components."""
+    def table(self, seed: int, method: Method) -> dict[str, Any]:
+        """The sensitivity table of a decomposition's components."""
         subject, _ = self.taught(seed, "reporting")
         evaluate = distillation_evaluator(subject.teacher, subject.probe, subject.objective)
-        model = subject.decomposed("datasvd")
+        model = subject.decomposed(method)
         return probe_sensitivity(model, evaluate, self.levels, spacing="parameters", **EVERY_RANK).to_json()
 
     def lesson(
-        self, subject: Subject, batches: Sequence[Batch], table: Mapping[str, Any], seed: int, steps: int, alone: int
+        self, subject: Subject, batches: Sequence[Batch], tables: Mapping[str, Any], seed: int, steps: int, alone: int
     ) -> Lesson:
         """What a method is given; `alone` is the number of steps of a size that is trained by itself."""
         layers = select_layers(subject.teacher, exclude=subject.exclude)
-        errors, decomposed = SensitivityTable.from_json(table), functools.cache(subject.decomposed)
+        errors = {method: SensitivityTable.from_json(one) for method, one in tables.items()}
+        decomposed = functools.cache(subject.decomposed)
         return Lesson(
             subject.teacher, subject.calibration, batches, self.budgets, steps, alone, self.followed, self.divergence,
-            self.task, elastic=lambda: copy.deepcopy(decomposed("datasvd")),
-            chain=lambda allocation: chain_of(allocation, errors, self.budgets),
+            self.task, elastic=lambda method: copy.deepcopy(decomposed(method)),
+            chain=lambda method, allocation: chain_of(allocation, errors[method], self.budgets),
             forwards=lambda model: self.forwards(model, subject.teacher),
             layers={name: matrix_shape(layer) for name, layer in layers.items()},
             usual_rate=self.usual_rate, autocast=autocast_dtype("auto", torch.device("cpu")), seed=seed,

@@ -76,13 +76,12 @@ class Subject:
     def without_training(
         self, methods: Sequence[str], levels: int
     ) -> tuple[dict[str, Scores], nn.Module, ProfileChain]:
-        """Scores at uniform ranks, and of SVD and DataSVD by both allocations; DataSVD's model and joint chain."""
+        """Scores at uniform ranks and by both allocations; the model and joint chain of the last method."""
         models, results = {method: self.decomposed(method) for method in methods}, {}
         for method, model in models.items():
             results[f"{method}, uniform"] = self.scores(model, functools.partial(uniform_profile, model))
         evaluate = distillation_evaluator(self.teacher, self.probe, self.objective)
-        for method in ("svd", "datasvd"):
-            model = models[method]
+        for method, model in models.items():
             errors = probe_sensitivity(model, evaluate, levels, spacing="parameters", **EVERY_RANK)
             for name in ("paper", "joint"):
                 chain = chain_of(name, errors, BUDGETS)
@@ -95,8 +94,8 @@ def compare(
 ) -> dict[str, Any]:
     """The base model's scores, each method's untrained, every seed's consolidated, in the full form also `ALONE`.
 
-    `facts` has the `methods`, the probe's `levels`, and the model's name. What an interrupted bench has finished is not
-    done again, what is untrained not for another `training` either.
+    `facts` has the `methods`, the last of which is consolidated, the probe's `levels`, and the model's name. What an
+    interrupted bench has finished is not done again, what is untrained not for another `training` either.
     """
 
     def untrained() -> dict[str, Any]:
@@ -104,7 +103,7 @@ def compare(
         return {"dense": subject.score(subject.teacher), "results": results, "chain": chain.to_json()}
 
     def trained(profiles: ProfileChain | Sequence[RankProfile], name: str, seed: int) -> nn.Module:
-        model, path = subject.decomposed("datasvd"), ledger.directory / f"training-{name}-{seed}"
+        model, path = subject.decomposed(facts["methods"][-1]), ledger.directory / f"training-{name}-{seed}"
         train(model, profiles, seed, path)
         shutil.rmtree(path)
         return model

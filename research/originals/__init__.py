@@ -8,7 +8,7 @@ from the clones, runs them, and writes docs/baselines.md. Each module here has
 A row without a bound is told and not judged.
 """
 
-from research.originals import asvd, lems, svd_llm
+from research.originals import asvd, lems, pifa, slicegpt, svd_llm
 from research.originals.original import Original
 
 ORIGINALS: dict[str, Original] = {
@@ -23,5 +23,17 @@ ORIGINALS: dict[str, Original] = {
     ),
     "lems": Original(
         "https://github.com/lems-svd/lems", "9eaf26243562f07c6261da8abbc8787ae655146c", lems.compare, lems.__doc__
+    ),
+    "pifa": Original(
+        "https://github.com/biomedical-cybernetics/pivoting-factorization",
+        "595a80f9e406f57c4aa12350e0285b92fb9a8b8d",
+        pifa.compare,
+        pifa.__doc__,
+    ),
+    "slicegpt": Original(
+        "https://github.com/microsoft/TransformerCompression",
+        "6b12cdee6ad51791d7c776b3a046bc408b9e77e9",
+        slicegpt.compare,
+        slicegpt.__doc__,
     ),
 }

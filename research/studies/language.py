@@ -66,7 +66,7 @@ def _settings(name: str, data: Mapping[str, Any], distillation: Mapping[str, Any
     texts |= {"calibration": 128, "training": 3000}
     return {
         "name": name, "task": "language", "model": str(asset_path(name)), "data": texts | dict(data),
-        "probe": {"levels": 8, "spacing": "parameters"},
+        "decomposition": {"method": "datasvd"}, "probe": {"levels": 8, "spacing": "parameters"},
         "allocation": {"budgets": [0.8, 0.6, 0.4, 0.2], "min_saving": 0.0},
         "distillation": {"batch_size": 8, **distillation}, "deployment": {"slack": 0},
     }  # fmt: skip
@@ -94,8 +94,10 @@ def datasvd_space(request: Request) -> Workspace:
     """The model, tokenizer and samples of the request's configuration, for a study of DataSVD; nothing is run."""
     config = request.config
     assert config is not None
-    if config.decomposition.method != "datasvd":
-        raise FlexrankError(f"decomposition.method is {config.decomposition.method!r}; this study is of 'datasvd' only")
+    decomposition = config.decomposition
+    if "method" in decomposition.model_fields_set and decomposition.method != "datasvd":
+        raise FlexrankError(f"decomposition.method is {decomposition.method!r}; this study is of 'datasvd' only")
+    config = config.model_copy(update={"decomposition": decomposition.model_copy(update={"method": "datasvd"})})
     space = Workspace(config, RunDirectory(request.work))
     require_fitting_inputs(space, space.base.config)
     return space

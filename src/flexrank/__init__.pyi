@@ -12,12 +12,12 @@ from .calibrate import load_moments as load_moments
 from .calibrate import save_moments as save_moments
 from .decompose import decompose_ as decompose_
 from .decompose import decompose_to_disk as decompose_to_disk
+from .deployment import FlexRankConfig as FlexRankConfig
 from .deployment import deploy as deploy
 from .deployment import entry_within_latency as entry_within_latency
 from .deployment import export as export
 from .deployment import find_slack as find_slack
 from .deployment.formats import export_to as export_to
-from .deployment.loading import FlexRankConfig as FlexRankConfig
 from .distill import distill_ as distill_
 from .distill import distillation_evaluator as distillation_evaluator
 from .distill.objectives import EmbeddingObjective as EmbeddingObjective

@@ -16,7 +16,7 @@ from flexrank.data.batches import Batch
 from flexrank.errors import FlexrankError
 from flexrank.files import directory_aside
 from flexrank.nn.elastic import NestedLayer
-from flexrank.nn.linalg import Factors, data_svd, plain_svd, whitened_svd
+from flexrank.nn.linalg import Factors, data_svd, half_shrunk, plain_svd, whitened_svd
 from flexrank.nn.matrix import matrix_shape, weight_matrix
 from flexrank.nn.select import nest_
 from flexrank.nn.switch import footprint, full_profile, layer_shapes
@@ -30,7 +30,7 @@ METHODS: tuple[Method, ...] = ("datasvd", "paper", "svd", "fisher")
 
 @torch.no_grad()
 def decompose_(
-    model: nn.Module, moments: Mapping[str, LayerMoment] | Iterable[str], *, method: Method = "datasvd"
+    model: nn.Module, moments: Mapping[str, LayerMoment] | Iterable[str], *, method: Method | None = None
 ) -> dict[str, Tensor]:
     """Replaces each layer in place by its elastic form W = U Vᵀ at full rank, components in order of importance.
 
@@ -39,11 +39,15 @@ def decompose_(
     Args:
         moments: from `collect_moments`; for "svd" the layers' names suffice.
         method: "datasvd" (without whitening), "fisher" (also weighted by the outputs' gradients), "paper" (whitened,
-            FlexRank appendix C.1), or "svd" (weights alone).
+            FlexRank appendix C.1), or "svd" (weights alone). By default "fisher" where moments have gradients, else
+            "datasvd".
 
     Raises:
         FlexrankError: an unknown method, a moment that the method needs and lacks, or values that are not finite.
     """
+    if method is None:
+        given = moments.values() if isinstance(moments, Mapping) else ()
+        method = "fisher" if any(one.gradient_moment is not None for one in given) else "datasvd"
     _require_known(method)
     return {
         name: _decompose_layer_(model, name, moments[name] if isinstance(moments, Mapping) else None, method)[1]
@@ -167,9 +171,11 @@ def _decompose(weight: Tensor, moment: LayerMoment | None, method: Method) -> Fa
         raise FlexrankError("method 'paper' needs the input's moment; collect_moments(..., side='input') keeps it")
     if method == "paper":
         return whitened_svd(weight, moment.moment)
-    gradient = moment.gradient_moment if method == "fisher" else None
-    if method == "fisher" and gradient is None:
-        raise FlexrankError("method 'fisher' needs collect_moments(..., gradient_loss=...)")
+    gradient = None
+    if method == "fisher":
+        if moment.gradient_moment is None:
+            raise FlexrankError("method 'fisher' needs collect_moments(..., gradient_loss=...)")
+        gradient = half_shrunk(moment.gradient_moment)
     if moment.side == "input":
         return data_svd(weight, input_moment=moment.moment, gradient_moment=gradient)
     return data_svd(weight, output_moment=moment.moment, mean_square=moment.mean_square, gradient_moment=gradient)

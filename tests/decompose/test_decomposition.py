@@ -63,6 +63,26 @@ def test_paper_and_svd_are_the_named_procedures() -> None:
         torch.testing.assert_close(energies["0"], factors.energies)
 
 
+def test_gradients_weigh_outputs_by_half_by_default() -> None:
+    """Oracle: the least of tr(G (W − W_r) Σ (W − W_r)ᵀ) over W_r by an SVD of G^{1/2} W Σ^{1/2} in float64."""
+    model, batch = build("perceptron"), torch.randn(40, 12)
+    moments = collect_moments(model, [batch], select_layers(model), gradient_loss=FeatureObjective().fisher_loss)
+    moment, weight = moments["0"], weight_matrix(model[0]).detach().double()
+    gradient = moment.gradient_moment / moment.gradient_moment.diagonal().mean()
+    weighting = (gradient + torch.eye(24)) / 2
+    values, vectors = torch.linalg.eigh(weighting)
+    root = (vectors * values.sqrt()) @ vectors.T
+    inputs = batch.double().T @ batch.double()
+    values, vectors = torch.linalg.eigh(inputs)
+    singular = torch.linalg.svdvals(root @ weight @ (vectors * values.clamp(min=0).sqrt()))
+    decompose_(model, moments)
+    layer = nested_layers(model)["0"]
+    for rank in (1, 4, 9):
+        missing = weight - layer.matrix_at(rank, torch.float64).detach()
+        loss = float(torch.trace(weighting @ missing @ inputs @ missing.T))
+        assert loss == pytest.approx(float(singular[rank:].square().sum()), rel=1e-3)
+
+
 def test_wrong_uses_are_named() -> None:
     model = build("perceptron")
     moments = collect_moments(model, [torch.randn(4, 12)], select_layers(model))

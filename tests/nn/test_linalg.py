@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from flexrank.errors import FlexrankError
 from flexrank.nn import linalg
-from flexrank.nn.linalg import data_svd, plain_svd, whitened_svd
+from flexrank.nn.linalg import data_svd, half_shrunk, plain_svd, whitened_svd
 
 SHAPES = [(6, 9), (9, 6), (7, 7), (1, 5), (5, 1), (2, 40)]
 
@@ -30,6 +30,16 @@ def output_error(weight: torch.Tensor, x: torch.Tensor, u: torch.Tensor, v: torc
 def optimum(weight: torch.Tensor, x: torch.Tensor, rank: int) -> float:
     """The least ‖(W − A)Xᵀ‖ over matrices A of this rank: Eckart–Young on the outputs, which A = P Pᵀ W attains."""
     return float(torch.linalg.svdvals(weight @ x.T)[rank:].norm())
+
+
+def test_a_moment_is_half_shrunk() -> None:
+    moment = torch.tensor([[3.0, 1.0], [1.0, 1.0]])
+    torch.testing.assert_close(half_shrunk(moment), torch.tensor([[1.25, 0.25], [0.25, 0.75]]).double())
+    torch.testing.assert_close(half_shrunk(1e30 * moment), half_shrunk(moment))
+    assert float(moment[0, 0]) == 3.0
+    assert torch.equal(half_shrunk(torch.zeros(3, 3)), torch.eye(3).double())
+    with pytest.raises(FlexrankError, match="gradients' moment holds values that are not finite"):
+        half_shrunk(torch.full((1, 1), torch.nan))
 
 
 @pytest.mark.parametrize(("m", "n"), SHAPES)

@@ -23,11 +23,11 @@ from flexrank.nn.select import select_layers
 from flexrank.nn.switch import uniform_profile, use_profile
 from flexrank.run.config import parse_config
 from research import runner
-from research.baselines import RANK_METHODS, svd_llm
+from research.baselines import RANK_METHODS, SIZE_METHODS, svd_llm
 from research.baselines.method import Measures
 from research.baselines.statistics import next_token_loss
 from research.benches import compare, contest
-from research.benches.contest import ALLOCATIONS, METHODS, Contest, Contestant
+from research.benches.contest import ALLOCATIONS, ALONE, METHODS, Contest, Contestant, sized_alone
 from research.benches.quality import Subject
 from research.experiment import EVERY_RANK, Request, find_experiment
 from research.result import shown_rows
@@ -139,7 +139,13 @@ def fake(monkeypatch: pytest.MonkeyPatch, scores: dict[str, float]) -> list[str]
         rows = [{"share": b, "parameters": int(1000 * b) + 500, "scores": {"nats": score + 1 - b}} for b in BUDGETS]
         return {"rows": rows, "nested": allocation != "published", "search_seconds": 4.0}
 
+    def alone(_: Contest, method: str, seed: int) -> dict[str, Any] | None:
+        asked.append(f"{method} {seed}")
+        rows = [{"share": b, "parameters": 1, "scores": {"nats": scores.get(method, 8.0) + seed}} for b in BUDGETS]
+        return None if method == "slicegpt" else {"rows": [*rows[:-1], None], "nested": False, "seconds": 4.0}
+
     monkeypatch.setattr(compare, "contests", lambda request: [made()])
+    monkeypatch.setattr(compare, "sized_alone", alone)
     monkeypatch.setattr(Contestant, "probed", probed)
     monkeypatch.setattr(Contestant, "sized", sized)
     return asked
@@ -149,7 +155,7 @@ def test_tables_claims_and_the_ledger(monkeypatch: pytest.MonkeyPatch, tmp_path:
     asked = fake(monkeypatch, {"datasvd": 3.0, "fisher": 1.0, "drone, joint": 2.5})
     result = compare.run(Request(tmp_path, seeds=2))
     json.dumps(result)
-    assert asked == [f"{method} {seed}" for seed in (0, 1) for method in METHODS]
+    assert asked == [f"{method} {seed}" for methods in (METHODS, ALONE) for seed in (0, 1) for method in methods]
     rows = {row[0]: row[1:] for row in shown_rows(result["tables"][0])}
     whole = sum(parameter.numel() for parameter in made().subject(0).teacher.parameters())
     dense = 2 * (32 * 32 * 2 + 16 * 32 * 2 + 3 * 32 * 48)  # two blocks: q, o; k, v; the feed-forward's three
@@ -157,7 +163,9 @@ def test_tables_claims_and_the_ledger(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert rows["whole model at the budget, M parameters"] == ["–", *sizes, "–"]
     assert rows["datasvd, published"] == ["no", "3.7000 ± 0.7071", "4.0000 ± 0.7071", "5 ± 0"]
     assert rows["drone, joint"] == ["yes", "3.2000 ± 0.7071", "3.5000 ± 0.7071", "7 ± 0"]
-    assert len(rows) == 1 + 3 * len(METHODS)
+    assert rows["a3, published"] == ["no", "8.5000 ± 0.7071", "–", "4 ± 0"]
+    assert rows["slicegpt, published"] == ["–"] * 4
+    assert len(rows) == 1 + 3 * len(METHODS) + len(ALONE)
     published, all_ranks = result["claims"]  # ours are no rivals of ours
     assert published["holds"] and "behind at none" in published["here"]
     assert not all_ranks["holds"] and "0.8 to drone, joint by 0.5, 0.5 to drone, joint by 0.5" in all_ranks["here"]
@@ -165,7 +173,36 @@ def test_tables_claims_and_the_ledger(monkeypatch: pytest.MonkeyPatch, tmp_path:
     asked.clear()
     assert compare.run(Request(tmp_path, seeds=2)) == result and not asked
     compare.run(Request(tmp_path, seeds=3))
-    assert asked == [f"{method} 2" for method in METHODS]
+    assert asked == [f"{method} 2" for method in (*METHODS, *ALONE)]
+
+
+def test_a_rival_that_makes_models_alone_can_win(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake(monkeypatch, {"datasvd": 3.0, "a3": 2.7})
+    published, all_ranks = compare.run(Request(tmp_path))["claims"]
+    for claim in (published, all_ranks):
+        assert not claim["holds"] and claim["here"] == "behind at 0.8 to a3, published by 0.5 (nats)"
+
+
+def test_models_made_alone_are_scored_and_counted() -> None:
+    """Oracle: the methods themselves, and shares from the parameters of layers and all else, by hand."""
+    one = made()
+    teacher = one.subject(0).teacher
+    layers = select_layers(teacher)
+    dense = sum(layer.weight.numel() for layer in layers.values())
+    others = sum(parameter.numel() for parameter in teacher.parameters()) - dense
+    for method in ALONE:
+        result = sized_alone(one, method, 0)
+        assert result is not None and not result["nested"] and result["seconds"] > 0
+        for budget, row in zip(BUDGETS, result["rows"], strict=True):
+            wanted = SIZE_METHODS[method].make(teacher, [BATCH] * 2, layers, next_token_loss, budget)
+            assert wanted is not None and row["parameters"] == wanted.parameters
+            assert row["share"] == (wanted.parameters - others) / dense <= budget
+            assert row["scores"]["nats"] == pytest.approx(size(wanted.model)["nats"], rel=1e-5)
+    small = dataclasses.replace(one, budgets=(0.5, 0.01))
+    result = sized_alone(small, "a3", 0)
+    assert result is not None and result["rows"][0] and result["rows"][1] is None
+    encoder = Subject(build("bert"), [BATCH] * 2, [BATCH], LogitObjective(), size)
+    assert sized_alone(dataclasses.replace(one, subject=lambda _: encoder), "slicegpt", 0) is None
 
 
 def test_a_tie_is_no_loss(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -181,7 +218,8 @@ def test_any_configuration_is_compared_whole(
     few = ("fwsvd", "asvd", "svd-llm-v2", "lems", "fisher")
     for module in (compare, contest):
         monkeypatch.setattr(module, "METHODS", few)
-    monkeypatch.setattr(compare, "COLOURS", dict.fromkeys(few, "#000000"))
+    monkeypatch.setattr(compare, "ALONE", ("slicegpt", "a3"))
+    monkeypatch.setattr(compare, "COLOURS", dict.fromkeys((*few, *ALONE), "#000000"))
     keys = settings(sources / task, sources / "text.txt", tmp_path / "unused", task)
     keys["data"] |= {"calibration": 16, "probe": 8}
     config = parse_config(keys | {"probe": {"levels": 3}})
@@ -227,5 +265,6 @@ def test_wrong_requests_are_one_line(tmp_path: Path, sources: Path) -> None:
 
 
 def test_every_method_has_a_name_a_source_and_a_colour() -> None:
-    assert list(compare.COLOURS) == list(METHODS) and len(set(compare.COLOURS.values())) == len(METHODS)
-    assert all(name == method.name and method.source for name, method in RANK_METHODS.items())
+    assert list(compare.COLOURS) == [*METHODS, *ALONE] and len(set(compare.COLOURS.values())) == len(compare.COLOURS)
+    assert list(compare.MARKERS) == list(ALONE)
+    assert all(name == method.name and method.source for name, method in (RANK_METHODS | SIZE_METHODS).items())

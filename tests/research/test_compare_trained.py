@@ -40,7 +40,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, scores: dict[str, float]) -> list[tupl
 
     monkeypatch.setattr(compare_trained, "courses", lambda request: [FakeCourse()])
     monkeypatch.setattr(compare_trained, "method_unit", trained)
-    monkeypatch.setattr(compare_trained, "table_unit", lambda request, name, seed: {"table": {}, "seconds": 1.0})
+    monkeypatch.setattr(compare_trained, "table_unit", lambda request, name, seed: {"tables": {}, "seconds": 1.0})
     monkeypatch.setattr(compare_trained, "_base", lambda course, half: {"nats": 1.0})
     return asked
 

@@ -33,17 +33,18 @@ def lesson(name: str = "llama_tied", steps: int = 4, budgets: tuple[float, ...] 
     exclude = ["pooler"] if name == "bert" else []
     layers = select_layers(teacher, exclude=exclude)
 
-    def decomposed() -> nn.Module:
+    def decomposed(method: str = "datasvd") -> nn.Module:
         model = copy.deepcopy(teacher)
         chosen = select_layers(model, exclude=exclude)
-        decompose_(model, collect_moments(model, [BATCH], chosen))
+        loss = objective.fisher_loss if method == "fisher" else None
+        decompose_(model, collect_moments(model, [BATCH], chosen, gradient_loss=loss), method=method)
         return model
 
     objective: Any = EmbeddingObjective() if name == "bert" else LogitObjective()
     return Lesson(
         teacher, [BATCH], [BATCH] * 2, budgets, steps, steps // len(budgets), objective, objective,
         None if name == "bert" else next_token_loss, decomposed,
-        lambda allocation: chain_of(decomposed(), budgets[::-1]), lambda model: contextlib.nullcontext(),
+        lambda method, allocation: chain_of(decomposed(), budgets[::-1]), lambda model: contextlib.nullcontext(),
         {one: matrix_shape(layer) for one, layer in layers.items()}, 1e-2, None, 0,
     )  # fmt: skip
 
@@ -159,6 +160,7 @@ def scored_layer(m: int = 6, n: int = 9, adapter: int = 2) -> tuple[nn.Linear, S
     return layer, ScoredLinear(layer, adapter, torch.Generator().manual_seed(0))
 
 
+@torch.no_grad()
 def test_a_scored_layer_is_its_truncated_svd() -> None:
     layer, scored = scored_layer()
     x = torch.randn(5, 9, generator=torch.Generator().manual_seed(1))
@@ -173,7 +175,7 @@ def test_a_scored_layer_is_its_truncated_svd() -> None:
     scored.score.data[[1, 3, 4]] = 0.0
     assert relative(scored(x), wanted) < 1e-5
     scored.up.data.normal_(generator=torch.Generator().manual_seed(2))
-    assert relative(scored(x) - wanted, (x @ scored.down.T) @ scored.up.T) < 1e-4
+    assert relative(scored(x) - wanted, (x @ scored.down.T) @ scored.up.T) < 1e-3
 
 
 def test_gradients_pass_straight_through_a_mask() -> None:
@@ -191,6 +193,7 @@ def test_gradients_pass_straight_through_a_mask() -> None:
     assert relative(scored.score.grad, mask.grad) < 1e-4
 
 
+@torch.no_grad()
 def test_what_stays_longer_comes_first() -> None:
     _, first = scored_layer()
     _, second = scored_layer(4, 4)
@@ -203,9 +206,10 @@ def test_what_stays_longer_comes_first() -> None:
     order = pressure.order()
     # Kept at the last step: a0, b0, a2, a3, a4, b1 by their scores; gone since: a5, b2; never kept: a1, b3.
     assert order["a"].tolist() == [0, 8, 2, 3, 4, 6] and order["b"].tolist() == [1, 5, 7, 9]
-    assert float(first.score.min()) == 0.0
+    assert float(first.score.detach().min()) == 0.0
 
 
+@torch.no_grad()
 def test_pressure_follows_its_line() -> None:
     _, layer = scored_layer(8, 8, adapter=1)
     pressure = Pressure({"a": layer}, 0.2, 4)
@@ -237,6 +241,7 @@ def test_masks_take_the_longest_prefix(share: float) -> None:
     }
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("rank", [1, 5])
 def test_adapters_merge_into_a_layers_factors(rank: int) -> None:
     model = elastic("perceptron")
@@ -292,6 +297,7 @@ def test_a_block_that_is_left_out_changes_nothing() -> None:
         assert relative(outputs(model, BATCH), wanted) < 1e-6
 
 
+@torch.no_grad()
 def test_exits_are_weighted() -> None:
     model = build("llama_tied")
     inner = LogitObjective()
@@ -305,6 +311,7 @@ def test_exits_are_weighted() -> None:
     assert float(objective.loss(output, target, BATCH)) == pytest.approx((0.2 * early + late) / 1.2, rel=1e-5)
 
 
+@torch.no_grad()
 def test_the_task_is_the_models_own_loss() -> None:
     """Oracle: transformers' loss of labels; padded tokens are none."""
     model = build("llama_tied")

@@ -10,9 +10,9 @@ paper trains on labels, two of the four settings are those, and two follow the b
 
 | name | what it trains | one artefact |
 |---|---|---|
-| flexrank | all sizes of DataSVD's factors, joint ranks, `balanced` | yes |
+| flexrank | all sizes of factors weighted by gradients too, joint ranks, `balanced` | yes |
 | flexrank, printed | all sizes of DataSVD's factors, ranks and steps as the paper prints them | yes |
-| independent | DataSVD's factors with joint ranks, each size by itself | no |
+| independent | the same factors and ranks, each size by itself | no |
 | svd-llm + lora | adapters on V, then on U, of SVD-LLM's factors at uniform ranks, each size by itself | no |
 | acip | scores of singular values, then adapters that all sizes share | yes |
 | llm-pruner | adapters on what is left of heads and channels, each size by itself | no |

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flexrank.data.batches import Batch, token_mask
+from flexrank.decompose import Method
 from flexrank.distill.objectives import Objective
 from flexrank.distill.optimizer import set_rate
 from flexrank.distill.schedule import Feed, scheduled_rate
@@ -39,8 +40,8 @@ class Lesson:
     followed: Objective  #: of distillation
     divergence: Objective  #: the same without hidden states, as the paper prints it
     task: Loss | None  #: the loss of labels, summed over samples; None where there are none
-    elastic: Callable[[], nn.Module]  #: gives the model decomposed by DataSVD
-    chain: Callable[[str], ProfileChain]  #: gives the ranks of an allocation, `paper` or `joint`, for the budgets
+    elastic: Callable[[Method], nn.Module]  #: gives the model decomposed by `datasvd` or `fisher`
+    chain: Callable[[Method, str], ProfileChain]  #: gives the ranks of its allocation by `paper` or `joint`
     forwards: Callable[[nn.Module], AbstractContextManager[None]]  #: how models compute while they train
     layers: Mapping[str, tuple[int, int]]  #: the shapes of the layers whose parameters the budgets are shares of
     usual_rate: float  #: what flexrank's own consolidation of the model takes

@@ -13,24 +13,27 @@ from research.baselines.trained.lesson import WARMUP, Lesson, Settings, Size, Tr
 
 
 def ours(lesson: Lesson, settings: Settings) -> Iterator[Size]:
-    """The default of `flexrank run`: joint ranks, balanced consolidation that follows hidden states too."""
-    model, chain = lesson.elastic(), lesson.chain("joint")
+    """The default of `flexrank run`: factors weighted by gradients too, joint ranks, balanced consolidation.
+
+    It follows hidden states too.
+    """
+    model, chain = lesson.elastic("fisher"), lesson.chain("fisher", "joint")
     consolidate_(lesson, settings, model, chain, lesson.followed, lesson.steps)
     yield from (size for budget in lesson.budgets for size in at(model, chain.at(budget)))
 
 
 def printed(lesson: Lesson, settings: Settings) -> Iterator[Size]:
-    """FlexRank as the paper prints it: its search of ranks, eq. 6, the divergence of outputs alone."""
-    model, chain = lesson.elastic(), lesson.chain("paper")
+    """FlexRank as the paper prints it: DataSVD, its search of ranks, eq. 6, the divergence of outputs alone."""
+    model, chain = lesson.elastic("datasvd"), lesson.chain("datasvd", "paper")
     consolidate_(lesson, settings, model, chain, lesson.divergence, lesson.steps, "paper")
     yield from (size for budget in lesson.budgets for size in at(model, chain.at(budget)))
 
 
 def independent(lesson: Lesson, settings: Settings) -> Iterator[Size]:
     """Each size by itself, from the same factors and ranks as ours."""
-    chain = lesson.chain("joint")
+    chain = lesson.chain("fisher", "joint")
     for budget in lesson.budgets:
-        model, profile = lesson.elastic(), chain.at(budget)
+        model, profile = lesson.elastic("fisher"), chain.at(budget)
         consolidate_(lesson, settings, model, [profile], lesson.followed, lesson.steps_of_a_size)
         yield from at(model, profile)
 

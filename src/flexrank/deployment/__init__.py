@@ -21,7 +21,7 @@ from flexrank.nn.switch import nested_layers, require_fitting
 from flexrank.profiles import SlackTable
 from flexrank.profiles.costs import LayerFormat, aligned_parameters, dense_parameters, layer_format
 
-__all__ = ["deploy", "deployed_parameters_of", "export", "find_slack", "entry_within_latency"]
+__all__ = ["FlexRankConfig", "deploy", "deployed_parameters_of", "export", "find_slack", "entry_within_latency"]
 
 
 def deploy(
@@ -70,6 +70,32 @@ def deploy(
     if models.is_transformers_model(small):
         models.attach(small, {name: layer_spec(layer) for name, layer in deployed.items()})
     return small
+
+
+def FlexRankConfig(
+    budget: float | None = None,
+    *,
+    max_params: int | None = None,
+    max_bytes: int | None = None,
+    slack: Slack = "auto",
+) -> Any:
+    """The `quantization_config` by which `from_pretrained` cuts a size from an elastic artefact and deploys it.
+
+    Args:
+        budget: a share of the factorised layers' dense parameters; the largest size within all limits is taken.
+        max_params: of the whole model.
+        max_bytes: of the whole model's tensors.
+        slack: as `deploy` takes it.
+
+    Raises:
+        FlexrankError: no limit is given.
+    """
+    from flexrank.deployment.loading import ElasticConfig  # which imports transformers
+
+    limits = {"budget": budget, "max_params": max_params, "max_bytes": max_bytes}
+    if all(limit is None for limit in limits.values()):
+        raise FlexrankError("FlexRankConfig has no limit; give budget, max_params or max_bytes")
+    return ElasticConfig(limits, slack)
 
 
 def deployed_parameters_of(small: nn.Module, layers: Iterable[str]) -> int:

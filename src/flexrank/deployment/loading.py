@@ -6,7 +6,7 @@ the quantizer.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,30 +31,12 @@ log = logging.getLogger("flexrank")
 
 
 @register_quantization_config(METHOD)
-class FlexRankConfig(QuantizationConfigMixin):
-    """The size that `from_pretrained` cuts from an elastic artefact: the largest within the limit that is given.
+class ElasticConfig(QuantizationConfigMixin):
+    """What `deployment.FlexRankConfig` makes."""
 
-    Args:
-        budget: a share of the factorised layers' dense parameters.
-        max_params: of the whole model.
-        max_bytes: of the whole model's tensors.
-        slack: as `deploy` takes it.
-    """
-
-    def __init__(
-        self,
-        budget: float | None = None,
-        *,
-        max_params: int | None = None,
-        max_bytes: int | None = None,
-        slack: Slack = "auto",
-        **ignored: Any,
-    ):
-        limits: dict[str, Any] = {"budget": budget, "max_params": max_params, "max_bytes": max_bytes}
-        if all(limit is None for limit in limits.values()):
-            raise FlexrankError("FlexRankConfig has no limit; give budget, max_params or max_bytes")
+    def __init__(self, limits: Mapping[str, Any], slack: Slack = "auto", **ignored: Any):
         self.quant_method = METHOD
-        self.limits = limits
+        self.limits = dict(limits)
         self.slack = slack
 
 
@@ -62,7 +44,7 @@ class FlexRankConfig(QuantizationConfigMixin):
 class ElasticQuantizer(HfQuantizer):
     """Leaves the layers of the model that transformers builds empty, and fills it with a deployed size."""
 
-    quantization_config: FlexRankConfig
+    quantization_config: ElasticConfig
     _directory: Path
     _reported: dict[str, Any]
 

@@ -100,6 +100,19 @@ def whitened_svd(weight: Float[Tensor, "m n"], input_moment: Float[Tensor, "n n"
     return Factors((left * scale).T, (inverse_root @ (right.T * scale)).T, singular**2)
 
 
+def half_shrunk(moment: Float[Tensor, "m m"]) -> Float[Tensor, "m m"]:
+    """(M / mean(diag M) + 1) / 2 in float64; for a moment of zeros the identity.
+
+    The moment of a loss's gradients is that of few samples, and holds near the base model alone: half of it, and half
+    of what weighs all outputs alike, is better than either (docs/log.md). KFAC-SVD (Thoma et al., 2026) shrinks it too.
+    """
+    _require_finite("gradients' moment", moment)
+    mean = float(moment.trace()) / len(moment)
+    shrunk = moment.to(torch.float64, copy=True).div_(2 * mean) if mean > 0 else torch.zeros_like(moment).double()
+    shrunk.diagonal().add_(0.5 if mean > 0 else 1.0)
+    return shrunk
+
+
 def ridged(moment: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
     """The finite moment in float64 plus `RIDGE` times its mean diagonal; for a moment of zeros the identity."""
     _require_finite("second moment", moment)

@@ -27,7 +27,8 @@ class LayersConfig(Section):
 class DecompositionConfig(Section):
     """How a weight becomes factors (FlexRank, section 3.1)."""
 
-    method: Literal["datasvd", "paper", "svd", "fisher"] = "datasvd"
+    # `fisher` weighs outputs by the loss's gradients, which takes a pass backward; `datasvd` weighs all outputs alike.
+    method: Literal["datasvd", "paper", "svd", "fisher"] = "fisher"
     # The model is decomposed one block at a time. Hidden states between blocks take at most so much memory, finished
     # factors half of it, or 512 MiB; the rest is on disk.
     buffer_bytes: Annotated[int, Field(ge=2**20)] = 2**31

@@ -1,0 +1,274 @@
+"""A³: fewer dimensions inside heads, fewer channels inside feed-forwards (Wong et al., 2025).
+
+Each of a block's three parts is approximated by itself, from the base model's activations:
+
+    QK   scores qᵀk of a head, with as few dimensions of q and k: `score_maps`; with rotary positions `score_pairs`
+    OV   what a group of heads on one value adds to the stream, with as few dimensions of that value: `value_maps`
+    MLP  what the down projection gives, from as few channels: `channels`, and the down projection refitted
+
+What is left is a smaller matrix in the place of each. Attention modules hold one head size for q, k and v, and rotate
+pairs by their place in the head: so here rows of q, k and v that go, and columns of o, are zeros in the old shapes,
+and `Made.parameters` counts them as gone. Which pairs of a head are left is not counted, as no method's indices are.
+
+Written from the paper's mathematics, and not held against its code. Known of it: the three parts; that with rotary
+positions pairs are chosen by the products of the norms of their columns, as channels are; that grouped heads have one
+joint SVD for their value. Not sure of, and chosen here: a pair's norm is that of both its dimensions, and for q of all
+heads of a group; the joint SVD takes the mean second moment of the group's heads; attention's sizes come from one
+uniform share, rounded up (to the nearest was no better on stories260k), and channels take what is left of the budget.
+"""
+
+import copy
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from flexrank.data.batches import Batch
+from flexrank.errors import FlexrankError
+from flexrank.nn.blocks import block_stack
+from flexrank.nn.matrix import matrix_shape
+from research.baselines import method, svd_llm
+from research.baselines.method import Layers, Loss, Made, SizeMethod, invertible, parameter_limit
+from research.baselines.statistics import input_moments, output_moments
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """Of a block's linear layers, by transformers' names."""
+
+    query: str
+    key: str
+    value: str
+    output: str
+    ups: tuple[str, ...]
+    down: str
+    is_rotary: bool  #: dimensions i and i + d/2 of a head turn together
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """Every layer."""
+        return (self.query, self.key, self.value, self.output, *self.ups, self.down)
+
+
+LLAMA = Names(
+    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+    ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj", is_rotary=True,
+)  # fmt: skip
+BERT = Names(
+    "attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense",
+    ("intermediate.dense",), "output.dense", is_rotary=False,
+)  # fmt: skip
+#: By model type of transformers; heads of others have norms of their own (Qwen3), or fused matrices (GPT-2, Phi-3).
+MODELS = {"llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "bert": BERT}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of one model: dimensions of q and k, of v, and channels."""
+
+    score: int
+    value: int
+    channels: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Of a model's blocks."""
+
+    names: Names
+    blocks: tuple[str, ...]
+    heads: int
+    groups: int  #: heads of keys and values
+    head_size: int
+    channels: int
+
+    def full(self) -> Sizes:
+        """Nothing reduced."""
+        return Sizes(self.head_size, self.head_size, self.channels)
+
+    def removed(self, model: Any, sizes: Sizes) -> int:
+        """Parameters, with biases, that the model loses at these sizes."""
+        count, names = 0, self.names
+        score, value = self.head_size - sizes.score, self.head_size - sizes.value
+        for block in map(model.get_submodule, self.blocks):
+            rows = {names.query: self.heads * score, names.key: self.groups * score, names.value: self.groups * value}
+            rows |= dict.fromkeys(names.ups, self.channels - sizes.channels)
+            columns = {names.output: self.heads * value, names.down: self.channels - sizes.channels}
+            for name, cut in rows.items():
+                layer = block.get_submodule(name)
+                count += cut * (layer.in_features + (layer.bias is not None))
+            count += sum(cut * block.get_submodule(name).out_features for name, cut in columns.items())
+        return count
+
+
+def obstacle(model: nn.Module, layers: Layers) -> str | None:
+    """Why the model has no such parts, or not all of a block is to be reduced; None where it has."""
+    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    if kind not in MODELS:
+        return f"{kind} is none of the models whose heads are known: {', '.join(MODELS)}"
+    stack = block_stack(model, layers)
+    missing = [f"{block}.{name}" for block, _ in stack for name in MODELS[kind].all if f"{block}.{name}" not in layers]
+    return f"{missing[0]} is not among the layers, and all of a block is reduced" if missing else None
+
+
+def shape_of(model: Any, layers: Layers) -> Shape:
+    """The shape of the model's blocks, which have no `obstacle`."""
+    config, names = model.config, MODELS[model.config.model_type]
+    blocks = tuple(name for name, _ in block_stack(model, layers))
+    heads = config.num_attention_heads
+    size = matrix_shape(layers[f"{blocks[0]}.{names.query}"])[0] // heads
+    groups, channels = (matrix_shape(layers[f"{blocks[0]}.{one}"])[0] for one in (names.key, names.ups[0]))
+    return Shape(names, blocks, heads, groups // size, size, channels)
+
+
+def sizes_of(model: Any, layers: Layers, shape: Shape, budget: float) -> Sizes | None:
+    """Attention's sizes, rounded up, by the share of the blocks' parameters that the budget leaves; channels the rest.
+
+    None where that is less than a channel of each block.
+    """
+    others = {name: one for name, one in layers.items() if not name.startswith(tuple(f"{b}." for b in shape.blocks))}
+    outside, dense = method.dense_count(others), method.dense_count(layers)
+    share, unit = (budget * dense - outside) / (dense - outside), 2 if shape.names.is_rotary else 1
+    score = unit * max(1, math.ceil(share * shape.head_size / unit))
+    value, limit = max(1, math.ceil(share * shape.head_size)), parameter_limit(model, layers, budget)
+    room = limit - method.parameter_count(model) + shape.removed(model, Sizes(score, value, 0))
+    each = shape.removed(model, dataclasses.replace(shape.full(), channels=shape.channels - 1))
+    if room < each:
+        return None
+    return Sizes(score, value, min(shape.channels, room // each))
+
+
+@torch.no_grad()
+def make(model: Any, batches: Sequence[Batch], layers: Layers, loss: Loss, budget: float) -> Made | None:
+    """The model with every block's parts at one size each; None where the budget has no room for any.
+
+    Raises:
+        FlexrankError: the model has an `obstacle`.
+    """
+    if reason := obstacle(model, layers):
+        raise FlexrankError(f"A3 does not apply: {reason}")
+    shape, new = shape_of(model, layers), copy.deepcopy(model)
+    sizes, names = sizes_of(model, layers, shape, budget), shape.names
+    if sizes is None:
+        return None
+    read = {
+        f"{block}.{name}": layers[f"{block}.{name}"] for block in shape.blocks for name in (names.output, names.down)
+    }
+    given = {
+        f"{block}.{name}": layers[f"{block}.{name}"] for block in shape.blocks for name in (names.query, names.key)
+    }
+    moments = input_moments(model, batches, read, loss) | output_moments(model, batches, given)
+    for block in shape.blocks:
+        own = {name.removeprefix(f"{block}."): one for name, one in moments.items() if name.startswith(f"{block}.")}
+        reduce_(new.get_submodule(block), own, shape, sizes)
+    return Made(new, method.parameter_count(model) - shape.removed(model, sizes))
+
+
+def reduce_(block: Any, moments: Mapping[str, Tensor], shape: Shape, sizes: Sizes) -> None:
+    """Reduces all three parts of a block; moments are of what q and k give, and of what o and down read."""
+    names, size, share = shape.names, shape.head_size, shape.heads // shape.groups
+    query, key, value, output = (
+        block.get_submodule(one) for one in (names.query, names.key, names.value, names.output)
+    )
+    for group in range(shape.groups):
+        own = slice(group * size, (group + 1) * size)
+        heads = [slice((group * share + one) * size, (group * share + one + 1) * size) for one in range(share)]
+        queries = sum(moments[names.query][one, one] for one in heads)
+        assert isinstance(queries, Tensor)
+        choose = score_pairs if names.is_rotary else score_maps
+        turns = choose(queries, moments[names.key][own, own], sizes.score)
+        for one in heads:
+            _turn_rows(query, one, turns[0])
+        _turn_rows(key, own, turns[1])
+        weights = torch.cat([output.weight[:, one].double() for one in heads])
+        read = sum(moments[names.output][one, one] for one in heads)
+        assert isinstance(read, Tensor)
+        u, v = value_maps(weights, read / share, sizes.value)
+        _turn_rows(value, own, v)
+        for one, part in zip(heads, u.chunk(share), strict=True):
+            output.weight[:, one] = _padded(part.T, size).T.to(output.weight.dtype)
+    _narrow(block, names, moments[names.down], sizes.channels)
+
+
+def score_maps(
+    queries: Float[Tensor, "d d"], keys: Float[Tensor, "d d"], rank: int
+) -> tuple[Float[Tensor, "r d"], Float[Tensor, "r d"]]:
+    """A and B for the least E (qᵀk − (A q)ᵀ(B k))² over all pairs of a query and a key, from E q qᵀ and E k kᵀ.
+
+    With C_q = S Sᵀ, C_k = T Tᵀ and Sᵀ T = P Λ Q, Aᵀ B = S⁻ᵀ P_r Λ_r Q_r T⁻¹. Moments get a ridge. A model whose heads
+    share keys needs `score_pairs`, unless a group is one head.
+    """
+    left, right = (torch.linalg.cholesky(invertible(one)) for one in (queries, keys))
+    own, values, other = torch.linalg.svd(left.T @ right)
+    root = values[:rank, None].sqrt()
+    first = torch.linalg.solve_triangular(left.T, own[:, :rank], upper=True).T
+    return root * first, root * torch.linalg.solve_triangular(right, other[:rank], upper=False, left=False)
+
+
+def score_pairs(
+    queries: Float[Tensor, "d d"], keys: Float[Tensor, "d d"], rank: int
+) -> tuple[Float[Tensor, "d d"], Float[Tensor, "d d"]]:
+    """Twice a diagonal of ones and zeros: the r/2 pairs (i, i + d/2) with the largest √E‖q_pair‖² · √E‖k_pair‖².
+
+    Rotation turns a pair in itself, and moves neither factor.
+    """
+    powers = [one.diagonal().unflatten(0, (2, -1)).sum(0) for one in (queries, keys)]
+    kept = torch.zeros(len(powers[0]), dtype=queries.dtype)
+    kept[(powers[0] * powers[1]).topk(rank // 2).indices] = 1
+    chosen = torch.cat((kept, kept)).diag()
+    return chosen, chosen
+
+
+def value_maps(
+    weights: Float[Tensor, "m d"], read: Float[Tensor, "d d"], rank: int
+) -> tuple[Float[Tensor, "m r"], Float[Tensor, "r d"]]:
+    """U and V for the least E ‖W z − U V z‖², z what attention gives of a value, W the heads' output matrices stacked.
+
+    z is the attention's mean of values, so that V may be put in the value's projection. With the second moment
+    P of mean inputs, by which the paper weights W_v W_o, E z zᵀ is W_v P W_vᵀ. SVD-LLM's factors are this optimum.
+    """
+    factors = svd_llm.factors(weights, read)
+    return factors.u[:rank].T, factors.v[:rank]
+
+
+def channels(down: Float[Tensor, "m i"], read: Float[Tensor, "i i"], count: int) -> Int[Tensor, " c"]:
+    """The places, rising, of the largest √E x² · ‖W_down's column‖."""
+    return (read.diagonal() * down.double().square().sum(0)).topk(count).indices.sort().values
+
+
+def refitted(down: Float[Tensor, "m i"], read: Float[Tensor, "i i"], kept: Int[Tensor, " c"]) -> Float[Tensor, "m c"]:
+    """The M with the least E ‖W x − M x_kept‖²: W C[:, kept] C[kept, kept]⁻¹, where C gets a ridge."""
+    moment = invertible(read)
+    return torch.linalg.solve(moment[kept][:, kept], down.double() @ moment[:, kept], left=False)
+
+
+def _turn_rows(layer: nn.Linear, rows: slice, turn: Float[Tensor, "r d"]) -> None:
+    """These outputs y become A y, then zeros."""
+    turn = _padded(turn, turn.shape[1])
+    layer.weight[rows] = (turn @ layer.weight[rows].double()).to(layer.weight.dtype)
+    if layer.bias is not None:
+        layer.bias[rows] = (turn @ layer.bias[rows].double()).to(layer.bias.dtype)
+
+
+def _padded(matrix: Float[Tensor, "r d"], rows: int) -> Float[Tensor, "rows d"]:
+    return torch.cat((matrix, matrix.new_zeros(rows - len(matrix), matrix.shape[1])))
+
+
+def _narrow(block: Any, names: Names, read: Float[Tensor, "i i"], count: int) -> None:
+    """Keeps `count` channels of the feed-forward; its matrices become smaller."""
+    down = block.get_submodule(names.down)
+    kept = channels(down.weight, read, count)
+    for name in names.ups:
+        up = block.get_submodule(name)
+        up.weight, up.out_features = nn.Parameter(up.weight[kept], up.weight.requires_grad), count
+        if up.bias is not None:
+            up.bias = nn.Parameter(up.bias[kept], up.bias.requires_grad)
+    weight = refitted(down.weight, read, kept).to(down.weight.dtype)
+    down.weight, down.in_features = nn.Parameter(weight, down.weight.requires_grad), count
+
+
+A3 = SizeMethod("a3", "Wong et al., 2025", make, obstacle)

@@ -1,0 +1,136 @@
+"""PIFA's reconstruction M: low-rank factors refitted layer after layer to two flows of data (Zhao et al., ICML 2025).
+
+The paper's compact form of a factorisation, the pivoted layer, is `pivoted.PivotedLinear`; what it stores is counted
+here as for every method, r·(m+n−r) parameters of a layer; indices are not counted for any. Ranks are uniform; the
+paper's other densities by layer (OWL), and its densities of attention and feed-forward apart, are left out.
+"""
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from flexrank.calibrate import Hooks, find_groups
+from flexrank.calibrate.stream import Stream
+from flexrank.data.batches import Batch, call_model, eval_mode, model_device, row_masks, to_device
+from flexrank.nn.blocks import block_stack
+from flexrank.nn.linalg import Factors
+from flexrank.nn.matrix import input_rows, masked_rows, matrix_shape, weight_matrix
+from flexrank.nn.select import nest_
+from flexrank.profiles.costs import dense_parameters, deployed_parameters, largest_rank
+from research.baselines import svd_llm
+from research.baselines.method import UNSEEN, Layers, Loss, Made, SizeMethod, dense_count, parameter_count
+from research.baselines.statistics import input_moments
+
+#: The paper's share λ of the dense flow's outputs in the targets; the rest are of the compressed flow's inputs.
+MIX = 0.25
+#: The weight of the old matrix in the fit of V, in the units of X Xᵀ, as the paper's code has it.
+PRIOR = 1e-3
+
+
+class _Reached(Exception):
+    """Ends a forward whose rest is not needed."""
+
+
+@torch.no_grad()
+def make(model: nn.Module, batches: Sequence[Batch], layers: Layers, loss: Loss, budget: float) -> Made:
+    """The model with every layer at its largest rank within the budget's share of its own parameters."""
+    new, moments = copy.deepcopy(model), input_moments(model, batches, layers, loss)
+    shapes = {name: matrix_shape(layer) for name, layer in layers.items()}
+    ranks = {name: max(1, largest_rank(shape, budget * dense_parameters(shape))) for name, shape in shapes.items()}
+    batches = [to_device(batch, model_device(model)) for batch in batches]
+    with eval_mode(model, new):
+        flows = [Flow(one, batches, list(layers)) for one in (model, new)]
+        for group in find_groups(lambda: call_model(model, batches[0]), layers):
+            own, cross = _products(flows, group[0], shapes[group[0]][1])
+            for name in group:
+                weight = weight_matrix(layers[name]).double()
+                start = svd_llm.factors(weight, moments[name])
+                u, v = refit(weight, start.v[: ranks[name]], mixed(own, cross), own)
+                nest_(new, name, Factors(u.T, v, torch.ones(len(v), dtype=torch.float64)))
+    stored = sum(deployed_parameters(shape, ranks[name]) for name, shape in shapes.items())
+    return Made(new, parameter_count(model) - dense_count(layers) + stored)
+
+
+def mixed(own: Float[Tensor, "n n"], cross: Float[Tensor, "n n"], mix: float = MIX) -> Float[Tensor, "n n"]:
+    """(1 − λ) X Xᵀ + λ X₀ Xᵀ, for which the targets (1 − λ) W X + λ W X₀ have the product W · this with X."""
+    return (1 - mix) * own + mix * cross
+
+
+def refit(
+    weight: Float[Tensor, "m n"], v: Float[Tensor, "r n"], target: Float[Tensor, "n n"], own: Float[Tensor, "n n"]
+) -> tuple[Float[Tensor, "m r"], Float[Tensor, "r n"]]:
+    """U and V for the least ‖Y − U V X‖² with Y Xᵀ = W · target and X Xᵀ = own: U given V, then V given U.
+
+    U = Y Xᵀ Vᵀ (V X Xᵀ Vᵀ)⁻¹, then V = U⁺ (Y Xᵀ + ρ W) (X Xᵀ + ρ)⁻¹ with ρ = `PRIOR`. For U, X Xᵀ may be singular: it
+    gets a ridge of `UNSEEN` times its largest eigenvalue, towards W like that of V; the paper has none.
+    """
+    ridge = UNSEEN * torch.linalg.eigvalsh(own)[-1] + torch.finfo(torch.float64).tiny
+    identity = torch.eye(len(own), dtype=own.dtype, device=own.device)
+    seen, wanted = own + ridge * identity, weight @ (target + ridge * identity)
+    u = torch.linalg.solve(v @ seen @ v.T, wanted @ v.T, left=False)
+    whole = torch.linalg.solve(own + PRIOR * identity, weight @ (target + PRIOR * identity), left=False)
+    return u, torch.linalg.pinv(u) @ whole
+
+
+class Flow:
+    """What layers of one model read, in the order in which they run, while those before may change.
+
+    Of a stack of blocks only the layer's own block runs, from the hidden states before it, where blocks can run alone.
+    """
+
+    def __init__(self, model: nn.Module, batches: Sequence[Batch], layers: Sequence[str]):
+        self._model, self._batches, self._hidden = model, batches, list[Tensor]()
+        stack = block_stack(model, layers)
+        self._stream, self._names = Stream(model, [block for _, block in stack]), [name for name, _ in stack]
+        self._next = 0  # the block that reads `_hidden`
+        if not stack or self._stream.obstacle(batches[0]):
+            self._names = []
+
+    def inputs(self, name: str) -> Iterator[Float[Tensor, "t n"]]:
+        """Of each batch, the rows of real tokens that the layer reads at its first call."""
+        block = next((place for place, one in enumerate(self._names) if name.startswith(f"{one}.")), None)
+        if block is not None:
+            self._go_to(block)
+        layer, rows = self._model.get_submodule(name), list[Tensor]()
+
+        def see(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            rows.append(args[0])
+            raise _Reached
+
+        for number, batch in enumerate(self._batches):
+            with Hooks() as hooks, contextlib.suppress(_Reached):
+                hooks.add(layer.register_forward_pre_hook(see))
+                self._run(block, number)
+            yield masked_rows(input_rows(layer, rows.pop()), row_masks(batch))
+
+    def _go_to(self, block: int) -> None:
+        if not self._hidden:
+            self._hidden = [self._stream.first_input(batch) for batch in self._batches]
+        while self._next < block:
+            self._hidden = [self._run(self._next, number) for number in range(len(self._batches))]
+            self._next += 1
+
+    def _run(self, block: int | None, number: int) -> Any:
+        if block is None:
+            return call_model(self._model, self._batches[number])
+        return self._stream.through(block, self._batches[number], self._hidden[number])
+
+
+def _products(flows: Sequence[Flow], name: str, size: int) -> tuple[Float[Tensor, "n n"], Float[Tensor, "n n"]]:
+    """X Xᵀ and X₀ Xᵀ over real tokens: X₀ at a layer of the base, X at the same of the model so far.
+
+    Products of a batch are in float32, as all moments of the calibration are, and summed in float64.
+    """
+    own, cross = (torch.zeros(size, size, dtype=torch.float64) for _ in range(2))
+    for base, now in zip(*(flow.inputs(name) for flow in flows), strict=True):
+        own += (now.float().T @ now.float()).cpu()
+        cross += (base.float().T @ now.float()).cpu()
+    return own, cross
+
+
+PIFA = SizeMethod("pifa", "Zhao et al., ICML 2025", make, lambda model, layers: None)

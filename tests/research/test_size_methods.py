@@ -1,0 +1,264 @@
+"""Methods that make one model a size, each against its paper's definition by an oracle of its own."""
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flexrank.calibrate import Hooks
+from flexrank.data.batches import output_mask
+from flexrank.errors import FlexrankError
+from flexrank.nn.select import select_layers
+from flexrank.nn.switch import nested_layers
+from research.baselines import SIZE_METHODS, pifa, slicegpt
+from research.baselines.method import parameter_limit
+from research.baselines.pivoted import PivotedLinear, pivoted_order
+from research.baselines.statistics import input_moments, next_token_loss
+from research.machine import random_llama
+from tiny import DECODER, VOCABULARY, build, outputs, relative, same_state, token_batch
+
+FITTING = {
+    "pifa": ("llama_tied", "llama_untied", "gpt2", "qwen3", "bert", "convnet"),
+    "slicegpt": ("llama_tied", "llama_untied", "qwen3"),
+    "a3": ("llama_tied", "llama_untied", "bert"),
+}
+PAIRS = [(name, kind) for name, kinds in FITTING.items() for kind in kinds]
+BUDGETS = (0.9, 0.5, 0.3)
+
+
+def calibration(kind: str) -> list[Any]:
+    """Eight rows of twelve tokens, two batches, of which one row is padded; images for a network of them."""
+    generator = torch.Generator().manual_seed(5)
+    if kind == "convnet":
+        return [torch.randn(4, 3, 8, 8, generator=generator) for _ in range(2)]
+    ids = torch.randint(3, VOCABULARY, (2, 4, 12), generator=generator)
+    masks = torch.ones_like(ids)
+    masks[1, -1, -5:] = 0
+    return [{"input_ids": a, "attention_mask": b} for a, b in zip(ids, masks, strict=True)]
+
+
+def made(name: str, kind: str, budget: float, model: nn.Module | None = None) -> Any:
+    model = build(kind) if model is None else model
+    return SIZE_METHODS[name].make(model, calibration(kind), select_layers(model), next_token_loss, budget)
+
+
+def real(model: nn.Module, batch: Any) -> Tensor:
+    """The outputs of real tokens."""
+    found, mask = outputs(model, batch), output_mask(batch)
+    return found if mask is None or found.shape[:2] != mask.shape else found[mask]
+
+
+@pytest.mark.parametrize(("name", "kind"), PAIRS)
+def test_every_size_is_within_its_limit_and_the_base_stays(name: str, kind: str) -> None:
+    model, before = build(kind), build(kind)
+    layers, batch = select_layers(model), calibration(kind)[1]
+    wanted, sizes = real(model, batch), []
+    for budget in BUDGETS:
+        one = made(name, kind, budget, model)
+        assert one.parameters <= parameter_limit(model, layers, budget)
+        assert 0 < relative(real(one.model, batch), wanted) < 2
+        sizes.append(one.parameters)
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > 0.8 * parameter_limit(model, layers, 0.9)
+    assert same_state(model, before)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(("name", "kind"), PAIRS)
+def test_at_the_full_budget_outputs_are_the_base_models(name: str, kind: str) -> None:
+    model, batch = build(kind), calibration(kind)[1]
+    one = made(name, kind, 1.0, model)
+    assert one.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert relative(real(one.model, batch), real(model, batch)) < 1e-4
+
+
+def test_where_a_method_does_not_apply() -> None:
+    for name, method in SIZE_METHODS.items():
+        for kind in ("llama_tied", "gpt2", "bert", "qwen3", "phi3", "convnet"):
+            model = build(kind)
+            reason = method.obstacle(model, select_layers(model))
+            assert (reason is None) == (kind in FITTING[name] or name == "pifa"), (name, kind)
+    model = build("llama_tied")
+    layers = select_layers(model, exclude=["*.1.mlp.down_proj"])
+    for name in ("slicegpt", "a3"):
+        assert "model.layers.1.mlp.down_proj is not among" in str(SIZE_METHODS[name].obstacle(model, layers))
+        with pytest.raises(FlexrankError, match="does not apply"):
+            SIZE_METHODS[name].make(model, calibration("llama_tied"), layers, next_token_loss, 0.5)
+        assert made(name, "llama_tied", 0.01) is None
+
+
+# PIFA's reconstruction
+
+
+def drawn(m: int, n: int, tokens: int = 60) -> tuple[Tensor, Tensor, Tensor]:
+    """A weight (m, n), inputs of a compressed model (tokens, n), and those of the base, near them."""
+    generator = torch.Generator().manual_seed(10 * m + n)
+    weight = torch.randn(m, n, generator=generator, dtype=torch.float64)
+    base = torch.randn(tokens, n, generator=generator, dtype=torch.float64) * torch.linspace(2, 0.2, n).double()
+    return weight, base + 0.3 * torch.randn(tokens, n, generator=generator, dtype=torch.float64), base
+
+
+@pytest.mark.parametrize("shape", [(5, 9), (9, 5)])
+def test_a_refit_is_of_least_squares_over_both_flows(shape: tuple[int, int]) -> None:
+    """Oracle: least squares on the tokens, with rows of √ρ for the pull of V's fit towards the old matrix."""
+    weight, now, base = drawn(*shape)
+    v = torch.randn(3, shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    targets = 0.75 * now @ weight.T + 0.25 * base @ weight.T
+    first = torch.linalg.lstsq(now @ v.T, targets).solution.T
+    root = pifa.PRIOR**0.5
+    rows = torch.cat((now, root * torch.eye(shape[1]).double())), torch.cat((targets, root * weight.T))
+    second = torch.linalg.lstsq(first, torch.linalg.lstsq(*rows).solution.T).solution
+    u, found = pifa.refit(weight, v, pifa.mixed(now.T @ now, base.T @ now), now.T @ now)
+    assert torch.allclose(u, first, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(found, second, rtol=1e-4, atol=1e-4)
+
+
+def test_a_refit_of_no_or_few_tokens_is_finite() -> None:
+    weight, now, base = drawn(5, 9, tokens=4)
+    v = torch.eye(9).double()[:3]
+    for x in (now, 0 * now):
+        for one in pifa.refit(weight, v, pifa.mixed(x.T @ x, base.T @ x), x.T @ x):
+            assert bool(torch.isfinite(one).all())
+
+
+def rows_of(model: nn.Module, batches: list[Any], name: str) -> Tensor:
+    """What a layer of a whole model reads, of real tokens, in float64."""
+    rows: list[Tensor] = []
+    with Hooks() as hooks, torch.no_grad():
+        hooks.watch(model.get_submodule(name), lambda inputs, _: rows.append(inputs))
+        for batch in batches:
+            model(**batch)
+    return torch.cat([one[b["attention_mask"] > 0] for one, b in zip(rows, batches, strict=True)]).double()
+
+
+@pytest.mark.parametrize("kind", ["llama_tied", "bert"])
+@torch.no_grad()
+def test_layers_are_refitted_to_what_those_before_became(kind: str) -> None:
+    """Oracle: of the finished model whole forwards, whose layers before the one in question are those it was fitted to.
+
+    Down projections of a first and a last block, and of BERT the pooler, which is outside the stack.
+    """
+    model, batches = build(kind), calibration(kind)
+    layers = select_layers(model)
+    one = made("pifa", kind, 0.5, model)
+    moments = input_moments(model, batches, layers, next_token_loss)
+    ends = ("down_proj",) if kind == "llama_tied" else ("output.dense", "pooler.dense")
+    for name in (name for name in layers if name.endswith(ends)):
+        elastic = nested_layers(one.model)[name]
+        if name.startswith("pooler"):  # it reads the first token of each row
+            now, base = (
+                torch.cat([one_batch[:, 0] for one_batch in hidden_of(m, batches)]) for m in (one.model, model)
+            )
+        else:
+            now, base = (rows_of(m, batches, name) for m in (one.model, model))
+        weight = layers[name].weight.double()
+        start = pifa.svd_llm.factors(weight, moments[name]).v[: elastic.rank]
+        u, v = pifa.refit(weight, start, 0.75 * now.T @ now + 0.25 * base.T @ now, now.T @ now)
+        assert relative(elastic.matrix, u @ v) < 1e-3
+
+
+def test_a_flow_reads_what_whole_forwards_read_whichever_blocks_are_asked_for() -> None:
+    """Oracle: whole forwards of four blocks; another layer changes on the way, before the one that reads on."""
+    model, batches = random_llama(**DECODER | {"num_hidden_layers": 4}), calibration("llama_tied")
+    flow = pifa.Flow(model, batches, list(select_layers(model)))
+    for place, name in ((0, "mlp.up_proj"), (2, "self_attn.q_proj"), (2, "mlp.down_proj"), (3, "self_attn.o_proj")):
+        layer = f"model.layers.{place}.{name}"
+        assert relative(torch.cat([one.detach() for one in flow.inputs(layer)]), rows_of(model, batches, layer)) < 1e-6
+        with torch.no_grad():
+            model.get_submodule(layer).weight.mul_(2)
+
+
+def hidden_of(model: nn.Module, batches: list[Any]) -> list[Tensor]:
+    with torch.no_grad():
+        return [model(**batch).last_hidden_state.double() for batch in batches]
+
+
+def test_the_pivoted_form_gives_what_the_factors_give_and_stores_what_is_counted() -> None:
+    model = build("llama_tied")
+    one = made("pifa", "llama_tied", 0.5, model)
+    stored = sum(
+        p.numel() for n, p in model.named_parameters() if n not in {f"{x}.weight" for x in select_layers(model)}
+    )
+    for layer in nested_layers(one.model).values():
+        u, v = layer.u.detach().T.double(), layer.v.detach().double()
+        order, rank = pivoted_order(u), layer.rank
+        pivoted = PivotedLinear(v.shape[1], rank, order, dtype=torch.float64)
+        with torch.no_grad():
+            pivoted.latent.weight.copy_(u[order[:rank]] @ v)
+            pivoted.expand.weight.copy_(torch.linalg.solve(u[order[:rank]], u[order[rank:]], left=False))
+            x = torch.randn(4, v.shape[1], generator=torch.Generator().manual_seed(0)).double()
+            assert torch.allclose(pivoted(x), x @ v.T @ u.T, atol=1e-9)
+        stored += sum(parameter.numel() for parameter in pivoted.parameters())
+    assert one.parameters == stored
+
+
+# SliceGPT
+
+
+def projected(model: Any, batches: list[Any], k: int) -> Any:
+    """By definition: the stream projected on its k principal components, where it is read, block after block.
+
+    Its own forward, with the model's own modules and no rotation: h ← h P after the embedding, each attention, and each
+    feed-forward but the last. One run finds P, from the signals so far.
+    """
+    found: list[Tensor] = []
+
+    def run(batch: dict[str, Tensor], known: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """The logits with these projections, or the first signal that has none yet."""
+        given, left = model.model, list(known)
+        hidden = given.embed_tokens(batch["input_ids"])
+        length = hidden.shape[1]
+        places = torch.arange(length)[None]
+        causal = torch.full((length, length), -torch.inf).triu(1)[None, None].expand(len(hidden), 1, -1, -1)
+        mask = causal.masked_fill(batch["attention_mask"][:, None, None] == 0, torch.finfo(torch.float32).min)
+        turns = given.rotary_emb(hidden, places)
+        steps = list(itertools.product(given.layers, range(2)))
+        for number in range(len(steps) + 1):
+            if number < len(steps):
+                if not left:
+                    return hidden, hidden
+                hidden = hidden @ left.pop(0)
+                block, half = steps[number]
+                if half == 0:
+                    read = block.input_layernorm(hidden)
+                    hidden = hidden + block.self_attn(read, position_embeddings=turns, attention_mask=mask)[0]
+                else:
+                    hidden = hidden + block.mlp(block.post_attention_layernorm(hidden))
+        return model.lm_head(given.norm(hidden)), hidden
+
+    with torch.no_grad():
+        for _ in range(2 * len(model.model.layers)):
+            rows = torch.cat([run(batch, found)[1][batch["attention_mask"] > 0] for batch in batches])
+            _, _, right = torch.linalg.svd(rows.double(), full_matrices=False)
+            found.append((right[:k].T @ right[:k]).float())
+        return lambda batch: run(batch, found)[0]
+
+
+@pytest.mark.parametrize("kind", FITTING["slicegpt"])
+def test_a_sliced_model_is_the_base_with_a_projected_stream(kind: str) -> None:
+    model, batches = build(kind), calibration(kind)
+    for k in (30, 20):
+        sliced, oracle = slicegpt.sliced(model, batches, k), projected(model, batches, k)
+        for batch in (*batches, token_batch()):
+            with torch.no_grad():
+                wanted = oracle(batch)[batch["attention_mask"] > 0]
+            assert relative(real(sliced, batch), wanted) < 1e-3
+        assert slicegpt.sliced_parameters(model, k) == sum(parameter.numel() for parameter in sliced.parameters())
+
+
+@pytest.mark.parametrize("kind", FITTING["slicegpt"])
+def test_rotations_alone_change_nothing(kind: str) -> None:
+    """The paper's computational invariance: turns of full width."""
+    model, batches = build(kind), calibration(kind)
+    rotated = slicegpt.sliced(model, batches, 32)
+    assert relative(real(rotated, batches[1]), real(model, batches[1])) < 1e-5
+    turned, own = (one.model.layers[0].mlp.up_proj.weight.detach() for one in (rotated, model))
+    assert relative(turned, own) > 0.5
+
+
+def test_a_copy_of_a_made_model_is_one(tmp_path: Any) -> None:
+    for name in SIZE_METHODS:
+        one = made(name, "llama_tied", 0.5).model
+        assert relative(real(copy.deepcopy(one), token_batch()), real(one, token_batch())) < 1e-6

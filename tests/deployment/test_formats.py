@@ -224,10 +224,10 @@ def test_wrong_inputs_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("")
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxscript" else find(name))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnx" else find(name))
     for arguments, message in (
         (["small", "--to", "gguf"], "format 'gguf' is unknown; it is one of dense, torch, onnx, openvino, executorch"),
-        (["small", "--to", "onnx"], "onnxscript is not installed: pip install 'flexrank[onnx]'"),
+        (["small", "--to", "onnx"], "onnx is not installed: pip install 'flexrank[onnx]'"),
         (["elastic", "--to", "dense"], "elastic: an elastic artefact, of all sizes; write one of its sizes with"),
         (["base", "--to", "dense"], "base: not an artefact of flexrank"),
         (["nowhere", "--to", "dense"], "nowhere: no such directory"),
@@ -260,6 +260,7 @@ def test_samples_fit_the_model() -> None:
     assert torch.equal(sample_inputs(tiny.build("bert"), 2, 100)["input_ids"], text["input_ids"])
     image = sample_inputs(tiny.build("vit").bfloat16(), 2, 100)["pixel_values"]
     assert image.shape == (2, 3, 16, 16) and image.dtype == torch.bfloat16
+    assert program_of(tiny.build("llama_tied")).model.config.use_cache is False
 
 
 def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:

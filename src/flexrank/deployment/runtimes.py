@@ -32,7 +32,7 @@ class Runtime(NamedTuple):
     write: Callable[[nn.Module, Inputs, Path], None]
     read: Callable[[Path], Run]
     packages: tuple[str, ...] = ()  #: beyond the core; the extra that installs them has the runtime's name
-    keeps_half: bool = False  #: whether float16 and bfloat16 stay what they are; else they become float32
+    keeps_dtype: bool = False  #: whether any dtype stays what it is; else all become float32
 
 
 class TokenProgram(nn.Module):
@@ -174,7 +174,7 @@ def _read_executorch(directory: Path) -> Run:
 
 
 RUNTIMES: dict[str, Runtime] = {
-    "torch": Runtime(_write_torch, _read_torch, keeps_half=True),
+    "torch": Runtime(_write_torch, _read_torch, keeps_dtype=True),
     "onnx": Runtime(_write_onnx, _read_onnx, ("onnx", "onnxscript", "onnxruntime")),
     "openvino": Runtime(_write_openvino, _read_openvino, ("openvino",)),
     "executorch": Runtime(_write_executorch, _read_executorch, ("executorch",)),

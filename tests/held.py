@@ -6,6 +6,8 @@ from typing import Self
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 
 class Held:
@@ -39,6 +41,10 @@ class Held:
 
 
 def live_storages() -> dict[int, torch.UntypedStorage]:
-    """The memory of every tensor, by its address."""
-    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and not one.is_meta]
+    """The memory of every tensor, by its address. What exporters trace with, and may keep, holds no memory."""
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and not holds_nothing(one)]
     return {(storage := tensor.untyped_storage()).data_ptr(): storage for tensor in tensors}
+
+
+def holds_nothing(tensor: torch.Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, FakeTensor | FunctionalTensor) or torch._is_functional_tensor(tensor)

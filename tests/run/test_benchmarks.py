@@ -25,7 +25,7 @@ QUESTIONS = [
     ("jumps over 3 lazy", [" cats", " dogs", " fox number"], 1),
     ("and 4", [" cats", " lazy dogs", " the quick", " fox"], 0),
     ("number 12 jumps", [" under", " over"], 1),
-    ("the quick", [" brown fox", " dogs and"], 0),
+    ("the quick", [" brown cats", " dogs and"], 0),
 ]
 
 

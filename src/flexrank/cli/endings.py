@@ -19,7 +19,7 @@ LOST, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 EXTRAS = {
     "transformers": "hf", "huggingface_hub": "hf", "tokenizers": "hf", "matplotlib": "report", "peft": "peft",
     "PIL": "images", "datasets": "data", "lm_eval": "eval", "torchao": "quant", "onnx": "onnx", "onnxscript": "onnx",
-    "onnxruntime": "onnx", "openvino": "openvino", "executorch": "executorch",
+    "onnxruntime": "onnx", "openvino": "openvino", "executorch": "executorch", "tensorboard": "tracking",
 }  # fmt: skip
 
 

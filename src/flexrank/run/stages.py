@@ -35,6 +35,7 @@ from flexrank.run.cards import write_cards
 from flexrank.run.measure import latency_ratios
 from flexrank.run.samples import loss_rows
 from flexrank.run.sizes import Sizes, choose_slack, evaluate_size, export_size
+from flexrank.run.tracking import LOSSES, tracked
 from flexrank.run.training import log_losers, probe_losses, train_
 from flexrank.run.workspace import Workspace
 
@@ -129,15 +130,19 @@ def allocate(work: Workspace, _: str) -> None:
 
 
 def distill(work: Workspace, fingerprint: str) -> None:
-    """Consolidates: RUN/elastic, one artefact of every size, and RUN/history.json."""
+    """Consolidates: RUN/elastic, one artefact of every size, and RUN/history.json; as it goes, RUN/losses.jsonl."""
     settings, chain = work.config.distillation, read_chain(work)
     profiles, budgets = [entry.profile for entry in chain.requested], list(chain.budgets)
     history: dict[str, Any] = {"steps": 0, "losses": [], "budgets": []}
     with work.student(profiles) as model:
+        if processes.is_first() and not settings.steps:
+            (work.directory / LOSSES).unlink(missing_ok=True)  # of an earlier configuration
         if settings.steps:
             before = probe_losses(work, model, profiles)
             weights = None if settings.weights is None else settings.weights[::-1]  # the chain is rising
-            done = train_(work, model, chain, settings.steps, work.directory.partial("distill", fingerprint), weights)
+            checkpoint = work.directory.partial("distill", fingerprint)
+            with tracked(work.directory.path, budgets, settings.tracking) as on_step:
+                done = train_(work, model, chain, settings.steps, checkpoint, weights, on_step)
             log_losers(budgets, before, probe_losses(work, model, profiles))
             history = {"steps": done.steps, "losses": done.losses, "budgets": [budgets[i] for i in done.profiles]}
         if processes.is_first() or is_sharded(model):

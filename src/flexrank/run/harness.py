@@ -110,7 +110,7 @@ def score(
     for name, samples in found["samples"].items():
         if not all(math.isfinite(number) for sample in samples for number in _numbers(sample["resps"])):
             raise FlexrankError(f"task {name}: a log-likelihood is not finite; check the model's weights")
-    scores = {name: _metrics(values) for name, values in (found["results"] | found.get("groups", {})).items()}
+    scores = {name: _metrics(values) for name, values in found["results"].items()}
     return scores, {
         name: sum(1 / len(task.doc_to_choice(sample["doc"])) for sample in samples) / len(samples)
         for name, task in loaded["tasks"].items()

@@ -28,6 +28,9 @@ def rows() -> list[dict[str, torch.Tensor]]:
 def trainer(place: Path, **settings: Any) -> tuple[Any, Any, Any]:
     """A trainer of a tiny Llama with a constant rate, its teacher and its chain."""
     teacher, model = build("llama_untied"), elastic("llama_untied")
+    for layer in (*model.model.layers, *teacher.model.layers):
+        layer.self_attn.attention_dropout = 0.5  # which is to be off
+    teacher.register_forward_pre_hook(_refuse_labels, with_kwargs=True)
     chain = chain_of(model, BUDGETS)
     values = {
         "per_device_train_batch_size": 4, "max_steps": 1, "learning_rate": 1e-3, "lr_scheduler_type": "constant",
@@ -35,6 +38,10 @@ def trainer(place: Path, **settings: Any) -> tuple[Any, Any, Any]:
     }  # fmt: skip
     args = transformers.TrainingArguments(output_dir=str(place), **(values | settings))
     return fr.DistillationTrainer(model, teacher, chain, args, train_dataset=rows()), teacher, chain
+
+
+def _refuse_labels(_: torch.nn.Module, __: object, names: dict[str, Any]) -> None:
+    assert names.keys() == {"input_ids", "attention_mask"}  # for a loss from labels would be in vain
 
 
 def weights(model: torch.nn.Module) -> torch.Tensor:
@@ -71,7 +78,7 @@ def test_each_log_has_the_divergence_at_the_profile_of_its_step(tmp_path: Path) 
     ours, teacher, chain = trainer(tmp_path, per_device_train_batch_size=8, max_steps=6, learning_rate=1e-30)
     model, ids = copy.deepcopy(ours.model), torch.stack([row["input_ids"] for row in rows()])
     with torch.no_grad():
-        wanted, losses = teacher(ids).logits.log_softmax(-1), {}
+        wanted, losses = teacher(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.log_softmax(-1), {}
         for budget in chain.budgets:
             with fr.use_profile(model, chain.at(budget)):
                 found = model(ids).logits.log_softmax(-1)

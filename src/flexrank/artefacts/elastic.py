@@ -22,6 +22,7 @@ from flexrank.artefacts.deployed import Factory, bare_model, describe, factory_n
 from flexrank.artefacts.tensors import ShardWriter, named_tensors, open_tensors
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
+from flexrank.hf.companions import save_companions
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.sharding import is_sharded
 from flexrank.nn.specs import layer_spec
@@ -82,7 +83,8 @@ class ElasticWriter:
         self._library = "transformers" if models.is_transformers_model(model) else "torch"
         if self._library == "transformers":
             models.save_config(model, directory, dtype)
-        if tokenizer is not None:
+            save_companions(model, directory, tokenizer)
+        elif tokenizer is not None:
             tokenizer.save_pretrained(directory)
         self._files = files.digest_files(directory)  # without the tensors, which have digests of their own
         self._shards = ShardWriter(directory, ELASTIC_STATE, shard_bytes)

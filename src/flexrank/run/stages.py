@@ -74,7 +74,7 @@ def decompose(work: Workspace, _: str) -> None:
         state_bytes=settings.buffer_bytes,
         shard_bytes=work.shard_bytes,
         see=see if is_curved else None,
-        tokenizer=work.tokenizer,
+        tokenizer=work.companion,
     )
     processes.sum_(rises.values())  # each has those of the layers that it has decomposed
     if processes.is_first():
@@ -142,7 +142,7 @@ def distill(work: Workspace, fingerprint: str) -> None:
             history = {"steps": done.steps, "losses": done.losses, "budgets": [budgets[i] for i in done.profiles]}
         if processes.is_first() or is_sharded(model):
             place = work.directory / "elastic"
-            save_elastic(model, chain, place, tokenizer=work.tokenizer, shard_bytes=work.shard_bytes)
+            save_elastic(model, chain, place, tokenizer=work.companion, shard_bytes=work.shard_bytes)
     _write_shared(work, "history.json", history)
 
 

@@ -17,6 +17,7 @@ from flexrank.data.batches import call_model, to_device
 from flexrank.distill.objectives import Objective, objective_for
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
+from flexrank.hf.companions import MeanPooled
 from flexrank.nn.matrix import weight_matrix
 from flexrank.nn.sharding import shard_, shard_blocks_
 from flexrank.nn.switch import nested_layers, share_tensors_
@@ -60,6 +61,11 @@ class Workspace:
     def tokenizer(self) -> Any:
         """The model's tokenizer; None for images."""
         return None if self.config.task == "classification" else models.load_tokenizer(self.config.model)
+
+    @property
+    def companion(self) -> Any:
+        """What is saved beside each model of the run: the tokenizer, and where texts are embedded how they are pooled."""
+        return MeanPooled(self.tokenizer) if self.config.task == "embedding" else self.tokenizer
 
     @functools.cached_property
     def samples(self) -> Samples:

@@ -3,9 +3,10 @@
 `python tests/compatibility.py` writes the page; `test_compatibility.py` goes the same way and compares each row.
 """
 
+import contextlib
 import logging
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from flexrank.deployment import exports
 from flexrank.distill.objectives import FeatureObjective, LogitObjective
 from flexrank.errors import FlexrankError
 from flexrank.nn.select import dense_reasons
-from flexrank.nn.switch import full_profile
 from tiny import outputs, relative, same_state
 from tiny_runs import here
 
@@ -48,13 +48,11 @@ class Way:
         model = tiny.build(self.name)
         self.layers = list(fr.select_layers(model))
         self.reasons = set(dense_reasons(model).values())
-        notes = _Notes()
-        logging.getLogger("flexrank").addHandler(notes)
-        fr.decompose_to_disk(model, self.batches, self.layers, self.directory / "initial")
-        logging.getLogger("flexrank").removeHandler(notes)
+        with _logged() as notes:
+            fr.decompose_to_disk(model, self.batches, self.layers, self.directory / "initial")
         self.model, _ = fr.load_elastic(self.directory / "initial")
         assert relative(outputs(self.model, self.batch), outputs(self.teacher, self.batch)) < 1e-5
-        return "whole" if any("one pass" in text for text in notes.texts) else "by block"
+        return "whole" if any("one pass" in note for note in notes) else "by block"
 
     def allocate(self) -> None:
         """The probe's ranks for two budgets are within them, and nested."""
@@ -145,19 +143,21 @@ STEPS: dict[str, Callable[[Way], str | None]] = {
 }
 HEAD = f"""# Compatibility
 
-Each row is what a test finds: it builds the architecture small, with random weights, biases and padded rows, and takes it all the way.
-`python tests/compatibility.py` writes this page, and `pytest tests/test_compatibility.py` fails where it says anything else.
+Each row is what a test finds: it builds the architecture small, with random weights and biases, and takes it all the
+way on rows with padding. `python tests/compatibility.py` writes this page, and `pytest tests/test_compatibility.py`
+fails where it says anything else.
 
-- **decompose**: outputs at full rank are the original's, within 1e-5; *by block* where one block is in memory at a time, *whole*
-  where blocks cannot run alone.
-- **probe, allocate**: nested ranks for the budgets {BUDGETS[0]} and {BUDGETS[1]}, which the columns after it are for. **distill**: both sizes come closer to the teacher.
-- **deploy**, **export**, **from_pretrained** of transformers' auto class, **a size of elastic** (`from_pretrained("elastic/",
-  quantization_config=fr.FlexRankConfig(budget=0.5))`): outputs are the elastic model's at those ranks, within {DEPLOYED_BOUND:g}; ties,
-  names and bits of what is loaded are those of what was saved.
-- **dense**: `flexrank export --to dense`, which plain transformers loads. *refused* is an error of one line, and nothing is written.
-
-- **programs**: those of other runtimes that a test of its own writes, runs and compares (`tests/deployment/test_formats.py`); "–" is
-  not tested. [deployment.md](deployment.md#other-runtimes) has what was measured beyond these.
+- **decompose**: outputs at full rank are the original's, within 1e-5; *by block* where one block is in memory at a
+  time, *whole* where blocks cannot run alone.
+- **probe, allocate**: nested ranks for the budgets {BUDGETS[0]} and {BUDGETS[1]}, which the columns after it are for.
+- **distill**: both sizes come closer to the teacher.
+- **deploy**, **export**, **from_pretrained** of transformers' auto class, **a size of elastic** (`from_pretrained` of
+  the elastic artefact with `quantization_config=fr.FlexRankConfig(budget=0.5)`): outputs are the elastic model's at
+  those ranks, within {DEPLOYED_BOUND:g}; ties, names and bits of what is loaded are those of what was saved.
+- **dense**: `flexrank export --to dense`, which plain transformers loads. *refused* is an error of one line, and
+  nothing is written.
+- **programs**: those of other runtimes that a test writes, runs and compares (`tests/deployment/test_formats.py`); "–"
+  is not tested. [deployment.md](deployment.md#other-runtimes) has what was measured beyond these.
 
 Of what is left dense, embeddings are not named. All of this is float32 on a CPU.
 
@@ -176,8 +176,7 @@ def row_of(name: str, directory: Path) -> list[str]:
 def _outcome(step: Callable[[Way], str | None], way: Way) -> str:
     try:
         return step(way) or "yes"
-    except FlexrankError as error:
-        logging.getLogger("flexrank").info("%s: %s", way.name, error)
+    except FlexrankError:
         return "refused"
 
 
@@ -202,19 +201,22 @@ def page(rows: Sequence[Sequence[str]]) -> str:
     return HEAD + "\n".join(map(line, [columns, ["---"] * len(columns), *rows])) + "\n"
 
 
-class _Notes(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
+@contextlib.contextmanager
+def _logged() -> Iterator[list[str]]:
+    """What flexrank logs inside the block."""
+    log, notes = logging.getLogger("flexrank"), list[str]()
+    handler, level = logging.Handler(), log.level
+    handler.emit = lambda record: notes.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield notes
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
 
 
 if __name__ == "__main__":
     exports.in_fresh_process = here
-    logging.getLogger("flexrank").setLevel(logging.INFO)
     with tempfile.TemporaryDirectory() as scratch:
         PAGE.write_text(page([row_of(name, Path(scratch, name)) for name in NAMES]), encoding="utf8")

@@ -9,6 +9,7 @@ from torch import nn
 
 from flexrank.data.batches import call_model, output_tensor
 from flexrank.deployment import deploy
+from flexrank.nn.experts import separate_experts_
 from flexrank.nn.linalg import plain_svd
 from flexrank.nn.matrix import weight_matrix
 from flexrank.nn.select import nest_, select_layers
@@ -293,7 +294,9 @@ def nest(model: nn.Module, **selection: Any) -> nn.Module:
 
 def elastic(name: str) -> Any:
     """The network `name` with every layer elastic."""
-    return nest(build(name))
+    model = build(name)
+    separate_experts_(model)
+    return nest(model)
 
 
 @torch.no_grad()

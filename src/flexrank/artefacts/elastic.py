@@ -24,6 +24,7 @@ from flexrank.errors import FlexrankError
 from flexrank.hf import models
 from flexrank.hf.companions import save_companions
 from flexrank.nn.elastic import NestedLayer
+from flexrank.nn.experts import separate_as_recorded_
 from flexrank.nn.sharding import is_sharded
 from flexrank.nn.specs import layer_spec
 from flexrank.nn.switch import nested_layers, require_fitting
@@ -180,6 +181,8 @@ def _load(
     if model is None:
         is_transformers = document["library"] == "transformers"
         model = models.skeleton(directory) if is_transformers else bare_model(document["factory"], directory)
+        if is_transformers:
+            separate_as_recorded_(model)
     tensors = _read_prefixes(directory, document, specs)
     return fill(model, specs, tensors, document["aliases"], directory)
 

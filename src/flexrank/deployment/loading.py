@@ -21,6 +21,7 @@ from flexrank.deployment import deploy
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
 from flexrank.hf.quantizer import forget_quantization, placed
+from flexrank.nn.experts import separate_as_recorded_
 from flexrank.nn.gauge_aligned import Slack
 from flexrank.nn.select import replace_layer
 
@@ -59,6 +60,7 @@ class ElasticQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         del model.config.transformers_weights
+        separate_as_recorded_(model)
         for name, _ in placed(model, read_elastic_document(self._directory)["layers"]):
             replace_layer(model, name, _Empty())
         # No report of what transformers finds: all tensors come from the artefact's own reader, after this.

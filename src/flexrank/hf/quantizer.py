@@ -13,6 +13,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
+from flexrank.nn.experts import separate_as_recorded_
 from flexrank.nn.select import replace_layer
 from flexrank.nn.specs import build_layer
 
@@ -42,6 +43,7 @@ class DeployedQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if files := kwargs.get("checkpoint_files"):
             models.verify_export(Path(files[0]).parent, {"config.json", *(Path(file).name for file in files)})
+        separate_as_recorded_(model)
         # transformers sets the default device (meta) and dtype around this call.
         for name, spec in placed(model, self.quantization_config.layers):
             replace_layer(model, name, build_layer(spec))

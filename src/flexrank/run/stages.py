@@ -22,6 +22,7 @@ from flexrank.distill import distillation_evaluator
 from flexrank.errors import FlexrankError
 from flexrank.files import read_json, write_aside, write_json
 from flexrank.nn.elastic import NestedLayer
+from flexrank.nn.experts import separate_experts_
 from flexrank.nn.matrix import matrix_shape
 from flexrank.nn.select import select_layers
 from flexrank.nn.sharding import is_sharded
@@ -50,6 +51,7 @@ def decompose(work: Workspace, _: str) -> None:
     """
     model, settings = work.own_base(), work.config.decomposition
     require_fitting_inputs(work, model.config)
+    separate_experts_(model)
     layers = select_layers(model, work.config.layers.include, work.config.layers.exclude)
     shapes = {name: matrix_shape(layer) for name, layer in layers.items()}
     require_reachable_budgets(work.config, shapes)

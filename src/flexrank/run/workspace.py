@@ -18,6 +18,7 @@ from flexrank.distill.objectives import Objective, objective_for
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
 from flexrank.hf.companions import MeanPooled
+from flexrank.nn.experts import separate_experts
 from flexrank.nn.matrix import weight_matrix
 from flexrank.nn.sharding import shard_, shard_blocks_
 from flexrank.nn.switch import nested_layers, share_tensors_
@@ -64,7 +65,7 @@ class Workspace:
 
     @property
     def companion(self) -> Any:
-        """What is saved beside each model of the run: the tokenizer, and where texts are embedded how they are pooled."""
+        """What is saved beside each of the run's models: its tokenizer, which where texts are embedded says how."""
         return MeanPooled(self.tokenizer) if self.config.task == "embedding" else self.tokenizer
 
     @functools.cached_property
@@ -162,7 +163,8 @@ class Workspace:
         model = load_components(self.directory / "elastic_initial", below)
         for name, layer in nested_layers(model).items():
             if full[name] in ranks[name] and below[name] < full[name]:
-                matrix = weight_matrix(self.base.get_submodule(name)).detach()
+                with separate_experts(self.base):
+                    matrix = weight_matrix(self.base.get_submodule(name)).detach()
                 layer.dense = nn.Parameter(matrix.contiguous(), requires_grad=False)
         share_tensors_(model, self.base)
         return model

@@ -1,4 +1,4 @@
-"""Experts that transformers fuses into one tensor become a layer for each matrix, which every stage takes as any other."""
+"""Experts that transformers fuses into one tensor: each matrix becomes a layer, which stages take as any other."""
 
 import contextlib
 from collections.abc import Iterator
@@ -25,6 +25,8 @@ class Experts(nn.Module):
         self.act_fn, self.num_experts = fused.act_fn, fused.num_experts
         for number, matrices in enumerate(zip(fused.gate_up_proj, fused.down_proj, strict=True)):
             self.add_module(str(number), _Expert(*matrices))
+        # Without flexrank transformers makes the fused tensors at random, and warns; one of no size it refuses.
+        self.register_buffer("gate_up_proj", torch.empty(1, 0, 0))
         self.train(fused.training)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -32,11 +34,19 @@ class Experts(nn.Module):
         outputs = torch.zeros_like(hidden_states)
         for number in range(self.num_experts):
             expert: Any = getattr(self, str(number))
-            tokens, places = torch.where(top_k_index == number)  # in the tokens' order, which masks of tokens have too
+            tokens, places = self._rows_of(number, top_k_index)
             gate, up = expert.gate_up(hidden_states[tokens]).chunk(2, dim=-1)
             shares = top_k_weights[tokens, places].unsqueeze(-1)
             outputs.index_add_(0, tokens, (expert.down(self.act_fn(gate) * up) * shares).to(outputs.dtype))
         return outputs
+
+    def _rows_of(self, number: int, top_k_index: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens that chose this expert, in their order, which masks of them have too; and where in (T, k)."""
+        if top_k_index.is_meta:  # nothing is chosen where there are no values: an equal share, to count by
+            share = top_k_index.new_empty(-(-top_k_index.numel() // self.num_experts))
+            return share, share
+        tokens, places = torch.where(top_k_index == number)
+        return tokens, places
 
 
 class _Expert(nn.Module):

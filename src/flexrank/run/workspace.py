@@ -161,11 +161,11 @@ class Workspace:
         ranks = {name: {profile[name] for profile in profiles} for name in full}
         below = {name: max(some - {full[name]}, default=full[name]) for name, some in ranks.items()}
         model = load_components(self.directory / "elastic_initial", below)
-        for name, layer in nested_layers(model).items():
-            if full[name] in ranks[name] and below[name] < full[name]:
-                with separate_experts(self.base):
+        with separate_experts(self.base):
+            for name, layer in nested_layers(model).items():
+                if full[name] in ranks[name] and below[name] < full[name]:
                     matrix = weight_matrix(self.base.get_submodule(name)).detach()
-                layer.dense = nn.Parameter(matrix.contiguous(), requires_grad=False)
+                    layer.dense = nn.Parameter(matrix.contiguous(), requires_grad=False)
         share_tensors_(model, self.base)
         return model
 

@@ -123,8 +123,11 @@ class Way:
         assert same_state(self.auto.from_pretrained(self.directory / "size"), size)
 
     def multiply_out(self) -> None:
-        """The dense export is the class itself, without flexrank; `export_to` compares outputs, or raises."""
+        """The dense export is the base model's class, with its layers and config; `export_to` compares outputs."""
         fr.export_to(self.directory / "0.5", "dense", self.directory / "dense")
+        plain = self.auto.from_pretrained(self.directory / "dense")
+        assert plain.state_dict().keys() == self.teacher.state_dict().keys()
+        assert not {"quantization_config", "separate_experts"} & plain.config.to_dict().keys()
 
     def _require_equal(self, model: Any, budget: float) -> None:
         assert relative(outputs(model, self.batch), self.wanted[budget]) < DEPLOYED_BOUND

@@ -123,6 +123,16 @@ def test_an_expert_that_no_token_chose_is_decomposed_and_deployed_by_its_weights
         assert relative(outputs(small, batch), outputs(model, batch)) < 5e-5
 
 
+def test_without_any_row_slack_is_chosen_as_without_activations() -> None:
+    model = tiny.elastic("perceptron")
+    with torch.no_grad():
+        model[0].u[:, 1] = model[0].u[:, 0] * (1 + 1e-5)  # the block that is inverted is nearly singular
+    profile = tiny.chain_of(model).at(0.5)
+    wanted = fr.find_slack(model, [profile])
+    assert wanted.at("0", profile["0"]) > 0
+    assert fr.find_slack(model, [profile], activations={"0": torch.empty(0, 12)}) == wanted
+
+
 @pytest.mark.parametrize("name", MIXTURES)
 def test_one_layer_of_one_expert_may_be_deployed_alone(name: str, tmp_path: Any) -> None:
     """The config says that the others are separate too; what plain transformers reads of them has no numbers."""

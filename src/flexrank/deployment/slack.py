@@ -51,10 +51,9 @@ def layer_slack(
     if isinstance(slack, SlackTable):
         slack.require_dtype(str(dtype).removeprefix("torch."))
         return slack.at(name, rank)
-    rows = activations.get(name)
-    if rows is not None and not len(rows):  # of an expert that no token chose
-        rows = None
-    return resolve_slack(*prefix_factors(layer, rank), slack if slack == "auto" else min(slack, rank), dtype, rows)
+    return resolve_slack(
+        *prefix_factors(layer, rank), slack if slack == "auto" else min(slack, rank), dtype, activations.get(name)
+    )
 
 
 def prefix_factors(layer: NestedLayer, rank: int) -> tuple[Float[Tensor, "m r"], Float[Tensor, "n r"]]:

@@ -34,8 +34,23 @@ class DeployedConfig(QuantizationConfigMixin):
         self.layers = {name: dict(spec) for name, spec in layers.items()}
 
 
+class PlainQuantizer(HfQuantizer):
+    """A quantizer whose loaded model is plain: it can be saved, trained and compiled."""
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:  # noqa: D102
+        return True
+
+    @property
+    def is_trainable(self) -> bool:  # noqa: D102
+        return True
+
+    @property
+    def is_compileable(self) -> bool:  # noqa: D102
+        return True
+
+
 @register_quantizer(models.METHOD)
-class DeployedQuantizer(HfQuantizer):
+class DeployedQuantizer(PlainQuantizer):
     """Swaps the layers of a model that is still on the meta device; the weights then load into them by name."""
 
     quantization_config: DeployedConfig
@@ -52,17 +67,6 @@ class DeployedQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         forget_quantization(model)
         return model
-
-    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:  # noqa: D102
-        return True
-
-    @property
-    def is_trainable(self) -> bool:  # noqa: D102
-        return True
-
-    @property
-    def is_compileable(self) -> bool:  # noqa: D102
-        return True
 
 
 def forget_quantization(model: Any) -> None:

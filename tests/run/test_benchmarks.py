@@ -16,7 +16,7 @@ from flexrank.deployment import deploy
 from flexrank.errors import FlexrankError
 from flexrank.run.benchmarks import _outermost
 from flexrank.run.harness import load_tasks, score, settings_of
-from tiny_runs import invoke, summary_of
+from tiny_runs import TEXT, invoke, summary_of
 
 pytest.importorskip("lm_eval")
 
@@ -93,7 +93,8 @@ def size_of(run: Path, budget: float) -> Any:
 
 
 def test_every_size_scores_what_a_plain_loop_scores(copied: Path, sources: Path, tasks: Path) -> None:
-    text, budgets = sources / "text.txt", [0.8, 0.62, 0.5]  # one of them is not the run's
+    text, budgets = copied / "text.txt", [0.8, 0.62, 0.5]  # one of them is not the run's
+    text.write_text("\n".join(TEXT.splitlines()[:30]))
     arguments = ["--tasks", "words", "--include-path", tasks, "--perplexity", text, "--window", 48]
     result = invoke("evaluate", copied, *arguments, "--budgets", ".5,.8,.62", "--json")
     assert result.exit_code == 0, result.output

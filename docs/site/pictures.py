@@ -92,7 +92,9 @@ def draw_ranks() -> Any:
     budgets, layers = [0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9], [f"layer {index}" for index in range(1, 7)]
     levels, shape = tuple(range(8, 129, 8)), (128, 128)
     scales = (4.0, 1.0, 0.25, 0.25, 1.0, 8.0)
-    errors = {name: tuple(scale * (1 - r / 128) ** 3 for r in levels) for name, scale in zip(layers, scales, strict=True)}
+    errors = {
+        name: tuple(scale * (1 - r / 128) ** 3 for r in levels) for name, scale in zip(layers, scales, strict=True)
+    }
     table = fr.SensitivityTable(
         shapes=dict.fromkeys(layers, shape), ranks=dict.fromkeys(layers, levels), errors=errors, baseline=0.0,
         footprint=Footprint(0, 0, 4),

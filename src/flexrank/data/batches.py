@@ -77,7 +77,11 @@ def batch_rows(batch: Batch) -> int:
 
 
 def some_rows(batch: Batch, rows: slice | Tensor) -> Batch:
-    """These rows of a batch, a slice or their numbers: of each of its tensors that has as many rows as the first; all else stays."""
+    """These rows of a batch: of each of its tensors that has as many rows as the first; all else stays.
+
+    Args:
+        rows: a slice, or their numbers.
+    """
     count = batch_rows(batch)
     return _mapped(batch, lambda one: one[rows] if one.ndim and len(one) == count else one)
 

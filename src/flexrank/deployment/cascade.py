@@ -26,7 +26,7 @@ class CascadeReport:
     samples: int
     answered_by_small: float  #: the share of samples that the large size did not see
     differing: float  #: the share of samples with another answer than the large size's
-    operations_saved: float  #: of the large size's multiply-adds; below 0 where the cascade costs more than it alone
+    operations_saved: float  #: of the large size's products; below 0 where it alone costs less, NaN if none is counted
 
 
 class Cascade(nn.Module):
@@ -44,13 +44,13 @@ class Cascade(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:  # noqa: D102
         logits = _logits(self.small(*args, **kwargs))
-        uncertain = (_margins(logits) <= self.threshold).nonzero()[:, 0]
+        uncertain = (~(_margins(logits) > self.threshold)).nonzero()[:, 0]  # NaN is uncertain
         if not len(uncertain):
             return logits
-        rows = some_rows(dict(enumerate(args)) | kwargs, uncertain)
+        positional = {str(place): value for place, value in enumerate(args)}
+        rows = some_rows(positional | kwargs, uncertain)
         assert isinstance(rows, Mapping)
-        positional = [rows[place] for place in range(len(args))]
-        better = _logits(self.large(*positional, **{key: rows[key] for key in kwargs}))
+        better = _logits(self.large(*map(rows.get, positional), **{key: rows[key] for key in kwargs}))
         return logits.index_copy(0, uncertain, better.to(logits))
 
     def measure(self, batches: Iterable[Batch]) -> CascadeReport:
@@ -99,7 +99,7 @@ class _Answers(NamedTuple):
 
 
 def _threshold(answers: _Answers, loss: float, confidence_level: float) -> float:
-    """The least threshold above which as few answers differ as `loss` allows; minus infinity if all of them are fine."""
+    """The least threshold above which as few answers differ as `loss` allows; minus infinity if all may pass."""
     allowed = _allowed_differences(len(answers.margins), loss, confidence_level)
     wrong = answers.margins[answers.differ].sort(descending=True).values
     return float(wrong[allowed]) if len(wrong) > allowed else -math.inf
@@ -111,8 +111,7 @@ def _allowed_differences(samples: int, loss: float, confidence_level: float) -> 
 
     # Of N samples that differ with probability `loss` at most k do, with a probability of cdf(k).
     allowed = int(binom.ppf(1 - confidence_level, samples, loss))
-    if binom.cdf(allowed, samples, loss) > 1 - confidence_level:
-        allowed -= 1
+    allowed -= binom.cdf(allowed, samples, loss) > 1 - confidence_level
     if allowed < 0:
         least = math.ceil(math.log(1 - confidence_level) / math.log(1 - loss))
         raise FlexrankError(f"{samples} samples cannot show a loss of {loss}; give at least {least}")
@@ -130,6 +129,9 @@ def _compare(small: nn.Module, large: nn.Module, batches: Iterable[Batch]) -> _A
             for model, cost in zip((small, large), costs, strict=True):
                 with cost:
                     outputs.append(_logits(call_model(model, batch)))
+            if outputs[0].shape != outputs[1].shape:
+                shapes = " and ".join(str(tuple(output.shape)) for output in outputs)
+                raise FlexrankError(f"batch {number}: the logits are {shapes}; both models must answer alike")
             if not all(bool(output.isfinite().all()) for output in outputs):
                 raise FlexrankError(f"batch {number}: logits are not finite; check the weights and the batch")
             margins.append(_margins(outputs[0]).cpu())
@@ -137,7 +139,8 @@ def _compare(small: nn.Module, large: nn.Module, batches: Iterable[Batch]) -> _A
     if not margins:
         raise FlexrankError("there are no batches to calibrate on; give at least one")
     small_cost, large_cost = (cost.get_total_flops() for cost in costs)
-    return _Answers(torch.cat(margins), torch.cat(differ), small_cost / large_cost)
+    ratio = small_cost / large_cost if large_cost else math.nan
+    return _Answers(torch.cat(margins), torch.cat(differ), ratio)
 
 
 def _report(answers: _Answers, threshold: float) -> CascadeReport:

@@ -18,10 +18,11 @@ class Table(nn.Module):
 
     def __init__(self, logits: Tensor):
         super().__init__()
-        self.logits, self.seen = logits, []
+        self.logits, self.seen, self.calls = logits, [], 0
 
     def forward(self, samples: Tensor) -> Tensor:
         self.seen += samples.tolist()
+        self.calls += 1
         return self.logits[samples]
 
 
@@ -93,7 +94,7 @@ def test_the_large_size_sees_uncertain_rows_alone() -> None:
     assert large.seen == [1, 3] and answers.argmax(1).tolist() == [0, 1, 0, 1]
     assert torch.equal(answers[[1, 3]], large.logits[[1, 3]]) and torch.equal(answers[[0, 2]], small.logits[[0, 2]])
     model(torch.tensor([0, 2]))
-    assert large.seen == [1, 3]
+    assert large.seen == [1, 3] and large.calls == 1  # not called for nothing
     small.logits[0] = math.nan
     assert torch.equal(model(torch.tensor([0])), large.logits[:1])
 
@@ -134,10 +135,12 @@ def test_operations_are_counted() -> None:
     assert report.operations_saved == pytest.approx(0.5 - 12 / 56)
 
 
-def test_modes_are_as_before() -> None:
-    small, large = nn.Linear(4, 3), nn.Linear(4, 3).eval()
-    cascade(small, large, [torch.randn(40, 4)], 0.5)
-    assert small.training and not large.training
+def test_calibration_drops_nothing_and_leaves_modes_as_they_were() -> None:
+    large = nn.Linear(4, 3).eval()
+    small = nn.Sequential(large, nn.Dropout(0.9)).train()
+    found = cascade(small, large, [torch.randn(40, 4)], 0.5)
+    assert found.threshold == -math.inf and found.report is not None and found.report.differing == 0
+    assert small.training and small[1].training and not large.training
 
 
 @pytest.mark.parametrize(

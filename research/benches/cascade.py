@@ -88,11 +88,13 @@ def _goal(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     from scipy.stats import binom
 
     # The probability of at least as many differing answers, if each differed with the stated loss.
-    chances = [binom.sf(round(row["differing"] * row["samples"]) - 1, row["samples"], row["loss"]) for row in rows]
+    chance = min(
+        float(binom.sf(round(row["differing"] * row["samples"]) - 1, row["samples"], row["loss"])) for row in rows
+    )
     within = sum(row["differing"] <= row["loss"] for row in rows)
-    here = f"{min(chances):.2g}; {within} of {len(rows)} shares are within the loss themselves"
-    return goal("chance of as many differing answers at the stated loss, least of all", "above .05", here,
-                min(chances) > 0.05)  # fmt: skip
+    here = f"{chance:.2g}; {within} of {len(rows)} shares are within the loss themselves"
+    what = "chance of as many differing answers at the stated loss, least of all"
+    return goal(what, "above .05", here, chance > 0.05)
 
 
 def _table(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -136,8 +136,9 @@ def test_operations_are_counted() -> None:
 
 
 def test_calibration_drops_nothing_and_leaves_modes_as_they_were() -> None:
-    large = nn.Linear(4, 3).eval()
+    large = nn.Linear(4, 3)
     small = nn.Sequential(large, nn.Dropout(0.9)).train()
+    large.eval()
     found = cascade(small, large, [torch.randn(40, 4)], 0.5)
     assert found.threshold == -math.inf and found.report is not None and found.report.differing == 0
     assert small.training and small[1].training and not large.training

@@ -30,6 +30,7 @@ from .distill.objectives import objective_for as objective_for
 from .errors import FlexrankError as FlexrankError
 from .nn.elastic import NestedConv2d as NestedConv2d
 from .nn.elastic import NestedLinear as NestedLinear
+from .nn.experts import separate_experts_ as separate_experts_
 from .nn.gauge_aligned import GaugeAlignedConv2d as GaugeAlignedConv2d
 from .nn.gauge_aligned import GaugeAlignedLinear as GaugeAlignedLinear
 from .nn.select import select_layers as select_layers

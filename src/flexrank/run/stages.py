@@ -22,6 +22,7 @@ from flexrank.distill import distillation_evaluator
 from flexrank.errors import FlexrankError
 from flexrank.files import read_json, write_aside, write_json
 from flexrank.nn.elastic import NestedLayer
+from flexrank.nn.experts import separate_experts_
 from flexrank.nn.matrix import matrix_shape
 from flexrank.nn.select import select_layers
 from flexrank.nn.sharding import is_sharded
@@ -50,6 +51,7 @@ def decompose(work: Workspace, _: str) -> None:
     """
     model, settings = work.own_base(), work.config.decomposition
     require_fitting_inputs(work, model.config)
+    separate_experts_(model)
     layers = select_layers(model, work.config.layers.include, work.config.layers.exclude)
     shapes = {name: matrix_shape(layer) for name, layer in layers.items()}
     require_reachable_budgets(work.config, shapes)
@@ -74,7 +76,7 @@ def decompose(work: Workspace, _: str) -> None:
         state_bytes=settings.buffer_bytes,
         shard_bytes=work.shard_bytes,
         see=see if is_curved else None,
-        tokenizer=work.tokenizer,
+        tokenizer=work.companion,
     )
     processes.sum_(rises.values())  # each has those of the layers that it has decomposed
     if processes.is_first():
@@ -142,7 +144,7 @@ def distill(work: Workspace, fingerprint: str) -> None:
             history = {"steps": done.steps, "losses": done.losses, "budgets": [budgets[i] for i in done.profiles]}
         if processes.is_first() or is_sharded(model):
             place = work.directory / "elastic"
-            save_elastic(model, chain, place, tokenizer=work.tokenizer, shard_bytes=work.shard_bytes)
+            save_elastic(model, chain, place, tokenizer=work.companion, shard_bytes=work.shard_bytes)
     _write_shared(work, "history.json", history)
 
 

@@ -17,6 +17,9 @@ from .deployment import deploy as deploy
 from .deployment import entry_within_latency as entry_within_latency
 from .deployment import export as export
 from .deployment import find_slack as find_slack
+from .deployment.cascade import Cascade as Cascade
+from .deployment.cascade import CascadeReport as CascadeReport
+from .deployment.cascade import cascade as cascade
 from .deployment.formats import export_to as export_to
 from .distill import distill_ as distill_
 from .distill import distillation_evaluator as distillation_evaluator
@@ -33,6 +36,7 @@ from .nn.gauge_aligned import GaugeAlignedConv2d as GaugeAlignedConv2d
 from .nn.gauge_aligned import GaugeAlignedLinear as GaugeAlignedLinear
 from .nn.select import select_layers as select_layers
 from .nn.switch import nested_layers as nested_layers
+from .nn.switch import set_budget as set_budget
 from .nn.switch import set_profile as set_profile
 from .nn.switch import submodel as submodel
 from .nn.switch import use_profile as use_profile

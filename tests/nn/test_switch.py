@@ -52,16 +52,6 @@ def test_sizes_stand_side_by_side_on_the_same_tensors(name: str) -> None:
         submodel(model, dict.fromkeys(full, 0))
 
 
-def test_a_small_size_drafts_for_a_larger_one() -> None:
-    """Oracle: greedy decoding of the larger one alone."""
-    model, prompt = elastic("llama_tied"), batch_for("llama_tied")["input_ids"][:1]
-    small = submodel(model, {name: max(1, rank // 4) for name, rank in full_profile(model).items()})
-    keys = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
-    alone = model.generate(prompt, **keys)
-    assert torch.equal(model.generate(prompt, assistant_model=small, **keys), alone)
-    assert alone.shape[1] > prompt.shape[1] + 5
-
-
 def test_uniform_profile_takes_each_layers_largest_rank_within_the_budget() -> None:
     model = elastic("bert")
     profile = switch.uniform_profile(model, 0.5)

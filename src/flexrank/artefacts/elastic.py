@@ -144,7 +144,7 @@ def load_elastic(
     max_params: int | None = None,
     max_bytes: int | None = None,
 ) -> tuple[nn.Module, ProfileChain]:
-    """Reads an elastic artefact, in eval mode and at the largest rank read.
+    """Reads an elastic artefact, in eval mode and at the largest rank read; `set_budget` switches it between sizes.
 
     Args:
         directory: what `save_elastic` wrote.
@@ -163,7 +163,10 @@ def load_elastic(
         entry = chain.entry_at(budget, max_params=max_params, max_bytes=max_bytes)
         ranks = entry.profile
         chain = dataclasses.replace(chain, entries=chain.entries[: chain.entries.index(entry) + 1])
-    return _load(directory, document, ranks, model), chain
+    elastic = _load(directory, document, ranks, model)
+    for layer in nested_layers(elastic).values():
+        layer.chain = chain
+    return elastic, chain
 
 
 def load_components(directory: str | Path, ranks: Mapping[str, int]) -> nn.Module:

@@ -76,8 +76,12 @@ def batch_rows(batch: Batch) -> int:
     return next(len(value) for value in values if isinstance(value, Tensor))
 
 
-def some_rows(batch: Batch, rows: slice) -> Batch:
-    """These rows of a batch: of each of its tensors that has as many rows as the first; all else stays."""
+def some_rows(batch: Batch, rows: slice | Tensor) -> Batch:
+    """These rows of a batch: of each of its tensors that has as many rows as the first; all else stays.
+
+    Args:
+        rows: a slice, or their numbers.
+    """
     count = batch_rows(batch)
     return _mapped(batch, lambda one: one[rows] if one.ndim and len(one) == count else one)
 

@@ -13,6 +13,7 @@ from torch.nn.functional import linear
 from flexrank.errors import FlexrankError
 from flexrank.nn.gather import gathered, part
 from flexrank.nn.matrix import ConvGeometry
+from flexrank.profiles import ProfileChain
 
 
 class SizeVectors(nn.Module):
@@ -53,10 +54,12 @@ class NestedLayer(nn.Module):
     Vectors are float32 where factors have half precision; `dense` may have the base model's dtype.
     `full_matrix` is the matrix at full rank inside `switch.full_matrices`, else None; the forward uses it there.
     `is_sharded` says that `u`, `v` and `dense` are this process's parts, gathered where used (`sharding.shard_`).
+    `chain` is that of the artefact which the layer's model was read from, for `switch.set_budget`.
     """
 
     full_matrix: Tensor | None = None
     is_sharded = False
+    chain: ProfileChain | None = None
 
     def __init__(
         self,

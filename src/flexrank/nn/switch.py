@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flexrank.errors import FlexrankError
 from flexrank.nn.elastic import NestedLayer
-from flexrank.profiles import Footprint, RankProfile
+from flexrank.profiles import ChainEntry, Footprint, ProfileChain, RankProfile
 from flexrank.profiles.costs import Shape, largest_rank
 
 log = logging.getLogger("flexrank")
@@ -54,6 +54,40 @@ def set_profile(model: nn.Module, profile: Mapping[str, int]) -> None:
         layers[name].rank = rank
 
 
+def set_budget(
+    model: nn.Module,
+    budget: float | None = None,
+    *,
+    max_params: int | None = None,
+    max_bytes: int | None = None,
+    chain: ProfileChain | None = None,
+) -> ChainEntry:
+    """Switches an elastic model to its chain's size for a budget; only ranks change, and no weight is copied.
+
+    The size is that of the whole tree of modules, for every thread that runs it. Threads that want sizes of their own
+    each take a `submodel`, and may switch that at any time.
+
+    Args:
+        budget: a share of the factorised layers' dense parameters; the largest size within all limits is taken.
+        max_params: of the whole model, as it is deployed.
+        max_bytes: of the whole model's tensors, as it is deployed.
+        chain: by default the one that `load_elastic` read with the model.
+
+    Returns:
+        The size: its profile, its parameters and its predicted error.
+
+    Raises:
+        FlexrankError: no limit is given, none of the chain's sizes is within it, or the model has no chain.
+    """
+    layers = nested_layers(model)
+    chain = chain or next(iter(layers.values())).chain
+    if chain is None:
+        raise FlexrankError(f"{type(model).__name__} was not read by load_elastic and has no chain; give chain=…")
+    entry = chain.entry_at(budget, max_params=max_params, max_bytes=max_bytes)
+    set_profile(model, entry.profile)
+    return entry
+
+
 def require_fitting(layers: Mapping[str, NestedLayer], profile: Mapping[str, int]) -> None:
     """Raises FlexrankError unless the profile gives each elastic layer, and no other, a rank in its range."""
     for name in profile.keys() ^ layers.keys():
@@ -86,7 +120,8 @@ def submodel(model: nn.Module, profile: Mapping[str, int]) -> nn.Module:
     """The elastic model at this profile, as modules of their own on the same tensors.
 
     Sizes of one model so stand side by side, each in a thread of its own, or a small one drafts for a larger one:
-    `large.generate(…, assistant_model=small)`. Only modules are copied. Values that change in place change in all.
+    `large.generate(…, assistant_model=small)`. Only modules are copied: switching one leaves the others as they are.
+    Values that change in place change in all.
     Raises as `set_profile`.
     """
     tensors = itertools.chain(model.parameters(), model.buffers())

@@ -76,6 +76,10 @@ class ProfileChain:
             if small.parameters > large.parameters or not small.profile.fits_in(large.profile):
                 raise FlexrankError("a chain's profiles must be nested and rise in cost")
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ProfileChain":
+        """Itself: nothing in a chain changes, and it may be large; copies of a model share it."""
+        return self
+
     @property
     def requested(self) -> tuple[ChainEntry, ...]:
         """The entries that were solved for a budget, cheapest first."""

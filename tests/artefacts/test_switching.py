@@ -1,0 +1,134 @@
+"""One loaded artefact at run time: switched between sizes, in threads at once, and drafting for itself."""
+
+import copy
+import itertools
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tiny
+from flexrank.artefacts.elastic import load_elastic, save_elastic
+from flexrank.errors import FlexrankError
+from flexrank.nn.switch import full_profile, nested_layers, set_budget, submodel, use_profile
+from flexrank.profiles import ProfileChain
+
+Loaded = tuple[nn.Module, ProfileChain]
+
+
+def loaded(name: str, directory: Path, **limits: Any) -> Loaded:
+    """The network `name`, its sizes with vectors of their own, as an artefact gives it back."""
+    if not directory.exists():
+        model = tiny.with_sizes(tiny.elastic(name))
+        factory = f"tiny:{name}" if name in tiny.PLAIN else None
+        save_elastic(model, tiny.chain_of(model), directory, factory=factory)
+    return load_elastic(directory, **limits)
+
+
+def outputs_at(model: nn.Module, chain: ProfileChain, batch: Any) -> dict[float, torch.Tensor]:
+    """The outputs by requested budget, each profile set by hand."""
+    found = {}
+    for budget in chain.budgets:
+        with use_profile(model, chain.at(budget)):
+            found[budget] = tiny.outputs(model, batch)
+    return found
+
+
+def memory(model: nn.Module) -> set[int]:
+    return {tensor.data_ptr() for tensor in itertools.chain(model.parameters(), model.buffers())}
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "tied_blocks"])
+def test_a_loaded_model_switches_to_its_chains_sizes(name: str, tmp_path: Path) -> None:
+    model, chain = loaded(name, tmp_path / "elastic")
+    batch, held = tiny.batch_for(name), memory(model)
+    wanted = outputs_at(model, chain, batch)
+    for budget in chain.budgets:
+        entry = set_budget(model, budget)
+        assert entry == chain.entry_at(budget) and entry.requested == budget
+        assert {layer: one.rank for layer, one in nested_layers(model).items()} == chain.at(budget)
+        assert torch.equal(tiny.outputs(model, batch), wanted[budget])
+    second = chain.entries[1]
+    assert set_budget(model, max_params=chain.model_parameters(second)) == second
+    assert set_budget(model, 1.0, max_bytes=chain.model_bytes(second)) == second
+    assert memory(model) == held
+
+
+def test_the_chain_travels_with_the_model_and_its_copies(tmp_path: Path) -> None:
+    model, chain = loaded("perceptron", tmp_path / "elastic", budget=0.5)
+    for one in (model, copy.deepcopy(model), submodel(model, chain.entries[0].profile)):
+        assert set_budget(one, 1.0) == chain.entries[-1]
+        assert all(layer.chain is chain for layer in nested_layers(one).values())
+    fresh = tiny.elastic("perceptron")
+    with pytest.raises(FlexrankError, match="Sequential was not read by load_elastic and has no chain; give chain="):
+        set_budget(fresh, 0.5)
+    assert set_budget(fresh, 0.5, chain=chain) == chain.entry_at(0.5)
+    assert full_profile(fresh) != {name: layer.rank for name, layer in nested_layers(fresh).items()}
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({}, "needs a budget, max_params, max_bytes"),
+        ({"budget": 1.5}, "budget 1.5 is out of range"),
+        ({"max_params": 3}, "max_params=3 is too small"),
+    ],
+)
+def test_a_wrong_budget_is_named_and_changes_nothing(limits: Any, message: str, tmp_path: Path) -> None:
+    model, chain = loaded("perceptron", tmp_path / "elastic")
+    set_budget(model, 0.5)
+    with pytest.raises(FlexrankError, match=message):
+        set_budget(model, **limits)
+    assert {name: layer.rank for name, layer in nested_layers(model).items()} == chain.at(0.5)
+    with pytest.raises(FlexrankError, match=r"layer '(0\.)?\d' is not in the (model|profile)"):
+        set_budget(nn.Sequential(model), 0.5)
+
+
+def test_each_thread_switches_a_size_of_its_own(tmp_path: Path) -> None:
+    """Oracle: one size after the other in one thread."""
+    model, chain = loaded("llama_tied", tmp_path / "elastic")
+    batch = tiny.batch_for("llama_tied")
+    wanted = outputs_at(model, chain, batch)
+    set_budget(model, 0.8)
+
+    def serve(seed: int) -> bool:
+        own, draw = submodel(model, chain.at(0.25)), random.Random(seed)
+        alike = []
+        for _ in range(12):
+            budget = draw.choice(chain.budgets)
+            set_budget(own, budget)
+            alike.append(torch.equal(tiny.outputs(own, batch), wanted[budget]))
+        return all(alike)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(serve, range(8)))
+    assert torch.equal(tiny.outputs(model, batch), wanted[chain.entry_at(0.8).requested or 0])
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "gpt2"])
+def test_a_small_size_of_the_same_weights_drafts(name: str, tmp_path: Path) -> None:
+    """Oracle: greedy decoding of the large size alone. Some drafts must be right and some wrong."""
+    model, chain = loaded(name, tmp_path / "elastic")
+    set_budget(model, 0.8)
+    calls = {"large": 0, "small": 0}
+    for seed, budget in enumerate((0.25, 0.5, 0.5)):
+        small = submodel(model, chain.at(budget))
+        assert memory(small) == memory(model)
+        small.generation_config.update(num_assistant_tokens=3, assistant_confidence_threshold=0.0)
+        prompt = torch.randint(3, tiny.VOCABULARY, (1, 3 + seed), generator=torch.Generator().manual_seed(seed))
+        keys = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
+        alone = model.generate(prompt, **keys)
+        hooks = [
+            one.register_forward_hook(lambda *_, key=key: calls.__setitem__(key, calls[key] + 1))
+            for key, one in (("large", model), ("small", small))
+        ]
+        together = model.generate(prompt, assistant_model=small, **keys)
+        for hook in hooks:
+            hook.remove()
+        assert torch.equal(together, alone) and together.shape == (1, 13 + seed)
+    accepted = 3 * 10 - calls["large"]
+    assert 0 < accepted < calls["small"]

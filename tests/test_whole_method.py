@@ -57,19 +57,12 @@ def go_all_the_way(
     return model, small, chain
 
 
-def objective_of(name: str) -> Objective:
-    return LogitObjective() if name in (*tiny.CAUSAL, "vit") else FeatureObjective()
-
-
-@pytest.mark.parametrize("name", [*tiny.TRANSFORMERS, *PLAIN])
-def test_small_models_of_every_kind(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", PLAIN)
+def test_small_models_of_torch(name: str, tmp_path: Path) -> None:
+    """`test_compatibility` has those of transformers."""
     teacher, batch = tiny.build(name), tiny.batch_for(name)
-    if isinstance(batch, torch.Tensor):
-        batches = [torch.randn(40, *batch.shape[1:]) for _ in range(2)]
-    else:
-        batches = [batch, {key: value.flip(0) for key, value in batch.items()}]
-    export = {"factory": PLAIN[name]} if name in PLAIN else {}
-    go_all_the_way(teacher, batches, objective_of(name), tmp_path, learning_rate=1e-3, **export)
+    batches = [torch.randn(40, *batch.shape[1:]) for _ in range(2)]
+    go_all_the_way(teacher, batches, FeatureObjective(), tmp_path, learning_rate=1e-3, factory=PLAIN[name])
 
 
 @pytest.mark.parametrize("name", ["stories260k", "babyllama", "pycode5m"])

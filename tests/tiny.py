@@ -9,6 +9,7 @@ from torch import nn
 
 from flexrank.data.batches import call_model, output_tensor
 from flexrank.deployment import deploy
+from flexrank.nn.experts import separate_experts_
 from flexrank.nn.linalg import plain_svd
 from flexrank.nn.matrix import weight_matrix
 from flexrank.nn.select import nest_, select_layers
@@ -110,19 +111,93 @@ def dinov3() -> Any:
     return DINOv3ViTModel(DINOv3ViTConfig(**IMAGE)).eval()
 
 
+def gemma3() -> Any:
+    """A text model whose attention looks back four tokens in one block, and at all in the other."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    layers = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+    return Gemma3ForCausalLM(Gemma3TextConfig(**DECODER, **layers, head_dim=16)).eval()
+
+
+def mistral() -> Any:
+    """Attention looks back four tokens."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    return MistralForCausalLM(MistralConfig(**DECODER, sliding_window=4)).eval()
+
+
+def gpt_neox() -> Any:
+    """A fused `query_key_value`, and rotary positions for a part of each head."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**TEXT)).eval()
+
+
+def opt() -> Any:
+    """Embeddings narrower than the blocks, with layers between them; a tied head."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    sizes = TEXT | {"ffn_dim": 48, "word_embed_proj_dim": 16}
+    return OPTForCausalLM(OPTConfig(**sizes)).eval()
+
+
+def t5() -> Any:
+    """An encoder-decoder without biases, with learned relative positions and a tied head."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
+
+
+def bart() -> Any:
+    """An encoder-decoder with biases, whose embeddings and head are one tensor."""
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    sizes = {"vocab_size": VOCABULARY, "d_model": 32, "max_position_embeddings": 64}
+    for side in ("encoder", "decoder"):
+        sizes |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 48}
+    return BartForConditionalGeneration(BartConfig(**sizes)).eval()
+
+
+def mixtral() -> Any:
+    """Two of four experts for each token."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(MixtralConfig(**DECODER, num_local_experts=4, num_experts_per_tok=2)).eval()
+
+
+def qwen3_moe() -> Any:
+    """Two of four narrow experts for each token."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**DECODER, **experts, head_dim=16)).eval()
+
+
 Build = Callable[[], Any]
 PLAIN: dict[str, Build] = {build.__name__: build for build in (perceptron, convnet, tied_blocks)}
 TRANSFORMERS: dict[str, Build] = {
     build.__name__: build for build in (bert, llama_tied, llama_untied, gpt2, qwen3, phi3, vit, dinov3)
 }
+#: What the tests of single stages leave out; `compatibility.py` takes these all the way too.
+OTHERS: dict[str, Build] = {
+    build.__name__: build for build in (gemma3, mistral, gpt_neox, opt, t5, bart, mixtral, qwen3_moe)
+}
+ARCHITECTURES = TRANSFORMERS | OTHERS
 CAUSAL = ("llama_tied", "llama_untied", "gpt2", "qwen3", "phi3")
 VISION = (vit, dinov3)
+TWO_SIDED = ("t5", "bart")
+#: The auto class of transformers that loads each.
+AUTO = dict.fromkeys(ARCHITECTURES, "AutoModelForCausalLM") | dict.fromkeys(TWO_SIDED, "AutoModelForSeq2SeqLM")
+AUTO |= {"bert": "AutoModel", "vit": "AutoModelForImageClassification", "dinov3": "AutoModel"}
+#: Which of them the tests write as programs of other runtimes.
+PROGRAMS = {"torch": ("bert", "vit"), "onnx": ("llama_tied", "gpt2"), "openvino": ("phi3",), "executorch": ("bert",)}
 
 
 def build(name: str, seed: int = 0) -> Any:
     """The network `name`, with biases and norms off their initial zeros and ones."""
     torch.manual_seed(seed)
-    model = (TRANSFORMERS | PLAIN)[name]()
+    model = (ARCHITECTURES | PLAIN)[name]()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -132,7 +207,9 @@ def build(name: str, seed: int = 0) -> Any:
 
 def batch_for(name: str) -> Any:
     """A batch of three for the network `name`."""
-    if name in TRANSFORMERS and TRANSFORMERS[name] not in VISION:
+    if name in TWO_SIDED:
+        return token_batch() | decoder_batch()
+    if name in ARCHITECTURES and ARCHITECTURES[name] not in VISION:
         return token_batch()
     generator = torch.Generator().manual_seed(0 if name in TRANSFORMERS else 1)
     if name in TRANSFORMERS:
@@ -146,6 +223,14 @@ def token_batch() -> dict[str, torch.Tensor]:
     mask = torch.ones_like(ids)
     ids[-1, -3:], mask[-1, -3:] = 0, 0
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def decoder_batch() -> dict[str, torch.Tensor]:
+    """Three rows of seven random tokens for a decoder; the first row's last two are padding."""
+    ids = torch.randint(3, VOCABULARY, (3, 7), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones_like(ids)
+    ids[0, -2:], mask[0, -2:] = 0, 0
+    return {"decoder_input_ids": ids, "decoder_attention_mask": mask}
 
 
 class WordTokenizer:
@@ -209,7 +294,9 @@ def nest(model: nn.Module, **selection: Any) -> nn.Module:
 
 def elastic(name: str) -> Any:
     """The network `name` with every layer elastic."""
-    return nest(build(name))
+    model = build(name)
+    separate_experts_(model)
+    return nest(model)
 
 
 @torch.no_grad()

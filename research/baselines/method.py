@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from flexrank.data.batches import Batch
+from flexrank.errors import FlexrankError
 from flexrank.nn.linalg import Factors
 from flexrank.nn.matrix import matrix_shape, weight_matrix
 from flexrank.nn.select import nest_
@@ -82,6 +83,10 @@ class Made:
 #: (base model, calibration, layers to reduce by name, loss, budget) to a new model; the base stays as it is. None where
 #: no size of the method is within the budget.
 Make = Callable[[nn.Module, Sequence[Batch], Layers, Loss, float], Made | None]
+
+
+class NotApplicable(FlexrankError):
+    """A method does not know the model's architecture, and has no sizes of it."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 Each part, a method with its settings and a seed, runs in a process of its own, whose seconds and peak of memory stand
 beside its quality. Settings are tried on the tuning half, four for each method; the reporting half is scored with those
 whose distance from the base model is least, as a geometric mean over budgets. What is finished is not done again.
+A method that does not know the model's architecture has no row of numbers, and the table says why.
 """
 
 import itertools
@@ -15,6 +16,7 @@ from typing import Any
 
 from flexrank.data.halves import Half
 from flexrank.decompose import Method
+from research.baselines.method import NotApplicable
 from research.baselines.trained import TRAINED_METHODS
 from research.baselines.trained.lesson import Settings
 from research.benches.lessons import Course, courses
@@ -46,13 +48,14 @@ def run(request: Request) -> Result:
 
 def _measure(course: Course, request: Request) -> dict[str, Any]:
     """The base model's score, the trials with their errors, and by panel and method what each seed gives."""
-    facts = {"model": course.name, "budgets": list(course.budgets), "steps": course.steps, **course.facts}
+    facts = {"model": course.name, "budgets": list(course.budgets), "steps": course.steps, "levels": course.levels}
+    facts |= {"usual_rate": course.usual_rate, "decompositions": list(DECOMPOSITIONS), **course.facts}
     ledger, place = Ledger(request.work, facts), (request, course.name)
     base = ledger.take("base", _base, course, "reporting")
     units = {f"tables, seed {seed}": (*place, seed) for seed in range(request.seeds)}
     tables = list(ledger.take_all(units, table_unit, request.jobs).values())
     trials = _tried(course, ledger, request, tables[0])
-    best = {name: min(some, key=lambda one: one["error"])["settings"] for name, some in trials.items()}
+    best = {name: min(some, key=_error_or_last)["settings"] for name, some in trials.items()}
     results = {panel: _trained(ledger, request, course.name, best, tables, panel) for panel in _panels(request)}
     return {
         "measure": course.measure, "digits": course.digits, "budgets": list(course.budgets), "base": base,
@@ -143,7 +146,10 @@ def method_unit(
     alone: bool,
     drawn: Mapping[str, Any],
 ) -> Unit:
-    """A method's rows by budget, its seconds of training, and the most memory that its process held."""
+    """A method's rows by budget, its seconds of training, and the most memory that its process held.
+
+    Where it does not apply to the model, why not, and no rows.
+    """
     course = _named(request, name)
     subject, batches = course.taught(seed, half)
     steps = round(share * course.steps)
@@ -151,22 +157,29 @@ def method_unit(
     lesson = course.lesson(subject, batches, drawn["tables"], seed, steps, of_a_size)
     dense, others = sum(m * n for m, n in lesson.layers.values()), lesson.limit(0)
     rows, seconds, start = [], 0.0, time.perf_counter()
-    for size in TRAINED_METHODS[method].sizes(lesson, settings):
-        seconds += time.perf_counter() - start
-        rows.append(
-            None
-            if size is None
-            else {"parameters": size[1], "share": (size[1] - others) / dense, "scores": subject.score(size[0])}
-        )
-        start = time.perf_counter()
+    try:
+        for size in TRAINED_METHODS[method].sizes(lesson, settings):
+            seconds += time.perf_counter() - start
+            rows.append(
+                None
+                if size is None
+                else {"parameters": size[1], "share": (size[1] - others) / dense, "scores": subject.score(size[0])}
+            )
+            start = time.perf_counter()
+    except NotApplicable as reason:
+        return {"rows": [None] * len(course.budgets), "obstacle": str(reason)}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"rows": rows, "seconds": seconds + time.perf_counter() - start, "peak_bytes": peak}
 
 
-def _mean_distance(base: float, measure: str, unit: Unit) -> float:
+def _mean_distance(base: float, measure: str, unit: Unit) -> float | None:
     """The logarithm of the distance from the base model's measure, a mean over the budgets that the method has."""
-    distances = (abs(row["scores"][measure] - base) for row in unit["rows"] if row)
-    return statistics.fmean(math.log(max(LEAST, distance)) for distance in distances)
+    distances = [math.log(max(LEAST, abs(row["scores"][measure] - base))) for row in unit["rows"] if row]
+    return statistics.fmean(distances) if distances else None
+
+
+def _error_or_last(trial: Mapping[str, Any]) -> float:
+    return math.inf if trial["error"] is None else trial["error"]
 
 
 def _signed(measure: str, scores: Mapping[str, float]) -> float:
@@ -176,14 +189,27 @@ def _signed(measure: str, scores: Mapping[str, float]) -> float:
 def _table(name: str, one: Mapping[str, Any], panel: str) -> dict[str, Any]:
     rows: list[list[Any]] = []
     for method, runs in one["panels"][panel].items():
-        scores = spreads([row and row["scores"][one["measure"]] for row in unit["rows"]] for unit in runs)
-        taken, peak = spread([unit["seconds"] for unit in runs]), max(unit["peak_bytes"] for unit in runs) / 1e6
         held = "yes" if TRAINED_METHODS[method].is_one_artefact else "no"
-        rows.append([method, held, *scores, taken, peak])
+        rows.append([method, held, *_cells(one["measure"], runs)])
     base = f"{one['base'][one['measure']]:.{one['digits']}f}"
     title = f"{name}, {panel} ({PANELS[panel]}): {one['measure']} by budget (base {base})"
+    title += _obstacles(one, panel)
     digits = [0, *[one["digits"]] * len(one["budgets"]), 0, 0]
     return table(title, ["method", "one artefact", *one["budgets"], "seconds", "peak MB"], rows, digits)
+
+
+def _cells(measure: str, runs: Sequence[Unit]) -> list[Any]:
+    """The scores by budget, seconds and megabytes; none where the method does not apply."""
+    scores = spreads([row and row["scores"][measure] for row in unit["rows"]] for unit in runs)
+    if "obstacle" in runs[0]:
+        return [*scores, None, None]
+    return [*scores, spread([unit["seconds"] for unit in runs]), max(unit["peak_bytes"] for unit in runs) / 1e6]
+
+
+def _obstacles(one: Mapping[str, Any], panel: str) -> str:
+    """Which methods do not apply, and why, for the table's title."""
+    reasons = {name: runs[0]["obstacle"] for name, runs in one["panels"][panel].items() if "obstacle" in runs[0]}
+    return "".join(f"; {name} does not apply ({reason})" for name, reason in reasons.items())
 
 
 def _claims(name: str, one: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -225,6 +251,8 @@ def draw(data: Mapping[str, Any]) -> Any:
         base = one["base"][one["measure"]]
         for method, runs in one["panels"]["equal tokens"].items():
             places = [place for place in range(len(one["budgets"])) if all(unit["rows"][place] for unit in runs)]
+            if not places:
+                continue
             shares = [statistics.fmean(unit["rows"][place]["share"] for unit in runs) for place in places]
             lines = [
                 [max(LEAST, abs(unit["rows"][place]["scores"][one["measure"]] - base)) for place in places]

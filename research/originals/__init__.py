@@ -5,7 +5,7 @@ from the clones, runs them, and writes docs/baselines.md. Each module here has
 
     compare(clone) -> rows: what was compared, the largest relative difference, its bound, and whether it holds
 
-A row without a bound is told and not judged.
+A row without a bound is shown and has no verdict.
 """
 
 from research.originals import asvd, lems, pifa, slicegpt, svd_llm

@@ -26,7 +26,7 @@ HEAD = """# Rivals beside their authors' code
 Made by `python -m research.originals CLONES`, which imports the authors' functions from clones of their repositories
 and runs them on one random Llama of two blocks in float32. The rivals of `research/baselines` are written from the
 papers, and no line of that code is here. A difference is ‖ours − theirs‖ / ‖ours‖, the largest over layers and ranks.
-Differences without a bound are told, not judged.
+A difference without a bound is shown, and has no verdict.
 """
 
 

@@ -17,7 +17,7 @@ from flexrank.errors import FlexrankError
 from flexrank.nn.linalg import Factors
 from research.machine import random_llama
 
-#: {"what", "difference", "bound", "holds"}; the last two are None where a difference is told alone.
+#: {"what", "difference", "bound", "holds"}; the last two are None where there is a difference alone.
 Row = dict[str, Any]
 #: Weights of this shape have room for these ranks in every original.
 RANKS = (4, 12, 20)

@@ -45,10 +45,8 @@ def decompose_(
     Raises:
         FlexrankError: an unknown method, a moment that the method needs and lacks, or values that are not finite.
     """
-    if method is None:
-        given = moments.values() if isinstance(moments, Mapping) else ()
-        method = "fisher" if any(one.gradient_moment is not None for one in given) else "datasvd"
-    _require_known(method)
+    given = moments.values() if isinstance(moments, Mapping) else ()
+    method = _chosen(method, any(one.gradient_moment is not None for one in given))
     return {
         name: _decompose_layer_(model, name, moments[name] if isinstance(moments, Mapping) else None, method)[1]
         for name in track(list(moments), "decomposing")
@@ -61,7 +59,7 @@ def decompose_to_disk(
     layers: Iterable[str],
     directory: str | Path,
     *,
-    method: Method = "datasvd",
+    method: Method | None = None,
     side: Side = "smaller",
     gradient_loss: GradientLoss | None = None,
     device: torch.device | None = None,
@@ -87,7 +85,7 @@ def decompose_to_disk(
         shard_bytes: of one file of the artefact, about, which is in memory.
         see: called with each layer's name, elastic form and moments, in the process that decomposes it.
     """
-    _require_known(method)
+    method = _chosen(method, gradient_loss is not None)
     placement = Placement(model, device, dtype)
     with directory_aside(directory, *MARKERS) if processes.is_first() else contextlib.nullcontext() as aside:
         writer = None if aside is None else ElasticWriter(model, aside, tokenizer, dtype, shard_bytes)
@@ -157,9 +155,13 @@ def _decompose_layer_(
     return nest_(model, name, factors), factors.energies
 
 
-def _require_known(method: str) -> None:
+def _chosen(method: Method | None, has_gradients: bool) -> Method:
+    """The method itself, if it is known, or the default one."""
+    if method is None:
+        return "fisher" if has_gradients else "datasvd"
     if method not in METHODS:
         raise FlexrankError(f"decomposition method {method!r} is unknown; it is one of {', '.join(METHODS)}")
+    return method
 
 
 def _decompose(weight: Tensor, moment: LayerMoment | None, method: Method) -> Factors:

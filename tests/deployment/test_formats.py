@@ -125,12 +125,12 @@ def test_a_dense_form_keeps_its_dtype_and_is_within_that_dtypes_bound(tmp_path: 
     assert facts["dtype"] == str(dtype).removeprefix("torch.") and 0 < facts["error"] <= BOUNDS["dense"][dtype]
 
 
-@pytest.mark.parametrize("name", ["bert", "vit"])
+@pytest.mark.parametrize("name", tiny.PROGRAMS["torch"])
 def test_torch_runs_the_program_for_any_batch(name: str, tmp_path: Path) -> None:
     check(name, "torch", tmp_path)
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "gpt2"])
+@pytest.mark.parametrize("name", tiny.PROGRAMS["onnx"])
 def test_onnxruntime_runs_the_program_for_any_batch(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of the two is taken for larger than a file may be: its weights lie beside it."""
     import onnxruntime
@@ -145,7 +145,9 @@ def test_onnxruntime_runs_the_program_for_any_batch(name: str, tmp_path: Path, m
     assert (tmp_path / "out/model.onnx.data").is_file() == (name == "gpt2")
 
 
-@pytest.mark.parametrize(("to", "name"), [("openvino", "phi3"), ("executorch", "bert")])
+@pytest.mark.parametrize(
+    ("to", "name"), [(to, name) for to in ("openvino", "executorch") for name in tiny.PROGRAMS[to]]
+)
 def test_other_runtimes_run_the_program_for_any_batch(to: str, name: str, tmp_path: Path) -> None:
     pytest.importorskip(to, reason=f"{to} is not installed")
     check(name, to, tmp_path)

@@ -1,7 +1,9 @@
 """The comparison of trained rivals: which settings are taken, what is said of the results, and parts of their own."""
 
+import dataclasses
 import json
 import os
+import types
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from flexrank import FlexrankError
 from flexrank.run.config import parse_config
 from research import runner
+from research.baselines.method import NotApplicable
 from research.baselines.trained import TRAINED_METHODS
 from research.benches import compare_trained, lessons
 from research.benches.compare_trained import _tried, method_unit, run, table_unit
@@ -23,6 +26,7 @@ BUDGETS = (0.8, 0.5)
 
 class FakeCourse:
     name, measure, digits, budgets, steps, facts, task = "tiny", "nats", 3, BUDGETS, 40, {"calibration": 2}, None
+    levels, usual_rate = 3, 0.1
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, scores: dict[str, float]) -> list[tuple[Any, ...]]:
@@ -83,6 +87,44 @@ def test_a_size_of_its_own_has_all_the_steps_at_its_best(monkeypatch: pytest.Mon
     alone = {one[0] for one in asked if one[5]}
     assert alone == {name for name, one in TRAINED_METHODS.items() if not one.is_one_artefact}
     assert [one["title"].split(" (")[0] for one in result["tables"]] == ["tiny, equal tokens", "tiny, at its best"]
+
+
+def test_a_method_that_does_not_apply_has_no_numbers_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake(monkeypatch, {})
+    trained = compare_trained.method_unit
+
+    def unit(request: Request, name: str, method: str, *rest: Any) -> Any:
+        if method == "acip":
+            return {"rows": [None, None], "obstacle": "layer 'a' is a convolution"}
+        return trained(request, name, method, *rest)
+
+    monkeypatch.setattr(compare_trained, "method_unit", unit)
+    result = run(Request(tmp_path, seeds=2, jobs=0))
+    (equal,) = result["tables"]
+    rows = {row[0]: row[1:] for row in shown_rows(equal)}
+    assert rows["acip"] == ["yes", "–", "–", "–", "–"] and "acip does not apply (layer 'a' is a conv" in equal["title"]
+    assert rows["flexrank"][-1] == "3" and compare_trained.draw(result["data"]).axes
+
+
+def test_an_obstacle_is_what_a_part_returns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Blank(FakeCourse):
+        def taught(self, seed: int, half: str) -> Any:
+            return types.SimpleNamespace(score=None), []
+
+        def lesson(self, *_: Any) -> Any:
+            return types.SimpleNamespace(layers={"a": (2, 3)}, limit=lambda budget: 1)
+
+    def sizes(*_: Any) -> Any:
+        raise NotApplicable("no stack of blocks")
+        yield
+
+    method = dataclasses.replace(TRAINED_METHODS["matformer"], sizes=sizes)
+    monkeypatch.setattr(compare_trained, "courses", lambda request: [Blank()])
+    monkeypatch.setitem(TRAINED_METHODS, "matformer", method)
+    unit = method_unit(Request(tmp_path), "tiny", "matformer", {}, 0, "reporting", 1.0, False, {"tables": {}})
+    assert unit == {"rows": [None, None], "obstacle": "no stack of blocks"}
 
 
 def test_settings_by_labels_are_tried_where_there_are_labels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

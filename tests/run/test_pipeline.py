@@ -171,6 +171,10 @@ def test_an_encoder_goes_all_the_way(sources: Path, tmp_path: Path) -> None:
     summary = summary_of(tmp_path / "run")
     assert summary["base"]["quality"]["cosine"] == pytest.approx(1.0, abs=1e-6)
     assert not any("pooler" in name for name in summary["layers"])
+    for place in ("elastic", "deployed/0.50"):  # sentence-transformers reads how texts are pooled
+        modules = json.loads((tmp_path / "run" / place / "modules.json").read_text())
+        kinds = [module["type"].rpartition(".")[2] for module in modules]
+        assert kinds == ["Transformer", "Pooling", "Normalize"]
     model, small = (
         transformers.AutoModel.from_pretrained(place).eval()
         for place in (sources / "embedding", tmp_path / "run" / "deployed" / "0.50")

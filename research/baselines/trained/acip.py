@@ -26,6 +26,7 @@ from flexrank.distill.objectives import Objective
 from flexrank.distill.schedule import Schedule
 from flexrank.nn.matrix import bias_of, weight_matrix
 from flexrank.profiles.costs import deployed_parameters
+from research.baselines.method import NotApplicable
 from research.baselines.trained.lesson import Lesson, Settings, Size, TrainedMethod, losses, trained_parameters
 
 #: The paper's learning rate of scores; λ's first value and its growth a step; the share of steps that learn scores.
@@ -146,7 +147,10 @@ def scored(lesson: Lesson, adapter: int) -> tuple[nn.Module, dict[str, ScoredLin
     model, layers = copy.deepcopy(lesson.teacher), dict[str, ScoredLinear]()
     generator = torch.Generator().manual_seed(lesson.seed)
     for name in lesson.layers:
-        layers[name] = ScoredLinear(model.get_submodule(name), adapter, generator)
+        layer = model.get_submodule(name)
+        if isinstance(layer, nn.Conv2d):
+            raise NotApplicable(f"layer {name!r} is a convolution; ACIP is of linear layers")
+        layers[name] = ScoredLinear(layer, adapter, generator)
         model.set_submodule(name, layers[name])
     return model, layers
 

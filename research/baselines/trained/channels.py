@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from flexrank.calibrate.collector import computing, seeded_loss
 from flexrank.data.batches import Batch, call_model, model_device, to_device
-from flexrank.errors import FlexrankError
 from flexrank.nn.matrix import matrix_shape, weight_matrix
-from research.baselines.method import Loss
+from research.baselines.method import Loss, NotApplicable
 
 #: Inside a block, what writes units and what reads them: first of attention, then of the feed-forward part.
 ARCHITECTURES: tuple[tuple[tuple[Sequence[str], str], ...], ...] = (
@@ -51,8 +50,10 @@ def find_units(model: nn.Module, blocks: Sequence[str]) -> dict[str, Units]:
     """The units of every block by the name of their reader, in the model's order.
 
     Raises:
-        FlexrankError: the blocks are of no known architecture.
+        NotApplicable: the blocks are of no known architecture, or there are none.
     """
+    if not blocks:
+        raise NotApplicable(f"{type(model).__name__}: no stack of blocks is found in it")
     config: Any = model.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     units = {}
@@ -71,7 +72,7 @@ def _architecture(model: nn.Module, block: str) -> tuple[tuple[Sequence[str], st
     for parts in ARCHITECTURES:
         if all({*writers, reader} <= names for writers, reader in parts):
             return parts
-    raise FlexrankError(f"block {block!r} of {type(model).__name__}: its heads and channels are not known here")
+    raise NotApplicable(f"block {block!r} of {type(model).__name__}: its heads and channels are not known here")
 
 
 def importances(

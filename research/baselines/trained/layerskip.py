@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +20,7 @@ from flexrank.data.batches import Batch
 from flexrank.distill.objectives import Objective
 from flexrank.hf.models import hidden_states
 from flexrank.nn.blocks import block_stack, replaced_forwards
+from research.baselines.method import NotApplicable
 from research.baselines.trained.lesson import Lesson, Settings, Size, TrainedMethod, losses
 
 #: The paper's for continued pretraining: the last block's dropout, and the scale of early losses.
@@ -62,13 +63,31 @@ class ExitObjective:
         return self.inner.fisher_loss(output, batch)
 
 
+def exits(model: nn.Module, layers: Iterable[str]) -> list[tuple[str, nn.Module]]:
+    """The blocks after which the model can end, by name.
+
+    Raises:
+        NotApplicable: there is no stack of blocks, or what follows it is not known here.
+    """
+    blocks = block_stack(model, layers)
+    is_headless = getattr(model, "base_model", None) is model
+    if not blocks or not (is_headless or _norm_and_head(model)):
+        raise NotApplicable(f"{type(model).__name__}: its blocks, or the norm and the head after them, are not known")
+    return blocks
+
+
+def _norm_and_head(model: Any) -> tuple[nn.Module, nn.Module] | None:
+    norm, head = getattr(getattr(model, "model", None), "norm", None), getattr(model, "lm_head", None)
+    return None if norm is None or head is None else (norm, head)
+
+
 def exit_output(model: nn.Module, output: Any, place: int) -> Any:
     """What the model returns if block `place` is its last, from the hidden states of a whole forward."""
     states = output.hidden_states[place + 1]
-    norm: Any = getattr(getattr(model, "model", None), "norm", None)
-    head: Any = getattr(model, "lm_head", None)
-    if head is None:
+    parts = _norm_and_head(model)
+    if parts is None:
         return SimpleNamespace(last_hidden_state=states, hidden_states=(states,))
+    norm, head = parts
     states = norm(states)
     return SimpleNamespace(logits=head(states), hidden_states=(states,))
 
@@ -76,7 +95,7 @@ def exit_output(model: nn.Module, output: Any, place: int) -> Any:
 def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:
     """All depths together, all weights."""
     model = copy.deepcopy(lesson.teacher)
-    blocks = block_stack(model, lesson.layers)
+    blocks = exits(model, lesson.layers)
     objective = ExitObjective(lesson.objective(settings), model, len(blocks))
     skipped = dropout_rates(len(blocks))
     weights = lesson.weights(model)

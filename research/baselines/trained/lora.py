@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from flexrank.errors import FlexrankError
 from flexrank.nn.elastic import NestedLinear
 from flexrank.nn.linalg import Factors
 from flexrank.nn.matrix import weight_matrix
 from flexrank.nn.select import nest_
 from flexrank.nn.switch import nested_layers, uniform_profile
+from research.baselines.method import NotApplicable
 from research.baselines.statistics import input_moments
 from research.baselines.svd_llm import factors
 from research.baselines.trained.lesson import Lesson, Settings, Size, TrainedMethod, losses, trained_parameters
@@ -58,8 +58,7 @@ def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:
         ((_, parameters),) = at(whole, profile)
         model = copy.deepcopy(whole)
         for name, layer in nested_layers(model).items():
-            if not isinstance(layer, NestedLinear):
-                raise FlexrankError(f"layer {name!r} is no linear layer; adapters are for those alone")
+            assert isinstance(layer, NestedLinear)
             model.set_submodule(name, pair(layer, profile[name]))
         steps, rate = lesson.steps_of_a_size // 2, lesson.rate(settings)
         adapt_(model, [f"{name}.{factor}" for name in profile for factor in ("v", "u")], lesson.seed)
@@ -72,6 +71,9 @@ def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:
 def _whitened(lesson: Lesson) -> nn.Module:
     model = copy.deepcopy(lesson.teacher)
     layers = {name: model.get_submodule(name) for name in lesson.layers}
+    for name, layer in layers.items():
+        if isinstance(layer, nn.Conv2d):
+            raise NotApplicable(f"layer {name!r} is a convolution; adapters here are of linear layers")
     moments = input_moments(model, lesson.calibration, layers, lambda output, batch: output)
     for name, layer in layers.items():
         weight = weight_matrix(layer).detach().double()

@@ -22,7 +22,9 @@ from flexrank.artefacts.deployed import Factory, bare_model, describe, factory_n
 from flexrank.artefacts.tensors import ShardWriter, named_tensors, open_tensors
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
+from flexrank.hf.companions import save_companions
 from flexrank.nn.elastic import NestedLayer
+from flexrank.nn.experts import separate_as_recorded_
 from flexrank.nn.sharding import is_sharded
 from flexrank.nn.specs import layer_spec
 from flexrank.nn.switch import nested_layers, require_fitting
@@ -82,7 +84,8 @@ class ElasticWriter:
         self._library = "transformers" if models.is_transformers_model(model) else "torch"
         if self._library == "transformers":
             models.save_config(model, directory, dtype)
-        if tokenizer is not None:
+            save_companions(model, directory, tokenizer)
+        elif tokenizer is not None:
             tokenizer.save_pretrained(directory)
         self._files = files.digest_files(directory)  # without the tensors, which have digests of their own
         self._shards = ShardWriter(directory, ELASTIC_STATE, shard_bytes)
@@ -178,6 +181,8 @@ def _load(
     if model is None:
         is_transformers = document["library"] == "transformers"
         model = models.skeleton(directory) if is_transformers else bare_model(document["factory"], directory)
+        if is_transformers:
+            separate_as_recorded_(model)
     tensors = _read_prefixes(directory, document, specs)
     return fill(model, specs, tensors, document["aliases"], directory)
 

@@ -103,9 +103,34 @@ for _stage, _help, _result in (
     ("probe", "Probes each layer's sensitivity: sensitivity.json.", "sensitivity.json"),
     ("allocate", "Chooses the ranks of every budget: chain.json.", "chain.json"),
     ("distill", "Consolidates all sizes into one set of weights: elastic/.", "elastic"),
-    ("evaluate", "Measures sizes, qualities and latencies of every budget: evaluation.json.", "evaluation.json"),
 ):
     _add_stage(_stage, _help, _result)
+
+
+@app.command()
+def evaluate(
+    config: Config,
+    overrides: Set = None,
+    tasks: Annotated[str | None, typer.Option(help="Tasks of lm-eval, between commas: arc_easy,piqa.")] = None,
+    include_path: Annotated[Path | None, typer.Option(help="With --tasks: a folder of task files of your own.")] = None,
+    num_fewshot: Annotated[int | None, typer.Option(min=0, help="With --tasks: examples in a prompt.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="With --tasks: documents of each, to try it out.")] = None,
+    perplexity: Annotated[Path | None, typer.Option(help="A text to take the perplexity of.")] = None,
+    window: Annotated[int | None, typer.Option(help="With --perplexity: tokens; data.max_tokens.")] = None,
+    budgets: Annotated[str | None, typer.Option(help="With either: budgets, between commas; those of the run.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measures sizes, qualities and latencies of every budget: evaluation.json. Or by lm-eval: benchmarks.json."""
+    from flexrank.cli.evaluating import Request, show_benchmarks
+
+    request = Request(tasks, include_path, num_fewshot, limit, perplexity, window, budgets)
+    if not request.is_made():
+        outcome = _run(config, overrides, "evaluate")
+        show_stage(outcome, _read_result(outcome.directory, "evaluation.json"), as_json)
+        return
+    task = request.prepared(config, overrides or ())
+    outcome = _run(config, overrides, "slack")
+    show_benchmarks(outcome.directory, processes.by_first(lambda: task(outcome.directory)), as_json)
 
 
 @app.command()

@@ -18,8 +18,8 @@ LOST, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 #: Packages that a verb may need beyond the core, and the extra that installs each.
 EXTRAS = {
     "transformers": "hf", "huggingface_hub": "hf", "tokenizers": "hf", "matplotlib": "report", "peft": "peft",
-    "PIL": "images", "datasets": "data", "torchao": "quant", "onnx": "onnx", "onnxscript": "onnx",
-    "onnxruntime": "onnx", "openvino": "openvino", "executorch": "executorch",
+    "PIL": "images", "datasets": "data", "lm_eval": "eval", "torchao": "quant", "onnx": "onnx", "onnxscript": "onnx",
+    "onnxruntime": "onnx", "openvino": "openvino", "executorch": "executorch", "tensorboard": "tracking",
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from flexrank.deployment.slack import Activations, find_slack, layer_slack, pref
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
 from flexrank.nn.elastic import NestedLayer
+from flexrank.nn.experts import separate_experts
 from flexrank.nn.gauge_aligned import GaugeAlignedConv2d, GaugeAlignedLayer, GaugeAlignedLinear, Slack
 from flexrank.nn.matrix import matrix_shape
 from flexrank.nn.specs import build_layer, layer_spec
@@ -100,7 +101,8 @@ def FlexRankConfig(
 
 def deployed_parameters_of(small: nn.Module, layers: Iterable[str]) -> int:
     """Parameters, without biases, of the named layers in what `deploy` returned; `layers` may be a profile."""
-    return sum(_parameters_of(small.get_submodule(name)) for name in layers)
+    with separate_experts(small):
+        return sum(_parameters_of(small.get_submodule(name)) for name in layers)
 
 
 def _parameters_of(layer: nn.Module) -> int:

@@ -1,5 +1,6 @@
 """A deployed transformers model in its plain architecture: each layer multiplied out to one matrix."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import nn
 
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
+from flexrank.nn.experts import SEPARATE, separate_experts
 from flexrank.nn.gauge_aligned import GaugeAlignedLayer
 from flexrank.nn.matrix import bias_of, weight_matrix
 
@@ -22,19 +24,26 @@ def dense_model(small: Any, directory: Path) -> Any:
     Raises:
         FlexrankError: a tensor of the plain architecture has no counterpart in the deployed model, or another shape.
     """
-    plain, replaced, state = models.skeleton(directory), models.attached_layers(small), small.state_dict()
+    plain = models.skeleton(directory)
+    with separate_experts(plain) if vars(plain.config).pop(SEPARATE, False) else contextlib.nullcontext():
+        _fill(plain, small)
+    return plain
+
+
+def _fill(plain: Any, small: Any) -> None:
+    """Copies all tensors of a deployed model into its plain architecture, of a layer's those that it multiplies to."""
+    replaced, state = models.attached_layers(small), small.state_dict()
     for name in replaced:
-        _fill(name, plain.get_submodule(name), small.get_submodule(name))
+        _fill_layer(name, plain.get_submodule(name), small.get_submodule(name))
     for name, value in plain.state_dict().items():
         if name.rpartition(".")[0] in replaced:
             continue
         if name not in state or state[name].shape != value.shape:
             raise FlexrankError(f"tensor {name!r} of {type(plain).__name__} has no counterpart in the deployed model")
         value.copy_(state[name])
-    return plain
 
 
-def _fill(name: str, plain: nn.Module, deployed: nn.Module) -> None:
+def _fill_layer(name: str, plain: nn.Module, deployed: nn.Module) -> None:
     """Copies a deployed layer's matrix (m, n) and bias (m,) into the plain architecture's layer."""
     if isinstance(deployed, GaugeAlignedLayer):
         matrix, bias = deployed.dense()

@@ -18,6 +18,7 @@ from flexrank.deployment.process import in_fresh_process
 from flexrank.errors import FlexrankError
 from flexrank.files import directory_aside
 from flexrank.hf import models
+from flexrank.hf.companions import save_companions
 
 #: Largest relative difference ‖y − y*‖/‖y*‖ between the outputs of an exported model here and in a fresh process.
 #: The same weights run the same code, so only the order of sums may differ: a few roundings of the dtype.
@@ -54,7 +55,8 @@ def export(
     expected = _outputs(small, inputs)
     with directory_aside(directory, DOCUMENT) as aside, tempfile.TemporaryDirectory() as scratch:
         if library == "transformers":
-            models.save_model(small, aside, tokenizer)
+            models.save_model(small, aside)
+            save_companions(small, aside, tokenizer)
             specs = models.attached_layers(small)
             describe_deployed(small, aside, library=library, layers=specs, aliases={}, factory=None)
         else:

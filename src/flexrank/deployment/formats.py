@@ -22,6 +22,7 @@ from flexrank.deployment.runtimes import RUNTIMES, TRACED, Inputs, Run, program_
 from flexrank.errors import FlexrankError, first_line
 from flexrank.files import digest_files, directory_aside, directory_bytes, read_json, write_document, write_json
 from flexrank.hf import models
+from flexrank.nn.experts import SEPARATE
 
 FORMATS = ("dense", *RUNTIMES)
 #: The description of an export, and by this file's name what may be replaced.
@@ -167,7 +168,8 @@ def _add_companions(source: Path, aside: Path) -> None:
         else:
             shutil.copy(path, aside)
     config = read_json(source / "config.json")
-    write_json(aside / "config.json", {k: v for k, v in config.items() if k not in ("quantization_config", "auto_map")})
+    ours = ("quantization_config", "auto_map", SEPARATE)
+    write_json(aside / "config.json", {key: value for key, value in config.items() if key not in ours})
 
 
 def _facts(model: Any, format: str, inputs: Inputs, bound: float, error: float) -> dict[str, Any]:

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
-from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from flexrank.artefacts.elastic import load_elastic, read_elastic_document
 from flexrank.deployment import deploy
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
-from flexrank.hf.quantizer import forget_quantization, placed
+from flexrank.hf.quantizer import PlainQuantizer, forget_quantization, placed
+from flexrank.nn.experts import separate_as_recorded_
 from flexrank.nn.gauge_aligned import Slack
 from flexrank.nn.select import replace_layer
 
@@ -41,7 +41,7 @@ class ElasticConfig(QuantizationConfigMixin):
 
 
 @register_quantizer(METHOD)
-class ElasticQuantizer(HfQuantizer):
+class ElasticQuantizer(PlainQuantizer):
     """Leaves the layers of the model that transformers builds empty, and fills it with a deployed size."""
 
     quantization_config: ElasticConfig
@@ -59,6 +59,7 @@ class ElasticQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         del model.config.transformers_weights
+        separate_as_recorded_(model)
         for name, _ in placed(model, read_elastic_document(self._directory)["layers"]):
             replace_layer(model, name, _Empty())
         # No report of what transformers finds: all tensors come from the artefact's own reader, after this.
@@ -76,17 +77,6 @@ class ElasticQuantizer(HfQuantizer):
         _fill(model, small, profile)
         forget_quantization(model)
         return model
-
-    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:  # noqa: D102
-        return True
-
-    @property
-    def is_trainable(self) -> bool:  # noqa: D102
-        return True
-
-    @property
-    def is_compileable(self) -> bool:  # noqa: D102
-        return True
 
 
 class _Empty(nn.Module):

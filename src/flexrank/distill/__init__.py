@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,15 @@ class TrainingHistory:
     losses: tuple[float, ...]
     profiles: tuple[int, ...]
     steps: int
+
+
+class TrainingStep(NamedTuple):
+    """An optimiser step that is done: its number from 0, the index of its profile (cheapest first), loss and rate."""
+
+    number: int
+    profile: int
+    loss: float
+    learning_rate: float
 
 
 def distillation_evaluator(
@@ -95,6 +104,7 @@ def distill_(
     seed: int = 0,
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 200,
+    on_step: Callable[[TrainingStep], None] | None = None,
 ) -> TrainingHistory:
     """Trains the elastic model in place: each step draws one profile and follows the frozen teacher.
 
@@ -122,11 +132,12 @@ def distill_(
         teacher_cache: bytes of the teacher's outputs kept from one pass over a sequence to the next.
         checkpoint: a directory, from which a call resumes to the same bits; written every `checkpoint_every` steps, and
             after the step that runs on Ctrl-C or SIGTERM, which then ends the call with a KeyboardInterrupt.
+        on_step: called after each step, to log it; resumed, from the checkpoint's step on.
 
     Raises:
         FlexrankError: wrong settings, no batches, float16, a loss that is not finite, or a foreign checkpoint.
     """
-    profiles = _profiles(chain)
+    profiles = profiles_of(chain)
     for name, count in {"steps": steps, "accumulation": accumulation, "checkpoint_every": checkpoint_every}.items():
         if count < 1:
             raise FlexrankError(f"{name} is {count}; it must be at least 1")
@@ -153,7 +164,7 @@ def distill_(
         step = Step(model, Targets(teacher, objective, autocast, teacher_cache), trainable, adam, max_norm)
         with training(model, teacher, trainable, gradient_checkpointing):
             usual = UsualLosses(state.losses, state.choices) if is_balanced else None
-            _train(step, state, schedule, profiles, accumulation, checkpoint_every, usual)
+            _train(step, state, schedule, profiles, accumulation, checkpoint_every, usual, on_step)
     return TrainingHistory(tuple(state.losses), tuple(state.choices), state.step)
 
 
@@ -165,6 +176,7 @@ def _train(
     accumulation: int,
     every: int,
     usual: UsualLosses | None,
+    on_step: Callable[[TrainingStep], None] | None,
 ) -> None:
     with deferred(state.path is not None) as is_asked:
         for number in track(range(state.step, schedule.steps), "distilling", schedule.steps, state.step):
@@ -174,6 +186,8 @@ def _train(
                 items = (state.feed.next() for _ in range(accumulation))
                 loss = step.take(items, accumulation, number, usual.of(choice) if usual else 1.0)
             state.advance(loss, choice)
+            if on_step:
+                on_step(TrainingStep(number, choice, loss, schedule.rate(number)))
             if usual:
                 usual.add(loss, choice)
             ends = processes.decided(is_asked())
@@ -184,7 +198,8 @@ def _train(
                 raise KeyboardInterrupt
 
 
-def _profiles(chain: Profiles) -> list[dict[str, int]]:
+def profiles_of(chain: Profiles) -> list[dict[str, int]]:
+    """The requested profiles of a chain, or those given, cheapest first; none is a FlexrankError."""
     profiles = [entry.profile for entry in chain.requested] if isinstance(chain, ProfileChain) else chain
     if not profiles:
         raise FlexrankError("distillation got no profiles; the chain has no requested budgets")

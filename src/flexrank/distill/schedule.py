@@ -64,25 +64,25 @@ def scheduled_rate(step: int, steps: int, peak: float, warmup: int) -> float:
 
 
 class UsualLosses:
-    """The running mean of each profile's losses, as consolidation has seen them so far."""
+    """The running mean of each profile's losses, as consolidation has seen them so far: `means`, by its index."""
 
     def __init__(self, losses: Sequence[float], choices: Sequence[int]):
-        self._means: dict[int, float] = {}
+        self.means: dict[int, float] = {}
         for loss, choice in zip(losses, choices, strict=True):
             self.add(loss, choice)
 
     def add(self, loss: float, choice: int) -> None:
         """Adds a step's loss and the index of its profile."""
-        self._means[choice] = MEMORY * self._means.get(choice, loss) + (1 - MEMORY) * loss
+        self.means[choice] = MEMORY * self.means.get(choice, loss) + (1 - MEMORY) * loss
 
     def of(self, choice: int) -> float | None:
         """The mean of a profile, None before its first step.
 
         At least LEAST_LOSS of the greatest: a size that is as good as the teacher has nothing but rounding to learn.
         """
-        if choice not in self._means:
+        if choice not in self.means:
             return None
-        return max(self._means[choice], LEAST_LOSS * max(self._means.values()))
+        return max(self.means[choice], LEAST_LOSS * max(self.means.values()))
 
 
 class Feed:

@@ -156,15 +156,13 @@ def save_config(model: Any, directory: Path, dtype: torch.dtype | None = None) -
         model.generation_config.save_pretrained(directory)
 
 
-def save_model(model: Any, directory: Path, tokenizer: Any = None) -> None:
+def save_model(model: Any, directory: Path) -> None:
     """`save_pretrained`, and a modelling file that imports flexrank when the model loads with `trust_remote_code`."""
     # Of several processes transformers lets the first alone write; here each has directories of its own.
     model.__dict__["should_save_on_this_rank"] = lambda is_main_process: is_main_process
     with quiet_loading():
         model.save_pretrained(directory)
     del model.__dict__["should_save_on_this_rank"]
-    if tokenizer is not None:
-        tokenizer.save_pretrained(directory)
     if attached_layers(model):
         _write_remote_code(model, directory)
 

@@ -14,6 +14,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from flexrank.errors import FlexrankError
 from flexrank.files import reads_format
 from flexrank.hf import models
+from flexrank.nn.experts import separate_as_recorded_
 from flexrank.nn.select import replace_layer
 from flexrank.nn.specs import build_layer
 
@@ -34,23 +35,8 @@ class DeployedConfig(QuantizationConfigMixin):
         self.layers = {name: dict(spec) for name, spec in layers.items()}
 
 
-@register_quantizer(models.METHOD)
-class DeployedQuantizer(HfQuantizer):
-    """Swaps the layers of a model that is still on the meta device; the weights then load into them by name."""
-
-    quantization_config: DeployedConfig
-
-    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        if files := kwargs.get("checkpoint_files"):
-            models.verify_export(Path(files[0]).parent, {"config.json", *(Path(file).name for file in files)})
-        # transformers sets the default device (meta) and dtype around this call.
-        for name, spec in placed(model, self.quantization_config.layers):
-            replace_layer(model, name, build_layer(spec))
-        return model
-
-    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        forget_quantization(model)
-        return model
+class PlainQuantizer(HfQuantizer):
+    """A quantizer whose loaded model is plain: it can be saved, trained and compiled."""
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:  # noqa: D102
         return True
@@ -62,6 +48,26 @@ class DeployedQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:  # noqa: D102
         return True
+
+
+@register_quantizer(models.METHOD)
+class DeployedQuantizer(PlainQuantizer):
+    """Swaps the layers of a model that is still on the meta device; the weights then load into them by name."""
+
+    quantization_config: DeployedConfig
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if files := kwargs.get("checkpoint_files"):
+            models.verify_export(Path(files[0]).parent, {"config.json", *(Path(file).name for file in files)})
+        separate_as_recorded_(model)
+        # transformers sets the default device (meta) and dtype around this call.
+        for name, spec in placed(model, self.quantization_config.layers):
+            replace_layer(model, name, build_layer(spec))
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        forget_quantization(model)
+        return model
 
 
 def forget_quantization(model: Any) -> None:

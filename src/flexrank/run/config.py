@@ -95,6 +95,8 @@ class DistillationConfig(Section):
     checkpoint_every: Count = 100  # steps between the checkpoints that an interrupted run resumes from
     max_norm: Annotated[float, Field(gt=0)] = 1.0
     temperature: Annotated[float, Field(gt=0)] = 1.0  # of the softmax in the language and classification losses
+    # `tensorboard` shows each size's loss while it trains, from RUN/tensorboard; RUN/losses.jsonl has them always.
+    tracking: Literal["tensorboard"] | None = None
     # To save memory those losses tell apart this many of the teacher's likeliest classes; all others count as one.
     top_k: Count | None = None
 

@@ -44,10 +44,9 @@ class Stage:
 _ALL = ("run/stages", "run/samples", "run/workspace", "hf", "data", "nn", "profiles", "processes")
 _DEPLOYED = ("deployment.dtype", "deployment.slack")
 _HELD_OUT = ("data.evaluation", "data.half")
-#: Where models are kept changes nothing but rounding: a run goes on with other settings of it.
-_TRAINED = tuple(
-    f"distillation.{key}" for key in DistillationConfig.model_fields if key not in ("sharded", "gradient_checkpointing")
-)
+#: Where models are kept changes nothing but rounding, and what is logged nothing: a run goes on with other settings.
+_UNREAD = ("sharded", "gradient_checkpointing", "tracking")
+_TRAINED = tuple(f"distillation.{key}" for key in DistillationConfig.model_fields if key not in _UNREAD)
 _DATA = (
     *("data.source", "data.path", "data.streaming", "data.column", "data.subset", "data.split", "data.revision"),
     *("data.separator", "data.max_tokens", "data.batch_size", "data.calibration"),
@@ -113,8 +112,11 @@ def run_stages(config: RunConfig, until: str = "report") -> Outcome:
     Raises:
         FlexrankError: a wrong input of any stage; what was finished before it stays.
     """
-    if until not in ("decompose", "probe", "allocate") and config.needs_torchao:
-        import torchao  # noqa: F401  # now, not after hours of probing
+    if until not in ("decompose", "probe", "allocate"):  # what is missing is told now, not after hours of probing
+        if config.needs_torchao:
+            import torchao  # noqa: F401
+        if config.distillation.tracking == "tensorboard":
+            import tensorboard  # noqa: F401
 
     directory = RunDirectory(config.directory)
     source = models.resolve_source(config.model)

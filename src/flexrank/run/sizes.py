@@ -137,7 +137,7 @@ def find_within_latency(directory: str, count: int, max_latency_ms: float) -> in
 def export_size(sizes: Sizes, small: nn.Module, profile: RankProfile, place: Path) -> dict[str, Any]:
     """Exports a deployed model, verified in a fresh process; returns where, and its sizes."""
     work = sizes.work
-    export(small, place, work.samples.example, tokenizer=work.tokenizer)
+    export(small, place, work.samples.example, tokenizer=work.companion)
     return {
         "directory": str(place),
         **count_parameters(small, profile, sizes.shapes),

@@ -22,6 +22,7 @@ from flexrank.distill import distillation_evaluator
 from flexrank.errors import FlexrankError
 from flexrank.files import read_json, write_aside, write_json
 from flexrank.nn.elastic import NestedLayer
+from flexrank.nn.experts import separate_experts_
 from flexrank.nn.matrix import matrix_shape
 from flexrank.nn.select import select_layers
 from flexrank.nn.sharding import is_sharded
@@ -35,6 +36,7 @@ from flexrank.run.cards import write_cards
 from flexrank.run.measure import latency_ratios
 from flexrank.run.samples import loss_rows
 from flexrank.run.sizes import Sizes, choose_slack, evaluate_size, export_size
+from flexrank.run.tracking import LOSSES, tracked
 from flexrank.run.training import log_losers, probe_losses, train_
 from flexrank.run.workspace import Workspace
 
@@ -50,6 +52,7 @@ def decompose(work: Workspace, _: str) -> None:
     """
     model, settings = work.own_base(), work.config.decomposition
     require_fitting_inputs(work, model.config)
+    separate_experts_(model)
     layers = select_layers(model, work.config.layers.include, work.config.layers.exclude)
     shapes = {name: matrix_shape(layer) for name, layer in layers.items()}
     require_reachable_budgets(work.config, shapes)
@@ -74,7 +77,7 @@ def decompose(work: Workspace, _: str) -> None:
         state_bytes=settings.buffer_bytes,
         shard_bytes=work.shard_bytes,
         see=see if is_curved else None,
-        tokenizer=work.tokenizer,
+        tokenizer=work.companion,
     )
     processes.sum_(rises.values())  # each has those of the layers that it has decomposed
     if processes.is_first():
@@ -129,20 +132,24 @@ def allocate(work: Workspace, _: str) -> None:
 
 
 def distill(work: Workspace, fingerprint: str) -> None:
-    """Consolidates: RUN/elastic, one artefact of every size, and RUN/history.json."""
+    """Consolidates: RUN/elastic, one artefact of every size, and RUN/history.json; as it goes, RUN/losses.jsonl."""
     settings, chain = work.config.distillation, read_chain(work)
     profiles, budgets = [entry.profile for entry in chain.requested], list(chain.budgets)
     history: dict[str, Any] = {"steps": 0, "losses": [], "budgets": []}
     with work.student(profiles) as model:
+        if processes.is_first() and not settings.steps:
+            (work.directory / LOSSES).unlink(missing_ok=True)  # of an earlier configuration
         if settings.steps:
             before = probe_losses(work, model, profiles)
             weights = None if settings.weights is None else settings.weights[::-1]  # the chain is rising
-            done = train_(work, model, chain, settings.steps, work.directory.partial("distill", fingerprint), weights)
+            checkpoint = work.directory.partial("distill", fingerprint)
+            with tracked(work.directory.path, budgets, settings.tracking) as on_step:
+                done = train_(work, model, chain, settings.steps, checkpoint, weights, on_step)
             log_losers(budgets, before, probe_losses(work, model, profiles))
             history = {"steps": done.steps, "losses": done.losses, "budgets": [budgets[i] for i in done.profiles]}
         if processes.is_first() or is_sharded(model):
             place = work.directory / "elastic"
-            save_elastic(model, chain, place, tokenizer=work.tokenizer, shard_bytes=work.shard_bytes)
+            save_elastic(model, chain, place, tokenizer=work.companion, shard_bytes=work.shard_bytes)
     _write_shared(work, "history.json", history)
 
 

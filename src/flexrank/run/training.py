@@ -14,13 +14,20 @@ from flexrank.distill import Profiles, TrainingHistory, distill_, distillation_e
 from flexrank.hf import models
 from flexrank.nn.sharding import is_sharded
 from flexrank.nn.switch import use_profile
+from flexrank.run.tracking import Track
 from flexrank.run.workspace import Workspace
 
 log = logging.getLogger("flexrank")
 
 
 def train_(
-    work: Workspace, model: nn.Module, profiles: Profiles, steps: int, checkpoint: Path, weights: Any = None
+    work: Workspace,
+    model: nn.Module,
+    profiles: Profiles,
+    steps: int,
+    checkpoint: Path,
+    weights: Any = None,
+    on_step: Track | None = None,
 ) -> TrainingHistory:
     """Distils the base model into these profiles by the run's settings; the warm-up is the same part of the steps."""
     settings = work.config.distillation
@@ -45,6 +52,7 @@ def train_(
             seed=work.config.seed,
             checkpoint=checkpoint,
             checkpoint_every=settings.checkpoint_every,
+            on_step=on_step,
         )
 
 

@@ -17,6 +17,8 @@ from flexrank.data.batches import call_model, to_device
 from flexrank.distill.objectives import Objective, objective_for
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
+from flexrank.hf.companions import MeanPooled
+from flexrank.nn.experts import separate_experts
 from flexrank.nn.matrix import weight_matrix
 from flexrank.nn.sharding import shard_, shard_blocks_
 from flexrank.nn.switch import nested_layers, share_tensors_
@@ -60,6 +62,11 @@ class Workspace:
     def tokenizer(self) -> Any:
         """The model's tokenizer; None for images."""
         return None if self.config.task == "classification" else models.load_tokenizer(self.config.model)
+
+    @property
+    def companion(self) -> Any:
+        """What is saved beside each of the run's models: its tokenizer, which where texts are embedded says how."""
+        return MeanPooled(self.tokenizer) if self.config.task == "embedding" else self.tokenizer
 
     @functools.cached_property
     def samples(self) -> Samples:
@@ -154,10 +161,11 @@ class Workspace:
         ranks = {name: {profile[name] for profile in profiles} for name in full}
         below = {name: max(some - {full[name]}, default=full[name]) for name, some in ranks.items()}
         model = load_components(self.directory / "elastic_initial", below)
-        for name, layer in nested_layers(model).items():
-            if full[name] in ranks[name] and below[name] < full[name]:
-                matrix = weight_matrix(self.base.get_submodule(name)).detach()
-                layer.dense = nn.Parameter(matrix.contiguous(), requires_grad=False)
+        with separate_experts(self.base):
+            for name, layer in nested_layers(model).items():
+                if full[name] in ranks[name] and below[name] < full[name]:
+                    matrix = weight_matrix(self.base.get_submodule(name)).detach()
+                    layer.dense = nn.Parameter(matrix.contiguous(), requires_grad=False)
         share_tensors_(model, self.base)
         return model
 

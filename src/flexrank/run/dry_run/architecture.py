@@ -13,6 +13,7 @@ from flexrank.calibrate import Hooks
 from flexrank.data.batches import call_model, output_tensor
 from flexrank.distill.objectives import EmbeddingObjective, default_objective
 from flexrank.hf import meta, models
+from flexrank.nn.experts import separate_experts_
 from flexrank.nn.linalg import Factors
 from flexrank.nn.matrix import conv_geometry, input_rows, is_layer, matrix_shape
 from flexrank.nn.select import nest_, select_layers
@@ -73,6 +74,7 @@ def build_architecture(config: RunConfig) -> Architecture:
     dtype = getattr(torch, config.dtype)
     teacher = meta.meta_model(config.model, config.task, dtype=dtype, architecture=config.architecture)
     config.require_positions(teacher.config)
+    separate_experts_(teacher)
     for module in teacher.modules():
         if isinstance(module, nn.Embedding):
             module.requires_grad_(False)  # consolidation trains neither embeddings nor what is tied to them

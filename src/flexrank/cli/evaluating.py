@@ -1,0 +1,75 @@
+"""What `flexrank evaluate` takes beside a run: tasks of lm-eval, a text for the perplexity, and budgets."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from flexrank import processes
+from flexrank.cli.shown import console, print_json
+from flexrank.errors import FlexrankError
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The options, as they are typed; None for one that is not given."""
+
+    tasks: str | None
+    include_path: Path | None
+    num_fewshot: int | None
+    limit: int | None
+    perplexity: Path | None
+    window: int | None
+    budgets: str | None
+
+    def is_made(self) -> bool:
+        """Whether there are tasks, or a text; an option that needs one of them is refused without it."""
+        needs: dict[str, tuple[str, ...]] = {name: ("tasks",) for name in ("include_path", "num_fewshot", "limit")}
+        needs |= {"window": ("perplexity",), "budgets": ("tasks", "perplexity")}
+        for option, others in needs.items():
+            if getattr(self, option) is not None and all(getattr(self, other) is None for other in others):
+                raise FlexrankError(f"--{option.replace('_', '-')} needs --{' or --'.join(others)}")
+        return self.tasks is not None or self.perplexity is not None
+
+    def prepared(self, config: Path, overrides: Iterable[str]) -> Callable[[Path], dict[str, Any]]:
+        """Checks all of it before a run begins, and loads the tasks; what is returned evaluates a run directory."""
+        from flexrank.run.benchmarks import Windows, benchmark_run, require_language
+        from flexrank.run.config import load_config
+        from flexrank.run.harness import load_tasks
+
+        run = load_config(config, overrides)
+        tokens = run.data.max_tokens if self.window is None else self.window
+        windows = None if self.perplexity is None else Windows(self.perplexity, tokens)
+        require_language(run, windows)
+        names = [name.strip() for name in (self.tasks or "").split(",") if name.strip()]
+        if self.tasks is not None and not names:
+            raise FlexrankError("--tasks names no task; write them as arc_easy,piqa")
+        loaded: dict[str, Any] = {}  # in process 0, which alone evaluates
+        if names:
+            processes.by_first(lambda: loaded.update(load_tasks(names, self.include_path, self.num_fewshot)))
+        return functools.partial(
+            benchmark_run, loaded=loaded, windows=windows, budgets=_budgets(self.budgets), limit=self.limit
+        )
+
+
+def show_benchmarks(directory: Path, result: dict[str, Any], as_json: bool) -> None:
+    """Prints the table; on standard error where standard output is for JSON."""
+    from flexrank.run.benchmarks import print_benchmarks
+
+    print_benchmarks(result, console(200, stderr=as_json))
+    if as_json:
+        print_json({"directory": str(directory), **result})
+
+
+def _budgets(text: str | None) -> list[float]:
+    """The budgets of `.9,.5`, from the largest to the smallest."""
+    budgets = []
+    for part in text.split(",") if text is not None else ():
+        try:
+            budgets.append(float(part))
+        except ValueError:
+            raise FlexrankError(f"--budgets: {part!r} is no number; write them as .9,.5") from None
+        if not 0 < budgets[-1] <= 1:
+            raise FlexrankError(f"--budgets: {part} is out of range; a budget is a fraction in (0, 1]")
+    return sorted(set(budgets), reverse=True)

@@ -1,0 +1,133 @@
+"""Consolidation by transformers' Trainer, for those whose data, logging and checkpoints are its own."""
+
+import math
+from collections import defaultdict
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from flexrank.data.batches import Batch, call_model
+from flexrank.distill import Profiles, profiles_of
+from flexrank.distill.objectives import Objective
+from flexrank.distill.optimizer import make_optimizer, set_rate
+from flexrank.distill.schedule import Schedule, UsualLosses, default_weights
+from flexrank.distill.step import Targets, set_sizes_, trainable_parameters, training, used_components
+from flexrank.errors import FlexrankError
+from flexrank.nn.switch import layer_shapes, use_profile
+from flexrank.profiles import ProfileChain
+
+
+class DistillationTrainer(transformers.Trainer):
+    """A Trainer whose every optimiser step draws one profile of an elastic model, and follows the frozen teacher.
+
+    The loss, the draws, and what is trained are those of `distill_`; batches, the schedule of the learning rate,
+    logging and checkpoints are the Trainer's, as `args` says. Labels are not read. Each log has the losses of the
+    profiles drawn since the last one, as `loss_at_BUDGET`. Dropout is off. One process trains; several have not been
+    tried.
+    """
+
+    optimizer: Any  # the Trainer's, None until it trains
+
+    def __init__(
+        self,
+        model: nn.Module,
+        teacher: nn.Module,
+        chain: Profiles,
+        args: transformers.TrainingArguments,
+        *,
+        objective: Objective | None = None,
+        **options: Any,
+    ):
+        """Gives the elastic model what its sizes do not share, and sets up the Trainer.
+
+        Args:
+            model: elastic, of transformers.
+            teacher: the base model.
+            chain: its requested profiles are trained; or the profiles themselves, cheapest first.
+            args: of the Trainer. `learning_rate` is 3 times as high for the vectors that a size has of its own.
+            objective: by default that of `default_objective` for the teacher's output.
+            options: of the Trainer, such as `train_dataset` and `data_collator`.
+
+        Raises:
+            FlexrankError: no profiles, or `args` that cannot be had here.
+        """
+        if args.activation_checkpointing:
+            raise FlexrankError("activation_checkpointing of the Trainer needs dropout on; distill_ has one of its own")
+        self._profiles = profiles_of(chain)
+        self._labels = chain.budgets if isinstance(chain, ProfileChain) else range(len(self._profiles))
+        full = {name: min(shape) for name, shape in layer_shapes(model).items()}
+        weights = default_weights("balanced", [profile == full for profile in self._profiles])
+        self._schedule = Schedule(weights, args.seed, 0, args.learning_rate, 0)  # only its draws are used
+        set_sizes_(model, self._profiles)
+        super().__init__(model=model, args=args, **options)
+        self.loss_is_scaled_for_ga = False  # a mean over each batch's rows
+        self.teacher = teacher.to(self.args.device).requires_grad_(False)
+        self._targets = Targets(self.teacher, objective, None, 0)
+        self._usual, self._logged = UsualLosses((), ()), defaultdict[int, list[float]](list)
+        self._choice, self._losses = 0, list[float]()  # of the step so far
+
+    def train(self, *args: Any, **options: Any) -> Any:
+        """As the Trainer's."""
+        with used_components(self.model, self._profiles):
+            self._trainable = trainable_parameters(self.model, factors_only=len(self._profiles) > 1)
+            with training(self.model, self.teacher, self._trainable):
+                return super().train(*args, **options)
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """AdamW as `distill_` has it, unless the Trainer was given one."""
+        if self.optimizer is None:
+            self.optimizer = make_optimizer(
+                self.model, self._trainable, self.args.learning_rate, self.args.weight_decay
+            )
+            set_rate(self.optimizer, self.args.learning_rate)
+        return self.optimizer
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Adds a batch's gradient at the profile of the optimiser's step; returns the loss that is logged."""
+        self._choice = self._schedule.draw(self.state.global_step)
+        # Among the optimiser's own, so that a checkpoint has them.
+        self._usual.means = self.optimizer.param_groups[0].setdefault("usual_losses", {})
+        with use_profile(self.model, self._profiles[self._choice]):  # until the way back is done
+            super().training_step(model, inputs, num_items_in_batch)
+        loss = self._losses[-1]
+        if self.accelerator.sync_gradients:  # the step's last batch
+            mean = sum(self._losses) / len(self._losses)
+            self._usual.add(mean, self._choice)
+            self._logged[self._choice].append(mean)
+            self._losses.clear()
+        return torch.tensor(loss / self.current_gradient_accumulation_steps, device=self.args.device)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The objective at the model's present profile; in a step over the square root of what is usual there."""
+        batch: Batch = {name: value for name, value in inputs.items() if name not in self.label_names}
+        in_step = model.training
+        model.eval()
+        target = self._targets.of(None, batch)
+        outputs = call_model(model, batch)
+        loss = self._targets.loss(outputs, target, batch)
+        if in_step:
+            loss = self._scaled(loss)
+        return (loss, outputs) if return_outputs else loss
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        value = float(loss.detach())
+        if not math.isfinite(value):
+            raise FlexrankError(
+                f"the loss is {value} at step {self.state.global_step}; lower the learning rate, or check the batches"
+            )
+        self._losses.append(value)
+        usual = self._usual.of(self._choice)
+        root = math.sqrt(value if usual is None else usual)
+        return loss / root if root > 0 else loss
+
+    def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
+        """As the Trainer's, with the mean loss of each profile since the last log."""
+        if "loss" in logs:
+            means = {self._labels[choice]: sum(losses) / len(losses) for choice, losses in self._logged.items()}
+            logs |= {f"loss_at_{label:g}": mean for label, mean in sorted(means.items())}
+            self._logged.clear()
+        super().log(logs, *args, **options)

@@ -1,0 +1,83 @@
+"""What lies beside a model's weights: tokenizer, image processor, and what makes it a sentence-transformers model."""
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+from flexrank.errors import first_line
+from flexrank.files import write_json
+
+#: sentence-transformers' list of the modules that a text passes through.
+MODULES = "modules.json"
+#: What is copied from where a model came from: processors, modules, and the modules' own directories.
+COPIED = ("*processor_config.json", MODULES, "sentence_*_config.json", "config_sentence_transformers.json", "[0-9]_*/*")
+PICKLES = ".bin"
+log = logging.getLogger("flexrank")
+
+
+def save_companions(model: Any, directory: Path, tokenizer: Any = None) -> None:
+    """Writes what belongs to a transformers model beside its weights.
+
+    From where the model was loaded come its image processor and sentence-transformers' modules; from
+    `tokenizer.save_pretrained` its files and its chat template.
+    """
+    source = _source_of(model)
+    if source is not None:
+        _copy(source, directory)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+
+
+class MeanPooled:
+    """The tokenizer of a model that embeds texts by the mean over real tokens, of unit length, as `metrics.embed` does.
+
+    Saved, it makes a directory one of sentence-transformers' models, unless it is one already.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Writes the tokenizer, and the list of three modules: the model that is there, pooling and normalisation."""
+        import transformers
+
+        self._tokenizer.save_pretrained(directory)
+        directory = Path(directory)
+        if (directory / MODULES).is_file():
+            return
+        width = transformers.AutoConfig.from_pretrained(directory).hidden_size
+        pooling = {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True}
+        (directory / "1_Pooling").mkdir()
+        write_json(directory / "1_Pooling" / "config.json", pooling)
+        paths = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+        write_json(
+            directory / MODULES,
+            [
+                {"idx": place, "name": str(place), "path": path, "type": f"sentence_transformers.models.{kind}"}
+                for place, (kind, path) in enumerate(paths.items())
+            ],
+        )
+
+
+def _copy(source: Path, directory: Path) -> None:
+    for path in (path for pattern in COPIED for path in source.glob(pattern)):
+        if path.is_file() and path.suffix != PICKLES:
+            target = directory / path.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, target)
+
+
+def _source_of(model: Any) -> Path | None:
+    """The directory of the files that a model was loaded from, of a model of the hub in its cache; None without one."""
+    name = model.name_or_path
+    if not name or Path(name).is_dir():
+        return Path(name) if name else None
+    from huggingface_hub import snapshot_download
+
+    revision = getattr(model.config, "_commit_hash", None)
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=[*COPIED], ignore_patterns=f"*{PICKLES}"))
+    except (OSError, ValueError) as error:  # no network, or no such place any more
+        log.info("what lies beside the model in %s is not copied: %s", name, first_line(error))
+        return None

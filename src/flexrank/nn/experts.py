@@ -1,0 +1,111 @@
+"""Experts that transformers fuses into one tensor: each matrix becomes a layer, which stages take as any other."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexrank.nn.select import replace_layer
+
+#: What the config of a model of transformers with separate experts says of it, so that whoever loads it knows.
+SEPARATE = "separate_experts"
+
+
+class Experts(nn.Module):
+    """y = Σ_e s_e · down_e(act(gate_e) ⊙ up_e) with [gate_e; up_e] = gate_up_e(x), over the experts e of each token.
+
+    gate_up is (2I × H) and down (H × I), with names such as `experts.3.gate_up`. Experts run one after the other, each
+    on the rows of its tokens, which may be none: transformers' grouped kernels are for fused tensors.
+    """
+
+    def __init__(self, fused: Any):
+        super().__init__()
+        self.act_fn, self.num_experts = fused.act_fn, fused.num_experts
+        for number, matrices in enumerate(zip(fused.gate_up_proj, fused.down_proj, strict=True)):
+            self.add_module(str(number), _Expert(*matrices))
+        # Without flexrank transformers makes the fused tensors at random, and warns; one of no size it refuses.
+        self.register_buffer("gate_up_proj", torch.empty(1, 0, 0))
+        self.train(fused.training)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Outputs (T, H) for tokens (T, H), the numbers (T, k) of their experts, and these experts' shares (T, k)."""
+        outputs = torch.zeros_like(hidden_states)
+        for number in range(self.num_experts):
+            expert: Any = getattr(self, str(number))
+            tokens, places = self._rows_of(number, top_k_index)
+            gate, up = expert.gate_up(hidden_states[tokens]).chunk(2, dim=-1)
+            shares = top_k_weights[tokens, places].unsqueeze(-1)
+            outputs.index_add_(0, tokens, (expert.down(self.act_fn(gate) * up) * shares).to(outputs.dtype))
+        return outputs
+
+    def _rows_of(self, number: int, top_k_index: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens that chose this expert, in their order, which masks of them have too; and where in (T, k)."""
+        if top_k_index.is_meta:  # nothing is chosen where there are no values: an equal share, to count by
+            share = top_k_index.new_empty(-(-top_k_index.numel() // self.num_experts))
+            return share, share
+        tokens, places = torch.where(top_k_index == number)
+        return tokens, places
+
+
+class _Expert(nn.Module):
+    """One expert's layers, on these matrices."""
+
+    def __init__(self, gate_up: Tensor, down: Tensor):
+        super().__init__()
+        self.gate_up, self.down = _linear(gate_up), _linear(down)
+
+
+def separate_experts_(model: nn.Module) -> list[str]:
+    """Makes fused experts separate, in place, so that `select_layers` finds their layers; returns the modules' names.
+
+    The layers' weights are views of the fused tensors, and outputs are equal. A model that has none is left as it is.
+    """
+    fused = _fused_experts(model)
+    for name, module in fused.items():
+        replace_layer(model, name, Experts(module))
+    if fused:
+        setattr(model.config, SEPARATE, True)
+    return list(fused)
+
+
+def separate_as_recorded_(model: Any) -> None:
+    """Makes experts separate where the model's config says that they were, when its weights were written."""
+    if getattr(model.config, SEPARATE, False):
+        separate_experts_(model)
+
+
+@contextlib.contextmanager
+def separate_experts(model: nn.Module) -> Iterator[None]:
+    """Inside the block fused experts are separate, on the same tensors; afterwards they are fused, with its changes."""
+    fused = _fused_experts(model)
+    for name, module in fused.items():
+        replace_layer(model, name, Experts(module))
+    try:
+        yield
+    finally:
+        for name, module in fused.items():
+            replace_layer(model, name, module)
+
+
+def _fused_experts(model: nn.Module) -> dict[str, Any]:
+    return {name: module for name, module in model.named_modules() if _is_fused(module)}
+
+
+def _is_fused(module: Any) -> bool:
+    """Whether these are fused experts of transformers in their usual form, without biases."""
+    matrices = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
+    if not all(isinstance(one, nn.Parameter) and one.ndim == 3 for one in matrices):
+        return False
+    gate = getattr(getattr(module, "_apply_gate", None), "__name__", "")
+    usual = {"is_concatenated": True, "has_gate": True, "is_transposed": False, "has_bias": False}
+    usual |= {"has_post_expert_norm": False}
+    return gate == "_default_apply_gate" and all(getattr(module, name, None) is value for name, value in usual.items())
+
+
+def _linear(weight: Tensor) -> nn.Linear:
+    """A layer on this matrix (m, n), without a bias."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight.detach(), weight.requires_grad)
+    return layer

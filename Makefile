@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 
-.PHONY: demo test lint results bench clean
+.PHONY: demo test lint docs results bench clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/flexrank run examples/minilm.yaml
@@ -19,6 +19,10 @@ lint: $(VENV)/.dev-installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The site of documentation, into site/.
+docs: $(VENV)/.docs-installed
+	$(BIN)/mkdocs build
+
 # The quick forms of the paper's studies, on the models and data that FLEXRANK_ASSETS names; docs/results.md from their JSON.
 results: $(VENV)/.dev-installed
 	$(BIN)/python -m research --all --page
@@ -28,7 +32,7 @@ bench: $(VENV)/.dev-installed
 	$(BIN)/python -m research --benches --page
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) runs site
 
 $(VENV)/.torch-installed:
 	$(PYTHON) -m venv $(VENV)
@@ -46,3 +50,8 @@ $(VENV)/.dev-installed: $(VENV)/.torch-installed constraints.txt pyproject.toml
 	@echo "installing flexrank and what the tests need"
 	$(PIP) -e '.[dev]'
 	@touch $(VENV)/.demo-installed $@
+
+$(VENV)/.docs-installed: $(VENV)/.torch-installed constraints.txt pyproject.toml
+	@echo "installing flexrank and what its documentation needs"
+	$(PIP) -e '.[docs,report]'
+	@touch $@

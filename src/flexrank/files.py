@@ -201,13 +201,18 @@ def write_document(path: str | Path, kind: str, content: Mapping[str, Any]) -> N
     write_json(path, document | {"checksum": digest_json(document)})
 
 
+def reads_format(known: int) -> str:
+    """The end of the line that refuses a format other than the one which this version knows."""
+    return f"this version of flexrank reads format {known}: load it with the version that wrote it, or upgrade"
+
+
 def read_document(path: str | Path, kind: str, keys: tuple[str, ...]) -> dict[str, Any]:
     """Reads what `write_document` wrote; it is a FlexrankError if the file is damaged, or of another kind or format."""
     document = read_json(path)
     if not isinstance(document, dict) or document.get("kind") != kind:
         raise FlexrankError(f"{path}: not the description of an artefact of kind {kind!r}")
     if document.get("format") != FORMAT:
-        raise FlexrankError(f"{path}: has format {document.get('format')!r}; this version reads format {FORMAT}")
+        raise FlexrankError(f"{path}: has format {document.get('format')!r}; {reads_format(FORMAT)}")
     require_keys(document, (*keys, "checksum"), str(path))
     checksum = document.pop("checksum")
     if digest_json(document) != checksum:

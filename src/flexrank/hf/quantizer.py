@@ -12,6 +12,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from flexrank.errors import FlexrankError
+from flexrank.files import reads_format
 from flexrank.hf import models
 from flexrank.nn.experts import separate_as_recorded_
 from flexrank.nn.select import replace_layer
@@ -28,7 +29,7 @@ class DeployedConfig(QuantizationConfigMixin):
 
     def __init__(self, layers: Mapping[str, Mapping[str, Any]], format: int = FORMAT, **ignored: Any):
         if format != FORMAT:
-            raise FlexrankError(f"config.json holds flexrank format {format}; this version of flexrank reads {FORMAT}")
+            raise FlexrankError(f"config.json holds layers of format {format}; {reads_format(FORMAT)}")
         self.quant_method = models.METHOD
         self.format = format
         self.layers = {name: dict(spec) for name, spec in layers.items()}

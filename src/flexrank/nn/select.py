@@ -20,7 +20,7 @@ def select_layers(
 ) -> dict[str, nn.Module]:
     """The layers to factorise by name, in the model's order. Each layer left dense is logged with its reason.
 
-    `include` and `exclude` are names or globs: "*.mlp.*", or a part between dots such as "lm_head". A pattern that
+    `include` and `exclude` are names or globs: `*.mlp.*`, or a part between dots such as `lm_head`. A pattern that
     matches no module, or nothing left to factorise, is a FlexrankError.
     """
     for pattern in (*(include or ()), *exclude):

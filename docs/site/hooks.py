@@ -1,5 +1,6 @@
 """Hooks of mkdocs: pages and files from outside docs/, mathematics as MathML, and the list of errors."""
 
+import logging
 import re
 from html import unescape
 from pathlib import Path
@@ -9,6 +10,7 @@ from errors_page import messages_of
 from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
 
+log = logging.getLogger("mkdocs.hooks")  # whose warnings end a strict build
 ROOT = Path(__file__).parents[2]
 #: Files at the root that are pages of the site too.
 PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
@@ -41,4 +43,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def on_page_content(html: str, **_: Any) -> str:
     """Formulas as MathML, which browsers show without a script."""
     display = {"[": "block", "(": "inline"}
-    return FORMULA.sub(lambda found: convert(unescape(found[3]), display=display[found[2]]), html)
+    html = FORMULA.sub(lambda found: convert(unescape(found[3]), display=display[found[2]]), html)
+    for left in re.findall(r'class="arithmatex"|<!-- messages.*?-->', html):
+        log.warning("a page still has %s", left)
+    return html

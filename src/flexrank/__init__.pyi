@@ -27,7 +27,6 @@ from .distill.objectives import EmbeddingObjective as EmbeddingObjective
 from .distill.objectives import FeatureObjective as FeatureObjective
 from .distill.objectives import LogitObjective as LogitObjective
 from .distill.objectives import objective_for as objective_for
-from .distill.trainer import DistillationTrainer as DistillationTrainer
 from .errors import FlexrankError as FlexrankError
 from .nn.elastic import NestedConv2d as NestedConv2d
 from .nn.elastic import NestedLinear as NestedLinear

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import flexrank as fr
 from flexrank.distill.schedule import Schedule
+from flexrank.distill.trainer import DistillationTrainer
 from flexrank.errors import FlexrankError
 from flexrank.nn.switch import nested_layers
 from tiny import batch_for, build, chain_of, elastic, relative
@@ -37,7 +38,7 @@ def trainer(place: Path, **settings: Any) -> tuple[Any, Any, Any]:
         "report_to": [], "save_strategy": "no", "logging_steps": 1, "use_cpu": True, "disable_tqdm": True, "seed": 0,
     }  # fmt: skip
     args = transformers.TrainingArguments(output_dir=str(place), **(values | settings))
-    return fr.DistillationTrainer(model, teacher, chain, args, train_dataset=rows()), teacher, chain
+    return DistillationTrainer(model, teacher, chain, args, train_dataset=rows()), teacher, chain
 
 
 def _refuse_labels(_: torch.nn.Module, __: object, names: dict[str, Any]) -> None:

@@ -94,7 +94,8 @@ def test_it_consolidates_once_and_says_whether_it_pays(tiny: pytest.MonkeyPatch,
     assert speculative.run(Request(tmp_path))["data"] == result["data"]
 
 
-def test_prompts_are_the_first_tokens_of_held_out_blocks(assets: Path) -> None:
+def test_prompts_are_the_first_tokens_of_held_out_blocks(assets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXRANK_ASSETS", str(assets))
     found = speculative.prompts()
     assert len(found) == 2 and {text.shape for text in found} == {(1, speculative.PROMPT)}
     assert not torch.equal(*found)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from flexrank import processes
 from flexrank.distill import TrainingStep
+from flexrank.errors import FlexrankError
 from flexrank.files import write_aside
 
 LOSSES, BOARD = "losses.jsonl", "tensorboard"
@@ -46,7 +47,8 @@ def tracked(directory: Path, budgets: Sequence[float], tracking: str | None) -> 
 
 @contextlib.contextmanager
 def _lines(path: Path, budgets: Sequence[float], start: int) -> Iterator[Track]:
-    kept = path.read_text(encoding="utf8").splitlines(keepends=True)[:start] if path.is_file() else []
+    before = path.read_text(encoding="utf8") if path.is_file() else ""
+    kept = before.splitlines(keepends=True)[:start]
     with write_aside(path) as aside:
         aside.write_text("".join(kept), encoding="utf8")
     with open(path, "a", encoding="utf8", buffering=1) as file:
@@ -55,7 +57,13 @@ def _lines(path: Path, budgets: Sequence[float], start: int) -> Iterator[Track]:
             facts = {"step": step.number, "budget": budgets[step.profile]}
             print(json.dumps(facts | {"loss": step.loss, "learning_rate": step.learning_rate}), file=file)
 
-        yield write
+        try:
+            yield write
+        except FlexrankError:
+            if before and not start:  # a wrong input leaves a finished run as it was
+                with write_aside(path) as aside:
+                    aside.write_text(before, encoding="utf8")
+            raise
 
 
 @contextlib.contextmanager

@@ -60,8 +60,10 @@ def test_the_verdict_follows_from_the_rows(tiny: pytest.MonkeyPatch, tmp_path: P
     tiny.setattr(cifar, "load_resnet20", lambda path: build("convnet"))
     tiny.setattr(bench, "measure", lambda *_: {"large": 0.85, "rows": rows})
     (verdict,) = bench.run(Request(tmp_path / "first"))["claims"]
-    assert verdict["here"].startswith("0.01; 0 of 2") and verdict["holds"] is False
-    del rows[0]
+    assert verdict["here"] == "0 of 2" and verdict["holds"] is False and "a chance of 0.01," in verdict["why"]
+    rows[0]["differing"] = 0.1
     result = bench.run(Request(tmp_path / "second"))
-    assert result["claims"][0]["here"].startswith("0.09; 0 of 1") and result["claims"][0]["holds"] is True
-    assert shown_rows(result["tables"][0]) == [["0.5", "0.30", "1.0000", "1.000", "0.400", "0.7000", "0.8000"]]
+    assert result["claims"][0]["here"] == "1 of 2" and result["claims"][0]["holds"] is False
+    rows[1]["differing"] = 0.0
+    assert bench.run(Request(tmp_path / "third"))["claims"][0]["holds"] is True
+    assert shown_rows(result["tables"][0])[1] == ["0.5", "0.30", "1.0000", "1.000", "0.400", "0.7000", "0.8000"]

@@ -116,8 +116,8 @@ def evaluate(
     num_fewshot: Annotated[int | None, typer.Option(min=0, help="With --tasks: examples in a prompt.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="With --tasks: documents of each, to try it out.")] = None,
     perplexity: Annotated[Path | None, typer.Option(help="A text to take the perplexity of.")] = None,
-    window: Annotated[int | None, typer.Option(help="With --perplexity: tokens; data.max_tokens.")] = None,
-    budgets: Annotated[str | None, typer.Option(help="With either: budgets, between commas; those of the run.")] = None,
+    window: Annotated[int | None, typer.Option(help="With --perplexity: tokens, or data.max_tokens.")] = None,
+    budgets: Annotated[str | None, typer.Option(help="With either: .9,.5; the run's own if left out.")] = None,
     as_json: Json = False,
 ) -> None:
     """Measures sizes, qualities and latencies of every budget: evaluation.json. Or by lm-eval: benchmarks.json."""

@@ -112,7 +112,7 @@ def run_stages(config: RunConfig, until: str = "report") -> Outcome:
     Raises:
         FlexrankError: a wrong input of any stage; what was finished before it stays.
     """
-    if until not in ("decompose", "probe", "allocate"):  # what is missing is told now, not after hours of probing
+    if until not in ("decompose", "probe", "allocate"):  # now, not after hours of probing
         if config.needs_torchao:
             import torchao  # noqa: F401
         if config.distillation.tracking == "tensorboard":

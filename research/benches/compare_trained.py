@@ -55,7 +55,7 @@ def _measure(course: Course, request: Request) -> dict[str, Any]:
     units = {f"tables, seed {seed}": (*place, seed) for seed in range(request.seeds)}
     tables = list(ledger.take_all(units, table_unit, request.jobs).values())
     trials = _tried(course, ledger, request, tables[0])
-    best = {name: min(some, key=_error_or_last)["settings"] for name, some in trials.items()}
+    best = {name: min(some, key=_error_of)["settings"] for name, some in trials.items()}
     results = {panel: _trained(ledger, request, course.name, best, tables, panel) for panel in _panels(request)}
     return {
         "measure": course.measure, "digits": course.digits, "budgets": list(course.budgets), "base": base,
@@ -178,7 +178,7 @@ def _mean_distance(base: float, measure: str, unit: Unit) -> float | None:
     return statistics.fmean(distances) if distances else None
 
 
-def _error_or_last(trial: Mapping[str, Any]) -> float:
+def _error_of(trial: Mapping[str, Any]) -> float:
     return math.inf if trial["error"] is None else trial["error"]
 
 

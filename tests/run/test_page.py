@@ -122,6 +122,25 @@ def test_the_front_is_drawn_to_scale(opened: Any, tmp_path: Path) -> None:
     assert "Higher is better" in page.text_content("#front-caption")
 
 
+@pytest.mark.parametrize("smallest", [14_210_000, 2_000_000, 95_000_000])
+def test_numbers_below_the_front_are_to_scale(smallest: int, opened: Any, tmp_path: Path) -> None:
+    """Oracle: a tick's number from its place, between those of the outermost ticks; 20M ends in a zero."""
+    value = summary()
+    value["base"]["params_model"] = int(1.6 * smallest)
+    for row, times in zip(sorted(value["rows"], key=lambda one: one["budget"]), (1.0, 1.3), strict=True):
+        row["params_model"] = int(times * smallest)
+    page = opened(written(tmp_path, value))
+    ticks = page.eval_on_selector_all(
+        "#front text[text-anchor=middle]", "all => all.map(one => [Number(one.getAttribute('x')), one.textContent])"
+    )[:-1]  # the last says what the numbers are
+    numbers = [float(text.removesuffix("M")) for _, text in ticks]
+    (first, low), (last, high) = ((ticks[end][0], numbers[end]) for end in (0, -1))
+    assert len(ticks) >= 4 and 0.9 * smallest < 1e6 * low < 1e6 * high < 1.7 * smallest
+    for (place, text), number in zip(ticks, numbers, strict=True):
+        assert number == pytest.approx(low + (high - low) * (place - first) / (last - first), rel=1e-3)
+        assert "." not in text or not text.endswith("0M")
+
+
 def test_a_layer_costs_what_the_probe_found(opened: Any, tmp_path: Path) -> None:
     page = opened(written(tmp_path))
     assert page.locator("#sensitivity path.layer").count() == len(SHAPES)

@@ -11,6 +11,11 @@ function count(number) {
   return String(Number(number.toFixed(2)));
 }
 
+// Without zeros that end a fraction: 20M for 20.00M, 2.5M for 2.50M.
+function short(label) {
+  return label.replace(/(\.\d*?)0+(?=\D|$)/, "$1").replace(/\.(?=\D|$)/, "");
+}
+
 function element(name, attributes = {}, ...children) {
   const space = SVG.has(name) ? "http://www.w3.org/2000/svg" : "http://www.w3.org/1999/xhtml";
   const made = document.createElementNS(space, name);
@@ -36,7 +41,7 @@ function chart(place, lines, dots, labels, isLogarithmic = false) {
     svg.append(element("line", { class: "grid", x1: left, x2: width - right, y1: atY(y), y2: atY(y) }));
     text(left - 6, atY(y) + 4, "end", String(Number(y.toPrecision(3))));
   }
-  for (const x of ticks(x0, x1, width / 90)) text(atX(x), height - bottom + 18, "middle", count(x).replace(/\.?0+(?=\D|$)/, ""));
+  for (const x of ticks(x0, x1, width / 90)) text(atX(x), height - bottom + 18, "middle", short(count(x)));
   text((left + width) / 2, height - 6, "middle", labels.below);
   for (const { points: own, kind, style, label } of lines) {
     const path = "M" + own.map(([x, y]) => `${atX(x).toFixed(1)} ${atY(y).toFixed(1)}`).join("L");

@@ -26,7 +26,7 @@ STUDIES = (
 #: Speed, stage by stage; then quality.
 BENCHES = (
     "train", "calibrate", "decompose", "probe", "search", "saving", "memory", "start", "runtimes", "speculative",
-    "cascade", "sts", "language",
+    "cascade", "quantized", "sts", "language",
 )  # fmt: skip
 #: Each on models of its own, or on that of a configuration; they take long, and run by name alone.
 COMPARISONS = ("compare", "compare-trained")

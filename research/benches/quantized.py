@@ -1,0 +1,168 @@
+"""Sizes and precisions together: quality by bytes, against the base model quantised alone.
+
+One short consolidation gives all sizes; torchao quantises what is deployed, weights alone, after training. Bytes are
+those of the layers that are decomposed, whole or factorised: codes packed, a float32 scale for each group of weights.
+"""
+
+import copy
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from flexrank import allocate_ranks, collect_rows, deploy, distill_, distillation_evaluator, probe_sensitivity
+from flexrank.distill.objectives import EmbeddingObjective, Objective
+from flexrank.hf.models import eager_attention, hidden_states
+from flexrank.nn.select import select_layers
+from flexrank.nn.switch import nested_layers
+from flexrank.run.training import autocast_dtype
+from research.benches import language, sts
+from research.benches.quality import Subject
+from research.experiment import Experiment, Ledger, Request
+from research.figures import NEUTRAL, panels
+from research.result import Result, goal, measured, table
+
+#: Sizes beside the base model, which is 1; bits of a weight, 16 being bfloat16; weights of a scale; levels of the probe.
+BUDGETS, BITS, GROUP, LEVELS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3), (16, 8, 6, 5, 4, 3, 2), 32, 6
+#: A layer whose inputs do not divide into groups of so many has one scale for each row.
+LEAST_GROUP = 8
+#: By model: the score, whether more of it is better, and how it is consolidated.
+SCORES = {"all-MiniLM-L6-v2": ("cosine", True), "pycode5m": ("nats", False)}
+TRAINING: dict[str, dict[str, Any]] = {
+    "all-MiniLM-L6-v2": {"steps": 400, "learning_rate": 1e-4, "warmup_steps": 20},
+    "pycode5m": {"steps": 200, "learning_rate": 2e-4, "warmup_steps": 10},
+}
+Point = dict[str, float]  #: a size: its budget, the bits of its weights, their bytes, and its score
+
+
+def run(request: Request) -> Result:
+    """Consolidates each model once, and scores every size at every precision."""
+    settings = {"budgets": BUDGETS, "bits": BITS, "group": GROUP, "levels": LEVELS, "half": request.half}
+    data = {}
+    for name, training in TRAINING.items():
+        ledger = Ledger(request.work, {"model": name, **training, **settings})
+        data[name] = ledger.take("points", measure, name, request, ledger.directory / "training")
+    tables = [_table(name, points) for name, points in data.items()]
+    return measured(settings | TRAINING, tables, [_goal(name, points) for name, points in data.items()], data)
+
+
+def measure(name: str, request: Request, checkpoint: Path) -> list[Point]:
+    """The base model at every precision, then every size."""
+    subject, batches, objective, forwards = _lesson(name, request)
+    model = subject.decomposed("fisher")
+    rows = collect_rows(model, subject.calibration, nested_layers(model))
+    evaluate = distillation_evaluator(subject.teacher, subject.probe, subject.objective)
+    chain = allocate_ranks(probe_sensitivity(model, evaluate, LEVELS), BUDGETS)
+    with forwards(model):
+        distill_(
+            model, subject.teacher, batches, chain, objective=objective, checkpoint=checkpoint,
+            autocast=autocast_dtype("auto", torch.device("cpu")), **TRAINING[name],
+        )  # fmt: skip
+    score = functools.partial(_points, subject, SCORES[name][0], list(nested_layers(model)))
+    sizes = (score(deploy(model, chain.at(budget), activations=rows), budget) for budget in BUDGETS)
+    return sum(sizes, score(subject.teacher, 1.0))
+
+
+def _lesson(name: str, request: Request) -> tuple[Subject, Any, Objective, Any]:
+    """A model, what it learns from and by, and how its forwards run meanwhile."""
+    if name == "pycode5m":
+        subject, batches = language.subject_of(language.PYCODE, request.half)
+        return subject, batches, language.FOLLOWED, functools.partial(_seen, subject.teacher)
+    subject, batches = sts.subject_of(request.half)
+    return subject, batches, EmbeddingObjective(sts.HIDDEN_WEIGHT), eager_attention
+
+
+def _seen(teacher: nn.Module, model: nn.Module) -> AbstractContextManager[None]:
+    return hidden_states(model, teacher)
+
+
+def _points(subject: Subject, measure: str, layers: Sequence[str], model: nn.Module, budget: float) -> list[Point]:
+    points = []
+    for bits in BITS:
+        small = copy.deepcopy(model)
+        size = quantize_(small, layers, bits)
+        points.append({"budget": budget, "bits": bits, "bytes": size, "score": subject.score(small)[measure]})
+    return points
+
+
+def quantize_(model: nn.Module, layers: Sequence[str], bits: int) -> int:
+    """Quantises the weights of these layers, or of both their factors, in place; returns their bytes."""
+    from torchao.quantization import IntxWeightOnlyConfig, PerGroup, quantize_
+
+    size = 0
+    for part in (part for name in layers for part in model.get_submodule(name).modules() if isinstance(part, nn.Linear)):
+        count, group = part.weight.numel(), math.gcd(GROUP, part.in_features)
+        group = group if group >= LEAST_GROUP else part.in_features
+        bits = bits if part.in_features > 1 else 16  # torchao takes no matrix of one column
+        if bits == 16:
+            part.weight.data = part.weight.data.bfloat16().to(part.weight.dtype)
+        else:
+            quantize_(part, IntxWeightOnlyConfig(getattr(torch, f"int{bits}"), PerGroup(group)), lambda *_: True)
+        size += math.ceil(count * bits / 8) + (4 * count // group if bits < 16 else 0)
+    return size
+
+
+def in_front(points: Sequence[Point], more_is_better: bool) -> list[Point]:
+    """The points that none of fewer bytes, or as many, is better than; by bytes."""
+    front: list[Point] = []
+    sign = -1 if more_is_better else 1
+    for point in sorted(points, key=lambda one: (one["bytes"], sign * one["score"])):
+        if not front or sign * point["score"] < sign * front[-1]["score"]:
+            front.append(point)
+    return front
+
+
+def _table(name: str, points: Sequence[Point]) -> dict[str, Any]:
+    measure, more_is_better = SCORES[name]
+    front = in_front(points, more_is_better)
+    cells = {
+        (one["bits"], one["budget"]): f"{one['bytes'] / 1e6:.2f} {one['score']:.4f}{' *' if one in front else ''}"
+        for one in points
+    }
+    rows = [[f"{bits} bits", *(cells[bits, budget] for budget in (1.0, *BUDGETS))] for bits in BITS]
+    title = f"{name}: MB of the decomposed layers, and {measure}; * none of as few bytes is better"
+    return table(title, ["", "base model", *BUDGETS], rows)
+
+
+def _goal(name: str, points: Sequence[Point]) -> dict[str, Any]:
+    """How many precisions of the base model are behind a size of as few bytes."""
+    front = in_front(points, SCORES[name][1])
+    low = [one for one in points if one["budget"] == 1.0 and one["bits"] < 16]
+    behind = [one for one in low if one not in front]
+    what = f"{name}: precisions of the base model, below bfloat16, behind a size of as few bytes"
+    bits = ", ".join(f"{one['bits']:g}" for one in behind) or "none"
+    return goal(what, f"{len(low)} of {len(low)}", f"{len(behind)} (bits: {bits})", len(behind) == len(low))
+
+
+def draw(data: Mapping[str, Sequence[Point]]) -> Any:
+    """A panel for each model: the score by bytes, a line for each precision, the base model's grey."""
+    import matplotlib
+
+    figure, axes = panels(len(data), (5 * len(data), 3.8))
+    colours = matplotlib.colormaps["viridis"].resampled(len(BITS))
+    for panel, (name, points) in zip(axes, data.items(), strict=True):
+        for number, bits in enumerate(BITS):
+            line = [one for one in points if one["bits"] == bits and one["budget"] < 1]
+            panel.plot(*_places(line), "o-", color=colours(number), markersize=4, label=f"{bits} bits")
+        panel.plot(*_places([one for one in points if one["budget"] == 1]), "s--", color=NEUTRAL, label="base model")
+        panel.set(title=name, xlabel="MB of the decomposed layers", ylabel=SCORES[name][0], xscale="log")
+        shown = sorted(one["score"] for one in points if one["bits"] >= 4)
+        panel.set_ylim(shown[0], shown[-1] + (shown[-1] - shown[0]) * 0.05)
+    axes[0].legend()
+    return figure
+
+
+def _places(points: Sequence[Point]) -> tuple[list[float], list[float]]:
+    return [one["bytes"] / 1e6 for one in points], [one["score"] for one in points]
+
+
+EXPERIMENT = Experiment(
+    "quantized", "Sizes and precisions together",
+    "quality by bytes of every size at every precision, against the base model quantised alone",
+    minutes=25, has_halves=True, run=run, draw=draw,
+)  # fmt: skip

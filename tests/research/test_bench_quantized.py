@@ -1,0 +1,119 @@
+"""The bench of precisions: codes and bytes by hand, the front by comparing all pairs, a tiny Llama all the way."""
+
+import contextlib
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flexrank.data.metrics import nats_per_token
+from flexrank.distill.objectives import LogitObjective
+from flexrank.nn.gauge_aligned import GaugeAlignedLinear
+from research.benches import quantized
+from research.benches.quality import Subject
+from research.experiment import Request
+from research.result import shown_rows
+from tiny import build, token_batch
+
+pytest.importorskip("torchao")
+# torchao's own, as it is loaded.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+
+
+def layer(columns: int, rows: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(columns, rows))
+
+
+@pytest.mark.parametrize(("bits", "wanted"), [(16, 12288), (8, 6144 + 4 * 192), (4, 3072 + 4 * 192), (3, 2304 + 4 * 192)])
+def test_bytes_and_codes_of_groups_of_thirty_two(bits: int, wanted: int) -> None:
+    """96 rows of 64: two groups a row."""
+    model = layer(64, 96)
+    before = model[0].weight.detach().clone()
+    assert quantized.quantize_(model, ["0"], bits) == wanted
+    after = model(torch.eye(64)).T - model[0].bias[:, None]
+    if bits == 16:
+        torch.testing.assert_close(after, before.bfloat16().float())
+        return
+    groups, codes = before.view(96, 2, 32), after.detach().view(96, 2, 32)
+    steps = groups.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 0.5)
+    assert ((codes - groups).abs() <= 0.51 * steps + 1e-6).all()
+    assert max(len(group.unique()) for group in (codes / steps).round().reshape(-1, 32)) <= 2**bits
+
+
+def test_a_row_has_one_scale_where_groups_do_not_divide_it() -> None:
+    """60 columns divide by 4 alone; 48 by 16."""
+    assert quantized.quantize_(layer(60, 10), ["0"], 8) == 600 + 4 * 10
+    assert quantized.quantize_(layer(48, 10), ["0"], 8) == 480 + 4 * 30
+
+
+def test_both_factors_and_no_other_layer_are_quantised() -> None:
+    factors = GaugeAlignedLinear.from_factors(torch.randn(40, 8), torch.randn(64, 8), slack=8)
+    model = nn.ModuleDict({"small": factors, "head": nn.Linear(64, 4)})
+    size = quantized.quantize_(model, ["small"], 4)
+    assert size == 256 + 4 * 16 + 160 + 4 * 40  # 8 rows of two groups, and 40 rows of one
+    assert type(factors.latent.weight).__name__ == type(factors.expand.weight).__name__ == "IntxUnpackedToInt8Tensor"
+    assert type(model["head"].weight) is nn.Parameter
+
+
+@pytest.mark.parametrize("more_is_better", [True, False])
+def test_the_front_is_what_no_other_point_beats(more_is_better: bool) -> None:
+    draw = random.Random(0)
+    points = [{"bytes": draw.randrange(9), "score": draw.randrange(9)} for _ in range(40)]
+    sign = 1 if more_is_better else -1
+
+    def beaten(one: Any) -> bool:
+        return any(
+            other["bytes"] <= one["bytes"] and sign * other["score"] >= sign * one["score"]
+            and (other["bytes"], other["score"]) != (one["bytes"], one["score"])
+            for other in points
+        )  # fmt: skip
+
+    wanted = {(one["bytes"], one["score"]) for one in points if not beaten(one)}
+    front = quantized.in_front(points, more_is_better)
+    assert {(one["bytes"], one["score"]) for one in front} == wanted and len(front) == len(wanted) > 1
+
+
+def test_table_and_verdict_by_hand() -> None:
+    def point(budget: float, bits: int, size: float, score: float) -> dict[str, float]:
+        return {"budget": budget, "bits": bits, "bytes": size * 1e6, "score": score}
+
+    points = [
+        point(budget, bits, bits * budget, 0.0) for budget in (1.0, *quantized.BUDGETS) for bits in quantized.BITS
+    ]
+    for one in points:
+        if one["budget"] == 1.0:
+            one["score"] = one["bits"] / 16
+        if (one["budget"], one["bits"]) == (0.5, 8):
+            one["score"] = 0.35  # 4 MB: above the base model's 5 (5 MB, .31) and 4 bits (4 MB, .25), not its 6 (.375)
+    table = quantized._table("all-MiniLM-L6-v2", points)
+    shown = {row[0]: row[1:] for row in shown_rows(table)}
+    assert shown["8 bits"][5] == "4.00 0.3500 *" and shown["6 bits"][0] == "6.00 0.3750 *"
+    assert shown["5 bits"][0] == "5.00 0.3125" and shown["4 bits"][0] == "4.00 0.2500" and shown["3 bits"][0][-1] == "*"
+    goal = quantized._goal("all-MiniLM-L6-v2", points)
+    assert (goal["goal"], goal["here"], goal["holds"]) == ("6 of 6", "2 (bits: 5, 4)", False)
+
+
+def test_every_size_is_scored_at_every_precision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    teacher, batch = build("llama_untied"), token_batch()
+    subject = Subject(
+        teacher, [batch], [batch], LogitObjective(), lambda model: {"nats": nats_per_token(model, [batch])}, ("lm_head",)
+    )
+    monkeypatch.setattr(quantized, "BUDGETS", (0.6, 0.3))
+    monkeypatch.setattr(quantized, "BITS", (16, 4))
+    monkeypatch.setattr(quantized, "TRAINING", {"pycode5m": {"steps": 2, "learning_rate": 1e-4}})
+    lesson = subject, [batch], LogitObjective(), lambda model: contextlib.nullcontext()
+    monkeypatch.setattr(quantized, "_lesson", lambda name, request: lesson)
+    result = quantized.run(Request(tmp_path))
+    points = result["data"]["pycode5m"]
+    assert [(one["budget"], one["bits"]) for one in points] == [(b, n) for b in (1.0, 0.6, 0.3) for n in (16, 4)]
+    base = points[0]
+    matrices = [part for name, part in teacher.named_modules() if isinstance(part, nn.Linear) and name != "lm_head"]
+    assert base["bytes"] == 2 * sum(part.weight.numel() for part in matrices)
+    assert base["score"] == pytest.approx(nats_per_token(teacher, [batch]), abs=0.02)
+    assert points[2]["bytes"] <= 0.6 * base["bytes"] and points[4]["bytes"] <= 0.3 * base["bytes"]
+    assert all(points[n]["bytes"] > points[n + 1]["bytes"] for n in (0, 2, 4))
+    assert quantized.draw(result["data"]).axes

@@ -1,24 +1,33 @@
 """Sizes and precisions together: quality by bytes, against the base model quantised alone.
 
-One short consolidation gives all sizes; torchao quantises what is deployed, weights alone, after training. Bytes are
-those of the layers that are decomposed, whole or factorised: codes packed, a float32 scale for each group of weights.
+One short consolidation gives all sizes; torchao quantises what is deployed, weights alone, after training. Gauge
+alignment saves parameters and spreads their values, so each size is deployed by the slack of float32, by that of
+bfloat16, and as plain factors. Bytes are those of the layers that are decomposed, whole or factorised: codes packed, a
+float32 scale for each group of weights.
 """
 
 import copy
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from flexrank import allocate_ranks, collect_rows, deploy, distill_, distillation_evaluator, probe_sensitivity
+from flexrank import (
+    ProfileChain,
+    allocate_ranks,
+    collect_rows,
+    deploy,
+    distill_,
+    distillation_evaluator,
+    probe_sensitivity,
+)
 from flexrank.distill.objectives import EmbeddingObjective, Objective
 from flexrank.hf.models import eager_attention, hidden_states
-from flexrank.nn.select import select_layers
 from flexrank.nn.switch import nested_layers
 from flexrank.run.training import autocast_dtype
 from research.benches import language, sts
@@ -27,8 +36,12 @@ from research.experiment import Experiment, Ledger, Request
 from research.figures import NEUTRAL, panels
 from research.result import Result, goal, measured, table
 
-#: Sizes beside the base model, which is 1; bits of a weight, 16 being bfloat16; weights of a scale; levels of the probe.
-BUDGETS, BITS, GROUP, LEVELS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3), (16, 8, 6, 5, 4, 3, 2), 32, 6
+#: Sizes beside the base model, 1; bits of a weight, 16 being bfloat16; weights of a scale; levels of the probe.
+BUDGETS, BITS, GROUP, LEVELS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3), (16, 8, 6, 4, 3), 32, 6
+#: How a size is deployed; `plain` leaves every column unaligned.
+FORMS: dict[str, dict[str, Any]] = {
+    "aligned": {}, "for bfloat16": {"dtype": torch.bfloat16}, "plain": {"slack": 2**30}
+}  # fmt: skip
 #: A layer whose inputs do not divide into groups of so many has one scale for each row.
 LEAST_GROUP = 8
 #: By model: the score, whether more of it is better, and how it is consolidated.
@@ -37,35 +50,41 @@ TRAINING: dict[str, dict[str, Any]] = {
     "all-MiniLM-L6-v2": {"steps": 400, "learning_rate": 1e-4, "warmup_steps": 20},
     "pycode5m": {"steps": 200, "learning_rate": 2e-4, "warmup_steps": 10},
 }
-Point = dict[str, float]  #: a size: its budget, the bits of its weights, their bytes, and its score
+Point = dict[str, Any]  #: a size: its budget, form, the bits of its weights, their bytes, and its score
 
 
 def run(request: Request) -> Result:
-    """Consolidates each model once, and scores every size at every precision."""
-    settings = {"budgets": BUDGETS, "bits": BITS, "group": GROUP, "levels": LEVELS, "half": request.half}
+    """Consolidates each model once, and scores every size in every form at every precision."""
+    settings = {"budgets": BUDGETS, "levels": LEVELS, "half": request.half}
     data = {}
     for name, training in TRAINING.items():
         ledger = Ledger(request.work, {"model": name, **training, **settings})
-        data[name] = ledger.take("points", measure, name, request, ledger.directory / "training")
+        unit = f"points of {BITS} bits in groups of {GROUP}, {', '.join(FORMS)}"
+        data[name] = ledger.take(unit, measure, name, request, ledger)
+    settings |= {"bits": BITS, "group": GROUP}
     tables = [_table(name, points) for name, points in data.items()]
     return measured(settings | TRAINING, tables, [_goal(name, points) for name, points in data.items()], data)
 
 
-def measure(name: str, request: Request, checkpoint: Path) -> list[Point]:
+def measure(name: str, request: Request, ledger: Ledger) -> list[Point]:
     """The base model at every precision, then every size."""
     subject, batches, objective, forwards = _lesson(name, request)
     model = subject.decomposed("fisher")
     rows = collect_rows(model, subject.calibration, nested_layers(model))
     evaluate = distillation_evaluator(subject.teacher, subject.probe, subject.objective)
-    chain = allocate_ranks(probe_sensitivity(model, evaluate, LEVELS), BUDGETS)
+    chosen = ledger.take("chain", lambda: allocate_ranks(probe_sensitivity(model, evaluate, LEVELS), BUDGETS).to_json())
+    chain = ProfileChain.from_json(chosen)
     with forwards(model):
         distill_(
-            model, subject.teacher, batches, chain, objective=objective, checkpoint=checkpoint,
+            model, subject.teacher, batches, chain, objective=objective, checkpoint=ledger.directory / "training",
             autocast=autocast_dtype("auto", torch.device("cpu")), **TRAINING[name],
         )  # fmt: skip
     score = functools.partial(_points, subject, SCORES[name][0], list(nested_layers(model)))
-    sizes = (score(deploy(model, chain.at(budget), activations=rows), budget) for budget in BUDGETS)
-    return sum(sizes, score(subject.teacher, 1.0))
+    points = score(subject.teacher, 1.0, "base model")
+    for budget, form in itertools.product(BUDGETS, FORMS):
+        small = deploy(model, chain.at(budget), activations=rows, **FORMS[form])
+        points += score(small.to(next(model.parameters()).dtype), budget, form)
+    return points
 
 
 def _lesson(name: str, request: Request) -> tuple[Subject, Any, Objective, Any]:
@@ -81,12 +100,14 @@ def _seen(teacher: nn.Module, model: nn.Module) -> AbstractContextManager[None]:
     return hidden_states(model, teacher)
 
 
-def _points(subject: Subject, measure: str, layers: Sequence[str], model: nn.Module, budget: float) -> list[Point]:
+def _points(
+    subject: Subject, measure: str, layers: Sequence[str], model: nn.Module, budget: float, form: str
+) -> list[Point]:
     points = []
     for bits in BITS:
-        small = copy.deepcopy(model)
-        size = quantize_(small, layers, bits)
-        points.append({"budget": budget, "bits": bits, "bytes": size, "score": subject.score(small)[measure]})
+        low = copy.deepcopy(model)
+        facts = {"budget": budget, "form": form, "bits": bits, "bytes": quantize_(low, layers, bits)}
+        points.append(facts | {"score": subject.score(low)[measure]})
     return points
 
 
@@ -95,7 +116,9 @@ def quantize_(model: nn.Module, layers: Sequence[str], bits: int) -> int:
     from torchao.quantization import IntxWeightOnlyConfig, PerGroup, quantize_
 
     size = 0
-    for part in (part for name in layers for part in model.get_submodule(name).modules() if isinstance(part, nn.Linear)):
+    for part in (
+        part for name in layers for part in model.get_submodule(name).modules() if isinstance(part, nn.Linear)
+    ):
         count, group = part.weight.numel(), math.gcd(GROUP, part.in_features)
         group = group if group >= LEAST_GROUP else part.in_features
         bits = bits if part.in_features > 1 else 16  # torchao takes no matrix of one column
@@ -121,12 +144,17 @@ def _table(name: str, points: Sequence[Point]) -> dict[str, Any]:
     measure, more_is_better = SCORES[name]
     front = in_front(points, more_is_better)
     cells = {
-        (one["bits"], one["budget"]): f"{one['bytes'] / 1e6:.2f} {one['score']:.4f}{' *' if one in front else ''}"
+        (one["form"], one["bits"], one["budget"]):
+            f"{one['bytes'] / 1e6:.2f} {one['score']:.4f}{' *' if one in front else ''}"
         for one in points
-    }
-    rows = [[f"{bits} bits", *(cells[bits, budget] for budget in (1.0, *BUDGETS))] for bits in BITS]
-    title = f"{name}: MB of the decomposed layers, and {measure}; * none of as few bytes is better"
-    return table(title, ["", "base model", *BUDGETS], rows)
+    }  # fmt: skip
+    rows = [["base model", str(bits), cells["base model", bits, 1.0], *[""] * (len(BUDGETS) - 1)] for bits in BITS]
+    rows += [
+        [form, str(bits), *(cells[form, bits, budget] for budget in BUDGETS)]
+        for form, bits in itertools.product(FORMS, BITS)
+    ]
+    title = f"{name}: MB of the decomposed layers, and {measure}; * nothing of as few bytes is better"
+    return table(title, ["", "bits", *BUDGETS], rows)
 
 
 def _goal(name: str, points: Sequence[Point]) -> dict[str, Any]:
@@ -140,19 +168,22 @@ def _goal(name: str, points: Sequence[Point]) -> dict[str, Any]:
 
 
 def draw(data: Mapping[str, Sequence[Point]]) -> Any:
-    """A panel for each model: the score by bytes, a line for each precision, the base model's grey."""
+    """A panel for each model: the score by bytes; at each precision the best form of each size, the base model grey."""
     import matplotlib
 
     figure, axes = panels(len(data), (5 * len(data), 3.8))
     colours = matplotlib.colormaps["viridis"].resampled(len(BITS))
     for panel, (name, points) in zip(axes, data.items(), strict=True):
+        measure, more_is_better = SCORES[name]
+        sizes = [one for one in points if one["budget"] < 1]
         for number, bits in enumerate(BITS):
-            line = [one for one in points if one["bits"] == bits and one["budget"] < 1]
+            line = in_front([one for one in sizes if one["bits"] == bits], more_is_better)
             panel.plot(*_places(line), "o-", color=colours(number), markersize=4, label=f"{bits} bits")
         panel.plot(*_places([one for one in points if one["budget"] == 1]), "s--", color=NEUTRAL, label="base model")
-        panel.set(title=name, xlabel="MB of the decomposed layers", ylabel=SCORES[name][0], xscale="log")
-        shown = sorted(one["score"] for one in points if one["bits"] >= 4)
-        panel.set_ylim(shown[0], shown[-1] + (shown[-1] - shown[0]) * 0.05)
+        panel.set(title=name, xlabel="MB of the decomposed layers", ylabel=measure, xscale="log")
+        shown = [one["score"] for one in points if one["bits"] == BITS[0]]
+        margin = 0.5 * (max(shown) - min(shown))
+        panel.set_ylim(min(shown) - margin, max(shown) + margin)
     axes[0].legend()
     return figure
 

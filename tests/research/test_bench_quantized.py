@@ -1,6 +1,7 @@
 """The bench of precisions: codes and bytes by hand, the front by comparing all pairs, a tiny Llama all the way."""
 
 import contextlib
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,11 @@ def layer(columns: int, rows: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(columns, rows))
 
 
-@pytest.mark.parametrize(("bits", "wanted"), [(16, 12288), (8, 6144 + 4 * 192), (4, 3072 + 4 * 192), (3, 2304 + 4 * 192)])
+@pytest.mark.parametrize(
+    ("bits", "wanted"), [(16, 12288), (8, 6144 + 4 * 192), (4, 3072 + 4 * 192), (3, 2304 + 4 * 192)]
+)
 def test_bytes_and_codes_of_groups_of_thirty_two(bits: int, wanted: int) -> None:
-    """96 rows of 64: two groups a row."""
+    """96 rows of 64: two groups a row, so 192 scales of four bytes."""
     model = layer(64, 96)
     before = model[0].weight.detach().clone()
     assert quantized.quantize_(model, ["0"], bits) == wanted
@@ -78,30 +81,25 @@ def test_the_front_is_what_no_other_point_beats(more_is_better: bool) -> None:
 
 
 def test_table_and_verdict_by_hand() -> None:
-    def point(budget: float, bits: int, size: float, score: float) -> dict[str, float]:
-        return {"budget": budget, "bits": bits, "bytes": size * 1e6, "score": score}
+    def point(form: str, budget: float, bits: int, score: float = 0.0) -> dict[str, Any]:
+        return {"form": form, "budget": budget, "bits": bits, "bytes": bits * budget * 1e6, "score": score}
 
-    points = [
-        point(budget, bits, bits * budget, 0.0) for budget in (1.0, *quantized.BUDGETS) for bits in quantized.BITS
-    ]
-    for one in points:
-        if one["budget"] == 1.0:
-            one["score"] = one["bits"] / 16
-        if (one["budget"], one["bits"]) == (0.5, 8):
-            one["score"] = 0.35  # 4 MB: above the base model's 5 (5 MB, .31) and 4 bits (4 MB, .25), not its 6 (.375)
-    table = quantized._table("all-MiniLM-L6-v2", points)
-    shown = {row[0]: row[1:] for row in shown_rows(table)}
-    assert shown["8 bits"][5] == "4.00 0.3500 *" and shown["6 bits"][0] == "6.00 0.3750 *"
-    assert shown["5 bits"][0] == "5.00 0.3125" and shown["4 bits"][0] == "4.00 0.2500" and shown["3 bits"][0][-1] == "*"
+    points = [point("base model", 1.0, bits, bits / 16) for bits in quantized.BITS]
+    sizes = itertools.product(quantized.FORMS, quantized.BUDGETS, quantized.BITS)
+    # 4 MB: above the base model's 4 bits (4 MB, .25), not its 6 (6 MB, .375).
+    points += [point(*one, 0.35 if one == ("plain", 0.5, 8) else 0.0) for one in sizes]
+    shown = {tuple(row[:2]): row[2:] for row in shown_rows(quantized._table("all-MiniLM-L6-v2", points))}
+    assert shown["plain", "8"][4] == "4.00 0.3500 *" and shown["aligned", "8"][4] == "4.00 0.0000"
+    base = [shown["base model", str(bits)][0] for bits in (6, 4, 3)]
+    assert base == ["6.00 0.3750 *", "4.00 0.2500", "3.00 0.1875 *"]
     goal = quantized._goal("all-MiniLM-L6-v2", points)
-    assert (goal["goal"], goal["here"], goal["holds"]) == ("6 of 6", "2 (bits: 5, 4)", False)
+    assert (goal["goal"], goal["here"], goal["holds"]) == ("4 of 4", "1 (bits: 4)", False)
 
 
-def test_every_size_is_scored_at_every_precision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_size_is_scored_in_every_form_at_every_precision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     teacher, batch = build("llama_untied"), token_batch()
-    subject = Subject(
-        teacher, [batch], [batch], LogitObjective(), lambda model: {"nats": nats_per_token(model, [batch])}, ("lm_head",)
-    )
+    score = lambda model: {"nats": nats_per_token(model, [batch])}  # noqa: E731
+    subject = Subject(teacher, [batch], [batch], LogitObjective(), score, ("lm_head",))
     monkeypatch.setattr(quantized, "BUDGETS", (0.6, 0.3))
     monkeypatch.setattr(quantized, "BITS", (16, 4))
     monkeypatch.setattr(quantized, "TRAINING", {"pycode5m": {"steps": 2, "learning_rate": 1e-4}})
@@ -109,11 +107,20 @@ def test_every_size_is_scored_at_every_precision(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(quantized, "_lesson", lambda name, request: lesson)
     result = quantized.run(Request(tmp_path))
     points = result["data"]["pycode5m"]
-    assert [(one["budget"], one["bits"]) for one in points] == [(b, n) for b in (1.0, 0.6, 0.3) for n in (16, 4)]
-    base = points[0]
+    forms = [("base model", 1.0), *((form, budget) for budget in (0.6, 0.3) for form in quantized.FORMS)]
+    assert [(one["form"], one["budget"], one["bits"]) for one in points] == [
+        (*one, n) for one in forms for n in (16, 4)
+    ]
+    base, by_place = points[0], {(one["form"], one["budget"], one["bits"]): one for one in points}
     matrices = [part for name, part in teacher.named_modules() if isinstance(part, nn.Linear) and name != "lm_head"]
     assert base["bytes"] == 2 * sum(part.weight.numel() for part in matrices)
     assert base["score"] == pytest.approx(nats_per_token(teacher, [batch]), abs=0.02)
-    assert points[2]["bytes"] <= 0.6 * base["bytes"] and points[4]["bytes"] <= 0.3 * base["bytes"]
-    assert all(points[n]["bytes"] > points[n + 1]["bytes"] for n in (0, 2, 4))
-    assert quantized.draw(result["data"]).axes
+    assert by_place["aligned", 0.6, 16]["bytes"] <= 0.6 * base["bytes"]
+    # Of rank r, plain factors have r(m + n) numbers, which alignment without slack lessens by r².
+    assert by_place["plain", 0.3, 16]["bytes"] > by_place["aligned", 0.3, 16]["bytes"]
+    same = [by_place[form, 0.3, 16]["score"] for form in ("aligned", "plain")]
+    assert same[0] == pytest.approx(same[1], abs=0.05)  # both rounded to bfloat16
+    assert all(points[n]["bytes"] > points[n + 1]["bytes"] for n in range(0, len(points), 2))
+    assert len(quantized.draw(result["data"]).axes) == 1
+    monkeypatch.setattr(quantized, "measure", None)  # all is kept
+    assert quantized.run(Request(tmp_path))["data"] == result["data"]

@@ -41,10 +41,15 @@ class Held:
 
 
 def live_storages() -> dict[int, torch.UntypedStorage]:
-    """The memory of every tensor, by its address. What exporters trace with, and may keep, holds no memory."""
+    """The memory of every tensor, by its address.
+
+    What exporters trace with, and may keep, holds none; nor does what wraps other tensors, which are found themselves.
+    """
     tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and not holds_nothing(one)]
     return {(storage := tensor.untyped_storage()).data_ptr(): storage for tensor in tensors}
 
 
 def holds_nothing(tensor: torch.Tensor) -> bool:
+    if hasattr(type(tensor), "__tensor_flatten__"):  # such as torchao's
+        return True
     return tensor.is_meta or isinstance(tensor, FakeTensor | FunctionalTensor) or torch._is_functional_tensor(tensor)

@@ -180,10 +180,11 @@ def draw(data: Mapping[str, Sequence[Point]]) -> Any:
             line = in_front([one for one in sizes if one["bits"] == bits], more_is_better)
             panel.plot(*_places(line), "o-", color=colours(number), markersize=4, label=f"{bits} bits")
         panel.plot(*_places([one for one in points if one["budget"] == 1]), "s--", color=NEUTRAL, label="base model")
-        panel.set(title=name, xlabel="MB of the decomposed layers", ylabel=measure, xscale="log")
+        panel.set(title=name, xlabel="MB of the decomposed layers", ylabel=measure)
         shown = [one["score"] for one in points if one["bits"] == BITS[0]]
-        margin = 0.5 * (max(shown) - min(shown))
-        panel.set_ylim(min(shown) - margin, max(shown) + margin)
+        best, worst = (max, min) if more_is_better else (min, max)
+        span = worst(shown) - best(shown)
+        panel.set_ylim(*sorted((best(shown) - 0.05 * span, worst(shown) + 0.5 * span)))
     axes[0].legend()
     return figure
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from flexrank import deploy
 from flexrank.data.metrics import nats_per_token
 from flexrank.distill.objectives import LogitObjective
 from flexrank.nn.gauge_aligned import GaugeAlignedLinear
@@ -98,7 +99,17 @@ def test_table_and_verdict_by_hand() -> None:
 
 def test_every_size_is_scored_in_every_form_at_every_precision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     teacher, batch = build("llama_untied"), token_batch()
-    score = lambda model: {"nats": nats_per_token(model, [batch])}  # noqa: E731
+    scored, asked = [], []
+
+    def score(model: Any) -> dict[str, float]:
+        scored.append({one.dtype for one in model.parameters()})
+        return {"nats": nats_per_token(model, [batch])}
+
+    def deployed(*arguments: Any, activations: Any, **options: Any) -> Any:
+        asked.append(options)
+        return deploy(*arguments, activations=activations, **options)
+
+    monkeypatch.setattr(quantized, "deploy", deployed)
     subject = Subject(teacher, [batch], [batch], LogitObjective(), score, ("lm_head",))
     monkeypatch.setattr(quantized, "BUDGETS", (0.6, 0.3))
     monkeypatch.setattr(quantized, "BITS", (16, 4))
@@ -121,6 +132,8 @@ def test_every_size_is_scored_in_every_form_at_every_precision(monkeypatch: pyte
     same = [by_place[form, 0.3, 16]["score"] for form in ("aligned", "plain")]
     assert same[0] == pytest.approx(same[1], abs=0.05)  # both rounded to bfloat16
     assert all(points[n]["bytes"] > points[n + 1]["bytes"] for n in range(0, len(points), 2))
+    assert asked == 2 * [{}, {"dtype": torch.bfloat16}, {"slack": 2**30}] and scored == len(points) * [{torch.float32}]
+    assert all(type(part.weight) is nn.Parameter for part in matrices)  # the base model is as it was
     assert len(quantized.draw(result["data"]).axes) == 1
     monkeypatch.setattr(quantized, "measure", None)  # all is kept
     assert quantized.run(Request(tmp_path))["data"] == result["data"]

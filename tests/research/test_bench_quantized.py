@@ -95,6 +95,10 @@ def test_table_and_verdict_by_hand() -> None:
     assert base == ["6.00 0.3750 *", "4.00 0.2500", "3.00 0.1875 *"]
     goal = quantized._goal("all-MiniLM-L6-v2", points)
     assert (goal["goal"], goal["here"], goal["holds"]) == ("4 of 4", "1 (bits: 4)", False)
+    points[1]["score"] = 0.3  # 8 bits, behind the base model's own 6, and behind the size
+    assert quantized._goal("all-MiniLM-L6-v2", points)["here"] == "2 (bits: 8, 4)"
+    points[1]["score"] = 0.37  # behind its own 6 alone
+    assert quantized._goal("all-MiniLM-L6-v2", points)["here"] == "1 (bits: 4)"
 
 
 def test_every_size_is_scored_in_every_form_at_every_precision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

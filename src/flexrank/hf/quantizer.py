@@ -12,15 +12,12 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from flexrank.errors import FlexrankError
-from flexrank.files import reads_format
 from flexrank.hf import models
 from flexrank.nn.experts import separate_as_recorded_
 from flexrank.nn.select import replace_layer
-from flexrank.nn.specs import build_layer
+from flexrank.nn.specs import FORMAT, build_layer, require_format
 
 Item = TypeVar("Item")
-#: Version of the specs in `config.json`.
-FORMAT = 1
 
 
 @register_quantization_config(models.METHOD)
@@ -28,8 +25,7 @@ class DeployedConfig(QuantizationConfigMixin):
     """`quantization_config` of a deployed model: layer name to its `specs.layer_spec`, and the specs' format."""
 
     def __init__(self, layers: Mapping[str, Mapping[str, Any]], format: int = FORMAT, **ignored: Any):
-        if format != FORMAT:
-            raise FlexrankError(f"config.json holds layers of format {format}; {reads_format(FORMAT)}")
+        require_format(format)
         self.quant_method = models.METHOD
         self.format = format
         self.layers = {name: dict(spec) for name, spec in layers.items()}

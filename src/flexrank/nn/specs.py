@@ -7,9 +7,19 @@ import torch
 from torch import nn
 
 from flexrank.errors import FlexrankError
+from flexrank.files import reads_format
 from flexrank.nn.elastic import NestedConv2d, NestedLayer, NestedLinear
 from flexrank.nn.gauge_aligned import GaugeAlignedConv2d, GaugeAlignedLayer, GaugeAlignedLinear
 from flexrank.nn.matrix import ConvGeometry, conv_geometry, matrix_shape
+
+#: Version of the specs that `config.json` holds.
+FORMAT = 1
+
+
+def require_format(version: int) -> None:
+    """FlexrankError on specs of another version."""
+    if version != FORMAT:
+        raise FlexrankError(f"config.json holds layers of format {version}; {reads_format(FORMAT)}")
 
 
 def layer_spec(layer: nn.Module) -> dict[str, Any]:

@@ -1,0 +1,161 @@
+"""Deployed layers that read one input, fused to one layer with a rank each, as servers arrange q, k and v.
+
+Under tensor parallelism a process holds some outputs of every layer, or some of the inputs that they share.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from flexrank.errors import FlexrankError
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """What a process holds of one gauge-aligned or dense layer, whose parts load under the layer's own names."""
+
+    name: str  #: of the layer, for errors
+    shape: tuple[int, int]  #: (m, n) of the whole layer
+    rank: int  #: 0 for a dense matrix
+    aligned: int  #: leading outputs that are latents themselves
+    rows: range  #: of the m outputs, those held here
+    columns: range  #: of the n inputs
+
+    @property
+    def heads(self) -> range:
+        """The latents that are outputs here."""
+        return range(min(self.rows.start, self.aligned), min(self.rows.stop, self.aligned))
+
+    @property
+    def expanded(self) -> range:
+        """The rows of Û that are here."""
+        start, stop = (max(row - self.aligned, 0) for row in (self.rows.start, self.rows.stop))
+        return range(start, stop)
+
+    @property
+    def stored(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each weight of the whole layer, by its name in the files."""
+        m, n = self.shape
+        if not self.rank:
+            return {"weight": self.shape}
+        return {"weight": (0,), "latent.weight": (self.rank, n), "expand.weight": (m - self.aligned, self.rank)}
+
+    @property
+    def biases(self) -> dict[str, tuple[int, ...]]:
+        """The same of the biases, if it has one."""
+        head, m = {"bias": (self.aligned or self.shape[0],)}, self.shape[0]
+        if not self.rank:
+            return {**head}
+        return {**(head if self.aligned else {}), "expand.bias": (m - self.aligned,)}
+
+
+class FusedShards:
+    """Adds the parameters of some shards to a layer, loads them, and multiplies by them.
+
+    `latent.weight` has all shards' Ṽᵀ (Σ r, n), so that one product gives every latent; `expand.weight` has their Û
+    one after the other (Σ k·r); `weight` has the dense matrices (Σ m, n). With t rows of input the layer costs
+    t·Σ(r·n + k·r) multiply-adds, as the layers do by themselves.
+    """
+
+    def __init__(self, shards: Sequence[Shard]):
+        self.shards = tuple(shards)
+        self._latents = _places(shard.rank for shard in shards)
+        self._expanded = _places(len(shard.expanded) * shard.rank for shard in shards)
+        self._dense = _places(0 if shard.rank else len(shard.rows) for shard in shards)
+        self._outputs = _places(len(shard.rows) for shard in shards)
+        self._loaded: set[tuple[int, str]] = set()
+
+    def add_to_(self, layer: Any, dtype: torch.dtype) -> dict[str, nn.Parameter]:
+        """Adds uninitialised parameters on the default device; returned are the parameters by name.
+
+        `expand.bias` is empty: biases load into the layer's own `bias` (Σ m,).
+        """
+        inputs = len(self.shards[0].columns)
+        layer.latent, layer.expand = nn.Module(), nn.Module()
+        shapes: dict[str, tuple[int, ...]] = {
+            "latent.weight": (self._latents[-1].stop, inputs), "expand.weight": (self._expanded[-1].stop,),
+            "expand.bias": (0,), "weight": (self._dense[-1].stop, inputs),
+        }  # fmt: skip
+        for name, shape in shapes.items():
+            module, _, last = name.rpartition(".")
+            values = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+            layer.get_submodule(module).register_parameter(last, values)
+        return {name: layer.get_parameter(name) for name in shapes}
+
+    @torch.no_grad()
+    def load_(self, layer: Any, name: str, values: Tensor, index: int) -> None:
+        """Copies a tensor of shard `index`, as its layer's file has it, into the layer.
+
+        Raises:
+            FlexrankError: a shape that is not the layer's; or a dtype that the layer's slack was not chosen for.
+        """
+        shard = self.shards[index]
+        self._require_fit(layer, shard, name, values)
+        rows, columns, heads, expanded = (
+            slice(part.start, part.stop) for part in (shard.rows, shard.columns, shard.heads, shard.expanded)
+        )
+        if name.endswith("bias"):
+            part = expanded if name == "expand.bias" else heads if shard.rank else rows
+            self._load_bias_(layer, name, values[part], index)
+        elif name == "latent.weight":
+            layer.get_parameter(name)[self._latents[index]] = values[:, columns]
+        elif name == "expand.weight":
+            layer.get_parameter(name)[self._expanded[index]] = values[expanded].flatten()
+        elif not shard.rank:
+            layer.get_parameter(name)[self._dense[index]] = values[rows, columns]
+        self._loaded.add((index, name))
+
+    def require_complete(self, layer: Any) -> None:
+        """FlexrankError if some tensors of the layer were loaded, and others were not."""
+        for index, shard in enumerate(self.shards):
+            names = {**shard.stored, **(shard.biases if isinstance(layer.bias, Tensor) else {})}
+            for name in names:
+                if self._loaded and (index, name) not in self._loaded:
+                    raise FlexrankError(f"{shard.name}.{name} is missing in the model's files")
+
+    def multiply(self, layer: Any, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch m"]:
+        """The outputs of all shards, side by side, without bias."""
+        latents, flat, dense = linear(x, layer.latent.weight), layer.expand.weight, layer.weight
+        parts = []
+        for index, shard in enumerate(self.shards):
+            if not shard.rank:
+                parts.append(linear(x, dense[self._dense[index]]))
+                continue
+            latent = latents[..., self._latents[index]]
+            if shard.heads:
+                parts.append(latent[..., shard.heads.start : shard.heads.stop])
+            if shard.expanded:
+                parts.append(linear(latent, flat[self._expanded[index]].view(-1, shard.rank)))
+        return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+
+    def _load_bias_(self, layer: Any, name: str, values: Tensor, index: int) -> None:
+        first = self._outputs[index].start + (len(self.shards[index].heads) if name == "expand.bias" else 0)
+        if not isinstance(layer.bias, Tensor):
+            raise FlexrankError(f"{self.shards[index].name} has a bias in its files, and none in the server's model")
+        layer.bias[first : first + len(values)] = values
+
+    @staticmethod
+    def _require_fit(layer: Any, shard: Shard, name: str, values: Tensor) -> None:
+        expected = (shard.stored | shard.biases).get(name)
+        if tuple(values.shape) != expected:
+            raise FlexrankError(
+                f"{shard.name}.{name} has the shape {tuple(values.shape)}; its config asks for {expected}"
+            )
+        dtype = layer.get_parameter("latent.weight").dtype
+        if shard.aligned and values.dtype.itemsize > dtype.itemsize:
+            raise FlexrankError(
+                f"{shard.name} was deployed in {values.dtype}, and its slack does not suit {dtype}; serve it in "
+                f"{values.dtype}, or deploy it with deployment.dtype: {str(dtype).removeprefix('torch.')}"
+            )
+
+
+def _places(sizes: Iterable[int]) -> list[slice]:
+    """Slices of these sizes, one after the other."""
+    ends = list(itertools.accumulate(sizes, initial=0))
+    return list(itertools.starmap(slice, itertools.pairwise(ends)))

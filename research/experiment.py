@@ -26,7 +26,7 @@ STUDIES = (
 #: Speed, stage by stage; then quality.
 BENCHES = (
     "train", "calibrate", "decompose", "probe", "search", "saving", "memory", "start", "runtimes", "speculative",
-    "cascade", "quantized", "sts", "language",
+    "cascade", "serving", "quantized", "sts", "language",
 )  # fmt: skip
 #: Each on models of its own, or on that of a configuration; they take long, and run by name alone.
 COMPARISONS = ("compare", "compare-trained")
@@ -64,6 +64,7 @@ class Experiment:
     seeds: tuple[int, int] | None = None  #: of the quick form and the full one; None where nothing is random
     settings: Callable[[bool], dict[str, Any]] | None = None  #: (full) to a run's keys, where any model can be given
     has_jobs: bool = False  #: whether parts of it can run at once
+    needs: str = ""  #: an environment variable, without which `--benches` leaves it out
     takes_config: bool = False  #: whether a configuration may stand in for models of its own, which --model names
 
     @property

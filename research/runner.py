@@ -1,6 +1,7 @@
 """Runs an experiment and writes its result.json and its figure, each whole or not at all."""
 
 import dataclasses
+import os
 import re
 import shlex
 import sys
@@ -68,8 +69,12 @@ def run_all(names: Sequence[str], options: Options) -> dict[str, Result]:
     """Runs the quick forms of these experiments, one after the other; the only option is `seeds`."""
     if options != Options(seeds=options.seeds):
         raise FlexrankError("all experiments run as they are; only --seeds, --page and --json can be added")
-    own = {name: options if registry.find_experiment(name).seeds else Options() for name in names}
-    return {name: run_named(name, own[name]) for name in names}
+    experiments = {name: registry.find_experiment(name) for name in names}
+    for name, one in experiments.items():
+        if one.needs and one.needs not in os.environ:
+            say(f"{one.kind} {name} is left out: it needs {one.needs}")
+    chosen = {name: one for name, one in experiments.items() if not one.needs or one.needs in os.environ}
+    return {name: run_named(name, options if one.seeds else Options()) for name, one in chosen.items()}
 
 
 def run_named(name: str, options: Options) -> Result:

@@ -12,7 +12,7 @@ from research.studies.language import LanguageBench, draw_by_budget, stories_set
 
 
 def run(request: Request) -> Result:
-    """Runs the study: the same DataSVD, profiles, loss and tokens in all on both sides."""
+    """Runs the study: the same decomposition, profiles, loss and tokens in all on both sides."""
     bench = LanguageBench(request)
     part, elastic = bench.steps // len(bench.budgets), bench.consolidated(request.seeds)
     by_place = [

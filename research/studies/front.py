@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from flexrank import ProfileChain, SensitivityTable, allocate_ranks, collect_moments, decompose_, probe_sensitivity
+from flexrank.calibrate import GradientLoss
+from flexrank.data.batches import Batch
 from flexrank.data.halves import Half
 from flexrank.distill import distill_, distillation_evaluator
 from flexrank.distill.objectives import LogitObjective
@@ -78,12 +80,17 @@ class _Seed:
             self.targets, self.test_targets = self.network(self.images), self.network(self.test_images)
         order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(seed))
         calibration, self.probe = order[:CALIBRATION], order[CALIBRATION:][:PROBE]
-        self.elastic = copy.deepcopy(self.network)
         batches = mnist.batches_of(self.images[calibration])
-        decompose_(self.elastic, collect_moments(self.elastic, batches, select_layers(self.elastic)))
+        self.datasvd, self.elastic = (self.decomposed(batches, loss) for loss in (None, OBJECTIVE.fisher_loss))
         self.shapes = [layer.matrix_shape for layer in nested_layers(self.elastic).values()]
         ranks = [[rank_levels(shape, mnist.LEVELS, "ranks")[level] for level in levels] for shape in self.shapes]
         self.grid = list(itertools.product(*ranks))
+
+    def decomposed(self, batches: Sequence[Batch], gradient_loss: GradientLoss | None) -> nn.Sequential:
+        """By DataSVD, or as a run does it by itself: outputs weighted by the loss's gradients too."""
+        model = copy.deepcopy(self.network)
+        decompose_(model, collect_moments(model, batches, select_layers(model), gradient_loss=gradient_loss))
+        return model
 
     def run(self) -> dict[str, Any]:
         """The grid's rows [share of the dense parameters, *ranks], and what its submodels and the chains reach."""
@@ -91,7 +98,7 @@ class _Seed:
         return {
             "grid": [[sum(map(deployed_parameters, self.shapes, ranks)) / dense, *ranks] for ranks in self.grid],
             "alone": {origin: self.trained_alone(origin) for origin in STEPS},
-            "elastic": self.ledger.take(f"seed {self.seed}, elastic chain", self.elastic_front),
+            "elastic": self.ledger.take(f"seed {self.seed}, elastic chain, by gradients", self.elastic_front),
         }
 
     def figures(self, logits: Tensor) -> list[list[float]]:
@@ -108,7 +115,7 @@ class _Seed:
         return figures
 
     def _train_chunk(self, origin: str, ranks: Sequence[Sequence[int]]) -> list[list[float]]:
-        stacked = StackedNetwork(self.elastic, ranks)
+        stacked = StackedNetwork(self.datasvd, ranks)
         if origin == "random":
             stacked.randomise_(self.seed)
         train_stacked_(
@@ -155,7 +162,7 @@ def at_levels(table: SensitivityTable, levels: Sequence[int]) -> SensitivityTabl
 def compare(one: Run) -> dict[str, list[float]]:
     """One seed's rows of the table, by budget."""
     elastic, rows = one["elastic"], {}
-    states = {"DataSVD, untrained": elastic["before"], ELASTIC: elastic["after"]}
+    states = {"untrained": elastic["before"], ELASTIC: elastic["after"]}
     for figure, what in enumerate(("divergence", "test error")):
         for origin, alone in one["alone"].items():
             rows[f"front from {origin}: {what}"] = [
@@ -213,7 +220,7 @@ def draw(data: Mapping[str, Any]) -> Any:
         label = f"front, each trained alone from {origin}" + (" weights" if origin == "random" else "")
         axes.plot(*zip(*data[origin]["front"], strict=True), color=colour, linestyle="--", linewidth=1.5, label=label)
     elastic = data["elastic"]
-    for when, colour, label in (("before", NEUTRAL, "DataSVD, untrained"), ("after", OURS, "one elastic network")):
+    for when, colour, label in (("before", NEUTRAL, "untrained"), ("after", OURS, "one elastic network")):
         heights = [divergence for divergence, _ in elastic[when]]
         axes.plot(elastic["shares"], heights, "o-", color=colour, markersize=4.5, linewidth=1.8, label=label, zorder=3)
     lowest = min(value for _, value in (*data["DataSVD"]["front"], *zip(elastic["shares"], heights, strict=True)))

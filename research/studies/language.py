@@ -66,7 +66,7 @@ def _settings(name: str, data: Mapping[str, Any], distillation: Mapping[str, Any
     texts |= {"calibration": 128, "training": 3000}
     return {
         "name": name, "task": "language", "model": str(asset_path(name)), "data": texts | dict(data),
-        "decomposition": {"method": "datasvd"}, "probe": {"levels": 8, "spacing": "parameters"},
+        "probe": {"levels": 8, "spacing": "parameters"},
         "allocation": {"budgets": [0.8, 0.6, 0.4, 0.2], "min_saving": 0.0},
         "distillation": {"batch_size": 8, **distillation}, "deployment": {"slack": 0},
     }  # fmt: skip
@@ -104,7 +104,7 @@ def datasvd_space(request: Request) -> Workspace:
 
 
 class LanguageBench:
-    """A model, the chain of its DataSVD, and how its submodels are trained and measured; budgets fall."""
+    """A model, the chain of its decomposition, and how its submodels are trained and measured; budgets fall."""
 
     def __init__(self, request: Request):
         self.config = checked_config(request)
@@ -136,10 +136,10 @@ class LanguageBench:
         return [self.nats(model, profile) for profile in self.profiles]
 
     def untrained(self) -> dict[str, list[list[float]]]:
-        """Held-out nats per token by budget of plain SVD and of DataSVD alone, each with its own probe and ranks."""
+        """Held-out nats per token by budget of plain SVD and of the decomposition; each has its own probe and ranks."""
         return {
             "SVD, untrained": [self.ledger.take("svd", self._plain_svd)],
-            "DataSVD, untrained": [self.ledger.take("untrained", lambda: self.nats_by_budget(self.decomposed()))],
+            "untrained": [self.ledger.take("untrained", lambda: self.nats_by_budget(self.decomposed()))],
         }
 
     def _plain_svd(self) -> list[float]:

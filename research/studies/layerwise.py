@@ -31,7 +31,7 @@ def run(request: Request) -> Result:
     together, untrained, dense = bench.consolidated(request.seeds), bench.untrained(), bench.dense()
     runs = {**untrained, "each block alone": alone, "end to end": together}
     tables = [bench.table([[name, *spreads(of)] for name, of in runs.items()])]
-    claims = [_claim(bench.budgets, untrained["DataSVD, untrained"][0], alone, together, dense)]
+    claims = [_claim(bench.budgets, untrained["untrained"][0], alone, together, dense)]
     data = {"budgets": bench.budgets, "runs": runs, "dense": dense}
     return measured(bench.facts(seeds=request.seeds), tables, claims, data)
 

@@ -47,6 +47,7 @@ RESNET_FILE = "cifar10_resnet20/resnet20_jpg_ft.safetensors"
 OBJECTIVE = LogitObjective()
 STAGES = {
     "svd": "SVD alone", "datasvd": "DataSVD alone", "consolidated": "consolidated",
+    "fisher": "by gradients too, alone", "ours": "by gradients too, consolidated",
     "alone": "each size alone, all the steps",
 }  # fmt: skip
 ALONE = (0.8, 0.5, 0.3, 0.2)  #: budgets that a network is trained for alone, by the first seed: the limit of its steps
@@ -138,12 +139,13 @@ class _Trial:
 
     def run(self) -> dict[str, Any]:
         """Accuracies by budget before and after consolidation, and the share of components that hold the energy."""
-        chain = self.chain
-        share = self.ledger.take(f"{self.label}, energetic share", self.energetic_share)
-        plain = self.ledger.take(f"{self.label}, svd", self.plain_svd)
-        before = self.ledger.take(f"{self.label}, datasvd", lambda: self.accuracies(self.decomposed[0], chain))
-        after = self.ledger.take(f"{self.label}, consolidated", lambda: self.accuracies(self.trained(chain), chain))
-        return {"svd": plain, "datasvd": before, "consolidated": after, "energetic_share": share}
+        take, label, chain = self.ledger.take, self.label, self.chain
+        share = take(f"{label}, energetic share", self.energetic_share)
+        plain = take(f"{label}, svd", self.plain_svd)
+        before = take(f"{label}, datasvd", lambda: self.accuracies(self.decomposed[0], chain))
+        after = take(f"{label}, consolidated", lambda: self.accuracies(self.trained(chain), chain))
+        ours = take(f"{label}, fisher", self.by_gradients)
+        return {"svd": plain, "datasvd": before, "consolidated": after, "energetic_share": share} | ours
 
     def alone(self) -> list[float | None]:
         """Accuracies by budget, at each of `ALONE` of a network that is trained for it alone, with all the steps."""
@@ -167,11 +169,20 @@ class _Trial:
         """The elastic network, decomposed by the calibration's images, and its layers' energies."""
         return self.decompose("datasvd")
 
-    def decompose(self, method: Literal["datasvd", "svd"]) -> tuple[nn.Module, dict[str, Tensor]]:
+    def decompose(self, method: Literal["datasvd", "fisher", "svd"]) -> tuple[nn.Module, dict[str, Tensor]]:
         """As `decomposed`, by any method."""
         model = copy.deepcopy(self.network.model)
-        moments = collect_moments(model, self.network.batches(self.calibration), select_layers(model))
+        loss = OBJECTIVE.fisher_loss if method == "fisher" else None
+        batches = self.network.batches(self.calibration)
+        moments = collect_moments(model, batches, select_layers(model), gradient_loss=loss)
         return model, decompose_(model, moments, method=method)
+
+    def by_gradients(self) -> dict[str, list[float]]:
+        """Accuracies before and after consolidation of what a run does by itself: outputs weighted by gradients too."""
+        model, _ = self.decompose("fisher")
+        chain = self.searched(model, "fisher")
+        before = self.accuracies(model, chain)
+        return {"fisher": before, "ours": self.accuracies(self.trained(chain, model), chain)}
 
     def plain_svd(self) -> list[float]:
         """Accuracies of plain SVD at ranks of its own search."""
@@ -191,9 +202,9 @@ class _Trial:
         table = probe_sensitivity(model, evaluate, self.plan["levels"], **options)
         return allocate_ranks(table, BUDGETS, **EVERY_RANK)
 
-    def trained(self, profiles: ProfileChain | Sequence[RankProfile]) -> nn.Module:
+    def trained(self, profiles: ProfileChain | Sequence[RankProfile], decomposed: nn.Module | None = None) -> nn.Module:
         """A network trained for all profiles together; an interrupted training goes on from its checkpoint."""
-        plan, network, model = self.plan, self.network, copy.deepcopy(self.decomposed[0])
+        plan, network, model = self.plan, self.network, copy.deepcopy(decomposed or self.decomposed[0])
         checkpoint = self.ledger.directory / f"{self.label}, distilled"
         batches = AlteredBatches(self.rest, network.scaling, plan["batch_size"], self.seed)
         with _short_attention(model), _short_attention(network.model):

@@ -32,7 +32,7 @@ def test_the_gap_is_the_choice_of_profiles_times_sharing(monkeypatch: pytest.Mon
     })  # fmt: skip
     assert rows["front from random: divergence"] == [0.4, 0.4]  # the full one is worse than a smaller
     assert rows["front from DataSVD: test error"] == [0.1, 0.1]
-    assert rows["DataSVD, untrained: divergence"] == [0.9, 0.2] and rows["elastic network: test error"] == [0.2, 0.1]
+    assert rows["untrained: divergence"] == [0.9, 0.2] and rows["elastic network: test error"] == [0.2, 0.1]
     assert rows[f"{front.CHOSEN} / front from DataSVD"] == [2.0, 1.0]
     assert rows["elastic network / front from DataSVD"] == [pytest.approx(6), 2]
     recovers, beats = front._claims([rows])
@@ -60,8 +60,8 @@ def test_the_study_runs_whole_on_few_images_and_goes_on_from_its_units(
     first = front.run(Request(work=tmp_path, seeds=1))
     assert first["settings"]["submodels"] == 16
     rows = {row[0]: row[1:] for row in first["tables"][0]["rows"]}
-    # At budget 1 the elastic network is compared with the grid's full model, and DataSVD untrained is the network.
-    assert rows["DataSVD, untrained: divergence"][-1]["mean"] == pytest.approx(0, abs=1e-5)
+    # At budget 1 the elastic network is compared with the grid's full model, and untrained it is the network.
+    assert rows["untrained: divergence"][-1]["mean"] == pytest.approx(0, abs=1e-5)
     random, aligned = (rows[f"front from {origin}: divergence"] for origin in ("random", "DataSVD"))
     assert aligned[-1]["mean"] < random[-1]["mean"]
     falling = [cell["mean"] for cell in aligned]

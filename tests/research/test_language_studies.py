@@ -70,7 +70,7 @@ def test_untrained_and_single_figures_are_those_of_a_plain_loop(request_for: Any
     bench = LanguageBench(request)
     model = bench.decomposed()
     held_out = bench.nats_by_budget(model)
-    assert [cell["mean"] for cell in rows["DataSVD, untrained"]] == pytest.approx(held_out)
+    assert [cell["mean"] for cell in rows["untrained"]] == pytest.approx(held_out)
     plain, batches = copy.deepcopy(bench.base), list(bench.space.samples.calibration)
     decompose_(plain, collect_moments(plain, batches, select_layers(plain)), method="svd")
     evaluate = distillation_evaluator(bench.base, bench.space.samples.probe, LogitObjective())

@@ -46,9 +46,9 @@ VIT_DIRECTORY = "vit-cifar10"
 RESNET_FILE = "cifar10_resnet20/resnet20_jpg_ft.safetensors"
 OBJECTIVE = LogitObjective()
 STAGES = {
-    "svd": "SVD alone", "datasvd": "DataSVD alone", "consolidated": "consolidated",
-    "fisher": "by gradients too, alone", "ours": "by gradients too, consolidated",
-    "alone": "each size alone, all the steps",
+    "svd": "SVD alone", "datasvd": "DataSVD alone", "consolidated": "DataSVD consolidated",
+    "fisher": "weighted by gradients too, alone", "ours": "weighted by gradients too, consolidated",
+    "alone": "DataSVD, each size trained alone with all the steps",
 }  # fmt: skip
 ALONE = (0.8, 0.5, 0.3, 0.2)  #: budgets that a network is trained for alone, by the first seed: the limit of its steps
 #: Points of accuracy, and the budgets of the claims: the smallest one, and the first after 20 % are gone.
@@ -241,10 +241,10 @@ def _table(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _claims(one: Mapping[str, Any], passes: float) -> list[dict[str, Any]]:
-    """Of the consolidated network at SMALL, and of DataSVD alone at EARLY."""
+    """Of what a run does by itself at SMALL, and of DataSVD alone at EARLY."""
     small, early = (
         [one["full"] - accuracies[BUDGETS.index(budget)] for accuracies in one[stage]]
-        for stage, budget in (("consolidated", SMALL), ("datasvd", EARLY))
+        for stage, budget in (("ours", SMALL), ("datasvd", EARLY))
     )
     share = shown(spread(one["energetic_share"]), 2)
     return [
@@ -265,7 +265,7 @@ def draw(data: Mapping[str, Any]) -> Any:
         draw_level(axes, one["full"], linestyle="-")
         label, at = f"full network, {one['full']:.1f} %", (min(data["budgets"]), one["full"])
         axes.annotate(label, at, (0, 10), textcoords="offset points", fontsize=8)
-        for key, colour in (("consolidated", OURS), ("datasvd", OTHER), ("svd", NEUTRAL)):
+        for key, colour in (("ours", OURS), ("datasvd", OTHER), ("svd", NEUTRAL)):
             draw_seeds(axes, data["budgets"], one[key], colour, STAGES[key])
         draw_level(axes, one["full"] - MARGIN, f"{MARGIN:.0f} points below the full network")
         axes.set(title=one["title"], xlabel="relative size of the factorised layers", ylim=(0, 100))

@@ -25,7 +25,7 @@ from flexrank.errors import FlexrankError
 from flexrank.files import read_json
 from flexrank.hf.models import load_model
 from flexrank.nn.select import select_layers
-from flexrank.nn.switch import use_profile
+from flexrank.nn.switch import nested_layers, use_profile
 from research import runner
 from research.experiment import Request
 from research.studies import cifar, vision
@@ -220,7 +220,7 @@ def test_the_whole_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert 0 < len(kept) < 40 and result["data"]["images"] == len(kept)
     for network, own in zip(nets, result["data"]["networks"], strict=True):
         assert own["full"] == pytest.approx(share_right(network.model, reported, len(kept)))
-        assert len(own["svd"]) == len(own["datasvd"]) == len(own["consolidated"]) == 2
+        assert len(own["svd"]) == len(own["datasvd"]) == len(own["fisher"]) == len(own["ours"]) == 2
         (alone,) = own["alone"]
         assert [place for place, one in enumerate(alone) if one is not None] == list(map(BUDGETS.index, vision.ALONE))
     assert not list(tmp_path.rglob("*, distilled"))
@@ -232,20 +232,41 @@ def test_the_whole_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (quality,) = result["tables"]
     assert quality["columns"][:2] == ["network, stage", "full"] and len(quality["columns"]) == 2 + len(BUDGETS)
     (first, second), own = result["claims"], result["data"]["networks"][0]
-    mean = sum(values[small] for values in own["consolidated"]) / 2
-    row = next(row for row in quality["rows"] if row[0] == "vision transformer, consolidated")
+    mean = sum(values[small] for values in own["ours"]) / 2
+    row = next(
+        row for row in quality["rows"] if row[0].endswith("transformer, weighted by gradients too, consolidated")
+    )
     assert row[2 + small]["mean"] == pytest.approx(mean)
-    lost = [own["full"] - values[small] for values in own["consolidated"]]
+    lost = [own["full"] - values[small] for values in own["ours"]]
     assert first["holds"] == (max(lost) <= 5)
     assert first["here"].startswith(f"{own['full'] - mean:.1f} ({min(lost):.1f} to {max(lost):.1f})")
-    alone = next(row for row in quality["rows"] if row[0] == "vision transformer, each size alone, all the steps")
+    alone = next(row for row in quality["rows"] if row[0] == f"vision transformer, {vision.STAGES['alone']}")
     assert alone[2] is None and alone[2 + small]["mean"] == own["alone"][0][small]
     early = [own["full"] - values[BUDGETS.index(0.7)] for values in own["datasvd"]]
     assert second["holds"] == (min(early) > 5) and second["here"].startswith(f"{sum(early) / 2:.1f} ({min(early):.1f}")
     panels = vision.draw(result["data"]).axes
     assert [panel.get_title() for panel in panels] == ["vision transformer", "convolutions"]
-    line = next(line for line in panels[0].get_lines() if line.get_label() == "consolidated")
+    line = next(line for line in panels[0].get_lines() if line.get_label() == vision.STAGES["ours"])
     assert line.get_ydata()[small] == pytest.approx(mean)
+
+
+def test_what_a_run_does_by_itself_is_weighted_by_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is trained is decomposed by moments with gradients, and has a chain of its own."""
+    network, images, losses, trained, collect = networks()[0], tiny_images(), [], [], vision.collect_moments
+
+    def spy(*args: Any, gradient_loss: Any) -> Any:
+        losses.append(gradient_loss)
+        return collect(*args, gradient_loss=gradient_loss)
+
+    monkeypatch.setattr(vision, "collect_moments", spy)
+    monkeypatch.setattr(vision, "distill_", lambda *args, checkpoint, **_: trained.append(args) or checkpoint.mkdir())
+    trial = vision._Trial(network, images, PLAN, 0, vision.Ledger(tmp_path, {}))
+    found = trial.by_gradients()
+    assert losses == [vision.OBJECTIVE.fisher_loss] and found["fisher"] == found["ours"]  # training is a stand-in
+    (model, _, _, chain) = trained[0]
+    assert chain.to_json() == trial.searched(trial.decompose("fisher")[0], "fisher").to_json()
+    first, second = (next(iter(nested_layers(one).values())).u for one in (model, trial.decomposed[0]))
+    assert not torch.allclose(first, second)
 
 
 @torch.no_grad()

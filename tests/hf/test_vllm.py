@@ -224,6 +224,23 @@ def test_biases_of_opt(plugin: Any, tmp_path: Path) -> None:
     torch.testing.assert_close(layer(X).double(), exact, atol=1e-4, rtol=1e-4)
 
 
+def test_a_tensor_that_did_not_come_is_missed(plugin: Any, tmp_path: Path) -> None:
+    _, raw = export("llama_untied", tmp_path)
+    name = "model.layers.0.self_attn.o_proj"
+    with pytest.raises(
+        FlexrankError, match=r"model\.layers\.0\.self_attn\.k_proj\.\S+ is missing in the model's files"
+    ):
+        served(
+            plugin,
+            config_of(plugin, raw),
+            tmp_path,
+            name.replace("o_proj", "qkv_proj"),
+            [32, 16, 16],
+            32,
+            names=["q_proj"],
+        )
+
+
 def test_a_layer_that_is_fused_in_its_files(plugin: Any, tmp_path: Path) -> None:
     model, raw = export("phi3", tmp_path)
     config = plugin.registered["flexrank"].from_config(raw)

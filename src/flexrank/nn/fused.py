@@ -30,7 +30,7 @@ class Shard:
     @property
     def heads(self) -> range:
         """The latents that are outputs here."""
-        return range(min(self.rows.start, self.aligned), min(self.rows.stop, self.aligned))
+        return range(self.rows.start, min(self.rows.stop, self.aligned))
 
     @property
     def expanded(self) -> range:
@@ -97,12 +97,9 @@ class FusedShards:
         """
         shard = self.shards[index]
         self._require_fit(layer, shard, name, values)
-        rows, columns, heads, expanded = (
-            slice(part.start, part.stop) for part in (shard.rows, shard.columns, shard.heads, shard.expanded)
-        )
+        rows, columns, expanded = (slice(part.start, part.stop) for part in (shard.rows, shard.columns, shard.expanded))
         if name.endswith("bias"):
-            part = expanded if name == "expand.bias" else heads if shard.rank else rows
-            self._load_bias_(layer, name, values[part], index)
+            self._load_bias_(layer, name, values[expanded if name == "expand.bias" else rows], index)
         elif name == "latent.weight":
             layer.get_parameter(name)[self._latents[index]] = values[:, columns]
         elif name == "expand.weight":

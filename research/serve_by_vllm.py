@@ -1,15 +1,16 @@
-"""Generates greedily by vLLM: reads a JSON object, prints another. It runs in vLLM's environment, without research."""
+"""Generates greedily by vLLM, from one JSON file to another. It runs in vLLM's environment, without research."""
 
 import json
 import sys
 import time
+from pathlib import Path
 
 
 def main() -> None:
-    """`{directory, prompts, new, repeats}` on standard input; the last line printed has the answer."""
+    """Reads `{directory, prompts, new, repeats}` from the first file, writes the second; vLLM prints what it likes."""
     import vllm
 
-    question = json.load(sys.stdin)
+    question = json.loads(Path(sys.argv[1]).read_text())
     length = len(question["prompts"][0]) + question["new"]
     model = vllm.LLM(
         question["directory"],
@@ -26,7 +27,8 @@ def main() -> None:
         outputs = model.generate(prompts, options, use_tqdm=False)
         seconds.append(time.perf_counter() - start)
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
-    print(json.dumps({"tokens": tokens, "seconds": seconds[1:], "version": vllm.__version__}))
+    answer = {"tokens": tokens, "seconds": seconds[1:], "version": vllm.__version__}
+    Path(sys.argv[2]).write_text(json.dumps(answer))
 
 
 if __name__ == "__main__":

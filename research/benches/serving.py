@@ -4,7 +4,6 @@ vLLM has an environment of its own, with flexrank in it; FLEXRANK_VLLM names its
 trained: plain SVD, and in every layer the rank that a budget allows. Values do not matter to the clock.
 """
 
-import functools
 import json
 import os
 import subprocess
@@ -103,14 +102,17 @@ def measure(model: Any, python: str) -> list[dict[str, Any]]:
 
 
 def serve(python: str, directory: str, prompts: Sequence[Sequence[int]]) -> Any:
-    """What `research/serve_by_vllm.py` prints: tokens, seconds of each repetition, and vLLM's version."""
+    """What `research/serve_by_vllm.py` answers: tokens, seconds of each repetition, and vLLM's version."""
     question = {"directory": directory, "prompts": prompts, "new": NEW, "repeats": REPEATS}
-    hidden = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    run = functools.partial(subprocess.run, text=True, capture_output=True, env=hidden)
-    answer = run([python, serve_by_vllm.__file__], input=json.dumps(question))
-    if answer.returncode:
-        raise FlexrankError(f"vLLM did not serve the export: {answer.stderr.strip().splitlines()[-1]}")
-    return json.loads(answer.stdout.strip().splitlines()[-1])
+    own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    with tempfile.TemporaryDirectory() as scratch:
+        asked, answered = Path(scratch, "question.json"), Path(scratch, "answer.json")
+        asked.write_text(json.dumps(question))
+        command = [python, serve_by_vllm.__file__, str(asked), str(answered)]
+        done = subprocess.run(command, text=True, capture_output=True, env=own)
+        if done.returncode:
+            raise FlexrankError(f"vLLM did not serve the export: {done.stderr.strip().splitlines()[-1]}")
+        return json.loads(answered.read_text())
 
 
 def greedy(model: Any, text: torch.Tensor) -> list[int]:

@@ -16,7 +16,7 @@ from tiny import build
 SERVER = """#!{python}
 import json, sys, torch, flexrank
 from transformers import AutoModelForCausalLM
-question = json.load(sys.stdin)
+question = json.load(open(sys.argv[2]))
 model = AutoModelForCausalLM.from_pretrained(question["directory"]).eval()
 tokens = []
 for ids in question["prompts"]:
@@ -28,8 +28,7 @@ for ids in question["prompts"]:
 if sum(one.numel() for one in model.parameters()) < {few}:
     tokens[0][-1] += 1
 seconds = [2.0, 1.0] if {few} else [4.0, 5.0]
-print("a line of a log")
-print(json.dumps({{"tokens": tokens, "seconds": seconds, "version": "0.0"}}))
+json.dump({{"tokens": tokens, "seconds": seconds, "version": "0.0"}}, open(sys.argv[3], "w"))
 """
 
 

@@ -69,12 +69,14 @@ def run_all(names: Sequence[str], options: Options) -> dict[str, Result]:
     """Runs the quick forms of these experiments, one after the other; the only option is `seeds`."""
     if options != Options(seeds=options.seeds):
         raise FlexrankError("all experiments run as they are; only --seeds, --page and --json can be added")
-    experiments = {name: registry.find_experiment(name) for name in names}
-    for name, one in experiments.items():
+    results = {}
+    for name in names:
+        one = registry.find_experiment(name)
         if one.needs and one.needs not in os.environ:
             say(f"{one.kind} {name} is left out: it needs {one.needs}")
-    chosen = {name: one for name, one in experiments.items() if not one.needs or one.needs in os.environ}
-    return {name: run_named(name, options if one.seeds else Options()) for name, one in chosen.items()}
+        else:
+            results[name] = run_named(name, options if one.seeds else Options())
+    return results
 
 
 def run_named(name: str, options: Options) -> Result:

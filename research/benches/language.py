@@ -95,6 +95,6 @@ def measure(texts: Texts, request: Request) -> dict[str, Any]:
 
 EXPERIMENT = Experiment(
     "language", "Quality: small Llamas",
-    "held-out nats per token at every budget, by plain SVD, DataSVD with both allocations, and consolidated",
+    "held-out nats per token at every budget: plain SVD, DataSVD and ours with both allocations, and ours consolidated",
     minutes=45, full_minutes=110, has_halves=True, seeds=(3, 3), run=run,
 )  # fmt: skip

@@ -7,6 +7,7 @@ the clock.
 import functools
 import importlib.util
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,17 @@ def run(request: Request) -> Result:
 
 def write_sizes(scratch: Path) -> None:
     """SCRATCH/BUDGET for every budget: what transformers saves of the deployed size."""
-    model = load_model(MODEL, "embedding")
-    for name, layer in select_layers(model, exclude=["pooler"]).items():
-        nest_(model, name, plain_svd(weight_matrix(layer).detach()))
-    for budget in BUDGETS:
-        profile = {name: uniform_rank(layer.matrix_shape, budget) for name, layer in nested_layers(model).items()}
-        small: Any = deploy(model, profile)
+    for budget, small in deployed_sizes(load_model(MODEL, "embedding"), BUDGETS, ["pooler"]):
         small.save_pretrained(scratch / f"{budget:g}")
+
+
+def deployed_sizes(model: Any, budgets: Sequence[float], exclude: Sequence[str]) -> Iterator[tuple[float, Any]]:
+    """Each budget and its deployed size, by plain SVD, which the model gets in place; at 1 every layer is dense."""
+    for name, layer in select_layers(model, exclude=exclude).items():
+        nest_(model, name, plain_svd(weight_matrix(layer).detach()))
+    for budget in budgets:
+        ranks = {name: uniform_rank(layer.matrix_shape, budget) for name, layer in nested_layers(model).items()}
+        yield budget, deploy(model, ranks)
 
 
 def uniform_rank(shape: Shape, budget: float) -> int:

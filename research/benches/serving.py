@@ -14,15 +14,11 @@ from typing import Any
 
 import torch
 
-from flexrank import FlexrankError, deploy, select_layers
+from flexrank import FlexrankError
 from flexrank.hf.models import load_model
-from flexrank.nn.linalg import plain_svd
-from flexrank.nn.matrix import weight_matrix
-from flexrank.nn.select import nest_
-from flexrank.nn.switch import nested_layers
 from research import serve_by_vllm
 from research.assets import assets_directory
-from research.benches.runtimes import uniform_rank
+from research.benches.runtimes import deployed_sizes
 from research.experiment import Experiment, Ledger, Request
 from research.measures import inference
 from research.result import Result, goal, measured, table
@@ -80,12 +76,8 @@ def measure(model: Any, python: str) -> list[dict[str, Any]]:
     """A row for every budget."""
     vocabulary = model.config.vocab_size
     texts = torch.randint(3, vocabulary, (PROMPTS, PROMPT), generator=torch.Generator().manual_seed(0))
-    for name, layer in select_layers(model, exclude=["lm_head"]).items():
-        nest_(model, name, plain_svd(weight_matrix(layer).detach()))
     rows: list[dict[str, Any]] = []
-    for budget in BUDGETS:
-        ranks = {name: uniform_rank(layer.matrix_shape, budget) for name, layer in nested_layers(model).items()}
-        small: Any = deploy(model, ranks)
+    for budget, small in deployed_sizes(model, BUDGETS, ["lm_head"]):
         with tempfile.TemporaryDirectory() as scratch:
             small.save_pretrained(scratch)
             served = serve(python, scratch, texts.tolist())
@@ -134,6 +126,6 @@ def _table(data: dict[str, Any]) -> dict[str, Any]:
 
 EXPERIMENT = Experiment(
     "serving", "Sizes in vLLM",
-    "greedy tokens against transformers' and tokens per second at every size", minutes=6, needs=PYTHON,
-    run=run,
+    f"greedy tokens against transformers', and tokens per second: each size in its own process, best of {REPEATS}",
+    minutes=12, needs=PYTHON, run=run,
 )  # fmt: skip

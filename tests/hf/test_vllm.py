@@ -135,6 +135,13 @@ def export(name: str, path: Path) -> tuple[dict[str, tuple[torch.Tensor, Any]], 
     return exact, json.loads((path / "config.json").read_text())["quantization_config"]
 
 
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, tuple[torch.Tensor, Any]], Any, Path]:
+    """One for all tests: its matrices, its config, and where it lies."""
+    path = tmp_path_factory.mktemp("llama")
+    return (*export("llama_untied", path), path)
+
+
 def served(
     plugin: Any,
     config: Any,
@@ -175,40 +182,38 @@ def wanted(exact: dict[str, tuple[torch.Tensor, Any]], names: list[str], x: torc
 X = torch.randn(3, 5, 32, generator=torch.Generator().manual_seed(0))
 
 
-def test_fused_layers_of_a_llama_one_of_them_dense(plugin: Any, tmp_path: Path) -> None:
-    model, raw = export("llama_untied", tmp_path)
+def test_fused_layers_of_a_llama_one_of_them_dense(plugin: Any, llama: Any) -> None:
+    model, raw, path = llama
     config = config_of(plugin, raw)
-    assert "model.layers.0.self_attn.v_proj" not in raw["layers"] or (
-        raw["layers"]["model.layers.0.self_attn.v_proj"]["form"] == "dense"
-    )
+    assert raw["layers"]["model.layers.0.self_attn.v_proj"]["form"] == "dense"
     for block in ("model.layers.0", "model.layers.1"):
         for own, sizes in (("self_attn.qkv_proj", [32, 16, 16]), ("mlp.gate_up_proj", [48, 48])):
             names = PACKED[own.rpartition(".")[2]]
-            layer = served(plugin, config, tmp_path, f"{block}.{own}", sizes, 32, names=names)
+            layer = served(plugin, config, path, f"{block}.{own}", sizes, 32, names=names)
             parent = own.rpartition(".")[0]
             exact = wanted(model, [f"{block}.{parent}.{name}" for name in names], X)
             torch.testing.assert_close(layer(X).double(), exact, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
-def test_four_processes_of_one_layer(plugin: Any, tmp_path: Path, rank: int) -> None:
+def test_four_processes_of_one_layer(plugin: Any, llama: Any, rank: int) -> None:
     """Two heads of keys and values on four processes: each is held twice."""
-    model, raw = export("llama_untied", tmp_path)
+    model, raw, path = llama
     config, block = config_of(plugin, raw), "model.layers.0.self_attn"
     names = PACKED["qkv_proj"]
-    layer = served(plugin, config, tmp_path, f"{block}.qkv_proj", [32, 16, 16], 32, names=names, tp=(rank, 4))
+    layer = served(plugin, config, path, f"{block}.qkv_proj", [32, 16, 16], 32, names=names, tp=(rank, 4))
     q, k, v = (wanted(model, [f"{block}.{name}"], X) for name in names)
     half = rank // 2
     exact = torch.cat((q[..., 8 * rank :][..., :8], k[..., 8 * half :][..., :8], v[..., 8 * half :][..., :8]), -1)
     torch.testing.assert_close(layer(X).double(), exact, atol=1e-4, rtol=1e-4)
 
 
-def test_inputs_split_over_processes_add_up(plugin: Any, tmp_path: Path) -> None:
-    model, raw = export("llama_untied", tmp_path)
+def test_inputs_split_over_processes_add_up(plugin: Any, llama: Any) -> None:
+    model, raw, path = llama
     config, name = config_of(plugin, raw), "model.layers.0.self_attn.o_proj"
     assert raw["layers"][name]["form"] == "aligned"
     parts = [
-        served(plugin, config, tmp_path, name, [32], 32, tp=(rank, 2), rows=True)(X[..., 16 * rank :][..., :16])
+        served(plugin, config, path, name, [32], 32, tp=(rank, 2), rows=True)(X[..., 16 * rank :][..., :16])
         for rank in (0, 1)
     ]
     torch.testing.assert_close((parts[0] + parts[1]).double(), wanted(model, [name], X), atol=1e-4, rtol=1e-4)
@@ -224,8 +229,8 @@ def test_biases_of_opt(plugin: Any, tmp_path: Path) -> None:
     torch.testing.assert_close(layer(X).double(), exact, atol=1e-4, rtol=1e-4)
 
 
-def test_a_tensor_that_did_not_come_is_missed(plugin: Any, tmp_path: Path) -> None:
-    _, raw = export("llama_untied", tmp_path)
+def test_a_tensor_that_did_not_come_is_missed(plugin: Any, llama: Any) -> None:
+    _, raw, path = llama
     name = "model.layers.0.self_attn.o_proj"
     with pytest.raises(
         FlexrankError, match=r"model\.layers\.0\.self_attn\.k_proj\.\S+ is missing in the model's files"
@@ -233,7 +238,7 @@ def test_a_tensor_that_did_not_come_is_missed(plugin: Any, tmp_path: Path) -> No
         served(
             plugin,
             config_of(plugin, raw),
-            tmp_path,
+            path,
             name.replace("o_proj", "qkv_proj"),
             [32, 16, 16],
             32,

@@ -196,6 +196,14 @@ def test_all_of_a_kind_run_and_their_page_holds_the_numbers(
     assert len(pictures) == len(names) and all((here / "docs" / picture).is_file() for picture in pictures)
 
 
+def test_an_experiment_is_left_out_where_what_it_needs_is_missing(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace(monkeypatch, needs="A_THING")
+    done = invoke("--benches", "--json")
+    assert json.loads(done.stdout) == {} and "bench train is left out: it needs A_THING" in done.stderr
+    monkeypatch.setenv("A_THING", "here")
+    assert list(json.loads(invoke("--benches", "--json").stdout)) == list(BENCHES)
+
+
 def test_the_page_follows_the_json_and_says_what_is_missing(here: Path) -> None:
     invoke("theory")
     path = here / "results/theory/result.json"

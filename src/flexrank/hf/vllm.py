@@ -148,13 +148,13 @@ class FactorisedHeadMethod(FactorisedLinearMethod):
 
 
 def _shard(layer: Any, index: int, name: str, spec: Mapping[str, Any] | None, size: int, columns: range) -> Shard:
-    """What a process holds of one layer, `size` outputs of it; a layer without a spec is dense."""
-    if spec is not None and spec["form"] == "aligned":
-        (m, n), sizes = spec["shape"], (spec["rank"], spec["aligned"])
-    else:  # few heads of keys and values are held by several processes each
+    """What a process holds of one layer, `size` outputs of it; a layer that no run selected has no spec."""
+    if spec is None:  # few heads of keys and values are held by several processes each
         copies = getattr(layer, "num_kv_head_replicas", 1) if index else 1
-        m, n, sizes = size * layer.tp_size // copies, layer.input_size, (0, 0)
-    return Shard(name, (m, n), *sizes, rows=_part(m, size, layer), columns=columns)
+        spec = {"form": "dense", "shape": (size * layer.tp_size // copies, layer.input_size)}
+    m, n = spec["shape"]
+    rank, aligned = (spec["rank"], spec["aligned"]) if spec["form"] == "aligned" else (0, 0)
+    return Shard(name, (m, n), rank, aligned, _part(m, size, layer), columns)
 
 
 def _part(whole: int, size: int, layer: Any) -> range:

@@ -69,6 +69,11 @@ class FusedShards:
         self._expanded = _places(len(shard.expanded) * shard.rank for shard in shards)
         self._dense = _places(0 if shard.rank else len(shard.rows) for shard in shards)
         self._outputs = _places(len(shard.rows) for shard in shards)
+        # Looked up in every forward pass, among all latents.
+        self._heads = [
+            slice(place.start + shard.heads.start, place.start + shard.heads.stop)
+            for shard, place in zip(shards, self._latents, strict=True)
+        ]
         self._loaded: set[tuple[int, str]] = set()
 
     def add_to_(self, layer: Any, dtype: torch.dtype) -> dict[str, nn.Parameter]:
@@ -124,11 +129,11 @@ class FusedShards:
             if not shard.rank:
                 parts.append(linear(x, dense[self._dense[index]]))
                 continue
-            latent = latents[..., self._latents[index]]
-            if shard.heads:
-                parts.append(latent[..., shard.heads.start : shard.heads.stop])
-            if shard.expanded:
-                parts.append(linear(latent, flat[self._expanded[index]].view(-1, shard.rank)))
+            heads, expanded = self._heads[index], self._expanded[index]
+            if heads.start < heads.stop:
+                parts.append(latents[..., heads])
+            if expanded.start < expanded.stop:
+                parts.append(linear(latents[..., self._latents[index]], flat[expanded].view(-1, shard.rank)))
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
     def _load_bias_(self, layer: Any, name: str, values: Tensor, index: int) -> None:

@@ -195,10 +195,14 @@ def test_fused_layers_of_a_llama_one_of_them_dense(plugin: Any, llama: Any) -> N
             torch.testing.assert_close(layer(X).double(), exact, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("selected", [True, False])
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
-def test_four_processes_of_one_layer(plugin: Any, llama: Any, rank: int) -> None:
-    """Two heads of keys and values on four processes: each is held twice."""
+def test_four_processes_of_one_layer(plugin: Any, llama: Any, rank: int, selected: bool) -> None:
+    """Two heads of keys and values on four processes: each is held twice; a run may have left v out."""
     model, raw, path = llama
+    if not selected:
+        kept = {name: one for name, one in raw["layers"].items() if not name.endswith("0.self_attn.v_proj")}
+        raw = {**raw, "layers": kept}
     config, block = config_of(plugin, raw), "model.layers.0.self_attn"
     names = PACKED["qkv_proj"]
     layer = served(plugin, config, path, f"{block}.qkv_proj", [32, 16, 16], 32, names=names, tp=(rank, 4))

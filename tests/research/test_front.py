@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from flexrank.nn.select import select_layers
+from flexrank.nn.switch import nested_layers
 from flexrank.profiles import Footprint, SensitivityTable
 from flexrank.profiles.costs import deployed_parameters, rank_levels
-from research.experiment import Request
+from research.experiment import Ledger, Request
 from research.studies import front, mnist
 
 
@@ -71,3 +73,37 @@ def test_the_study_runs_whole_on_few_images_and_goes_on_from_its_units(
     assert len(front.draw(first["data"]).axes) == 1
     monkeypatch.setattr(front, "train_stacked_", None)  # every unit is finished: nothing is trained again
     assert front.run(Request(work=tmp_path, seeds=1))["tables"] == first["tables"]
+
+
+def test_submodels_begin_at_datasvd_and_the_elastic_network_is_weighted_by_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images, labels = torch.randn(256, 1, 28, 28), torch.randint(0, 10, (256,))
+    monkeypatch.setattr(mnist, "load_images", lambda split, *half: (images, labels))
+    monkeypatch.setattr(front, "CALIBRATION", 64)
+    losses, begun, collect = [], [], front.collect_moments
+
+    def spy(*args: Any, gradient_loss: Any) -> Any:
+        losses.append(gradient_loss)
+        return collect(*args, gradient_loss=gradient_loss)
+
+    class Stopped(Exception):
+        pass
+
+    def stacked(model: Any, ranks: Any) -> Any:
+        begun.append(model)
+        raise Stopped
+
+    monkeypatch.setattr(front, "collect_moments", spy)
+    monkeypatch.setattr(front, "StackedNetwork", stacked)
+    seed = front._Seed(0, (0, 9), Ledger(tmp_path, {}), "reporting")
+    assert losses == [None, front.OBJECTIVE.fisher_loss]
+    with pytest.raises(Stopped):
+        seed.trained_alone("DataSVD")
+    # Plain DataSVD leaves what the calibration's activations keep most of; gradients weigh it otherwise.
+    first, other = (next(iter(nested_layers(one).values())) for one in (begun[0], seed.elastic))
+    weight = next(iter(select_layers(seed.network).values())).weight.flatten(1)
+    assert not torch.allclose(first.u, other.u)
+    for layer in (first, other):
+        torch.testing.assert_close(layer.u.T @ layer.v, weight, atol=1e-4, rtol=1e-4)
+    assert begun[0] is seed.datasvd

@@ -90,6 +90,8 @@ def test_deploy_writes_one_size_within_the_limit(finished: Path, printed: dict[s
     export = json.loads(result.stdout)["export"]
     artefact = json.loads(invoke("inspect", tmp_path / "small", "--json").stdout)
     assert limit // 2 < artefact["parameters"] == export["params_model"] <= limit
+    card = (tmp_path / "small" / "README.md").read_text()
+    assert f"# tiny at {export['relative_size']:.3g}\n" in card and 'from_pretrained("small")' in card
 
 
 @pytest.mark.usefixtures("verified_here")

@@ -150,11 +150,20 @@ def test_a_directory_without_a_summary_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model, named", [("org/base-1", True), ("package:x/model", False), ("./somewhere", False)])
 def test_a_card_names_its_base_model_on_the_hub(model: str, named: bool) -> None:
     facts = {"model": model, "task": "embedding", "allocation": {"method": "joint"}, "distillation": {"steps": 7}}
+    facts |= {"decomposition": {"method": "fisher"}}
     text = cards.elastic_card(summary() | facts)
     assert ("base_model: org/base-1" in text) == named and "pipeline_tag: feature-extraction" in text
-    assert "joint allocation of ranks for all budgets, and 7 steps of distillation" in text
+    assert "weighted by the loss's gradients, joint allocation of ranks for all budgets, and 7 steps of distil" in text
+    by_svd = facts | {"decomposition": {"method": "svd"}}
+    assert "Made by plain SVD, joint" in cards.elastic_card(summary() | by_svd)
     assert "no training" in cards.elastic_card(summary() | facts | {"distillation": {"steps": 0}})
-    export = {"budget": 0.5, "directory": "deployed/0.50", "params_model": 11_020, "params_layers": 6_020}
-    assert "with 11.02k parameters, 6.02k of them in its factorised layers: 50%" in cards.deployed_card(
-        summary() | facts, export
-    )
+    export = {"directory": "deployed/0.50", "params_model": 11_020, "params_layers": 6_020, "relative_size": 0.337}
+
+    def card(tuned: int = 0, **limits: float) -> str:
+        return cards.deployed_card(summary() | facts, export | limits, tuned)
+
+    assert "with 11.02k parameters, 6.02k of them in its factorised layers: 50%" in card(budget=0.5)
+    assert "every size; it is the row 0.5 of the table." in card(budget=0.5)
+    assert "every size, then trained by itself for 9 steps." in card(9, budget=0.5)
+    assert "layers: 40%" in card(budget=0.4) and "the row" not in card(budget=0.4)
+    assert "# tiny at 0.337\n" in card() and "layers: 34%" in card(max_params=7)

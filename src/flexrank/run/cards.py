@@ -15,6 +15,11 @@ PIPELINES = {"language": "text-generation", "embedding": "feature-extraction", "
 CLASSES = {
     "language": "AutoModelForCausalLM", "embedding": "AutoModel", "classification": "AutoModelForImageClassification",
 }  # fmt: skip
+#: How factors are made, by `decomposition.method`.
+DECOMPOSITIONS = {
+    "fisher": "DataSVD with outputs weighted by the loss's gradients", "datasvd": "DataSVD",
+    "paper": "DataSVD as the paper prints it", "svd": "plain SVD",
+}  # fmt: skip
 
 _ELASTIC = """# {name}, elastic
 
@@ -29,10 +34,10 @@ size = flexrank.FlexRankConfig(budget={budget:g})  # or max_params=…, max_byte
 model = {kind}.from_pretrained("{place}", quantization_config=size)
 ```
 """
-_DEPLOYED = """# {name} at {budget:g}
+_DEPLOYED = """# {name} at {share:.3g}
 
-{model} with {parameters} parameters, {layers} of them in its factorised layers: {budget:.0%} of what those had. Cut by
-flexrank (FlexRank, ICML 2026) from one set of weights that holds every size; it is the row {budget:g} of the table.
+{model} with {parameters} parameters, {layers} of them in its factorised layers: {share:.0%} of what those had. Cut by
+flexrank (FlexRank, ICML 2026) from one set of weights that holds every size{origin}.
 
 ```python
 import flexrank  # teaches transformers the layers; trust_remote_code=True does it too
@@ -49,9 +54,18 @@ def write_cards(directory: Path, summary: Summary) -> list[Path]:
     for export in summary["deployed"]:
         cards[directory / export["directory"]] = deployed_card(summary, export)
     for place, text in cards.items():
-        with write_aside(place / CARD) as aside:
-            aside.write_text(text, encoding="utf8")
+        _write(place, text)
     return [place / CARD for place in cards]
+
+
+def write_card(place: Path, summary: Summary, export: Mapping[str, Any], tuned: int = 0) -> None:
+    """Writes the card of one size of a finished run, exported to `place`; `tuned` are its own steps of training."""
+    _write(place, deployed_card(summary, export, tuned))
+
+
+def _write(place: Path, text: str) -> None:
+    with write_aside(place / CARD) as aside:
+        aside.write_text(text, encoding="utf8")
 
 
 def elastic_card(summary: Summary) -> str:
@@ -60,9 +74,14 @@ def elastic_card(summary: Summary) -> str:
     return _metadata(summary) + _ELASTIC.format(**_names(summary), budget=middle, place="elastic") + _made(summary)
 
 
-def deployed_card(summary: Summary, export: Mapping[str, Any]) -> str:
-    """The card of one size, an entry of the summary's `deployed`."""
-    facts = {"budget": export["budget"], "place": Path(export["directory"]).name}
+def deployed_card(summary: Summary, export: Mapping[str, Any], tuned: int = 0) -> str:
+    """The card of one size: an entry of the summary's `deployed`, or what `export_one` returns."""
+    budget, origin = export.get("budget"), ""
+    if tuned:
+        origin = f", then trained by itself for {tuned} steps"
+    elif budget in [row["budget"] for row in summary["rows"]]:
+        origin = f"; it is the row {budget:g} of the table"
+    facts = {"share": budget or export["relative_size"], "origin": origin, "place": Path(export["directory"]).name}
     facts |= {"parameters": count(export["params_model"]), "layers": count(export["params_layers"])}
     return _metadata(summary) + _DEPLOYED.format(**_names(summary), **facts) + _made(summary)
 
@@ -89,7 +108,8 @@ def _made(summary: Summary) -> str:
     header, rows = table_cells(summary)
     table = [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
     steps, method = summary["distillation"]["steps"], summary["allocation"]["method"]
+    factors = DECOMPOSITIONS[summary["decomposition"]["method"]]
     trained = f"{steps} steps of distillation from the base model" if steps else "no training"
-    how = f"Made by DataSVD, {method} allocation of ranks for all budgets, and {trained}."
+    how = f"Made by {factors}, {method} allocation of ranks for all budgets, and {trained}."
     licence = "The licence is that of the base model."
     return "\n".join(["\n## Sizes\n", *table, "", note(summary), "", how, licence, ""])

@@ -14,9 +14,11 @@ from safetensors import SafetensorError
 
 from flexrank import processes
 from flexrank.errors import FlexrankError
+from flexrank.files import read_json
 from flexrank.hf import models
 from flexrank.run import stages
 from flexrank.run.candidates import rule
+from flexrank.run.cards import write_card
 from flexrank.run.config import DistillationConfig, RunConfig
 from flexrank.run.directory import RunDirectory, data_identity, fingerprint, identity
 from flexrank.run.sizes import Sizes, export_size
@@ -151,12 +153,14 @@ def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None =
 
     Returns:
         What was asked, where it is, its sizes; with `tune` its `quality`, tuned, and that of the `shared` weights.
+        Beside the model is its card, if the run is finished.
 
     Raises:
         FlexrankError: no profile is within the limits, or the export does not load; nothing is written then.
     """
     work = outcome.workspace
     name = "-".join(f"{key}-{limit}" for key, limit in (*limits.items(), *[("tune", tune)] * bool(tune)))
+    prints = fingerprints(work.config, models.resolve_source(work.config.model))
     with work.directory.locked(), _clear_disk_errors(work, "deploy"):
         sizes = Sizes(work)
         profile = sizes.within(limits)
@@ -169,6 +173,8 @@ def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None =
         exported = {**limits, **export_size(sizes, sizes.deployed(profile), profile, place), **qualities}
         if tune:
             shutil.rmtree(checkpoint)
+        if work.directory.is_finished("report", prints["report"]):  # whose table is of these weights
+            write_card(place, read_json(work.directory / "summary.json"), exported, tune)
         return exported
 
 

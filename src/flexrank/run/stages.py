@@ -237,6 +237,7 @@ def summarise(work: Workspace, _: str) -> None:
         "base": evaluation["base"],
         "rows": rows,
         "layers": evaluation["layers"],
+        "decomposition": {"method": work.config.decomposition.method},
         "allocation": {"method": chain.method, "gap": chain.gap},
         "distillation": {"steps": work.config.distillation.steps},
         "deployed": read_json(work.directory / "deployed.json"),

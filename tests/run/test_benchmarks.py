@@ -108,6 +108,9 @@ def test_every_size_scores_what_a_plain_loop_scores(copied: Path, sources: Path,
     summary = summary_of(copied)
     known = [row["params_model"] for row in (summary["base"], *summary["rows"])]
     assert parameters[:2] + parameters[3:] == known and parameters[1] > parameters[2] > parameters[3]
+    qualities = [row["quality"]["nats_per_token"] for row in found["rows"]]
+    own = [row["quality"]["nats_per_token"] for row in (summary["base"], *summary["rows"])]
+    assert qualities[:2] + qualities[3:] == pytest.approx(own, rel=1e-6) and qualities[2] not in qualities[:2]
     for row, model in zip(found["rows"], models, strict=True):
         scores = {metric: one["value"] for metric, one in row["tasks"]["words"].items()}
         assert scores == pytest.approx(answers(model, tokenizer))
@@ -127,7 +130,7 @@ def test_the_table_has_the_base_model_first_and_chance_last(copied: Path, tasks:
     result = invoke("evaluate", copied, "--tasks", "words", "--include-path", tasks, "--limit", 3, "--num-fewshot", 1)
     assert result.exit_code == 0, result.output
     lines = [line.split() for line in result.stdout.splitlines() if line.strip()]
-    assert lines[1] == ["budget", "params", "layers", "words", "acc", "words", "acc_norm"]
+    assert lines[1] == ["budget", "params", "layers", "nats_per_token", "words", "acc", "words", "acc_norm"]
     assert [line[0] for line in lines[2:]] == ["base", "0.8", "0.5", "chance"]
     assert lines[-1][1:] == [f"{(1 / 2 + 1 / 3 + 1 / 4) / 3:.3f}"] * 2  # of the three questions
     written = json.loads((copied / "benchmarks.json").read_text())
@@ -163,11 +166,11 @@ def test_a_group_of_tasks_is_scored(copied: Path, tasks: Path) -> None:
         (["--tasks", "lost_words"], "lm-eval cannot load them: Unable to find"),
         (["--tasks", " ,"], "--tasks names no task"),
         (["--limit", "3"], "--limit needs --tasks"),
-        (["--budgets", ".5"], "--budgets needs --tasks or --perplexity"),
+        (["--window", "8"], "--window needs --perplexity"),
+        (["--budgets", ".5,x"], "--budgets: 'x' is no number"),
         (["--perplexity", "nowhere.txt"], "nowhere.txt: no such file or folder of texts"),
         (["--perplexity", "TEXT", "--window", "1"], "--window is 1; it is a number of tokens, 2 or more"),
         (["--perplexity", "TEXT", "--window", "65"], "--window is 65; this model reads at most 64 tokens"),
-        (["--perplexity", "TEXT", "--budgets", ".5,x"], "--budgets: 'x' is no number"),
         (["--perplexity", "TEXT", "--budgets", "1.5"], "--budgets: 1.5 is out of range"),
         (["--perplexity", "TEXT", "--budgets", ".001"], "budget=0.001 is too small"),
         (["--perplexity", "TEXT", "--set", "task=embedding"], "need a run of task language; tiny is of embedding"),

@@ -11,6 +11,7 @@ import tiny
 from flexrank.errors import FlexrankError
 from flexrank.run import run_stages
 from flexrank.run.config import parse_config
+from tiny_runs import invoke
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +49,11 @@ def test_a_whole_run(model: Path, tmp_path: Path) -> None:
         assert row["params_model"] < summary["base"]["params_model"]
         assert row["quality_before"]["agreement"] <= row["quality"]["agreement"] + 0.1
     assert (tmp_path / "run" / "deployed" / "0.50" / "model.safetensors").is_file()
+    done = invoke("evaluate", tmp_path / "run", "--budgets", ".5,.65", "--json")  # one of them is not the run's
+    assert done.exit_code == 0, done.output
+    base, between, least = json.loads(done.stdout)["rows"]
+    assert (base["quality"], least["quality"]) == (summary["base"]["quality"], summary["rows"][1]["quality"])
+    assert between["budget"] == 0.65 and between["quality"].keys() == {"accuracy", "agreement"}
 
 
 def test_wrong_images_are_refused(model: Path, tmp_path: Path) -> None:

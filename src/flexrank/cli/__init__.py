@@ -7,6 +7,7 @@ A wrong input is one line there, and exit status 2. Heavy libraries are imported
 import logging
 import sys
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,9 +39,18 @@ def main() -> None:
     app()
 
 
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        print(metadata.version("flexrank"))
+        raise typer.Exit
+
+
 @app.callback()
 def _start(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Prints only warnings and errors.")] = False,
+    _: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Prints the version, and stops.")
+    ] = False,
 ) -> None:
     log = logging.getLogger("flexrank")
     log.handlers = [_StandardError()]
@@ -117,10 +127,10 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(min=1, help="With --tasks: documents of each, to try it out.")] = None,
     perplexity: Annotated[Path | None, typer.Option(help="A text to take the perplexity of.")] = None,
     window: Annotated[int | None, typer.Option(help="With --perplexity: tokens, or data.max_tokens.")] = None,
-    budgets: Annotated[str | None, typer.Option(help="With either: .9,.5; the run's own if left out.")] = None,
+    budgets: Annotated[str | None, typer.Option(help="Any: .9,.35; the run's own if left out.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measures sizes, qualities and latencies of every budget: evaluation.json. Or by lm-eval: benchmarks.json."""
+    """Measures every budget: evaluation.json. Or any, also by lm-eval: benchmarks.json."""
     from flexrank.cli.evaluating import Request, show_benchmarks
 
     request = Request(tasks, include_path, num_fewshot, limit, perplexity, window, budgets)

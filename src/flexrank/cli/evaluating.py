@@ -24,13 +24,12 @@ class Request:
     budgets: str | None
 
     def is_made(self) -> bool:
-        """Whether there are tasks, or a text; an option that needs one of them is refused without it."""
-        needs: dict[str, tuple[str, ...]] = {name: ("tasks",) for name in ("include_path", "num_fewshot", "limit")}
-        needs |= {"window": ("perplexity",), "budgets": ("tasks", "perplexity")}
-        for option, others in needs.items():
-            if getattr(self, option) is not None and all(getattr(self, other) is None for other in others):
-                raise FlexrankError(f"--{option.replace('_', '-')} needs --{' or --'.join(others)}")
-        return self.tasks is not None or self.perplexity is not None
+        """Whether there are tasks, a text, or budgets; an option that needs one of them is refused without it."""
+        needs = dict.fromkeys(("include_path", "num_fewshot", "limit"), "tasks") | {"window": "perplexity"}
+        for option, other in needs.items():
+            if getattr(self, option) is not None and getattr(self, other) is None:
+                raise FlexrankError(f"--{option.replace('_', '-')} needs --{other}")
+        return any(one is not None for one in (self.tasks, self.perplexity, self.budgets))
 
     def prepared(self, config: Path, overrides: Iterable[str]) -> Callable[[Path], dict[str, Any]]:
         """Checks all of it before a run begins, and loads the tasks; what is returned evaluates a run directory."""
@@ -41,7 +40,8 @@ class Request:
         run = load_config(config, overrides)
         tokens = run.data.max_tokens if self.window is None else self.window
         windows = None if self.perplexity is None else Windows(self.perplexity, tokens)
-        require_language(run, windows)
+        if self.tasks is not None or windows is not None:
+            require_language(run, windows)
         names = [name.strip() for name in (self.tasks or "").split(",") if name.strip()]
         if self.tasks is not None and not names:
             raise FlexrankError("--tasks names no task; write them as arc_easy,piqa")

@@ -1,4 +1,4 @@
-"""The base model and a run's sizes, at any budget, by lm-eval's tasks and by perplexity: RUN/benchmarks.json."""
+"""The base model and a run's sizes, at any budget: the run's measures, lm-eval's tasks, perplexity: benchmarks.json."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ class Windows(NamedTuple):
 
 
 def require_language(config: RunConfig, windows: Windows | None) -> None:
-    """Refuses a run of another task, a text that cannot be read, and a window in which nothing is predicted."""
+    """Refuses tasks or a text in a run of another task, a text that cannot be read, a window that predicts nothing."""
     if config.task != "language":
         raise FlexrankError(f"--tasks and --perplexity need a run of task language; {config.name} is of {config.task}")
     if windows is not None:
@@ -70,7 +70,7 @@ def benchmark_run(
     rows = list[dict[str, Any]]()
     for budget, profile in progress.track([(None, full), *profiles.items()], "evaluating"):
         model = work.base if budget is None else sizes.deployed(profile)
-        row = {"budget": budget, **count_parameters(model, profile, sizes.shapes)}
+        row = {"budget": budget, **count_parameters(model, profile, sizes.shapes), "quality": work.judge(model)}
         if batches:
             row["perplexity"] = math.exp(nats_per_token(model, batches))
         if loaded:
@@ -108,10 +108,17 @@ def print_benchmarks(result: Mapping[str, Any], console: Console) -> None:
     if scores:
         print_line(console, f"lm-eval {result['lm_eval']}, value ± standard error")
     columns = [(task, metric) for task in _outermost(scores, result.get("groups", {})) for metric in scores[task]]
-    names = ["params", "layers", *["perplexity"] * ("perplexity" in rows[0]), *map(" ".join, columns)]
+    names = [
+        "params",
+        "layers",
+        *rows[0]["quality"],
+        *["perplexity"] * ("perplexity" in rows[0]),
+        *map(" ".join, columns),
+    ]
     table = new_table(["budget", *names], left=["budget"], box=None, padding=(0, 2))
     for row in rows:
         cells = [count(row["params_model"]), f"{row['relative_size']:.3f}"]
+        cells += [f"{value:.4f}" for value in row["quality"].values()]
         cells += [f"{row['perplexity']:.4g}"] if "perplexity" in row else []
         cells += [_cell(row["tasks"][task][metric]) for task, metric in columns]
         table.add_row("base" if row["budget"] is None else f"{row['budget']:g}", *cells)

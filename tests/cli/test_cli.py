@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +96,28 @@ def test_deploy_writes_one_size_within_the_limit(finished: Path, printed: dict[s
 
 
 @pytest.mark.usefixtures("verified_here")
+def test_a_size_of_an_unfinished_run_has_no_card_and_an_edited_summary_is_refused(copied: Path, tmp_path: Path) -> None:
+    (copied / "summary.json").write_text("{}")
+    refusal = invoke("deploy", copied, "--budget", "0.5", "--output", tmp_path / "small")
+    assert refusal.exit_code == 2 and "was edited after `report` wrote it" in refusal.stderr.splitlines()[-1]
+    assert not (tmp_path / "small").exists()
+    (copied / "summary.json").unlink()
+    assert invoke("deploy", copied, "--budget", "0.5", "--output", tmp_path / "small").exit_code == 0
+    assert (tmp_path / "small" / "config.json").is_file() and not (tmp_path / "small" / "README.md").exists()
+
+
+def test_the_version_is_the_packages() -> None:
+    result = invoke("--version")
+    assert (result.exit_code, result.stdout) == (0, metadata.version("flexrank") + "\n")
+
+
+@pytest.mark.usefixtures("verified_here")
 def test_a_tuned_size_shows_both_qualities(copied: Path) -> None:
     result = invoke("deploy", copied, "--budget", "0.5", "--tune", "2", "--json")
     assert result.exit_code == 0, result.output
     export = json.loads(result.stdout)["export"]
     assert Path(export["directory"]).name == "budget-0.5-tune-2"
+    assert "then trained by itself for 2 steps." in (copied / "exports" / "budget-0.5-tune-2" / "README.md").read_text()
     (line,) = (line.split() for line in result.stderr.splitlines() if line.strip().startswith("nats_per_token"))
     assert line[1:] == [f"{export[key]['nats_per_token']:.4f}" for key in ("shared", "quality")]
 

@@ -81,6 +81,7 @@ def test_what_a_model_card_says_runs(finished: Path, place: str, monkeypatch: py
     found = sum(one.numel() for one in names["model"].parameters())
     assert found == pytest.approx(row["params_model"], rel=0.01)  # a run chooses slack on its own calibration
     assert f"| 0.5 | {row['mean_rank']:.0f} " in text and "| base |" in text
+    assert "weighted by the loss's gradients, joint" in text
 
 
 def test_the_base_row_is_the_original(finished: Path, original: tuple[torch.nn.Module, Samples]) -> None:

@@ -4,13 +4,14 @@ import io
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from rich.console import Console
 
 from flexrank.errors import FlexrankError
 from flexrank.run import cards, report, tables
+from flexrank.run.config import DecompositionConfig
 
 SHAPES = {
     f"encoder.layer.{block}.{name}": {"shape": shape}
@@ -154,8 +155,10 @@ def test_a_card_names_its_base_model_on_the_hub(model: str, named: bool) -> None
     text = cards.elastic_card(summary() | facts)
     assert ("base_model: org/base-1" in text) == named and "pipeline_tag: feature-extraction" in text
     assert "weighted by the loss's gradients, joint allocation of ranks for all budgets, and 7 steps of distil" in text
-    by_svd = facts | {"decomposition": {"method": "svd"}}
-    assert "Made by plain SVD, joint" in cards.elastic_card(summary() | by_svd)
+    for method, words in (("svd", "plain SVD"), ("datasvd", "DataSVD"), ("paper", "DataSVD as the paper prints it")):
+        card_by = cards.elastic_card(summary() | facts | {"decomposition": {"method": method}})
+        assert f"Made by {words}, joint" in card_by
+    assert cards.DECOMPOSITIONS.keys() == set(get_args(DecompositionConfig.model_fields["method"].annotation))
     assert "no training" in cards.elastic_card(summary() | facts | {"distillation": {"steps": 0}})
     export = {"directory": "deployed/0.50", "params_model": 11_020, "params_layers": 6_020, "relative_size": 0.337}
 

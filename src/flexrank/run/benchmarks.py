@@ -108,13 +108,8 @@ def print_benchmarks(result: Mapping[str, Any], console: Console) -> None:
     if scores:
         print_line(console, f"lm-eval {result['lm_eval']}, value ± standard error")
     columns = [(task, metric) for task in _outermost(scores, result.get("groups", {})) for metric in scores[task]]
-    names = [
-        "params",
-        "layers",
-        *rows[0]["quality"],
-        *["perplexity"] * ("perplexity" in rows[0]),
-        *map(" ".join, columns),
-    ]
+    measures = [*rows[0]["quality"], *["perplexity"] * ("perplexity" in rows[0])]
+    names = ["params", "layers", *measures, *map(" ".join, columns)]
     table = new_table(["budget", *names], left=["budget"], box=None, padding=(0, 2))
     for row in rows:
         cells = [count(row["params_model"]), f"{row['relative_size']:.3f}"]

@@ -95,12 +95,13 @@ STAGES = (
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a run did: stages that ran, in order, and stages that were up to date."""
+    """What a run did: stages that ran, in order, stages that were up to date, and the fingerprint of each."""
 
     directory: Path
     executed: tuple[str, ...]
     skipped: tuple[str, ...]
     workspace: Workspace
+    fingerprints: Mapping[str, str]
 
 
 def stage_names() -> tuple[str, ...]:
@@ -139,7 +140,7 @@ def run_stages(config: RunConfig, until: str = "report") -> Outcome:
             executed.append(stage.name)
         # Not before: a refused setting must not cost another's checkpoint.
         processes.by_first(lambda: directory.remove_stale(prints))
-    return Outcome(directory.path, tuple(executed), tuple(skipped), work)
+    return Outcome(directory.path, tuple(executed), tuple(skipped), work, prints)
 
 
 def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None = None, tune: int = 0) -> dict[str, Any]:
@@ -160,8 +161,9 @@ def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None =
     """
     work = outcome.workspace
     name = "-".join(f"{key}-{limit}" for key, limit in (*limits.items(), *[("tune", tune)] * bool(tune)))
-    prints = fingerprints(work.config, models.resolve_source(work.config.model))
     with work.directory.locked(), _clear_disk_errors(work, "deploy"):
+        # Whose table is of these weights; asked before anything is written, for an edited summary is refused.
+        is_reported = work.directory.is_finished("report", outcome.fingerprints["report"])
         sizes = Sizes(work)
         profile = sizes.within(limits)
         place, qualities = place or work.directory / "exports" / name, {}
@@ -173,7 +175,7 @@ def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None =
         exported = {**limits, **export_size(sizes, sizes.deployed(profile), profile, place), **qualities}
         if tune:
             shutil.rmtree(checkpoint)
-        if work.directory.is_finished("report", prints["report"]):  # whose table is of these weights
+        if is_reported:
             write_card(place, read_json(work.directory / "summary.json"), exported, tune)
         return exported
 

@@ -135,7 +135,7 @@ def test_sharded_consolidation_takes_what_the_dry_run_counts(sources: Path, tmp_
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_deployment_takes_what_the_dry_run_counts(sources: Path, tmp_path: Path) -> None:
     """At most 15 % off: one size at a time, which the process that verifies it maps from its files."""
-    model = write_llama(tmp_path / "model", sources / "language", 384, 1024, 16)
+    model = write_llama(tmp_path / "model", sources / "language", 512, 1408, 6)
     configs = []
     for name, one, budgets in (("small", sources / "language", [0.5]), ("large", model, [0.8, 0.5])):
         values = yaml.safe_load(Path(by_curvature(one, sources / "text.txt", tmp_path / name)).read_text())

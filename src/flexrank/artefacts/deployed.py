@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flexrank.artefacts.cards import write_deployed_card
 from flexrank.artefacts.tensors import named_tensors, open_tensors, put_tensors, write_tensors
 from flexrank.data.batches import model_device
 from flexrank.errors import FlexrankError
@@ -31,7 +32,7 @@ Factory = str | Callable[[], nn.Module]
 
 
 def save_deployed(small: nn.Module, directory: str | Path, *, factory: Factory | None = None) -> None:
-    """Writes a deployed model of any torch class: `model.safetensors` and `flexrank.json`, whole or not at all.
+    """Writes a deployed model of any torch class: `model.safetensors`, `flexrank.json` and a model card, or nothing.
 
     An artefact in `directory` is replaced; a directory that holds anything else is refused. `factory` builds the bare
     architecture; without it `load_deployed` needs `model=`.
@@ -41,7 +42,7 @@ def save_deployed(small: nn.Module, directory: str | Path, *, factory: Factory |
 
 
 def write_state(small: nn.Module, directory: Path, *, factory: Factory | None = None) -> None:
-    """Writes the two files of `save_deployed` into an existing directory."""
+    """Writes the files of `save_deployed` into an existing directory."""
     name = None if factory is None else factory_name(factory)
     modules = small.named_modules()
     specs = {name: layer_spec(module) for name, module in modules if isinstance(module, GaugeAlignedLayer)}
@@ -51,9 +52,10 @@ def write_state(small: nn.Module, directory: Path, *, factory: Factory | None = 
 
 
 def describe_deployed(small: nn.Module, directory: Path, **description: Any) -> None:
-    """Writes `flexrank.json`: a `describe` of these arguments, and a checksum of every file in the directory."""
+    """Writes `flexrank.json`: a `describe` of these arguments, and a checksum of every file; then the model card."""
     content = describe(small, **description) | {"files": digest_files(directory)}
     write_document(directory / DOCUMENT, KIND, content)
+    write_deployed_card(directory, content, small)
 
 
 def describe(

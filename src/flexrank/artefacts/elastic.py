@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from flexrank import files, processes
+from flexrank.artefacts.cards import write_elastic_card
 from flexrank.artefacts.deployed import Factory, bare_model, describe, factory_name, fill
 from flexrank.artefacts.tensors import ShardWriter, named_tensors, open_tensors
 from flexrank.errors import FlexrankError
@@ -49,7 +50,7 @@ def save_elastic(
     tokenizer: Any = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes an elastic model and its chain as one artefact, whole or not at all.
+    """Writes an elastic model and its chain as one artefact, with a model card, whole or not at all.
 
     All components are written, whatever the active ranks; but a consolidated model ends at its largest trained size,
     above which the base model is the better one. An artefact in `directory` is replaced; a directory that holds
@@ -120,6 +121,7 @@ class ElasticWriter:
         content |= {"chain": chain.to_json(), "tensors": self._digests, "dtypes": self._dtypes}
         content |= {"shards": self._shards.finish(), "files": self._files}
         files.write_document(self._directory / ELASTIC_DOCUMENT, ELASTIC_KIND, content)
+        write_elastic_card(self._directory, content, chain, model)
 
     def _add_rest(self, chain: ProfileChain, kept: Mapping[str, int]) -> None:
         factors = {f"{name}.{factor}": name for name in kept for factor in "uv"}

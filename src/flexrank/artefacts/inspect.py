@@ -30,7 +30,7 @@ def inspect_artefact(directory: str | Path) -> dict[str, Any]:
     if (directory / ELASTIC_DOCUMENT).is_file():
         document = read_elastic_document(directory)
         paths = [directory / file for file in document["shards"]]
-        content = {"kind": ELASTIC_KIND, "budgets": _budget_rows(ProfileChain.from_json(document["chain"]))}
+        content = {"kind": ELASTIC_KIND, "budgets": ProfileChain.from_json(document["chain"]).sizes()}
     else:
         document, paths = _deployed_document(directory), _weight_files(directory)
     dtype, values = _header_summary(paths)
@@ -74,16 +74,3 @@ def _header_summary(paths: list[Path]) -> tuple[str, int]:
     if not counts:
         raise FlexrankError(f"{paths[0]}: holds no tensors")
     return counts.most_common(1)[0][0], counts.total()
-
-
-def _budget_rows(chain: ProfileChain) -> list[dict[str, Any]]:
-    return [
-        {
-            "budget": entry.requested,
-            "params_layers": entry.parameters,
-            "params_model": chain.model_parameters(entry),
-            "bytes": chain.model_bytes(entry),
-            "mean_rank": sum(entry.profile.values()) / len(entry.profile),
-        }
-        for entry in chain.requested
-    ]

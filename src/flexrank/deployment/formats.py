@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from flexrank.artefacts.cards import LICENCE, head, read_head
 from flexrank.artefacts.deployed import DOCUMENT as DEPLOYED
 from flexrank.artefacts.deployed import KIND
 from flexrank.artefacts.inspect import inspect_artefact
@@ -22,6 +23,7 @@ from flexrank.deployment.runtimes import RUNTIMES, TRACED, Inputs, Run, program_
 from flexrank.errors import FlexrankError, first_line
 from flexrank.files import digest_files, directory_aside, directory_bytes, read_json, write_document, write_json
 from flexrank.hf import models
+from flexrank.hf.companions import CARD
 from flexrank.nn.experts import SEPARATE
 
 FORMATS = ("dense", *RUNTIMES)
@@ -39,6 +41,18 @@ BOUNDS: dict[str, dict[torch.dtype, float]] = {
     "onnx": {torch.float32: 1e-4},
     "openvino": {torch.float32: 1e-4},
     "executorch": {torch.float32: 1e-4},
+}
+#: For an export's card: the hub's name of what loads it, and how; `batch` holds tensors, `arrays` those of numpy.
+LOADING = {
+    "dense": ("transformers", 'from transformers import {kind}\n\nmodel = {kind}.from_pretrained(".")'),
+    "torch": ("pytorch", 'import torch\n\noutput = torch.export.load("model.pt2").module()(**batch)'),
+    "onnx": ("onnx", 'import onnxruntime\n\n(output,) = onnxruntime.InferenceSession("model.onnx").run(None, arrays)'),
+    "openvino": ("openvino", 'import openvino\n\noutput = openvino.Core().compile_model("model.xml")(arrays)[0]'),
+    "executorch": (
+        "executorch",
+        'from executorch.runtime import Runtime\n\nprogram = Runtime.get().load_program("model.pte")\n'
+        'output = program.load_method("forward").execute(list(batch.values()))[0]',
+    ),
 }
 #: Where torch.onnx says at every export that torchvision is missing.
 REGISTRATION = "torch.onnx._internal.exporter._registration"
@@ -75,6 +89,7 @@ def export_to(directory: str | Path, format: str, output: str | Path) -> dict[st
             raise FlexrankError(f"{output}: {problem}; nothing was kept")
         facts = _facts(model, format, batches[0], bound, error) | {"bytes": directory_bytes(aside)}
         write_document(aside / DOCUMENT, "export", facts | {"files": digest_files(aside)})
+        _write_card(aside, facts, Path(directory) / CARD)
     return facts
 
 
@@ -159,7 +174,7 @@ def _clear_failures(format: str, architecture: str) -> Iterator[None]:
 
 def _add_companions(source: Path, aside: Path) -> None:
     """Copies tokenizer, processor and generation settings, and the config without what only flexrank reads."""
-    own = {"config.json", "README.md", DEPLOYED, f"{models.REMOTE_MODULE}.py"}
+    own = {"config.json", CARD, DEPLOYED, f"{models.REMOTE_MODULE}.py"}
     for path in source.iterdir():
         if path.name in own or ".safetensors" in path.name or path.name.startswith("."):
             continue
@@ -170,6 +185,21 @@ def _add_companions(source: Path, aside: Path) -> None:
     config = read_json(source / "config.json")
     ours = ("quantization_config", "auto_map", SEPARATE)
     write_json(aside / "config.json", {key: value for key, value in config.items() if key not in ours})
+
+
+def _write_card(aside: Path, facts: dict[str, Any], source: Path) -> None:
+    """The card of an export: how it is loaded, how near it is, and what the deployed model's card says from then on."""
+    library, code = LOADING[facts["format"]]
+    kind = facts["class"]
+    near = f"its outputs are within {facts['error']:.1e} of that model's, relative, in {facts['dtype']}"
+    lines = [
+        f"# {kind} for {facts['format']}", "", f"Written by `flexrank export --to {facts['format']}` from a model that "
+        f"flexrank (FlexRank, ICML 2026) deployed; {near}.", "", f"```python\n{code.format(kind=kind)}\n```", "",
+    ]  # fmt: skip
+    _, sizes, after = source.read_text(encoding="utf8").partition("## Sizes") if source.is_file() else ("", "", "")
+    rest = f"{sizes}{after}" or f"{LICENCE}\n"
+    text = head(kind, "", read_head(source), library) + "\n".join(lines) + f"\n{rest}"
+    (aside / CARD).write_text(text, encoding="utf8")
 
 
 def _facts(model: Any, format: str, inputs: Inputs, bound: float, error: float) -> dict[str, Any]:

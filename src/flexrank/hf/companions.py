@@ -13,6 +13,8 @@ MODULES = "modules.json"
 #: What is copied from where a model came from: processors, modules, and the modules' own directories.
 COPIED = ("*processor_config.json", MODULES, "sentence_*_config.json", "config_sentence_transformers.json", "[0-9]_*/*")
 PICKLES = ".bin"
+#: What says whose a model is, and under which licence.
+CARD = "README.md"
 log = logging.getLogger("flexrank")
 
 
@@ -22,7 +24,7 @@ def save_companions(model: Any, directory: Path, tokenizer: Any = None) -> None:
     From where the model was loaded come its image processor and sentence-transformers' modules; from
     `tokenizer.save_pretrained` its files and its chat template.
     """
-    source = _source_of(model)
+    source = source_of(model)
     if source is not None:
         _copy(source, directory)
     if tokenizer is not None:
@@ -68,7 +70,7 @@ def _copy(source: Path, directory: Path) -> None:
             shutil.copyfile(path, target)
 
 
-def _source_of(model: Any) -> Path | None:
+def source_of(model: Any) -> Path | None:
     """The directory of the files that a model was loaded from, of a model of the hub in its cache; None without one."""
     name = model.name_or_path
     if not name or Path(name).is_dir():
@@ -77,7 +79,7 @@ def _source_of(model: Any) -> Path | None:
 
     revision = getattr(model.config, "_commit_hash", None)
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=[*COPIED], ignore_patterns=f"*{PICKLES}"))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=[*COPIED, CARD], ignore_patterns=f"*{PICKLES}"))
     except (OSError, ValueError) as error:  # no network, or no such place any more
         log.info("what lies beside the model in %s is not copied: %s", name, first_line(error))
         return None

@@ -153,6 +153,19 @@ class ProfileChain:
         """Bytes of the whole deployed model's tensors."""
         return entry.parameters * self.footprint.bytes_per_parameter + self.footprint.other_bytes
 
+    def sizes(self) -> list[dict[str, Any]]:
+        """A row for each requested budget: budget, params_layers, params_model, bytes (of tensors) and mean_rank."""
+        return [
+            {
+                "budget": entry.requested,
+                "params_layers": entry.parameters,
+                "params_model": self.model_parameters(entry),
+                "bytes": self.model_bytes(entry),
+                "mean_rank": sum(entry.profile.values()) / len(entry.profile),
+            }
+            for entry in self.requested
+        ]
+
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads back to the same chain."""
         value = dataclasses.asdict(self)

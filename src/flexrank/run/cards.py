@@ -1,17 +1,15 @@
-"""The model card (README.md) of each artefact of a run, with the metadata that the hub reads."""
+"""The model card (README.md) of each artefact of a finished run: what `artefacts.cards` writes, and the measures."""
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flexrank.files import write_aside
+from flexrank.artefacts import cards
+from flexrank.artefacts.cards import CARD
 from flexrank.run.report import Summary, note, table_cells
 from flexrank.run.tables import count
 
-CARD = "README.md"
-#: The hub's name of each task, and the class of transformers that loads its models.
-PIPELINES = {"language": "text-generation", "embedding": "feature-extraction", "classification": "image-classification"}
+#: The class of transformers that loads a task's models.
 CLASSES = {
     "language": "AutoModelForCausalLM", "embedding": "AutoModel", "classification": "AutoModelForImageClassification",
 }  # fmt: skip
@@ -25,91 +23,65 @@ _ELASTIC = """# {name}, elastic
 
 Every size from one set of weights: those of {model}, decomposed by flexrank (FlexRank, ICML 2026) into components in
 order of importance. A size is the first components of each layer; only those are read.
-
-```python
-import flexrank
-from transformers import {kind}
-
-size = flexrank.FlexRankConfig(budget={budget:g})  # or max_params=…, max_bytes=…
-model = {kind}.from_pretrained("{place}", quantization_config=size)
-```
 """
 _DEPLOYED = """# {name} at {share:.3g}
 
 {model} with {parameters} parameters, {layers} of them in its factorised layers: {share:.0%} of what those had. Cut by
 flexrank (FlexRank, ICML 2026) from one set of weights that holds every size{origin}.
-
-```python
-import flexrank  # teaches transformers the layers; trust_remote_code=True does it too
-from transformers import {kind}
-
-model = {kind}.from_pretrained("{place}")
-```
 """
 
 
 def write_cards(directory: Path, summary: Summary) -> list[Path]:
     """Writes the cards of a finished run's elastic model and deployed sizes; returns where they are."""
-    cards = {directory / "elastic": elastic_card(summary)}
-    for export in summary["deployed"]:
-        cards[directory / export["directory"]] = deployed_card(summary, export)
-    for place, text in cards.items():
-        _write(place, text)
-    return [place / CARD for place in cards]
+    places = [directory / "elastic", *(directory / export["directory"] for export in summary["deployed"])]
+    cards.write_card(places[0], elastic_card(summary, cards.read_head(places[0] / CARD)))
+    for place, export in zip(places[1:], summary["deployed"], strict=True):
+        write_card(place, summary, export)
+    return [place / CARD for place in places]
 
 
 def write_card(place: Path, summary: Summary, export: Mapping[str, Any], tuned: int = 0) -> None:
     """Writes the card of one size of a finished run, exported to `place`; `tuned` are its own steps of training."""
-    _write(place, deployed_card(summary, export, tuned))
+    cards.write_card(place, deployed_card(summary, export, cards.read_head(place / CARD), tuned))
 
 
-def _write(place: Path, text: str) -> None:
-    with write_aside(place / CARD) as aside:
-        aside.write_text(text, encoding="utf8")
-
-
-def elastic_card(summary: Summary) -> str:
-    """The card of the artefact that holds every size."""
+def elastic_card(summary: Summary, before: Mapping[str, Any]) -> str:
+    """The card of the artefact that holds every size; `before` is the head of the one that it replaces."""
     middle = summary["rows"][len(summary["rows"]) // 2]["budget"]
-    return _metadata(summary) + _ELASTIC.format(**_names(summary), budget=middle, place="elastic") + _made(summary)
+    text = _ELASTIC.format(**_names(summary)) + _code(cards.ELASTIC_CODE, summary, place="elastic", budget=middle)
+    return _head(summary, before) + text + _made(summary)
 
 
-def deployed_card(summary: Summary, export: Mapping[str, Any], tuned: int = 0) -> str:
+def deployed_card(summary: Summary, export: Mapping[str, Any], before: Mapping[str, Any], tuned: int = 0) -> str:
     """The card of one size: an entry of the summary's `deployed`, or what `export_one` returns."""
     budget, origin = export.get("budget"), ""
     if tuned:
         origin = f", then trained by itself for {tuned} steps"
     elif budget in [row["budget"] for row in summary["rows"]]:
         origin = f"; it is the row {budget:g} of the table"
-    facts = {"share": budget or export["relative_size"], "origin": origin, "place": Path(export["directory"]).name}
+    facts = {"share": budget or export["relative_size"], "origin": origin}
     facts |= {"parameters": count(export["params_model"]), "layers": count(export["params_layers"])}
-    return _metadata(summary) + _DEPLOYED.format(**_names(summary), **facts) + _made(summary)
+    code = _code(cards.DEPLOYED_CODE, summary, place=Path(export["directory"]).name)
+    return _head(summary, before) + _DEPLOYED.format(**_names(summary), **facts) + code + _made(summary)
 
 
 def _names(summary: Summary) -> dict[str, str]:
-    return {"name": summary["name"], "model": f"`{summary['model']}`", "kind": CLASSES[summary["task"]]}
+    return {"name": summary["name"], "model": f"`{summary['model']}`"}
 
 
-def _metadata(summary: Summary) -> str:
-    """The card's head; a model that is no name of the hub is not one's base there."""
-    from huggingface_hub import ModelCardData
+def _code(text: str, summary: Summary, **facts: Any) -> str:
+    return f"\n```python\n{text.format(kind=CLASSES[summary['task']], **facts)}\n```\n"
 
-    model = str(summary["model"])
-    is_named = re.fullmatch(r"[\w.-]+/[\w.-]+", model) is not None and not Path(model).exists()
-    data = ModelCardData(
-        library_name="transformers", pipeline_tag=PIPELINES[summary["task"]], tags=["flexrank", "low-rank"],
-        base_model=model if is_named else None,
-    )  # fmt: skip
-    return f"---\n{data.to_yaml()}\n---\n"
+
+def _head(summary: Summary, before: Mapping[str, Any]) -> str:
+    return cards.head(CLASSES[summary["task"]], str(summary["model"]), before)
 
 
 def _made(summary: Summary) -> str:
     """The table of sizes, and how they were made."""
-    header, rows = table_cells(summary)
-    table = [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
+    table = cards.table(*table_cells(summary))
     steps, method = summary["distillation"]["steps"], summary["allocation"]["method"]
     factors = DECOMPOSITIONS[summary["decomposition"]["method"]]
     trained = f"{steps} steps of distillation from the base model" if steps else "no training"
     how = f"Made by {factors}, {method} allocation of ranks for all budgets, and {trained}."
-    licence = "The licence is that of the base model."
-    return "\n".join(["\n## Sizes\n", *table, "", note(summary), "", how, licence, ""])
+    return "\n".join(["\n## Sizes\n", *table, "", note(summary), "", how, cards.LICENCE, ""])

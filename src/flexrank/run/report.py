@@ -1,6 +1,8 @@
 """A run's table and pages, from its saved `summary.json` alone: any machine that has the JSON draws them again."""
 
 import html
+import importlib.util
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from flexrank.run.page import write_page
 from flexrank.run.tables import count, new_table, print_line
 
 Summary = Mapping[str, Any]
+log = logging.getLogger("flexrank")
 
 
 def read_summary(directory: str | Path) -> dict[str, Any]:
@@ -31,14 +34,20 @@ def read_summary(directory: str | Path) -> dict[str, Any]:
 
 
 def write_report(directory: str | Path) -> list[Path]:
-    """Writes figures/*.png and .svg, report.md and report.html from the run's summary; returns their paths.
+    """Writes report.md, report.html and, where matplotlib is, figures/*.png and .svg; returns their paths.
+
+    All are drawn from the run's summary; the page needs nothing but a browser.
 
     Raises:
         FlexrankError: there is no summary.
     """
     directory = Path(directory)
     summary = read_summary(directory)
-    figures = draw_figures(summary, directory / "figures")
+    figures = list[Path]()
+    if importlib.util.find_spec("matplotlib") is None:
+        log.warning("no figures are drawn: they need matplotlib, pip install 'flexrank[report]'; the page has them too")
+    else:
+        figures = draw_figures(summary, directory / "figures")
     text, page = directory / "report.md", directory / "report.html"
     with write_aside(text) as aside:
         aside.write_text(_markdown(summary, figures), encoding="utf8")

@@ -4,7 +4,6 @@ A stage reads the configuration and the files of the stages it needs, and writes
 passes between stages in memory but what a file would give again to the same bits.
 """
 
-import importlib.util
 import logging
 import shutil
 from typing import Any
@@ -245,10 +244,7 @@ def summarise(work: Workspace, _: str) -> None:
     }
     write_json(work.directory / "summary.json", summary)
     write_cards(work.directory.path, summary)
-    if importlib.util.find_spec("matplotlib") is None:
-        log.warning("no figures and no page: they need matplotlib, pip install 'flexrank[report]'")
-    else:
-        report.write_report(work.directory.path)
+    report.write_report(work.directory.path)
 
 
 def read_chain(work: Workspace) -> ProfileChain:

@@ -2,6 +2,7 @@
 
 import html
 import json
+import shlex
 import string
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -41,7 +42,7 @@ def _run(name: str, directory: Path, summary: Mapping[str, Any]) -> dict[str, An
     probe = directory / "sensitivity.json"
     table = read_json(probe) if probe.is_file() else None
     return {
-        "name": name, "directory": str(directory), "base": summary["base"], "layers": summary["layers"],
+        "name": name, "directory": shlex.quote(str(directory)), "base": summary["base"], "layers": summary["layers"],
         "rows": sorted(summary["rows"], key=lambda row: row["budget"]),
         "blocks": list(dict.fromkeys(block for block, _ in split)),
         "modules": list(dict.fromkeys(module for _, module in split)),

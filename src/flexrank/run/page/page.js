@@ -97,9 +97,9 @@ function showFront() {
     if (!rows.length) return;
     const style = COLOURS[number % COLOURS.length];
     lines.push({ kind: "after", style, label: one.name, points: rows.map((each) => [each[axis], each.quality[measure]]) });
-    if (data.runs.length === 1 && rows.every((each) => each.quality_before))
-      lines.push({ kind: "before", style: "var(--before)", label: "before consolidation",
-        points: rows.map((each) => [each[axis], each.quality_before[measure]]) });
+    if (rows.every((each) => each.quality_before))
+      lines.push({ kind: "before", style: data.runs.length === 1 ? "var(--before)" : style,
+        label: `${one.name} before consolidation`, points: rows.map((each) => [each[axis], each.quality_before[measure]]) });
     for (const each of rows)
       dots.push({ x: each[axis], y: each.quality[measure], style, r: one === run() && each === row() ? 8 : 3.5,
         label: `${one.name} at ${each.budget}: ${each.quality[measure].toFixed(4)}` });
@@ -111,8 +111,9 @@ function showFront() {
   }
   const name = data.labels[measure] ?? measure;
   chart(byId("front"), lines, dots, { name: `${name} over ${AXES[axis]}`, below: AXES[axis] });
-  const kinds = data.runs.length === 1 ? "Solid: after consolidation; dashed: before it; " : data.runs.map((one) => one.name).join(", ") + "; ";
-  byId("front-caption").textContent = `${kinds}dotted: the base model. ${data.lower.includes(measure) ? "Lower" : "Higher"} is better.`;
+  const kinds = lines.some((line) => line.kind === "before") ? "Solid: after consolidation; dashed: before it; " : "";
+  const names = data.runs.length === 1 ? "" : data.runs.map((one) => one.name).join(", ") + ". ";
+  byId("front-caption").textContent = `${names}${kinds}dotted: the base model. ${data.lower.includes(measure) ? "Lower" : "Higher"} is better.`;
 }
 
 function showRanks() {

@@ -1,0 +1,123 @@
+"""The model card (README.md) of an artefact, with the metadata that the hub reads.
+
+No checksum covers it, for who publishes a model edits its card. What a card says of the base model goes along from the
+card of what an artefact was made from.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flexrank.files import write_aside
+from flexrank.hf.companions import CARD, source_of
+from flexrank.profiles import ProfileChain
+
+#: The hub's name of what a transformers model does, by the end of its class's name; the first that fits.
+PIPELINES = {
+    "ForCausalLM": "text-generation", "LMHeadModel": "text-generation",
+    "ForImageClassification": "image-classification", "Model": "feature-extraction",
+}  # fmt: skip
+#: What a card says of the base model's licence and texts, in that model's own words.
+KEPT = ("license", "license_name", "license_link", "language")
+TAG = "flexrank"
+
+ELASTIC_CODE = """import flexrank
+from transformers import {kind}
+
+size = flexrank.FlexRankConfig(budget={budget:g})  # or max_params=…, max_bytes=…
+model = {kind}.from_pretrained("{place}", quantization_config=size)"""
+DEPLOYED_CODE = """import flexrank  # teaches transformers the layers; trust_remote_code=True does it too
+from transformers import {kind}
+
+model = {kind}.from_pretrained("{place}")"""
+_CODE = {
+    ("elastic", "transformers"): ELASTIC_CODE,
+    ("elastic", "torch"): 'import flexrank\n\nmodel, chain = flexrank.load_elastic("{place}", budget={budget:g})',
+    ("deployed", "transformers"): DEPLOYED_CODE,
+    ("deployed", "torch"): 'import flexrank\n\nmodel = flexrank.load_deployed("{place}")',
+}
+LICENCE = "The licence is that of the base model."
+_COLUMNS = {
+    "budget": "budget", "mean_rank": "mean rank", "params_layers": "params, layers", "params_model": "params, model",
+    "bytes": "bytes",
+}  # fmt: skip
+
+
+def write_elastic_card(directory: Path, description: Mapping[str, Any], chain: ProfileChain, model: Any) -> None:
+    """Writes the card of an elastic artefact that `description` (`deployed.describe`) is of: its table of sizes."""
+    rows = [[f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" for value in _cells(row)]
+            for row in reversed(chain.sizes())]  # fmt: skip
+    lead = "Every size from one set of weights, decomposed by flexrank (FlexRank, ICML 2026) into components in order "
+    lead += "of importance. A size is the first components of each layer; only those are read."
+    how = f"Ranks are those of {chain.method} allocation, for all budgets together."
+    sizes = ["## Sizes", "", *table(list(_COLUMNS.values()), rows), "", how]
+    entries = chain.requested or chain.entries
+    middle = entries[len(entries) // 2]
+    budget = middle.requested or chain.relative_size(middle)
+    _write_basic(directory, "elastic", description, model, lead, sizes, budget=budget)
+
+
+def write_deployed_card(directory: Path, description: Mapping[str, Any], model: Any) -> None:
+    """Writes the card of a deployed model that `description` (`deployed.describe`) is of."""
+    ranks = [spec["rank"] for spec in description["layers"].values()]
+    lead = f"{description['parameters']:,} parameters. flexrank (FlexRank, ICML 2026) cut it from weights that hold "
+    lead += f"every size: {len(ranks)} of its layers are low-rank"
+    lead += f", of ranks {min(ranks):,} to {max(ranks):,}." if ranks else "."
+    _write_basic(directory, "deployed", description, model, lead, [])
+
+
+def _write_basic(
+    directory: Path, what: str, description: Mapping[str, Any], model: Any, lead: str, more: list[str], **facts: float
+) -> None:
+    """A title, what the artefact is, the code that loads it, and more lines."""
+    library, kind = description["library"], description["class"]
+    is_hub = library == "transformers"
+    source = source_of(model) if is_hub else None
+    before = {} if source is None else read_head(source / CARD)
+    start = head(kind, model.name_or_path, before) if is_hub else head("", "", {}, library="pytorch")
+    code = _CODE[what, library].format(kind=kind, place=".", **facts)
+    lines = [f"# {kind}, {what}", "", lead, "", f"```python\n{code}\n```", "", *more, *[""] * bool(more), LICENCE, ""]
+    (directory / CARD).write_text(start + "\n".join(lines), encoding="utf8")
+
+
+def _cells(row: Mapping[str, Any]) -> list[Any]:
+    return [row[name] for name in _COLUMNS]
+
+
+def table(header: list[str], rows: list[list[str]]) -> list[str]:
+    """The lines of a Markdown table."""
+    return [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
+
+
+def head(kind: str, model: str, before: Mapping[str, Any], library: str = "transformers") -> str:
+    """The metadata of a card, between lines of dashes.
+
+    Args:
+        kind: the name of the model's class, or of an auto class of transformers.
+        model: what it was loaded from; the base model if that is a name of the hub.
+        before: `read_head` of the card beside that; of one of ours the base model goes along.
+        library: that loads it.
+    """
+    is_named = re.fullmatch(r"[\w.-]+/[\w.-]+", model) is not None and not Path(model).exists()
+    base = before.get("base_model") if TAG in before.get("tags", ()) else model if is_named else None
+    pipeline = next((task for end, task in PIPELINES.items() if kind.endswith(end)), None)
+    data = {name: before.get(name) for name in KEPT}
+    data |= {"library_name": library, "pipeline_tag": pipeline, "tags": [TAG, "low-rank"], "base_model": base}
+    return f"---\n{yaml.safe_dump({key: value for key, value in data.items() if value}, sort_keys=False)}---\n"
+
+
+def read_head(card: Path) -> dict[str, Any]:
+    """The metadata of a card; empty where there is no card, or none in it."""
+    text = card.read_text(encoding="utf8") if card.is_file() else ""
+    found = re.match(r"---\n(.*?)\n---(\n|$)", text, re.DOTALL)
+    value = yaml.safe_load(found[1]) if found else None
+    return value if isinstance(value, dict) else {}
+
+
+def write_card(place: Path, text: str) -> None:
+    """Writes the card of an artefact that is there, in place of another."""
+    with write_aside(place / CARD) as aside:
+        aside.write_text(text, encoding="utf8")

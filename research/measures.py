@@ -35,17 +35,6 @@ def inference(*models: nn.Module) -> Iterator[None]:
         yield
 
 
-def spearman(first: Sequence[float] | Tensor, second: Sequence[float] | Tensor) -> float:
-    """Spearman's rank correlation of two finite series of equal length, neither of them constant."""
-    from scipy import stats
-
-    one, two = (torch.as_tensor(values, dtype=torch.float64) for values in (first, second))
-    is_finite = bool(torch.isfinite(one).all() and torch.isfinite(two).all())
-    if one.shape != two.shape or one.ndim != 1 or not is_finite or min(len(one.unique()), len(two.unique())) < 2:
-        raise FlexrankError("a rank correlation needs two finite series of equal length, neither of them constant")
-    return float(stats.spearmanr(one.numpy(), two.numpy()).statistic)
-
-
 def accuracy(model: nn.Module, batches: Iterable[Batch], labels: Tensor | Sequence[int]) -> float:
     """Share of rows whose class is the label (N,), in [0, 1]; with the teacher's classes as labels, the agreement."""
     classes, expected = predict(model, batches), torch.as_tensor(labels)

@@ -65,7 +65,7 @@ def test_small_models_of_torch(name: str, tmp_path: Path) -> None:
     go_all_the_way(teacher, batches, FeatureObjective(), tmp_path, learning_rate=1e-3, factory=PLAIN[name])
 
 
-@pytest.mark.parametrize("name", ["stories260k", "babyllama", "pycode5m"])
+@pytest.mark.parametrize("name", ["stories260k", "pycode5m"])
 def test_real_language_models(name: str, assets: Path, tmp_path: Path) -> None:
     teacher, tokenizer = load_model(assets / name, "language"), load_tokenizer(assets / name)
     text = assets / ("pycode5m/val.txt" if name == "pycode5m" else "text/tinystories_val.txt")

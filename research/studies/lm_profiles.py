@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from flexrank.calibrate import collect_moments
+from flexrank.data.metrics import spearman
 from flexrank.nn.matrix import weight_matrix
 from flexrank.run.tables import ordered_layers, split_block
 from research.experiment import Experiment, Request
 from research.figures import panels
-from research.measures import leading_count, spearman
+from research.measures import leading_count
 from research.result import Result, claim, measured, table
 from research.studies.language import LanguageBench, pycode_settings
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flexrank import LogitObjective, SensitivityTable, collect_moments, decompose_
+from flexrank.data.metrics import spearman
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import nested_layers
@@ -19,7 +20,6 @@ from flexrank.profiles.costs import rank_levels
 from flexrank.progress import track
 from research.experiment import EVERY_RANK, Experiment, Ledger, Request
 from research.figures import GREEN, OTHER, OURS, panels
-from research.measures import spearman
 from research.result import Result, between, claim, measured, spreads, table
 from research.studies import mnist
 

@@ -96,14 +96,15 @@ def test_deploy_writes_one_size_within_the_limit(finished: Path, printed: dict[s
 
 
 @pytest.mark.usefixtures("verified_here")
-def test_a_size_of_an_unfinished_run_has_no_card_and_an_edited_summary_is_refused(copied: Path, tmp_path: Path) -> None:
+def test_the_card_of_a_size_of_an_unfinished_run_has_no_measures_and_an_edited_summary_is_refused(copied: Path, tmp_path: Path) -> None:
     (copied / "summary.json").write_text("{}")
     refusal = invoke("deploy", copied, "--budget", "0.5", "--output", tmp_path / "small")
     assert refusal.exit_code == 2 and "was edited after `report` wrote it" in refusal.stderr.splitlines()[-1]
     assert not (tmp_path / "small").exists()
     (copied / "summary.json").unlink()
     assert invoke("deploy", copied, "--budget", "0.5", "--output", tmp_path / "small").exit_code == 0
-    assert (tmp_path / "small" / "config.json").is_file() and not (tmp_path / "small" / "README.md").exists()
+    card = (tmp_path / "small" / "README.md").read_text()
+    assert "# LlamaForCausalLM, deployed\n" in card and "## Sizes" not in card
 
 
 def test_the_version_is_the_packages() -> None:

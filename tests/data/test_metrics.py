@@ -166,6 +166,17 @@ def test_nothing_to_evaluate_is_an_error() -> None:
             call()
 
 
+def test_spearman_is_the_correlation_of_ranks() -> None:
+    first, second = torch.randn(40).tolist(), torch.randint(0, 5, (40,)).tolist()
+    ranks = [torch.tensor(stats.rankdata(values)) for values in (first, second)]
+    expected = float(torch.corrcoef(torch.stack(ranks))[0, 1])
+    assert evaluation.spearman(first, second) == pytest.approx(expected, abs=1e-12)
+    assert evaluation.spearman(torch.arange(5), torch.arange(5) ** 3) == pytest.approx(1)
+    for wrong in ([1.0, 1.0, 1.0], [1.0, 2.0], [1.0, float("nan"), 2.0]):
+        with pytest.raises(FlexrankError):
+            evaluation.spearman(wrong, [1.0, 2.0, 3.0])
+
+
 @pytest.mark.slow
 def test_nats_of_real_models_are_those_that_their_readme_states(assets: Path) -> None:
     model, tokenizer = load_model(assets / "pycode5m", "language"), load_tokenizer(assets / "pycode5m")

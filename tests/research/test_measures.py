@@ -4,26 +4,14 @@ import itertools
 
 import pytest
 import torch
-from scipy import stats
 
 import tiny
 from flexrank.data.images import Scaling
 from flexrank.errors import FlexrankError
 from flexrank.profiles.costs import rank_block
-from research.measures import AlteredBatches, accuracy, leading_count, nearest_rank, spearman
+from research.measures import AlteredBatches, accuracy, leading_count, nearest_rank
 
 PLAIN = Scaling((0.0,), (1.0,), 1.0)
-
-
-def test_spearman_is_the_correlation_of_ranks() -> None:
-    first, second = torch.randn(40).tolist(), torch.randint(0, 5, (40,)).tolist()
-    ranks = [torch.tensor(stats.rankdata(values)) for values in (first, second)]
-    expected = float(torch.corrcoef(torch.stack(ranks))[0, 1])
-    assert spearman(first, second) == pytest.approx(expected, abs=1e-12)
-    assert spearman(torch.arange(5), torch.arange(5) ** 3) == pytest.approx(1)
-    for wrong in ([1.0, 1.0, 1.0], [1.0, 2.0], [1.0, float("nan"), 2.0]):
-        with pytest.raises(FlexrankError):
-            spearman(wrong, [1.0, 2.0, 3.0])
 
 
 def test_accuracy_is_a_count() -> None:

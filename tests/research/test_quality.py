@@ -148,14 +148,8 @@ def test_the_verdict_is_of_the_default_rule(ratio: float, met: bool) -> None:
     assert saving._goal("tiny", cells)["holds"] is met
 
 
-def test_pairs_are_read_with_their_scores(tmp_path: Path) -> None:
-    file = tmp_path / "sts.csv"
-    file.write_text("main\tMSR\t2012\t0001\t2.5\tA cat.\tA dog.\nbroken\tline\n")
-    assert sts._read_pairs(file) == [("A cat.", "A dog.", 2.5)]
-
-
 def test_no_sentence_that_is_scored_is_trained_on(assets: Path) -> None:
-    train, held_out = (sts._read_pairs(assets / "stsb" / f"sts-{part}.csv") for part in ("train", "dev"))
+    train, held_out = (sts.read_pairs(assets / "stsb" / f"sts-{part}.csv") for part in ("train", "dev"))
     scored = {sentence for pair in held_out for sentence in pair[:2]}
     known = {sentence for pair in train for sentence in pair[:2]}
     sentences = sts.unseen_sentences(train, held_out)

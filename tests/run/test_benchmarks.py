@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import transformers
 import yaml
+from scipy import stats
 
 from flexrank.artefacts.elastic import load_elastic
 from flexrank.deployment import deploy
@@ -18,7 +20,7 @@ from flexrank.run.benchmarks import _outermost
 from flexrank.run.config import load_config
 from flexrank.run.harness import load_tasks, score, settings_of
 from flexrank.run.samples import load_samples
-from tiny_runs import TEXT, invoke, summary_of
+from tiny_runs import TEXT, invoke, settings, summary_of
 
 pytest.importorskip("lm_eval")
 
@@ -143,6 +145,46 @@ def test_the_table_has_the_base_model_first_and_chance_last(copied: Path, tasks:
     assert f"{value['value']:.3f}" in lines[2]
 
 
+@torch.no_grad()
+def correlation(model: Any, tokenizer: Any, pairs: list[dict[str, Any]]) -> float:
+    cosines = []
+    for pair in pairs:
+        one, two = (
+            model(torch.tensor([tokenizer(pair[side])["input_ids"][:32]])).last_hidden_state[0].mean(0)
+            for side in ("sentence1", "sentence2")
+        )
+        cosines.append(float(torch.nn.functional.cosine_similarity(one, two, dim=0)))
+    return float(stats.spearmanr(cosines, [pair["score"] for pair in pairs]).statistic)
+
+
+def test_sizes_of_an_encoder_are_held_against_scored_pairs(sources: Path, tmp_path: Path) -> None:
+    lines, generator = TEXT.splitlines(), random.Random(0)
+    pairs = [
+        {"sentence1": lines[place], "sentence2": lines[place + 3][: 9 + place % 20], "score": generator.random()}
+        for place in range(40)
+    ]
+    file, config = tmp_path / "pairs.jsonl", tmp_path / "config.yaml"
+    file.write_text("\n".join(map(json.dumps, pairs)))
+    values = settings(sources / "embedding", sources / "text.txt", tmp_path / "run", "embedding")
+    values["distillation"] = {"steps": 0}
+    values["deployment"] = {"slack": 0}
+    config.write_text(yaml.safe_dump(values))
+    result = invoke("evaluate", config, "--sts", file, "--budgets", ".8", "--output", tmp_path / "sts.json")
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "sts.json").read_text())
+    assert not (tmp_path / "run" / "benchmarks.json").exists()
+    assert found["pairs"] == {"path": str(file), "number": 40} and "text" not in found
+    tokenizer = transformers.AutoTokenizer.from_pretrained(sources / "embedding")
+    base = transformers.AutoModel.from_pretrained(sources / "embedding")
+    wanted = [correlation(model, tokenizer, pairs) for model in (base, size_of(tmp_path / "run", 0.8))]
+    assert [row["sts"] for row in found["rows"]] == pytest.approx(wanted, abs=1e-6) and wanted[0] != wanted[1]
+    lines = [line.split() for line in result.stdout.splitlines() if line.strip()]
+    assert lines[1][-1] == "sts" and [lines[2][-1], lines[3][-1]] == [f"{value:.4g}" for value in wanted]
+    assert "40 pairs of" in result.stdout.splitlines()[0]
+    refused = invoke("evaluate", config, "--sts", tmp_path / "nowhere.csv")
+    assert refused.exit_code == 2 and "nowhere.csv: no such file of scored pairs" in refused.stderr
+
+
 def test_members_of_a_scored_group_are_left_out_of_the_table() -> None:
     scores = dict.fromkeys(["mmlu", "mmlu_stem", "physics", "piqa", "boolq"])
     groups = {"mmlu": ["mmlu_stem"], "mmlu_stem": ["physics"], "unscored": ["boolq"]}
@@ -178,6 +220,9 @@ def test_a_group_of_tasks_is_scored(copied: Path, tasks: Path) -> None:
         (["--perplexity", "TEXT", "--budgets", "1.5"], "--budgets: 1.5 is out of range"),
         (["--perplexity", "TEXT", "--budgets", ".001"], "budget=0.001 is too small"),
         (["--perplexity", "TEXT", "--set", "task=embedding"], "need a run of task language; tiny is of embedding"),
+        (["--sts", "TEXT"], "--sts needs a run of task embedding; tiny is of language"),
+        (["--output", "x.json"], "--output needs --tasks, --perplexity, --sts or --budgets"),
+        (["--budgets", ".5", "--output", "/"], "--output /: is a directory; give the name of a JSON file"),
     ],
 )
 @pytest.mark.usefixtures("only_own")

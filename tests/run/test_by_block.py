@@ -75,11 +75,11 @@ def test_a_model_in_bfloat16_is_decomposed_in_float32(sources: Path, tmp_path: P
 def test_a_model_takes_a_fraction_of_its_bytes(sources: Path, tmp_path: Path) -> None:
     """From its files to factors and the curvature of all layers: less memory than a third of the model."""
     small = by_curvature(sources / "language", sources / "text.txt", tmp_path / "small")
-    model = write_llama(tmp_path / "model", sources / "language", 256, 704, 50)
+    model = write_llama(tmp_path / "model", sources / "language", 256, 704, 44)
     large = by_curvature(model, sources / "text.txt", tmp_path / "large")
     (peak,) = peaks_of("decompose", small, large)
     assert peak < (model / "model.safetensors").stat().st_size / 3
-    assert len(list((tmp_path / "large" / "elastic_initial").glob("*.safetensors"))) > 50
+    assert len(list((tmp_path / "large" / "elastic_initial").glob("*.safetensors"))) > 44
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
@@ -87,7 +87,7 @@ def test_decomposition_takes_what_the_dry_run_counts(sources: Path, tmp_path: Pa
     """At most 15 % off, without the block's weights, which are mapped here and would be copied to a GPU."""
     model = write_llama(tmp_path / "model", sources / "language", 640, 1792, 2)
     configs = [by_curvature(sources / "language", sources / "text.txt", tmp_path / "small")]
-    methods = ("datasvd", "paper", "fisher")
+    methods = ("paper", "fisher")
     for method in methods:
         values = yaml.safe_load(Path(by_curvature(model, sources / "text.txt", tmp_path / method)).read_text())
         values |= {"decomposition": {"method": method, "buffer_bytes": 2**22}, "probe": {"levels": 4}}
@@ -101,7 +101,7 @@ def test_decomposition_takes_what_the_dry_run_counts(sources: Path, tmp_path: Pa
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_consolidation_takes_what_the_dry_run_counts(sources: Path, tmp_path: Path) -> None:
     """At most 15 % off, the teacher included, at a size whose factors are as large whatever ranks are allocated."""
-    model = write_llama(tmp_path / "model", sources / "language", 512, 1408, 6, torch.bfloat16)
+    model = write_llama(tmp_path / "model", sources / "language", 512, 1408, 4, torch.bfloat16)
     configs = [by_curvature(sources / "language", sources / "text.txt", tmp_path / "small")]
     for name, repeats in (("kept", False), ("repeated", True)):
         values = yaml.safe_load(Path(by_curvature(model, sources / "text.txt", tmp_path / name)).read_text())
@@ -118,7 +118,7 @@ def test_consolidation_takes_what_the_dry_run_counts(sources: Path, tmp_path: Pa
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_sharded_consolidation_takes_what_the_dry_run_counts(sources: Path, tmp_path: Path) -> None:
     """At most 15 % off in each of two processes, without what is in no layer, which is mapped here."""
-    model = write_llama(tmp_path / "model", sources / "language", 512, 1408, 8)
+    model = write_llama(tmp_path / "model", sources / "language", 512, 1408, 6)
     small = by_curvature(sources / "language", sources / "text.txt", tmp_path / "small")
     config = by_curvature(model, sources / "text.txt", tmp_path / "large")
     values = yaml.safe_load(Path(config).read_text())
@@ -135,7 +135,7 @@ def test_sharded_consolidation_takes_what_the_dry_run_counts(sources: Path, tmp_
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_deployment_takes_what_the_dry_run_counts(sources: Path, tmp_path: Path) -> None:
     """At most 15 % off: one size at a time, which the process that verifies it maps from its files."""
-    model = write_llama(tmp_path / "model", sources / "language", 512, 1408, 6)
+    model = write_llama(tmp_path / "model", sources / "language", 512, 1408, 4)
     configs = []
     for name, one, budgets in (("small", sources / "language", [0.5]), ("large", model, [0.8, 0.5])):
         values = yaml.safe_load(Path(by_curvature(one, sources / "text.txt", tmp_path / name)).read_text())

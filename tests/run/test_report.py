@@ -152,18 +152,18 @@ def test_a_directory_without_a_summary_is_one_line(tmp_path: Path) -> None:
 def test_a_card_names_its_base_model_on_the_hub(model: str, named: bool) -> None:
     facts = {"model": model, "task": "embedding", "allocation": {"method": "joint"}, "distillation": {"steps": 7}}
     facts |= {"decomposition": {"method": "fisher"}}
-    text = cards.elastic_card(summary() | facts)
+    text = cards.elastic_card(summary() | facts, {})
     assert ("base_model: org/base-1" in text) == named and "pipeline_tag: feature-extraction" in text
     assert "weighted by the loss's gradients, joint allocation of ranks for all budgets, and 7 steps of distil" in text
     for method, words in (("svd", "plain SVD"), ("datasvd", "DataSVD"), ("paper", "DataSVD as the paper prints it")):
-        card_by = cards.elastic_card(summary() | facts | {"decomposition": {"method": method}})
+        card_by = cards.elastic_card(summary() | facts | {"decomposition": {"method": method}}, {})
         assert f"Made by {words}, joint" in card_by
     assert cards.DECOMPOSITIONS.keys() == set(get_args(DecompositionConfig.model_fields["method"].annotation))
-    assert "no training" in cards.elastic_card(summary() | facts | {"distillation": {"steps": 0}})
+    assert "no training" in cards.elastic_card(summary() | facts | {"distillation": {"steps": 0}}, {})
     export = {"directory": "deployed/0.50", "params_model": 11_020, "params_layers": 6_020, "relative_size": 0.337}
 
     def card(tuned: int = 0, **limits: float) -> str:
-        return cards.deployed_card(summary() | facts, export | limits, tuned)
+        return cards.deployed_card(summary() | facts, export | limits, {}, tuned)
 
     assert "with 11.02k parameters, 6.02k of them in its factorised layers: 50%" in card(budget=0.5)
     assert "every size; it is the row 0.5 of the table." in card(budget=0.5)

@@ -127,13 +127,15 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(min=1, help="With --tasks: documents of each, to try it out.")] = None,
     perplexity: Annotated[Path | None, typer.Option(help="A text to take the perplexity of.")] = None,
     window: Annotated[int | None, typer.Option(help="With --perplexity: tokens, or data.max_tokens.")] = None,
+    sts: Annotated[Path | None, typer.Option(help="Scored pairs of sentences, to correlate cosines with.")] = None,
     budgets: Annotated[str | None, typer.Option(help="Any: .9,.35; the run's own if left out.")] = None,
+    output: Annotated[Path | None, typer.Option(help="With any of these: in place of RUN/benchmarks.json.")] = None,
     as_json: Json = False,
 ) -> None:
     """Measures every budget: evaluation.json. Or any, also by lm-eval: benchmarks.json."""
     from flexrank.cli.evaluating import Request, show_benchmarks
 
-    request = Request(tasks, include_path, num_fewshot, limit, perplexity, window, budgets)
+    request = Request(tasks, include_path, num_fewshot, limit, perplexity, window, sts, budgets, output)
     if not request.is_made():
         outcome = _run(config, overrides, "evaluate")
         show_stage(outcome, _read_result(outcome.directory, "evaluation.json"), as_json)

@@ -1,4 +1,4 @@
-"""What `flexrank evaluate` takes beside a run: tasks of lm-eval, a text for the perplexity, and budgets."""
+"""What `flexrank evaluate` takes beside a run: tasks of lm-eval, a text, scored pairs, and budgets."""
 
 import dataclasses
 import functools
@@ -21,36 +21,41 @@ class Request:
     limit: int | None
     perplexity: Path | None
     window: int | None
+    sts: Path | None
     budgets: str | None
+    output: Path | None
 
     def is_made(self) -> bool:
-        """Whether there are tasks, a text, or budgets; an option that needs one of them is refused without it."""
+        """Whether there is anything to measure, or budgets; an option that needs one of them is refused without it."""
         needs = dict.fromkeys(("include_path", "num_fewshot", "limit"), "tasks") | {"window": "perplexity"}
         for option, other in needs.items():
             if getattr(self, option) is not None and getattr(self, other) is None:
                 raise FlexrankError(f"--{option.replace('_', '-')} needs --{other}")
-        return any(one is not None for one in (self.tasks, self.perplexity, self.budgets))
+        is_made = any(one is not None for one in (self.tasks, self.perplexity, self.sts, self.budgets))
+        if self.output is not None and not is_made:
+            raise FlexrankError("--output needs --tasks, --perplexity, --sts or --budgets")
+        return is_made
 
     def prepared(self, config: Path, overrides: Iterable[str]) -> Callable[[Path], dict[str, Any]]:
         """Checks all of it before a run begins, and loads the tasks; what is returned evaluates a run directory."""
-        from flexrank.run.benchmarks import Windows, benchmark_run, require_language
+        from flexrank.run.benchmarks import Measures, Windows, benchmark_run, require_task
         from flexrank.run.config import load_config
         from flexrank.run.harness import load_tasks
 
         run = load_config(config, overrides)
         tokens = run.data.max_tokens if self.window is None else self.window
         windows = None if self.perplexity is None else Windows(self.perplexity, tokens)
-        if self.tasks is not None or windows is not None:
-            require_language(run, windows)
+        require_task(run, self.tasks is not None, windows, self.sts)
+        if self.output is not None and self.output.is_dir():
+            raise FlexrankError(f"--output {self.output}: is a directory; give the name of a JSON file")
         names = [name.strip() for name in (self.tasks or "").split(",") if name.strip()]
         if self.tasks is not None and not names:
             raise FlexrankError("--tasks names no task; write them as arc_easy,piqa")
         loaded: dict[str, Any] = {}  # in process 0, which alone evaluates
         if names:
             processes.by_first(lambda: loaded.update(load_tasks(names, self.include_path, self.num_fewshot)))
-        return functools.partial(
-            benchmark_run, loaded=loaded, windows=windows, budgets=_budgets(self.budgets), limit=self.limit
-        )
+        measures = Measures(loaded, self.limit, windows, self.sts)
+        return functools.partial(benchmark_run, measures=measures, budgets=_budgets(self.budgets), output=self.output)
 
 
 def show_benchmarks(directory: Path, result: dict[str, Any], as_json: bool) -> None:

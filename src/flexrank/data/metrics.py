@@ -4,7 +4,7 @@ Every function runs the model in eval mode without gradients, and restores each 
 value that is not finite, is a FlexrankError; it is never skipped.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,17 @@ def retrieval_mrr(queries: Tensor, documents: Tensor, block: int = 1024) -> floa
         own = scores.diagonal(start).unsqueeze(1)
         total += float((scores >= own).sum(1).double().reciprocal().sum())
     return total / len(queries)
+
+
+def spearman(first: Sequence[float] | Tensor, second: Sequence[float] | Tensor) -> float:
+    """Spearman's rank correlation of two finite series of equal length, neither of them constant."""
+    from scipy import stats
+
+    one, two = (torch.as_tensor(values, dtype=torch.float64) for values in (first, second))
+    is_finite = bool(torch.isfinite(one).all() and torch.isfinite(two).all())
+    if one.shape != two.shape or one.ndim != 1 or not is_finite or min(len(one.unique()), len(two.unique())) < 2:
+        raise FlexrankError("a rank correlation needs two finite series of equal length, neither of them constant")
+    return float(stats.spearmanr(one.numpy(), two.numpy()).statistic)
 
 
 def nats_per_token(model: nn.Module, batches: Iterable[Batch], chunk: int = 1024) -> float:

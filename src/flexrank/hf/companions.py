@@ -79,7 +79,9 @@ def source_of(model: Any) -> Path | None:
 
     revision = getattr(model.config, "_commit_hash", None)
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=[*COPIED, CARD], ignore_patterns=f"*{PICKLES}"))
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=[*COPIED, CARD], ignore_patterns=f"*{PICKLES}")
+        )
     except (OSError, ValueError) as error:  # no network, or no such place any more
         log.info("what lies beside the model in %s is not copied: %s", name, first_line(error))
         return None

@@ -1,15 +1,16 @@
-"""The base model and a run's sizes, at any budget: the run's measures, lm-eval's tasks, perplexity: benchmarks.json."""
+"""The base model and a run's sizes, at any budget: the run's measures, lm-eval's tasks, perplexity, scored pairs."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 
 from flexrank import progress
-from flexrank.data.metrics import nats_per_token
-from flexrank.data.text import read_texts, token_blocks
+from flexrank.data.metrics import embed, nats_per_token, spearman
+from flexrank.data.pairs import read_pairs
+from flexrank.data.text import read_texts, sentence_batches, token_blocks
 from flexrank.errors import FlexrankError
 from flexrank.files import write_json
 from flexrank.run.config import RunConfig, load_config
@@ -33,10 +34,23 @@ class Windows(NamedTuple):
     tokens: int
 
 
-def require_language(config: RunConfig, windows: Windows | None) -> None:
-    """Refuses tasks or a text in a run of another task, a text that cannot be read, a window that predicts nothing."""
-    if config.task != "language":
+class Measures(NamedTuple):
+    """What sizes are measured by, beside the run's own measures."""
+
+    tasks: Mapping[str, Any] = {}  # of `harness.load_tasks`
+    limit: int | None = None  # documents of each task; None is all
+    windows: Windows | None = None  # for the perplexity
+    pairs: Path | None = None  # `data.pairs.read_pairs`: scored pairs of sentences
+
+
+def require_task(config: RunConfig, has_tasks: bool, windows: Windows | None, pairs: Path | None) -> None:
+    """Refuses what a run's task has no use for, data that cannot be read, and a window that predicts nothing."""
+    if (has_tasks or windows is not None) and config.task != "language":
         raise FlexrankError(f"--tasks and --perplexity need a run of task language; {config.name} is of {config.task}")
+    if pairs is not None:
+        if config.task != "embedding":
+            raise FlexrankError(f"--sts needs a run of task embedding; {config.name} is of {config.task}")
+        read_pairs(pairs)
     if windows is not None:
         read_texts(windows.path)
         if windows.tokens < 2:
@@ -44,48 +58,80 @@ def require_language(config: RunConfig, windows: Windows | None) -> None:
 
 
 def benchmark_run(
-    directory: Path,
-    loaded: Mapping[str, Any],
-    windows: Windows | None,
-    budgets: Sequence[float] = (),
-    limit: int | None = None,
+    directory: Path, measures: Measures, budgets: Sequence[float] = (), output: Path | None = None
 ) -> dict[str, Any]:
     """Evaluates the base model and sizes of a run that is done up to its slack; writes RUN/benchmarks.json.
 
     Args:
         directory: the run's.
-        loaded: of `harness.load_tasks`; empty for no tasks.
-        windows: None for no perplexity.
+        measures: beside the run's own.
         budgets: any; those of the run if there are none.
-        limit: documents of each task; None is all.
+        output: the file to write in place of RUN/benchmarks.json.
 
     Raises:
         FlexrankError: a budget or window that the model does not have, or a value that is not finite.
     """
     sizes = Sizes(Workspace(load_config(directory), RunDirectory(directory)))
-    work, chance = sizes.work, dict[str, float]()
+    work = sizes.work
     profiles = {budget: sizes.within({"budget": budget}) for budget in budgets or work.config.allocation.budgets}
-    batches = [] if windows is None else _batches(work, windows)
     full = {name: min(shape) for name, shape in sizes.shapes.items()}
-    rows = list[dict[str, Any]]()
+    judges, rows = _judges(work, measures), list[dict[str, Any]]()
+    result: dict[str, Any] = {"model": work.config.model}
     for budget, profile in progress.track([(None, full), *profiles.items()], "evaluating"):
         model = work.base if budget is None else sizes.deployed(profile)
         row = {"budget": budget, **count_parameters(model, profile, sizes.shapes), "quality": work.judge(model)}
-        if batches:
-            row["perplexity"] = math.exp(nats_per_token(model, batches))
-        if loaded:
-            row["tasks"], chance = score(model, work.tokenizer, loaded, work.config.data.batch_size, limit)
+        for name, judge in judges.items():
+            row[name], facts = judge(model)
+            result |= facts
         rows.append(row)
-    result: dict[str, Any] = {"model": work.config.model}
-    if windows is not None:
-        predicted = sum(batch["input_ids"][:, 1:].numel() for batch in batches)
-        place = {"path": str(windows.path), "window": windows.tokens, "predicted_tokens": predicted}
-        result["text"] = {**place, "tokenizer": work.config.model}
-    if loaded:
-        result |= {**settings_of(loaded), "limit": limit, "chance": chance}
     result["rows"] = rows
-    write_json(directory / RESULT, result)
+    write_json(directory / RESULT if output is None else output, result)
     return result
+
+
+#: Measures a model; what it was measured on goes into the result once.
+Judge = Callable[[Any], tuple[Any, dict[str, Any]]]
+
+
+def _judges(work: Workspace, measures: Measures) -> dict[str, Judge]:
+    """The judge of each key of a row that is asked for."""
+    judges: dict[str, Judge] = {}
+    if measures.windows is not None:
+        judges["perplexity"] = _perplexity(work, measures.windows)
+    if measures.pairs is not None:
+        judges["sts"] = _correlation(work, measures.pairs)
+    if measures.tasks:
+        judges["tasks"] = _scores(work, measures.tasks, measures.limit)
+    return judges
+
+
+def _perplexity(work: Workspace, windows: Windows) -> Judge:
+    batches = _batches(work, windows)
+    predicted = sum(batch["input_ids"][:, 1:].numel() for batch in batches)
+    facts = {"path": str(windows.path), "window": windows.tokens, "predicted_tokens": predicted}
+    return lambda model: (
+        math.exp(nats_per_token(model, batches)), {"text": {**facts, "tokenizer": work.config.model}}
+    )  # fmt: skip
+
+
+def _correlation(work: Workspace, path: Path) -> Judge:
+    first, second, scores = zip(*read_pairs(path), strict=True)
+    data = work.config.data
+    sides = [sentence_batches(work.tokenizer, texts, data.batch_size, data.max_tokens) for texts in (first, second)]
+
+    def judge(model: Any) -> tuple[float, dict[str, Any]]:
+        one, two = (embed(model, batches) for batches in sides)
+        return spearman((one * two).sum(-1), scores), {"pairs": {"path": str(path), "number": len(scores)}}
+
+    return judge
+
+
+def _scores(work: Workspace, loaded: Mapping[str, Any], limit: int | None) -> Judge:
+    def judge(model: Any) -> tuple[Any, dict[str, Any]]:
+        found, chance = score(model, work.tokenizer, loaded, work.config.data.batch_size, limit)
+        return found, {**settings_of(loaded), "limit": limit, "chance": chance}
+
+    return judge
 
 
 def _batches(work: Workspace, windows: Windows) -> list[dict[str, Any]]:
@@ -104,17 +150,22 @@ def print_benchmarks(result: Mapping[str, Any], console: Console) -> None:
     if text := result.get("text"):
         windows = f"{text['predicted_tokens']} tokens, windows of {text['window']}, tokenizer of {text['tokenizer']}"
         print_line(console, f"perplexity of {text['path']}: {windows}")
+    if pairs := result.get("pairs"):
+        print_line(
+            console, f"sts: Spearman's correlation of cosines and scores, {pairs['number']} pairs of {pairs['path']}"
+        )
     rows, scores = result["rows"], result["rows"][0].get("tasks", {})
     if scores:
         print_line(console, f"lm-eval {result['lm_eval']}, value ± standard error")
     columns = [(task, metric) for task in _outermost(scores, result.get("groups", {})) for metric in scores[task]]
-    measures = [*rows[0]["quality"], *["perplexity"] * ("perplexity" in rows[0])]
+    single = [name for name in ("perplexity", "sts") if name in rows[0]]
+    measures = [*rows[0]["quality"], *single]
     names = ["params", "layers", *measures, *map(" ".join, columns)]
     table = new_table(["budget", *names], left=["budget"], box=None, padding=(0, 2))
     for row in rows:
         cells = [count(row["params_model"]), f"{row['relative_size']:.3f}"]
         cells += [f"{value:.4f}" for value in row["quality"].values()]
-        cells += [f"{row['perplexity']:.4g}"] if "perplexity" in row else []
+        cells += [f"{row[name]:.4g}" for name in single]
         cells += [_cell(row["tasks"][task][metric]) for task, metric in columns]
         table.add_row("base" if row["budget"] is None else f"{row['budget']:g}", *cells)
     chance = {(task, "acc"): f"{value:.3f}" for task, value in result.get("chance", {}).items()}

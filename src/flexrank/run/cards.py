@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from flexrank.artefacts import cards
-from flexrank.artefacts.cards import CARD
+from flexrank.hf.companions import CARD
 from flexrank.run.report import Summary, note, table_cells
 from flexrank.run.tables import count
 

@@ -24,6 +24,7 @@ from typing import Any
 from flexrank.data.stream import corpus_files
 from flexrank.errors import FlexrankError
 from flexrank.files import clear_leftovers, digest_file, digest_json, read_json, write_aside, write_json
+from flexrank.hf.companions import CARD
 from flexrank.run.config import RunConfig, load_config, write_config
 from flexrank.run.data_config import DataConfig
 
@@ -147,10 +148,11 @@ class RunDirectory:
         self._has_finished_a_stage = True
 
     def _files(self, names: Sequence[str]) -> list[str]:
-        """The named files, and those in the named directories, relative to the run directory."""
+        """The named files, and those in the named directories without model cards, relative to the run directory."""
         roots = [self.path / name for name in names]
         files = [file for root in roots for file in ([root] if root.is_file() else sorted(root.rglob("*")))]
-        return [str(file.relative_to(self.path)) for file in files if file.is_file()]
+        is_kept = {file: file.is_file() and (file.name != CARD or file in roots) for file in files}
+        return [str(file.relative_to(self.path)) for file in files if is_kept[file]]
 
     def seconds(self) -> dict[str, float]:
         """Seconds of each finished stage."""

@@ -1,0 +1,63 @@
+"""Pairs of sentences that people have scored by how alike they are, as the STS benchmark has them."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from flexrank.errors import FlexrankError
+
+Pair = tuple[str, str, float]  #: two sentences and their score
+#: The keys of a line of JSON, as the hub's data sets name them.
+KEYS = "sentence1", "sentence2", "score"
+#: The columns of the STS benchmark's own files, from 0: the two sentences, and their score.
+COLUMNS = 5, 6, 4
+
+
+def read_pairs(path: str | Path) -> list[Pair]:
+    """The scored pairs of a UTF-8 file: JSON lines (.jsonl) with `KEYS`, or lines of tabs as the STS benchmark's.
+
+    Raises:
+        FlexrankError: there is no such file, or a line of it is no pair with a finite score; it names the line.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FlexrankError(f"{path}: no such file of scored pairs")
+    pairs = [_pair(path, number, fields) for number, fields in enumerate(_fields(path), start=1)]
+    if not pairs:
+        raise FlexrankError(f"{path}: holds no pairs; expected lines with {', '.join(KEYS)}")
+    return pairs
+
+
+def _fields(path: Path) -> Iterator[list[Any]]:
+    """The three fields of each line, fewer where the line is no pair."""
+    try:
+        lines = path.read_text(encoding="utf8").splitlines()
+    except UnicodeDecodeError as error:
+        raise FlexrankError(f"{path}: not UTF-8 text (byte {error.start})") from error
+    for line in lines:
+        if path.suffix == ".jsonl":
+            yield _values(line)
+        else:
+            cells = line.split("\t")
+            yield [cells[column] for column in COLUMNS if column < len(cells)]
+
+
+def _values(line: str) -> list[Any]:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError:
+        return []
+    return [value[key] for key in KEYS if key in value] if isinstance(value, dict) else []
+
+
+def _pair(path: Path, number: int, fields: list[Any]) -> Pair:
+    try:
+        first, second, score = fields
+        if isinstance(first, str) and isinstance(second, str) and math.isfinite(float(score)):
+            return first, second, float(score)
+    except (TypeError, ValueError):
+        pass
+    right = f"{', '.join(KEYS)} in a .jsonl, or tabs with the score in column 5 and the sentences in 6 and 7"
+    raise FlexrankError(f"{path}: line {number} is no pair of sentences with a score; expected {right}")

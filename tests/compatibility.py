@@ -1,10 +1,13 @@
 """What works on which architecture: each one goes all the way, and docs/compatibility.md is the table of what happened.
 
-`python tests/compatibility.py` writes the page; `test_compatibility.py` goes the same way and compares each row.
+`python tests/compatibility.py` writes the page; `test_compatibility.py` goes the same way and compares each row. With
+`--programs` it also writes every architecture for every runtime, ten minutes more; `deployment/test_formats.py` does
+that for some.
 """
 
 import contextlib
 import logging
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +18,7 @@ import transformers
 import flexrank as fr
 import tiny
 from flexrank.deployment import exports
+from flexrank.deployment.runtimes import RUNTIMES
 from flexrank.distill.objectives import FeatureObjective, LogitObjective
 from flexrank.errors import FlexrankError
 from flexrank.nn.select import dense_reasons
@@ -159,10 +163,16 @@ fails where it says anything else.
   those ranks, within {DEPLOYED_BOUND:g}; ties, names and bits of what is loaded are those of what was saved.
 - **dense**: `flexrank export --to dense`, which plain transformers loads. *refused* is an error of one line, and
   nothing is written.
-- **programs**: those of other runtimes that a test writes, runs and compares (`tests/deployment/test_formats.py`); "–"
-  is not tested. [deployment.md](deployment.md#other-runtimes) has what was measured beyond these.
 
 Of what is left dense, embeddings are not named. All of this is float32 on a CPU.
+
+"""
+
+TITLE = "\n## Programs of other runtimes\n"
+PROGRAMS_HEAD = f"""{TITLE}
+`python tests/compatibility.py --programs` exports each of them, deployed at half its size, to each runtime, which runs
+it on two shapes. *yes* is an output within the bound of [deployment.md](deployment.md#other-runtimes), *refused* an
+error of one line, and nothing is written. `tests/deployment/test_formats.py` does it for {{tested}}, each time.
 
 """
 
@@ -172,8 +182,21 @@ def row_of(name: str, directory: Path) -> list[str]:
     way = Way(name, directory)
     cells = {column: _outcome(step, way) for column, step in STEPS.items()}
     kinds = " ".join(dict.fromkeys(f"`{layer.rpartition('.')[2]}`" for layer in way.layers))
-    programs = [to for to, names in tiny.PROGRAMS.items() if name in names]
-    return [NAMES[name], kinds, _dense_parts(way), *cells.values(), ", ".join(programs) or "–"]
+    return [NAMES[name], kinds, _dense_parts(way), *cells.values()]
+
+
+def programs_of(name: str, directory: Path) -> list[str]:
+    """The cells of one architecture's programs."""
+    tiny.deployed(name).save_pretrained(directory / "small")
+    cells = [NAMES[name]]
+    for runtime in RUNTIMES:
+        try:
+            fr.export_to(directory / "small", runtime, directory / runtime)
+            cells.append("yes")
+        except FlexrankError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            cells.append("refused")
+    return cells
 
 
 def _outcome(step: Callable[[Way], str | None], way: Way) -> str:
@@ -198,10 +221,26 @@ def line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def page(rows: Sequence[Sequence[str]]) -> str:
-    """The whole page of these rows."""
-    columns = ["architecture", "layers", "left dense", *STEPS, "programs"]
-    return HEAD + "\n".join(map(line, [columns, ["---"] * len(columns), *rows])) + "\n"
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of the page."""
+    return "\n".join(map(line, [columns, ["---"] * len(columns), *rows])) + "\n"
+
+
+def page(rows: Sequence[Sequence[str]], programs: str) -> str:
+    """The whole page of these rows, and its part about programs."""
+    return HEAD + table(["architecture", "layers", "left dense", *STEPS], rows) + programs
+
+
+def programs_part(rows: Sequence[Sequence[str]]) -> str:
+    """The part of the page about programs of other runtimes."""
+    tested = [f"{NAMES[name]} ({runtime})" for runtime, names in tiny.PROGRAMS.items() for name in names]
+    return PROGRAMS_HEAD.format(tested=", ".join(tested)) + table(["architecture", *RUNTIMES], rows)
+
+
+def written_programs() -> str:
+    """The part about programs as it is on the page."""
+    text = PAGE.read_text(encoding="utf8")
+    return text[text.index(TITLE) :]
 
 
 @contextlib.contextmanager
@@ -222,4 +261,8 @@ def _logged() -> Iterator[list[str]]:
 if __name__ == "__main__":
     exports.in_fresh_process = here
     with tempfile.TemporaryDirectory() as scratch:
-        PAGE.write_text(page([row_of(name, Path(scratch, name)) for name in NAMES]), encoding="utf8")
+        if "--programs" in sys.argv:
+            part = programs_part([programs_of(name, Path(scratch, f"{name}-programs")) for name in NAMES])
+        else:
+            part = written_programs()
+        PAGE.write_text(page([row_of(name, Path(scratch, name)) for name in NAMES], part), encoding="utf8")

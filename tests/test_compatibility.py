@@ -5,7 +5,13 @@ from pathlib import Path
 import pytest
 
 import tiny
-from compatibility import NAMES, PAGE, line, page, row_of
+from compatibility import NAMES, PAGE, TITLE, line, page, programs_part, row_of
+from flexrank.deployment.runtimes import RUNTIMES
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """The rows of the table in a text."""
+    return [row[2:-2].split(" | ") for row in text.splitlines() if row.startswith("| ")][2:]
 
 
 @pytest.mark.usefixtures("verified_here")
@@ -15,7 +21,12 @@ def test_a_row_is_what_the_architecture_does(name: str, tmp_path: Path) -> None:
 
 
 def test_the_page_has_every_architecture_and_nothing_else() -> None:
-    text = PAGE.read_text(encoding="utf8")
+    """`test_formats` shows the programs of `tiny.PROGRAMS`; the page may not deny what it shows."""
+    stages, title, programs = (text := PAGE.read_text(encoding="utf8")).partition(TITLE)
     assert NAMES.keys() == tiny.ARCHITECTURES.keys()
-    rows = [row[2:-2].split(" | ") for row in text.splitlines() if row.startswith("| ")][2:]
-    assert [row[0] for row in rows] == list(NAMES.values()) and text == page(rows)
+    rows, cells = rows_of(stages), rows_of(programs)
+    assert [row[0] for row in rows] == [row[0] for row in cells] == list(NAMES.values())
+    assert title + programs == programs_part(cells) and text == page(rows, programs_part(cells))
+    found = {row[0]: dict(zip(RUNTIMES, row[1:], strict=True)) for row in cells}
+    assert {found[NAMES[name]][to] for to, names in tiny.PROGRAMS.items() for name in names} == {"yes"}
+    assert all(cell in ("yes", "refused") for row in cells for cell in row[1:])

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages and files from outside docs/, mathematics as MathML, and the list of errors."""
+"""Hooks of mkdocs: pages and files from outside docs/, mathematics as MathML, lists of errors and of keys."""
 
 import logging
 import re
@@ -6,6 +6,7 @@ from html import unescape
 from pathlib import Path
 from typing import Any
 
+from configuration_page import configuration_tables
 from errors_page import messages_of
 from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
@@ -29,7 +30,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links as they are on the site, whose root is docs/ and the root in one; and the messages of `errors.md`."""
+    """Links as they are on the site, whose root is docs/ and the root in one; and what pages read from the source."""
     if page.file.src_uri in PAGES.values():
         markdown = re.sub(r"\]\(docs/", "](", markdown)
         for source, target in PAGES.items():
@@ -37,6 +38,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     else:
         depth = page.file.src_uri.count("/")
         markdown = markdown.replace("](" + "../" * (depth + 1), "](" + "../" * depth)
+    markdown = markdown.replace("<!-- configuration -->", configuration_tables())
     return re.sub(r"<!-- messages: (.+?) -->", lambda found: messages_of(found[1].split()), markdown)
 
 
@@ -44,6 +46,6 @@ def on_page_content(html: str, **_: Any) -> str:
     """Formulas as MathML, which browsers show without a script."""
     display = {"[": "block", "(": "inline"}
     html = FORMULA.sub(lambda found: convert(unescape(found[3]), display=display[found[2]]), html)
-    for left in re.findall(r'class="arithmatex"|<!-- messages.*?-->', html):
+    for left in re.findall(r'class="arithmatex"|<!-- (?:messages|configuration).*?-->', html):
         log.warning("a page still has %s", left)
     return html

@@ -96,7 +96,7 @@ def test_deploy_writes_one_size_within_the_limit(finished: Path, printed: dict[s
 
 
 @pytest.mark.usefixtures("verified_here")
-def test_the_card_of_a_size_of_an_unfinished_run_has_no_measures_and_an_edited_summary_is_refused(copied: Path, tmp_path: Path) -> None:
+def test_without_a_summary_a_card_has_no_measures_and_an_edited_one_is_refused(copied: Path, tmp_path: Path) -> None:
     (copied / "summary.json").write_text("{}")
     refusal = invoke("deploy", copied, "--budget", "0.5", "--output", tmp_path / "small")
     assert refusal.exit_code == 2 and "was edited after `report` wrote it" in refusal.stderr.splitlines()[-1]

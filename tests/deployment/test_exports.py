@@ -27,7 +27,11 @@ def test_export_publishes_what_a_fresh_process_has_run(convnet, tmp_path):
     again = load_deployed(tmp_path / "small")
     assert agree(outputs(again, batch), outputs(convnet.eval(), batch))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["small"]
-    assert sorted(path.name for path in (tmp_path / "small").iterdir()) == ["README.md", "flexrank.json", "model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "small").iterdir()) == [
+        "README.md",
+        "flexrank.json",
+        "model.safetensors",
+    ]
 
 
 @pytest.mark.parametrize(("part", "is_within"), [(0.5, True), (1.5, False)])

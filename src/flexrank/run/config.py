@@ -20,8 +20,8 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 class LayersConfig(Section):
     """Which layers are factorised: names, globs, or parts between dots such as lm_head; see `select_layers`."""
 
-    include: tuple[str, ...] | None = None
-    exclude: tuple[str, ...] = ()
+    include: tuple[str, ...] | None = None  # None is all linear layers and convolutions that can be
+    exclude: tuple[str, ...] = ()  # of those, which stay dense
 
 
 class DecompositionConfig(Section):
@@ -41,6 +41,8 @@ class ProbeConfig(Section):
     # activations and gradients, block by block, without a forward of the whole model: for models larger than memory.
     method: Literal["loss", "curvature"] = "loss"
     levels: Annotated[int, Field(ge=2)] = 10  # ranks per layer, the last one full
+    # Probed ranks lie at equal steps of `parameters` or of `ranks`; `blocks`: of parameters, rounded down to whole
+    # blocks, in which wide products are fast.
     spacing: Literal["blocks", "parameters", "ranks"] = "blocks"
     # Most bytes of the teacher's outputs that are kept: logits of all classes where they fit, else of so many of the
     # likeliest as do, all others as one. With `allocation.method: paper` all are kept, as printed.
@@ -58,7 +60,7 @@ class AllocationConfig(Section):
     savings: Literal["parameters", "ranks"] = "parameters"  # what `paper` counts
     # A factorised layer saves at least this share of the dense layer's operations, or stays dense; not for `paper`.
     min_saving: Annotated[float, Field(ge=0, lt=1)] = 0.25
-    budgets: Annotated[tuple[Budget, ...], Field(min_length=1)] = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+    budgets: Annotated[tuple[Budget, ...], Field(min_length=1)] = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)  # each once
 
     @pydantic.field_validator("budgets")
     @classmethod
@@ -73,14 +75,14 @@ class DistillationConfig(Section):
 
     method: Literal["balanced", "paper"] = "balanced"  # `paper`: as printed, which spoils the largest sizes
     steps: Annotated[int, Field(ge=0)] = 400  # of the optimiser; 0 leaves the decomposed network as it is
-    learning_rate: Annotated[float, Field(gt=0)] = 3e-4
-    warmup_steps: Annotated[int, Field(ge=0)] = 20
-    batch_size: Count = 32
-    accumulation: Count = 1
+    learning_rate: Annotated[float, Field(gt=0)] = 3e-4  # the highest; it falls to 0 along a cosine
+    warmup_steps: Annotated[int, Field(ge=0)] = 20  # in which the learning rate rises from 0
+    batch_size: Count = 32  # samples of one pass
+    accumulation: Count = 1  # passes of one step
     # The chance of each of `allocation.budgets`, from the largest to the smallest; None means equal chances,
     # and with `balanced` twice as great a one for the largest below 1.
     weights: tuple[Annotated[float, Field(gt=0)], ...] | None = None
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0  # of AdamW, on matrices alone
     # Of the last hidden states' error, beside the divergence (language) or the texts' cosine (embedding); None is 4,
     # and with `paper`, which has no such term, 0.
     hidden_weight: Annotated[float, Field(ge=0)] | None = None
@@ -93,7 +95,7 @@ class DistillationConfig(Section):
     # gradient_checkpointing, or blocks would hold what they have gathered.
     sharded: bool = False
     checkpoint_every: Count = 100  # steps between the checkpoints that an interrupted run resumes from
-    max_norm: Annotated[float, Field(gt=0)] = 1.0
+    max_norm: Annotated[float, Field(gt=0)] = 1.0  # of all gradients together; longer ones are shortened to it
     temperature: Annotated[float, Field(gt=0)] = 1.0  # of the softmax in the language and classification losses
     # `tensorboard` shows each size's loss while it trains, from RUN/tensorboard; RUN/losses.jsonl has them always.
     tracking: Literal["tensorboard"] | None = None
@@ -141,15 +143,15 @@ class DeploymentConfig(Section):
 class EvaluationConfig(Section):
     """Whether and how often each deployed size is timed against the base model, in turn on one batch."""
 
-    latency: bool = True
-    latency_batch_size: Count = 16
-    latency_repeats: Count = 15
+    latency: bool = True  # whether sizes are timed
+    latency_batch_size: Count = 16  # samples of the batch that is timed, and that exports are verified on
+    latency_repeats: Count = 15  # times that each size runs; the table has the median
 
 
 class RunConfig(Section):
     """A whole run. Only `name`, `task` and `model` must be given."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]  # of letters, digits, dots and hyphens
     task: Literal["embedding", "language", "classification"]  # decides batches, the distillation loss, and qualities
     model: Annotated[str, Field(min_length=1)]  # a directory, a name on the hub, or `package:PACKAGE/PATH`
     # A transformers config.json that a dry run reads in place of the model's own, so that it downloads nothing.
@@ -157,8 +159,8 @@ class RunConfig(Section):
     # Of the elastic weights; bfloat16 takes half the memory, and is consolidated with rounding by chance. The base
     # model keeps its files' dtype.
     dtype: Dtype = "float32"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    seed: Annotated[int, Field(ge=0)] = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # `auto`: a GPU where there is one
+    seed: Annotated[int, Field(ge=0)] = 0  # of the order of samples, and of the budget that each step draws
     output: str = "runs/{name}"  # the run directory, relative to the current one
     data: DataConfig = DataConfig()
     layers: LayersConfig = LayersConfig()

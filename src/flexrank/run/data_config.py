@@ -34,16 +34,16 @@ class DataConfig(Section):
     path: str | None = None
     streaming: bool = False  # of `text`: a stream too, by lines or, with separator "\n\n", by paragraphs
     column: str | None = None  # of texts or chats, in jsonl, parquet and hub; None is `text` or else `messages`
-    subset: str | None = None  # of `hub`, as are the next two
+    subset: str | None = None  # of a data set of `hub`, as are the next two
     split: str | None = None  # None is `train`
-    revision: str | None = None
+    revision: str | None = None  # None is the newest
     shuffle_buffer: Annotated[int, Field(ge=0)] = 1000  # documents of a stream that training mixes; 0 keeps their order
     held_out: str | None = None  # another file or folder of `text` to evaluate on; None: the last quarter of `path`
     # What divides a file of `text`; None is a line end for embeddings, and for language nothing: one running text.
     separator: Annotated[str, Field(min_length=1)] | None = None
-    calibration: Count = 1024
-    probe: Count = 192
-    training: Count | None = None  # None is IN_MEMORY, and of a stream all
+    calibration: Count = 1024  # samples that layers are decomposed by
+    probe: Count = 192  # samples that layers are probed on
+    training: Count | None = None  # samples that sizes are trained on; None is 4096 (IN_MEMORY), and of a stream all
     evaluation: Count = 512  # for the table's qualities alone; of `stdlib-docs` pairs of a docstring's two parts
     # Of the held-out samples, by hash: settings are chosen on one, tables show the other. None takes all.
     half: Literal["tuning", "reporting"] | None = None

@@ -1,0 +1,175 @@
+"""The card of each artefact: what the hub reads of it, its numbers, and its code, which is run."""
+
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+import transformers
+
+import flexrank as fr
+import tiny
+from flexrank.artefacts import cards
+from flexrank.hf.models import load_model
+from tiny_runs import write_model
+
+BASE = """---
+license: other
+license_name: of-ours
+license_link: https://example.org/licence
+language: [en, de]
+library_name: transformers
+tags: [fill-mask]
+---
+# The base model
+"""
+CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
+
+
+def run_card(place: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The names that a card's code gives values to, run beside the card."""
+    monkeypatch.chdir(place)
+    names: dict[str, Any] = {}
+    exec(CODE.findall((place / "README.md").read_text(encoding="utf8"))[0], names)
+    return names
+
+
+def data_of(place: Path) -> dict[str, Any]:
+    """What the hub reads of a card."""
+    return huggingface_hub.ModelCard.load(place / "README.md").data.to_dict()
+
+
+@pytest.fixture
+def artefacts(tmp_path: Path, verified_here: None) -> Path:
+    """A model with a card, the elastic artefact of it, a size of that, and its dense form."""
+    source = write_model(tmp_path / "source", "language")
+    (source / "README.md").write_text(BASE, encoding="utf8")
+    model = tiny.nest(load_model(source, "language"))
+    fr.save_elastic(model, tiny.chain_of(model), tmp_path / "elastic")
+    elastic, chain = fr.load_elastic(tmp_path / "elastic")
+    fr.export(fr.deploy(elastic, chain.entries[1].profile), tmp_path / "small", tiny.token_batch())
+    fr.export_to(tmp_path / "small", "dense", tmp_path / "dense")
+    return tmp_path
+
+
+def test_the_licence_of_the_base_model_reaches_every_artefact(artefacts: Path) -> None:
+    wanted = {"license": "other", "license_name": "of-ours", "license_link": "https://example.org/licence"}
+    wanted |= {"language": ["en", "de"], "library_name": "transformers", "pipeline_tag": "text-generation"}
+    for name in ("elastic", "small", "dense"):
+        assert data_of(artefacts / name) == wanted | {"tags": ["flexrank", "low-rank"]}, name
+
+
+def test_the_code_of_a_card_loads_its_artefact(artefacts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = tiny.token_batch()
+    wanted = tiny.outputs(transformers.AutoModelForCausalLM.from_pretrained(artefacts / "small"), batch)
+    elastic, chain = fr.load_elastic(artefacts / "elastic")
+    for name, bound in (("small", 1e-6), ("dense", 1e-4)):
+        found = run_card(artefacts / name, monkeypatch)["model"]
+        assert tiny.relative(tiny.outputs(found, batch), wanted) < bound, name
+    found = run_card(artefacts / "elastic", monkeypatch)["model"]
+    with fr.use_profile(elastic, chain.entries[2].profile):  # the third of four sizes
+        assert tiny.relative(tiny.outputs(found, batch), tiny.outputs(elastic, batch)) < 1e-4
+    assert "LlamaForCausalLM for dense" in (artefacts / "dense" / "README.md").read_text(encoding="utf8")
+
+
+def test_the_table_of_sizes_is_the_chains(artefacts: Path) -> None:
+    text = (artefacts / "elastic" / "README.md").read_text(encoding="utf8")
+    rows = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    assert rows[0] == ["budget", "mean rank", "params, layers", "params, model", "bytes"]
+    entries = fr.load_elastic(artefacts / "elastic")[1].entries
+    others = sum(
+        parameter.numel()
+        for name, parameter in load_model(artefacts / "source", "language").named_parameters()
+        if "_proj" not in name and "lm_head" not in name
+    )
+    for row, entry in zip(rows[2:], reversed(entries), strict=True):
+        ranks = list(entry.profile.values())
+        layers, model = entry.parameters, entry.parameters + others
+        assert row == [
+            f"{entry.requested:.4g}", f"{sum(ranks) / len(ranks):.4g}", f"{layers:,}", f"{model:,}", f"{4 * model:,}",
+        ]  # fmt: skip
+    small = (artefacts / "small" / "README.md").read_text(encoding="utf8")
+    profile = entries[1].profile.values()
+    model = transformers.AutoModelForCausalLM.from_pretrained(artefacts / "small")
+    assert f"{sum(one.numel() for one in model.parameters()):,} parameters." in small
+    assert f"{len(profile)} of its layers are low-rank, of ranks {min(profile)} to {max(profile)}." in small
+
+
+def test_models_of_torch_have_cards_whose_code_runs(
+    tmp_path: Path, verified_here: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = tiny.elastic("perceptron"), tiny.batch_for("perceptron")
+    chain = tiny.chain_of(model)
+    fr.save_elastic(model, chain, tmp_path / "elastic", factory="tiny:perceptron")
+    small = fr.deploy(model, chain.entries[1].profile)
+    fr.export(small, tmp_path / "small", batch, factory="tiny:perceptron")
+    assert data_of(tmp_path / "small") == {"library_name": "pytorch", "tags": ["flexrank", "low-rank"]}
+    found = run_card(tmp_path / "small", monkeypatch)["model"]
+    assert torch.equal(tiny.outputs(found, batch), tiny.outputs(small, batch))
+    names = run_card(tmp_path / "elastic", monkeypatch)
+    assert len(names["chain"].entries) == 3  # up to the middle of four
+    with fr.use_profile(model, chain.entries[2].profile):
+        assert tiny.relative(tiny.outputs(names["model"], batch), tiny.outputs(model, batch)) < 1e-6
+
+
+def test_no_checksum_covers_a_card(artefacts: Path) -> None:
+    for name in ("elastic", "small", "dense"):
+        (artefacts / name / "README.md").write_text("my own words")
+    fr.load_elastic(artefacts / "elastic")
+    assert fr.inspect_artefact(artefacts / "small")["kind"] == "deployed"
+    load_model(artefacts / "small", "language")
+    fr.export_to(artefacts / "small", "dense", artefacts / "dense")
+    assert "my own words" not in (artefacts / "dense" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "before", "wanted"),
+    [
+        ("AutoModel", "org/name", {"license": "mit"}, ("org/name", "feature-extraction", "mit")),
+        ("GPT2LMHeadModel", "org/name", {"base_model": "x/y"}, ("org/name", "text-generation", None)),
+        ("BertModel", "./org/name", {"tags": ["flexrank"], "base_model": "x/y"}, ("x/y", "feature-extraction", None)),
+        ("ViTForImageClassification", "name", {"tags": ["flexrank"]}, (None, "image-classification", None)),
+        ("T5ForConditionalGeneration", "package:p/q", {}, (None, None, None)),
+    ],
+)
+def test_what_a_head_says(kind: str, model: str, before: dict[str, Any], wanted: tuple[str | None, ...]) -> None:
+    data = huggingface_hub.ModelCard(cards.head(kind, model, before) + "# Title").data
+    assert (data.base_model, data.pipeline_tag, data.license) == wanted
+
+
+@pytest.mark.parametrize("text", ["", "# no head", "---\n- a list\n---\n", "---\nopen: yes"])
+def test_a_card_without_a_head_says_nothing(text: str, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(text)
+    assert cards.read_head(tmp_path / "README.md") == cards.read_head(tmp_path / "nowhere") == {}
+
+
+class Hub:
+    """Stands in for the hub: what is pushed lies in a folder."""
+
+    def __init__(self, place: Path):
+        self.place = place
+
+    def create_repo(self, name: str, **_: Any) -> SimpleNamespace:
+        return SimpleNamespace(repo_id=name)
+
+    def create_commit(self, operations: list[Any], **_: Any) -> None:
+        for one in operations:
+            (self.place / one.path_in_repo).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(one.path_or_fileobj, self.place / one.path_in_repo)
+
+
+def test_a_size_is_pushed_and_loaded_again(artefacts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By transformers' own `push_to_hub`; a folder that is uploaded has the card of ours."""
+    from transformers.utils import hub
+
+    card = huggingface_hub.ModelCard((artefacts / "small" / "README.md").read_text(encoding="utf8"))
+    monkeypatch.setattr(hub, "hf_api", lambda: Hub(artefacts / "pushed"))
+    monkeypatch.setattr(hub, "create_and_tag_model_card", lambda *_, **__: card)
+    small = transformers.AutoModelForCausalLM.from_pretrained(artefacts / "small")
+    small.push_to_hub("me/small")
+    again = transformers.AutoModelForCausalLM.from_pretrained(artefacts / "pushed")
+    assert tiny.same_state(again, small) and data_of(artefacts / "pushed") == data_of(artefacts / "small")

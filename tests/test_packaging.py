@@ -1,4 +1,4 @@
-"""The wheel holds each file of the package, and metadata that say what it needs."""
+"""The wheel, built from the source distribution, holds each file of the package, and says what it needs."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ import zipfile
 from email import message_from_bytes
 from email.message import Message
 from pathlib import Path
-from shutil import copy, copytree, ignore_patterns
+from shutil import copy, copytree, ignore_patterns, unpack_archive
 
 import pytest
 from packaging.requirements import Requirement
@@ -18,15 +18,23 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))["p
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """The wheel, built beside the tree so that the tree stays as it is."""
+    """The wheel of the source distribution, which is built beside the tree: the tree stays as it is."""
     place = tmp_path_factory.mktemp("tree")
     for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
         copy(ROOT / name, place)
     copytree(ROOT / "src", place / "src", ignore=ignore_patterns("__pycache__", "*.egg-info"))
-    code = "from setuptools import build_meta; build_meta.build_wheel('.')"
-    subprocess.run([sys.executable, "-c", code], cwd=place, check=True, capture_output=True, timeout=120)
-    (built,) = place.glob("*.whl")
+    build("sdist", place)
+    (source,) = place.glob("*.tar.gz")
+    unpack_archive(source, place / "unpacked", filter="data")
+    (unpacked,) = (place / "unpacked").iterdir()
+    build("wheel", unpacked)
+    (built,) = unpacked.glob("*.whl")
     return zipfile.ZipFile(built)
+
+
+def build(kind: str, place: Path) -> None:
+    code = f"from setuptools import build_meta; build_meta.build_{kind}('.')"
+    subprocess.run([sys.executable, "-c", code], cwd=place, check=True, capture_output=True, timeout=120)
 
 
 @pytest.fixture(scope="module")

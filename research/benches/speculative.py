@@ -114,14 +114,15 @@ def _measure_draft(
     checks, drafts = calls[large], calls[small]
     tokens = len(texts) * NEW
     deployed = drafting(deploy(model, entry.profile))
-    speed, of_deployed = (
-        1 / _time_ratio(checker, draft, texts) for checker, draft in ((large, small), (base, deployed))
+    (rate, speed), (_, of_deployed) = (
+        _speed(checker, draft, texts) for checker, draft in ((large, small), (base, deployed))
     )
     return {
         "budget": budget,
         "equal": sum(map(torch.equal, outputs, wanted)),
         "accepted": (tokens - checks) / drafts,
         "tokens": tokens / checks,
+        "rate": rate,
         "speed": speed,
         "deployed": of_deployed,
         "bound": tokens / (checks + drafts * chain.model_parameters(entry) / chain.model_parameters(chain.entries[-1])),
@@ -162,17 +163,18 @@ def _decode_all(model: Any, texts: Sequence[Tensor], draft: Any = None) -> None:
         decode(model, text, draft)
 
 
-def _time_ratio(model: Any, draft: Any, texts: Sequence[Tensor]) -> float:
-    """The time of decoding with the draft over that without it, in turn."""
+def _speed(model: Any, draft: Any, texts: Sequence[Tensor]) -> tuple[float, float]:
+    """Tokens a second of decoding with the draft, and its speed over decoding without one, in turn."""
     runs = [functools.partial(_decode_all, model, texts, one) for one in (draft, None)]
     with inference(model, draft):
-        return median_ratio(*interleave(runs, REPEATS, warmup=1))
+        drafted, plain = interleave(runs, REPEATS, warmup=1)
+    return len(texts) * NEW / min(drafted), 1 / median_ratio(drafted, plain)
 
 
 def _table(data: dict[str, Any]) -> dict[str, Any]:
-    keys = ("accepted", "tokens", "speed", "deployed", "bound")
+    keys = ("accepted", "tokens", "rate", "speed", "deployed", "bound")
     columns = [
-        "accepted", "tokens per check", "speed, shared weights", "speed, base model and deployed draft",
+        "accepted", "tokens per check", "tokens a second, shared weights", "speed, shared weights", "speed, base model and deployed draft",
         "speed, if time were parameters read",
     ]  # fmt: skip
     rows = [[f"{row['budget']:g}", *(row[key] for key in keys)] for row in data["rows"]]

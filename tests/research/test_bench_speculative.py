@@ -64,7 +64,7 @@ def test_accepted_tokens_are_those_of_a_plain_loop() -> None:
         assert row["equal"] == 2 and row["tokens"] == 16 / checks
         assert row["accepted"] == (16 - checks) / drafts
         assert row["bound"] == pytest.approx(16 / (checks + share * drafts))
-        assert min(row["speed"], row["deployed"], data["base"], data["large"]) > 0
+        assert min(row["rate"], row["speed"], row["deployed"], data["base"], data["large"]) > 0
     assert 0 < max(row["accepted"] for row in data["rows"]) < 1
 
 
@@ -79,7 +79,7 @@ def test_it_consolidates_once_and_says_whether_it_pays(tiny: pytest.MonkeyPatch,
 
     def measure(model: Any, chain: ProfileChain, *_: Any) -> dict[str, Any]:
         measured.append(chain)
-        keys = {"accepted": 0.5, "tokens": 2.0, "deployed": 0.8, "bound": 1.5}
+        keys = {"accepted": 0.5, "tokens": 2.0, "rate": 63.0, "deployed": 0.8, "bound": 1.5}
         rows = [{"budget": b, "equal": 2, "speed": s, **keys} for b, s in ((0.5, 0.7), (0.25, 0.9))]
         return {"base": 100.0, "large": 90.0, "rows": rows}
 
@@ -89,7 +89,7 @@ def test_it_consolidates_once_and_says_whether_it_pays(tiny: pytest.MonkeyPatch,
     artefact = next(tmp_path.glob("*/elastic"))
     assert load_elastic(artefact)[1] == measured[0]
     assert [one["holds"] for one in result["claims"]] == [True, False]
-    assert shown_rows(result["tables"][0])[1] == ["0.25", "0.50", "2.00", "0.90", "0.80", "1.50"]
+    assert shown_rows(result["tables"][0])[1] == ["0.25", "0.50", "2.00", "63.00", "0.90", "0.80", "1.50"]
     tiny.setattr(speculative, "consolidate", lambda path: pytest.fail("it is there"))
     assert speculative.run(Request(tmp_path))["data"] == result["data"]
 

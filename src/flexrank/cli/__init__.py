@@ -117,7 +117,7 @@ for _stage, _help, _result in (
     _add_stage(_stage, _help, _result)
 
 
-@app.command()
+@app.command(short_help="Measures every budget, or any; lm-eval, perplexity, STS.")
 def evaluate(
     config: Config,
     overrides: Set = None,
@@ -145,7 +145,7 @@ def evaluate(
     show_benchmarks(outcome.directory, processes.by_first(lambda: task(outcome.directory)), as_json)
 
 
-@app.command()
+@app.command(short_help="Exports small models: the config's, or one within limits.")
 def deploy(
     config: Config,
     overrides: Set = None,
@@ -174,7 +174,7 @@ def deploy(
     show_stage(outcome, {"export": export}, as_json)
 
 
-@app.command()
+@app.command(short_help="Writes a deployed model for another runtime.")
 def export(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="What deploy wrote: a model of transformers.")],
     to: Annotated[str, typer.Option("--to", help="dense, torch, onnx, openvino or executorch.")],
@@ -193,7 +193,7 @@ def export(
         print(place)
 
 
-@app.command()
+@app.command(short_help="Times every size, and measures the memory it takes.")
 def measure(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A YAML file, or a run directory.")] = None,
     overrides: Set = None,
@@ -241,7 +241,7 @@ def _calibrate_plan(output: Path | None, as_json: bool) -> None:
         print(path)
 
 
-@app.command()
+@app.command(short_help="Draws figures and page again, or one page of several runs.")
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="A run directory, or its YAML; or several.")],
     output: Annotated[Path | None, typer.Option(help="Of several runs: the page; comparison.html by default.")] = None,
@@ -266,7 +266,7 @@ def report(
         print(page)
 
 
-@app.command()
+@app.command(short_help="Lists what an artefact holds, without its weights.")
 def inspect(directory: Annotated[Path, typer.Argument(metavar="DIR")], as_json: Json = False) -> None:
     """Lists what an artefact holds, elastic or deployed, without loading its weights."""
     from flexrank.artefacts.inspect import inspect_artefact

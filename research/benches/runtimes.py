@@ -14,10 +14,13 @@ from typing import Any
 import torch
 
 from flexrank import deploy, export_to, select_layers
-from flexrank.deployment.formats import FORMATS, read_export
+from flexrank.data.batches import output_tensor
+from flexrank.deployment.exports import relative_difference
+from flexrank.deployment.formats import BOUNDS, FORMATS, read_export
 from flexrank.deployment.machine import interleave, median_ratio
 from flexrank.deployment.runtimes import RUNTIMES, Inputs, Run, sample_inputs
-from flexrank.hf.models import load_model
+from flexrank.files import directory_bytes
+from flexrank.hf.models import load_by_architecture, load_model
 from flexrank.nn.linalg import plain_svd
 from flexrank.nn.matrix import weight_matrix
 from flexrank.nn.select import nest_
@@ -32,20 +35,22 @@ BUDGETS = (1.0, 0.9, 0.7, 0.5, 0.3, 0.2)
 #: Rows and tokens of what is timed; ExecuTorch's programs take no more than the second's.
 WORKLOADS = {"one text of 32 tokens": (1, 32), "8 texts of 128 tokens": (8, 128)}
 SECONDS, REPEATS = 3.0, 9
+#: Not an export: the model itself, compiled where it runs.
+COMPILED = "torch.compile"
 #: The budget that a goal is about, and the most of the base model's time that it may take with a batch.
 HALF, MOST = 0.5, 0.8
 
 
 def run(request: Request) -> Result:
-    """Every format whose libraries are installed; a finished one is kept."""
+    """torch.compile, and every format whose libraries are installed; a finished one is kept."""
     formats = [name for name in FORMATS if name not in RUNTIMES or _is_installed(RUNTIMES[name].packages)]
     ledger = Ledger(request.work, {"model": MODEL, "budgets": BUDGETS, "workloads": WORKLOADS})
     with tempfile.TemporaryDirectory() as scratch:
         write_sizes(Path(scratch))
-        data = {name: ledger.take(name, measure, name, Path(scratch)) for name in formats}
+        data = {name: ledger.take(name, measure, name, Path(scratch)) for name in (COMPILED, *formats)}
     tables = [_times(data, workload) for workload in WORKLOADS] + [_bytes(data), _errors(data)]
     settings = {"budgets": list(BUDGETS), "versions": _versions(data), "machine": "other work may have shared it"}
-    return measured(settings, tables, [_goal(name, data[name]) for name in formats if name != "dense"], data)
+    return measured(settings, tables, [_goal(name, one) for name, one in data.items() if name != "dense"], data)
 
 
 def write_sizes(scratch: Path) -> None:
@@ -70,17 +75,38 @@ def uniform_rank(shape: Shape, budget: float) -> int:
 
 
 def measure(format: str, scratch: Path) -> dict[str, Any]:
-    """Exports all sizes; times over the base model's by workload, bytes and errors, each by budget."""
-    places = [scratch / f"{format}-{budget:g}" for budget in BUDGETS]
-    facts = [export_to(scratch / f"{b:g}", format, place) for b, place in zip(BUDGETS, places, strict=True)]
-    base = read_export(places[0], format)
-    times: dict[str, list[float]] = {workload: [] for workload in WORKLOADS}
-    for place in places[1:]:
-        small = read_export(place, format)
+    """Exports or compiles all sizes; times over the base model's by workload, bytes and errors, each by budget."""
+    make = _compiled if format == COMPILED else _exported
+    base, first = make(format, scratch, BUDGETS[0])
+    facts, times = [first], {workload: list[float]() for workload in WORKLOADS}
+    for budget in BUDGETS[1:]:
+        small, own = make(format, scratch, budget)
+        facts.append(own)
         for workload, shape in WORKLOADS.items():
             times[workload].append(_ratio(small, base, shape))
     keys = ("bytes", "error", "bound")
     return {"times": times, "versions": facts[0]["versions"]} | {key: [one[key] for one in facts] for key in keys}
+
+
+def _exported(format: str, scratch: Path, budget: float) -> tuple[Run, dict[str, Any]]:
+    place = scratch / f"{format}-{budget:g}"
+    facts = export_to(scratch / f"{budget:g}", format, place)
+    return read_export(place, format), facts
+
+
+def _compiled(_: str, scratch: Path, budget: float) -> tuple[Run, dict[str, Any]]:
+    """A size compiled for each workload, as torch does by default; its error is over all of them."""
+    model, _report = load_by_architecture(scratch / f"{budget:g}")
+    compiled = torch.compile(model, fullgraph=True, dynamic=False)
+
+    def run(batch: Any) -> torch.Tensor:
+        return output_tensor(compiled(**batch))
+
+    with torch.inference_mode():
+        pairs = [(run(batch), output_tensor(model(**batch))) for batch in map(_batch, WORKLOADS.values())]
+    facts = {"bytes": directory_bytes(scratch / f"{budget:g}"), "versions": {"torch": torch.__version__}}
+    error = max(relative_difference(found, wanted) for found, wanted in pairs)
+    return run, facts | {"error": error, "bound": BOUNDS["torch"][torch.float32]}
 
 
 def _ratio(small: Run, base: Run, shape: tuple[int, int]) -> float:
@@ -126,6 +152,7 @@ def _goal(name: str, one: dict[str, Any]) -> dict[str, Any]:
 
 EXPERIMENT = Experiment(
     "runtimes", "Other runtimes",
-    "the time of each size over the base model's in torch, onnxruntime, OpenVINO and ExecuTorch, and its bytes",
-    minutes=20, run=run,
+    "the time of each size over the base model's under torch.compile, in torch's programs, onnxruntime, OpenVINO and "
+    "ExecuTorch, and its bytes",
+    minutes=25, run=run,
 )  # fmt: skip

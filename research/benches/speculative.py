@@ -174,8 +174,8 @@ def _speed(model: Any, draft: Any, texts: Sequence[Tensor]) -> tuple[float, floa
 def _table(data: dict[str, Any]) -> dict[str, Any]:
     keys = ("accepted", "tokens", "rate", "speed", "deployed", "bound")
     columns = [
-        "accepted", "tokens per check", "tokens a second, shared weights", "speed, shared weights", "speed, base model and deployed draft",
-        "speed, if time were parameters read",
+        "accepted", "tokens per check", "tokens a second, shared weights", "speed, shared weights",
+        "speed, base model and deployed draft", "speed, if time were parameters read",
     ]  # fmt: skip
     rows = [[f"{row['budget']:g}", *(row[key] for key in keys)] for row in data["rows"]]
     alone = f"alone the largest size gives {data['large']:.0f} tokens a second, the base model {data['base']:.0f}"

@@ -133,7 +133,7 @@ def test_no_checksum_covers_a_card(artefacts: Path) -> None:
         ("GPT2LMHeadModel", "org/name", {"base_model": "x/y"}, ("org/name", "text-generation", None)),
         ("BertModel", "./org/name", {"tags": ["flexrank"], "base_model": "x/y"}, ("x/y", "feature-extraction", None)),
         ("ViTForImageClassification", "name", {"tags": ["flexrank"]}, (None, "image-classification", None)),
-        ("T5ForConditionalGeneration", "package:p/q", {}, (None, None, None)),
+        ("T5ForConditionalGeneration", "package:p/q", {"tags": None}, (None, None, None)),
     ],
 )
 def test_what_a_head_says(kind: str, model: str, before: dict[str, Any], wanted: tuple[str | None, ...]) -> None:
@@ -141,7 +141,7 @@ def test_what_a_head_says(kind: str, model: str, before: dict[str, Any], wanted:
     assert (data.base_model, data.pipeline_tag, data.license) == wanted
 
 
-@pytest.mark.parametrize("text", ["", "# no head", "---\n- a list\n---\n", "---\nopen: yes"])
+@pytest.mark.parametrize("text", ["", "# no head", "---\n- a list\n---\n", "---\nopen: yes", "---\na: [b\n---\n"])
 def test_a_card_without_a_head_says_nothing(text: str, tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(text)
     assert cards.read_head(tmp_path / "README.md") == cards.read_head(tmp_path / "nowhere") == {}

@@ -102,7 +102,7 @@ def head(kind: str, model: str, before: Mapping[str, Any], library: str = "trans
         library: that loads it.
     """
     is_named = re.fullmatch(r"[\w.-]+/[\w.-]+", model) is not None and not Path(model).exists()
-    base = before.get("base_model") if TAG in before.get("tags", ()) else model if is_named else None
+    base = before.get("base_model") if TAG in (before.get("tags") or ()) else model if is_named else None
     pipeline = next((task for end, task in PIPELINES.items() if kind.endswith(end)), None)
     data = {name: before.get(name) for name in KEPT}
     data |= {"library_name": library, "pipeline_tag": pipeline, "tags": [TAG, "low-rank"], "base_model": base}
@@ -110,10 +110,13 @@ def head(kind: str, model: str, before: Mapping[str, Any], library: str = "trans
 
 
 def read_head(card: Path) -> dict[str, Any]:
-    """The metadata of a card; empty where there is no card, or none in it."""
-    text = card.read_text(encoding="utf8") if card.is_file() else ""
-    found = re.match(r"---\n(.*?)\n---(\n|$)", text, re.DOTALL)
-    value = yaml.safe_load(found[1]) if found else None
+    """The metadata of a card; empty where there is no card, or its head is no YAML of keys."""
+    text = card.read_text(encoding="utf8", errors="replace") if card.is_file() else ""
+    found = re.match(r"---\n(.*?)\n---(\s|$)", text, re.DOTALL)
+    try:
+        value = yaml.safe_load(found[1]) if found else None
+    except yaml.YAMLError:
+        value = None
     return value if isinstance(value, dict) else {}
 
 

@@ -165,23 +165,30 @@ def test_a_phone_and_the_dark(opened: Any, tmp_path: Path) -> None:
 
 def test_runs_side_by_side(opened: Any, tmp_path: Path) -> None:
     """By the command; runs of one name are told apart by their directories, and Tab and arrows reach all."""
-    for name, shift in (("one", 0.0), ("two", 0.01)):
+    for name, shift in (("one", 0.0), ("the other", 0.01)):
         value = summary()
         value["rows"] = [
             row | {"quality": {"cosine": row["quality"]["cosine"] - shift, "mrr": 0.4}} for row in value["rows"]
         ]
         (tmp_path / name).mkdir()
         write(tmp_path / name, value)
-    directories = [str(tmp_path / name) for name in ("one", "two")]
+    directories = [str(tmp_path / name) for name in ("one", "the other")]
     done = CliRunner().invoke(cli.app, ["report", *directories, "--output", str(tmp_path / "both.html"), "--json"])
     assert done.exit_code == 0 and json.loads(done.stdout)["written"] == [str(tmp_path / "both.html")]
     page = opened(tmp_path / "both.html")
-    assert page.inner_text("#runs").split() == directories
+    assert [label.strip() for label in page.locator("#runs label").all_inner_texts()] == directories
     assert facts(page)["cosine to the base model"][0] == "0.9750"
     page.focus("#runs input")
     page.keyboard.press("ArrowRight")
     assert facts(page)["cosine to the base model"][0] == "0.9650"
-    assert page.locator("#front path.after").count() == 2 and directories[1] in page.text_content("#command")
+    assert page.locator("#front path.after").count() == page.locator("#front path.before").count() == 2
+    strokes = [
+        page.eval_on_selector_all(f"#front path.{kind}", "all => all.map(one => getComputedStyle(one).stroke)")
+        for kind in ("after", "before")
+    ]
+    assert strokes[0] == strokes[1] and len(set(strokes[0])) == 2  # a colour for each run
+    assert "dashed: before it" in page.text_content("#front-caption")
+    assert f"flexrank deploy '{directories[1]}' --budget" in page.text_content("#command")
     refused = CliRunner().invoke(cli.app, ["report", directories[0], "--output", "x.html"])
     assert refused.exit_code != 0
 

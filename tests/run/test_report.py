@@ -1,5 +1,6 @@
 """The table and the pictures hold what the summary says, and need nothing else."""
 
+import importlib.util
 import io
 import json
 import re
@@ -137,6 +138,17 @@ def test_the_same_summary_gives_the_same_files(tmp_path: Path) -> None:
     write(tmp_path, summary())
     first = {path: path.read_bytes() for path in report.write_report(tmp_path)}
     assert {path: path.read_bytes() for path in report.write_report(tmp_path)} == first
+
+
+def test_without_matplotlib_there_is_a_page_and_no_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    written = report.write_report(write(tmp_path, summary()))
+    assert [path.name for path in written] == ["report.md", "report.html"] and not (tmp_path / "figures").exists()
+    assert all(path.is_file() for path in written) and "![" not in (tmp_path / "report.md").read_text()
+    assert "no figures are drawn: they need matplotlib, pip install 'flexrank[report]'" in caplog.text
 
 
 def test_a_directory_without_a_summary_is_one_line(tmp_path: Path) -> None:

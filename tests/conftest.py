@@ -76,6 +76,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "text.txt").write_text(TEXT)
     for task in ("language", "embedding"):
         write_model(place / task, task)
+    (place / "language" / "README.md").write_text("---\nlicense: mit\n---\n")
     return place
 
 

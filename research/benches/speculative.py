@@ -6,6 +6,7 @@ transformers' assisted generation, with a fixed number of drafted tokens; the ar
 import contextlib
 import copy
 import functools
+import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,7 @@ def measure(model: Any, chain: ProfileChain, base: Any, texts: Sequence[Tensor])
     runs = [functools.partial(_decode_all, one, texts) for one in (base, large)]
     with inference(base, large):
         own, others = interleave(runs, REPEATS, warmup=1)
-    speeds = [len(texts) * NEW / min(seconds) for seconds in (own, others)]
+    speeds = [len(texts) * NEW / statistics.median(seconds) for seconds in (own, others)]
     rows = [_measure_draft(model, chain, budget, large, base, texts, wanted) for budget in DRAFTS]
     return {"base": speeds[0], "large": speeds[1], "rows": rows}
 
@@ -168,7 +169,7 @@ def _speed(model: Any, draft: Any, texts: Sequence[Tensor]) -> tuple[float, floa
     runs = [functools.partial(_decode_all, model, texts, one) for one in (draft, None)]
     with inference(model, draft):
         drafted, plain = interleave(runs, REPEATS, warmup=1)
-    return len(texts) * NEW / min(drafted), 1 / median_ratio(drafted, plain)
+    return len(texts) * NEW / statistics.median(drafted), 1 / median_ratio(drafted, plain)
 
 
 def _table(data: dict[str, Any]) -> dict[str, Any]:

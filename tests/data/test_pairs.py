@@ -26,6 +26,7 @@ def test_both_forms_give_sentences_and_score(tmp_path: Path) -> None:
         ("a.tsv", f"{LINE.format(score=1)}\nbroken\tline", "a.tsv: line 2 is no pair of sentences with a score"),
         ("a.tsv", LINE.format(score="much"), "line 1 is no pair"),
         ("a.tsv", LINE.format(score="nan"), "line 1 is no pair"),
+        ("a.tsv", LINE.format(score="-inf"), "line 1 is no pair"),
         ("a.jsonl", '{"sentence1": "a", "sentence2": "b"}', "expected sentence1, sentence2, score in a .jsonl"),
         ("a.jsonl", '{"sentence1": "a", "sentence2": 7, "score": 1}', "line 1 is no pair"),
         ("a.jsonl", '{"sentence1": "a", "sentence2": "b", "score": null}', "line 1 is no pair"),

@@ -75,6 +75,7 @@ def test_what_a_model_card_says_runs(finished: Path, place: str, monkeypatch: py
     text, row = (finished / place / "README.md").read_text(), summary_of(finished)["rows"][1]
     data = ModelCard(text).data
     assert (data.library_name, data.pipeline_tag, data.base_model) == ("transformers", "text-generation", None)
+    assert data.license == "mit"  # of the base model's card
     monkeypatch.chdir((finished / place).parent)
     names: dict[str, Any] = {}
     exec(text.split("```python")[1].split("```")[0], names)

@@ -150,9 +150,9 @@ STEPS: dict[str, Callable[[Way], str | None]] = {
 }
 HEAD = f"""# Compatibility
 
-Each row is what a test finds: it builds the architecture small, with random weights and biases, and takes it all the
-way on rows with padding. `python tests/compatibility.py` writes this page, and `pytest tests/test_compatibility.py`
-fails where it says anything else.
+Each row of the first table is what a test finds: it builds the architecture small, with random weights and biases, and
+takes it all the way on rows with padding. `python tests/compatibility.py` writes this page, and
+`pytest tests/test_compatibility.py` fails where that table says anything else.
 
 - **decompose**: outputs at full rank are the original's, within 1e-5; *by block* where one block is in memory at a
   time, *whole* where blocks cannot run alone.
@@ -172,7 +172,8 @@ TITLE = "\n## Programs of other runtimes\n"
 PROGRAMS_HEAD = f"""{TITLE}
 `python tests/compatibility.py --programs` exports each of them, deployed at half its size, to each runtime, which runs
 it on two shapes. *yes* is an output within the bound of [deployment.md](deployment.md#other-runtimes), *refused* an
-error of one line, and nothing is written. `tests/deployment/test_formats.py` does it for {{tested}}, each time.
+error of one line, and nothing is written. That takes ten minutes, so it is done by hand; `make test` does it for
+{{tested}}, and holds what is refused of T5 and BART.
 
 """
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import tiny
-from compatibility import NAMES, PAGE, TITLE, line, page, programs_part, row_of
+from compatibility import NAMES, PAGE, TITLE, line, page, programs_of, programs_part, row_of
 from flexrank.deployment.runtimes import RUNTIMES
 
 
@@ -18,6 +18,12 @@ def rows_of(text: str) -> list[list[str]]:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_is_what_the_architecture_does(name: str, tmp_path: Path) -> None:
     assert line(row_of(name, tmp_path)) in PAGE.read_text(encoding="utf8").splitlines()
+
+
+@pytest.mark.parametrize("name", tiny.TWO_SIDED)
+def test_programs_of_encoder_decoders_are_refused(name: str, tmp_path: Path) -> None:
+    """`test_formats` has those that are not."""
+    assert line(programs_of(name, tmp_path)) in PAGE.read_text(encoding="utf8").partition(TITLE)[2].splitlines()
 
 
 def test_the_page_has_every_architecture_and_nothing_else() -> None:

@@ -59,8 +59,8 @@ def test_the_page_of_errors_has_every_module_that_raises_them_once(errors_page: 
 
 def test_messages_are_shown_as_they_are_written(errors_page: Any) -> None:
     listed = errors_page.messages_of(errors_page.rooms()).splitlines()
-    assert "- `rank … is out of range; this layer has …`" in listed
-    assert "- `--… belongs to --dry-run`" in listed
+    assert "- `rank RANK is out of range; this layer has RANKS`" in listed
+    assert "- `--OPTION belongs to --dry-run`" in listed
     assert all(re.search("[a-z]", line) for line in listed) and len(set(listed)) == len(listed) > 20
 
 
@@ -84,12 +84,12 @@ def unused():
     return "not an error"
 """
     found = sorted(errors_page.messages_in(ast.parse(source)))
-    wanted = ["a 'process' is gone", "key: … is wrong; …", "leave …", "mend it", "two are", "… and b disagree"]
+    wanted = ["A and b disagree", "a 'process' is gone", "key: VALUE is wrong; …", "leave VALUE", "mend it", "two are"]
     assert found == wanted
     listed = errors_page.messages_of(["run", "cli", "processes"])
-    assert "- `sharded needs optimizer: adamw, whose states are divided, not …`" in listed
-    assert "- `data.source … does not fit task …: only classification reads images`" in listed
-    assert "- `… is not installed: pip install 'flexrank[…]'`" in listed and "unknown key" in listed
+    assert "- `sharded needs optimizer: adamw, whose states are divided, not OPTIMIZER`" in listed
+    assert "- `data.source SOURCE does not fit task TASK: only classification reads images`" in listed
+    assert "- `PACKAGE is not installed: pip install 'flexrank[…]'`" in listed and "unknown key" in listed
 
 
 def test_the_page_of_keys_has_each_with_its_default_and_a_meaning(configuration_page: Any) -> None:

@@ -32,7 +32,7 @@ def _messages(room: str) -> tuple[str, ...]:
 
 
 def messages_in(tree: ast.Module) -> Iterator[str]:
-    """The first argument of each error that a module makes; what depends on the input is shown as `…`.
+    """The first argument of each error that a module makes; what depends on the input is a NAME, or `…`.
 
     A name in it stands for the text that its function gives it; of a call of the module's own function, which finds out
     what is wrong, all texts are listed that the function returns or yields.
@@ -74,8 +74,8 @@ def _local_texts(place: ast.AST) -> dict[str, ast.expr]:
 
 def _said(value: ast.expr, texts: dict[str, ast.expr]) -> Iterator[str]:
     for text in _shown(value, texts):
-        if any(map(str.isalpha, text)):
-            yield " ".join(text.split()).replace("`", "'")
+        if any(map(str.islower, text)):  # else all of it is another's words
+            yield " ".join(text.replace("……", "…").split()).replace("`", "'")
 
 
 def _shown(value: ast.expr, texts: dict[str, ast.expr]) -> list[str]:
@@ -93,4 +93,6 @@ def _shown(value: ast.expr, texts: dict[str, ast.expr]) -> list[str]:
         for part in value.values:
             forms = [before + after for before in forms for after in _shown(part, texts)]
         return forms
+    if isinstance(value, ast.Name | ast.Attribute):
+        return [(value.id if isinstance(value, ast.Name) else value.attr).upper().strip("_")]
     return ["…"]

@@ -118,12 +118,13 @@ def test_models_of_torch_have_cards_whose_code_runs(
 
 def test_no_checksum_covers_a_card(artefacts: Path) -> None:
     for name in ("elastic", "small", "dense"):
-        (artefacts / name / "README.md").write_text("my own words")
+        (artefacts / name / "README.md").write_text("my own words\n## Sizes\nmany\n")
     fr.load_elastic(artefacts / "elastic")
     assert fr.inspect_artefact(artefacts / "small")["kind"] == "deployed"
     load_model(artefacts / "small", "language")
     fr.export_to(artefacts / "small", "dense", artefacts / "dense")
-    assert "my own words" not in (artefacts / "dense" / "README.md").read_text()
+    text = (artefacts / "dense" / "README.md").read_text()
+    assert "my own words" not in text and text.endswith("\n## Sizes\nmany\n")
 
 
 @pytest.mark.parametrize(
@@ -134,6 +135,8 @@ def test_no_checksum_covers_a_card(artefacts: Path) -> None:
         ("BertModel", "./org/name", {"tags": ["flexrank"], "base_model": "x/y"}, ("x/y", "feature-extraction", None)),
         ("ViTForImageClassification", "name", {"tags": ["flexrank"]}, (None, "image-classification", None)),
         ("T5ForConditionalGeneration", "package:p/q", {"tags": None}, (None, None, None)),
+        ("BertForMaskedLM", "gpt2", {"tags": 5}, ("gpt2", "fill-mask", None)),
+        ("BertModel", "a/b", {"tags": "flexrank-x", "base_model": "x/y"}, ("a/b", "feature-extraction", None)),
     ],
 )
 def test_what_a_head_says(kind: str, model: str, before: dict[str, Any], wanted: tuple[str | None, ...]) -> None:
@@ -141,7 +144,10 @@ def test_what_a_head_says(kind: str, model: str, before: dict[str, Any], wanted:
     assert (data.base_model, data.pipeline_tag, data.license) == wanted
 
 
-@pytest.mark.parametrize("text", ["", "# no head", "---\n- a list\n---\n", "---\nopen: yes", "---\na: [b\n---\n"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "# no head", "---\n- a list\n---\n", "---\nopen: yes", "---\na: [b\n---\n", "---\na: 2024-13-45\n---\n"],
+)
 def test_a_card_without_a_head_says_nothing(text: str, tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(text)
     assert cards.read_head(tmp_path / "README.md") == cards.read_head(tmp_path / "nowhere") == {}
@@ -163,13 +169,14 @@ class Hub:
 
 
 def test_a_size_is_pushed_and_loaded_again(artefacts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By transformers' own `push_to_hub`; a folder that is uploaded has the card of ours."""
+    """By transformers' own `push_to_hub`, to a repository that the folder was uploaded to: our card stays."""
     from transformers.utils import hub
 
-    card = huggingface_hub.ModelCard((artefacts / "small" / "README.md").read_text(encoding="utf8"))
+    load = huggingface_hub.ModelCard.load
     monkeypatch.setattr(hub, "hf_api", lambda: Hub(artefacts / "pushed"))
-    monkeypatch.setattr(hub, "create_and_tag_model_card", lambda *_, **__: card)
+    monkeypatch.setattr(hub.ModelCard, "load", lambda *_, **__: load(artefacts / "small" / "README.md"))
     small = transformers.AutoModelForCausalLM.from_pretrained(artefacts / "small")
     small.push_to_hub("me/small")
+    monkeypatch.undo()
     again = transformers.AutoModelForCausalLM.from_pretrained(artefacts / "pushed")
     assert tiny.same_state(again, small) and data_of(artefacts / "pushed") == data_of(artefacts / "small")

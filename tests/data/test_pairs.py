@@ -15,9 +15,11 @@ LINE = "main\tMSR\t2012\t0001\t{score}\tA cat.\tA dog."
 def test_both_forms_give_sentences_and_score(tmp_path: Path) -> None:
     (tmp_path / "sts.csv").write_text(f"{LINE.format(score=2.5)}\n{LINE.format(score='0')}\tmore\n")
     assert read_pairs(tmp_path / "sts.csv") == [("A cat.", "A dog.", 2.5), ("A cat.", "A dog.", 0.0)]
-    lines = [{"score": 3, "sentence2": "Zwei\tSätze", "sentence1": "Eins", "split": "dev"}]
-    (tmp_path / "sts.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    assert read_pairs(tmp_path / "sts.jsonl") == [("Eins", "Zwei\tSätze", 3.0)]
+    lines = [{"score": 3, "sentence2": "Zwei\tSätze", "sentence1": "Eins\u2028", "split": "dev"}]
+    lines += [{"score": 0.5, "sentence1": "a", "sentence2": "b"}]
+    text = "\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
+    (tmp_path / "sts.JSONL").write_text(f"\ufeff{text}\n\n")
+    assert read_pairs(tmp_path / "sts.JSONL") == [("Eins\u2028", "Zwei\tSätze", 3.0), ("a", "b", 0.5)]
 
 
 @pytest.mark.parametrize(
@@ -32,7 +34,12 @@ def test_both_forms_give_sentences_and_score(tmp_path: Path) -> None:
         ("a.jsonl", '{"sentence1": "a", "sentence2": "b", "score": null}', "line 1 is no pair"),
         ("a.jsonl", "[1, 2, 3]", "line 1 is no pair"),
         ("a.jsonl", "not json", "line 1 is no pair"),
-        ("a.jsonl", "", "holds no pairs"),
+        ("a.jsonl", '{"sentence1": "a", "sentence2": "b", "score": true}', "line 1 is no pair"),
+        ("a.jsonl", '{"sentence1": "a", "sentence2": " ", "score": 1}', "line 1 is no pair"),
+        ("a.jsonl", f'{{"sentence1": "a", "sentence2": "b", "score": {10**400}}}', "line 1 is no pair"),
+        ("a.jsonl", "\n" + "[" * 100_000, "line 2 is no pair"),
+        ("a.jsonl", "", "0 pairs of one score; a correlation needs two different ones"),
+        ("a.tsv", f"{LINE.format(score=1)}\n" * 2, "2 pairs of one score"),
     ],
 )
 def test_a_wrong_file_is_one_line(name: str, text: str, words: str, tmp_path: Path) -> None:

@@ -167,7 +167,8 @@ def test_what_belongs_to_the_model_travels_along_and_what_is_flexranks_does_not(
         (tmp_path / "small" / name).write_text(f'{{"eos_token_id": {len(name)}}}')
     export_to(tmp_path / "small", "dense", tmp_path / "out")
     found = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()}
-    assert found == {*kept, "config.json", "model.safetensors", "export.json"}
+    assert found == {*kept, "README.md", "config.json", "model.safetensors", "export.json"}
+    assert "LlamaForCausalLM for dense" in (tmp_path / "out" / "README.md").read_text()
     assert all((tmp_path / "out" / name).read_bytes() == (tmp_path / "small" / name).read_bytes() for name in kept)
 
 

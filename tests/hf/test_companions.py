@@ -11,6 +11,7 @@ import transformers
 
 import flexrank as fr
 import tiny
+from flexrank.artefacts.cards import read_head
 from flexrank.data import text
 from flexrank.data.metrics import embed
 from flexrank.deployment.formats import export_to
@@ -131,10 +132,14 @@ def test_what_lies_beside_a_model_of_the_hub_comes_from_its_cache(
         snapshot = tmp_path / "hub" / "models--some--encoder" / "snapshots" / revision
         snapshot.mkdir(parents=True)
         (snapshot / "modules.json").write_text(revision)
+        (snapshot / "README.md").write_text(f"---\nlicense: {revision}\n---\n")
     model = tiny.build("bert")
     model.name_or_path, model.config._commit_hash = "some/encoder", "b" * 40
     save_companions(model, tmp_path)
     assert (tmp_path / "modules.json").read_text() == "b" * 40
+    fr.save_elastic(elastic := tiny.nest(model), tiny.chain_of(elastic), tmp_path / "elastic")
+    card = read_head(tmp_path / "elastic" / "README.md")
+    assert (card["license"], card["base_model"]) == ("b" * 40, "some/encoder")
     for name in ("some/other", str(tmp_path / "gone" / "away")):
         model.name_or_path = name
         with caplog.at_level(logging.INFO, "flexrank"):

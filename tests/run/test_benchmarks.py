@@ -222,7 +222,13 @@ def test_a_group_of_tasks_is_scored(copied: Path, tasks: Path) -> None:
         (["--perplexity", "TEXT", "--set", "task=embedding"], "need a run of task language; tiny is of embedding"),
         (["--sts", "TEXT"], "--sts needs a run of task embedding; tiny is of language"),
         (["--output", "x.json"], "--output needs --tasks, --perplexity, --sts or --budgets"),
-        (["--budgets", ".5", "--output", "/"], "--output /: is a directory; give the name of a JSON file"),
+        (["--budgets", ".5", "--output", "/"], "--output /: give a name that ends in .json, of a file that is not"),
+        (["--budgets", ".5", "--output", "x.txt"], "--output x.txt: give a name that ends in .json"),
+        (
+            ["--budgets", ".5", "--output", "RUN/summary.json"],
+            "summary.json: give a name that ends in .json, of a file",
+        ),
+        (["--budgets", ".5", "--output", "nowhere/x.json"], "--output nowhere/x.json: no such directory as nowhere"),
     ],
 )
 @pytest.mark.usefixtures("only_own")
@@ -231,7 +237,7 @@ def test_a_wrong_request_is_one_line_before_anything_is_written(
 ) -> None:
     places = {"TEXT": str(sources / "text.txt")}
     include = ["--include-path", tasks] if "--tasks" in arguments else []
-    given = [places.get(argument, argument) for argument in arguments]
+    given = [places.get(argument, argument).replace("RUN", str(finished)) for argument in arguments]
     result = invoke("evaluate", finished, *given, *include)
     assert result.exit_code == 2 and result.stdout == "" and result.stderr.splitlines()[-1].startswith("error: "), (
         result

@@ -18,7 +18,8 @@ from flexrank.profiles import ProfileChain
 #: The hub's name of what a transformers model does, by the end of its class's name; the first that fits.
 PIPELINES = {
     "ForCausalLM": "text-generation", "LMHeadModel": "text-generation",
-    "ForImageClassification": "image-classification", "Model": "feature-extraction",
+    "ForImageClassification": "image-classification", "ForSequenceClassification": "text-classification",
+    "ForMaskedLM": "fill-mask", "Model": "feature-extraction",
 }  # fmt: skip
 #: What a card says of the base model's licence and texts, in that model's own words.
 KEPT = ("license", "license_name", "license_link", "language")
@@ -53,7 +54,7 @@ def write_elastic_card(directory: Path, description: Mapping[str, Any], chain: P
     lead = "Every size from one set of weights, decomposed by flexrank (FlexRank, ICML 2026) into components in order "
     lead += "of importance. A size is the first components of each layer; only those are read."
     how = f"Ranks are those of {chain.method} allocation, for all budgets together."
-    sizes = ["## Sizes", "", *table(list(_COLUMNS.values()), rows), "", how]
+    sizes = ["## Sizes", "", *(table(list(_COLUMNS.values()), rows) if rows else []), "", how]
     entries = chain.requested or chain.entries
     middle = entries[len(entries) // 2]
     budget = middle.requested or chain.relative_size(middle)
@@ -101,8 +102,10 @@ def head(kind: str, model: str, before: Mapping[str, Any], library: str = "trans
         before: `read_head` of the card beside that; of one of ours the base model goes along.
         library: that loads it.
     """
-    is_named = re.fullmatch(r"[\w.-]+/[\w.-]+", model) is not None and not Path(model).exists()
-    base = before.get("base_model") if TAG in (before.get("tags") or ()) else model if is_named else None
+    is_named = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", model) is not None and not Path(model).exists()
+    tags = before.get("tags")
+    is_ours = isinstance(tags, list) and TAG in tags
+    base = before.get("base_model") if is_ours else model if is_named else None
     pipeline = next((task for end, task in PIPELINES.items() if kind.endswith(end)), None)
     data = {name: before.get(name) for name in KEPT}
     data |= {"library_name": library, "pipeline_tag": pipeline, "tags": [TAG, "low-rank"], "base_model": base}
@@ -115,7 +118,7 @@ def read_head(card: Path) -> dict[str, Any]:
     found = re.match(r"---\n(.*?)\n---(\s|$)", text, re.DOTALL)
     try:
         value = yaml.safe_load(found[1]) if found else None
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):  # the latter of a date that is none
         value = None
     return value if isinstance(value, dict) else {}
 

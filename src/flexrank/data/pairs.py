@@ -19,35 +19,37 @@ def read_pairs(path: str | Path) -> list[Pair]:
     """The scored pairs of a UTF-8 file: JSON lines (.jsonl) with `KEYS`, or lines of tabs as the STS benchmark's.
 
     Raises:
-        FlexrankError: there is no such file, or a line of it is no pair with a finite score; it names the line.
+        FlexrankError: there is no such file, or a line of it is no pair with a finite score, or all scores are one.
     """
     path = Path(path)
     if not path.is_file():
         raise FlexrankError(f"{path}: no such file of scored pairs")
-    pairs = [_pair(path, number, fields) for number, fields in enumerate(_fields(path), start=1)]
-    if not pairs:
-        raise FlexrankError(f"{path}: holds no pairs; expected lines with {', '.join(KEYS)}")
+    pairs = [_pair(path, number, fields) for number, fields in _fields(path)]
+    if len({score for _, _, score in pairs}) < 2:
+        raise FlexrankError(f"{path}: {len(pairs)} pairs of one score; a correlation needs two different ones")
     return pairs
 
 
-def _fields(path: Path) -> Iterator[list[Any]]:
-    """The three fields of each line, fewer where the line is no pair."""
+def _fields(path: Path) -> Iterator[tuple[int, list[Any]]]:
+    """The number and three fields of each line that is not blank, fewer fields where it is no pair."""
     try:
-        lines = path.read_text(encoding="utf8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # a sentence may hold other ends of lines
     except UnicodeDecodeError as error:
         raise FlexrankError(f"{path}: not UTF-8 text (byte {error.start})") from error
-    for line in lines:
-        if path.suffix == ".jsonl":
-            yield _values(line)
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        if path.suffix.lower() == ".jsonl":
+            yield number, _values(line)
         else:
             cells = line.split("\t")
-            yield [cells[column] for column in COLUMNS if column < len(cells)]
+            yield number, [cells[column] for column in COLUMNS if column < len(cells)]
 
 
 def _values(line: str) -> list[Any]:
     try:
         value = json.loads(line)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         return []
     return [value[key] for key in KEYS if key in value] if isinstance(value, dict) else []
 
@@ -55,9 +57,10 @@ def _values(line: str) -> list[Any]:
 def _pair(path: Path, number: int, fields: list[Any]) -> Pair:
     try:
         first, second, score = fields
-        if isinstance(first, str) and isinstance(second, str) and math.isfinite(float(score)):
+        is_text = isinstance(first, str) and isinstance(second, str) and bool(first.strip() and second.strip())
+        if is_text and not isinstance(score, bool) and math.isfinite(float(score)):
             return first, second, float(score)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         pass
     right = f"{', '.join(KEYS)} in a .jsonl, or tabs with the score in column 5 and the sentences in 6 and 7"
     raise FlexrankError(f"{path}: line {number} is no pair of sentences with a score; expected {right}")

@@ -24,7 +24,7 @@ _ELASTIC = """# {name}, elastic
 Every size from one set of weights: those of {model}, decomposed by flexrank (FlexRank, ICML 2026) into components in
 order of importance. A size is the first components of each layer; only those are read.
 """
-_DEPLOYED = """# {name} at {share:.3g}
+_DEPLOYED = """# {name} at {size:.3g}
 
 {model} with {parameters} parameters, {layers} of them in its factorised layers: {share:.0%} of what those had. Cut by
 flexrank (FlexRank, ICML 2026) from one set of weights that holds every size{origin}.
@@ -59,14 +59,16 @@ def deployed_card(summary: Summary, export: Mapping[str, Any], before: Mapping[s
         origin = f", then trained by itself for {tuned} steps"
     elif budget in [row["budget"] for row in summary["rows"]]:
         origin = f"; it is the row {budget:g} of the table"
-    facts = {"share": budget or export["relative_size"], "origin": origin}
+    share = export["relative_size"]
+    facts = {"size": share if budget is None else budget, "share": share, "origin": origin}
     facts |= {"parameters": count(export["params_model"]), "layers": count(export["params_layers"])}
     code = _code(cards.DEPLOYED_CODE, summary, place=Path(export["directory"]).name)
     return _head(summary, before) + _DEPLOYED.format(**_names(summary), **facts) + code + _made(summary)
 
 
 def _names(summary: Summary) -> dict[str, str]:
-    return {"name": summary["name"], "model": f"`{summary['model']}`"}
+    model = str(summary["model"])
+    return {"name": summary["name"], "model": f"`{Path(model).name if Path(model).is_dir() else model}`"}
 
 
 def _code(text: str, summary: Summary, **facts: Any) -> str:

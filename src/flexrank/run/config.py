@@ -57,7 +57,8 @@ class AllocationConfig(Section):
     """How ranks are chosen, and for which budgets (deployed over dense parameters of the factorised layers)."""
 
     method: Literal["joint", "paper"] = "joint"  # all budgets together, or the printed algorithm
-    savings: Literal["parameters", "ranks"] = "parameters"  # what `paper` counts
+    # What method `paper` counts: deployed parameters, or ranks as printed.
+    savings: Literal["parameters", "ranks"] = "parameters"
     # A factorised layer saves at least this share of the dense layer's operations, or stays dense; not for `paper`.
     min_saving: Annotated[float, Field(ge=0, lt=1)] = 0.25
     budgets: Annotated[tuple[Budget, ...], Field(min_length=1)] = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)  # each once

@@ -27,8 +27,8 @@ class Section(pydantic.BaseModel):
 class DataConfig(Section):
     """What a run reads, and at most how many samples each stage takes: texts, blocks of tokens, or images."""
 
-    # Documentation of Python's own library, a UTF-8 file or a folder of them, an .npz file (`images.read_images`); or a
-    # stream, never in memory as a whole (`data.stream`): files of JSON lines or parquet, or a data set of the hub.
+    # `stdlib-docs` is documentation of Python's own library, `text` a UTF-8 file or a folder of them, `images` an .npz
+    # file; or a stream, never in memory as a whole: `jsonl` and `parquet` are files, `hub` a data set by its name.
     source: Literal["stdlib-docs", "text", "images", "jsonl", "parquet", "hub"] = "stdlib-docs"
     # Relative to the current directory; of files that are streamed also a glob, of `hub` the name of a data set.
     path: str | None = None
@@ -43,7 +43,7 @@ class DataConfig(Section):
     separator: Annotated[str, Field(min_length=1)] | None = None
     calibration: Count = 1024  # samples that layers are decomposed by
     probe: Count = 192  # samples that layers are probed on
-    training: Count | None = None  # samples that sizes are trained on; None is 4096 (IN_MEMORY), and of a stream all
+    training: Count | None = None  # samples that sizes are trained on; None is 4096, and of a stream all
     evaluation: Count = 512  # for the table's qualities alone; of `stdlib-docs` pairs of a docstring's two parts
     # Of the held-out samples, by hash: settings are chosen on one, tables show the other. None takes all.
     half: Literal["tuning", "reporting"] | None = None

@@ -1,8 +1,10 @@
 """The pictures of docs/concepts: `python docs/site/pictures.py` draws them anew, into docs/pictures.
 
-Figures are computed by flexrank itself, on random layers of a fixed seed.
+Figures are computed by flexrank itself, on random layers of a fixed seed; those of consolidation are of
+`python -m research language`.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,9 @@ from flexrank.profiles import Footprint
 from flexrank.profiles.costs import aligned_parameters
 
 PLACE = Path(__file__).parents[1] / "pictures"
+RESULTS = PLACE.parents[1] / "results"
+#: Of `python -m research language`.
+SIZES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 BLUES = ("#08306b", "#2171b5", "#6baed6", "#c6dbef")
 ORANGE, GREY = "#d95f0e", "#777777"
 STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "flexrank"}
@@ -29,7 +34,7 @@ def main() -> None:
     """Draws all pictures."""
     PLACE.mkdir(exist_ok=True)
     with matplotlib.rc_context(STYLE):
-        for draw in (draw_factors, draw_ranks, draw_gauge):
+        for draw in (draw_factors, draw_ranks, draw_consolidation, draw_gauge):
             torch.manual_seed(0)
             figure = draw()
             name = draw.__name__.removeprefix("draw_")
@@ -111,6 +116,28 @@ def draw_ranks() -> Any:
     axes.set(ylabel="budget", title="rank of each layer; its sensitivity in brackets")
     axes.spines[:].set_visible(False)
     figure.colorbar(image, label="share of the full rank")
+    return figure
+
+
+def draw_consolidation() -> Any:
+    """The components that a step trains, and what all sizes of one language model lose before and after training."""
+    figure, (steps, losses) = pyplot.subplots(1, 2, figsize=(9, 3), width_ratios=[1, 1.1])
+    drawn = (6, 2, 8, 4, 8)
+    for step, rank in enumerate(drawn):
+        for component in range(8):
+            colour = BLUES[1] if component < rank else "white"
+            steps.add_patch(Rectangle((component, -step), 0.9, 0.8, facecolor=colour, edgecolor=GREY))
+        steps.text(8.3, 0.4 - step, f"r = {rank}", va="center", fontsize=8)
+        steps.text(-0.4, 0.4 - step, f"step {step + 1}", va="center", ha="right", fontsize=8)
+    steps.set(xlim=(-2.5, 10), ylim=(0.5 - len(drawn), 1), title="each step trains the prefix of one size")
+    steps.axis("off")
+    data = json.loads((RESULTS / "language" / "result.json").read_text(encoding="utf8"))["data"]["pycode5m"]
+    for name, (method, colour) in {"before": ("fisher, joint", GREY), "after": ("consolidated", ORANGE)}.items():
+        seeds = np.array([[one["nats"] for one in seed] for seed in data["results"][method]])
+        above = np.maximum(seeds.mean(0) - data["dense"]["nats"], 1e-4)  # at .9 nothing is lost
+        losses.semilogy(SIZES, above, "o-", ms=3, color=colour, label=name)
+    losses.set(xlabel="budget", title="pycode5m: nats per token above the base model")
+    losses.legend(frameon=False, fontsize=8)
     return figure
 
 

@@ -117,7 +117,8 @@ function showFront() {
 }
 
 function showRanks() {
-  const head = element("tr", {}, element("th", {}, "block"), ...run().modules.map((name) => element("th", { scope: "col" }, name)));
+  const head = element("tr", {}, element("th", {}, "block"), ...run().modules.map((name) =>
+    element("th", { scope: "col" }, name.replaceAll(".", ".\u200b"))));  // which may end a line there
   const body = run().blocks.map((block) => {
     const cells = run().modules.map((module) => {
       const name = block && module ? `${block}.${module}` : block || module, layer = run().layers[name];

@@ -2,6 +2,8 @@
 
 import copy
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -182,3 +184,10 @@ def test_half_precision_and_other_optimisers_are_refused() -> None:
     model = copy.deepcopy(nest(wide())).half()
     with pytest.raises(FlexrankError, match=r"'0.u' is float16; consolidate weights in float32 or bfloat16"):
         distill_(model, wide(), rows(), [SMALL], steps=1, max_norm=math.inf)
+
+
+def test_torchao_is_imported_without_a_word() -> None:
+    code = "from flexrank.distill.optimizer import torchao_optimizers; print(torchao_optimizers().AdamW8bit.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.returncode) == ("AdamW8bit\n", 0) and "Failed to load" not in done.stderr
+    assert "deprecated" not in done.stderr, done.stderr

@@ -1,6 +1,7 @@
 """AdamW in the precision that memory allows: 16, 10, 8 or 6 bytes for each trained number, gradients included."""
 
 import contextlib
+import logging
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -15,6 +16,8 @@ from flexrank.nn.sharding import sharded_parameters
 OptimizerName = Literal["adamw", "adamw_8bit"]
 #: The learning rate of a size's own vectors, over that of all else: few steps are theirs.
 VECTORS_RATE = 3.0
+#: What speaks, as torchao is imported, of kernels for other devices and of deprecations inside it.
+LOUD = "torchao", "torch.utils._pytree"
 
 
 def make_optimizer(
@@ -47,11 +50,23 @@ def make_optimizer(
     groups = [group for group in groups if group["params"]]
     if name == "adamw" and all(parameter.dtype is not torch.bfloat16 for parameter in trainable.values()):
         return torch.optim.AdamW(groups, lr=learning_rate, fused=True)
-    import torchao.optim
-
-    kind = torchao.optim.AdamW8bit if name == "adamw_8bit" else torchao.optim._AdamW
+    kinds = torchao_optimizers()
+    kind = kinds.AdamW8bit if name == "adamw_8bit" else kinds._AdamW
     optimizer: torch.optim.Optimizer = kind(groups, lr=learning_rate, bf16_stochastic_round=True)
     return optimizer
+
+
+def torchao_optimizers() -> Any:
+    """The optimisers of torchao, imported without its words about kernels that this machine has no use for."""
+    levels = {log: log.level for log in map(logging.getLogger, LOUD)}
+    for log in levels:
+        log.setLevel(logging.ERROR)
+    try:
+        import torchao.optim
+    finally:
+        for log, level in levels.items():
+            log.setLevel(level)
+    return torchao.optim
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from flexrank import processes
+from flexrank.distill.optimizer import torchao_optimizers
 from flexrank.errors import FlexrankError
 from flexrank.files import read_json
 from flexrank.hf import models
@@ -117,7 +118,7 @@ def run_stages(config: RunConfig, until: str = "report") -> Outcome:
     """
     if until not in ("decompose", "probe", "allocate"):  # now, not after hours of probing
         if config.needs_torchao:
-            import torchao  # noqa: F401
+            torchao_optimizers()
         if config.distillation.tracking == "tensorboard":
             import tensorboard  # noqa: F401
 

@@ -8,7 +8,7 @@ from the clones, runs them, and writes docs/baselines.md. Each module here has
 A row without a bound is shown and has no verdict.
 """
 
-from research.originals import asvd, lems, pifa, slicegpt, svd_llm
+from research.originals import acip, asvd, lems, pifa, slicegpt, svd_llm
 from research.originals.original import Original
 
 ORIGINALS: dict[str, Original] = {
@@ -35,5 +35,11 @@ ORIGINALS: dict[str, Original] = {
         "6b12cdee6ad51791d7c776b3a046bc408b9e77e9",
         slicegpt.compare,
         slicegpt.__doc__,
+    ),
+    "acip": Original(
+        "https://github.com/merantix-momentum/acip",
+        "8b3d201623d29fb193daa6d77e7c16447de1603a",
+        acip.compare,
+        acip.__doc__,
     ),
 }

@@ -243,7 +243,8 @@ def test_every_file_survives_or_is_refused(subject: Subject) -> None:
             except Exception as error:
                 raise AssertionError(f"{name}, {way}, seed {seed}") from error
             subject.restore()
-        assert refused >= (0.3 if subject.read is prefix else 0.8) * MUTATIONS, name
+        least = 0.3 if subject.read is prefix else 0.8
+        assert name.name == "README.md" or refused >= least * MUTATIONS, name  # the card is the user's to edit
 
 
 #: The same examples each time, however long one takes.

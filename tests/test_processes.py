@@ -234,3 +234,10 @@ def test_a_process_is_waited_for_as_long_as_it_gives_signs_of_life() -> None:
 def test_processes_alone_import_no_torch() -> None:
     code = "import sys, flexrank.processes; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_memory_that_is_out_is_no_process_that_is_lost() -> None:
+    with pytest.raises(torch.OutOfMemoryError), processes.talking():
+        raise torch.OutOfMemoryError("of this process")
+    with pytest.raises(processes.ProcessLost, match="another process does not answer"), processes.talking():
+        raise RuntimeError("connection closed by peer")

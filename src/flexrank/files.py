@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 #: Version of the JSON documents beside the tensors.
-FORMAT = 1
+FORMAT = 2
 #: The names of what is being written, and of directories that are put away meanwhile: tempfile adds eight characters.
 LEFTOVER = re.compile(r"\.(?P<of>.+)\.[a-z0-9_]{8}\.(?P<kind>aside|old)")
 
@@ -203,7 +203,7 @@ def write_document(path: str | Path, kind: str, content: Mapping[str, Any]) -> N
 
 def reads_format(known: int) -> str:
     """The end of the line that refuses a format other than the one which this version knows."""
-    return f"this version of flexrank reads format {known}: load it with the version that wrote it, or upgrade"
+    return f"this version of flexrank reads formats up to {known}: load it with the version that wrote it, or upgrade"
 
 
 def read_document(path: str | Path, kind: str, keys: tuple[str, ...]) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def read_document(path: str | Path, kind: str, keys: tuple[str, ...]) -> dict[st
     document = read_json(path)
     if not isinstance(document, dict) or document.get("kind") != kind:
         raise FlexrankError(f"{path}: not the description of an artefact of kind {kind!r}")
-    if document.get("format") != FORMAT:
+    if document.get("format") not in (1, FORMAT):
         raise FlexrankError(f"{path}: has format {document.get('format')!r}; {reads_format(FORMAT)}")
     require_keys(document, (*keys, "checksum"), str(path))
     checksum = document.pop("checksum")

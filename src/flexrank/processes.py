@@ -163,12 +163,14 @@ def sum_(tensors: Iterable["Tensor"]) -> None:
 def _buckets(tensors: Iterable["Tensor"]) -> Iterator[list["Tensor"]]:
     """The tensors in their order, those that follow each other in one dtype and on one device up to BUCKET together."""
     bucket: list[Tensor] = []
+    size = 0
     for tensor in tensors:
         is_alike = bucket and (bucket[0].dtype, bucket[0].device) == (tensor.dtype, tensor.device)
-        if bucket and (not is_alike or sum(one.nbytes for one in bucket) + tensor.nbytes > BUCKET):
+        if bucket and (not is_alike or size + tensor.nbytes > BUCKET):
             yield bucket
-            bucket = []
+            bucket, size = [], 0
         bucket.append(tensor)
+        size += tensor.nbytes
     if bucket:
         yield bucket
 
@@ -302,7 +304,11 @@ def _timeout() -> float:
 @contextlib.contextmanager
 def talking() -> Iterator[None]:
     """Inside the block what torch.distributed raises when a process has gone, or is late, is a ProcessLost."""
+    import torch
+
     try:
         yield
+    except torch.OutOfMemoryError:  # a RuntimeError too, of this process's own
+        raise
     except RuntimeError as error:
         raise ProcessLost(f"another process does not answer ({first_line(error)})") from error

@@ -320,3 +320,19 @@ def test_the_least_budget_that_is_told_can_be_met():
         allocate_ranks(table, [0.01])
     least = float(str(caught.value).split()[-1])
     assert allocate_ranks(table, [least]).requested[0].profile == {n: r[0] for n, r in table.ranks.items()}
+
+
+@pytest.mark.parametrize("above", [0, 1, 100, 1000])
+def test_a_budget_that_hardly_holds_the_least_profile_gives_it(above):
+    """Costs are counted in units of thousands of parameters here, and a step from the least rank is millions."""
+    names, ranks = "abcde", (33, 1057, 4096)
+    table = SensitivityTable(
+        {name: (4096, 4096) for name in names},
+        {name: ranks for name in names},
+        {name: (2.0, 1.0 + place, 0.0) for place, name in enumerate(names)},
+        0.0,
+        FOOTPRINT,
+    )
+    least = sum(aligned_parameters((4096, 4096), 33) for _ in names)
+    chain = allocate_ranks(table, [(least + above) / (5 * 4096**2)], monotone_errors=False)
+    assert chain.requested[0].profile == dict.fromkeys(names, 33)

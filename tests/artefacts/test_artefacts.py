@@ -194,7 +194,11 @@ def recast(path):
     [
         ("elastic.json", lambda path: path.unlink(), "holds no elastic model"),
         ("elastic.json", truncate, "not JSON"),
-        ("elastic.json", lambda path: edit(path, format=7), "has format 7; this version of flexrank reads format 1"),
+        (
+            "elastic.json",
+            lambda path: edit(path, format=7),
+            "has format 7; this version of flexrank reads formats up to 2",
+        ),
         ("elastic.json", lambda path: edit(path, chain=None), "key 'chain' is missing"),
         ("elastic.json", lambda path: edit(path, parameters=5), "does not match its checksum"),
         ("elastic.json", lambda path: edit(path, kind="deployed"), "kind 'elastic'"),

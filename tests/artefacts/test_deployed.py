@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import tiny
 from flexrank.artefacts.deployed import load_deployed, save_deployed
-from flexrank.artefacts.tensors import read_batch, write_batch
+from flexrank.artefacts.tensors import read_batch, write_batch, write_tensors
+from flexrank.distill.tensors import write_whole
 from flexrank.errors import FlexrankError
 from tiny import agree, deployed, outputs, same_state
 
@@ -35,6 +37,8 @@ def test_a_state_of_other_shapes_is_named(tmp_path):
         torch.arange(3.0),
         (torch.arange(3), None, 2.5, torch.ones(2, dtype=torch.bfloat16)),
         {"input_ids": torch.arange(4), "use_cache": False, "other": [1, 2]},
+        torch.arange(24).view(1, 2, 4, 3).permute(0, 3, 1, 2),  # images whose channels were last
+        (torch.arange(24.0).view(2, 3, 2, 2).to(memory_format=torch.channels_last),),
     ],
 )
 def test_a_batch_comes_back_as_it_was(batch, tmp_path):
@@ -49,3 +53,16 @@ def test_a_batch_comes_back_as_it_was(batch, tmp_path):
         assert torch.equal(value, wanted) if isinstance(wanted, torch.Tensor) else value == wanted
     with pytest.raises(FlexrankError, match="not all tensors or plain values"):
         write_batch(tmp_path / "inputs", (object(),))
+
+
+def test_tensors_of_any_strides_are_written(tmp_path):
+    """Two views of one storage, one of them transposed; and a checkpoint's weight whose channels are last."""
+    matrix = torch.arange(6.0).view(2, 3)
+    write_tensors(tmp_path / "tensors", {"a": matrix, "b": matrix.T})
+    assert {name: one.tolist() for name, one in load_file(tmp_path / "tensors").items()} == {
+        "a": [[0, 1, 2], [3, 4, 5]],
+        "b": [[0, 3], [1, 4], [2, 5]],
+    }
+    weight = torch.randn(2, 3, 2, 2)
+    write_whole(tmp_path, {"weight": weight.to(memory_format=torch.channels_last)})
+    assert torch.equal(load_file(tmp_path / "state.safetensors")["weight"], weight)

@@ -231,6 +231,8 @@ def test_wrong_inputs_are_named() -> None:
         collect_moments(model, [], layers)
     with pytest.raises(FlexrankError, match="at least one batch"):
         collect_rows(model, [], layers)
+    with pytest.raises(FlexrankError, match="layer 'extra' did not run on any batch"):
+        collect_rows(model, [torch.randn(2, 12)], layers | {"extra": nn.Linear(3, 3)})
     with pytest.raises(FlexrankError, match="layer 'extra' did not run"):
         collect_moments(model, [torch.randn(2, 12)], layers | {"extra": nn.Linear(3, 3)})
     with torch.no_grad():

@@ -138,6 +138,8 @@ def test_a_tuned_size_shows_both_qualities(copied: Path) -> None:
         (["deploy", "CONFIG", "--budget", "1.5"], "--budget is 1.5"),
         (["deploy", "CONFIG", "--max-bytes", "-3"], "--max-bytes is -3"),
         (["deploy", "CONFIG", "--max-latency-ms", "0"], "--max-latency-ms is 0"),
+        (["deploy", "CONFIG", "--max-latency-ms", "nan"], "--max-latency-ms is nan; it is a finite number above 0"),
+        (["deploy", "CONFIG", "--max-latency-ms", "inf"], "--max-latency-ms is inf"),
         (["deploy", "CONFIG", "--output", "OUT"], "--output needs --budget"),
         (["deploy", "CONFIG", "--tune", "5"], "--tune needs --budget"),
         (["deploy", "CONFIG", "--budget", "0.5", "--tune", "-1"], "--tune is -1; it is a number of steps"),

@@ -10,6 +10,7 @@ from flexrank.errors import FlexrankError
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.gauge_aligned import GaugeAlignedConv2d, GaugeAlignedLayer, GaugeAlignedLinear
 from flexrank.nn.switch import full_profile, nested_layers, use_profile
+from flexrank.profiles import SlackTable
 from flexrank.profiles.costs import deployed_parameters
 from tiny import outputs, relative
 
@@ -174,7 +175,9 @@ def test_wrong_profiles_are_named():
     ):
         with pytest.raises(FlexrankError, match=message):
             deploy(model, profile)
-    with pytest.raises(FlexrankError, match="'0': slack -1"):
+    with pytest.raises(FlexrankError, match="^layer '0': slack -1"):
         deploy(model, {"0": 3, "2": 3, "4": 3}, slack=-1)
+    with pytest.raises(FlexrankError, match="^layer '0': no slack was chosen for rank 3"):
+        deploy(model, {"0": 3, "2": 3, "4": 3}, slack=SlackTable("float32"))
     with pytest.raises(FlexrankError, match="no elastic layers"):
         deploy(nn.Linear(2, 2), {})

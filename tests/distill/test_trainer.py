@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import flexrank as fr
 from flexrank.distill.schedule import Schedule
+from flexrank.distill.step import loss_scale
 from flexrank.distill.trainer import DistillationTrainer
 from flexrank.errors import FlexrankError
 from flexrank.nn.switch import nested_layers
@@ -129,6 +130,14 @@ def test_a_wrong_setting_and_a_loss_that_is_not_finite_are_one_line(tmp_path: Pa
     teacher.lm_head.weight.data[3] = math.nan
     with pytest.raises(FlexrankError, match="the loss is nan at step 0"):
         ours.train()
+
+
+def test_a_loss_that_rounding_takes_below_zero_is_followed_as_it_is(tmp_path: Path) -> None:
+    """As a size's is that equals the teacher: it has no root to be divided by."""
+    assert [loss_scale(*pair) for pair in [(-1e-9, None), (4.0, None), (4.0, 9.0), (4.0, 0.0)]] == [1, 2, 3, 1]
+    ours, _, _ = trainer(tmp_path)
+    ours._choice = 0
+    assert float(ours._scaled(torch.tensor(-1e-9))) == pytest.approx(-1e-9)
 
 
 def test_a_checkpoint_resumes_to_the_same_weights(tmp_path: Path) -> None:

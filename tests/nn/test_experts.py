@@ -123,6 +123,18 @@ def test_an_expert_that_no_token_chose_is_decomposed_and_deployed_by_its_weights
         assert relative(outputs(small, batch), outputs(model, batch)) < 5e-5
 
 
+def test_an_expert_that_no_token_chose_rises_by_nothing_in_curvature() -> None:
+    model, short = tiny.build("mixtral"), [{"input_ids": torch.tensor([[5]])}]
+    fr.separate_experts_(model)
+    layers, loss = fr.select_layers(model, include=["model.layers.0.mlp.experts.*"]), fr.LogitObjective().fisher_loss
+    moments = fr.collect_moments(model, short, layers, side="input", gradient_loss=loss)
+    fr.decompose_(model, moments)
+    table = fr.curvature_sensitivity(model, moments, rows=1, num_levels=3)
+    unchosen = [name for name, moment in moments.items() if moment.tokens == 0]
+    assert 0 < len(unchosen) < len(layers)
+    assert all(set(table.errors[name]) == {0.0} for name in unchosen)
+
+
 def test_without_any_row_slack_is_chosen_as_without_activations() -> None:
     model = tiny.elastic("perceptron")
     with torch.no_grad():

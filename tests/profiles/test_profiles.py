@@ -91,6 +91,15 @@ def test_chains_and_tables_keep_every_bit_through_a_file(tmp_path):
     assert ProfileChain.from_json(read_json(tmp_path / "chain.json")) == CHAIN
 
 
+def test_a_chain_is_written_by_what_changes_and_read_in_whole_profiles_too():
+    chain = chain_of((1, 1, 20, 0.5, None), (1, 2, 40, 0.4, 0.5), (3, 2, 80, 0.0, None))
+    written = chain.to_json()
+    assert [entry["profile"] for entry in written["entries"]] == [{"a": 1, "b": 1}, {"b": 2}, {"a": 3}]
+    whole = [{"a": 1, "b": 1}, {"a": 1, "b": 2}, {"a": 3, "b": 2}]
+    entries = [{**entry, "profile": profile} for entry, profile in zip(written["entries"], whole, strict=True)]
+    assert ProfileChain.from_json(written) == ProfileChain.from_json({**written, "entries": entries}) == chain
+
+
 @pytest.mark.parametrize(("kind", "key"), [(ProfileChain, "entries"), (SensitivityTable, "shapes")])
 def test_json_without_a_key_is_told(kind, key):
     with pytest.raises(FlexrankError, match=f"key '{key}' is missing"):

@@ -19,6 +19,7 @@ from flexrank.profiles import SensitivityTable
 from flexrank.run import run_stages
 from flexrank.run.config import load_config, parse_config
 from flexrank.run.dry_run import dry_run
+from flexrank.run.dry_run.table import PARTS
 from flexrank.run.samples import loss_rows
 from research.peaks import peaks_of
 from tiny_runs import settings
@@ -130,6 +131,7 @@ def test_sharded_consolidation_takes_what_the_dry_run_counts(sources: Path, tmp_
     (peak,) = peaks_of("distill", small, config, processes=2)
     assert peak == pytest.approx(counts[1]["all"], rel=0.15)
     assert counts[1]["all"] < 0.65 * counts[0]["all"]
+    assert counts[1].keys() <= set(PARTS) and counts[1]["gathered"] > 0  # the table has a column for each
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")

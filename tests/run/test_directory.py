@@ -213,12 +213,19 @@ def test_a_configuration_that_cannot_be_read_is_not_written_over(copied: Path) -
 def test_an_exported_size_that_is_no_longer_wanted_is_removed(copied: Path) -> None:
     (copied / "deployed" / "mine.txt").write_text("not to be removed")
     (copied / "deployed" / ".0.50.killed00.aside").mkdir()
+    (copied / "deployed" / "mine.old").mkdir()
+    (copied / "deployed" / "notes.old").touch()
     rerun(copied, "deployment.budgets=[0.8]", until="deploy")
-    assert sorted(path.name for path in (copied / "deployed").iterdir()) == ["0.80", "mine.txt"]
+    assert sorted(path.name for path in (copied / "deployed").iterdir()) == [
+        "0.80",
+        "mine.old",
+        "mine.txt",
+        "notes.old",
+    ]
     (copied / "deployed" / "mine.txt").write_text("and may change")
     assert rerun(copied, until="deploy") == ()
     rerun(copied, "deployment.budgets=[]", until="deploy")
-    assert [path.name for path in (copied / "deployed").iterdir()] == ["mine.txt"]
+    assert sorted(path.name for path in (copied / "deployed").iterdir()) == ["mine.old", "mine.txt", "notes.old"]
 
 
 def test_one_process_at_a_time_writes_to_a_run(copied: Path) -> None:

@@ -150,15 +150,20 @@ def _quiet_output() -> Iterator[None]:
 
 
 def _budget_rows(curves: Sequence[LayerCurve], caps: Sequence[int]) -> tuple["csr_array", Floats]:
-    """For each budget the units that its dropped steps save, and what they have to save, half a unit less."""
-    from scipy.sparse import csr_array, kron
+    """For each budget the units that its dropped steps save, and what they have to save, half a unit less.
+
+    A cap less than a unit above the least profile is below it in whole units: there all steps are to be dropped.
+    """
+    from scipy.sparse import block_diag, csr_array
 
     largest = max(int(np.diff(curve.parameters).max(initial=0)) for curve in curves)
     unit = max(1, -(-largest // COST_UNITS))
     units = [-(-curve.parameters // unit) for curve in curves]
     saved = np.concatenate([np.diff(one) for one in units])
     needs = np.array([sum(int(one[-1]) for one in units) - cap // unit for cap in caps])
-    return csr_array(kron(np.eye(len(caps)), saved[None, :])), needs - 0.5
+    is_least = needs > saved.sum()
+    rows = [np.ones((1, len(saved))) if least else saved[None, :] for least in is_least]
+    return csr_array(block_diag(rows)), np.where(is_least, len(saved), needs) - 0.5
 
 
 def _order_rows(curves: Sequence[LayerCurve], budgets: int) -> "csr_array":

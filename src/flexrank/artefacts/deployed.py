@@ -19,7 +19,7 @@ from flexrank.data.batches import model_device
 from flexrank.errors import FlexrankError
 from flexrank.files import digest_files, directory_aside, read_document, verify_files, write_document
 from flexrank.nn.gauge_aligned import GaugeAlignedLayer
-from flexrank.nn.select import replace_layer
+from flexrank.nn.select import replace_layers
 from flexrank.nn.specs import build_layer, layer_spec
 
 STATE = "model.safetensors"
@@ -102,8 +102,7 @@ def fill(
 ) -> nn.Module:
     """The bare model with its layers replaced by those of the specs, and its state by the tensors, in eval mode."""
     device = model_device(model)
-    for name, spec in layers.items():
-        replace_layer(model, name, build_layer(spec, device="meta"))
+    replace_layers(model, {name: build_layer(spec, device="meta") for name, spec in layers.items()})
     put_tensors(model, {name: tensor.to(device) for name, tensor in tensors}, aliases, source)
     return model.eval()
 

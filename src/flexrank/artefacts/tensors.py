@@ -37,11 +37,16 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Writes tensors as safetensors; views into a shared storage are written each for itself."""
     storages = {name: tensor.untyped_storage().data_ptr() for name, tensor in tensors.items()}
     uses = Counter(storages.values())
-    apart = {n: t.clone() if uses[storages[n]] > 1 else t.contiguous() for n, t in tensors.items()}
+    apart = {n: contiguous_copy(t) if uses[storages[n]] > 1 else t.contiguous() for n, t in tensors.items()}
     try:
         save_file(apart, path, metadata={"format": "pt"})
     except SafetensorError as error:
         raise FlexrankError(f"{path}: cannot be written ({error})") from error
+
+
+def contiguous_copy(tensor: Tensor) -> Tensor:
+    """A copy with the strides that safetensors asks for; `clone` alone keeps those of a transposed tensor."""
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 class ShardWriter:
@@ -53,12 +58,14 @@ class ShardWriter:
     def __init__(self, directory: Path, name: str, limit: int):
         self._directory, self._name, self._limit = directory, name, limit
         self._tensors: dict[str, Tensor] = {}
+        self._bytes = 0
         self._shards: list[list[str]] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Writes this tensor, now or with later ones."""
         self._tensors[name] = tensor
-        if sum(one.nbytes for one in self._tensors.values()) >= self._limit:
+        self._bytes += tensor.nbytes
+        if self._bytes >= self._limit:
             self._flush()
 
     def finish(self) -> dict[str, list[str]]:
@@ -76,7 +83,7 @@ class ShardWriter:
     def _flush(self) -> None:
         self._shards.append(list(self._tensors))
         write_tensors(self._part(len(self._shards)), self._tensors)
-        self._tensors = {}
+        self._tensors, self._bytes = {}, 0
 
     def _part(self, number: int) -> Path:
         return self._directory / f"{self._name}.part-{number}"
@@ -101,7 +108,7 @@ def put_tensors(model: nn.Module, tensors: Mapping[str, Tensor], aliases: Mappin
     """
     wanted = {name: value.shape for name, value in model.state_dict().items()}
     given = {**tensors, **{alias: tensors[name] for alias, name in aliases.items() if name in tensors}}
-    for name in wanted.keys() ^ given.keys():
+    for name in sorted(wanted.keys() ^ given.keys()):
         problem = "is missing" if name in wanted else "has no place there"
         raise FlexrankError(f"{source}: tensor {name!r} of {type(model).__name__} {problem}")
     for name, value in given.items():
@@ -121,7 +128,9 @@ def write_batch(path: Path, batch: Batch) -> None:
     else:
         kind, values = ("tensor", [batch]) if isinstance(batch, Tensor) else ("tuple", batch)
         items = {str(index): value for index, value in enumerate(values)}
-    tensors = {name: value.detach().cpu().clone() for name, value in items.items() if isinstance(value, Tensor)}
+    tensors = {
+        name: contiguous_copy(value.detach().cpu()) for name, value in items.items() if isinstance(value, Tensor)
+    }
     plain = {name: value for name, value in items.items() if name not in tensors}
     try:
         structure = json.dumps({"kind": kind, "names": list(items), "plain": plain}, allow_nan=False)

@@ -120,7 +120,7 @@ def collect_rows(
     """About `count` rows (t, n), at most, that each layer's matrix multiplies; float32 on the CPU.
 
     They are evenly spread over at most 16 of the batches, since batches are often sorted by length, and over the
-    unmasked tokens of each. It is a FlexrankError if there are no batches.
+    unmasked tokens of each. It is a FlexrankError if there are no batches, or a layer does not run on them.
     """
     if not batches:
         raise FlexrankError("collecting rows needs at least one batch")
@@ -141,4 +141,7 @@ def collect_rows(
             batch = to_device(batch, model_device(model))
             masks = row_masks(batch)
             call_model(model, batch)
+    for name, rows in samples.items():
+        if not rows:
+            raise FlexrankError(f"layer {name!r} did not run on any batch; exclude it")
     return {name: torch.cat(rows) for name, rows in samples.items()}

@@ -5,6 +5,7 @@ A wrong input is one line there, and exit status 2. Heavy libraries are imported
 """
 
 import logging
+import math
 import sys
 from collections.abc import Mapping
 from importlib import metadata
@@ -284,8 +285,8 @@ def _check_limits(limits: Mapping[str, float], output: Path | None, tune: int) -
     if tune < 0:
         raise FlexrankError(f"--tune is {tune}; it is a number of steps, 0 or more")
     for name, limit in limits.items():
-        if limit <= 0 or (name == "budget" and limit > 1):
-            right = "a fraction in (0, 1]" if name == "budget" else "a number above 0"
+        if not 0 < limit < math.inf or (name == "budget" and limit > 1):
+            right = "a fraction in (0, 1]" if name == "budget" else "a finite number above 0"
             raise FlexrankError(f"--{name.replace('_', '-')} is {limit}; it is {right}")
     for option, is_given in {"--output": output is not None, "--tune": tune > 0}.items():
         if is_given and not limits:

@@ -61,9 +61,9 @@ def deploy(
         return _copied(base, {}, device, dtype).train(model.training)
     deployed = {}
     for name, layer in layers.items():
+        there = layer if device in (None, layer.u.device) else copy.deepcopy(layer).to(device)
+        columns = layer_slack(name, there, profile[name], slack, dtype or layer.u.dtype, activations or {})
         try:
-            there = layer if device in (None, layer.u.device) else copy.deepcopy(layer).to(device)
-            columns = layer_slack(name, there, profile[name], slack, dtype or layer.u.dtype, activations or {})
             deployed[name] = _deploy_layer(there, profile[name], columns, dtype or layer.u.dtype)
         except FlexrankError as error:
             raise FlexrankError(f"layer {name!r}: {error}") from error

@@ -22,7 +22,7 @@ from flexrank.hf import models
 from flexrank.hf.quantizer import PlainQuantizer, forget_quantization, placed
 from flexrank.nn.experts import separate_as_recorded_
 from flexrank.nn.gauge_aligned import Slack
-from flexrank.nn.select import replace_layer
+from flexrank.nn.select import replace_layers
 
 METHOD = "flexrank_elastic"
 #: What transformers leaves out of its report of tensors that a file lacks, or has too many.
@@ -60,8 +60,8 @@ class ElasticQuantizer(PlainQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         del model.config.transformers_weights
         separate_as_recorded_(model)
-        for name, _ in placed(model, read_elastic_document(self._directory)["layers"]):
-            replace_layer(model, name, _Empty())
+        layers = placed(model, read_elastic_document(self._directory)["layers"])
+        replace_layers(model, {name: _Empty() for name, _ in layers})
         # No report of what transformers finds: all tensors come from the artefact's own reader, after this.
         self._reported = {name: getattr(model, name) for name in REPORTED}
         for name in REPORTED:
@@ -99,8 +99,7 @@ def _fill(model: Any, small: Any, layers: Iterable[str]) -> None:
         there = model.get_submodule(name)
         there._parameters.update(module._parameters)
         there._buffers.update(module._buffers)
-    for name, layer in deployed.items():
-        replace_layer(model, name, layer)
+    replace_layers(model, deployed)
     models.attach(model, dict(placed(model, models.attached_layers(small))))
     drawn = [name for name, parameter in model.named_parameters() if id(parameter) not in filled]
     if drawn:

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from flexrank.errors import FlexrankError
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.gauge_aligned import Slack, resolve_slack
 from flexrank.nn.switch import nested_layers
@@ -51,9 +52,11 @@ def layer_slack(
     if isinstance(slack, SlackTable):
         slack.require_dtype(str(dtype).removeprefix("torch."))
         return slack.at(name, rank)
-    return resolve_slack(
-        *prefix_factors(layer, rank), slack if slack == "auto" else min(slack, rank), dtype, activations.get(name)
-    )
+    columns: Slack = slack if slack == "auto" else min(slack, rank)
+    try:
+        return resolve_slack(*prefix_factors(layer, rank), columns, dtype, activations.get(name))
+    except FlexrankError as error:
+        raise FlexrankError(f"layer {name!r}: {error}") from error
 
 
 def prefix_factors(layer: NestedLayer, rank: int) -> tuple[Float[Tensor, "m r"], Float[Tensor, "n r"]]:

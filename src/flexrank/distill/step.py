@@ -88,10 +88,10 @@ class Step:
         the gradient's length is not finite, it is a FlexrankError, and the weights are unchanged.
         """
         loss = sum(self._backward(item, parts, usual) for item in items) / parts
-        _require_finite(loss, number, "loss")
+        require_finite(loss, number, "loss")
         self._sum_gradients()
         length = self._gradient_length()
-        _require_finite(float(length), number, "gradient's length")
+        require_finite(float(length), number, "gradient's length")
         if float(length) > self.max_norm:
             torch.nn.utils.clip_grads_with_norm_(self.trainable.values(), self.max_norm, length)
         update(self.optimizer, number)
@@ -107,8 +107,7 @@ class Step:
             loss = self.targets.loss(call_model(self.model, batch), target, batch, counts)
         del target  # not needed to go back, and as large as the logits
         (value,) = processes.sums(float(loss.detach()))
-        usual = value if usual is None else usual
-        (loss / parts / (math.sqrt(usual) if usual > 0 else 1)).backward()
+        (loss / parts / loss_scale(value, usual)).backward()
         return value
 
     def _sum_gradients(self) -> None:
@@ -252,6 +251,13 @@ def _run_twice(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
-def _require_finite(value: float, step: int, what: str) -> None:
+def loss_scale(value: float, usual: float | None) -> float:
+    """The root of a profile's usual loss, or of this one before it has any; 1 where rounding leaves nothing above 0."""
+    usual = value if usual is None else usual
+    return math.sqrt(usual) if usual > 0 else 1.0
+
+
+def require_finite(value: float, step: int, what: str) -> None:
+    """Raises FlexrankError unless the value, which is called `what`, is finite."""
     if not math.isfinite(value):
         raise FlexrankError(f"the {what} is {value} at step {step}; lower the learning rate, or check the batches")

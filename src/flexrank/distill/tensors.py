@@ -23,7 +23,7 @@ WHOLE = "state.safetensors"
 
 def write_whole(directory: Path, tensors: Mapping[str, Tensor]) -> None:
     """Writes all tensors to one file."""
-    safetensors.torch.save_file(dict(tensors), directory / WHOLE)
+    safetensors.torch.save_file({name: one.contiguous() for name, one in tensors.items()}, directory / WHOLE)
 
 
 def write_parts(directory: Path, tensors: Mapping[str, Tensor]) -> dict[str, str]:

@@ -1,6 +1,5 @@
 """Consolidation by transformers' Trainer, for those whose data, logging and checkpoints are its own."""
 
-import math
 from collections import defaultdict
 from typing import Any
 
@@ -13,7 +12,15 @@ from flexrank.distill import Profiles, profiles_of
 from flexrank.distill.objectives import Objective
 from flexrank.distill.optimizer import make_optimizer, set_rate
 from flexrank.distill.schedule import Schedule, UsualLosses, default_weights
-from flexrank.distill.step import Targets, set_sizes_, trainable_parameters, training, used_components
+from flexrank.distill.step import (
+    Targets,
+    loss_scale,
+    require_finite,
+    set_sizes_,
+    trainable_parameters,
+    training,
+    used_components,
+)
 from flexrank.errors import FlexrankError
 from flexrank.nn.switch import layer_shapes, use_profile
 from flexrank.profiles import ProfileChain
@@ -115,14 +122,9 @@ class DistillationTrainer(transformers.Trainer):
 
     def _scaled(self, loss: Tensor) -> Tensor:
         value = float(loss.detach())
-        if not math.isfinite(value):
-            raise FlexrankError(
-                f"the loss is {value} at step {self.state.global_step}; lower the learning rate, or check the batches"
-            )
+        require_finite(value, self.state.global_step, "loss")
         self._losses.append(value)
-        usual = self._usual.of(self._choice)
-        root = math.sqrt(value if usual is None else usual)
-        return loss / root if root > 0 else loss
+        return loss / loss_scale(value, self._usual.of(self._choice))
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
         """As the Trainer's, with the mean loss of each profile since the last log."""

@@ -50,7 +50,7 @@ class MeanPooled:
             return
         width = transformers.AutoConfig.from_pretrained(directory).hidden_size
         pooling = {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True}
-        (directory / "1_Pooling").mkdir()
+        (directory / "1_Pooling").mkdir(exist_ok=True)
         write_json(directory / "1_Pooling" / "config.json", pooling)
         paths = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
         write_json(

@@ -160,9 +160,11 @@ def save_model(model: Any, directory: Path) -> None:
     """`save_pretrained`, and a modelling file that imports flexrank when the model loads with `trust_remote_code`."""
     # Of several processes transformers lets the first alone write; here each has directories of its own.
     model.__dict__["should_save_on_this_rank"] = lambda is_main_process: is_main_process
-    with quiet_loading():
-        model.save_pretrained(directory)
-    del model.__dict__["should_save_on_this_rank"]
+    try:
+        with quiet_loading():
+            model.save_pretrained(directory)
+    finally:
+        del model.__dict__["should_save_on_this_rank"]
     if attached_layers(model):
         _write_remote_code(model, directory)
 

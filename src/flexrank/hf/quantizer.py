@@ -14,7 +14,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
 from flexrank.nn.experts import separate_as_recorded_
-from flexrank.nn.select import replace_layer
+from flexrank.nn.select import replace_layers
 from flexrank.nn.specs import FORMAT, build_layer, require_format
 
 Item = TypeVar("Item")
@@ -57,8 +57,8 @@ class DeployedQuantizer(PlainQuantizer):
             models.verify_export(Path(files[0]).parent, {"config.json", *(Path(file).name for file in files)})
         separate_as_recorded_(model)
         # transformers sets the default device (meta) and dtype around this call.
-        for name, spec in placed(model, self.quantization_config.layers):
-            replace_layer(model, name, build_layer(spec))
+        specs = placed(model, self.quantization_config.layers)
+        replace_layers(model, {name: build_layer(spec) for name, spec in specs})
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexrank.nn.select import replace_layer
+from flexrank.nn.select import replace_layers
 
 #: What the config of a model of transformers with separate experts says of it, so that whoever loads it knows.
 SEPARATE = "separate_experts"
@@ -63,8 +63,7 @@ def separate_experts_(model: nn.Module) -> list[str]:
     The layers' weights are views of the fused tensors, and outputs are equal. A model that has none is left as it is.
     """
     fused = _fused_experts(model)
-    for name, module in fused.items():
-        replace_layer(model, name, Experts(module))
+    replace_layers(model, {name: Experts(module) for name, module in fused.items()})
     if fused:
         setattr(model.config, SEPARATE, True)
     return list(fused)
@@ -80,13 +79,11 @@ def separate_as_recorded_(model: Any) -> None:
 def separate_experts(model: nn.Module) -> Iterator[None]:
     """Inside the block fused experts are separate, on the same tensors; afterwards they are fused, with its changes."""
     fused = _fused_experts(model)
-    for name, module in fused.items():
-        replace_layer(model, name, Experts(module))
+    replace_layers(model, {name: Experts(module) for name, module in fused.items()})
     try:
         yield
     finally:
-        for name, module in fused.items():
-            replace_layer(model, name, module)
+        replace_layers(model, fused)
 
 
 def _fused_experts(model: nn.Module) -> dict[str, Any]:

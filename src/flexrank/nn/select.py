@@ -66,16 +66,26 @@ def nest_(model: nn.Module, name: str, factors: Factors) -> NestedLayer:
 
 
 def replace_layer(model: nn.Module, name: str, new: nn.Module) -> None:
-    """Puts `new` in the place of the module `name`, under each of its parents if several share it."""
-    if not name:
-        raise FlexrankError("the model itself is one layer; wrap it in nn.Sequential to replace it")
-    old = dict(model.named_modules(remove_duplicate=False)).get(name)
-    if old is None:
-        raise FlexrankError(f"{type(model).__name__} has no layer {name!r}")
+    """Puts `new` in the place of the module `name`, as `replace_layers`."""
+    replace_layers(model, {name: new})
+
+
+def replace_layers(model: nn.Module, new: Mapping[str, nn.Module]) -> None:
+    """Puts modules in the places of those that are named, under each of their parents if several share one."""
+    replaced = {_found(model, name): module for name, module in new.items()}
     for parent in list(model.modules()):
         for child_name, child in list(parent._modules.items()):  # named_children names a shared child only once
-            if child is old:
-                setattr(parent, child_name, new)
+            if child in replaced:
+                setattr(parent, child_name, replaced[child])
+
+
+def _found(model: nn.Module, name: str) -> nn.Module:
+    if not name:
+        raise FlexrankError("the model itself is one layer; wrap it in nn.Sequential to replace it")
+    try:
+        return model.get_submodule(name)
+    except AttributeError as error:
+        raise FlexrankError(f"{type(model).__name__} has no layer {name!r}") from error
 
 
 def _selection_reason(model: nn.Module, name: str, include: Sequence[str] | None, exclude: Sequence[str]) -> str | None:

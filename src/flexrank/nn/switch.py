@@ -90,7 +90,7 @@ def set_budget(
 
 def require_fitting(layers: Mapping[str, NestedLayer], profile: Mapping[str, int]) -> None:
     """Raises FlexrankError unless the profile gives each elastic layer, and no other, a rank in its range."""
-    for name in profile.keys() ^ layers.keys():
+    for name in sorted(profile.keys() ^ layers.keys()):
         where = "profile" if name in layers else "model"
         raise FlexrankError(f"layer {name!r} is not in the {where}; profile and model must name the same layers")
     for name, rank in profile.items():

@@ -67,4 +67,5 @@ def curvature_rises(name: str, layer: NestedLayer, moment: LayerMoment | None, r
     after = products.flip(0, 1).cumsum(0).cumsum(1).diagonal().flip(0)
     # Both factors are positive semidefinite, and so is their product: what is below zero is rounding.
     rises = torch.cat([after.clamp(min=0), after.new_zeros(1)]) / 2
-    return (rises / (moment.tokens * rows)).cpu()
+    # No token, as of an expert that none chose: no rise either, for the moments are zeros.
+    return (rises / (max(1, moment.tokens) * rows)).cpu()

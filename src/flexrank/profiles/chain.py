@@ -1,7 +1,7 @@
 """Rank profiles and the nested chain of them."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flexrank.errors import FlexrankError
@@ -167,21 +167,28 @@ class ProfileChain:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object that `from_json` reads back to the same chain."""
-        value = dataclasses.asdict(self)
-        for entry, source in zip(value["entries"], self.entries, strict=True):
-            entry["profile"] = dict(source.profile)
+        """A JSON object that `from_json` reads back to the same chain: of each profile what the one before has not."""
+        value = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        value["footprint"] = dataclasses.asdict(self.footprint)
+        ranks: Mapping[str, int] = {}
+        value["entries"] = []
+        for entry in self.entries:
+            changed = {name: rank for name, rank in entry.profile.items() if ranks.get(name) != rank}
+            value["entries"].append({**vars(entry), "profile": changed})
+            ranks = entry.profile
         return value
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "ProfileChain":
         """Reads `to_json`'s object."""
         require_keys(value, ("entries", "dense_parameters", "footprint", "method", "gap"), "profile chain")
-        entries: Sequence[Mapping[str, Any]] = value["entries"]
+        entries: list[ChainEntry] = []
+        ranks: dict[str, int] = {}
+        for entry in value["entries"]:
+            ranks = ranks | entry["profile"]  # a whole profile in files of format 1
+            entries.append(ChainEntry(RankProfile(ranks), entry["parameters"], entry["error"], entry["requested"]))
         return cls(
-            entries=tuple(
-                ChainEntry(RankProfile(e["profile"]), e["parameters"], e["error"], e["requested"]) for e in entries
-            ),
+            entries=tuple(entries),
             dense_parameters=value["dense_parameters"],
             footprint=Footprint(**value["footprint"]),
             method=value["method"],

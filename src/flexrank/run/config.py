@@ -146,7 +146,7 @@ class EvaluationConfig(Section):
 
     latency: bool = True  # whether sizes are timed
     latency_batch_size: Count = 16  # samples of the batch that is timed, and that exports are verified on
-    latency_repeats: Count = 15  # times that each size runs; the table has the median
+    latency_repeats: Count = 15  # times that each size runs at least, and for a second; the table has the median
 
 
 class RunConfig(Section):

@@ -214,8 +214,7 @@ def export_all(work: Workspace, _: str) -> list[str]:
         del small  # before the next one is made
     places = [entry["directory"] for entry in exports]
     for other in place.iterdir():
-        is_ours = other.name.endswith((".aside", ".old")) or (other / "flexrank.json").is_file()
-        if is_ours and f"deployed/{other.name}" not in places:
+        if (other / "flexrank.json").is_file() and f"deployed/{other.name}" not in places:
             shutil.rmtree(other)
     write_json(work.directory / "deployed.json", exports)
     return places

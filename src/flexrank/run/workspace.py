@@ -52,7 +52,7 @@ class Workspace:
 
     @functools.cached_property
     def base(self) -> Any:
-        """The original model in eval mode: the teacher. It keeps its files' dtype; what reads images has theirs."""
+        """The original model in eval mode: the teacher. It keeps its files' dtype; an image model has its images'."""
         return self._as_teacher(self.own_base()).to(self.device)
 
     def _as_teacher(self, model: Any) -> Any:

@@ -138,7 +138,8 @@ def stage_works(
 def training_dtype(config: RunConfig, device: Device) -> str:
     """What consolidation computes in on this device."""
     autocast = config.distillation.autocast
-    return "bfloat16" if "bfloat16" in (autocast, device.auto if autocast == "auto" else "") else config.dtype
+    chosen = device.auto if autocast == "auto" else autocast
+    return "bfloat16" if chosen == "bfloat16" else config.dtype
 
 
 def reduced_bytes(size: float, count: int) -> float:

@@ -10,7 +10,7 @@ from flexrank.run.tables import count, new_table, print_line
 
 PARTS = (
     "teacher", "student", "gradients", "optimizer", "activations", "moments", "factors", "matrices", "targets",
-    "replayed", "outputs", "deployed", "all",
+    "replayed", "gathered", "outputs", "deployed", "all",
 )  # fmt: skip
 STYLE: dict[str, Any] = {"title_justify": "left", "padding": (0, 1)}
 

@@ -76,7 +76,9 @@ def test_a_plain_encoder_becomes_a_sentence_transformers_model_of_mean_pooling(t
     assert (source / "1_Pooling" / "config.json").read_text() == "its own"
 
 
-def test_chat_template_generation_settings_and_tokenizer_reach_every_artefact(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_given", [True, False])
+def test_chat_template_generation_settings_and_tokenizer_reach_every_artefact(is_given: bool, tmp_path: Path) -> None:
+    """A tokenizer that is not given comes from where the model was loaded."""
     source = write_model(tmp_path / "source", "language")
     settings = transformers.GenerationConfig(max_new_tokens=7, eos_token_id=[2, 5], do_sample=True, temperature=0.5)
     settings.save_pretrained(source)
@@ -84,9 +86,10 @@ def test_chat_template_generation_settings_and_tokenizer_reach_every_artefact(tm
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(source)
     model, tokenizer = tiny.nest(load_model(source, "language")), load_tokenizer(source)
-    fr.save_elastic(model, tiny.chain_of(model), tmp_path / "elastic", tokenizer=tokenizer)
+    given = tokenizer if is_given else None
+    fr.save_elastic(model, tiny.chain_of(model), tmp_path / "elastic", tokenizer=given)
     elastic, chain = fr.load_elastic(tmp_path / "elastic")
-    fr.export(fr.deploy(elastic, chain.at(0.5)), tmp_path / "small", tiny.token_batch(), tokenizer=tokenizer)
+    fr.export(fr.deploy(elastic, chain.at(0.5)), tmp_path / "small", tiny.token_batch(), tokenizer=given)
     size = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "elastic", quantization_config=fr.FlexRankConfig(budget=0.5)
     )

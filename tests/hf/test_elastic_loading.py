@@ -105,3 +105,29 @@ def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
     flip_a_bit(tmp_path / "elastic" / "elastic.safetensors", 5000)
     with pytest.raises(FlexrankError, match="checksum"):
         auto.from_pretrained(tmp_path / "elastic", quantization_config=fr.FlexRankConfig(budget=1.0))
+
+
+def test_a_size_comes_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several files, in the hub's cache; transformers asks for one of them."""
+    snapshot = tmp_path / "hub" / "models--you--elastic" / "snapshots" / ("a" * 40)
+    model, batch = saved("llama_tied", snapshot, shard_bytes=20_000), batch_for("llama_tied")
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("a" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    small = transformers.AutoModelForCausalLM.from_pretrained(
+        "you/elastic", quantization_config=fr.FlexRankConfig(budget=0.5), cache_dir=tmp_path / "hub"
+    )
+    whole, chain = fr.load_elastic("you/elastic")
+    for one, profile in ((model, chain_of(model).at(0.5)), (whole, chain.at(0.5))):
+        with use_profile(one, profile):
+            assert relative(outputs(small, batch), outputs(one, batch)) < 1e-4
+    with pytest.raises(FlexrankError, match="you/other: no such directory, and not fetched from the hub: "):
+        fr.load_elastic("you/other")
+
+
+@pytest.mark.parametrize("limits", [{"budget": "0.4"}, {"budget": 40}, {"max_params": "many"}, {"budget": True}])
+def test_a_limit_that_is_wrong_is_named_before_a_model_is_made(limits: dict[str, Any]) -> None:
+    model, ((name, value),) = elastic("perceptron"), limits.items()
+    for attempt in (fr.FlexRankConfig, chain_of(model).at):
+        with pytest.raises(FlexrankError, match=f"^{name} (is )?{value!r}"):
+            attempt(**limits)

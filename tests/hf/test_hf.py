@@ -335,3 +335,14 @@ def test_a_save_that_fails_leaves_the_model_as_it_was(tmp_path):
     with pytest.raises(OSError, match="place"):
         models.save_model(small, tmp_path / "place" / "below")
     assert set(vars(small)) == before
+
+
+def test_a_size_that_is_saved_again_names_no_module_that_is_not_there(tmp_path):
+    """An export has the module beside it; transformers' own `save_pretrained` writes none."""
+    models.save_model(tiny.deployed("llama_tied"), tmp_path / "small")
+    assert "auto_map" in json.loads((tmp_path / "small" / "config.json").read_text())
+    small = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+    small.save_pretrained(tmp_path / "again")
+    assert "auto_map" not in json.loads((tmp_path / "again" / "config.json").read_text())
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert same_state(again, small)

@@ -1,8 +1,9 @@
 """The interactive page in a real browser: what it shows of each size is what the run's JSON says."""
 
 import json
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from flexrank import cli
 from flexrank.run import report, tables
 
+PAGE = Path(report.__file__).parent / "page"
 pytestmark = pytest.mark.browser
 
 
@@ -161,6 +163,32 @@ def test_a_phone_and_the_dark(opened: Any, tmp_path: Path) -> None:
     assert ground == "rgb(20, 20, 22)" and ink == "rgb(236, 236, 240)"
     light = opened(tmp_path / "report.html", color_scheme="light")
     assert light.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    for shown, is_dark in ((page, True), (light, False)):
+        cells = shown.eval_on_selector_all(
+            "#ranks td[data-share]",
+            "all => all.map(one => [getComputedStyle(one).backgroundColor, getComputedStyle(one).color])",
+        )
+        assert cells and min(contrast(numbers(ground), numbers(ink)) for ground, ink in cells) >= 4.5
+        palette = re.findall(r'"(#[0-9a-f]{6})"', (PAGE / "page.js").read_text())
+        under = (20, 20, 22) if is_dark else (255, 255, 255)
+        assert len(palette) == 9
+        assert all(contrast([int(one[at : at + 2], 16) for at in (1, 3, 5)], under) >= 2.9 for one in palette)
+    assert page.eval_on_selector_all(".wide", "all => all.map(one => one.tabIndex)") == [0, 0]
+
+
+def numbers(colour: str) -> list[float]:
+    """Red, green and blue from 0 to 255, of `rgb(…)` or `color(srgb …)`."""
+    values = [float(one) for one in re.findall(r"[\d.]+", colour)][:3]
+    return [255 * one for one in values] if colour.startswith("color(srgb") else values
+
+
+def contrast(one: Sequence[float], other: Sequence[float]) -> float:
+    """Of WCAG 2: the ratio of relative luminances, each .05 more."""
+    lights = []
+    for colour in (one, other):
+        parts = [part / 255 / 12.92 if part <= 10 else ((part / 255 + 0.055) / 1.055) ** 2.4 for part in colour]
+        lights.append(0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2] + 0.05)
+    return max(lights) / min(lights)
 
 
 def test_runs_side_by_side(opened: Any, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from flexrank.artefacts.deployed import Factory, bare_model, describe, factory_n
 from flexrank.artefacts.tensors import ShardWriter, named_tensors, open_tensors
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
-from flexrank.hf.companions import save_companions
+from flexrank.hf.companions import fetched, save_companions
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.experts import separate_as_recorded_
 from flexrank.nn.sharding import is_sharded
@@ -149,7 +149,7 @@ def load_elastic(
     """Reads an elastic artefact, in eval mode and at the largest rank read; `set_budget` switches it between sizes.
 
     Args:
-        directory: what `save_elastic` wrote.
+        directory: what `save_elastic` wrote; or a repository of the hub that holds it, `owner/name`.
         budget: read only the components of the largest profile within this budget; the chain ends there.
         model: the bare architecture, filled in place; needed where the artefact is neither transformers' nor names a
             factory, or where you do not trust its factory.
@@ -158,7 +158,7 @@ def load_elastic(
     Raises:
         FlexrankError: a file is missing, truncated or edited, the budget is too small, or the architecture differs.
     """
-    directory = Path(directory)
+    directory = fetched(directory)
     document = read_elastic_document(directory)
     chain, ranks = ProfileChain.from_json(document["chain"]), None
     if not (budget is None and max_params is None and max_bytes is None):

@@ -20,6 +20,7 @@ from flexrank.nn.matrix import matrix_shape
 from flexrank.nn.specs import build_layer, layer_spec
 from flexrank.nn.switch import nested_layers, require_fitting
 from flexrank.profiles import SlackTable
+from flexrank.profiles.chain import require_limits
 from flexrank.profiles.costs import LayerFormat, aligned_parameters, dense_parameters, layer_format
 
 __all__ = ["FlexRankConfig", "deploy", "deployed_parameters_of", "export", "find_slack", "entry_within_latency"]
@@ -89,13 +90,14 @@ def FlexRankConfig(
         slack: as `deploy` takes it.
 
     Raises:
-        FlexrankError: no limit is given.
+        FlexrankError: no limit is given, one is no number, or the budget is out of range.
     """
     from flexrank.deployment.loading import ElasticConfig  # which imports transformers
 
     limits = {"budget": budget, "max_params": max_params, "max_bytes": max_bytes}
     if all(limit is None for limit in limits.values()):
         raise FlexrankError("FlexRankConfig has no limit; give budget, max_params or max_bytes")
+    require_limits(**limits)
     return ElasticConfig(limits, slack)
 
 

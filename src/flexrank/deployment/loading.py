@@ -19,6 +19,7 @@ from flexrank.artefacts.elastic import load_elastic, read_elastic_document
 from flexrank.deployment import deploy
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
+from flexrank.hf.companions import fetched
 from flexrank.hf.quantizer import PlainQuantizer, forget_quantization, placed
 from flexrank.nn.experts import separate_as_recorded_
 from flexrank.nn.gauge_aligned import Slack
@@ -50,7 +51,7 @@ class ElasticQuantizer(PlainQuantizer):
 
     def update_attn_implementation(self, config: Any) -> Any:
         """Names the artefact's file to transformers: the only call with the config before it looks for weights."""
-        self._directory = Path(config.name_or_path)
+        self._directory = fetched(config.name_or_path, getattr(config, "_commit_hash", None))
         document = read_elastic_document(self._directory)
         if document["library"] != "transformers":
             raise FlexrankError(f"{self._directory}: no model of transformers; read it with load_elastic")

@@ -1,15 +1,20 @@
 """What lies beside a model's weights: tokenizer, image processor, and what makes it a sentence-transformers model."""
 
 import logging
+import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flexrank.errors import first_line
+from flexrank.errors import FlexrankError, first_line
 from flexrank.files import write_json
 
 #: sentence-transformers' list of the modules that a text passes through.
 MODULES = "modules.json"
+#: A tokenizer's files, one of which a model's directory has, and what it says of chats and special tokens.
+TOKENIZER_FILES = ("tokenizer*.json", "tokenizer.model", "vocab.*", "spiece.model")
+TOKENIZER = (*TOKENIZER_FILES, "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*")
 #: What is copied from where a model came from: processors, modules, and the modules' own directories.
 COPIED = ("*processor_config.json", MODULES, "sentence_*_config.json", "config_sentence_transformers.json", "[0-9]_*/*")
 PICKLES = ".bin"
@@ -21,12 +26,12 @@ log = logging.getLogger("flexrank")
 def save_companions(model: Any, directory: Path, tokenizer: Any = None) -> None:
     """Writes what belongs to a transformers model beside its weights.
 
-    From where the model was loaded come its image processor and sentence-transformers' modules; from
-    `tokenizer.save_pretrained` its files and its chat template.
+    From where the model was loaded come its image processor, sentence-transformers' modules, and the tokenizer with its
+    chat template, unless another `tokenizer` is given, which saves itself.
     """
     source = source_of(model)
     if source is not None:
-        _copy(source, directory)
+        _copy(source, directory, COPIED if tokenizer else (*COPIED, *TOKENIZER))
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
 
@@ -62,12 +67,24 @@ class MeanPooled:
         )
 
 
-def _copy(source: Path, directory: Path) -> None:
-    for path in (path for pattern in COPIED for path in source.glob(pattern)):
+def _copy(source: Path, directory: Path, patterns: Sequence[str]) -> None:
+    for path in (path for pattern in patterns for path in source.glob(pattern)):
         if path.is_file() and path.suffix != PICKLES:
             target = directory / path.relative_to(source)
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, target)
+
+
+def fetched(place: str | Path, revision: str | None = None) -> Path:
+    """The directory itself, or the files of a repository of the hub, `owner/name`, in its cache."""
+    if Path(place).exists() or not re.fullmatch(r"[\w.-]*\w[\w.-]*/[\w.-]+", str(place)):
+        return Path(place)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(place), revision=revision, ignore_patterns=f"*{PICKLES}"))
+    except (OSError, ValueError) as error:
+        raise FlexrankError(f"{place}: no such directory, and not fetched from the hub: {first_line(error)}") from error
 
 
 def source_of(model: Any) -> Path | None:
@@ -79,9 +96,8 @@ def source_of(model: Any) -> Path | None:
 
     revision = getattr(model.config, "_commit_hash", None)
     try:
-        return Path(
-            snapshot_download(name, revision=revision, allow_patterns=[*COPIED, CARD], ignore_patterns=f"*{PICKLES}")
-        )
+        wanted = [*COPIED, *TOKENIZER, CARD]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=f"*{PICKLES}"))
     except (OSError, ValueError) as error:  # no network, or no such place any more
         log.info("what lies beside the model in %s is not copied: %s", name, first_line(error))
         return None

@@ -15,6 +15,7 @@ import torch
 
 from flexrank.errors import FlexrankError, first_line
 from flexrank.files import read_document, read_json, verify_files, write_json
+from flexrank.hf.companions import TOKENIZER_FILES
 
 Task = Literal["embedding", "language", "classification"]
 TASKS: tuple[Task, ...] = ("embedding", "language", "classification")
@@ -24,7 +25,6 @@ METHOD = "flexrank"
 #: A directory inside an installed package: "package:NAME/path".
 PACKAGE_PREFIX = "package:"
 #: A tokenizer has at least one of these files.
-TOKENIZER_FILES = ("tokenizer*.json", "tokenizer.model", "vocab.*", "spiece.model")
 REMOTE_MODULE = "modeling_flexrank"
 _REMOTE_CODE = '''"""Makes this model load with `trust_remote_code=True`; `import flexrank` first does the same."""
 

@@ -62,6 +62,9 @@ class DeployedQuantizer(PlainQuantizer):
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        own = getattr(model.config, "auto_map", None) or {}
+        if any(str(name).startswith(f"{models.REMOTE_MODULE}.") for name in own.values()):
+            del model.config.auto_map  # `save_pretrained` would keep it, and not write the module that it names
         forget_quantization(model)
         return model
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from numbers import Real
 from typing import Any
 
 from flexrank.errors import FlexrankError
@@ -57,6 +58,15 @@ class ChainEntry:
     parameters: int  # of the factorised layers as they are deployed, the expected slack included
     error: float  # predicted: the sum of the layers' probe errors
     requested: float | None = None  # the budget it was solved for; None where it fills the chain between two
+
+
+def require_limits(**limits: float | None) -> None:
+    """Refuses a limit that is given and no number, and a budget that is not in (0, 1]."""
+    for name, limit in limits.items():
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, Real)):
+            raise FlexrankError(f"{name} is {limit!r}; it is a number")
+        if limit is not None and name == "budget" and not 0 < limit <= 1:
+            raise FlexrankError(f"budget {limit} is out of range; it is a fraction of the dense layers, in (0, 1]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,8 +131,7 @@ class ProfileChain:
         sizes = (budget, max_params, max_bytes)
         if all(limit is None for limit in (*sizes, max_error)):
             raise FlexrankError("chain.at needs a budget, max_params, max_bytes or max_error")
-        if budget is not None and not 0 < budget <= 1:
-            raise FlexrankError(f"budget {budget} is out of range; it is a fraction of the dense layers, in (0, 1]")
+        require_limits(budget=budget, max_params=max_params, max_bytes=max_bytes, max_error=max_error)
         if max_params is max_bytes is max_error is None and budget in self.budgets:
             return next(entry for entry in self.entries if entry.requested == budget)
         limits = (

@@ -233,6 +233,8 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     file = path / "config.yaml" if path.is_dir() else path
     if not file.is_file():
         what = "is no run directory, it has no config.yaml" if path.is_dir() else "no such config file"
+        if (path / "elastic.json").is_file():
+            what += "; a size of an elastic artefact comes by from_pretrained, quantization_config=fr.FlexRankConfig(…)"
         raise FlexrankError(f"{path}: {what}")
     try:
         value = yaml.safe_load(file.read_text(encoding="utf8"))

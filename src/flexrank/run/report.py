@@ -144,4 +144,5 @@ def _html_table(summary: Summary, number: int) -> str:
     table = "".join(["<thead><tr>", head, "</tr></thead><tbody>\n", "\n".join(lines), "\n</tbody>"])
     facts = "\n".join(f"<p>{html.escape(fact)}</p>" for fact in _facts(summary))
     caption = f"<caption>{html.escape(str(summary['name']))}</caption>"
-    return f'<div class="wide"><table>{caption}{table}</table></div>\n{facts}'
+    region = '<div class="wide" tabindex="0" role="region" aria-label="all sizes">'
+    return f"{region}<table>{caption}{table}</table></div>\n{facts}"

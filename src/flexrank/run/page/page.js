@@ -1,7 +1,7 @@
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
 const byId = (name) => document.getElementById(name);
-const COLOURS = ["var(--after)", "#009e73", "#cc79a7", "#d55e00", "#8c6bb1", "#999999", "#b8a000", "#7a4b1e", "#00b5c8", "#5c5c5c"];
+const COLOURS = ["var(--after)", "#009e73", "#cc79a7", "#d55e00", "#8c6bb1", "#808080", "#9a8500", "#a0662c", "#0090a0", "#c0504d"];
 const AXES = { params_model: "parameters of the model", bytes: "bytes on disk", latency_ratio: "time over the base model's" };
 const chosen = { run: 0, row: 0, measure: null, axis: "params_model" };
 

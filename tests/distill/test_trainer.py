@@ -1,6 +1,7 @@
 """Consolidation by transformers' Trainer, against `distill_` and the plain formula."""
 
 import copy
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,18 @@ def test_a_loss_that_rounding_takes_below_zero_is_followed_as_it_is(tmp_path: Pa
     ours, _, _ = trainer(tmp_path)
     ours._choice = 0
     assert float(ours._scaled(torch.tensor(-1e-9))) == pytest.approx(-1e-9)
+
+
+def test_what_the_trainer_saves_is_refused_by_transformers(tmp_path: Path) -> None:
+    """It has no place for factors, and would draw new layers."""
+    ours, _, chain = trainer(tmp_path / "out")
+    ours.save_model(str(tmp_path / "final"))
+    with pytest.raises(
+        FlexrankError, match="an elastic model's factors as transformers saved them; use fr.save_elastic"
+    ):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    fr.save_elastic(ours.model, chain, tmp_path / "elastic")
+    assert "quantization_config" not in json.loads((tmp_path / "elastic" / "config.json").read_text())
 
 
 def test_a_checkpoint_resumes_to_the_same_weights(tmp_path: Path) -> None:

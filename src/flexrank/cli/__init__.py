@@ -158,10 +158,18 @@ def deploy(
     output: Annotated[Path | None, typer.Option(help="Where to write; RUN/exports/LIMITS by default.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Exports small models, verified in a fresh process: those of the config, or one within the given limits."""
+    """Exports small models, verified in a fresh process: those of the config, or one within the given limits.
+
+    An elastic artefact may stand for its run: then the limits are of budget, bytes or parameters.
+    """
     given = {"budget": budget, "max_bytes": max_bytes, "max_params": max_params, "max_latency_ms": max_latency_ms}
     limits = {name: limit for name, limit in given.items() if limit is not None}
     _check_limits(limits, output, tune)
+    if (config / "elastic.json").is_file():
+        from flexrank.cli.cutting import deploy_elastic
+
+        deploy_elastic(config, limits, output, bool(overrides or tune), as_json)
+        return
     outcome = _run(config, overrides, "slack" if limits else "deploy")
     if not limits:
         show_stage(outcome, {"deployed": read_json(outcome.directory / "deployed.json")}, as_json)
@@ -331,4 +339,4 @@ def _show_dry_run(config: Path, overrides: list[str] | None, planned: Mapping[st
     if as_json:
         print_json(result)
     else:
-        print_dry_run(result, console(160))
+        print_dry_run(result, console(180))

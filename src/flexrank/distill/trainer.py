@@ -1,6 +1,7 @@
 """Consolidation by transformers' Trainer, for those whose data, logging and checkpoints are its own."""
 
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from flexrank.distill.step import (
     used_components,
 )
 from flexrank.errors import FlexrankError
+from flexrank.hf.models import mark_elastic
 from flexrank.nn.switch import layer_shapes, use_profile
 from flexrank.profiles import ProfileChain
 
@@ -125,6 +127,11 @@ class DistillationTrainer(transformers.Trainer):
         require_finite(value, self.state.global_step, "loss")
         self._losses.append(value)
         return loss / loss_scale(value, self._usual.of(self._choice))
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """As the Trainer's; the config says what it is of, or transformers would load it with new layers."""
+        super()._save(output_dir, state_dict)
+        mark_elastic(Path(output_dir or self.args.output_dir))
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
         """As the Trainer's, with the mean loss of each profile since the last log."""

@@ -169,6 +169,13 @@ def save_model(model: Any, directory: Path) -> None:
         _write_remote_code(model, directory)
 
 
+def mark_elastic(directory: Path) -> None:
+    """Makes `from_pretrained` refuse what transformers saved of an elastic model: it has no place for factors."""
+    if (file := directory / "config.json").is_file():
+        own = {"quantization_config": {"quant_method": METHOD, "layers": {}, "is_elastic": True}}
+        write_json(file, read_json(file) | own)
+
+
 def attach(model: Any, layers: Mapping[str, Mapping[str, Any]]) -> None:
     """Makes `save_pretrained` of a deployed transformers model write its layers' specs into `config.json`."""
     from flexrank.hf import quantizer

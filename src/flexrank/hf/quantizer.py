@@ -25,6 +25,8 @@ class DeployedConfig(QuantizationConfigMixin):
     """`quantization_config` of a deployed model: layer name to its `specs.layer_spec`, and the specs' format."""
 
     def __init__(self, layers: Mapping[str, Mapping[str, Any]], format: int = FORMAT, **ignored: Any):
+        if ignored.get("is_elastic"):  # of `mark_elastic`
+            raise FlexrankError("these are an elastic model's factors as transformers saved them; use fr.save_elastic")
         require_format(format)
         self.quant_method = models.METHOD
         self.format = format

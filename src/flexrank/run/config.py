@@ -234,7 +234,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     if not file.is_file():
         what = "is no run directory, it has no config.yaml" if path.is_dir() else "no such config file"
         if (path / "elastic.json").is_file():
-            what += "; a size of an elastic artefact comes by from_pretrained, quantization_config=fr.FlexRankConfig(…)"
+            what += "; of an elastic artefact `flexrank deploy` writes a size, and no other verb takes it"
         raise FlexrankError(f"{path}: {what}")
     try:
         value = yaml.safe_load(file.read_text(encoding="utf8"))

@@ -65,10 +65,12 @@ def _budgets(result: Mapping[str, Any]) -> Table:
 
 
 def _memory(result: Mapping[str, Any]) -> Table:
-    columns = ["stage", *PARTS[:3], "AdamW", *PARTS[4:-1], "in all"]
+    names = {"optimizer": "AdamW", "all": "in all"}
+    held = [part for part in PARTS if any(part in parts for parts in result["memory"].values())]
+    columns = ["stage", *(names.get(part, part) for part in held)]
     table = new_table(columns, left=("stage",), title="memory, bytes", **STYLE)
     for stage, parts in result["memory"].items():
-        table.add_row(stage, *(count(parts[part]) if part in parts else "" for part in PARTS))
+        table.add_row(stage, *(count(parts[part]) if part in parts else "" for part in held))
     return table
 
 

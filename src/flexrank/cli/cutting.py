@@ -1,0 +1,28 @@
+"""`flexrank deploy` of an elastic artefact that comes without its run."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flexrank import processes
+from flexrank.cli.shown import print_json
+from flexrank.errors import FlexrankError
+
+
+def deploy_elastic(
+    directory: Path, limits: Mapping[str, Any], output: Path | None, needs_run: bool, as_json: bool
+) -> None:
+    """Exports the largest size within the limits, to DIR-LIMITS by default, and prints its place or its sizes."""
+    from flexrank.run.cut import cut
+
+    if needs_run or "max_latency_ms" in limits:
+        raise FlexrankError(f"{directory}: an elastic artefact; --set, --tune and --max-latency-ms need its run")
+    if not limits:
+        raise FlexrankError(f"{directory}: an elastic artefact; give --budget, --max-bytes or --max-params")
+    name = "-".join(f"{key}-{limit}" for key, limit in limits.items())
+    place = output or directory.with_name(f"{directory.resolve().name}-{name}")
+    exported = processes.by_first(lambda: cut(directory, place, **limits))
+    if as_json:
+        print_json(exported)
+    else:
+        print(place)

@@ -1,0 +1,41 @@
+"""A size of an elastic artefact that comes without its run: read, deployed and exported."""
+
+from pathlib import Path
+from typing import Any
+
+from flexrank.artefacts.elastic import load_elastic
+from flexrank.deployment import deploy, export
+from flexrank.deployment.runtimes import sample_inputs
+from flexrank.errors import FlexrankError
+from flexrank.files import directory_bytes
+from flexrank.hf import models
+from flexrank.nn.switch import layer_shapes
+from flexrank.run.sizes import count_parameters
+
+
+def cut(directory: str | Path, output: str | Path, **limits: Any) -> dict[str, Any]:
+    """Exports the largest size within the limits, verified in a fresh process on random inputs.
+
+    Args:
+        directory: what `save_elastic` wrote of a transformers model.
+        output: an export there is replaced, only on success, and a directory of other files is refused.
+        limits: `budget`, `max_params`, `max_bytes`, as `load_elastic` takes them.
+
+    Returns:
+        The limits, where the size is, what `count_parameters` counts, and bytes on disk.
+
+    Raises:
+        FlexrankError: no size is within the limits, the artefact is damaged, or of another kind of model.
+    """
+    elastic, chain = load_elastic(directory, **limits)
+    if not models.is_transformers_model(elastic):
+        mend = "read it with fr.load_elastic, and write a size with fr.deploy and fr.export"
+        raise FlexrankError(f"{directory}: holds a {type(elastic).__name__} of torch, no model of transformers; {mend}")
+    entry = chain.entries[-1]
+    small: Any = deploy(elastic, entry.profile)
+    inputs = sample_inputs(small, 2, 16)
+    if small.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = inputs["input_ids"]
+    export(small, output, inputs)
+    sizes = count_parameters(small, entry.profile, layer_shapes(elastic))
+    return {**limits, "directory": str(output), **sizes, "bytes": directory_bytes(output)}

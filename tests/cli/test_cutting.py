@@ -1,0 +1,34 @@
+"""`flexrank deploy` of an elastic artefact that comes without its run."""
+
+import json
+from pathlib import Path
+
+import transformers
+
+import flexrank as fr
+import tiny
+from tiny_runs import invoke
+
+
+def test_a_size_comes_of_an_elastic_artefact_without_its_run(copied: Path, tmp_path: Path) -> None:
+    """Oracle: the artefact's own components at the profile of the budget."""
+    elastic, small = tmp_path / "elastic", tmp_path / "small"
+    (copied / "elastic").rename(elastic)
+    result = invoke("deploy", elastic, "--budget", 0.6, "--output", small, "--json")
+    model, _ = fr.load_elastic(elastic, 0.6)
+    facts, batch = json.loads(result.stdout), tiny.token_batch()
+    found = transformers.AutoModelForCausalLM.from_pretrained(small).eval()
+    assert tiny.relative(found(**batch)[0], model(**batch)[0]) < 1e-4
+    assert facts["directory"] == str(small) and facts["relative_size"] <= 0.6
+    assert facts["params_model"] == sum(parameter.numel() for parameter in found.parameters())
+    assert invoke("deploy", elastic, "--budget", 0.6).stdout == f"{tmp_path / 'elastic-budget-0.6'}\n"
+    for arguments, message in (
+        ([], "an elastic artefact; give --budget, --max-bytes or --max-params"),
+        (["--budget", 0.6, "--tune", 3], "--set, --tune and --max-latency-ms need its run"),
+        (["--max-latency-ms", 3], "an elastic artefact; --set"),
+        (["--budget", 1e-6], "is too small"),
+    ):
+        refusal = invoke("deploy", elastic, *arguments)
+        assert refusal.exit_code == 2 and message in refusal.stderr.splitlines()[-1]
+    refusal = invoke("distill", elastic)
+    assert "of an elastic artefact `flexrank deploy` writes a size" in refusal.stderr.splitlines()[-1]

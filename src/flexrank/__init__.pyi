@@ -46,3 +46,4 @@ from .profiles import ProfileChain as ProfileChain
 from .profiles import RankProfile as RankProfile
 from .profiles import SensitivityTable as SensitivityTable
 from .profiles import SlackTable as SlackTable
+from .version import __version__ as __version__

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from safetensors import SafetensorError, safe_open
 
+import flexrank as fr
 from flexrank.run import stage_names
 from tiny_runs import here, invoke, refused, settings, summary_of
 
@@ -110,6 +111,7 @@ def test_without_a_summary_a_card_has_no_measures_and_an_edited_one_is_refused(c
 def test_the_version_is_the_packages() -> None:
     result = invoke("--version")
     assert (result.exit_code, result.stdout) == (0, metadata.version("flexrank") + "\n")
+    assert fr.__version__ == metadata.version("flexrank")
 
 
 @pytest.mark.usefixtures("verified_here")

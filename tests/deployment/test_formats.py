@@ -14,6 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import flexrank as fr
 import tiny
 from flexrank.artefacts.elastic import save_elastic
 from flexrank.cli import app
@@ -23,6 +24,7 @@ from flexrank.deployment.exports import relative_difference
 from flexrank.deployment.formats import BOUNDS, FORMATS, export_to, read_export
 from flexrank.deployment.runtimes import program_of, sample_inputs
 from flexrank.errors import FlexrankError
+from flexrank.files import FORMAT
 from tiny import outputs, relative
 
 NAMES = ("llama_tied", "gpt2", "bert", "qwen3", "phi3", "vit")
@@ -216,7 +218,25 @@ def test_the_command_prints_the_place_or_json(tmp_path: Path) -> None:
     assert result.exit_code == 0 and result.stdout.split() == [str(tmp_path / "small-dense")]
     result = invoke(tmp_path / "small", "--to", "dense", "--output", tmp_path / "out", "--json")
     facts = json.loads(result.stdout)
-    assert facts["directory"] == str(tmp_path / "out") and facts["format"] == "dense" and facts["class"] == "BertModel"
+    assert facts["directory"] == str(tmp_path / "out") and facts["to"] == "dense" and facts["class"] == "BertModel"
+
+
+def test_an_export_is_inspected_as_what_it_is(tmp_path: Path) -> None:
+    written("bert", tmp_path / "small")
+    facts = export_to(tmp_path / "small", "torch", tmp_path / "out")
+    summary = fr.inspect_artefact(tmp_path / "out")
+    shared = ("to", "class", "dtype", "inputs", "bound", "error", "versions")
+    assert {key: summary[key] for key in shared} == {key: facts[key] for key in shared}
+    stored = sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
+    assert (summary["kind"], summary["bytes_on_disk"]) == ("export", stored)
+    lines = CliRunner().invoke(app, ["inspect", str(tmp_path / "out")]).stdout
+    assert "BertModel for torch, float32" in lines and "takes input_ids, attention_mask" in lines
+    assert f"within {facts['error']:.1e} of" in lines and f"torch {torch.__version__}" in lines
+    document = json.loads((tmp_path / "out/export.json").read_text())
+    assert document["format"] == FORMAT, "the format of the document, which tells a later version how to read it"
+    (tmp_path / "out/export.json").write_text(json.dumps(document | {"to": "onnx"}))
+    with pytest.raises(FlexrankError, match=r"export.json: does not match its checksum"):
+        fr.inspect_artefact(tmp_path / "out")
 
 
 def test_wrong_inputs_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ tensors, the factory of the bare architecture, and checksums. A transformers mod
 import functools
 import importlib
 from collections.abc import Callable, Iterable, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from flexrank.files import digest_files, directory_aside, read_document, verify_
 from flexrank.nn.gauge_aligned import GaugeAlignedLayer
 from flexrank.nn.select import replace_layers
 from flexrank.nn.specs import build_layer, layer_spec
+from flexrank.version import __version__
 
 STATE = "model.safetensors"
 DOCUMENT = "flexrank.json"
@@ -69,7 +69,7 @@ def describe(
         "aliases": dict(aliases),
         "factory": factory,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "flexrank": metadata.version("flexrank"),
+        "flexrank": __version__,
     }
 
 

@@ -1,4 +1,4 @@
-"""A summary of what an artefact holds, elastic or deployed."""
+"""A summary of what an artefact holds, elastic, deployed or exported to another runtime."""
 
 import math
 from collections import Counter
@@ -12,13 +12,18 @@ from flexrank.artefacts.tensors import open_tensors
 from flexrank.errors import FlexrankError
 from flexrank.profiles import ProfileChain
 
+#: What describes an `export --to`, and by this file's name what such an export may replace.
+PROGRAM_DOCUMENT, PROGRAM_KIND = "export.json", "export"
+
 
 def inspect_artefact(directory: str | Path) -> dict[str, Any]:
     """What a directory holds, from its JSON and the headers of its tensors alone.
 
     Returns:
         kind (elastic or deployed), library, class, version (of flexrank, None where unknown), dtype, parameters,
-        bytes_on_disk, layers (name to form, shape, rank, aligned), and of an elastic one budgets, one row each.
+        bytes_on_disk, layers (name to form, shape, rank, aligned), and of an elastic one budgets, one row each. Of
+        what `export --to` wrote: kind (export), to (its format), class, dtype, inputs, error (measured as it was
+        written, relative), bound, versions and bytes_on_disk.
 
     Raises:
         FlexrankError: it is not an artefact of flexrank, or a file is missing or damaged.
@@ -26,6 +31,8 @@ def inspect_artefact(directory: str | Path) -> dict[str, Any]:
     directory = Path(directory)
     if not directory.is_dir():
         raise FlexrankError(f"{directory}: no such directory")
+    if (directory / PROGRAM_DOCUMENT).is_file():
+        return _program(directory)
     content: dict[str, Any] = {"kind": KIND}
     if (directory / ELASTIC_DOCUMENT).is_file():
         document = read_elastic_document(directory)
@@ -43,6 +50,13 @@ def inspect_artefact(directory: str | Path) -> dict[str, Any]:
         "bytes_on_disk": files.directory_bytes(directory),
         "layers": document["layers"],
     }
+
+
+def _program(directory: Path) -> dict[str, Any]:
+    keys = ("to", "class", "dtype", "inputs", "bound", "error", "versions")
+    document = files.read_document(directory / PROGRAM_DOCUMENT, PROGRAM_KIND, keys)
+    stored = {"kind": PROGRAM_KIND, "bytes_on_disk": files.directory_bytes(directory)}
+    return stored | {key: document[key] for key in keys}
 
 
 def _deployed_document(directory: Path) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import logging
 import math
 import sys
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +18,7 @@ from flexrank.cli.endings import OneLineErrors, resumable
 from flexrank.cli.shown import console, print_json, show_report, show_stage, show_tuned
 from flexrank.errors import FlexrankError
 from flexrank.files import read_json
+from flexrank.version import __version__
 
 app = typer.Typer(
     cls=OneLineErrors,
@@ -42,7 +42,7 @@ def main() -> None:
 
 def _show_version(is_asked: bool) -> None:
     if is_asked:
-        print(metadata.version("flexrank"))
+        print(__version__)
         raise typer.Exit
 
 

@@ -15,7 +15,8 @@ import torch
 from flexrank.artefacts.cards import LICENCE, head, read_head
 from flexrank.artefacts.deployed import DOCUMENT as DEPLOYED
 from flexrank.artefacts.deployed import KIND
-from flexrank.artefacts.inspect import inspect_artefact
+from flexrank.artefacts.inspect import PROGRAM_DOCUMENT as DOCUMENT
+from flexrank.artefacts.inspect import PROGRAM_KIND, inspect_artefact
 from flexrank.data.batches import output_tensor
 from flexrank.deployment.dense import dense_model
 from flexrank.deployment.exports import relative_difference
@@ -27,8 +28,6 @@ from flexrank.hf.companions import CARD
 from flexrank.nn.experts import SEPARATE
 
 FORMATS = ("dense", *RUNTIMES)
-#: The description of an export, and by this file's name what may be replaced.
-DOCUMENT = "export.json"
 #: Rows and tokens of the batches that an export is verified on: the one that was traced, and one of another shape.
 VERIFIED = (TRACED, (1, 13))
 #: Largest relative difference ‖y − y*‖/‖y*‖ of an export's outputs from the deployed model's, by the dtype of both.
@@ -69,7 +68,7 @@ def export_to(directory: str | Path, format: str, output: str | Path) -> dict[st
         output: a directory; an earlier export there is replaced, only on success, and one of other files is refused.
 
     Returns:
-        What `export.json` holds beside its checksums: format, class, dtype, bytes, bound and error, the largest
+        What `export.json` holds beside its checksums: to, class, dtype, bytes, bound and error, the largest
         relative difference that was measured.
 
     Raises:
@@ -88,7 +87,7 @@ def export_to(directory: str | Path, format: str, output: str | Path) -> dict[st
             problem = f"outputs differ by {error:.1e}, above the bound {bound:.1e} of {format} in {model.dtype}"
             raise FlexrankError(f"{output}: {problem}; nothing was kept")
         facts = _facts(model, format, batches[0], bound, error) | {"bytes": directory_bytes(aside)}
-        write_document(aside / DOCUMENT, "export", facts | {"files": digest_files(aside)})
+        write_document(aside / DOCUMENT, PROGRAM_KIND, facts | {"files": digest_files(aside)})
         _write_card(aside, facts, Path(directory) / CARD)
     return facts
 
@@ -189,11 +188,11 @@ def _add_companions(source: Path, aside: Path) -> None:
 
 def _write_card(aside: Path, facts: dict[str, Any], source: Path) -> None:
     """The card of an export: how it is loaded, how near it is, and what the deployed model's card says from then on."""
-    library, code = LOADING[facts["format"]]
+    library, code = LOADING[facts["to"]]
     kind = facts["class"]
     near = f"its outputs are within {facts['error']:.1e} of that model's, relative, in {facts['dtype']}"
     lines = [
-        f"# {kind} for {facts['format']}", "", f"Written by `flexrank export --to {facts['format']}` from a model that "
+        f"# {kind} for {facts['to']}", "", f"Written by `flexrank export --to {facts['to']}` from a model that "
         f"flexrank (FlexRank, ICML 2026) deployed; {near}.", "", f"```python\n{code.format(kind=kind)}\n```", "",
     ]  # fmt: skip
     _, sizes, after = source.read_text(encoding="utf8").partition("## Sizes") if source.is_file() else ("", "", "")
@@ -205,7 +204,7 @@ def _write_card(aside: Path, facts: dict[str, Any], source: Path) -> None:
 def _facts(model: Any, format: str, inputs: Inputs, bound: float, error: float) -> dict[str, Any]:
     libraries = ("torch", "transformers", "flexrank", *(RUNTIMES[format].packages if format in RUNTIMES else ()))
     return {
-        "format": format,
+        "to": format,
         "class": type(model).__name__,
         "dtype": str(model.dtype).removeprefix("torch."),
         "inputs": list(inputs),

@@ -17,7 +17,6 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from flexrank.files import clear_leftovers, digest_file, digest_json, read_json,
 from flexrank.hf.companions import CARD
 from flexrank.run.config import RunConfig, load_config, write_config
 from flexrank.run.data_config import DataConfig
+from flexrank.version import __version__
 
 #: Larger files are known by size and time of change: hashing a 16 GB model takes longer than a run with nothing to do.
 HASHED_BYTES = 1 << 30
@@ -206,7 +206,7 @@ def fingerprint(
     """
     values = config.model_dump(mode="json")
     read = {key: functools.reduce(operator.getitem, key.split("."), values) for key in keys}
-    parts = {"stage": stage, "version": metadata.version("flexrank"), "config": read, "needs": list(needs)}
+    parts = {"stage": stage, "version": __version__, "config": read, "needs": list(needs)}
     return digest_json(parts | {"code": [code_digest(room) for room in rooms], "more": more})
 
 

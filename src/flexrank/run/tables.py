@@ -10,6 +10,9 @@ from rich.table import Table
 
 from flexrank.profiles.costs import LayerFormat
 
+#: Of tables without rules.
+PLAIN: dict[str, Any] = {"box": None, "padding": (0, 2)}
+
 
 def count(number: int) -> str:
     """A count with three or four digits: 31.20P, 10.62M, 381k, 950."""
@@ -50,23 +53,36 @@ def print_line(console: Console, line: str) -> None:
 
 
 def print_artefact(directory: Path, artefact: Mapping[str, Any], console: Console) -> None:
-    """Prints what `inspect_artefact` returns: kind, sizes, budgets and layers."""
-    sizes = f"{count(artefact['parameters'])} parameters of {artefact['dtype']}, {count(artefact['bytes_on_disk'])}B"
-    print_line(console, f"{directory}: {artefact['kind']} {artefact['class']}, {sizes} on disk")
-    style: dict[str, Any] = {"box": None, "padding": (0, 2)}
+    """Prints what `inspect_artefact` returns: kind, sizes, budgets and layers; of an export its runtime and error."""
+    size = f"{count(artefact['bytes_on_disk'])}B on disk"
+    if "to" in artefact:
+        print_line(console, f"{directory}: {artefact['class']} for {artefact['to']}, {artefact['dtype']}, {size}")
+        near = f"{artefact['error']:.1e} of the deployed model's, relative (bound {artefact['bound']:.0e})"
+        print_line(console, f"takes {', '.join(artefact['inputs'])}; outputs are within {near}")
+        print_line(console, "written by " + ", ".join(f"{name} {one}" for name, one in artefact["versions"].items()))
+        return
+    values = f"{count(artefact['parameters'])} parameters of {artefact['dtype']}"
+    print_line(console, f"{directory}: {artefact['kind']} {artefact['class']}, {values}, {size}")
     if artefact.get("budgets"):
-        table = new_table(["budget", "mean rank", "params, layers", "params, model", "tensors"], **style)
-        for row in reversed(artefact["budgets"]):
-            cells = count(row["params_layers"]), count(row["params_model"]), f"{count(row['bytes'])}B"
-            table.add_row(f"{row['budget']:g}", f"{row['mean_rank']:.1f}", *cells)
-        console.print(table)
+        console.print(_budgets(artefact["budgets"]))
+    console.print(_layers(artefact["layers"]))
+
+
+def _budgets(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = new_table(["budget", "mean rank", "params, layers", "params, model", "tensors"], **PLAIN)
+    for row in reversed(rows):
+        cells = count(row["params_layers"]), count(row["params_model"]), f"{count(row['bytes'])}B"
+        table.add_row(f"{row['budget']:g}", f"{row['mean_rank']:.1f}", *cells)
+    return table
+
+
+def _layers(layers: Mapping[str, Mapping[str, Any]]) -> Table:
     columns = ["layer", "format", "shape", "rank"]
-    table = new_table(columns, left=columns, **style)
-    for name, spec in artefact["layers"].items():
-        shape = " x ".join(map(str, spec["shape"]))
+    table = new_table(columns, left=columns, **PLAIN)
+    for name, spec in layers.items():
         form = spec["form"]
         if form == "aligned":  # without aligned rows it is plain U Vᵀ
             form = LayerFormat.GAUGE_ALIGNED if spec["aligned"] else LayerFormat.LOW_RANK
         rank = f"{spec.get('rank', 'full')}" + (", full" if spec.get("dense") else "")
-        table.add_row(name, form, shape, rank)
-    console.print(table)
+        table.add_row(name, form, " x ".join(map(str, spec["shape"])), rank)
+    return table

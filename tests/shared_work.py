@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import flexrank as fr
 from flexrank import processes
@@ -196,6 +197,10 @@ class Stopping(fr.FeatureObjective):
     __repr__ = fr.FeatureObjective.__repr__
 
 
+def shuffled(batches: list[Tensor]) -> StatefulDataLoader[Tensor]:
+    return StatefulDataLoader(batches, batch_size=None, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+
 def trained(checkpoint: Path | None, stop: int = 0, is_sharded: bool = False) -> list[float]:
     """The losses of all steps, or those that a checkpoint holds after a stop in one of them."""
     student, teacher = nest(build("perceptron")), build("perceptron")
@@ -204,8 +209,8 @@ def trained(checkpoint: Path | None, stop: int = 0, is_sharded: bool = False) ->
         shard_(student)
     try:
         history = fr.distill_(
-            student, teacher, vectors(4, 7), chain, objective=Stopping(stop), steps=STEPS,
-            learning_rate=1e-2, checkpoint=checkpoint, teacher_cache=0,
+            student, teacher, shuffled(vectors(4, 7)), chain, objective=Stopping(stop), steps=STEPS,
+            learning_rate=1e-2, checkpoint=checkpoint,
         )  # fmt: skip
     except KeyboardInterrupt:
         assert checkpoint is not None
@@ -219,10 +224,10 @@ class Plain:
     target, loss = fr.FeatureObjective().target, fr.FeatureObjective().loss
 
 
-def refused() -> str:
+def refused(batches: list[Tensor], objective: Any) -> str:
     student = nest(build("perceptron"))
     try:
-        fr.distill_(student, build("perceptron"), vectors(1, 7), chain_of(student, (0.5,)), objective=Plain(), steps=1)
+        fr.distill_(student, build("perceptron"), batches, chain_of(student, (0.5,)), objective=objective, steps=1)
     except FlexrankError as error:
         return str(error)
     return ""
@@ -245,7 +250,10 @@ def main(place: Path) -> None:
         tensors = {key: value.contiguous().clone() for key, value in all_work(place).items()}
         whole = of_one_size(place)
         facts: dict[str, Any] = {
-            "refused": refused(),
+            "refused": [
+                refused(vectors(1, 7), Plain()),
+                refused(vectors(count, 7)[number : number + 1], fr.FeatureObjective()),
+            ],
             "resumed": {},
             "whole": {k: digest_tensor(v) for k, v in whole.items()},
         }

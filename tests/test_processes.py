@@ -65,7 +65,8 @@ def test_several_processes_compute_what_one_does(count: int, alone: Any) -> None
         assert own["stopped"] == [pytest.approx(unbroken[: shared_work.STOP], rel=1e-4)] * 2
         others = ["of-1", "sharded-4"] if count == 4 else ["of-1", "of-4", "sharded-2", "sharded-4"]
         assert own["resumed"] == {other: pytest.approx(unbroken, rel=1e-4) for other in others}
-        assert "objective Plain has no `terms`" in own["refused"]
+        assert "objective Plain has no `terms`" in own["refused"][0]
+        assert "processes got other batches; each takes its rows of every batch" in own["refused"][1]
         assert own["collected"] == {str(n): [n] if n < count else None for n in range(2 * count)}
         assert own["first"] == [1, 0, facts[0]["pid"]]
         assert (own["decided"], own["alike"]) == ([True, False], [True, False])

@@ -163,7 +163,7 @@ def contests(request: Request) -> list[Contest]:
     """The request's configuration, or the bench's own models, of which it may name one."""
     if request.config is not None:
         return [_of_config(request, request.config)]
-    own = {"stories260k": _of_texts, "pycode5m": _of_texts, "all-MiniLM-L6-v2": _of_sentences}
+    own = {"stories260k": _of_texts, "pycode5m": _of_texts, "babyllama": _of_texts, "all-MiniLM-L6-v2": _of_sentences}
     if request.model is not None and request.model not in own:
         raise FlexrankError(f"--model is {request.model!r}; this bench has {', '.join(own)}, or any with --config")
     return [make(request, name) for name, make in own.items() if request.model in (None, name)]
@@ -171,8 +171,8 @@ def contests(request: Request) -> list[Contest]:
 
 def _of_texts(request: Request, name: str) -> Contest:
     """A small Llama of the bench of quality; in the quick form on fewer blocks."""
-    texts = {one[0]: one for one in (language.STORIES, language.PYCODE)}[name]
-    few = {"stories260k": (16, 64), "pycode5m": (8, 16)}[name]
+    texts = {one[0]: one for one in language.MODELS}[name]
+    few = {"stories260k": (16, 64), "pycode5m": (8, 16), "babyllama": (16, 64)}[name]
     probe, evaluation = (language.PROBE, language.EVALUATION) if request.full else few
 
     def subject(seed: int) -> Subject:

@@ -29,11 +29,15 @@ CALIBRATION, PROBE, EVALUATION, TRAINING, BATCH, LEVELS = 128, 16, 100, 3000, 8,
 Texts = tuple[str, str, str, str, int]
 STORIES: Texts = "stories260k", "text/tinystories_train_v2.txt", "text/tinystories_val.txt", STORY_SEPARATOR, 256
 PYCODE: Texts = "pycode5m", "pycode5m/train_sample.txt", "pycode5m/val.txt", "\0", 512
+#: A model of characters, for comparisons with rivals alone.
+CHARACTERS: Texts = "babyllama", "text/tinystories_train_v2.txt", "text/tinystories_val.txt", STORY_SEPARATOR, 256
+MODELS = (STORIES, PYCODE, CHARACTERS)
 #: What consolidation follows; the probe's objective is the divergence alone.
 FOLLOWED = LogitObjective(hidden_weight=4.0)
 CONSOLIDATION: dict[str, dict[str, Any]] = {
     "stories260k": {"steps": 1000, "learning_rate": 2e-3, "warmup_steps": 25},
     "pycode5m": {"steps": 450, "learning_rate": 2e-4, "warmup_steps": 10},
+    "babyllama": {"steps": 1000, "learning_rate": 1e-3, "warmup_steps": 25},
 }
 
 
@@ -44,7 +48,7 @@ def run(request: Request) -> Result:
         quality_table(f"{model}: nats per token (dense {one['dense']['nats']:.4f})", one["results"], "nats")
         for model, one in data.items()
     ]
-    return measured(CONSOLIDATION | {"seeds": request.seeds}, tables, [], data)
+    return measured({name: CONSOLIDATION[name] for name in data} | {"seeds": request.seeds}, tables, [], data)
 
 
 def subject_of(

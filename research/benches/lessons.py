@@ -35,7 +35,7 @@ from research.studies.language import identity_of
 
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 #: Steps of all sizes together, in the quick form and in the full one.
-STEPS = {"stories260k": (320, 1600), "pycode5m": (160, 800), "all-MiniLM-L6-v2": (400, 2000)}
+STEPS = {"stories260k": (320, 1600), "pycode5m": (160, 800), "babyllama": (320, 1600), "all-MiniLM-L6-v2": (160, 800)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +96,8 @@ def course(name: str, full: bool) -> Course:
 
 
 def _of_texts(name: str, steps: int, full: bool) -> Course:
-    texts = {one[0]: one for one in (language.STORIES, language.PYCODE)}[name]
-    evaluation = language.EVALUATION if full else {"stories260k": 64, "pycode5m": 16}[name]
+    texts = {one[0]: one for one in language.MODELS}[name]
+    evaluation = language.EVALUATION if full else {"stories260k": 64, "pycode5m": 16, "babyllama": 64}[name]
 
     def taught(seed: int, half: Half) -> tuple[Subject, Sequence[Batch]]:
         return language.subject_of(texts, half, seed=seed, evaluation=evaluation)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torchdata.stateful_dataloader import StatefulDataLoader
 from trainings import SETTINGS, SMALL, batches, weights_of
 
 from flexrank import processes
@@ -52,7 +53,13 @@ def handlers() -> list[object]:
     return list(map(signal.getsignal, SIGNALS))
 
 
-@pytest.mark.parametrize("kind", ["sequence", "iterable", "stateful", "tensors"])
+def shuffled(workers: int) -> StatefulDataLoader:
+    generator = torch.Generator().manual_seed(3)
+    data = batches("perceptron")
+    return StatefulDataLoader(data, batch_size=None, shuffle=True, num_workers=workers, generator=generator)
+
+
+@pytest.mark.parametrize("kind", ["sequence", "iterable", "stateful", "tensors", "torchdata", "torchdata's workers"])
 def test_a_resumed_run_equals_the_unbroken_one(kind: str, tmp_path: Path) -> None:
     teacher, profiles = build("perceptron"), [SMALL, {"0": 9, "2": 9, "4": 4}]
 
@@ -92,6 +99,8 @@ def test_a_resumed_run_equals_the_unbroken_one(kind: str, tmp_path: Path) -> Non
         "iterable": Loader,
         "stateful": Stateful,
         "tensors": WithTensors,
+        "torchdata": lambda: shuffled(0),
+        "torchdata's workers": lambda: shuffled(2),
     }[kind]
 
     def run(model: nn.Module, data: object, path: Path | None, stop: int = 0, **settings):

@@ -7,7 +7,10 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from flexrank.data.batches import Batch
+import torch
+
+from flexrank import processes
+from flexrank.data.batches import Batch, to_device
 from flexrank.errors import FlexrankError
 
 #: How often `balanced` draws the largest profile below the full model, relative to any other.
@@ -91,6 +94,7 @@ class Feed:
     def __init__(self, batches: Sequence[Batch] | Iterable[Batch], seed: int):
         self._batches, self._seed, self._count = batches, seed, 0
         self._iterator: Iterator[Batch] = iter(())
+        self._is_alike = processes.count() == 1
 
     def next(self) -> tuple[int | None, Batch]:
         """The next batch, and its place in the sequence (None where the batches are an iterable)."""
@@ -102,7 +106,16 @@ class Feed:
         else:
             batch = self._next_of_iterable()
         self._count += 1
+        if not self._is_alike:
+            self._require_alike(batch)
         return index, batch
+
+    def _require_alike(self, batch: Batch) -> None:
+        """Raises FlexrankError unless all processes got this batch, of which each takes its share of the rows."""
+        self._is_alike = processes.is_alike(to_device(batch, torch.device("cpu")))
+        if not self._is_alike:
+            right = "give all the same, without a DistributedSampler and shuffled by one seed"
+            raise FlexrankError(f"processes got other batches; each takes its rows of every batch: {right}")
 
     def _next_of_iterable(self) -> Batch:
         for _ in range(3):  # one pass that is at its end, and one of a loader that was restored at the end of its own
@@ -113,8 +126,14 @@ class Feed:
 
     def state(self) -> dict[str, Any]:
         """Its place, as a JSON object."""
-        own = getattr(self._batches, "state_dict", None)
-        return {"count": self._count, "loader": own() if callable(own) else None}
+        own, generator = getattr(self._batches, "state_dict", None), self._generator()
+        drawn = None if generator is None else generator.get_state()
+        return {"count": self._count, "loader": own() if callable(own) else None, "generator": drawn}
+
+    def _generator(self) -> torch.Generator | None:
+        """That which a loader shuffles by, if it has its own."""
+        generator = getattr(self._batches, "generator", None)
+        return generator if isinstance(generator, torch.Generator) else None
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continues from a `state`: by the loader's own means where it has them, else by skipping."""
@@ -122,6 +141,11 @@ class Feed:
             load = getattr(self._batches, "load_state_dict", None)
             if callable(load) and state["loader"] is not None:
                 load(state["loader"])
+                self._iterator = iter(self._batches)
+                # torchdata's begins its pass again, and has then drawn once more than the loader whose state this is.
+                generator, drawn = self._generator(), state.get("generator")
+                if generator is not None and drawn is not None:
+                    generator.set_state(drawn)
             else:
                 for _ in range(state["count"]):
                     self.next()

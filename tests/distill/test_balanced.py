@@ -81,6 +81,21 @@ def test_a_layer_that_only_larger_sizes_leave_full_keeps_its_matrix() -> None:
     assert not torch.allclose(layers["0"].dense, before["0"], atol=1e-3)
 
 
+def test_components_that_were_moved_in_training_come_back() -> None:
+    """`Module.to` puts them in other memory, as accelerate does where processes are several, with `cpu:0` for `cpu`."""
+    model = nest(build("perceptron"))
+    layers, whole = nested_layers(model), {name: layer.u for name, layer in nested_layers(model).items()}
+    tails = {name: u[SMALL[name] :].clone() for name, u in whole.items()}
+    with used_components(model, [SMALL]):
+        model.to("cpu:0")
+        with torch.no_grad():
+            for layer in layers.values():
+                layer.u.fill_(7.0)
+    for name, layer in layers.items():
+        assert layer.u is whole[name] and bool((layer.u[: SMALL[name]] == 7.0).all())
+        assert torch.equal(layer.u[SMALL[name] :], tails[name]) and len(tails[name]) > 0
+
+
 def test_sizes_between_trained_ones_lie_on_the_curve() -> None:
     """Of an allocated chain: on average nearer to the teacher than the next smaller trained size, and never far off."""
     teacher = nn.Sequential(nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16)).eval()

@@ -3,23 +3,42 @@
 import copy
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch.nn import functional
 
 import flexrank as fr
+import launched
 from flexrank.distill.schedule import Schedule
 from flexrank.distill.step import loss_scale
 from flexrank.distill.trainer import DistillationTrainer
 from flexrank.errors import FlexrankError
 from flexrank.nn.switch import nested_layers
+from launched import ended, started
 from tiny import batch_for, build, chain_of, elastic, relative
 
 BUDGETS = (0.25, 0.8)
+TOGETHER = {"max_steps": 6, "lr_scheduler_type": "cosine"}
+#: What torchrun's processes run: half of the rows each; where to write, and where to import from.
+TWO = """
+import json, os, sys
+from pathlib import Path
+place, *imported = map(Path, sys.argv[1:])
+sys.path[:0] = map(str, imported)
+from safetensors.torch import save_file
+from test_trainer import TOGETHER, trainer, weights
+ours, *_ = trainer(place, **TOGETHER)
+ours.train()
+save_file({"weights": weights(ours.model)}, place / f"{os.environ['RANK']}.safetensors")
+if os.environ["RANK"] == "0":
+    (place / "logs.json").write_text(json.dumps(ours.state.log_history))
+"""
 
 
 def rows() -> list[dict[str, torch.Tensor]]:
@@ -74,6 +93,22 @@ def test_steps_are_those_of_distill(accumulation: int, tmp_path: Path) -> None:
     assert [log["grad_norm"] for log in logs] == pytest.approx(list(map(float, lengths)), rel=bound)
     assert relative(weights(ours.model) - start, weights(model) - start) < bound
     assert (weights(ours.model) - start).norm() > 0
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does_on_the_rows_of_both(tmp_path: Path) -> None:
+    ours, *_ = trainer(tmp_path, **TOGETHER, per_device_train_batch_size=8)
+    ours.train()
+    (script := tmp_path / "two.py").write_text(TWO)
+    places = [str(Path(module.__file__).parent) for module in (launched, sys.modules[__name__])]
+    with started(2, script, tmp_path, *places) as run:
+        _, errors = ended(run)
+    assert run.returncode == 0, errors
+    first, second = (load_file(tmp_path / f"{number}.safetensors")["weights"] for number in "01")
+    assert torch.equal(first, second) and relative(first, weights(ours.model)) < 1e-6
+    logs, wanted = json.loads((tmp_path / "logs.json").read_text()), ours.state.log_history
+    for log, other in zip(logs, wanted, strict=True):
+        assert log == pytest.approx(other, rel=1e-4) or "train_runtime" in log
 
 
 def test_each_log_has_the_divergence_at_the_profile_of_its_step(tmp_path: Path) -> None:

@@ -177,8 +177,20 @@ def used_components(model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> 
         yield
     finally:
         for layer, u, v, rank in whole:
+            _take_back_(u, layer.u)
+            _take_back_(v, layer.v)
             layer.u, layer.v = u, v
             layer.rank = rank
+
+
+def _take_back_(whole: nn.Parameter, own: nn.Parameter) -> None:
+    """Gives a factor its first components, where they are in other memory by now: `Module.to` moves what it is given.
+
+    accelerate moves a model of several processes on CPUs, from `cpu` to `cpu:0`.
+    """
+    if own.data_ptr() != whole.data_ptr():
+        whole.data = whole.data.to(own.device)
+        whole.data[: len(own)].copy_(own.data)
 
 
 def trainable_parameters(

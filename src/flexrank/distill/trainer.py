@@ -33,8 +33,8 @@ class DistillationTrainer(transformers.Trainer):
 
     The loss, the draws, and what is trained are those of `distill_`; batches, the schedule of the learning rate,
     logging and checkpoints are the Trainer's, as `args` says. Labels are not read. Each log has the losses of the
-    profiles drawn since the last one, as `loss_at_BUDGET`. Dropout is off. One process trains; several have not been
-    tried.
+    profiles drawn since the last one, as `loss_at_BUDGET`. Dropout is off. torchrun's processes train on batches of
+    their own, and each holds whole models: FSDP and DeepSpeed have not been tried.
     """
 
     optimizer: Any  # the Trainer's, None until it trains
@@ -123,7 +123,7 @@ class DistillationTrainer(transformers.Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def _scaled(self, loss: Tensor) -> Tensor:
-        value = float(loss.detach())
+        value = float(self.accelerator.reduce(loss.detach(), "mean"))  # over processes, which so divide by the same
         require_finite(value, self.state.global_step, "loss")
         self._losses.append(value)
         return loss / loss_scale(value, self._usual.of(self._choice))

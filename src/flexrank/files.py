@@ -181,11 +181,7 @@ def digest_files(directory: str | Path) -> dict[str, str]:
     return {file.relative_to(directory).as_posix(): digest_file(file) for file in files}
 
 
-def verify_files(
-    directory: str | Path,
-    digests: Mapping[str, str],
-    reason: str = "truncated, edited, or saved over (then delete flexrank.json)",
-) -> None:
+def verify_files(directory: str | Path, digests: Mapping[str, str], reason: str = "truncated or edited") -> None:
     """Raises FlexrankError if a file is missing, or does not match its digest, for which the message gives `reason`."""
     for name, digest in digests.items():
         path = Path(directory) / name

@@ -16,6 +16,7 @@ from flexrank.data import text
 from flexrank.data.metrics import embed
 from flexrank.deployment.formats import export_to
 from flexrank.errors import FlexrankError
+from flexrank.hf import models
 from flexrank.hf.companions import MeanPooled, save_companions
 from flexrank.hf.models import load_model, load_tokenizer
 from tiny import flip_a_bit
@@ -102,6 +103,29 @@ def test_chat_template_generation_settings_and_tokenizer_reach_every_artefact(is
         messages = [{"role": "user", "content": "a fox"}]
         assert again.apply_chat_template(messages, tokenize=False) == "<s>a fox</s>"
         assert again("lazy dogs")["input_ids"] == tokenizer("lazy dogs")["input_ids"]
+
+
+def test_a_tokenizer_saved_over_an_artefacts_own_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As one does who adds a chat template; what computes is still checked."""
+    caplog.set_level("INFO", "flexrank")
+    small, tokenizer = with_sizes(ENCODER, tmp_path)
+    wanted = embeddings(fr.load_elastic(tmp_path / "elastic")[0], tokenizer), embeddings(small, tokenizer)
+    tokenizer.chat_template, tokenizer.model_max_length = TEMPLATE, 77
+    for place in ("elastic", "small"):
+        tokenizer.save_pretrained(tmp_path / place)
+    models.verify_export(tmp_path / "small")
+    found = fr.load_elastic(tmp_path / "elastic")[0], load_model(tmp_path / "small", "embedding")
+    assert [tiny.relative(embeddings(one, tokenizer), other) < 1e-5 for one, other in zip(found, wanted, strict=True)]
+    edited = {message for message in caplog.messages if message.endswith(": edited since it was written")}
+    assert {message.split(": ")[0] for message in edited} == {
+        str(tmp_path / place / name) for place in ("elastic", "small") for name in ("tokenizer.json", "tokenizer_config.json")
+    }
+    flip_a_bit(tmp_path / "elastic/config.json", 30)
+    with pytest.raises(FlexrankError, match="config.json: does not match its checksum; truncated or edited$"):
+        fr.load_elastic(tmp_path / "elastic")
+    flip_a_bit(tmp_path / "small/config.json", 30)
+    with pytest.raises(FlexrankError, match=r"does not match its checksum; .*\(then delete flexrank.json\)$"):
+        models.verify_export(tmp_path / "small")
 
 
 def test_an_image_processor_comes_from_the_models_source_and_pickles_do_not(tmp_path: Path) -> None:

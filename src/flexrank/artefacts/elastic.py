@@ -23,7 +23,7 @@ from flexrank.artefacts.deployed import Factory, bare_model, describe, factory_n
 from flexrank.artefacts.tensors import ShardWriter, named_tensors, open_tensors
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
-from flexrank.hf.companions import fetched, save_companions
+from flexrank.hf.companions import fetched, save_companions, verify_artefact
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.experts import separate_as_recorded_
 from flexrank.nn.sharding import is_sharded
@@ -179,7 +179,7 @@ def load_components(directory: str | Path, ranks: Mapping[str, int]) -> nn.Modul
 def _load(
     directory: Path, document: Mapping[str, Any], ranks: Mapping[str, int] | None, model: nn.Module | None
 ) -> nn.Module:
-    files.verify_files(directory, document["files"])
+    verify_artefact(directory, document["files"])
     specs = document["layers"]
     if ranks is not None:
         specs = {name: _cut(spec, ranks[name]) for name, spec in specs.items()}

@@ -3,12 +3,13 @@
 import logging
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from flexrank.errors import FlexrankError, first_line
-from flexrank.files import write_json
+from flexrank.files import digest_file, verify_files, write_json
 
 #: sentence-transformers' list of the modules that a text passes through.
 MODULES = "modules.json"
@@ -20,6 +21,8 @@ COPIED = ("*processor_config.json", MODULES, "sentence_*_config.json", "config_s
 PICKLES = ".bin"
 #: What says whose a model is, and under which licence.
 CARD = "README.md"
+#: What a user may edit beside the weights, as one saves a tokenizer with another chat template there.
+EDITABLE = (*TOKENIZER, "generation_config.json")
 log = logging.getLogger("flexrank")
 
 
@@ -65,6 +68,15 @@ class MeanPooled:
                 for place, (kind, path) in enumerate(paths.items())
             ],
         )
+
+
+def verify_artefact(directory: Path, digests: Mapping[str, str], reason: str = "truncated or edited") -> None:
+    """As `files.verify_files`; of what a user may edit a change is only logged."""
+    editable = {name for name in digests for pattern in EDITABLE if fnmatch(name, pattern)}
+    verify_files(directory, {name: digest for name, digest in digests.items() if name not in editable}, reason)
+    for name in sorted(editable):
+        if not (directory / name).is_file() or digest_file(directory / name) != digests[name]:
+            log.info("%s: edited since it was written", directory / name)
 
 
 def _copy(source: Path, directory: Path, patterns: Sequence[str]) -> None:

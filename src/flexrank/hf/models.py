@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 
 from flexrank.errors import FlexrankError, first_line
-from flexrank.files import read_document, read_json, verify_files, write_json
-from flexrank.hf.companions import TOKENIZER_FILES
+from flexrank.files import read_document, read_json, write_json
+from flexrank.hf.companions import TOKENIZER_FILES, verify_artefact
 
 Task = Literal["embedding", "language", "classification"]
 TASKS: tuple[Task, ...] = ("embedding", "language", "classification")
@@ -24,7 +24,7 @@ TASKS: tuple[Task, ...] = ("embedding", "language", "classification")
 METHOD = "flexrank"
 #: A directory inside an installed package: "package:NAME/path".
 PACKAGE_PREFIX = "package:"
-#: A tokenizer has at least one of these files.
+#: The module that `trust_remote_code=True` runs, and what is in it.
 REMOTE_MODULE = "modeling_flexrank"
 _REMOTE_CODE = '''"""Makes this model load with `trust_remote_code=True`; `import flexrank` first does the same."""
 
@@ -200,7 +200,8 @@ def verify_export(directory: str | Path, names: Collection[str] | None = None) -
     path = Path(directory) / "flexrank.json"
     if path.is_file():
         digests = read_document(path, "deployed", ("files",))["files"]
-        verify_files(directory, {name: digests[name] for name in digests if names is None or name in names})
+        wanted = {name: digests[name] for name in digests if names is None or name in names}
+        verify_artefact(Path(directory), wanted, "truncated, edited, or saved over (then delete flexrank.json)")
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from flexrank.calibrate import STATE_BYTES, GradientLoss, LayerMoment, Placement
 from flexrank.data.batches import Batch
 from flexrank.errors import FlexrankError
 from flexrank.files import directory_aside
+from flexrank.hf.models import mark_elastic
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.linalg import Factors, data_svd, half_shrunk, plain_svd, whitened_svd
 from flexrank.nn.matrix import matrix_shape, weight_matrix
@@ -47,10 +48,12 @@ def decompose_(
     """
     given = moments.values() if isinstance(moments, Mapping) else ()
     method = _chosen(method, any(one.gradient_moment is not None for one in given))
-    return {
+    energies = {
         name: _decompose_layer_(model, name, moments[name] if isinstance(moments, Mapping) else None, method)[1]
         for name in track(list(moments), "decomposing")
     }
+    mark_elastic(model)
+    return energies
 
 
 def decompose_to_disk(

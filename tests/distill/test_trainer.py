@@ -176,12 +176,21 @@ def test_a_loss_that_rounding_takes_below_zero_is_followed_as_it_is(tmp_path: Pa
     assert float(ours._scaled(torch.tensor(-1e-9))) == pytest.approx(-1e-9)
 
 
-def test_what_the_trainer_saves_is_refused_by_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("saved", ["decomposed", "loaded", "by the trainer"])
+def test_what_save_pretrained_writes_of_an_elastic_model_is_refused(saved: str, tmp_path: Path) -> None:
     """It has no place for factors, and would draw new layers."""
-    ours, _, chain = trainer(tmp_path / "out")
-    ours.save_model(str(tmp_path / "final"))
+    ours, teacher, chain = trainer(tmp_path / "out")
+    if saved == "by the trainer":
+        ours.save_model(str(tmp_path / "final"))
+    else:
+        fr.save_elastic(ours.model, chain, tmp_path / "first")
+        fr.decompose_(teacher, list(fr.select_layers(teacher)), method="svd")
+        model = teacher if saved == "decomposed" else fr.load_elastic(tmp_path / "first")[0]
+        model.save_pretrained(tmp_path / "final")
+        fr.deploy(model, chain.at(0.8)).save_pretrained(tmp_path / "small")
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "small")
     with pytest.raises(
-        FlexrankError, match="an elastic model's factors as transformers saved them; use fr.save_elastic"
+        FlexrankError, match="an elastic model.s factors by save_pretrained; save it with fr.save_elastic"
     ):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "final")
     fr.save_elastic(ours.model, chain, tmp_path / "elastic")

@@ -115,10 +115,13 @@ def test_a_tokenizer_saved_over_an_artefacts_own_is_taken(tmp_path: Path, caplog
         tokenizer.save_pretrained(tmp_path / place)
     models.verify_export(tmp_path / "small")
     found = fr.load_elastic(tmp_path / "elastic")[0], load_model(tmp_path / "small", "embedding")
-    assert [tiny.relative(embeddings(one, tokenizer), other) < 1e-5 for one, other in zip(found, wanted, strict=True)]
+    for one, other in zip(found, wanted, strict=True):
+        assert tiny.relative(embeddings(one, tokenizer), other) < 1e-5
     edited = {message for message in caplog.messages if message.endswith(": edited since it was written")}
     assert {message.split(": ")[0] for message in edited} == {
-        str(tmp_path / place / name) for place in ("elastic", "small") for name in ("tokenizer.json", "tokenizer_config.json")
+        str(tmp_path / place / name)
+        for place in ("elastic", "small")
+        for name in ("tokenizer.json", "tokenizer_config.json")
     }
     flip_a_bit(tmp_path / "elastic/config.json", 30)
     with pytest.raises(FlexrankError, match="config.json: does not match its checksum; truncated or edited$"):

@@ -189,7 +189,9 @@ def _load(
         if is_transformers:
             separate_as_recorded_(model)
     tensors = _read_prefixes(directory, document, specs)
-    return fill(model, specs, tensors, document["aliases"], directory)
+    elastic = fill(model, specs, tensors, document["aliases"], directory)
+    models.mark_elastic(elastic)
+    return elastic
 
 
 def read_shapes(directory: str | Path) -> tuple[dict[str, tuple[int, int]], ProfileChain]:

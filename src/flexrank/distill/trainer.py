@@ -1,7 +1,6 @@
 """Consolidation by transformers' Trainer, for those whose data, logging and checkpoints are its own."""
 
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,6 +69,7 @@ class DistillationTrainer(transformers.Trainer):
         weights = default_weights("balanced", [profile == full for profile in self._profiles])
         self._schedule = Schedule(weights, args.seed, 0, args.learning_rate, 0)  # only its draws are used
         set_sizes_(model, self._profiles)
+        mark_elastic(model)
         super().__init__(model=model, args=args, **options)
         self.loss_is_scaled_for_ga = False  # a mean over each batch's rows
         self.teacher = teacher.to(self.args.device).requires_grad_(False)
@@ -127,11 +127,6 @@ class DistillationTrainer(transformers.Trainer):
         require_finite(value, self.state.global_step, "loss")
         self._losses.append(value)
         return loss / loss_scale(value, self._usual.of(self._choice))
-
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """As the Trainer's; the config says what it is of, or transformers would load it with new layers."""
-        super()._save(output_dir, state_dict)
-        mark_elastic(Path(output_dir or self.args.output_dir))
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
         """As the Trainer's, with the mean loss of each profile since the last log."""

@@ -22,6 +22,8 @@ TASKS: tuple[Task, ...] = ("embedding", "language", "classification")
 
 #: transformers' name for the "quantization" of deployed models.
 METHOD = "flexrank"
+#: In the place of layers' specs where a model is elastic.
+ELASTIC_MARK = {"quant_method": METHOD, "layers": {}, "is_elastic": True}
 #: A directory inside an installed package: "package:NAME/path".
 PACKAGE_PREFIX = "package:"
 #: The module that `trust_remote_code=True` runs, and what is in it.
@@ -151,6 +153,8 @@ def save_config(model: Any, directory: Path, dtype: torch.dtype | None = None) -
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = str(dtype or model.dtype).removeprefix("torch.")
+    if getattr(config, "quantization_config", None) == ELASTIC_MARK:
+        del config.quantization_config
     config.save_pretrained(directory)
     if model.can_generate():
         model.generation_config.save_pretrained(directory)
@@ -169,11 +173,13 @@ def save_model(model: Any, directory: Path) -> None:
         _write_remote_code(model, directory)
 
 
-def mark_elastic(directory: Path) -> None:
-    """Makes `from_pretrained` refuse what transformers saved of an elastic model: it has no place for factors."""
-    if (file := directory / "config.json").is_file():
-        own = {"quantization_config": {"quant_method": METHOD, "layers": {}, "is_elastic": True}}
-        write_json(file, read_json(file) | own)
+def mark_elastic(model: Any) -> None:
+    """Makes `from_pretrained` refuse what `save_pretrained` writes of an elastic model: it would draw new layers.
+
+    `deploy` puts a size's own specs in the mark's place. A model of torch stays as it is.
+    """
+    if is_transformers_model(model):
+        model.config.quantization_config = dict(ELASTIC_MARK)
 
 
 def attach(model: Any, layers: Mapping[str, Mapping[str, Any]]) -> None:

@@ -26,7 +26,7 @@ class DeployedConfig(QuantizationConfigMixin):
 
     def __init__(self, layers: Mapping[str, Mapping[str, Any]], format: int = FORMAT, **ignored: Any):
         if ignored.get("is_elastic"):  # of `mark_elastic`
-            raise FlexrankError("these are an elastic model's factors as transformers saved them; use fr.save_elastic")
+            raise FlexrankError("these are an elastic model's factors by save_pretrained; save it with fr.save_elastic")
         require_format(format)
         self.quant_method = models.METHOD
         self.format = format

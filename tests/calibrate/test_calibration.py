@@ -227,6 +227,8 @@ def test_an_input_changed_in_place_is_not_shared() -> None:
 def test_wrong_inputs_are_named() -> None:
     model = build("perceptron")
     layers = select_layers(model)
+    with pytest.raises(FlexrankError, match="layers is a list; it is a mapping of names to layers, as select_layers"):
+        collect_moments(model, [torch.randn(2, 12)], list(layers))
     with pytest.raises(FlexrankError, match="calibration got no batches"):
         collect_moments(model, [], layers)
     with pytest.raises(FlexrankError, match="at least one batch"):

@@ -263,3 +263,5 @@ def test_wrong_uses_are_named(change: dict, message: str) -> None:
     good = {"model": nest(build("perceptron")), "batches": batches("perceptron"), "chain": [SMALL], "steps": 1}
     with pytest.raises(FlexrankError, match=message):
         distill_(teacher=build("perceptron"), **good | change)
+    with pytest.raises(FlexrankError, match="model and teacher are one network; the teacher is a copy from before"):
+        distill_(teacher=good["model"], **good)

@@ -61,6 +61,12 @@ def test_what_is_not_a_known_layer_is_left_dense_and_logged(caplog: pytest.LogCa
         assert f"left dense: {reason}" in caplog.text
 
 
+def test_elastic_layers_are_elastic_already(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "flexrank")
+    with pytest.raises(FlexrankError, match="no layer of Sequential can be factorised; left dense: .*elastic already"):
+        select_layers(nest(nn.Sequential(nn.Linear(4, 4))))
+
+
 def test_patterns_select() -> None:
     model = build("bert")
     assert all(".attention." in n for n in select_layers(model, include=["*.attention.*"]))

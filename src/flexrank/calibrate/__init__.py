@@ -15,7 +15,7 @@ from flexrank.calibrate.hooks import Hooks
 from flexrank.calibrate.moments import LayerMoment, Moments, load_moments, save_moments
 from flexrank.calibrate.stream import STATE_BYTES, Placement, States
 from flexrank.calibrate.structure import find_groups
-from flexrank.data.batches import Batch, call_model, eval_mode, model_device, row_masks, to_device
+from flexrank.data.batches import Batch, call_model, eval_mode, model_device, require_several, row_masks, to_device
 from flexrank.errors import FlexrankError
 from flexrank.nn.blocks import block_stack
 from flexrank.nn.matrix import input_rows, masked_rows
@@ -52,6 +52,11 @@ def collect_moments(
         FlexrankError: no batches, a non-finite activation (naming layer and batch), a layer that does not run, or
             layers that share their input in the first batch and not later.
     """
+    require_several(batches)
+    if not isinstance(layers, Mapping):
+        raise FlexrankError(
+            f"layers is a {type(layers).__name__}; it is a mapping of names to layers, as select_layers has"
+        )
     stream, device = iter(batches), model_device(model)
     first = first_of(stream)
     total = len(batches) if isinstance(batches, Sequence) else None

@@ -1,7 +1,8 @@
 """What a batch is, how a model is called with it, and which tensor of its output counts."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,20 +12,54 @@ from torch.nn import functional
 from flexrank.errors import FlexrankError
 
 Batch = Mapping[str, Any] | Tensor | tuple[Any, ...] | list[Any]
+#: What a batch is, for messages.
+KINDS = "a tensor for model(x), a tuple or list for model(*batch), or a mapping for model(**batch)"
 
 
 def call_model(model: nn.Module, batch: Batch) -> Any:
     """Calls `model(**batch)` for a mapping, `model(*batch)` for a tuple or list, `model(batch)` for a tensor.
 
-    An encoder-decoder that has to make its decoder's inputs up is a FlexrankError: which of them are real is unknown.
+    A batch that the model's forward does not take is a FlexrankError; so is an encoder-decoder that has to make its
+    decoder's inputs up: which of them are real is unknown.
     """
+    _require_batch(batch)
+    named = batch if isinstance(batch, Mapping) else {}
+    others: Any = () if named is batch else (batch,) if isinstance(batch, Tensor) else batch
+    try:
+        output = model(*others, **named)
+    except TypeError:
+        _require_fitting(model, others, named)
+        raise
     if not isinstance(batch, Mapping):
-        return model(batch) if isinstance(batch, Tensor) else model(*batch)
-    output = model(**batch)
+        return output
     if getattr(output, "encoder_last_hidden_state", None) is not None and batch.get("decoder_input_ids") is None:
         right = "give decoder_input_ids, and decoder_attention_mask where they are padded"
         raise FlexrankError(f"{type(model).__name__} has a decoder, and the batch has nothing for it; {right}")
     return output
+
+
+def require_several(batches: Any) -> None:
+    """Raises FlexrankError where one batch is given for several, which would be taken apart."""
+    if isinstance(batches, Tensor | Mapping | str):
+        right = "a list of batches, or what gives them one by one, such as a DataLoader"
+        raise FlexrankError(f"batches is a {type(batches).__name__}; it is {right}")
+
+
+def _require_batch(batch: Any) -> None:
+    if not isinstance(batch, Tensor | Mapping | tuple | list):
+        raise FlexrankError(f"a batch is a {type(batch).__name__}; it is {KINDS}")
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    if isinstance(ids, Tensor) and ids.ndim < 2:
+        raise FlexrankError(f"input_ids has shape {tuple(ids.shape)}; expected (batch, tokens)")
+
+
+def _require_fitting(model: nn.Module, others: Iterable[Any], named: Mapping[str, Any]) -> None:
+    """Raises FlexrankError where a model's forward does not take as many arguments, or not these names."""
+    try:
+        inspect.signature(model.forward).bind(*others, **named)
+    except TypeError as error:
+        problem = f"{type(model).__name__} cannot be called with a batch: {error}"
+        raise FlexrankError(f"{problem}; a batch is {KINDS}, and has no labels that the model does not take") from None
 
 
 def token_mask(batch: Batch) -> Tensor | None:
@@ -145,6 +180,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 def _mapped(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
     """The batch with each tensor changed, and its other values as they are."""
+    _require_batch(batch)
 
     def changed(value: Any) -> Any:
         return change(value) if isinstance(value, Tensor) else value

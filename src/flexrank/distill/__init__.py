@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flexrank import processes
-from flexrank.data.batches import Batch, call_model, eval_mode, model_device, to_device
+from flexrank.data.batches import Batch, call_model, eval_mode, model_device, require_several, to_device
 from flexrank.distill.interrupts import deferred
 from flexrank.distill.objectives import Objective, default_objective, describe
 from flexrank.distill.optimizer import OptimizerName, make_optimizer, set_rate
@@ -61,6 +61,7 @@ def distillation_evaluator(
     The teacher runs once; its targets and the batches are kept on its device. The objective is by default that of
     `default_objective` for the teacher's output. It is a FlexrankError if there are no batches.
     """
+    require_several(batches)
     kept = [to_device(batch, model_device(teacher)) for batch in batches]
     if not kept:
         raise FlexrankError("the evaluator got no batches; it needs at least one")
@@ -138,6 +139,8 @@ def distill_(
         FlexrankError: wrong settings, no batches, float16, a loss that is not finite, or a foreign checkpoint.
     """
     profiles = profiles_of(chain)
+    if model is teacher:
+        raise FlexrankError("model and teacher are one network; the teacher is a copy from before decompose_")
     for name, count in {"steps": steps, "accumulation": accumulation, "checkpoint_every": checkpoint_every}.items():
         if count < 1:
             raise FlexrankError(f"{name} is {count}; it must be at least 1")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flexrank import processes
-from flexrank.data.batches import Batch, to_device
+from flexrank.data.batches import Batch, require_several, to_device
 from flexrank.errors import FlexrankError
 
 #: How often `balanced` draws the largest profile below the full model, relative to any other.
@@ -92,6 +92,7 @@ class Feed:
     """Batches without end. A sequence is shuffled by (seed, pass); an iterable is taken in its own order."""
 
     def __init__(self, batches: Sequence[Batch] | Iterable[Batch], seed: int):
+        require_several(batches)
         self._batches, self._seed, self._count = batches, seed, 0
         self._iterator: Iterator[Batch] = iter(())
         self._is_alike = processes.count() == 1

@@ -115,6 +115,8 @@ def _weight_reason(name: str, module: nn.Module, owners: Mapping[int, list[str]]
 
 def _unknown_reason(module: nn.Module) -> str | None:
     """Names a matrix in a module of an unknown kind, such as fused experts."""
+    if isinstance(module, NestedLayer):
+        return "elastic already"
     for name, parameter in module.named_parameters(recurse=False):
         if parameter.ndim >= 2 and min(parameter.shape[-2:]) > 1:
             return f"{type(module).__name__} with parameter {name} {tuple(parameter.shape)} is not supported"

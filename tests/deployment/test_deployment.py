@@ -170,6 +170,7 @@ def test_wrong_profiles_are_named():
     model = tiny.elastic("perceptron")
     for profile, message in (
         ({"0": 3, "2": 3}, "'4' is not in the profile"),
+        (0.5, r"profile is a float; it is a mapping of layers to ranks, such as chain.at\(0.5\)"),
         ({"0": 3, "2": 3, "4": 3, "9": 1}, "'9' is not in the model"),
         ({"0": 13, "2": 3, "4": 3}, "'0': rank 13"),
     ):

@@ -235,8 +235,8 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FlexrankError, match=r"holds a parameter not trained here, '2.v'; it belongs to another run"):
         distill_(frozen, teacher, batches("perceptron"), [profile], steps=2, checkpoint=tmp_path / "a")
     with pytest.raises(FlexrankError, match="was written with teacher="):
-        other = build("perceptron", seed=1)
-        distill_(nest(other), other, batches("perceptron"), [profile], steps=2, checkpoint=tmp_path / "a")
+        model, other = (build("perceptron", seed=1) for _ in range(2))
+        distill_(nest(model), other, batches("perceptron"), [profile], steps=2, checkpoint=tmp_path / "a")
 
 
 def test_batch_norm_statistics_and_dropout_rest() -> None:
@@ -254,6 +254,8 @@ def test_batch_norm_statistics_and_dropout_rest() -> None:
         ({"chain": []}, "distillation got no profiles"),
         ({"chain": [{"0": 3, "4": 2}]}, "layer '2' is not in the profile"),
         ({"chain": [SMALL | {"0": 99}]}, "layer '0': rank 99 is out of range"),
+        ({"chain": SMALL}, r"neither a ProfileChain nor a list of profiles, such as \[chain.at\(0.5\)\]"),
+        ({"chain": [0.5, 0.8]}, "neither a ProfileChain nor a list of profiles"),
         ({"steps": 0}, "steps is 0"),
         ({"weights": [1, 2]}, "give 1 positive numbers"),
         ({"model": nn.Identity()}, "no elastic layers"),

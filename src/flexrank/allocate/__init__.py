@@ -135,6 +135,8 @@ def _check_options(
 
 def _check_budgets(budgets: Sequence[float], weights: Weights | None) -> tuple[list[float], list[float]]:
     """Budgets by rising size, and their weights."""
+    if isinstance(budgets, int | float):
+        raise FlexrankError(f"budgets is {budgets}; it is a list, such as [{budgets}]")
     budgets = list(budgets)
     if not budgets:
         raise FlexrankError("no budget is given; give at least one, in (0, 1]")

@@ -204,6 +204,8 @@ def _train(
 def profiles_of(chain: Profiles) -> list[dict[str, int]]:
     """The requested profiles of a chain, or those given, cheapest first; none is a FlexrankError."""
     profiles = [entry.profile for entry in chain.requested] if isinstance(chain, ProfileChain) else chain
+    if not isinstance(profiles, Sequence) or not all(isinstance(profile, Mapping) for profile in profiles):
+        raise FlexrankError("chain is neither a ProfileChain nor a list of profiles, such as [chain.at(0.5)]")
     if not profiles:
         raise FlexrankError("distillation got no profiles; the chain has no requested budgets")
     return [dict(profile) for profile in profiles]

@@ -90,6 +90,9 @@ def set_budget(
 
 def require_fitting(layers: Mapping[str, NestedLayer], profile: Mapping[str, int]) -> None:
     """Raises FlexrankError unless the profile gives each elastic layer, and no other, a rank in its range."""
+    if not isinstance(profile, Mapping):
+        kind = type(profile).__name__
+        raise FlexrankError(f"profile is a {kind}; it is a mapping of layers to ranks, such as chain.at(0.5)")
     for name in sorted(profile.keys() ^ layers.keys()):
         where = "profile" if name in layers else "model"
         raise FlexrankError(f"layer {name!r} is not in the {where}; profile and model must name the same layers")

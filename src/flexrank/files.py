@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from flexrank.errors import FlexrankError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 #: Version of the JSON documents beside the tensors.
@@ -179,6 +180,11 @@ def digest_files(directory: str | Path) -> dict[str, str]:
     directory = Path(directory)
     files = sorted(file for file in directory.rglob("*") if file.is_file())
     return {file.relative_to(directory).as_posix(): digest_file(file) for file in files}
+
+
+def dtype_name(dtype: "torch.dtype") -> str:
+    """The name of a dtype as configurations and documents have it, such as bfloat16."""
+    return str(dtype).removeprefix("torch.")
 
 
 def verify_files(

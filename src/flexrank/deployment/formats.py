@@ -22,7 +22,15 @@ from flexrank.deployment.dense import dense_model
 from flexrank.deployment.exports import relative_difference
 from flexrank.deployment.runtimes import RUNTIMES, TRACED, Inputs, Run, program_of, sample_inputs
 from flexrank.errors import FlexrankError, first_line
-from flexrank.files import digest_files, directory_aside, directory_bytes, read_json, write_document, write_json
+from flexrank.files import (
+    digest_files,
+    directory_aside,
+    directory_bytes,
+    dtype_name,
+    read_json,
+    write_document,
+    write_json,
+)
 from flexrank.hf import models
 from flexrank.hf.companions import CARD
 from flexrank.nn.experts import SEPARATE
@@ -116,7 +124,7 @@ def _loaded(directory: str | Path, format: str) -> Any:
     model, _ = models.load_by_architecture(directory)
     if format not in RUNTIMES or RUNTIMES[format].keeps_dtype or model.dtype == torch.float32:
         return model
-    log.info("%s: the weights are %s, and are written in float32", format, str(model.dtype).removeprefix("torch."))
+    log.info("%s: the weights are %s, and are written in float32", format, dtype_name(model.dtype))
     return model.float()
 
 
@@ -206,7 +214,7 @@ def _facts(model: Any, format: str, inputs: Inputs, bound: float, error: float) 
     return {
         "to": format,
         "class": type(model).__name__,
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": dtype_name(model.dtype),
         "inputs": list(inputs),
         "bound": bound,
         "error": error,

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from flexrank.errors import FlexrankError, first_line
-from flexrank.files import read_document, read_json, verify_files, write_json
+from flexrank.files import dtype_name, read_document, read_json, verify_files, write_json
 from flexrank.hf.companions import TOKENIZER_FILES
 
 Task = Literal["embedding", "language", "classification"]
@@ -24,7 +24,7 @@ TASKS: tuple[Task, ...] = ("embedding", "language", "classification")
 METHOD = "flexrank"
 #: A directory inside an installed package: "package:NAME/path".
 PACKAGE_PREFIX = "package:"
-#: A tokenizer has at least one of these files.
+#: The modelling file that is written beside a deployed model, and how it begins.
 REMOTE_MODULE = "modeling_flexrank"
 _REMOTE_CODE = '''"""Makes this model load with `trust_remote_code=True`; `import flexrank` first does the same."""
 
@@ -150,7 +150,7 @@ def save_config(model: Any, directory: Path, dtype: torch.dtype | None = None) -
     """Writes the model's `config.json`, with its class and a dtype, by default its own; and its generation config."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
-    config.dtype = str(dtype or model.dtype).removeprefix("torch.")
+    config.dtype = dtype_name(dtype or model.dtype)
     config.save_pretrained(directory)
     if model.can_generate():
         model.generation_config.save_pretrained(directory)

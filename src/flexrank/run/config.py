@@ -210,6 +210,11 @@ class RunConfig(Section):
         return bool(self.distillation.steps) and (self.distillation.optimizer, self.dtype) != ("adamw", "float32")
 
     @property
+    def deployed_dtype(self) -> Dtype:
+        """The name of the dtype of exported weights."""
+        return self.deployment.dtype or self.dtype
+
+    @property
     def directory(self) -> Path:
         """The run directory."""
         return Path(self.output.replace("{name}", self.name))

@@ -80,7 +80,7 @@ def measure_sizes(directory: str) -> dict[str, Any]:
         rows.append({"name": f"{budget:g}", **_measure(work, small, base, workloads)})
     return {
         "model": work.config.model,
-        "dtype": str(work.deployed_dtype).removeprefix("torch."),
+        "dtype": work.config.deployed_dtype,
         "machine": machine_facts(),
         "workloads": [{"name": one.name, "tokens": one.tokens} for one in workloads],
         "rows": rows,
@@ -175,6 +175,6 @@ def _peak(work: Workspace, small: Any) -> int | None:
         model, batch = Path(scratch, "model"), Path(scratch, "batch.safetensors")
         models.save_model(small, model)
         write_batch(batch, work.samples.example)
-        dtype = str(work.deployed_dtype).removeprefix("torch.")
-        peak: int = in_fresh_process(peak_of_forward, str(model), work.config.task, dtype, str(batch))
+        config = work.config
+        peak: int = in_fresh_process(peak_of_forward, str(model), config.task, config.deployed_dtype, str(batch))
         return peak

@@ -142,7 +142,7 @@ def export_size(sizes: Sizes, small: nn.Module, profile: RankProfile, place: Pat
         "directory": str(place),
         **count_parameters(small, profile, sizes.shapes),
         "bytes": directory_bytes(place),
-        "dtype": str(work.deployed_dtype).removeprefix("torch."),
+        "dtype": work.config.deployed_dtype,
     }
 
 

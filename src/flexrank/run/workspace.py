@@ -177,7 +177,7 @@ class Workspace:
     @property
     def deployed_dtype(self) -> torch.dtype:
         """The dtype of deployed models."""
-        return getattr(torch, self.config.deployment.dtype or self.config.dtype)
+        return getattr(torch, self.config.deployed_dtype)
 
     @functools.cached_property
     def deployed_base(self) -> Any:

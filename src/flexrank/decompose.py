@@ -21,7 +21,7 @@ from flexrank.nn.matrix import matrix_shape, weight_matrix
 from flexrank.nn.select import nest_
 from flexrank.nn.switch import footprint, full_profile, layer_shapes
 from flexrank.profiles import ChainEntry, ProfileChain, RankProfile
-from flexrank.profiles.costs import dense_parameters
+from flexrank.profiles.costs import Shape, dense_parameters
 from flexrank.progress import track
 
 Method = Literal["datasvd", "paper", "svd", "fisher"]
@@ -108,7 +108,7 @@ def _decompose_block_(
 ) -> None:
     """Decomposes a block's layers; process 0 writes its own as they come, and then those of the others."""
     shapes = {name: matrix_shape(model.get_submodule(name)) for name in moments}
-    owners = processes.deal({name: math.prod(shape) * min(shape) for name, shape in shapes.items()})
+    owners = decomposition_owners(shapes)
     for name in [name for name in moments if owners[name] == processes.number()]:
         layer = _decompose_layer_(model, name, moments[name], method)[0]
         if see is not None:
@@ -119,6 +119,11 @@ def _decompose_block_(
         _send_to_first_(model, name, owners[name])
         if writer is not None:
             writer.put(name)
+
+
+def decomposition_owners(shapes: Mapping[str, Shape], among: int | None = None) -> dict[str, int]:
+    """The process that decomposes each layer of a block, dealt by the layers' costs; as `processes.deal`."""
+    return processes.deal({name: math.prod(shape) * min(shape) for name, shape in shapes.items()}, among)
 
 
 @torch.no_grad()

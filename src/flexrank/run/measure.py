@@ -24,6 +24,7 @@ from flexrank.deployment.machine import (
     machine_facts,
     median_ratio,
     resident_peak,
+    until_done,
 )
 from flexrank.deployment.process import in_fresh_process
 from flexrank.files import write_json
@@ -149,17 +150,11 @@ def _generate(prompt: Mapping[str, Any], model: Any) -> None:
     model.generate(**prompt, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
 
 
-def _finish(call: Callable[[nn.Module], object], model: nn.Module) -> None:
-    call(model)
-    if model_device(model).type == "cuda":
-        torch.cuda.synchronize()
-
-
 def _measure(work: Workspace, small: Any, base: nn.Module, workloads: Sequence[Workload]) -> dict[str, Any]:
     times = []
     with eval_mode(small, base), torch.inference_mode():
         for workload in workloads:
-            runs = [functools.partial(_finish, workload.call, model) for model in (small, base)]
+            runs = [until_done(functools.partial(workload.call, one), model_device(one)) for one in (small, base)]
             own, others = interleave(runs, REPEATS, least_seconds=LEAST_SECONDS)
             ratio = 1.0 if small is base else median_ratio(own, others)
             times.append({"seconds": statistics.median(own), "ratio": ratio})

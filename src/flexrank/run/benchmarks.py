@@ -13,6 +13,7 @@ from flexrank.data.pairs import read_pairs
 from flexrank.data.text import read_texts, sentence_batches, token_blocks
 from flexrank.errors import FlexrankError
 from flexrank.files import write_json
+from flexrank.profiles.costs import full_ranks
 from flexrank.run.config import RunConfig, load_config
 from flexrank.run.directory import RunDirectory
 from flexrank.run.harness import score, settings_of
@@ -74,10 +75,9 @@ def benchmark_run(
     sizes = Sizes(Workspace(load_config(directory), RunDirectory(directory)))
     work = sizes.work
     profiles = {budget: sizes.within({"budget": budget}) for budget in budgets or work.config.allocation.budgets}
-    full = {name: min(shape) for name, shape in sizes.shapes.items()}
     judges, rows = _judges(work, measures), list[dict[str, Any]]()
     result: dict[str, Any] = {"model": work.config.model}
-    for budget, profile in progress.track([(None, full), *profiles.items()], "evaluating"):
+    for budget, profile in progress.track([(None, full_ranks(sizes.shapes)), *profiles.items()], "evaluating"):
         model = work.base if budget is None else sizes.deployed(profile)
         row = {"budget": budget, **count_parameters(model, profile, sizes.shapes), "quality": work.judge(model)}
         for name, judge in judges.items():

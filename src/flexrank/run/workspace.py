@@ -23,6 +23,7 @@ from flexrank.nn.matrix import weight_matrix
 from flexrank.nn.sharding import shard_, shard_blocks_
 from flexrank.nn.switch import nested_layers, share_tensors_
 from flexrank.profiles import ProfileChain
+from flexrank.profiles.costs import full_ranks
 from flexrank.run.config import RunConfig
 from flexrank.run.directory import RunDirectory
 from flexrank.run.samples import Judge, Samples, load_samples, loss_rows
@@ -157,7 +158,7 @@ class Workspace:
         That is the components of each layer up to its largest rank below full, which are on the CPU, beside the matrix
         at full rank.
         """
-        full = {name: min(shape) for name, shape in read_shapes(self.directory / "elastic_initial")[0].items()}
+        full = full_ranks(read_shapes(self.directory / "elastic_initial")[0])
         ranks = {name: {profile[name] for profile in profiles} for name in full}
         below = {name: max(some - {full[name]}, default=full[name]) for name, some in ranks.items()}
         model = load_components(self.directory / "elastic_initial", below)

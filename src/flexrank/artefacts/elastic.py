@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from flexrank import files, processes
 from flexrank.artefacts.cards import write_elastic_card
 from flexrank.artefacts.deployed import Factory, bare_model, describe, factory_name, fill
-from flexrank.artefacts.tensors import ShardWriter, named_tensors, open_tensors
+from flexrank.artefacts.tensors import ShardWriter, named_tensors, open_tensors, shared_places
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
 from flexrank.hf.companions import fetched, save_companions
@@ -91,6 +91,7 @@ class ElasticWriter:
         self._files = files.digest_files(directory)  # without the tensors, which have digests of their own
         self._shards = ShardWriter(directory, ELASTIC_STATE, shard_bytes)
         self._aliases = named_tensors(model)[1]
+        self._places = shared_places(model)
         self._digests: dict[str, Any] = {}
         self._dtypes: dict[str, str] = {}
 
@@ -100,8 +101,7 @@ class ElasticWriter:
         assert isinstance(layer, NestedLayer)
         for key, tensor in layer.state_dict().items():
             self._add(f"{name}.{key}", tensor, [len(layer.u)] if key in ("u", "v") else None)
-        modules = self._model.named_modules(remove_duplicate=False)
-        others = [other for other, module in modules if module is layer and other != name]
+        others = [other for other in self._places.get(name, ()) if other != name]
         self._aliases |= {f"{other}.{key}": f"{name}.{key}" for other in others for key in layer.state_dict()}
         layer.to("meta")
 

@@ -49,7 +49,7 @@ _COLUMNS = {
 
 def write_elastic_card(directory: Path, description: Mapping[str, Any], chain: ProfileChain, model: Any) -> None:
     """Writes the card of an elastic artefact that `description` (`deployed.describe`) is of: its table of sizes."""
-    rows = [[f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" for value in _cells(row)]
+    rows = [[f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" for value in map(row.get, _COLUMNS)]
             for row in reversed(chain.sizes())]  # fmt: skip
     lead = "Every size from one set of weights, decomposed by flexrank (FlexRank, ICML 2026) into components in order "
     lead += "of importance. A size is the first components of each layer; only those are read."
@@ -82,10 +82,6 @@ def _write_basic(
     code = _CODE[what, library].format(kind=kind, place=".", **facts)
     lines = [f"# {kind}, {what}", "", lead, "", f"```python\n{code}\n```", "", *more, *[""] * bool(more), LICENCE, ""]
     (directory / CARD).write_text(start + "\n".join(lines), encoding="utf8")
-
-
-def _cells(row: Mapping[str, Any]) -> list[Any]:
-    return [row[name] for name in _COLUMNS]
 
 
 def table(header: list[str], rows: list[list[str]]) -> list[str]:

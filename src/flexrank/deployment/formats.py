@@ -19,7 +19,7 @@ from flexrank.artefacts.inspect import PROGRAM_DOCUMENT as DOCUMENT
 from flexrank.artefacts.inspect import PROGRAM_KIND, inspect_artefact
 from flexrank.data.batches import output_tensor
 from flexrank.deployment.dense import dense_model
-from flexrank.deployment.exports import relative_difference
+from flexrank.deployment.exports import relative_difference, require_no_problems
 from flexrank.deployment.runtimes import RUNTIMES, TRACED, Inputs, Run, program_of, sample_inputs
 from flexrank.errors import FlexrankError, first_line
 from flexrank.files import (
@@ -149,10 +149,7 @@ def read_export(directory: Path, format: str) -> Run:
     if format in RUNTIMES:
         return RUNTIMES[format].read(directory)
     model, report = models.load_by_architecture(directory)
-    for problem, names in report.items():
-        if names:
-            some = ", ".join(sorted(map(str, names))[:3])
-            raise FlexrankError(f"{directory}: {problem} on reloading ({some} …); nothing was kept")
+    require_no_problems(report, directory)
 
     def run(inputs: Any) -> torch.Tensor:
         with torch.no_grad():

@@ -6,7 +6,8 @@ from typing import Any
 
 from flexrank.artefacts import cards
 from flexrank.hf.companions import CARD
-from flexrank.run.report import Summary, note, table_cells
+from flexrank.run.figures import Summary
+from flexrank.run.report import note, table_cells
 from flexrank.run.tables import count
 
 #: The class of transformers that loads a task's models.

@@ -18,7 +18,7 @@ from flexrank.distill.step import Step, Targets, training
 from flexrank.errors import FlexrankError
 from flexrank.profiles import ProfileChain
 from flexrank.progress import track
-from research.baselines.method import Loss
+from research.baselines.method import Loss, parameter_count
 
 #: The warm-up's share of the steps, and bytes of the teacher's outputs that are kept.
 WARMUP, CACHE = 0.025, 256 * 2**20
@@ -51,7 +51,7 @@ class Lesson:
     def limit(self, budget: float) -> int:
         """The parameters that a deployed model may have at a budget, those outside layers among them."""
         dense = sum(m * n for m, n in self.layers.values())
-        return sum(one.numel() for one in self.teacher.parameters()) - dense + int(budget * dense)
+        return parameter_count(self.teacher) - dense + int(budget * dense)
 
     def weights(self, model: Any) -> dict[str, nn.Parameter]:
         """All parameters of a form of the base model but its embeddings, which ours leaves as they are too."""

@@ -52,8 +52,14 @@ def dense_reasons(
 
 
 def nest_(model: nn.Module, name: str, factors: Factors) -> NestedLayer:
-    """Replaces the layer `name` by its elastic form with these factors, in the layer's dtype, device and mode."""
-    layer = model.get_submodule(name)
+    """Replaces the layer `name` by its `elastic_form`, and returns that."""
+    nested = elastic_form(model.get_submodule(name), factors)
+    replace_layers(model, {name: nested})
+    return nested
+
+
+def elastic_form(layer: nn.Module, factors: Factors) -> NestedLayer:
+    """The elastic layer with these factors, in the layer's dtype, device and mode."""
     weight, bias, geometry = weight_matrix(layer), bias_of(layer), conv_geometry(layer)
     u, v = (factor.to(weight.device, weight.dtype).contiguous() for factor in (factors.u, factors.v))
     kind = NestedConv2d if geometry else NestedLinear
@@ -61,13 +67,7 @@ def nest_(model: nn.Module, name: str, factors: Factors) -> NestedLayer:
     nested.requires_grad_(weight.requires_grad)
     if bias is not None and nested.bias is not None:
         nested.bias.requires_grad_(bias.requires_grad)
-    replace_layer(model, name, nested.train(layer.training))
-    return nested
-
-
-def replace_layer(model: nn.Module, name: str, new: nn.Module) -> None:
-    """Puts `new` in the place of the module `name`, as `replace_layers`."""
-    replace_layers(model, {name: new})
+    return nested.train(layer.training)
 
 
 def replace_layers(model: nn.Module, new: Mapping[str, nn.Module]) -> None:

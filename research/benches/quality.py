@@ -24,7 +24,7 @@ from flexrank import (
     save_elastic,
 )
 from flexrank.data.batches import Batch
-from flexrank.distill.objectives import Objective
+from flexrank.distill.objectives import FisherObjective
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import uniform_profile, use_profile
 from flexrank.profiles import ProfileChain, RankProfile, SensitivityTable
@@ -46,7 +46,7 @@ class Subject:
     teacher: nn.Module
     calibration: Sequence[Batch]
     probe: Sequence[Batch]
-    objective: Objective
+    objective: FisherObjective
     score: Callable[[nn.Module], dict[str, float]]
     exclude: Sequence[str] = ()
 

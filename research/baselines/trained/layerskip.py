@@ -58,10 +58,6 @@ class ExitObjective:
         own = self.inner.loss(exit_output(self.model, output, self.place), target, batch)
         return (early * own + weights[-1] * self.inner.loss(output, target, batch)) / (early + weights[-1])
 
-    def fisher_loss(self, output: Any, batch: Batch) -> Tensor:
-        """The inner objective's."""
-        return self.inner.fisher_loss(output, batch)
-
 
 def exits(model: nn.Module, layers: Iterable[str]) -> list[tuple[str, nn.Module]]:
     """The blocks after which the model can end, by name.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flexrank.data.batches import Batch, token_mask
 from flexrank.decompose import Method
-from flexrank.distill.objectives import Objective
+from flexrank.distill.objectives import FisherObjective, Objective
 from flexrank.distill.optimizer import set_rate
 from flexrank.distill.schedule import Feed, scheduled_rate
 from flexrank.distill.step import Step, Targets, training
@@ -37,7 +37,7 @@ class Lesson:
     budgets: Sequence[float]  #: of the factorised layers' parameters, largest first
     steps: int  #: of all sizes together
     steps_of_a_size: int  #: of a method that trains each size by itself
-    followed: Objective  #: of distillation
+    followed: FisherObjective  #: of distillation
     divergence: Objective  #: the same without hidden states, as the paper prints it
     task: Loss | None  #: the loss of labels, summed over samples; None where there are none
     elastic: Callable[[Method], nn.Module]  #: gives the model decomposed by `datasvd` or `fisher`
@@ -127,10 +127,6 @@ class TaskObjective:
         mask = token_mask(batch)
         assert mask is not None
         return self.total(output, batch) / (mask[:, 1:] & mask[:, :-1]).sum()
-
-    def fisher_loss(self, output: Any, batch: Batch) -> Tensor:
-        """The summed loss."""
-        return self.total(output, batch)
 
 
 def losses(name: str, *values: float, **settings: Any) -> tuple[Settings, ...]:

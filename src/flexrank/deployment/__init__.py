@@ -70,7 +70,9 @@ def deploy(
             raise FlexrankError(f"layer {name!r}: {error}") from error
     small = _copied(model, {layer: deployed[name] for name, layer in layers.items()}, device, dtype)
     if models.is_transformers_model(small):
-        models.attach(small, {name: layer_spec(layer) for name, layer in deployed.items()})
+        from flexrank.hf.quantizer import attach  # which imports transformers
+
+        attach(small, {name: layer_spec(layer) for name, layer in deployed.items()})
     return small
 
 

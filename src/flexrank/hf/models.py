@@ -7,7 +7,7 @@ import contextlib
 import copy
 import importlib.util
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -176,15 +176,8 @@ def mark_elastic(directory: Path) -> None:
         write_json(file, read_json(file) | own)
 
 
-def attach(model: Any, layers: Mapping[str, Mapping[str, Any]]) -> None:
-    """Makes `save_pretrained` of a deployed transformers model write its layers' specs into `config.json`."""
-    from flexrank.hf import quantizer
-
-    quantizer.attach(model, layers)
-
-
 def attached_layers(model: Any) -> dict[str, Any]:
-    """The specs that `attach` gave the model; empty if it was not attached."""
+    """The specs that `quantizer.attach` gave the model; empty if it was not attached."""
     config: Any = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
     return dict(config.layers) if getattr(config, "quant_method", None) == METHOD else {}
 

@@ -14,7 +14,7 @@ from torch import nn
 from flexrank import processes
 from flexrank.artefacts.elastic import SHARD_BYTES, load_components, load_elastic, read_shapes
 from flexrank.data.batches import call_model, to_device
-from flexrank.distill.objectives import Objective, objective_for
+from flexrank.distill.objectives import FisherObjective, Objective, objective_for
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
 from flexrank.hf.companions import MeanPooled
@@ -94,7 +94,7 @@ class Workspace:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def objective(self, hidden_weight: float = 0.0, top_k: int | None = None) -> Objective:
+    def objective(self, hidden_weight: float = 0.0, top_k: int | None = None) -> FisherObjective:
         """The task's distillation loss."""
         temperature = self.config.distillation.temperature
         return objective_for(self.config.task, temperature=temperature, hidden_weight=hidden_weight, top_k=top_k)

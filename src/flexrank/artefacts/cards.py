@@ -114,7 +114,7 @@ def read_head(card: Path) -> dict[str, Any]:
     found = re.match(r"---\n(.*?)\n---(\s|$)", text, re.DOTALL)
     try:
         value = yaml.safe_load(found[1]) if found else None
-    except (yaml.YAMLError, ValueError):  # the latter of a date that is none
+    except (yaml.YAMLError, ValueError):  # a ValueError comes from a date that does not exist
         value = None
     return value if isinstance(value, dict) else {}
 

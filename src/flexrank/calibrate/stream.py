@@ -119,7 +119,7 @@ class Stream:
         self._rest: tuple[Any, ...] | None = None  # what a block returns after hidden states; None: it returns no tuple
 
     def first_input(self, batch: Batch) -> Tensor:
-        """h_0."""
+        """h_0 of a batch: what its first block reads."""
         found: list[Tensor] = []
 
         def see(*args: Any, **kwargs: Any) -> Any:
@@ -130,7 +130,7 @@ class Stream:
         return found[0]
 
     def through(self, index: int, batch: Batch, hidden: Tensor) -> Tensor:
-        """h_{index+1}, from h_index."""
+        """h_{index+1} of a batch: what block `index` returns where it reads `hidden`, h_index."""
         block, found = self._blocks[index], list[Tensor]()
         own = block.forward
 

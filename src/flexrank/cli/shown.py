@@ -21,7 +21,7 @@ def show_report(directory: Path, as_json: bool, more: dict[str, Any]) -> None:
 
 
 def show_tuned(export: Mapping[str, Any]) -> None:
-    """On standard error, which the export's place is not printed to: qualities of shared weights and of tuned ones."""
+    """Prints the qualities of shared and of tuned weights on standard error; standard output has the export's place."""
     from rich.table import Table
 
     table = Table("quality", "shared", "tuned", box=None, padding=(0, 2))

@@ -99,11 +99,11 @@ def _load_and_run(
 
 @contextlib.contextmanager
 def _off_its_gpu(model: nn.Module) -> Iterator[None]:
-    """Inside the block the model is on the CPU: its device has room for the fresh process's. Then it is back."""
+    """Inside the block the model is on the CPU, so that a fresh process has room on its device; then it goes back."""
     device = model_device(model)
     model.to("cpu")
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what this process keeps for itself, no other one can have
+        torch.cuda.empty_cache()  # no other process can have what this one keeps for itself
     try:
         yield
     finally:

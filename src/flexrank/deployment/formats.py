@@ -150,12 +150,7 @@ def read_export(directory: Path, format: str) -> Run:
         return RUNTIMES[format].read(directory)
     model, report = models.load_by_architecture(directory)
     require_no_problems(report, directory)
-
-    def run(inputs: Any) -> torch.Tensor:
-        with torch.no_grad():
-            return output_tensor(model(**inputs))
-
-    return run
+    return torch.no_grad()(lambda inputs: output_tensor(model(**inputs)))
 
 
 @contextlib.contextmanager

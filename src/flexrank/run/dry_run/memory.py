@@ -90,7 +90,7 @@ def replayed_bytes(architecture: Architecture, config: RunConfig) -> int:
 
 
 def most(*moments: dict[str, int]) -> dict[str, int]:
-    """What is in memory at the moment of a stage that takes most."""
+    """What is in memory at the moment at which a stage takes most."""
     return max(moments, key=lambda parts: sum(parts.values()))
 
 

@@ -26,8 +26,13 @@ LEFTOVER = re.compile(r"\.(?P<of>.+)\.[a-z0-9_]{8}\.(?P<kind>aside|old)")
 
 def write_json(path: str | Path, value: Any) -> None:
     """Writes `value` as JSON at `path`, replacing it in one rename (floats keep every bit: `repr` round-trips)."""
+    write_text(path, json.dumps(value, indent=1, sort_keys=False, allow_nan=False) + "\n")
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Writes a text at `path`, replacing it in one rename."""
     with write_aside(path) as aside:
-        aside.write_text(json.dumps(value, indent=1, sort_keys=False, allow_nan=False) + "\n", encoding="utf8")
+        aside.write_text(text, encoding="utf8")
 
 
 def read_json(path: str | Path) -> Any:

@@ -11,7 +11,6 @@ from typing import Any
 
 import yaml
 
-from flexrank.files import write_aside
 from flexrank.hf.companions import CARD, source_of
 from flexrank.profiles import ProfileChain
 
@@ -117,9 +116,3 @@ def read_head(card: Path) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError):  # a ValueError comes from a date that does not exist
         value = None
     return value if isinstance(value, dict) else {}
-
-
-def write_card(place: Path, text: str) -> None:
-    """Writes the card of an artefact that is there, in place of another."""
-    with write_aside(place / CARD) as aside:
-        aside.write_text(text, encoding="utf8")

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from flexrank.artefacts.cards import table
 from flexrank.errors import FlexrankError
-from flexrank.files import read_json, require_keys, write_aside
+from flexrank.files import read_json, require_keys, write_text
 from flexrank.run.figures import LABELS, Summary, draw_figures
 from flexrank.run.page import write_page
 from flexrank.run.tables import count, new_table, print_line
@@ -49,8 +49,7 @@ def write_report(directory: str | Path) -> list[Path]:
     else:
         figures = draw_figures(summary, directory / "figures")
     text, page = directory / "report.md", directory / "report.html"
-    with write_aside(text) as aside:
-        aside.write_text(_markdown(summary, figures), encoding="utf8")
+    write_text(text, _markdown(summary, figures))
     write_comparison([directory], page)
     return [*figures, text, page]
 

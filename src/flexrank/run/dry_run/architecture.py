@@ -133,7 +133,6 @@ def _watch(model: nn.Module, layers: Mapping[str, nn.Module], sample: Mapping[st
         calls[name] = (*calls.get(name, ()), call)
 
     with Hooks() as hooks, models.clear_errors(type(model).__name__):
-        for name, layer in layers.items():
-            hooks.watch(layer, functools.partial(see, name))
+        hooks.watch(layers, see)
         output = call_model(model, sample)
     return calls, output

@@ -1,6 +1,6 @@
 """What rank methods read of the calibration: one tensor for each layer."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,10 @@ from flexrank.data.batches import (
     call_model,
     eval_mode,
     model_device,
-    output_tensor,
     row_masks,
     to_device,
-    token_mask,
 )
+from flexrank.data.metrics import next_tokens
 from flexrank.nn.matrix import input_rows, masked_rows, matrix_shape, output_rows
 from research.baselines.method import Layers, Loss
 
@@ -137,9 +136,5 @@ def mean_loss(loss: Loss, batches: Sequence[Batch]) -> Callable[[nn.Module], flo
 
 def next_token_loss(output: Any, batch: Batch) -> Tensor:
     """The cross entropy of each real token given those before it, summed: the loss of a causal language model."""
-    assert isinstance(batch, Mapping)
-    ids, mask = batch["input_ids"], token_mask(batch)
-    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
-    predicted = real[:, 1:] & real[:, :-1]
-    logits, targets = output_tensor(output)[:, :-1][predicted], ids[:, 1:][predicted]
+    logits, targets = next_tokens(output, batch)
     return functional.cross_entropy(logits.float(), targets, reduction="sum")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from flexrank.errors import FlexrankError
-from flexrank.files import write_aside
+from flexrank.files import write_text
 from research.experiment import BENCHES, COMPARISONS, STUDIES, Experiment, find_experiment
 from research.result import RESULT, Result, claim_cells, read_result, shown_rows
 
@@ -73,9 +73,8 @@ def _write_page(kind: str, entries: Iterable[tuple[Experiment, Path]]) -> None:
         sections.append(_section(experiment, result, Path("..", directory), named))
         label = experiment.name + (" --full" if result["form"] == "full" else "")
         overview += [[label, *claim_cells(one)] for one in result["claims"]]
-    with write_aside(page) as aside:
-        summary = _markdown([kind, *named, "here", ""], overview)
-        aside.write_text("\n".join([head, summary, "", *sections]), encoding="utf8")
+    summary = _markdown([kind, *named, "here", ""], overview)
+    write_text(page, "\n".join([head, summary, "", *sections]))
 
 
 def _section(experiment: Experiment, result: Result, directory: Path, named: tuple[str, str]) -> str:

@@ -6,7 +6,6 @@ of flexrank's `fisher`. KFAC-SVD differs by what tames the sums: gradients are o
 lengths kept within a factor of their mean, and both sums are shrunk far towards a multiple of the identity.
 """
 
-import functools
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -37,13 +36,12 @@ def moments(model: nn.Module, batches: Sequence[Batch], layers: Layers, loss: Lo
     seen, device = list[tuple[str, GradientEdge]](), model_device(model)
     masks = list[Tensor]()
 
-    def see(name: str, layer: nn.Module, inputs: Tensor, outputs: Tensor) -> None:
-        sums[name][0].add_(gram_of(masked_rows(input_rows(layer, inputs), masks).detach()).cpu())
+    def see(name: str, inputs: Tensor, outputs: Tensor) -> None:
+        sums[name][0].add_(gram_of(masked_rows(input_rows(layers[name], inputs), masks).detach()).cpu())
         seen.append((name, get_gradient_edge(outputs)))
 
     with computing(model, device, with_gradients=True), Hooks() as hooks:
-        for name, layer in layers.items():
-            hooks.watch(layer, functools.partial(see, name, layer))
+        hooks.watch(layers, see)
         for number, batch in enumerate(batches):
             batch = to_device(batch, device)
             masks[:] = row_masks(batch)

@@ -1,7 +1,6 @@
 """What rank methods read of the calibration: one tensor for each layer."""
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +17,10 @@ from flexrank.data.batches import (
     call_model,
     eval_mode,
     model_device,
-    output_tensor,
     row_masks,
     to_device,
-    token_mask,
 )
+from flexrank.data.metrics import next_tokens
 from flexrank.nn.matrix import input_rows, masked_rows, matrix_shape, output_rows
 from research.baselines.method import Layers, Loss
 
@@ -72,13 +70,13 @@ def _watch(
     """Calls `see(name, inputs, outputs)` with the rows of real tokens of each layer's calls, while the model runs."""
     masks = list[Tensor]()
 
-    def watched(name: str, layer: nn.Module, inputs: Tensor, outputs: Tensor) -> None:
+    def watched(name: str, inputs: Tensor, outputs: Tensor) -> None:
+        layer = layers[name]
         see(name, masked_rows(input_rows(layer, inputs), masks), masked_rows(output_rows(layer, outputs), masks))
 
     device = model_device(model)
     with computing(model, device, with_gradients=False), Hooks() as hooks:
-        for name, layer in layers.items():
-            hooks.watch(layer, functools.partial(watched, name, layer))
+        hooks.watch(layers, watched)
         for batch in batches:
             batch = to_device(batch, device)
             masks[:] = row_masks(batch)
@@ -95,12 +93,11 @@ def input_importance(
     sums, samples, device = _zeros(layers), 0, model_device(model)
     seen: list[tuple[str, Tensor, GradientEdge]] = []
 
-    def see(name: str, layer: nn.Module, inputs: Tensor, outputs: Tensor) -> None:
-        seen.append((name, input_rows(layer, inputs).detach(), get_gradient_edge(outputs)))
+    def see(name: str, inputs: Tensor, outputs: Tensor) -> None:
+        seen.append((name, input_rows(layers[name], inputs).detach(), get_gradient_edge(outputs)))
 
     with computing(model, device, with_gradients=True), Hooks() as hooks:
-        for name, layer in layers.items():
-            hooks.watch(layer, functools.partial(see, name, layer))
+        hooks.watch(layers, see)
         for number, batch in enumerate(batches):
             batch, count = to_device(batch, device), batch_rows(batch)
             total, samples = seeded_loss(loss, call_model(model, batch), batch, number), samples + count
@@ -139,9 +136,5 @@ def mean_loss(loss: Loss, batches: Sequence[Batch]) -> Callable[[nn.Module], flo
 
 def next_token_loss(output: Any, batch: Batch) -> Tensor:
     """The cross entropy of each real token given those before it, summed: the loss of a causal language model."""
-    assert isinstance(batch, Mapping)
-    ids, mask = batch["input_ids"], token_mask(batch)
-    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
-    predicted = real[:, 1:] & real[:, :-1]
-    logits, targets = output_tensor(output)[:, :-1][predicted], ids[:, 1:][predicted]
+    logits, targets = next_tokens(output, batch)
     return functional.cross_entropy(logits.float(), targets, reduction="sum")

@@ -5,7 +5,6 @@ read and returned in a real forward; peaks are those of fresh processes.
 """
 
 import ctypes
-import functools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
@@ -57,8 +56,7 @@ def measure_moments(dtype: str) -> dict[str, Any]:
     collector = Collector(layers, groups, "smaller", False)
     calls: list[tuple[str, Tensor, Tensor]] = []
     with Hooks() as hooks:
-        for name, layer in layers.items():
-            hooks.watch(layer, functools.partial(lambda *call: calls.append(call), name))
+        hooks.watch(layers, lambda *call: calls.append(call))
         call_model(model, batch)
 
     def collect() -> None:

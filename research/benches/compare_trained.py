@@ -78,16 +78,12 @@ def _tried(course: Course, ledger: Ledger, request: Request, drawn: Mapping[str,
         for number, settings in enumerate(some)
     }
     tried = ledger.take_all(units, method_unit, request.jobs)
-    return {
-        name: [
-            {
-                "settings": dict(settings),
-                "error": _mean_distance(base, course.measure, tried[f"{name}, trial {number}"]),
-            }
-            for number, settings in enumerate(some)
-        ]
-        for name, some in trials.items()
-    }
+
+    def trial(name: str, number: int) -> dict[str, Any]:
+        error = _mean_distance(base, course.measure, tried[f"{name}, trial {number}"])
+        return {"settings": dict(trials[name][number]), "error": error}
+
+    return {name: [trial(name, number) for number in range(len(some))] for name, some in trials.items()}
 
 
 def _trained(
@@ -258,17 +254,9 @@ def draw(data: Mapping[str, Any]) -> Any:
                 [max(LEAST, abs(unit["rows"][place]["scores"][one["measure"]] - base)) for place in places]
                 for unit in runs
             ]
-            held = TRAINED_METHODS[method].is_one_artefact
-            draw_seeds(
-                axes,
-                shares,
-                lines,
-                COLOURS[method],
-                method,
-                linestyle="-" if held else ":",
-                markersize=3,
-                linewidth=1.4,
-            )
+            dash = "-" if TRAINED_METHODS[method].is_one_artefact else ":"
+            style = {"linestyle": dash, "markersize": 3, "linewidth": 1.4}
+            draw_seeds(axes, shares, lines, COLOURS[method], method, **style)
         axes.set(title=name, xlabel="deployed share of the layers' parameters", yscale="log")
         axes.set_ylabel(f"{one['measure']}: distance from the base model")
     handles, labels = all_axes[0].get_legend_handles_labels()

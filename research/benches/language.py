@@ -11,7 +11,7 @@ from flexrank import distill_
 from flexrank.data.batches import Batch
 from flexrank.data.halves import Half, places_of
 from flexrank.data.metrics import nats_per_token
-from flexrank.data.text import read_texts, token_blocks
+from flexrank.data.text import block_batches, read_texts, token_blocks
 from flexrank.distill.objectives import LogitObjective
 from flexrank.hf.models import hidden_states, load_model, load_tokenizer
 from flexrank.run.training import autocast_dtype
@@ -70,7 +70,7 @@ def subject_of(
         rows = rows[places_of(half, rows)][:count]
         if seed and half is None:
             rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))]
-        return [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in rows.split(BATCH)]
+        return block_batches(rows, BATCH)
 
     training = blocks(read_texts(assets / train, separator), TRAINING)
     held_out = blocks(stories(assets / held_out_text), evaluation, half)

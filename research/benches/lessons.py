@@ -15,7 +15,7 @@ from flexrank import distillation_evaluator, probe_sensitivity
 from flexrank.data.batches import Batch
 from flexrank.data.halves import Half
 from flexrank.decompose import Method
-from flexrank.distill.objectives import EmbeddingObjective, LogitObjective, Objective
+from flexrank.distill.objectives import EmbeddingObjective, FisherObjective, LogitObjective, Objective
 from flexrank.errors import FlexrankError
 from flexrank.hf.models import eager_attention, hidden_states
 from flexrank.nn.matrix import matrix_shape
@@ -51,7 +51,7 @@ class Course:
     levels: int
     facts: Mapping[str, Any]
     taught: Callable[[int, Half], tuple[Subject, Sequence[Batch]]]  #: of a seed, and of the half that is scored
-    followed: Objective
+    followed: FisherObjective
     divergence: Objective
     task: Loss | None
     forwards: Callable[[nn.Module, nn.Module], contextlib.AbstractContextManager[None]]

@@ -14,17 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from flexrank import (
-    allocate_ranks,
-    collect_moments,
-    decompose_,
-    distillation_evaluator,
-    load_elastic,
-    probe_sensitivity,
-    save_elastic,
-)
+import flexrank as fr
 from flexrank.data.batches import Batch
-from flexrank.distill.objectives import Objective
+from flexrank.distill.objectives import FisherObjective
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import uniform_profile, use_profile
 from flexrank.profiles import ProfileChain, RankProfile, SensitivityTable
@@ -46,7 +38,7 @@ class Subject:
     teacher: nn.Module
     calibration: Sequence[Batch]
     probe: Sequence[Batch]
-    objective: Objective
+    objective: FisherObjective
     score: Callable[[nn.Module], dict[str, float]]
     exclude: Sequence[str] = ()
 
@@ -55,7 +47,7 @@ class Subject:
         model = copy.deepcopy(self.teacher)
         loss = self.objective.fisher_loss if method == "fisher" else None
         layers = select_layers(model, exclude=self.exclude)
-        decompose_(model, collect_moments(model, self.calibration, layers, gradient_loss=loss), method=method)
+        fr.decompose_(model, fr.collect_moments(model, self.calibration, layers, gradient_loss=loss), method=method)
         return model
 
     def scores(self, model: nn.Module, profile: Callable[[float], RankProfile]) -> Scores:
@@ -70,8 +62,8 @@ class Subject:
         """The scores of an elastic model's one artefact, read at each budget, and no more of it than that needs."""
         with tempfile.TemporaryDirectory() as scratch:
             directory = Path(scratch, "elastic")
-            save_elastic(model, chain, directory)
-            return [self.score(load_elastic(directory, budget)[0]) for budget in BUDGETS]
+            fr.save_elastic(model, chain, directory)
+            return [self.score(fr.load_elastic(directory, budget)[0]) for budget in BUDGETS]
 
     def without_training(
         self, methods: Sequence[str], levels: int
@@ -80,9 +72,9 @@ class Subject:
         models, results = {method: self.decomposed(method) for method in methods}, {}
         for method, model in models.items():
             results[f"{method}, uniform"] = self.scores(model, functools.partial(uniform_profile, model))
-        evaluate = distillation_evaluator(self.teacher, self.probe, self.objective)
+        evaluate = fr.distillation_evaluator(self.teacher, self.probe, self.objective)
         for method, model in models.items():
-            errors = probe_sensitivity(model, evaluate, levels, spacing="parameters", **EVERY_RANK)
+            errors = fr.probe_sensitivity(model, evaluate, levels, spacing="parameters", **EVERY_RANK)
             for name in ("paper", "joint"):
                 chain = chain_of(name, errors, BUDGETS)
                 results[f"{method}, {name}"] = self.scores(model, chain.at)
@@ -129,8 +121,8 @@ def compare(
 def chain_of(allocation: str, table: SensitivityTable, budgets: Sequence[float]) -> ProfileChain:
     """Ranks for these budgets from a table: by the printed search, or all together; every rank is a candidate."""
     if allocation == "paper":
-        return allocate_ranks(table, budgets, method="paper", savings="ranks")
-    return allocate_ranks(table, budgets, **EVERY_RANK)
+        return fr.allocate_ranks(table, budgets, method="paper", savings="ranks")
+    return fr.allocate_ranks(table, budgets, **EVERY_RANK)
 
 
 def quality_table(title: str, results: Mapping[str, Sequence[Scores]], what: str) -> dict[str, Any]:

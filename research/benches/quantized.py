@@ -11,7 +11,6 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -91,13 +90,9 @@ def _lesson(name: str, request: Request) -> tuple[Subject, Any, Objective, Any]:
     """A model, what it learns from and by, and how its forwards run meanwhile."""
     if name == "pycode5m":
         subject, batches = language.subject_of(language.PYCODE, request.half)
-        return subject, batches, language.FOLLOWED, functools.partial(_seen, subject.teacher)
+        return subject, batches, language.FOLLOWED, lambda model: hidden_states(model, subject.teacher)
     subject, batches = sts.subject_of(request.half)
     return subject, batches, EmbeddingObjective(sts.HIDDEN_WEIGHT), eager_attention
-
-
-def _seen(teacher: nn.Module, model: nn.Module) -> AbstractContextManager[None]:
-    return hidden_states(model, teacher)
 
 
 def _points(

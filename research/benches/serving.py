@@ -16,7 +16,7 @@ import torch
 
 from flexrank import FlexrankError
 from flexrank.hf.models import load_model
-from research import serve_by_vllm
+from research import machine, serve_by_vllm
 from research.assets import assets_directory
 from research.benches.runtimes import deployed_sizes
 from research.experiment import Experiment, Ledger, Request
@@ -37,12 +37,9 @@ def pycode() -> Any:
 
 def random_llama() -> Any:
     """A wider one with random weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
     heads = {"num_attention_heads": WIDTH // 64, "num_key_value_heads": WIDTH // 64, "vocab_size": 4096}
     sizes = {"hidden_size": WIDTH, "intermediate_size": 3 * WIDTH, "num_hidden_layers": BLOCKS}
-    return LlamaForCausalLM(LlamaConfig(**heads, **sizes, max_position_embeddings=512)).eval()
+    return machine.random_llama(**heads, **sizes, max_position_embeddings=512)
 
 
 MODELS: dict[str, Callable[[], Any]] = {"pycode5m": pycode, f"random Llama, width {WIDTH}": random_llama}

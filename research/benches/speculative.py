@@ -14,19 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexrank import (
-    ProfileChain,
-    allocate_ranks,
-    collect_moments,
-    curvature_sensitivity,
-    decompose_,
-    deploy,
-    distill_,
-    load_elastic,
-    save_elastic,
-    select_layers,
-    submodel,
-)
+import flexrank as fr
 from flexrank.data.text import token_blocks
 from flexrank.deployment.machine import interleave, median_ratio
 from flexrank.hf.models import load_model, load_tokenizer
@@ -55,7 +43,8 @@ def run(request: Request) -> Result:
     directory = Ledger(request.work, settings).directory / "elastic"
     if not directory.is_dir():
         consolidate(directory)
-    data = measure(*load_elastic(directory), load_model(assets_directory(TEXTS[0]) / TEXTS[0], "language"), prompts())
+    base = load_model(assets_directory(TEXTS[0]) / TEXTS[0], "language")
+    data = measure(*fr.load_elastic(directory), base, prompts())
     best = max(row["speed"] for row in data["rows"])
     equal = min(row["equal"] for row in data["rows"])
     goals = [
@@ -71,16 +60,16 @@ def consolidate(directory: Path) -> None:
     subject, training = subject_of(TEXTS)
     model, objective = copy.deepcopy(subject.teacher), subject.objective
     batches: Sequence[Any] = subject.calibration[:CALIBRATION]
-    layers = select_layers(model)
-    moments = collect_moments(model, batches, layers, side="input", gradient_loss=objective.fisher_loss)
-    decompose_(model, moments)
+    layers = fr.select_layers(model)
+    moments = fr.collect_moments(model, batches, layers, side="input", gradient_loss=objective.fisher_loss)
+    fr.decompose_(model, moments)
     rows = sum(int(batch["attention_mask"].sum()) for batch in batches)
-    chain = allocate_ranks(curvature_sensitivity(model, moments, rows), (*DRAFTS, 1.0))
+    chain = fr.allocate_ranks(fr.curvature_sensitivity(model, moments, rows), (*DRAFTS, 1.0))
     autocast = autocast_dtype("auto", torch.device("cpu"))
-    distill_(
+    fr.distill_(
         model, subject.teacher, training, chain, steps=STEPS, learning_rate=2e-4, warmup_steps=5, autocast=autocast
     )
-    save_elastic(model, chain, directory)
+    fr.save_elastic(model, chain, directory)
 
 
 def prompts() -> list[Tensor]:
@@ -91,9 +80,9 @@ def prompts() -> list[Tensor]:
     return [block["input_ids"][:, :PROMPT] for block in blocks[:PROMPTS]]
 
 
-def measure(model: Any, chain: ProfileChain, base: Any, texts: Sequence[Tensor]) -> dict[str, Any]:
+def measure(model: Any, chain: fr.ProfileChain, base: Any, texts: Sequence[Tensor]) -> dict[str, Any]:
     """Tokens per second of the base model and of the largest size alone, then a row for every draft."""
-    large = submodel(model, chain.entries[-1].profile)
+    large = fr.submodel(model, chain.entries[-1].profile)
     wanted = [decode(large, text) for text in texts]
     runs = [functools.partial(_decode_all, one, texts) for one in (base, large)]
     with inference(base, large):
@@ -104,17 +93,17 @@ def measure(model: Any, chain: ProfileChain, base: Any, texts: Sequence[Tensor])
 
 
 def _measure_draft(
-    model: Any, chain: ProfileChain, budget: float, large: Any, base: Any, texts: Sequence[Tensor],
+    model: Any, chain: fr.ProfileChain, budget: float, large: Any, base: Any, texts: Sequence[Tensor],
     wanted: Sequence[Tensor],
 ) -> dict[str, Any]:  # fmt: skip
     """What is accepted, and times over plain decoding: on shared weights, and of deployed models."""
     entry = chain.entry_at(budget)
-    small = drafting(submodel(model, entry.profile))
+    small = drafting(fr.submodel(model, entry.profile))
     with counted_calls(large, small) as calls:
         outputs = [decode(large, text, small) for text in texts]
     checks, drafts = calls[large], calls[small]
     tokens = len(texts) * NEW
-    deployed = drafting(deploy(model, entry.profile))
+    deployed = drafting(fr.deploy(model, entry.profile))
     (rate, speed), (_, of_deployed) = (
         _speed(checker, draft, texts) for checker, draft in ((large, small), (base, deployed))
     )

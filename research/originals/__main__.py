@@ -14,7 +14,7 @@ import typer
 
 from flexrank.cli.endings import OneLineErrors
 from flexrank.errors import FlexrankError
-from flexrank.files import write_aside
+from flexrank.files import write_text
 from research.originals import ORIGINALS
 from research.originals.original import Row
 
@@ -43,8 +43,7 @@ def compare(
     """Compares every original, and writes the page; an error where a bound does not hold."""
     places = {name: original.clone_in(clones) for name, original in ORIGINALS.items()}
     rows = {name: original.compare(places[name]) for name, original in ORIGINALS.items()}
-    with write_aside(page) as aside:
-        aside.write_text(text_of(rows), encoding="utf-8")
+    write_text(page, text_of(rows))
     failed = [f"{name}: {one['what']}" for name, found in rows.items() for one in found if one["holds"] is False]
     if failed:
         raise FlexrankError(f"{page}: {len(failed)} of the differences are beyond their bounds: {'; '.join(failed)}")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexrank import FlexrankError, decompose_
 from flexrank.calibrate import LayerMoment, Moments, collect_moments
-from flexrank.data.batches import Batch
+from flexrank.data.text import block_batches
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import uniform_profile, use_profile
 from flexrank.run.workspace import Workspace
@@ -54,8 +54,7 @@ def _one_seed(
     moments: Moments = {}
     nats: list[list[float]] = []
     for start, end in zip((0, *sizes), sizes, strict=False):
-        rows = pool[order[start:end]].split(space.config.data.batch_size)
-        batches: list[Batch] = [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in rows]
+        batches = block_batches(pool[order[start:end]], space.config.data.batch_size)
         more = collect_moments(space.base, batches, layers)
         moments = {name: _added(moments[name], one) if moments else one for name, one in more.items()}
         model = copy.deepcopy(space.base)

@@ -50,9 +50,9 @@ class BlockObjective:
     """
 
     def __init__(self) -> None:
-        self.inputs: dict[int, Tensor] = {}
-        self.targets: dict[int, Tensor] = {}
-        self.outputs: dict[int, Tensor] = {}
+        self.inputs: dict[str, Tensor] = {}
+        self.targets: dict[str, Tensor] = {}
+        self.outputs: dict[str, Tensor] = {}
 
     def target(self, output: Any, batch: Batch) -> Tensor:
         """The base model's block outputs, (blocks, B, T, d); its forward was the last."""
@@ -70,28 +70,27 @@ class BlockObjective:
 @contextlib.contextmanager
 def taped(teacher: nn.Module, student: nn.Module) -> Iterator[BlockObjective]:
     """Within it the student's blocks read what the teacher's read last; yields the objective of training each alone."""
-    names = [name for name, _ in block_stack(student, nested_layers(student))]
-    if not names:
+    blocks = dict(block_stack(student, nested_layers(student)))
+    if not blocks:
         raise FlexrankError(f"{type(student).__name__} has no stack of blocks to train one by one")
     tape = BlockObjective()
 
-    def record(place: int, inputs: Tensor, output: Any) -> None:
-        tape.inputs[place], tape.targets[place] = inputs.detach(), _first(output).detach()
+    def record(name: str, inputs: Tensor, output: Any) -> None:
+        tape.inputs[name], tape.targets[name] = inputs.detach(), _first(output).detach()
 
-    def feed(place: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def feed(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if args:
-            return (tape.inputs[place], *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": tape.inputs[place]}
+            return (tape.inputs[name], *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": tape.inputs[name]}
 
-    def keep(place: int, _: Tensor, output: Any) -> None:
-        tape.outputs[place] = _first(output)
+    def keep(name: str, _: Tensor, output: Any) -> None:
+        tape.outputs[name] = _first(output)
 
     with Hooks() as hooks:
-        for place, name in enumerate(names):
-            block = student.get_submodule(name)
-            hooks.watch(teacher.get_submodule(name), functools.partial(record, place))
-            hooks.add(block.register_forward_pre_hook(functools.partial(feed, place), with_kwargs=True))
-            hooks.watch(block, functools.partial(keep, place))
+        hooks.watch({name: teacher.get_submodule(name) for name in blocks}, record)
+        for name, block in blocks.items():
+            hooks.add(block.register_forward_pre_hook(functools.partial(feed, name), with_kwargs=True))
+        hooks.watch(blocks, keep)
         yield tape
 
 

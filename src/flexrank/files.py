@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from flexrank.errors import FlexrankError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 #: Version of the JSON documents beside the tensors.
@@ -25,8 +26,13 @@ LEFTOVER = re.compile(r"\.(?P<of>.+)\.[a-z0-9_]{8}\.(?P<kind>aside|old)")
 
 def write_json(path: str | Path, value: Any) -> None:
     """Writes `value` as JSON at `path`, replacing it in one rename (floats keep every bit: `repr` round-trips)."""
+    write_text(path, json.dumps(value, indent=1, sort_keys=False, allow_nan=False) + "\n")
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Writes a text at `path`, replacing it in one rename."""
     with write_aside(path) as aside:
-        aside.write_text(json.dumps(value, indent=1, sort_keys=False, allow_nan=False) + "\n", encoding="utf8")
+        aside.write_text(text, encoding="utf8")
 
 
 def read_json(path: str | Path) -> Any:
@@ -179,6 +185,11 @@ def digest_files(directory: str | Path) -> dict[str, str]:
     directory = Path(directory)
     files = sorted(file for file in directory.rglob("*") if file.is_file())
     return {file.relative_to(directory).as_posix(): digest_file(file) for file in files}
+
+
+def dtype_name(dtype: "torch.dtype") -> str:
+    """The name of a dtype as configurations and documents have it, such as bfloat16."""
+    return str(dtype).removeprefix("torch.")
 
 
 def verify_files(directory: str | Path, digests: Mapping[str, str], reason: str = "truncated or edited") -> None:

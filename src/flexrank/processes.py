@@ -66,7 +66,7 @@ class _Group:
                 self.store.add(f"beat/{self.number}", 1)
 
     def missing(self) -> list[int]:
-        """Signs, and waits for the others to; who has not signed in time, unless one of them says why all end."""
+        """Signs, waits for the others until time is up or one says why all end, and returns who has not signed."""
         import torch.distributed as dist
 
         dist.destroy_process_group()  # whoever waits for this one's tensors is let go
@@ -93,7 +93,7 @@ def is_first() -> bool:
 
 
 def number() -> int:
-    """This process's, from 0 to `count() - 1`."""
+    """This process's number, from 0 to `count() - 1`."""
     return 0 if _group is None else _group.number
 
 

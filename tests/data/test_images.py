@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from flexrank.cli.endings import EXTRAS
-from flexrank.data.images import Scaling, channels_first, read_images
+from flexrank.data.images import ImageBatches, Scaling, channels_first, read_images
 from flexrank.errors import FlexrankError
 from flexrank.run.config import parse_config
 from flexrank.run.samples import load_samples
@@ -72,6 +73,15 @@ def test_jpegs_of_a_run_are_scaled_by_the_plain_formula(tmp_path: Path) -> None:
     images = example["pixel_values"].permute(0, 2, 3, 1)
     distances = [np.abs(images[0].double().numpy() - one).max() for one in wanted]
     assert min(distances) < 1e-5 < sorted(distances)[1]
+
+
+def test_batches_have_the_bits_of_all_images_scaled_together() -> None:
+    images, scaling = channels_first(random_images(7)), Scaling((0.48, 0.45, 0.4), (0.2, 0.25, 0.3))
+    indices = torch.tensor([6, 0, 3, 1, 5])
+    batches = ImageBatches(images, scaling, indices, 2)
+    values: list[Any] = [batch["pixel_values"] for batch in batches]
+    assert len(batches) == 3 and torch.equal(torch.cat(values), scaling(images)[indices])
+    assert torch.equal(batches[1:][0]["pixel_values"], values[1])
 
 
 def test_wrong_files_are_refused_in_one_line(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from flexrank.data.batches import call_model
 from flexrank.deployment import export
 from flexrank.errors import FlexrankError
 from flexrank.hf import meta, models
+from flexrank.hf.quantizer import attach
 from flexrank.nn.gauge_aligned import GaugeAlignedLayer
 from flexrank.nn.specs import layer_spec
 from tiny import AUTO, agree, flip_a_bit, outputs, same_state
@@ -139,7 +140,7 @@ def test_a_base_loads_from_its_head_and_a_head_from_its_base(saved):
 
 def test_a_layer_that_the_architecture_lacks_is_named(tmp_path):
     small = tiny.deployed("bert")
-    models.attach(small, {"encoder.layer.9.output.dense": layer_spec(small.encoder.layer[0].output.dense)})
+    attach(small, {"encoder.layer.9.output.dense": layer_spec(small.encoder.layer[0].output.dense)})
     small.save_pretrained(tmp_path)
     with pytest.raises(FlexrankError, match=r"BertModel has no layer 'encoder\.layer\.9"):
         transformers.AutoModel.from_pretrained(tmp_path)

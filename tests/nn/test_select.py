@@ -9,7 +9,7 @@ from torch import nn
 from flexrank.errors import FlexrankError
 from flexrank.nn.linalg import plain_svd
 from flexrank.nn.matrix import weight_matrix
-from flexrank.nn.select import nest_, replace_layer, select_layers
+from flexrank.nn.select import nest_, replace_layers, select_layers
 from tiny import TRANSFORMERS, batch_for, build, nest
 
 
@@ -86,7 +86,7 @@ def test_a_shared_module_is_replaced_everywhere() -> None:
     assert model.shared is model.again
     torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
     with pytest.raises(FlexrankError, match="has no layer 'nothing'"):
-        replace_layer(model, "nothing", nn.ReLU())
+        replace_layers(model, {"nothing": nn.ReLU()})
 
 
 @pytest.mark.parametrize("frozen", [[], ["weight"], ["bias"], ["weight", "bias"]])

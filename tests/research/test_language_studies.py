@@ -100,7 +100,7 @@ def test_each_block_is_trained_on_the_originals_inputs_alone(request_for: Any) -
             target = objective.target(call_model(bench.base, batch), batch)
         assert target.shape[0] == len(names) == 2
         loss = objective.loss(call_model(model, batch), target, batch)
-        objective.outputs[1].square().sum().backward(retain_graph=True)
+        objective.outputs[names[1]].square().sum().backward(retain_graph=True)
         # The second block's output reaches no parameter of the first; the loss reaches both.
         first = [p.grad for name, p in model.named_parameters() if name.startswith(names[0])]
         assert all(gradient is None or not gradient.any() for gradient in first)
@@ -116,7 +116,7 @@ def test_concentration_is_that_of_the_rows_that_a_layer_writes(request_for: Any)
     name = next(name for name in bench.profiles[0] if name.endswith("o_proj"))
     layer, rows = bench.base.get_submodule(name), []
     with Hooks() as hooks, torch.no_grad():
-        hooks.watch(layer, lambda read, _: rows.append(read.flatten(0, -2).double()))
+        hooks.watch({name: layer}, lambda _, read, __: rows.append(read.flatten(0, -2).double()))
         for batch in bench.space.samples.calibration:
             call_model(bench.base, batch)
     inputs = torch.cat(rows)

@@ -183,10 +183,6 @@ class Penalised:
         """The sum of both."""
         return self.inner.loss(output, target, batch) + self.pressure.penalty()
 
-    def fisher_loss(self, output: Any, batch: Batch) -> Tensor:
-        """The inner objective's."""
-        return self.inner.fisher_loss(output, batch)
-
 
 def set_masks(layers: Mapping[str, ScoredLinear], masks: Mapping[str, Tensor]) -> None:
     """Sets the size of the model."""

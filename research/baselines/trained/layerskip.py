@@ -20,7 +20,7 @@ from flexrank.data.batches import Batch
 from flexrank.distill.objectives import Objective
 from flexrank.hf.models import hidden_states
 from flexrank.nn.blocks import block_stack, replaced_forwards
-from research.baselines.method import NotApplicable
+from research.baselines.method import NotApplicable, parameter_count
 from research.baselines.trained.lesson import Lesson, Settings, Size, TrainedMethod, losses
 
 #: The paper's for continued pretraining: the last block's dropout, and the scale of early losses.
@@ -57,10 +57,6 @@ class ExitObjective:
         early = max(weights[self.place], EXIT_SCALE)  # the first block's e is zero, and it is a size too
         own = self.inner.loss(exit_output(self.model, output, self.place), target, batch)
         return (early * own + weights[-1] * self.inner.loss(output, target, batch)) / (early + weights[-1])
-
-    def fisher_loss(self, output: Any, batch: Batch) -> Tensor:
-        """The inner objective's."""
-        return self.inner.fisher_loss(output, batch)
 
 
 def exits(model: nn.Module, layers: Iterable[str]) -> list[tuple[str, nn.Module]]:
@@ -117,7 +113,7 @@ def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:
             yield None
             continue
         with first_blocks(model, depth) as size:
-            yield size, sum(one.numel() for one in size.parameters())
+            yield size, parameter_count(size)
 
 
 def _left_out(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -126,8 +122,8 @@ def _left_out(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
 
 def depth_within(lesson: Lesson, blocks: Mapping[str, nn.Module], limit: int) -> int | None:
     """The largest number of first blocks whose model has at most so many parameters."""
-    own = [sum(one.numel() for one in block.parameters()) for block in blocks.values()]
-    rest = sum(one.numel() for one in lesson.teacher.parameters()) - sum(own)
+    own = list(map(parameter_count, blocks.values()))
+    rest = parameter_count(lesson.teacher) - sum(own)
     depths = [depth for depth in range(1, len(own) + 1) if rest + sum(own[:depth]) <= limit]
     return max(depths, default=None)
 

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from flexrank.data.batches import Batch, token_mask
 from flexrank.decompose import Method
-from flexrank.distill.objectives import Objective
+from flexrank.distill.objectives import FisherObjective, Objective
 from flexrank.distill.optimizer import set_rate
 from flexrank.distill.schedule import Feed, scheduled_rate
 from flexrank.distill.step import Step, Targets, training
 from flexrank.errors import FlexrankError
 from flexrank.profiles import ProfileChain
 from flexrank.progress import track
-from research.baselines.method import Loss
+from research.baselines.method import Loss, parameter_count
 
 #: The warm-up's share of the steps, and bytes of the teacher's outputs that are kept.
 WARMUP, CACHE = 0.025, 256 * 2**20
@@ -37,7 +37,7 @@ class Lesson:
     budgets: Sequence[float]  #: of the factorised layers' parameters, largest first
     steps: int  #: of all sizes together
     steps_of_a_size: int  #: of a method that trains each size by itself
-    followed: Objective  #: of distillation
+    followed: FisherObjective  #: of distillation
     divergence: Objective  #: the same without hidden states, as the paper prints it
     task: Loss | None  #: the loss of labels, summed over samples; None where there are none
     elastic: Callable[[Method], nn.Module]  #: gives the model decomposed by `datasvd` or `fisher`
@@ -51,7 +51,7 @@ class Lesson:
     def limit(self, budget: float) -> int:
         """The parameters that a deployed model may have at a budget, those outside layers among them."""
         dense = sum(m * n for m, n in self.layers.values())
-        return sum(one.numel() for one in self.teacher.parameters()) - dense + int(budget * dense)
+        return parameter_count(self.teacher) - dense + int(budget * dense)
 
     def weights(self, model: Any) -> dict[str, nn.Parameter]:
         """All parameters of a form of the base model but its embeddings, which ours leaves as they are too."""
@@ -127,10 +127,6 @@ class TaskObjective:
         mask = token_mask(batch)
         assert mask is not None
         return self.total(output, batch) / (mask[:, 1:] & mask[:, :-1]).sum()
-
-    def fisher_loss(self, output: Any, batch: Batch) -> Tensor:
-        """The summed loss."""
-        return self.total(output, batch)
 
 
 def losses(name: str, *values: float, **settings: Any) -> tuple[Settings, ...]:

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from flexrank.nn.elastic import NestedLinear
-from flexrank.nn.linalg import Factors
 from flexrank.nn.matrix import weight_matrix
 from flexrank.nn.select import nest_
 from flexrank.nn.switch import nested_layers, uniform_profile
@@ -77,7 +76,7 @@ def _whitened(lesson: Lesson) -> nn.Module:
     moments = input_moments(model, lesson.calibration, layers, lambda output, batch: output)
     for name, layer in layers.items():
         weight = weight_matrix(layer).detach().double()
-        nest_(model, name, Factors(*factors(weight, moments[name])))
+        nest_(model, name, factors(weight, moments[name]))
     return model
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import yaml
 
-from flexrank.files import write_aside
 from flexrank.hf.companions import CARD, source_of
 from flexrank.profiles import ProfileChain
 
@@ -49,7 +48,7 @@ _COLUMNS = {
 
 def write_elastic_card(directory: Path, description: Mapping[str, Any], chain: ProfileChain, model: Any) -> None:
     """Writes the card of an elastic artefact that `description` (`deployed.describe`) is of: its table of sizes."""
-    rows = [[f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" for value in _cells(row)]
+    rows = [[f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" for value in map(row.get, _COLUMNS)]
             for row in reversed(chain.sizes())]  # fmt: skip
     lead = "Every size from one set of weights, decomposed by flexrank (FlexRank, ICML 2026) into components in order "
     lead += "of importance. A size is the first components of each layer; only those are read."
@@ -84,10 +83,6 @@ def _write_basic(
     (directory / CARD).write_text(start + "\n".join(lines), encoding="utf8")
 
 
-def _cells(row: Mapping[str, Any]) -> list[Any]:
-    return [row[name] for name in _COLUMNS]
-
-
 def table(header: list[str], rows: list[list[str]]) -> list[str]:
     """The lines of a Markdown table."""
     return [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
@@ -118,12 +113,6 @@ def read_head(card: Path) -> dict[str, Any]:
     found = re.match(r"---\n(.*?)\n---(\s|$)", text, re.DOTALL)
     try:
         value = yaml.safe_load(found[1]) if found else None
-    except (yaml.YAMLError, ValueError):  # the latter of a date that is none
+    except (yaml.YAMLError, ValueError):  # a ValueError comes from a date that does not exist
         value = None
     return value if isinstance(value, dict) else {}
-
-
-def write_card(place: Path, text: str) -> None:
-    """Writes the card of an artefact that is there, in place of another."""
-    with write_aside(place / CARD) as aside:
-        aside.write_text(text, encoding="utf8")

@@ -9,7 +9,7 @@ ranks of the chain: a prefix is checked without the rest.
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from flexrank import files, processes
 from flexrank.artefacts.cards import write_elastic_card
 from flexrank.artefacts.deployed import Factory, bare_model, describe, factory_name, fill
-from flexrank.artefacts.tensors import ShardWriter, named_tensors, open_tensors
+from flexrank.artefacts.tensors import ShardWriter, named_tensors, open_tensors, shared_places
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
 from flexrank.hf.companions import fetched, save_companions, verify_artefact
@@ -91,6 +91,7 @@ class ElasticWriter:
         self._files = files.digest_files(directory)  # without the tensors, which have digests of their own
         self._shards = ShardWriter(directory, ELASTIC_STATE, shard_bytes)
         self._aliases = named_tensors(model)[1]
+        self._places = shared_places(model)
         self._digests: dict[str, Any] = {}
         self._dtypes: dict[str, str] = {}
 
@@ -100,8 +101,7 @@ class ElasticWriter:
         assert isinstance(layer, NestedLayer)
         for key, tensor in layer.state_dict().items():
             self._add(f"{name}.{key}", tensor, [len(layer.u)] if key in ("u", "v") else None)
-        modules = self._model.named_modules(remove_duplicate=False)
-        others = [other for other, module in modules if module is layer and other != name]
+        others = [other for other in self._places.get(name, ()) if other != name]
         self._aliases |= {f"{other}.{key}": f"{name}.{key}" for other in others for key in layer.state_dict()}
         layer.to("meta")
 
@@ -182,7 +182,10 @@ def _load(
     verify_artefact(directory, document["files"])
     specs = document["layers"]
     if ranks is not None:
-        specs = {name: _cut(spec, ranks[name]) for name, spec in specs.items()}
+        specs = {
+            name: {**spec, "rank": min(ranks[name], spec["rank"]), "dense": ranks[name] > spec["rank"]}
+            for name, spec in specs.items()
+        }
     if model is None:
         is_transformers = document["library"] == "transformers"
         model = models.skeleton(directory) if is_transformers else bare_model(document["factory"], directory)
@@ -222,8 +225,13 @@ def _trained_part(chain: ProfileChain, layers: Mapping[str, NestedLayer]) -> Pro
 
 
 def _kept_components(layers: Mapping[str, NestedLayer], chain: ProfileChain) -> dict[str, int]:
-    """How many components of each layer are written."""
-    return {name: _components(one, [entry.profile[name] for entry in chain.entries]) for name, one in layers.items()}
+    """How many components of each layer are written: all; once consolidated, those of the largest rank in factors."""
+    kept = {}
+    for name, layer in layers.items():
+        ranks = (entry.profile[name] for entry in chain.entries)
+        below = max((rank for rank in ranks if not layer.is_dense_at(rank)), default=1)
+        kept[name] = len(layer.u) if layer.sizes is None else below
+    return kept
 
 
 def _whole_state(model: nn.Module, kept: Mapping[str, int], left_out: Collection[str]) -> Iterator[tuple[str, Tensor]]:
@@ -244,16 +252,6 @@ def _written_parameters(model: nn.Module, kept: Mapping[str, int]) -> int:
     others = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in divided)
     factors = sum(kept[name] * sum(layer.matrix_shape) for name, layer in layers.items())
     return others + factors + sum(math.prod(one.matrix_shape) for one in layers.values() if one.dense is not None)
-
-
-def _components(layer: NestedLayer, ranks: Iterable[int]) -> int:
-    """How many components are written: all; once consolidated, those of the largest rank that has no matrix."""
-    return len(layer.u) if layer.sizes is None else max((r for r in ranks if not layer.is_dense_at(r)), default=1)
-
-
-def _cut(spec: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """The spec of a layer read up to this rank."""
-    return {**spec, "rank": min(rank, spec["rank"]), "dense": rank > spec["rank"]}
 
 
 def _segment_digests(tensor: Tensor, ends: list[int]) -> list[list[Any]]:

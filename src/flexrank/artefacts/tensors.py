@@ -33,6 +33,14 @@ def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, aliases
 
 
+def shared_places(model: nn.Module) -> dict[str, list[str]]:
+    """Of each module that has several names all of them, under each."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    return {name: places for places in names.values() if len(places) > 1 for name in places}
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Writes tensors as safetensors; views into a shared storage are written each for itself."""
     storages = {name: tensor.untyped_storage().data_ptr() for name, tensor in tensors.items()}

@@ -1,6 +1,5 @@
 """Second moments of a model's activations: streamed, masked, shared, and only the smaller side of each layer."""
 
-import functools
 import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -64,7 +63,7 @@ def collect_moments(
         with torch.no_grad():
             groups = find_groups(lambda: call_model(model, to_device(first, device)), layers)
         collector = Collector(layers, groups, side, gradient_loss is not None)
-        collector.watch(hooks)
+        hooks.watch(layers, collector.see)
         for number, batch in enumerate(track(itertools.chain([first], stream), "calibrating", total)):
             if number % processes.count() != processes.number():
                 continue
@@ -134,14 +133,13 @@ def collect_rows(
     samples: dict[str, list[Tensor]] = {name: [] for name in layers}
     masks: list[Tensor] = []
 
-    def keep(name: str, layer: nn.Module, inputs: Tensor, _: Tensor) -> None:
-        rows = masked_rows(input_rows(layer, inputs), masks)
+    def keep(name: str, inputs: Tensor, _: Tensor) -> None:
+        rows = masked_rows(input_rows(layers[name], inputs), masks)
         places = torch.linspace(0, len(rows) - 1, min(quota, len(rows))).long()
         samples[name].append(rows[places.to(rows.device)].detach().float().cpu())
 
     with eval_mode(model), Hooks() as hooks:
-        for name, layer in layers.items():
-            hooks.watch(layer, functools.partial(keep, name, layer))
+        hooks.watch(layers, keep)
         for batch in chosen:
             batch = to_device(batch, model_device(model))
             masks = row_masks(batch)

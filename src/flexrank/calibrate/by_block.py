@@ -99,7 +99,7 @@ class ByBlock:
                 first = to_device(self.batches[number], self.placement.device)
                 groups = find_groups(functools.partial(self._run, index, number, first), layers) if layers else []
             collector = Collector(layers, groups, self.side, self.loss is not None)
-            collector.watch(hooks)
+            hooks.watch(layers, collector.see)
             for number, batch in self._numbered():
                 with collector.batch(number, row_masks(batch)):
                     output, *inputs = self._run(index, number, batch)

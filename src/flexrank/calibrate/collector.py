@@ -1,7 +1,6 @@
 """Sums second moments while a model runs: float32 products of a bounded number of rows, float64 sums of those."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -10,7 +9,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from flexrank import processes
-from flexrank.calibrate.hooks import Hooks
 from flexrank.calibrate.moments import LayerMoment, Moments
 from flexrank.calibrate.structure import Version, version_of
 from flexrank.data.batches import Batch, eval_mode
@@ -58,14 +56,9 @@ class Collector:
     def _zeros(self, name: str, size: int) -> Tensor:
         return torch.zeros(size, size, dtype=torch.float64, device=weight_matrix(self._layers[name]).device)
 
-    def watch(self, hooks: Hooks) -> None:
-        """While these hooks live, each call of a layer adds to its moment."""
-        for name, layer in self._layers.items():
-            hooks.watch(layer, functools.partial(self.see, name))
-
     @torch.no_grad()
     def see(self, name: str, inputs: Tensor, outputs: Tensor) -> None:
-        """Adds one call of a layer."""
+        """Adds one call of a layer to its moment: what `Hooks.watch` takes."""
         if self._with_gradients:
             # The edge, not the tensor: an activation in place would put another value and gradient there.
             self._outputs.append((name, get_gradient_edge(outputs)))

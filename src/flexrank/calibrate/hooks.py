@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,13 +19,14 @@ class Hooks(contextlib.ExitStack):
         """Owns this hook too."""
         self.callback(handle.remove)
 
-    def watch(self, layer: nn.Module, see: Callable[[Tensor, Tensor], None]) -> None:
-        """Calls `see(input, output)` after each forward of `layer`."""
+    def watch(self, layers: Mapping[Any, nn.Module], see: Callable[[Any, Tensor, Tensor], None]) -> None:
+        """Calls `see(name, input, output)` after each forward of each layer."""
 
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-            see(args[0] if args else next(iter(kwargs.values())), output)
+        def hook(name: Any, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+            see(name, args[0] if args else next(iter(kwargs.values())), output)
 
-        self.add(layer.register_forward_hook(hook, with_kwargs=True))
+        for name, layer in layers.items():
+            self.add(layer.register_forward_hook(functools.partial(hook, name), with_kwargs=True))
 
 
 @contextlib.contextmanager

@@ -119,27 +119,13 @@ class Stream:
         self._rest: tuple[Any, ...] | None = None  # what a block returns after hidden states; None: it returns no tuple
 
     def first_input(self, batch: Batch) -> Tensor:
-        """h_0."""
-        found: list[Tensor] = []
-
-        def see(*args: Any, **kwargs: Any) -> Any:
-            found.append(_split(args, kwargs)[0])
-            raise _Returned
-
-        self._run(batch, {self._blocks[0]: see})
-        return found[0]
+        """h_0 of a batch: what its first block reads."""
+        return self._up_to(0, batch, lambda *args, **kwargs: _split(args, kwargs)[0])
 
     def through(self, index: int, batch: Batch, hidden: Tensor) -> Tensor:
-        """h_{index+1}, from h_index."""
-        block, found = self._blocks[index], list[Tensor]()
-        own = block.forward
-
-        def see(*args: Any, **kwargs: Any) -> Any:
-            found.append(self._hidden_of(_call(own, args, kwargs, hidden)))
-            raise _Returned
-
-        self._run(batch, dict.fromkeys(self._blocks[:index], self._pass) | {block: see})
-        return found[0]
+        """h_{index+1} of a batch: what block `index` returns where it reads `hidden`, h_index."""
+        own = self._blocks[index].forward
+        return self._up_to(index, batch, lambda *args, **kwargs: self._hidden_of(_call(own, args, kwargs, hidden)))
 
     def around(self, batch: Batch, end: Callable[[Tensor], Tensor]) -> Any:
         """The model's output where its last block returns `end(h_0)`."""
@@ -158,7 +144,7 @@ class Stream:
         if reason := self._shared():
             return reason
         with torch.no_grad():
-            output = self._first_output(batch)
+            output = self._up_to(0, batch, self._blocks[0].forward)
         rest = output[1:] if isinstance(output, tuple) else ()
         if not isinstance(_hidden(output), Tensor) or any(isinstance(part, Tensor) for part in rest):
             return "its blocks return more than hidden states"
@@ -186,16 +172,16 @@ class Stream:
         config = getattr(self.model, "config", None)
         return "its blocks share keys and values" if getattr(config, "num_kv_shared_layers", 0) else None
 
-    def _first_output(self, batch: Batch) -> Any:
-        """What the first block returns; None where it does not run."""
-        outputs, own = list[Any](), self._blocks[0].forward
+    def _up_to(self, index: int, batch: Batch, compute: Callable[..., Any]) -> Any:
+        """What `compute` makes of the call of a block, where the forward ends; None where the block does not run."""
+        found: list[Any] = []
 
         def see(*args: Any, **kwargs: Any) -> Any:
-            outputs.append(own(*args, **kwargs))
+            found.append(compute(*args, **kwargs))
             raise _Returned
 
-        self._run(batch, {self._blocks[0]: see})
-        return outputs[0] if outputs else None
+        self._run(batch, dict.fromkeys(self._blocks[:index], self._pass) | {self._blocks[index]: see})
+        return found[0] if found else None
 
     def _calls(self, batch: Batch, scale: float) -> tuple[list[tuple[int, bool, Any]], Tensor | None]:
         """A forward whose blocks only scale, and whose last one returns ones: its calls, and its output, if any.

@@ -1,6 +1,5 @@
 """What one forward says about a model: which layers read the same tensor, and in which block of its stack each runs."""
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -32,8 +31,7 @@ def find_groups(run: Callable[[], object], layers: Mapping[str, nn.Module]) -> l
         inputs.setdefault(name, []).append(version_of(tensor))
 
     with Hooks() as hooks:
-        for name, layer in layers.items():
-            hooks.watch(layer, functools.partial(note, name))
+        hooks.watch(layers, note)
         run()
     silent = [name for name in layers if name not in inputs]
     if silent:

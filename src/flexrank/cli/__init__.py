@@ -15,7 +15,7 @@ import typer
 
 from flexrank import processes, progress
 from flexrank.cli.endings import OneLineErrors, resumable
-from flexrank.cli.shown import console, print_json, show_report, show_stage, show_tuned
+from flexrank.cli.shown import console, print_json, show_place, show_report, show_stage, show_tuned
 from flexrank.errors import FlexrankError
 from flexrank.files import read_json
 from flexrank.version import __version__
@@ -196,10 +196,7 @@ def export(
     require_format(to)
     place = output or directory.with_name(f"{directory.resolve().name}-{to}")
     facts = processes.by_first(lambda: export_to(directory, to, place))
-    if as_json:
-        print_json({"directory": str(place), **facts})
-    else:
-        print(place)
+    show_place(place, {"directory": str(place), **facts}, as_json)
 
 
 @app.command(short_help="Times every size, and measures the memory it takes.")
@@ -244,10 +241,7 @@ def _calibrate_plan(output: Path | None, as_json: bool) -> None:
     device = processes.by_first(lambda: measure_device(path.parent).model_dump())
     if processes.is_first():
         write_json(path, device)
-    if as_json:
-        print_json(device)
-    else:
-        print(path)
+    show_place(path, device, as_json)
 
 
 @app.command(short_help="Draws figures and page again, or one page of several runs.")
@@ -269,10 +263,7 @@ def report(
         return
     page = output or Path("comparison.html")
     processes.by_first(lambda: write_comparison(directories, page))
-    if as_json:
-        print_json({"written": [str(page)], "runs": list(map(str, directories))})
-    else:
-        print(page)
+    show_place(page, {"written": [str(page)], "runs": list(map(str, directories))}, as_json)
 
 
 @app.command(short_help="Lists what an artefact holds, without its weights.")

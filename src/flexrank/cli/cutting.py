@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from flexrank import processes
-from flexrank.cli.shown import print_json
+from flexrank.cli.shown import show_place
 from flexrank.errors import FlexrankError
 
 
@@ -22,7 +22,4 @@ def deploy_elastic(
     name = "-".join(f"{key}-{limit}" for key, limit in limits.items())
     place = output or directory.with_name(f"{directory.resolve().name}-{name}")
     exported = processes.by_first(lambda: cut(directory, place, **limits))
-    if as_json:
-        print_json(exported)
-    else:
-        print(place)
+    show_place(place, exported, as_json)

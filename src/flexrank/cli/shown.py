@@ -21,7 +21,7 @@ def show_report(directory: Path, as_json: bool, more: dict[str, Any]) -> None:
 
 
 def show_tuned(export: Mapping[str, Any]) -> None:
-    """On standard error, which the export's place is not printed to: qualities of shared weights and of tuned ones."""
+    """Prints the qualities of shared and of tuned weights on standard error; standard output has the export's place."""
     from rich.table import Table
 
     table = Table("quality", "shared", "tuned", box=None, padding=(0, 2))
@@ -32,10 +32,16 @@ def show_tuned(export: Mapping[str, Any]) -> None:
 
 def show_stage(outcome: Any, result: dict[str, Any], as_json: bool) -> None:
     """Prints the place of a stage's run, or of an export."""
+    place = result["export"]["directory"] if "export" in result else outcome.directory
+    show_place(place, {"directory": str(outcome.directory), "executed": list(outcome.executed), **result}, as_json)
+
+
+def show_place(place: str | Path, value: Any, as_json: bool) -> None:
+    """Prints where something was written, or as JSON what is to be known of it."""
     if as_json:
-        print_json({"directory": str(outcome.directory), "executed": list(outcome.executed), **result})
+        print_json(value)
     else:
-        print(result["export"]["directory"] if "export" in result else outcome.directory)
+        print(place)
 
 
 def print_json(value: Any) -> None:

@@ -5,6 +5,7 @@ import io
 import itertools
 import zipfile
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,21 @@ class Scaling:
         """Bytes (N, C, H, W) to values (N, C, H, W) in float32."""
         mean, deviation = (torch.tensor(values).view(1, -1, 1, 1) for values in (self.mean, self.deviation))
         return images.float().mul_(self.factor).sub_(mean).div_(deviation)
+
+
+class ImageBatches(Sequence[dict[str, Tensor]]):
+    """Batches of the images at some indices (N,): bytes (…, C, H, W), which are scaled when a batch is read."""
+
+    def __init__(self, images: Tensor, scaling: Scaling, indices: Tensor, batch_size: int):
+        self._images, self._scaling, self._indices = images, scaling, indices.split(batch_size)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[place] for place in range(len(self))[index]]
+        return {"pixel_values": self._scaling(self._images[self._indices[index]])}
 
 
 def channels_first(images: NDArray[np.uint8]) -> Tensor:

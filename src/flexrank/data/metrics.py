@@ -81,16 +81,21 @@ def nats_per_token(model: nn.Module, batches: Iterable[Batch], chunk: int = 1024
     """
     total, count = 0.0, 0
     for output, batch in _outputs(model, batches):
-        ids, mask = _token_ids(batch), token_mask(batch)
-        mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
-        predicted = mask[:, 1:] & mask[:, :-1]
-        logits, targets = output_tensor(output)[:, :-1][predicted], ids[:, 1:][predicted]
+        logits, targets = next_tokens(output, batch)
         count += len(targets)
         for part, target in zip(logits.split(chunk), targets.split(chunk), strict=True):
             total += float(functional.cross_entropy(part.float(), target, reduction="none").sum(dtype=torch.float64))
     if not count:
         raise FlexrankError("no batch has a row of two real tokens; there is no next token to predict")
     return total / count
+
+
+def next_tokens(output: object, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Logits (P, V) for each real token (P,) that follows a real one in its row, and these tokens."""
+    ids, mask = _token_ids(batch), token_mask(batch)
+    mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
+    predicted = mask[:, 1:] & mask[:, :-1]
+    return output_tensor(output)[:, :-1][predicted], ids[:, 1:][predicted]
 
 
 def predict(model: nn.Module, batches: Iterable[Batch]) -> Tensor:

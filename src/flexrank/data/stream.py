@@ -22,7 +22,7 @@ from flexrank.data.text import (
     part_by_hash,
     sentence_batches,
 )
-from flexrank.errors import FlexrankError, first_line
+from flexrank.errors import FlexrankError, first_line, shown
 
 #: Of texts. Equal texts have one hash, so that no text is in two parts, however often a corpus repeats it.
 SHARES = {"calibration": 10, "training": 80, "evaluation": 10}
@@ -145,7 +145,7 @@ def text_of(value: Any, column: str, tokenizer: Tokenizer) -> str:
         return (value or "").strip()
     if not isinstance(value, list) or not all(isinstance(one, dict) and {"role", "content"} <= {*one} for one in value):
         wanted = "expected text, or a chat: a list of messages with role and content"
-        raise FlexrankError(f"data.column {column!r} holds {_shown(value)}; {wanted}")
+        raise FlexrankError(f"data.column {column!r} holds {shown(value)}; {wanted}")
     if getattr(tokenizer, "chat_template", None) is None:
         right = "take a model whose tokenizer has one, or a column of plain text"
         raise FlexrankError(f"data.column {column!r} holds chats, and the tokenizer has no chat template; {right}")
@@ -157,7 +157,7 @@ def text_of(value: Any, column: str, tokenizer: Tokenizer) -> str:
     try:
         text = writer.apply_chat_template(messages, tokenize=False)
     except (TemplateError, TypeError) as error:
-        raise FlexrankError(f"data.column {column!r}: the chat template refuses {_shown(value)} ({error})") from error
+        raise FlexrankError(f"data.column {column!r}: the chat template refuses {shown(value)} ({error})") from error
     return text.removeprefix(getattr(tokenizer, "bos_token", None) or "")
 
 
@@ -280,13 +280,8 @@ def _json_object(path: str, row: Mapping[str, str]) -> dict[str, Any]:
     try:
         value = json.loads(row["text"]) if row["text"].strip() else {}
     except json.JSONDecodeError as error:
-        line = f"{_shown(row['text'])} is no JSON ({error})"
+        line = f"{shown(row['text'])} is no JSON ({error})"
         raise FlexrankError(f"data.path {path}: {line}; jsonl has one object a line") from error
     if not isinstance(value, dict):
-        raise FlexrankError(f"data.path {path}: {_shown(value)} is no object; jsonl has one object a line")
+        raise FlexrankError(f"data.path {path}: {shown(value)} is no object; jsonl has one object a line")
     return value
-
-
-def _shown(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else text[:57] + "..."

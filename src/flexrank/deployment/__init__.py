@@ -18,10 +18,10 @@ from flexrank.nn.experts import separate_experts
 from flexrank.nn.gauge_aligned import GaugeAlignedConv2d, GaugeAlignedLayer, GaugeAlignedLinear, Slack
 from flexrank.nn.matrix import matrix_shape
 from flexrank.nn.specs import build_layer, layer_spec
-from flexrank.nn.switch import nested_layers, require_fitting
+from flexrank.nn.switch import layer_shapes, nested_layers, require_fitting
 from flexrank.profiles import SlackTable
 from flexrank.profiles.chain import require_limits
-from flexrank.profiles.costs import LayerFormat, aligned_parameters, dense_parameters, layer_format
+from flexrank.profiles.costs import LayerFormat, aligned_parameters, dense_parameters, full_ranks, layer_format
 
 __all__ = ["FlexRankConfig", "deploy", "deployed_parameters_of", "export", "find_slack", "entry_within_latency"]
 
@@ -58,7 +58,7 @@ def deploy(
     """
     layers = nested_layers(model)
     require_fitting(layers, profile)
-    if base is not None and all(profile[name] == min(layer.matrix_shape) for name, layer in layers.items()):
+    if base is not None and profile == full_ranks(layer_shapes(model)):
         return _copied(base, {}, device, dtype).train(model.training)
     deployed = {}
     for name, layer in layers.items():
@@ -70,7 +70,9 @@ def deploy(
             raise FlexrankError(f"layer {name!r}: {error}") from error
     small = _copied(model, {layer: deployed[name] for name, layer in layers.items()}, device, dtype)
     if models.is_transformers_model(small):
-        models.attach(small, {name: layer_spec(layer) for name, layer in deployed.items()})
+        from flexrank.hf.quantizer import attach  # which imports transformers
+
+        attach(small, {name: layer_spec(layer) for name, layer in deployed.items()})
     return small
 
 
@@ -127,9 +129,8 @@ def _deploy_layer(layer: NestedLayer, rank: int, slack: int, dtype: torch.dtype)
 
 def _factorised_layer(layer: NestedLayer, rank: int, slack: int, dtype: torch.dtype) -> nn.Module:
     (u, v), bias = prefix_factors(layer, rank), layer.bias_at(rank)
-    if layer.geometry is None:
-        return GaugeAlignedLinear.from_factors(u, v, bias, slack=slack, dtype=dtype)
-    return GaugeAlignedConv2d.from_factors(u, v, bias, layer.geometry, slack=slack, dtype=dtype)
+    kind = GaugeAlignedConv2d if layer.geometry else GaugeAlignedLinear
+    return kind.from_factors(u, v, bias, layer.geometry, slack=slack, dtype=dtype)
 
 
 def _dense_layer(layer: NestedLayer, rank: int, dtype: torch.dtype) -> nn.Module:

@@ -75,7 +75,7 @@ def load_and_run(artefact: str, scratch: str, library: str, device: str) -> dict
     if library == "transformers":
         models.verify_export(artefact)
         model, report = models.load_by_architecture(artefact)
-        problems = {key: sorted(map(str, value)) for key, value in report.items() if value}
+        problems = {key: sorted(map(str, value)) for key, value in report.items()}
     else:
         model = load_deployed(artefact)
     inputs = read_batch(Path(scratch, "inputs.safetensors"), torch.device(device))
@@ -99,11 +99,11 @@ def _load_and_run(
 
 @contextlib.contextmanager
 def _off_its_gpu(model: nn.Module) -> Iterator[None]:
-    """Inside the block the model is on the CPU: its device has room for the fresh process's. Then it is back."""
+    """Inside the block the model is on the CPU, so that a fresh process has room on its device; then it goes back."""
     device = model_device(model)
     model.to("cpu")
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what this process keeps for itself, no other one can have
+        torch.cuda.empty_cache()  # no other process can have what this one keeps for itself
     try:
         yield
     finally:
@@ -122,8 +122,7 @@ def _outputs(small: nn.Module, inputs: Batch) -> Tensor:
 
 def _compare(report: Mapping[str, Sequence[str]], outputs: Path, expected: Tensor, directory: str) -> None:
     """Raises unless the loader reported nothing and the outputs are within the bound."""
-    for problem, names in report.items():
-        raise FlexrankError(f"{directory}: {problem} on reloading ({', '.join(names[:3])} …); nothing was kept")
+    require_no_problems(report, directory)
     reloaded = load_file(outputs)["output"]
     if reloaded.shape != expected.shape or reloaded.dtype != expected.dtype:
         raise FlexrankError(
@@ -137,6 +136,14 @@ def _compare(report: Mapping[str, Sequence[str]], outputs: Path, expected: Tenso
             f"{directory}: outputs differ by {error:.1e} on reloading, above the bound {bound:.1e} of "
             f"{expected.dtype}; nothing was kept"
         )
+
+
+def require_no_problems(report: Mapping[str, Iterable[Any]], directory: str | Path) -> None:
+    """Raises FlexrankError on a transformers model's tensors that a loader reports, missing or too many."""
+    for problem, names in report.items():
+        if names:
+            some = ", ".join(sorted(map(str, names))[:3])
+            raise FlexrankError(f"{directory}: {problem} on reloading ({some} …); nothing was kept")
 
 
 def relative_difference(found: Tensor, expected: Tensor) -> float:

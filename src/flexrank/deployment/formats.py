@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from flexrank import files
 from flexrank.artefacts.cards import LICENCE, head, read_head
 from flexrank.artefacts.deployed import DOCUMENT as DEPLOYED
 from flexrank.artefacts.deployed import KIND
@@ -19,10 +20,9 @@ from flexrank.artefacts.inspect import PROGRAM_DOCUMENT as DOCUMENT
 from flexrank.artefacts.inspect import PROGRAM_KIND, inspect_artefact
 from flexrank.data.batches import output_tensor
 from flexrank.deployment.dense import dense_model
-from flexrank.deployment.exports import relative_difference
+from flexrank.deployment.exports import relative_difference, require_no_problems
 from flexrank.deployment.runtimes import RUNTIMES, TRACED, Inputs, Run, program_of, sample_inputs
 from flexrank.errors import FlexrankError, first_line
-from flexrank.files import digest_files, directory_aside, directory_bytes, read_json, write_document, write_json
 from flexrank.hf import models
 from flexrank.hf.companions import CARD
 from flexrank.nn.experts import SEPARATE
@@ -77,7 +77,7 @@ def export_to(directory: str | Path, format: str, output: str | Path) -> dict[st
     """
     require_format(format)
     _require_deployed(directory)
-    with directory_aside(output, DOCUMENT) as aside:
+    with files.directory_aside(output, DOCUMENT) as aside:
         model = _loaded(directory, format)
         batches = [sample_inputs(model, *shape, seed=seed) for seed, shape in enumerate(VERIFIED)]
         with _clear_failures(format, type(model).__name__):
@@ -86,8 +86,8 @@ def export_to(directory: str | Path, format: str, output: str | Path) -> dict[st
         if not error <= bound:
             problem = f"outputs differ by {error:.1e}, above the bound {bound:.1e} of {format} in {model.dtype}"
             raise FlexrankError(f"{output}: {problem}; nothing was kept")
-        facts = _facts(model, format, batches[0], bound, error) | {"bytes": directory_bytes(aside)}
-        write_document(aside / DOCUMENT, PROGRAM_KIND, facts | {"files": digest_files(aside)})
+        facts = _facts(model, format, batches[0], bound, error) | {"bytes": files.directory_bytes(aside)}
+        files.write_document(aside / DOCUMENT, PROGRAM_KIND, facts | {"files": files.digest_files(aside)})
         _write_card(aside, facts, Path(directory) / CARD)
     return facts
 
@@ -116,7 +116,7 @@ def _loaded(directory: str | Path, format: str) -> Any:
     model, _ = models.load_by_architecture(directory)
     if format not in RUNTIMES or RUNTIMES[format].keeps_dtype or model.dtype == torch.float32:
         return model
-    log.info("%s: the weights are %s, and are written in float32", format, str(model.dtype).removeprefix("torch."))
+    log.info("%s: the weights are %s, and are written in float32", format, files.dtype_name(model.dtype))
     return model.float()
 
 
@@ -141,16 +141,8 @@ def read_export(directory: Path, format: str) -> Run:
     if format in RUNTIMES:
         return RUNTIMES[format].read(directory)
     model, report = models.load_by_architecture(directory)
-    for problem, names in report.items():
-        if names:
-            some = ", ".join(sorted(map(str, names))[:3])
-            raise FlexrankError(f"{directory}: {problem} on reloading ({some} …); nothing was kept")
-
-    def run(inputs: Any) -> torch.Tensor:
-        with torch.no_grad():
-            return output_tensor(model(**inputs))
-
-    return run
+    require_no_problems(report, directory)
+    return torch.no_grad()(lambda inputs: output_tensor(model(**inputs)))
 
 
 @contextlib.contextmanager
@@ -181,9 +173,9 @@ def _add_companions(source: Path, aside: Path) -> None:
             shutil.copytree(path, aside / path.name)
         else:
             shutil.copy(path, aside)
-    config = read_json(source / "config.json")
+    config = files.read_json(source / "config.json")
     ours = ("quantization_config", "auto_map", SEPARATE)
-    write_json(aside / "config.json", {key: value for key, value in config.items() if key not in ours})
+    files.write_json(aside / "config.json", {key: value for key, value in config.items() if key not in ours})
 
 
 def _write_card(aside: Path, facts: dict[str, Any], source: Path) -> None:
@@ -206,7 +198,7 @@ def _facts(model: Any, format: str, inputs: Inputs, bound: float, error: float) 
     return {
         "to": format,
         "class": type(model).__name__,
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": files.dtype_name(model.dtype),
         "inputs": list(inputs),
         "bound": bound,
         "error": error,

@@ -20,7 +20,7 @@ from flexrank.deployment import deploy
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
 from flexrank.hf.companions import fetched
-from flexrank.hf.quantizer import PlainQuantizer, forget_quantization, placed
+from flexrank.hf.quantizer import PlainQuantizer, attach, forget_quantization, placed
 from flexrank.nn.experts import separate_as_recorded_
 from flexrank.nn.gauge_aligned import Slack
 from flexrank.nn.select import replace_layers
@@ -81,7 +81,7 @@ class ElasticQuantizer(PlainQuantizer):
 
 
 class _Empty(nn.Module):
-    """In the place of a layer until it comes; GPT-2's initialiser asks for a weight."""
+    """Stands in for a layer until that is there; GPT-2's initialiser asks for a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def _fill(model: Any, small: Any, layers: Iterable[str]) -> None:
         there._parameters.update(module._parameters)
         there._buffers.update(module._buffers)
     replace_layers(model, deployed)
-    models.attach(model, dict(placed(model, models.attached_layers(small))))
+    attach(model, dict(placed(model, models.attached_layers(small))))
     drawn = [name for name, parameter in model.named_parameters() if id(parameter) not in filled]
     if drawn:
         log.warning("%s: not in the artefact, and newly initialised: %s", type(model).__name__, ", ".join(drawn))

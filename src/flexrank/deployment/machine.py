@@ -1,5 +1,6 @@
 """What a measurement depends on, and how two models are timed: in turn, so that a machine's drift meets both."""
 
+import functools
 import os
 import platform
 import statistics
@@ -67,14 +68,18 @@ def latency_ratio(
 def forward_of(model: nn.Module, batch: Batch) -> Callable[[], None]:
     """A forward on the batch, which returns when the device has finished it."""
     device = model_device(model)
-    batch = to_device(batch, device)
+    return until_done(functools.partial(call_model, model, to_device(batch, device)), device)
 
-    def run() -> None:
-        call_model(model, batch)
+
+def until_done(run: Callable[[], object], device: torch.device) -> Callable[[], None]:
+    """The run, which returns when the device has finished it."""
+
+    def finish() -> None:
+        run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    return run
+    return finish
 
 
 def resident_peak() -> int:

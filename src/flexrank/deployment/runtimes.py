@@ -103,12 +103,7 @@ def _write_torch(program: nn.Module, inputs: Inputs, directory: Path) -> None:
 
 def _read_torch(directory: Path) -> Run:
     program = torch.export.load(directory / "model.pt2").module()
-
-    def run(inputs: Mapping[str, Tensor]) -> Tensor:
-        with torch.no_grad():
-            return program(**inputs)
-
-    return run
+    return torch.no_grad()(lambda inputs: program(**inputs))
 
 
 def _write_onnx(program: nn.Module, inputs: Inputs, directory: Path) -> None:

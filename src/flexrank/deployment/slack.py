@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from flexrank.errors import FlexrankError
+from flexrank.files import dtype_name
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.gauge_aligned import Slack, resolve_slack
 from flexrank.nn.switch import nested_layers
@@ -40,7 +41,7 @@ def find_slack(
     wanted = {(name, rank): None for profile in profiles for name, rank in profile.items() if rank not in columns[name]}
     for name, rank in track(list(wanted), "choosing slack") if len(wanted) > len(layers) else wanted:
         columns[name][rank] = layer_slack(name, layers[name], rank, slack, dtype, activations or {})
-    return SlackTable(str(dtype).removeprefix("torch."), columns)
+    return SlackTable(dtype_name(dtype), columns)
 
 
 def layer_slack(
@@ -50,7 +51,7 @@ def layer_slack(
     if layer_format(layer.matrix_shape, rank) is LayerFormat.DENSE:
         return 0
     if isinstance(slack, SlackTable):
-        slack.require_dtype(str(dtype).removeprefix("torch."))
+        slack.require_dtype(dtype_name(dtype))
         return slack.at(name, rank)
     columns: Slack = slack if slack == "auto" else min(slack, rank)
     try:

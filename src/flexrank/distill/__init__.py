@@ -29,6 +29,7 @@ from flexrank.files import digest_json, digest_tensor
 from flexrank.nn.sharding import is_sharded, sharded_parameters
 from flexrank.nn.switch import layer_shapes, use_profile
 from flexrank.profiles import ProfileChain
+from flexrank.profiles.costs import full_ranks
 from flexrank.progress import track
 
 Profiles = ProfileChain | Sequence[Mapping[str, int]]
@@ -145,7 +146,7 @@ def distill_(
         if count < 1:
             raise FlexrankError(f"{name} is {count}; it must be at least 1")
     is_balanced = _is_balanced(method)
-    full = {name: min(shape) for name, shape in layer_shapes(model).items()}
+    full = full_ranks(layer_shapes(model))
     default = default_weights(method, [profile == full for profile in profiles])
     alpha = default if weights is None else _positive(weights, len(profiles))
     schedule = Schedule(alpha, seed, steps, learning_rate, warmup_steps)

@@ -26,6 +26,10 @@ class Objective(Protocol):
         sum the loss is, so that each process has the numerators and denominators of its rows.
         """
 
+
+class FisherObjective(Objective, Protocol):
+    """An objective whose gradients calibration can weigh outputs by."""
+
     def fisher_loss(self, output: Any, batch: Batch) -> Tensor:
         """Scalar whose gradients at a layer's output have the Fisher information as second moment, in expectation."""
 
@@ -146,7 +150,7 @@ class FeatureObjective(_Quotients):
 
 def objective_for(
     task: str, *, temperature: float = 1.0, hidden_weight: float = 0.0, top_k: int | None = None
-) -> Objective:
+) -> FisherObjective:
     """The objective of a task: language, classification, embedding or features; each uses the settings it has."""
     if task in ("language", "classification"):
         return LogitObjective(temperature, top_k=top_k, hidden_weight=hidden_weight if task == "language" else 0.0)

@@ -16,7 +16,7 @@ from flexrank.nn.sharding import sharded_parameters
 OptimizerName = Literal["adamw", "adamw_8bit"]
 #: The learning rate of a size's own vectors, over that of all else: few steps are theirs.
 VECTORS_RATE = 3.0
-#: What speaks, as torchao is imported, of kernels for other devices and of deprecations inside it.
+#: Loggers that warn, as torchao is imported, of kernels for other devices and of deprecations inside it.
 LOUD = "torchao", "torch.utils._pytree"
 
 
@@ -57,7 +57,7 @@ def make_optimizer(
 
 
 def torchao_optimizers() -> Any:
-    """The optimisers of torchao, imported without its words about kernels that this machine has no use for."""
+    """The optimisers of torchao, imported without its warnings of kernels that this machine has no use for."""
     levels = {log: log.level for log in map(logging.getLogger, LOUD)}
     for log in levels:
         log.setLevel(logging.ERROR)

@@ -25,6 +25,7 @@ from flexrank.errors import FlexrankError
 from flexrank.hf.models import mark_elastic
 from flexrank.nn.switch import layer_shapes, use_profile
 from flexrank.profiles import ProfileChain
+from flexrank.profiles.costs import full_ranks
 
 
 class DistillationTrainer(transformers.Trainer):
@@ -65,7 +66,7 @@ class DistillationTrainer(transformers.Trainer):
             raise FlexrankError("activation_checkpointing of the Trainer needs dropout on; distill_ has one of its own")
         self._profiles = profiles_of(chain)
         self._labels = chain.budgets if isinstance(chain, ProfileChain) else range(len(self._profiles))
-        full = {name: min(shape) for name, shape in layer_shapes(model).items()}
+        full = full_ranks(layer_shapes(model))
         weights = default_weights("balanced", [profile == full for profile in self._profiles])
         self._schedule = Schedule(weights, args.seed, 0, args.learning_rate, 0)  # only its draws are used
         set_sizes_(model, self._profiles)

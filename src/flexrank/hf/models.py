@@ -7,14 +7,14 @@ import contextlib
 import copy
 import importlib.util
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from flexrank.errors import FlexrankError, first_line
-from flexrank.files import read_document, read_json, write_json
+from flexrank.files import dtype_name, read_document, read_json, write_json
 from flexrank.hf.companions import TOKENIZER_FILES, verify_artefact
 
 Task = Literal["embedding", "language", "classification"]
@@ -26,7 +26,7 @@ METHOD = "flexrank"
 ELASTIC_MARK = {"quant_method": METHOD, "layers": {}, "is_elastic": True}
 #: A directory inside an installed package: "package:NAME/path".
 PACKAGE_PREFIX = "package:"
-#: The module that `trust_remote_code=True` runs, and what is in it.
+#: The modelling file that is written beside a deployed model, and how it begins.
 REMOTE_MODULE = "modeling_flexrank"
 _REMOTE_CODE = '''"""Makes this model load with `trust_remote_code=True`; `import flexrank` first does the same."""
 
@@ -152,7 +152,7 @@ def save_config(model: Any, directory: Path, dtype: torch.dtype | None = None) -
     """Writes the model's `config.json`, with its class and a dtype, by default its own; and its generation config."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
-    config.dtype = str(dtype or model.dtype).removeprefix("torch.")
+    config.dtype = dtype_name(dtype or model.dtype)
     if getattr(config, "quantization_config", None) == ELASTIC_MARK:
         del config.quantization_config
     config.save_pretrained(directory)
@@ -182,15 +182,8 @@ def mark_elastic(model: Any) -> None:
         model.config.quantization_config = dict(ELASTIC_MARK)
 
 
-def attach(model: Any, layers: Mapping[str, Mapping[str, Any]]) -> None:
-    """Makes `save_pretrained` of a deployed transformers model write its layers' specs into `config.json`."""
-    from flexrank.hf import quantizer
-
-    quantizer.attach(model, layers)
-
-
 def attached_layers(model: Any) -> dict[str, Any]:
-    """The specs that `attach` gave the model; empty if it was not attached."""
+    """The specs that `quantizer.attach` gave the model; empty if it was not attached."""
     config: Any = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
     return dict(config.layers) if getattr(config, "quant_method", None) == METHOD else {}
 

@@ -103,6 +103,11 @@ class NestedLayer(nn.Module):
         """Whether it has a prefix, or a matrix, of this rank."""
         return 1 <= rank <= len(self.u) or rank == self.max_rank
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the active rank is the full one."""
+        return self.rank == self.max_rank
+
     def is_dense_at(self, rank: int) -> bool:
         """Whether the matrix of this rank is `dense`, not a product of factors."""
         return self.dense is not None and rank == self.max_rank
@@ -172,13 +177,13 @@ class NestedLayer(nn.Module):
     @property
     def matrix(self) -> Float[Tensor, "m n"]:
         """The matrix at the active rank, materialised."""
-        if self.full_matrix is not None and self.rank == self.max_rank:
+        if self.full_matrix is not None and self.is_full:
             return self.full_matrix
         return self.matrix_at(self.rank)
 
     def matrix_at(self, rank: int, dtype: torch.dtype | None = None) -> Float[Tensor, "m n"]:
         """U_r V_rᵀ, at full rank `dense` where there is one, with the gains of the rank, and computed in `dtype`."""
-        if self.dense is None or not self.is_dense_at(rank):
+        if not self.is_dense_at(rank):
             u, v = (factor.to(dtype or factor.dtype) for factor in self.factors(rank))
             return u.T @ v
         dense, sizes = self.whole("dense").to(dtype or self.u.dtype), self.sizes
@@ -194,7 +199,7 @@ class NestedLayer(nn.Module):
 
     def is_factored_cheaper(self, tokens: int) -> bool:
         """Whether the factored route costs no more operations than the materialised one."""
-        if self.is_dense_at(self.rank) or (self.full_matrix is not None and self.rank == self.max_rank):
+        if self.is_full and not (self.dense is None and self.full_matrix is None):
             return False
         m, n = self.matrix_shape
         return tokens * self.rank * (m + n) <= (tokens + self.rank) * m * n
@@ -211,12 +216,7 @@ class NestedLinear(NestedLayer):
         if self.is_factored_cheaper(math.prod(x.shape[:-1])):
             u, v = self.active
             return linear(linear(x, v), u.T, self.active_bias)
-        if (
-            self.dense is not None
-            and self.sizes is not None
-            and self.rank == self.max_rank
-            and self.full_matrix is None
-        ):
+        if self.sizes is not None and self.full_matrix is None and self.is_dense_at(self.rank):
             return self._scaled(x, self.whole("dense"), self.sizes)
         return linear(x, self.matrix, self.active_bias)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from flexrank.errors import FlexrankError
+from flexrank.files import dtype_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +154,7 @@ class FusedShards:
         if shard.aligned and values.dtype.itemsize > dtype.itemsize:
             raise FlexrankError(
                 f"{shard.name} was deployed in {values.dtype}, and its slack does not suit {dtype}; serve it in "
-                f"{values.dtype}, or deploy it with deployment.dtype: {str(dtype).removeprefix('torch.')}"
+                f"{values.dtype}, or deploy it with deployment.dtype: {dtype_name(dtype)}"
             )
 
 

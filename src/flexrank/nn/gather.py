@@ -52,7 +52,7 @@ def scatter_sum(whole: Tensor, dim: int) -> Tensor:
 
 
 def _step(size: int) -> int:
-    """How much each process has of so much, but for the last ones."""
+    """How long each process's part of so many entries is; those of the last ones may be shorter."""
     return -(-size // processes.count())
 
 

@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 from torch.nn.modules import module as hooks
 
 from flexrank.errors import FlexrankError
+from flexrank.files import dtype_name
 from flexrank.nn.alignment import choose_slack, gauge_align
 from flexrank.nn.matrix import ConvGeometry, bias_of, weight_matrix
 from flexrank.profiles.costs import whole_slack
@@ -210,7 +211,7 @@ def resolve_slack(u: Tensor, v: Tensor, slack: Slack, dtype: torch.dtype, inputs
         if inputs is None or not bool(inputs.any()):  # every form is exact on rows of zeros
             inputs = torch.randn(64, v.shape[0], generator=torch.Generator().manual_seed(0))
         least = choose_slack(u.double(), v.double(), inputs.double().to(u.device), dtype)
-        return whole_slack((len(u), len(v)), u.shape[1], least, str(dtype).removeprefix("torch."))
+        return whole_slack((len(u), len(v)), u.shape[1], least, dtype_name(dtype))
     if not 0 <= slack <= u.shape[1]:
         raise FlexrankError(f"slack {slack} is out of range; rank {u.shape[1]} takes 0 to {u.shape[1]}, or 'auto'")
     return slack

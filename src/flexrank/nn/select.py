@@ -2,7 +2,7 @@
 
 import fnmatch
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from flexrank.nn.linalg import Factors
 from flexrank.nn.matrix import bias_of, conv_geometry, is_layer, unsupported_reason, weight_matrix
 
 log = logging.getLogger("flexrank")
+Place = tuple[nn.Module, str]  #: a module, and the name of a child of it
 
 
 def select_layers(
@@ -51,9 +52,19 @@ def dense_reasons(
     return reasons
 
 
-def nest_(model: nn.Module, name: str, factors: Factors) -> NestedLayer:
-    """Replaces the layer `name` by its elastic form with these factors, in the layer's dtype, device and mode."""
-    layer = model.get_submodule(name)
+def nest_(model: nn.Module, name: str, factors: Factors, places: Sequence[Place] = ()) -> NestedLayer:
+    """Replaces the layer `name` by its `elastic_form`, and returns that.
+
+    `places` are those of `places_of`, which need not be found again for each of many layers.
+    """
+    nested = elastic_form(model.get_submodule(name), factors)
+    for parent, child in places or places_of(model, [name])[name]:
+        setattr(parent, child, nested)
+    return nested
+
+
+def elastic_form(layer: nn.Module, factors: Factors) -> NestedLayer:
+    """The elastic layer with these factors, in the layer's dtype, device and mode."""
     weight, bias, geometry = weight_matrix(layer), bias_of(layer), conv_geometry(layer)
     u, v = (factor.to(weight.device, weight.dtype).contiguous() for factor in (factors.u, factors.v))
     kind = NestedConv2d if geometry else NestedLinear
@@ -61,22 +72,26 @@ def nest_(model: nn.Module, name: str, factors: Factors) -> NestedLayer:
     nested.requires_grad_(weight.requires_grad)
     if bias is not None and nested.bias is not None:
         nested.bias.requires_grad_(bias.requires_grad)
-    replace_layer(model, name, nested.train(layer.training))
-    return nested
-
-
-def replace_layer(model: nn.Module, name: str, new: nn.Module) -> None:
-    """Puts `new` in the place of the module `name`, as `replace_layers`."""
-    replace_layers(model, {name: new})
+    return nested.train(layer.training)
 
 
 def replace_layers(model: nn.Module, new: Mapping[str, nn.Module]) -> None:
     """Puts modules in the places of those that are named, under each of their parents if several share one."""
-    replaced = {_found(model, name): module for name, module in new.items()}
-    for parent in list(model.modules()):
-        for child_name, child in list(parent._modules.items()):  # named_children names a shared child only once
-            if child in replaced:
-                setattr(parent, child_name, replaced[child])
+    places = places_of(model, new)
+    for name, module in new.items():
+        for parent, child in places[name]:
+            setattr(parent, child, module)
+
+
+def places_of(model: nn.Module, names: Iterable[str]) -> dict[str, list[Place]]:
+    """Where each of these modules is: each of its parents, and its name there, from one walk over the model."""
+    found = {name: _found(model, name) for name in names}
+    places: dict[nn.Module, list[Place]] = {module: [] for module in found.values()}
+    for parent in model.modules():
+        for child, module in parent._modules.items():  # named_children names a shared child only once
+            if module in places:
+                places[module].append((parent, child))
+    return {name: places[module] for name, module in found.items()}
 
 
 def _found(model: nn.Module, name: str) -> nn.Module:

@@ -7,6 +7,7 @@ gauge-aligned with slack p (r·(m+n−r+p); FlexRank, section 3.5, is p = 0). As
 import bisect
 import enum
 import math
+from collections.abc import Mapping
 from typing import Literal
 
 from flexrank.errors import FlexrankError
@@ -40,6 +41,11 @@ def layer_format(shape: Shape, rank: int, slack: int = 0) -> LayerFormat:
 def dense_parameters(shape: Shape) -> int:
     """Parameters m·n of the dense matrix."""
     return shape[0] * shape[1]
+
+
+def full_ranks(shapes: Mapping[str, Shape]) -> dict[str, int]:
+    """The full rank of each layer."""
+    return {name: min(shape) for name, shape in shapes.items()}
 
 
 def aligned_parameters(shape: Shape, rank: int, slack: int = 0) -> int:

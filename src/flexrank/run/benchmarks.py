@@ -13,12 +13,12 @@ from flexrank.data.pairs import read_pairs
 from flexrank.data.text import read_texts, sentence_batches, token_blocks
 from flexrank.errors import FlexrankError
 from flexrank.files import write_json
-from flexrank.run.config import RunConfig, load_config
-from flexrank.run.directory import RunDirectory
+from flexrank.profiles.costs import full_ranks
+from flexrank.run.config import RunConfig
 from flexrank.run.harness import score, settings_of
 from flexrank.run.samples import NO_SEPARATOR
 from flexrank.run.sizes import Sizes, count_parameters
-from flexrank.run.tables import count, new_table, print_line
+from flexrank.run.tables import PLAIN, count, new_table, print_line
 from flexrank.run.workspace import Workspace
 
 RESULT = "benchmarks.json"
@@ -71,13 +71,12 @@ def benchmark_run(
     Raises:
         FlexrankError: a budget or window that the model does not have, or a value that is not finite.
     """
-    sizes = Sizes(Workspace(load_config(directory), RunDirectory(directory)))
+    sizes = Sizes.of_run(directory)
     work = sizes.work
     profiles = {budget: sizes.within({"budget": budget}) for budget in budgets or work.config.allocation.budgets}
-    full = {name: min(shape) for name, shape in sizes.shapes.items()}
     judges, rows = _judges(work, measures), list[dict[str, Any]]()
     result: dict[str, Any] = {"model": work.config.model}
-    for budget, profile in progress.track([(None, full), *profiles.items()], "evaluating"):
+    for budget, profile in progress.track([(None, full_ranks(sizes.shapes)), *profiles.items()], "evaluating"):
         model = work.base if budget is None else sizes.deployed(profile)
         row = {"budget": budget, **count_parameters(model, profile, sizes.shapes), "quality": work.judge(model)}
         for name, judge in judges.items():
@@ -161,7 +160,7 @@ def print_benchmarks(result: Mapping[str, Any], console: Console) -> None:
     single = [name for name in ("perplexity", "sts") if name in rows[0]]
     measures = [*rows[0]["quality"], *single]
     names = ["params", "layers", *measures, *map(" ".join, columns)]
-    table = new_table(["budget", *names], left=["budget"], box=None, padding=(0, 2))
+    table = new_table(["budget", *names], left=["budget"], **PLAIN)
     for row in rows:
         cells = [count(row["params_model"]), f"{row['relative_size']:.3f}"]
         cells += [f"{value:.4f}" for value in row["quality"].values()]

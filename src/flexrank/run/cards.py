@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from flexrank.artefacts import cards
+from flexrank.files import write_text
 from flexrank.hf.companions import CARD
-from flexrank.run.report import Summary, note, table_cells
+from flexrank.run.figures import Summary
+from flexrank.run.report import note, table_cells
 from flexrank.run.tables import count
 
 #: The class of transformers that loads a task's models.
@@ -34,7 +36,7 @@ flexrank (FlexRank, ICML 2026) from one set of weights that holds every size{ori
 def write_cards(directory: Path, summary: Summary) -> list[Path]:
     """Writes the cards of a finished run's elastic model and deployed sizes; returns where they are."""
     places = [directory / "elastic", *(directory / export["directory"] for export in summary["deployed"])]
-    cards.write_card(places[0], elastic_card(summary, cards.read_head(places[0] / CARD)))
+    write_text(places[0] / CARD, elastic_card(summary, cards.read_head(places[0] / CARD)))
     for place, export in zip(places[1:], summary["deployed"], strict=True):
         write_card(place, summary, export)
     return [place / CARD for place in places]
@@ -42,7 +44,7 @@ def write_cards(directory: Path, summary: Summary) -> list[Path]:
 
 def write_card(place: Path, summary: Summary, export: Mapping[str, Any], tuned: int = 0) -> None:
     """Writes the card of one size of a finished run, exported to `place`; `tuned` are its own steps of training."""
-    cards.write_card(place, deployed_card(summary, export, cards.read_head(place / CARD), tuned))
+    write_text(place / CARD, deployed_card(summary, export, cards.read_head(place / CARD), tuned))
 
 
 def elastic_card(summary: Summary, before: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ import pydantic
 import yaml
 from pydantic import Field
 
-from flexrank.errors import FlexrankError
+from flexrank.errors import FlexrankError, shown
 from flexrank.run.data_config import Count, DataConfig, Section
 
 Budget = Annotated[float, Field(gt=0, le=1)]
@@ -210,6 +210,11 @@ class RunConfig(Section):
         return bool(self.distillation.steps) and (self.distillation.optimizer, self.dtype) != ("adamw", "float32")
 
     @property
+    def deployed_dtype(self) -> Dtype:
+        """The name of the dtype of exported weights."""
+        return self.deployment.dtype or self.dtype
+
+    @property
     def directory(self) -> Path:
         """The run directory."""
         return Path(self.output.replace("{name}", self.name))
@@ -241,7 +246,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise FlexrankError(f"{file}: not YAML ({' '.join(str(error).split())})") from error
     if not isinstance(value, dict):
-        raise FlexrankError(f"{file}: holds {_shown(value)}; a config is a mapping of keys such as name, task, model")
+        raise FlexrankError(f"{file}: holds {shown(value)}; a config is a mapping of keys such as name, task, model")
     if path.is_dir():
         value["output"] = str(path)
         if isinstance(value.get("decomposition"), dict):
@@ -289,7 +294,7 @@ def _first_line(error: pydantic.ValidationError) -> str:
     """The first problem in one line; unknown keys come first, for a misspelt key is also a missing one."""
     problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     key, kind = ".".join(map(str, problem["loc"])), problem["type"]
-    given, message = _shown(problem["input"]), problem["msg"]
+    given, message = shown(problem["input"]), problem["msg"]
     if kind == "extra_forbidden":
         return f"unknown key {key!r}; {_suggestion(key)}"
     if kind == "missing":
@@ -322,8 +327,3 @@ def known_keys(section: type[pydantic.BaseModel] = RunConfig, prefix: str = "") 
         yield prefix + name
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             yield from known_keys(field.annotation, f"{prefix}{name}.")
-
-
-def _shown(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else text[:57] + "..."

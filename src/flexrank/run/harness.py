@@ -142,7 +142,7 @@ def _numbers(value: Any) -> Iterator[float]:
 
 @contextlib.contextmanager
 def _speaking(level: int, bars: bool) -> Iterator[None]:
-    """Inside the block lm-eval says on standard error what has at least this level, and shows its bars or none."""
+    """Inside the block lm-eval logs to standard error from this level on, and shows its progress bars or none."""
     log, handler = logging.getLogger("lm_eval"), logging.StreamHandler(sys.stderr)
     before = log.level
     log.addHandler(handler)

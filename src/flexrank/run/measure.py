@@ -24,14 +24,14 @@ from flexrank.deployment.machine import (
     machine_facts,
     median_ratio,
     resident_peak,
+    until_done,
 )
 from flexrank.deployment.process import in_fresh_process
 from flexrank.files import write_json
 from flexrank.hf import models
 from flexrank.progress import track
-from flexrank.run.config import load_config
-from flexrank.run.directory import RunDirectory
 from flexrank.run.sizes import Sizes
+from flexrank.run.tables import PLAIN
 from flexrank.run.workspace import Workspace
 
 #: Rounds in turn and seconds of them, at least; tokens that are generated after a prompt of PROMPT tokens.
@@ -58,7 +58,7 @@ def measure_run(directory: Path) -> dict[str, Any]:
 
 def latency_ratios(directory: str) -> list[float]:
     """Each budget's time over the base model's on the run's example batch, in the order of `allocation.budgets`."""
-    sizes = _open(directory)
+    sizes = Sizes.of_run(directory)
     work, settings = sizes.work, sizes.work.config.evaluation
     ratios = []
     for budget in track(work.config.allocation.budgets, "measuring latency"):
@@ -71,7 +71,7 @@ def latency_ratios(directory: str) -> list[float]:
 
 def measure_sizes(directory: str) -> dict[str, Any]:
     """The whole measurement: a row for the base model and one per budget."""
-    sizes = _open(directory)
+    sizes = Sizes.of_run(directory)
     work, base = sizes.work, sizes.work.deployed_base
     workloads = _workloads(work, base)
     rows = [{"name": "base", **_measure(work, base, base, workloads)}]
@@ -80,7 +80,7 @@ def measure_sizes(directory: str) -> dict[str, Any]:
         rows.append({"name": f"{budget:g}", **_measure(work, small, base, workloads)})
     return {
         "model": work.config.model,
-        "dtype": str(work.deployed_dtype).removeprefix("torch."),
+        "dtype": work.config.deployed_dtype,
         "machine": machine_facts(),
         "workloads": [{"name": one.name, "tokens": one.tokens} for one in workloads],
         "rows": rows,
@@ -90,11 +90,11 @@ def measure_sizes(directory: str) -> dict[str, Any]:
 def print_measurement(result: Mapping[str, Any], console: Console) -> None:
     """Prints times over the base model's, then weights, memory, latency and tokens per second."""
     names = [workload["name"] for workload in result["workloads"]]
-    ratios = Table("budget", *names, title="time over the base model's, in turn", box=None, padding=(0, 2))
+    ratios = Table("budget", *names, title="time over the base model's, in turn", **PLAIN)
     for row in result["rows"]:
         ratios.add_row(row["name"], *(f"{time['ratio']:.2f}" for time in row["times"]))
     columns = [f"{name}: {unit}" for name in names for unit in ("ms", "tokens/s")]
-    sizes = Table("budget", "MB of weights", "MB at the peak", *columns, box=None, padding=(0, 2))
+    sizes = Table("budget", "MB of weights", "MB at the peak", *columns, **PLAIN)
     for row in result["rows"]:
         cells = [f"{row['bytes'] / 1e6:.1f}", f"{row['peak'] / 1e6:.1f}" if row["peak"] else "-"]
         for workload, time in zip(result["workloads"], row["times"], strict=True):
@@ -115,10 +115,6 @@ def peak_of_forward(directory: str, task: Any, dtype: str, batch: str) -> int:
     return resident_peak() - before
 
 
-def _open(directory: str) -> Sizes:
-    return Sizes(Workspace(load_config(directory), RunDirectory(directory)))
-
-
 def _workloads(work: Workspace, base: Any) -> list[Workload]:
     """One sample and a batch of them; for language models that generate, decoding too."""
     example: Any = work.samples.example
@@ -135,31 +131,21 @@ def _workloads(work: Workspace, base: Any) -> list[Workload]:
 def _forward_workload(batch: Mapping[str, torch.Tensor]) -> Workload:
     shape = next(iter(batch.values())).shape
     plural = "" if shape[0] == 1 else "s"
-    if "pixel_values" in batch:
-        return Workload(f"{shape[0]} image{plural}", shape[0], functools.partial(_forward, batch))
-    name = f"{shape[0]} text{plural} of {shape[1]} tokens"
-    return Workload(name, int(batch["attention_mask"].sum()), functools.partial(_forward, batch))
-
-
-def _forward(batch: Mapping[str, Any], model: nn.Module) -> None:
-    call_model(model, batch)
+    name, tokens = f"{shape[0]} image{plural}", shape[0]
+    if "pixel_values" not in batch:
+        name, tokens = f"{shape[0]} text{plural} of {shape[1]} tokens", int(batch["attention_mask"].sum())
+    return Workload(name, tokens, lambda model: call_model(model, batch))
 
 
 def _generate(prompt: Mapping[str, Any], model: Any) -> None:
     model.generate(**prompt, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
 
 
-def _finish(call: Callable[[nn.Module], object], model: nn.Module) -> None:
-    call(model)
-    if model_device(model).type == "cuda":
-        torch.cuda.synchronize()
-
-
 def _measure(work: Workspace, small: Any, base: nn.Module, workloads: Sequence[Workload]) -> dict[str, Any]:
     times = []
     with eval_mode(small, base), torch.inference_mode():
         for workload in workloads:
-            runs = [functools.partial(_finish, workload.call, model) for model in (small, base)]
+            runs = [until_done(functools.partial(workload.call, one), model_device(one)) for one in (small, base)]
             own, others = interleave(runs, REPEATS, least_seconds=LEAST_SECONDS)
             ratio = 1.0 if small is base else median_ratio(own, others)
             times.append({"seconds": statistics.median(own), "ratio": ratio})
@@ -175,6 +161,6 @@ def _peak(work: Workspace, small: Any) -> int | None:
         model, batch = Path(scratch, "model"), Path(scratch, "batch.safetensors")
         models.save_model(small, model)
         write_batch(batch, work.samples.example)
-        dtype = str(work.deployed_dtype).removeprefix("torch.")
-        peak: int = in_fresh_process(peak_of_forward, str(model), work.config.task, dtype, str(batch))
+        config = work.config
+        peak: int = in_fresh_process(peak_of_forward, str(model), config.task, config.deployed_dtype, str(batch))
         return peak

@@ -9,13 +9,13 @@ from typing import Any
 
 from rich.console import Console
 
+from flexrank.artefacts.cards import table
 from flexrank.errors import FlexrankError
-from flexrank.files import read_json, require_keys, write_aside
-from flexrank.run.figures import LABELS, draw_figures
+from flexrank.files import read_json, require_keys, write_text
+from flexrank.run.figures import LABELS, Summary, draw_figures
 from flexrank.run.page import write_page
 from flexrank.run.tables import count, new_table, print_line
 
-Summary = Mapping[str, Any]
 log = logging.getLogger("flexrank")
 
 
@@ -49,8 +49,7 @@ def write_report(directory: str | Path) -> list[Path]:
     else:
         figures = draw_figures(summary, directory / "figures")
     text, page = directory / "report.md", directory / "report.html"
-    with write_aside(text) as aside:
-        aside.write_text(_markdown(summary, figures), encoding="utf8")
+    write_text(text, _markdown(summary, figures))
     write_comparison([directory], page)
     return [*figures, text, page]
 
@@ -66,10 +65,10 @@ def print_table(summary: Summary, console: Console) -> None:
     """Prints the table: the base model's row, then one row per budget."""
     header, rows = table_cells(summary)
     title = f"{summary.get('name', summary['model'])}: every size from one set of weights"
-    table = new_table(header, left=header[:1], title=title)
+    shown = new_table(header, left=header[:1], title=title)
     for row in rows:
-        table.add_row(*row)
-    console.print(table)
+        shown.add_row(*row)
+    console.print(shown)
     print_line(console, note(summary))
 
 
@@ -121,11 +120,10 @@ def _facts(summary: Summary) -> list[str]:
 
 
 def _markdown(summary: Summary, figures: Sequence[Path]) -> str:
-    header, rows = table_cells(summary)
     return "\n".join([
         f"# {summary.get('name', summary['model'])}\n",
         f"Model: `{summary['model']}`\n",
-        *(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)),
+        *table(*table_cells(summary)),
         "",
         *(f"{fact}\n" for fact in _facts(summary)),
         *(f"![{figure.stem}](figures/{figure.name})\n" for figure in figures),
@@ -141,8 +139,8 @@ def _html_table(summary: Summary, number: int) -> str:
         for mark, row in zip(budgets, rows, strict=True)
     ]
     head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-    table = "".join(["<thead><tr>", head, "</tr></thead><tbody>\n", "\n".join(lines), "\n</tbody>"])
+    body = "".join(["<thead><tr>", head, "</tr></thead><tbody>\n", "\n".join(lines), "\n</tbody>"])
     facts = "\n".join(f"<p>{html.escape(fact)}</p>" for fact in _facts(summary))
     caption = f"<caption>{html.escape(str(summary['name']))}</caption>"
     region = '<div class="wide" tabindex="0" role="region" aria-label="all sizes">'
-    return f"{region}<table>{caption}{table}</table></div>\n{facts}"
+    return f"{region}<table>{caption}{body}</table></div>\n{facts}"

@@ -96,11 +96,10 @@ STAGES = (
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a run did: stages that ran, in order, stages that were up to date, and the fingerprint of each."""
+    """What a run did: the stages that ran, in order, and the fingerprint of each stage, run or up to date."""
 
     directory: Path
     executed: tuple[str, ...]
-    skipped: tuple[str, ...]
     workspace: Workspace
     fingerprints: Mapping[str, str]
 
@@ -126,7 +125,6 @@ def run_stages(config: RunConfig, until: str = "report") -> Outcome:
     source = models.resolve_source(config.model)
     wanted = _needed(until)
     executed: list[str] = []
-    skipped: list[str] = []
     with _held(directory, config):
         work = Workspace(config, directory)
         prints = processes.by_first(lambda: fingerprints(config, source))
@@ -134,14 +132,13 @@ def run_stages(config: RunConfig, until: str = "report") -> Outcome:
             if stage.name not in wanted:
                 continue
             if processes.by_first(functools.partial(directory.is_finished, stage.name, prints[stage.name])):
-                skipped.append(stage.name)
                 log.info("%s: up to date", stage.name)
                 continue
             _do(stage, work, prints[stage.name])
             executed.append(stage.name)
         # Not before: a refused setting must not cost another's checkpoint.
         processes.by_first(lambda: directory.remove_stale(prints))
-    return Outcome(directory.path, tuple(executed), tuple(skipped), work, prints)
+    return Outcome(directory.path, tuple(executed), work, prints)
 
 
 def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None = None, tune: int = 0) -> dict[str, Any]:

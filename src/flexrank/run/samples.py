@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from flexrank.data.batches import Batch, token_mask
 from flexrank.data.halves import items_of, places_of
-from flexrank.data.images import Scaling, channels_first, read_images
+from flexrank.data.images import ImageBatches, Scaling, channels_first, read_images
 from flexrank.data.metrics import embed, mean_cosine, nats_per_token, predict, retrieval_mrr
 from flexrank.data.stream import StreamedBatches, TextStream, block_maker, held_out_texts, open_texts, sentence_maker
 from flexrank.data.text import (
     SPLITS,
     Tokenizer,
+    block_batches,
     joined_tokens,
     read_texts,
     sentence_batches,
@@ -60,7 +61,7 @@ def load_samples(config: RunConfig, directory: str, tokenizer: Tokenizer | None)
     if config.task == "classification":
         images, labels = read_images(config.data.path or "")
         scaling = Scaling.read(Path(directory) / "preprocessor_config.json")
-        return _image_samples(config, scaling(channels_first(images)), torch.from_numpy(labels))
+        return _image_samples(config, channels_first(images), scaling, torch.from_numpy(labels))
     if tokenizer is None:
         raise FlexrankError(f"task {config.task!r} needs a tokenizer beside the model {config.model!r}")
     build = _block_samples if config.task == "language" else _text_samples
@@ -131,8 +132,8 @@ def _block_samples(config: RunConfig, tokenizer: Tokenizer) -> Samples:
     held_out = blocks("evaluation", evaluation)
     held_out = held_out[places_of(data.half, held_out)][: data.evaluation]
 
-    def batches(rows: Tensor, batch_size: int = data.batch_size) -> list[Batch]:
-        return [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in rows.split(batch_size)]
+    def batches(rows: Tensor, batch_size: int = data.batch_size) -> Sequence[Batch]:
+        return block_batches(rows, batch_size)
 
     def judge(_: nn.Module) -> Judge:
         return lambda model: {"nats_per_token": nats_per_token(model, batches(held_out))}
@@ -148,13 +149,14 @@ def _block_samples(config: RunConfig, tokenizer: Tokenizer) -> Samples:
     return _samples(config, blocks("calibration", calibration), batches, consolidation, example, judge)
 
 
-def _image_samples(config: RunConfig, images: Tensor, labels: Tensor) -> Samples:
-    """Images (N, C, H, W) of classes (N,), and qualities `accuracy`, and `agreement` with the teacher."""
+def _image_samples(config: RunConfig, images: Tensor, scaling: Scaling, labels: Tensor) -> Samples:
+    """Images, bytes (N, C, H, W), of classes (N,); qualities `accuracy`, and `agreement` with the teacher."""
     calibration, training, held_out = _split(_shuffled(len(images), config.seed))
-    held_out = held_out[places_of(config.data.half, images[held_out])][: config.data.evaluation]
+    chosen = items_of(config.data.half, held_out, lambda index: scaling(images[index].unsqueeze(0)))
+    held_out = torch.stack(chosen[: config.data.evaluation])
 
-    def batches(rows: Tensor, batch_size: int = config.data.batch_size) -> list[Batch]:
-        return [{"pixel_values": images[part]} for part in rows.split(batch_size)]
+    def batches(indices: Tensor, batch_size: int = config.data.batch_size) -> Sequence[Batch]:
+        return ImageBatches(images, scaling, indices, batch_size)
 
     def judge(teacher: nn.Module) -> Judge:
         targets = predict(teacher, batches(held_out))

@@ -39,6 +39,11 @@ class Sizes:
         self._slack: SlackTable | None = None
         self._tuned: nn.Module | None = None
 
+    @classmethod
+    def of_run(cls, directory: str | Path) -> "Sizes":
+        """Those of the run in a directory."""
+        return cls(Workspace(load_config(directory), RunDirectory(directory)))
+
     def slack_for(self, profile: Mapping[str, int]) -> SlackTable:
         """The run's slack; for ranks that no requested budget has it is chosen here, on the same rows."""
         path = self.work.directory / "slack.json"
@@ -122,7 +127,7 @@ def choose_slack(
 
 def find_within_latency(directory: str, count: int, max_latency_ms: float) -> int:
     """The place of the largest of the chain's first `count` entries within a latency, on the run's example batch."""
-    sizes = Sizes(Workspace(load_config(directory), RunDirectory(directory)))
+    sizes = Sizes.of_run(directory)
     entries = sizes.chain.entries[:count]
     entry = entry_within_latency(
         entries,
@@ -142,7 +147,7 @@ def export_size(sizes: Sizes, small: nn.Module, profile: RankProfile, place: Pat
         "directory": str(place),
         **count_parameters(small, profile, sizes.shapes),
         "bytes": directory_bytes(place),
-        "dtype": str(work.deployed_dtype).removeprefix("torch."),
+        "dtype": work.config.deployed_dtype,
     }
 
 

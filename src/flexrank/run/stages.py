@@ -28,6 +28,7 @@ from flexrank.nn.sharding import is_sharded
 from flexrank.nn.switch import layer_shapes, use_profile
 from flexrank.probe import curvature_rises, curvature_table, probe_sensitivity
 from flexrank.profiles import ProfileChain, SensitivityTable
+from flexrank.profiles.costs import full_ranks
 from flexrank.progress import track
 from flexrank.run import report
 from flexrank.run.candidates import candidate_ranks, require_reachable_budgets, rule
@@ -183,10 +184,9 @@ def evaluate(work: Workspace, _: str) -> None:
         ratios = processes.by_first(lambda: in_fresh_process(latency_ratios, str(work.directory.path)))
     sizes, own = Sizes(work), dict[int, Any]()
     shapes = sizes.shapes
-    full = {name: min(shape) for name, shape in shapes.items()}
     for number in track(processes.share(len(budgets) + 1), "evaluating"):
         if number == len(budgets):
-            own[number] = evaluate_size(work, work.base, full, shapes)
+            own[number] = evaluate_size(work, work.base, full_ranks(shapes), shapes)
             continue
         profile = sizes.chain.at(budgets[number])
         row = evaluate_size(work, sizes.deployed(profile), profile, shapes)

@@ -9,7 +9,7 @@ from pathlib import Path
 from flexrank import processes
 from flexrank.distill import TrainingStep
 from flexrank.errors import FlexrankError
-from flexrank.files import write_aside
+from flexrank.files import write_text
 
 LOSSES, BOARD = "losses.jsonl", "tensorboard"
 
@@ -49,8 +49,7 @@ def tracked(directory: Path, budgets: Sequence[float], tracking: str | None) -> 
 def _lines(path: Path, budgets: Sequence[float], start: int) -> Iterator[Track]:
     before = path.read_text(encoding="utf8") if path.is_file() else ""
     kept = before.splitlines(keepends=True)[:start]
-    with write_aside(path) as aside:
-        aside.write_text("".join(kept), encoding="utf8")
+    write_text(path, "".join(kept))
     with open(path, "a", encoding="utf8", buffering=1) as file:
 
         def write(step: TrainingStep) -> None:
@@ -61,8 +60,7 @@ def _lines(path: Path, budgets: Sequence[float], start: int) -> Iterator[Track]:
             yield write
         except FlexrankError:
             if before and not start:  # a wrong input leaves a finished run as it was
-                with write_aside(path) as aside:
-                    aside.write_text(before, encoding="utf8")
+                write_text(path, before)
             raise
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from flexrank import processes
 from flexrank.artefacts.elastic import SHARD_BYTES, load_components, load_elastic, read_shapes
 from flexrank.data.batches import call_model, to_device
-from flexrank.distill.objectives import Objective, objective_for
+from flexrank.distill.objectives import FisherObjective, Objective, objective_for
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
 from flexrank.hf.companions import MeanPooled
@@ -23,6 +23,7 @@ from flexrank.nn.matrix import weight_matrix
 from flexrank.nn.sharding import shard_, shard_blocks_
 from flexrank.nn.switch import nested_layers, share_tensors_
 from flexrank.profiles import ProfileChain
+from flexrank.profiles.costs import full_ranks
 from flexrank.run.config import RunConfig
 from flexrank.run.directory import RunDirectory
 from flexrank.run.samples import Judge, Samples, load_samples, loss_rows
@@ -93,7 +94,7 @@ class Workspace:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def objective(self, hidden_weight: float = 0.0, top_k: int | None = None) -> Objective:
+    def objective(self, hidden_weight: float = 0.0, top_k: int | None = None) -> FisherObjective:
         """The task's distillation loss."""
         temperature = self.config.distillation.temperature
         return objective_for(self.config.task, temperature=temperature, hidden_weight=hidden_weight, top_k=top_k)
@@ -157,7 +158,7 @@ class Workspace:
         That is the components of each layer up to its largest rank below full, which are on the CPU, beside the matrix
         at full rank.
         """
-        full = {name: min(shape) for name, shape in read_shapes(self.directory / "elastic_initial")[0].items()}
+        full = full_ranks(read_shapes(self.directory / "elastic_initial")[0])
         ranks = {name: {profile[name] for profile in profiles} for name in full}
         below = {name: max(some - {full[name]}, default=full[name]) for name, some in ranks.items()}
         model = load_components(self.directory / "elastic_initial", below)
@@ -177,7 +178,7 @@ class Workspace:
     @property
     def deployed_dtype(self) -> torch.dtype:
         """The dtype of deployed models."""
-        return getattr(torch, self.config.deployment.dtype or self.config.dtype)
+        return getattr(torch, self.config.deployed_dtype)
 
     @functools.cached_property
     def deployed_base(self) -> Any:

@@ -157,7 +157,7 @@ def _parameters(architecture: Architecture) -> dict[str, int]:
 
 def _budget_rows(architecture: Architecture, config: RunConfig) -> list[dict[str, Any]]:
     """Sizes at each budget of its uniform ranks, deployed with the expected slack."""
-    dtype, share = getattr(torch, config.deployment.dtype or config.dtype), rule(config)["slack_share"]
+    dtype, share = getattr(torch, config.deployed_dtype), rule(config)["slack_share"]
     others, rows = footprint(architecture.student, dtype), []
     for budget in config.allocation.budgets:
         ranks = uniform_profile(architecture.student, budget, share)

@@ -13,10 +13,11 @@ from flexrank.calibrate import Hooks
 from flexrank.data.batches import call_model, output_tensor
 from flexrank.distill.objectives import EmbeddingObjective, default_objective
 from flexrank.hf import meta, models
+from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.experts import separate_experts_
 from flexrank.nn.linalg import Factors
 from flexrank.nn.matrix import conv_geometry, input_rows, is_layer, matrix_shape
-from flexrank.nn.select import nest_, select_layers
+from flexrank.nn.select import elastic_form, replace_layers, select_layers
 from flexrank.nn.switch import layer_shapes
 from flexrank.profiles.costs import Shape
 from flexrank.run.config import RunConfig
@@ -84,9 +85,7 @@ def build_architecture(config: RunConfig) -> Architecture:
         for parameter in teacher.parameters():
             parameter.requires_grad_(parameter in weights)
     student = copy.deepcopy(teacher)
-    for name, layer in layers.items():
-        (m, n), rank = matrix_shape(layer), min(matrix_shape(layer))
-        nest_(student, name, Factors(*(torch.empty(size, device="meta") for size in ((rank, m), (rank, n), (rank,)))))
+    replace_layers(student, {name: _empty_form(layer) for name, layer in layers.items()})
     watched = {name: module for name, module in teacher.named_modules() if is_layer(module)}
     sample = meta.meta_sample(teacher, config.task, config.data.max_tokens)
     calls, output = _watch(teacher, watched, sample)
@@ -110,6 +109,13 @@ def build_architecture(config: RunConfig) -> Architecture:
     )
 
 
+def _empty_form(layer: nn.Module) -> NestedLayer:
+    """The layer's elastic form at full rank, without values."""
+    (m, n), rank = matrix_shape(layer), min(matrix_shape(layer))
+    sizes = (rank, m), (rank, n), (rank,)
+    return elastic_form(layer, Factors(*(torch.empty(size, device="meta") for size in sizes)))
+
+
 def shares_factors_alone(config: RunConfig) -> bool:
     """Whether consolidation trains nothing but factors and the vectors of sizes."""
     return config.distillation.method == "balanced" and len(config.allocation.budgets) > 1
@@ -127,7 +133,6 @@ def _watch(model: nn.Module, layers: Mapping[str, nn.Module], sample: Mapping[st
         calls[name] = (*calls.get(name, ()), call)
 
     with Hooks() as hooks, models.clear_errors(type(model).__name__):
-        for name, layer in layers.items():
-            hooks.watch(layer, functools.partial(see, name))
+        hooks.watch(layers, see)
         output = call_model(model, sample)
     return calls, output

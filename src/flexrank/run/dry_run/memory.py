@@ -90,7 +90,7 @@ def replayed_bytes(architecture: Architecture, config: RunConfig) -> int:
 
 
 def most(*moments: dict[str, int]) -> dict[str, int]:
-    """What is in memory at the moment of a stage that takes most."""
+    """What is in memory at the moment at which a stage takes most."""
     return max(moments, key=lambda parts: sum(parts.values()))
 
 
@@ -104,7 +104,7 @@ def evaluated_bytes(architecture: Architecture, trained: Any, config: RunConfig)
 
 def deployment_bytes(architecture: Architecture, config: RunConfig) -> list[dict[str, int]]:
     """A size while its last layer is aligned, and while it runs; in a fresh process after this one has let it go."""
-    budget, dtype = max(config.deployment.budgets, default=0.0), getattr(torch, config.deployment.dtype or config.dtype)
+    budget, dtype = max(config.deployment.budgets, default=0.0), getattr(torch, config.deployed_dtype)
     deployed = {"deployed": deployed_bytes(architecture, config, budget) if budget else 0}
     ranks = largest_ranks(architecture, config, [budget]) if budget else {}
     aligned = [aligned_bytes(architecture.shapes[name], rank) for name, rank in ranks.items()]
@@ -248,7 +248,7 @@ def trained_part(architecture: Architecture, config: RunConfig) -> Any:
 
 def deployed_bytes(architecture: Architecture, config: RunConfig, budget: float) -> int:
     """Bytes of the weights of a size, in the dtype of deployment."""
-    dtype = getattr(torch, config.deployment.dtype or config.dtype)
+    dtype = getattr(torch, config.deployed_dtype)
     others = footprint(architecture.student, dtype).other_bytes
     return others + round(budget * architecture.dense_parameters) * dtype.itemsize
 

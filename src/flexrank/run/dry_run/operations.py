@@ -13,7 +13,7 @@ from flexrank.distill.schedule import default_weights
 from flexrank.nn.blocks import block_stack
 from flexrank.nn.switch import last_within, uniform_profile
 from flexrank.probe import MATRIX_BYTES
-from flexrank.profiles.costs import Shape
+from flexrank.profiles.costs import Shape, full_ranks
 from flexrank.run.candidates import candidate_ranks, rule
 from flexrank.run.config import RunConfig
 from flexrank.run.dry_run.architecture import Architecture, Call, shares_factors_alone
@@ -81,7 +81,7 @@ def probe(architecture: Architecture, config: RunConfig) -> int:
     if config.probe.method == "curvature":
         return 0
     samples, batch, shapes = config.data.probe, min(config.data.batch_size, config.data.probe), architecture.shapes
-    full, itemsize = {name: min(shape) for name, shape in shapes.items()}, architecture.teacher.dtype.itemsize
+    full, itemsize = full_ranks(shapes), architecture.teacher.dtype.itemsize
     kept = last_within({name: itemsize * math.prod(shape) for name, shape in shapes.items()}, MATRIX_BYTES)
     factored = {name: rank for name, rank in full.items() if name not in kept}
     total = evaluations(architecture, config) * forward(architecture, batch, factored)

@@ -16,9 +16,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from flexrank.decompose import decomposition_owners
 from flexrank.errors import FlexrankError
 from flexrank.nn.blocks import block_stack
-from flexrank.processes import deal
 from flexrank.run.config import RunConfig
 from flexrank.run.dry_run import operations
 from flexrank.run.dry_run.architecture import Architecture
@@ -182,7 +182,7 @@ def longest_decomposition(architecture: Architecture, config: RunConfig, count: 
     for _, names in itertools.groupby(ordered_layers(costs), lambda name: split_block(name)[0]):
         shapes = {name: architecture.shapes[name] for name in names}
         loads = [0] * count
-        for name, owner in deal({name: math.prod(shape) * min(shape) for name, shape in shapes.items()}, count).items():
+        for name, owner in decomposition_owners(shapes, count).items():
             loads[owner] += costs[name]
         total += max(loads)
     return total

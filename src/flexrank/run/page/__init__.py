@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from flexrank.files import read_json, write_aside
+from flexrank.files import read_json, write_text
 from flexrank.run.figures import LABELS, LOWER_IS_BETTER
 from flexrank.run.tables import ordered_layers, split_block
 
@@ -31,8 +31,7 @@ def write_page(runs: Sequence[Path], summaries: Sequence[Mapping[str, Any]], tab
         tables="\n".join(tables), style=_read("page.css"), script=_read("page.js"),
         data=json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
     )  # fmt: skip
-    with write_aside(path) as aside:
-        aside.write_text(page, encoding="utf8")
+    write_text(path, page)
 
 
 def _run(name: str, directory: Path, summary: Mapping[str, Any]) -> dict[str, Any]:

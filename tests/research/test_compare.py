@@ -166,7 +166,8 @@ def test_tables_claims_and_the_ledger(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert rows["a3, published"] == ["no", "8.5000 ± 0.7071", "–", "4 ± 0"]
     assert rows["slicegpt, published"] == ["–"] * 4
     assert len(rows) == 1 + 3 * len(METHODS) + len(ALONE)
-    published, all_ranks = result["claims"]  # ours are no rivals of ours
+    published, all_ranks, default = result["claims"]  # ours are no rivals of ours
+    assert default["holds"] and "fisher with joint ranks" in default["what"]
     assert published["holds"] and "behind at none" in published["here"]
     assert not all_ranks["holds"] and "0.8 to drone, joint by 0.5, 0.5 to drone, joint by 0.5" in all_ranks["here"]
     assert len(compare.draw(result["data"]).axes) == 1
@@ -178,7 +179,7 @@ def test_tables_claims_and_the_ledger(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 def test_a_rival_that_makes_models_alone_can_win(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fake(monkeypatch, {"datasvd": 3.0, "a3": 2.7})
-    published, all_ranks = compare.run(Request(tmp_path))["claims"]
+    published, all_ranks, _ = compare.run(Request(tmp_path))["claims"]
     for claim in (published, all_ranks):
         assert not claim["holds"] and claim["here"] == "behind at 0.8 to a3, published by 0.5 (nats)"
 
@@ -206,7 +207,7 @@ def test_models_made_alone_are_scored_and_counted() -> None:
 
 
 def test_a_tie_is_no_loss(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fake(monkeypatch, {"datasvd": 3.0, "drone": 3.0 - 4e-5})
+    fake(monkeypatch, {"datasvd": 3.0, "fisher": 3.0, "drone": 3.0 - 4e-5})
     assert all(claim["holds"] for claim in compare.run(Request(tmp_path))["claims"])
 
 

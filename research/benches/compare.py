@@ -104,7 +104,7 @@ def _scores(contest: Contest, runs: Sequence[Mapping[str, Any]]) -> list[dict[st
 
 
 def _claim(contest: Contest, sized: Sized, own: str, allocations: Sequence[str]) -> dict[str, Any]:
-    """Whether one of ours with joint ranks is as good as each rival, to the table's digits and on average over seeds."""
+    """Whether one of ours with joint ranks is as good as each rival, to the digits shown and on average over seeds."""
     lost = []
     for place, budget in enumerate(contest.budgets):
         ours, best = _error(contest, sized[own]["joint"], place), math.inf

@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 import flexrank as fr
-import launched
 from flexrank.distill.schedule import Schedule
 from flexrank.distill.step import loss_scale
 from flexrank.distill.trainer import DistillationTrainer
@@ -100,8 +98,8 @@ def test_two_processes_train_as_one_does_on_the_rows_of_both(tmp_path: Path) -> 
     ours, *_ = trainer(tmp_path, **TOGETHER, per_device_train_batch_size=8)
     ours.train()
     (script := tmp_path / "two.py").write_text(TWO)
-    places = [str(Path(module.__file__).parent) for module in (launched, sys.modules[__name__])]
-    with started(2, script, tmp_path, *places) as run:
+    tests = Path(__file__).parents[1]
+    with started(2, script, tmp_path, tests.parent, tests, tests / "distill") as run:
         _, errors = ended(run)
     assert run.returncode == 0, errors
     first, second = (load_file(tmp_path / f"{number}.safetensors")["weights"] for number in "01")

@@ -21,8 +21,6 @@ COPIED = ("*processor_config.json", MODULES, "sentence_*_config.json", "config_s
 PICKLES = ".bin"
 #: What says whose a model is, and under which licence.
 CARD = "README.md"
-#: What a user may edit beside the weights, as one saves a tokenizer with another chat template there.
-EDITABLE = (*TOKENIZER, "generation_config.json")
 log = logging.getLogger("flexrank")
 
 
@@ -71,8 +69,8 @@ class MeanPooled:
 
 
 def verify_artefact(directory: Path, digests: Mapping[str, str], reason: str = "truncated or edited") -> None:
-    """As `files.verify_files`; of what a user may edit a change is only logged."""
-    editable = {name for name in digests for pattern in EDITABLE if fnmatch(name, pattern)}
+    """As `files.verify_files`; tokenizer and chat template a user may edit or save over, which is only logged."""
+    editable = {name for name in digests for pattern in TOKENIZER if fnmatch(name, pattern)}
     verify_files(directory, {name: digest for name, digest in digests.items() if name not in editable}, reason)
     for name in sorted(editable):
         if not (directory / name).is_file() or digest_file(directory / name) != digests[name]:

@@ -182,7 +182,11 @@ def test_what_save_pretrained_writes_of_an_elastic_model_is_refused(saved: str, 
         ours.save_model(str(tmp_path / "final"))
     else:
         fr.save_elastic(ours.model, chain, tmp_path / "first")
+        base = type(teacher)(teacher.config)  # of one config with the model that is decomposed
         fr.decompose_(teacher, list(fr.select_layers(teacher)), method="svd")
+        base.save_pretrained(tmp_path / "base")
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        assert base.config is base.model.config is not teacher.config is teacher.model.config
         model = teacher if saved == "decomposed" else fr.load_elastic(tmp_path / "first")[0]
         model.save_pretrained(tmp_path / "final")
         fr.deploy(model, chain.at(0.8)).save_pretrained(tmp_path / "small")

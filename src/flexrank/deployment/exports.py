@@ -99,7 +99,7 @@ def _load_and_run(
 
 @contextlib.contextmanager
 def _off_its_gpu(model: nn.Module) -> Iterator[None]:
-    """Inside the block the model is on the CPU, so that a fresh process has room on its device; then it goes back."""
+    """Inside the block the model is on the CPU and a fresh process has room on its device; then it goes back."""
     device = model_device(model)
     model.to("cpu")
     if device.type == "cuda":

@@ -81,7 +81,7 @@ class ElasticQuantizer(PlainQuantizer):
 
 
 class _Empty(nn.Module):
-    """Stands in for a layer until that is there; GPT-2's initialiser asks for a weight."""
+    """The place of a layer that is still to come; GPT-2's initialiser asks for a weight."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -140,11 +140,7 @@ def distill_(
         FlexrankError: wrong settings, no batches, float16, a loss that is not finite, or a foreign checkpoint.
     """
     profiles = profiles_of(chain)
-    if model is teacher:
-        raise FlexrankError("model and teacher are one network; the teacher is a copy from before decompose_")
-    for name, count in {"steps": steps, "accumulation": accumulation, "checkpoint_every": checkpoint_every}.items():
-        if count < 1:
-            raise FlexrankError(f"{name} is {count}; it must be at least 1")
+    _check(model, teacher, steps=steps, accumulation=accumulation, checkpoint_every=checkpoint_every)
     is_balanced = _is_balanced(method)
     full = full_ranks(layer_shapes(model))
     default = default_weights(method, [profile == full for profile in profiles])
@@ -210,6 +206,14 @@ def profiles_of(chain: Profiles) -> list[dict[str, int]]:
     if not profiles:
         raise FlexrankError("distillation got no profiles; the chain has no requested budgets")
     return [dict(profile) for profile in profiles]
+
+
+def _check(model: nn.Module, teacher: nn.Module, **counts: int) -> None:
+    if model is teacher:
+        raise FlexrankError("model and teacher are one network; the teacher is a copy from before decompose_")
+    for name, count in counts.items():
+        if count < 1:
+            raise FlexrankError(f"{name} is {count}; it must be at least 1")
 
 
 def _is_balanced(method: str) -> bool:

@@ -176,10 +176,15 @@ def save_model(model: Any, directory: Path) -> None:
 def mark_elastic(model: Any) -> None:
     """Makes `from_pretrained` refuse what `save_pretrained` writes of an elastic model: it would draw new layers.
 
-    `deploy` puts a size's own specs in the mark's place. A model of torch stays as it is.
+    `deploy` puts a size's own specs in the mark's place. A model of torch stays as it is. The config becomes
+    the model's own, for a base model may have been built from the same.
     """
     if is_transformers_model(model):
-        model.config.quantization_config = dict(ELASTIC_MARK)
+        shared, own = model.config, copy.copy(model.config)
+        own.quantization_config = dict(ELASTIC_MARK)
+        for module in model.modules():
+            if getattr(module, "config", None) is shared:
+                module.config = own
 
 
 def attached_layers(model: Any) -> dict[str, Any]:

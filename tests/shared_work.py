@@ -53,6 +53,31 @@ def vectors(count: int, rows: int) -> list[Tensor]:
     return [torch.randn(rows, 12, generator=torch.Generator().manual_seed(seed)) for seed in range(count)]
 
 
+class Routed(nn.Module):
+    """Two experts, of which each row reaches one: a process's rows may leave one of them out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = nn.ModuleList(nn.Linear(12, 12) for _ in range(2))
+        self.last = nn.Linear(12, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, is_second = torch.zeros_like(x), x[:, 0] < 0
+        for rows, expert in zip((~is_second, is_second), self.experts, strict=True):
+            if rows.any():
+                out = out.index_add(0, rows.nonzero().flatten(), expert(x[rows]))
+        return self.last(out)
+
+
+def routed() -> tuple[nn.Module, nn.Module, list[Tensor]]:
+    """Student, teacher and batches whose first three rows reach one expert, the other four the other."""
+    batches = vectors(3, 7)
+    for batch in batches:
+        batch[:, 0] = torch.tensor([1.0] * 3 + [-1.0] * 4)
+    return nest(Routed()), Routed(), batches
+
+
 def calibrated(_: Path) -> dict[str, Tensor]:
     model = build("bert")
     moments = fr.collect_moments(
@@ -122,9 +147,14 @@ def consolidated(_: Path) -> dict[str, Tensor]:
             student, teacher, batches, chain_of(student, (0.3, 0.6)), objective=objective, steps=STEPS,
             learning_rate=1e-3, **options,
         )  # fmt: skip
-        found[f"{name}.losses"] = torch.tensor(history.losses)
-        found[f"{name}.factors"] = torch.cat([one.u.detach().flatten() for one in nested_layers(student).values()])
-    return found
+        found |= {f"{name}.losses": torch.tensor(history.losses), f"{name}.factors": _factors(student)}
+    student, teacher, batches = routed()
+    history = fr.distill_(student, teacher, batches, chain_of(student, (0.3, 0.6)), steps=STEPS, learning_rate=1e-2)
+    return found | {"routed.losses": torch.tensor(history.losses), "routed.factors": _factors(student)}
+
+
+def _factors(model: nn.Module) -> Tensor:
+    return torch.cat([one.u.detach().flatten() for one in nested_layers(model).values()])
 
 
 def sharded(place: Path) -> dict[str, Tensor]:
@@ -224,10 +254,9 @@ class Plain:
     target, loss = fr.FeatureObjective().target, fr.FeatureObjective().loss
 
 
-def refused(batches: list[Tensor], objective: Any) -> str:
-    student = nest(build("perceptron"))
+def refused(student: nn.Module, teacher: nn.Module, batches: list[Tensor], objective: Any) -> str:
     try:
-        fr.distill_(student, build("perceptron"), batches, chain_of(student, (0.5,)), objective=objective, steps=1)
+        fr.distill_(student, teacher, batches, chain_of(student, (0.5,)), objective=objective, steps=1)
     except FlexrankError as error:
         return str(error)
     return ""
@@ -249,10 +278,14 @@ def main(place: Path) -> None:
         count, number = processes.count(), processes.number()
         tensors = {key: value.contiguous().clone() for key, value in all_work(place).items()}
         whole = of_one_size(place)
+        student, objective = nest(build("perceptron")), fr.FeatureObjective()
+        teacher, (parted, whole_routed, batches) = build("perceptron"), routed()
+        shard_(parted)
         facts: dict[str, Any] = {
             "refused": [
-                refused(vectors(1, 7), Plain()),
-                refused(vectors(count, 7)[number : number + 1], fr.FeatureObjective()),
+                refused(student, teacher, vectors(1, 7), Plain()),
+                refused(student, teacher, vectors(count, 7)[number : number + 1], objective),
+                refused(parted, whole_routed, batches, objective),
             ],
             "resumed": {},
             "whole": {k: digest_tensor(v) for k, v in whole.items()},

@@ -67,6 +67,7 @@ def test_several_processes_compute_what_one_does(count: int, alone: Any) -> None
         assert own["resumed"] == {other: pytest.approx(unbroken, rel=1e-4) for other in others}
         assert "objective Plain has no `terms`" in own["refused"][0]
         assert "processes got other batches; each takes its rows of every batch" in own["refused"][1]
+        assert "rows reach other layers in other processes" in own["refused"][2]
         assert own["collected"] == {str(n): [n] if n < count else None for n in range(2 * count)}
         assert own["first"] == [1, 0, facts[0]["pid"]]
         assert (own["decided"], own["alike"]) == ([True, False], [True, False])

@@ -3,6 +3,8 @@
 import copy
 import itertools
 import random
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -107,6 +109,87 @@ def test_each_thread_switches_a_size_of_its_own(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(serve, range(8)))
     assert torch.equal(tiny.outputs(model, batch), wanted[chain.entry_at(0.8).requested or 0])
+
+
+def test_threads_run_a_tree_that_others_switch(tmp_path: Path) -> None:
+    """Oracle: each size alone in one thread. Passes that fail, and copies of the tree, do not stop a switch."""
+    model, chain = loaded("llama_tied", tmp_path / "elastic")
+    batch = tiny.batch_for("llama_tied")
+    wanted = outputs_at(model, chain, batch)
+    set_budget(model, 0.8)
+    with pytest.raises(ValueError, match="input_ids or inputs_embeds"):
+        model()
+
+    def use(seed: int) -> bool:
+        draw, alike = random.Random(seed), []
+        for _ in range(12):
+            if seed % 2:
+                set_budget(model, draw.choice(chain.budgets))
+            else:
+                found = tiny.outputs(model, batch)
+                alike.append(any(torch.equal(found, one) for one in wanted.values()))
+        return all(alike)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(6) as pool:
+            assert all(pool.map(use, range(6)))
+    finally:
+        sys.setswitchinterval(interval)
+    ranks = {name: layer.rank for name, layer in nested_layers(model).items()}
+    assert ranks in [dict(chain.at(budget)) for budget in chain.budgets]
+    assert copy.deepcopy(model)._flexrank_turns is not model._flexrank_turns
+
+
+def test_a_switch_waits_for_a_pass_under_way_and_the_next_one_for_it(tmp_path: Path) -> None:
+    model, chain = loaded("perceptron", tmp_path / "elastic")
+    batch = tiny.batch_for("perceptron")
+    wanted = outputs_at(model, chain, batch)
+    least, *_, most = chain.budgets
+    set_budget(model, most)
+    arrived, leave = threading.Event(), threading.Event()
+    first, last = list(nested_layers(model).values())[:: len(nested_layers(model)) - 1]
+
+    def stop(*_: Any) -> None:
+        arrived.set()
+        assert leave.wait(60)
+
+    hook = first.register_forward_hook(stop)
+    with ThreadPoolExecutor(3) as pool:
+        under_way = pool.submit(tiny.outputs, model, batch)
+        assert arrived.wait(60)
+        switch = pool.submit(set_budget, model, least)
+        with pytest.raises(TimeoutError):
+            switch.result(0.2)
+        assert last.rank == chain.at(most)[next(reversed(nested_layers(model)))]
+        hook.remove()
+        after = pool.submit(tiny.outputs, model, batch)
+        with pytest.raises(TimeoutError):
+            after.result(0.2)
+        leave.set()
+        assert torch.equal(under_way.result(), wanted[most])
+        assert switch.result().requested == least
+        assert torch.equal(after.result(), wanted[least])
+
+
+def test_a_pass_may_switch_the_size_itself(tmp_path: Path) -> None:
+    """Within it nothing else runs, so it does not wait for itself."""
+    model, chain = loaded("perceptron", tmp_path / "elastic")
+    batch = tiny.batch_for("perceptron")
+    wanted = outputs_at(model, chain, batch)
+    least, *_, most = chain.budgets
+    set_budget(model, most)
+    first, small = next(iter(nested_layers(model).values())), dict[str, Any]()
+
+    def once(*_: Any) -> None:
+        hook.remove()
+        set_budget(model, least)
+        small["outputs"] = tiny.outputs(model, batch)  # a pass within a pass
+
+    hook = first.register_forward_pre_hook(once)
+    tiny.outputs(model, batch)
+    assert torch.equal(small["outputs"], wanted[least])
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "gpt2"])

@@ -194,7 +194,6 @@ def _train(
             if ends or state.step % every == 0 or state.step == schedule.steps:
                 state.save()
             if ends:
-                processes.decided(False)  # the others wait for the file
                 raise KeyboardInterrupt
 
 

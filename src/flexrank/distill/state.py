@@ -56,18 +56,17 @@ class State:
         self.choices.append(choice)
 
     def save(self) -> None:
-        """Replaces the checkpoint, whole or not at all; process 0 writes, of a sharded model all do."""
-        if self.path is None or not (self.sharded or processes.is_first()):
+        """Replaces the checkpoint, whole or not at all; process 0 writes, of a sharded model all do.
+
+        The others wait as long as the disk takes.
+        """
+        if self.path is None:
             return
-        tensors = dict(self._tensors())
-        feed = _without_tensors(self.feed.state(), tensors)
-        progress = {"losses": self.losses, "choices": self.choices, "feed": feed}
+        if not self.sharded:
+            processes.by_first(self._save_whole)
+            return
+        tensors, progress = self._contents()
         with contextlib.ExitStack() as stack:
-            if not self.sharded:
-                aside = self._aside(stack)
-                write_whole(aside, tensors)
-                self._describe(aside, progress, digest_files(aside))
-                return
             aside = Path(processes.by_first(lambda: str(self._aside(stack))))
             digests = processes.collected({processes.number(): write_parts(aside, tensors)})
             everything = {name: digest for own in digests.values() for name, digest in own.items()}
@@ -76,7 +75,19 @@ class State:
                 self._describe(aside, progress, everything)
                 stack.close()
 
-            processes.by_first(finish)  # the others wait as long as the disk takes
+            processes.by_first(finish)
+
+    def _save_whole(self) -> None:
+        tensors, progress = self._contents()
+        with contextlib.ExitStack() as stack:
+            write_whole(aside := self._aside(stack), tensors)
+            self._describe(aside, progress, digest_files(aside))
+
+    def _contents(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """All tensors by name, and what else a checkpoint has."""
+        tensors = dict(self._tensors())
+        feed = _without_tensors(self.feed.state(), tensors)
+        return tensors, {"losses": self.losses, "choices": self.choices, "feed": feed}
 
     def _aside(self, stack: contextlib.ExitStack) -> Path:
         assert self.path is not None

@@ -53,12 +53,14 @@ class NestedLayer(nn.Module):
     (m × n), the matrix at full rank min(m, n), then no product of factors; ranks between k and full need not exist.
     Vectors are float32 where factors have half precision; `dense` may have the base model's dtype.
     `full_matrix` is the matrix at full rank inside `switch.full_matrices`, else None; the forward uses it there.
-    `is_sharded` says that `u`, `v` and `dense` are this process's parts, gathered where used (`sharding.shard_`).
+    `is_sharded` says that `u`, `v` and `dense` are this process's parts, gathered where used (`sharding.shard_`);
+    `gathered` counts how often.
     `chain` is that of the artefact which the layer's model was read from, for `switch.set_budget`.
     """
 
     full_matrix: Tensor | None = None
     is_sharded = False
+    gathered = 0
     chain: ProfileChain | None = None
 
     def __init__(
@@ -124,7 +126,10 @@ class NestedLayer(nn.Module):
         """
         own: Tensor = getattr(self, name)
         own = own if rank in (None, len(own)) else own[:rank]
-        return gathered(own, *self.places()[name]) if self.is_sharded else own
+        if not self.is_sharded:
+            return own
+        self.gathered += 1
+        return gathered(own, *self.places()[name])
 
     @property
     def active(self) -> tuple[Float[Tensor, "r m"], Float[Tensor, "r n"]]:

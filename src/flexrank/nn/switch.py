@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from flexrank.errors import FlexrankError
 from flexrank.nn.elastic import NestedLayer
+from flexrank.nn.turns import turns_of
 from flexrank.profiles import ChainEntry, Footprint, ProfileChain, RankProfile
 from flexrank.profiles.costs import Shape, largest_rank
 
@@ -64,8 +65,9 @@ def set_budget(
 ) -> ChainEntry:
     """Switches an elastic model to its chain's size for a budget; only ranks change, and no weight is copied.
 
-    The size is that of the whole tree of modules, for every thread that runs it. Threads that want sizes of their own
-    each take a `submodel`, and may switch that at any time.
+    The size is that of the whole tree of modules, for every thread that runs it. Other threads may run it meanwhile: a
+    forward pass under way ends at its size before the switch, unless it began before the first call. Threads that want
+    sizes of their own each take a `submodel`, and may switch that at any time.
 
     Args:
         budget: a share of the factorised layers' dense parameters; the largest size within all limits is taken.
@@ -84,7 +86,8 @@ def set_budget(
     if chain is None:
         raise FlexrankError(f"{type(model).__name__} was not read by load_elastic and has no chain; give chain=…")
     entry = chain.entry_at(budget, max_params=max_params, max_bytes=max_bytes)
-    set_profile(model, entry.profile)
+    with turns_of(model).alone():
+        set_profile(model, entry.profile)
     return entry
 
 

@@ -79,10 +79,10 @@ def decompose(work: Workspace, _: str) -> None:
         see=see if is_curved else None,
         tokenizer=work.companion,
     )
-    processes.sum_(rises.values())  # each has those of the layers that it has decomposed
-    if processes.is_first():
-        (work.directory / CURVATURE).unlink(missing_ok=True)
-        if is_curved:
+    processes.by_first(lambda: (work.directory / CURVATURE).unlink(missing_ok=True))  # the others wait for the disk
+    if is_curved:
+        processes.sum_(rises.values())  # each has those of the layers that it has decomposed
+        if processes.is_first():
             with write_aside(work.directory / CURVATURE) as aside:
                 write_tensors(aside, rises)
 

@@ -89,6 +89,18 @@ def test_memory_that_is_out_is_one_line(
     assert "`flexrank run CONFIG --dry-run` counts what each stage takes" in line and "gradient_checkpointing" in line
 
 
+def test_another_fault_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.yaml").write_text(ANY)
+    fault = RuntimeError("a fault")
+
+    def fail(*_: object) -> None:
+        raise fault
+
+    monkeypatch.setattr("flexrank.run.run_stages", fail)
+    result = invoke("distill", tmp_path / "config.yaml")
+    assert result.exception is fault and result.stderr == ""
+
+
 OUT_OF_MEMORY = """
 import torch
 import flexrank.cli, flexrank.run

@@ -5,12 +5,15 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from launched import children, config_of, ended, flexrank, started, wait_for
+from tiny_runs import invoke
 
 
 @pytest.mark.slow
@@ -54,6 +57,74 @@ def test_all_end_when_one_does(
         assert word.startswith("error: process 1 does not answer")
     (state,) = (tmp_path / "two" / "partial").glob("distill-*/state.json")
     assert len(json.loads(state.read_text())["losses"]) >= 2
+
+
+ANY = "{name: one, task: embedding, model: none}"
+
+
+def fail_as_a_gpu() -> None:
+    said = "Tried to allocate 2 GiB. GPU 0 has 1 GiB that is free. Process 7 has 3 GiB. See the documentation"
+    raise torch.OutOfMemoryError(f"CUDA out of memory. {said}")
+
+
+@pytest.mark.parametrize(
+    ("fail", "words"),
+    [
+        (
+            lambda: torch.empty(10**17),
+            "allocate 400000000000000000 bytes. Error code 12 (Cannot allocate memory));",
+        ),
+        (lambda: bytearray(10**17), "(MemoryError);"),
+        (fail_as_a_gpu, "(CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has 1 GiB that is free);"),
+    ],
+)
+def test_memory_that_is_out_is_one_line(
+    fail: Callable[[], Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.yaml").write_text(ANY)
+    monkeypatch.setattr("flexrank.run.run_stages", lambda *_: fail())
+    result = invoke("distill", tmp_path / "config.yaml")
+    (line,) = result.stderr.splitlines()
+    assert result.exit_code == 1 and line.startswith("error: out of memory (") and words in line
+    assert "`flexrank run CONFIG --dry-run` counts what each stage takes" in line and "gradient_checkpointing" in line
+
+
+def test_another_fault_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.yaml").write_text(ANY)
+    fault = RuntimeError("a fault")
+
+    def fail(*_: object) -> None:
+        raise fault
+
+    monkeypatch.setattr("flexrank.run.run_stages", fail)
+    result = invoke("distill", tmp_path / "config.yaml")
+    assert result.exception is fault and result.stderr == ""
+
+
+OUT_OF_MEMORY = """
+import torch
+import flexrank.cli, flexrank.run
+from flexrank import processes
+
+def work(*_):
+    if processes.number() == 1:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    processes.sums(1.0)
+
+flexrank.run.run_stages = work
+flexrank.cli.main()
+"""
+
+
+@pytest.mark.slow
+def test_the_process_that_is_out_of_memory_says_so(tmp_path: Path) -> None:
+    """Here process 1 is, while process 0 waits for it."""
+    (tmp_path / "out.py").write_text(OUT_OF_MEMORY)
+    (tmp_path / "config.yaml").write_text(ANY)
+    with started(2, tmp_path / "out.py", "distill", tmp_path / "config.yaml") as run:
+        _, words = ended(run)
+    assert words[0].startswith("error: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB); `flexrank run")
+    assert words[1:] == ["exit 1", "exit 1"]
 
 
 SIGNALLED = """

@@ -23,6 +23,7 @@ from flexrank.run.config import load_config
 from flexrank.run.runner import STAGES
 from launched import config_of, ended, flexrank, started
 from research.kills import Run, differences
+from tiny_runs import invoke
 
 
 def is_near(found: torch.Tensor, wanted: torch.Tensor, bound: float) -> bool:
@@ -157,6 +158,11 @@ def test_killed_processes_leave_a_run_that_ends_with_the_same_bytes(
     assert differences(of_two, run.output) == {"elastic/elastic.json", "stages/.slack.json.1xabcdef.aside"}
 
 
+def test_the_run_to_kill_has_no_times_in_it_and_all_stages() -> None:
+    config = load_config("research/kills.yaml")
+    assert not config.evaluation.latency and config.deployment.budgets and config.distillation.steps
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     (place := tmp_path / "disk").mkdir()
@@ -166,23 +172,34 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", place], check=True)
 
 
+def distilled(count: int, config: Path) -> list[str]:
+    """The error and the exit statuses of so many processes; one is this process."""
+    if count > 1:
+        return flexrank(count, "distill", config)[1]
+    result = invoke("distill", config)
+    words = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    return [*words, *([f"exit {result.exit_code}"] if result.exit_code else [])]
+
+
 @pytest.mark.slow
-def test_a_full_disk_in_a_save_leaves_the_checkpoint_before(prepared: dict[str, Any], small_disk: Path) -> None:
-    """There is room for one checkpoint, and not for the second beside it; each process saves its parts."""
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_full_disk_in_a_save_leaves_the_checkpoint_before(
+    count: int, prepared: dict[str, Any], small_disk: Path
+) -> None:
+    """There is room for one checkpoint, and not for the second beside it; one saves a whole model, two save parts."""
     run = Path(shutil.copytree(prepared["output"], small_disk / "run"))
-    keys = {"steps": 8, "checkpoint_every": 2, "sharded": True, "gradient_checkpointing": True}
+    keys = {"steps": 8, "checkpoint_every": 2, "sharded": count > 1, "gradient_checkpointing": count > 1}
     config, before = config_of(prepared, run, **keys), digest_files(run / "elastic")
     room = 4 * (run / "elastic" / "elastic.safetensors").stat().st_size  # a checkpoint takes about three times that
     (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - room))
-    _, words = flexrank(2, "distill", config)
-    (word,) = [word for word in words if not word.startswith("exit")]
+    word, *statuses = distilled(count, config)
     assert word.startswith("error: ") and "No space left on device" in word
-    assert words[1:] == ["exit 2", "exit 2"]
+    assert statuses == ["exit 2"] * count
     (state,) = (run / "partial").iterdir()
     losses = json.loads((state / "state.json").read_text())["losses"]
     assert len(losses) == 2 and digest_files(run / "elastic") == before
     (small_disk / "filler").unlink()
-    assert flexrank(2, "distill", config)[1] == []
+    assert distilled(count, config) == []
     history = json.loads((run / "history.json").read_text())["losses"]
     assert len(history) == 8 and history[:2] == losses and not state.exists()
 

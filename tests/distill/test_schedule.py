@@ -6,7 +6,9 @@ import pytest
 import torch
 from trainings import SMALL, batches
 
-from flexrank.distill import distill_
+from flexrank import processes
+from flexrank.data.batches import digest_batch
+from flexrank.distill import distill_, schedule
 from flexrank.distill.schedule import Feed, Schedule, UsualLosses, default_weights
 from flexrank.errors import FlexrankError
 from tiny import build, nest
@@ -79,3 +81,19 @@ def test_a_loader_restored_at_the_end_of_its_pass_goes_on() -> None:
     assert [feed.next()[1] for _ in range(4)] == ["a", "b", "c", "a"]
     with pytest.raises(FlexrankError, match="distillation got no batches"):
         Feed(iter(()), 0).next()
+
+
+def test_processes_compare_the_first_batch_of_a_start_and_then_one_of_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches differ in the middle of a tensor alone, which its text leaves out."""
+    data, compared, answers = torch.zeros(9, 40, 40), list[str](), iter([True, True, False])
+    data[:, 20, 20] = torch.arange(9)
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    monkeypatch.setattr(processes, "is_alike", lambda value: compared.append(value) or next(answers))
+    monkeypatch.setattr(schedule, "COMPARED_EVERY", 3)
+    feed = Feed(iter([{"x": one} for one in data]), 0)
+    feed.restore({"count": 1, "loader": None})
+    for _ in range(6):
+        feed.next()
+    with pytest.raises(FlexrankError, match="processes got other batches"):
+        feed.next()
+    assert compared == [digest_batch({"x": data[number]}) for number in (1, 4, 7)] and len(set(compared)) == 3

@@ -72,6 +72,7 @@ def test_the_configs_have_the_papers_hyperparameters(name: str, paper_results: t
     assert config.data.calibration == 1000 and config.name == name
     assert result["sample_tokens"] == (14 * 14 + 4 + 1 if is_vision else 1024)
     if not is_vision:
+        assert config.data.is_stream and config.data.subset == "sample-10BT"
         assert result["tokens"] == pytest.approx(5e9, rel=0.05)  # "5B tokens"
     candidates = result["probe"]["layers"] * 10
     assert (result["probe"]["candidates"], result["probe"]["evaluations"]) == (candidates, candidates * 9 // 10 + 1)

@@ -1,6 +1,7 @@
 """The plan of a dry run, by hand-computed figures; devices and what is measured of them, by counted operations."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,18 @@ def test_the_page_shows_the_plans(
         f"{plan['hours']:.3g}", f"{plan['money']:,.0f}",
     ]  # fmt: skip
     assert f"| {' | '.join(cells)} |" in Path("docs/scale.md").read_text(encoding="utf8")
+
+
+@pytest.mark.parametrize(("name", "gpu"), [("llama-3.1-8b", "h100"), ("llama-3.2-1b", "rtx4090")])
+def test_the_examples_fit_one_gpu(name: str, gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every stage, of 80 and of 24 GB; the page has the most bytes and the hours."""
+    monkeypatch.chdir(ROOT)
+    plan = dry_run(load_config(f"examples/{name}.yaml"), device=find_device(gpu))["plan"]
+    needed = [row["bytes"] for row in plan["stages"].values()]
+    assert plan["fits"] and all(size <= {"h100": 80e9, "rtx4090": 24e9}[gpu] for size in needed)
+    page = Path("docs/scale.md").read_text(encoding="utf8")
+    assert re.search(rf"examples/{name}.yaml\)[^(]* {max(needed) / 1e9:.1f} GB", page)
+    assert re.search(rf"examples/{name}.yaml --dry-run --gpu {gpu} +# {plan['hours']:.0f} hours", page)
 
 
 @pytest.mark.parametrize(

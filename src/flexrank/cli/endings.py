@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from flexrank import processes
-from flexrank.errors import FlexrankError
+from flexrank.errors import FlexrankError, first_line
 
 LOST, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 
@@ -55,13 +55,7 @@ class OneLineErrors(TyperGroup):
             except _USAGE_ERROR as error:
                 status = _said(error.format_message())
             except Exception as error:
-                # What other libraries raise where a process has gone is a RuntimeError, as their other faults are.
-                fault = "a fault of the program"
-                word, _ = processes.last_word(fault, LOST, is_certain=not isinstance(error, RuntimeError))
-                if word == fault:
-                    raise
-                print(word, end="\n" if word else "", file=sys.stderr)
-                status = LOST
+                status = _said(_less_memory(error), LOST) if _is_out_of_memory(error) else _fault(error)
         sys.exit(status)
 
 
@@ -71,6 +65,36 @@ class _Interrupted(Exception):
 
 # Newer versions of typer carry their own click; the base class of typer's public exception is in the right one.
 _USAGE_ERROR: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether a GPU's memory is out, or the machine's, of which torch's allocator says so in a bare RuntimeError."""
+    of_torch = getattr(sys.modules.get("torch"), "OutOfMemoryError", MemoryError)
+    return isinstance(error, (MemoryError, of_torch)) or "DefaultCPUAllocator: " in str(error)
+
+
+def _less_memory(error: Exception) -> str:
+    """What to say of it; of torch's words the first sentences, as those after them are of its own settings."""
+    words = ". ".join(first_line(error).split(". ")[:3]).rstrip(".")
+    right = (
+        "`flexrank run CONFIG --dry-run` counts what each stage takes; these take less: dtype bfloat16, a smaller "
+        "data.batch_size, and of distillation gradient_checkpointing, optimizer adamw_8bit, a smaller batch_size with "
+        "more accumulation, and on several GPUs sharded"
+    )
+    return f"out of memory ({words}); {right}"
+
+
+def _fault(error: Exception) -> int:
+    """Raises the error, unless it is of a process that has gone; returns the exit status.
+
+    What other libraries raise where a process has gone is a RuntimeError, as their other faults are.
+    """
+    fault = "a fault of the program"
+    word, _ = processes.last_word(fault, LOST, is_certain=not isinstance(error, RuntimeError))
+    if word == fault:
+        raise error
+    print(word, end="\n" if word else "", file=sys.stderr)
+    return LOST
 
 
 @contextlib.contextmanager

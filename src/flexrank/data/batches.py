@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flexrank.errors import FlexrankError
+from flexrank.files import digest_tensor
 
 Batch = Mapping[str, Any] | Tensor | tuple[Any, ...] | list[Any]
 #: What a batch is, for messages.
@@ -178,7 +179,12 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return _mapped(batch, lambda one: one.to(device))
 
 
-def _mapped(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+def digest_batch(batch: Batch) -> str:
+    """The batch as text, with a digest in the place of each tensor; torch's own text leaves the middle out."""
+    return repr(_mapped(batch, digest_tensor))
+
+
+def _mapped(batch: Batch, change: Callable[[Tensor], Any]) -> Any:
     """The batch with each tensor changed, and its other values as they are."""
     _require_batch(batch)
 

@@ -10,13 +10,15 @@ from typing import Any
 import torch
 
 from flexrank import processes
-from flexrank.data.batches import Batch, require_several, to_device
+from flexrank.data.batches import Batch, digest_batch, require_several
 from flexrank.errors import FlexrankError
 
 #: How often `balanced` draws the largest profile below the full model, relative to any other.
 LARGEST_WEIGHT = 2.0
 #: Of a running mean of losses: the share that a new loss leaves of it, and its least share of the greatest mean.
 MEMORY, LEAST_LOSS = 0.9, 1e-4
+#: Several processes compare their first batch, and then one of so many: loaders may part later, as in another pass.
+COMPARED_EVERY = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +96,8 @@ class Feed:
     def __init__(self, batches: Sequence[Batch] | Iterable[Batch], seed: int):
         require_several(batches)
         self._batches, self._seed, self._count = batches, seed, 0
+        self._given = 0  # since this start
         self._iterator: Iterator[Batch] = iter(())
-        self._is_alike = processes.count() == 1
 
     def next(self) -> tuple[int | None, Batch]:
         """The next batch, and its place in the sequence (None where the batches are an iterable)."""
@@ -107,14 +109,14 @@ class Feed:
         else:
             batch = self._next_of_iterable()
         self._count += 1
-        if not self._is_alike:
+        if processes.count() > 1 and self._given % COMPARED_EVERY == 0:
             self._require_alike(batch)
+        self._given += 1
         return index, batch
 
     def _require_alike(self, batch: Batch) -> None:
         """Raises FlexrankError unless all processes got this batch, of which each takes its share of the rows."""
-        self._is_alike = processes.is_alike(to_device(batch, torch.device("cpu")))
-        if not self._is_alike:
+        if not processes.is_alike(digest_batch(batch)):
             right = "give all the same, without a DistributedSampler and shuffled by one seed"
             raise FlexrankError(f"processes got other batches; each takes its rows of every batch: {right}")
 
@@ -149,7 +151,7 @@ class Feed:
                     generator.set_state(drawn)
             else:
                 for _ in range(state["count"]):
-                    self.next()
+                    self._next_of_iterable()
         self._count = state["count"]
 
 

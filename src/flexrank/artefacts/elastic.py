@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from flexrank import files, processes
-from flexrank.artefacts.cards import write_elastic_card
+from flexrank.artefacts.cards import read_sizes, write_elastic_card
 from flexrank.artefacts.deployed import Factory, bare_model, describe, factory_name, fill
 from flexrank.artefacts.tensors import ShardWriter, named_tensors, open_tensors, shared_places
 from flexrank.errors import FlexrankError
@@ -165,9 +165,9 @@ def load_elastic(
         entry = chain.entry_at(budget, max_params=max_params, max_bytes=max_bytes)
         ranks = entry.profile
         chain = dataclasses.replace(chain, entries=chain.entries[: chain.entries.index(entry) + 1])
-    elastic = _load(directory, document, ranks, model)
+    elastic, sizes = _load(directory, document, ranks, model), read_sizes(directory)
     for layer in nested_layers(elastic).values():
-        layer.chain = chain
+        layer.chain, layer.card_sizes = chain, sizes
     return elastic, chain
 
 

@@ -54,7 +54,7 @@ class NestedLayer(nn.Module):
     Vectors are float32 where factors have half precision; `dense` may have the base model's dtype.
     `full_matrix` is the matrix at full rank inside `switch.full_matrices`, else None; the forward uses it there.
     `is_sharded` says that `u`, `v` and `dense` are this process's parts, gathered where used (`sharding.shard_`).
-    `chain` is that of the artefact which the layer's model was read from, for `switch.set_budget`, and `card_sizes` what
+    `chain` is that of the artefact which the layer's model was read from, for `switch.set_budget`; `card_sizes` is what
     the card there says of sizes, for the cards of those that are deployed.
     """
 

@@ -127,7 +127,7 @@ def test_a_size_shows_the_table_that_it_is_of(tmp_path: Path, verified_here: Non
 
 
 def test_what_a_card_says_of_measures_goes_along(artefacts: Path) -> None:
-    """The table of a run has qualities; `from_pretrained` cuts a size whose card has them, and so has its dense form."""
+    """The table of a run has qualities; `from_pretrained` cuts a size whose card has them, its dense form's too."""
     elastic = artefacts / "elastic"
     budget = fr.load_elastic(elastic)[1].budgets[1]
     table = f"## Sizes\n\n| budget | loss |\n| --- | --- |\n| {budget:g} | 1.25 |\n\nMade by hand.\n"

@@ -166,6 +166,7 @@ class NestedLayer(nn.Module):
         inputs, outputs, bias = (torch.stack(vectors) for vectors in zip(*rows, strict=True))
         self.sizes = SizeVectors(ranks, inputs, outputs, None if self.bias is None else bias)
         self.sizes.requires_grad_(self.u.requires_grad).train(self.training)
+        self.card_sizes = ""  # consolidation begins, after which what was measured is no longer true
 
     def _vectors(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
         m, n = self.matrix_shape

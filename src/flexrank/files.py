@@ -217,11 +217,11 @@ def read_document(path: str | Path, kind: str, keys: tuple[str, ...]) -> dict[st
     """Reads what `write_document` wrote; it is a FlexrankError if the file is damaged, or of another kind or format."""
     document = read_json(path)
     if not isinstance(document, dict) or document.get("kind") != kind:
-        raise FlexrankError(f"{path}: not the description of an artefact of kind {kind!r}")
+        raise FlexrankError(f"{path}: not the description of an artefact of kind {kind!r}; give a directory of one")
     if document.get("format") not in (1, FORMAT):
         raise FlexrankError(f"{path}: has format {document.get('format')!r}; {reads_format(FORMAT)}")
     require_keys(document, (*keys, "checksum"), str(path))
     checksum = document.pop("checksum")
     if digest_json(document) != checksum:
-        raise FlexrankError(f"{path}: does not match its checksum; the file was truncated or edited")
+        raise FlexrankError(f"{path}: does not match its checksum; the file was truncated or edited, so copy it again")
     return document

@@ -15,6 +15,7 @@ import flexrank as fr
 import tiny
 from flexrank.artefacts import cards
 from flexrank.hf.models import load_model
+from flexrank.profiles import ChainEntry, Footprint, ProfileChain
 from tiny_runs import write_model
 
 BASE = """---
@@ -79,7 +80,7 @@ def test_the_code_of_a_card_loads_its_artefact(artefacts: Path, monkeypatch: pyt
 def test_the_table_of_sizes_is_the_chains(artefacts: Path) -> None:
     text = (artefacts / "elastic" / "README.md").read_text(encoding="utf8")
     rows = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    assert rows[0] == ["budget", "mean rank", "params, layers", "params, model", "bytes"]
+    assert rows[0] == ["budget", "mean rank", "params, layers", "params, model", "bytes", "predicted error"]
     entries = fr.load_elastic(artefacts / "elastic")[1].entries
     others = sum(
         parameter.numel()
@@ -91,12 +92,55 @@ def test_the_table_of_sizes_is_the_chains(artefacts: Path) -> None:
         layers, model = entry.parameters, entry.parameters + others
         assert row == [
             f"{entry.requested:.4g}", f"{sum(ranks) / len(ranks):.4g}", f"{layers:,}", f"{model:,}", f"{4 * model:,}",
+            f"{entry.error:.4g}",
         ]  # fmt: skip
     small = (artefacts / "small" / "README.md").read_text(encoding="utf8")
     profile = entries[1].profile.values()
     model = transformers.AutoModelForCausalLM.from_pretrained(artefacts / "small")
     assert f"{sum(one.numel() for one in model.parameters()):,} parameters." in small
     assert f"{len(profile)} of its layers are low-rank, of ranks {min(profile)} to {max(profile)}." in small
+
+
+def test_a_size_shows_the_table_that_it_is_of(tmp_path: Path, verified_here: None) -> None:
+    """Oracle: ranks r of layers m x n counted by hand, r (m + n - r) each, with 30 biases and four bytes a number."""
+    model, full = tiny.elastic("perceptron"), {"0": 12, "2": 16, "4": 6}
+    profiles = [fr.RankProfile(ranks) for ranks in ({"0": 2, "2": 2, "4": 1}, {"0": 6, "2": 8, "4": 3}, full)]
+    values = zip(profiles, (165, 493, 768), (0.75, 0.125, 0.0), (0.25, 0.65, 1.0), strict=True)
+    chain = ProfileChain(tuple(ChainEntry(*each) for each in values), 768, Footprint(30, 120, 4), "joint")
+    fr.save_elastic(model, chain, tmp_path / "elastic", factory="tiny:perceptron")
+    for limit in ({}, {"budget": 0.65}):  # the table is whole where larger sizes are not read
+        elastic, _ = fr.load_elastic(tmp_path / "elastic", **limit)
+        fr.save_deployed(fr.deploy(elastic, profiles[1]), tmp_path / "small", factory="tiny:perceptron")
+        card = (tmp_path / "small" / "README.md").read_text()
+        wanted = [
+            "| 1 | 11.33 | 768 | 798 | 3,192 | 0 |",
+            "| **0.65** | 5.667 | 493 | 523 | 2,092 | 0.125 |",
+            "| 0.25 | 1.667 | 165 | 195 | 780 | 0.75 |",
+        ]
+        assert "\n".join(wanted) in card and "Its row below is in bold." in card
+        assert "Ranks are those of joint allocation" in card and card.count(cards.LICENCE) == 1
+    fr.save_deployed(fr.deploy(elastic, {"0": 5, "2": 8, "4": 3}), tmp_path / "between")
+    card = (tmp_path / "between" / "README.md").read_text()
+    assert "| 0.65 | 5.667 |" in card and "bold" not in card
+    for unknown in (model, tiny.with_sizes(elastic)):  # made in memory, and about to be trained
+        fr.save_deployed(fr.deploy(unknown, profiles[1]), tmp_path / "unknown")
+        assert "## Sizes" not in (tmp_path / "unknown" / "README.md").read_text()
+
+
+def test_what_a_card_says_of_measures_goes_along(artefacts: Path) -> None:
+    """The table of a run has qualities; `from_pretrained` cuts a size whose card has them, its dense form's too."""
+    elastic = artefacts / "elastic"
+    budget = fr.load_elastic(elastic)[1].budgets[1]
+    table = f"## Sizes\n\n| budget | loss |\n| --- | --- |\n| {budget:g} | 1.25 |\n\nMade by hand.\n"
+    (elastic / "README.md").write_text(f"# Mine\n\n{table}{cards.LICENCE}\n\n## Thanks\n\nto all\n")
+    size = fr.FlexRankConfig(budget=budget)
+    small = transformers.AutoModelForCausalLM.from_pretrained(elastic, quantization_config=size)
+    fr.export(small, artefacts / "small", tiny.token_batch())
+    fr.export_to(artefacts / "small", "dense", artefacts / "dense")
+    for name in ("small", "dense"):
+        text = (artefacts / name / "README.md").read_text()
+        wanted = table.replace(f"{budget:g}", f"**{budget:g}**")
+        assert f"{wanted}\n{cards.LICENCE}\n" in text and "Thanks" not in text, name
 
 
 def test_models_of_torch_have_cards_whose_code_runs(

@@ -1,6 +1,7 @@
 """The interactive page in a real browser: what it shows of each size is what the run's JSON says."""
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from test_report import SHAPES, summary, write
 from typer.testing import CliRunner
 
 from flexrank import cli
-from flexrank.run import report, tables
+from flexrank.run import figures, report, tables
 
 PAGE = Path(report.__file__).parent / "page"
 pytestmark = pytest.mark.browser
@@ -72,20 +73,47 @@ def facts(page: Any) -> dict[str, tuple[str, str]]:
     return {name: (value.removesuffix(more).strip(), more) for name, value, more in pairs}
 
 
+def tab_to(page: Any, name: str) -> list[str]:
+    """Presses Tab until the element of this id has the focus; returns the ids that it passed, and this."""
+    passed = list[str]()
+    while passed[-1:] != [name]:
+        assert len(passed) < 20, passed
+        page.keyboard.press("Tab")
+        passed.append(page.evaluate("document.activeElement.id"))
+    return passed
+
+
+def table_of(value: dict[str, Any], row: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """What a size's row says of all its numbers, and what the base model's has."""
+    base = value["base"]
+
+    def share(part: float, whole: float) -> str:
+        return f"{math.floor(100 * part / whole + 0.5)} %"
+
+    table = {
+        "parameters": (tables.count(row["params_model"]), share(row["params_model"], base["params_model"])),
+        "in factorised layers": (
+            tables.count(row["params_layers"]),
+            share(row["params_layers"], base["params_layers"]),
+        ),
+        "on disk": (tables.count(row["bytes"]) + "B", share(row["bytes"], base["bytes"])),
+        "mean rank": (f"{row['mean_rank']:.0f}", share(row["mean_rank_fraction"], 1)),
+        "time": (f"{row['latency_ratio']:.2f}×", "of the base model's"),
+    }
+    for name, quality in row["quality"].items():
+        more = f"{row['quality_before'][name]:.4f} before, base {base['quality'][name]:.4f}"
+        table[figures.LABELS[name]] = f"{quality:.4f}", more
+    return table
+
+
 def test_the_slider_shows_each_size(opened: Any, tmp_path: Path) -> None:
-    page, value = opened(written(tmp_path)), summary()
-    page.focus("#slider")
+    page = opened(written(tmp_path))
+    value = json.loads((tmp_path / "summary.json").read_text())
+    assert tab_to(page, "slider") == ["slider"]
     page.keyboard.press("Home")
     for row in sorted(value["rows"], key=lambda one: one["budget"]):
         assert page.text_content("#budget") == f"{row['budget']:g}"
-        shown = facts(page)
-        assert shown["parameters"][0] == tables.count(row["params_model"])
-        share = row["params_model"] / value["base"]["params_model"]
-        assert shown["parameters"][1] == f"{share:.0%}".replace("%", " %")
-        assert shown["on disk"][0] == tables.count(row["bytes"]) + "B"
-        assert shown["time"][0] == f"{row['latency_ratio']:.2f}×"
-        wanted = f"{row['quality']['cosine']:.4f}", f"{row['quality_before']['cosine']:.4f} before, base 1.0000"
-        assert shown["cosine to the base model"] == wanted
+        assert facts(page) == table_of(value, row)
         cells = page.eval_on_selector_all(
             "#ranks td[data-share]", "all => all.map(one => [one.title, one.textContent])"
         )
@@ -151,9 +179,60 @@ def test_a_layer_costs_what_the_probe_found(opened: Any, tmp_path: Path) -> None
     # errors .2 and .1 of the first two layers lie as far apart as those of .1 and .05 (layers two and four)
     heights = page.eval_on_selector_all("#sensitivity circle", "all => all.map(one => Number(one.getAttribute('cy')))")
     assert heights[1] - heights[0] == pytest.approx(heights[3] - heights[1], abs=0.1) and heights[1] > heights[0]
+    levels = page.eval_on_selector_all(
+        "#sensitivity text[text-anchor=end]", "all => all.map(one => [Number(one.getAttribute('y')), one.textContent])"
+    )
+    assert [text for _, text in levels] == ["0.05", "0.1", "0.2", "0.5"]
+    assert levels[0][0] - levels[1][0] == pytest.approx(levels[1][0] - levels[2][0], abs=0.1)  # both are halves
     (tmp_path / "sensitivity.json").unlink()
     report.write_comparison([tmp_path], tmp_path / "report.html")
     assert not opened(tmp_path / "report.html").is_visible("#sensitivity-part")
+
+
+def test_every_control_is_reached_by_tab(opened: Any, tmp_path: Path) -> None:
+    """In the order of the page, and back; a select and the front follow the keyboard."""
+    page = opened(written(tmp_path))
+    assert tab_to(page, "axis") == ["slider", "copy", "measure", "axis"]
+    page.keyboard.press("ArrowDown")
+    assert "bytes on disk" in page.text_content("#front")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "ranks by layer and module"
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "all sizes"
+    for _ in range(5):
+        page.keyboard.press("Shift+Tab")
+    assert page.evaluate("document.activeElement.id") == "slider"
+
+
+def test_a_finger_moves_the_slider(opened: Any, tmp_path: Path) -> None:
+    phone = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
+    page, rows = opened(written(tmp_path), **phone), {row["budget"]: row for row in summary()["rows"]}
+    box = page.locator("#slider").bounding_box()
+    assert box["height"] >= 44  # which a finger hits
+    for place, budget in ((0.02, 0.5), (0.98, 0.75)):
+        page.touchscreen.tap(box["x"] + place * box["width"], box["y"] + box["height"] / 2)
+        assert page.text_content("#budget") == f"{budget:g}"
+        assert facts(page) == table_of(summary(), rows[budget])
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+
+
+def test_copying_says_so_for_a_second(opened: Any, tmp_path: Path) -> None:
+    """Where the browser refuses, the command is selected."""
+    page = opened(written(tmp_path), permissions=["clipboard-read", "clipboard-write"])
+    page.evaluate(
+        "window.said = []; new MutationObserver(() => said.push(copied.value)).observe(copied, { childList: true })"
+    )
+    assert page.get_attribute("#copied", "aria-live") == "polite"
+    tab_to(page, "copy")
+    page.keyboard.press("Enter")
+    page.wait_for_function("said.length == 2")
+    assert page.evaluate("said") == ["Copied", ""]
+    assert page.evaluate("navigator.clipboard.readText()") == page.text_content("#command")
+    page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+    page.keyboard.press("Enter")
+    page.wait_for_function("said.length == 3")
+    assert page.evaluate("said[2]").startswith("Selected")
+    assert page.evaluate("getSelection().toString()") == page.text_content("#command")
 
 
 def test_a_phone_and_the_dark(opened: Any, tmp_path: Path) -> None:
@@ -206,7 +285,8 @@ def test_runs_side_by_side(opened: Any, tmp_path: Path) -> None:
     page = opened(tmp_path / "both.html")
     assert [label.strip() for label in page.locator("#runs label").all_inner_texts()] == directories
     assert facts(page)["cosine to the base model"][0] == "0.9750"
-    page.focus("#runs input")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.type") == "radio"
     page.keyboard.press("ArrowRight")
     assert facts(page)["cosine to the base model"][0] == "0.9650"
     assert page.locator("#front path.after").count() == page.locator("#front path.before").count() == 2

@@ -39,10 +39,11 @@ _CODE = {
     ("deployed", "transformers"): DEPLOYED_CODE,
     ("deployed", "torch"): 'import flexrank\n\nmodel = flexrank.load_deployed("{place}")',
 }
+SIZES = re.compile(r"^## Sizes\n.*?(?=^## |\Z)", re.DOTALL | re.MULTILINE)
 LICENCE = "The licence is that of the base model."
 _COLUMNS = {
     "budget": "budget", "mean_rank": "mean rank", "params_layers": "params, layers", "params_model": "params, model",
-    "bytes": "bytes",
+    "bytes": "bytes", "predicted_error": "predicted error",
 }  # fmt: skip
 
 
@@ -66,7 +67,24 @@ def write_deployed_card(directory: Path, description: Mapping[str, Any], model: 
     lead = f"{description['parameters']:,} parameters. flexrank (FlexRank, ICML 2026) cut it from weights that hold "
     lead += f"every size: {len(ranks)} of its layers are low-rank"
     lead += f", of ranks {min(ranks):,} to {max(ranks):,}." if ranks else "."
-    _write_basic(directory, "deployed", description, model, lead, [])
+    sizes = getattr(model, "flexrank_sizes", "")
+    lead += " Its row below is in bold." if "| **" in sizes else ""
+    _write_basic(directory, "deployed", description, model, lead, sizes.splitlines())
+
+
+def read_sizes(directory: Path) -> str:
+    """What the card in a directory says of sizes and how they were made; empty where it says nothing."""
+    card = directory / CARD
+    found = SIZES.search(card.read_text(encoding="utf8", errors="replace")) if card.is_file() else None
+    return found[0].replace(LICENCE, "").strip() if found else ""
+
+
+def mark_size(sizes: str, chain: ProfileChain, profile: Mapping[str, int]) -> str:
+    """What `read_sizes` returned, with the budget in bold whose profile this is."""
+    for budget in [entry.requested for entry in chain.requested if entry.profile == profile]:
+        for cell in (f"{budget:g}", f"{budget:.4g}"):  # as a run's card and an artefact's own have it
+            sizes = sizes.replace(f"\n| {cell} |", f"\n| **{cell}** |")
+    return sizes
 
 
 def _write_basic(

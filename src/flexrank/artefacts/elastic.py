@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from flexrank import files, processes
-from flexrank.artefacts.cards import write_elastic_card
+from flexrank.artefacts.cards import read_sizes, write_elastic_card
 from flexrank.artefacts.deployed import Factory, bare_model, describe, factory_name, fill
 from flexrank.artefacts.tensors import ShardWriter, named_tensors, open_tensors, shared_places
 from flexrank.errors import FlexrankError
@@ -165,9 +165,9 @@ def load_elastic(
         entry = chain.entry_at(budget, max_params=max_params, max_bytes=max_bytes)
         ranks = entry.profile
         chain = dataclasses.replace(chain, entries=chain.entries[: chain.entries.index(entry) + 1])
-    elastic = _load(directory, document, ranks, model)
+    elastic, sizes = _load(directory, document, ranks, model), read_sizes(directory)
     for layer in nested_layers(elastic).values():
-        layer.chain = chain
+        layer.chain, layer.card_sizes = chain, sizes
     return elastic, chain
 
 
@@ -208,7 +208,8 @@ def read_elastic_document(directory: Path) -> dict[str, Any]:
     """What describes an elastic artefact; it is a FlexrankError if there is none, or it is damaged."""
     path = directory / ELASTIC_DOCUMENT
     if not path.is_file():
-        raise FlexrankError(f"{directory}: holds no elastic model ({ELASTIC_DOCUMENT} is missing)")
+        right = "give what fr.save_elastic wrote, or RUN/elastic"
+        raise FlexrankError(f"{directory}: holds no elastic model ({ELASTIC_DOCUMENT} is missing); {right}")
     document = files.read_document(path, ELASTIC_KIND, ELASTIC_KEYS)
     # Versions before wrote one file, and did not say so.
     document.setdefault("shards", {MARKERS[1]: list(document["tensors"])})
@@ -269,7 +270,7 @@ def _read_prefixes(
         path = directory / file
         with open_tensors(path) as tensors:
             for name in set(names) - set(tensors.keys()):
-                raise FlexrankError(f"{path}: tensor {name!r} is missing")
+                raise FlexrankError(f"{path}: tensor {name!r} is missing; copy the file again")
             for name in [one for one in names if one not in left]:
                 tensor = _read_checked(path, tensors, name, digests[name], limits.get(name))
                 if str(tensor.dtype) != dtypes.get(name, str(tensor.dtype)):  # other numbers of the same bytes
@@ -284,5 +285,5 @@ def _read_checked(path: Path, tensors: Any, name: str, digest: Any, limit: int |
     if end is not None:
         digest = [segment for segment in digest if segment[0] <= end]
     if digest != (files.digest_tensor(tensor) if end is None else _segment_digests(tensor, [end for end, _ in digest])):
-        raise FlexrankError(f"{path}: tensor {name!r} does not match its checksum; the file was edited")
+        raise FlexrankError(f"{path}: tensor {name!r} does not match its checksum; copy the file again")
     return tensor if limit == end else tensor[:limit].clone()

@@ -30,7 +30,7 @@ def inspect_artefact(directory: str | Path) -> dict[str, Any]:
     """
     directory = Path(directory)
     if not directory.is_dir():
-        raise FlexrankError(f"{directory}: no such directory")
+        raise FlexrankError(f"{directory}: no such directory; give that of an artefact")
     if (directory / PROGRAM_DOCUMENT).is_file():
         return _program(directory)
     content: dict[str, Any] = {"kind": KIND}

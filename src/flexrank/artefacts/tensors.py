@@ -101,12 +101,12 @@ class ShardWriter:
 def open_tensors(path: Path) -> Iterator[Any]:
     """An open safetensors file, read by name or by slice; it is a FlexrankError if it is missing or damaged."""
     if not path.is_file():
-        raise FlexrankError(f"{path}: no such file; the artefact is incomplete")
+        raise FlexrankError(f"{path}: no such file; the artefact is incomplete, so copy it again")
     try:
         with safe_open(path, framework="pt") as file:
             yield file
     except SafetensorError as error:
-        raise FlexrankError(f"{path}: truncated, or not a safetensors file ({error})") from error
+        raise FlexrankError(f"{path}: truncated, or not a safetensors file ({error}); copy it again") from error
 
 
 def put_tensors(model: nn.Module, tensors: Mapping[str, Tensor], aliases: Mapping[str, str], source: Path) -> None:
@@ -118,7 +118,8 @@ def put_tensors(model: nn.Module, tensors: Mapping[str, Tensor], aliases: Mappin
     given = {**tensors, **{alias: tensors[name] for alias, name in aliases.items() if name in tensors}}
     for name in sorted(wanted.keys() ^ given.keys()):
         problem = "is missing" if name in wanted else "has no place there"
-        raise FlexrankError(f"{source}: tensor {name!r} of {type(model).__name__} {problem}")
+        right = "give the architecture that was saved"
+        raise FlexrankError(f"{source}: tensor {name!r} of {type(model).__name__} {problem}; {right}")
     for name, value in given.items():
         if value.shape != wanted[name]:
             shapes = f"has shape {tuple(value.shape)}; the model needs {tuple(wanted[name])}"

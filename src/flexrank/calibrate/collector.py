@@ -28,9 +28,9 @@ class Collector:
     ):
         for name, layer in layers.items():
             if not bool(torch.isfinite(weight_matrix(layer)).all()):
-                raise FlexrankError(f"layer {name!r}: the weight holds values that are not finite")
+                raise FlexrankError(f"layer {name!r}: the weight holds values that are not finite; exclude it")
         if not processes.is_alike(groups):
-            raise FlexrankError("layers share their inputs in some batches and not in others")
+            raise FlexrankError("layers share their inputs in some batches and not in others; exclude those that do")
         self._layers, self._with_gradients = layers, with_gradients
         self._groups = {name: group for group in groups for name in group}
         self._read: dict[str, list[Version]] = {}
@@ -81,8 +81,8 @@ class Collector:
         yield
         for name, group in self._groups.items():
             if self._moments[name].side == "input" and self._read[name] != self._read[group[0]]:
-                pair = f"layers {group[0]!r} and {name!r}"
-                raise FlexrankError(f"{pair} shared their input in the first batch and not in batch {index}")
+                pair, right = f"layers {group[0]!r} and {name!r}", "exclude one of them"
+                raise FlexrankError(f"{pair} shared their input in the first batch and not in batch {index}; {right}")
 
     def add_gradients(self, result: Tensor, gradient: Tensor | None = None, *inputs: Tensor) -> Sequence[Tensor]:
         """Adds the second moments of the gradients at the outputs since the last call; returns those at `inputs`.
@@ -137,7 +137,8 @@ class Collector:
         add_gram(moment, rows)
         # What is not finite in a row, or overflows in a product, is so on the diagonal: |Σ_ij|² <= Σ_ii Σ_jj.
         if not bool(torch.isfinite(moment.diagonal()).all()):
-            raise FlexrankError(f"layer {name!r} saw a value that is not finite in batch {self._batch}")
+            right = "check it, or load the model in float32"
+            raise FlexrankError(f"layer {name!r} saw a value that is not finite in batch {self._batch}; {right}")
 
 
 def _product(rows: Tensor, weight: Tensor) -> Tensor:

@@ -219,7 +219,8 @@ class Stream:
     def _hidden_of(self, output: Any) -> Tensor:
         hidden = _hidden(output)
         if isinstance(output, tuple) != (self._rest is not None) or not isinstance(hidden, Tensor):
-            raise FlexrankError(f"a block of {type(self.model).__name__} returns something else than the first one")
+            kind = type(self.model).__name__
+            raise FlexrankError(f"a block of {kind} returns something else than the first; use collect_moments")
         return hidden
 
 

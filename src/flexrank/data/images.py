@@ -49,7 +49,7 @@ class Scaling:
     def read(cls, path: Path) -> "Scaling":
         """From a model's preprocessor_config.json; it is a FlexrankError if the file or a key is missing."""
         if not path.is_file():
-            raise FlexrankError(f"{path}: no such file; it holds the mean and deviation of the images")
+            raise FlexrankError(f"{path}: no such file; write one with image_mean and image_std, those of each channel")
         config = read_json(path)
         for key in ("image_mean", "image_std"):
             if not isinstance(config.get(key), list):
@@ -124,7 +124,7 @@ def _decode(path: str | Path, encoded: NDArray[Any], offsets: NDArray[Any]) -> N
             images = np.empty((len(ends) - 1, *image.shape), np.uint8)
         if image.shape != images.shape[1:]:
             sizes = f"{image.shape[1]} × {image.shape[0]}, the first {images.shape[2]} × {images.shape[1]}"
-            raise FlexrankError(f"{path}: image {index} is {sizes}; expected one size for all")
+            raise FlexrankError(f"{path}: image {index} is {sizes}; expected one size for all, so resize them")
         images[index] = image
     return images
 

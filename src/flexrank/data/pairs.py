@@ -35,7 +35,7 @@ def _fields(path: Path) -> Iterator[tuple[int, list[Any]]]:
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # a sentence may hold other ends of lines
     except UnicodeDecodeError as error:
-        raise FlexrankError(f"{path}: not UTF-8 text (byte {error.start})") from error
+        raise FlexrankError(f"{path}: not UTF-8 text (byte {error.start}); save it as that") from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

@@ -173,7 +173,7 @@ def token_blocks(
     tokens = joined_tokens(tokenizer, texts)
     count = len(tokens) // length
     if not count:
-        raise FlexrankError(f"the texts hold {len(tokens)} tokens; one block needs {length}")
+        raise FlexrankError(f"the texts hold {len(tokens)} tokens; one block needs {length}, so give more")
     return block_batches(torch.tensor(tokens[: count * length]).view(count, length), batch_size)
 
 
@@ -225,7 +225,7 @@ def sentence_batches(
     rows = _token_ids(tokenizer, texts, truncation=True, max_length=max_tokens)
     for index, row in enumerate(rows):
         if not row:
-            raise FlexrankError(f"text {index} has no tokens: {texts[index]!r}")
+            raise FlexrankError(f"text {index} has no tokens: {texts[index]!r}; leave it out")
     pad = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
     return SentenceBatches(rows, _groups_of_like_length([len(row) for row in rows], batch_size, seed), pad)
 
@@ -315,4 +315,4 @@ def _decoded(file: Path) -> str:
     try:
         return file.read_text(encoding="utf8")
     except UnicodeDecodeError as error:
-        raise FlexrankError(f"{file}: not UTF-8 text (byte {error.start})") from error
+        raise FlexrankError(f"{file}: not UTF-8 text (byte {error.start}); save it as that") from error

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from flexrank.artefacts.cards import mark_size
 from flexrank.deployment.exports import export
 from flexrank.deployment.latency import entry_within_latency
 from flexrank.deployment.slack import Activations, find_slack, layer_slack, prefix_factors
@@ -69,6 +70,9 @@ def deploy(
         except FlexrankError as error:
             raise FlexrankError(f"layer {name!r}: {error}") from error
     small = _copied(model, {layer: deployed[name] for name, layer in layers.items()}, device, dtype)
+    first = next(iter(layers.values()))
+    if first.chain is not None:
+        small.flexrank_sizes = mark_size(first.card_sizes, first.chain, profile)
     if models.is_transformers_model(small):
         from flexrank.hf.quantizer import attach  # which imports transformers
 

@@ -39,7 +39,8 @@ def _fill(plain: Any, small: Any) -> None:
         if name.rpartition(".")[0] in replaced:
             continue
         if name not in state or state[name].shape != value.shape:
-            raise FlexrankError(f"tensor {name!r} of {type(plain).__name__} has no counterpart in the deployed model")
+            problem = "has no counterpart in the deployed model; export that again, with its own config.json"
+            raise FlexrankError(f"tensor {name!r} of {type(plain).__name__} {problem}")
         value.copy_(state[name])
 
 

@@ -116,7 +116,7 @@ def _outputs(small: nn.Module, inputs: Batch) -> Tensor:
     with eval_mode(small):
         outputs = output_tensor(call_model(small, to_device(inputs, model_device(small)))).cpu()
     if not bool(torch.isfinite(outputs).all()):
-        raise FlexrankError("the model's outputs for these inputs are not finite; nothing was exported")
+        raise FlexrankError("the model's outputs are not finite; check weights and inputs; nothing was exported")
     return outputs
 
 

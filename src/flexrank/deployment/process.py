@@ -53,7 +53,8 @@ def in_fresh_process(
                 status = child.wait(timeout)
             except subprocess.TimeoutExpired as error:
                 child.kill()
-                raise FlexrankError(f"a fresh process did not finish {name} within {timeout:g} s") from error
+                limit = f"{timeout:g} s; give a larger timeout"
+                raise FlexrankError(f"a fresh process did not finish {name} within {limit}") from error
             except BaseException:
                 child.kill()
                 raise
@@ -61,7 +62,8 @@ def in_fresh_process(
     if "error" in answer:
         raise FlexrankError(answer["error"])
     if status:
-        raise FlexrankError(f"a fresh process that ran {name} ended with status {status}")
+        hint = "; it was killed, as where memory runs out" if status < 0 else "; its own words are above"
+        raise FlexrankError(f"a fresh process that ran {name} ended with status {status}{hint}")
     return answer["value"]
 
 

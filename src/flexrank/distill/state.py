@@ -119,11 +119,11 @@ class State:
         self._require_fitting(path, set(stored))
         tensors = dict(self._tensors())
         for key in tensors.keys() - stored.keys():
-            raise FlexrankError(f"{path}: {key!r} is missing; another version of the optimiser wrote it")
+            raise FlexrankError(f"{path}: {key!r} is missing; another version of the optimiser wrote it; remove {path}")
         for key, tensor in tensors.items():
             if tensor.shape != stored[key].size:
                 shapes = f"{tuple(stored[key].size)}, not {tuple(tensor.shape)}"
-                raise FlexrankError(f"{path}: parameter {key!r} is {shapes}; it belongs to another model")
+                raise FlexrankError(f"{path}: parameter {key!r} is {shapes}; of another model; remove {path}")
         loader = {key: one for key, one in stored.items() if key.startswith(LOADER)}
         tensors |= {key: torch.empty(one.size, dtype=one.properties.dtype) for key, one in loader.items()}
         read_tensors(path, tensors)
@@ -135,7 +135,7 @@ class State:
         keys = {key for key in keys if not key.startswith(LOADER)}
         for name in {key for key in keys if "//" not in key} ^ self.trainable.keys():
             what = "no trainable parameter" if name in self.trainable else "a parameter not trained here,"
-            raise FlexrankError(f"{path}: holds {what} {name!r}; it belongs to another run")
+            raise FlexrankError(f"{path}: holds {what} {name!r}; it belongs to another run; remove {path}")
         started = {name for name, separator, _ in (key.partition("//") for key in keys) if separator}
         make_states_(self.optimizer, [self.trainable[name] for name in started])
 

@@ -255,7 +255,8 @@ def _repeating_blocks(model: nn.Module) -> Iterator[None]:
     """Inside the block the stack's blocks keep nothing but what they read."""
     stack = block_stack(model, nested_layers(model))
     if not stack:
-        raise FlexrankError(f"gradient checkpointing goes block by block; {type(model).__name__} has no stack of them")
+        what = f"{type(model).__name__} has no stack of them, so leave it out"
+        raise FlexrankError(f"gradient checkpointing goes block by block; {what}")
     config: Any = getattr(model, "config", None)
     cached = getattr(config, "use_cache", None)
     if cached is not None:  # a block that ran again would add its keys and values once more

@@ -29,7 +29,8 @@ def meta_model(
     elif architecture is not None and (own := getattr(transformers, (config.architectures or [""])[0], None)):
         build = own._from_config
     else:
-        raise FlexrankError(f"model {str(name)!r}: {auto_class.__name__} has no class for {config.model_type!r}")
+        problem = f"{auto_class.__name__} has no class for {config.model_type!r}; correct task or model"
+        raise FlexrankError(f"model {str(name)!r}: {problem}")
     with clear_errors(str(architecture or name)), torch.device("meta"):
         return build(config, dtype=dtype).eval()
 
@@ -77,5 +78,5 @@ def _config_of(name: str | Path, architecture: str | Path | None) -> Any:
             mend = "and a dry run downloads nothing; name a config.json with the key architecture"
             raise FlexrankError(f"model {str(name)!r}: its config is not on this machine, {mend}") from error
     if getattr(config, "quantization_config", None) is not None:
-        raise FlexrankError(f"model {source!r}: compressed already; a dry run counts a dense model's layers")
+        raise FlexrankError(f"model {source!r}: compressed already; name the dense model that it was made of")
     return config

@@ -43,7 +43,7 @@ def resolve_source(name: str | Path) -> str:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise FlexrankError(f"model {name!r}: the directory has no config.json")
+            raise FlexrankError(f"model {name!r}: the directory has no config.json; give what save_pretrained wrote")
         return str(path)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise FlexrankError(f"model {name!r}: no such directory")
@@ -93,7 +93,7 @@ def load_tokenizer(name: str | Path) -> Any:
     source = resolve_source(name)
     # transformers invents an empty tokenizer for a directory that has only a config.
     if Path(source).is_dir() and not any(any(Path(source).glob(pattern)) for pattern in TOKENIZER_FILES):
-        raise FlexrankError(f"model {str(name)!r}: the directory has no tokenizer")
+        raise FlexrankError(f"model {str(name)!r}: the directory has no tokenizer; save the model's own there")
     with clear_errors(str(name)):
         return transformers.AutoTokenizer.from_pretrained(source)
 
@@ -246,7 +246,8 @@ def _architecture(directory: str | Path) -> Any:
     names = read_json(path).get("architectures") or []
     model_class = getattr(transformers, names[0] if names else "", None)
     if model_class is None:
-        raise FlexrankError(f"{path}: architectures {names} names no model class of transformers")
+        right = "correct it, or upgrade transformers"
+        raise FlexrankError(f"{path}: architectures {names} names no model class of transformers; {right}")
     return model_class
 
 

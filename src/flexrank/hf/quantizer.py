@@ -94,7 +94,8 @@ def placed(model: Any, items: Mapping[str, Item], *, skip_missing: bool = False)
         if present is not None:
             yield present, item
         elif not skip_missing and (name.startswith(prefix) or not from_head):
-            raise FlexrankError(f"{type(model).__name__} has no layer {name!r}, which config.json says is deployed")
+            kind, right = type(model).__name__, "load it with the class that was saved"
+            raise FlexrankError(f"{kind} has no layer {name!r}, which config.json says is deployed; {right}")
 
 
 def attach(model: Any, layers: Mapping[str, Mapping[str, Any]]) -> None:

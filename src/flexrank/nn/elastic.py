@@ -55,13 +55,15 @@ class NestedLayer(nn.Module):
     `full_matrix` is the matrix at full rank inside `switch.full_matrices`, else None; the forward uses it there.
     `is_sharded` says that `u`, `v` and `dense` are this process's parts, gathered where used (`sharding.shard_`);
     `gathered` counts how often.
-    `chain` is that of the artefact which the layer's model was read from, for `switch.set_budget`.
+    `chain` is that of the artefact which the layer's model was read from, for `switch.set_budget`; `card_sizes` is what
+    the card there says of sizes, for the cards of those that are deployed.
     """
 
     full_matrix: Tensor | None = None
     is_sharded = False
     gathered = 0
     chain: ProfileChain | None = None
+    card_sizes = ""
 
     def __init__(
         self,
@@ -169,6 +171,7 @@ class NestedLayer(nn.Module):
         inputs, outputs, bias = (torch.stack(vectors) for vectors in zip(*rows, strict=True))
         self.sizes = SizeVectors(ranks, inputs, outputs, None if self.bias is None else bias)
         self.sizes.requires_grad_(self.u.requires_grad).train(self.training)
+        self.card_sizes = ""  # consolidation begins, after which what was measured is no longer true
 
     def _vectors(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
         m, n = self.matrix_shape

@@ -120,7 +120,7 @@ class FusedShards:
             names = {**shard.stored, **(shard.biases if isinstance(layer.bias, Tensor) else {})}
             for name in names:
                 if self._loaded and (index, name) not in self._loaded:
-                    raise FlexrankError(f"{shard.name}.{name} is missing in the model's files")
+                    raise FlexrankError(f"{shard.name}.{name} is missing in the model's files; export it again")
 
     def multiply(self, layer: Any, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch m"]:
         """The outputs of all shards, side by side, without bias."""

@@ -201,4 +201,4 @@ def _ridge(mean_square: float) -> float:
 
 def _require_finite(what: str, tensor: Tensor) -> None:
     if not bool(torch.isfinite(tensor).all()):
-        raise FlexrankError(f"the {what} holds values that are not finite")
+        raise FlexrankError(f"the {what} holds values that are not finite; check weights and batches")

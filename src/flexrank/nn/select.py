@@ -26,7 +26,8 @@ def select_layers(
     """
     for pattern in (*(include or ()), *exclude):
         if not any(_matches(name, pattern) for name, _ in model.named_modules()):
-            raise FlexrankError(f"layer pattern {pattern!r} matches no module of {type(model).__name__}")
+            wanted = "it is a name, a part of one, or a glob"
+            raise FlexrankError(f"layer pattern {pattern!r} matches no module of {type(model).__name__}; {wanted}")
     reasons = dense_reasons(model, include, exclude)
     layers = {name: module for name, module in model.named_modules() if is_layer(module) and name not in reasons}
     for name, reason in reasons.items():
@@ -100,7 +101,8 @@ def _found(model: nn.Module, name: str) -> nn.Module:
     try:
         return model.get_submodule(name)
     except AttributeError as error:
-        raise FlexrankError(f"{type(model).__name__} has no layer {name!r}") from error
+        right = "named_modules() has its names"
+        raise FlexrankError(f"{type(model).__name__} has no layer {name!r}; {right}") from error
 
 
 def _selection_reason(model: nn.Module, name: str, include: Sequence[str] | None, exclude: Sequence[str]) -> str | None:

@@ -61,7 +61,8 @@ def shard_blocks_(model: nn.Module, layers: Any, device: torch.device | str | No
 
         blocks = block_stack(model, layers)
         if not blocks:
-            raise FlexrankError(f"a base model is sharded block by block; {type(model).__name__} has no stack of them")
+            what = f"{type(model).__name__} has no stack of them, so leave sharded out"
+            raise FlexrankError(f"a base model is sharded block by block; {what}")
         mesh = _mesh(torch.device(device or next(model.parameters()).device))
         for _, block in blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=True)

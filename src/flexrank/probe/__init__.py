@@ -117,7 +117,7 @@ def _probe(model: nn.Module, layer: NestedLayer, name: str, rank: int, evaluate:
 
 def _finite(value: float, where: str) -> float:
     if not math.isfinite(value):
-        raise FlexrankError(f"evaluating {where} gave {value}; the probe needs finite numbers")
+        raise FlexrankError(f"evaluating {where} gave {value}; check the model's weights and the batches")
     return float(value)
 
 

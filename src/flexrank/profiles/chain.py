@@ -163,7 +163,10 @@ class ProfileChain:
         return entry.parameters * self.footprint.bytes_per_parameter + self.footprint.other_bytes
 
     def sizes(self) -> list[dict[str, Any]]:
-        """A row for each requested budget: budget, params_layers, params_model, bytes (of tensors) and mean_rank."""
+        """A row for each requested budget.
+
+        Its keys are budget, params_layers, params_model, bytes (of tensors), mean_rank and predicted_error.
+        """
         return [
             {
                 "budget": entry.requested,
@@ -171,6 +174,7 @@ class ProfileChain:
                 "params_model": self.model_parameters(entry),
                 "bytes": self.model_bytes(entry),
                 "mean_rank": sum(entry.profile.values()) / len(entry.profile),
+                "predicted_error": entry.error,
             }
             for entry in self.requested
         ]

@@ -107,7 +107,7 @@ class Sizes:
                 if self._is_within(parameters, limits):
                     return entries[:count]
         named = ", ".join(f"{name}={limit:g}" for name, limit in limits.items())
-        raise FlexrankError(f"{named} is too small for the least profile with its slack")
+        raise FlexrankError(f"{named} is too small for the least profile with its slack; allow more")
 
     def _is_within(self, parameters: int, limits: Mapping[str, float]) -> bool:
         """Whether a model with this many parameters in its layers is within `max_params` and `max_bytes`."""

@@ -58,8 +58,12 @@ function reach(values) {
   return [low - room, high + room];
 }
 
-// Round numbers between two, about so many; of logarithms the whole ones.
+// Round numbers between two, about so many; of logarithms the whole ones, and where these are few, those of 2 and 5.
 function ticks(low, high, number, isLogarithmic = false) {
+  if (isLogarithmic && high - low < 2) {
+    const powers = Array.from({ length: 4 }, (_, at) => Math.floor(low) + at);
+    return powers.flatMap((power) => [1, 2, 5].map((times) => power + Math.log10(times))).filter((one) => one >= low && one <= high);
+  }
   const rough = (high - low) / number, power = 10 ** Math.floor(Math.log10(rough));
   const step = isLogarithmic ? Math.max(1, Math.round(rough)) : power * [1, 2, 5, 10].find((times) => times * power >= rough);
   const first = Math.ceil(low / step), last = Math.floor(high / step);
@@ -168,6 +172,15 @@ function chooseRun(number) {
   byId("slider").setAttribute("aria-valuetext", `budget ${row().budget}`);
 }
 
+// Says so for a second; where the browser refuses, the command is selected, for the keyboard to copy.
+async function copyCommand() {
+  const command = byId("command");
+  const isCopied = await navigator.clipboard?.writeText(command.textContent).then(() => true, () => false);
+  if (!isCopied) getSelection().selectAllChildren(command);
+  byId("copied").value = isCopied ? "Copied" : "Selected: copy it by the keyboard";
+  setTimeout(() => { byId("copied").value = ""; }, isCopied ? 1000 : 5000);
+}
+
 function options(select, entries, change) {
   select.replaceChildren(...entries.map(([value, label]) => element("option", { value }, label)));
   select.addEventListener("change", () => { change(select.value); show(); });
@@ -190,7 +203,7 @@ function start() {
     byId("slider").setAttribute("aria-valuetext", `budget ${row().budget}`);
     show();
   });
-  byId("copy").addEventListener("click", () => navigator.clipboard?.writeText(byId("command").textContent));
+  byId("copy").addEventListener("click", copyCommand);
   chosen.row = Math.floor(run().rows.length / 2);
   chooseRun(0);
   byId("choose").hidden = false;

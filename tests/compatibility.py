@@ -1,8 +1,8 @@
 """What works on which architecture: each one goes all the way, and docs/compatibility.md is the table of what happened.
 
 `python tests/compatibility.py` writes the page; `test_compatibility.py` goes the same way and compares each row. With
-`--programs` it also writes every architecture for every runtime, ten minutes more; `deployment/test_formats.py` does
-that for some.
+`--programs` it also writes every architecture for every runtime, ten minutes more; tests marked `programs` compare
+those rows, and `deployment/test_formats.py` some of their cells every time.
 """
 
 import contextlib
@@ -161,8 +161,7 @@ takes it all the way on rows with padding. `python tests/compatibility.py` write
 - **deploy**, **export**, **from_pretrained** of transformers' auto class, **a size of elastic** (`from_pretrained` of
   the elastic artefact with `quantization_config=fr.FlexRankConfig(budget=0.5)`): outputs are the elastic model's at
   those ranks, within {DEPLOYED_BOUND:g}; ties, names and bits of what is loaded are those of what was saved.
-- **dense**: `flexrank export --to dense`, which plain transformers loads. *refused* is an error of one line, and
-  nothing is written.
+- **dense**: `flexrank export --to dense`, which plain transformers loads.
 
 Of what is left dense, embeddings are not named. All of this is float32 on a CPU.
 
@@ -170,10 +169,16 @@ Of what is left dense, embeddings are not named. All of this is float32 on a CPU
 
 TITLE = "\n## Programs of other runtimes\n"
 PROGRAMS_HEAD = f"""{TITLE}
-`python tests/compatibility.py --programs` exports each of them, deployed at half its size, to each runtime, which runs
-it on two shapes. *yes* is an output within the bound of [deployment.md](deployment.md#other-runtimes), *refused* an
-error of one line, and nothing is written. That takes ten minutes, so it is done by hand; `make test` does it for
-{{tested}}, and holds what is refused of T5 and BART.
+A test of each row exports the architecture, deployed at half its size, to each runtime, which runs it on two shapes.
+*yes* is an output within the bound of [deployment.md](deployment.md#other-runtimes), *refused* an error of one line,
+and nothing is written. All rows take ten minutes, so `make test` leaves them out:
+
+```sh
+pytest -m programs tests/test_compatibility.py    # fails where a row says anything else
+python tests/compatibility.py --programs          # writes the page with these rows anew
+```
+
+`make test` itself holds {{tested}}, and what is refused of T5 and BART.
 
 """
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import tiny
-from compatibility import NAMES, PAGE, TITLE, line, page, programs_of, programs_part, row_of
+from compatibility import NAMES, PAGE, TITLE, line, page, programs_of, programs_part, row_of, written_programs
 from flexrank.deployment.runtimes import RUNTIMES
 
 
@@ -20,10 +20,16 @@ def test_a_row_is_what_the_architecture_does(name: str, tmp_path: Path) -> None:
     assert line(row_of(name, tmp_path)) in PAGE.read_text(encoding="utf8").splitlines()
 
 
+@pytest.mark.programs
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_is_what_each_runtime_does(name: str, tmp_path: Path) -> None:
+    assert line(programs_of(name, tmp_path)) in written_programs().splitlines()
+
+
 @pytest.mark.parametrize("name", tiny.TWO_SIDED)
 def test_programs_of_encoder_decoders_are_refused(name: str, tmp_path: Path) -> None:
-    """`test_formats` has those that are not."""
-    assert line(programs_of(name, tmp_path)) in PAGE.read_text(encoding="utf8").partition(TITLE)[2].splitlines()
+    """The rows that take no time; `test_formats` has cells of the others."""
+    assert line(programs_of(name, tmp_path)) in written_programs().splitlines()
 
 
 def test_the_page_has_every_architecture_and_nothing_else() -> None:

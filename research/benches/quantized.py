@@ -2,8 +2,8 @@
 
 One short consolidation gives all sizes; torchao quantises what is deployed, weights alone, after training. Gauge
 alignment saves parameters and spreads their values, so each size is deployed by the slack of float32, by that of
-bfloat16, and as plain factors. Bytes are those of the layers that are decomposed, whole or factorised: codes packed, a
-float32 scale for each group of weights.
+bfloat16, and as plain factors. Bytes are those of the layers that are decomposed, whole or factorised, in a packed
+file: codes side by side, a float32 scale for each group of weights. torchao's tensors hold a byte for each code.
 """
 
 import copy
@@ -107,7 +107,7 @@ def _points(
 
 
 def quantize_(model: nn.Module, layers: Sequence[str], bits: int) -> int:
-    """Quantises the weights of these layers, or of both their factors, in place; returns their bytes."""
+    """Quantises the weights of these layers, or of both their factors, in place; returns the bytes of a packed file."""
     from torchao.quantization import IntxWeightOnlyConfig, PerGroup, quantize_
 
     size = 0
@@ -190,6 +190,6 @@ def _places(points: Sequence[Point]) -> tuple[list[float], list[float]]:
 
 EXPERIMENT = Experiment(
     "quantized", "Sizes and precisions together",
-    "quality by bytes of every size at every precision, against the base model quantised alone",
+    "quality by bytes, those of packed files, of every size at every precision, against the base model quantised alone",
     minutes=45, has_halves=True, run=run, draw=draw,
 )  # fmt: skip

@@ -272,8 +272,12 @@ def test_a_model_of_torch_and_an_encoder_decoder_are_named(tmp_path: Path) -> No
     with pytest.raises(FlexrankError, match="holds a Sequential of torch"):
         export_to(tmp_path / "small", "dense", tmp_path / "out")
     sizes = {"d_model": 8, "d_ff": 8, "d_kv": 4, "num_layers": 1, "num_heads": 2, "vocab_size": 9}
-    with pytest.raises(FlexrankError, match="T5ForConditionalGeneration is an encoder-decoder"):
-        program_of(T5ForConditionalGeneration(T5Config(**sizes)))
+    model = T5ForConditionalGeneration(T5Config(**sizes))
+    with pytest.raises(FlexrankError, match="T5ForConditionalGeneration is an encoder-decoder, which `dense` takes"):
+        program_of(model)
+    model.main_input_name = "input_features"
+    with pytest.raises(FlexrankError, match="T5ForConditionalGeneration is a model of input_features; exports are of"):
+        sample_inputs(model, 2, 8)
 
 
 def test_samples_fit_the_model() -> None:
@@ -281,6 +285,7 @@ def test_samples_fit_the_model() -> None:
     assert text["input_ids"].shape == (2, 64) and int(text["input_ids"].max()) < tiny.VOCABULARY
     assert text["attention_mask"].tolist() == [[1] * 64, [1] * 48 + [0] * 16]
     assert torch.equal(sample_inputs(tiny.build("bert"), 2, 100)["input_ids"], text["input_ids"])
+    assert sample_inputs(tiny.build("t5"), 2, 9)["decoder_input_ids"].shape == (2, 5) and len(text) == 2
     image = sample_inputs(tiny.build("vit").bfloat16(), 2, 100)["pixel_values"]
     assert image.shape == (2, 3, 16, 16) and image.dtype == torch.bfloat16
     assert program_of(tiny.build("llama_tied")).model.config.use_cache is False

@@ -1,4 +1,4 @@
-"""torchao on a deployed model, by the code of docs/deployment.md: both factors in 8 or 4 bits, and nothing else."""
+"""torchao on a deployed model, by the code of docs/deployment.md: both factors in 8 or 4 bits, and the bytes held."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ import transformers
 
 from flexrank.artefacts.elastic import save_elastic
 from flexrank.deployment import export
-from tiny import batch_for, chain_of, deployed, elastic, outputs, relative
+from tiny import DECODER, batch_for, chain_of, deployed, nest, outputs, relative
 
 pytest.importorskip("torchao")
 # torchao's own, as it is loaded.
@@ -24,42 +24,74 @@ def blocks_of_the_page() -> list[str]:
     return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
 
 
-def require_rounded(found: torch.nn.Module, part: torch.nn.Linear, levels: float, group: int) -> None:
-    """Each weight is within half a step, of which a group's largest weight is so many."""
-    values = found(torch.eye(part.in_features)).T.unflatten(1, (-1, group))
-    wanted = part.weight.unflatten(1, (-1, group))
-    steps = wanted.abs().amax(-1, keepdim=True) / levels
-    assert ((values - wanted).abs() <= 0.51 * steps + 1e-7).all() and not values.equal(wanted)
+def require_rounded(found: torch.nn.Module, part: torch.nn.Linear, group: int, levels: int | None = None) -> None:
+    """Each weight is within half a step, of which a group's largest weight is so many, or 15 its range."""
+    eye = torch.eye(part.in_features, dtype=part.weight.dtype)
+    values, wanted = found(eye).T.unflatten(1, (-1, group)), part.weight.unflatten(1, (-1, group))
+    least, most = wanted.aminmax(dim=-1, keepdim=True)
+    largest = wanted.abs().amax(-1, keepdim=True)
+    steps = (most - least) / 15 if levels is None else largest / (levels + 0.5)
+    rounding = 2 * torch.finfo(wanted.dtype).eps  # of the scale, and of the product with it
+    assert ((values - wanted).abs() <= 0.51 * steps + rounding * largest).all() and not values.equal(wanted)
 
 
-def test_the_code_of_the_page_rounds_both_factors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def held_bytes(weight: Any) -> int:
+    """Of all tensors that a tensor of torchao's is made of."""
+    return sum(getattr(weight, name).nbytes for name in weight.__tensor_flatten__()[0])
+
+
+@pytest.mark.parametrize("bits", [8, 6, 4, 3])
+def test_weights_of_few_bits_are_held_as_a_byte_each(bits: int) -> None:
+    """96 rows of 64: 192 groups, each with a scale of four bytes and a zero point of one."""
+    from torchao.quantization import IntxWeightOnlyConfig, PerGroup, quantize_
+
+    layer = torch.nn.Linear(64, 96)
+    quantize_(layer, IntxWeightOnlyConfig(getattr(torch, f"int{bits}"), PerGroup(32)))
+    assert held_bytes(layer.weight) == 64 * 96 + (4 + 1) * 192
+
+
+def test_the_first_code_of_the_page_rounds_both_factors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from flexrank.deployment import exports
     from tiny_runs import here
 
     monkeypatch.setattr(exports, "in_fresh_process", here)
-    batch, model = batch_for("llama_untied"), elastic("llama_untied")
-    export(deployed("llama_untied"), tmp_path / "small", batch)
-    save_elastic(model, chain_of(model), tmp_path / "elastic")
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    eight, four = blocks_of_the_page()
-    exec(eight, names)
+    batch, names = batch_for("llama_untied"), dict[str, Any]()
+    export(deployed("llama_untied"), tmp_path / "small", batch)
+    exec(blocks_of_the_page()[0], names)
     before = transformers.AutoModelForCausalLM.from_pretrained("small")
     low = dict(names["small"].named_modules())
     for name, part in before.named_modules():
         if name.endswith((".latent", ".expand")):
-            require_rounded(low[name], part, 127.5, part.in_features)
+            require_rounded(low[name], part, part.in_features, levels=127)
         elif isinstance(part, torch.nn.Linear):
             assert low[name].weight.equal(part.weight) and type(low[name].weight) is torch.nn.Parameter
     assert 1e-4 < relative(outputs(names["small"], batch), outputs(before, batch)) < 0.2
 
-    exec(four, names)
-    before = transformers.AutoModelForCausalLM.from_pretrained("elastic", quantization_config=names["size"])
+
+def test_the_second_code_of_the_page_packs_two_weights_in_a_byte(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """At this size every rank is 32 but the head's."""
+    sizes = DECODER | {"hidden_size": 128, "intermediate_size": 128, "num_key_value_heads": 4}
+    torch.manual_seed(0)
+    model = nest(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval())
+    save_elastic(model, chain_of(model, (0.44,)), tmp_path / "elastic")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    first, second = blocks_of_the_page()
+    exec(first.partition("small =")[0] + second, names)
+    before = transformers.AutoModelForCausalLM.from_pretrained(
+        "elastic", quantization_config=names["size"], dtype=torch.bfloat16
+    )
     low = dict(names["small"].named_modules())
-    rounded = [name for name, part in before.named_modules() if names["is_rounded"](part, name)]
-    assert len(rounded) > 10 and all(name.endswith(".latent") for name in rounded)  # of 32 inputs; ranks are smaller
+    packed = [name for name, part in before.named_modules() if names["is_packed"](part, name)]
+    assert len(packed) == 2 * 7 * 2 and not any(name.startswith("lm_head") for name in packed)
     for name, part in before.named_modules():
-        if name in rounded:
-            require_rounded(low[name], part, 7.5, 32)
+        if name in packed:
+            require_rounded(low[name], part, 32)
+            assert held_bytes(low[name].weight) == part.weight.numel() / 2 + 4 * part.weight.numel() / 32
         elif isinstance(part, torch.nn.Linear):
             assert low[name].weight.equal(part.weight)
+    batch = batch_for("llama_untied")
+    assert relative(outputs(names["small"], batch), outputs(before, batch)) < 0.3

@@ -1,5 +1,6 @@
 """The bench of other runtimes on a tiny encoder: bytes, errors and ranks by hand; its clock is replaced."""
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,14 @@ def test_each_runtime_has_its_times_bytes_and_errors(result: dict[str, Any], tmp
 def test_ranks_are_the_largest_within_the_budget(shape: tuple[int, int], budget: float, rank: int) -> None:
     """Of 24 parameters ranks 1 to 4 have 9, 16, 21 and 24."""
     assert runtimes.uniform_rank(shape, budget) == rank
+
+
+def test_the_document_names_the_budgets_of_the_saved_results() -> None:
+    root = Path(__file__).parents[2]
+    _, *saved = json.loads((root / "results/runtimes/result.json").read_text())["settings"]["budgets"]
+    first, last = ", ".join(f"{one:g}"[1:] for one in saved[:-1]), f"{saved[-1]:g}"[1:]
+    assert f"saved for {first} and {last};" in (root / "docs/deployment.md").read_text(encoding="utf8")
+    assert {*saved, runtimes.HALF} <= set(runtimes.BUDGETS)
 
 
 def test_the_base_model_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,14 +122,13 @@ def _loaded(directory: str | Path, format: str) -> Any:
 
 def _write_and_measure(model: Any, format: str, source: Path, aside: Path, batches: list[Inputs]) -> float:
     """Writes the export; the largest relative difference of its outputs from the model's. It is NaN if one is."""
-    program = program_of(model)
     with torch.no_grad():
-        wanted = [program(**batch) for batch in batches]
+        wanted = [output_tensor(model(**batch)) for batch in batches]
     if format == "dense":
         log.info("dense: as large as the base model, and as slow; plain transformers and its converters read it")
         models.save_model(dense_model(model, source), aside)
     else:
-        RUNTIMES[format].write(program, batches[0], aside)
+        RUNTIMES[format].write(program_of(model), batches[0], aside)
     _add_companions(source, aside)
     run = read_export(aside, format)
     errors = [relative_difference(run(batch), one) for batch, one in zip(batches, wanted, strict=True)]

@@ -61,11 +61,10 @@ def program_of(model: Any) -> nn.Module:
     """The model as a program, changed in place: without a cache, and with no empty tensors in its state.
 
     Torch's archive of a program fails on some of those, and models still ask a deployed layer for its `weight.dtype`.
-    An unknown kind of input is a FlexrankError.
+    An encoder-decoder is a FlexrankError.
     """
-    if model.config.is_encoder_decoder or model.main_input_name not in ("input_ids", "pixel_values"):
-        kind = "an encoder-decoder" if model.config.is_encoder_decoder else f"a model of {model.main_input_name}"
-        raise FlexrankError(f"{type(model).__name__} is {kind}; programs are of models of input_ids or pixel_values")
+    if model.config.is_encoder_decoder:
+        raise FlexrankError(f"{type(model).__name__} is an encoder-decoder, which `dense` takes, and no program")
     model.config.get_text_config().use_cache = False
     for layer in model.modules():
         if isinstance(layer, GaugeAlignedLayer) and "weight" in layer._buffers:
@@ -74,8 +73,14 @@ def program_of(model: Any) -> nn.Module:
 
 
 def sample_inputs(model: Any, rows: int, tokens: int, seed: int = 0) -> Inputs:
-    """A random batch: ids of the model's vocabulary, the last row's last quarter padded, or images in its dtype."""
+    """A random batch: ids of the model's vocabulary, the last row's last quarter padded, or images in its dtype.
+
+    A decoder beside an encoder has ids of its own, half as many. A model of other inputs is a FlexrankError.
+    """
     generator = torch.Generator().manual_seed(seed)
+    if model.main_input_name not in ("input_ids", "pixel_values"):
+        kinds = f"a model of {model.main_input_name}; exports are of models of input_ids or pixel_values"
+        raise FlexrankError(f"{type(model).__name__} is {kinds}")
     if model.main_input_name == "pixel_values":
         channels, size = getattr(model.config, "num_channels", 3), getattr(model.config, "image_size", 224)
         height, width = (size, size) if isinstance(size, int) else size
@@ -85,7 +90,11 @@ def sample_inputs(model: Any, rows: int, tokens: int, seed: int = 0) -> Inputs:
     ids = torch.randint(text.vocab_size, (rows, tokens), generator=generator)
     mask = torch.ones_like(ids)
     mask[-1, tokens - tokens // 4 :] = 0
-    return {"input_ids": ids, "attention_mask": mask}
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if model.config.is_encoder_decoder:
+        shape = (rows, (tokens + 1) // 2)
+        inputs["decoder_input_ids"] = torch.randint(text.vocab_size, shape, generator=generator)
+    return inputs
 
 
 def _traced(program: nn.Module, inputs: Inputs, is_bounded: bool = False) -> torch.export.ExportedProgram:

@@ -33,9 +33,6 @@ def cut(directory: str | Path, output: str | Path, **limits: Any) -> dict[str, A
         raise FlexrankError(f"{directory}: holds a {type(elastic).__name__} of torch, no model of transformers; {mend}")
     entry = chain.entries[-1]
     small: Any = deploy(elastic, entry.profile)
-    inputs = sample_inputs(small, 2, 16)
-    if small.config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = inputs["input_ids"]
-    export(small, output, inputs)
+    export(small, output, sample_inputs(small, 2, 16))
     sizes = count_parameters(small, entry.profile, layer_shapes(elastic))
     return {**limits, "directory": str(output), **sizes, "bytes": directory_bytes(output)}

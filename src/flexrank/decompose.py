@@ -17,7 +17,7 @@ from flexrank.errors import FlexrankError
 from flexrank.files import directory_aside
 from flexrank.hf.models import mark_elastic
 from flexrank.nn.elastic import NestedLayer
-from flexrank.nn.linalg import Factors, data_svd, half_shrunk, plain_svd, whitened_svd
+from flexrank.nn.linalg import Factors, data_svd, full_precision, half_shrunk, plain_svd, whitened_svd
 from flexrank.nn.matrix import matrix_shape, weight_matrix
 from flexrank.nn.select import Place, nest_, places_of
 from flexrank.nn.switch import footprint, full_profile, layer_shapes
@@ -158,7 +158,8 @@ def _decompose_layer_(
     """Replaces one layer; returns its elastic form, and the energies of its components."""
     weight = weight_matrix(model.get_submodule(name)).detach()
     try:
-        factors = _decompose(weight, moment, method)
+        with full_precision(weight.device):  # whatever the caller's
+            factors = _decompose(weight, moment, method)
     except FlexrankError as error:
         raise FlexrankError(f"layer {name!r}: {error}") from error
     return nest_(model, name, factors, places), factors.energies

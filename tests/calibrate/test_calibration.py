@@ -13,12 +13,14 @@ from torch import nn
 from flexrank.calibrate import Moments, collect_moments, collect_rows, collector, load_moments, save_moments
 from flexrank.calibrate.structure import version_of
 from flexrank.data.batches import call_model
+from flexrank.decompose import decompose_
 from flexrank.distill.objectives import FeatureObjective, LogitObjective
 from flexrank.errors import FlexrankError
 from flexrank.nn import linalg
 from flexrank.nn.linalg import full_precision
 from flexrank.nn.matrix import input_rows, weight_matrix
 from flexrank.nn.select import select_layers
+from flexrank.nn.switch import nested_layers
 from tiny import TRANSFORMERS, batch_for, build
 
 
@@ -100,18 +102,22 @@ def test_masks_of_two_sides_that_cannot_be_told_apart_are_refused() -> None:
         collect_moments(model, [{"input_ids": ids, "labels": ids}], layers)
 
 
-def test_the_callers_autocast_and_precision_change_no_moment() -> None:
-    model, batch = build("bert"), batch_for("bert")
+def test_the_callers_autocast_and_precision_change_no_moment_and_no_factor() -> None:
+    model, again, batch = build("bert"), build("bert"), batch_for("bert")
     layers = select_layers(model)
     plain, before = collect_moments(model, [batch], layers), torch.get_float32_matmul_precision()
+    decompose_(model, plain)
     torch.set_float32_matmul_precision("medium")
     try:
         with torch.autocast("cpu", torch.bfloat16):
-            other = collect_moments(model, [batch], layers)
+            other = collect_moments(again, [batch], select_layers(again))
+            decompose_(again, other)
         assert torch.get_float32_matmul_precision() == "medium"  # as the caller has it
     finally:
         torch.set_float32_matmul_precision(before)
     assert all(torch.equal(moment.moment, plain[name].moment) for name, moment in other.items())
+    pairs = zip(nested_layers(again).values(), nested_layers(model).values(), strict=True)
+    assert all(torch.equal(one.u, two.u) and torch.equal(one.v, two.v) for one, two in pairs)
 
 
 def test_precision_that_was_set_for_each_backend_comes_back() -> None:

@@ -1,6 +1,7 @@
 """Losses and their gradients against torch's own, unchunked and in float64."""
 
 import dataclasses
+import enum
 from types import SimpleNamespace
 
 import pytest
@@ -55,6 +56,10 @@ def test_what_only_the_student_rules_out_is_no_finite_loss() -> None:
     assert float(objective.loss(student, objective.target(teacher, teacher), teacher)) == torch.inf
 
 
+class Kind(enum.Enum):
+    FIRST, SECOND = 1, 2
+
+
 def test_an_objective_is_known_by_its_class_and_settings() -> None:
     class Plain:
         def __init__(self, power: float) -> None:
@@ -66,6 +71,9 @@ def test_an_objective_is_known_by_its_class_and_settings() -> None:
     lists = [Plain(2.0), Plain(2.0)]
     lists[0].layers, lists[1].layers = [1, 2], [3, 4]
     assert describe(lists[0]) != describe(lists[1])
+    for one, other in (({"a": 1}, {"a": 2}), (torch.float16, torch.bfloat16), ([Kind.FIRST], [Kind.SECOND])):
+        lists[0].layers, lists[1].layers = one, other
+        assert describe(lists[0]) != describe(lists[1])
     lists[0].layers, lists[1].layers = [], [torch.ones(2)]  # filled by forwards
     assert describe(lists[0]) == describe(lists[1])
 

@@ -1,6 +1,7 @@
 """The losses of the distillation family, one class for each kind of output."""
 
 import dataclasses
+import enum
 import re
 from typing import Any, NamedTuple, Protocol
 
@@ -171,10 +172,10 @@ def describe(objective: Objective | None) -> str:
 
 
 def _is_setting(value: Any) -> bool:
-    """Whether it is a number, a text, or some of them: tensors and empty containers may be what a forward leaves."""
-    if isinstance(value, list | tuple):
-        return bool(value) and all(map(_is_setting, value))
-    return value is None or isinstance(value, str | int | float)
+    """Whether it is a plain value, or some of them: tensors and empty containers may be what a forward leaves."""
+    if isinstance(value, list | tuple | dict):
+        return bool(value) and all(map(_is_setting, value.values() if isinstance(value, dict) else value))
+    return value is None or isinstance(value, str | int | float | torch.dtype | enum.Enum)
 
 
 def default_objective(output: Any) -> Objective:

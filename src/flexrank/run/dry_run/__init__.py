@@ -11,7 +11,7 @@ import torch
 
 from flexrank.errors import FlexrankError
 from flexrank.nn.select import dense_reasons
-from flexrank.nn.switch import footprint, uniform_profile
+from flexrank.nn.switch import footprint
 from flexrank.profiles.costs import expected_parameters
 from flexrank.run.candidates import candidate_ranks, require_reachable_budgets, rule
 from flexrank.run.config import RunConfig
@@ -160,7 +160,7 @@ def _budget_rows(architecture: Architecture, config: RunConfig) -> list[dict[str
     dtype, share = getattr(torch, config.deployed_dtype), rule(config)["slack_share"]
     others, rows = footprint(architecture.student, dtype), []
     for budget in config.allocation.budgets:
-        ranks = uniform_profile(architecture.student, budget, share)
+        ranks = architecture.profile(budget, share)
         layers = sum(expected_parameters(shape, ranks[name], share) for name, shape in architecture.shapes.items())
         row = {
             "budget": budget,

@@ -68,11 +68,11 @@ COMMON: dict[str, Any] = {
 def run(request: Request) -> Result:
     """Measures every stage in a process of its own; finished stages are kept."""
     ledger = Ledger(request.work, {"common": COMMON})
-    first = _write_config(request.work, Subject("pycode5m", language(max_tokens=16)), "first")
+    first = write_config(request.work, Subject("pycode5m", language(max_tokens=16)), "first")
     subjects = (*SUBJECTS, LARGE) if request.full else SUBJECTS
     rows, worst = [], 0.0
     for subject in subjects:
-        path = _write_config(request.work, subject, "run")
+        path = write_config(request.work, subject, "run")
         for stage, names in COUNTED.items():
             peak = ledger.take(f"{subject.name}, {stage}", functools.partial(_peak, stage, first, path))
             counts = dry_run(load_config(path))["memory"]  # once they are allocated, of the run's own ranks
@@ -94,7 +94,7 @@ def _counted(stage: Stage, parts: Mapping[str, int]) -> int:
     return parts["all"] - (parts["student"] if stage == "decompose" else 0)
 
 
-def _write_config(work: Path, subject: Subject, name: str) -> Path:
+def write_config(work: Path, subject: Subject, name: str) -> Path:
     """A configuration file, with the text that it names, and for a random model its files."""
     place = work / f"{subject.name.replace(' ', '-').replace(',', '')}-{name}"
     model = subject.settings["model"]

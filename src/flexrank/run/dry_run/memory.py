@@ -233,9 +233,15 @@ def matrix_bytes(architecture: Architecture, config: RunConfig) -> int:
     if not shares_factors_alone(config):
         return 0
     if architecture.chain is not None:
-        full, trained = full_ranks(architecture.shapes), largest_ranks(architecture, config, config.allocation.budgets)
-        largest = architecture.profile(max(config.allocation.budgets), rule(config)["slack_share"])
-        names = [name for name, rank in full.items() if trained[name] < rank == largest[name]]
+        below, largest = (
+            largest_ranks(architecture, config, config.allocation.budgets),
+            architecture.chain.requested[-1],
+        )
+        names = [
+            name
+            for name, rank in full_ranks(architecture.shapes).items()
+            if below[name] < rank == largest.profile[name]
+        ]
         return sum(math.prod(architecture.shapes[name]) for name in names) * architecture.file_dtype.itemsize
     spared, least = 1 - max(config.allocation.budgets), rule(config)["min_saving"]
     full = max(0.0, 1 - spared / least) if least else float(not spared)

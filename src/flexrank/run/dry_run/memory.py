@@ -129,13 +129,15 @@ def evaluated_bytes(architecture: Architecture, trained: Any, config: RunConfig)
 
 def deployment_bytes(architecture: Architecture, config: RunConfig) -> list[dict[str, int]]:
     """A size while its last layer is aligned, and while it runs; in a fresh process after this one has let it go."""
-    budget, dtype = max(config.deployment.budgets, default=0.0), getattr(torch, config.deployed_dtype)
-    deployed = {"deployed": deployed_bytes(architecture, config, budget) if budget else 0}
-    ranks = largest_ranks(architecture, config, [budget]) if budget else {}
+    if not config.deployment.budgets:
+        return []
+    budget, dtype = max(config.deployment.budgets), getattr(torch, config.deployed_dtype)
+    deployed = {"deployed": deployed_bytes(architecture, config, budget)}
+    ranks = largest_ranks(architecture, config, [budget])
     aligned = [aligned_bytes(architecture.shapes[name], rank) for name, rank in ranks.items()]
     samples = max(config.data.batch_size, min(config.evaluation.latency_batch_size, config.data.evaluation))
     outputs = CHECKED * samples * architecture.outputs * dtype.itemsize
-    return [deployed | {"factors": max(aligned, default=0)}, deployed | {"outputs": outputs}]
+    return [deployed | {"factors": max(aligned)}, deployed | {"outputs": outputs}]
 
 
 def aligned_bytes(shape: Shape, rank: int) -> int:

@@ -133,11 +133,11 @@ def deployment_bytes(architecture: Architecture, config: RunConfig) -> list[dict
         return []
     budget, dtype = max(config.deployment.budgets), getattr(torch, config.deployed_dtype)
     deployed = {"deployed": deployed_bytes(architecture, config, budget)}
-    ranks = largest_ranks(architecture, config, [budget])
-    aligned = [aligned_bytes(architecture.shapes[name], rank) for name, rank in ranks.items()]
+    ranks, shapes = largest_ranks(architecture, config, [budget]), architecture.shapes
+    aligned = [aligned_bytes(shapes[name], rank) for name, rank in ranks.items() if rank < min(shapes[name])]
     samples = max(config.data.batch_size, min(config.evaluation.latency_batch_size, config.data.evaluation))
     outputs = CHECKED * samples * architecture.outputs * dtype.itemsize
-    return [deployed | {"factors": max(aligned)}, deployed | {"outputs": outputs}]
+    return [deployed | {"factors": max(aligned, default=0)}, deployed | {"outputs": outputs}]
 
 
 def aligned_bytes(shape: Shape, rank: int) -> int:

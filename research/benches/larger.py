@@ -154,6 +154,7 @@ def memory_group(limit: int) -> Iterator[Path]:
 
 EXPERIMENT = Experiment(
     "larger", "A model larger than its process's memory",
-    "seconds, memory and the disk's share of a model's way to an elastic artefact that loads small, in a memory cgroup",
+    "a random Llama's way to an elastic artefact that loads small, in a memory cgroup of what libraries take and a "
+    "third of the model's bytes (`--full`: a quarter, so that the model is some three times the whole)",
     minutes=5, full_minutes=60, run=run,
 )  # fmt: skip

@@ -159,6 +159,7 @@ def test_evaluation_takes_what_the_dry_run_counts(sources: Path, tmp_path: Path)
     for name, one in (("small", sources / "language"), ("large", model)):
         values = yaml.safe_load(Path(by_curvature(one, sources / "text.txt", tmp_path / name)).read_text())
         values |= {"evaluation": {"latency": False}, "distillation": {"steps": 1, "batch_size": 2, "autocast": "off"}}
+        values["deployment"] = {"budgets": [], "slack": 0}
         (path := tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(values))
         configs.append(str(path))
     (peak,) = peaks_of("evaluate", *configs)

@@ -25,8 +25,8 @@ STUDIES = (
 )  # fmt: skip
 #: Speed, stage by stage; then quality.
 BENCHES = (
-    "train", "calibrate", "decompose", "probe", "search", "saving", "memory", "start", "runtimes", "speculative",
-    "cascade", "serving", "quantized", "sts", "language",
+    "train", "calibrate", "decompose", "probe", "search", "saving", "memory", "larger", "start", "runtimes",
+    "speculative", "cascade", "serving", "quantized", "sts", "language",
 )  # fmt: skip
 #: Each on models of its own, or on that of a configuration; they take long, and run by name alone.
 COMPARISONS = ("compare", "compare-trained")

@@ -18,7 +18,7 @@ NEEDED: dict[str, str | None] = {
 WITH = {"evaluate": ["slack", "evaluate_initial"]}
 #: What the process runs for each configuration: a stage and what it needs are read from its arguments.
 PROGRAM = """
-import contextlib, ctypes, functools, gc, json, pathlib, sys, threading
+import contextlib, ctypes, functools, gc, json, pathlib, sys, threading, unittest.mock
 libc = ctypes.CDLL(None)
 libc.mallopt(-3, 65536)  # what is freed is given back: else memory kept for the next request would count
 import torch, transformers
@@ -27,6 +27,7 @@ from flexrank import processes
 from flexrank.run import run_stages, stages
 from flexrank.run.config import load_config
 from flexrank.run.directory import RunDirectory
+from flexrank.run.workspace import Workspace
 
 stage, needed, together, counted = sys.argv[1], *map(json.loads, sys.argv[2:5])
 if stage == "distill":
@@ -47,14 +48,17 @@ with processes.joined():
             run_stages(config, needed)
         for done in (stage, *together):  # by an earlier process
             processes.by_first(functools.partial(RunDirectory(config.directory).forget, done))
+        work = Workspace(config, RunDirectory(config.directory))
+        read = {"tokenizer": work.tokenizer, "samples": work.samples}
         gc.collect()
         libc.malloc_trim(0)
         start, peak, ended = held(), [0], threading.Event()
         thread = threading.Thread(target=watch, args=(peak, ended))
         thread.start()
         try:
-            with contextlib.suppress(FileNotFoundError):  # of the artefact, which is not written
-                run_stages(config, stage)
+            with unittest.mock.patch.multiple(Workspace, **read):
+                with contextlib.suppress(FileNotFoundError):  # of the artefact, which is not written
+                    run_stages(config, stage)
         finally:
             ended.set()
             thread.join()
@@ -71,8 +75,9 @@ def peaks_of(stage: Stage, *configs: str, processes: int = 1) -> list[int]:
 
     Of several processes those of the one that holds most; sharded models are mapped from their files.
 
-    The first brings in what libraries load late. Blocks that are decomposed, and the size that is deployed, are mapped
-    from their files, and leave memory where it is needed: there only the process's own memory counts.
+    The first brings in what libraries load late; texts and tokenizers are read before. Blocks that are decomposed, and
+    the size that is deployed, are mapped from their files, and leave memory where it is needed: there only the
+    process's own memory counts.
 
     Raises:
         FlexrankError: the process fails, or the system has no /proc.

@@ -56,12 +56,9 @@ SUBJECTS = (
 LARGE = Subject(
     "random Llama, 464 M", language(), {"hidden_size": 1280, "intermediate_size": 3456, "num_hidden_layers": 24}
 )
-#: Bytes of hidden states between blocks at most; a quarter as many of factors wait to be written. A dry run counts
-#: neither, for both are on the host.
-BUFFER = 2**26
 #: What all runs have in common: outputs are counted in the dtype of the model, and no times are of interest.
 COMMON: dict[str, Any] = {
-    "device": "cpu", "decomposition": {"buffer_bytes": BUFFER}, "probe": {"levels": 5},
+    "device": "cpu", "decomposition": {"buffer_bytes": 2**26}, "probe": {"levels": 5},
     "allocation": {"budgets": [0.8, 0.5, 0.3]},
     "distillation": {"steps": 6, "batch_size": 8, "autocast": "off"},
     "deployment": {"budgets": [0.8], "slack": 16}, "evaluation": {"latency": False},
@@ -71,14 +68,14 @@ COMMON: dict[str, Any] = {
 def run(request: Request) -> Result:
     """Measures every stage in a process of its own; finished stages are kept."""
     ledger = Ledger(request.work, {"common": COMMON})
-    first = _write_config(request.work, Subject("pycode5m", language(max_tokens=16)), "first")
+    first = write_config(request.work, Subject("pycode5m", language(max_tokens=16)), "first")
     subjects = (*SUBJECTS, LARGE) if request.full else SUBJECTS
     rows, worst = [], 0.0
     for subject in subjects:
-        path = _write_config(request.work, subject, "run")
-        counts = dry_run(load_config(path))["memory"]
+        path = write_config(request.work, subject, "run")
         for stage, names in COUNTED.items():
             peak = ledger.take(f"{subject.name}, {stage}", functools.partial(_peak, stage, first, path))
+            counts = dry_run(load_config(path))["memory"]  # once they are allocated, of the run's own ranks
             count = max(_counted(stage, counts[name]) for name in names)
             rows.append([f"{subject.name}, {names[-1]}", count / 1e6, peak / 1e6, count / peak])
             worst = max(worst, abs(count / peak - 1))
@@ -93,11 +90,11 @@ def _peak(stage: Stage, first: Path, path: Path) -> int:
 
 
 def _counted(stage: Stage, parts: Mapping[str, int]) -> int:
-    """What is counted of that which is measured: blocks that are decomposed are mapped, factors wait to be written."""
-    return parts["all"] + (BUFFER // 4 - parts["student"] if stage == "decompose" else 0)
+    """What is counted of that which is measured: blocks that are decomposed are mapped."""
+    return parts["all"] - (parts["student"] if stage == "decompose" else 0)
 
 
-def _write_config(work: Path, subject: Subject, name: str) -> Path:
+def write_config(work: Path, subject: Subject, name: str) -> Path:
     """A configuration file, with the text that it names, and for a random model its files."""
     place = work / f"{subject.name.replace(' ', '-').replace(',', '')}-{name}"
     model = subject.settings["model"]

@@ -19,6 +19,8 @@ from flexrank.profiles import SensitivityTable
 from flexrank.run import run_stages
 from flexrank.run.config import load_config, parse_config
 from flexrank.run.dry_run import dry_run
+from flexrank.run.dry_run.architecture import build_architecture
+from flexrank.run.dry_run.memory import elastic_bytes, matrix_bytes, tensor_bytes, trained_part
 from flexrank.run.dry_run.table import PARTS
 from flexrank.run.samples import loss_rows
 from research.peaks import peaks_of
@@ -147,6 +149,39 @@ def test_deployment_takes_what_the_dry_run_counts(sources: Path, tmp_path: Path)
     (peak,) = peaks_of("deploy", *configs)
     counted = dry_run(load_config(configs[1]))["memory"]["deployment"]
     assert peak == pytest.approx(counted["all"], rel=0.15)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+def test_evaluation_takes_what_the_dry_run_counts(sources: Path, tmp_path: Path) -> None:
+    """At most 15 % off: the model before consolidation beside the teacher."""
+    model = write_llama(tmp_path / "model", sources / "language", 384, 1056, 4)
+    configs = []
+    for name, one in (("small", sources / "language"), ("large", model)):
+        values = yaml.safe_load(Path(by_curvature(one, sources / "text.txt", tmp_path / name)).read_text())
+        values |= {"evaluation": {"latency": False}, "distillation": {"steps": 1, "batch_size": 2, "autocast": "off"}}
+        values["deployment"] = {"budgets": [], "slack": 0}
+        (path := tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(values))
+        configs.append(str(path))
+    (peak,) = peaks_of("evaluate", *configs)
+    counted = dry_run(load_config(configs[1]))["memory"]["evaluation"]
+    assert peak == pytest.approx(counted["all"], rel=0.15)
+
+
+def test_a_run_that_has_allocated_ranks_counts_them(sources: Path, tmp_path: Path) -> None:
+    """Oracle: the model that it then trains; before, and for other budgets, ranks are uniform."""
+    path = by_curvature(sources / "language", sources / "text.txt", tmp_path / "run")
+    config = load_config(path, ["distillation.steps=1"])
+
+    def written(budget: float = 0.8) -> int:
+        one = load_config(path, ["distillation.steps=1", f"allocation.budgets=[{budget}, 0.5, 0.3]"])
+        architecture = build_architecture(one)
+        return elastic_bytes(architecture, trained_part(architecture, one), one) + matrix_bytes(architecture, one)
+
+    uniform, others = written(), written(0.75)
+    run_stages(config, "distill")
+    trained, _ = load_elastic(tmp_path / "run" / "elastic")
+    assert written() == tensor_bytes(trained) != uniform
+    assert written(0.75) == others
 
 
 def by_curvature(model: Path, data: Path, output: Path) -> str:

@@ -121,7 +121,7 @@ def test_memory_is_what_real_training_holds(tmp_path: Path) -> None:
     assert [memory[stage]["outputs"] for stage in ("probe", "consolidation", "evaluation")] == [
         2 * one,
         3 * one,
-        2 * one,
+        3 * one,
     ]
     kept = [LogitObjective().target(call_model(model, batch_of(tiny.llama_tied, rows)), {}) for rows in (3, 2)]
     assert memory["probe"]["targets"] == bytes_of(kept)
@@ -184,10 +184,11 @@ def test_activations_are_what_a_real_forward_keeps(build: Build, tmp_path: Path)
 def test_a_size_is_deployed_without_the_elastic_model_and_after_the_teacher(tmp_path: Path) -> None:
     """One size at a time, the largest of those that are exported; while a layer is aligned, or while it runs."""
     settings: dict[str, Any] = {"deployment": {"budgets": [0.9, 0.4]}, "evaluation": {"latency_batch_size": 40}}
+    settings |= {"data": {"evaluation": 36}}
     config = config_of(tiny.llama_tied, tmp_path, **settings)
     held, size = dry_run(config)["memory"]["deployment"], dry_run(config)["budgets"][0]["bytes"]
-    output = call_model(real(tiny.llama_tied), batch_of(tiny.llama_tied, 40)).logits
-    assert held == {"deployed": held["deployed"], "outputs": bytes_of([output]), "all": held["all"]}
+    output = call_model(real(tiny.llama_tied), batch_of(tiny.llama_tied, 36)).logits
+    assert held == {"deployed": held["deployed"], "outputs": 3 * bytes_of([output]), "all": held["all"]}
     assert held["deployed"] == pytest.approx(size, rel=0.05)
     held = dry_run(config_of(tiny.llama_tied, tmp_path, **settings | {"evaluation": {"latency_batch_size": 1}}))
     student = nest(real(tiny.llama_tied))

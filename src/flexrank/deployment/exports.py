@@ -24,7 +24,7 @@ from flexrank.hf.companions import save_companions
 #: The same weights run the same code, so only the order of sums may differ: a few roundings of the dtype.
 OUTPUT_BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 #: Numbers of outputs that are compared at once.
-PART = 2**20
+PART = 2**16
 
 
 def export(

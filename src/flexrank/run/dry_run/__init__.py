@@ -1,7 +1,7 @@
 """A dry run: layers, candidates, sizes by budget, memory, operations and hours of a run, without loading a weight.
 
 The architecture is built on the meta device, and run there for one sample. What depends on weights and data is not
-known: the ranks that allocation chooses, the slack of gauge alignment, and activations.
+known: the ranks that allocation chooses, unless RUN/chain.json has them, and the slack of gauge alignment.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import torch
 
 from flexrank.errors import FlexrankError
 from flexrank.nn.select import dense_reasons
-from flexrank.nn.switch import footprint, uniform_profile
+from flexrank.nn.switch import footprint
 from flexrank.profiles.costs import expected_parameters
 from flexrank.run.candidates import candidate_ranks, require_reachable_budgets, rule
 from flexrank.run.config import RunConfig
@@ -30,9 +30,11 @@ DEFAULT_TFLOPS = 100.0
 
 NOTES = (
     "budget: deployed over dense parameters of the factorised layers; sizes are those of each layer's largest rank "
-    "within it, with the slack that allocation expects. A run allocates other ranks within the same budget.",
+    "within it, with the slack that allocation expects. A run allocates other ranks within the same budget, and once "
+    "RUN/chain.json has them they are counted.",
     "memory: weights, gradients, AdamW's states, activations kept to go back (of the weights' dtype), second "
-    "moments, outputs that the probe keeps and those of a batch; no workspaces, and not the libraries themselves.",
+    "moments, outputs that the probe keeps and those of a batch; with device cpu also the host's buffers, hidden "
+    "states between blocks and factors that wait to be written. No workspaces, texts, or the libraries themselves.",
     "operations: products of all layers with a matrix, lm_head too, of attention (its whole square), of moments "
     "and factorisations; no norms, softmaxes, loss or optimiser. The probe's are the most it may take; replayed "
     "blocks save about half.",
@@ -160,7 +162,7 @@ def _budget_rows(architecture: Architecture, config: RunConfig) -> list[dict[str
     dtype, share = getattr(torch, config.deployed_dtype), rule(config)["slack_share"]
     others, rows = footprint(architecture.student, dtype), []
     for budget in config.allocation.budgets:
-        ranks = uniform_profile(architecture.student, budget, share)
+        ranks = architecture.profile(budget, share)
         layers = sum(expected_parameters(shape, ranks[name], share) for name, shape in architecture.shapes.items())
         row = {
             "budget": budget,

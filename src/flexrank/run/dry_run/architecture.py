@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from flexrank.calibrate import Hooks
 from flexrank.data.batches import call_model, output_tensor
 from flexrank.distill.objectives import EmbeddingObjective, default_objective
+from flexrank.files import read_json
 from flexrank.hf import meta, models
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.experts import separate_experts_
 from flexrank.nn.linalg import Factors
 from flexrank.nn.matrix import conv_geometry, input_rows, is_layer, matrix_shape
 from flexrank.nn.select import elastic_form, replace_layers, select_layers
-from flexrank.nn.switch import layer_shapes
+from flexrank.nn.switch import layer_shapes, uniform_profile
+from flexrank.profiles import ProfileChain, RankProfile
 from flexrank.profiles.costs import Shape
 from flexrank.run.config import RunConfig
 
@@ -44,6 +46,7 @@ class Architecture:
     outputs: int  # numbers in the model's output for one sample
     target: Shape  # rows, and numbers of each, of all that the loss needs of the teacher's output for one sample
     file_dtype: torch.dtype  # which the base model keeps as a teacher
+    chain: ProfileChain | None = None  # of the run itself, if its ranks are allocated already
 
     @functools.cached_property
     def matrices(self) -> dict[str, Shape]:
@@ -54,6 +57,12 @@ class Architecture:
     def shapes(self) -> dict[str, Shape]:
         """(m, n) of each factorised layer."""
         return layer_shapes(self.student)
+
+    def profile(self, budget: float, slack_share: float) -> RankProfile:
+        """The run's own ranks at this budget; until they are allocated the largest uniform ones within it."""
+        if self.chain is not None:
+            return self.chain.at(budget)
+        return uniform_profile(self.student, budget, slack_share)
 
     @property
     def dense_parameters(self) -> int:
@@ -106,7 +115,18 @@ def build_architecture(config: RunConfig) -> Architecture:
         outputs=output_tensor(output).numel(),
         target=(target.shape[:-1].numel(), target.shape[-1]),
         file_dtype=meta.file_dtype(config.model, config.architecture),
+        chain=_own_chain(config, student),
     )
+
+
+def _own_chain(config: RunConfig, student: nn.Module) -> ProfileChain | None:
+    """RUN/chain.json, if there is one of these budgets and layers; another is of an earlier configuration."""
+    path = config.directory / "chain.json"
+    if not path.is_file():
+        return None
+    chain = ProfileChain.from_json(read_json(path))
+    is_of_shapes = dict(chain.entries[-1].profile).keys() == layer_shapes(student).keys()
+    return chain if is_of_shapes and {*chain.budgets} == {*config.allocation.budgets} else None
 
 
 def _empty_form(layer: nn.Module) -> NestedLayer:

@@ -1,18 +1,20 @@
 """Bytes that each stage holds in memory, without the libraries and their workspaces."""
 
 import copy
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
+from flexrank.artefacts.elastic import SHARD_BYTES
 from flexrank.data.batches import call_model
 from flexrank.nn.blocks import block_stack
-from flexrank.nn.switch import footprint, nested_layers, uniform_profile
+from flexrank.nn.switch import footprint, nested_layers
 from flexrank.probe import MATRIX_BYTES
 from flexrank.probe.replay import make_plan
-from flexrank.profiles.costs import Shape
+from flexrank.profiles.costs import Shape, full_ranks
 from flexrank.run.candidates import candidate_ranks, rule
 from flexrank.run.config import RunConfig
 from flexrank.run.dry_run.activations import kept_bytes
@@ -25,6 +27,10 @@ MOMENT_BYTES = 8
 #: Bytes of a number in torchao's state of 8 bits, whose blocks of 256 have a float32 each.
 STATE_8BIT = 1 + 4 / 256
 
+#: Times that outputs are in memory where a model is judged: as they come, what is read of them, and its loss; or to see
+#: whether they are finite, their absolute values and three marks of a byte each.
+CHECKED = 3
+
 
 def count_memory(architecture: Architecture, config: RunConfig, count: int = 1) -> dict[str, dict[str, int]]:
     """Bytes of each stage by what holds them, and of all together, in each of `count` processes.
@@ -34,8 +40,9 @@ def count_memory(architecture: Architecture, config: RunConfig, count: int = 1) 
     factors U, V, at full rank to be probed, and from consolidation on as `trained_part` says.
     `matrices` are those of full layers while others are probed, and `replayed` the outputs that the probe keeps of the
     student. `targets` are the teacher's outputs that the probe keeps, and the loss checks before and after
-    consolidation. `outputs` are those of one batch, twice where both models have them, and three times in training,
-    with the loss's gradient. `deployed` is the largest size. Of `gathered` see `sharded_bytes`.
+    consolidation. `outputs` are those of one batch, of both models where both run; three times in training, with the
+    loss's gradient, and `CHECKED` times where a model is judged. `deployed` is the largest size. Of `gathered` see
+    `sharded_bytes`, of `buffers` `buffer_bytes`.
     """
     teacher = tensor_bytes(architecture.teacher, architecture.file_dtype)
     moments = max(moment_bytes(architecture, config).values())
@@ -43,6 +50,7 @@ def count_memory(architecture: Architecture, config: RunConfig, count: int = 1) 
     factors = max(factor_bytes(shape, method, config.keeps_input_moments) for shape in architecture.shapes.values())
     size, file_size = architecture.teacher.dtype.itemsize, architecture.file_dtype.itemsize
     output, compared = config.data.batch_size * architecture.outputs, 2 * architecture.outputs * size
+    buffers = buffer_bytes(architecture, config)
     probe = {
         "teacher": teacher,
         "student": tensor_bytes(architecture.student),
@@ -53,20 +61,37 @@ def count_memory(architecture: Architecture, config: RunConfig, count: int = 1) 
     }
     trained = trained_part(architecture, config)
     both = {"teacher": teacher, "outputs": output * (size + file_size)}
+    judged = {"teacher": teacher, "outputs": CHECKED * output * size}
     training = {"teacher": teacher, **training_bytes(architecture, trained, config)}
     if config.distillation.sharded and count > 1:
         training |= sharded_bytes(architecture, trained, training, config, count)
     held = {part: training[part] for part in ("teacher", "student", "gathered") if part in training}
     checked = both | held | {"targets": probe["targets"]}
     stages = {
-        "calibration": most({"student": at_once, "moments": moments}, {"student": at_once, "outputs": compared}),
-        "decomposition": {"student": at_once, "moments": moments, "factors": factors},
+        "calibration": most({"student": at_once, "moments": moments}, {"student": at_once, "outputs": compared})
+        | buffers,
+        "decomposition": {"student": at_once, "moments": moments, "factors": factors} | buffers,
         "probe": {} if config.probe.method == "curvature" else probe,
         "consolidation": most(training, checked),
-        "evaluation": most(*(both | one for one in evaluated_bytes(architecture, trained, config))),
-        "deployment": most(both, *deployment_bytes(architecture, config)),
+        "evaluation": most(*(judged | one for one in evaluated_bytes(architecture, trained, config))),
+        "deployment": most(judged, *deployment_bytes(architecture, config)),
     }
     return {stage: parts | {"all": sum(parts.values())} for stage, parts in stages.items()}
+
+
+def buffer_bytes(architecture: Architecture, config: RunConfig) -> dict[str, int]:
+    """Hidden states between blocks, and factors that wait to be written: on the host, so only a CPU counts them.
+
+    Where a loss goes back, what each block reads is kept, what the last one returns, and the gradient there.
+    """
+    if config.device != "cpu":
+        return {}
+    room, stack = config.decomposition.buffer_bytes, block_stack(architecture.teacher, architecture.shapes)
+    read = [name for name in architecture.calls if stack and name.startswith(f"{stack[0][0]}.")]
+    numbers = architecture.calls[read[0]][0].rows * architecture.matrices[read[0]][1] if read else 0
+    kept = len(stack) + 2 if config.keeps_gradient_moments else 1
+    states = kept * config.data.calibration * numbers * architecture.teacher.dtype.itemsize
+    return {"buffers": min(room, states) + min(room // 4, SHARD_BYTES, tensor_bytes(architecture.student))}
 
 
 def target_bytes(architecture: Architecture, config: RunConfig) -> int:
@@ -104,12 +129,14 @@ def evaluated_bytes(architecture: Architecture, trained: Any, config: RunConfig)
 
 def deployment_bytes(architecture: Architecture, config: RunConfig) -> list[dict[str, int]]:
     """A size while its last layer is aligned, and while it runs; in a fresh process after this one has let it go."""
-    budget, dtype = max(config.deployment.budgets, default=0.0), getattr(torch, config.deployed_dtype)
-    deployed = {"deployed": deployed_bytes(architecture, config, budget) if budget else 0}
-    ranks = largest_ranks(architecture, config, [budget]) if budget else {}
-    aligned = [aligned_bytes(architecture.shapes[name], rank) for name, rank in ranks.items()]
-    samples = max(config.data.batch_size, config.evaluation.latency_batch_size)
-    outputs = samples * architecture.outputs * dtype.itemsize
+    if not config.deployment.budgets:
+        return []
+    budget, dtype = max(config.deployment.budgets), getattr(torch, config.deployed_dtype)
+    deployed = {"deployed": deployed_bytes(architecture, config, budget)}
+    ranks, shapes = largest_ranks(architecture, config, [budget]), architecture.shapes
+    aligned = [aligned_bytes(shapes[name], rank) for name, rank in ranks.items() if rank < min(shapes[name])]
+    samples = max(config.data.batch_size, min(config.evaluation.latency_batch_size, config.data.evaluation))
+    outputs = CHECKED * samples * architecture.outputs * dtype.itemsize
     return [deployed | {"factors": max(aligned, default=0)}, deployed | {"outputs": outputs}]
 
 
@@ -123,13 +150,16 @@ def aligned_bytes(shape: Shape, rank: int) -> int:
 
 
 def largest_ranks(architecture: Architecture, config: RunConfig, budgets: Iterable[float]) -> dict[str, int]:
-    """The largest uniform rank of each layer at these budgets, if sizes share factors alone of those below full."""
+    """The largest rank of each layer at these budgets, if sizes share factors alone of those below full."""
     share, candidates = rule(config)["slack_share"], candidate_ranks(config, architecture.shapes)
-    profiles = [uniform_profile(architecture.student, budget, share) for budget in budgets]
-    ranks = {name: max(profile[name] for profile in profiles) for name in candidates}
+    profiles = [architecture.profile(budget, share) for budget in budgets]
+    ranks = {name: {profile[name] for profile in profiles} for name in candidates}
     if not shares_factors_alone(config):
-        return ranks
-    return {name: min(rank, candidates[name][-2]) for name, rank in ranks.items()}
+        return {name: max(some) for name, some in ranks.items()}
+    if architecture.chain is None:
+        return {name: min(max(some), candidates[name][-2]) for name, some in ranks.items()}
+    full = full_ranks(architecture.shapes)
+    return {name: max(some - {full[name]}, default=full[name]) for name, some in ranks.items()}
 
 
 def training_bytes(architecture: Architecture, student: Any, config: RunConfig) -> dict[str, int]:
@@ -200,10 +230,21 @@ def matrix_bytes(architecture: Architecture, config: RunConfig) -> int:
     """Bytes of matrices that full layers have in the artefact, in the dtype of the model's files.
 
     At the largest budget a layer saves `allocation.min_saving` at least, or is full: so many are full if all others
-    save no more.
+    save no more. Of a run that has allocated ranks they are known.
     """
     if not shares_factors_alone(config):
         return 0
+    if architecture.chain is not None:
+        below, largest = (
+            largest_ranks(architecture, config, config.allocation.budgets),
+            architecture.chain.requested[-1],
+        )
+        names = [
+            name
+            for name, rank in full_ranks(architecture.shapes).items()
+            if below[name] < rank == largest.profile[name]
+        ]
+        return sum(math.prod(architecture.shapes[name]) for name in names) * architecture.file_dtype.itemsize
     spared, least = 1 - max(config.allocation.budgets), rule(config)["min_saving"]
     full = max(0.0, 1 - spared / least) if least else float(not spared)
     return round(full * architecture.dense_parameters) * architecture.file_dtype.itemsize
@@ -220,10 +261,10 @@ def factor_bytes(shape: Shape, method: str, from_inputs: bool) -> int:
 
     DataSVD holds W, its vectors, and U twice, of m·n each, and seven matrices of k²; a ridged copy of Σ too where an
     input's moment is kept. Roots of Σ (`paper`) or of the gradients' moment (`fisher`) take four matrices of their
-    width, eigenvectors and LAPACK's workspace among them.
+    width, eigenvectors and LAPACK's workspace among them; and `fisher` its shrunk moment.
     """
     (m, n), k = shape, min(shape)
-    roots = {"paper": 4 * n * n + m * n, "fisher": 4 * m * m + 3 * m * n}.get(method, 0)
+    roots = {"paper": 4 * n * n + m * n, "fisher": 5 * m * m + m * n}.get(method, 0)
     ridged = 3 * m * n + n * n + 5 * k * k if from_inputs else 0
     return 8 * max(4 * m * n + 7 * k * k, ridged, roots)
 
@@ -231,12 +272,12 @@ def factor_bytes(shape: Shape, method: str, from_inputs: bool) -> int:
 def trained_part(architecture: Architecture, config: RunConfig) -> Any:
     """The elastic model as far as it is trained: factors up to the largest rank, vectors of sizes.
 
-    Where sizes share factors alone, that is the largest below full, of the ranks that may be allocated. Ranks are those
-    of uniform sizes; a run allocates others within the same budgets.
+    Where sizes share factors alone, that is the largest below full, of the ranks that may be allocated. Until the
+    run has allocated ranks, they are those of uniform sizes.
     """
     model, share = copy.deepcopy(architecture.student), rule(config)["slack_share"]
     budgets = config.allocation.budgets
-    profiles = [uniform_profile(model, budget, share) for budget in budgets]
+    profiles = [architecture.profile(budget, share) for budget in budgets]
     largest = largest_ranks(architecture, config, budgets)
     for name, layer in nested_layers(model).items():
         layer.rank = largest[name]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from flexrank.distill.schedule import default_weights
 from flexrank.nn.blocks import block_stack
-from flexrank.nn.switch import last_within, uniform_profile
+from flexrank.nn.switch import last_within
 from flexrank.probe import MATRIX_BYTES
 from flexrank.profiles.costs import Shape, full_ranks
 from flexrank.run.candidates import candidate_ranks, rule
@@ -125,7 +125,7 @@ def drawn_profiles(architecture: Architecture, config: RunConfig) -> list[tuple[
     weights = settings.weights or default_weights(settings.method, [budget == 1 for budget in reversed(budgets)])[::-1]
     profiles = []
     for budget, weight in zip(budgets, weights, strict=True):
-        ranks = dict(uniform_profile(architecture.student, budget, rule(config)["slack_share"]))
+        ranks = dict(architecture.profile(budget, rule(config)["slack_share"]))
         if shares_factors_alone(config):
             ranks = {name: rank for name, rank in ranks.items() if rank < min(architecture.shapes[name])}
         profiles.append((ranks, weight / sum(weights)))

@@ -9,8 +9,8 @@ from rich.table import Table
 from flexrank.run.tables import count, new_table, print_line
 
 PARTS = (
-    "teacher", "student", "gradients", "optimizer", "activations", "moments", "factors", "matrices", "targets",
-    "replayed", "gathered", "outputs", "deployed", "all",
+    "teacher", "student", "gradients", "optimizer", "activations", "moments", "factors", "buffers", "matrices",
+    "targets", "replayed", "gathered", "outputs", "deployed", "all",
 )  # fmt: skip
 STYLE: dict[str, Any] = {"title_justify": "left", "padding": (0, 1)}
 

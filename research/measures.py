@@ -3,6 +3,7 @@
 import contextlib
 import random
 import re
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,19 @@ from flexrank.profiles.costs import Shape, rank_block
 
 #: Between the stories of a file of TinyStories.
 STORY_SEPARATOR = "\n<|endoftext|>\n"
+#: Of a held-out story, in medians of their lengths.
+LONGEST_STORY = 10
 
 
 def stories(path: Path) -> list[str]:
-    """The stories of a file without separators, where nearly all begin alike; of any other file, the whole text."""
-    return re.split(r"\n\n(?=Once upon a time)", path.read_text(encoding="utf8"))
+    """The stories of a file without separators, where nearly all begin alike; of any other file, the whole text.
+
+    Parts of more than LONGEST_STORY times the median length, in which many stories that begin otherwise run together,
+    are left out.
+    """
+    parts = re.split(r"\n\n(?=Once upon a time)", path.read_text(encoding="utf8"))
+    longest = LONGEST_STORY * statistics.median(map(len, parts))
+    return [part for part in parts if len(part) <= longest]
 
 
 @contextlib.contextmanager

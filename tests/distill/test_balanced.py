@@ -27,14 +27,14 @@ from tiny import build, nest
 def test_balanced_steps_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each loss is divided by the root of its profile's running mean; own vectors learn three times as fast.
 
-    Of what sizes share, factors alone are trained.
+    Of what sizes share, factors alone are trained, and they alone decay, up to the last component in use.
     """
     teacher, model = build("perceptron"), nest(build("perceptron"))
     profiles, order, rate = [SMALL, {"0": 8, "2": 4, "4": 5}], [0, 1, 1, 0], 1e-2
     monkeypatch.setattr(Schedule, "draw", lambda schedule, step: order[step])
     twin, data, settings = copy.deepcopy(model), batches("perceptron")[:1], {"steps": 4, "learning_rate": rate}
     objective = FeatureObjective()
-    history = distill_(model, teacher, data, profiles, objective=objective, max_norm=1e9, **settings)
+    history = distill_(model, teacher, data, profiles, objective=objective, max_norm=1e9, weight_decay=0.3, **settings)
     assert {name: layer.sizes.ranks for name, layer in nested_layers(model).items()} == {
         "0": [3, 8], "2": [4], "4": [2, 5]
     }  # fmt: skip
@@ -42,7 +42,8 @@ def test_balanced_steps_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         layer.set_sizes_(sorted({profile[name] for profile in profiles}))
     own = [p for name, p in twin.named_parameters() if ".sizes." in name]
     shared = [p for name, p in twin.named_parameters() if name.endswith((".u", ".v"))]
-    optimizer = torch.optim.AdamW([{"params": shared}, {"params": own}], weight_decay=0.0)
+    optimizer = torch.optim.AdamW([{"params": shared, "weight_decay": 0.3}, {"params": own, "weight_decay": 0.0}])
+    before = copy.deepcopy(twin)
     means: dict[int, float] = {}
     for step, choice in enumerate(order):
         now = rate * (1 + math.cos(math.pi * step / 4)) / 2
@@ -56,6 +57,10 @@ def test_balanced_steps_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         means[choice] = 0.9 * means.get(choice, value) + 0.1 * value
         optimizer.step()
         optimizer.zero_grad()
+    for name, used in profiles[1].items():
+        for factor in ("u", "v"):
+            untouched = before.get_submodule(name).get_parameter(factor)[used:]
+            twin.get_submodule(name).get_parameter(factor).data[used:] = untouched
     for ours, expected in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-5)
 
@@ -113,6 +118,23 @@ def test_sizes_between_trained_ones_lie_on_the_curve() -> None:
             ratios.append(error / smaller)
     assert statistics.fmean(ratios) < 0.95 and max(ratios) < 1.4
     assert any(layer.dense is not None for layer in nested_layers(model).values())
+
+
+def test_a_size_between_trained_ones_by_hand() -> None:
+    """Its vectors are as far between those of the trained ones as its ranks are."""
+    teacher, model, x = build("perceptron"), nest(build("perceptron")), batches("perceptron")[0]
+    small, large = {"0": 2, "2": 3, "4": 1}, {"0": 10, "2": 11, "4": 5}
+    distill_(model, teacher, batches("perceptron"), [small, large], steps=6, learning_rate=0.1)
+    with torch.no_grad(), use_profile(model, {"0": 4, "2": 9, "4": 2}):
+        found, layers = model(x), nested_layers(model).values()
+        for layer, rank, share in zip(layers, (4, 9, 2), (0.25, 0.75, 0.25), strict=True):
+            inputs, outputs = (low + share * (high - low) for low, high in (layer.sizes.inputs, layer.sizes.outputs))
+            x = outputs * (x * inputs @ layer.v[:rank].T @ layer.u[:rank])
+            if layer.bias is not None:
+                low, high = layer.sizes.bias
+                x = x + layer.bias + low + share * (high - low)
+            x = x if layer is model[4] else x.relu()
+    torch.testing.assert_close(found, x, rtol=1e-4, atol=1e-5)
 
 
 def test_the_full_model_is_drawn_as_the_others_are_and_stays_near_the_base() -> None:

@@ -81,6 +81,23 @@ def test_one_step_is_adamw_on_the_gradient_of_the_drawn_profile() -> None:
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
 
 
+def test_accumulated_batches_give_the_means_of_their_losses_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: plain autograd, before AdamW's step, where a factor of all gradients is lost."""
+    teacher, model, data = build("perceptron"), nest(build("perceptron")), batches("perceptron")[:2]
+    twin, found = copy.deepcopy(model), dict[str, torch.Tensor]()
+    monkeypatch.setattr(
+        torch.optim.AdamW, "step", lambda _: found.update((n, p.grad.clone()) for n, p in model.named_parameters())
+    )
+    settings = {"method": "paper", "steps": 1, "accumulation": 2, "max_norm": 1e9, "objective": FeatureObjective()}
+    (loss,) = distill_(model, teacher, data, [SMALL], **settings).losses
+    with use_profile(twin, SMALL):
+        losses = [(twin(one) - teacher(one)).square().sum() / teacher(one).square().sum() for one in data]
+    names, parameters = zip(*twin.named_parameters(), strict=True)
+    assert loss == pytest.approx(sum(losses).item() / 2, rel=1e-5) and found.keys() == set(names)
+    for name, *gradients in zip(names, *(torch.autograd.grad(one, parameters) for one in losses), strict=True):
+        torch.testing.assert_close(found[name], (sum(gradients) / 2)[: len(found[name])], rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_both_models_run_under_autocast(autocast: torch.dtype | None) -> None:
     teacher, model, seen = build("perceptron"), nest(build("perceptron")), set()

@@ -45,6 +45,14 @@ def test_the_rate_warms_up_and_falls_by_half_a_cosine(monkeypatch: pytest.Monkey
     assert rates == [[pytest.approx(rate), pytest.approx(rate), pytest.approx(3 * rate)] for rate in wanted]
 
 
+def test_each_pass_gives_every_item_once_in_an_order_of_its_own() -> None:
+    items = list(enumerate("abcdefghijkl"))
+    feeds = [Feed([letter for _, letter in items], seed) for seed in (0, 1)]
+    passes = [[feed.next() for _ in items] for feed in feeds for _ in range(3)]
+    assert all(sorted(one) == items for one in passes)
+    assert len(set(map(tuple, [items, *passes]))) == 7
+
+
 def test_usual_losses_by_hand() -> None:
     usual = UsualLosses([4.0, 2.0], [1, 1])
     assert usual.of(0) is None and usual.of(1) == pytest.approx(3.8)

@@ -76,14 +76,15 @@ def test_steps_are_those_of_distill(accumulation: int, tmp_path: Path) -> None:
     """
     bound = 1e-3 if accumulation == 1 else 0.2
     settings = {"per_device_train_batch_size": 8 // accumulation, "gradient_accumulation_steps": accumulation}
-    ours, teacher, chain = trainer(tmp_path, max_steps=6, lr_scheduler_type="cosine", **settings)
+    ours, teacher, chain = trainer(tmp_path, **TOGETHER, weight_decay=0.3, **settings)
     model, start = copy.deepcopy(ours.model), weights(ours.model)
     batch = {key: torch.stack([row[key] for row in rows()]) for key in ("input_ids", "attention_mask")}
     losses, lengths = [], []
     clip = torch.nn.utils.get_total_norm
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.nn.utils, "get_total_norm", lambda some: lengths.append(clip(some)) or lengths[-1])
-        fr.distill_(model, teacher, [batch], chain, steps=6, learning_rate=1e-3, on_step=losses.append)
+        settings = {"steps": 6, "learning_rate": 1e-3, "weight_decay": 0.3}
+        fr.distill_(model, teacher, [batch], chain, on_step=losses.append, **settings)
     ours.train()
     logs = [log for log in ours.state.log_history if "loss" in log]
     assert [log["loss"] for log in logs] == pytest.approx([step.loss for step in losses], rel=bound)

@@ -158,10 +158,24 @@ def test_no_sentence_that_is_scored_is_trained_on(assets: Path) -> None:
 
 
 def test_held_out_stories_are_told_apart(assets: Path) -> None:
+    """All but one part, where many run together."""
     text = (assets / "text" / "tinystories_val.txt").read_text()
     parts = stories(assets / "text" / "tinystories_val.txt")
-    assert len(parts) == text.count("\n\nOnce upon a time") + 1 > 700 and "\n\n".join(parts) == text
+    assert len(parts) == text.count("\n\nOnce upon a time") > 700 and max(map(len, parts)) < 6000
     assert all(part.startswith("Once upon a time") for part in parts[1:])
+    rest = text
+    for part in parts:
+        rest = rest.replace(part, "", 1)
+    assert len(rest.strip()) == 82_644 and rest.strip() in text
+
+
+def test_parts_far_longer_than_a_story_are_left_out(tmp_path: Path) -> None:
+    """Of 16, 16, 160, 161 and 16 characters those of more than ten times 16."""
+    parts = ["Once upon a time".ljust(count, "x") for count in (16, 16, 160, 161, 16)]
+    (file := tmp_path / "some.txt").write_text("\n\n".join(parts))
+    assert stories(file) == [*parts[:3], parts[4]]
+    file.write_text("no story\n\nat all")
+    assert stories(file) == ["no story\n\nat all"]
 
 
 @pytest.mark.assets

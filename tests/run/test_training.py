@@ -146,6 +146,27 @@ def test_tuning_a_run_that_is_not_consolidated_has_no_warm_up(copied: Path, monk
     assert warmups == [0]
 
 
+def test_training_has_the_settings_of_the_run(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No value is the default. 30 of 200 steps warm up, so 3 of 20 do."""
+    own = {
+        "method": "paper", "learning_rate": 0.25, "weight_decay": 0.3, "accumulation": 2, "max_norm": 2.5,
+        "optimizer": "adamw_8bit", "gradient_checkpointing": True, "checkpoint_every": 7,
+    }  # fmt: skip
+    others = {"steps": 200, "warmup_steps": 30, "autocast": "bfloat16"}
+    others |= {"hidden_weight": 2, "temperature": 3, "top_k": 5}
+    overrides = [f"distillation.{name}={value}" for name, value in (own | others).items()]
+    work = Workspace(load_config(copied, ["seed=5", *overrides]), RunDirectory(copied))
+    seen: list[Any] = []
+    monkeypatch.setattr(training, "distill_", lambda *given, **settings: seen.extend([given, settings]))
+    model, profiles, checkpoint, weights, on_step = work.own_base(), [{"a": 1}], copied / "x", [1.0, 2.0], print
+    training.train_(work, model, profiles, 20, checkpoint, weights, on_step)
+    assert all(a is b for a, b in zip(seen[0], (model, work.base, work.samples.training, profiles), strict=True))
+    assert seen[1] == own | {
+        "objective": LogitObjective(3.0, top_k=5, hidden_weight=2.0), "steps": 20, "warmup_steps": 3,
+        "autocast": torch.bfloat16, "seed": 5, "weights": weights, "checkpoint": checkpoint, "on_step": on_step,
+    }  # fmt: skip
+
+
 def test_a_run_says_which_sizes_are_worse_than_before(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "flexrank"):
         log_losers([0.3, 0.8, 0.9], [1.0, 0.5, 0.2], [0.9, 0.6, 0.3])

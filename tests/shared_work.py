@@ -21,13 +21,14 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import flexrank as fr
 from flexrank import processes
+from flexrank.data.stream import StreamedBatches, block_maker, open_texts
 from flexrank.errors import FlexrankError
 from flexrank.files import digest_tensor
 from flexrank.nn.gather import gathered, scatter_sum
 from flexrank.nn.select import select_layers
 from flexrank.nn.sharding import shard_, shard_blocks_
 from flexrank.nn.switch import nested_layers
-from tiny import VOCABULARY, build, chain_of, nest
+from tiny import VOCABULARY, WordTokenizer, build, chain_of, nest
 
 STEPS, STOP = 9, 4
 #: Checkpoints of trainings that were stopped, by so many processes, sharded or not.
@@ -212,6 +213,18 @@ def of_one_size(place: Path) -> dict[str, Tensor]:
     return {key: one.detach() for key, one in found.items()}
 
 
+def streamed(place: Path) -> list[list[int]]:
+    """The tokens of all batches of a stream's pass, of three windows, each of three pieces and a part of one."""
+    if processes.is_first():
+        (place / "lines.txt").write_text("\n".join(f"line {n} has w{n % 7}" for n in range(600)))
+    processes.by_first(lambda: None)
+    stream = open_texts("text", str(place / "lines.txt"), WordTokenizer())
+    return [
+        batch["input_ids"].flatten().tolist()
+        for batch in StreamedBatches(stream, block_maker(WordTokenizer(), 8, 4, 0), 200)
+    ]
+
+
 class Stopping(fr.FeatureObjective):
     """Has the last process get a SIGTERM in one of its steps."""
 
@@ -303,6 +316,8 @@ def main(place: Path) -> None:
         small = torch.tensor([256.0 if number == 0 else 1.0], dtype=torch.bfloat16)
         processes.sum_([small, small[:0]])
         facts["sum"] = small.item()
+        processes.sum_([large := torch.tensor([2**40 + 1])])
+        facts["large"] = large.item()
         half = torch.full((2, 3 * count - 1), 256.0 if number == 0 else 1.0, dtype=torch.bfloat16)
         parts = [gathered(half[:, :3], 1, 3 * count - 1), scatter_sum(half, 1)]
         facts["parts"] = [[part.shape[1], part[0].tolist()] for part in parts]
@@ -310,7 +325,7 @@ def main(place: Path) -> None:
         facts["collected"] = processes.collected({number: [number], number + count: None})
         facts["decided"] = [processes.decided(number == count - 1), processes.decided(False)]
         facts["alike"] = [processes.is_alike("one"), processes.is_alike(number)]
-        facts["pid"] = os.getpid()
+        facts["pid"], facts["streamed"] = os.getpid(), streamed(place)
         save_file(tensors, place / f"{count}-{number}.safetensors")
         (place / f"{count}-{number}.json").write_text(json.dumps(facts))
 

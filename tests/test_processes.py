@@ -56,10 +56,12 @@ def test_several_processes_compute_what_one_does(count: int, alone: Any) -> None
         assert is_near(found[0][key], tensor, bound), key
 
     facts = [json.loads((place / f"{count}-{number}.json").read_text()) for number in range(count)]
-    unbroken = shared_work.trained(None)
+    unbroken, streams = shared_work.trained(None), shared_work.streamed(place)
+    assert len(streams) > 30 and all(map(any, streams))
     assert [own["writes"] for own in facts] == [True] + [False] * (count - 1)
     for own in facts:
         assert own["sum"] == (total := torch.tensor(255.0 + count).bfloat16().item())
+        assert own["large"] == count * (2**40 + 1)
         gathered = [256.0] * 3 + [1.0] * (3 * count - 4)
         summed = [total] * (2 if own is facts[-1] else 3)
         assert own["parts"] == [[3 * count - 1, gathered], [len(summed), summed]]
@@ -71,6 +73,7 @@ def test_several_processes_compute_what_one_does(count: int, alone: Any) -> None
         assert "rows reach other layers in other processes" in own["refused"][2]
         assert own["collected"] == {str(n): [n] if n < count else None for n in range(2 * count)}
         assert own["first"] == [1, 0, facts[0]["pid"]]
+        assert own["streamed"] == streams
         assert (own["decided"], own["alike"]) == ([True, False], [True, False])
         assert own["whole"] == facts[0]["whole"]  # rounded by chance, and alike
     loaded, chain = fr.load_elastic(place / f"one-size-bert-{count}")

@@ -150,7 +150,8 @@ def sum_(tensors: Iterable["Tensor"]) -> None:
 
     with torch.no_grad(), talking():
         for bucket in _buckets(tensors):
-            wide = torch.promote_types(bucket[0].dtype, torch.float32)
+            dtype = bucket[0].dtype
+            wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
             if len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].dtype == wide:
                 dist.all_reduce(bucket[0])
                 continue

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexrank import processes
 from flexrank.data.text import (
     TEXT_SUFFIXES,
     Tokenizer,
@@ -221,11 +222,13 @@ class StreamedBatches:
 
 
 def block_maker(tokenizer: Tokenizer, length: int, batch_size: int, seed: int | None) -> Make:
-    """Full blocks of tokens, as `token_blocks` has them, in an order by the seed within a window; None keeps theirs."""
+    """Full blocks of tokens, as `token_blocks` has them, in an order by the seed within a window; None keeps theirs.
+
+    Of several processes, which all ask for a window, each makes the tokens of a part of its texts.
+    """
 
     def make(texts: list[str], rest: Tensor, number: int, is_last: bool) -> tuple[Batches, Tensor]:
-        pieces = (texts[start : start + TEXTS] for start in range(0, len(texts), TEXTS))
-        tokens = torch.cat([rest, *(torch.tensor(joined_tokens(tokenizer, piece)) for piece in pieces)])
+        tokens = torch.cat([rest, *_tokens_of(tokenizer, texts)])
         count = len(tokens) // length
         count -= 0 if is_last else count % batch_size  # what makes no full batch goes on to the next window
         order = list(range(count))
@@ -235,6 +238,16 @@ def block_maker(tokenizer: Tokenizer, length: int, batch_size: int, seed: int | 
         return block_batches(blocks, batch_size) if count else [], tokens[count * length :].clone()
 
     return make
+
+
+def _tokens_of(tokenizer: Tokenizer, texts: list[str]) -> list[Tensor]:
+    """The tokens of the texts in their order, a tensor for each piece of `TEXTS` of them."""
+    pieces = [texts[start : start + TEXTS] for start in range(0, len(texts), TEXTS)]
+    own = {number: torch.tensor(joined_tokens(tokenizer, pieces[number])) for number in processes.share(len(pieces))}
+    lengths = processes.sums(*(float(len(own.get(number, ()))) for number in range(len(pieces))))
+    tokens = [own.get(number, torch.zeros(int(length)).long()) for number, length in enumerate(lengths)]
+    processes.sum_(tokens)
+    return tokens
 
 
 def sentence_maker(tokenizer: Tokenizer, max_tokens: int, batch_size: int, seed: int) -> Make:

@@ -175,7 +175,7 @@ and nothing is written. All rows take ten minutes, so `make test` leaves them ou
 
 ```sh
 pytest -m programs tests/test_compatibility.py    # fails where a row says anything else
-python tests/compatibility.py --programs          # writes the page with these rows anew
+python tests/compatibility.py --programs          # writes these rows of the page again
 ```
 
 `make test` itself holds {{tested}}, and what is refused of T5 and BART.

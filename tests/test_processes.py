@@ -189,7 +189,7 @@ def distilled(count: int, config: Path) -> list[str]:
 def test_a_full_disk_in_a_save_leaves_the_checkpoint_before(
     count: int, prepared: dict[str, Any], small_disk: Path
 ) -> None:
-    """There is room for one checkpoint, and not for the second beside it; one saves a whole model, two save parts."""
+    """There is room for one checkpoint, and not for two; one saves a whole model, two save parts."""
     run = Path(shutil.copytree(prepared["output"], small_disk / "run"))
     keys = {"steps": 8, "checkpoint_every": 2, "sharded": count > 1, "gradient_checkpointing": count > 1}
     config, before = config_of(prepared, run, **keys), digest_files(run / "elastic")

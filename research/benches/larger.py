@@ -35,7 +35,7 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 #: Of a model whose run takes no more than libraries and texts do.
 TINY = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-#: Its arguments are an artefact's place and a budget.
+#: Its arguments are the place of an artefact and the budget of a size.
 LOAD = """
 import sys, torch, flexrank as fr
 model, _ = fr.load_elastic(sys.argv[1], float(sys.argv[2]))
@@ -155,6 +155,6 @@ def memory_group(limit: int) -> Iterator[Path]:
 EXPERIMENT = Experiment(
     "larger", "A model larger than its process's memory",
     "a random Llama's way to an elastic artefact that loads small, in a memory cgroup of what libraries take and a "
-    "third of the model's bytes (`--full`: a quarter, so that the model is some three times the whole)",
+    "third of the model's bytes (`--full`: a quarter, and the model is some three times the whole)",
     minutes=5, full_minutes=60, run=run,
 )  # fmt: skip

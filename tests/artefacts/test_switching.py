@@ -142,12 +142,17 @@ def test_threads_run_a_tree_that_others_switch(tmp_path: Path) -> None:
     assert copy.deepcopy(model)._flexrank_turns is not model._flexrank_turns
 
 
-def test_a_switch_waits_for_a_pass_under_way_and_the_next_one_for_it(tmp_path: Path) -> None:
-    model, chain = loaded("perceptron", tmp_path / "elastic")
+def at_its_largest(directory: Path) -> tuple[nn.Module, Any, float, float, dict[float, torch.Tensor]]:
+    """A perceptron at its largest budget, a batch, the least and the largest budget, and the outputs at each."""
+    model, chain = loaded("perceptron", directory)
     batch = tiny.batch_for("perceptron")
     wanted = outputs_at(model, chain, batch)
-    least, *_, most = chain.budgets
-    set_budget(model, most)
+    set_budget(model, chain.budgets[-1])
+    return model, batch, chain.budgets[0], chain.budgets[-1], wanted
+
+
+def test_a_switch_waits_for_a_pass_under_way_and_the_next_one_for_it(tmp_path: Path) -> None:
+    model, batch, least, most, wanted = at_its_largest(tmp_path / "elastic")
     arrived, leave = threading.Event(), threading.Event()
     first, last = list(nested_layers(model).values())[:: len(nested_layers(model)) - 1]
 
@@ -160,9 +165,10 @@ def test_a_switch_waits_for_a_pass_under_way_and_the_next_one_for_it(tmp_path: P
         under_way = pool.submit(tiny.outputs, model, batch)
         assert arrived.wait(60)
         switch = pool.submit(set_budget, model, least)
+        rank = last.rank
         with pytest.raises(TimeoutError):
             switch.result(0.2)
-        assert last.rank == chain.at(most)[next(reversed(nested_layers(model)))]
+        assert last.rank == rank
         hook.remove()
         after = pool.submit(tiny.outputs, model, batch)
         with pytest.raises(TimeoutError):
@@ -175,11 +181,7 @@ def test_a_switch_waits_for_a_pass_under_way_and_the_next_one_for_it(tmp_path: P
 
 def test_a_pass_may_switch_the_size_itself(tmp_path: Path) -> None:
     """Within it nothing else runs, so it does not wait for itself."""
-    model, chain = loaded("perceptron", tmp_path / "elastic")
-    batch = tiny.batch_for("perceptron")
-    wanted = outputs_at(model, chain, batch)
-    least, *_, most = chain.budgets
-    set_budget(model, most)
+    model, batch, least, most, wanted = at_its_largest(tmp_path / "elastic")
     first, small = next(iter(nested_layers(model).values())), dict[str, Any]()
 
     def once(*_: Any) -> None:

@@ -245,7 +245,8 @@ def _tokens_of(tokenizer: Tokenizer, texts: list[str]) -> list[Tensor]:
     pieces = [texts[start : start + TEXTS] for start in range(0, len(texts), TEXTS)]
     own = {number: torch.tensor(joined_tokens(tokenizer, pieces[number])) for number in processes.share(len(pieces))}
     lengths = processes.sums(*(float(len(own.get(number, ()))) for number in range(len(pieces))))
-    tokens = [own.get(number, torch.zeros(int(length)).long()) for number, length in enumerate(lengths)]
+    missing = functools.partial(torch.zeros, dtype=torch.long)
+    tokens = [own[number] if number in own else missing(int(length)) for number, length in enumerate(lengths)]
     processes.sum_(tokens)
     return tokens
 

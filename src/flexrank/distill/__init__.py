@@ -140,12 +140,9 @@ def distill_(
         FlexrankError: wrong settings, no batches, float16, a loss that is not finite, or a foreign checkpoint.
     """
     profiles = profiles_of(chain)
-    _check(model, teacher, steps=steps, accumulation=accumulation, checkpoint_every=checkpoint_every)
+    _check(model, teacher, optimizer, steps=steps, accumulation=accumulation, checkpoint_every=checkpoint_every)
     is_balanced = _is_balanced(method)
-    full = full_ranks(layer_shapes(model))
-    default = default_weights(method, [profile == full for profile in profiles])
-    alpha = default if weights is None else _positive(weights, len(profiles))
-    schedule = Schedule(alpha, seed, steps, learning_rate, warmup_steps)
+    schedule = Schedule(_weights(weights, method, model, profiles), seed, steps, learning_rate, warmup_steps)
     settings = {
         **dataclasses.asdict(schedule), "method": method, "weight_decay": weight_decay, "accumulation": accumulation,
         "max_norm": str(max_norm), "autocast": str(autocast), "train_embeddings": train_embeddings,
@@ -153,8 +150,6 @@ def distill_(
         "objective": describe(objective), "profiles": digest_json(profiles),
         "teacher": _identity(teacher) if checkpoint else None,
     }  # fmt: skip
-    if is_sharded(model) and optimizer == "adamw_8bit":
-        raise FlexrankError("optimizer is adamw_8bit; of a sharded model it is adamw, whose states are divided too")
     if is_balanced:
         set_sizes_(model, profiles)
     with used_components(model, profiles):
@@ -207,9 +202,11 @@ def profiles_of(chain: Profiles) -> list[dict[str, int]]:
     return [dict(profile) for profile in profiles]
 
 
-def _check(model: nn.Module, teacher: nn.Module, **counts: int) -> None:
+def _check(model: nn.Module, teacher: nn.Module, optimizer: str, **counts: int) -> None:
     if model is teacher:
         raise FlexrankError("model and teacher are one network; the teacher is a copy from before decompose_")
+    if is_sharded(model) and optimizer == "adamw_8bit":
+        raise FlexrankError("optimizer is adamw_8bit; of a sharded model it is adamw, whose states are divided too")
     for name, count in counts.items():
         if count < 1:
             raise FlexrankError(f"{name} is {count}; it must be at least 1")
@@ -221,9 +218,16 @@ def _is_balanced(method: str) -> bool:
     return method == "balanced"
 
 
-def _positive(weights: Sequence[float], count: int) -> list[float]:
-    if len(weights) != count or not all(math.isfinite(weight) and weight > 0 for weight in weights):
-        raise FlexrankError(f"weights {list(weights)} do not fit; give {count} positive numbers, one for each profile")
+def _weights(
+    weights: Sequence[float] | None, method: Method, model: nn.Module, profiles: Sequence[Mapping[str, int]]
+) -> list[float]:
+    """The weights that were given, if they fit, or the method's own."""
+    if weights is None:
+        full = full_ranks(layer_shapes(model))
+        return default_weights(method, [profile == full for profile in profiles])
+    if len(weights) != len(profiles) or not all(math.isfinite(weight) and weight > 0 for weight in weights):
+        wanted = f"give {len(profiles)} positive numbers, one for each profile"
+        raise FlexrankError(f"weights {list(weights)} do not fit; {wanted}")
     return list(weights)
 
 

@@ -90,7 +90,6 @@ class Step:
         loss = sum(self._backward(item, parts, usual) for item in items) / parts
         require_finite(loss, number, "loss")
         self._sum_gradients()
-        self._require_alike()
         length = self._gradient_length()
         require_finite(float(length), number, "gradient's length")
         if float(length) > self.max_norm:
@@ -114,21 +113,18 @@ class Step:
     def _sum_gradients(self) -> None:
         """Sums gradients over processes; of factors those of the active prefix, for all others are zeros.
 
-        What only another process's rows have reached has zeros here. Those of sharded parameters are sums already.
+        What only another process's rows have reached has zeros here. Those of sharded parameters are sums already,
+        of parts that are mixed where processes have gathered other layers, which is a FlexrankError.
         """
         layers = [module for module in self.model.modules() if isinstance(module, NestedLayer)]
+        if self._parts and not processes.is_alike([layer.gathers for layer in layers]):
+            raise FlexrankError("sharded: a batch's rows reach other layers in other processes; train the model whole")
         active = {factor: layer.rank for layer in layers for factor in (layer.u, layer.v)}
         whole = [one for one in self.trainable.values() if one not in self._parts]
         for one, reached in zip(whole, processes.sums(*(float(one.grad is not None) for one in whole)), strict=True):
             if reached and one.grad is None:
                 one.grad = torch.zeros_like(one)
         processes.sum_(one.grad[: active.get(one)] for one in whole if one.grad is not None)
-
-    def _require_alike(self) -> None:
-        """Raises FlexrankError where processes have gathered other layers, whose parts were then mixed."""
-        gathered = [module.gathered for module in self.model.modules() if isinstance(module, NestedLayer)]
-        if self._parts and not processes.is_alike(gathered):
-            raise FlexrankError("sharded: a batch's rows reach other layers in other processes; train the model whole")
 
     def _gradient_length(self) -> Tensor:
         """The gradient's, of sharded parameters with the parts of all processes."""

@@ -54,14 +54,14 @@ class NestedLayer(nn.Module):
     Vectors are float32 where factors have half precision; `dense` may have the base model's dtype.
     `full_matrix` is the matrix at full rank inside `switch.full_matrices`, else None; the forward uses it there.
     `is_sharded` says that `u`, `v` and `dense` are this process's parts, gathered where used (`sharding.shard_`);
-    `gathered` counts how often.
+    `gathers` counts how often.
     `chain` is that of the artefact which the layer's model was read from, for `switch.set_budget`; `card_sizes` is what
     the card there says of sizes, for the cards of those that are deployed.
     """
 
     full_matrix: Tensor | None = None
     is_sharded = False
-    gathered = 0
+    gathers = 0
     chain: ProfileChain | None = None
     card_sizes = ""
 
@@ -130,7 +130,7 @@ class NestedLayer(nn.Module):
         own = own if rank in (None, len(own)) else own[:rank]
         if not self.is_sharded:
             return own
-        self.gathered += 1
+        self.gathers += 1
         return gathered(own, *self.places()[name])
 
     @property

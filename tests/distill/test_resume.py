@@ -177,3 +177,20 @@ def test_a_checkpoint_goes_to_files_of_a_bounded_size(monkeypatch: pytest.Monkey
     sizes = {"a": numbers, "b": numbers // 2, "c": 4 * numbers, "d": 1}
     files = file_numbers({name: torch.empty(size, device="meta") for name, size in sizes.items()})
     assert files == {"a": 1, "b": 1, "c": 3, "d": 3}
+
+
+def test_a_whole_models_checkpoint_is_process_0s_which_the_others_wait_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The store waits as long as process 0 gives signs of life; a collective ends the run at its time-out."""
+    turns = list[bool]()
+
+    def by_first(work: Callable[[], object]) -> object:
+        before = list(tmp_path.iterdir())
+        work()
+        turns.append(before == [] and (tmp_path / "checkpoint" / "state.json").is_file())
+
+    monkeypatch.setattr(processes, "by_first", by_first)
+    distill_(nest(build("perceptron")), build("perceptron"), batches("perceptron"), [SMALL], steps=1,
+             objective=FeatureObjective(), checkpoint=tmp_path / "checkpoint")  # fmt: skip
+    assert turns == [True]

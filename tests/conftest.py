@@ -21,6 +21,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Backwards by name, the longest files are first: one that comes last leaves the other worker without work.
+    items.sort(key=lambda item: str(item.path), reverse=True)
     for item in items:
         if "assets" in getattr(item, "fixturenames", ()):
             item.add_marker("assets")

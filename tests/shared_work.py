@@ -30,7 +30,7 @@ from flexrank.nn.sharding import shard_, shard_blocks_
 from flexrank.nn.switch import nested_layers
 from tiny import VOCABULARY, WordTokenizer, build, chain_of, nest
 
-STEPS, STOP = 9, 4
+STEPS, STOP = 6, 3
 #: Checkpoints of trainings that were stopped, by so many processes, sharded or not.
 STOPPED = {"of-1", "of-2", "of-4", "sharded-2", "sharded-4"}
 

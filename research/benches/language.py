@@ -16,7 +16,7 @@ from flexrank.distill.objectives import LogitObjective
 from flexrank.hf.models import hidden_states, load_model, load_tokenizer
 from flexrank.run.training import autocast_dtype
 from research.assets import assets_directory
-from research.benches.quality import Subject, compare, quality_table
+from research.benches.quality import Subject, compare, quality_table, verdicts
 from research.experiment import Experiment, Request
 from research.measures import STORY_SEPARATOR, stories
 from research.result import Result, measured
@@ -34,6 +34,8 @@ CHARACTERS: Texts = "babyllama", "text/tinystories_train_v2.txt", "text/tinystor
 MODELS = (STORIES, PYCODE, CHARACTERS)
 #: What consolidation follows; the probe's objective is the divergence alone.
 FOLLOWED = LogitObjective(hidden_weight=4.0)
+#: Goals: nats over the base model's, of sizes.
+RISES: dict[str, dict[float, float]] = {"pycode5m": {0.9: 0.0, 0.7: 0.005, 0.5: 0.035, 0.3: 0.165}}
 CONSOLIDATION: dict[str, dict[str, Any]] = {
     "stories260k": {"steps": 1000, "learning_rate": 2e-3, "warmup_steps": 25},
     "pycode5m": {"steps": 450, "learning_rate": 2e-4, "warmup_steps": 10},
@@ -48,7 +50,16 @@ def run(request: Request) -> Result:
         quality_table(f"{model}: nats per token (dense {one['dense']['nats']:.4f})", one["results"], "nats")
         for model, one in data.items()
     ]
-    return measured({name: CONSOLIDATION[name] for name in data} | {"seeds": request.seeds}, tables, [], data)
+    claims = [
+        one
+        for model, of in data.items()
+        for one in verdicts(model, of["results"], "nats", _goals(model, of["dense"]["nats"]), is_loss=True)
+    ]
+    return measured({name: CONSOLIDATION[name] for name in data} | {"seeds": request.seeds}, tables, claims, data)
+
+
+def _goals(model: str, dense: float) -> dict[float, float]:
+    return {budget: dense + rise for budget, rise in RISES.get(model, {}).items()}
 
 
 def subject_of(

@@ -21,9 +21,10 @@ from flexrank.nn.select import select_layers
 from flexrank.nn.switch import uniform_profile, use_profile
 from flexrank.profiles import ProfileChain, RankProfile, SensitivityTable
 from research.experiment import EVERY_RANK, Ledger, Request
-from research.result import spreads, table
+from research.result import between, goal, spreads, table
 
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+BEFORE, AFTER = "fisher, joint", "consolidated"  #: rows of the model that is consolidated
 ALONE = (0.9, 0.8, 0.7, 0.5, 0.3)  #: those that a model is trained for alone
 #: Of one model by measure, at each of `BUDGETS`; None where it was not scored.
 Scores = Sequence[dict[str, float] | None]
@@ -111,7 +112,7 @@ def compare(
     first = Ledger(request.work, facts).take("untrained", untrained)
     chain, ledger = ProfileChain.from_json(first["chain"]), Ledger(request.work, {**facts, **training})
     results = {name: [scores] for name, scores in first["results"].items()}
-    results["consolidated"] = ledger.take_seeds("consolidated", request.seeds, together)
+    results[AFTER] = ledger.take_seeds("consolidated", request.seeds, together)
     if request.full:
         limits = {budget: ledger.take(f"alone, {budget:g}", alone, budget) for budget in ALONE}
         results["each alone, all the steps"] = [[limits.get(budget) for budget in BUDGETS]]
@@ -123,6 +124,29 @@ def chain_of(allocation: str, table: SensitivityTable, budgets: Sequence[float])
     if allocation == "paper":
         return fr.allocate_ranks(table, budgets, method="paper", savings="ranks")
     return fr.allocate_ranks(table, budgets, **EVERY_RANK)
+
+
+def verdicts(
+    model: str, results: Mapping[str, Sequence[Scores]], what: str, goals: Mapping[float, float], is_loss: bool
+) -> list[dict[str, Any]]:
+    """Whether consolidation leaves each size as good as it was, and reaches `goals` (by budget), every seed."""
+    sign = -1.0 if is_loss else 1.0
+    before, after = (_by_budget(results[name], what) for name in (BEFORE, AFTER))
+    falls = {budget: max(sign * (before[budget][0] - score) for score in after[budget]) for budget in after}
+    losers = [f"{budget:g} by {fall:.2g}" for budget, fall in falls.items() if fall > 0]
+    title = f"{model}: no size is worse after consolidation than before, in {what}, at any seed"
+    why = "while the rate is high, small sizes pull shared components away" if losers else ""
+    kept = goal(title, "none", ", ".join(losers) or "none", not losers, why)
+    reached = all(sign * (score - goals[budget]) >= 0 for budget in goals for score in after[budget])
+    shown = ", ".join(f"{budget:g} {between(after[budget], '.4f')}" for budget in goals)
+    wanted = ", ".join(f"{budget:g} {value:.4f}" for budget, value in goals.items())
+    bound = "at most" if is_loss else "at least"
+    return [kept, goal(f"{model}: {what} by size", f"{bound} {wanted}", shown, reached)] if goals else [kept]
+
+
+def _by_budget(runs: Sequence[Scores], what: str) -> dict[float, list[float]]:
+    places = zip(BUDGETS, zip(*runs, strict=True), strict=True)
+    return {budget: [one[what] for one in scores if one is not None] for budget, scores in places}
 
 
 def quality_table(title: str, results: Mapping[str, Sequence[Scores]], what: str) -> dict[str, Any]:

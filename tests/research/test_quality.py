@@ -118,6 +118,23 @@ def test_the_full_form_trains_sizes_alone(subject: Subject, monkeypatch: pytest.
     assert quality_table("", results, "length")["rows"][-1][1] is None
 
 
+def test_verdicts_are_of_every_size_and_the_worst_seed() -> None:
+    """By hand: .8 falls by .01 of a seed, .5 rises; one seed misses the goal at .5."""
+    names = {budget: None for budget in quality.BUDGETS} | {0.8: (0.98, 0.97, 0.99), 0.5: (0.90, 0.95, 0.93)}
+    rows = list(zip(*(values or (1.0,) * 3 for values in names.values()), strict=True))
+    before, *after = [[{"cosine": value} for value in row] for row in rows]
+    results = {"fisher, joint": [before], "consolidated": after}
+    worse, reached = quality.verdicts("it", results, "cosine", {0.5: 0.94}, is_loss=False)
+    assert (worse["here"], worse["holds"]) == ("0.8 by 0.01", False)
+    assert (reached["goal"], reached["here"]) == ("at least 0.5 0.9400", "0.5 0.9400 (0.9300 to 0.9500)")
+    assert not reached["holds"]
+    assert quality.verdicts("it", results, "cosine", {0.5: 0.93}, is_loss=False)[1]["holds"]
+    falling, bounded = quality.verdicts("it", results, "cosine", {0.8: 0.98}, is_loss=True)
+    assert falling["here"] == "0.8 by 0.01, 0.5 by 0.05" and not bounded["holds"]
+    results["consolidated"] = [before]
+    assert [one["holds"] for one in quality.verdicts("it", results, "cosine", {}, is_loss=True)] == [True]
+
+
 def test_every_rule_and_budget_is_timed_and_scored(
     subject: Subject, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

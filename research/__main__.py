@@ -37,6 +37,8 @@ def run(
     seeds: Annotated[int | None, typer.Option(help="How many, where chance enters.")] = None,
     domain: Annotated[Path | None, typer.Option(help="Texts of the second domain (adaptation).")] = None,
     half: Annotated[str, typer.Option(help="Of what is held out; tuning to choose settings.")] = "reporting",
+    tasks: Annotated[str | None, typer.Option(help="Of lm-eval, of a comparison with --config: piqa.")] = None,
+    include_path: Annotated[Path | None, typer.Option(help="With --tasks: a folder of task files of your own.")] = None,
     jobs: Annotated[int | None, typer.Option(help="Parts of compare-trained that run at once.")] = None,
     output: Annotated[Path | None, typer.Option(help="Where to write; results/NAME by default.")] = None,
     page: Annotated[bool, typer.Option("--page", help="Then writes the pages of docs/.")] = False,
@@ -45,7 +47,9 @@ def run(
     """Runs a study or bench: results/NAME/result.json, its figure, and its tables."""
     from research import runner
 
-    options = runner.Options(full, model, config, tuple(overrides or ()), seeds, domain, output, half, jobs)
+    options = runner.Options(
+        full, model, config, tuple(overrides or ()), seeds, domain, output, half, tasks, include_path, jobs
+    )
     try:
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
             answer = _answer(name, listed, studies, benches, page, options)

@@ -45,6 +45,8 @@ class Request:
     config: RunConfig | None = None  #: of a study that runs on any model
     model: str | None = None  #: of a comparison's own models the one to take; None for all
     domain: Path | None = None  #: texts of a second domain, for `adaptation`; None for the study's own
+    tasks: tuple[str, ...] = ()  #: of lm-eval, that a comparison scores language models by too
+    include_path: Path | None = None  #: a folder of task files
     jobs: int = 1  #: parts of a comparison that run at once, each in a process of its own
 
 

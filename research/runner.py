@@ -43,6 +43,8 @@ class Options:
     domain: Path | None = None
     output: Path | None = None
     half: str = "reporting"
+    tasks: str | None = None
+    include_path: Path | None = None
     jobs: int | None = None
 
     @property
@@ -114,7 +116,10 @@ def request_of(experiment: Experiment, options: Options) -> Request:
     work = WORK / (experiment.name + f"-{options.half}" * (options.half != "reporting"))
     model, config = options.model if experiment.takes_config else None, _config(experiment, options)
     half, jobs = cast(Half, options.half), 1 if options.jobs is None else options.jobs
-    return Request(work, options.full, half, seeds, config, model, options.domain, jobs)
+    tasks = tuple(one.strip() for one in (options.tasks or "").split(",") if one.strip())
+    return Request(
+        work, options.full, half, seeds, config, model, options.domain, tasks, options.include_path, jobs
+    )  # fmt: skip
 
 
 def _require_fitting(experiment: Experiment, options: Options) -> None:
@@ -135,6 +140,11 @@ def _require_fitting(experiment: Experiment, options: Options) -> None:
             options.half != "reporting" and not (experiment.has_halves or experiment.settings),
         "--half is of a study's own texts; with --config set data.half":
             options.half != "reporting" and options.config,
+        f"{name} scores no tasks of lm-eval; --tasks is of a comparison with --config":
+            options.tasks is not None and not (experiment.takes_config and options.config),
+        "--tasks names no task; write them as arc_easy,piqa":
+            options.tasks is not None and not options.tasks.strip(" ,"),
+        "--include-path needs --tasks": options.include_path is not None and options.tasks is None,
         f"--jobs is {options.jobs}; {name} runs its parts one after the other, leave it out":
             options.jobs is not None and not experiment.has_jobs,
         f"--jobs is {options.jobs}; it must be at least 1": options.jobs is not None and options.jobs < 1,
@@ -183,12 +193,15 @@ def _label(experiment: Experiment, request: Request, options: Options) -> str:
         parts.append(options.half)
     if options.domain is not None:
         parts.append(options.domain.stem)
+    if options.tasks is not None:
+        parts.append("tasks")
     return "-".join(parts)
 
 
 def _command(experiment: Experiment, options: Options) -> str:
     """The command that gives the result again."""
     given = {"model": options.model, "config": options.config, "seeds": options.seeds, "domain": options.domain}
+    given |= {"tasks": options.tasks, "include-path": options.include_path}
     words = ["python", "-m", "research", experiment.name, *["--full"] * options.full]
     words += ["--half", options.half] * (options.half != "reporting")
     words += [word for option, value in given.items() if value for word in (f"--{option}", str(value))]

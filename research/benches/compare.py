@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from research.benches.contest import ALLOCATIONS, ALONE, METHODS, OURS, Contest, Contestant, contests, sized_alone
+from research.benches.tasks import base_words, task_keys
 from research.experiment import Experiment, Ledger, Request
 from research.figures import GREEN, NEUTRAL, OTHER, PINK, SKY, YELLOW, draw_seeds, panels
 from research.figures import OURS as BLUE
@@ -35,7 +36,8 @@ def run(request: Request) -> Result:
     compared = [(contest, *_measure(contest, request)) for contest in contests(request)]
     tables, claims, data = [], [], {}
     for contest, dense, parameters, sized, seconds in compared:
-        tables.append(_table(contest, dense, parameters, sized, seconds))
+        measures = {contest.measure: contest.digits} | dict.fromkeys(task_keys(dense), 3)
+        tables += [_table(contest, one, dense, parameters, sized, seconds) for one in measures.items()]
         claims += [_claim(contest, sized, *one) for one in CLAIMED]
         measure = {"measure": contest.measure, "digits": contest.digits, "budgets": list(contest.budgets)}
         data[contest.name] = {**measure, "dense": dense, "parameters": parameters, "sized": sized, "seconds": seconds}
@@ -73,12 +75,14 @@ def _measure(contest: Contest, request: Request) -> tuple[dict[str, float], dict
 
 def _table(
     contest: Contest,
+    shown: tuple[str, int],
     dense: Mapping[str, float],
     parameters: Mapping[str, int],
     sized: Sized,
     seconds: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """A row for each method and allocation: whether one artefact has all sizes, the scores, the seconds."""
+    """A row for each method and allocation: whether one artefact has all sizes, the scores `shown`, the seconds."""
+    measure, places = shown
     whole = [(parameters["others"] + budget * parameters["layers"]) / 1e6 for budget in contest.budgets]
     rows: list[list[Any]] = [["whole model at the budget, M parameters", None, *whole, None]]
     for method, allocation in (*itertools.product(METHODS, ALLOCATIONS), *((one, "published") for one in ALONE)):
@@ -91,16 +95,16 @@ def _table(
         taken = [one + run.get("search_seconds", 0.0) for one, run in zip(taken, runs, strict=True)]
         if allocation != "published":
             taken = [a + one["probe_seconds"] for a, one in zip(taken, seconds[method], strict=True)]
-        rows.append([f"{method}, {allocation}", nested, *_scores(contest, runs), spread(taken)])
-    title = f"{contest.name}: {contest.measure} by budget (base {dense[contest.measure]:.{contest.digits}f}); seconds "
+        rows.append([f"{method}, {allocation}", nested, *_scores(measure, runs), spread(taken)])
+    title = f"{contest.name}: {measure} by budget ({base_words(dense, measure, places)}); seconds "
     title += "are those of calibration, decomposition, search of ranks and, but for published ones, probe, or of all "
     title += "models together"
-    digits = [0, *[contest.digits] * len(contest.budgets), 0]
+    digits = [0, *[places] * len(contest.budgets), 0]
     return table(title, ["method, ranks", "nested", *contest.budgets, "seconds"], rows, digits)
 
 
-def _scores(contest: Contest, runs: Sequence[Mapping[str, Any]]) -> list[dict[str, float] | None]:
-    return spreads([row and row["scores"][contest.measure] for row in one["rows"]] for one in runs)
+def _scores(measure: str, runs: Sequence[Mapping[str, Any]]) -> list[dict[str, float] | None]:
+    return spreads([row and row["scores"][measure] for row in one["rows"]] for one in runs)
 
 
 def _claim(contest: Contest, sized: Sized, own: str, allocations: Sequence[str]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from research.baselines.method import NotApplicable
 from research.baselines.trained import TRAINED_METHODS
 from research.baselines.trained.lesson import Settings
 from research.benches.lessons import Course, courses
+from research.benches.tasks import base_words, task_keys
 from research.experiment import Experiment, Ledger, Request
 from research.figures import GREEN, NEUTRAL, OTHER, PINK, SKY, YELLOW, draw_seeds, panels
 from research.figures import OURS as BLUE
@@ -40,7 +41,12 @@ Unit = dict[str, Any]
 def run(request: Request) -> Result:
     """Runs every model."""
     data = {course.name: _measure(course, request) for course in courses(request)}
-    tables = [_table(name, one, panel) for name, one in data.items() for panel in one["panels"]]
+    tables = [
+        _table(name, one, panel, measure, digits)
+        for name, one in data.items()
+        for panel in one["panels"]
+        for measure, digits in [(one["measure"], one["digits"]), *((key, 3) for key in task_keys(one["base"]))]
+    ]
     claims = [claim for name, one in data.items() for claim in _claims(name, one)]
     settings = {name: {**one["facts"], "steps": one["steps"]} for name, one in data.items()}
     return measured({**settings, "seeds": request.seeds, "jobs": request.jobs}, tables, claims, data)
@@ -182,15 +188,15 @@ def _signed(measure: str, scores: Mapping[str, float]) -> float:
     return scores[measure] if measure.startswith("nats") else -scores[measure]
 
 
-def _table(name: str, one: Mapping[str, Any], panel: str) -> dict[str, Any]:
+def _table(name: str, one: Mapping[str, Any], panel: str, measure: str, places: int) -> dict[str, Any]:
     rows: list[list[Any]] = []
     for method, runs in one["panels"][panel].items():
         held = "yes" if TRAINED_METHODS[method].is_one_artefact else "no"
-        rows.append([method, held, *_cells(one["measure"], runs)])
-    base = f"{one['base'][one['measure']]:.{one['digits']}f}"
-    title = f"{name}, {panel} ({PANELS[panel]}): {one['measure']} by budget (base {base})"
+        rows.append([method, held, *_cells(measure, runs)])
+    base = base_words(one["base"], measure, places)
+    title = f"{name}, {panel} ({PANELS[panel]}): {measure} by budget ({base})"
     title += _obstacles(one, panel)
-    digits = [0, *[one["digits"]] * len(one["budgets"]), 0, 0]
+    digits = [0, *[places] * len(one["budgets"]), 0, 0]
     return table(title, ["method", "one artefact", *one["budgets"], "seconds", "peak MB"], rows, digits)
 
 

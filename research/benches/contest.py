@@ -25,6 +25,7 @@ from research.baselines.method import Evaluate, Loss, Measures, uniform_ranks
 from research.baselines.statistics import mean_loss, next_token_loss
 from research.benches import language, sts
 from research.benches.quality import BUDGETS, Subject, chain_of
+from research.benches.tasks import judged_by
 from research.experiment import EVERY_RANK, Request
 from research.studies.language import identity_of
 
@@ -201,14 +202,15 @@ def _of_config(request: Request, config: RunConfig) -> Contest:
     if config.layers.include is not None:
         raise FlexrankError("layers.include is set; a comparison takes all layers but those of layers.exclude")
     space = Workspace(config, RunDirectory(request.work))
+    judge, tasks = judged_by(space, request)
 
     def subject(seed: int) -> Subject:
         drawn = Workspace(config.model_copy(update={"seed": config.seed + seed}), space.directory)
         samples, exclude = drawn.samples, config.layers.exclude
-        return Subject(space.base, samples.calibration, samples.probe, space.objective(), space.judge, exclude)
+        return Subject(space.base, samples.calibration, samples.probe, space.objective(), judge, exclude)
 
     measures = {"language": "nats_per_token", "embedding": "cosine", "classification": "accuracy"}
     loss = next_token_loss if config.task == "language" else space.objective().fisher_loss
     budgets = [budget for budget in config.allocation.budgets if budget < 1]
-    facts = identity_of(config, ("task", "model", "dtype", "seed", "data", "layers"))
+    facts = identity_of(config, ("task", "model", "dtype", "seed", "data", "layers")) | tasks
     return Contest(config.name, measures[config.task], 4, budgets, config.probe.levels, facts, subject, loss)

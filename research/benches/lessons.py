@@ -5,7 +5,6 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from research.baselines.statistics import next_token_loss
 from research.baselines.trained.lesson import Lesson
 from research.benches import language, sts
 from research.benches.quality import Subject, chain_of
+from research.benches.tasks import judged_by
 from research.experiment import EVERY_RANK, Request
 from research.studies.language import identity_of
 
@@ -83,7 +83,7 @@ class Course:
 def courses(request: Request) -> list[Course]:
     """The request's configuration, or the bench's own models, of which it may name one."""
     if request.config is not None:
-        return [_of_config(request.config, request.work)]
+        return [_of_config(request.config, request)]
     if request.model is not None and request.model not in STEPS:
         raise FlexrankError(f"--model is {request.model!r}; this bench has {', '.join(STEPS)}, or any with --config")
     return [course(name, request.full) for name in STEPS if request.model in (None, name)]
@@ -122,7 +122,7 @@ def _of_sentences(name: str, steps: int) -> Course:
     )  # fmt: skip
 
 
-def _of_config(config: RunConfig, work: Path) -> Course:
+def _of_config(config: RunConfig, request: Request) -> Course:
     """Any transformer whose run trains on samples in memory; its settings are tried on the samples' tuning half."""
     settings = config.distillation
     if config.layers.include is not None:
@@ -132,21 +132,23 @@ def _of_config(config: RunConfig, work: Path) -> Course:
 
     def taught(seed: int, half: Half) -> tuple[Subject, Sequence[Batch]]:
         data = config.data.model_copy(update={"half": half})
-        drawn = Workspace(config.model_copy(update={"seed": config.seed + seed, "data": data}), RunDirectory(work))
+        own = config.model_copy(update={"seed": config.seed + seed, "data": data})
+        drawn = Workspace(own, RunDirectory(request.work))
+        judge = judged_by(drawn, request)[0] if half == "reporting" else drawn.judge  # trials need no tasks
         samples = drawn.samples
         if not isinstance(samples.training, Sequence):
             raise FlexrankError("data.path is a stream; a comparison trains on samples that are in memory")
-        parts = samples.calibration, samples.probe, drawn.objective(), drawn.judge
+        parts = samples.calibration, samples.probe, drawn.objective(), judge
         return Subject(drawn.base, *parts, config.layers.exclude), samples.training
 
-    space = Workspace(config, RunDirectory(work))
+    space = Workspace(config, RunDirectory(request.work))
     measures = {"language": "nats_per_token", "embedding": "cosine", "classification": "accuracy"}
     is_language = config.task == "language"
     forwards = {
         "language": lambda *models: hidden_states(*models),
         "embedding": lambda model, _: eager_attention(model),
     }
-    facts = identity_of(config, ("task", "model", "dtype", "seed", "data", "layers"))
+    facts = identity_of(config, ("task", "model", "dtype", "seed", "data", "layers")) | judged_by(space, request)[1]
     budgets = [budget for budget in config.allocation.budgets if budget < 1]
     return Course(
         config.name, measures[config.task], 4, budgets, settings.steps, settings.learning_rate, config.probe.levels,

@@ -20,34 +20,17 @@ from flexrank.run.benchmarks import _outermost
 from flexrank.run.config import load_config
 from flexrank.run.harness import load_tasks, score, settings_of
 from flexrank.run.samples import load_samples
+from questions import QUESTIONS, answers, write_tasks
 from tiny_runs import TEXT, invoke, settings, summary_of
 
 pytest.importorskip("lm_eval")
-
-QUESTIONS = [
-    ("the quick brown", [" fox", " dogs"], 0),
-    ("jumps over 3 lazy", [" cats", " dogs", " fox number"], 1),
-    ("and 4", [" cats", " lazy dogs", " the quick", " fox"], 0),
-    ("number 12 jumps", [" under", " over"], 1),
-    ("the quick", [" brown cats", " dogs and"], 0),
-]
 
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of task files: questions, a group of them, and data that is not there."""
     place = tmp_path_factory.mktemp("tasks")
-    lines = [json.dumps({"text": text, "options": options, "gold": gold}) for text, options, gold in QUESTIONS]
-    (place / "questions.jsonl").write_text("\n".join(lines))
-    metrics = [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")]
-    task = {
-        "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(place / "questions.jsonl")}},
-        "test_split": "test", "output_type": "multiple_choice", "doc_to_text": "{{text}}",
-        "doc_to_choice": "{{options}}", "doc_to_target": "{{gold}}", "target_delimiter": "",
-        "metric_list": metrics,
-    }  # fmt: skip
-    for name in ("words", "more_words"):
-        (place / f"{name}.yaml").write_text(yaml.safe_dump({"task": name, **task}))
+    task = write_tasks(place, "words", "more_words")
     group = {"group": "all_words", "task": ["words", "more_words"], "aggregate_metric_list": [{"metric": "acc"}]}
     (place / "group.yaml").write_text(yaml.safe_dump(group))
     task["dataset_kwargs"] = {"data_files": {"test": str(place / "nowhere.jsonl")}}
@@ -62,23 +45,6 @@ def only_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
     own = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda include_path, **_: own(include_path=include_path))
-
-
-@torch.no_grad()
-def answers(model: Any, tokenizer: Any) -> dict[str, float]:
-    """The shares of questions whose right option is likeliest: in all, and for each of its characters."""
-    plain, normed = [], []
-    for text, options, gold in QUESTIONS:
-        likelihoods = []
-        for option in options:
-            start, ids = len(tokenizer(text)["input_ids"]), tokenizer(text + option)["input_ids"]
-            logits = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-            likelihoods.append(sum(float(logits[place - 1, ids[place]]) for place in range(start, len(ids))))
-        lengths = map(len, options)
-        plain.append(max(range(len(options)), key=likelihoods.__getitem__) == gold)
-        by_character = [one / length for one, length in zip(likelihoods, lengths, strict=True)]
-        normed.append(max(range(len(options)), key=by_character.__getitem__) == gold)
-    return {"acc": sum(plain) / len(plain), "acc_norm": sum(normed) / len(normed)}
 
 
 @torch.no_grad()

@@ -22,15 +22,20 @@ Item = TypeVar("Item")
 
 @register_quantization_config(models.METHOD)
 class DeployedConfig(QuantizationConfigMixin):
-    """`quantization_config` of a deployed model: layer name to its `specs.layer_spec`, and the specs' format."""
+    """`quantization_config` of a deployed model: layer name to its `specs.layer_spec`, and the specs' format.
+
+    An elastic model's is refused where a model is loaded by it: lm-eval makes one of any model that it is given.
+    """
+
+    is_elastic = False
 
     def __init__(self, layers: Mapping[str, Mapping[str, Any]], format: int = FORMAT, **ignored: Any):
-        if ignored.get("is_elastic"):  # of `mark_elastic`
-            raise FlexrankError("these are an elastic model's factors by save_pretrained; save it with fr.save_elastic")
         require_format(format)
         self.quant_method = models.METHOD
         self.format = format
         self.layers = {name: dict(spec) for name, spec in layers.items()}
+        if ignored.get("is_elastic"):  # of `mark_elastic`; others have no such key in their files
+            self.is_elastic = True
 
 
 class PlainQuantizer(HfQuantizer):
@@ -55,6 +60,8 @@ class DeployedQuantizer(PlainQuantizer):
     quantization_config: DeployedConfig
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if self.quantization_config.is_elastic:
+            raise FlexrankError("these are an elastic model's factors by save_pretrained; save it with fr.save_elastic")
         if files := kwargs.get("checkpoint_files"):
             models.verify_export(Path(files[0]).parent, {"config.json", *(Path(file).name for file in files)})
         separate_as_recorded_(model)

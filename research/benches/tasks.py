@@ -1,0 +1,62 @@
+"""Tasks of lm-eval, by which a comparison scores language models beside their nats."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from flexrank.errors import FlexrankError
+from flexrank.run.harness import load_tasks, score, settings_of
+from flexrank.run.workspace import Workspace
+from research.experiment import Request
+
+#: A task's metric, the first of these that it has, else its own first.
+METRICS = ("acc_norm", "acc")
+#: What follows a task's key in the scores: its standard error, and what chance would score.
+ERROR, CHANCE = ", error", ", chance"
+
+
+def judged_by(space: Workspace, request: Request) -> tuple[Callable[[nn.Module], dict[str, float]], dict[str, Any]]:
+    """A run's measures with the scores of the request's tasks, as "TASK, METRIC"; and what those depend on."""
+    judge = space.judge
+    if not request.tasks:
+        return judge, {}
+    if space.config.task != "language":
+        raise FlexrankError(
+            f"--tasks needs a configuration of task language; {space.config.name} is of {space.config.task}"
+        )
+    loaded, size = load_tasks(request.tasks, request.include_path), space.config.data.batch_size
+
+    def judged(model: nn.Module) -> dict[str, float]:
+        found, chance = score(model, space.tokenizer, loaded, size)
+        return {**judge(model), **_flat(found, chance)}
+
+    return judged, {"tasks": settings_of(loaded)}
+
+
+def _flat(found: Mapping[str, Any], chance: Mapping[str, float]) -> dict[str, float]:
+    scores = {}
+    for task, metrics in found.items():
+        metric = next((name for name in METRICS if name in metrics), next(iter(metrics)))
+        key = f"{task}, {metric}"
+        scores[key] = metrics[metric]["value"]
+        if metrics[metric]["stderr"] is not None:
+            scores[key + ERROR] = metrics[metric]["stderr"]
+        if task in chance:
+            scores[key + CHANCE] = chance[task]
+    return scores
+
+
+def task_keys(scores: Mapping[str, float]) -> list[str]:
+    """The scores that are of tasks."""
+    return [key for key in scores if ", " in key and not key.endswith((ERROR, CHANCE))]
+
+
+def base_words(base: Mapping[str, float], measure: str, digits: int) -> str:
+    """The base model's score, of a task also whether it is two standard errors above chance, and so says anything."""
+    words = f"base {base[measure]:.{digits}f}"
+    if (chance := base.get(measure + CHANCE)) is None:
+        return words
+    error = base.get(measure + ERROR, 0.0)
+    is_above = base[measure] - chance > 2 * error
+    return f"{words} ± {error:.{digits}f}, chance {chance:.{digits}f}: {'' if is_above else 'not '}above it"

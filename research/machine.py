@@ -1,12 +1,16 @@
-"""What is timed: layers that run in turn, and random models."""
+"""What is timed and measured: layers that run in turn, random models, seconds and memory."""
 
+import contextlib
 import itertools
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from flexrank.deployment.machine import forget_peak, resident_peak
 
 #: Like layers together have at least as many bytes as caches hold, unless the layers are tiny.
 WEIGHT_BYTES, MOST_COPIES = 2**25, 64
@@ -26,6 +30,14 @@ def forward_in_turn(build: Callable[[], nn.Module], x: Tensor) -> Callable[[int]
             torch.cuda.synchronize(x.device)  # the call returns before the work is done
 
     return run
+
+
+@contextlib.contextmanager
+def effort() -> Iterator[dict[str, float]]:
+    """After the block, its seconds and the most bytes that the process held above what it held before (Linux)."""
+    taken, start, before = dict[str, float](), time.perf_counter(), forget_peak()
+    yield taken
+    taken |= {"seconds": time.perf_counter() - start, "peak_bytes": resident_peak() - before}
 
 
 def random_llama(**sizes: Any) -> Any:

@@ -42,12 +42,11 @@ def run(request: Request) -> Result:
         measure = {"measure": contest.measure, "digits": contest.digits, "budgets": list(contest.budgets)}
         data[contest.name] = {**measure, "dense": dense, "parameters": parameters, "sized": sized, "seconds": seconds}
     settings = {contest.name: {**contest.facts, "levels": contest.levels} for contest, *_ in compared}
-    memory = "not measured: one process holds all methods, one after the other"
-    return measured({**settings, "seeds": request.seeds, "memory": memory}, tables, claims, data)
+    return measured({**settings, "seeds": request.seeds}, tables, claims, data)
 
 
 def _measure(contest: Contest, request: Request) -> tuple[dict[str, float], dict[str, int], Sized, dict[str, Any]]:
-    """The base model's scores and parameters; what each method gives by allocation and seed; its seconds by seed."""
+    """The base model's scores and parameters; what each method gives by allocation and seed; its effort by seed."""
     facts = {
         "ranks": "searched as published",
         "model": contest.name,
@@ -62,14 +61,15 @@ def _measure(contest: Contest, request: Request) -> tuple[dict[str, float], dict
     for seed, method in itertools.product(range(request.seeds), METHODS):
         contestant, unit = Contestant(contest, method, seed), f"{method}, seed {seed}"
         probed = ledger.take(f"{unit}, probe", contestant.probed)
-        seconds[method].append({key: probed[key] for key in ("decomposition_seconds", "probe_seconds")})
+        seconds[method].append({key: value for key, value in probed.items() if key != "table"})
         for allocation in ALLOCATIONS:
             one = ledger.take(f"{unit}, {allocation}", contestant.sized, allocation, probed["table"])
             sized[method][allocation].append(one)
     for seed, method in itertools.product(range(request.seeds), ALONE):
         if one := ledger.take(f"{method}, seed {seed}", sized_alone, contest, method, seed):
             sized.setdefault(method, {"published": []})["published"].append(one)
-            seconds.setdefault(method, []).append({"decomposition_seconds": one["seconds"], "probe_seconds": 0.0})
+            own = {"decomposition_seconds": one["seconds"], "probe_seconds": 0.0, "peak_bytes": one["peak_bytes"]}
+            seconds.setdefault(method, []).append(own)
     return dense, ledger.take("parameters", contest.parameters), sized, seconds
 
 
@@ -81,26 +81,27 @@ def _table(
     sized: Sized,
     seconds: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """A row for each method and allocation: whether one artefact has all sizes, the scores `shown`, the seconds."""
+    """A row for each method and allocation: whether one artefact has all sizes, the scores `shown`, its effort."""
     measure, places = shown
     whole = [(parameters["others"] + budget * parameters["layers"]) / 1e6 for budget in contest.budgets]
-    rows: list[list[Any]] = [["whole model at the budget, M parameters", None, *whole, None]]
+    rows: list[list[Any]] = [["whole model at the budget, M parameters", None, *whole, None, None]]
     for method, allocation in (*itertools.product(METHODS, ALLOCATIONS), *((one, "published") for one in ALONE)):
         if method not in sized:
-            rows.append([f"{method}, {allocation}", *[None] * (len(contest.budgets) + 2)])
+            rows.append([f"{method}, {allocation}", *[None] * (len(contest.budgets) + 3)])
             continue
         runs = sized[method][allocation]
         nested = "yes" if all(one["nested"] for one in runs) else "no"
+        peak = max(one["peak_bytes"] for one in seconds[method]) / 1e6
         taken = [one["decomposition_seconds"] for one in seconds[method]]
         taken = [one + run.get("search_seconds", 0.0) for one, run in zip(taken, runs, strict=True)]
         if allocation != "published":
             taken = [a + one["probe_seconds"] for a, one in zip(taken, seconds[method], strict=True)]
-        rows.append([f"{method}, {allocation}", nested, *_scores(measure, runs), spread(taken)])
+        rows.append([f"{method}, {allocation}", nested, *_scores(measure, runs), spread(taken), peak])
     title = f"{contest.name}: {measure} by budget ({base_words(dense, measure, places)}); seconds "
     title += "are those of calibration, decomposition, search of ranks and, but for published ones, probe, or of all "
-    title += "models together"
-    digits = [0, *[places] * len(contest.budgets), 0]
-    return table(title, ["method, ranks", "nested", *contest.budgets, "seconds"], rows, digits)
+    title += "models together; memory is what making a model takes beside what was held before"
+    digits = [0, *[places] * len(contest.budgets), 0, 0]
+    return table(title, ["method, ranks", "nested", *contest.budgets, "seconds", "peak MB"], rows, digits)
 
 
 def _scores(measure: str, runs: Sequence[Mapping[str, Any]]) -> list[dict[str, float] | None]:

@@ -27,6 +27,7 @@ from research.benches import language, sts
 from research.benches.quality import BUDGETS, Subject, chain_of
 from research.benches.tasks import judged_by
 from research.experiment import EVERY_RANK, Request
+from research.machine import effort
 from research.studies.language import identity_of
 
 #: flexrank's own decompositions that are compared with rivals.
@@ -88,25 +89,26 @@ class Contestant:
         self._contest, self._method, self._seed = contest, method, seed
 
     @functools.cached_property
-    def _decomposed(self) -> tuple[nn.Module, Mapping[str, Tensor], float]:
-        """The model, its components' energies where the method has ranks of its own, and seconds with calibration."""
-        subject, start = self._contest.subject(self._seed), time.perf_counter()
-        if self._method in OURS:
-            return subject.decomposed(self._method), {}, time.perf_counter() - start
-        model = copy.deepcopy(subject.teacher)
-        layers = select_layers(model, exclude=subject.exclude)
-        rival = RANK_METHODS[self._method]
-        energies = rival.decompose_(model, subject.calibration, layers, self._contest.loss)
-        return model, energies, time.perf_counter() - start
+    def _decomposed(self) -> tuple[nn.Module, Mapping[str, Tensor], dict[str, Any]]:
+        """The model, its components' energies where the method has ranks of its own, and what it took to make."""
+        subject = self._contest.subject(self._seed)
+        with effort() as taken:
+            if self._method in OURS:
+                return subject.decomposed(self._method), {}, taken
+            model = copy.deepcopy(subject.teacher)
+            layers = select_layers(model, exclude=subject.exclude)
+            rival = RANK_METHODS[self._method]
+            return model, rival.decompose_(model, subject.calibration, layers, self._contest.loss), taken
 
     def probed(self) -> dict[str, Any]:
-        """The sensitivity table of the method's own factors, and the seconds of decomposition and probe."""
-        model, _, seconds = self._decomposed
+        """The sensitivity table of the method's own factors; seconds of decomposition and probe, the first's memory."""
+        model, _, taken = self._decomposed
         subject, start = self._contest.subject(self._seed), time.perf_counter()
         evaluate = distillation_evaluator(subject.teacher, subject.probe, subject.objective)
         table = probe_sensitivity(model, evaluate, self._contest.levels, spacing="parameters", **EVERY_RANK)
         probe = time.perf_counter() - start
-        return {"table": table.to_json(), "decomposition_seconds": seconds, "probe_seconds": probe}
+        own = {"decomposition_seconds": taken["seconds"], "peak_bytes": taken["peak_bytes"]}
+        return {"table": table.to_json(), "probe_seconds": probe, **own}
 
     def sized(self, allocation: str, table: Mapping[str, Any]) -> dict[str, Any]:
         """The scores and sizes at each budget, whether each is a prefix of the larger ones, the search's seconds."""
@@ -139,7 +141,7 @@ class Contestant:
 
 
 def sized_alone(contest: Contest, method: str, seed: int) -> dict[str, Any] | None:
-    """As `Contestant.sized`, of one of `ALONE`, with the seconds of all its models; None where it does not apply.
+    """As `Contestant.sized`, of one of `ALONE`, with what all its models took; None where it does not apply.
 
     A row is None where no model of the method is as small.
     """
@@ -147,17 +149,18 @@ def sized_alone(contest: Contest, method: str, seed: int) -> dict[str, Any] | No
     layers = select_layers(subject.teacher, exclude=subject.exclude)
     if rival.obstacle(subject.teacher, layers):
         return None
-    parts, rows, seconds = contest.parameters(), list[dict[str, Any] | None](), 0.0
+    parts, rows, efforts = contest.parameters(), list[dict[str, Any] | None](), []
     for budget in contest.budgets:
-        start = time.perf_counter()
-        made = rival.make(subject.teacher, subject.calibration, layers, contest.loss, budget)
-        seconds += time.perf_counter() - start
+        with effort() as taken:
+            made = rival.make(subject.teacher, subject.calibration, layers, contest.loss, budget)
+        efforts.append(taken)
         if made is None:
             rows.append(None)
             continue
         share = (made.parameters - parts["others"]) / parts["layers"]
         rows.append({"share": share, "parameters": made.parameters, "scores": subject.score(made.model)})
-    return {"rows": rows, "nested": False, "seconds": seconds}
+    seconds, peak = sum(one["seconds"] for one in efforts), max(one["peak_bytes"] for one in efforts)
+    return {"rows": rows, "nested": False, "seconds": seconds, "peak_bytes": peak}
 
 
 def contests(request: Request) -> list[Contest]:

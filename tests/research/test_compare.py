@@ -132,7 +132,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, scores: dict[str, float]) -> list[str]
 
     def probed(self: Any) -> dict[str, Any]:
         asked.append(f"{self._method} {self._seed}")
-        return {"table": {}, "decomposition_seconds": 1.0, "probe_seconds": 2.0}
+        return {"table": {}, "decomposition_seconds": 1.0, "probe_seconds": 2.0, "peak_bytes": 5e6}
 
     def sized(self: Any, allocation: str, _: Any) -> dict[str, Any]:
         score = scores.get(f"{self._method}, {allocation}", scores.get(self._method, 9.0)) + self._seed
@@ -142,7 +142,11 @@ def fake(monkeypatch: pytest.MonkeyPatch, scores: dict[str, float]) -> list[str]
     def alone(_: Contest, method: str, seed: int) -> dict[str, Any] | None:
         asked.append(f"{method} {seed}")
         rows = [{"share": b, "parameters": 1, "scores": {"nats": scores.get(method, 8.0) + seed}} for b in BUDGETS]
-        return None if method == "slicegpt" else {"rows": [*rows[:-1], None], "nested": False, "seconds": 4.0}
+        return (
+            None
+            if method == "slicegpt"
+            else {"rows": [*rows[:-1], None], "nested": False, "seconds": 4.0, "peak_bytes": 6e6}
+        )
 
     monkeypatch.setattr(compare, "contests", lambda request: [made()])
     monkeypatch.setattr(compare, "sized_alone", alone)
@@ -160,11 +164,11 @@ def test_tables_claims_and_the_ledger(monkeypatch: pytest.MonkeyPatch, tmp_path:
     whole = sum(parameter.numel() for parameter in made().subject(0).teacher.parameters())
     dense = 2 * (32 * 32 * 2 + 16 * 32 * 2 + 3 * 32 * 48)  # two blocks: q, o; k, v; the feed-forward's three
     sizes = [f"{(whole - dense + budget * dense) / 1e6:.4f}" for budget in BUDGETS]
-    assert rows["whole model at the budget, M parameters"] == ["–", *sizes, "–"]
-    assert rows["datasvd, published"] == ["no", "3.7000 ± 0.7071", "4.0000 ± 0.7071", "5 ± 0"]
-    assert rows["drone, joint"] == ["yes", "3.2000 ± 0.7071", "3.5000 ± 0.7071", "7 ± 0"]
-    assert rows["a3, published"] == ["no", "8.5000 ± 0.7071", "–", "4 ± 0"]
-    assert rows["slicegpt, published"] == ["–"] * 4
+    assert rows["whole model at the budget, M parameters"] == ["–", *sizes, "–", "–"]
+    assert rows["datasvd, published"] == ["no", "3.7000 ± 0.7071", "4.0000 ± 0.7071", "5 ± 0", "5"]
+    assert rows["drone, joint"] == ["yes", "3.2000 ± 0.7071", "3.5000 ± 0.7071", "7 ± 0", "5"]
+    assert rows["a3, published"] == ["no", "8.5000 ± 0.7071", "–", "4 ± 0", "6"]
+    assert rows["slicegpt, published"] == ["–"] * 5
     assert len(rows) == 1 + 3 * len(METHODS) + len(ALONE)
     published, all_ranks, default = result["claims"]  # ours are no rivals of ours
     assert default["holds"] and "fisher with joint ranks" in default["what"]
@@ -193,7 +197,7 @@ def test_models_made_alone_are_scored_and_counted() -> None:
     others = sum(parameter.numel() for parameter in teacher.parameters()) - dense
     for method in ALONE:
         result = sized_alone(one, method, 0)
-        assert result is not None and not result["nested"] and result["seconds"] > 0
+        assert result is not None and not result["nested"] and result["seconds"] > 0 and result["peak_bytes"] >= 0
         for budget, row in zip(BUDGETS, result["rows"], strict=True):
             wanted = SIZE_METHODS[method].make(teacher, [BATCH] * 2, layers, next_token_loss, budget)
             assert wanted is not None and row["parameters"] == wanted.parameters

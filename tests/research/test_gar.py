@@ -3,6 +3,7 @@
 import itertools
 import math
 import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from flexrank.profiles.costs import aligned_parameters, rank_block
 from flexrank.run.config import load_config, parse_config
 from research.baselines.pivoted import PivotedLinear, pivoted_order
 from research.experiment import Request
-from research.machine import forward_in_turn
+from research.machine import effort, forward_in_turn
 from research.measures import nearest_rank
 from research.runner import run_experiment
 from research.studies import gar
@@ -231,6 +232,15 @@ def test_like_layers_run_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     run(2)
     run(3)
     assert ran == [0, 1, 2, 0, 1] and next(numbers) == 3
+
+
+def test_effort_is_of_the_block_alone() -> None:
+    _ = bytearray(2**28)  # is gone before
+    with effort() as taken:
+        bytearray(b"x" * 2**26)
+        time.sleep(0.1)
+    assert 0.95 * 2**27 < taken["peak_bytes"] < 1.2 * 2**27  # the text and its copy
+    assert 0.1 <= taken["seconds"] < 2.0
 
 
 @pytest.mark.gpu

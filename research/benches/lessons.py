@@ -92,7 +92,7 @@ def courses(request: Request) -> list[Course]:
 def course(name: str, full: bool) -> Course:
     """One of the bench's own models."""
     steps = STEPS[name][full]
-    return _of_sentences(name, steps) if name == "all-MiniLM-L6-v2" else _of_texts(name, steps, full)
+    return _of_sentences(name, steps, full) if name == "all-MiniLM-L6-v2" else _of_texts(name, steps, full)
 
 
 def _of_texts(name: str, steps: int, full: bool) -> Course:
@@ -110,11 +110,13 @@ def _of_texts(name: str, steps: int, full: bool) -> Course:
     )  # fmt: skip
 
 
-def _of_sentences(name: str, steps: int) -> Course:
-    def taught(seed: int, half: Half) -> tuple[Subject, Sequence[Batch]]:
-        return sts.subject_of(half, seed=seed)
+def _of_sentences(name: str, steps: int, full: bool) -> Course:
+    batch = sts.BATCH if full else 32
 
-    facts = {"calibration": sts.CALIBRATION, "probe": sts.PROBE}
+    def taught(seed: int, half: Half) -> tuple[Subject, Sequence[Batch]]:
+        return sts.subject_of(half, seed=seed, batch=batch)
+
+    facts = {"calibration": sts.CALIBRATION, "probe": sts.PROBE, "sentences_a_step": batch}
     objectives = EmbeddingObjective(sts.HIDDEN_WEIGHT), EmbeddingObjective()
     return Course(
         name, "cosine", 4, BUDGETS, steps, sts.TRAINING["learning_rate"], 10, facts, taught, *objectives, None,

@@ -45,7 +45,12 @@ def run(request: Request) -> Result:
 
 
 def subject_of(
-    half: Half = "reporting", *, seed: int = 0, probe: int = PROBE, evaluation: int | None = None
+    half: Half = "reporting",
+    *,
+    seed: int = 0,
+    probe: int = PROBE,
+    evaluation: int | None = None,
+    batch: int = BATCH,
 ) -> tuple[Subject, Any]:
     """The model, scored on half of sts-dev, and the batches of its training, of sentences of sts-train.
 
@@ -53,6 +58,7 @@ def subject_of(
         seed: draws the sentences of calibration and probe.
         probe: sentences of the probe.
         evaluation: the first pairs of the half, as many as this; None for all.
+        batch: sentences of a step.
     """
     directory = assets_directory("stsb") / "stsb"
     teacher, tokenizer = load_model(MODEL, "embedding"), load_tokenizer(MODEL)
@@ -65,7 +71,7 @@ def subject_of(
     score = functools.partial(_score, batches(first), batches(second), gold, embed(teacher, batches(first)))
     parts = batches(sentences[:CALIBRATION]), batches(sentences[CALIBRATION : CALIBRATION + probe])
     subject = Subject(teacher, *parts, EmbeddingObjective(), score, ("pooler",))
-    return subject, sentence_batches(tokenizer, sentences, BATCH, MAX_TOKENS, seed=0)
+    return subject, sentence_batches(tokenizer, sentences, batch, MAX_TOKENS, seed=0)
 
 
 def unseen_sentences(pairs: Sequence[Pair], held_out: Sequence[Pair]) -> list[str]:

@@ -1,6 +1,7 @@
 """Questions with options as tasks of lm-eval, and a plain loop that answers them."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,13 @@ QUESTIONS = [
 ]
 
 
-def write_tasks(place: Path, *names: str) -> dict[str, Any]:
+def write_tasks(place: Path, *names: str, questions: Sequence[Any] = QUESTIONS) -> dict[str, Any]:
     """Writes task files of these names, which ask the same; returns what they have in common."""
-    lines = [json.dumps({"text": text, "options": options, "gold": gold}) for text, options, gold in QUESTIONS]
-    (place / "questions.jsonl").write_text("\n".join(lines))
+    lines = [json.dumps({"text": text, "options": options, "gold": gold}) for text, options, gold in questions]
+    (file := place / f"{names[0]}.jsonl").write_text("\n".join(lines))
     metrics = [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")]
     task = {
-        "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(place / "questions.jsonl")}},
+        "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}},
         "test_split": "test", "output_type": "multiple_choice", "doc_to_text": "{{text}}",
         "doc_to_choice": "{{options}}", "doc_to_target": "{{gold}}", "target_delimiter": "",
         "metric_list": metrics,

@@ -30,6 +30,7 @@ pytest.importorskip("lm_eval")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of task files: questions, a group of them, and data that is not there."""
     place = tmp_path_factory.mktemp("tasks")
+    write_tasks(place, "long_words", questions=[("the quick", [" brown fox" * 40, " dog"], 0)])
     task = write_tasks(place, "words", "more_words")
     group = {"group": "all_words", "task": ["words", "more_words"], "aggregate_metric_list": [{"metric": "acc"}]}
     (place / "group.yaml").write_text(yaml.safe_dump(group))
@@ -165,6 +166,8 @@ def test_a_group_of_tasks_is_scored(copied: Path, tasks: Path) -> None:
     scores, _ = score(model, tokenizer, loaded, 4)
     assert scores["all_words"]["acc"]["value"] == scores["words"]["acc"]["value"]
     assert settings_of(loaded)["groups"] == {"all_words": ["words", "more_words"]}
+    with pytest.raises(FlexrankError, match="or an option has more tokens than the 64 that the model reads"):
+        score(model, tokenizer, load_tasks(["long_words"], tasks), 4)
     model.model.embed_tokens.weight.data[tokenizer("3")["input_ids"]] = float("nan")  # in one question alone
     with pytest.raises(FlexrankError, match="task words: a log-likelihood is not finite"):
         score(model, tokenizer, load_tasks(["words"], tasks), 4)

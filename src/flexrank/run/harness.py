@@ -98,7 +98,7 @@ def score(
         limit: documents of each task; None is all.
 
     Raises:
-        FlexrankError: a log-likelihood is not finite.
+        FlexrankError: a question or option is empty, an option too long, or a log-likelihood is not finite.
     """
     import lm_eval
     from lm_eval.models.huggingface import HFLM
@@ -106,7 +106,11 @@ def score(
     with _speaking(logging.ERROR, bars=False):  # it warns that a model is given, not a name
         judge = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
     with _speaking(logging.WARNING, bars=progress.is_shown()):
-        found = lm_eval.evaluate(judge, dict(loaded), limit=limit)
+        try:
+            found = lm_eval.evaluate(judge, dict(loaded), limit=limit)
+        except AssertionError as error:  # lm-eval's own checks of each question, which have no words
+            what = f"is empty, or an option has more tokens than the {judge.max_length} that the model reads"
+            raise FlexrankError(f"--tasks: lm-eval cannot ask a question: it or an option {what}") from error
     for name, samples in found["samples"].items():
         if not all(math.isfinite(number) for sample in samples for number in _numbers(sample["resps"])):
             raise FlexrankError(f"task {name}: a log-likelihood is not finite; check the model's weights")

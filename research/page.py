@@ -36,7 +36,8 @@ size is a prefix of all larger ones, so that one artefact holds them. DRONE's se
 of the clock, each measured once. DRONE, SVD-LLM and DataSVD have one optimum: their lines lie on each other.
 
 **Trained**: all methods have as many training tokens in all; one that trains each size by itself has its share of them
-for each. Each has four settings, tried on the tuning half. Seconds and the peak of memory are of a process of its own.
+for each. At equal time each has so many steps that it takes about flexrank's seconds; results made before that panel
+lack it. Each has four settings, tried on the tuning half. Seconds and the peak of memory are of a process of its own.
 """
 #: The page of each kind: where, its head, its experiments, and what the first columns of claims are called.
 PAGES = {

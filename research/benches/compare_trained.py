@@ -31,8 +31,13 @@ COLOURS = dict(zip(TRAINED_METHODS, (BLUE, SKY, NEUTRAL, OTHER, PINK, YELLOW, GR
 DECOMPOSITIONS: tuple[Method, ...] = ("fisher", "datasvd")
 #: A trial's steps, over those of what is compared.
 TRIAL = 0.5
-#: At equal tokens; and with all the steps for each size that is trained by itself, which only the full form has.
-PANELS = {"equal tokens": "as many training tokens for all sizes together", "at its best": "all steps for each size"}
+TOKENS, TIME, BEST = "equal tokens", "equal time", "at its best"
+#: What each size is trained with; the last only in the full form.
+PANELS = {
+    TOKENS: "as many training tokens for all sizes together",
+    TIME: "steps for about the seconds that flexrank takes at equal tokens",
+    BEST: "all steps for each size",
+}
 #: Distances from the base model below this are drawn at it.
 LEAST = 1e-4
 Unit = dict[str, Any]
@@ -62,7 +67,10 @@ def _measure(course: Course, request: Request) -> dict[str, Any]:
     tables = list(ledger.take_all(units, table_unit, request.jobs).values())
     trials = _tried(course, ledger, request, tables[0])
     best = {name: min(some, key=_error_of)["settings"] for name, some in trials.items()}
-    results = {panel: _trained(ledger, request, course.name, best, tables, panel) for panel in _panels(request)}
+    results: dict[str, dict[str, list[Unit]]] = {}
+    for panel in _panels(request):
+        shares = _shares_of_time(results[TOKENS]) if panel == TIME else dict.fromkeys(best, 1.0)
+        results[panel] = _trained(ledger, request, course.name, best, tables, panel, shares)
     return {
         "measure": course.measure, "digits": course.digits, "budgets": list(course.budgets), "base": base,
         "steps": course.steps, "facts": dict(course.facts), "trials": trials, "panels": results,
@@ -71,7 +79,14 @@ def _measure(course: Course, request: Request) -> dict[str, Any]:
 
 
 def _panels(request: Request) -> list[str]:
-    return list(PANELS) if request.full else list(PANELS)[:1]
+    return [panel for panel in PANELS if request.full or panel != BEST]
+
+
+def _shares_of_time(results: Mapping[str, Sequence[Unit]]) -> dict[str, float]:
+    """By method, flexrank's seconds over its own: the share of the steps that takes as long, if all take the same."""
+    known = {name: units for name, units in results.items() if "seconds" in units[0]}
+    seconds = {name: statistics.fmean(unit["seconds"] for unit in units) for name, units in known.items()}
+    return {name: seconds["flexrank"] / seconds.get(name, seconds["flexrank"]) for name in results}
 
 
 def _tried(course: Course, ledger: Ledger, request: Request, drawn: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -93,16 +108,23 @@ def _tried(course: Course, ledger: Ledger, request: Request, drawn: Mapping[str,
 
 
 def _trained(
-    ledger: Ledger, request: Request, course: str, best: Mapping[str, Settings], tables: Sequence[Any], panel: str
+    ledger: Ledger,
+    request: Request,
+    course: str,
+    best: Mapping[str, Settings],
+    tables: Sequence[Any],
+    panel: str,
+    shares: Mapping[str, float],
 ) -> dict[str, list[Unit]]:
-    """By method what each seed gives; one artefact of all sizes is the same in both panels."""
+    """By method what each seed gives, with its share of the steps; what is as at equal tokens is not done again."""
 
     def unit(name: str, seed: int) -> str:
-        return f"{name}, {'equal tokens' if TRAINED_METHODS[name].is_one_artefact else panel}, seed {seed}"
+        is_other = shares[name] != 1.0 if panel == TIME else not TRAINED_METHODS[name].is_one_artefact
+        return f"{name}, {panel if is_other else TOKENS}, seed {seed}"
 
     units = {
         unit(name, seed): (
-            request, course, name, settings, seed, "reporting", 1.0, panel == "at its best", tables[seed],
+            request, course, name, settings, seed, "reporting", shares[name], panel == BEST, tables[seed],
         )
         for (name, settings), seed in itertools.product(best.items(), range(request.seeds))
     }  # fmt: skip
@@ -230,7 +252,7 @@ def _claims(name: str, one: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _lost(one: Mapping[str, Any], is_one: bool, largest: float) -> Iterator[str]:
     """The budgets at which a method is better than flexrank by more than half of the last digit shown."""
-    results = one["panels"]["equal tokens"]
+    results = one["panels"][TOKENS]
     rivals = [name for name, m in TRAINED_METHODS.items() if name != "flexrank" and m.is_one_artefact == is_one]
     for place, budget in enumerate(one["budgets"]):
         errors = {name: _error(one, results[name], place) for name in rivals}
@@ -251,7 +273,7 @@ def draw(data: Mapping[str, Any]) -> Any:
     figure, all_axes = panels(len(data), (1.6 + 4.6 * len(data), 4.6))
     for axes, (name, one) in zip(all_axes, data.items(), strict=True):
         base = one["base"][one["measure"]]
-        for method, runs in one["panels"]["equal tokens"].items():
+        for method, runs in one["panels"][TOKENS].items():
             places = [place for place in range(len(one["budgets"])) if all(unit["rows"][place] for unit in runs)]
             if not places:
                 continue
@@ -275,6 +297,6 @@ def draw(data: Mapping[str, Any]) -> Any:
 EXPERIMENT = Experiment(
     "compare-trained", "Trained rivals",
     "quality over size of flexrank beside its printed form, independent training, SVD-LLM with LoRA, ACIP, LLM-Pruner, "
-    "nested widths and LayerSkip, at equal training tokens", minutes=300, full_minutes=3000,
+    "nested widths and LayerSkip, at equal training tokens and at equal time", minutes=300, full_minutes=3000,
     has_halves=False, seeds=(1, 3), run=run, draw=draw, takes_config=True, has_jobs=True,
 )  # fmt: skip

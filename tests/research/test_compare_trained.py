@@ -71,7 +71,7 @@ def test_the_best_of_four_settings_is_compared(monkeypatch: pytest.MonkeyPatch, 
 def test_tables_and_claims_by_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fake(monkeypatch, {"flexrank": 2.0, "acip": 1.9, "layerskip": 1.5, "independent": 2.5})
     result = run(Request(tmp_path, seeds=1, jobs=0))
-    (equal,) = result["tables"]
+    equal, _ = result["tables"]
     rows = {row[0]: row[1:] for row in shown_rows(equal)}
     assert rows["flexrank"] == ["yes", "2.200", "2.500", "2", "3"] and rows["independent"][0] == "no"
     assert rows["layerskip"][2] == "–"
@@ -86,7 +86,27 @@ def test_a_size_of_its_own_has_all_the_steps_at_its_best(monkeypatch: pytest.Mon
     result = run(Request(tmp_path, full=True, seeds=1, jobs=0))
     alone = {one[0] for one in asked if one[5]}
     assert alone == {name for name, one in TRAINED_METHODS.items() if not one.is_one_artefact}
-    assert [one["title"].split(" (")[0] for one in result["tables"]] == ["tiny, equal tokens", "tiny, at its best"]
+    assert [one["title"].split(" (")[0] for one in result["tables"]] == [
+        "tiny, equal tokens", "tiny, equal time", "tiny, at its best",
+    ]  # fmt: skip
+
+
+def test_at_equal_time_a_slow_method_has_fewer_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All take 2 seconds but ACIP, which takes 8: it trains again, with a quarter of the steps."""
+    asked, trained = fake(monkeypatch, {}), compare_trained.method_unit
+
+    def unit(request: Request, name: str, method: str, *rest: Any) -> Any:
+        return trained(request, name, method, *rest) | ({"seconds": 8.0 * rest[3]} if method == "acip" else {})
+
+    monkeypatch.setattr(compare_trained, "method_unit", unit)
+    result = run(Request(tmp_path, seeds=2, jobs=0))
+    again = [one for one in asked if one[4] not in (0.5, 1.0)]
+    assert [(one[0], *one[2:]) for one in again] == [("acip", seed, "reporting", 0.25, False) for seed in (0, 1)]
+    tokens, time = ({row[0]: row[1:] for row in shown_rows(one)} for one in result["tables"])
+    assert (tokens["acip"][-2], time["acip"][-2]) == ("8 ± 0", "2 ± 0")
+    assert {name: row for name, row in tokens.items() if name != "acip"} == {
+        name: row for name, row in time.items() if name != "acip"
+    }
 
 
 def test_a_method_that_does_not_apply_has_no_numbers_and_says_why(
@@ -105,7 +125,7 @@ def test_a_method_that_does_not_apply_has_no_numbers_and_says_why(
 
     monkeypatch.setattr(compare_trained, "method_unit", unit)
     result = run(Request(tmp_path, seeds=2, jobs=0))
-    (equal,) = result["tables"]
+    equal, _ = result["tables"]
     rows = {row[0]: row[1:] for row in shown_rows(equal)}
     assert rows["acip"] == ["yes", "–", "–", "–", "–"] and "acip does not apply (layer 'a' is a conv" in equal["title"]
     assert rows["matformer"][1] != "–"

@@ -86,7 +86,7 @@ def _shares_of_time(results: Mapping[str, Sequence[Unit]]) -> dict[str, float]:
     """By method, flexrank's seconds over its own: the share of the steps that takes as long, if all take the same."""
     known = {name: units for name, units in results.items() if "seconds" in units[0]}
     seconds = {name: statistics.fmean(unit["seconds"] for unit in units) for name, units in known.items()}
-    return {name: seconds["flexrank"] / seconds.get(name, seconds["flexrank"]) for name in results}
+    return {name: round(seconds["flexrank"] / seconds.get(name, seconds["flexrank"]), 2) for name in results}
 
 
 def _tried(course: Course, ledger: Ledger, request: Request, drawn: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -119,8 +119,9 @@ def _trained(
     """By method what each seed gives, with its share of the steps; what is as at equal tokens is not done again."""
 
     def unit(name: str, seed: int) -> str:
-        is_other = shares[name] != 1.0 if panel == TIME else not TRAINED_METHODS[name].is_one_artefact
-        return f"{name}, {panel if is_other else TOKENS}, seed {seed}"
+        if panel == TIME and shares[name] != 1.0:  # which other seeds' seconds may change
+            return f"{name}, {panel}, {shares[name]:g} of the steps, seed {seed}"
+        return f"{name}, {BEST if panel == BEST and not TRAINED_METHODS[name].is_one_artefact else TOKENS}, seed {seed}"
 
     units = {
         unit(name, seed): (

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from flexrank import distillation_evaluator, probe_sensitivity
+from flexrank.distill.objectives import LogitObjective
 from flexrank.errors import FlexrankError
 from flexrank.nn.matrix import matrix_shape
 from flexrank.nn.select import select_layers
@@ -23,12 +24,13 @@ from flexrank.run.workspace import Workspace
 from research.baselines import RANK_METHODS, SIZE_METHODS
 from research.baselines.method import Evaluate, Loss, Measures, uniform_ranks
 from research.baselines.statistics import mean_loss, next_token_loss
-from research.benches import language, sts
+from research.benches import images, language, sts
 from research.benches.quality import BUDGETS, Subject, chain_of
 from research.benches.tasks import judged_by
 from research.experiment import EVERY_RANK, Request
 from research.machine import effort
 from research.studies.language import identity_of
+from research.studies.vision import NETWORKS
 
 #: flexrank's own decompositions that are compared with rivals.
 OURS = ("datasvd", "fisher")
@@ -167,7 +169,10 @@ def contests(request: Request) -> list[Contest]:
     """The request's configuration, or the bench's own models, of which it may name one."""
     if request.config is not None:
         return [_of_config(request, request.config)]
-    own = {"stories260k": _of_texts, "pycode5m": _of_texts, "babyllama": _of_texts, "all-MiniLM-L6-v2": _of_sentences}
+    own: dict[str, Callable[[Request, str], Contest]] = {
+        "stories260k": _of_texts, "pycode5m": _of_texts, "babyllama": _of_texts, "all-MiniLM-L6-v2": _of_sentences,
+        **dict.fromkeys(NETWORKS, _of_images),
+    }  # fmt: skip
     if request.model is not None and request.model not in own:
         raise FlexrankError(f"--model is {request.model!r}; this bench has {', '.join(own)}, or any with --config")
     return [make(request, name) for name, make in own.items() if request.model in (None, name)]
@@ -196,6 +201,18 @@ def _of_sentences(request: Request, name: str) -> Contest:
     loss = subject(0).objective.fisher_loss
     facts = {"calibration": sts.CALIBRATION, "probe": probe, "evaluation": evaluation}
     return Contest(name, "cosine", 4, BUDGETS, levels, facts, subject, loss)
+
+
+def _of_images(request: Request, name: str) -> Contest:
+    """A network on CIFAR-10; in the quick form on a part of the test images."""
+    evaluation = None if request.full else 2000
+
+    def subject(seed: int) -> Subject:
+        return images.subject_of(name, request.work, request.half, seed=seed, evaluation=evaluation)[0]
+
+    facts = {"calibration": images.CALIBRATION, "probe": images.PROBE, "evaluation": evaluation}
+    loss = LogitObjective().fisher_loss
+    return Contest(name, "accuracy", 4, BUDGETS, images.LEVELS, facts, subject, loss)
 
 
 def _of_config(request: Request, config: RunConfig) -> Contest:

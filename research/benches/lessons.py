@@ -27,15 +27,17 @@ from flexrank.run.workspace import Workspace
 from research.baselines.method import Loss
 from research.baselines.statistics import next_token_loss
 from research.baselines.trained.lesson import Lesson
-from research.benches import language, sts
+from research.benches import images, language, sts
 from research.benches.quality import Subject, chain_of
 from research.benches.tasks import judged_by
 from research.experiment import EVERY_RANK, Request
 from research.studies.language import identity_of
+from research.studies.vision import NETWORKS
 
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 #: Steps of all sizes together, in the quick form and in the full one.
 STEPS = {"stories260k": (320, 1600), "pycode5m": (160, 800), "babyllama": (320, 1600), "all-MiniLM-L6-v2": (160, 800)}
+STEPS |= {"resnet20": (320, 700), "vit": (320, 700)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,13 +88,16 @@ def courses(request: Request) -> list[Course]:
         return [_of_config(request.config, request)]
     if request.model is not None and request.model not in STEPS:
         raise FlexrankError(f"--model is {request.model!r}; this bench has {', '.join(STEPS)}, or any with --config")
-    return [course(name, request.full) for name in STEPS if request.model in (None, name)]
+    return [course(name, request) for name in STEPS if request.model in (None, name)]
 
 
-def course(name: str, full: bool) -> Course:
+def course(name: str, request: Request) -> Course:
     """One of the bench's own models."""
-    steps = STEPS[name][full]
-    return _of_sentences(name, steps, full) if name == "all-MiniLM-L6-v2" else _of_texts(name, steps, full)
+    steps = STEPS[name][request.full]
+    if name in NETWORKS:
+        return _of_images(name, steps, request)
+    make = _of_sentences if name == "all-MiniLM-L6-v2" else _of_texts
+    return make(name, steps, request.full)
 
 
 def _of_texts(name: str, steps: int, full: bool) -> Course:
@@ -121,6 +126,20 @@ def _of_sentences(name: str, steps: int, full: bool) -> Course:
     return Course(
         name, "cosine", 4, BUDGETS, steps, sts.TRAINING["learning_rate"], 10, facts, taught, *objectives, None,
         lambda model, _: eager_attention(model),
+    )  # fmt: skip
+
+
+def _of_images(name: str, steps: int, request: Request) -> Course:
+    evaluation = None if request.full else 2000
+
+    def taught(seed: int, half: Half) -> tuple[Subject, Sequence[Batch]]:
+        return images.subject_of(name, request.work, half, seed=seed, evaluation=evaluation, steps=steps)
+
+    facts = {"calibration": images.CALIBRATION, "probe": images.PROBE, "evaluation": evaluation}
+    objective = LogitObjective()
+    return Course(
+        name, "accuracy", 4, BUDGETS, steps, NETWORKS[name], images.LEVELS, facts, taught, objective, objective, None,
+        images.computing,
     )  # fmt: skip
 
 

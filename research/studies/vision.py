@@ -10,6 +10,7 @@ import functools
 import shutil
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -41,6 +42,8 @@ from research.result import Result, between, claim, measured, shown, spread, spr
 from research.studies import cifar
 
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+#: By the learning rate of consolidation.
+NETWORKS = {"vit": 1e-4, "resnet20": 1e-3}
 #: Beside the study's own directory, where a training by examples/train_vit.py may have left it.
 VIT_DIRECTORY = "vit-cifar10"
 RESNET_FILE = "cifar10_resnet20/resnet20_jpg_ft.safetensors"
@@ -88,24 +91,35 @@ class Network(NamedTuple):
 
 
 def run(request: Request) -> Result:
-    """Both networks on CIFAR-10; the vision transformer is trained first where that was not done before."""
-    assets = assets_directory("cifar10", RESNET_FILE)
-    directory, resnet_file = request.work.parent / VIT_DIRECTORY, assets / RESNET_FILE
-    if not (directory / cifar.RECORD).is_file():
-        cifar.train_vit(assets / "cifar10", directory, cifar.Recipe())
-    scaling, digest = Scaling.read(directory / "preprocessor_config.json"), digest_file(directory / "model.safetensors")
-    transformer, convolutions = load_model(directory, "classification"), cifar.load_resnet20(resnet_file)
-    networks = (
-        Network("vit", "vision transformer", transformer, scaling, 1e-4, digest),
-        Network("resnet20", "ResNet-20", convolutions, cifar.RESNET_SCALING, 1e-3, digest_file(resnet_file)),
-    )
-    training, _ = cifar.read_tensors(assets / "cifar10" / cifar.TRAIN)
-    images = Images(training, *cifar.read_tensors(assets / "cifar10" / cifar.TEST))
-    result = compress(networks, images, FULL if request.full else QUICK, request)
-    record = read_json(directory / cifar.RECORD)
+    """Both networks on CIFAR-10."""
+    networks = [network(name, request.work) for name in NETWORKS]
+    result = compress(networks, read_images(), FULL if request.full else QUICK, request)
+    record = read_json(request.work.parent / VIT_DIRECTORY / cifar.RECORD)
     # In the key of the finished parts the digest of the weights identifies the training.
     result["settings"] |= {"training_of_the_transformer": record["recipe"] | {"accuracy": record["accuracy"]}}
     return result
+
+
+def network(name: str, work: Path) -> Network:
+    """One of `NETWORKS`; the vision transformer is trained first, where no study beside `work` has done that."""
+    assets = assets_directory("cifar10", RESNET_FILE)
+    if name == "resnet20":
+        file = assets / RESNET_FILE
+        model, scaling = cifar.load_resnet20(file), cifar.RESNET_SCALING
+        return Network(name, "ResNet-20", model, scaling, NETWORKS[name], digest_file(file))
+    directory = work.parent / VIT_DIRECTORY
+    if not (directory / cifar.RECORD).is_file():
+        cifar.train_vit(assets / "cifar10", directory, cifar.Recipe())
+    model, scaling = load_model(directory, "classification"), Scaling.read(directory / "preprocessor_config.json")
+    digest = digest_file(directory / "model.safetensors")
+    return Network(name, "vision transformer", model, scaling, NETWORKS[name], digest)
+
+
+def read_images() -> Images:
+    """All of the assets'."""
+    directory = assets_directory("cifar10") / "cifar10"
+    training, _ = cifar.read_tensors(directory / cifar.TRAIN)
+    return Images(training, *cifar.read_tensors(directory / cifar.TEST))
 
 
 def compress(networks: Sequence[Network], images: Images, plan: Mapping[str, Any], request: Request) -> Result:
@@ -207,7 +221,7 @@ class _Trial:
         plan, network, model = self.plan, self.network, copy.deepcopy(decomposed or self.decomposed[0])
         checkpoint = self.ledger.directory / f"{self.label}, distilled"
         batches = AlteredBatches(self.rest, network.scaling, plan["batch_size"], self.seed)
-        with _short_attention(model), _short_attention(network.model):
+        with short_attention(model), short_attention(network.model):
             distill_(
                 model, network.model, batches, profiles, objective=OBJECTIVE, steps=plan["steps"], seed=self.seed,
                 learning_rate=network.learning_rate, warmup_steps=plan["warmup_steps"], teacher_cache=0,
@@ -225,7 +239,7 @@ class _Trial:
         return accuracies
 
 
-def _short_attention(model: Any) -> contextlib.AbstractContextManager[None]:
+def short_attention(model: Any) -> contextlib.AbstractContextManager[None]:
     """Attention as plain products, for a transformer: 65 tokens are too few for torch's fused backward pass."""
     return eager_attention(model) if hasattr(model, "set_attn_implementation") else contextlib.nullcontext()
 

@@ -1,0 +1,55 @@
+"""The networks on CIFAR-10 that methods are compared on: ResNet-20, and a vision transformer, trained first."""
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexrank.data.halves import Half, places_of
+from flexrank.distill.objectives import LogitObjective
+from research.benches.quality import Subject
+from research.measures import accuracy
+from research.studies.vision import network, read_images, short_attention
+
+#: Images of the moments, of the probe, and of a step of training; levels of the probe.
+CALIBRATION, PROBE, BATCH, LEVELS = 512, 128, 64, 10
+#: What reads the transformer's patches is a convolution, of which several rivals do not know.
+EXCLUDE = {"vit": ("patch_embeddings",), "resnet20": ()}
+
+
+def subject_of(
+    name: str, work: Path, half: Half = "reporting", *, seed: int = 0, evaluation: int | None = None, steps: int = 0
+) -> tuple[Subject, Sequence[Tensor]]:
+    """A network of the study `vision`, scored by its accuracy on test images, and the batches of its training.
+
+    Args:
+        work: beside it a training of the vision transformer is kept.
+        seed: draws the images of calibration, probe and training.
+        evaluation: the first test images of the half, as many as this; None for all.
+        steps: of training; no image is in two of them.
+    """
+    one, images = network(name, work), read_images()
+    rows = places_of(half, images.test)[:evaluation]
+    batches, classes = list(one.batches(images.test[rows])), images.classes[rows]
+    order = torch.randperm(len(images.training), generator=torch.Generator().manual_seed(seed))
+    calibration, probe, rest = (
+        images.training[part] for part in order.tensor_split((CALIBRATION, CALIBRATION + PROBE))
+    )
+    training = [one.scaling(part) for part in rest[: steps * BATCH].split(BATCH)]
+
+    def score(model: nn.Module) -> dict[str, float]:
+        return {"accuracy": accuracy(model, batches, classes)}
+
+    parts = list(one.batches(calibration)), list(one.batches(probe))
+    return Subject(one.model, *parts, LogitObjective(), score, EXCLUDE[name]), training
+
+
+def computing(model: Any, teacher: Any) -> contextlib.AbstractContextManager[Any]:
+    """Inside the block both models compute as they train."""
+    stack = contextlib.ExitStack()
+    for one in (model, teacher):
+        stack.enter_context(short_attention(one))
+    return stack

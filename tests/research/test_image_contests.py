@@ -1,0 +1,80 @@
+"""Networks on images as comparisons take them: who is scored, who is trained on, and which rivals apply."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexrank.data.halves import half_of
+from flexrank.data.images import Scaling
+from research.baselines.trained import TRAINED_METHODS
+from research.benches import contest, images, lessons
+from research.benches.compare_trained import method_unit, table_unit
+from research.benches.contest import Contestant
+from research.experiment import Request
+from research.studies.vision import Images, Network
+from tiny import build
+
+SCALING = Scaling((0.5,) * 3, (0.25,) * 3)
+
+
+@pytest.fixture(autouse=True)
+def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = torch.Generator().manual_seed(0)
+    training, test = (torch.randint(256, (count, 3, 8, 8), generator=random).byte() for count in (90, 40))
+    classes = torch.randint(5, (40,), generator=random)
+    small = {"CALIBRATION": 16, "PROBE": 8, "BATCH": 6, "LEVELS": 6, "EXCLUDE": {"resnet20": ()}}
+    for name, value in small.items():
+        monkeypatch.setattr(images, name, value)
+    network = Network("resnet20", "convolutions", build("convnet"), SCALING, 1e-3, "digest")
+    monkeypatch.setattr(images, "network", lambda *_: network)
+    monkeypatch.setattr(images, "read_images", lambda: Images(training, test, classes))
+    monkeypatch.setattr(lessons, "STEPS", {"resnet20": (8, 10)})
+
+
+def bytes_of(batches: Any) -> list[bytes]:
+    return [row.numpy().tobytes() for batch in batches for row in batch]
+
+
+def test_no_image_has_two_uses(tmp_path: Path) -> None:
+    subject, training = images.subject_of("resnet20", tmp_path, steps=8)
+    parts = [bytes_of(one) for one in (subject.calibration, subject.probe, training)]
+    assert [len(one) for one in parts] == [16, 8, 48] and len({row for one in parts for row in one}) == 72
+    scaled = {row.numpy().tobytes() for row in SCALING(images.read_images().training)}
+    assert all(row in scaled for one in parts for row in one)
+    other, _ = images.subject_of("resnet20", tmp_path, seed=1)
+    assert bytes_of(other.calibration) != parts[0]
+
+
+@torch.no_grad()
+def test_the_score_is_the_share_of_the_half_that_is_right(tmp_path: Path) -> None:
+    """Oracle: image by image."""
+    everything, model = images.read_images(), build("convnet").eval()
+    for half in ("reporting", "tuning"):
+        own = [place for place, image in enumerate(everything.test) if half_of(image) == half]
+        right = [int(model(SCALING(everything.test[[at]])).argmax()) == int(everything.classes[at]) for at in own]
+        subject, _ = images.subject_of("resnet20", tmp_path, half)
+        assert subject.score(model) == {"accuracy": sum(right) / len(own)}
+        few, _ = images.subject_of("resnet20", tmp_path, half, evaluation=5)
+        assert few.score(model) == {"accuracy": sum(right[:5]) / 5}
+
+
+def test_rivals_without_training_know_convolutions(tmp_path: Path) -> None:
+    (one,) = contest.contests(Request(tmp_path, model="resnet20"))
+    assert (one.name, one.measure, one.levels) == ("resnet20", "accuracy", 6)
+    for method in contest.METHODS:
+        model, *_ = Contestant(one, method, 0)._decomposed
+        assert one.subject(0).score(model).keys() == {"accuracy"}
+
+
+def test_trained_rivals_that_know_no_convolutions_say_so(tmp_path: Path) -> None:
+    request = Request(tmp_path, model="resnet20", jobs=0)
+    (course,) = lessons.courses(request)
+    assert (course.steps, course.usual_rate) == (8, 1e-3)
+    drawn, found = table_unit(request, "resnet20", 0), {}
+    for name, method in TRAINED_METHODS.items():
+        settings = next(one for one in method.trials if one.get("loss", "distillation") == "distillation")
+        unit = method_unit(request, "resnet20", name, settings, 0, "reporting", 1.0, False, drawn)
+        found[name] = "obstacle" not in unit
+    assert [name for name, applies in found.items() if applies] == ["flexrank", "flexrank, printed", "independent"]

@@ -1,6 +1,8 @@
 """What is timed and measured: layers that run in turn, random models, seconds and memory."""
 
 import contextlib
+import ctypes
+import gc
 import itertools
 import math
 import time
@@ -35,6 +37,8 @@ def forward_in_turn(build: Callable[[], nn.Module], x: Tensor) -> Callable[[int]
 @contextlib.contextmanager
 def effort() -> Iterator[dict[str, float]]:
     """After the block, its seconds and the most bytes that the process held above what it held before (Linux)."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what was freed, and the block would take no new memory for it
     taken, start, before = dict[str, float](), time.perf_counter(), forget_peak()
     yield taken
     taken |= {"seconds": time.perf_counter() - start, "peak_bytes": resident_peak() - before}

@@ -13,6 +13,9 @@ from flexrank.run.figures import STYLE
 OURS, OTHER, NEUTRAL = "#0072b2", "#d55e00", "#999999"
 GREEN, YELLOW, PINK, SKY = "#009e73", "#e69f00", "#cc79a7", "#56b4e9"
 
+#: Distances from the base model below this are drawn at it.
+LEAST = 1e-4
+
 
 def panels(columns: int = 1, size: tuple[float, float] = (6, 3.8), rows: int = 1, **options: Any) -> tuple[Any, Any]:
     """A figure of this size in inches, and its axes, row by row; `options` are matplotlib's `subplots`'."""
@@ -31,6 +34,19 @@ def draw_seeds(
     means = list(map(statistics.fmean, by_place))
     axes.plot(places, means, **{"marker": "o", "markersize": 4.5, "color": colour, "label": label, **line})
     axes.fill_between(places, list(map(min, by_place)), list(map(max, by_place)), color=colour, alpha=0.2, linewidth=0)
+
+
+def shown_distance(measure: str, score: float, base: float) -> float:
+    """How a size's score is drawn: accuracy by what is lost of it, others by their distance, at least `LEAST`."""
+    return base - score if measure == "accuracy" else max(LEAST, abs(score - base))
+
+
+def name_distances(axes: Any, measure: str) -> None:
+    """Labels and scales the axis of `shown_distance`: of a few images right or wrong a logarithm would show noise."""
+    axes.set(
+        ylabel=f"{measure}: {'lost of' if measure == 'accuracy' else 'distance from'} the base model's",
+        yscale="linear" if measure == "accuracy" else "log",
+    )
 
 
 def draw_level(axes: Any, height: float, label: str | None = None, **line: Any) -> None:

@@ -14,7 +14,18 @@ from typing import Any
 from research.benches.contest import ALLOCATIONS, ALONE, METHODS, OURS, Contest, Contestant, contests, sized_alone
 from research.benches.tasks import base_words, task_keys
 from research.experiment import Experiment, Ledger, Request
-from research.figures import GREEN, NEUTRAL, OTHER, PINK, SKY, YELLOW, draw_seeds, panels
+from research.figures import (
+    GREEN,
+    NEUTRAL,
+    OTHER,
+    PINK,
+    SKY,
+    YELLOW,
+    draw_seeds,
+    name_distances,
+    panels,
+    shown_distance,
+)
 from research.figures import OURS as BLUE
 from research.result import Result, goal, measured, spread, spreads, table
 
@@ -27,8 +38,6 @@ MARKERS = dict(zip(ALONE, ("s", "^", "D"), strict=True))
 LINES = {"published": ":", "paper": "--", "joint": "-"}
 #: Which of flexrank's own, with joint ranks, is to be behind no rival with which ranks; "fisher" is the default.
 CLAIMED = (("datasvd", ("published",)), ("datasvd", ALLOCATIONS), ("fisher", ("published",)))
-#: Distances from the base model below this are drawn at it.
-LEAST = 1e-4
 
 
 def run(request: Request) -> Result:
@@ -143,8 +152,8 @@ def draw(data: Mapping[str, Any]) -> Any:
                 _draw_line(
                     axes, method, allocation, [[row for row in r["rows"] if row] for r in runs], base, one["measure"]
                 )
-        axes.set(title=name, xlabel="deployed share of the layers' parameters", yscale="log")
-        axes.set_ylabel(f"{one['measure']}: distance from the base model")
+        axes.set(title=name, xlabel="deployed share of the layers' parameters")
+        name_distances(axes, one["measure"])
     shown = {
         label: handle for axes in all_axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
@@ -158,7 +167,7 @@ def _draw_line(
 ) -> None:
     """One method's distances over its shares, by seed; those that make models alone have thin dashes and a marker."""
     shares = [statistics.fmean(row["share"] for row in rows) for rows in zip(*runs, strict=True)]
-    lines = [[max(LEAST, abs(row["scores"][measure] - base)) for row in rows] for rows in runs]
+    lines = [[shown_distance(measure, row["scores"][measure], base) for row in rows] for rows in runs]
     style: dict[str, Any] = {"linestyle": LINES[allocation], "markersize": 2.5, "linewidth": 1.2}
     if method in ALONE:
         style = {"linestyle": (0, (6, 2)), "marker": MARKERS[method], "markersize": 4, "linewidth": 0.9}

@@ -22,7 +22,19 @@ from research.baselines.trained.lesson import Settings
 from research.benches.lessons import Course, courses
 from research.benches.tasks import base_words, task_keys
 from research.experiment import Experiment, Ledger, Request
-from research.figures import GREEN, NEUTRAL, OTHER, PINK, SKY, YELLOW, draw_seeds, panels
+from research.figures import (
+    GREEN,
+    LEAST,
+    NEUTRAL,
+    OTHER,
+    PINK,
+    SKY,
+    YELLOW,
+    draw_seeds,
+    name_distances,
+    panels,
+    shown_distance,
+)
 from research.figures import OURS as BLUE
 from research.result import Result, goal, measured, spread, spreads, table
 
@@ -38,8 +50,6 @@ PANELS = {
     TIME: "steps for about the seconds that flexrank takes at equal tokens",
     BEST: "all steps for each size",
 }
-#: Distances from the base model below this are drawn at it.
-LEAST = 1e-4
 Unit = dict[str, Any]
 
 
@@ -280,14 +290,17 @@ def draw(data: Mapping[str, Any]) -> Any:
                 continue
             shares = [statistics.fmean(unit["rows"][place]["share"] for unit in runs) for place in places]
             lines = [
-                [max(LEAST, abs(unit["rows"][place]["scores"][one["measure"]] - base)) for place in places]
+                [
+                    shown_distance(one["measure"], unit["rows"][place]["scores"][one["measure"]], base)
+                    for place in places
+                ]
                 for unit in runs
             ]
             dash = "-" if TRAINED_METHODS[method].is_one_artefact else ":"
             style = {"linestyle": dash, "markersize": 3, "linewidth": 1.4}
             draw_seeds(axes, shares, lines, COLOURS[method], method, **style)
-        axes.set(title=name, xlabel="deployed share of the layers' parameters", yscale="log")
-        axes.set_ylabel(f"{one['measure']}: distance from the base model")
+        axes.set(title=name, xlabel="deployed share of the layers' parameters")
+        name_distances(axes, one["measure"])
     handles, labels = all_axes[0].get_legend_handles_labels()
     figure.legend(
         handles, labels, loc="outside right upper", fontsize=8, title="solid: one artefact\ndotted: one for each size"

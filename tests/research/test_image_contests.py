@@ -13,6 +13,7 @@ from research.benches import contest, images, lessons
 from research.benches.compare_trained import method_unit, table_unit
 from research.benches.contest import Contestant
 from research.experiment import Request
+from research.figures import name_distances, panels, shown_distance
 from research.studies.vision import Images, Network
 from tiny import build
 
@@ -58,6 +59,15 @@ def test_the_score_is_the_share_of_the_half_that_is_right(tmp_path: Path) -> Non
         assert subject.score(model) == {"accuracy": sum(right) / len(own)}
         few, _ = images.subject_of("resnet20", tmp_path, half, evaluation=5)
         assert few.score(model) == {"accuracy": sum(right[:5]) / 5}
+
+
+def test_accuracy_is_drawn_as_it_is_lost_and_nats_by_a_logarithm() -> None:
+    assert shown_distance("accuracy", 0.8, 0.75) == pytest.approx(-0.05)
+    assert shown_distance("nats", 1.5, 2.0) == 0.5 and shown_distance("nats", 2.0, 2.0) == 1e-4
+    _, axes = panels(2)
+    for place, measure in zip(axes, ("accuracy", "nats"), strict=True):
+        name_distances(place, measure)
+    assert [one.get_yscale() for one in axes] == ["linear", "log"]
 
 
 def test_rivals_without_training_know_convolutions(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from flexrank.run.figures import STYLE
 #: Okabe and Ito's palette, which all can tell apart: ours; the paper's or a rival's way; what is neither; others.
 OURS, OTHER, NEUTRAL = "#0072b2", "#d55e00", "#999999"
 GREEN, YELLOW, PINK, SKY = "#009e73", "#e69f00", "#cc79a7", "#56b4e9"
+#: Of methods beside ours, in comparisons.
+RIVALS = (SKY, NEUTRAL, OTHER, PINK, YELLOW, GREEN)
 
 #: Distances from the base model below this are drawn at it.
 LEAST = 1e-4

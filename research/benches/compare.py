@@ -11,27 +11,15 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from research import figures
 from research.benches.contest import ALLOCATIONS, ALONE, METHODS, OURS, Contest, Contestant, contests, sized_alone
 from research.benches.tasks import base_words, task_keys
 from research.experiment import Experiment, Ledger, Request
-from research.figures import (
-    GREEN,
-    NEUTRAL,
-    OTHER,
-    PINK,
-    SKY,
-    YELLOW,
-    draw_seeds,
-    name_distances,
-    panels,
-    shown_distance,
-)
-from research.figures import OURS as BLUE
 from research.result import Result, goal, measured, spread, spreads, table
 
 #: By method and allocation, for each seed what `Contestant.sized` or `sized_alone` gives.
 Sized = dict[str, dict[str, list[dict[str, Any]]]]
-COLOURS = dict(zip(METHODS, (NEUTRAL, YELLOW, PINK, SKY, GREEN, OTHER, "#8c564b", BLUE, "#000000"), strict=True))
+COLOURS = dict(zip(METHODS, (*figures.RIVALS, "#8c564b", figures.OURS, "#000000"), strict=True))
 COLOURS |= dict(zip(ALONE, ("#7f3c8d", "#2f4f4f", "#b5a300"), strict=True))
 #: Of `ALONE` in the figure, beside their dashes, so that lines differ by more than colour.
 MARKERS = dict(zip(ALONE, ("s", "^", "D"), strict=True))
@@ -144,7 +132,7 @@ def _error(contest: Contest, runs: Sequence[Mapping[str, Any]], place: int) -> f
 
 def draw(data: Mapping[str, Any]) -> Any:
     """Distance from the base model's quality over size: a panel for each model, a line for each method and ranks."""
-    figure, all_axes = panels(len(data), (1.6 + 4.6 * len(data), 4.6))
+    figure, all_axes = figures.panels(len(data), (1.6 + 4.6 * len(data), 4.6))
     for axes, (name, one) in zip(all_axes, data.items(), strict=True):
         base = one["dense"][one["measure"]]
         for method, allocation in itertools.product((*METHODS, *ALONE), ("published", "joint")):
@@ -153,7 +141,7 @@ def draw(data: Mapping[str, Any]) -> Any:
                     axes, method, allocation, [[row for row in r["rows"] if row] for r in runs], base, one["measure"]
                 )
         axes.set(title=name, xlabel="deployed share of the layers' parameters")
-        name_distances(axes, one["measure"])
+        figures.name_distances(axes, one["measure"])
     shown = {
         label: handle for axes in all_axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
@@ -167,11 +155,11 @@ def _draw_line(
 ) -> None:
     """One method's distances over its shares, by seed; those that make models alone have thin dashes and a marker."""
     shares = [statistics.fmean(row["share"] for row in rows) for rows in zip(*runs, strict=True)]
-    lines = [[shown_distance(measure, row["scores"][measure], base) for row in rows] for rows in runs]
+    lines = [[figures.shown_distance(measure, row["scores"][measure], base) for row in rows] for rows in runs]
     style: dict[str, Any] = {"linestyle": LINES[allocation], "markersize": 2.5, "linewidth": 1.2}
     if method in ALONE:
         style = {"linestyle": (0, (6, 2)), "marker": MARKERS[method], "markersize": 4, "linewidth": 0.9}
-    draw_seeds(axes, shares, lines, COLOURS[method], method if allocation == "published" else "_", **style)
+    figures.draw_seeds(axes, shares, lines, COLOURS[method], method if allocation == "published" else "_", **style)
 
 
 EXPERIMENT = Experiment(

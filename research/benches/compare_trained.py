@@ -16,29 +16,16 @@ from typing import Any
 
 from flexrank.data.halves import Half
 from flexrank.decompose import Method
+from research import figures
 from research.baselines.method import NotApplicable
 from research.baselines.trained import TRAINED_METHODS
 from research.baselines.trained.lesson import Settings
 from research.benches.lessons import Course, courses
 from research.benches.tasks import base_words, task_keys
 from research.experiment import Experiment, Ledger, Request
-from research.figures import (
-    GREEN,
-    LEAST,
-    NEUTRAL,
-    OTHER,
-    PINK,
-    SKY,
-    YELLOW,
-    draw_seeds,
-    name_distances,
-    panels,
-    shown_distance,
-)
-from research.figures import OURS as BLUE
 from research.result import Result, goal, measured, spread, spreads, table
 
-COLOURS = dict(zip(TRAINED_METHODS, (BLUE, SKY, NEUTRAL, OTHER, PINK, YELLOW, GREEN, "#000000"), strict=True))
+COLOURS = dict(zip(TRAINED_METHODS, (figures.OURS, *figures.RIVALS, "#000000"), strict=True))
 #: Ours, and the paper's.
 DECOMPOSITIONS: tuple[Method, ...] = ("fisher", "datasvd")
 #: A trial's steps, over those of what is compared.
@@ -209,7 +196,7 @@ def method_unit(
 
 def _mean_distance(base: float, measure: str, unit: Unit) -> float | None:
     """The logarithm of the distance from the base model's measure, a mean over the budgets that the method has."""
-    distances = [math.log(max(LEAST, abs(row["scores"][measure] - base))) for row in unit["rows"] if row]
+    distances = [math.log(max(figures.LEAST, abs(row["scores"][measure] - base))) for row in unit["rows"] if row]
     return statistics.fmean(distances) if distances else None
 
 
@@ -281,7 +268,7 @@ def _error(one: Mapping[str, Any], runs: Sequence[Unit], place: int) -> float:
 
 def draw(data: Mapping[str, Any]) -> Any:
     """Distance from the base model's quality over size: a panel for each model, a line for each method."""
-    figure, all_axes = panels(len(data), (1.6 + 4.6 * len(data), 4.6))
+    figure, all_axes = figures.panels(len(data), (1.6 + 4.6 * len(data), 4.6))
     for axes, (name, one) in zip(all_axes, data.items(), strict=True):
         base = one["base"][one["measure"]]
         for method, runs in one["panels"][TOKENS].items():
@@ -291,16 +278,16 @@ def draw(data: Mapping[str, Any]) -> Any:
             shares = [statistics.fmean(unit["rows"][place]["share"] for unit in runs) for place in places]
             lines = [
                 [
-                    shown_distance(one["measure"], unit["rows"][place]["scores"][one["measure"]], base)
+                    figures.shown_distance(one["measure"], unit["rows"][place]["scores"][one["measure"]], base)
                     for place in places
                 ]
                 for unit in runs
             ]
             dash = "-" if TRAINED_METHODS[method].is_one_artefact else ":"
             style = {"linestyle": dash, "markersize": 3, "linewidth": 1.4}
-            draw_seeds(axes, shares, lines, COLOURS[method], method, **style)
+            figures.draw_seeds(axes, shares, lines, COLOURS[method], method, **style)
         axes.set(title=name, xlabel="deployed share of the layers' parameters")
-        name_distances(axes, one["measure"])
+        figures.name_distances(axes, one["measure"])
     handles, labels = all_axes[0].get_legend_handles_labels()
     figure.legend(
         handles, labels, loc="outside right upper", fontsize=8, title="solid: one artefact\ndotted: one for each size"

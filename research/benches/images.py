@@ -26,7 +26,7 @@ def subject_of(
     """A network of the study `vision`, scored by its accuracy on test images, and the batches of its training.
 
     Args:
-        work: beside it a training of the vision transformer is kept.
+        work: its parent holds the trained vision transformer.
         seed: draws the images of calibration, probe and training.
         evaluation: the first test images of the half, as many as this; None for all.
         steps: of training; no image is in two of them.

@@ -1,6 +1,8 @@
 """Tasks of lm-eval, by which a comparison scores language models beside their nats."""
 
+import functools
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -22,16 +24,20 @@ def judged_by(space: Workspace, request: Request) -> tuple[Callable[[nn.Module],
     if not request.tasks:
         return judge, {}
     if space.config.task != "language":
-        raise FlexrankError(
-            f"--tasks needs a configuration of task language; {space.config.name} is of {space.config.task}"
-        )
-    loaded, size = load_tasks(request.tasks, request.include_path), space.config.data.batch_size
+        name, task = space.config.name, space.config.task
+        raise FlexrankError(f"--tasks needs a configuration of task language; {name} is of {task}")
+    loaded, size = _loaded(request.tasks, request.include_path), space.config.data.batch_size
 
     def judged(model: nn.Module) -> dict[str, float]:
         found, chance = score(model, space.tokenizer, loaded, size)
         return {**judge(model), **_flat(found, chance)}
 
     return judged, {"tasks": settings_of(loaded)}
+
+
+@functools.cache  # a comparison asks for them again for each seed and half
+def _loaded(names: tuple[str, ...], include_path: Path | None) -> dict[str, Any]:
+    return load_tasks(names, include_path)
 
 
 def _flat(found: Mapping[str, Any], chance: Mapping[str, float]) -> dict[str, float]:

@@ -103,3 +103,11 @@ def test_an_elastic_model_goes_to_lm_eval_itself(sources: Path) -> None:
     decompose_(model, list(select_layers(model)), method="svd")
     judge = HFLM(pretrained=model, tokenizer=transformers.AutoTokenizer.from_pretrained(sources / "language"))
     assert judge.model is model and "is_elastic" not in DeployedConfig({}).to_dict()
+
+
+def test_results_by_tasks_have_a_place_and_a_command_of_their_own(request_: Request, tmp_path: Path) -> None:
+    bench = find_experiment("compare")
+    options = runner.Options(config=Path("mine.yaml"), tasks="piqa", include_path=Path("tasks"))
+    assert runner._label(bench, request_, options) == "compare-tiny-tasks"
+    words = "python -m research compare --config mine.yaml --tasks piqa --include-path tasks"
+    assert runner._command(bench, options) == words

@@ -81,6 +81,8 @@ def _write_page(kind: str, entries: Iterable[tuple[Experiment, Path]]) -> None:
 def _section(experiment: Experiment, result: Result, directory: Path, named: tuple[str, str]) -> str:
     """What it shows, its command and machine, figure, claims, tables and settings; `directory` as the page names it."""
     title = experiment.title + (" (full)" if result["form"] == "full" else "")
+    if experiment.name in COMPARISONS:
+        title += ": " + ", ".join(result["data"])
     parts = [
         f"## {title}",
         f"Shows {experiment.shows}." + (f" The paper: {experiment.paper}." if experiment.paper else ""),

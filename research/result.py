@@ -69,6 +69,14 @@ def by_budget(budgets: Sequence[float], values: Iterable[Sequence[float]], form:
     return ", ".join(f"{budget:g} {between(of, form)}" for budget, of in zip(budgets, values, strict=True))
 
 
+def behind(lost: Sequence[tuple[float, str, float]], measure: str) -> str:
+    """In words the sizes at which a rival is better, given as (size, rival, by how much), and the largest distance."""
+    if not lost:
+        return "behind at none"
+    size, rival, most = max(lost, key=lambda one: one[2])
+    return f"behind at {' '.join(f'{one:g}' for one, *_ in lost)}; most at {size:g}, to {rival} by {most:.2g} {measure}"
+
+
 def table(title: str, columns: Sequence[Any], rows: Sequence[Sequence[Any]], digits: Any = 3) -> dict[str, Any]:
     """A table whose first column names the rows; columns are names or numbers such as budgets.
 

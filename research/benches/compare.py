@@ -15,7 +15,7 @@ from research import figures
 from research.benches.contest import ALLOCATIONS, ALONE, METHODS, OURS, Contest, Contestant, contests, sized_alone
 from research.benches.tasks import base_words, task_keys
 from research.experiment import Experiment, Ledger, Request
-from research.result import Result, goal, measured, spread, spreads, table
+from research.result import Result, behind, goal, measured, spread, spreads, table
 
 #: By method and allocation, for each seed what `Contestant.sized` or `sized_alone` gives.
 Sized = dict[str, dict[str, list[dict[str, Any]]]]
@@ -115,10 +115,10 @@ def _claim(contest: Contest, sized: Sized, own: str, allocations: Sequence[str])
             if method not in OURS and error < best:
                 best, name = error, f"{method}, {allocation}"
         if ours > best + 0.5 * 10**-contest.digits:
-            lost.append(f"{budget:g} to {name} by {ours - best:.2g}")
+            lost.append((budget, name, ours - best))
     rivals = "with their published ranks" if len(allocations) == 1 else "with flexrank's ranks too"
     what = f"{contest.name}: {own} with joint ranks is behind no rival {rivals}"
-    return goal(what, "at no budget", f"behind at {', '.join(lost) or 'none'} ({contest.measure})", not lost)
+    return goal(what, "at no budget", behind(lost, contest.measure), not lost)
 
 
 def _error(contest: Contest, runs: Sequence[Mapping[str, Any]], place: int) -> float:

@@ -23,7 +23,7 @@ from research.baselines.trained.lesson import Settings
 from research.benches.lessons import Course, courses
 from research.benches.tasks import base_words, task_keys
 from research.experiment import Experiment, Ledger, Request
-from research.result import Result, goal, measured, spread, spreads, table
+from research.result import Result, behind, goal, measured, spread, spreads, table
 
 COLOURS = dict(zip(TRAINED_METHODS, (figures.OURS, *figures.RIVALS, "#000000"), strict=True))
 #: Ours, and the paper's.
@@ -242,22 +242,22 @@ def _claims(name: str, one: Mapping[str, Any]) -> list[dict[str, Any]]:
     }
     claims = []
     for what, (is_one, largest) in wanted.items():
-        lost = "; ".join(_lost(one, is_one, largest)) or "none"
-        here = f"behind at {lost} ({one['measure']})"
-        claims.append(goal(f"{name}, equal tokens: flexrank is {what}", "at no budget", here, lost == "none"))
+        lost = list(_lost(one, is_one, largest))
+        here = behind(lost, one["measure"])
+        claims.append(goal(f"{name}, equal tokens: flexrank is {what}", "at no budget", here, not lost))
     return claims
 
 
-def _lost(one: Mapping[str, Any], is_one: bool, largest: float) -> Iterator[str]:
-    """The budgets at which a method is better than flexrank by more than half of the last digit shown."""
+def _lost(one: Mapping[str, Any], is_one: bool, largest: float) -> Iterator[tuple[float, str, float]]:
+    """The budgets at which a method is better than flexrank by more than half of the last digit shown: by how much."""
     results = one["panels"][TOKENS]
     rivals = [name for name, m in TRAINED_METHODS.items() if name != "flexrank" and m.is_one_artefact == is_one]
     for place, budget in enumerate(one["budgets"]):
         errors = {name: _error(one, results[name], place) for name in rivals}
         best = min(errors, key=lambda name: errors[name])
-        behind = _error(one, results["flexrank"], place) - errors[best]
-        if budget <= largest and behind > 0.5 * 10 ** -one["digits"]:
-            yield f"{budget:g} to {best} by {behind:.2g}"
+        distance = _error(one, results["flexrank"], place) - errors[best]
+        if budget <= largest and distance > 0.5 * 10 ** -one["digits"]:
+            yield budget, best, distance
 
 
 def _error(one: Mapping[str, Any], runs: Sequence[Unit], place: int) -> float:

@@ -39,6 +39,8 @@ METHODS = (*RANK_METHODS, *OURS)
 ALONE = tuple(SIZE_METHODS)
 #: How ranks are chosen: as the method's paper does, or from the method's own sensitivity table by flexrank.
 ALLOCATIONS = ("published", "paper", "joint")
+#: Probed ranks of a layer, as many as in a run; searches of a method's own choose among all.
+LEVELS = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,19 +190,19 @@ def _of_texts(request: Request, name: str) -> Contest:
         return language.subject_of(texts, request.half, seed=seed, probe=probe, evaluation=evaluation)[0]
 
     facts = {"calibration": language.CALIBRATION, "probe": probe, "evaluation": evaluation}
-    return Contest(name, "nats", 3, BUDGETS, language.LEVELS, facts, subject, next_token_loss)
+    return Contest(name, "nats", 3, BUDGETS, LEVELS, facts, subject, next_token_loss)
 
 
 def _of_sentences(request: Request, name: str) -> Contest:
     """The sentence encoder of the bench of quality; in the quick form on fewer pairs."""
-    probe, evaluation, levels = (sts.PROBE, None, 10) if request.full else (48, 96, 6)
+    probe, evaluation = (sts.PROBE, None) if request.full else (48, 96)
 
     def subject(seed: int) -> Subject:
         return sts.subject_of(request.half, seed=seed, probe=probe, evaluation=evaluation)[0]
 
     loss = subject(0).objective.fisher_loss
     facts = {"calibration": sts.CALIBRATION, "probe": probe, "evaluation": evaluation}
-    return Contest(name, "cosine", 4, BUDGETS, levels, facts, subject, loss)
+    return Contest(name, "cosine", 4, BUDGETS, LEVELS, facts, subject, loss)
 
 
 def _of_images(request: Request, name: str) -> Contest:
@@ -212,7 +214,7 @@ def _of_images(request: Request, name: str) -> Contest:
 
     facts = {"calibration": images.CALIBRATION, "probe": images.PROBE, "evaluation": evaluation}
     loss = LogitObjective().fisher_loss
-    return Contest(name, "accuracy", 4, BUDGETS, images.LEVELS, facts, subject, loss)
+    return Contest(name, "accuracy", 4, BUDGETS, LEVELS, facts, subject, loss)
 
 
 def _of_config(request: Request, config: RunConfig) -> Contest:

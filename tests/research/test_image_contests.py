@@ -72,7 +72,7 @@ def test_accuracy_is_drawn_as_it_is_lost_and_nats_by_a_logarithm() -> None:
 
 def test_rivals_without_training_know_convolutions(tmp_path: Path) -> None:
     (one,) = contest.contests(Request(tmp_path, model="resnet20"))
-    assert (one.name, one.measure, one.levels) == ("resnet20", "accuracy", 6)
+    assert (one.name, one.measure, one.levels) == ("resnet20", "accuracy", 10)
     for method in contest.METHODS:
         model, *_ = Contestant(one, method, 0)._decomposed
         assert one.subject(0).score(model).keys() == {"accuracy"}

@@ -8,12 +8,17 @@ import torch
 
 from flexrank.data.halves import half_of
 from flexrank.data.images import Scaling
+from flexrank.nn.blocks import block_stack
+from flexrank.nn.select import select_layers
+from research.baselines.method import NotApplicable
 from research.baselines.trained import TRAINED_METHODS
+from research.baselines.trained.channels import find_units
 from research.benches import contest, images, lessons
 from research.benches.compare_trained import method_unit, table_unit
 from research.benches.contest import Contestant
 from research.experiment import Request
 from research.figures import name_distances, panels, shown_distance
+from research.studies.cifar import ResNet20
 from research.studies.vision import Images, Network
 from tiny import build
 
@@ -76,6 +81,13 @@ def test_rivals_without_training_know_convolutions(tmp_path: Path) -> None:
     for method in contest.METHODS:
         model, *_ = Contestant(one, method, 0)._decomposed
         assert one.subject(0).score(model).keys() == {"accuracy"}
+
+
+def test_widths_are_not_of_a_network_of_residual_blocks() -> None:
+    model = ResNet20()
+    blocks = [name for name, _ in block_stack(model, select_layers(model))]
+    with pytest.raises(NotApplicable, match="heads and channels are not known"):
+        find_units(model, blocks)
 
 
 def test_trained_rivals_that_know_no_convolutions_say_so(tmp_path: Path) -> None:

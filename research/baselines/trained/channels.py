@@ -54,11 +54,12 @@ def find_units(model: nn.Module, blocks: Sequence[str]) -> dict[str, Units]:
     """
     if not blocks:
         raise NotApplicable(f"{type(model).__name__}: no stack of blocks is found in it")
+    parts = {block: _architecture(model, block) for block in blocks}
     config: Any = model.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     units = {}
-    for block in blocks:
-        for number, (writers, reader) in enumerate(_architecture(model, block)):
+    for block, pairs in parts.items():
+        for number, (writers, reader) in enumerate(pairs):
             names = tuple(f"{block}.{one}" for one in writers)
             m, n = matrix_shape(model.get_submodule(f"{block}.{reader}"))
             count = n if number else heads

@@ -38,6 +38,14 @@ of the clock, each measured once. DRONE, SVD-LLM and DataSVD have one optimum: t
 **Trained**: all methods have as many training tokens in all; one that trains each size by itself has its share of them
 for each. At equal time each has so many steps that it takes about flexrank's seconds; results made before that panel
 lack it. Each has four settings, tried on the tuning half. Seconds and the peak of memory are of a process of its own.
+
+**Where ours is behind, and why.** LEMS weighs outputs by the loss's gradients, DataSVD by activations alone;
+flexrank's default, `fisher`, took that from it, and shares its place. PIFA and A3 make a model for each size, and PIFA
+fits each layer again to what the compressed layers before it give: on stories260k, 64 columns wide, that leads from .6
+down, on wider models nowhere. Of trained rivals nested widths lead there too, from .7 down: whole heads and channels
+hold more, per parameter, than a few ranks of matrices so narrow. At a width of 128 they lead at .2 alone, at 256 and
+384 nowhere; whether it is the width that decides was not tried. Sizes trained each by itself are ahead where one set of
+weights pays for its small sizes, by at most .004 nats on pycode5m.
 """
 #: The page of each kind: where, its head, its experiments, and what the first columns of claims are called.
 PAGES = {

@@ -196,6 +196,12 @@ def test_all_of_a_kind_run_and_their_page_holds_the_numbers(
     assert len(pictures) == len(names) and all((here / "docs" / picture).is_file() for picture in pictures)
 
 
+def test_a_comparison_is_called_by_its_models(here: Path) -> None:
+    invoke("compare")
+    assert invoke("--page").exit_code == 0
+    assert "\n## A title of compare: points\n" in (here / "docs/comparison.md").read_text()
+
+
 def test_an_experiment_is_left_out_where_what_it_needs_is_missing(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replace(monkeypatch, needs="A_THING")
     done = invoke("--benches", "--json")

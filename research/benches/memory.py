@@ -1,14 +1,16 @@
 """The most memory that each stage of a run holds, beside what its dry run counts."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
-from flexrank.run.config import load_config
+from flexrank.run.config import RunConfig, load_config
 from flexrank.run.dry_run import dry_run
+from flexrank.run.dry_run.architecture import build_architecture
+from flexrank.run.dry_run.memory import deployment_bytes
 from research.assets import asset_path, assets_directory
 from research.experiment import Experiment, Ledger, Request
 from research.machine import random_llama
@@ -79,8 +81,7 @@ def run(request: Request) -> Result:
             if stage == "probe" and "probe" in subject.settings:
                 continue
             peak = ledger.take(f"{subject.name}, {stage}", functools.partial(_peak, stage, first, path))
-            counts = dry_run(load_config(path))["memory"]  # once they are allocated, of the run's own ranks
-            count = max(_counted(stage, counts[name]) for name in names)
+            count = _counted(stage, names, load_config(path))  # once they are allocated, of the run's own ranks
             rows.append([f"{subject.name}, {names[-1]}", count / 1e6, peak / 1e6, count / peak])
             worst = max(worst, abs(count / peak - 1))
     tables = [table("megabytes", ["model, stage", "counted", "measured", "counted over measured"], rows, [0, 0, 2])]
@@ -93,9 +94,12 @@ def _peak(stage: Stage, first: Path, path: Path) -> int:
     return peak
 
 
-def _counted(stage: Stage, parts: Mapping[str, int]) -> int:
-    """What is counted of that which is measured: blocks that are decomposed are mapped."""
-    return parts["all"] - (parts["student"] if stage == "decompose" else 0)
+def _counted(stage: Stage, names: Sequence[str], config: RunConfig) -> int:
+    """What is counted of that which is measured: blocks that are decomposed, and the base of sizes, are mapped."""
+    if stage == "deploy":
+        return max(sum(parts.values()) for parts in deployment_bytes(build_architecture(config), config))
+    counts = [dry_run(config)["memory"][name] for name in names]
+    return max(parts["all"] - (parts["student"] if stage == "decompose" else 0) for parts in counts)
 
 
 def write_config(work: Path, subject: Subject, name: str) -> Path:

@@ -18,11 +18,14 @@ from flexrank.probe import curvature_sensitivity
 from flexrank.profiles import SensitivityTable
 from flexrank.run import run_stages
 from flexrank.run.config import load_config, parse_config
+from flexrank.run.directory import RunDirectory
 from flexrank.run.dry_run import dry_run
 from flexrank.run.dry_run.architecture import build_architecture
-from flexrank.run.dry_run.memory import elastic_bytes, matrix_bytes, tensor_bytes, trained_part
+from flexrank.run.dry_run.memory import decomposed_bytes, elastic_bytes, matrix_bytes, tensor_bytes, trained_part
 from flexrank.run.dry_run.table import PARTS
 from flexrank.run.samples import loss_rows
+from flexrank.run.stages import read_chain
+from flexrank.run.workspace import Workspace
 from research.peaks import peaks_of
 from tiny_runs import settings
 
@@ -181,6 +184,9 @@ def test_a_run_that_has_allocated_ranks_counts_them(sources: Path, tmp_path: Pat
     run_stages(config, "distill")
     trained, _ = load_elastic(tmp_path / "run" / "elastic")
     assert written() == tensor_bytes(trained) != uniform
+    work = Workspace(config, RunDirectory(config.directory))
+    before = work.decomposed(read_chain(work).at(0.8))  # what is evaluated before consolidation
+    assert decomposed_bytes(build_architecture(config), config) == tensor_bytes(before)
     assert written(0.75) == others
 
 

@@ -26,7 +26,7 @@ from flexrank.profiles import SlackTable
 from flexrank.profiles.costs import SLACK_SHARE
 from flexrank.run.dry_run import dry_run, operations
 from flexrank.run.dry_run.architecture import build_architecture
-from flexrank.run.dry_run.memory import count_memory, moment_bytes, tensor_bytes, trained_part
+from flexrank.run.dry_run.memory import count_memory, decomposed_bytes, moment_bytes, tensor_bytes, trained_part
 from tiny import nest
 from tiny_dry_runs import BATCH, LENGTH, Build, batch_of, bytes_of, config_of, real, uniform
 
@@ -126,7 +126,15 @@ def test_memory_is_what_real_training_holds(tmp_path: Path) -> None:
     kept = [LogitObjective().target(call_model(model, batch_of(tiny.llama_tied, rows)), {}) for rows in (3, 2)]
     assert memory["probe"]["targets"] == bytes_of(kept)
     assert all(parts["all"] == sum(parts.values()) - parts["all"] for parts in memory.values())
-    assert memory["evaluation"]["student"] == tensors[1]  # before consolidation
+
+
+def test_before_consolidation_no_component_above_the_largest_size_is_held(tmp_path: Path) -> None:
+    config = config_of(tiny.llama_tied, tmp_path, allocation={"budgets": [0.6, 0.4]})
+    student = nest(real(tiny.llama_tied))
+    ranks = uniform(student, 0.6)[0]
+    for name, layer in nested_layers(student).items():
+        layer.u, layer.v = (torch.nn.Parameter(factor[: ranks[name]]) for factor in (layer.u, layer.v))
+    assert decomposed_bytes(build_architecture(config), config) == bytes_of([*student.parameters(), *student.buffers()])
 
 
 @pytest.mark.parametrize(("keys", "each"), [({}, 8), ({"distillation": {"optimizer": "adamw_8bit"}}, 2 + 8 / 256)])

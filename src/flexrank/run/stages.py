@@ -167,8 +167,8 @@ def evaluate_initial(work: Workspace, _: str) -> None:
     """Qualities before consolidation: RUN/evaluation_initial.json; no rows where nothing is consolidated."""
     budgets, own = work.config.allocation.budgets, dict[int, Any]()
     if work.config.distillation.steps:
-        model, _chain = work.elastic("elastic_initial")
         chain = read_chain(work)
+        model = work.decomposed(chain.at(max(budgets)))
         for number in track(processes.share(len(budgets)), "evaluating before consolidation"):
             with use_profile(model, chain.at(budgets[number])):
                 own[number] = {"budget": budgets[number], "quality": work.judge(model)}

@@ -126,6 +126,10 @@ class Workspace:
         model, chain = load_elastic(self.directory / name)
         return model.to(self.device), chain
 
+    def decomposed(self, ranks: Mapping[str, int]) -> nn.Module:
+        """The decomposed model with the components up to these ranks and no others."""
+        return load_components(self.directory / "elastic_initial", ranks).to(self.device)
+
     @contextlib.contextmanager
     def student(self, profiles: Sequence[Mapping[str, int]]) -> Iterator[nn.Module]:
         """What consolidation trains at these profiles, on the device.

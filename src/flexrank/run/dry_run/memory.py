@@ -121,10 +121,17 @@ def most(*moments: dict[str, int]) -> dict[str, int]:
 
 def evaluated_bytes(architecture: Architecture, trained: Any, config: RunConfig) -> list[dict[str, int]]:
     """What is evaluated beside the teacher: the model before consolidation, the elastic one for slack, and a size."""
-    before = tensor_bytes(architecture.student) if config.distillation.steps else 0
+    before = decomposed_bytes(architecture, config) if config.distillation.steps else 0
     written = elastic_bytes(architecture, trained, config) + matrix_bytes(architecture, config)
     size = deployed_bytes(architecture, config, max(config.allocation.budgets))
     return [{"student": max(before, written)}, {"deployed": size}]
+
+
+def decomposed_bytes(architecture: Architecture, config: RunConfig) -> int:
+    """Bytes of the decomposed model with the components of its largest size and no others."""
+    ranks = architecture.profile(max(config.allocation.budgets), rule(config)["slack_share"])
+    left = sum((min(shape) - ranks[name]) * sum(shape) for name, shape in architecture.shapes.items())
+    return tensor_bytes(architecture.student) - left * architecture.teacher.dtype.itemsize
 
 
 def deployment_bytes(architecture: Architecture, config: RunConfig) -> list[dict[str, int]]:

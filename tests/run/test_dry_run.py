@@ -137,6 +137,22 @@ def test_before_consolidation_no_component_above_the_largest_size_is_held(tmp_pa
     assert decomposed_bytes(build_architecture(config), config) == bytes_of([*student.parameters(), *student.buffers()])
 
 
+def test_gradients_take_the_place_of_activations_in_a_step_of_one_batch(tmp_path: Path) -> None:
+    """And the teacher's outputs are kept for as many samples as there are, and steps take; of a stream none."""
+
+    def held(data: dict[str, Any] | None = None, **keys: Any) -> dict[str, int]:
+        config = config_of(tiny.llama_tied, tmp_path, distillation={"autocast": "off"} | keys, data=data or {})
+        return dry_run(config)["memory"]["consolidation"]
+
+    one, two = held(accumulation=1), held(accumulation=2)
+    assert two["gradients"] == one["gradients"] > 0
+    assert one["activations"] == max(0, two["activations"] - two["gradients"])
+    output = bytes_of([call_model(real(tiny.llama_tied), batch_of(tiny.llama_tied, 1)).logits])
+    assert held({"training": 5})["targets"] == 5 * output
+    assert held(steps=2, batch_size=3, accumulation=2)["targets"] == 12 * output
+    assert held({"source": "jsonl", "path": "x.jsonl"})["targets"] == 0
+
+
 @pytest.mark.parametrize(("keys", "each"), [({}, 8), ({"distillation": {"optimizer": "adamw_8bit"}}, 2 + 8 / 256)])
 def test_states_take_less_in_8_bits_and_weights_in_bfloat16(keys: dict[str, Any], each: float, tmp_path: Path) -> None:
     whole = dry_run(config_of(tiny.llama_tied, tmp_path, **keys))["memory"]["consolidation"]

@@ -158,7 +158,7 @@ def test_memory_of_a_process_is_divided_by_the_rows_of_a_step_alone(tmp_path: Pa
     config = config_of(tiny.llama_tied, tmp_path)
     one, three = (dry_run(config, device=DEVICE, devices=count) for count in (1, 3))
     before, after = one["memory"]["consolidation"], three["memory"]["consolidation"]
-    assert {part for part in before if before[part] != after[part]} == {"activations", "outputs", "all"}
+    assert {part for part in before if before[part] != after[part]} == {"activations", "targets", "outputs", "all"}
     of_a_row = config_of(tiny.llama_tied, tmp_path, distillation={"batch_size": 1})
     assert after == dry_run(of_a_row)["memory"]["consolidation"] and after["outputs"] * 3 == before["outputs"]
     others = [{k: v for k, v in result["memory"].items() if k != "consolidation"} for result in (one, three)]

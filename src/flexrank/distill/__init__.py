@@ -34,6 +34,8 @@ from flexrank.progress import track
 
 Profiles = ProfileChain | Sequence[Mapping[str, int]]
 Method = Literal["balanced", "paper"]
+#: Bytes of the teacher's outputs that are kept from one pass over a sequence to the next.
+TEACHER_CACHE = 256 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +104,7 @@ def distill_(
     optimizer: OptimizerName = "adamw",
     gradient_checkpointing: bool = False,
     train_embeddings: bool = False,
-    teacher_cache: int = 256 * 2**20,
+    teacher_cache: int = TEACHER_CACHE,
     seed: int = 0,
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 200,

@@ -32,8 +32,9 @@ NOTES = (
     "budget: deployed over dense parameters of the factorised layers; sizes are those of each layer's largest rank "
     "within it, with the slack that allocation expects. A run allocates other ranks within the same budget, and once "
     "RUN/chain.json has them they are counted.",
-    "memory: weights, gradients, AdamW's states, activations kept to go back (of the weights' dtype), second "
-    "moments, outputs that the probe keeps and those of a batch; with device cpu also the host's buffers, hidden "
+    "memory: weights, gradients, AdamW's states, activations kept to go back (of the weights' dtype; in a step of one "
+    "batch gradients take their place), second moments, the base model's outputs that probe and consolidation keep, "
+    "and those of a batch; with device cpu also the host's buffers, hidden "
     "states between blocks and factors that wait to be written. No workspaces, texts, or the libraries themselves.",
     "operations: products of all layers with a matrix, lm_head too, of attention (its whole square), of moments "
     "and factorisations; no norms, softmaxes, loss or optimiser. The probe's are the most it may take; replayed "

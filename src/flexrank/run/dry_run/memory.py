@@ -10,6 +10,7 @@ from torch import nn
 
 from flexrank.artefacts.elastic import SHARD_BYTES
 from flexrank.data.batches import call_model
+from flexrank.distill import TEACHER_CACHE
 from flexrank.nn.blocks import block_stack
 from flexrank.nn.switch import footprint, nested_layers
 from flexrank.probe import MATRIX_BYTES
@@ -17,6 +18,7 @@ from flexrank.probe.replay import make_plan
 from flexrank.profiles.costs import Shape, full_ranks
 from flexrank.run.candidates import candidate_ranks, rule
 from flexrank.run.config import RunConfig
+from flexrank.run.data_config import IN_MEMORY
 from flexrank.run.dry_run.activations import kept_bytes
 from flexrank.run.dry_run.architecture import Architecture, shares_factors_alone
 from flexrank.run.tables import split_block
@@ -173,6 +175,8 @@ def training_bytes(architecture: Architecture, student: Any, config: RunConfig) 
     """Bytes of a step of consolidation, but for the teacher's weights.
 
     Where sizes share factors alone, what is as in the teacher is shared with it; matrices of full layers always are.
+    `activations` are those beside gradients, which take their place as a step of one batch goes back. `targets` are
+    the teacher's outputs that are kept from one pass to the next.
     """
     settings, trained = config.distillation, [p for p in student.parameters() if p.requires_grad]
     gradients = sum(p.numel() * p.element_size() for p in trained)
@@ -181,11 +185,17 @@ def training_bytes(architecture: Architecture, student: Any, config: RunConfig) 
     if shares_factors_alone(config) and architecture.file_dtype == architecture.teacher.dtype:
         size -= sum(p.numel() * p.element_size() for p in student.parameters() if not p.requires_grad)
     in_training = architecture.outputs * (2 if settings.autocast == "bfloat16" else architecture.teacher.dtype.itemsize)
+    activations = kept_bytes(student, architecture.sample, config)
+    if settings.accumulation == 1 and not settings.gradient_checkpointing:
+        activations = max(0, activations - gradients)
+    taken = settings.steps * settings.batch_size * settings.accumulation
+    samples = 0 if config.data.is_stream else min(config.data.training or IN_MEMORY, taken)
     return {
         "student": size,
         "gradients": gradients,
         "optimizer": in_8_bits if settings.optimizer == "adamw_8bit" else 2 * gradients,
-        "activations": kept_bytes(student, architecture.sample, config),
+        "activations": activations,
+        "targets": min(TEACHER_CACHE, samples * in_training),
         "outputs": 3 * settings.batch_size * in_training,
     }
 

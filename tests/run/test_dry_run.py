@@ -17,7 +17,7 @@ from flexrank.distill import step
 from flexrank.distill.objectives import EmbeddingObjective, LogitObjective, default_objective
 from flexrank.distill.optimizer import make_optimizer
 from flexrank.hf.meta import meta_model
-from flexrank.hf.models import save_config
+from flexrank.hf.models import hidden_states, save_config
 from flexrank.nn.blocks import block_stack
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import nested_layers, use_profile
@@ -26,7 +26,8 @@ from flexrank.profiles import SlackTable
 from flexrank.profiles.costs import SLACK_SHARE
 from flexrank.run.dry_run import dry_run, operations
 from flexrank.run.dry_run.architecture import build_architecture
-from flexrank.run.dry_run.memory import count_memory, decomposed_bytes, moment_bytes, tensor_bytes, trained_part
+from flexrank.run.dry_run.memory import count_memory, decomposed_bytes, tensor_bytes, trained_part
+from flexrank.run.dry_run.moments import moment_bytes
 from tiny import nest
 from tiny_dry_runs import BATCH, LENGTH, Build, batch_of, bytes_of, config_of, real, uniform
 
@@ -138,19 +139,40 @@ def test_before_consolidation_no_component_above_the_largest_size_is_held(tmp_pa
 
 
 def test_gradients_take_the_place_of_activations_in_a_step_of_one_batch(tmp_path: Path) -> None:
-    """And the teacher's outputs are kept for as many samples as there are, and steps take; of a stream none."""
-
-    def held(data: dict[str, Any] | None = None, **keys: Any) -> dict[str, int]:
-        config = config_of(tiny.llama_tied, tmp_path, distillation={"autocast": "off"} | keys, data=data or {})
-        return dry_run(config)["memory"]["consolidation"]
-
-    one, two = held(accumulation=1), held(accumulation=2)
+    one, two = (
+        dry_run(config_of(tiny.llama_tied, tmp_path, distillation={"accumulation": count}))["memory"]["consolidation"]
+        for count in (1, 2)
+    )
     assert two["gradients"] == one["gradients"] > 0
     assert one["activations"] == max(0, two["activations"] - two["gradients"])
-    output = bytes_of([call_model(real(tiny.llama_tied), batch_of(tiny.llama_tied, 1)).logits])
-    assert held({"training": 5})["targets"] == 5 * output
-    assert held(steps=2, batch_size=3, accumulation=2)["targets"] == 12 * output
-    assert held({"source": "jsonl", "path": "x.jsonl"})["targets"] == 0
+
+
+@pytest.mark.parametrize(
+    ("build", "keys", "objective"),
+    [
+        (tiny.llama_tied, {}, LogitObjective(hidden_weight=4.0)),
+        (tiny.llama_tied, {"top_k": 3}, LogitObjective(top_k=3, hidden_weight=4.0)),
+        (tiny.llama_tied, {"hidden_weight": 0}, LogitObjective()),
+        (tiny.bert, {}, EmbeddingObjective(hidden_weight=4.0)),
+        (tiny.bert, {"hidden_weight": 0}, EmbeddingObjective()),
+        (tiny.vit, {}, LogitObjective()),
+    ],
+)
+def test_targets_are_kept_of_as_many_samples_as_there_are_and_steps_take(
+    build: Build, keys: dict[str, Any], objective: Any, tmp_path: Path
+) -> None:
+    def held(count: int = 1, data: dict[str, Any] | None = None, **more: Any) -> int:
+        settings = {"autocast": "off", "batch_size": 3, "accumulation": 2, "steps": 2} | keys | more
+        config = config_of(build, tmp_path, distillation=settings, data=data or {})
+        return dry_run(config, devices=count)["memory"]["consolidation"]["targets"]
+
+    model = real(build)
+    with hidden_states(model):
+        of_one = bytes_of([objective.target(call_model(model, batch_of(build, 1)), {})])
+    assert held() == 12 * of_one and held(steps=4) == 24 * of_one
+    assert held(data={"training": 5}) == 5 * of_one
+    assert held(3, data={"training": 9}, steps=4) == 3 * of_one
+    assert build is tiny.vit or held(data={"source": "jsonl", "path": "x.jsonl"}) == 0
 
 
 @pytest.mark.parametrize(("keys", "each"), [({}, 8), ({"distillation": {"optimizer": "adamw_8bit"}}, 2 + 8 / 256)])

@@ -130,6 +130,6 @@ def test_loss_checks_have_targets_before_training_and_after(
 def test_the_dry_run_counts_the_targets_of_loss_checks(tmp_path: Path) -> None:
     few, many = (dry_run(config_of(tiny.llama_tied, tmp_path, data={"probe": n}))["memory"] for n in (5, 5000))
     step, check = few["consolidation"], many["consolidation"]
-    assert "targets" not in step and check["targets"] == many["probe"]["targets"] == 5000 * 10 * 64 * 4
+    assert "gradients" in step and check["targets"] == many["probe"]["targets"] == 5000 * 10 * 64 * 4
     assert check.keys() == {"teacher", "student", "targets", "outputs", "all"}
     assert (check["student"], check["outputs"]) == (step["student"], many["probe"]["outputs"])

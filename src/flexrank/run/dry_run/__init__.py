@@ -18,7 +18,8 @@ from flexrank.run.config import RunConfig
 from flexrank.run.dry_run import operations
 from flexrank.run.dry_run.architecture import Architecture, build_architecture
 from flexrank.run.dry_run.devices import LOCAL, Device, find_device
-from flexrank.run.dry_run.memory import count_memory, moment_bytes
+from flexrank.run.dry_run.memory import count_memory
+from flexrank.run.dry_run.moments import moment_bytes
 from flexrank.run.dry_run.plan import part_of, plan_notes, plan_run
 from flexrank.run.dry_run.table import print_dry_run
 from flexrank.run.tables import split_block

@@ -21,11 +21,10 @@ from flexrank.run.config import RunConfig
 from flexrank.run.data_config import IN_MEMORY
 from flexrank.run.dry_run.activations import kept_bytes
 from flexrank.run.dry_run.architecture import Architecture, shares_factors_alone
+from flexrank.run.dry_run.moments import factor_bytes, moment_bytes
 from flexrank.run.tables import split_block
 from flexrank.run.targets import probe_top_k, top_k_bytes
 
-#: Bytes of a number in a second moment, which is summed in float64.
-MOMENT_BYTES = 8
 #: Bytes of a number in torchao's state of 8 bits, whose blocks of 256 have a float32 each.
 STATE_8BIT = 1 + 4 / 256
 
@@ -64,7 +63,7 @@ def count_memory(architecture: Architecture, config: RunConfig, count: int = 1) 
     trained = trained_part(architecture, config)
     both = {"teacher": teacher, "outputs": output * (size + file_size)}
     judged = {"teacher": teacher, "outputs": CHECKED * output * size}
-    training = {"teacher": teacher, **training_bytes(architecture, trained, config)}
+    training = {"teacher": teacher, **training_bytes(architecture, trained, config, count)}
     if config.distillation.sharded and count > 1:
         training |= sharded_bytes(architecture, trained, training, config, count)
     held = {part: training[part] for part in ("teacher", "student", "gathered") if part in training}
@@ -171,8 +170,21 @@ def largest_ranks(architecture: Architecture, config: RunConfig, budgets: Iterab
     return {name: max(some - {full[name]}, default=full[name]) for name, some in ranks.items()}
 
 
-def training_bytes(architecture: Architecture, student: Any, config: RunConfig) -> dict[str, int]:
-    """Bytes of a step of consolidation, but for the teacher's weights.
+def followed_bytes(architecture: Architecture, config: RunConfig) -> int:
+    """Bytes that consolidation keeps of one sample's targets: outputs, or the likeliest classes, and hidden states."""
+    settings, (rows, numbers) = config.distillation, architecture.target
+    size = 2 if settings.autocast == "bfloat16" else architecture.file_dtype.itemsize
+    follows = bool(settings.weight_of_hidden_states)
+    if config.task == "embedding":
+        return (architecture.outputs if follows else rows * numbers) * size
+    if settings.top_k is not None:
+        numbers, size = 2 * settings.top_k + 1, 4
+    hidden = architecture.teacher.config.hidden_size if follows and config.task == "language" else 0
+    return rows * (numbers + hidden) * size
+
+
+def training_bytes(architecture: Architecture, student: Any, config: RunConfig, count: int = 1) -> dict[str, int]:
+    """Bytes of a step of consolidation in each of `count` processes, but for the teacher's weights.
 
     Where sizes share factors alone, what is as in the teacher is shared with it; matrices of full layers always are.
     `activations` are those beside gradients, which take their place as a step of one batch goes back. `targets` are
@@ -189,13 +201,13 @@ def training_bytes(architecture: Architecture, student: Any, config: RunConfig) 
     if settings.accumulation == 1 and not settings.gradient_checkpointing:
         activations = max(0, activations - gradients)
     taken = settings.steps * settings.batch_size * settings.accumulation
-    samples = 0 if config.data.is_stream else min(config.data.training or IN_MEMORY, taken)
+    own = 0 if config.data.is_stream else math.ceil((config.data.training or IN_MEMORY) / count)
     return {
         "student": size,
         "gradients": gradients,
         "optimizer": in_8_bits if settings.optimizer == "adamw_8bit" else 2 * gradients,
         "activations": activations,
-        "targets": min(TEACHER_CACHE, samples * in_training),
+        "targets": min(TEACHER_CACHE, min(own, taken) * followed_bytes(architecture, config)),
         "outputs": 3 * settings.batch_size * in_training,
     }
 
@@ -273,19 +285,6 @@ def weights_at_once(architecture: Architecture) -> int:
     return tensor_bytes(architecture.teacher) - sum(blocks) + max(blocks, default=0)
 
 
-def factor_bytes(shape: Shape, method: str, from_inputs: bool) -> int:
-    """Bytes that decomposing a layer takes at most, all in float64.
-
-    DataSVD holds W, its vectors, and U twice, of m·n each, and seven matrices of k²; a ridged copy of Σ too where an
-    input's moment is kept. Roots of Σ (`paper`) or of the gradients' moment (`fisher`) take four matrices of their
-    width, eigenvectors and LAPACK's workspace among them; and `fisher` its shrunk moment.
-    """
-    (m, n), k = shape, min(shape)
-    roots = {"paper": 4 * n * n + m * n, "fisher": 5 * m * m + m * n}.get(method, 0)
-    ridged = 3 * m * n + n * n + 5 * k * k if from_inputs else 0
-    return 8 * max(4 * m * n + 7 * k * k, ridged, roots)
-
-
 def trained_part(architecture: Architecture, config: RunConfig) -> Any:
     """The elastic model as far as it is trained: factors up to the largest rank, vectors of sizes.
 
@@ -309,32 +308,6 @@ def deployed_bytes(architecture: Architecture, config: RunConfig, budget: float)
     dtype = getattr(torch, config.deployed_dtype)
     others = footprint(architecture.student, dtype).other_bytes
     return others + round(budget * architecture.dense_parameters) * dtype.itemsize
-
-
-def moment_bytes(architecture: Architecture, config: RunConfig) -> dict[str, int]:
-    """Bytes of the second moments in each block of the model: 8·d² each, and 8·m² more per layer for gradients."""
-    widths, sizes = moment_widths(architecture, config), {split_block(name)[0]: 0 for name in architecture.shapes}
-    for name, (m, _) in architecture.shapes.items():
-        numbers = widths.get(name, 0) ** 2 + (m**2 if config.keeps_gradient_moments else 0)
-        sizes[split_block(name)[0]] += MOMENT_BYTES * numbers
-    return sizes
-
-
-def moment_widths(architecture: Architecture, config: RunConfig) -> dict[str, int]:
-    """The width d of each moment (d x d) by layer; layers that share their input have one, under the first's name."""
-    outputs = layers_by_output(architecture, config)
-    owners = [name for group in architecture.groups for name in group if name in outputs or name == group[0]]
-    return {name: architecture.shapes[name][0 if name in outputs else 1] for name in owners}
-
-
-def layers_by_output(architecture: Architecture, config: RunConfig) -> set[str]:
-    """Layers whose moment is that of the output: where that is less work, as `collect_moments` chooses."""
-    names: set[str] = set()
-    for group in () if config.keeps_input_moments else architecture.groups:
-        shapes = [architecture.shapes[name] for name in group]
-        if all(m <= n for m, n in shapes) and sum(m * m for m, _ in shapes) < shapes[0][1] ** 2:
-            names.update(group)
-    return names
 
 
 def tensor_bytes(model: nn.Module, dtype: torch.dtype | None = None) -> int:

@@ -17,7 +17,7 @@ from flexrank.profiles.costs import Shape, full_ranks
 from flexrank.run.candidates import candidate_ranks, rule
 from flexrank.run.config import RunConfig
 from flexrank.run.dry_run.architecture import Architecture, Call, shares_factors_alone
-from flexrank.run.dry_run.memory import layers_by_output, moment_widths
+from flexrank.run.dry_run.moments import layers_by_output, moment_widths
 
 
 def calibration(architecture: Architecture, config: RunConfig) -> int:

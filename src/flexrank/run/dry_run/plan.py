@@ -23,7 +23,8 @@ from flexrank.run.config import RunConfig
 from flexrank.run.dry_run import operations
 from flexrank.run.dry_run.architecture import Architecture
 from flexrank.run.dry_run.devices import Device
-from flexrank.run.dry_run.memory import moment_bytes, tensor_bytes
+from flexrank.run.dry_run.memory import tensor_bytes
+from flexrank.run.dry_run.moments import moment_bytes
 from flexrank.run.tables import ordered_layers, split_block
 
 

@@ -41,11 +41,11 @@ lack it. Each has four settings, tried on the tuning half. Seconds and the peak 
 
 **Where ours is behind, and why.** LEMS weighs outputs by the loss's gradients, DataSVD by activations alone;
 flexrank's default, `fisher`, took that from it, and shares its place. PIFA and A3 make a model for each size, and PIFA
-fits each layer again to what the compressed layers before it give: on stories260k, 64 columns wide, that leads from .6
-down, on wider models nowhere. Of trained rivals nested widths lead there too, from .7 down: whole heads and channels
-hold more, per parameter, than a few ranks of matrices so narrow. At a width of 128 they lead at .2 alone, at 256 and
-384 nowhere; whether it is the width that decides was not tried. Sizes trained each by itself are ahead where one set of
-weights pays for its small sizes, by at most .004 nats on pycode5m.
+fits each layer again to what the compressed layers before it give: that leads at small sizes of stories260k, which is
+64 columns wide, and is behind on the wider transformers. Of trained rivals nested widths lead there too: whole heads
+and channels hold more, per parameter, than a few ranks of matrices so narrow. The wider the Llama, the fewer sizes they
+lead at; whether it is the width that decides was not tried. Sizes trained each by itself can be ahead at large sizes,
+where one set of weights pays for its small ones.
 """
 #: The page of each kind: where, its head, its experiments, and what the first columns of claims are called.
 PAGES = {

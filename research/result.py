@@ -74,7 +74,8 @@ def behind(lost: Sequence[tuple[float, str, float]], measure: str) -> str:
     if not lost:
         return "behind at none"
     size, rival, most = max(lost, key=lambda one: one[2])
-    return f"behind at {' '.join(f'{one:g}' for one, *_ in lost)}; most at {size:g}, to {rival} by {most:.2g} {measure}"
+    sizes = " ".join(f"{one:g}" for one, *_ in lost)
+    return f"behind at {sizes}; most at {size:g}, by {most:.2g} {measure} to {rival}"
 
 
 def table(title: str, columns: Sequence[Any], rows: Sequence[Sequence[Any]], digits: Any = 3) -> dict[str, Any]:

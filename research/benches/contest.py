@@ -18,7 +18,7 @@ from flexrank.nn.select import select_layers
 from flexrank.nn.switch import footprint, layer_shapes, use_profile
 from flexrank.profiles import RankProfile, SensitivityTable
 from flexrank.profiles.costs import dense_parameters, deployed_parameters
-from flexrank.run.config import RunConfig
+from flexrank.run.config import ProbeConfig, RunConfig
 from flexrank.run.directory import RunDirectory
 from flexrank.run.workspace import Workspace
 from research.baselines import RANK_METHODS, SIZE_METHODS
@@ -39,8 +39,8 @@ METHODS = (*RANK_METHODS, *OURS)
 ALONE = tuple(SIZE_METHODS)
 #: How ranks are chosen: as the method's paper does, or from the method's own sensitivity table by flexrank.
 ALLOCATIONS = ("published", "paper", "joint")
-#: Probed ranks of a layer, as many as in a run; searches of a method's own choose among all.
-LEVELS = 10
+#: Probed ranks of a layer; searches of a method's own choose among all.
+LEVELS = ProbeConfig().levels
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ class Form(NamedTuple):
 
 
 QUICK = Form({"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 52}, 3)
-FULL = Form({"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 92}, 4)
+FULL = Form({"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 96}, 4)
 BUDGET = 0.3
 SETTINGS: dict[str, Any] = {
     "probe": {"method": "curvature", "levels": 4}, "decomposition": {"buffer_bytes": 2**24},

@@ -173,7 +173,7 @@ def test_tables_claims_and_the_ledger(monkeypatch: pytest.MonkeyPatch, tmp_path:
     published, all_ranks, default = result["claims"]  # ours are no rivals of ours
     assert default["holds"] and "fisher with joint ranks" in default["what"]
     assert published["holds"] and "behind at none" in published["here"]
-    assert not all_ranks["holds"] and all_ranks["here"] == "behind at 0.8 0.5; most at 0.8, to drone, joint by 0.5 nats"
+    assert not all_ranks["holds"] and all_ranks["here"] == "behind at 0.8 0.5; most at 0.8, by 0.5 nats to drone, joint"
     assert len(compare.draw(result["data"]).axes) == 1
     asked.clear()
     assert compare.run(Request(tmp_path, seeds=2)) == result and not asked
@@ -185,7 +185,7 @@ def test_a_rival_that_makes_models_alone_can_win(monkeypatch: pytest.MonkeyPatch
     fake(monkeypatch, {"datasvd": 3.0, "a3": 2.7})
     published, all_ranks, _ = compare.run(Request(tmp_path))["claims"]
     for claim in (published, all_ranks):
-        assert not claim["holds"] and claim["here"] == "behind at 0.8; most at 0.8, to a3, published by 0.5 nats"
+        assert not claim["holds"] and claim["here"] == "behind at 0.8; most at 0.8, by 0.5 nats to a3, published"
 
 
 def test_models_made_alone_are_scored_and_counted() -> None:

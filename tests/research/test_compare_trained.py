@@ -76,7 +76,7 @@ def test_tables_and_claims_by_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert rows["flexrank"] == ["yes", "2.200", "2.500", "2", "3"] and rows["independent"][0] == "no"
     assert rows["layerskip"][2] == "–"
     among, alone = result["claims"]
-    assert not among["holds"] and among["here"] == "behind at 0.8 0.5; most at 0.8, to layerskip by 0.5 nats"
+    assert not among["holds"] and among["here"] == "behind at 0.8 0.5; most at 0.8, by 0.5 nats to layerskip"
     assert alone["holds"] and "behind at none" in alone["here"]
     assert compare_trained.draw(result["data"]).axes
 

@@ -24,7 +24,7 @@ from flexrank.run.dry_run.architecture import build_architecture
 from flexrank.run.dry_run.memory import decomposed_bytes, elastic_bytes, matrix_bytes, tensor_bytes, trained_part
 from flexrank.run.dry_run.table import PARTS
 from flexrank.run.samples import loss_rows
-from flexrank.run.stages import read_chain
+from flexrank.run.stages import evaluate_initial
 from flexrank.run.workspace import Workspace
 from research.peaks import peaks_of
 from tiny_runs import settings
@@ -170,7 +170,9 @@ def test_evaluation_takes_what_the_dry_run_counts(sources: Path, tmp_path: Path)
     assert peak == pytest.approx(counted["all"], rel=0.15)
 
 
-def test_a_run_that_has_allocated_ranks_counts_them(sources: Path, tmp_path: Path) -> None:
+def test_a_run_that_has_allocated_ranks_counts_them(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: the model that it then trains; before, and for other budgets, ranks are uniform."""
     path = by_curvature(sources / "language", sources / "text.txt", tmp_path / "run")
     config = load_config(path, ["distillation.steps=1"])
@@ -184,9 +186,10 @@ def test_a_run_that_has_allocated_ranks_counts_them(sources: Path, tmp_path: Pat
     run_stages(config, "distill")
     trained, _ = load_elastic(tmp_path / "run" / "elastic")
     assert written() == tensor_bytes(trained) != uniform
-    work = Workspace(config, RunDirectory(config.directory))
-    before = work.decomposed(read_chain(work).at(0.8))  # what is evaluated before consolidation
-    assert decomposed_bytes(build_architecture(config), config) == tensor_bytes(before)
+    judged: list[int] = []
+    monkeypatch.setattr(Workspace, "judge", property(lambda _: lambda model: judged.append(tensor_bytes(model))))
+    evaluate_initial(Workspace(config, RunDirectory(config.directory)), "")
+    assert judged == [decomposed_bytes(build_architecture(config), config)] * 3
     assert written(0.75) == others
 
 

@@ -16,7 +16,7 @@ from research import experiment, figures, page, runner
 from research.__main__ import app
 from research.assets import assets_directory
 from research.experiment import BENCHES, COMPARISONS, STUDIES, Experiment, Ledger, Request, find_experiment
-from research.result import between, claim, goal, shown, spread, spreads, table
+from research.result import behind, between, claim, goal, shown, spread, spreads, table
 from tiny_runs import settings
 
 MEASURED = {
@@ -311,3 +311,8 @@ def test_an_interrupted_study_says_how_to_go_on(here: Path, monkeypatch: pytest.
     done = invoke("theory")
     assert done.exit_code == 130 and "goes on from the last finished part" in done.stderr
     assert not (here / "results").exists()
+
+
+def test_of_sizes_that_are_behind_the_farthest_is_named() -> None:
+    lost = [(0.8, "rival b", 0.1), (0.5, "rival a", 0.25), (0.2, "rival c", 0.2)]
+    assert behind(lost, "nats") == "behind at 0.8 0.5 0.2; most at 0.5, by 0.25 nats to rival a"

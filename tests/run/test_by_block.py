@@ -105,6 +105,22 @@ def test_decomposition_takes_what_the_dry_run_counts(sources: Path, tmp_path: Pa
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+def test_the_probe_takes_what_the_dry_run_counts(sources: Path, tmp_path: Path) -> None:
+    """At most 15 % off: the teacher, the student, dense matrices of layers, and what is replayed."""
+    model = write_llama(tmp_path / "model", sources / "language", 512, 1408, 2)
+    configs = []
+    for name, one in (("small", sources / "language"), ("large", model)):
+        values = yaml.safe_load(Path(by_curvature(one, sources / "text.txt", tmp_path / name)).read_text())
+        values |= {"probe": {"levels": 2}, "allocation": {"budgets": [0.8]}}
+        values["data"]["probe"] = 4
+        (path := tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(values))
+        configs.append(str(path))
+    (peak,) = peaks_of("probe", *configs)
+    counted = dry_run(load_config(configs[1]))["memory"]["probe"]
+    assert peak == pytest.approx(counted["all"], rel=0.15)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_consolidation_takes_what_the_dry_run_counts(sources: Path, tmp_path: Path) -> None:
     """At most 15 % off, the teacher included, at a size whose factors are as large whatever ranks are allocated."""
     model = write_llama(tmp_path / "model", sources / "language", 448, 1232, 4, torch.bfloat16)

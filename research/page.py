@@ -36,16 +36,18 @@ size is a prefix of all larger ones, so that one artefact holds them. DRONE's se
 of the clock, each measured once. DRONE, SVD-LLM and DataSVD have one optimum: their lines lie on each other.
 
 **Trained**: all methods have as many training tokens in all; one that trains each size by itself has its share of them
-for each. At equal time each has so many steps that it takes about flexrank's seconds; results made before that panel
-lack it. Each has four settings, tried on the tuning half. Seconds and the peak of memory are of a process of its own.
+for each. At equal training time each has so many steps that it trains about as long as flexrank; results made before
+that panel lack it. The probe, of which ranks are chosen once and whose seconds do not grow with training, has a column
+of its own. Each method has four rates, tried on the tuning half, and up to two more where the best is at an edge.
+Seconds and the peak of memory are of a process of its own. These are short trainings, of 160 to 320 steps, which favour
+methods that start from a good decomposition.
 
 **Where ours is behind, and why.** LEMS weighs outputs by the loss's gradients, DataSVD by activations alone;
-flexrank's default, `fisher`, took that from it, and shares its place. PIFA and A3 make a model for each size, and PIFA
-fits each layer again to what the compressed layers before it give: that leads at small sizes of stories260k, which is
-64 columns wide, and is behind on the wider transformers. Of trained rivals nested widths lead there too: whole heads
-and channels hold more, per parameter, than a few ranks of matrices so narrow. The wider the Llama, the fewer sizes they
-lead at; whether it is the width that decides was not tried. Sizes trained each by itself can be ahead at large sizes,
-where one set of weights pays for its small ones.
+flexrank's default, `fisher`, took that from it, and lies near it, at some sizes ahead and at some behind. PIFA and A3
+make a model for each size, and PIFA fits each layer again to what the compressed layers before it give: that leads at
+small sizes of stories260k, which is 64 columns wide. Of trained rivals nested widths lead there too: whole heads and
+channels hold more, per parameter, than a few ranks of matrices so narrow. Sizes trained each by itself can be ahead at
+large sizes, where one set of weights pays for its small ones.
 """
 #: The page of each kind: where, its head, its experiments, and what the first columns of claims are called.
 PAGES = {

@@ -1,9 +1,10 @@
 """Rivals that train, beside flexrank: every method learns from the same texts, as many of them, and is scored alike.
 
-Each part, a method with its settings and a seed, runs in a process of its own, whose seconds and peak of memory stand
-beside its quality. Settings are tried on the tuning half, four for each method; the reporting half is scored with those
-whose distance from the base model is least, as a geometric mean over budgets. What is finished is not done again.
-A method that does not know the model's architecture has no row of numbers, and the table says why.
+Each part, a method with its rate and a seed, runs in a process of its own, whose seconds and peak of memory are shown
+with its quality. Rates are tried on the tuning half, four for each method, and up to two more where the best is the
+least or the largest; the reporting half is scored with the one whose distance from the base model is least, as a
+geometric mean over budgets. What is finished is not done again. A method that does not know the model's architecture
+has no row of numbers, and the table says why.
 """
 
 import itertools
@@ -28,13 +29,13 @@ from research.result import Result, behind, goal, measured, spread, spreads, tab
 COLOURS = dict(zip(TRAINED_METHODS, (figures.OURS, *figures.RIVALS, "#000000"), strict=True))
 #: Ours, and the paper's.
 DECOMPOSITIONS: tuple[Method, ...] = ("fisher", "datasvd")
-#: A trial's steps, over those of what is compared.
-TRIAL = 0.5
-TOKENS, TIME, BEST = "equal tokens", "equal time", "at its best"
+#: A trial's steps, over those of what is compared; how often a best rate at an edge of those tried asks for another.
+TRIAL, WIDENED = 0.5, 2
+TOKENS, TIME, BEST = "equal tokens", "equal training time", "at its best"
 #: What each size is trained with; the last only in the full form.
 PANELS = {
     TOKENS: "as many training tokens for all sizes together",
-    TIME: "steps for about the seconds that flexrank takes at equal tokens",
+    TIME: "steps for about the seconds that flexrank trains at equal tokens",
     BEST: "all steps for each size",
 }
 Unit = dict[str, Any]
@@ -89,19 +90,38 @@ def _shares_of_time(results: Mapping[str, Sequence[Unit]]) -> dict[str, float]:
 def _tried(course: Course, ledger: Ledger, request: Request, drawn: Mapping[str, Any]) -> dict[str, list[Any]]:
     """By method its settings, each with its mean distance from the base model on the tuning half."""
     base = ledger.take("base, tuning half", _base, course, "tuning")[course.measure]
-    trials = {name: _trials(course, name) for name in TRAINED_METHODS}
-    units = {
-        f"{name}, trial {number}": (request, course.name, name, settings, 0, "tuning", TRIAL, False, drawn)
-        for name, some in trials.items()
-        for number, settings in enumerate(some)
-    }
-    tried = ledger.take_all(units, method_unit, request.jobs)
+    wanted = {name: list(method.trials) for name, method in TRAINED_METHODS.items()}
+    tried: dict[str, list[Any]] = {name: [] for name in TRAINED_METHODS}
+    for _ in range(1 + WIDENED):
+        units = {
+            f"{name}, trial of {_rate(settings):g}": (
+                request, course.name, name, settings, 0, "tuning", TRIAL, False, drawn,
+            )
+            for name, some in wanted.items()
+            for settings in some
+        }  # fmt: skip
+        done = ledger.take_all(units, method_unit, request.jobs)
+        for name, some in wanted.items():
+            found = [done[f"{name}, trial of {_rate(settings):g}"] for settings in some]
+            errors = [_mean_distance(base, course.measure, one) for one in found]
+            tried[name] += [{"settings": dict(one), "error": error} for one, error in zip(some, errors, strict=True)]
+        wanted = {name: _next_trials(some) for name, some in tried.items()}
+    return tried
 
-    def trial(name: str, number: int) -> dict[str, Any]:
-        error = _mean_distance(base, course.measure, tried[f"{name}, trial {number}"])
-        return {"settings": dict(trials[name][number]), "error": error}
 
-    return {name: [trial(name, number) for number in range(len(some))] for name, some in trials.items()}
+def _rate(settings: Settings) -> float:
+    (rate,) = settings.values()
+    return rate
+
+
+def _next_trials(tried: Sequence[Mapping[str, Any]]) -> list[Settings]:
+    """The rate beyond the best one where that is the least or the largest; none of a method without sizes."""
+    best = min(tried, key=_error_of)["settings"]
+    if all(one["error"] is None for one in tried):
+        return []
+    all_rates, (name,) = [_rate(one["settings"]) for one in tried], best
+    edges = {min(all_rates): 0.5, max(all_rates): 2.0}
+    return [{name: best[name] * edges[best[name]]}] if best[name] in edges else []
 
 
 def _trained(
@@ -135,26 +155,18 @@ def _base(course: Course, half: Half) -> dict[str, float]:
     return subject.score(subject.teacher)
 
 
-def _trials(course: Course, method: str) -> Sequence[Settings]:
-    """The method's; where the data has no labels, distillation at four rates."""
-    trials = TRAINED_METHODS[method].trials
-    if course.task is not None or all("loss" not in one for one in trials):
-        return trials
-    low, high = (one for one in trials if one["loss"] == "distillation")
-    (name,) = (name for name in low if low[name] != high[name])
-    ratio = high[name] / low[name]
-    return [{**low, name: low[name] * times} for times in (1 / ratio, 1.0, ratio, ratio**2)]
-
-
 def _named(request: Request, name: str) -> Course:
     return next(course for course in courses(request) if course.name == name)
 
 
 def table_unit(request: Request, name: str, seed: int) -> dict[str, Any]:
-    """The sensitivity tables that ranks are chosen from, by decomposition, and their seconds."""
-    start, course = time.perf_counter(), _named(request, name)
-    tables = {method: course.table(seed, method) for method in DECOMPOSITIONS}
-    return {"tables": tables, "seconds": time.perf_counter() - start}
+    """The sensitivity tables that ranks are chosen from, and their seconds, by decomposition."""
+    course, tables, seconds = _named(request, name), {}, {}
+    for method in DECOMPOSITIONS:
+        start = time.perf_counter()
+        tables[method] = course.table(seed, method)
+        seconds[method] = time.perf_counter() - start
+    return {"tables": tables, "seconds": seconds}
 
 
 def method_unit(
@@ -168,7 +180,7 @@ def method_unit(
     alone: bool,
     drawn: Mapping[str, Any],
 ) -> Unit:
-    """A method's rows by budget, its seconds of training, and the most memory that its process held.
+    """A method's rows by budget, its seconds without the probe's, and the most memory that its process held.
 
     Where it does not apply to the model, why not, and no rows.
     """
@@ -212,12 +224,14 @@ def _table(name: str, one: Mapping[str, Any], panel: str, measure: str, places: 
     rows: list[list[Any]] = []
     for method, runs in one["panels"][panel].items():
         held = "yes" if TRAINED_METHODS[method].is_one_artefact else "no"
-        rows.append([method, held, *_cells(measure, runs)])
+        probes = [seconds.get(TRAINED_METHODS[method].table) for seconds in one["probe_seconds"]]
+        rows.append([method, held, *_cells(measure, runs), None if None in probes else spread(probes)])
     base = base_words(one["base"], measure, places)
     title = f"{name}, {panel} ({PANELS[panel]}): {measure} by budget ({base})"
     title += _obstacles(one, panel)
-    digits = [0, *[places] * len(one["budgets"]), 0, 0]
-    return table(title, ["method", "one artefact", *one["budgets"], "seconds", "peak MB"], rows, digits)
+    digits = [0, *[places] * len(one["budgets"]), 0, 0, 0]
+    columns = ["method", "one artefact", *one["budgets"], "training s", "peak MB", "probe s"]
+    return table(title, columns, rows, digits)
 
 
 def _cells(measure: str, runs: Sequence[Unit]) -> list[Any]:
@@ -242,16 +256,24 @@ def _claims(name: str, one: Mapping[str, Any]) -> list[dict[str, Any]]:
     }
     claims = []
     for what, (is_one, largest) in wanted.items():
-        lost = list(_lost(one, is_one, largest))
-        here = behind(lost, one["measure"])
-        claims.append(goal(f"{name}, equal tokens: flexrank is {what}", "at no budget", here, not lost))
+        rivals = _rivals(one, is_one)
+        lost = list(_lost(one, rivals, largest)) if rivals else []
+        here = f"{behind(lost, one['measure'])}, of {len(rivals)} that apply"
+        what = f"{name}, equal tokens: flexrank is {what}"
+        claims.append(goal(what, "at no budget", here, bool(rivals) and not lost))
     return claims
 
 
-def _lost(one: Mapping[str, Any], is_one: bool, largest: float) -> Iterator[tuple[float, str, float]]:
+def _rivals(one: Mapping[str, Any], is_one: bool) -> list[str]:
+    """The methods of this kind that apply to the model, without flexrank."""
+    results = one["panels"][TOKENS]
+    own = [name for name, method in TRAINED_METHODS.items() if method.is_one_artefact == is_one and name != "flexrank"]
+    return [name for name in own if "obstacle" not in results[name][0]]
+
+
+def _lost(one: Mapping[str, Any], rivals: Sequence[str], largest: float) -> Iterator[tuple[float, str, float]]:
     """The budgets at which a method is better than flexrank by more than half of the last digit shown: by how much."""
     results = one["panels"][TOKENS]
-    rivals = [name for name, m in TRAINED_METHODS.items() if name != "flexrank" and m.is_one_artefact == is_one]
     for place, budget in enumerate(one["budgets"]):
         errors = {name: _error(one, results[name], place) for name in rivals}
         best = min(errors, key=lambda name: errors[name])
@@ -298,6 +320,6 @@ def draw(data: Mapping[str, Any]) -> Any:
 EXPERIMENT = Experiment(
     "compare-trained", "Trained rivals",
     "quality over size of flexrank beside its printed form, independent training, SVD-LLM with LoRA, ACIP, LLM-Pruner, "
-    "nested widths and LayerSkip, at equal training tokens and at equal time", minutes=300, full_minutes=3000,
+    "nested widths and LayerSkip, at equal training tokens and at equal training time", minutes=300, full_minutes=3000,
     has_halves=False, seeds=(1, 3), run=run, draw=draw, takes_config=True, has_jobs=True,
 )  # fmt: skip

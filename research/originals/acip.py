@@ -25,9 +25,9 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from flexrank.data.batches import Batch, token_mask
 from research.baselines.statistics import next_token_loss
 from research.baselines.trained import acip
-from research.baselines.trained.lesson import TaskObjective
 from research.originals.original import RANKS, Row, difference, importing, row, tiny_model
 
 SIZES = (0.9, 0.7, 0.5, 0.3, 0.1)
@@ -43,6 +43,20 @@ def compare(clone: Path) -> list[Row]:
         return [*_layers(own[0]), *_backward(own[1], batches), *_steps(own[2], batches), *_sizes(own[3])]
 
 
+class Labels:
+    """Their objective: the mean loss of the batch's next tokens; the base model is not asked."""
+
+    def target(self, output: Any, batch: Batch) -> Tensor:
+        """Nothing."""
+        return torch.empty(0)
+
+    def loss(self, output: Any, target: Tensor, batch: Batch) -> Tensor:
+        """The mean over the tokens that are predicted."""
+        mask = token_mask(batch)
+        assert mask is not None
+        return next_token_loss(output, batch) / (mask[:, 1:] & mask[:, :-1]).sum()
+
+
 class Pair:
     """Our model and theirs, with equal adapters, and what trains each."""
 
@@ -51,7 +65,7 @@ class Pair:
         self.model, self.layers = acip.scored(lesson, ADAPTER)
         self.theirs = _theirs(model, list(layers))
         self.pressure = acip.Pressure(self.layers, 0.0, 1)  # wants nothing to be left, so that λ grows at every step
-        self.penalised = acip.Penalised(TaskObjective(next_token_loss), self.pressure)
+        self.penalised = acip.Penalised(Labels(), self.pressure)
         loss = _module("training.objective")
         parts = {"task_objective": loss.TaskLoss(), "reg_objective": loss.LpRegularizationLoss()}
         self.combined = loss.CombinedLoss(parts, dict.fromkeys(parts, 1.0))

@@ -16,7 +16,7 @@ from flexrank.nn.switch import nested_layers
 from research.baselines.statistics import next_token_loss
 from research.baselines.trained import layerskip, lora
 from research.baselines.trained.acip import Pressure, ScoredLinear, masks_within
-from research.baselines.trained.channels import Widths, find_units, importances, ordered
+from research.baselines.trained.channels import Units, Widths, find_units, importances, ordered
 from tiny import batch_for, build, elastic, outputs, relative
 
 BATCH = batch_for("llama_tied")
@@ -25,7 +25,8 @@ BATCH = batch_for("llama_tied")
 def widths_of(model: nn.Module, seed: int = 0) -> Widths:
     units = find_units(model, [name for name, _ in block_stack(model, select_layers(model))])
     generator = torch.Generator().manual_seed(seed)
-    return Widths(units, ordered({name: torch.rand(one.count, generator=generator) for name, one in units.items()}))
+    importance = {name: torch.rand(one.count, generator=generator) for name, one in units.items()}
+    return Widths(units, ordered(units, importance))
 
 
 def sliced_llama(model: Any, widths: Widths, groups: int, width: int) -> Any:
@@ -38,7 +39,7 @@ def sliced_llama(model: Any, widths: Widths, groups: int, width: int) -> Any:
     small.load_state_dict({k: v for k, v in model.state_dict().items() if "_proj" not in k}, strict=False)
     for block, theirs in enumerate(model.model.layers):
         own, prefix = small.model.layers[block], f"model.layers.{block}."
-        heads = widths.orders[prefix + "self_attn.o_proj"][:groups].sort().values
+        heads = widths.orders[prefix + "self_attn.o_proj"][: 2 * groups : 2].sort().values // 2
         queries = torch.cat([torch.arange(16 * g, 16 * g + 16) for g in heads])
         keys = torch.cat([torch.arange(8 * g, 8 * g + 8) for g in heads])
         inner = widths.orders[prefix + "mlp.down_proj"][:width].sort().values
@@ -55,14 +56,35 @@ def test_units_left_out_are_those_of_a_smaller_model() -> None:
     """Oracle: a Llama of fewer heads and channels, built from its config; grouped queries."""
     model = build("llama_tied")
     widths = widths_of(model)
-    kept = {name: 1 if name.endswith("o_proj") else 20 for name in widths.units}
+    kept = {name: 2 if name.endswith("o_proj") else 20 for name in widths.units}
     small = sliced_llama(model, widths, 1, 20)
     with widths.use(model, kept):
         assert relative(outputs(model, BATCH), outputs(small, BATCH)) < 1e-5
         removed = sum(one.numel() for one in model.parameters()) - sum(one.numel() for one in small.parameters())
-    whole = sum(one.count * one.cost for one in widths.units.values())
-    assert widths.parameters(kept) == whole - removed
+    layers = select_layers(model, exclude=["lm_head"]).values()
+    assert widths.parameters(kept) == sum(layer.weight.numel() for layer in layers) - removed
     assert not model.model.layers[0].mlp.down_proj._forward_pre_hooks
+
+
+def test_keys_and_values_go_with_the_last_head_that_reads_them() -> None:
+    """Four heads of queries on two of keys and values, each of 8 × 32 numbers; oracle: columns of zeros."""
+    model = build("llama_tied")
+    units = find_units(model, ["model.layers.1"])
+    (attention, reader), _ = ((one, name) for name, one in units.items())
+    assert [attention.parameters(kept) for kept in range(5)] == [0, 4 * 256, 6 * 256, 10 * 256, 12 * 256]
+    widths = Widths(units, ordered(units, {name: torch.arange(one.count) * 1.0 for name, one in units.items()}))
+    assert widths.orders[reader].tolist() == [3, 2, 1, 0]
+    zeroed = copy.deepcopy(model)
+    zeroed.model.layers[1].self_attn.o_proj.weight.data[:, :8] = 0
+    with widths.use(model, {name: 3 if name == reader else one.count for name, one in units.items()}):
+        assert relative(outputs(model, BATCH), outputs(zeroed, BATCH)) < 1e-6
+
+
+def test_heads_of_a_group_lie_side_by_side() -> None:
+    """By hand: groups have 5, 6 and 4.5; inside each the more important head is first."""
+    units = {"a": Units(("q",), 6, 1, ("k",), 2, 1), "b": Units(("up",), 3, 1)}
+    orders = ordered(units, {"a": torch.tensor([4.0, 1.0, 2.9, 3.1, 0.5, 4.0]), "b": torch.tensor([1.0, 3.0, 2.0])})
+    assert orders["a"].tolist() == [3, 2, 0, 1, 5, 4] and orders["b"].tolist() == [1, 2, 0]
 
 
 def test_units_of_an_encoder() -> None:
@@ -90,12 +112,9 @@ def test_importance_is_that_of_weights_times_gradients() -> None:
     next_token_loss(call_model(model, BATCH), BATCH).backward()
     attention, feedforward = model.model.layers[1].self_attn, model.model.layers[1].mlp
     salience = {name: (one.weight * one.weight.grad).abs().detach() for name, one in attention.named_children()}
-    second = sum(
-        salience[name][rows].sum()
-        for name, rows in (("q_proj", slice(16, 32)), ("k_proj", slice(8, 16)), ("v_proj", slice(8, 16)))
-    )
-    second += salience["o_proj"][:, 16:].sum()
-    assert float(found["model.layers.1.self_attn.o_proj"][1]) == pytest.approx(2 * float(second), rel=1e-4)
+    third_head = salience["q_proj"][16:24].sum() + salience["o_proj"][:, 16:24].sum()
+    third_head += sum(salience[name][8:16].sum() for name in ("k_proj", "v_proj")) / 2  # which two heads share
+    assert float(found["model.layers.1.self_attn.o_proj"][2]) == pytest.approx(2 * float(third_head), rel=1e-4)
     gate, up, down = (
         (one.weight * one.weight.grad).abs().detach() for _, one in list(feedforward.named_children())[:3]
     )
@@ -105,7 +124,7 @@ def test_importance_is_that_of_weights_times_gradients() -> None:
 
 def test_widths_fill_a_limit_and_are_nested() -> None:
     widths = widths_of(build("llama_tied"))
-    whole = sum(one.count * one.cost for one in widths.units.values())
+    whole = 2 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 48)
     previous = None
     for share in (1.0, 0.9, 0.7, 0.5, 0.3):
         kept = widths.at(share * whole)

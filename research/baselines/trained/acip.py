@@ -27,11 +27,13 @@ from flexrank.distill.schedule import Schedule
 from flexrank.nn.matrix import bias_of, weight_matrix
 from flexrank.profiles.costs import deployed_parameters
 from research.baselines.method import NotApplicable
-from research.baselines.trained.lesson import Lesson, Settings, Size, TrainedMethod, losses, trained_parameters
+from research.baselines.trained.lesson import Lesson, Settings, Size, TrainedMethod, rates, trained_parameters
 
 #: The learning rate of scores, twenty times that of the authors' code, by which none reaches 0 in fewer than some 400
 #: steps; λ's first value and its growth a step; the share of steps that learn scores.
 SCORES_RATE, PENALTY, GROWTH, LEARNING = 5e-2, 1e-3, 1.1, 0.6
+#: The adapters' rank.
+ADAPTER = 4
 
 
 class ScoredLinear(nn.Module):
@@ -125,7 +127,7 @@ def masks_within(layers: Mapping[str, ScoredLinear], places: Mapping[str, Tensor
 
 def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:
     """All sizes together: scores and adapters first, then adapters at sizes drawn at random."""
-    model, layers = scored(lesson, settings["adapter"])
+    model, layers = scored(lesson, ADAPTER)
     pressure = Pressure(layers, min(lesson.budgets), round(LEARNING * lesson.steps))
     learn_order(lesson, settings, model, pressure)
     places, dense = pressure.order(), pressure.dense
@@ -137,7 +139,7 @@ def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:
     def switch(step: int) -> None:
         set_masks(layers, all_masks[draws.draw(step)])
 
-    lesson.train_(model, adapters, lesson.objective(settings), steps, rate, switch)
+    lesson.train_(model, adapters, lesson.followed, steps, rate, switch)
     for masks in all_masks:
         set_masks(layers, masks)
         kept = sum(layers[name].parameters_at(int(mask.sum())) for name, mask in masks.items())
@@ -159,7 +161,7 @@ def scored(lesson: Lesson, adapter: int) -> tuple[nn.Module, dict[str, ScoredLin
 
 def learn_order(lesson: Lesson, settings: Settings, model: nn.Module, pressure: Pressure) -> None:
     """Trains scores and adapters until the model is as small as the smallest size."""
-    objective, rate = Penalised(lesson.objective(settings), pressure), lesson.rate(settings)
+    objective, rate = Penalised(lesson.followed, pressure), lesson.rate(settings)
     learned = trained_parameters(model, [".score", ".down", ".up"])
     scores = [name for name in learned if name.endswith(".score")]
     lesson.train_(
@@ -190,4 +192,4 @@ def set_masks(layers: Mapping[str, ScoredLinear], masks: Mapping[str, Tensor]) -
         layers[name].mask = mask
 
 
-ACIP = TrainedMethod("acip", "Genzel et al., TMLR 2025", True, losses("learning_rate", 1e-3, 5e-3, adapter=4), sizes)
+ACIP = TrainedMethod("acip", "Genzel et al., TMLR 2025", True, rates("learning_rate", 5e-4, 1e-3, 2e-3, 4e-3), sizes)

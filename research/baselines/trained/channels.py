@@ -2,7 +2,8 @@
 
 A unit is read by some columns of one layer (`o_proj`, `down_proj`) and written by some rows of others. Where its
 columns read zeros, the model computes what it would without the unit, whose parameters a deployed model does not have.
-With grouped queries a unit is a head of keys and values with all its queries. Biases, which are few, are counted whole.
+With grouped queries a unit is a head of queries; keys and values go with the last query head that reads them, and heads
+of a group lie side by side in the order, so that they can. Biases, which are few, are counted whole.
 """
 
 import contextlib
@@ -39,11 +40,22 @@ class Units:
 
     writers: tuple[str, ...]
     count: int
-    cost: int  #: parameters of one of them
+    cost: int  #: parameters of one of them, but for what it shares
+    shared_writers: tuple[str, ...] = ()  #: of keys and values, of which `group` units share a head
+    group: int = 1
+    shared: int = 0  #: parameters of what a group shares
+
+    def parameters(self, kept: int) -> int:
+        """Of so many units, the first ones in the order."""
+        return kept * self.cost + -(-kept // self.group) * self.shared
 
     def rows(self, values: Tensor) -> Tensor:
         """(count · width, …) as (count, width, …)."""
         return values.unflatten(0, (self.count, -1))
+
+    def shared_rows(self, values: Tensor) -> Tensor:
+        """(count / group · width, …) as (count, width, …), each an equal part of what its group shares."""
+        return values.unflatten(0, (self.count // self.group, -1)).repeat_interleave(self.group, 0) / self.group
 
 
 def find_units(model: nn.Module, blocks: Sequence[str]) -> dict[str, Units]:
@@ -55,17 +67,25 @@ def find_units(model: nn.Module, blocks: Sequence[str]) -> dict[str, Units]:
     if not blocks:
         raise NotApplicable(f"{type(model).__name__}: no stack of blocks is found in it")
     parts = {block: _architecture(model, block) for block in blocks}
+    return {
+        f"{block}.{reader}": _units(model, block, writers, reader, is_attention=number == 0)
+        for block, pairs in parts.items()
+        for number, (writers, reader) in enumerate(pairs)
+    }
+
+
+def _units(model: nn.Module, block: str, writers: Sequence[str], reader: str, *, is_attention: bool) -> Units:
+    """Heads of queries, or channels."""
     config: Any = model.config
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    units = {}
-    for block, pairs in parts.items():
-        for number, (writers, reader) in enumerate(pairs):
-            names = tuple(f"{block}.{one}" for one in writers)
-            m, n = matrix_shape(model.get_submodule(f"{block}.{reader}"))
-            count = n if number else heads
-            written = sum(weight_matrix(model.get_submodule(one)).numel() for one in names)
-            units[f"{block}.{reader}"] = Units(names, count, (m * n + written) // count)
-    return units
+    m, n = matrix_shape(model.get_submodule(f"{block}.{reader}"))
+    heads = config.num_attention_heads
+    count, group = n, 1
+    if is_attention:
+        count, group = heads, heads // (getattr(config, "num_key_value_heads", None) or heads)
+    names = tuple(f"{block}.{one}" for one in writers)
+    own, shared = (names, ()) if group == 1 else (names[:1], names[1:])
+    written, together = (sum(weight_matrix(model.get_submodule(one)).numel() for one in some) for some in (own, shared))
+    return Units(own, count, (m * n + written) // count, shared, group, together * group // count)
 
 
 def _architecture(model: nn.Module, block: str) -> tuple[tuple[Sequence[str], str], ...]:
@@ -82,7 +102,9 @@ def importances(
     """Σ |w · ∂L/∂w| over each unit's weights, summed over batches (LLM-Pruner, eq. 5, element by element)."""
     device, totals = model_device(model), {name: torch.zeros(one.count) for name, one in units.items()}
     weights = {
-        name: weight_matrix(model.get_submodule(name)) for one in units.items() for name in (one[0], *one[1].writers)
+        name: weight_matrix(model.get_submodule(name))
+        for reader, one in units.items()
+        for name in (reader, *one.writers, *one.shared_writers)
     }
     with computing(model, device, with_gradients=True):
         for weight in weights.values():
@@ -93,8 +115,9 @@ def importances(
             gradients = torch.autograd.grad(value, list(weights.values()))
             salience = {name: (w * g).detach().abs() for (name, w), g in zip(weights.items(), gradients, strict=True)}
             for name, one in units.items():
-                parts = [salience[name].T, *(salience[writer] for writer in one.writers)]
-                totals[name] += sum(one.rows(part).flatten(1).sum(1).cpu() for part in parts)
+                parts = [one.rows(salience[part]) for part in one.writers]
+                parts += [one.shared_rows(salience[part]) for part in one.shared_writers]
+                totals[name] += sum(part.flatten(1).sum(1).cpu() for part in (one.rows(salience[name].T), *parts))
     return totals
 
 
@@ -112,16 +135,16 @@ class Widths:
         """
         fine = {name: one for name, one in self.units.items() if one.count == max(u.count for u in self.units.values())}
         coarse = {name: one for name, one in self.units.items() if name not in fine}
-        total = sum(one.count * one.cost for one in self.units.values())
+        total = sum(one.parameters(one.count) for one in self.units.values())
         kept = {name: max(1, round(limit / total * one.count)) for name, one in coarse.items()}
-        left = limit - sum(kept[name] * one.cost for name, one in coarse.items())
-        share = left / sum(one.count * one.cost for one in fine.values())
+        left = limit - sum(one.parameters(kept[name]) for name, one in coarse.items())
+        share = left / sum(one.parameters(one.count) for one in fine.values())
         kept |= {name: min(one.count, int(share * one.count)) for name, one in fine.items()}
         return kept if min(kept.values()) >= 1 else None
 
     def parameters(self, kept: Mapping[str, int]) -> int:
         """Of the units that are kept."""
-        return sum(kept[name] * one.cost for name, one in self.units.items())
+        return sum(one.parameters(kept[name]) for name, one in self.units.items())
 
     def mask(self, name: str, kept: int) -> Float[Tensor, " n"]:
         """One for the columns of `name` that read units that are kept, zero for others."""
@@ -150,6 +173,12 @@ def _masked(mask: Tensor, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Ten
     return (values * mask.to(values).repeat_interleave(values.shape[-1] // len(mask)), *inputs[1:])
 
 
-def ordered(importance: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The places of units by falling importance."""
-    return {name: values.argsort(descending=True, stable=True) for name, values in importance.items()}
+def ordered(units: Mapping[str, Units], importance: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The places of units by falling importance: of groups first, then inside each."""
+    return {name: _ordered(importance[name], one.group) for name, one in units.items()}
+
+
+def _ordered(values: Float[Tensor, " count"], group: int) -> Tensor:
+    groups = values.unflatten(0, (-1, group))
+    inside = groups.argsort(dim=1, descending=True, stable=True) + group * torch.arange(len(groups)).unsqueeze(1)
+    return inside[groups.sum(1).argsort(descending=True, stable=True)].flatten()

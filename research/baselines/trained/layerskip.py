@@ -21,7 +21,7 @@ from flexrank.distill.objectives import Objective
 from flexrank.hf.models import hidden_states
 from flexrank.nn.blocks import block_stack, replaced_forwards
 from research.baselines.method import NotApplicable, parameter_count
-from research.baselines.trained.lesson import Lesson, Settings, Size, TrainedMethod, losses
+from research.baselines.trained.lesson import Lesson, Settings, Size, TrainedMethod, rates
 
 #: The paper's for continued pretraining: the last block's dropout, and the scale of early losses.
 DROPOUT, EXIT_SCALE = 0.1, 0.2
@@ -92,7 +92,7 @@ def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:
     """All depths together, all weights."""
     model = copy.deepcopy(lesson.teacher)
     blocks = exits(model, lesson.layers)
-    objective = ExitObjective(lesson.objective(settings), model, len(blocks))
+    objective = ExitObjective(lesson.followed, model, len(blocks))
     skipped = dropout_rates(len(blocks))
     weights = lesson.weights(model)
     with contextlib.ExitStack() as stack:
@@ -145,4 +145,7 @@ def first_blocks(model: nn.Module, depth: int) -> Iterator[nn.Module]:
         config.num_hidden_layers = count
 
 
-LAYERSKIP = TrainedMethod("layerskip", "Elhoushi et al., ACL 2024", True, losses("times_usual", 0.3, 1.0), sizes)
+RATES = rates("times_usual", 0.5, 1.0, 2.0, 4.0)
+LAYERSKIP = TrainedMethod(
+    "layerskip", "Elhoushi et al., ACL 2024", True, rates("times_usual", 0.5, 1.0, 2.0, 4.0), sizes
+)

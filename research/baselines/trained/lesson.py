@@ -1,21 +1,19 @@
 """What every trained rival is given, and the loop that trains it."""
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from flexrank.data.batches import Batch, token_mask
+from flexrank.data.batches import Batch
 from flexrank.decompose import Method
 from flexrank.distill.objectives import FisherObjective, Objective
 from flexrank.distill.optimizer import set_rate
 from flexrank.distill.schedule import Feed, scheduled_rate
 from flexrank.distill.step import Step, Targets, training
-from flexrank.errors import FlexrankError
 from flexrank.profiles import ProfileChain
 from flexrank.progress import track
 from research.baselines.method import Loss, parameter_count
@@ -39,7 +37,7 @@ class Lesson:
     steps_of_a_size: int  #: of a method that trains each size by itself
     followed: FisherObjective  #: of distillation
     divergence: Objective  #: the same without hidden states, as the paper prints it
-    task: Loss | None  #: the loss of labels, summed over samples; None where there are none
+    task: Loss | None  #: the loss of labels, by which units are ranked; None where there are none
     elastic: Callable[[Method], nn.Module]  #: gives the model decomposed by `datasvd` or `fisher`
     chain: Callable[[Method, str], ProfileChain]  #: gives the ranks of its allocation by `paper` or `joint`
     forwards: Callable[[nn.Module], AbstractContextManager[None]]  #: how models compute while they train
@@ -61,14 +59,6 @@ class Lesson:
     def rate(self, settings: Settings) -> float:
         """The learning rate of the settings: `learning_rate`, or `times_usual` the model's usual one."""
         return settings.get("learning_rate") or settings["times_usual"] * self.usual_rate
-
-    def objective(self, settings: Settings) -> Objective:
-        """What the settings train by: `distillation` by default, or the `task`'s labels."""
-        if settings.get("loss", "distillation") == "distillation":
-            return self.followed
-        if self.task is None:
-            raise FlexrankError("settings have loss 'task'; the model's data has no labels")
-        return TaskObjective(self.task)
 
     def train_(
         self,
@@ -108,31 +98,14 @@ class TrainedMethod:
     name: str
     source: str
     is_one_artefact: bool
-    trials: Sequence[Settings]  #: to be tried; those without labels for a model that has none
+    trials: Sequence[Settings]  #: four rates to be tried, each twice the one before
     sizes: Callable[[Lesson, Settings], Iterator[Size]]
+    table: Method | None = None  #: whose sensitivity table it chooses ranks from
 
 
-@dataclasses.dataclass(frozen=True)
-class TaskObjective:
-    """The loss of the batch's labels, a mean over them; the teacher is not asked."""
-
-    total: Loss
-
-    def target(self, output: Any, batch: Batch) -> Tensor:
-        """Nothing."""
-        return torch.empty(0)
-
-    def loss(self, output: Any, target: Tensor, batch: Batch) -> Tensor:
-        """The mean over the tokens that are predicted."""
-        mask = token_mask(batch)
-        assert mask is not None
-        return self.total(output, batch) / (mask[:, 1:] & mask[:, :-1]).sum()
-
-
-def losses(name: str, *values: float, **settings: Any) -> tuple[Settings, ...]:
-    """These values of a setting by two losses; the one that papers train by, of labels, first."""
-    both = itertools.product(("task", "distillation"), values)
-    return tuple({name: value, "loss": loss, **settings} for loss, value in both)
+def rates(name: str, *values: float) -> tuple[Settings, ...]:
+    """Settings with these rates, rising."""
+    return tuple({name: value} for value in values)
 
 
 def trained_parameters(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from flexrank.nn.blocks import block_stack
 from research.baselines.trained.channels import Widths, find_units, importances, ordered
-from research.baselines.trained.lesson import Lesson, Settings, Size, TrainedMethod, losses, trained_parameters
+from research.baselines.trained.lesson import Lesson, Settings, Size, TrainedMethod, rates, trained_parameters
 from research.baselines.trained.lora import adapt_
 
 
@@ -26,7 +26,7 @@ def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:
         adapt_(model, list(lesson.layers), seed=lesson.seed)
         with widths.use(model, kept):
             adapters = trained_parameters(model, [".lora_"])
-            objective, steps = lesson.objective(settings), lesson.steps_of_a_size
+            objective, steps = lesson.followed, lesson.steps_of_a_size
             lesson.train_(model, adapters, objective, steps, lesson.rate(settings))
             yield model, lesson.limit(0) + unheld(lesson, widths) + widths.parameters(kept)
 
@@ -36,13 +36,13 @@ def taylor_widths(lesson: Lesson) -> Widths:
     model = copy.deepcopy(lesson.teacher)
     units = find_units(model, [name for name, _ in block_stack(model, lesson.layers)])
     loss = lesson.task or lesson.followed.fisher_loss
-    return Widths(units, ordered(importances(model, units, lesson.calibration, loss)))
+    return Widths(units, ordered(units, importances(model, units, lesson.calibration, loss)))
 
 
 def unheld(lesson: Lesson, widths: Widths) -> int:
     """The parameters of layers that no unit has."""
     dense = sum(m * n for m, n in lesson.layers.values())
-    return dense - sum(one.count * one.cost for one in widths.units.values())
+    return dense - sum(one.parameters(one.count) for one in widths.units.values())
 
 
 def room(lesson: Lesson, widths: Widths, budget: float) -> float:
@@ -50,4 +50,7 @@ def room(lesson: Lesson, widths: Widths, budget: float) -> float:
     return lesson.limit(budget) - lesson.limit(0) - unheld(lesson, widths)
 
 
-LLM_PRUNER = TrainedMethod("llm-pruner", "Ma et al., NeurIPS 2023", False, losses("learning_rate", 1e-3, 5e-3), sizes)
+RATES = rates("learning_rate", 2e-3, 4e-3, 8e-3, 1.6e-2)
+LLM_PRUNER = TrainedMethod(
+    "llm-pruner", "Ma et al., NeurIPS 2023", False, rates("learning_rate", 2e-3, 4e-3, 8e-3, 1.6e-2), sizes
+)

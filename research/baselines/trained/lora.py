@@ -1,7 +1,7 @@
 """SVD-LLM with its low-rank fine-tuning (Wang et al., ICLR 2025, section 3.3), and adapters for other rivals.
 
 The paper adapts one factor, then the other, with rank 8 and labels of instructions; here both have half of the steps,
-and the labels are the training texts' next tokens. Adapters merge into the factors, so a size stays what it is.
+and follow the base model. Adapters merge into the factors, so a size stays what it is.
 """
 
 import copy
@@ -17,7 +17,7 @@ from flexrank.nn.switch import nested_layers, uniform_profile
 from research.baselines.method import NotApplicable
 from research.baselines.statistics import input_moments
 from research.baselines.svd_llm import factors
-from research.baselines.trained.lesson import Lesson, Settings, Size, TrainedMethod, losses, trained_parameters
+from research.baselines.trained.lesson import Lesson, Settings, Size, TrainedMethod, rates, trained_parameters
 from research.baselines.trained.ranks import at
 
 #: The paper's rank of adapters, and what they are scaled by over it.
@@ -63,7 +63,7 @@ def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:
         adapt_(model, [f"{name}.{factor}" for name in profile for factor in ("v", "u")], lesson.seed)
         for factor in ("v", "u"):
             adapters = trained_parameters(model, [f".{factor}.lora_"])
-            lesson.train_(model, adapters, lesson.objective(settings), steps, rate)
+            lesson.train_(model, adapters, lesson.followed, steps, rate)
         yield model, parameters
 
 
@@ -81,5 +81,5 @@ def _whitened(lesson: Lesson) -> nn.Module:
 
 
 SVD_LLM_LORA = TrainedMethod(
-    "svd-llm + lora", "Wang et al., ICLR 2025", False, losses("learning_rate", 1e-3, 5e-3), sizes
+    "svd-llm + lora", "Wang et al., ICLR 2025", False, rates("learning_rate", 2.5e-4, 5e-4, 1e-3, 2e-3), sizes
 )

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Iterator
 
 from flexrank.distill.schedule import Schedule
-from research.baselines.trained.lesson import Lesson, Settings, Size, TrainedMethod, losses
+from research.baselines.trained.lesson import Lesson, Settings, Size, TrainedMethod, rates
 from research.baselines.trained.llm_pruner import room, taylor_widths, unheld
 
 
@@ -27,7 +27,7 @@ def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:
             stack.close()
             stack.enter_context(widths.use(model, possible[draws.draw(step)]))
 
-        lesson.train_(model, weights, lesson.objective(settings), lesson.steps, lesson.rate(settings), switch)
+        lesson.train_(model, weights, lesson.followed, lesson.steps, lesson.rate(settings), switch)
     for kept in all_kept:
         if kept is None:
             yield None
@@ -36,4 +36,7 @@ def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:
             yield model, lesson.limit(0) + unheld(lesson, widths) + widths.parameters(kept)
 
 
-MATFORMER = TrainedMethod("matformer", "Devvrit et al., NeurIPS 2024", True, losses("times_usual", 0.3, 1.0), sizes)
+RATES = rates("times_usual", 0.5, 1.0, 2.0, 4.0)
+MATFORMER = TrainedMethod(
+    "matformer", "Devvrit et al., NeurIPS 2024", True, rates("times_usual", 0.5, 1.0, 2.0, 4.0), sizes
+)

@@ -9,7 +9,7 @@ from flexrank.distill.objectives import Objective
 from flexrank.nn.switch import footprint, layer_shapes, use_profile
 from flexrank.profiles import RankProfile
 from flexrank.profiles.costs import deployed_parameters
-from research.baselines.trained.lesson import WARMUP, Lesson, Settings, Size, TrainedMethod
+from research.baselines.trained.lesson import WARMUP, Lesson, Settings, Size, TrainedMethod, rates
 
 
 def ours(lesson: Lesson, settings: Settings) -> Iterator[Size]:
@@ -63,7 +63,7 @@ def at(model: nn.Module, profile: RankProfile) -> Iterator[tuple[nn.Module, int]
         yield model, layers + footprint(model).other_parameters
 
 
-_RATES = tuple({"times_usual": times} for times in (0.5, 1.0, 2.0, 4.0))
-OURS = TrainedMethod("flexrank", "this project", True, _RATES, ours)
-PRINTED = TrainedMethod("flexrank, printed", "FlexRank, ICML 2026", True, _RATES, printed)
-INDEPENDENT = TrainedMethod("independent", "FlexRank, ICML 2026, section 5", False, _RATES, independent)
+_RATES = rates("times_usual", 0.25, 0.5, 1.0, 2.0)
+OURS = TrainedMethod("flexrank", "this project", True, _RATES, ours, "fisher")
+PRINTED = TrainedMethod("flexrank, printed", "FlexRank, ICML 2026", True, _RATES, printed, "datasvd")
+INDEPENDENT = TrainedMethod("independent", "FlexRank, ICML 2026, section 5", False, _RATES, independent, "fisher")

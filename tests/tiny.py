@@ -13,8 +13,9 @@ from flexrank.nn.experts import separate_experts_
 from flexrank.nn.linalg import plain_svd
 from flexrank.nn.matrix import weight_matrix
 from flexrank.nn.select import nest_, select_layers
-from flexrank.nn.switch import footprint, nested_layers
+from flexrank.nn.switch import footprint, layer_shapes, nested_layers
 from flexrank.profiles import ChainEntry, ProfileChain, RankProfile
+from flexrank.profiles.costs import full_ranks
 
 VOCABULARY = 64
 ENCODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
@@ -326,6 +327,14 @@ def chain_of(model: nn.Module, budgets: tuple[float, ...] = (0.25, 0.5, 0.8, 1.0
         parameters = sum(rank * (sum(shapes[name]) - rank) for name, rank in ranks.items())
         entries.append(ChainEntry(RankProfile(ranks), parameters, 1 - budget, parameters / dense))
     return ProfileChain(tuple(entries), dense, footprint(model), "uniform")
+
+
+def partly_dense(name: str) -> Any:
+    """As `deployed`, with the first layer of each block dense."""
+    model = elastic(name)
+    profile, full = chain_of(model).entries[1].profile, full_ranks(layer_shapes(model))
+    whole = {one: full[one] for one in profile if one.endswith(("q_proj", "c_attn"))}
+    return deploy(model, RankProfile({**profile, **whole}))
 
 
 def deployed(name: str, index: int = 1, **options: Any) -> Any:

@@ -138,7 +138,7 @@ def stepping(model: nn.Module, teacher: nn.Module, targets: Targets, item: Item)
 
     def take(profile: Profile) -> None:
         with use_profile(model, profile) if profile else contextlib.nullcontext():
-            step.take([item], 1, 0)
+            step.take([item], 0)
 
     with training(model, teacher, trained):
         yield take

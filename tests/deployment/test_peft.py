@@ -1,13 +1,15 @@
-"""LoRA on a deployed model, by the code of docs/deployment.md: adapters on both factors of layers, and merged."""
+"""LoRA on a deployed model, by the code of docs/deployment.md: adapters on all layers, and merged."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from transformers.pytorch_utils import Conv1D
 
 from flexrank.deployment import export
-from tiny import batch_for, deployed, outputs, relative
+from tiny import batch_for, outputs, partly_dense, relative
 
 peft = pytest.importorskip("peft")
 # peft reads transformers' old name.
@@ -31,7 +33,7 @@ def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         from tiny_runs import here
 
         patch.setattr(exports, "in_fresh_process", here)
-        export(deployed(request.param), place / "small", batch)
+        export(partly_dense(request.param), place / "small", batch)
         patch.chdir(place)
         names: dict[str, Any] = {"batches": [batch | {"labels": batch["input_ids"]}] * 12}
         before = transformers.AutoModelForCausalLM.from_pretrained("small")
@@ -39,12 +41,13 @@ def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return names | {"place": place, "batch": batch, "before": before}
 
 
-def test_both_factors_of_every_layer_learn(adapted: dict[str, Any]) -> None:
+def test_both_factors_and_dense_layers_learn(adapted: dict[str, Any]) -> None:
     state = peft.PeftModel.from_pretrained(adapted["before"], adapted["place"] / "adapter").state_dict()
     layers = {name.rpartition(".lora_A")[0] for name in state if ".lora_A" in name}
     small = transformers.AutoModelForCausalLM.from_pretrained(adapted["place"] / "small")
-    factors = {name for name, _ in small.named_modules() if name.endswith((".latent", ".expand"))}
-    assert {name.removeprefix("base_model.model.") for name in layers} == factors and factors
+    parts = {name for name, one in small.named_modules() if isinstance(one, (torch.nn.Linear, Conv1D))}
+    assert {name.removeprefix("base_model.model.") for name in layers} == parts - {"lm_head"}
+    assert {"latent", "expand"} < {name.rpartition(".")[2] for name in parts - {"lm_head"}}  # and layers that are dense
     assert all(value.norm() > 0 for name, value in state.items() if ".lora_B" in name)
     assert adapted["losses"][-1] < 0.9 * adapted["losses"][0]
 

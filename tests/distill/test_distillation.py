@@ -1,8 +1,12 @@
 """Consolidation: it learns, every profile is served, and its settings do what they say."""
 
 import copy
+import json
+import math
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -15,7 +19,7 @@ from flexrank.distill import distill_, distillation_evaluator
 from flexrank.distill.objectives import EmbeddingObjective, FeatureObjective, LogitObjective
 from flexrank.errors import FlexrankError
 from flexrank.nn.switch import full_profile, nested_layers, use_profile
-from tiny import build, chain_of, nest
+from tiny import build, chain_of, nest, relative
 
 RATES = (60, 1e-2, 3)
 
@@ -66,10 +70,11 @@ def test_one_step_is_adamw_on_the_gradient_of_the_drawn_profile() -> None:
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0}], lr=1e-2
     )
+    targets = [teacher(batch).detach() for batch in data]
+    squares = sum(target.square().sum() for target in targets)
     with use_profile(twin, profile):
-        for batch in data:
-            target = teacher(batch).detach()
-            ((twin(batch) - target).square().sum() / target.square().sum() / 2).backward()
+        for batch, target in zip(data, targets, strict=True):
+            ((twin(batch) - target).square().sum() / squares).backward()
     torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
     before = copy.deepcopy(twin)
     optimizer.step()
@@ -81,7 +86,7 @@ def test_one_step_is_adamw_on_the_gradient_of_the_drawn_profile() -> None:
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_accumulated_batches_give_the_means_of_their_losses_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accumulated_batches_give_the_loss_and_gradients_of_all_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: plain autograd, before AdamW's step, where a factor of all gradients is lost."""
     teacher, model, data = build("perceptron"), nest(build("perceptron")), batches("perceptron")[:2]
     twin, found = copy.deepcopy(model), dict[str, torch.Tensor]()
@@ -91,11 +96,59 @@ def test_accumulated_batches_give_the_means_of_their_losses_and_gradients(monkey
     settings = {"method": "paper", "steps": 1, "accumulation": 2, "max_norm": 1e9, "objective": FeatureObjective()}
     (loss,) = distill_(model, teacher, data, [SMALL], **settings).losses
     with use_profile(twin, SMALL):
-        losses = [(twin(one) - teacher(one)).square().sum() / teacher(one).square().sum() for one in data]
+        rows = torch.cat(data)
+        whole = (twin(rows) - teacher(rows)).square().sum() / teacher(rows).square().sum()
     names, parameters = zip(*twin.named_parameters(), strict=True)
-    assert loss == pytest.approx(sum(losses).item() / 2, rel=1e-5) and found.keys() == set(names)
-    for name, *gradients in zip(names, *(torch.autograd.grad(one, parameters) for one in losses), strict=True):
-        torch.testing.assert_close(found[name], (sum(gradients) / 2)[: len(found[name])], rtol=1e-4, atol=1e-6)
+    assert loss == pytest.approx(whole.item(), rel=1e-5) and found.keys() == set(names)
+    for name, gradient in zip(names, torch.autograd.grad(whole, parameters), strict=True):
+        torch.testing.assert_close(found[name], gradient[: len(found[name])], rtol=1e-4, atol=1e-6)
+
+
+class Plain:
+    """As `LogitObjective`, without terms."""
+
+    def target(self, output: Any, batch: Any) -> torch.Tensor:
+        return LogitObjective().target(output, batch)
+
+    def loss(self, output: Any, target: torch.Tensor, batch: Any) -> torch.Tensor:
+        return LogitObjective().loss(output, target, batch)
+
+
+class Own(LogitObjective):
+    """A loss of its own, which the terms of its class do not give."""
+
+    def loss(self, output: Any, target: torch.Tensor, batch: Any) -> torch.Tensor:
+        return 3 * super().loss(output, target, batch)
+
+
+def test_accumulated_batches_weigh_as_their_tokens_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: one batch of all rows, where one half has 20 real tokens and the other 6; without terms, the mean."""
+    ids = torch.randint(3, 60, (4, 10), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(10) < torch.tensor([10, 10, 3, 3]).unsqueeze(1)).long()
+    whole = {"input_ids": ids, "attention_mask": mask}
+    parts = [{key: value[rows] for key, value in whole.items()} for rows in (slice(0, 2), slice(2, 4))]
+    found: dict[str, torch.Tensor] = {}
+
+    def taken(data: list[Any], objective: Any) -> tuple[float, torch.Tensor]:
+        model = nest(build("gpt2"))
+
+        def keep(_: Any) -> None:
+            found.update({name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None})
+
+        monkeypatch.setattr(torch.optim.AdamW, "step", keep)
+        settings = {"steps": 1, "accumulation": len(data), "max_norm": 1e9, "method": "paper"}
+        (loss,) = distill_(
+            model, build("gpt2"), data, [chain_of(model, (0.4,)).entries[0].profile], objective=objective, **settings
+        ).losses
+        return loss, torch.cat([found[name].flatten() for name in sorted(found)])
+
+    loss, gradient = taken([whole], LogitObjective())
+    assert taken(parts, LogitObjective())[0] == pytest.approx(loss, rel=1e-5)
+    assert relative(taken(parts, LogitObjective())[1], gradient) < 1e-4
+    halves = [taken([part], LogitObjective())[0] for part in parts]
+    assert sum(halves) / 2 != pytest.approx(loss, rel=1e-2)
+    assert taken(parts, Plain())[0] == pytest.approx(sum(halves) / 2, rel=1e-5)
+    assert taken(parts, Own())[0] == pytest.approx(3 * sum(halves) / 2, rel=1e-5)
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
@@ -242,6 +295,33 @@ def test_what_cannot_be_trained_is_refused() -> None:
     with pytest.raises(FlexrankError, match="the gradient's length is (nan|inf) at step 0"):
         distill_(model, teacher, batches("perceptron"), [profile], objective=Exploding(), steps=1)
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"max_norm": -1.0}, r"max_norm is -1.0; it must be above 0"),
+        ({"learning_rate": math.nan}, r"learning_rate is nan; it must be above 0"),
+        ({"learning_rate": 0.0}, r"learning_rate is 0.0; it must be above 0"),
+        ({"weight_decay": -0.1}, r"weight_decay is -0.1; it must be at least 0"),
+        ({"warmup_steps": -5}, r"warmup_steps is -5; it must be at least 0"),
+    ],
+)
+def test_numbers_of_the_wrong_sign_are_refused(settings: dict[str, Any], match: str) -> None:
+    model = nest(build("perceptron"))
+    with pytest.raises(FlexrankError, match=match):
+        distill_(model, build("perceptron"), batches("perceptron"), [full_profile(model)], steps=1, **settings)
+
+
+def test_numbers_of_numpy_are_kept_in_a_checkpoint(tmp_path: Path) -> None:
+    settings = {"learning_rate": np.float32(1e-3), "weights": np.array([1.0, 2.0]), "weight_decay": np.float32(0.1)}
+    model = nest(build("perceptron"))
+    profiles = [SMALL, full_profile(model)]
+    distill_(
+        model, build("perceptron"), batches("perceptron"), profiles, steps=2, checkpoint=tmp_path / "a", **settings
+    )
+    written = json.loads((tmp_path / "a" / "state.json").read_text())["settings"]
+    assert written["learning_rate"] == float(np.float32(1e-3)) and written["weights"] == [1.0, 2.0]
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:

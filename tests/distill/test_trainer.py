@@ -94,6 +94,17 @@ def test_steps_are_those_of_distill(accumulation: int, tmp_path: Path) -> None:
     assert (weights(ours.model) - start).norm() > 0
 
 
+def test_in_bfloat16_the_teacher_computes_as_the_student_does(tmp_path: Path) -> None:
+    ours, teacher, _ = trainer(tmp_path, bf16=True)
+    seen = set()
+    for network in (teacher, ours.model):
+        network.model.layers[0].mlp.up_proj.register_forward_hook(
+            lambda layer, _, output: seen.add((type(layer).__name__, output.dtype))
+        )
+    ours.train()
+    assert seen == {("Linear", torch.bfloat16), ("NestedLinear", torch.bfloat16)}
+
+
 @pytest.mark.slow
 def test_two_processes_train_as_one_does_on_the_rows_of_both(tmp_path: Path) -> None:
     ours, *_ = trainer(tmp_path, **TOGETHER, per_device_train_batch_size=8)

@@ -12,7 +12,7 @@ import flexrank as fr
 from flexrank.errors import FlexrankError
 from flexrank.nn.gauge_aligned import GaugeAlignedLayer
 from flexrank.nn.switch import use_profile
-from tiny import AUTO, batch_for, build, chain_of, elastic, flip_a_bit, outputs, relative, same_state
+from tiny import AUTO, batch_for, build, chain_of, deployed, elastic, flip_a_bit, outputs, relative, same_state
 
 
 def saved(name: str, directory: Path, **options: Any) -> Any:
@@ -42,6 +42,32 @@ def test_a_size_comes_by_its_budget(name: str, tmp_path: Path) -> None:
     again = auto.from_pretrained(tmp_path / "small")
     assert same_state(again, small) and relative(outputs(again, batch), outputs(small, batch)) < 1e-6
     assert not hasattr(again.config, "transformers_weights")
+
+
+def test_a_class_of_one_architecture_does_not_take_what_lies_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers tells only Auto classes' configurations where a model is."""
+    for name in ("here", "there"):
+        saved("llama_untied", tmp_path / name)
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(FlexrankError, match=r"LlamaForCausalLM.* cannot cut a size; take AutoModelForCausalLM\.from"):
+        transformers.LlamaForCausalLM.from_pretrained(
+            tmp_path / "there", quantization_config=fr.FlexRankConfig(budget=0.5)
+        )
+
+
+def test_a_size_in_fewer_digits_than_it_was_deployed_in_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    auto, batch = transformers.AutoModelForCausalLM, batch_for("llama_untied")
+    deployed("llama_untied").save_pretrained(tmp_path / "small")
+    with caplog.at_level(logging.WARNING, "flexrank"):
+        whole = auto.from_pretrained(tmp_path / "small")
+        double = auto.from_pretrained(tmp_path / "small", dtype=torch.float64)
+        assert not caplog.text and relative(outputs(double, batch), outputs(whole, batch)) < 1e-5
+        auto.from_pretrained(tmp_path / "small", dtype=torch.bfloat16)
+    assert "deployed in float32 and loaded in bfloat16, for which its slack is too narrow" in caplog.text
 
 
 def test_many_files_another_dtype_and_tied_tensors(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_at_picks_the_smallest_within_an_error():
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ({}, "needs a budget"),
+        ({}, "no limit is given; give budget, max_params or max_bytes"),
         ({"budget": 0}, "budget 0 is out of range"),
         ({"budget": 1.5}, "budget 1.5 is out of range"),
         ({"budget": 0.19}, "budget=0.19 is too small; the least that this chain offers is 0.2"),

@@ -18,7 +18,8 @@ from flexrank.nn.select import select_layers
 from research.baselines.method import NotApplicable
 from research.baselines.statistics import next_token_loss
 from research.baselines.trained import TRAINED_METHODS, layerskip
-from research.baselines.trained.lesson import Lesson, TaskObjective
+from research.baselines.trained.lesson import Lesson
+from research.originals.acip import Labels
 from tiny import batch_for, build, chain_of, outputs, same_state
 
 BATCH = batch_for("llama_tied")
@@ -52,7 +53,7 @@ def test_the_task_is_the_models_own_loss() -> None:
     model = build("llama_tied")
     labels = BATCH["input_ids"].masked_fill(BATCH["attention_mask"] == 0, -100)
     wanted = float(model(**BATCH, labels=labels).loss)
-    objective = TaskObjective(next_token_loss)
+    objective = Labels()
     assert float(objective.loss(model(**BATCH), objective.target(None, BATCH), BATCH)) == pytest.approx(
         wanted, rel=1e-5
     )

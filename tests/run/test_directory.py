@@ -121,6 +121,32 @@ def test_a_changed_key_runs_its_stage_and_those_below(override: str, again: Any,
     assert rerun(copied) == ()
 
 
+@pytest.mark.parametrize("until", ["slack", "evaluate", "deploy"])
+def test_what_reads_a_trained_model_does_not_train_it_again(
+    until: str, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {path: path.read_bytes() for path in (copied / "elastic").iterdir()}
+    with pytest.raises(FlexrankError, match=r"elastic: would be trained again \(distillation.steps is 4 and was 6\)"):
+        rerun(copied, "distillation.steps=4", "deployment.slack=3", until=until)
+    with pytest.raises(
+        FlexrankError, match="again .deployment.slack is 0 and was 'auto'.; `flexrank run` trains again"
+    ):
+        rerun(copied, "deployment.slack=0", until=until)
+    digest = directory.code_digest
+    with monkeypatch.context() as patch:
+        patch.setattr(directory, "code_digest", lambda room: digest(room) + "changed" * (room == "run/training"))
+        with pytest.raises(FlexrankError, match=f"own code, .*flexrank deploy {copied}/elastic` takes it as it is"):
+            run_stages(load_config(copied), until)
+    assert {path: path.read_bytes() for path in (copied / "elastic").iterdir()} == before
+    assert rerun(copied) == ()  # by the configuration of before
+    assert "slack" in rerun(copied, "deployment.slack=3", until=until)  # which training does not read
+
+
+def test_a_trained_model_that_is_gone_is_trained_again(copied: Path) -> None:
+    shutil.rmtree(copied / "elastic")
+    assert rerun(copied, "distillation.steps=4", until="slack") == ("distill", "slack")
+
+
 def test_changed_code_runs_its_stages_and_those_below(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digest = directory.code_digest
     config, source = load_config(copied), "model"

@@ -88,7 +88,7 @@ class Lesson:
             for number in track(range(steps), "training", steps, 0):
                 before(number)
                 set_rate(optimizer, scheduled_rate(number, steps, learning_rate, round(WARMUP * steps)))
-                step.take([feed.next()], 1, number)
+                step.take([feed.next()], number)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -142,7 +142,7 @@ def _check_budgets(budgets: Sequence[float], weights: Weights | None) -> tuple[l
         raise FlexrankError("no budget is given; give at least one, in (0, 1]")
     for budget in budgets:
         if not 0 < budget <= 1:
-            raise FlexrankError(f"budget {budget} is out of range; it is a fraction of the dense layers, in (0, 1]")
+            raise FlexrankError(f"budget {budget} is out of range; it is a share of dense parameters, in (0, 1]")
         if budgets.count(budget) > 1:
             raise FlexrankError(f"budget {budget} is given twice; each budget once")
     pairs = sorted(zip(map(float, budgets), _weights_of(budgets, weights), strict=True))

@@ -14,12 +14,17 @@ import yaml
 from flexrank.hf.companions import CARD, source_of
 from flexrank.profiles import ProfileChain
 
-#: The hub's name of what a transformers model does, by the end of its class's name; the first that fits.
-PIPELINES = {
-    "ForCausalLM": "text-generation", "LMHeadModel": "text-generation",
-    "ForImageClassification": "image-classification", "ForSequenceClassification": "text-classification",
-    "ForMaskedLM": "fill-mask", "Model": "feature-extraction",
-}  # fmt: skip
+#: By the end of the name of a transformers model's class, the first that fits: the hub's name of what it does, and its
+#: Auto class.
+KINDS: dict[str, tuple[str | None, str]] = {
+    "ForCausalLM": ("text-generation", "AutoModelForCausalLM"),
+    "LMHeadModel": ("text-generation", "AutoModelForCausalLM"),
+    "ForImageClassification": ("image-classification", "AutoModelForImageClassification"),
+    "ForSequenceClassification": ("text-classification", "AutoModelForSequenceClassification"),
+    "ForMaskedLM": ("fill-mask", "AutoModelForMaskedLM"),
+    "ForConditionalGeneration": (None, "AutoModelForSeq2SeqLM"),
+    "": ("feature-extraction", "AutoModel"),
+}
 #: What a card says of the base model's licence and texts, in that model's own words.
 KEPT = ("license", "license_name", "license_link", "language")
 TAG = "flexrank"
@@ -72,6 +77,11 @@ def write_deployed_card(directory: Path, description: Mapping[str, Any], model: 
     _write_basic(directory, "deployed", description, model, lead, sizes.splitlines())
 
 
+def auto_class(kind: str) -> str:
+    """The name of transformers' Auto class of a model's class."""
+    return next(auto for end, (_, auto) in KINDS.items() if kind.endswith(end))
+
+
 def read_sizes(directory: Path) -> str:
     """What the card in a directory says of sizes and how they were made; empty where it says nothing."""
     card = directory / CARD
@@ -96,7 +106,8 @@ def _write_basic(
     source = source_of(model) if is_hub else None
     before = {} if source is None else read_head(source / CARD)
     start = head(kind, model.name_or_path, before) if is_hub else head("", "", {}, library="pytorch")
-    code = _CODE[what, library].format(kind=kind, place=".", **facts)
+    named = auto_class(kind) if what == "elastic" else kind  # other classes do not say where an artefact is
+    code = _CODE[what, library].format(kind=named, place=".", **facts)
     lines = [f"# {kind}, {what}", "", lead, "", f"```python\n{code}\n```", "", *more, *[""] * bool(more), LICENCE, ""]
     (directory / CARD).write_text(start + "\n".join(lines), encoding="utf8")
 
@@ -119,7 +130,7 @@ def head(kind: str, model: str, before: Mapping[str, Any], library: str = "trans
     tags = before.get("tags")
     is_ours = isinstance(tags, list) and TAG in tags
     base = before.get("base_model") if is_ours else model if is_named else None
-    pipeline = next((task for end, task in PIPELINES.items() if kind.endswith(end)), None)
+    pipeline = next(task for end, (task, _) in KINDS.items() if kind.endswith(end))
     data = {name: before.get(name) for name in KEPT}
     data |= {"library_name": library, "pipeline_tag": pipeline, "tags": [TAG, "low-rank"], "base_model": base}
     return f"---\n{yaml.safe_dump({key: value for key, value in data.items() if value}, sort_keys=False)}---\n"

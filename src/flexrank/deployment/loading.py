@@ -15,6 +15,7 @@ from torch import nn
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from flexrank.artefacts.cards import auto_class
 from flexrank.artefacts.elastic import load_elastic, read_elastic_document
 from flexrank.deployment import deploy
 from flexrank.errors import FlexrankError
@@ -50,7 +51,14 @@ class ElasticQuantizer(PlainQuantizer):
     _reported: dict[str, Any]
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """Names the artefact's file to transformers: the only call with the config before it looks for weights."""
+        """Names the artefact's file to transformers: the only call with the config before it looks for weights.
+
+        Raises:
+            FlexrankError: a class of one architecture loads; it does not say from where, as the Auto classes do.
+        """
+        if not config.name_or_path:
+            kind = next(iter(config.architectures or ["this class"]))
+            raise FlexrankError(f"{kind}.from_pretrained cannot cut a size; take {auto_class(kind)}.from_pretrained")
         self._directory = fetched(config.name_or_path, getattr(config, "_commit_hash", None))
         document = read_elastic_document(self._directory)
         if document["library"] != "transformers":

@@ -128,6 +128,7 @@ def distill_(
         chain: its requested profiles are trained; or the profiles themselves, cheapest first.
         method: see above.
         weights: α, how often each profile is drawn relative to the others; by default as `method` says.
+        accumulation: batches of a step, which weigh as their numbers of tokens or rows do (`Objective.loss`).
         autocast: the dtype both models run under; parameters and optimiser keep theirs.
         optimizer: `adamw_8bit` has states of 8 bits; it, and weights in bfloat16, need torchao.
         gradient_checkpointing: keep what each block of the stack reads, and run it again to go back: a third more time
@@ -143,12 +144,15 @@ def distill_(
     """
     profiles = profiles_of(chain)
     _check(model, teacher, optimizer, steps=steps, accumulation=accumulation, checkpoint_every=checkpoint_every)
+    _check_numbers(learning_rate=learning_rate, max_norm=max_norm)
+    _check_numbers(allow_zero=True, weight_decay=weight_decay, warmup_steps=warmup_steps)
     is_balanced = _is_balanced(method)
-    schedule = Schedule(_weights(weights, method, model, profiles), seed, steps, learning_rate, warmup_steps)
+    drawn = _weights(weights, method, model, profiles)
+    schedule = Schedule(drawn, seed, steps, float(learning_rate), int(warmup_steps))
     settings = {
-        **dataclasses.asdict(schedule), "method": method, "weight_decay": weight_decay, "accumulation": accumulation,
-        "max_norm": str(max_norm), "autocast": str(autocast), "train_embeddings": train_embeddings,
-        "optimizer": optimizer,
+        **dataclasses.asdict(schedule), "method": method, "weight_decay": float(weight_decay),
+        "accumulation": accumulation, "max_norm": str(max_norm), "autocast": str(autocast),
+        "train_embeddings": train_embeddings, "optimizer": optimizer,
         "objective": describe(objective), "profiles": digest_json(profiles),
         "teacher": _identity(teacher) if checkpoint else None,
     }  # fmt: skip
@@ -181,7 +185,7 @@ def _train(
             set_rate(step.optimizer, schedule.rate(number))
             with use_profile(step.model, profiles[choice]):
                 items = (state.feed.next() for _ in range(accumulation))
-                loss = step.take(items, accumulation, number, usual.of(choice) if usual else 1.0)
+                loss = step.take(items, number, usual.of(choice) if usual else 1.0)
             state.advance(loss, choice)
             if on_step:
                 on_step(TrainingStep(number, choice, loss, schedule.rate(number)))
@@ -214,6 +218,12 @@ def _check(model: nn.Module, teacher: nn.Module, optimizer: str, **counts: int) 
             raise FlexrankError(f"{name} is {count}; it must be at least 1")
 
 
+def _check_numbers(allow_zero: bool = False, **numbers: float) -> None:
+    for name, value in numbers.items():
+        if math.isnan(value) or value < 0 or (value == 0 and not allow_zero):
+            raise FlexrankError(f"{name} is {value}; it must be {'at least' if allow_zero else 'above'} 0")
+
+
 def _is_balanced(method: str) -> bool:
     if method not in ("balanced", "paper"):
         raise FlexrankError(f"method {method!r} is unknown; it is balanced or paper")
@@ -230,7 +240,7 @@ def _weights(
     if len(weights) != len(profiles) or not all(math.isfinite(weight) and weight > 0 for weight in weights):
         wanted = f"give {len(profiles)} positive numbers, one for each profile"
         raise FlexrankError(f"weights {list(weights)} do not fit; {wanted}")
-    return list(weights)
+    return [float(weight) for weight in weights]
 
 
 def _identity(model: nn.Module) -> str:

@@ -24,7 +24,8 @@ class Objective(Protocol):
         """Scalar loss of a student's output, lower is better; its gradient flows into the output.
 
         Where several processes share a batch, they need its `terms(output, target, batch)` too: the `Quotient`s whose
-        sum the loss is, so that each process has the numerators and denominators of its rows.
+        sum the loss is, so that each process has the numerators and denominators of its rows. Where a step takes
+        several batches, each weighs as much as its first denominator, and without `terms` all weigh the same.
         """
 
 
@@ -160,6 +161,12 @@ def objective_for(
     if task == "features":
         return FeatureObjective()
     raise FlexrankError(f"task {task!r} is unknown; it is language, classification, embedding or features")
+
+
+def has_terms(objective: Objective) -> bool:
+    """Whether it has `terms` that its loss is the sum of: a class that has a loss of its own and none has not."""
+    kinds = [kind for kind in type(objective).__mro__ if {"terms", "loss"} & vars(kind).keys()]
+    return bool(kinds) and "terms" in vars(kinds[0])
 
 
 def describe(objective: Objective | None) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flexrank import processes
 from flexrank.data.batches import Batch, batch_rows, call_model, eval_mode, model_device, some_rows, to_device
-from flexrank.distill.objectives import Objective, default_objective
+from flexrank.distill.objectives import Objective, default_objective, has_terms
 from flexrank.distill.optimizer import update
 from flexrank.errors import FlexrankError
 from flexrank.nn.blocks import block_stack, replaced_forwards
@@ -51,21 +51,23 @@ class Targets:
             self._room -= size
         return target
 
-    def loss(self, output: Any, target: Tensor, batch: Batch, counts: bool = True) -> Tensor:
-        """The objective's loss of a student's output, after `of` has given the target.
+    def loss(self, output: Any, target: Tensor, batch: Batch, counts: bool = True) -> tuple[Tensor, float]:
+        """The objective's loss of a student's output, after `of` has given the target, and what the batch weighs.
 
-        Of several processes each has its part of the loss of all their rows; one that does not count has nothing.
+        That is the denominator of its first term, such as the number of tokens; 1 of an objective without `terms`. Of
+        several processes each has its part of the loss of all their rows; one that does not count has nothing.
         """
         assert self._objective is not None
-        if processes.count() == 1:
-            return self._objective.loss(output, target, batch)
-        if not hasattr(self._objective, "terms"):
+        if not has_terms(self._objective):
+            if processes.count() == 1:
+                return self._objective.loss(output, target, batch), 1.0
             kind = type(self._objective).__name__
             raise FlexrankError(f"objective {kind} has no `terms`, which several processes need; see Objective.loss")
-        terms = self._objective.terms(output, target, batch)
+        objective: Any = self._objective
+        terms = objective.terms(output, target, batch)
         bottoms = processes.sums(*(float(bottom) * counts for _, bottom in terms))
         first, *others = (top * counts / bottom for (top, _), bottom in zip(terms, bottoms, strict=True))
-        return sum(others, first)
+        return sum(others, first), bottoms[0]
 
 
 @dataclasses.dataclass
@@ -81,14 +83,21 @@ class Step:
     def __post_init__(self) -> None:
         self._parts = sharded_parameters(self.model)
 
-    def take(self, items: Iterable[Item], parts: int, number: int, usual: float | None = 1.0) -> float:
-        """Takes step `number` on these batches, `parts` of them; returns their mean loss.
+    def take(self, items: Iterable[Item], number: int, usual: float | None = 1.0) -> float:
+        """Takes step `number` on these batches; returns their mean loss, each weighed as `Targets.loss` says.
 
-        The loss is divided by the square root of what is `usual`; None stands for its own value. If the mean loss or
-        the gradient's length is not finite, it is a FlexrankError, and the weights are unchanged.
+        So the step is that of one batch of all their rows, but for further terms of a loss, which are means over the
+        batches. The loss is divided by the square root of what is `usual`; None stands for its own value. If the mean
+        loss or the gradient's length is not finite, it is a FlexrankError, and the weights are unchanged.
         """
-        loss = sum(self._backward(item, parts, usual) for item in items) / parts
+        losses, weights = list[float](), list[float]()
+        for item in items:
+            self._backward(item, usual, losses, weights)
+        shares = [weight / sum(weights) for weight in weights]
+        loss = sum(share * loss for share, loss in zip(shares, losses, strict=True))
         require_finite(loss, number, "loss")
+        if len(shares) > 1:  # gradients are in units of the first batch's weight
+            torch._foreach_mul_([one.grad for one in self.trainable.values() if one.grad is not None], shares[0])
         self._sum_gradients()
         length = self._gradient_length()
         require_finite(float(length), number, "gradient's length")
@@ -98,17 +107,17 @@ class Step:
         self.optimizer.zero_grad(set_to_none=True)
         return loss
 
-    def _backward(self, item: Item, parts: int, usual: float | None) -> float:
-        """Adds the gradient of this batch's part of the loss; returns the batch's own loss."""
+    def _backward(self, item: Item, usual: float | None, losses: list[float], weights: list[float]) -> None:
+        """Adds this batch's loss and weight to the lists, and its gradient, times its weight over the first one's."""
         rows, counts = _own_rows(item[1])
         index, batch = item[0], to_device(rows, model_device(self.model))
         with self.targets.autocast():
             target = self.targets.of(index, batch)
-            loss = self.targets.loss(call_model(self.model, batch), target, batch, counts)
+            loss, weight = self.targets.loss(call_model(self.model, batch), target, batch, counts)
         del target  # not needed to go back, and as large as the logits
-        (value,) = processes.sums(float(loss.detach()))
-        (loss / parts / loss_scale(value, usual)).backward()
-        return value
+        losses.extend(processes.sums(float(loss.detach())))
+        weights.append(weight)
+        (loss * (weight / weights[0]) / loss_scale(losses[-1], usual)).backward()
 
     def _sum_gradients(self) -> None:
         """Sums gradients over processes; of factors those of the active prefix, for all others are zeros.

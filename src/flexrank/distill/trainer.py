@@ -116,9 +116,10 @@ class DistillationTrainer(transformers.Trainer):
         batch: Batch = {name: value for name, value in inputs.items() if name not in self.label_names}
         in_step = model.training
         model.eval()
-        target = self._targets.of(None, batch)
+        with self.accelerator.autocast():  # as the Trainer's own model computes
+            target = self._targets.of(None, batch)
         outputs = call_model(model, batch)
-        loss = self._targets.loss(outputs, target, batch)
+        loss, _ = self._targets.loss(outputs, target, batch)
         if in_step:
             loss = self._scaled(loss)
         return (loss, outputs) if return_outputs else loss

@@ -3,21 +3,25 @@
 The layers' specs are in `config.json` under `quantization_config`. Importing this module registers it.
 """
 
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from flexrank.errors import FlexrankError
+from flexrank.files import read_json
 from flexrank.hf import models
 from flexrank.nn.experts import separate_as_recorded_
 from flexrank.nn.select import replace_layers
 from flexrank.nn.specs import FORMAT, build_layer, require_format
 
 Item = TypeVar("Item")
+log = logging.getLogger("flexrank")
 
 
 @register_quantization_config(models.METHOD)
@@ -64,6 +68,7 @@ class DeployedQuantizer(PlainQuantizer):
             raise FlexrankError("these are an elastic model's factors by save_pretrained; save it with fr.save_elastic")
         if files := kwargs.get("checkpoint_files"):
             models.verify_export(Path(files[0]).parent, {"config.json", *(Path(file).name for file in files)})
+            _warn_of_few_digits(model, read_json(Path(files[0]).parent / "config.json").get("dtype") or "float32")
         separate_as_recorded_(model)
         # transformers sets the default device (meta) and dtype around this call.
         specs = placed(model, self.quantization_config.layers)
@@ -76,6 +81,14 @@ class DeployedQuantizer(PlainQuantizer):
             del model.config.auto_map  # `save_pretrained` would keep it, and not write the module that it names
         forget_quantization(model)
         return model
+
+
+def _warn_of_few_digits(model: Any, own: str) -> None:
+    """Says that a model is loaded in a dtype of fewer digits than it was made in: its slack is too narrow for them."""
+    asked = str(model.dtype).removeprefix("torch.")
+    if torch.finfo(model.dtype).eps > torch.finfo(getattr(torch, own)).eps:
+        way = "for which its slack is too narrow; deploy it in that"
+        log.warning("deployed in %s and loaded in %s, %s", own, asked, way)
 
 
 def forget_quantization(model: Any) -> None:

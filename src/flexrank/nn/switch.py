@@ -23,7 +23,8 @@ def nested_layers(model: nn.Module) -> dict[str, NestedLayer]:
     """The elastic layers by name; it is a FlexrankError if the model has none."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, NestedLayer)}
     if not layers:
-        raise FlexrankError(f"{type(model).__name__} has no elastic layers; decompose it first")
+        ways = "decompose it first, or read an elastic artefact by load_elastic"
+        raise FlexrankError(f"{type(model).__name__} has no elastic layers; {ways}")
     return layers
 
 

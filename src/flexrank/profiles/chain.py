@@ -1,6 +1,7 @@
 """Rank profiles and the nested chain of them."""
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from numbers import Real
 from typing import Any
@@ -29,6 +30,10 @@ class RankProfile(Mapping[str, int]):
 
     def __len__(self) -> int:
         return len(self.ranks)
+
+    def __repr__(self) -> str:
+        of = f"ranks {min(self.ranks.values())} to {max(self.ranks.values())}" if self.ranks else "no ranks"
+        return f"RankProfile({of} of {len(self.ranks)} layers)"
 
     def __hash__(self) -> int:
         return hash(tuple(sorted(self.ranks.items())))
@@ -66,7 +71,7 @@ def require_limits(**limits: float | None) -> None:
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, Real)):
             raise FlexrankError(f"{name} is {limit!r}; it is a number")
         if limit is not None and name == "budget" and not 0 < limit <= 1:
-            raise FlexrankError(f"budget {limit} is out of range; it is a fraction of the dense layers, in (0, 1]")
+            raise FlexrankError(f"budget {limit} is out of range; it is a share of dense parameters, in (0, 1]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +83,10 @@ class ProfileChain:
     footprint: Footprint  # the rest of the model
     method: str
     gap: float | None = None  # proven relative gap of the requested profiles, where the method proves one
+
+    def __repr__(self) -> str:
+        budgets = ", ".join(f"{budget:g}" for budget in self.budgets)
+        return f"ProfileChain({self.method}, {len(self.entries)} profiles, budgets {budgets or 'none'})"
 
     def __post_init__(self) -> None:
         if not self.entries:
@@ -130,7 +139,7 @@ class ProfileChain:
         """As `at`, with the cost and the predicted error of the profile."""
         sizes = (budget, max_params, max_bytes)
         if all(limit is None for limit in (*sizes, max_error)):
-            raise FlexrankError("chain.at needs a budget, max_params, max_bytes or max_error")
+            raise FlexrankError("no limit is given; give budget, max_params or max_bytes, or to a chain max_error")
         require_limits(budget=budget, max_params=max_params, max_bytes=max_bytes, max_error=max_error)
         if max_params is max_bytes is max_error is None and budget in self.budgets:
             return next(entry for entry in self.entries if entry.requested == budget)
@@ -147,7 +156,8 @@ class ProfileChain:
             least = min(map(measure, entries))
             entries = [entry for entry in entries if measure(entry) <= limit * (1 + 1e-12)]
             if not entries:
-                raise FlexrankError(f"{name}={limit} is too small; the least that this chain offers is {least}")
+                shown = math.ceil(least * 1e4) / 1e4 if name == "budget" else least  # which is enough, too
+                raise FlexrankError(f"{name}={limit} is too small; the least that this chain offers is {shown}")
         return entries[0] if all(limit is None for limit in sizes) else entries[-1]
 
     def relative_size(self, entry: ChainEntry) -> float:

@@ -80,8 +80,8 @@ class RunDirectory:
             self._partial.rmdir()
 
     @contextlib.contextmanager
-    def keep_config(self, config: RunConfig) -> Iterator[None]:
-        """Writes config.yaml. If a wrong input ends the block before a stage is done, the old one comes back.
+    def keep_config(self, config: RunConfig) -> Iterator[RunConfig | None]:
+        """Writes config.yaml, and gives the old one, which comes back if a wrong input ends the block before a stage.
 
         Raises:
             FlexrankError: the directory holds a run of another name, or one that this version cannot read.
@@ -95,13 +95,13 @@ class RunDirectory:
             raise FlexrankError(f"{self.path}: holds the run {old.name!r}, not {config.name!r}; choose another output")
         self._has_finished_a_stage = False
         if old is not None and old.model_copy(update={"output": config.output}) == config:
-            yield
+            yield old
             return
         # An interrupted run is continued with its new configuration.
         with _put_away(path, lambda error: isinstance(error, Exception) and not self._has_finished_a_stage):
             with write_aside(path) as aside:
                 write_config(config, aside)
-            yield
+            yield old
 
     def is_finished(self, stage: str, fingerprint: str) -> bool:
         """Whether the stage ran with this fingerprint and all files it wrote are there.

@@ -6,7 +6,7 @@ import functools
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ _HELD_OUT = ("data.evaluation", "data.half")
 #: Where models are kept changes nothing but rounding, and what is logged nothing: a run goes on with other settings.
 _UNREAD = ("sharded", "gradient_checkpointing", "tracking")
 _TRAINED = tuple(f"distillation.{key}" for key in DistillationConfig.model_fields if key not in _UNREAD)
+#: Stages that read what training made, and are asked for that alone.
+_READERS = ("slack", "evaluate", "deploy")
 _DATA = (
     *("data.source", "data.path", "data.streaming", "data.column", "data.subset", "data.split", "data.revision"),
     *("data.separator", "data.max_tokens", "data.batch_size", "data.calibration"),
@@ -113,7 +115,8 @@ def run_stages(config: RunConfig, until: str = "report") -> Outcome:
     """Runs a stage and all it needs, each only where it is not up to date; after an interruption the same call resumes.
 
     Raises:
-        FlexrankError: a wrong input of any stage; what was finished before it stays.
+        FlexrankError: a wrong input of any stage; what was finished before it stays. Or a stage that only reads a
+            trained model, such as `deploy`, would train it again.
     """
     if until not in ("decompose", "probe", "allocate"):  # now, not after hours of probing
         if config.needs_torchao:
@@ -125,9 +128,11 @@ def run_stages(config: RunConfig, until: str = "report") -> Outcome:
     source = models.resolve_source(config.model)
     wanted = _needed(until)
     executed: list[str] = []
-    with _held(directory, config):
+    with _held(directory, config) as old:
         work = Workspace(config, directory)
         prints = processes.by_first(lambda: fingerprints(config, source))
+        if until in _READERS:
+            processes.by_first(lambda: _require_as_trained(directory, old, config, prints))
         for stage in STAGES:
             if stage.name not in wanted:
                 continue
@@ -193,14 +198,38 @@ def fingerprints(config: RunConfig, source: str) -> dict[str, str]:
     return prints
 
 
-@contextlib.contextmanager
-def _held(directory: RunDirectory, config: RunConfig) -> Iterator[None]:
-    """Inside the block the run directory is process 0's, and has this configuration."""
-    if not processes.is_first():
-        yield
+def _require_as_trained(
+    directory: RunDirectory, old: RunConfig | None, config: RunConfig, prints: Mapping[str, str]
+) -> None:
+    """Refuses to replace a trained model for the sake of a stage that reads it."""
+    trained = directory.fingerprint_of("distill")
+    if old is None or trained in (None, prints["distill"]) or not directory.is_finished("distill", trained):
         return
-    with directory.locked(), directory.keep_config(config):
-        yield
+    keys = [key for stage in STAGES if stage.name in _needed("distill") for key in stage.keys]
+    changed = _changed_keys(old, config, keys) or _changed_keys(old, config, ["deployment.slack"])
+    why = "; ".join(changed[:2]) or "flexrank's own code, or the files of the model or the data, are not as they were"
+    place, ways = directory / "elastic", "`flexrank run` trains again, and `flexrank deploy"
+    raise FlexrankError(f"{place}: would be trained again ({why}); {ways} {place}` takes it as it is")
+
+
+def _changed_keys(old: RunConfig, config: RunConfig, keys: Iterable[str]) -> list[str]:
+    """In words the keys whose values differ."""
+    pairs = {key: [_value(one, key) for one in (old, config)] for key in keys}
+    return [f"{key} is {new!r} and was {before!r}" for key, (before, new) in pairs.items() if before != new]
+
+
+def _value(config: RunConfig, key: str) -> Any:
+    return functools.reduce(getattr, key.split("."), config)
+
+
+@contextlib.contextmanager
+def _held(directory: RunDirectory, config: RunConfig) -> Iterator[RunConfig | None]:
+    """Inside the block the run directory is process 0's, and has this configuration; gives that the one before."""
+    if not processes.is_first():
+        yield None
+        return
+    with directory.locked(), directory.keep_config(config) as old:
+        yield old
 
 
 def _do(stage: Stage, work: Workspace, fingerprint: str) -> None:

@@ -184,6 +184,12 @@ def test_a_layer_costs_what_the_probe_found(opened: Any, tmp_path: Path) -> None
     )
     assert [text for _, text in levels] == ["0.05", "0.1", "0.2", "0.5"]
     assert levels[0][0] - levels[1][0] == pytest.approx(levels[1][0] - levels[2][0], abs=0.1)  # both are halves
+    small = {name: [error / 1e4 for error in errors] for name, errors in probed(tmp_path)["errors"].items()}
+    (tmp_path / "sensitivity.json").write_text(json.dumps(probed(tmp_path) | {"errors": small}))
+    report.write_comparison([tmp_path], tmp_path / "report.html")
+    page = opened(tmp_path / "report.html")
+    texts = page.eval_on_selector_all("#sensitivity text[text-anchor=end]", "all => all.map(one => one.textContent)")
+    assert texts == ["5e-6", "1e-5", "2e-5", "5e-5"]  # short enough for the margin
     (tmp_path / "sensitivity.json").unlink()
     report.write_comparison([tmp_path], tmp_path / "report.html")
     assert not opened(tmp_path / "report.html").is_visible("#sensitivity-part")

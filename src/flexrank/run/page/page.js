@@ -39,7 +39,8 @@ function chart(place, lines, dots, labels, isLogarithmic = false) {
   for (const value of ticks(y0, y1, 5, isLogarithmic)) {
     const y = isLogarithmic ? 10 ** value : value;
     svg.append(element("line", { class: "grid", x1: left, x2: width - right, y1: atY(y), y2: atY(y) }));
-    text(left - 6, atY(y) + 4, "end", String(Number(y.toPrecision(3))));
+    const round = Number(y.toPrecision(3));
+    text(left - 6, atY(y) + 4, "end", y !== 0 && Math.abs(y) < 1e-3 ? round.toExponential() : String(round));
   }
   for (const x of ticks(x0, x1, width / 90)) text(atX(x), height - bottom + 18, "middle", short(count(x)));
   text((left + width) / 2, height - 6, "middle", labels.below);

@@ -79,6 +79,7 @@ def test_the_code_of_a_card_loads_its_artefact(artefacts: Path, monkeypatch: pyt
 
 def test_the_table_of_sizes_is_the_chains(artefacts: Path) -> None:
     text = (artefacts / "elastic" / "README.md").read_text(encoding="utf8")
+    assert "AutoModelForCausalLM.from_pretrained(" in text and "LlamaForCausalLM.from" not in text
     rows = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| ")]
     assert rows[0] == ["budget", "mean rank", "params, layers", "params, model", "bytes", "predicted error"]
     entries = fr.load_elastic(artefacts / "elastic")[1].entries
@@ -158,6 +159,11 @@ def test_models_of_torch_have_cards_whose_code_runs(
     assert len(names["chain"].entries) == 3  # up to the middle of four
     with fr.use_profile(model, chain.entries[2].profile):
         assert tiny.relative(tiny.outputs(names["model"], batch), tiny.outputs(model, batch)) < 1e-6
+
+
+@pytest.mark.parametrize("name", [name for name in tiny.AUTO if name != "dinov3"])
+def test_a_class_has_its_auto_class(name: str) -> None:
+    assert cards.auto_class(type(tiny.build(name)).__name__) == tiny.AUTO[name]
 
 
 def test_no_checksum_covers_a_card(artefacts: Path) -> None:

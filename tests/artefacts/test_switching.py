@@ -75,7 +75,7 @@ def test_the_chain_travels_with_the_model_and_its_copies(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ({}, "needs a budget, max_params, max_bytes"),
+        ({}, "no limit is given; give budget, max_params or max_bytes"),
         ({"budget": 1.5}, "budget 1.5 is out of range"),
         ({"max_params": 3}, "max_params=3 is too small"),
     ],

@@ -23,7 +23,8 @@ KINDS: dict[str, tuple[str | None, str]] = {
     "ForSequenceClassification": ("text-classification", "AutoModelForSequenceClassification"),
     "ForMaskedLM": ("fill-mask", "AutoModelForMaskedLM"),
     "ForConditionalGeneration": (None, "AutoModelForSeq2SeqLM"),
-    "": ("feature-extraction", "AutoModel"),
+    "Model": ("feature-extraction", "AutoModel"),
+    "": (None, "AutoModel"),
 }
 #: What a card says of the base model's licence and texts, in that model's own words.
 KEPT = ("license", "license_name", "license_link", "language")

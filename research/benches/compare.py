@@ -119,7 +119,7 @@ def _alone(
 
 
 def _unit(method: str, settings: Settings, seed: int) -> str:
-    """A unit's name, by which what was done before there were trials still counts."""
+    """A unit's name; the first setting is not named, so that what was done before there were trials still counts."""
     is_default = not settings or settings == RIVALS[method].trials[0]
     return f"{method}, seed {seed}" if is_default else f"{method}, {words(settings)}, seed {seed}"
 
@@ -138,9 +138,9 @@ def _table(name: str, one: Mapping[str, Any], measure: str, places: int) -> dict
         runs = one["sized"].get(method, {}).get(allocation)
         label = f"{method}, {allocation}"
         rows.append([label, *(_cells(one, method, allocation, measure) if runs else [None] * (len(budgets) + 3))])
-    title = f"{name}: {measure} by budget ({base_words(one['dense'], measure, places)}); seconds "
-    title += "are those of calibration, decomposition, search of ranks and, but for published ones, probe, or of all "
-    title += "models together; memory is what making a model takes beside what was held before"
+    title = f"{name}: {measure} by budget ({base_words(one['dense'], measure, places)}); seconds are those of "
+    title += "calibration and decomposition, or of all models together, of the search of ranks and, but for published "
+    title += "ones, of the probe; memory is what making a model takes beside what was held before"
     digits = [0, *[places] * len(budgets), 0, 0]
     return table(title + _notes(one), ["method, ranks", "nested", *budgets, "seconds", "added MB"], rows, digits)
 
@@ -171,7 +171,7 @@ def _seconds(one: Mapping[str, Any], method: str, allocation: str) -> list[float
 
 
 def _notes(one: Mapping[str, Any]) -> str:
-    """Which methods have another setting than their papers', and which do not apply and why."""
+    """Which methods have another setting than the first of their trials, and which do not apply and why."""
     chosen = {method: (trials[0]["settings"], best(trials)) for method, trials in one["trials"].items()}
     notes = [
         f"{method} has {words(new)}, the best of its trials" for method, (old, new) in chosen.items() if old != new

@@ -274,7 +274,9 @@ def test_models_made_alone_are_scored_and_counted() -> None:
     result = sized_alone(small, "a3", 0)
     assert result is not None and result["rows"][0] and result["rows"][1] is None
     encoder = Subject(build("bert"), [BATCH] * 2, [BATCH], LogitObjective(), size)
-    assert sized_alone(dataclasses.replace(one, subject=lambda _: encoder), "slicegpt", 0) is None
+    other = dataclasses.replace(one, subject=lambda _: encoder)
+    assert sized_alone(other, "slicegpt", 0) is None and contest.obstacle(one, "slicegpt") is None
+    assert "bert is none of the decoders" in str(contest.obstacle(other, "slicegpt"))
 
 
 def test_a_tie_is_no_loss(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

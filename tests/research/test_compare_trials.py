@@ -48,6 +48,7 @@ def test_a_rival_is_compared_by_the_best_of_its_trials(monkeypatch: pytest.Monke
         assert unit in units
 
 
+@pytest.mark.slow
 def test_trials_have_half_of_the_samples_and_the_nearest_budgets(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -81,6 +82,7 @@ def test_equal_trials_leave_the_first() -> None:
     assert trials.words({"one_thing": 0.5, "other": True}) == "one thing 0.5, other 1"
 
 
+@pytest.mark.slow
 def test_pifa_takes_ranks_from_the_table_of_svd_llm() -> None:
     """Oracle: flexrank's ranks by the library, PIFA at each of them, and shares by hand."""
     one = made()
@@ -106,3 +108,8 @@ def test_pifa_takes_ranks_from_the_table_of_svd_llm() -> None:
     assert [contest.allocations_of(name) for name in ("pifa", "slicegpt", "a3", "svd", "fisher")] == [
         ALLOCATIONS, ("published",), ("published",), ALLOCATIONS, ALLOCATIONS,
     ]  # fmt: skip
+
+
+def test_a_method_that_does_not_apply_has_no_trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(trials, "sized_alone", lambda *_: None)
+    assert trials.tried(made(), Ledger(tmp_path, {}), ["pifa", "fisher"]) == {}

@@ -29,7 +29,12 @@ singular. LEMS's factors are those of flexrank's `fisher` but for what tames its
 training, such as LoRA, and by updates between layers is left out.
 
 A size method (`method.SizeMethod`) makes another model for each budget, `make(model, batches, layers, loss, budget)`,
-and counts what that stores; no size is a part of another. `obstacle(model, layers)` says where it does not apply.
+and counts what that stores; no size is a part of another. `obstacle(model, layers)` says where it does not apply. One
+whose sizes are ranks has `make_at(model, batches, layers, loss, ranks)` too.
+
+What a paper leaves free, such as ASVD's α, is in `trials`: four settings, of which the best on the tuning half is what
+is compared. A rule that gives each layer a share of its parameters loses by rounding down to whole ranks: what is left
+of the budget is filled by `method.filled_ranks`, which is ours.
 
 | name | what is smaller | how |
 |---|---|---|
@@ -54,3 +59,4 @@ RANK_METHODS: dict[str, RankMethod] = {
     method.name: method for method in (SVD, FWSVD, ASVD, DRONE, SVD_LLM, SVD_LLM_V2, LEMS)
 }  # fmt: skip
 SIZE_METHODS: dict[str, SizeMethod] = {method.name: method for method in (PIFA, SLICEGPT, A3)}
+RIVALS: dict[str, RankMethod | SizeMethod] = {**RANK_METHODS, **SIZE_METHODS}

@@ -10,11 +10,12 @@ What is left is a smaller matrix in the place of each. Attention modules hold on
 pairs by their place in the head: so here rows of q, k and v that go, and columns of o, are zeros in the old shapes,
 and `Made.parameters` counts them as gone. Which pairs of a head are left is not counted, as no method's indices are.
 
-Written from the paper's mathematics, and not held against its code. Known of it: the three parts; that with rotary
-positions pairs are chosen by the products of the norms of their columns, as channels are; that grouped heads have one
-joint SVD for their value. Not sure of, and chosen here: a pair's norm is that of both its dimensions, and for q of all
-heads of a group; the joint SVD takes the mean second moment of the group's heads; attention's sizes come from one
-uniform share, rounded up (to the nearest was no better on stories260k), and channels take what is left of the budget.
+Written from what is known of the paper, and not held against its code: results are of this form, and the authors' may
+be better. Known of it: the three parts; that with rotary positions pairs are chosen by the products of the norms of
+their columns, as channels are; that grouped heads have one joint SVD for their value. Not sure of, and chosen here: a
+pair's norm is that of both its dimensions, and for q of all heads of a group; the joint SVD takes the mean second
+moment of the group's heads; attention's sizes come from one uniform share, rounded up (to the nearest was no better on
+stories260k), and channels take what is left of the budget.
 """
 
 import copy

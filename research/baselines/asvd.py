@@ -65,4 +65,7 @@ def ranks(model: nn.Module, _: Mapping[str, Tensor], budgets: Sequence[float], m
     return [searched(table, budget) for budget in budgets]
 
 
-ASVD = RankMethod("asvd", "Yuan et al., 2023", mean_magnitudes, factors, ranks)
+ASVD = RankMethod(
+    "asvd", "Yuan et al., 2023", mean_magnitudes, factors, ranks,
+    trials=tuple({"alpha": alpha} for alpha in (ALPHA, 0.25, 0.75, 1.0)), tuned=("factors",),
+)  # fmt: skip

@@ -3,6 +3,7 @@
 Ranks are uniform here. The paper's own search starts from a loss that is allowed, not from a size: it gives each module
 its part of that loss, and takes of a grid of ranks the least one that keeps it. By what rule the parts are made, and in
 which order modules are cut, is not stated here with certainty, so that search is left out, and so is the retraining.
+Not held against the authors' code.
 """
 
 import torch

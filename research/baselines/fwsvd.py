@@ -3,7 +3,7 @@
 The paper writes Z = X W, whose rows are inputs, and weights each row by the root of its summed Fisher information. Here
 y = W x, so that inputs are columns. The Fisher information is the empirical one of the task's loss; a model without
 labels, such as an encoder of sentences, takes the loss that flexrank's own `fisher` takes. The paper fine-tunes
-afterwards, which is left out.
+afterwards, which is left out. Not held against the authors' code.
 """
 
 from jaxtyping import Float

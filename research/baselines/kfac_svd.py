@@ -96,16 +96,22 @@ def shrunk(moment: Float[Tensor, "n n"], part: float) -> Float[Tensor, "n n"]:
     return (1 - part) * moment + part * mean * identity if mean > 0 else identity
 
 
-def factors(weight: Float[Tensor, "m n"], pair: Moments) -> Factors:
+def factors(
+    weight: Float[Tensor, "m n"],
+    pair: Moments,
+    gradient_shrinkage: float = GRADIENT_SHRINKAGE,
+    as_coded: bool = False,
+) -> Factors:
     """The prefix minimises tr(G (W − W_r) A (W − W_r)ᵀ) for every r, with A and G shrunk.
 
     With A = L_A L_Aᵀ, G = L_G L_Gᵀ and L_Gᵀ W L_A = P Λ Q, W_r = L_G⁻ᵀ P_r Λ_r · Q_r L_A⁻¹. The authors' code has L_G W
-    L_A in its place, by which G stands for L_Gᵀ L_G: of its eigenvalues, in other directions (docs/baselines.md). With
-    LEMS's ranks the right one is better on the tuning half of stories260k from .9 (1.430 nats to 1.452) to .5 (4.059 to
-    4.120), and worse from .4 (5.062 to 5.038) to .2.
+    L_A in its place, by which G stands for L_Gᵀ L_G: of its eigenvalues, in other directions (docs/baselines.md). The
+    paper's own formula could not be had. Neither is always better: with LEMS's ranks and the whole calibration the
+    minimum is on the tuning half of stories260k from .9 (1.430 nats to 1.452) to .5 (4.059 to 4.120), and `as_coded`
+    from .4 (5.062 to 5.038) to .2. So both are tried for each model, and the better one is what is compared.
     """
     root = torch.linalg.cholesky(shrunk(pair[0], INPUT_SHRINKAGE))
-    other = torch.linalg.cholesky(shrunk(pair[1], GRADIENT_SHRINKAGE)).T
-    left, values, right = torch.linalg.svd(other @ weight @ root, full_matrices=False)
-    left = torch.linalg.solve_triangular(other, left, upper=True)
+    other = torch.linalg.cholesky(shrunk(pair[1], gradient_shrinkage))
+    left, values, right = torch.linalg.svd((other if as_coded else other.T) @ weight @ root, full_matrices=False)
+    left = torch.linalg.solve_triangular(other if as_coded else other.T, left, upper=not as_coded)
     return split(left, values, torch.linalg.solve_triangular(root, right, upper=False, left=False))

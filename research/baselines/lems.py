@@ -115,4 +115,12 @@ def _best(model: nn.Module, errors: Mapping[str, np.ndarray], budget: float, dis
     return min(tried, key=lambda profile: tried[profile])
 
 
-LEMS = RankMethod("lems", "Thoma et al., ICML 2026", kfac_svd.moments, kfac_svd.factors, ranks)
+#: Shrinkage as the authors have it for language models and for images, either with the least error or as coded.
+SETTINGS = tuple(
+    {"gradient_shrinkage": part, "as_coded": as_coded}
+    for part in (kfac_svd.GRADIENT_SHRINKAGE, 0.7)
+    for as_coded in (False, True)
+)
+LEMS = RankMethod(
+    "lems", "Thoma et al., ICML 2026", kfac_svd.moments, kfac_svd.factors, ranks, trials=SETTINGS, tuned=("factors",)
+)

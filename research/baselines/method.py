@@ -1,8 +1,9 @@
 """What a rank method is, and how it is applied to a model."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -13,9 +14,9 @@ from flexrank.errors import FlexrankError
 from flexrank.nn.linalg import Factors
 from flexrank.nn.matrix import matrix_shape, weight_matrix
 from flexrank.nn.select import nest_
-from flexrank.nn.switch import uniform_profile
+from flexrank.nn.switch import layer_shapes
 from flexrank.profiles import RankProfile
-from flexrank.profiles.costs import dense_parameters
+from flexrank.profiles.costs import Shape, dense_parameters, deployed_parameters, full_ranks, largest_rank
 
 #: (output, batch) to a scalar: the task's loss, summed over the batch's samples.
 Loss = Callable[[Any, Batch], Tensor]
@@ -24,6 +25,8 @@ Layers = Mapping[str, nn.Module]
 Statistic = Any
 Collect = Callable[[nn.Module, Sequence[Batch], Layers, Loss], Mapping[str, Statistic]]
 Evaluate = Callable[[nn.Module], float]
+#: What a paper leaves free, by the name of the argument that takes it.
+Settings = Mapping[str, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +48,26 @@ UNSEEN = 1e-6
 def uniform_ranks(
     model: nn.Module, _: Mapping[str, Tensor], budgets: Sequence[float], __: Measures
 ) -> list[RankProfile]:
-    """Each layer's largest rank whose deployed parameters are within the budget's share of its own dense ones."""
-    return [uniform_profile(model, budget) for budget in budgets]
+    """At each budget one share of every layer's own parameters, filled up to the whole budget."""
+    shapes = layer_shapes(model)
+    return [filled_ranks(shapes, dict.fromkeys(shapes, budget), budget) for budget in budgets]
+
+
+def filled_ranks(shapes: Mapping[str, Shape], shares: Mapping[str, float], budget: float) -> RankProfile:
+    """Each layer's largest rank within its share, at least 1; then what rounding down left of the budget is filled.
+
+    One more rank goes to the layers that lack most parameters of their share, in that order, where it fits.
+    """
+    targets = {name: shares[name] * dense_parameters(shape) for name, shape in shapes.items()}
+    ranks = {name: max(1, largest_rank(shape, targets[name])) for name, shape in shapes.items()}
+    costs = {name: deployed_parameters(shape, ranks[name]) for name, shape in shapes.items()}
+    left = int(budget * sum(map(dense_parameters, shapes.values()))) - sum(costs.values())
+    full = full_ranks(shapes)
+    for name in sorted(shapes, key=lambda one: costs[one] - targets[one]):
+        step = deployed_parameters(shapes[name], min(ranks[name] + 1, full[name])) - costs[name]
+        if 0 < step <= left:
+            ranks[name], left = ranks[name] + 1, left - step
+    return RankProfile(ranks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +79,8 @@ class RankMethod:
     collect: Collect
     factors: Callable[[Tensor, Statistic], Factors]
     ranks: Ranks = uniform_ranks
+    trials: Sequence[Settings] = ()  #: what is tried of a free constant; the first is what stands without any
+    tuned: Sequence[str] = ()  #: which of the functions above take it
 
     def decompose_(
         self, model: nn.Module, batches: Sequence[Batch], layers: Layers, loss: Loss
@@ -83,6 +106,8 @@ class Made:
 #: (base model, calibration, layers to reduce by name, loss, budget) to a new model; the base stays as it is. None where
 #: no size of the method is within the budget.
 Make = Callable[[nn.Module, Sequence[Batch], Layers, Loss, float], Made | None]
+#: The same at each layer's rank, in the place of a budget.
+MakeAt = Callable[[nn.Module, Sequence[Batch], Layers, Loss, Mapping[str, int]], Made]
 
 
 class NotApplicable(FlexrankError):
@@ -98,6 +123,19 @@ class SizeMethod:
     make: Make
     #: (base model, layers) to why the method does not apply; None where it does.
     obstacle: Callable[[nn.Module, Layers], str | None]
+    make_at: MakeAt | None = None  #: of a method whose sizes are ranks
+    start: str = ""  #: the rank method whose factors `make_at` starts from
+    trials: Sequence[Settings] = ()  #: as those of a rank method
+    tuned: Sequence[str] = ()
+
+
+Method = TypeVar("Method", RankMethod, SizeMethod)
+
+
+def with_settings(method: Method, settings: Settings) -> Method:
+    """The method with these in the place of its defaults."""
+    changed: dict[str, Any] = {name: functools.partial(getattr(method, name), **settings) for name in method.tuned}
+    return dataclasses.replace(method, **changed)
 
 
 def parameter_count(model: nn.Module) -> int:

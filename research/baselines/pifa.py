@@ -1,13 +1,14 @@
 """PIFA's reconstruction M: low-rank factors refitted layer after layer to two flows of data (Zhao et al., ICML 2025).
 
 The paper's compact form of a factorisation, the pivoted layer, is `pivoted.PivotedLinear`; what it stores is counted
-here as for every method, r·(m+n−r) parameters of a layer; indices are not counted for any. Ranks are uniform; the
-paper's other densities by layer (OWL), and its densities of attention and feed-forward apart, are left out.
+here as for every method, r·(m+n−r) parameters of a layer; indices are not counted for any. The method's own ranks are
+uniform; the paper's other densities by layer (OWL), and its densities of attention and feed-forward apart, are left
+out. `make_at` takes any ranks, such as those that flexrank chooses for the factors of SVD-LLM, which PIFA starts from.
 """
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +22,18 @@ from flexrank.nn.blocks import block_stack
 from flexrank.nn.linalg import Factors
 from flexrank.nn.matrix import input_rows, masked_rows, matrix_shape, weight_matrix
 from flexrank.nn.select import nest_
-from flexrank.profiles.costs import dense_parameters, deployed_parameters, largest_rank
+from flexrank.profiles.costs import deployed_parameters
 from research.baselines import svd_llm
-from research.baselines.method import UNSEEN, Layers, Loss, Made, SizeMethod, dense_count, parameter_count
+from research.baselines.method import (
+    UNSEEN,
+    Layers,
+    Loss,
+    Made,
+    SizeMethod,
+    dense_count,
+    filled_ranks,
+    parameter_count,
+)  # fmt: skip
 from research.baselines.statistics import input_moments
 
 #: The paper's share λ of the dense flow's outputs in the targets; the rest are of the compressed flow's inputs.
@@ -36,12 +46,21 @@ class _Reached(Exception):
     """Ends a forward whose rest is not needed."""
 
 
+def make(
+    model: nn.Module, batches: Sequence[Batch], layers: Layers, loss: Loss, budget: float, mix: float = MIX
+) -> Made:
+    """The model at one share of every layer's parameters, filled up to the whole budget."""
+    shapes = {name: matrix_shape(layer) for name, layer in layers.items()}
+    return make_at(model, batches, layers, loss, filled_ranks(shapes, dict.fromkeys(shapes, budget), budget), mix)
+
+
 @torch.no_grad()
-def make(model: nn.Module, batches: Sequence[Batch], layers: Layers, loss: Loss, budget: float) -> Made:
-    """The model with every layer at its largest rank within the budget's share of its own parameters."""
+def make_at(
+    model: nn.Module, batches: Sequence[Batch], layers: Layers, loss: Loss, ranks: Mapping[str, int], mix: float = MIX
+) -> Made:
+    """The model with every layer at its rank."""
     new, moments = copy.deepcopy(model), input_moments(model, batches, layers, loss)
     shapes = {name: matrix_shape(layer) for name, layer in layers.items()}
-    ranks = {name: max(1, largest_rank(shape, budget * dense_parameters(shape))) for name, shape in shapes.items()}
     batches = [to_device(batch, model_device(model)) for batch in batches]
     with eval_mode(model, new):
         flows = [Flow(one, batches, list(layers)) for one in (model, new)]
@@ -50,7 +69,7 @@ def make(model: nn.Module, batches: Sequence[Batch], layers: Layers, loss: Loss,
             for name in group:
                 weight = weight_matrix(layers[name]).double()
                 start = svd_llm.factors(weight, moments[name])
-                u, v = refit(weight, start.v[: ranks[name]], mixed(own, cross), own)
+                u, v = refit(weight, start.v[: ranks[name]], mixed(own, cross, mix), own)
                 nest_(new, name, Factors(u.T, v, torch.ones(len(v), dtype=torch.float64)))
     stored = sum(deployed_parameters(shape, ranks[name]) for name, shape in shapes.items())
     return Made(new, parameter_count(model) - dense_count(layers) + stored)
@@ -133,4 +152,7 @@ def _products(flows: Sequence[Flow], name: str, size: int) -> tuple[Float[Tensor
     return own, cross
 
 
-PIFA = SizeMethod("pifa", "Zhao et al., ICML 2025", make, lambda model, layers: None)
+PIFA = SizeMethod(
+    "pifa", "Zhao et al., ICML 2025", make, lambda model, layers: None, make_at, "svd-llm",
+    trials=tuple({"mix": mix} for mix in (MIX, 0.0, 0.5, 0.75)), tuned=("make", "make_at"),
+)  # fmt: skip

@@ -2,9 +2,11 @@
 
 Each method decomposes the same model from the same calibration; sizes are deployed parameters, gauge-aligned for all;
 scores are of held-out samples that neither calibration nor probe has seen. What is finished is not done again. Beside
-them, rivals that make a model of its own for each size, in one way alone.
+them, rivals that make a model of its own for each size: those whose sizes are not ranks in one way alone. Of a rival's
+free constant that setting is compared which is best on the tuning half (`trials`).
 """
 
+import dataclasses
 import itertools
 import math
 import statistics
@@ -12,8 +14,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from research import figures
-from research.benches.contest import ALLOCATIONS, ALONE, METHODS, OURS, Contest, Contestant, contests, sized_alone
+from research.baselines import RIVALS, SIZE_METHODS
+from research.baselines.method import Settings
+from research.benches.contest import (
+    ALLOCATIONS,
+    ALONE,
+    METHODS,
+    OURS,
+    Contest,
+    Contestant,
+    allocations_of,
+    contests,
+    obstacle,
+    sized_alone,
+)  # fmt: skip
 from research.benches.tasks import base_words, task_keys
+from research.benches.trials import best, tried, words
 from research.experiment import Experiment, Ledger, Request
 from research.result import Result, behind, goal, measured, spread, spreads, table
 
@@ -24,26 +40,29 @@ COLOURS |= dict(zip(ALONE, ("#7f3c8d", "#2f4f4f", "#b5a300"), strict=True))
 #: Of `ALONE` in the figure, beside their dashes, so that lines differ by more than colour.
 MARKERS = dict(zip(ALONE, ("s", "^", "D"), strict=True))
 LINES = {"published": ":", "paper": "--", "joint": "-"}
+#: Rivals whose own search of ranks ends where it ends; what others' rules leave of a budget is filled.
+SEARCHED = ("asvd", "lems")
 #: Which of flexrank's own, with joint ranks, is to be behind no rival with which ranks; "fisher" is the default.
-CLAIMED = (("datasvd", ("published",)), ("datasvd", ALLOCATIONS), ("fisher", ("published",)))
+CLAIMED = tuple(itertools.product(("datasvd", "fisher"), (ALLOCATIONS[:1], ALLOCATIONS)))
 
 
 def run(request: Request) -> Result:
     """Runs every contest."""
-    compared = [(contest, *_measure(contest, request)) for contest in contests(request)]
-    tables, claims, data = [], [], {}
-    for contest, dense, parameters, sized, seconds in compared:
-        measures = {contest.measure: contest.digits} | dict.fromkeys(task_keys(dense), 3)
-        tables += [_table(contest, one, dense, parameters, sized, seconds) for one in measures.items()]
-        claims += [_claim(contest, sized, *one) for one in CLAIMED]
-        measure = {"measure": contest.measure, "digits": contest.digits, "budgets": list(contest.budgets)}
-        data[contest.name] = {**measure, "dense": dense, "parameters": parameters, "sized": sized, "seconds": seconds}
-    settings = {contest.name: {**contest.facts, "levels": contest.levels} for contest, *_ in compared}
+    halves = zip(contests(request), contests(dataclasses.replace(request, half="tuning")), strict=True)
+    compared = [(contest, _measure(contest, tuning, request)) for contest, tuning in halves]
+    data = {contest.name: one for contest, one in compared}
+    tables = [
+        _table(name, one, *shown)
+        for name, one in data.items()
+        for shown in ({one["measure"]: one["digits"]} | dict.fromkeys(task_keys(one["dense"]), 3)).items()
+    ]
+    claims = [_claim(name, one, *claimed) for name, one in data.items() for claimed in CLAIMED]
+    settings = {contest.name: {**contest.facts, "levels": contest.levels} for contest, _ in compared}
     return measured({**settings, "seeds": request.seeds}, tables, claims, data)
 
 
-def _measure(contest: Contest, request: Request) -> tuple[dict[str, float], dict[str, int], Sized, dict[str, Any]]:
-    """The base model's scores and parameters; what each method gives by allocation and seed; its effort by seed."""
+def _measure(contest: Contest, tuning: Contest, request: Request) -> dict[str, Any]:
+    """What is saved of a model; `tuning` is the contest on the half that settings are chosen on."""
     facts = {
         "ranks": "searched as published",
         "model": contest.name,
@@ -52,82 +71,143 @@ def _measure(contest: Contest, request: Request) -> tuple[dict[str, float], dict
         **contest.facts,
     }
     ledger = Ledger(request.work, facts | {"budgets": list(contest.budgets)})
-    dense = ledger.take("dense", contest.scored)
+    trials = tried(tuning, ledger, (*METHODS, *ALONE))
+    chosen = {method: best(some) for method, some in trials.items()}
+    sized, seconds, tables = _elastic(contest, ledger, chosen, request.seeds)
+    alone, obstacles = _alone(contest, ledger, chosen, tables)
+    return {
+        "measure": contest.measure, "digits": contest.digits, "budgets": list(contest.budgets),
+        "dense": ledger.take("dense", contest.scored), "parameters": ledger.take("parameters", contest.parameters),
+        "sized": {**sized, **alone}, "seconds": seconds, "trials": trials, "obstacles": obstacles,
+    }  # fmt: skip
+
+
+def _elastic(
+    contest: Contest, ledger: Ledger, chosen: Mapping[str, Settings], seeds: int
+) -> tuple[Sized, dict[str, Any], list[dict[str, Any]]]:
+    """Of methods with one elastic model what each allocation gives; their effort; by seed each one's table."""
     sized: Sized = {method: {allocation: [] for allocation in ALLOCATIONS} for method in METHODS}
     seconds: dict[str, Any] = {method: [] for method in METHODS}
-    for seed, method in itertools.product(range(request.seeds), METHODS):
-        contestant, unit = Contestant(contest, method, seed), f"{method}, seed {seed}"
+    tables: list[dict[str, Any]] = [{} for _ in range(seeds)]
+    for seed, method in itertools.product(range(seeds), METHODS):
+        settings = chosen.get(method, {})
+        contestant, unit = Contestant(contest, method, seed, settings), _unit(method, settings, seed)
         probed = ledger.take(f"{unit}, probe", contestant.probed)
         seconds[method].append({key: value for key, value in probed.items() if key != "table"})
+        tables[seed][method] = probed["table"]
         for allocation in ALLOCATIONS:
-            one = ledger.take(f"{unit}, {allocation}", contestant.sized, allocation, probed["table"])
+            one = ledger.take(f"{unit}, {_ranks(method, allocation)}", contestant.sized, allocation, probed["table"])
             sized[method][allocation].append(one)
-    for seed, method in itertools.product(range(request.seeds), ALONE):
-        if one := ledger.take(f"{method}, seed {seed}", sized_alone, contest, method, seed):
-            sized.setdefault(method, {"published": []})["published"].append(one)
-            own = {"decomposition_seconds": one["seconds"], "probe_seconds": 0.0, "peak_bytes": one["peak_bytes"]}
-            seconds.setdefault(method, []).append(own)
-    return dense, ledger.take("parameters", contest.parameters), sized, seconds
+    return sized, seconds, tables
 
 
-def _table(
-    contest: Contest,
-    shown: tuple[str, int],
-    dense: Mapping[str, float],
-    parameters: Mapping[str, int],
-    sized: Sized,
-    seconds: Mapping[str, Any],
-) -> dict[str, Any]:
-    """A row for each method and allocation: whether one artefact has all sizes, the scores `shown`, its effort."""
-    measure, places = shown
-    whole = [(parameters["others"] + budget * parameters["layers"]) / 1e6 for budget in contest.budgets]
+def _alone(
+    contest: Contest, ledger: Ledger, chosen: Mapping[str, Settings], tables: Sequence[Mapping[str, Any]]
+) -> tuple[Sized, dict[str, str]]:
+    """Of methods that make models alone what each allocation gives; why others do not apply."""
+    sized: Sized = {}
+    obstacles: dict[str, str] = {}
+    for (seed, own), method in itertools.product(enumerate(tables), ALONE):
+        settings, table = chosen.get(method, {}), own.get(SIZE_METHODS[method].start)
+        for allocation in allocations_of(method):
+            unit = _unit(method, settings, seed) + (f", {_ranks(method, allocation)}" if table else "")
+            if one := ledger.take(unit, sized_alone, contest, method, seed, settings, allocation, table):
+                sized.setdefault(method, {}).setdefault(allocation, []).append(one)
+            else:
+                obstacles[method] = ledger.take(f"{method}, obstacle", obstacle, contest, method)
+    return sized, obstacles
+
+
+def _unit(method: str, settings: Settings, seed: int) -> str:
+    """A unit's name; the first setting is not named, so that what was done before there were trials still counts."""
+    is_default = not settings or settings == RIVALS[method].trials[0]
+    return f"{method}, seed {seed}" if is_default else f"{method}, {words(settings)}, seed {seed}"
+
+
+def _ranks(method: str, allocation: str) -> str:
+    """An allocation in a unit's name: published ranks that left a part of the budget have another one."""
+    return "published, whole budget" if allocation == "published" and method not in SEARCHED else allocation
+
+
+def _table(name: str, one: Mapping[str, Any], measure: str, places: int) -> dict[str, Any]:
+    """A row for each method and allocation: whether one artefact has all sizes, the scores of `measure`, its effort."""
+    parts, budgets = one["parameters"], one["budgets"]
+    whole = [(parts["others"] + budget * parts["layers"]) / 1e6 for budget in budgets]
     rows: list[list[Any]] = [["whole model at the budget, M parameters", None, *whole, None, None]]
-    for method, allocation in (*itertools.product(METHODS, ALLOCATIONS), *((one, "published") for one in ALONE)):
-        if method not in sized:
-            rows.append([f"{method}, {allocation}", *[None] * (len(contest.budgets) + 3)])
-            continue
-        runs = sized[method][allocation]
-        nested = "yes" if all(one["nested"] for one in runs) else "no"
-        peak = max(one["peak_bytes"] for one in seconds[method]) / 1e6
-        taken = [one["decomposition_seconds"] for one in seconds[method]]
-        taken = [one + run.get("search_seconds", 0.0) for one, run in zip(taken, runs, strict=True)]
-        if allocation != "published":
-            taken = [a + one["probe_seconds"] for a, one in zip(taken, seconds[method], strict=True)]
-        rows.append([f"{method}, {allocation}", nested, *_scores(measure, runs), spread(taken), peak])
-    title = f"{contest.name}: {measure} by budget ({base_words(dense, measure, places)}); seconds "
-    title += "are those of calibration, decomposition, search of ranks and, but for published ones, probe, or of all "
-    title += "models together; memory is what making a model takes beside what was held before"
-    digits = [0, *[places] * len(contest.budgets), 0, 0]
-    return table(title, ["method, ranks", "nested", *contest.budgets, "seconds", "peak MB"], rows, digits)
+    for method, allocation in _rows():
+        runs = one["sized"].get(method, {}).get(allocation)
+        label = f"{method}, {allocation}"
+        rows.append([label, *(_cells(one, method, allocation, measure) if runs else [None] * (len(budgets) + 3))])
+    title = f"{name}: {measure} by budget ({base_words(one['dense'], measure, places)}); seconds are those of "
+    title += "calibration and decomposition, or of all models together, of the search of ranks and, but for published "
+    title += "ones, of the probe; memory is what making a model takes beside what was held before"
+    digits = [0, *[places] * len(budgets), 0, 0]
+    return table(title + _notes(one), ["method, ranks", "nested", *budgets, "seconds", "added MB"], rows, digits)
+
+
+def _rows() -> list[tuple[str, str]]:
+    """Every method with each of its allocations."""
+    return [(method, allocation) for method in (*METHODS, *ALONE) for allocation in allocations_of(method)]
+
+
+def _cells(one: Mapping[str, Any], method: str, allocation: str, measure: str) -> list[Any]:
+    """Of all seeds whether sizes are nested, the scores by budget, seconds and megabytes."""
+    runs = one["sized"][method][allocation]
+    nested = "yes" if all(run["nested"] for run in runs) else "no"
+    peak = max(made["peak_bytes"] for made in one["seconds"].get(method, runs)) / 1e6
+    return [nested, *_scores(measure, runs), spread(_seconds(one, method, allocation)), peak]
+
+
+def _seconds(one: Mapping[str, Any], method: str, allocation: str) -> list[float]:
+    """By seed; flexrank's ranks take the probe of the method's own factors, or of those that it starts from."""
+    runs, made = one["sized"][method][allocation], one["seconds"].get(method)
+    taken = [run.get("seconds", 0.0) + run.get("search_seconds", 0.0) for run in runs]
+    if made:
+        taken = [a + b["decomposition_seconds"] for a, b in zip(taken, made, strict=True)]
+    if allocation == "published":
+        return taken
+    probed = made or one["seconds"][SIZE_METHODS[method].start]
+    return [a + b["probe_seconds"] for a, b in zip(taken, probed, strict=True)]
+
+
+def _notes(one: Mapping[str, Any]) -> str:
+    """Which methods have another setting than the first of their trials, and which do not apply and why."""
+    chosen = {method: (trials[0]["settings"], best(trials)) for method, trials in one["trials"].items()}
+    notes = [
+        f"{method} has {words(new)}, the best of its trials" for method, (old, new) in chosen.items() if old != new
+    ]
+    notes += [f"{method} does not apply ({reason})" for method, reason in one["obstacles"].items()]
+    return "".join(f"; {note}" for note in notes)
 
 
 def _scores(measure: str, runs: Sequence[Mapping[str, Any]]) -> list[dict[str, float] | None]:
     return spreads([row and row["scores"][measure] for row in one["rows"]] for one in runs)
 
 
-def _claim(contest: Contest, sized: Sized, own: str, allocations: Sequence[str]) -> dict[str, Any]:
+def _claim(name: str, one: Mapping[str, Any], own: str, allocations: Sequence[str]) -> dict[str, Any]:
     """Whether one of ours with joint ranks is as good as each rival, to the digits shown and on average over seeds."""
-    lost = []
-    for place, budget in enumerate(contest.budgets):
-        ours, best = _error(contest, sized[own]["joint"], place), math.inf
-        for method, allocation in itertools.product((*METHODS, *ALONE), allocations):
-            error = _error(contest, sized.get(method, {}).get(allocation, []), place)
-            if method not in OURS and error < best:
-                best, name = error, f"{method}, {allocation}"
-        if ours > best + 0.5 * 10**-contest.digits:
-            lost.append((budget, name, ours - best))
-    rivals = "with their published ranks" if len(allocations) == 1 else "with flexrank's ranks too"
-    what = f"{contest.name}: {own} with joint ranks is behind no rival {rivals}"
-    return goal(what, "at no budget", behind(lost, contest.measure), not lost)
+    lost, sized = [], one["sized"]
+    rivals = [method for method in (*METHODS, *ALONE) if method not in OURS and method in sized]
+    for place, budget in enumerate(one["budgets"]):
+        ours, best_error = _error(one, sized[own]["joint"], place), math.inf
+        for method, allocation in itertools.product(rivals, allocations):
+            error = _error(one, sized[method].get(allocation, []), place)
+            if error < best_error:
+                best_error, rival = error, f"{method}, {allocation}"
+        if ours > best_error + 0.5 * 10 ** -one["digits"]:
+            lost.append((budget, rival, ours - best_error))
+    ranks = " with its own ranks" if len(allocations) == 1 else ", be its ranks its own or flexrank's"
+    what = f"{name}: {own} with joint ranks is behind no rival{ranks}, of {len(rivals)} that apply"
+    return goal(what, "at no budget", behind(lost, one["measure"]), not lost)
 
 
-def _error(contest: Contest, runs: Sequence[Mapping[str, Any]], place: int) -> float:
+def _error(one: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], place: int) -> float:
     """The measure at a budget, over seeds, with the sign by which lower is better; infinite where no seed has any."""
-    rows = [row for one in runs if (row := one["rows"][place])]
+    rows = [row for run in runs if (row := run["rows"][place])]
     if not rows:
         return math.inf
-    mean = statistics.fmean(row["scores"][contest.measure] for row in rows)
-    return mean if contest.measure.startswith("nats") else -mean
+    mean = statistics.fmean(row["scores"][one["measure"]] for row in rows)
+    return mean if one["measure"].startswith("nats") else -mean
 
 
 def draw(data: Mapping[str, Any]) -> Any:
@@ -145,7 +225,7 @@ def draw(data: Mapping[str, Any]) -> Any:
     shown = {
         label: handle for axes in all_axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    title = "dotted: published ranks\nsolid: joint\nmarked: a model each size"
+    title = "dotted, dashed:\npublished ranks\nsolid: joint\nmarked: a model each size"
     figure.legend(list(shown.values()), list(shown), loc="outside right upper", fontsize=8, title=title)
     return figure
 
@@ -153,18 +233,19 @@ def draw(data: Mapping[str, Any]) -> Any:
 def _draw_line(
     axes: Any, method: str, allocation: str, runs: Sequence[Sequence[Mapping[str, Any]]], base: float, measure: str
 ) -> None:
-    """One method's distances over its shares, by seed; those that make models alone have thin dashes and a marker."""
+    """One method's distances over its shares, by seed; those that make models alone are thin, and have a marker."""
     shares = [statistics.fmean(row["share"] for row in rows) for rows in zip(*runs, strict=True)]
     lines = [[figures.shown_distance(measure, row["scores"][measure], base) for row in rows] for rows in runs]
     style: dict[str, Any] = {"linestyle": LINES[allocation], "markersize": 2.5, "linewidth": 1.2}
     if method in ALONE:
-        style = {"linestyle": (0, (6, 2)), "marker": MARKERS[method], "markersize": 4, "linewidth": 0.9}
+        dash = (0, (6, 2)) if allocation == "published" else LINES[allocation]
+        style = {"linestyle": dash, "marker": MARKERS[method], "markersize": 4, "linewidth": 0.9}
     figures.draw_seeds(axes, shares, lines, COLOURS[method], method if allocation == "published" else "_", **style)
 
 
 EXPERIMENT = Experiment(
     "compare", "Training-free rivals",
     "quality over size of plain SVD, FWSVD, ASVD, DRONE, SVD-LLM and its second version beside DataSVD and its Fisher "
-    "form, each with its published ranks and with flexrank's, and of PIFA, SliceGPT and A3, untrained",
-    minutes=60, full_minutes=600, has_halves=True, seeds=(1, 3), run=run, draw=draw, takes_config=True,
+    "form and PIFA, each with its published ranks and with flexrank's, and of SliceGPT and A3, untrained",
+    minutes=90, full_minutes=900, has_halves=True, seeds=(1, 3), run=run, draw=draw, takes_config=True,
 )  # fmt: skip

@@ -6,6 +6,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from flexrank.run.config import ProbeConfig, RunConfig
 from flexrank.run.directory import RunDirectory
 from flexrank.run.workspace import Workspace
 from research.baselines import RANK_METHODS, SIZE_METHODS
-from research.baselines.method import Evaluate, Loss, Measures, uniform_ranks
+from research.baselines.method import Evaluate, Loss, Made, Measures, RankMethod, Settings, uniform_ranks, with_settings
 from research.baselines.statistics import mean_loss, next_token_loss
 from research.benches import images, language, sts
 from research.benches.quality import BUDGETS, Subject, chain_of
@@ -35,7 +36,7 @@ from research.studies.vision import NETWORKS
 #: flexrank's own decompositions that are compared with rivals.
 OURS = ("datasvd", "fisher")
 METHODS = (*RANK_METHODS, *OURS)
-#: Rivals that make a model of its own for each size, in one way only, "published".
+#: Rivals that make a model of its own for each size.
 ALONE = tuple(SIZE_METHODS)
 #: How ranks are chosen: as the method's paper does, or from the method's own sensitivity table by flexrank.
 ALLOCATIONS = ("published", "paper", "joint")
@@ -86,22 +87,31 @@ class Contest:
         return {"layers": dense, "others": sum(one.numel() for one in subject.teacher.parameters()) - dense}
 
 
+def allocations_of(method: str) -> Sequence[str]:
+    """How ranks are chosen for a method: in all ways, or as published where its sizes are not of ranks."""
+    return ALLOCATIONS if method not in SIZE_METHODS or SIZE_METHODS[method].make_at else ALLOCATIONS[:1]
+
+
 class Contestant:
     """One method's elastic model for one draw of the calibration, decomposed when it is first needed."""
 
-    def __init__(self, contest: Contest, method: str, seed: int):
-        self._contest, self._method, self._seed = contest, method, seed
+    def __init__(self, contest: Contest, method: str, seed: int, settings: Settings = MappingProxyType({})):
+        self._contest, self._method, self._seed, self._settings = contest, method, seed, settings
+
+    @property
+    def _rival(self) -> RankMethod | None:
+        """The method with its settings; None for ours."""
+        return with_settings(RANK_METHODS[self._method], self._settings) if self._method in RANK_METHODS else None
 
     @functools.cached_property
     def _decomposed(self) -> tuple[nn.Module, Mapping[str, Tensor], dict[str, Any]]:
         """The model, its components' energies where the method has ranks of its own, and what it took to make."""
         subject = self._contest.subject(self._seed)
         with effort() as taken:
-            if self._method in OURS:
+            if (rival := self._rival) is None:
                 return subject.decomposed(self._method), {}, taken
             model = copy.deepcopy(subject.teacher)
             layers = select_layers(model, exclude=subject.exclude)
-            rival = RANK_METHODS[self._method]
             return model, rival.decompose_(model, subject.calibration, layers, self._contest.loss), taken
 
     def probed(self) -> dict[str, Any]:
@@ -114,23 +124,22 @@ class Contestant:
         own = {"decomposition_seconds": taken["seconds"], "peak_bytes": taken["peak_bytes"]}
         return {"table": table.to_json(), "probe_seconds": probe, **own}
 
-    def sized(self, allocation: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    def sized(self, allocation: str, table: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The scores and sizes at each budget, whether each is a prefix of the larger ones, the search's seconds."""
         _ = self._decomposed  # now, for its seconds are `probed`'s
         start = time.perf_counter()
-        profiles = self._profiles(allocation, SensitivityTable.from_json(table))
+        profiles = self._profiles(allocation, table)
         seconds = time.perf_counter() - start
         nested = all(small.fits_in(large) for large, small in itertools.pairwise(profiles))
         return {"rows": [self._row(profile) for profile in profiles], "nested": nested, "search_seconds": seconds}
 
-    def _profiles(self, allocation: str, table: SensitivityTable) -> list[RankProfile]:
-        """The ranks at each budget, which fall."""
+    def _profiles(self, allocation: str, table: Mapping[str, Any] | None) -> list[RankProfile]:
+        """The ranks at each budget, which fall; the method's own need no table."""
+        if table is not None and allocation != "published":
+            return profiles_of(allocation, table, self._contest.budgets)
         model, energies, _ = self._decomposed
-        budgets = self._contest.budgets
-        if allocation == "published":
-            own = RANK_METHODS[self._method].ranks if self._method in RANK_METHODS else uniform_ranks
-            return own(model, energies, budgets, self._contest.measures(self._seed))
-        return [chain_of(allocation, table, budgets).at(budget) for budget in budgets]
+        own = self._rival.ranks if self._rival else uniform_ranks
+        return own(model, energies, self._contest.budgets, self._contest.measures(self._seed))
 
     def _row(self, profile: RankProfile) -> dict[str, Any]:
         """What the model has at these ranks, gauge-aligned without slack, and how it scores."""
@@ -144,26 +153,49 @@ class Contestant:
         return {"share": parameters / dense, "parameters": whole, "scores": scores}
 
 
-def sized_alone(contest: Contest, method: str, seed: int) -> dict[str, Any] | None:
+def profiles_of(allocation: str, table: Mapping[str, Any], budgets: Sequence[float]) -> list[RankProfile]:
+    """Flexrank's ranks at each budget, from a sensitivity table as JSON."""
+    chain = chain_of(allocation, SensitivityTable.from_json(table), budgets)
+    return [chain.at(budget) for budget in budgets]
+
+
+def obstacle(contest: Contest, method: str) -> str | None:
+    """Why one of `ALONE` does not apply; None where it does."""
+    subject = contest.subject(0)
+    return SIZE_METHODS[method].obstacle(subject.teacher, select_layers(subject.teacher, exclude=subject.exclude))
+
+
+def sized_alone(
+    contest: Contest,
+    method: str,
+    seed: int,
+    settings: Settings = MappingProxyType({}),
+    allocation: str = "published",
+    table: Mapping[str, Any] | None = None,
+) -> dict[str, Any] | None:
     """As `Contestant.sized`, of one of `ALONE`, with what all its models took; None where it does not apply.
 
-    A row is None where no model of the method is as small.
+    A row is None where no model of the method is as small. `table` is that of the method it starts from.
     """
-    subject, rival = contest.subject(seed), SIZE_METHODS[method]
-    layers = select_layers(subject.teacher, exclude=subject.exclude)
-    if rival.obstacle(subject.teacher, layers):
+    if obstacle(contest, method):
         return None
+    subject, rival, start = contest.subject(seed), with_settings(SIZE_METHODS[method], settings), time.perf_counter()
+    make: Callable[..., Made | None] = rival.make
+    sizes: Sequence[Any] = contest.budgets
+    if table is not None and allocation != "published" and rival.make_at:
+        make, sizes = rival.make_at, profiles_of(allocation, table, sizes)
+    search, layers = time.perf_counter() - start, select_layers(subject.teacher, exclude=subject.exclude)
     parts, rows, efforts = contest.parameters(), list[dict[str, Any] | None](), []
-    for budget in contest.budgets:
+    for size in sizes:
         with effort() as taken:
-            made = rival.make(subject.teacher, subject.calibration, layers, contest.loss, budget)
+            made = make(subject.teacher, subject.calibration, layers, contest.loss, size)
         efforts.append(taken)
         if made is None:
             rows.append(None)
             continue
         share = (made.parameters - parts["others"]) / parts["layers"]
         rows.append({"share": share, "parameters": made.parameters, "scores": subject.score(made.model)})
-    seconds, peak = sum(one["seconds"] for one in efforts), max(one["peak_bytes"] for one in efforts)
+    seconds, peak = search + sum(one["seconds"] for one in efforts), max(one["peak_bytes"] for one in efforts)
     return {"rows": rows, "nested": False, "seconds": seconds, "peak_bytes": peak}
 
 

@@ -27,6 +27,12 @@ Made by `python -m research.originals CLONES`, which imports the authors' functi
 and runs them on one random Llama of two blocks in float32. The rivals of `research/baselines` are written from the
 papers, and no line of that code is here. A difference is ‖ours − theirs‖ / ‖ours‖, the largest over layers and ranks.
 A difference without a bound is shown, and has no verdict.
+
+Not held against any code are plain SVD, FWSVD and DRONE, SVD-LLM V2's ranks, A3, and of trained rivals LLM-Pruner,
+nested widths and LayerSkip: these are from their papers alone, A3 from what is known of its paper, and the authors' own
+may be better. What departs from a paper is said at the head of each file of `research/baselines`. Uniform ranks and
+those of SVD-LLM V2 fill what rounding down to whole ranks leaves of a budget, which the originals do not; they are
+compared here without that.
 """
 
 

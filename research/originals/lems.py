@@ -2,8 +2,9 @@
 
 They ask torch for the current GPU; the CPU is put in its place. Their code whitens the outputs' side by L_G where the
 minimum of the Kronecker-factored loss needs L_Gᵀ (`research/baselines/kfac_svd.py`): ours is compared with theirs by
-their matrix and by the right one, with the loss tr(G (W − W_r) A (W − W_r)ᵀ) of both. The search of ranks is not run:
-it needs gurobipy, PuLP, Optuna and a GPU.
+their matrix and by the right one, with the loss tr(G (W − W_r) A (W − W_r)ᵀ) of both. The comparison of rivals takes
+for each model the one that is better on the tuning half. The search of ranks is not run: it needs gurobipy, PuLP,
+Optuna and a GPU.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ def compare(clone: Path) -> list[Row]:
     same, right, gains = list[float](), list[float](), list[float]()
     for (name, rank), their in products.items():
         weight = layers[name].weight.detach().double()
-        same.append(difference(product(_by_their_matrix(weight, ours[name]), rank), their))
+        same.append(difference(product(kfac_svd.factors(weight, ours[name], as_coded=True), rank), their))
         best = product(kfac_svd.factors(weight, ours[name]), rank)
         right.append(difference(best, their))
         gains.append(_loss(weight - best, ours[name]) / _loss(weight - their.double(), ours[name]) - 1)
@@ -55,14 +56,6 @@ def _product(theirs: Any, name: str, weight: Tensor, rank: int) -> Tensor:
     least = weight.numel() // sum(weight.shape)
     found = theirs._factorize_matrix(weight, least, rank, name, "cpu")
     return found.mat_l @ found.mat_r
-
-
-def _by_their_matrix(weight: Tensor, pair: kfac_svd.Moments) -> Any:
-    """Our factors with G' = L_Gᵀ L_G in place of G = L_G L_Gᵀ, both shrunk."""
-    shrunk = kfac_svd.shrunk(pair[1], kfac_svd.GRADIENT_SHRINKAGE)
-    root = torch.linalg.cholesky(shrunk)
-    with mock.patch.object(kfac_svd, "GRADIENT_SHRINKAGE", 0.0):
-        return kfac_svd.factors(weight, (pair[0], root.T @ root))
 
 
 def _loss(lost: Tensor, pair: kfac_svd.Moments) -> float:

@@ -8,6 +8,7 @@ a layer's indices as r parameters more: the ratios are such that ranks agree. Pi
 
 import copy
 import importlib
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,9 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from flexrank.nn.matrix import matrix_shape
 from flexrank.nn.switch import nested_layers
+from flexrank.profiles.costs import dense_parameters, largest_rank
 from research.baselines import pifa
 from research.baselines.pivoted import PivotedLinear, pivoted_order
 from research.baselines.statistics import next_token_loss
@@ -36,7 +39,7 @@ def compare(clone: Path) -> list[Row]:
         original.dataloader = [(batch["input_ids"],) for batch in inputs]
         for ratio in RATIOS:
             theirs = _reconstructed(original, model, ratio)
-            ours: Any = pifa.make(model, batches, layers, next_token_loss, ratio).model
+            ours: Any = pifa.make_at(model, batches, layers, next_token_loss, _ranks(layers, ratio)).model
             for name, layer in nested_layers(ours).items():
                 one = theirs.get_submodule(name)
                 assert layer.rank == one.BLinear.weight.shape[0]
@@ -49,6 +52,12 @@ def compare(clone: Path) -> list[Row]:
         row(f"logits after reconstruction, at shares {RATIOS}", logits, 1e-3),
         row(f"pivoted layers at ranks {RANKS}", pivoted, 1e-5),
     ]
+
+
+def _ranks(layers: Mapping[str, nn.Module], ratio: float) -> dict[str, int]:
+    """Each layer's largest rank within the ratio; what `pifa.make` fills beyond is ours."""
+    shapes = {name: matrix_shape(layer) for name, layer in layers.items()}
+    return {name: largest_rank(shape, ratio * dense_parameters(shape)) for name, shape in shapes.items()}
 
 
 def _reconstructed(original: Any, model: Any, ratio: float) -> Any:

@@ -14,7 +14,7 @@ from flexrank.nn.linalg import Factors
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import full_profile, nested_layers, use_profile
 from research.baselines import RANK_METHODS, asvd, drone, fwsvd, plain, svd_llm, svd_llm_v2
-from research.baselines.method import Measures
+from research.baselines.method import Measures, RankMethod, filled_ranks, uniform_ranks, with_settings
 from research.baselines.statistics import input_importance, mean_loss, mean_magnitudes, next_token_loss
 from tiny import batch_for, build
 
@@ -170,16 +170,55 @@ def test_ranks_of_svd_llm_v2_by_hand() -> None:
     energies = {name: torch.tensor([0.0, 0.0, math.exp(power), 0, 0, 0, 0, 0]) for name, power in powers.items()}
     # Inverse logarithms 1/2 and 1, so that 1/3 and 2/3 of twice .5 go: 64 and 32 of 96 numbers stay.
     (ranks,) = RANK_METHODS["svd-llm-v2"].ranks(model, energies, [0.5], NONE)
-    assert dict(ranks) == {names[0]: 4, names[1]: 1}  # 4 · 16 = 64; 1 · 19 = 19, 2 · 18 = 36
+    # 4 · 16 = 64; 1 · 19 = 19, 2 · 18 = 36. Of the 13 that are left the second layer's next rank takes 17, so the
+    # first one has 5 · 15 = 75.
+    assert dict(ranks) == {names[0]: 5, names[1]: 1}
 
 
-def test_uniform_ranks_are_the_largest_that_fit() -> None:
+def test_uniform_ranks_fill_the_budget_in_the_order_of_what_layers_lack() -> None:
+    """Two layers of 96 numbers, r · (20 − r) at rank r: 19, 36, 51, 64, 75, 84, 91, and 96 at rank 8."""
     model = Blocks()
     RANK_METHODS["svd"].decompose_(model, [], select_layers(model), lambda *_: torch.zeros(()))
-    for budget in (0.2, 0.5, 0.9):
-        fitting = [r for r in range(1, 9) if min(96, r * (20 - r)) <= budget * 96] or [1]
+    # Of .5, 48 each, rank 2 leaves 24 of 96: one layer gets 15 more. Of .35, 33.6 each, 29 are left: 17, then none.
+    for budget, expected in ((0.2, [1, 1]), (0.5, [3, 2]), (0.35, [2, 1]), (0.9, [6, 6]), (0.925, [7, 6]), (1, [8, 8])):
         (ranks,) = RANK_METHODS["svd"].ranks(model, {}, [budget], NONE)
-        assert set(ranks.values()) == {max(fitting)}
+        assert list(ranks.values()) == expected
+    assert list(uniform_ranks(model, {}, [0.05], NONE)[0].values()) == [1, 1]  # 38 of 192, which is more than 9
+
+
+def test_what_rounding_leaves_goes_to_who_lacks_most_and_what_fits() -> None:
+    """Of .5 of 5 × 5, 25, 8 × 8, 64, and 9 × 12, 108, ranks 1, 2 and 3 have 9, 28 and 54: they lack 3.5, 4 and 0.
+
+    Of 98 numbers 91 are taken. Of 64's the next rank has 11 more, which do not fit in 7; of 25's it has 7, which do.
+    """
+    shapes = {"a": (9, 12), "b": (5, 5), "c": (8, 8)}
+    assert dict(filled_ranks(shapes, dict.fromkeys(shapes, 0.5), 0.5)) == {"a": 3, "b": 2, "c": 2}
+    assert dict(filled_ranks(shapes, {"a": 0.5, "b": 1.0, "c": 0.5}, 0.5)) == {"a": 3, "b": 5, "c": 2}
+    assert dict(filled_ranks(shapes, {"a": 0.5, "b": 1.0, "c": 0.5}, 0.9)) == {"a": 4, "b": 5, "c": 3}
+    # Of three like layers with the shares .4, .5 and .6 of 64, 25.6, 32 and 38.4, ranks 1, 2 and 2 lack 10.6, 4, 10.4.
+    like = {"a": (8, 8), "b": (8, 8), "c": (8, 8)}
+    assert dict(filled_ranks(like, {"a": 0.4, "b": 0.5, "c": 0.6}, 0.5)) == {"a": 2, "b": 2, "c": 3}
+
+
+@pytest.mark.parametrize("name", [name for name, one in RANK_METHODS.items() if one.trials])
+def test_four_settings_are_tried_and_the_first_is_what_stands_without_any(name: str) -> None:
+    method, shape = RANK_METHODS[name], (6, 8)
+    weight, inputs = drawn(*shape)
+    statistic = statistic_of(name, inputs, len(weight))
+    if name == "lems":  # with gradients that are not each by itself
+        statistic = statistic[0], inputs[:6] @ inputs[:6].T
+    model = Blocks()
+    energies = RANK_METHODS["svd"].decompose_(model, [], select_layers(model), lambda *_: torch.zeros(()))
+
+    def found(one: RankMethod) -> Any:
+        factors = one.factors(weight, statistic)
+        ranks = one.ranks(model, energies, [0.4], NONE) if "ranks" in method.tuned else None
+        return prefix(factors, 3).sum(), ranks
+
+    results = [found(with_settings(method, settings)) for settings in method.trials]
+    assert len(results) == 4 and results[0] == found(method)
+    if name != "svd-llm-v2":  # whose settings are of ranks alone
+        assert len({float(total) for total, _ in results}) == 4
 
 
 def batches_of(lengths: tuple[int, ...]) -> dict[str, Tensor]:

@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from research import runner
 from research.baselines import RANK_METHODS, SIZE_METHODS, svd_llm
 from research.baselines.method import Measures
 from research.baselines.statistics import next_token_loss
-from research.benches import compare, contest
+from research.benches import compare, contest, trials
 from research.benches.contest import ALLOCATIONS, ALONE, METHODS, Contest, Contestant, sized_alone
 from research.benches.quality import Subject
 from research.experiment import EVERY_RANK, Request, find_experiment
@@ -45,6 +47,23 @@ def size(model: torch.nn.Module) -> dict[str, float]:
 def made() -> Contest:
     subject = Subject(build("llama_tied"), [BATCH] * 2, [BATCH], LogitObjective(), size)
     return Contest("tiny", "nats", 4, BUDGETS, 4, {"calibration": 2}, lambda seed: subject, next_token_loss)
+
+
+def filled(shapes: Mapping[str, tuple[int, int]], budget: float) -> dict[str, int]:
+    """Uniform ranks, and one more for the layers that are farthest below the budget while all are within it."""
+
+    def cost(name: str, rank: int) -> int:
+        return min(math.prod(shapes[name]), rank * (sum(shapes[name]) - rank))
+
+    lacking, ranks = {}, {}
+    for name, shape in shapes.items():
+        ranks[name] = max(r for r in range(1, min(shape) + 1) if cost(name, r) <= budget * math.prod(shape))
+        lacking[name] = budget * math.prod(shape) - cost(name, ranks[name])
+    for name in sorted(lacking, key=lambda one: lacking[one], reverse=True):
+        more = ranks | {name: ranks[name] + 1}
+        if sum(cost(one, rank) for one, rank in more.items()) <= budget * sum(map(math.prod, shapes.values())):
+            ranks = more
+    return ranks
 
 
 def test_a_method_is_scored_as_the_library_scores_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,14 +85,12 @@ def test_a_method_is_scored_as_the_library_scores_it(monkeypatch: pytest.MonkeyP
         paper = allocate_ranks(errors, BUDGETS, method="paper", savings="ranks")
         rows = {allocation: contestant.sized(allocation, probed["table"])["rows"] for allocation in ALLOCATIONS}
         for place, budget in enumerate(BUDGETS):
-            profiles = {
-                "published": uniform_profile(model, budget), "paper": paper.at(budget), "joint": joint.at(budget),
-            }  # fmt: skip
+            shapes = {name: tuple(layer.weight.shape) for name, layer in layers.items()}
+            profiles = {"published": filled(shapes, budget), "paper": paper.at(budget), "joint": joint.at(budget)}
             for allocation, profile in profiles.items():
                 row = rows[allocation][place]
                 with use_profile(model, profile):
                     assert row["scores"] == size(model)
-                shapes = {name: layer.weight.shape for name, layer in layers.items()}
                 kept = sum(min(m * n, profile[name] * (m + n - profile[name])) for name, (m, n) in shapes.items())
                 dense = sum(m * n for m, n in shapes.values())
                 whole = sum(parameter.numel() for parameter in one.subject(0).teacher.parameters())
@@ -104,9 +121,7 @@ def test_published_ranks_are_searched_on_the_samples_of_the_probe(method: str) -
     assert measures.loss(model) == pytest.approx(loss(model), rel=1e-5)
     assert measures.distance(model) == distance(model)
     expected = RANK_METHODS[method].ranks(model, energies, BUDGETS, Measures(loss, distance))
-    assert (
-        contestant._profiles("published", contest.SensitivityTable.from_json(contestant.probed()["table"])) == expected
-    )
+    assert contestant._profiles("published", contestant.probed()["table"]) == expected
     assert len({rank for profile in expected for rank in profile.values()}) > 2
 
 
@@ -121,45 +136,80 @@ def test_sizes_that_are_no_prefixes_are_said_to_be_none(monkeypatch: pytest.Monk
     contestant = Contestant(made(), "svd", 0)
     table = contestant.probed()["table"]
     assert all(contestant.sized(allocation, table)["nested"] for allocation in ALLOCATIONS)
-    profiles = contestant._profiles("joint", contest.SensitivityTable.from_json(table))
+    profiles = contestant._profiles("joint", table)
     monkeypatch.setattr(Contestant, "_profiles", lambda *_: profiles[::-1])
     assert not contestant.sized("joint", table)["nested"]
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, scores: dict[str, float]) -> list[str]:
-    """In place of decompositions: scores by method, or by method and allocation, and what was asked for."""
+    """In place of decompositions: scores by method, or by method and allocation, and what was asked for.
+
+    Trials are of a contest on the tuning half, and score by method and settings.
+    """
     asked: list[str] = []
+
+    def contests(request: Request) -> list[Contest]:
+        return [dataclasses.replace(made(), name="tiny" if request.half == "reporting" else "tuning")]
+
+    def score(one: Contest, method: str, settings: Any, allocation: str, default: float) -> float:
+        names = (f"{method}, {trials.words(settings)}", f"{method}, {allocation}", method)
+        if one.name == "tuning":
+            asked.append(f"trial of {method}")
+            names = names[:1]
+        return next((scores[name] for name in names if name in scores), default)
 
     def probed(self: Any) -> dict[str, Any]:
         asked.append(f"{self._method} {self._seed}")
-        return {"table": {}, "decomposition_seconds": 1.0, "probe_seconds": 2.0, "peak_bytes": 5e6}
+        table = {"of": [self._method, self._seed]}
+        return {"table": table, "decomposition_seconds": 1.0, "probe_seconds": 2.0, "peak_bytes": 5e6}
 
-    def sized(self: Any, allocation: str, _: Any) -> dict[str, Any]:
-        score = scores.get(f"{self._method}, {allocation}", scores.get(self._method, 9.0)) + self._seed
-        rows = [{"share": b, "parameters": int(1000 * b) + 500, "scores": {"nats": score + 1 - b}} for b in BUDGETS]
+    def sized(self: Any, allocation: str, table: Any = None) -> dict[str, Any]:
+        assert (table is None) == (self._contest.name == "tuning")
+        value = score(self._contest, self._method, self._settings, allocation, 9.0) + self._seed
+        rows = [{"share": b, "parameters": int(1000 * b) + 500, "scores": {"nats": value + 1 - b}} for b in BUDGETS]
         return {"rows": rows, "nested": allocation != "published", "search_seconds": 4.0}
 
-    def alone(_: Contest, method: str, seed: int) -> dict[str, Any] | None:
-        asked.append(f"{method} {seed}")
-        rows = [{"share": b, "parameters": 1, "scores": {"nats": scores.get(method, 8.0) + seed}} for b in BUDGETS]
-        return (
-            None
-            if method == "slicegpt"
-            else {"rows": [*rows[:-1], None], "nested": False, "seconds": 4.0, "peak_bytes": 6e6}
-        )
+    def alone(
+        one: Contest, method: str, seed: int, settings: Any, allocation: str = "published", table: Any = None
+    ) -> dict[str, Any] | None:
+        value = score(one, method, settings, allocation, 8.0) + seed
+        if one.name == "tiny":
+            asked.append(f"{method} {seed}" + (f", {allocation}" if method == "pifa" else ""))
+            assert table == ({"of": ["svd-llm", seed]} if method == "pifa" else None)
+        rows = [{"share": b, "parameters": 1, "scores": {"nats": value}} for b in BUDGETS]
+        if method == "slicegpt":
+            return None
+        last = [rows[-1]] if method == "pifa" else [None]
+        return {"rows": [*rows[:-1], *last], "nested": False, "seconds": 4.0, "peak_bytes": 6e6}
 
-    monkeypatch.setattr(compare, "contests", lambda request: [made()])
-    monkeypatch.setattr(compare, "sized_alone", alone)
+    monkeypatch.setattr(compare, "contests", contests)
+    for module in (compare, trials):
+        monkeypatch.setattr(module, "sized_alone", alone)
+    monkeypatch.setattr(compare, "obstacle", lambda _, method: f"{method} is too odd")
     monkeypatch.setattr(Contestant, "probed", probed)
     monkeypatch.setattr(Contestant, "sized", sized)
     return asked
 
 
+#: In the order of the methods: four settings of each with a free constant, then what is compared of each seed.
+TRIALS = [f"trial of {method}" for method in ("asvd", "svd-llm-v2", "lems", "pifa") for _ in range(4)]
+
+
+def compared(*seeds: int) -> list[str]:
+    alone = ["pifa {}, published", "pifa {}, paper", "pifa {}, joint", "slicegpt {}", "a3 {}"]
+    return [
+        name.format(seed)
+        for names in ([f"{method} {{}}" for method in METHODS], alone)
+        for seed in seeds
+        for name in names
+    ]
+
+
 def test_tables_claims_and_the_ledger(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked = fake(monkeypatch, {"datasvd": 3.0, "fisher": 1.0, "drone, joint": 2.5})
+    asked = fake(monkeypatch, {"datasvd": 3.0, "fisher": 1.0, "drone, joint": 2.5, "pifa, joint": 7.0})
     result = compare.run(Request(tmp_path, seeds=2))
     json.dumps(result)
-    assert asked == [f"{method} {seed}" for methods in (METHODS, ALONE) for seed in (0, 1) for method in methods]
+    assert asked == [*TRIALS, *compared(0, 1)]
     rows = {row[0]: row[1:] for row in shown_rows(result["tables"][0])}
     whole = sum(parameter.numel() for parameter in made().subject(0).teacher.parameters())
     dense = 2 * (32 * 32 * 2 + 16 * 32 * 2 + 3 * 32 * 48)  # two blocks: q, o; k, v; the feed-forward's three
@@ -168,22 +218,39 @@ def test_tables_claims_and_the_ledger(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert rows["datasvd, published"] == ["no", "3.7000 ± 0.7071", "4.0000 ± 0.7071", "5 ± 0", "5"]
     assert rows["drone, joint"] == ["yes", "3.2000 ± 0.7071", "3.5000 ± 0.7071", "7 ± 0", "5"]
     assert rows["a3, published"] == ["no", "8.5000 ± 0.7071", "–", "4 ± 0", "6"]
+    assert rows["pifa, published"] == ["no", "8.5000 ± 0.7071", "8.5000 ± 0.7071", "4 ± 0", "6"]
+    assert rows["pifa, joint"] == ["no", "7.5000 ± 0.7071", "7.5000 ± 0.7071", "6 ± 0", "6"]  # SVD-LLM's probe too
     assert rows["slicegpt, published"] == ["–"] * 5
-    assert len(rows) == 1 + 3 * len(METHODS) + len(ALONE)
-    published, all_ranks, default = result["claims"]  # ours are no rivals of ours
-    assert default["holds"] and "fisher with joint ranks" in default["what"]
-    assert published["holds"] and "behind at none" in published["here"]
-    assert not all_ranks["holds"] and all_ranks["here"] == "behind at 0.8 0.5; most at 0.8, by 0.5 nats to drone, joint"
+    assert result["tables"][0]["columns"][-2:] == ["seconds", "added MB"]
+    assert result["tables"][0]["title"].endswith("held before; slicegpt does not apply (slicegpt is too odd)")
+    assert len(rows) == 1 + 3 * (len(METHODS) + 1) + 2
     assert len(compare.draw(result["data"]).axes) == 1
     asked.clear()
     assert compare.run(Request(tmp_path, seeds=2)) == result and not asked
     compare.run(Request(tmp_path, seeds=3))
-    assert asked == [f"{method} 2" for method in (*METHODS, *ALONE)]
+    assert asked == compared(2)
+
+
+def test_claims_are_of_published_and_of_all_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake(monkeypatch, {"datasvd": 3.0, "fisher": 1.0, "drone, joint": 2.5, "pifa, paper": 1.1})
+    claims = compare.run(Request(tmp_path))["claims"]
+    own, any_ranks = (
+        f"with joint ranks is behind no rival{ranks}, of 9 that apply"  # of ten SliceGPT does not; ours are no rivals
+        for ranks in (" with its own ranks", ", be its ranks its own or flexrank's")
+    )
+    assert [one["what"] for one in claims] == [
+        f"tiny: {method} {ranks}" for method in ("datasvd", "fisher") for ranks in (own, any_ranks)
+    ]
+    assert [one["holds"] for one in claims] == [True, False, True, False]
+    assert claims[0]["here"] == claims[2]["here"] == "behind at none"
+    # PIFA has 1.1 at both budgets, DataSVD 3.2 and 3.5, Fisher 1.2 and 1.5.
+    assert claims[1]["here"] == "behind at 0.8 0.5; most at 0.5, by 2.4 nats to pifa, paper"
+    assert claims[3]["here"] == "behind at 0.8 0.5; most at 0.5, by 0.4 nats to pifa, paper"
 
 
 def test_a_rival_that_makes_models_alone_can_win(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fake(monkeypatch, {"datasvd": 3.0, "a3": 2.7})
-    published, all_ranks, _ = compare.run(Request(tmp_path))["claims"]
+    published, all_ranks, *_ = compare.run(Request(tmp_path))["claims"]
     for claim in (published, all_ranks):
         assert not claim["holds"] and claim["here"] == "behind at 0.8; most at 0.8, by 0.5 nats to a3, published"
 
@@ -207,7 +274,9 @@ def test_models_made_alone_are_scored_and_counted() -> None:
     result = sized_alone(small, "a3", 0)
     assert result is not None and result["rows"][0] and result["rows"][1] is None
     encoder = Subject(build("bert"), [BATCH] * 2, [BATCH], LogitObjective(), size)
-    assert sized_alone(dataclasses.replace(one, subject=lambda _: encoder), "slicegpt", 0) is None
+    other = dataclasses.replace(one, subject=lambda _: encoder)
+    assert sized_alone(other, "slicegpt", 0) is None and contest.obstacle(one, "slicegpt") is None
+    assert "bert is none of the decoders" in str(contest.obstacle(other, "slicegpt"))
 
 
 def test_a_tie_is_no_loss(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from flexrank.nn.select import select_layers
 from flexrank.nn.switch import layer_shapes, nested_layers
 from flexrank.profiles import Footprint, SensitivityTable
 from research.baselines import RANK_METHODS, asvd, kfac_svd, lems, svd_llm_v2
-from research.baselines.method import Measures
+from research.baselines.method import Measures, with_settings
 from research.baselines.statistics import next_token_loss
 from tiny import build
 
@@ -109,6 +109,28 @@ def test_published_shares_stay_where_they_are_sound() -> None:
     assert svd_llm_v2.sound_shares(losses, 0.6, 0.81) == pytest.approx({"a": 0.8, "b": 0.4})
     for others, most in ((losses, 0.79), ({"a": 1.0, "b": math.e}, 0.9)):
         assert svd_llm_v2.sound_shares(others, 0.6, most) == svd_llm_v2.relative_shares(others, 0.6, most)
+    # Of offset 1 losses 1 and e have inverses 1 and 1/2, so .8 and .4; of 3 they have 1/3 and 1/4, so 24/35 and 18/35.
+    for offset, expected in ((1.0, (0.8, 0.4)), (3.0, (24 / 35, 18 / 35))):
+        found = svd_llm_v2.sound_shares({"a": 1.0, "b": math.e}, 0.6, 0.9, offset)
+        assert tuple(found.values()) == pytest.approx(expected)
+
+
+def test_ranks_of_svd_llm_v2_follow_the_offset() -> None:
+    """Three layers whose losses beyond rank 4, which .7 of 96 numbers have room for, are 1, e and e³."""
+    model, _ = elastic()
+    names = list(nested_layers(model))
+    energies = {name: torch.tensor([0.0] * 7 + [1.0]) for name in names}
+    for name, power in zip(names, (0.0, 2.0, 6.0), strict=True):
+        energies[name][-1] = math.exp(power)
+    # Of offset 1 inverses are 1, 1/2 and 1/4, and .3 is removed on average: .9 times 4/7, 2/7 and 1/7 leave 46.6, 71.3
+    # and 83.7 of 96: ranks 2, 4 and 5 (36, 64, 75) take 175 of 201; the first lacks most and has 51 at rank 3, then the
+    # third 84 at rank 6.
+    method = RANK_METHODS["svd-llm-v2"]
+    (ranks,) = with_settings(method, {"offset": 1.0}).ranks(model, energies, [0.7], costing({}))
+    assert list(ranks.values()) == [3, 4, 6]
+    # With an offset beyond all losses shares are alike: 67.2 of 96 for each is rank 4, and 9 of 201 are left.
+    (ranks,) = with_settings(method, {"offset": 1e9}).ranks(model, energies, [0.7], costing({}))
+    assert list(ranks.values()) == [4, 4, 4]
 
 
 @pytest.mark.parametrize("budget", [0.8, 0.5, 0.3])
@@ -187,15 +209,24 @@ def test_lems_takes_the_trial_that_is_nearest_to_the_base_model() -> None:
 
 @pytest.mark.parametrize("shape", [(5, 9), (9, 5), (6, 6)])
 @pytest.mark.parametrize("rank", [1, 3])
-def test_kfac_svd_is_the_best_under_both_moments(shape: tuple[int, int], rank: int) -> None:
-    """Oracle: the trace itself, and alternating least squares between roots of the moments shrunk by hand."""
+@pytest.mark.parametrize("settings", lems.SETTINGS)
+def test_kfac_svd_is_the_best_under_both_moments(
+    shape: tuple[int, int], rank: int, settings: Mapping[str, float]
+) -> None:
+    """Oracle: the trace itself, and alternating least squares between roots of the moments shrunk by hand.
+
+    As coded L_Gᵀ L_G stands for G = L_G L_Gᵀ.
+    """
     weight, inputs = drawn(*shape)
     gradients = drawn(shape[1], shape[0])[1]
     pair = inputs @ inputs.T, gradients @ gradients.T
-    factors = kfac_svd.factors(weight, pair)
+    factors = with_settings(lems.LEMS, settings).factors(weight, pair)
     weights = []
-    for moment, part in zip(pair, (0.1, 0.3), strict=True):
+    for moment, part in zip(pair, (0.1, settings["gradient_shrinkage"]), strict=True):
         weights.append((1 - part) * moment + part * moment.trace() / len(moment) * torch.eye(len(moment)).double())
+    if settings["as_coded"]:
+        root = torch.linalg.cholesky(weights[1])
+        weights[1] = root.T @ root
     inside, outside = weights
     lost = weight - prefix(factors, rank)
     loss = float((outside @ lost @ inside @ lost.T).trace())
@@ -206,7 +237,7 @@ def test_kfac_svd_is_the_best_under_both_moments(shape: tuple[int, int], rank: i
 
 def test_kfac_svd_without_what_tames_it_is_fisher(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the moments of `collect_moments`, and the layers that `data_svd` makes of them."""
-    for name in ("EDGE", "SHORTEST", "INPUT_SHRINKAGE", "GRADIENT_SHRINKAGE", "ROUNDING"):
+    for name in ("EDGE", "SHORTEST", "INPUT_SHRINKAGE", "ROUNDING"):
         monkeypatch.setattr(kfac_svd, name, 0.0)
     monkeypatch.setattr(kfac_svd, "LONGEST", math.inf)
     model, batch = build("llama_tied"), batches_of((17, 7))
@@ -218,7 +249,7 @@ def test_kfac_svd_without_what_tames_it_is_fisher(monkeypatch: pytest.MonkeyPatc
         assert other is not None and torch.allclose(gradients, other, rtol=1e-4, atol=1e-6 * float(other.abs().max()))
     weight, rows = drawn(6, 9)
     pair = rows @ rows.T, torch.arange(1.0, 7).double().diag()
-    ours, theirs = kfac_svd.factors(weight, pair), data_svd(weight, input_moment=pair[0], gradient_moment=pair[1])
+    ours, theirs = kfac_svd.factors(weight, pair, 0.0), data_svd(weight, input_moment=pair[0], gradient_moment=pair[1])
     for rank in (1, 3, 5):
         assert torch.allclose(prefix(ours, rank), prefix(theirs, rank), atol=1e-4)
 

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import transformers
+from test_compare import filled
 
 from flexrank import FlexrankError, decompose_, use_profile
 from flexrank.hf.quantizer import DeployedConfig
 from flexrank.nn.select import select_layers
-from flexrank.nn.switch import uniform_profile
+from flexrank.nn.switch import layer_shapes
 from flexrank.run.config import parse_config
 from questions import answers, write_tasks
 from research import runner
@@ -51,7 +52,7 @@ def test_each_task_has_a_table_of_all_methods(
     decompose_(model, list(select_layers(model)), method="svd")
     expected = []
     for budget in (0.8, 0.5):
-        with use_profile(model, uniform_profile(model, budget)):
+        with use_profile(model, filled(layer_shapes(model), budget)):
             expected.append(f"{answers(model, tokenizer)['acc_norm']:.3f}")
     (plain,) = (row for row in shown_rows(words) if row[0] == "svd, published")
     assert plain[2:4] == expected

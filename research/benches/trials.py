@@ -1,0 +1,76 @@
+"""Constants that training-free methods leave free: as many settings of each are tried as trained rivals have.
+
+A trial has half of the samples of calibration and probe, two budgets, and the method's own ranks. Its error is that of
+trained rivals' trials: the distance from the base model's measure, as a geometric mean over budgets. Samples are of the
+tuning half, whichever half is reported.
+"""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from flexrank.data.batches import batch_rows, some_rows
+from research import figures
+from research.baselines import RANK_METHODS, RIVALS
+from research.baselines.method import Settings
+from research.benches.contest import Contest, Contestant, sized_alone
+from research.experiment import Ledger
+
+#: Of a contest's own budgets the nearest to these.
+BUDGETS = (0.8, 0.4)
+Trial = dict[str, Any]
+
+
+def tried(tuning: Contest, ledger: Ledger, methods: Iterable[str]) -> dict[str, list[Trial]]:
+    """By method with a free constant its settings, as its paper has it first, each with its error."""
+    short, base = _shortened(tuning), ledger.take("dense, tuning half", tuning.scored)[tuning.measure]
+    found: dict[str, list[Trial]] = {}
+    for name, settings in _settings(methods):
+        unit = ledger.take(f"{name}, trial of {words(settings)}", _sized, short, name, settings)
+        if unit is not None:
+            trial = {"settings": dict(settings), "error": _error(base, tuning.measure, unit["rows"])}
+            found.setdefault(name, []).append(trial)
+    return found
+
+
+def _settings(methods: Iterable[str]) -> Iterator[tuple[str, Settings]]:
+    """Each method's, one after the other; ours have none, and are as they are by default."""
+    for name in methods:
+        for settings in RIVALS[name].trials if name in RIVALS else ():
+            yield name, settings
+
+
+def best(trials: Sequence[Trial]) -> Settings:
+    """The settings of least error, of equal ones the first."""
+    return min(trials, key=lambda one: one["error"])["settings"]
+
+
+def words(settings: Settings) -> str:
+    """As text: `alpha 0.5`."""
+    return ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in settings.items())
+
+
+def _shortened(contest: Contest) -> Contest:
+    """The contest at the trials' budgets, with the first half of each batch."""
+    budgets = {min(contest.budgets, key=lambda own: abs(own - wanted)): None for wanted in BUDGETS}
+
+    def half(batches: Sequence[Any]) -> list[Any]:
+        return [some_rows(batch, slice(-(-batch_rows(batch) // 2))) for batch in batches]
+
+    def subject(seed: int) -> Any:
+        one = contest.subject(seed)
+        return dataclasses.replace(one, calibration=half(one.calibration), probe=half(one.probe))
+
+    return dataclasses.replace(contest, budgets=list(budgets), subject=subject)
+
+
+def _sized(contest: Contest, method: str, settings: Settings) -> Mapping[str, Any] | None:
+    if method in RANK_METHODS:
+        return Contestant(contest, method, 0, settings).sized("published")
+    return sized_alone(contest, method, 0, settings)
+
+
+def _error(base: float, measure: str, rows: Iterable[Mapping[str, Any] | None]) -> float:
+    return statistics.fmean(math.log(max(figures.LEAST, abs(row["scores"][measure] - base))) for row in rows if row)

@@ -1,0 +1,115 @@
+"""Trials of training-free rivals, and PIFA at flexrank's ranks: against the methods themselves and the library."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from test_compare import BATCH, BUDGETS, TRIALS, compared, fake, made, size
+
+from flexrank import allocate_ranks
+from flexrank.distill.objectives import LogitObjective
+from flexrank.nn.select import select_layers
+from flexrank.profiles import SensitivityTable
+from research.baselines import pifa
+from research.baselines.statistics import next_token_loss
+from research.benches import compare, contest, trials
+from research.benches.contest import ALLOCATIONS, Contestant, sized_alone
+from research.benches.quality import Subject
+from research.experiment import EVERY_RANK, Ledger, Request
+from tiny import batch_for, build
+
+
+def test_a_rival_is_compared_by_the_best_of_its_trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The base has some nats: trials score from them on, and the setting of least distance has names of its own."""
+    base = made().scored()["nats"]
+    scores = {"asvd, alpha 0.5": base + 2, "asvd, alpha 0.25": base + 1, "asvd, alpha 0.75": base + 3}
+    scores |= {"asvd, alpha 1": base + 3, "pifa, mix 0.75": base + 0.5}
+    asked = fake(monkeypatch, scores)
+    result = compare.run(Request(tmp_path))
+    assert asked == [*TRIALS, *compared(0)]
+    one = result["data"]["tiny"]
+    assert list(one["trials"]) == ["asvd", "svd-llm-v2", "lems", "pifa"]
+    assert [trial["settings"] for trial in one["trials"]["asvd"]] == [{"alpha": a} for a in (0.5, 0.25, 0.75, 1)]
+    # By hand: each size adds 1 − budget to the distance, and both budgets that the trials ask for are there.
+    expected = [(math.log(d + 0.2) + math.log(d + 0.5)) / 2 for d in (2, 1, 3, 3)]
+    assert [trial["error"] for trial in one["trials"]["asvd"]] == pytest.approx(expected)
+    assert one["sized"]["asvd"]["joint"][0]["rows"][0]["scores"]["nats"] == pytest.approx(base + 1.2)
+    assert "; asvd has alpha 0.25, the best of its trials; pifa has mix 0.75, the" in result["tables"][0]["title"]
+    units = set(json.loads(next(tmp_path.glob("*/units.json")).read_text())["units"])
+    for unit in (
+        "asvd, alpha 0.25, seed 0, probe", "asvd, alpha 0.25, seed 0, published", "asvd, alpha 0.25, seed 0, joint",
+        "pifa, mix 0.75, seed 0, paper", "pifa, mix 0.75, seed 0, published, whole budget", "a3, seed 0",
+        "lems, seed 0, published", "svd, seed 0, published, whole budget", "svd-llm-v2, seed 0, paper",
+        "lems, trial of gradient shrinkage 0.7, as coded 1", "slicegpt, seed 0", "slicegpt, obstacle",
+    ):  # fmt: skip
+        assert unit in units
+
+
+@pytest.mark.slow
+def test_trials_have_half_of_the_samples_and_the_nearest_budgets(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Oracle: each method as it is compared, by the library, on what is left of the contest."""
+    batches = [{name: value[:3] for name, value in batch_for("llama_tied").items()} for _ in range(2)]
+    subject = Subject(build("llama_tied"), batches, batches[:1], LogitObjective(), size)
+    one = dataclasses.replace(made(), budgets=(0.9, 0.75, 0.45, 0.3), subject=lambda seed: subject)
+    found = trials.tried(one, Ledger(tmp_path, {}), ["svd", "svd-llm-v2", "asvd", "pifa"])
+    assert list(found) == ["svd-llm-v2", "asvd", "pifa"] and {len(some) for some in found.values()} == {4}
+    few = [{name: value[:2] for name, value in batch.items()} for batch in batches]
+    teacher, base = subject.teacher, size(subject.teacher)["nats"]
+    layers = select_layers(teacher)
+
+    def error(models: list[torch.nn.Module]) -> float:
+        return sum(math.log(abs(size(model)["nats"] - base)) for model in models) / 2
+
+    models = [pifa.make(teacher, few, layers, next_token_loss, budget, 0.5).model for budget in (0.75, 0.45)]
+    assert found["pifa"][2] == {"settings": {"mix": 0.5}, "error": pytest.approx(error(models), rel=1e-4)}
+    short = dataclasses.replace(subject, calibration=few, probe=few[:1])
+    alike = dataclasses.replace(one, budgets=(0.75, 0.45), subject=lambda seed: short)
+    contestant = Contestant(alike, "asvd", 0, {"alpha": 0.25})
+    rows = contestant.sized("published")["rows"]
+    expected = sum(math.log(abs(row["scores"]["nats"] - base)) for row in rows) / 2
+    assert found["asvd"][1]["error"] == pytest.approx(expected)
+    assert len({trial["error"] for trial in found["asvd"]}) == 4
+
+
+def test_equal_trials_leave_the_first() -> None:
+    some = [{"settings": {"a": value}, "error": error} for value, error in ((1, 2.0), (2, 1.0), (3, 1.0), (4, 3.0))]
+    assert trials.best(some) == {"a": 2}
+    assert trials.words({"one_thing": 0.5, "other": True}) == "one thing 0.5, other 1"
+
+
+@pytest.mark.slow
+def test_pifa_takes_ranks_from_the_table_of_svd_llm() -> None:
+    """Oracle: flexrank's ranks by the library, PIFA at each of them, and shares by hand."""
+    one = made()
+    teacher, table = one.subject(0).teacher, Contestant(one, "svd-llm", 0).probed()["table"]
+    errors, layers = SensitivityTable.from_json(table), select_layers(teacher)
+    chains = {
+        "joint": allocate_ranks(errors, BUDGETS, **EVERY_RANK),
+        "paper": allocate_ranks(errors, BUDGETS, method="paper", savings="ranks"),
+    }
+    dense = sum(layer.weight.numel() for layer in layers.values())
+    for allocation, chain in chains.items():
+        result = sized_alone(one, "pifa", 0, {"mix": 0.5}, allocation, table)
+        assert result is not None and not result["nested"]
+        for budget, row in zip(BUDGETS, result["rows"], strict=True):
+            ranks = chain.at(budget)
+            model = pifa.make_at(teacher, [BATCH] * 2, layers, next_token_loss, ranks, 0.5).model
+            assert row["scores"]["nats"] == pytest.approx(size(model)["nats"], rel=1e-5)
+            costs = [min(math.prod(s), ranks[n] * (sum(s) - ranks[n])) for n, s in errors.shapes.items()]
+            assert row["share"] == sum(costs) / dense <= budget
+    published = sized_alone(one, "pifa", 0, {}, "published", table)
+    assert published is not None and len({rank for rank in chains["joint"].at(0.5).values()}) > 2
+    assert published["rows"] == (sized_alone(one, "pifa", 0) or {})["rows"]
+    assert [contest.allocations_of(name) for name in ("pifa", "slicegpt", "a3", "svd", "fisher")] == [
+        ALLOCATIONS, ("published",), ("published",), ALLOCATIONS, ALLOCATIONS,
+    ]  # fmt: skip
+
+
+def test_a_method_that_does_not_apply_has_no_trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(trials, "sized_alone", lambda *_: None)
+    assert trials.tried(made(), Ledger(tmp_path, {}), ["pifa", "fisher"]) == {}

@@ -13,8 +13,8 @@ from torch import nn
 from flexrank.nn.elastic import NestedLinear
 from flexrank.nn.matrix import weight_matrix
 from flexrank.nn.select import nest_
-from flexrank.nn.switch import nested_layers, uniform_profile
-from research.baselines.method import NotApplicable
+from flexrank.nn.switch import layer_shapes, nested_layers
+from research.baselines.method import NotApplicable, filled_ranks
 from research.baselines.statistics import input_moments
 from research.baselines.svd_llm import factors
 from research.baselines.trained.lesson import Lesson, Settings, Size, TrainedMethod, rates, trained_parameters
@@ -53,7 +53,7 @@ def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:
     """Each size by itself: whitened factors at uniform ranks, then adapters on V, then on U."""
     whole = _whitened(lesson)
     for budget in lesson.budgets:
-        profile = uniform_profile(whole, budget)
+        profile = filled_ranks(layer_shapes(whole), dict.fromkeys(lesson.layers, budget), budget)
         ((_, parameters),) = at(whole, profile)
         model = copy.deepcopy(whole)
         for name, layer in nested_layers(model).items():

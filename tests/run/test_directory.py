@@ -128,6 +128,8 @@ def test_what_reads_a_trained_model_does_not_train_it_again(
     before = {path: path.read_bytes() for path in (copied / "elastic").iterdir()}
     with pytest.raises(FlexrankError, match=r"elastic: would be trained again \(distillation.steps is 4 and was 6\)"):
         rerun(copied, "distillation.steps=4", "deployment.slack=3", until=until)
+    with pytest.raises(FlexrankError, match=r"again .allocation.budgets is \(0.6,\) and was \(0.8, 0.5\)."):
+        rerun(copied, "allocation.budgets=[0.6]", until=until)
     with pytest.raises(
         FlexrankError, match="again .deployment.slack is 0 and was 'auto'.; `flexrank run` trains again"
     ):

@@ -67,10 +67,10 @@ def test_interrupted_tuning_goes_on_to_the_same_bits(copied: Path, monkeypatch: 
     state = Path(whole["directory"], "model.safetensors")
     expected, take = state.read_bytes(), Step.take
 
-    def stop(self: Step, items: Any, parts: int, number: int, *usual: Any) -> float:
+    def stop(self: Step, items: Any, number: int, *usual: Any) -> float:
         if number == 2:
             raise KeyboardInterrupt
-        return take(self, items, parts, number, *usual)
+        return take(self, items, number, *usual)
 
     with monkeypatch.context() as patch:
         patch.setattr(Step, "take", stop)
@@ -122,7 +122,9 @@ def test_a_consolidated_model_ends_at_its_largest_trained_size(copied: Path, cap
 
 def test_the_full_size_is_deployed_as_it_was_trained(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not as the base model, which it would flatter: its gains and biases are trained. No other size is read."""
-    work = run_stages(load_config(copied, ["allocation.budgets=[1.0, 0.5]"]), "slack").workspace
+    config = load_config(copied, ["allocation.budgets=[1.0, 0.5]"])
+    run_stages(config, "distill")
+    work = run_stages(config, "slack").workspace
     batch, elastic = work.samples.example, work.elastic("elastic")[0]
     monkeypatch.setattr(Workspace, "elastic", lambda *_: pytest.fail("the whole elastic model was read"))
     ours = Sizes(work)

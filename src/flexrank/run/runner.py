@@ -6,7 +6,7 @@ import functools
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -212,14 +212,16 @@ def _require_as_trained(
     raise FlexrankError(f"{place}: would be trained again ({why}); {ways} {place}` takes it as it is")
 
 
-def _changed_keys(old: RunConfig, config: RunConfig, keys: Iterable[str]) -> list[str]:
-    """In words the keys whose values differ."""
-    pairs = {key: [_value(one, key) for one in (old, config)] for key in keys}
-    return [f"{key} is {new!r} and was {before!r}" for key, (before, new) in pairs.items() if before != new]
+def _changed_keys(old: RunConfig, config: RunConfig, keys: Sequence[str]) -> list[str]:
+    """In words the keys, or those of a section, whose values differ."""
+    before, now = ({key: value for one in keys for key, value in _values(each, one)} for each in (old, config))
+    return [f"{key} is {now.get(key)!r} and was {value!r}" for key, value in before.items() if now.get(key) != value]
 
 
-def _value(config: RunConfig, key: str) -> Any:
-    return functools.reduce(getattr, key.split("."), config)
+def _values(config: RunConfig, key: str) -> list[tuple[str, Any]]:
+    value = functools.reduce(getattr, key.split("."), config)
+    fields = getattr(type(value), "model_fields", None)
+    return [(key, value)] if fields is None else [(f"{key}.{name}", getattr(value, name)) for name in fields]
 
 
 @contextlib.contextmanager

@@ -6,11 +6,12 @@ config of its parent, for transformers takes the constructor of its own away.
 
 Their masks start at .02 where our scores start at 1: our scores and their learning rate are theirs over .02, our λ is
 theirs times .02. Their training has a rate of 5e-5, which is .0025 of ours, and λ · 1.01 every fourth step; here both
-have the rates of our short training. Where ours differs on purpose, both are set alike: we count gauge-aligned layers
-with their adapters, they two factors alone, and here both do as they; we move λ along a line, they only up, and here
-both go up. They train adapters on at the smallest size, we at all; that is not run. Where a size falls between two
+have the rates of a short training of ours. Where ours differs on purpose, both are set alike: we count gauge-aligned
+layers with their adapters, they two factors alone, and here both do as they; we move λ along a line, they only up, and
+here both go up. They train adapters on at the smallest size, we at all; that is not run. Where a size falls between two
 masks they take the larger and we the one that fits: theirs is compared with one value less. Of values that go at
-one step they keep all or none, we some: here no two go together. They decompose in float32, we in float64.
+one step they keep all or none, we some, by their last scores: here no two go together. They decompose in float32, we
+in float64.
 """
 
 import copy
@@ -33,6 +34,9 @@ from research.originals.original import RANKS, Row, difference, importing, row, 
 SIZES = (0.9, 0.7, 0.5, 0.3, 0.1)
 #: Where their masks start, ranks of adapters and their learning rate, and steps, after which some values are gone.
 SCALE, ADAPTER, RATE, STEPS = 2e-2, 4, 1e-3, 30
+#: Steps of the training whose rates both have, λ at first, and the learning rate of scores.
+COURSE, PENALTY = 100, 1e-3
+SCORES_RATE = acip.TRAVEL / COURSE
 
 
 def compare(clone: Path) -> list[Row]:
@@ -57,6 +61,14 @@ class Labels:
         return next_token_loss(output, batch) / (mask[:, 1:] & mask[:, :-1]).sum()
 
 
+class Rising(acip.Pressure):
+    """λ grows at every step, for the model is always above a line that wants nothing to be left."""
+
+    def wanted(self, step: float) -> float:
+        """Nothing."""
+        return 0.0
+
+
 class Pair:
     """Our model and theirs, with equal adapters, and what trains each."""
 
@@ -64,7 +76,7 @@ class Pair:
         lesson: Any = SimpleNamespace(teacher=model, layers=layers, seed=0)
         self.model, self.layers = acip.scored(lesson, ADAPTER)
         self.theirs = _theirs(model, list(layers))
-        self.pressure = acip.Pressure(self.layers, 0.0, 1)  # wants nothing to be left, so that λ grows at every step
+        self.pressure = Rising(self.layers, 0.0, COURSE, PENALTY)
         self.penalised = acip.Penalised(Labels(), self.pressure)
         loss = _module("training.objective")
         parts = {"task_objective": loss.TaskLoss(), "reg_objective": loss.LpRegularizationLoss()}
@@ -116,7 +128,7 @@ def _backward(pair: Pair, batches: Sequence[Any]) -> list[Row]:
     for name, layer in pair.layers.items():
         layer.up.data.normal_(std=0.1, generator=generator)
         pair.adapter(name, "B").data.copy_(layer.up)
-    pair.combined.loss_weights["reg_objective"] = acip.PENALTY / SCALE
+    pair.combined.loss_weights["reg_objective"] = PENALTY / SCALE
     logits = [difference(pair.model(**batch).logits, pair.theirs(**batch).logits) for batch in batches]
     ours, theirs = pair.losses(batches[0])
     (ours + theirs).backward()
@@ -131,7 +143,7 @@ def _backward(pair: Pair, batches: Sequence[Any]) -> list[Row]:
 
 def _steps(pair: Pair, batches: Sequence[Any]) -> list[Row]:
     process = SimpleNamespace(model=pair.theirs, objective=pair.combined, log=lambda *_, **__: None)
-    callbacks, optimizers = _callbacks(process), _trainable(pair)
+    callbacks, optimizers = _callbacks(pair, process), _trainable(pair)
     for step in range(STEPS):
         pair.pressure.update(step)
         ours, theirs = pair.losses(batches[step % len(batches)])
@@ -217,23 +229,23 @@ def _differences(pair: Pair, of: Callable[[Any], Any], factor: float) -> tuple[l
 def _trainable(pair: Pair) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
     """Optimisers of scores and adapters, ours and theirs, which have all else frozen."""
     groups = {"target_params": ["mask"], "tuning_params": ["lora_A.default.weight", "lora_B.default.weight"]}
-    rates = {"target_params": {"lr": acip.SCORES_RATE * SCALE}, "tuning_params": {"lr": RATE}}
+    rates = {"target_params": {"lr": SCORES_RATE * SCALE}, "tuning_params": {"lr": RATE}}
     theirs = _module("training.optimizer").BaseOptimizerFactory(
         group_params=groups, group_params_kwargs=rates, general_optimizer_kwargs={"weight_decay": 0.0},
         reset_tunable_params=True,
     )  # fmt: skip
     scores = [layer.score for layer in pair.layers.values()]
     adapters = [one for layer in pair.layers.values() for one in (layer.down, layer.up)]
-    own = [{"params": scores, "lr": acip.SCORES_RATE}, {"params": adapters, "lr": RATE}]
+    own = [{"params": scores, "lr": SCORES_RATE}, {"params": adapters, "lr": RATE}]
     return torch.optim.AdamW(own, weight_decay=0.0), theirs(pair.theirs)
 
 
-def _callbacks(process: Any) -> list[Any]:
+def _callbacks(pair: Pair, process: Any) -> list[Any]:
     """Of λ, which we raise before a step and they after it, and of scores."""
     training = _module("training.acip")
     scheduler = training.ACIPScheduler(
-        acip_stop_ratio=0.0, reg_scheduler_start_weight=acip.PENALTY * acip.GROWTH / SCALE,
-        reg_scheduler_update_every=1, reg_scheduler_update_factor=acip.GROWTH,
+        acip_stop_ratio=0.0, reg_scheduler_start_weight=PENALTY * pair.pressure.growth / SCALE,
+        reg_scheduler_update_every=1, reg_scheduler_update_factor=pair.pressure.growth,
     )  # fmt: skip
     scheduler.on_fit_start(None, process)
     return [scheduler, training.MaskScoreMapUpdater()]

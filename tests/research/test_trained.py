@@ -17,7 +17,7 @@ from flexrank.nn.matrix import matrix_shape
 from flexrank.nn.select import select_layers
 from research.baselines.method import NotApplicable
 from research.baselines.statistics import next_token_loss
-from research.baselines.trained import TRAINED_METHODS, layerskip
+from research.baselines.trained import TRAINED_METHODS, acip, layerskip
 from research.baselines.trained.lesson import Lesson
 from research.originals.acip import Labels
 from tiny import batch_for, build, chain_of, outputs, same_state
@@ -113,6 +113,49 @@ def test_quick_parameters_learn_at_their_own_rate() -> None:
     steps = [float((parameters[name] - old[name]).detach().abs().max()) for name in names]
     assert steps == pytest.approx([1e-3, 5e-3], rel=1e-2) and seen == [0]
     assert all(torch.equal(value, old[name]) for name, value in model.named_parameters() if name not in names)
+
+
+@pytest.mark.parametrize("decays", [False, True])
+def test_a_rate_decays_or_stays(decays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of 40 steps warms up; by hand, the last is then at (1 + cos(π 38 / 39)) / 2 of the rate."""
+    one, model, rates = lesson(), build("llama_tied", seed=3), list[float]()
+    monkeypatch.setattr("research.baselines.trained.lesson.set_rate", lambda _, rate: rates.append(rate))
+    parameters = {"model.norm.weight": dict(model.named_parameters())["model.norm.weight"]}
+    one.train_(model, parameters, LogitObjective(), 40, 1.0, decays=decays)
+    assert rates[0] == 1.0 and rates[-1] == pytest.approx(0.00162 if decays else 1.0, abs=1e-5)
+    assert (rates[1:] == [1.0] * 39) != decays
+
+
+class Watched(acip.Pressure):
+    """Keeps the distance from the line at each step."""
+
+    def update(self, step: int) -> None:
+        super().update(step)
+        share = self.share({name: layer.score for name, layer in self.layers.items()})
+        vars(self).setdefault("distances", []).append(share - self.wanted(step))
+
+
+@pytest.mark.parametrize(("rate", "steps"), [(1e-3, 96), (4e-3, 160)])
+def test_acip_follows_its_line_to_the_smallest_size(rate: float, steps: int) -> None:
+    """Within a tenth of the dense parameters at each step, and within .03 at the end."""
+    one = lesson(budgets=(0.8, 0.3))
+    model, layers = acip.scored(one)
+    pressure = Watched(layers, 0.3, steps)
+    acip.learn_order(one, {"learning_rate": rate}, model, pressure)
+    distances = vars(pressure)["distances"]
+    assert len(distances) == steps + 1 and max(map(abs, distances)) < 0.1 and abs(distances[-1]) < 0.03
+
+
+def test_adapters_have_the_authors_share_of_a_layers_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Theirs have 32 ranks in layers 4096 wide, or a little more."""
+    assert acip.ADAPTER * 4096 == 32
+    assert {len(one.down) for one in acip.scored(lesson())[1].values()} == {1}
+    monkeypatch.setattr(acip, "ADAPTER", 1 / 8)
+    layers = acip.scored(lesson())[1]
+    assert {name.rsplit(".", 1)[1]: len(one.down) for name, one in layers.items()} == {
+        "q_proj": 4, "k_proj": 2, "v_proj": 2, "o_proj": 4, "gate_proj": 4, "up_proj": 4, "down_proj": 4,
+    }  # fmt: skip
+    assert {len(one.down) for one in acip.scored(lesson(), 3)[1].values()} == {3}
 
 
 #: By model, the methods that do not know it. A model of torch has no blocks to leave out, and no linear layers.

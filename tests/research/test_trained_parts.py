@@ -192,29 +192,38 @@ def test_what_stays_longer_comes_first() -> None:
     _, first = scored_layer()
     _, second = scored_layer(4, 4)
     pressure = Pressure({"a": first, "b": second}, 0.2, 10)
-    first.score.data = torch.tensor([0.5, -0.1, 0.3, 0.2, 0.1, 0.9])
-    second.score.data = torch.tensor([0.4, 0.05, 0.6, 0.0])
+    first.score.data = torch.tensor([0.5, -0.1, 0.3, 0.2, 0.1, 0.6])
+    second.score.data = torch.tensor([0.4, 0.05, 0.9, 0.0])
     pressure.update(0)
     first.score.data[5] = second.score.data[2] = 0.0
     pressure.update(1)
     order = pressure.order()
-    # Kept at the last step: a0, b0, a2, a3, a4, b1 by their scores; gone since: a5, b2; never kept: a1, b3.
-    assert order["a"].tolist() == [0, 8, 2, 3, 4, 6] and order["b"].tolist() == [1, 5, 7, 9]
+    # Kept at the last step: a0, b0, a2, a3, a4, b1 by their scores; gone since, by their last ones: b2, a5; never kept:
+    # a1, b3.
+    assert order["a"].tolist() == [0, 8, 2, 3, 4, 7] and order["b"].tolist() == [1, 5, 6, 9]
     assert float(first.score.detach().min()) == 0.0
 
 
 @torch.no_grad()
-def test_pressure_follows_its_line() -> None:
+def test_the_penalty_is_off_where_the_model_is_soon_below_its_line() -> None:
+    """By hand: the line is ten steps on at 1 - .8 · 21 / 70 = .76 after step 30, at 1 - .8 · 37 / 70 = .58 after 46."""
     _, layer = scored_layer(8, 8, adapter=1)
-    pressure = Pressure({"a": layer}, 0.2, 4)
-    assert pressure.share() == 1.0
+    pressure, growth = Pressure({"a": layer}, 0.2, 100), 1e8**0.01
+    assert pressure.share({"a": layer.score}) == 1.0
     pressure.update(0)
-    assert pressure.weight == pytest.approx(1e-3 * 1.1)  # .8 is wanted, all is there
+    assert pressure.is_on and pressure.weight == pytest.approx(1e-5 * growth)
+    assert float(pressure.penalty()) == pytest.approx(1e-5 * growth * 8.0)
+    layer.score.data = torch.tensor([0.95] * 2 + [0.9] * 6)  # which are at .45 and -.1 ten steps on
+    pressure.update(30)  # two values and the adapter's one are then 3 · (16 - 3) / 64 = .61
+    assert not pressure.is_on and float(pressure.penalty()) == 0.0
+    assert pressure.weight == pytest.approx(1e-5 * growth)
+    layer.score.data = torch.tensor([0.9] * 2 + [0.8] * 6)
+    pressure.update(46)
+    assert pressure.is_on and pressure.weight == pytest.approx(1e-5 * growth**2)
+    assert float(pressure.penalty()) == pytest.approx(1e-5 * growth**2 * 6.6)
     layer.score.data[2:] = 0.0
-    assert pressure.share() == pytest.approx(3 * (16 - 3) / 64)  # two values and the adapter's one
-    pressure.update(0)
-    assert pressure.weight == pytest.approx(1e-3)
-    assert float(pressure.penalty()) == pytest.approx(1e-3 * 2.0)
+    assert pressure.share({"a": layer.score}) == pytest.approx(39 / 64)
+    assert [pressure.wanted(step) for step in (9, 54, 89, 99)] == pytest.approx([1.0, 0.6, 0.2, 0.2])
 
 
 @pytest.mark.parametrize("share", [0.1, 0.35, 0.6, 0.95, 1.0])

@@ -5,9 +5,16 @@ score is above 0, and the gradient passes straight through; a value that is gone
 adapters follow the task's loss plus λ Σ |score|, while λ grows until the model is as small as the smallest size. Values
 that went later come before those that went sooner; any size is a prefix of that order, with the adapters of all.
 
-Where the paper leaves a short training open: λ grows as long as the model is larger than a line from its whole size to
-the smallest budget, and shrinks below it; the last part of the steps trains adapters alone, at sizes drawn at random.
-An adapter is counted as so many more ranks, gauge-aligned as all else.
+Where the paper leaves a short training open:
+
+- The share of parameters follows a line to the smallest budget, which begins when a score can have come to 0. λ grows
+  while the share is above it; below it there is no penalty, and λ stays. The share is that of some steps later, if each
+  score goes on as it did in the last step: Adam moves most scores alike, and goes on when the penalty is gone.
+- λ is at first so small that a score's own gradients decide whether it falls. λ's growth in a step, the rate of scores
+  and the line are such that a training of any length goes the same way. While the order is learned rates are constant.
+- Of values that went at the same step the one with the greater last score comes first.
+- The last part of the steps trains adapters alone, at sizes drawn at random.
+- An adapter has the authors' share of a layer's width, and is counted as so many more ranks, gauge-aligned as all else.
 """
 
 import copy
@@ -29,11 +36,13 @@ from flexrank.profiles.costs import deployed_parameters
 from research.baselines.method import NotApplicable
 from research.baselines.trained.lesson import Lesson, Settings, Size, TrainedMethod, rates, trained_parameters
 
-#: The learning rate of scores, twenty times that of the authors' code, by which none reaches 0 in fewer than some 400
-#: steps; λ's first value and its growth a step; the share of steps that learn scores.
-SCORES_RATE, PENALTY, GROWTH, LEARNING = 5e-2, 1e-3, 1.1, 0.6
-#: The adapters' rank.
-ADAPTER = 4
+#: λ at first, and by how much it grows if it does at every step; how often a score could go from 1 to 0 in these steps.
+PENALTY, GROWTH, TRAVEL = 1e-5, 1e8, 5.0
+#: Where the line begins and ends, and how far one looks ahead, as shares of these steps: a tenth is about as long as
+#: AdamW goes on in a short training, ten steps. The share of all steps that learn scores.
+LINE, AHEAD, LEARNING = (1 / TRAVEL, 0.9), 0.1, 0.6
+#: Ranks of an adapter, over the layer's narrower side: the authors have 32 for 4096.
+ADAPTER = 1 / 128
 
 
 class ScoredLinear(nn.Module):
@@ -70,40 +79,51 @@ class ScoredLinear(nn.Module):
 
 @dataclasses.dataclass
 class Pressure:
-    """What learns the order: λ, and the last step at which each value was kept."""
+    """What learns the order: λ, and the last step at which each value was kept, with its score there."""
 
     layers: Mapping[str, ScoredLinear]
     smallest: float  #: the share of parameters at the end
     steps: int
     weight: float = PENALTY
+    is_on: bool = True  #: whether there is a penalty at all
 
     def __post_init__(self) -> None:
         self.last = {name: torch.zeros_like(layer.score) for name, layer in self.layers.items()}
+        self.scores = {name: torch.zeros_like(layer.score) for name, layer in self.layers.items()}
         self.dense = sum(math.prod(layer.shape) for layer in self.layers.values())
+        self.growth = GROWTH ** (1 / self.steps)
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Notes what is kept, and moves λ to where the model is as small as it should be by now."""
+        """Notes what is kept, and moves λ to where the model is soon as small as it should be then."""
+        later, ahead = dict[str, Tensor](), AHEAD * self.steps
         for name, layer in self.layers.items():
-            layer.score.clamp_(min=0)
-            self.last[name][layer.score > 0] = step + 1
-        wanted = 1 - (1 - self.smallest) * min(1.0, (step + 1) / self.steps)
-        self.weight *= GROWTH if self.share() > wanted else 1 / GROWTH
+            score, before = layer.score.clamp_(min=0), self.scores[name]
+            kept = score > 0
+            later[name] = score + ahead * (score - before)
+            self.last[name][kept], before[kept] = step + 1, score[kept]
+        self.is_on = self.share(later) >= self.wanted(step + ahead)
+        self.weight *= self.growth if self.is_on else 1.0
 
-    def share(self) -> float:
-        """The parameters of what is kept, over the dense ones."""
-        counts = ((layer, int((layer.score > 0).sum())) for layer in self.layers.values())
+    def wanted(self, step: float) -> float:
+        """The share of parameters on the line, after this step."""
+        begin, end = (at * self.steps for at in LINE)
+        return 1 - (1 - self.smallest) * min(1.0, max(0.0, (step + 1 - begin) / (end - begin)))
+
+    def share(self, scores: Mapping[str, Tensor]) -> float:
+        """The parameters of what these scores keep, over the dense ones."""
+        counts = ((layer, int((scores[name] > 0).sum())) for name, layer in self.layers.items())
         return sum(layer.parameters_at(count) for layer, count in counts) / self.dense
 
     def penalty(self) -> Tensor:
-        """λ Σ |score|."""
+        """λ Σ |score|, or nothing."""
         scores = torch.cat([layer.score for layer in self.layers.values()])
-        return self.weight * scores.abs().sum()
+        return self.weight * self.is_on * scores.abs().sum()
 
     @torch.no_grad()
     def order(self) -> dict[str, Tensor]:
-        """The rank of each value among all of the model's, 0 first: what was kept longest, then the greatest score."""
-        scores = torch.cat([layer.score for layer in self.layers.values()])
+        """The place of each value among all, 0 first: what was kept longest, then the greatest last score."""
+        scores = torch.cat(list(self.scores.values()))
         last = torch.cat(list(self.last.values()))
         by_score = scores.argsort(descending=True, stable=True)
         order = by_score[last[by_score].argsort(descending=True, stable=True)]
@@ -127,7 +147,7 @@ def masks_within(layers: Mapping[str, ScoredLinear], places: Mapping[str, Tensor
 
 def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:
     """All sizes together: scores and adapters first, then adapters at sizes drawn at random."""
-    model, layers = scored(lesson, ADAPTER)
+    model, layers = scored(lesson)
     pressure = Pressure(layers, min(lesson.budgets), round(LEARNING * lesson.steps))
     learn_order(lesson, settings, model, pressure)
     places, dense = pressure.order(), pressure.dense
@@ -146,15 +166,19 @@ def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:
         yield model, lesson.limit(0) + kept
 
 
-def scored(lesson: Lesson, adapter: int) -> tuple[nn.Module, dict[str, ScoredLinear]]:
-    """The model with `ScoredLinear` layers, all of whose scores are 1, and the layers by name."""
+def scored(lesson: Lesson, adapter: int | None = None) -> tuple[nn.Module, dict[str, ScoredLinear]]:
+    """The model with `ScoredLinear` layers, all of whose scores are 1, and the layers by name.
+
+    Adapters have this rank, or the authors' share of each layer's narrower side.
+    """
     model, layers = copy.deepcopy(lesson.teacher), dict[str, ScoredLinear]()
     generator = torch.Generator().manual_seed(lesson.seed)
     for name in lesson.layers:
         layer = model.get_submodule(name)
         if isinstance(layer, nn.Conv2d):
             raise NotApplicable(f"layer {name!r} is a convolution; ACIP is of linear layers")
-        layers[name] = ScoredLinear(layer, adapter, generator)
+        rank = adapter or max(1, round(ADAPTER * min(lesson.layers[name])))
+        layers[name] = ScoredLinear(layer, rank, generator)
         model.set_submodule(name, layers[name])
     return model, layers
 
@@ -164,8 +188,9 @@ def learn_order(lesson: Lesson, settings: Settings, model: nn.Module, pressure: 
     objective, rate = Penalised(lesson.followed, pressure), lesson.rate(settings)
     learned = trained_parameters(model, [".score", ".down", ".up"])
     scores = [name for name in learned if name.endswith(".score")]
+    factor = TRAVEL / pressure.steps / rate
     lesson.train_(
-        model, learned, objective, pressure.steps, rate, pressure.update, quick=scores, factor=SCORES_RATE / rate
+        model, learned, objective, pressure.steps, rate, pressure.update, quick=scores, factor=factor, decays=False
     )
     pressure.update(pressure.steps)
 

@@ -70,10 +70,12 @@ class Lesson:
         before: Callable[[int], None] = lambda step: None,
         quick: Sequence[str] = (),
         factor: float = 1.0,
+        decays: bool = True,
     ) -> None:
         """Trains these parameters in place by AdamW, those named by `quick` at `factor` times the learning rate.
 
-        `before` is called with each step's number before it is taken.
+        After its warm-up the learning rate `decays` to 0, or stays. `before` is called with each step's number before
+        it is taken.
         """
         optimizer = torch.optim.AdamW(
             [
@@ -83,11 +85,13 @@ class Lesson:
             lr=learning_rate, weight_decay=0.0,
         )  # fmt: skip
         targets = Targets(self.teacher, objective, self.autocast, CACHE)
+        warmup = round(WARMUP * steps)
         step, feed = Step(model, targets, parameters, optimizer, 1.0), Feed(self.batches, self.seed)
         with self.forwards(model), training(model, self.teacher, parameters):
             for number in track(range(steps), "training", steps, 0):
                 before(number)
-                set_rate(optimizer, scheduled_rate(number, steps, learning_rate, round(WARMUP * steps)))
+                along = number if decays else min(number, warmup)  # at the end of the warm-up it is at its peak
+                set_rate(optimizer, scheduled_rate(along, steps, learning_rate, warmup))
                 step.take([feed.next()], number)
 
 

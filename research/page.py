@@ -42,7 +42,9 @@ for each. At equal training time each has so many steps that it trains about as 
 that panel lack it. The probe, of which ranks are chosen once and whose seconds do not grow with training, has a column
 of its own. Each method has four rates, tried on the tuning half, and up to two more where the best is at an edge.
 Seconds and the peak of memory are of a process of its own. These are short trainings, of 160 to 320 steps, which favour
-methods that start from a good decomposition.
+methods that start from a good decomposition. **The results below were made before three mends that favour rivals**:
+heads of queries go one by one with nested widths and LLM-Pruner, ACIP's removal follows its line, and best rates at an
+edge ask for more; they are still to be measured again.
 
 **Where ours is behind, and why.** LEMS weighs outputs by the loss's gradients, DataSVD by activations alone; flexrank's
 default, `fisher`, took that from it, and lies near it, at some sizes ahead and at some behind. PIFA and A3 make a model

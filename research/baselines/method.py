@@ -79,7 +79,7 @@ class RankMethod:
     collect: Collect
     factors: Callable[[Tensor, Statistic], Factors]
     ranks: Ranks = uniform_ranks
-    trials: Sequence[Settings] = ()  #: what is tried of a free constant; the first is what stands without any
+    trials: Sequence[Settings] = ()  #: what is tried of a free constant; the first is the default
     tuned: Sequence[str] = ()  #: which of the functions above take it
 
     def decompose_(
@@ -106,7 +106,7 @@ class Made:
 #: (base model, calibration, layers to reduce by name, loss, budget) to a new model; the base stays as it is. None where
 #: no size of the method is within the budget.
 Make = Callable[[nn.Module, Sequence[Batch], Layers, Loss, float], Made | None]
-#: The same at each layer's rank, in the place of a budget.
+#: The same at each layer's rank instead of at one share of all.
 MakeAt = Callable[[nn.Module, Sequence[Batch], Layers, Loss, Mapping[str, int]], Made]
 
 

@@ -119,7 +119,7 @@ def _alone(
 
 
 def _unit(method: str, settings: Settings, seed: int) -> str:
-    """A unit's name; the first setting is not named, so that what was done before there were trials still counts."""
+    """A unit's name; the first setting is not named: what was done before there were trials still counts."""
     is_default = not settings or settings == RIVALS[method].trials[0]
     return f"{method}, seed {seed}" if is_default else f"{method}, {words(settings)}, seed {seed}"
 

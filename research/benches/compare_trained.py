@@ -23,6 +23,8 @@ from research.baselines.trained import TRAINED_METHODS
 from research.baselines.trained.lesson import Settings
 from research.benches.lessons import Course, courses
 from research.benches.tasks import base_words, task_keys
+from research.benches.trials import best as best_of
+from research.benches.trials import mean_distance
 from research.experiment import Experiment, Ledger, Request
 from research.result import Result, behind, goal, measured, spread, spreads, table
 
@@ -64,7 +66,7 @@ def _measure(course: Course, request: Request) -> dict[str, Any]:
     units = {f"tables, seed {seed}": (*place, seed) for seed in range(request.seeds)}
     tables = list(ledger.take_all(units, table_unit, request.jobs).values())
     trials = _tried(course, ledger, request, tables[0])
-    best = {name: min(some, key=_error_of)["settings"] for name, some in trials.items()}
+    best = {name: best_of(some) for name, some in trials.items()}
     results: dict[str, dict[str, list[Unit]]] = {}
     for panel in _panels(request):
         shares = _shares_of_time(results[TOKENS]) if panel == TIME else dict.fromkeys(best, 1.0)
@@ -103,7 +105,7 @@ def _tried(course: Course, ledger: Ledger, request: Request, drawn: Mapping[str,
         done = ledger.take_all(units, method_unit, request.jobs)
         for name, some in wanted.items():
             found = [done[f"{name}, trial of {_rate(settings):g}"] for settings in some]
-            errors = [_mean_distance(base, course.measure, one) for one in found]
+            errors = [mean_distance(base, course.measure, one["rows"]) for one in found]
             tried[name] += [{"settings": dict(one), "error": error} for one, error in zip(some, errors, strict=True)]
         wanted = {name: _next_trials(some) for name, some in tried.items()}
     return tried
@@ -116,7 +118,7 @@ def _rate(settings: Settings) -> float:
 
 def _next_trials(tried: Sequence[Mapping[str, Any]]) -> list[Settings]:
     """The rate beyond the best one where that is the least or the largest; none of a method without sizes."""
-    best = min(tried, key=_error_of)["settings"]
+    best = best_of(tried)
     if all(one["error"] is None for one in tried):
         return []
     all_rates, (name,) = [_rate(one["settings"]) for one in tried], best
@@ -204,16 +206,6 @@ def method_unit(
         return {"rows": [None] * len(course.budgets), "obstacle": str(reason)}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"rows": rows, "seconds": seconds + time.perf_counter() - start, "peak_bytes": peak}
-
-
-def _mean_distance(base: float, measure: str, unit: Unit) -> float | None:
-    """The logarithm of the distance from the base model's measure, a mean over the budgets that the method has."""
-    distances = [math.log(max(figures.LEAST, abs(row["scores"][measure] - base))) for row in unit["rows"] if row]
-    return statistics.fmean(distances) if distances else None
-
-
-def _error_of(trial: Mapping[str, Any]) -> float:
-    return math.inf if trial["error"] is None else trial["error"]
 
 
 def _signed(measure: str, scores: Mapping[str, float]) -> float:

@@ -30,7 +30,7 @@ def tried(tuning: Contest, ledger: Ledger, methods: Iterable[str]) -> dict[str, 
     for name, settings in _settings(methods):
         unit = ledger.take(f"{name}, trial of {words(settings)}", _sized, short, name, settings)
         if unit is not None:
-            trial = {"settings": dict(settings), "error": _error(base, tuning.measure, unit["rows"])}
+            trial = {"settings": dict(settings), "error": mean_distance(base, tuning.measure, unit["rows"])}
             found.setdefault(name, []).append(trial)
     return found
 
@@ -42,9 +42,9 @@ def _settings(methods: Iterable[str]) -> Iterator[tuple[str, Settings]]:
             yield name, settings
 
 
-def best(trials: Sequence[Trial]) -> Settings:
+def best(trials: Sequence[Mapping[str, Any]]) -> Settings:
     """The settings of least error, of equal ones the first."""
-    return min(trials, key=lambda one: one["error"])["settings"]
+    return min(trials, key=_error_of)["settings"]
 
 
 def words(settings: Settings) -> str:
@@ -72,5 +72,12 @@ def _sized(contest: Contest, method: str, settings: Settings) -> Mapping[str, An
     return sized_alone(contest, method, 0, settings)
 
 
-def _error(base: float, measure: str, rows: Iterable[Mapping[str, Any] | None]) -> float:
-    return statistics.fmean(math.log(max(figures.LEAST, abs(row["scores"][measure] - base))) for row in rows if row)
+def mean_distance(base: float, measure: str, rows: Iterable[Mapping[str, Any] | None]) -> float | None:
+    """The mean logarithm of the sizes' distances from the base model's measure; None where there is no size."""
+    distances = [math.log(max(figures.LEAST, abs(row["scores"][measure] - base))) for row in rows if row]
+    return statistics.fmean(distances) if distances else None
+
+
+def _error_of(trial: Mapping[str, Any]) -> float:
+    """A trial's error; infinite where it has none."""
+    return math.inf if trial["error"] is None else trial["error"]

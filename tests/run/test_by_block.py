@@ -95,10 +95,8 @@ def test_decomposition_takes_what_the_dry_run_counts(sources: Path, tmp_path: Pa
     configs = [by_curvature(sources / "language", sources / "text.txt", tmp_path / "small")]
     methods = ("paper", "fisher")
     for method in methods:
-        values = yaml.safe_load(Path(by_curvature(model, sources / "text.txt", tmp_path / method)).read_text())
-        values |= {"decomposition": {"method": method, "buffer_bytes": 2**22}, "probe": {"levels": 4}}
-        (path := tmp_path / f"{method}.yaml").write_text(yaml.safe_dump(values))
-        configs.append(str(path))
+        changes = {"decomposition": {"method": method, "buffer_bytes": 2**22}, "probe": {"levels": 4}}
+        configs.append(by_curvature(model, sources / "text.txt", tmp_path / method, **changes))
     for method, config, peak in zip(methods, configs[1:], peaks_of("decompose", *configs), strict=True):
         counted = dry_run(load_config(config))["memory"]["decomposition"]
         assert peak == pytest.approx(counted["all"] - counted["student"], rel=0.15), method
@@ -108,13 +106,11 @@ def test_decomposition_takes_what_the_dry_run_counts(sources: Path, tmp_path: Pa
 def test_the_probe_takes_what_the_dry_run_counts(sources: Path, tmp_path: Path) -> None:
     """At most 15 % off: the teacher, the student, dense matrices of layers, and what is replayed."""
     model = write_llama(tmp_path / "model", sources / "language", 512, 1408, 2)
-    configs = []
-    for name, one in (("small", sources / "language"), ("large", model)):
-        values = yaml.safe_load(Path(by_curvature(one, sources / "text.txt", tmp_path / name)).read_text())
-        values |= {"probe": {"levels": 2}, "allocation": {"budgets": [0.8]}}
-        values["data"]["probe"] = 4
-        (path := tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(values))
-        configs.append(str(path))
+    changes = {"probe": {"levels": 2}, "allocation": {"budgets": [0.8]}, "data": {"probe": 4}}
+    configs = [
+        by_curvature(one, sources / "text.txt", tmp_path / name, **changes)
+        for name, one in (("small", sources / "language"), ("large", model))
+    ]
     (peak,) = peaks_of("probe", *configs)
     counted = dry_run(load_config(configs[1]))["memory"]["probe"]
     assert peak == pytest.approx(counted["all"], rel=0.15)
@@ -126,11 +122,9 @@ def test_consolidation_takes_what_the_dry_run_counts(sources: Path, tmp_path: Pa
     model = write_llama(tmp_path / "model", sources / "language", 448, 1232, 4, torch.bfloat16)
     configs = [by_curvature(sources / "language", sources / "text.txt", tmp_path / "small")]
     for name, repeats in (("kept", False), ("repeated", True)):
-        values = yaml.safe_load(Path(by_curvature(model, sources / "text.txt", tmp_path / name)).read_text())
-        values["distillation"] = {"steps": 2, "batch_size": 16, "autocast": "off", "gradient_checkpointing": repeats}
-        values["allocation"] = {"budgets": [0.6, 0.5]}
-        (path := tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(values))
-        configs.append(str(path))
+        training = {"steps": 2, "batch_size": 16, "autocast": "off", "gradient_checkpointing": repeats}
+        changes = {"distillation": training, "allocation": {"budgets": [0.6, 0.5]}}
+        configs.append(by_curvature(model, sources / "text.txt", tmp_path / name, **changes))
     for config, peak in zip(configs[1:], peaks_of("distill", *configs), strict=True):
         counted = dry_run(load_config(config))["memory"]["consolidation"]["all"]
         assert peak == pytest.approx(counted, rel=0.15), config
@@ -142,12 +136,9 @@ def test_sharded_consolidation_takes_what_the_dry_run_counts(sources: Path, tmp_
     """At most 15 % off in each of two processes, without what is in no layer, which is mapped here."""
     model = write_llama(tmp_path / "model", sources / "language", 512, 1408, 4)
     small = by_curvature(sources / "language", sources / "text.txt", tmp_path / "small")
-    config = by_curvature(model, sources / "text.txt", tmp_path / "large")
-    values = yaml.safe_load(Path(config).read_text())
-    values["distillation"] = {"steps": 2, "batch_size": 4, "autocast": "off"}
-    values["distillation"] |= {"sharded": True, "gradient_checkpointing": True}
-    values["allocation"] = {"budgets": [0.6, 0.5]}
-    Path(config).write_text(yaml.safe_dump(values))
+    training = {"steps": 2, "batch_size": 4, "autocast": "off", "sharded": True, "gradient_checkpointing": True}
+    changes = {"distillation": training, "allocation": {"budgets": [0.6, 0.5]}}
+    config = by_curvature(model, sources / "text.txt", tmp_path / "large", **changes)
     counts = [dry_run(load_config(config), devices=count)["memory"]["consolidation"] for count in (1, 2)]
     (peak,) = peaks_of("distill", small, config, processes=2)
     assert peak == pytest.approx(counts[1]["all"], rel=0.15)
@@ -161,10 +152,8 @@ def test_deployment_takes_what_the_dry_run_counts(sources: Path, tmp_path: Path)
     model = write_llama(tmp_path / "model", sources / "language", 384, 1056, 4)
     configs = []
     for name, one, budgets in (("small", sources / "language", []), ("large", model, [0.8, 0.5])):
-        values = yaml.safe_load(Path(by_curvature(one, sources / "text.txt", tmp_path / name)).read_text())
-        values["deployment"] = {"budgets": budgets, "slack": 16}
-        (path := tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(values))
-        configs.append(str(path))
+        changes = {"deployment": {"budgets": budgets, "slack": 16}}
+        configs.append(by_curvature(one, sources / "text.txt", tmp_path / name, **changes))
     (peak,) = peaks_of("deploy", *configs)
     counted = dry_run(load_config(configs[1]))["memory"]["deployment"]
     assert peak == pytest.approx(counted["all"], rel=0.15)
@@ -174,13 +163,14 @@ def test_deployment_takes_what_the_dry_run_counts(sources: Path, tmp_path: Path)
 def test_evaluation_takes_what_the_dry_run_counts(sources: Path, tmp_path: Path) -> None:
     """At most 15 % off: the model before consolidation beside the teacher."""
     model = write_llama(tmp_path / "model", sources / "language", 384, 1056, 4)
-    configs = []
-    for name, one in (("small", sources / "language"), ("large", model)):
-        values = yaml.safe_load(Path(by_curvature(one, sources / "text.txt", tmp_path / name)).read_text())
-        values |= {"evaluation": {"latency": False}, "distillation": {"steps": 1, "batch_size": 2, "autocast": "off"}}
-        values["deployment"] = {"budgets": [], "slack": 0}
-        (path := tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(values))
-        configs.append(str(path))
+    changes = {
+        "evaluation": {"latency": False}, "distillation": {"steps": 1, "batch_size": 2, "autocast": "off"},
+        "deployment": {"budgets": [], "slack": 0},
+    }  # fmt: skip
+    configs = [
+        by_curvature(one, sources / "text.txt", tmp_path / name, **changes)
+        for name, one in (("small", sources / "language"), ("large", model))
+    ]
     (peak,) = peaks_of("evaluate", *configs)
     counted = dry_run(load_config(configs[1]))["memory"]["evaluation"]
     assert peak == pytest.approx(counted["all"], rel=0.15)
@@ -209,12 +199,14 @@ def test_a_run_that_has_allocated_ranks_counts_them(
     assert written(0.75) == others
 
 
-def by_curvature(model: Path, data: Path, output: Path) -> str:
+def by_curvature(model: Path, data: Path, output: Path, /, **changes: Any) -> str:
+    """A configuration file; `changes` are sections in the place of its own, of `data` some keys."""
     values: dict[str, Any] = settings(model, data, output)
     values |= {"probe": {"method": "curvature", "levels": 4}, "layers": {"exclude": ["lm_head"]}}
     values |= {"decomposition": {"method": "datasvd", "buffer_bytes": 2**22}, "distillation": {"steps": 0}}
     values |= {"allocation": {"budgets": [0.8, 0.5, 0.3]}, "deployment": {"budgets": []}}
-    values["data"] |= {"calibration": 8, "batch_size": 4}
+    values["data"] |= {"calibration": 8, "batch_size": 4, **changes.pop("data", {})}
+    values |= changes
     (path := output.with_suffix(".yaml")).write_text(yaml.safe_dump(values))
     return str(path)
 

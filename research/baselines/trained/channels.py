@@ -3,7 +3,7 @@
 A unit is read by some columns of one layer (`o_proj`, `down_proj`) and written by some rows of others. Where its
 columns read zeros, the model computes what it would without the unit, whose parameters a deployed model does not have.
 With grouped queries a unit is a head of queries; keys and values go with the last query head that reads them, and heads
-of a group lie side by side in the order, so that they can. Biases, which are few, are counted whole.
+of a group lie side by side in the order. Biases, which are few, are counted whole.
 """
 
 import contextlib

@@ -206,6 +206,7 @@ def _require_as_trained(
     if old is None or trained in (None, prints["distill"]) or not directory.is_finished("distill", trained):
         return
     keys = [key for stage in STAGES if stage.name in _needed("distill") for key in stage.keys]
+    # What the probe counts on of slack is no key of its own.
     changed = _changed_keys(old, config, keys) or _changed_keys(old, config, ["deployment.slack"])
     why = "; ".join(changed[:2]) or "flexrank's own code, or the files of the model or the data, are not as they were"
     place, ways = directory / "elastic", "`flexrank run` trains again, and `flexrank deploy"

@@ -305,7 +305,7 @@ def with_sizes(model: nn.Module, budgets: tuple[float, ...] = (0.25, 0.8, 1.0), 
     """The elastic model, with vectors of its own for each of these sizes, and if asked matrices, drawn at random."""
     entries = chain_of(model, budgets).entries
     for name, layer in nested_layers(model).items():
-        layer.set_sizes_(sorted({entry.profile[name] for entry in entries}))
+        layer.set_sizes_([entry.profile[name] for entry in entries])
         if dense:
             layer.set_dense_()
         for own in (*layer.sizes.parameters(), *([layer.dense] if dense else [])):

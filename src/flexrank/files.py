@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 #: Version of the JSON documents beside the tensors.
-FORMAT = 2
+FORMAT = 3
 #: The names of what is being written, and of directories that are put away meanwhile: tempfile adds eight characters.
 LEFTOVER = re.compile(r"\.(?P<of>.+)\.[a-z0-9_]{8}\.(?P<kind>aside|old)")
 
@@ -218,7 +218,7 @@ def read_document(path: str | Path, kind: str, keys: tuple[str, ...]) -> dict[st
     document = read_json(path)
     if not isinstance(document, dict) or document.get("kind") != kind:
         raise FlexrankError(f"{path}: not the description of an artefact of kind {kind!r}; give a directory of one")
-    if document.get("format") not in (1, FORMAT):
+    if document.get("format") not in range(1, FORMAT + 1):
         raise FlexrankError(f"{path}: has format {document.get('format')!r}; {reads_format(FORMAT)}")
     require_keys(document, (*keys, "checksum"), str(path))
     checksum = document.pop("checksum")

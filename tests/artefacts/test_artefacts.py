@@ -197,7 +197,7 @@ def recast(path):
         (
             "elastic.json",
             lambda path: edit(path, format=7),
-            "has format 7; this version of flexrank reads formats up to 2",
+            "has format 7; this version of flexrank reads formats up to 3",
         ),
         ("elastic.json", lambda path: edit(path, chain=None), "key 'chain' is missing"),
         ("elastic.json", lambda path: edit(path, parameters=5), "does not match its checksum"),

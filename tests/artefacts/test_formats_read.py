@@ -51,8 +51,8 @@ def test_artefacts_of_an_earlier_version_are_inspected():
 def test_a_later_format_is_refused_in_one_line(file, tmp_path):
     """Before its checksum or keys are looked at: a later format may have others."""
     path = copytree(OLD, tmp_path / "old") / file
-    path.write_text(json.dumps({"kind": path.parent.name, "format": 3}))
+    path.write_text(json.dumps({"kind": path.parent.name, "format": 4}))
     with pytest.raises(FlexrankError) as refused:
         READERS[file](path.parent)
-    readable = "this version of flexrank reads formats up to 2: load it with the version that wrote it, or upgrade"
-    assert str(refused.value) == f"{path}: has format 3; {readable}"
+    readable = "this version of flexrank reads formats up to 3: load it with the version that wrote it, or upgrade"
+    assert str(refused.value) == f"{path}: has format 4; {readable}"

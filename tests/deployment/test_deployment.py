@@ -97,7 +97,6 @@ def test_elastic_factors_are_never_copied(monkeypatch):
     def refuse(self, memo):
         raise AssertionError("a tensor was copied as it is")
 
-    monkeypatch.setattr(NestedLayer, "__deepcopy__", refuse, raising=False)
     monkeypatch.setattr(nn.Parameter, "__deepcopy__", refuse)  # in another dtype than it is to have
     small = deploy(model, tiny.chain_of(model).entries[0].profile, dtype=torch.bfloat16)
     deploy(model, full_profile(model), dtype=torch.bfloat16, base=small)
@@ -145,6 +144,22 @@ def test_kept_slack_deploys_the_same_model_and_is_chosen_once(monkeypatch):
     assert find_slack(model, profiles, dtype=torch.bfloat16, known=table) == table
     with pytest.raises(FlexrankError, match="chosen for bfloat16; find_slack for float32"):
         deploy(model, profiles[0], slack=table)
+
+
+@torch.no_grad()
+def test_slack_is_the_most_that_sizes_of_one_rank_need(monkeypatch):
+    """Two sizes have rank 4 in layer 0; here a layer needs as many columns as its largest gain says."""
+    model = tiny.nest(nn.Sequential(nn.Linear(20, 16, bias=False), nn.Linear(16, 20, bias=False)))
+    sizes = [{"0": 4, "1": 2}, {"0": 4, "1": 5}, {"0": 6, "1": 6}]
+    for name, layer in nested_layers(model).items():
+        layer.u.fill_(1.0)
+        layer.set_sizes_([size[name] for size in sizes])
+        layer.sizes.outputs.copy_(torch.tensor([3.0, 2.0, 4.0])[:, None].expand(3, layer.out_features))
+    monkeypatch.setattr("flexrank.deployment.slack.resolve_slack", lambda u, v, slack, dtype, inputs: int(u.max()))
+    table = find_slack(model, sizes[1:])
+    assert table.columns == {"0": {4: 2, 6: 4}, "1": {5: 2, 6: 4}}
+    assert find_slack(model, sizes).columns == {"0": {4: 3, 6: 4}, "1": {2: 3, 5: 2, 6: 4}}
+    assert find_slack(model, sizes[:1], known=table).columns == {"0": {4: 3, 6: 4}, "1": {2: 3, 5: 2, 6: 4}}
 
 
 def test_slack_is_measured_on_the_activations_given(monkeypatch):

@@ -26,6 +26,8 @@ def test_profiles_are_drawn_in_proportion_and_evenly() -> None:
     assert len(set(rounds)) > 10  # of 24 orders: none is kept
     other = Schedule([1, 1, 1, 1], 4, *RATES)
     assert [other.draw(step) for step in range(80)] != [even.draw(step) for step in range(80)]
+    counts = Counter(Schedule([0, 2, 1, 0], 0, *RATES).draw(step) for step in range(3000))
+    assert counts == {1: pytest.approx(2000, rel=0.03), 2: pytest.approx(1000, rel=0.03)}
 
 
 def test_the_rate_warms_up_and_falls_by_half_a_cosine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +64,7 @@ def test_usual_losses_by_hand() -> None:
 
 def test_the_largest_profile_below_the_full_model_is_drawn_twice_as_often() -> None:
     assert default_weights("balanced", [False, False, False]) == [1, 1, 2]
-    assert default_weights("balanced", [False, False, True]) == [1, 2, 1]
+    assert default_weights("balanced", [False, False, True]) == [1, 2, 0]
     assert default_weights("balanced", [True]) == [1]
     assert default_weights("paper", [False, False, True]) == [1, 1, 1]
 

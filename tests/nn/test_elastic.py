@@ -63,31 +63,38 @@ def test_both_routes_of_a_convolution_give_the_prefix(rank: int) -> None:
 
 @torch.no_grad()
 def test_vectors_of_a_size_by_hand() -> None:
-    """At ranks 2 and 5 those given, at 3 a third of the way, outside as at the end; in both routes, and the bias."""
-    ranks, shares = (1, 2, 3, 5, 6), (0, 0, 1 / 3, 1, 1)
+    """Of three sizes two have rank 2: a rank alone takes the first that has it; between two, and with both routes."""
+    ranks, places = (1, 2, 3, 5, 6), (0, 0, 2, 2, 2)
     for make, x in ((nested_linear, torch.randn(4, 6)), (nested_conv, torch.randn(3, 3, 5, 6))):
         layer = make()
         plain = [(layer.matrix.clone(), layer(x)) for layer.rank in ranks]
-        layer.set_sizes_([2, 5])
+        layer.set_sizes_([2, 2, 5])
         sizes, (m, n) = layer.sizes, layer.matrix_shape
         assert all(torch.equal(layer(x), wanted) for layer.rank, (_, wanted) in zip(ranks, plain, strict=True))
         for vectors in (sizes.inputs, sizes.outputs, sizes.bias):
             vectors.copy_(torch.randn(vectors.shape))
-        for layer.rank, share, (matrix, _) in zip(ranks, shares, plain, strict=True):
-            inputs, outputs, own = (a + share * (b - a) for a, b in (sizes.inputs, sizes.outputs, sizes.bias))
+        chosen = [*zip(ranks, places, [None] * 5, plain, strict=True), (2, 1, 1.0, plain[1]), (3, 1.25, 1.25, plain[2])]
+        for layer.rank, place, given, (matrix, _) in chosen:
+            if given is not None:
+                sizes.place = given
+            low, share = int(place), place % 1
+            inputs, outputs, own = (
+                (1 - share) * vectors[low] + share * vectors[min(low + 1, 2)]
+                for vectors in (sizes.inputs, sizes.outputs, sizes.bias)
+            )
             wanted, bias = outputs[:, None] * matrix * inputs, layer.bias + own
             torch.testing.assert_close(layer.matrix, wanted, rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(layer.bias_at(layer.rank), bias)
+            torch.testing.assert_close(layer.active_bias, bias)
             for rows in (x, x.repeat(90, *[1] * (x.ndim - 1))):  # factored and materialised
                 if layer.geometry is None:
                     expected = functional.linear(rows, wanted, bias)
                 else:
                     expected = functional.conv2d(rows, wanted.view(m, 3, 3, 2), bias, *GEOMETRY[2:])
                 torch.testing.assert_close(layer(rows), expected, rtol=1e-3, atol=1e-4)
-        before = layer.factors(4)
-        layer.set_sizes_([4])  # at another rank: what was interpolated there
-        torch.testing.assert_close(layer.factors(4), before, rtol=1e-6, atol=1e-6)
-        assert layer.sizes.ranks == [4] and layer.sizes.inputs.shape == (1, n)
+        before = layer.active
+        layer.set_sizes_([3])  # what was interpolated there
+        torch.testing.assert_close(layer.active, before, rtol=1e-6, atol=1e-6)
+        assert layer.sizes.ranks == [3] and layer.sizes.inputs.shape == (1, n)
 
 
 @torch.no_grad()
@@ -101,17 +108,19 @@ def test_a_matrix_of_full_rank_is_apart_from_the_factors() -> None:
         layer.set_sizes_([2, full])
         layer.sizes.inputs.copy_(torch.rand(2, layer.in_features))
         layer.sizes.outputs.copy_(torch.rand(2, layer.out_features))
-        prefix = layer.factors(2)
+        layer.rank = 2
+        prefix = layer.active
+        layer.rank = full
         layer.dense.copy_(torch.randn(layer.matrix_shape))
         expected = layer.sizes.outputs[1, :, None] * layer.dense * layer.sizes.inputs[1]
-        assert torch.equal(layer.matrix, expected) and torch.equal(layer.matrix_at(full), expected)
+        assert torch.equal(layer.matrix, expected)
         bias = layer.bias
         if layer.geometry is None:
             torch.testing.assert_close(layer(x), functional.linear(x, expected, bias))
         else:
             torch.testing.assert_close(layer(x), functional.conv2d(x, expected.view(7, 3, 3, 2), bias, *GEOMETRY[2:]))
-        torch.testing.assert_close(layer.factors(2), prefix, rtol=0, atol=0)
         layer.rank = 2
+        torch.testing.assert_close(layer.active, prefix, rtol=0, atol=0)
         torch.testing.assert_close(layer.matrix, prefix[0].T @ prefix[1])
 
 

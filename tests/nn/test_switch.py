@@ -27,6 +27,33 @@ def test_use_profile_is_reversible() -> None:
     assert torch.equal(model(x), before)
 
 
+@torch.no_grad()
+def test_sizes_of_one_rank_have_vectors_of_their_own() -> None:
+    """In layer 0 two of three sizes have rank 2; what is set inside is as before after it."""
+    model = nest(nn.Sequential(nn.Linear(6, 5, bias=False), nn.Linear(5, 4, bias=False)))
+    sizes = [{"0": 2, "1": 1}, {"0": 2, "1": 3}, {"0": 4, "1": 3}]
+    for number, layer in enumerate(nested_layers(model).values()):
+        layer.set_sizes_([size[str(number)] for size in sizes])
+        layer.sizes.outputs.copy_(torch.arange(1.0, 4)[:, None].expand(3, layer.out_features))
+    x, scales = torch.randn(3, 6), dict(enumerate((1.0, 4.0, 9.0)))  # the gains of both layers, multiplied
+
+    def plain(first: int, second: int) -> torch.Tensor:
+        (a, c), (b, d) = ((layer.u, layer.v) for layer in nested_layers(model).values())
+        return x @ c[:first].T @ a[:first] @ d[:second].T @ b[:second]
+
+    switch.set_profile(model, sizes[1])
+    for number in (0, 2, 1):
+        with use_profile(model, sizes[number]):
+            torch.testing.assert_close(model(x), scales[number] * plain(*sizes[number].values()))
+        torch.testing.assert_close(model(x), 4 * plain(2, 3))
+    with use_profile(model, {"0": 2, "1": 2}):  # 18 + 14 parameters, between 18 + 8 and 18 + 18
+        torch.testing.assert_close(model(x), (1 + 6 / 10) ** 2 * plain(2, 2))
+    with use_profile(model, {"0": 1, "1": 1}):
+        torch.testing.assert_close(model(x), plain(1, 1))
+    with use_profile(model, {"0": 5, "1": 4}):
+        torch.testing.assert_close(model(x), 9 * plain(5, 4))
+
+
 @pytest.mark.parametrize("name", ["llama_tied", "bert", "convnet", "tied_blocks"])
 def test_sizes_stand_side_by_side_on_the_same_tensors(name: str) -> None:
     """Oracle: the model itself, at one size after the other; two threads run two sizes of it at once."""

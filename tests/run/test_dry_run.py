@@ -105,7 +105,7 @@ def test_memory_is_what_real_training_holds(tmp_path: Path) -> None:
     profiles = [uniform(student, budget)[0] for budget in (0.9, 0.4)]
     profiles[0] = {name: min(rank, table.ranks[name][-2]) for name, rank in profiles[0].items()}
     for name, layer in nested_layers(student).items():
-        layer.set_sizes_(sorted({profile[name] for profile in profiles}))
+        layer.set_sizes_([profile[name] for profile in reversed(profiles)])
     batch, held = batch_of(tiny.llama_tied), memory["consolidation"]
     with step.used_components(student, profiles):
         trainable = step.trainable_parameters(student, factors_only=True)

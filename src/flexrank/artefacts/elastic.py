@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -28,7 +29,7 @@ from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.experts import separate_as_recorded_
 from flexrank.nn.sharding import is_sharded
 from flexrank.nn.specs import layer_spec
-from flexrank.nn.switch import nested_layers, require_fitting
+from flexrank.nn.switch import nested_layers, require_fitting, set_profile
 from flexrank.profiles import ProfileChain
 
 ELASTIC_STATE = "elastic"
@@ -38,6 +39,8 @@ MARKERS = ELASTIC_DOCUMENT, f"{ELASTIC_STATE}.safetensors"
 #: Bytes of one file of tensors, about: the most that a writer holds.
 SHARD_BYTES = 2**28
 ELASTIC_KIND = "elastic"
+#: The last format in which sizes of equal rank in a layer shared its vectors.
+BY_RANK = 2
 ELASTIC_KEYS = ("library", "class", "layers", "chain", "aliases", "factory", "parameters", "tensors", "files")
 
 
@@ -193,8 +196,24 @@ def _load(
             separate_as_recorded_(model)
     tensors = _read_prefixes(directory, document, specs)
     elastic = fill(model, specs, tensors, document["aliases"], directory)
+    layers = nested_layers(elastic)
+    if document["format"] <= BY_RANK:
+        _set_sizes_by_rank_(layers, ProfileChain.from_json(document["chain"]))
+    set_profile(elastic, {name: layer.rank for name, layer in layers.items()})
     models.mark_elastic(elastic)
     return elastic
+
+
+@torch.no_grad()
+def _set_sizes_by_rank_(layers: Mapping[str, NestedLayer], chain: ProfileChain) -> None:
+    """Gives each requested size its own copy of the vectors that it had by its ranks, rising, in earlier formats."""
+    for name, layer in layers.items():
+        if layer.sizes is not None:
+            ranks, rows = [entry.profile[name] for entry in chain.requested], []
+            for place in np.interp(ranks, layer.sizes.ranks, range(len(layer.sizes.ranks))):
+                layer.sizes.place = float(place)
+                rows.append(layer.active_vectors)
+            layer.set_sizes_(ranks, rows)
 
 
 def read_shapes(directory: str | Path) -> tuple[dict[str, tuple[int, int]], ProfileChain]:

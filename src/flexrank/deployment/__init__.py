@@ -11,7 +11,7 @@ from torch import nn
 from flexrank.artefacts.cards import mark_size
 from flexrank.deployment.exports import export
 from flexrank.deployment.latency import entry_within_latency
-from flexrank.deployment.slack import Activations, find_slack, layer_slack, prefix_factors
+from flexrank.deployment.slack import Activations, active_factors, find_slack, layer_slack
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
 from flexrank.nn.elastic import NestedLayer
@@ -19,7 +19,7 @@ from flexrank.nn.experts import separate_experts
 from flexrank.nn.gauge_aligned import GaugeAlignedConv2d, GaugeAlignedLayer, GaugeAlignedLinear, Slack
 from flexrank.nn.matrix import matrix_shape
 from flexrank.nn.specs import build_layer, layer_spec
-from flexrank.nn.switch import layer_shapes, nested_layers, require_fitting
+from flexrank.nn.switch import layer_shapes, nested_layers, submodel
 from flexrank.profiles import SlackTable
 from flexrank.profiles.chain import require_limits
 from flexrank.profiles.costs import LayerFormat, aligned_parameters, dense_parameters, full_ranks, layer_format
@@ -57,16 +57,15 @@ def deploy(
     Raises:
         FlexrankError: the profile does not fit the model, or a slack is negative or too small for a layer.
     """
-    layers = nested_layers(model)
-    require_fitting(layers, profile)
     if base is not None and profile == full_ranks(layer_shapes(model)):
         return _copied(base, {}, device, dtype).train(model.training)
-    deployed = {}
+    model = submodel(model, profile)
+    layers, deployed = nested_layers(model), {}
     for name, layer in layers.items():
         there = layer if device in (None, layer.u.device) else copy.deepcopy(layer).to(device)
-        columns = layer_slack(name, there, profile[name], slack, dtype or layer.u.dtype, activations or {})
+        columns = layer_slack(name, there, slack, dtype or layer.u.dtype, activations or {})
         try:
-            deployed[name] = _deploy_layer(there, profile[name], columns, dtype or layer.u.dtype)
+            deployed[name] = _deploy_layer(there, columns, dtype or layer.u.dtype)
         except FlexrankError as error:
             raise FlexrankError(f"layer {name!r}: {error}") from error
     small = _copied(model, {layer: deployed[name] for name, layer in layers.items()}, device, dtype)
@@ -120,28 +119,28 @@ def _parameters_of(layer: nn.Module) -> int:
 
 
 @torch.no_grad()
-def _deploy_layer(layer: NestedLayer, rank: int, slack: int, dtype: torch.dtype) -> nn.Module:
-    if layer_format(layer.matrix_shape, rank, slack) is LayerFormat.DENSE:
-        deployed = _dense_layer(layer, rank, dtype)
+def _deploy_layer(layer: NestedLayer, slack: int, dtype: torch.dtype) -> nn.Module:
+    if layer_format(layer.matrix_shape, layer.rank, slack) is LayerFormat.DENSE:
+        deployed = _dense_layer(layer, dtype)
     else:
-        deployed = _factorised_layer(layer, rank, slack, dtype)
+        deployed = _factorised_layer(layer, slack, dtype)
     for name, parameter in deployed.named_parameters():
         source = layer.bias if name.endswith("bias") and layer.bias is not None else layer.u
         parameter.requires_grad_(source.requires_grad)
     return deployed.train(layer.training)
 
 
-def _factorised_layer(layer: NestedLayer, rank: int, slack: int, dtype: torch.dtype) -> nn.Module:
-    (u, v), bias = prefix_factors(layer, rank), layer.bias_at(rank)
+def _factorised_layer(layer: NestedLayer, slack: int, dtype: torch.dtype) -> nn.Module:
+    (u, v), bias = active_factors(layer), layer.active_bias
     kind = GaugeAlignedConv2d if layer.geometry else GaugeAlignedLinear
     return kind.from_factors(u, v, bias, layer.geometry, slack=slack, dtype=dtype)
 
 
-def _dense_layer(layer: NestedLayer, rank: int, dtype: torch.dtype) -> nn.Module:
+def _dense_layer(layer: NestedLayer, dtype: torch.dtype) -> nn.Module:
     dense = build_layer(layer_spec(layer) | {"form": "dense"}, device=layer.u.device, dtype=dtype)
     assert isinstance(dense, (nn.Linear, nn.Conv2d))
-    dense.weight.copy_(layer.matrix_at(rank, torch.float64).reshape(dense.weight.shape))
-    bias = layer.bias_at(rank)
+    dense.weight.copy_(layer.matrix_in(torch.float64).reshape(dense.weight.shape))
+    bias = layer.active_bias
     if bias is not None and dense.bias is not None:
         dense.bias.copy_(bias)
     return dense

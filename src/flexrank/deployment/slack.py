@@ -10,7 +10,7 @@ from flexrank.errors import FlexrankError
 from flexrank.files import dtype_name
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.gauge_aligned import Slack, resolve_slack
-from flexrank.nn.switch import nested_layers
+from flexrank.nn.switch import nested_layers, submodel
 from flexrank.profiles import SlackTable
 from flexrank.profiles.costs import LayerFormat, layer_format
 from flexrank.progress import track
@@ -33,34 +33,40 @@ def find_slack(
         model: elastic, with the weights that are deployed.
         profiles: such as those of a chain's requested entries.
         dtype: as for `deploy`, and so are `slack` and `activations`.
-        known: of the same model and dtype; what it holds is not chosen again.
+        known: of the same model and dtype; what it holds grows where vectors of these sizes need more.
     """
     layers = nested_layers(model)
     dtype = dtype or next(iter(layers.values())).u.dtype
     columns = {name: dict(known.columns.get(name, {})) if known else {} for name in layers}
-    wanted = {(name, rank): None for profile in profiles for name, rank in profile.items() if rank not in columns[name]}
-    for name, rank in track(list(wanted), "choosing slack") if len(wanted) > len(layers) else wanted:
-        columns[name][rank] = layer_slack(name, layers[name], rank, slack, dtype, activations or {})
+    wanted = {}
+    for profile in profiles:
+        for name, layer in nested_layers(submodel(model, profile)).items():
+            if layer.sizes is not None or layer.rank not in columns[name]:
+                wanted[name, layer.rank, layer.sizes and layer.sizes.place] = layer
+    pairs = list(wanted.items())
+    for (name, rank, _), layer in track(pairs, "choosing slack") if len(pairs) > len(layers) else pairs:
+        least = layer_slack(name, layer, slack, dtype, activations or {})
+        columns[name][rank] = max(least, columns[name].get(rank, 0))
     return SlackTable(dtype_name(dtype), columns)
 
 
 def layer_slack(
-    name: str, layer: NestedLayer, rank: int, slack: Slack | SlackTable, dtype: torch.dtype, activations: Activations
+    name: str, layer: NestedLayer, slack: Slack | SlackTable, dtype: torch.dtype, activations: Activations
 ) -> int:
-    """The columns that one layer leaves unaligned at this rank; 0 where it is dense whatever the slack."""
-    if layer_format(layer.matrix_shape, rank) is LayerFormat.DENSE:
+    """The columns that one layer leaves unaligned in its active size; 0 where it is dense whatever the slack."""
+    if layer_format(layer.matrix_shape, layer.rank) is LayerFormat.DENSE:
         return 0
     if isinstance(slack, SlackTable):
         slack.require_dtype(dtype_name(dtype))
-        return slack.at(name, rank)
-    columns: Slack = slack if slack == "auto" else min(slack, rank)
+        return slack.at(name, layer.rank)
+    columns: Slack = slack if slack == "auto" else min(slack, layer.rank)
     try:
-        return resolve_slack(*prefix_factors(layer, rank), columns, dtype, activations.get(name))
+        return resolve_slack(*active_factors(layer), columns, dtype, activations.get(name))
     except FlexrankError as error:
         raise FlexrankError(f"layer {name!r}: {error}") from error
 
 
-def prefix_factors(layer: NestedLayer, rank: int) -> tuple[Float[Tensor, "m r"], Float[Tensor, "n r"]]:
-    """U and V of the layer's first components, in float64."""
-    u, v = layer.factors(rank)
+def active_factors(layer: NestedLayer) -> tuple[Float[Tensor, "m r"], Float[Tensor, "n r"]]:
+    """U and V of the layer's active size, in float64."""
+    u, v = layer.active
     return u.detach().T.double(), v.detach().T.double()

@@ -115,8 +115,8 @@ def distill_(
     Plainly done (`paper`, eq. 6), small sizes, whose losses and gradients are far greater, spoil the large ones. So by
     default (`balanced`) several profiles share factors alone: a layer that only larger ones leave full has its matrix
     for them, norms and biases stay, and each profile has gains of inputs and outputs, and additions to biases, of its
-    own, which merge into it. Each loss is divided by the square root of its profile's running mean, and the
-    largest profile below the full model is drawn twice as often as any other.
+    own, which merge into it. Each loss is divided by the square root of its profile's running mean. The largest profile
+    below the full model is drawn twice as often as any other, and the full model, which so stays as it is, never.
     AdamW (weight decay of matrices alone), linear warm-up, cosine decay; no dropout, fixed batch norms. Components
     above a layer's largest trained rank stay as they were. The objective is by default `default_objective`'s.
     Of several processes each takes its share of every batch's rows; losses and weights are those of one process. A

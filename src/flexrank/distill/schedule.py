@@ -42,7 +42,7 @@ class Schedule:
             point -= weight
             if point < 0:
                 return index
-        return count - 1
+        return max(index for index, weight in enumerate(self.weights) if weight)  # by rounding
 
     def rate(self, step: int) -> float:
         """The learning rate of the step."""
@@ -52,11 +52,12 @@ class Schedule:
 def default_weights(method: str, is_full: Sequence[bool]) -> list[float]:
     """How often `method` draws each profile relative to the others, cheapest first; `is_full` is of the full model.
 
-    The full model has little to learn: it is the base but for gains, which it shares with sizes that leave layers full.
+    Of `balanced` the full model is never drawn, for it is the base: it shares nothing that is trained.
     """
-    alpha = [1.0] * len(is_full)
-    if method == "balanced" and not all(is_full):
-        alpha[max(index for index, full in enumerate(is_full) if not full)] = LARGEST_WEIGHT
+    if method != "balanced" or all(is_full):
+        return [1.0] * len(is_full)
+    alpha = [0.0 if full else 1.0 for full in is_full]
+    alpha[max(index for index, full in enumerate(is_full) if not full)] = LARGEST_WEIGHT
     return alpha
 
 

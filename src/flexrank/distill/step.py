@@ -19,7 +19,8 @@ from flexrank.errors import FlexrankError
 from flexrank.nn.blocks import block_stack, replaced_forwards
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.sharding import sharded_parameters
-from flexrank.nn.switch import nested_layers, require_fitting
+from flexrank.nn.switch import kept_sizes, layer_shapes, nested_layers, require_fitting, set_profile, use_profile
+from flexrank.profiles.costs import full_ranks, profile_parameters
 
 Item = tuple[int | None, Batch]  #: a batch, and its place in a sequence that gives it again (None: in none)
 
@@ -157,18 +158,25 @@ def _own_rows(batch: Batch) -> tuple[Batch, bool]:
 
 
 def set_sizes_(model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> None:
-    """Gives each elastic layer what its ranks in `profiles` do not share; what they compute stays.
+    """Gives each elastic layer what these sizes do not share; what they compute stays.
 
-    That is vectors at each rank, and at full rank a matrix, if it has lower ranks too.
+    That is vectors for each, and at full rank a matrix, if a size has a lower rank there, or one of several all ranks.
     """
-    layers = nested_layers(model)
+    layers, shapes = nested_layers(model), layer_shapes(model)
+    profiles = sorted(profiles, key=lambda profile: profile_parameters(profile, shapes))
+    keeps_base = len(profiles) > 1 and full_ranks(shapes) in profiles
+    rows: dict[str, list[Any]] = {name: [] for name in layers}
     for profile in profiles:
-        require_fitting(layers, profile)
+        with use_profile(model, profile):
+            for name, layer in layers.items():
+                rows[name].append(layer.active_vectors)
     for name, layer in layers.items():
-        ranks = sorted({profile[name] for profile in profiles})
-        if layer.dense is None and min(layer.matrix_shape) in ranks[1:]:
+        ranks = [profile[name] for profile in profiles]
+        full = min(layer.matrix_shape)
+        if layer.dense is None and full in ranks and (keeps_base or min(ranks) < full):
             layer.set_dense_()
-        layer.set_sizes_(ranks)
+        layer.set_sizes_(ranks, rows[name])
+    set_profile(model, {name: layer.rank for name, layer in layers.items()})
 
 
 @contextlib.contextmanager
@@ -181,21 +189,21 @@ def used_components(model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> 
     layers = nested_layers(model)
     for profile in profiles:
         require_fitting(layers, profile)
-    whole = [(layer, layer.u, layer.v, layer.rank) for layer in layers.values()]
-    for name, layer in layers.items():
-        ranks = {profile[name] for profile in profiles}
-        used = max((rank for rank in ranks if not layer.is_dense_at(rank)), default=len(layer.u))
-        if used < len(layer.u):
-            layer.rank = used
-            layer.u, layer.v = (nn.Parameter(f.detach()[:used], f.requires_grad) for f in (layer.u, layer.v))
-    try:
-        yield
-    finally:
-        for layer, u, v, rank in whole:
-            _take_back_(u, layer.u)
-            _take_back_(v, layer.v)
-            layer.u, layer.v = u, v
-            layer.rank = rank
+    whole = [(layer, layer.u, layer.v) for layer in layers.values()]
+    with kept_sizes(layers.values()):
+        for name, layer in layers.items():
+            ranks = {profile[name] for profile in profiles}
+            used = max((rank for rank in ranks if not layer.is_dense_at(rank)), default=len(layer.u))
+            if used < len(layer.u):
+                layer.rank = used
+                layer.u, layer.v = (nn.Parameter(f.detach()[:used], f.requires_grad) for f in (layer.u, layer.v))
+        try:
+            yield
+        finally:
+            for layer, u, v in whole:
+                _take_back_(u, layer.u)
+                _take_back_(v, layer.v)
+                layer.u, layer.v = u, v
 
 
 def _take_back_(whole: nn.Parameter, own: nn.Parameter) -> None:

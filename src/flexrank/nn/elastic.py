@@ -1,6 +1,5 @@
 """Elastic layers: one set of factors, whose prefix of any rank is a layer."""
 
-import bisect
 import math
 from collections.abc import Sequence
 
@@ -17,10 +16,11 @@ from flexrank.profiles import ProfileChain
 
 
 class SizeVectors(nn.Module):
-    """What sizes do not share: gains of a layer's inputs and outputs, and an addition to its bias, at K ranks.
+    """What K sizes do not share: gains of a layer's inputs and outputs, and an addition to its bias, of each.
 
-    At rank r the layer's matrix is diag(outputs) U_r V_rᵀ diag(inputs), so that all of it merges into the factors.
-    Between two of the ranks vectors are interpolated linearly; below the first and above the last they stay.
+    In size i, of rank r, the layer's matrix is diag(outputs[i]) U_r V_rᵀ diag(inputs[i]): all merges into the factors.
+    `place` is the active size's number; between two sizes it has a fraction, and vectors are interpolated linearly.
+    `ranks` are the layer's in the sizes, from the smallest; several may have the same.
     """
 
     def __init__(
@@ -31,17 +31,19 @@ class SizeVectors(nn.Module):
         bias: Float[Tensor, "K m"] | None,
     ):
         super().__init__()
-        self.ranks = list(ranks)  # rising
+        self.ranks, self.place = list(ranks), float(len(ranks) - 1)
         self.inputs, self.outputs = Parameter(inputs), Parameter(outputs)
         self.bias = None if bias is None else Parameter(bias)
 
-    def at(self, vectors: Float[Tensor, "K d"], rank: int) -> Float[Tensor, " d"]:
-        """Of `inputs`, `outputs` or `bias`, the vector at a rank."""
-        above = bisect.bisect_left(self.ranks, rank)
-        if above in (0, len(self.ranks)) or self.ranks[above] == rank:
-            return vectors[min(above, len(self.ranks) - 1)]
-        low, high = self.ranks[above - 1 : above + 1]
-        return torch.lerp(vectors[above - 1], vectors[above], (rank - low) / (high - low))
+    def active(self, vectors: Float[Tensor, "K d"]) -> Float[Tensor, " d"]:
+        """Of `inputs`, `outputs` or `bias`, the vector of the active size."""
+        low = int(self.place)
+        share = self.place - low
+        return torch.lerp(vectors[low], vectors[low + 1], share) if share else vectors[low]
+
+    def place_of(self, rank: int) -> float:
+        """The place of the smallest size of at least this rank, or else of the largest."""
+        return next((float(place) for place, own in enumerate(self.ranks) if own >= rank), float(len(self.ranks) - 1))
 
 
 class NestedLayer(nn.Module):
@@ -49,8 +51,9 @@ class NestedLayer(nn.Module):
 
     Factors are stored by component, so that a prefix is one contiguous slice in memory and on disk. For T tokens the
     forward takes the cheaper of two equivalent routes: factored, T·r·(m+n) multiply-adds, or materialised, (T + r)·m·n.
-    Consolidation gives it what ranks do not share: `sizes`, vectors through which matrix and bias are read, and `dense`
+    Consolidation gives it what sizes do not share: `sizes`, vectors through which matrix and bias are read, and `dense`
     (m × n), the matrix at full rank min(m, n), then no product of factors; ranks between k and full need not exist.
+    A rank that is set by itself takes the vectors of the smallest size that has it; `switch.set_profile` knows better.
     Vectors are float32 where factors have half precision; `dense` may have the base model's dtype.
     `full_matrix` is the matrix at full rank inside `switch.full_matrices`, else None; the forward uses it there.
     `is_sharded` says that `u`, `v` and `dense` are this process's parts, gathered where used (`sharding.shard_`);
@@ -92,6 +95,8 @@ class NestedLayer(nn.Module):
         if not self.has_rank(rank):
             raise FlexrankError(f"rank {rank} is out of range; this layer has {self.ranks}")
         self._rank = rank
+        if self.sizes is not None:
+            self.sizes.place = self.sizes.place_of(rank)
 
     @property
     def max_rank(self) -> int:
@@ -135,27 +140,19 @@ class NestedLayer(nn.Module):
 
     @property
     def active(self) -> tuple[Float[Tensor, "r m"], Float[Tensor, "r n"]]:
-        """U_rᵀ and V_rᵀ at the active rank."""
-        return self.factors(self.rank)
+        """U_rᵀ and V_rᵀ at the active rank, with the gains of the active size."""
+        u, v = self.whole("u", self.rank), self.whole("v", self.rank)
+        if self.sizes is None:
+            return u, v
+        outputs, inputs = self.sizes.active(self.sizes.outputs), self.sizes.active(self.sizes.inputs)
+        return u * outputs.to(u.dtype), v * inputs.to(v.dtype)
 
     @property
     def active_bias(self) -> Float[Tensor, " m"] | None:
-        """The bias at the active rank."""
-        return self.bias_at(self.rank)
-
-    def factors(self, rank: int) -> tuple[Float[Tensor, "r m"], Float[Tensor, "r n"]]:
-        """U_rᵀ and V_rᵀ."""
-        u, v = self.whole("u", rank), self.whole("v", rank)
-        if self.sizes is None:
-            return u, v
-        outputs, inputs = self.sizes.at(self.sizes.outputs, rank), self.sizes.at(self.sizes.inputs, rank)
-        return u * outputs.to(u.dtype), v * inputs.to(v.dtype)
-
-    def bias_at(self, rank: int) -> Float[Tensor, " m"] | None:
-        """The bias at a rank."""
+        """The bias of the active size."""
         if self.bias is None or self.sizes is None or self.sizes.bias is None:
             return self.bias
-        return self.bias + self.sizes.at(self.sizes.bias, rank).to(self.bias.dtype)
+        return self.bias + self.sizes.active(self.sizes.bias).to(self.bias.dtype)
 
     @torch.no_grad()
     def set_dense_(self) -> None:
@@ -165,39 +162,42 @@ class NestedLayer(nn.Module):
         self.dense = Parameter(own, self.u.requires_grad)
 
     @torch.no_grad()
-    def set_sizes_(self, ranks: Sequence[int]) -> None:
-        """Gives the layer vectors at these ranks (rising) that leave what it computes there as it is."""
-        rows = [self._vectors(rank) for rank in ranks]
+    def set_sizes_(self, ranks: Sequence[int], rows: Sequence[tuple[Tensor, Tensor, Tensor]] | None = None) -> None:
+        """Gives the layer vectors for sizes of these ranks: each size's of `rows`, or for all those that are active."""
+        rows = [self.active_vectors] * len(ranks) if rows is None else rows
         inputs, outputs, bias = (torch.stack(vectors) for vectors in zip(*rows, strict=True))
         self.sizes = SizeVectors(ranks, inputs, outputs, None if self.bias is None else bias)
         self.sizes.requires_grad_(self.u.requires_grad).train(self.training)
+        self.sizes.place = self.sizes.place_of(self.rank)
         self.card_sizes = ""  # consolidation begins, after which what was measured is no longer true
 
-    def _vectors(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    @property
+    def active_vectors(self) -> tuple[Float[Tensor, " n"], Float[Tensor, " m"], Float[Tensor, " m"]]:
+        """The active size's gains of inputs and of outputs, and its addition to the bias."""
         m, n = self.matrix_shape
         dtype = torch.promote_types(self.u.dtype, torch.float32)  # half precision has but 128 numbers from 1 to 2
         zeros = self.u.new_zeros(m, dtype=dtype)
         if self.sizes is None:
             return self.v.new_ones(n, dtype=dtype), zeros + 1, zeros
-        bias = zeros if self.sizes.bias is None else self.sizes.at(self.sizes.bias, rank)
-        return self.sizes.at(self.sizes.inputs, rank), self.sizes.at(self.sizes.outputs, rank), bias
+        bias = zeros if self.sizes.bias is None else self.sizes.active(self.sizes.bias)
+        return self.sizes.active(self.sizes.inputs), self.sizes.active(self.sizes.outputs), bias
 
     @property
     def matrix(self) -> Float[Tensor, "m n"]:
         """The matrix at the active rank, materialised."""
         if self.full_matrix is not None and self.is_full:
             return self.full_matrix
-        return self.matrix_at(self.rank)
+        return self.matrix_in(None)
 
-    def matrix_at(self, rank: int, dtype: torch.dtype | None = None) -> Float[Tensor, "m n"]:
-        """U_r V_rᵀ, at full rank `dense` where there is one, with the gains of the rank, and computed in `dtype`."""
-        if not self.is_dense_at(rank):
-            u, v = (factor.to(dtype or factor.dtype) for factor in self.factors(rank))
+    def matrix_in(self, dtype: torch.dtype | None) -> Float[Tensor, "m n"]:
+        """U_r V_rᵀ, at full rank `dense` where there is one, with the gains of the size, and computed in `dtype`."""
+        if not self.is_dense_at(self.rank):
+            u, v = (factor.to(dtype or factor.dtype) for factor in self.active)
             return u.T @ v
         dense, sizes = self.whole("dense").to(dtype or self.u.dtype), self.sizes
         if sizes is None:
             return dense
-        outputs, inputs = sizes.at(sizes.outputs, rank), sizes.at(sizes.inputs, rank)
+        outputs, inputs = sizes.active(sizes.outputs), sizes.active(sizes.inputs)
         return outputs.to(dense.dtype)[:, None] * dense * inputs.to(dense.dtype)
 
     @property
@@ -235,8 +235,8 @@ class NestedLinear(NestedLayer):
         """
         if not torch.is_autocast_enabled(x.device.type):  # which casts both
             dense = dense.to(x.dtype)
-        y = linear(x * sizes.at(sizes.inputs, self.rank).to(x.dtype), dense)
-        outputs, bias = sizes.at(sizes.outputs, self.rank).to(y.dtype), self.active_bias
+        y = linear(x * sizes.active(sizes.inputs).to(x.dtype), dense)
+        outputs, bias = sizes.active(sizes.outputs).to(y.dtype), self.active_bias
         return y * outputs if bias is None else torch.addcmul(bias.to(y.dtype), y, outputs)
 
 

@@ -1,20 +1,21 @@
 """Switching an elastic model between sizes, and what it holds beside its factors."""
 
+import bisect
 import contextlib
 import copy
 import itertools
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from flexrank.errors import FlexrankError
-from flexrank.nn.elastic import NestedLayer
+from flexrank.nn.elastic import NestedLayer, SizeVectors
 from flexrank.nn.turns import turns_of
 from flexrank.profiles import ChainEntry, Footprint, ProfileChain, RankProfile
-from flexrank.profiles.costs import Shape, largest_rank
+from flexrank.profiles.costs import Shape, largest_rank, profile_parameters
 
 log = logging.getLogger("flexrank")
 
@@ -54,6 +55,24 @@ def set_profile(model: nn.Module, profile: Mapping[str, int]) -> None:
     require_fitting(layers, profile)
     for name, rank in profile.items():
         layers[name].rank = rank
+    owners = {name: layer.sizes for name, layer in layers.items() if layer.sizes is not None}
+    if owners:
+        place = _place(owners, profile, layer_shapes(model))
+        for sizes in owners.values():
+            sizes.place = place
+
+
+def _place(owners: Mapping[str, SizeVectors], profile: Mapping[str, int], shapes: Mapping[str, Shape]) -> float:
+    """The number of the size, of those that have vectors, whose profile this is; else between two by its parameters."""
+    own = tuple(profile[name] for name in owners)
+    sizes = list(zip(*(vectors.ranks for vectors in owners.values()), strict=True))
+    if own in sizes:
+        return float(sizes.index(own))
+    wanted, *known = (profile_parameters(dict(zip(owners, one, strict=True)), shapes) for one in (own, *sizes))
+    above = bisect.bisect_left(known, wanted)
+    if above in (0, len(known)) or known[above] == wanted:
+        return float(min(above, len(known) - 1))
+    return above - 1 + (wanted - known[above - 1]) / (known[above] - known[above - 1])
 
 
 def set_budget(
@@ -115,12 +134,22 @@ def require_whole_factors(layers: Mapping[str, NestedLayer]) -> None:
 @contextlib.contextmanager
 def use_profile(model: nn.Module, profile: Mapping[str, int]) -> Iterator[nn.Module]:
     """The model at this profile inside the block (the paper's 𝒯_m), and as it was after it."""
-    before = {name: layer.rank for name, layer in nested_layers(model).items()}
-    set_profile(model, profile)
-    try:
+    with kept_sizes(nested_layers(model).values()):
+        set_profile(model, profile)
         yield model
+
+
+@contextlib.contextmanager
+def kept_sizes(layers: Iterable[NestedLayer]) -> Iterator[None]:
+    """After the block each layer has the active rank, and the vectors, of before."""
+    before = [(layer, layer.rank, None if layer.sizes is None else layer.sizes.place) for layer in layers]
+    try:
+        yield
     finally:
-        set_profile(model, before)
+        for layer, rank, place in before:
+            layer.rank = rank
+            if layer.sizes is not None and place is not None:
+                layer.sizes.place = place
 
 
 def submodel(model: nn.Module, profile: Mapping[str, int]) -> nn.Module:
@@ -131,8 +160,9 @@ def submodel(model: nn.Module, profile: Mapping[str, int]) -> nn.Module:
     Values that change in place change in all.
     Raises as `set_profile`.
     """
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    chains = (layer.chain for layer in nested_layers(model).values())
+    shared = itertools.chain(model.parameters(), model.buffers(), chains)
+    twin = copy.deepcopy(model, {id(one): one for one in shared})
     set_profile(twin, profile)
     return twin
 
@@ -142,14 +172,16 @@ def submodel(model: nn.Module, profile: Mapping[str, int]) -> nn.Module:
 def full_matrices(model: nn.Module, room: int) -> Iterator[None]:
     """Inside the block full rank costs what the dense layer costs: its matrix is made once, not at each call.
 
-    The weights must not change inside the block. The matrices, of the last layers first, take at most `room` bytes, and
-    on a GPU at most half of the free memory.
+    It has the vectors of the full model, whichever size is active. The weights must not change inside the block. The
+    matrices, of the last layers first, take at most `room` bytes, and on a GPU at most half of the free memory.
     """
     layers = nested_layers(model)
     room = room_on(next(iter(layers.values())).u.device, room)
     sizes = {name: layer.u.element_size() * math.prod(layer.matrix_shape) for name, layer in layers.items()}
-    for name in last_within(sizes, room):
-        layers[name].full_matrix = layers[name].matrix_at(layers[name].max_rank)
+    with use_profile(model, full_profile(model)):
+        matrices = {name: layers[name].matrix for name in last_within(sizes, room)}
+    for name, matrix in matrices.items():
+        layers[name].full_matrix = matrix
     try:
         yield
     finally:

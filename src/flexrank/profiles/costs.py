@@ -58,6 +58,11 @@ def deployed_parameters(shape: Shape, rank: int, slack: int = 0) -> int:
     return min(dense_parameters(shape), aligned_parameters(shape, rank, slack))
 
 
+def profile_parameters(profile: Mapping[str, int], shapes: Mapping[str, Shape]) -> int:
+    """The sum of `deployed_parameters` over the layers."""
+    return sum(deployed_parameters(shapes[name], rank) for name, rank in profile.items())
+
+
 def expected_parameters(shape: Shape, rank: int, slack_share: float = SLACK_SHARE) -> int:
     """`deployed_parameters` with a slack of this share of the rank."""
     return deployed_parameters(shape, rank, math.ceil(slack_share * rank))

@@ -37,6 +37,7 @@ class Sizes:
         least = load_components(self._place, chain.entries[0].profile)
         self.chain = dataclasses.replace(chain, footprint=footprint(least, work.deployed_dtype))
         self._slack: SlackTable | None = None
+        self._known: list[Mapping[str, int]] = []  # the sizes that it was chosen for
         self._tuned: nn.Module | None = None
 
     @classmethod
@@ -45,12 +46,14 @@ class Sizes:
         return cls(Workspace(load_config(directory), RunDirectory(directory)))
 
     def slack_for(self, profile: Mapping[str, int]) -> SlackTable:
-        """The run's slack; for ranks that no requested budget has it is chosen here, on the same rows."""
+        """The run's slack; for a size that no requested budget has it is chosen here, on the same rows."""
         path = self.work.directory / "slack.json"
         if self._slack is None and path.is_file():
             self._slack = SlackTable.from_json(read_json(path))
-        if self._slack is None or not self._slack.covers(profile):
+            self._known = [entry.profile for entry in self.chain.requested]
+        if self._slack is None or profile not in self._known:
             self._slack = choose_slack(self.work, self.work.elastic("elastic")[0], [profile], self._slack)
+            self._known.append(profile)
         return self._slack
 
     def deployed(self, profile: Mapping[str, int]) -> nn.Module:
@@ -71,7 +74,7 @@ class Sizes:
         checkpoint.parent.mkdir(exist_ok=True)
         self._tuned, _ = self.work.elastic("elastic")
         train_(self.work, self._tuned, [profile], steps, checkpoint)
-        self._slack = choose_slack(self.work, self._tuned, [profile])
+        self._slack, self._known = choose_slack(self.work, self._tuned, [profile]), [profile]
         if not self._is_within(parameters := self._slack.parameters(profile, self.shapes), limits):
             named = ", ".join(f"{name}={limit:g}" for name, limit in limits.items())
             raise FlexrankError(

@@ -299,7 +299,7 @@ def trained_part(architecture: Architecture, config: RunConfig) -> Any:
         layer.rank = largest[name]
         layer.u, layer.v = (nn.Parameter(f.detach()[: layer.rank], f.requires_grad) for f in (layer.u, layer.v))
         if config.distillation.method == "balanced":
-            layer.set_sizes_(sorted({profile[name] for profile in profiles}))
+            layer.set_sizes_([profile[name] for profile in profiles])
     return model
 
 

@@ -251,7 +251,7 @@ def test_adapters_merge_into_a_layers_factors(rank: int) -> None:
     layer: Any = nested_layers(model)["0"]
     x = batch_for("perceptron")
     layer.rank = rank
-    wanted, modules = layer(x), nn.Sequential(lora.pair(layer, rank))
+    wanted, modules = layer(x), nn.Sequential(lora.pair(layer))
     assert relative(modules(x), wanted) < 1e-5
     lora.adapt_(modules, ["0.v", "0.u"], 0)
     assert relative(modules(x), wanted) < 1e-5  # B is zero at first

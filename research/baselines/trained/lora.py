@@ -13,7 +13,7 @@ from torch import nn
 from flexrank.nn.elastic import NestedLinear
 from flexrank.nn.matrix import weight_matrix
 from flexrank.nn.select import nest_
-from flexrank.nn.switch import layer_shapes, nested_layers
+from flexrank.nn.switch import layer_shapes, nested_layers, set_profile
 from research.baselines.method import NotApplicable, filled_ranks
 from research.baselines.statistics import input_moments
 from research.baselines.svd_llm import factors
@@ -34,10 +34,9 @@ def adapt_(model: nn.Module, layers: Sequence[str], seed: int) -> None:
         peft.inject_adapter_in_model(config, model)
 
 
-def pair(layer: NestedLinear, rank: int) -> nn.Sequential:
-    """The layer at this rank as two linear layers: `v` (n → rank) without bias, then `u` (rank → m)."""
-    u, v = layer.factors(rank)
-    bias = layer.bias_at(rank)
+def pair(layer: NestedLinear) -> nn.Sequential:
+    """The layer at its rank r as two linear layers: `v` (n → r) without bias, then `u` (r → m)."""
+    (u, v), bias, rank = layer.active, layer.active_bias, layer.rank
     first = nn.Linear(v.shape[1], rank, bias=False, device=v.device, dtype=v.dtype)
     second = nn.Linear(rank, u.shape[1], bias=bias is not None, device=u.device, dtype=u.dtype)
     first.weight.data, second.weight.data = v.detach().clone(), u.detach().T.contiguous()
@@ -56,9 +55,10 @@ def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:
         profile = filled_ranks(layer_shapes(whole), dict.fromkeys(lesson.layers, budget), budget)
         ((_, parameters),) = at(whole, profile)
         model = copy.deepcopy(whole)
+        set_profile(model, profile)
         for name, layer in nested_layers(model).items():
             assert isinstance(layer, NestedLinear)
-            model.set_submodule(name, pair(layer, profile[name]))
+            model.set_submodule(name, pair(layer))
         steps, rate = lesson.steps_of_a_size // 2, lesson.rate(settings)
         adapt_(model, [f"{name}.{factor}" for name in profile for factor in ("v", "u")], lesson.seed)
         for factor in ("v", "u"):

@@ -1,7 +1,8 @@
 """The true Pareto front, from submodels trained one by one, against one elastic network (FlexRank, section 3.4).
 
 Each submodel of the grid is trained alone, from random weights and from DataSVD; the elastic network trains one set of
-weights for profiles of that grid. Teacher, loss, optimiser, schedule and the drawing of batches are the same.
+weights for profiles of that grid. Teacher, loss, optimiser, schedule and the drawing of batches are the same. Where
+training makes a submodel worse than DataSVD has left it, as with the largest, it counts as it was.
 """
 
 import copy
@@ -32,7 +33,7 @@ from research.result import Result, between, claim, measured, spreads, table
 from research.studies import mnist
 from research.studies.mnist import StackedNetwork, draw_rows, train_stacked_
 
-BUDGETS = tuple(round(0.1 * step, 1) for step in range(2, 11))
+BUDGETS = tuple(round(0.1 * step, 1) for step in range(2, 10))  # at 1 both are the network itself
 CALIBRATION, PROBE, IMAGES_A_STEP = 2048, 2000, 64
 #: Of a submodel trained alone, by where it begins: optimiser steps, and a good learning rate of those tried.
 STEPS = {"random": 500, "DataSVD": 400}
@@ -107,7 +108,7 @@ class _Seed:
         return torch.stack([mnist.divergence(logits, self.test_targets).double(), errors], 1).tolist()
 
     def trained_alone(self, origin: str) -> list[list[float]]:
-        """`figures` of every submodel of the grid, each trained by itself."""
+        """`figures` of every submodel of the grid, each trained by itself; from DataSVD those of the better state."""
         figures, starts = [], range(0, len(self.grid), CHUNK)
         for start in track(starts, f"seed {self.seed}: training {len(self.grid)} submodels from {origin}"):
             ranks = self.grid[start : start + CHUNK]
@@ -116,15 +117,19 @@ class _Seed:
 
     def _train_chunk(self, origin: str, ranks: Sequence[Sequence[int]]) -> list[list[float]]:
         stacked = StackedNetwork(self.datasvd, ranks)
+        before = self._stacked_figures(stacked)
         if origin == "random":
             stacked.randomise_(self.seed)
         train_stacked_(
             stacked, self.images, self.targets, steps=STEPS[origin], learning_rate=LEARNING_RATES[origin],
             warmup_steps=WARMUP, batch=IMAGES_A_STEP, seed=self.seed,
         )  # fmt: skip
-        with torch.inference_mode():
-            parts = [stacked(images) for images in self.test_images.split(1000)]
-            return self.figures(torch.cat(parts, 1))
+        after = self._stacked_figures(stacked)
+        return after if origin == "random" else list(map(min, before, after))
+
+    @torch.inference_mode()
+    def _stacked_figures(self, stacked: StackedNetwork) -> list[list[float]]:
+        return self.figures(torch.cat([stacked(images) for images in self.test_images.split(1000)], 1))
 
     def elastic_front(self) -> dict[str, Any]:
         """Shares and `figures` of the chain's profiles at BUDGETS, before and after consolidation."""
@@ -182,18 +187,17 @@ def _over(divergences: Sequence[float], rows: Mapping[str, Sequence[float]], ori
 
 
 def _claims(compared: Sequence[Mapping[str, list[float]]]) -> list[dict[str, Any]]:
-    """Of the budgets below 1."""
     aligned, choices, scratch = (
-        np.array([rows[f"{name} / front from {origin}"][:-1] for rows in compared])
+        np.array([rows[f"{name} / front from {origin}"] for rows in compared])
         for name, origin in ((ELASTIC, "DataSVD"), (CHOSEN, "DataSVD"), (ELASTIC, "random"))
     )
     means, by_budget, better = aligned.mean(1), aligned.mean(0), int((scratch < 1).sum())
     return [
-        claim("the elastic network's divergence is within 10 % of the front's from DataSVD, a mean of budgets below 1",
+        claim("the elastic network's divergence is within 10 % of the front's from DataSVD, a mean over budgets",
               "recovers the front", f"{between(means.tolist(), '.2f')} times the front's; worst at "
               f"{BUDGETS[by_budget.argmax()]:g}, {by_budget.max():.2f}", bool(means.max() <= 1.1),
               f"its profiles trained alone are {choices.mean():.2f} times the front's"),
-        claim("it is better than the front of models trained from scratch, at every budget below 1 and seed",
+        claim("it is better than the front of models trained from scratch, at every budget and seed",
               "outperforms them", f"{between(scratch.mean(1).tolist(), '.2f')} times that front's divergence; better "
               f"in {better} of {scratch.size} cases", better == scratch.size, f"at worst {scratch.max():.2f} times it"),
     ]  # fmt: skip

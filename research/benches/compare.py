@@ -28,7 +28,7 @@ from research.benches.contest import (
     obstacle,
     sized_alone,
 )  # fmt: skip
-from research.benches.tasks import base_words, task_keys
+from research.benches.tasks import base_words, shown_measures
 from research.benches.trials import best, tried, words
 from research.experiment import Experiment, Ledger, Request
 from research.result import Result, behind, goal, measured, spread, spreads, table
@@ -54,7 +54,7 @@ def run(request: Request) -> Result:
     tables = [
         _table(name, one, *shown)
         for name, one in data.items()
-        for shown in ({one["measure"]: one["digits"]} | dict.fromkeys(task_keys(one["dense"]), 3)).items()
+        for shown in shown_measures(one["dense"], one["measure"], one["digits"]).items()
     ]
     claims = [_claim(name, one, *claimed) for name, one in data.items() for claimed in CLAIMED]
     settings = {contest.name: {**contest.facts, "levels": contest.levels} for contest, _ in compared}

@@ -22,7 +22,7 @@ from research.baselines.method import NotApplicable
 from research.baselines.trained import TRAINED_METHODS
 from research.baselines.trained.lesson import Settings
 from research.benches.lessons import Course, courses
-from research.benches.tasks import base_words, task_keys
+from research.benches.tasks import base_words, shown_measures
 from research.benches.trials import best as best_of
 from research.benches.trials import mean_distance
 from research.experiment import Experiment, Ledger, Request
@@ -50,7 +50,7 @@ def run(request: Request) -> Result:
         _table(name, one, panel, measure, digits)
         for name, one in data.items()
         for panel in one["panels"]
-        for measure, digits in [(one["measure"], one["digits"]), *((key, 3) for key in task_keys(one["base"]))]
+        for measure, digits in shown_measures(one["base"], one["measure"], one["digits"]).items()
     ]
     claims = [claim for name, one in data.items() for claim in _claims(name, one)]
     settings = {name: {**one["facts"], "steps": one["steps"]} for name, one in data.items()}

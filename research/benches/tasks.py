@@ -14,6 +14,8 @@ from research.experiment import Request
 
 #: A task's metric, the first of these that it has, else its own first.
 METRICS = ("acc_norm", "acc")
+#: Scores of sentences that have a table of their own beside their cosine to the base model's.
+OTHERS = ("spearman", "mrr")
 #: What follows a task's key in the scores: its standard error, and what chance would score.
 ERROR, CHANCE = ", error", ", chance"
 
@@ -53,9 +55,10 @@ def _flat(found: Mapping[str, Any], chance: Mapping[str, float]) -> dict[str, fl
     return scores
 
 
-def task_keys(scores: Mapping[str, float]) -> list[str]:
-    """The scores that are of tasks."""
-    return [key for key in scores if ", " in key and not key.endswith((ERROR, CHANCE))]
+def shown_measures(base: Mapping[str, float], measure: str, digits: int) -> dict[str, int]:
+    """The base model's scores that have a table, with their digits: the `measure` first, then those of tasks."""
+    tasks = [key for key in base if ", " in key and not key.endswith((ERROR, CHANCE))]
+    return {measure: digits} | dict.fromkeys([key for key in OTHERS if key in base] + tasks, 3)
 
 
 def base_words(base: Mapping[str, float], measure: str, digits: int) -> str:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from flexrank.data.halves import half_of
 from flexrank.distill.objectives import LogitObjective
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import uniform_profile, use_profile
-from research.benches import language, quality, saving, sts
+from research.benches import language, quality, saving, sts, tasks
 from research.benches.quality import Subject, quality_table
 from research.experiment import EVERY_RANK, Request
 from research.measures import stories
@@ -172,6 +173,20 @@ def test_no_sentence_that_is_scored_is_trained_on(assets: Path) -> None:
     sentences = sts.unseen_sentences(train, held_out)
     assert len(sentences) == len(set(sentences)) and set(sentences) == known - scored
     assert len(known & {pair[0] for pair in held_out}) > 100  # which would have been trained on and scored
+
+
+def test_sentences_are_scored_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four pairs, of which three mean the same; of these the second sentence 0 is nearer to first 1 than its own."""
+    angles = {"first": [0.0, 0.2, 1.0, 2.0], "second": [0.15, 0.6, 1.0, 3.0]}
+    units = {name: torch.tensor([[math.cos(a), math.sin(a)] for a in values]) for name, values in angles.items()}
+    monkeypatch.setattr(sts, "embed", lambda _, batches: units[batches])
+    wanted = torch.tensor([[1.0, 0.0]] * 4)
+    found = sts._score("first", "second", [4.0, 4.5, 5.0, 1.0], wanted, torch.nn.Identity())
+    assert found["cosine"] == pytest.approx(sum(map(math.cos, angles["first"])) / 4, rel=1e-6)
+    assert found["spearman"] == pytest.approx(0.8)  # distances .15 .4 0 1, so cosines rank 3 2 4 1; scores 2 3 4 1
+    assert found["mrr"] == pytest.approx((1 + 1 / 2 + 1) / 3)
+    shown = tasks.shown_measures({**found, "a, acc": 0.5, "a, acc, error": 0.1}, "cosine", 4)
+    assert shown == {"cosine": 4, "spearman": 3, "mrr": 3, "a, acc": 3}
 
 
 def test_held_out_stories_are_told_apart(assets: Path) -> None:

@@ -35,7 +35,8 @@ rounding leaves of a uniform share is filled. A constant that a paper leaves fre
 half. *paper* and *joint* are flexrank's allocations, from a sensitivity table of the method's own factors, for PIFA of
 those that it starts from. *nested* says whether each size is a prefix of all larger ones, so that one artefact holds
 them. DRONE's search of ranks is left out. Seconds are of the clock, each measured once. DRONE, SVD-LLM and DataSVD have
-one optimum: their lines lie on each other. Only stories260k was measured with filled ranks and trials.
+one optimum: their lines lie on each other. pycode5m and ResNet-20 were measured before ranks were filled and
+constants tried.
 
 **Trained**: all methods have as many training tokens in all; one that trains each size by itself has its share of them
 for each. At equal training time each has so many steps that it trains about as long as flexrank; results made before
@@ -49,11 +50,11 @@ edge ask for more; they are still to be measured again.
 **Where ours is behind, and why.** LEMS weighs outputs by the loss's gradients, DataSVD by activations alone; flexrank's
 default, `fisher`, took that from it, and lies near it, at some sizes ahead and at some behind. PIFA and A3 make a model
 for each size, and PIFA fits each layer again to what the compressed layers before it give, which no artefact of all
-sizes can: on stories260k, 64 columns wide, it is ahead even at large sizes with flexrank's ranks, the more the smaller
-the size. A short consolidation gives more than that there, to all sizes at once (docs/performance.md). Of trained
-rivals nested widths lead at small sizes of that model too: whole heads and channels hold more, per parameter, than a
-few ranks of matrices so narrow. Sizes trained each by itself can be ahead at large sizes, where one set of weights pays
-for its small ones.
+sizes can: on stories260k, 64 columns wide, it is ahead even at large sizes with flexrank's ranks, on MiniLM from .5
+down, the more the smaller the size. A short consolidation gives more than that there, to all sizes at once
+(docs/performance.md). Of trained rivals nested widths lead at small sizes of that model too: whole heads and channels
+hold more, per parameter, than a few ranks of matrices so narrow. Sizes trained each by itself can be ahead at large
+sizes, where one set of weights pays for its small ones.
 """
 #: The page of each kind: where, its head, its experiments, and what the first columns of claims are called.
 PAGES = {

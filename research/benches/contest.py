@@ -227,7 +227,7 @@ def _of_texts(request: Request, name: str) -> Contest:
 
 def _of_sentences(request: Request, name: str) -> Contest:
     """The sentence encoder of the bench of quality; in the quick form on fewer pairs."""
-    probe, evaluation = (sts.PROBE, None) if request.full else (48, 96)
+    probe, evaluation = (sts.PROBE, None) if request.full else (48, 192)
 
     def subject(seed: int) -> Subject:
         return sts.subject_of(request.half, seed=seed, probe=probe, evaluation=evaluation)[0]

@@ -59,7 +59,7 @@ def subject_of(
     Args:
         seed: draws the sentences of calibration and probe.
         probe: sentences of the probe.
-        evaluation: the first pairs of the half, as many as this; None for all.
+        evaluation: about so many pairs of the half, evenly spread: the file has one source after the other; or all.
         batch: sentences of a step.
     """
     directory = assets_directory("stsb") / "stsb"
@@ -68,7 +68,8 @@ def subject_of(
     sentences = unseen_sentences(read_pairs(directory / "sts-train.csv"), held_out)
     random.Random(seed).shuffle(sentences)
     batches = functools.partial(sentence_batches, tokenizer, batch_size=64, max_tokens=MAX_TOKENS)
-    scored = items_of(half, held_out, lambda pair: "\t".join(pair[:2]))[:evaluation]
+    scored = items_of(half, held_out, lambda pair: "\t".join(pair[:2]))
+    scored = scored[:: max(1, len(scored) // (evaluation or len(scored)))]
     first, second, gold = zip(*scored, strict=True)
     score = functools.partial(_score, batches(first), batches(second), gold, embed(teacher, batches(first)))
     parts = batches(sentences[:CALIBRATION]), batches(sentences[CALIBRATION : CALIBRATION + probe])

@@ -78,7 +78,8 @@ def test_gradients_weigh_outputs_by_half_by_default() -> None:
     decompose_(model, moments)
     layer = nested_layers(model)["0"]
     for rank in (1, 4, 9):
-        missing = weight - layer.matrix_at(rank, torch.float64).detach()
+        layer.rank = rank
+        missing = weight - layer.matrix_in(torch.float64).detach()
         loss = float(torch.trace(weighting @ missing @ inputs @ missing.T))
         assert loss == pytest.approx(float(singular[rank:].square().sum()), rel=1e-3)
 

@@ -174,12 +174,12 @@ def test_consolidation_takes_the_operations_that_torch_counts(tmp_path: Path) ->
     costs = [dry_run(config_of(build, tmp_path, distillation=one))["operations"]["consolidation"] for one in settings]
     assert costs[0] > costs[1] == costs[2] and counted < costs[2] < costs[0]
     assert costs[3] > counted  # norms are trained too
-    whole: list[dict[str, Any]] = [{}, {"weights": [1.0, 2.0]}]  # budget 1 is not favoured
+    whole: list[dict[str, Any]] = [{}, {"weights": [1e-9, 1.0]}]  # budget 1 is never drawn
     costs = [
         dry_run(config_of(build, tmp_path, allocation={"budgets": [1.0, 0.4]}, distillation=one))["operations"]
         for one in whole
     ]
-    assert costs[0] == costs[1]
+    assert costs[0]["consolidation"] == pytest.approx(costs[1]["consolidation"], rel=1e-6)
 
 
 @pytest.mark.parametrize("method", ["balanced", "paper"])

@@ -16,7 +16,7 @@ from flexrank import probe_sensitivity
 from flexrank.errors import FlexrankError
 from flexrank.nn.linalg import Factors
 from flexrank.profiles import RankProfile, SensitivityTable
-from flexrank.profiles.costs import dense_parameters, deployed_parameters
+from flexrank.profiles.costs import dense_parameters, profile_parameters
 from research.baselines.method import Measures, RankMethod, scaled_svd
 from research.baselines.statistics import mean_magnitudes
 
@@ -49,8 +49,7 @@ def searched(table: SensitivityTable, budget: float) -> RankProfile:
     cap = budget * sum(map(dense_parameters, table.shapes.values()))
 
     def fits(threshold: float) -> bool:
-        profile = within(table, threshold)
-        return sum(deployed_parameters(shape, profile[name]) for name, shape in table.shapes.items()) <= cap
+        return profile_parameters(within(table, threshold), table.shapes) <= cap
 
     thresholds = sorted(error for errors in table.errors.values() for error in errors[:-1])
     place = bisect.bisect_left(thresholds, True, key=fits)  # fewer parameters the higher the threshold

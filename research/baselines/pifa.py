@@ -22,7 +22,7 @@ from flexrank.nn.blocks import block_stack
 from flexrank.nn.linalg import Factors
 from flexrank.nn.matrix import input_rows, masked_rows, matrix_shape, weight_matrix
 from flexrank.nn.select import nest_
-from flexrank.profiles.costs import deployed_parameters
+from flexrank.profiles.costs import profile_parameters
 from research.baselines import svd_llm
 from research.baselines.method import (
     UNSEEN,
@@ -71,7 +71,7 @@ def make_at(
                 start = svd_llm.factors(weight, moments[name])
                 u, v = refit(weight, start.v[: ranks[name]], mixed(own, cross, mix), own)
                 nest_(new, name, Factors(u.T, v, torch.ones(len(v), dtype=torch.float64)))
-    stored = sum(deployed_parameters(shape, ranks[name]) for name, shape in shapes.items())
+    stored = profile_parameters(ranks, shapes)
     return Made(new, parameter_count(model) - dense_count(layers) + stored)
 
 

@@ -18,7 +18,7 @@ from flexrank.nn.matrix import matrix_shape
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import footprint, layer_shapes, use_profile
 from flexrank.profiles import RankProfile, SensitivityTable
-from flexrank.profiles.costs import dense_parameters, deployed_parameters
+from flexrank.profiles.costs import dense_parameters, profile_parameters
 from flexrank.run.config import ProbeConfig, RunConfig
 from flexrank.run.directory import RunDirectory
 from flexrank.run.workspace import Workspace
@@ -145,7 +145,7 @@ class Contestant:
         """What the model has at these ranks, gauge-aligned without slack, and how it scores."""
         model, *_ = self._decomposed
         shapes = layer_shapes(model)
-        parameters = sum(deployed_parameters(shape, profile[name]) for name, shape in shapes.items())
+        parameters = profile_parameters(profile, shapes)
         dense = sum(m * n for m, n in shapes.values())
         with use_profile(model, profile):
             scores = self._contest.subject(self._seed).score(model)

@@ -68,13 +68,17 @@ def subject_of(
     sentences = unseen_sentences(read_pairs(directory / "sts-train.csv"), held_out)
     random.Random(seed).shuffle(sentences)
     batches = functools.partial(sentence_batches, tokenizer, batch_size=64, max_tokens=MAX_TOKENS)
-    scored = items_of(half, held_out, lambda pair: "\t".join(pair[:2]))
-    scored = scored[:: max(1, len(scored) // (evaluation or len(scored)))]
+    scored = _evenly(items_of(half, held_out, lambda pair: "\t".join(pair[:2])), evaluation)
     first, second, gold = zip(*scored, strict=True)
     score = functools.partial(_score, batches(first), batches(second), gold, embed(teacher, batches(first)))
     parts = batches(sentences[:CALIBRATION]), batches(sentences[CALIBRATION : CALIBRATION + probe])
     subject = Subject(teacher, *parts, EmbeddingObjective(), score, ("pooler",))
     return subject, sentence_batches(tokenizer, sentences, batch, MAX_TOKENS, seed=0)
+
+
+def _evenly(pairs: Sequence[Pair], count: int | None) -> Sequence[Pair]:
+    """About so many of the pairs, evenly spread; all of them where there is no count, or they are fewer."""
+    return pairs if count is None else pairs[:: max(1, len(pairs) // count)]
 
 
 def unseen_sentences(pairs: Sequence[Pair], held_out: Sequence[Pair]) -> list[str]:

@@ -112,7 +112,6 @@ def test_slack_is_counted_in_the_parameters_and_kept_by_layer_and_rank():
     profile = {"a": 10, "b": 20, "c": 8}
     assert table.parameters(profile, shapes) == 10 * (80 - 10 + 2) + 20 * 100 + 64
     assert SlackTable.from_json(json.loads(json.dumps(table.to_json()))) == table
-    assert table.covers({"a": 10}) and not table.covers({"a": 11}) and not table.covers({"c": 8})
     with pytest.raises(FlexrankError, match="layer 'a': no slack was chosen for rank 11"):
         table.at("a", 11)
     with pytest.raises(FlexrankError, match="chosen for bfloat16; find_slack for float32"):

@@ -189,6 +189,12 @@ def test_sentences_are_scored_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown == {"cosine": 4, "spearman": 3, "mrr": 3, "a, acc": 3}
 
 
+def test_fewer_pairs_are_of_all_sources() -> None:
+    pairs = [("a", "b", float(number)) for number in range(10)]
+    assert [score for *_, score in sts._evenly(pairs, 3)] == [0, 3, 6, 9]
+    assert sts._evenly(pairs, None) == sts._evenly(pairs, 20) == pairs
+
+
 def test_held_out_stories_are_told_apart(assets: Path) -> None:
     """All but one part, where many run together."""
     text = (assets / "text" / "tinystories_val.txt").read_text()

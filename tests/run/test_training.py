@@ -19,7 +19,7 @@ from flexrank.errors import FlexrankError
 from flexrank.files import read_json
 from flexrank.hf.models import hidden_states, load_model
 from flexrank.nn.switch import full_profile, nested_layers, use_profile
-from flexrank.profiles import SlackTable
+from flexrank.profiles import RankProfile, SlackTable
 from flexrank.run import export_one, run_stages, sizes, training
 from flexrank.run.config import load_config
 from flexrank.run.directory import RunDirectory
@@ -103,6 +103,23 @@ def test_a_tuned_size_keeps_its_limits(copied: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(FlexrankError, match=f"tuned, this size has .* out of max_params={limit}; ask for less"):
         export_one(outcome, {"max_params": limit}, tune=TUNE)
     assert trained[0].is_dir() and not (copied / "exports").exists()
+
+
+def test_slack_is_chosen_for_a_size_of_known_ranks_that_was_not_requested(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its vectors are its own: at the same ranks they may need more. It is chosen once."""
+    work, chosen = run_stages(load_config(copied), "slack").workspace, []
+    small, *_, large = (entry.profile for entry in read_chain(work).requested)
+    first, choose = next(iter(small)), sizes.choose_slack
+    mixed = RankProfile({**large, first: small[first]})
+    monkeypatch.setattr(
+        sizes, "choose_slack", lambda work, model, some, known: chosen.extend(some) or choose(work, model, some, known)
+    )
+    ours = Sizes(work)
+    for profile in (small, large, mixed, mixed):
+        ours.slack_for(profile)
+    assert chosen == [mixed] and mixed not in (small, large)
 
 
 def test_a_consolidated_model_ends_at_its_largest_trained_size(copied: Path, caplog: pytest.LogCaptureFixture) -> None:

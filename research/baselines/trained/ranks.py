@@ -8,7 +8,7 @@ from flexrank.distill import Method, Profiles, distill_
 from flexrank.distill.objectives import Objective
 from flexrank.nn.switch import footprint, layer_shapes, use_profile
 from flexrank.profiles import RankProfile
-from flexrank.profiles.costs import deployed_parameters
+from flexrank.profiles.costs import profile_parameters
 from research.baselines.trained.lesson import WARMUP, Lesson, Settings, Size, TrainedMethod, rates
 
 
@@ -58,7 +58,7 @@ def consolidate_(
 
 def at(model: nn.Module, profile: RankProfile) -> Iterator[tuple[nn.Module, int]]:
     """The elastic model at a profile, and its parameters when deployed, gauge-aligned without slack."""
-    layers = sum(deployed_parameters(shape, profile[name]) for name, shape in layer_shapes(model).items())
+    layers = profile_parameters(profile, layer_shapes(model))
     with use_profile(model, profile):
         yield model, layers + footprint(model).other_parameters
 

@@ -57,7 +57,7 @@ def set_profile(model: nn.Module, profile: Mapping[str, int]) -> None:
         layers[name].rank = rank
     owners = {name: layer.sizes for name, layer in layers.items() if layer.sizes is not None}
     if owners:
-        place = _place(owners, profile, layer_shapes(model))
+        place = _place(owners, profile, {name: layers[name].matrix_shape for name in owners})
         for sizes in owners.values():
             sizes.place = place
 

@@ -26,10 +26,6 @@ class SlackTable:
             raise FlexrankError(f"layer {layer!r}: no slack was chosen for rank {rank}; find_slack for this profile")
         return self.columns[layer][rank]
 
-    def covers(self, profile: Mapping[str, int]) -> bool:
-        """Whether columns were chosen for all of the profile's ranks."""
-        return all(rank in self.columns.get(name, {}) for name, rank in profile.items())
-
     def require_dtype(self, dtype: str) -> None:
         """Refuses to serve another dtype than the one that the columns were chosen for."""
         if dtype != self.dtype:

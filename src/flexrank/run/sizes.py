@@ -19,7 +19,7 @@ from flexrank.files import digest_json, directory_bytes, read_json
 from flexrank.hf import models
 from flexrank.nn.switch import footprint, nested_layers
 from flexrank.profiles import ChainEntry, RankProfile, SlackTable
-from flexrank.profiles.costs import Shape, dense_parameters, deployed_parameters
+from flexrank.profiles.costs import Shape, dense_parameters, profile_parameters
 from flexrank.run.config import load_config
 from flexrank.run.directory import RunDirectory
 from flexrank.run.training import train_
@@ -104,8 +104,7 @@ class Sizes:
         """The entries up to the largest whose deployed model is within the limits; slack is chosen only near them."""
         for count in range(len(entries), 0, -1):
             profile = entries[count - 1].profile
-            least = sum(deployed_parameters(self.shapes[name], rank) for name, rank in profile.items())
-            if self._is_within(least, limits):
+            if self._is_within(profile_parameters(profile, self.shapes), limits):
                 parameters = self.slack_for(profile).parameters(profile, self.shapes)
                 if self._is_within(parameters, limits):
                     return entries[:count]

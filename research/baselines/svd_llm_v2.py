@@ -3,11 +3,11 @@
 The ratio follows from the least loss that a layer can have at the common one, within layers of one type. As published,
 losses are sums over all calibration tokens, in the units of the activations, and the ratios depend on both: a loss of
 at most 1 has no positive logarithm, and one a little above it asks to remove more than the layer has. The published
-ratios stand where neither happens in a type. Elsewhere the units are ours: those in which the least loss of the type is
-e^`OFFSET`, with a bound on what a layer gives away. The larger the offset, the nearer uniform ranks. Of .5, 1, 2, 4, 8
-and 16 the last is the best on the tuning half of pycode5m: there it has 1.946 and 2.305 nats at .5 and .3, the
-published form 5.78 and 6.05, uniform ranks 1.962 and 2.371. On stories260k the published form stands everywhere. Some
-offsets are tried for each model. The authors' repository has no code of the ratios to hold them against.
+ratios are taken where neither happens in a type. Elsewhere the units are ours: the least loss of the type is e^`OFFSET`
+in them, with a bound on what a layer gives away. The larger the offset, the nearer uniform ranks. Of .5, 1, 2, 4, 8 and
+16 the last is the best on the tuning half of pycode5m: there it has 1.946 and 2.305 nats at .5 and .3, the published
+form 5.78 and 6.05, uniform ranks 1.962 and 2.371. On stories260k the published form is taken everywhere. Some offsets
+are tried for each model. The authors' repository has no code of the ratios to hold them against.
 """
 
 import math

@@ -201,7 +201,7 @@ def test_what_rounding_leaves_goes_to_who_lacks_most_and_what_fits() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, one in RANK_METHODS.items() if one.trials])
-def test_four_settings_are_tried_and_the_first_is_what_stands_without_any(name: str) -> None:
+def test_four_settings_are_tried_and_the_first_is_the_default(name: str) -> None:
     method, shape = RANK_METHODS[name], (6, 8)
     weight, inputs = drawn(*shape)
     statistic = statistic_of(name, inputs, len(weight))

@@ -44,7 +44,7 @@ def test_the_rate_warms_up_and_falls_by_half_a_cosine(monkeypatch: pytest.Monkey
     half = 0.5**0.5
     wanted = [0.005, 0.01, 0.01, 0.005 * (1 + half), 0.005, 0.005 * (1 - half)]
     # matrices, vectors, and what each size has of its own
-    assert rates == [[pytest.approx(rate), pytest.approx(rate), pytest.approx(3 * rate)] for rate in wanted]
+    assert rates == [[pytest.approx(rate), pytest.approx(rate), pytest.approx(5 * rate)] for rate in wanted]
 
 
 def test_each_pass_gives_every_item_once_in_an_order_of_its_own() -> None:
@@ -60,6 +60,11 @@ def test_usual_losses_by_hand() -> None:
     assert usual.of(0) is None and usual.of(1) == pytest.approx(3.8)
     usual.add(1e-9, 0)
     assert usual.of(0) == pytest.approx(3.8e-4)  # a ten thousandth of the greatest
+    # The profiles are the sizes 2 and 0; the size 1 has had no step.
+    assert usual.shares([2, 0], 3) == [1.0, 1.0, pytest.approx(0.01)]
+    usual.add(0.95, 2)
+    assert usual.shares([2, 0, 1], 3) == [1.0, 0.5, pytest.approx(0.01)]
+    assert UsualLosses([-1.0], [0]).shares([0, 1], 2) == [1.0, 1.0]
 
 
 def test_the_largest_profile_below_the_full_model_is_drawn_twice_as_often() -> None:

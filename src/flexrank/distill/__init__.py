@@ -13,7 +13,7 @@ from flexrank import processes
 from flexrank.data.batches import Batch, call_model, eval_mode, model_device, require_several, to_device
 from flexrank.distill.interrupts import deferred
 from flexrank.distill.objectives import Objective, default_objective, describe
-from flexrank.distill.optimizer import OptimizerName, make_optimizer, set_rate
+from flexrank.distill.optimizer import OptimizerName, make_optimizer, scale_vectors_, set_rate
 from flexrank.distill.schedule import Feed, Schedule, UsualLosses, default_weights
 from flexrank.distill.state import State
 from flexrank.distill.step import (
@@ -115,7 +115,8 @@ def distill_(
     Plainly done (`paper`, eq. 6), small sizes, whose losses and gradients are far greater, spoil the large ones. So by
     default (`balanced`) several profiles share factors alone: a layer that only larger ones leave full has its matrix
     for them, norms and biases stay, and each profile has gains of inputs and outputs, and additions to biases, of its
-    own, which merge into it. Each loss is divided by the square root of its profile's running mean. The largest profile
+    own, which merge into it, and learn at a rate that falls with the root of the profile's loss. Each loss is divided
+    by the square root of its profile's running mean. The largest profile
     below the full model is drawn twice as often as any other, and the full model, which so stays as it is, never.
     AdamW (weight decay of matrices alone), linear warm-up, cosine decay; no dropout, fixed batch norms. Components
     above a layer's largest trained rank stay as they were. The objective is by default `default_objective`'s.
@@ -156,8 +157,7 @@ def distill_(
         "objective": describe(objective), "profiles": digest_json(profiles),
         "teacher": _identity(teacher) if checkpoint else None,
     }  # fmt: skip
-    if is_balanced:
-        set_sizes_(model, profiles)
+    places = set_sizes_(model, profiles) if is_balanced else []
     with used_components(model, profiles):
         trainable = trainable_parameters(model, train_embeddings, is_balanced and len(profiles) > 1)
         adam = make_optimizer(model, trainable, learning_rate, weight_decay, optimizer)
@@ -165,6 +165,8 @@ def distill_(
         step = Step(model, Targets(teacher, objective, autocast, teacher_cache), trainable, adam, max_norm)
         with training(model, teacher, trainable, gradient_checkpointing):
             usual = UsualLosses(state.losses, state.choices) if is_balanced else None
+            if usual:
+                scale_vectors_(adam, model, lambda: usual.shares(places, len(profiles)))
             _train(step, state, schedule, profiles, accumulation, checkpoint_every, usual, on_step)
     return TrainingHistory(tuple(state.losses), tuple(state.choices), state.step)
 

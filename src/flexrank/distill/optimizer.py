@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -14,8 +14,8 @@ from flexrank.nn.sharding import sharded_parameters
 
 #: `adamw_8bit` keeps its states in blocks of 8-bit codes (torchao), at a quarter of float32's memory.
 OptimizerName = Literal["adamw", "adamw_8bit"]
-#: The learning rate of a size's own vectors, over that of all else: few steps are theirs.
-VECTORS_RATE = 3.0
+#: The learning rate of the vectors of the size with the greatest loss, over that of all else: few steps are theirs.
+VECTORS_RATE = 5.0
 #: Loggers that warn, as torchao is imported, of kernels for other devices and of deprecations inside it.
 LOUD = "torchao", "torch.utils._pytree"
 
@@ -54,6 +54,24 @@ def make_optimizer(
     kind = kinds.AdamW8bit if name == "adamw_8bit" else kinds._AdamW
     optimizer: torch.optim.Optimizer = kind(groups, lr=learning_rate, bf16_stochastic_round=True)
     return optimizer
+
+
+def scale_vectors_(optimizer: torch.optim.Optimizer, model: nn.Module, shares: Callable[[], list[float]]) -> None:
+    """Makes the optimiser's steps move the vectors of each size by its share of the way, of which one has one."""
+    modules = [module for module in model.modules() if isinstance(module, SizeVectors)]
+    vectors = [one for module in modules for one in module.parameters()]
+    before = list[Tensor]()
+
+    def keep(*_: Any) -> None:
+        before[:] = [one.detach().clone() for one in vectors]
+
+    @torch.no_grad()
+    def scale(*_: Any) -> None:
+        for one, old in zip(vectors, before, strict=True):
+            one.copy_(torch.lerp(old, one, torch.tensor(shares()).to(one)[:, None]))
+
+    optimizer.register_step_pre_hook(keep)
+    optimizer.register_step_post_hook(scale)
 
 
 def torchao_optimizers() -> Any:

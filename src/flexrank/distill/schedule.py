@@ -90,6 +90,16 @@ class UsualLosses:
             return None
         return max(self.means[choice], LEAST_LOSS * max(self.means.values()))
 
+    def shares(self, places: Sequence[int], count: int) -> list[float]:
+        """Of `count` sizes the root of each one's mean over the greatest; 1 before its first step.
+
+        A loss grows with the square of the distance from the teacher. The profile of index i is the size `places[i]`.
+        """
+        shares, greatest = [1.0] * count, max(self.means.values(), default=0.0)
+        for choice in self.means if greatest > 0 else ():
+            shares[places[choice]] = math.sqrt(max(self.means[choice] / greatest, LEAST_LOSS))
+        return shares
+
 
 class Feed:
     """Batches without end. A sequence is shuffled by (seed, pass); an iterable is taken in its own order."""

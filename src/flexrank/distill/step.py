@@ -157,12 +157,13 @@ def _own_rows(batch: Batch) -> tuple[Batch, bool]:
     return (some_rows(batch, slice(start, end)), True) if start < end else (some_rows(batch, slice(0, 1)), False)
 
 
-def set_sizes_(model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> None:
+def set_sizes_(model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> list[int]:
     """Gives each elastic layer what these sizes do not share; what they compute stays.
 
     That is vectors for each, and at full rank a matrix, if a size has a lower rank there, or one of several all ranks.
+    Returns the number of each profile's size, of which the first is the smallest.
     """
-    layers, shapes = nested_layers(model), layer_shapes(model)
+    layers, shapes, given = nested_layers(model), layer_shapes(model), profiles
     profiles = sorted(profiles, key=lambda profile: profile_parameters(profile, shapes))
     keeps_base = len(profiles) > 1 and full_ranks(shapes) in profiles
     rows: dict[str, list[Any]] = {name: [] for name in layers}
@@ -177,6 +178,7 @@ def set_sizes_(model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> None:
             layer.set_dense_()
         layer.set_sizes_(ranks, rows[name])
     set_profile(model, {name: layer.rank for name, layer in layers.items()})
+    return [profiles.index(profile) for profile in given]
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from flexrank.data.batches import Batch, call_model
 from flexrank.distill import Profiles, profiles_of
 from flexrank.distill.objectives import Objective
-from flexrank.distill.optimizer import make_optimizer, set_rate
+from flexrank.distill.optimizer import make_optimizer, scale_vectors_, set_rate
 from flexrank.distill.schedule import Schedule, UsualLosses, default_weights
 from flexrank.distill.step import (
     Targets,
@@ -55,7 +55,7 @@ class DistillationTrainer(transformers.Trainer):
             model: elastic, of transformers.
             teacher: the base model.
             chain: its requested profiles are trained; or the profiles themselves, cheapest first.
-            args: of the Trainer. `learning_rate` is 3 times as high for the vectors that a size has of its own.
+            args: of the Trainer. `learning_rate` is up to 5 times as high for the vectors that a size has of its own.
             objective: by default that of `default_objective` for the teacher's output.
             options: of the Trainer, such as `train_dataset` and `data_collator`.
 
@@ -69,7 +69,7 @@ class DistillationTrainer(transformers.Trainer):
         full = full_ranks(layer_shapes(model))
         weights = default_weights("balanced", [profile == full for profile in self._profiles])
         self._schedule = Schedule(weights, args.seed, 0, args.learning_rate, 0)  # only its draws are used
-        set_sizes_(model, self._profiles)
+        self._places = set_sizes_(model, self._profiles)
         mark_elastic(model)
         super().__init__(model=model, args=args, **options)
         self.loss_is_scaled_for_ga = False  # a mean over each batch's rows
@@ -77,6 +77,7 @@ class DistillationTrainer(transformers.Trainer):
         self._targets = Targets(self.teacher, objective, None, 0)
         self._usual, self._logged = UsualLosses((), ()), defaultdict[int, list[float]](list)
         self._choice, self._losses = 0, list[float]()  # of the step so far
+        self._is_noted = False  # whether the optimiser's steps are
 
     def train(self, *args: Any, **options: Any) -> Any:
         """As the Trainer's."""
@@ -92,7 +93,18 @@ class DistillationTrainer(transformers.Trainer):
                 self.model, self._trainable, self.args.learning_rate, self.args.weight_decay
             )
             set_rate(self.optimizer, self.args.learning_rate)
+        if not self._is_noted:
+            scale_vectors_(self.optimizer, self.model, lambda: self._usual.shares(self._places, len(self._profiles)))
+            self.optimizer.register_step_post_hook(self._note)
+            self._is_noted = True
         return self.optimizer
+
+    def _note(self, *_: Any) -> None:
+        """Adds the loss of the step that the optimiser has taken."""
+        mean = sum(self._losses) / len(self._losses)
+        self._usual.add(mean, self._choice)
+        self._logged[self._choice].append(mean)
+        self._losses.clear()
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Adds a batch's gradient at the profile of the optimiser's step; returns the loss that is logged."""
@@ -101,13 +113,7 @@ class DistillationTrainer(transformers.Trainer):
         self._usual.means = self.optimizer.param_groups[0].setdefault("usual_losses", {})
         with use_profile(self.model, self._profiles[self._choice]):  # until the way back is done
             super().training_step(model, inputs, num_items_in_batch)
-        loss = self._losses[-1]
-        if self.accelerator.sync_gradients:  # the step's last batch
-            mean = sum(self._losses) / len(self._losses)
-            self._usual.add(mean, self._choice)
-            self._logged[self._choice].append(mean)
-            self._losses.clear()
-        return torch.tensor(loss / self.current_gradient_accumulation_steps, device=self.args.device)
+        return torch.tensor(self._losses[-1] / self.current_gradient_accumulation_steps, device=self.args.device)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

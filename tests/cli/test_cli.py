@@ -15,6 +15,7 @@ import yaml
 from safetensors import SafetensorError, safe_open
 
 import flexrank as fr
+from flexrank.cli.limits import parse_count
 from flexrank.run import stage_names
 from tiny_runs import here, invoke, refused, settings, summary_of
 
@@ -92,8 +93,23 @@ def test_deploy_writes_one_size_within_the_limit(finished: Path, printed: dict[s
     export = json.loads(result.stdout)["export"]
     artefact = json.loads(invoke("inspect", tmp_path / "small", "--json").stdout)
     assert limit // 2 < artefact["parameters"] == export["params_model"] <= limit
+    counts = (
+        f"{export['params_layers'] / 1e6:.4g} M parameters in factorised layers, {export['params_model'] / 1e6:.4g} M"
+    )
+    assert counts in result.stderr and f"{export['bytes'] / 1e6:.4g} MB on disk" in result.stderr
     card = (tmp_path / "small" / "README.md").read_text()
     assert f"# tiny at {export['relative_size']:.3g}\n" in card and 'from_pretrained("small")' in card
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("200000000", 200_000_000), ("200_000_000", 200_000_000), ("200MB", 200_000_000), ("190.7 MiB", 199_963_443),
+        ("1.5m", 1_500_000), ("20k", 20_000), (".5GB", 500_000_000), ("2Gi", 2**31), ("2e8", 200_000_000), ("7B", 7),
+    ],
+)  # fmt: skip
+def test_a_limit_may_have_a_unit(text: str, count: int) -> None:
+    assert parse_count(text) == count
 
 
 @pytest.mark.usefixtures("verified_here")
@@ -139,6 +155,8 @@ def test_a_tuned_size_shows_both_qualities(copied: Path) -> None:
         (["deploy", "CONFIG", "--budget", "0"], "--budget is 0.0; it is a fraction in (0, 1]"),
         (["deploy", "CONFIG", "--budget", "1.5"], "--budget is 1.5"),
         (["deploy", "CONFIG", "--max-bytes", "-3"], "--max-bytes is -3"),
+        (["deploy", "CONFIG", "--max-bytes", "200TB"], "'200TB' is no number of bytes or parameters; 200000000, 200MB"),
+        (["deploy", "CONFIG", "--max-params", "1.2.3M"], "'1.2.3M' is no number"),
         (["deploy", "CONFIG", "--max-latency-ms", "0"], "--max-latency-ms is 0"),
         (["deploy", "CONFIG", "--max-latency-ms", "nan"], "--max-latency-ms is nan; it is a finite number above 0"),
         (["deploy", "CONFIG", "--max-latency-ms", "inf"], "--max-latency-ms is inf"),

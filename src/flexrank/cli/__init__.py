@@ -5,7 +5,6 @@ A wrong input is one line there, and exit status 2. Heavy libraries are imported
 """
 
 import logging
-import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,8 @@ import typer
 
 from flexrank import processes, progress
 from flexrank.cli.endings import OneLineErrors, resumable
-from flexrank.cli.shown import console, print_json, show_place, show_report, show_stage, show_tuned
+from flexrank.cli.limits import check_limits, parse_count
+from flexrank.cli.shown import console, print_json, show_place, show_report, show_size, show_stage, show_tuned
 from flexrank.errors import FlexrankError
 from flexrank.files import read_json
 from flexrank.version import __version__
@@ -151,8 +151,12 @@ def deploy(
     config: Config,
     overrides: Set = None,
     budget: Annotated[float | None, typer.Option(help="Share of the factorised layers' dense parameters.")] = None,
-    max_bytes: Annotated[int | None, typer.Option(help="The most bytes of the whole model's tensors.")] = None,
-    max_params: Annotated[int | None, typer.Option(help="The most parameters of the whole model.")] = None,
+    max_bytes: Annotated[
+        int | None, typer.Option(parser=parse_count, metavar="N", help="Of the whole model's tensors: 200MB.")
+    ] = None,
+    max_params: Annotated[
+        int | None, typer.Option(parser=parse_count, metavar="N", help="Of the whole model: 1.5M.")
+    ] = None,
     max_latency_ms: Annotated[float | None, typer.Option(help="The most milliseconds per batch, here.")] = None,
     tune: Annotated[int, typer.Option(help="Steps that this size is trained alone for, before its export.")] = 0,
     output: Annotated[Path | None, typer.Option(help="Where to write; RUN/exports/LIMITS by default.")] = None,
@@ -164,7 +168,7 @@ def deploy(
     """
     given = {"budget": budget, "max_bytes": max_bytes, "max_params": max_params, "max_latency_ms": max_latency_ms}
     limits = {name: limit for name, limit in given.items() if limit is not None}
-    _check_limits(limits, output, tune)
+    check_limits(limits, output, tune)
     if (config / "elastic.json").is_file():
         from flexrank.cli.cutting import deploy_elastic
 
@@ -180,6 +184,7 @@ def deploy(
         export = processes.by_first(lambda: export_one(outcome, limits, output, tune))
     if tune:
         show_tuned(export)
+    show_size(export)
     show_stage(outcome, {"export": export}, as_json)
 
 
@@ -277,22 +282,6 @@ def inspect(directory: Annotated[Path, typer.Argument(metavar="DIR")], as_json: 
         print_json(artefact)
     else:
         print_artefact(directory, artefact, console(120))
-
-
-def _check_limits(limits: Mapping[str, float], output: Path | None, tune: int) -> None:
-    """Refuses a wrong limit, a place or tuning without one, and a place that holds anything but a deployed model."""
-    if tune < 0:
-        raise FlexrankError(f"--tune is {tune}; it is a number of steps, 0 or more")
-    for name, limit in limits.items():
-        if not 0 < limit < math.inf or (name == "budget" and limit > 1):
-            right = "a fraction in (0, 1]" if name == "budget" else "a finite number above 0"
-            raise FlexrankError(f"--{name.replace('_', '-')} is {limit}; it is {right}")
-    for option, is_given in {"--output": output is not None, "--tune": tune > 0}.items():
-        if is_given and not limits:
-            raise FlexrankError(f"{option} needs --budget, --max-bytes, --max-params or --max-latency-ms")
-    if output is not None and output.exists() and not (output / "flexrank.json").is_file():
-        if not output.is_dir() or any(output.iterdir()):
-            raise FlexrankError(f"--output {output}: exists and is not a deployed model; only such a one is replaced")
 
 
 def _run(config: Path, overrides: list[str] | None, until: str) -> Any:

@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from flexrank import processes
-from flexrank.cli.shown import show_place
+from flexrank.cli.shown import show_place, show_size
 from flexrank.errors import FlexrankError
 
 
 def deploy_elastic(
     directory: Path, limits: Mapping[str, Any], output: Path | None, needs_run: bool, as_json: bool
 ) -> None:
-    """Exports the largest size within the limits, to DIR-LIMITS by default, and prints its place or its sizes."""
+    """Exports the largest size within the limits, to DIR-LIMITS by default, and prints its place and its sizes."""
     from flexrank.run.cut import cut
 
     if needs_run or "max_latency_ms" in limits:
@@ -22,4 +22,5 @@ def deploy_elastic(
     name = "-".join(f"{key}-{limit}" for key, limit in limits.items())
     place = output or directory.with_name(f"{directory.resolve().name}-{name}")
     exported = processes.by_first(lambda: cut(directory, place, **limits))
+    show_size(exported)
     show_place(place, exported, as_json)

@@ -1,6 +1,7 @@
 """What a verb prints: tables, places, and with --json one object, last on standard output."""
 
 import json
+import logging
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,6 +29,13 @@ def show_tuned(export: Mapping[str, Any]) -> None:
     for name, tuned in export["quality"].items():
         table.add_row(name, f"{export['shared'][name]:.4f}", f"{tuned:.4f}")
     console(80, stderr=True).print(table)
+
+
+def show_size(export: Mapping[str, Any]) -> None:
+    """Logs the sizes of an export in one line."""
+    millions = [export[key] / 1e6 for key in ("params_layers", "params_model", "bytes")]
+    sizes = "{:.4g} M parameters in factorised layers, {:.4g} M in all, {:.4g} MB on disk".format(*millions)
+    logging.getLogger(__name__).info(f"{export['relative_size']:.3g} of the layers' dense parameters: {sizes}")
 
 
 def show_stage(outcome: Any, result: dict[str, Any], as_json: bool) -> None:

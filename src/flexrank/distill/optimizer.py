@@ -57,7 +57,7 @@ def make_optimizer(
 
 
 def scale_vectors_(optimizer: torch.optim.Optimizer, model: nn.Module, shares: Callable[[], list[float]]) -> None:
-    """Makes the optimiser's steps move the vectors of each size by its share of the way, of which one has one."""
+    """Lets the optimiser's steps move each size's vectors by a share of their way: `shares()` has one for each size."""
     modules = [module for module in model.modules() if isinstance(module, SizeVectors)]
     vectors = [one for module in modules for one in module.parameters()]
     before = list[Tensor]()
@@ -67,8 +67,9 @@ def scale_vectors_(optimizer: torch.optim.Optimizer, model: nn.Module, shares: C
 
     @torch.no_grad()
     def scale(*_: Any) -> None:
+        share = torch.tensor(shares(), device=vectors[0].device)[:, None]  # to the device but once
         for one, old in zip(vectors, before, strict=True):
-            one.copy_(torch.lerp(old, one, torch.tensor(shares()).to(one)[:, None]))
+            one.copy_(torch.lerp(old, one, share.to(one)))
 
     optimizer.register_step_pre_hook(keep)
     optimizer.register_step_post_hook(scale)

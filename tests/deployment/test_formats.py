@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ OTHER = (5, 21)
 #: What plain transformers computes, in a process where flexrank cannot be imported.
 PLAIN = """
 import sys
+from importlib import metadata
 sys.modules["flexrank.hf"] = sys.modules["flexrank"] = None
 import torch, transformers
 from pathlib import Path
@@ -231,7 +233,7 @@ def test_an_export_is_inspected_as_what_it_is(tmp_path: Path) -> None:
     assert (summary["kind"], summary["bytes_on_disk"]) == ("export", stored)
     lines = CliRunner().invoke(app, ["inspect", str(tmp_path / "out")]).stdout
     assert "BertModel for torch, float32" in lines and "takes input_ids, attention_mask" in lines
-    assert f"within {facts['error']:.1e} of" in lines and f"torch {torch.__version__}" in lines
+    assert f"within {facts['error']:.1e} of" in lines and f"torch {metadata.version('torch')}" in lines
     document = json.loads((tmp_path / "out/export.json").read_text())
     assert document["format"] == FORMAT, "the format of the document, which tells a later version how to read it"
     (tmp_path / "out/export.json").write_text(json.dumps(document | {"to": "onnx"}))

@@ -25,7 +25,7 @@ from tiny import build, nest
 
 
 def test_balanced_steps_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each loss is divided by the root of its profile's running mean; own vectors learn up to five times as fast.
+    """Each loss is divided by the root of its profile's running mean; own vectors learn up to four times as fast.
 
     They move by the root of their size's mean over the greatest.
 
@@ -49,7 +49,7 @@ def test_balanced_steps_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     means: dict[int, float] = {}
     for step, choice in enumerate(order):
         now = rate * (1 + math.cos(math.pi * step / 4)) / 2
-        optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = now, 5 * now
+        optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = now, 4 * now
         with use_profile(twin, profiles[choice]):
             target = teacher(data[0]).detach()
             loss = (twin(data[0]) - target).square().sum() / target.square().sum()

@@ -15,7 +15,7 @@ from flexrank.nn.sharding import sharded_parameters
 #: `adamw_8bit` keeps its states in blocks of 8-bit codes (torchao), at a quarter of float32's memory.
 OptimizerName = Literal["adamw", "adamw_8bit"]
 #: The learning rate of the vectors of the size with the greatest loss, over that of all else: few steps are theirs.
-VECTORS_RATE = 5.0
+VECTORS_RATE = 4.0
 #: Loggers that warn, as torchao is imported, of kernels for other devices and of deprecations inside it.
 LOUD = "torchao", "torch.utils._pytree"
 

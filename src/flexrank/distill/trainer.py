@@ -55,7 +55,7 @@ class DistillationTrainer(transformers.Trainer):
             model: elastic, of transformers.
             teacher: the base model.
             chain: its requested profiles are trained; or the profiles themselves, cheapest first.
-            args: of the Trainer. `learning_rate` is up to 5 times as high for the vectors that a size has of its own.
+            args: of the Trainer. `learning_rate` is up to 4 times as high for the vectors that a size has of its own.
             objective: by default that of `default_objective` for the teacher's output.
             options: of the Trainer, such as `train_dataset` and `data_collator`.
 

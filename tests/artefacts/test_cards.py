@@ -123,6 +123,8 @@ def test_a_size_shows_the_table_that_it_is_of(tmp_path: Path, verified_here: Non
     fr.save_deployed(fr.deploy(elastic, {"0": 5, "2": 8, "4": 3}), tmp_path / "between")
     card = (tmp_path / "between" / "README.md").read_text()
     assert "| 0.65 | 5.667 |" in card and "bold" not in card
+    fr.save_deployed(fr.deploy(elastic, profiles[1], slack=0), tmp_path / "exact")
+    assert "have 64.2% of their dense parameters." in (tmp_path / "exact" / "README.md").read_text()  # 493 of 768
     for unknown in (model, tiny.with_sizes(elastic)):  # made in memory, and about to be trained
         fr.save_deployed(fr.deploy(unknown, profiles[1]), tmp_path / "unknown")
         assert "## Sizes" not in (tmp_path / "unknown" / "README.md").read_text()

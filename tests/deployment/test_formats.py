@@ -172,8 +172,20 @@ def test_what_belongs_to_the_model_travels_along_and_what_is_flexranks_does_not(
     export_to(tmp_path / "small", "dense", tmp_path / "out")
     found = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()}
     assert found == {*kept, "README.md", "config.json", "model.safetensors", "export.json"}
-    assert "LlamaForCausalLM for dense" in (tmp_path / "out" / "README.md").read_text()
+    assert "# LlamaForCausalLM for dense" in (tmp_path / "out" / "README.md").read_text()
     assert all((tmp_path / "out" / name).read_bytes() == (tmp_path / "small" / name).read_bytes() for name in kept)
+
+
+def test_an_exports_card_says_which_size_it_is(tmp_path: Path) -> None:
+    written("llama_tied", tmp_path / "small")
+    about = "9,631 parameters, then trained by itself for 3 steps."
+    (tmp_path / "small/README.md").write_text(f"---\nlicense: mit\n---\n# mine at 0.5\n\n{about}\n\n```python\n```\n")
+    export_to(tmp_path / "small", "dense", tmp_path / "dense")
+    export_to(tmp_path / "small", "torch", tmp_path / "torch")
+    dense, program = ((tmp_path / name / "README.md").read_text() for name in ("dense", "torch"))
+    assert f"# mine at 0.5 for dense\n\n{about}\n\n`flexrank export --to dense`" in dense and "license: mit" in dense
+    assert f"# mine at 0.5 for torch\n\n{about}\n" in program
+    assert "as large as the base model" in dense and "as large as" not in program
 
 
 def shifted(directory: Path, format: str) -> Any:

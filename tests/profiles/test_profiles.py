@@ -28,6 +28,16 @@ def test_at_picks_the_largest_within_a_budget_parameters_or_bytes():
     assert CHAIN.at(max_bytes=333 + 2 * 70 - 1) == {"a": 2, "b": 1}
 
 
+def test_a_budget_above_the_largest_size_takes_it_with_a_warning(caplog):
+    for chain in (CHAIN, chain_of((1, 1, 20, 0.9, 0.2), (2, 3, 70, 0.3, 0.75))):
+        for budget in (0.2, 0.7, 0.75):
+            chain.at(budget)
+    CHAIN.at(1.0), chain.at(0.72), chain.at(max_params=10**6)
+    assert not caplog.text
+    assert chain.at(0.8) == {"a": 2, "b": 3}
+    assert "budget 0.8 is above the largest size here, 0.75, which is taken" in caplog.text
+
+
 def test_a_requested_budget_gives_the_profile_that_was_solved_for_it():
     assert CHAIN.at(0.75) == {"a": 2, "b": 3}
     spare = chain_of((1, 1, 20, 0.9, 0.4), (2, 1, 30, 0.8, None), (4, 4, 100, 0.0, None))

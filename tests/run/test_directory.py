@@ -12,7 +12,7 @@ from flexrank.distill.step import Step
 from flexrank.errors import FlexrankError
 from flexrank.run import directory, run_stages
 from flexrank.run.config import load_config
-from flexrank.run.directory import RunDirectory
+from flexrank.run.directory import RunDirectory, identity, model_identity
 from flexrank.run.runner import fingerprints
 from tiny_runs import TEXT, rerun
 
@@ -179,6 +179,20 @@ def test_changed_texts_run_everything_again(copied: Path, tmp_path: Path) -> Non
     other.write_text(TEXT.replace("fox", "cat"))
     assert rerun(copied, until="decompose") == ("decompose",)
     assert rerun(copied, until="decompose") == ()
+
+
+def test_a_models_card_and_hidden_files_are_none_of_its_content(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    first = model_identity(tmp_path)
+    assert list(first) == ["config.json"]
+    for name in ("README.md", ".DS_Store", ".cache/huggingface/x.lock"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    assert model_identity(tmp_path) == first
+    (tmp_path / "config.json").write_text("{ }")
+    assert model_identity(tmp_path) != first != model_identity(tmp_path / "none")
+    assert model_identity("you/model") == "you/model"
+    assert "README.md" in identity(tmp_path) and ".DS_Store" not in identity(tmp_path)  # of data all texts count
 
 
 def test_a_missing_result_is_made_again_and_an_edited_one_refused(copied: Path) -> None:

@@ -290,6 +290,7 @@ def test_runs_side_by_side(opened: Any, tmp_path: Path) -> None:
     assert done.exit_code == 0 and json.loads(done.stdout)["written"] == [str(tmp_path / "both.html")]
     page = opened(tmp_path / "both.html")
     assert [label.strip() for label in page.locator("#runs label").all_inner_texts()] == directories
+    assert [caption.strip() for caption in page.locator("caption").all_text_contents()] == directories
     assert facts(page)["cosine to the base model"][0] == "0.9750"
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.type") == "radio"

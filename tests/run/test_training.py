@@ -130,7 +130,7 @@ def test_a_consolidated_model_ends_at_its_largest_trained_size(copied: Path, cap
     assert ours.chain.entries[-1].profile == largest and len(ours.chain.entries) > len(ours.chain.requested)
     full = {name: min(layer.matrix_shape) for name, layer in nested_layers(before).items()}
     assert full_profile(after) == largest != full == full_profile(before)
-    assert ours.within({"budget": 1.0}) == largest and "the largest size is 0.8; above it is the base" in caplog.text
+    assert ours.within({"budget": 1.0}) == largest and "budget 1 is above the largest size here, 0.8" in caplog.text
     caplog.clear()
     assert ours.within({"budget": 0.8}) == largest and not caplog.text
     base = read_json(copied / "evaluation.json")["base"]

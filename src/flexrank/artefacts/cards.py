@@ -46,6 +46,7 @@ _CODE = {
     ("deployed", "torch"): 'import flexrank\n\nmodel = flexrank.load_deployed("{place}")',
 }
 SIZES = re.compile(r"^## Sizes\n.*?(?=^## |\Z)", re.DOTALL | re.MULTILINE)
+ABOUT = re.compile(r"^# (.+)\n(.*?)(?=^```|^## |\Z)", re.DOTALL | re.MULTILINE)
 LICENCE = "The licence is that of the base model."
 _COLUMNS = {
     "budget": "budget", "mean_rank": "mean rank", "params_layers": "params, layers", "params_model": "params, model",
@@ -73,7 +74,8 @@ def write_deployed_card(directory: Path, description: Mapping[str, Any], model: 
     lead = f"{description['parameters']:,} parameters. flexrank (FlexRank, ICML 2026) cut it from weights that hold "
     lead += f"every size: {len(ranks)} of its layers are low-rank"
     lead += f", of ranks {min(ranks):,} to {max(ranks):,}." if ranks else "."
-    sizes = getattr(model, "flexrank_sizes", "")
+    share, sizes = getattr(model, "flexrank_share", None), getattr(model, "flexrank_sizes", "")
+    lead += f" Its factorised layers have {share:.1%} of their dense parameters." if share is not None else ""
     lead += " Its row below is in bold." if "| **" in sizes else ""
     _write_basic(directory, "deployed", description, model, lead, sizes.splitlines())
 
@@ -81,6 +83,13 @@ def write_deployed_card(directory: Path, description: Mapping[str, Any], model: 
 def auto_class(kind: str) -> str:
     """The name of transformers' Auto class of a model's class."""
     return next(auto for end, (_, auto) in KINDS.items() if kind.endswith(end))
+
+
+def read_about(card: Path) -> tuple[str, str]:
+    """The title of a card and what it says up to its code; empty where there is no card, or none of this form."""
+    text = card.read_text(encoding="utf8", errors="replace") if card.is_file() else ""
+    found = ABOUT.search(text)
+    return (found[1], found[2].strip()) if found else ("", "")
 
 
 def read_sizes(directory: Path) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from flexrank import files
-from flexrank.artefacts.cards import LICENCE, head, read_head
+from flexrank.artefacts.cards import LICENCE, head, read_about, read_head
 from flexrank.artefacts.deployed import DOCUMENT as DEPLOYED
 from flexrank.artefacts.deployed import KIND
 from flexrank.artefacts.inspect import PROGRAM_DOCUMENT as DOCUMENT
@@ -181,10 +181,13 @@ def _write_card(aside: Path, facts: dict[str, Any], source: Path) -> None:
     """The card of an export: how it is loaded, how near it is, and what the deployed model's card says from then on."""
     library, code = LOADING[facts["to"]]
     kind = facts["class"]
-    near = f"its outputs are within {facts['error']:.1e} of that model's, relative, in {facts['dtype']}"
+    near = f"outputs are within {facts['error']:.1e} of that model's, relative, in {facts['dtype']}"
+    near += ", and it is as large as the base model" if facts["to"] == "dense" else ""
+    title, about = read_about(source)
     lines = [
-        f"# {kind} for {facts['to']}", "", f"Written by `flexrank export --to {facts['to']}` from a model that "
-        f"flexrank (FlexRank, ICML 2026) deployed; {near}.", "", f"```python\n{code.format(kind=kind)}\n```", "",
+        f"# {title or kind} for {facts['to']}", "", *[about, ""] * bool(about),
+        f"`flexrank export --to {facts['to']}` wrote it of a model that flexrank (FlexRank, ICML 2026) deployed: "
+        f"{near}.", "", f"```python\n{code.format(kind=kind)}\n```", "",
     ]  # fmt: skip
     _, sizes, after = source.read_text(encoding="utf8").partition("## Sizes") if source.is_file() else ("", "", "")
     rest = f"{sizes}{after}" or f"{LICENCE}\n"

@@ -110,7 +110,7 @@ def _fill(model: Any, small: Any, layers: Iterable[str]) -> None:
         there._buffers.update(module._buffers)
     replace_layers(model, deployed)
     attach(model, dict(placed(model, models.attached_layers(small))))
-    model.flexrank_sizes = small.flexrank_sizes
+    model.flexrank_sizes, model.flexrank_share = small.flexrank_sizes, small.flexrank_share
     drawn = [name for name, parameter in model.named_parameters() if id(parameter) not in filled]
     if drawn:
         log.warning("%s: not in the artefact, and newly initialised: %s", type(model).__name__, ", ".join(drawn))

@@ -1,6 +1,7 @@
 """Rank profiles and the nested chain of them."""
 
 import dataclasses
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from numbers import Real
@@ -8,6 +9,8 @@ from typing import Any
 
 from flexrank.errors import FlexrankError
 from flexrank.files import require_keys
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +144,9 @@ class ProfileChain:
         if all(limit is None for limit in (*sizes, max_error)):
             raise FlexrankError("no limit is given; give budget, max_params or max_bytes, or to a chain max_error")
         require_limits(budget=budget, max_params=max_params, max_bytes=max_bytes, max_error=max_error)
+        largest = max(self.relative_size(self.entries[-1]), *self.budgets, 0.0)
+        if budget is not None and budget > largest * (1 + 1e-12):
+            log.warning("budget %g is above the largest size here, %g, which is taken", budget, largest)
         if max_params is max_bytes is max_error is None and budget in self.budgets:
             return next(entry for entry in self.entries if entry.requested == budget)
         limits = (

@@ -231,16 +231,23 @@ def _dump(source: str) -> str:
 def identity(path: str | Path, hashed: int = HASHED_BYTES) -> Any:
     """Identifies the content of a file or directory; the name itself where there is neither.
 
-    Files of more than `hashed` bytes are known by size and time of change.
+    Files of more than `hashed` bytes are known by size and time of change. Of a directory hidden files do not count.
     """
     path = Path(path)
     if path.is_dir():
-        files = (file for file in sorted(path.rglob("*")) if file.is_file())
-        return {str(file.relative_to(path)): identity(file, hashed) for file in files}
+        files = {str(file.relative_to(path)): file for file in sorted(path.rglob("*")) if file.is_file()}
+        seen = {name: file for name, file in files.items() if not any(part[0] == "." for part in Path(name).parts)}
+        return {name: identity(file, hashed) for name, file in seen.items()}
     if not path.is_file():
         return str(path)
     stat = path.stat()
     return digest_file(path) if stat.st_size <= hashed else [stat.st_size, stat.st_mtime_ns]
+
+
+def model_identity(source: str | Path) -> Any:
+    """As `identity`, but for a model's card and other texts, of which nothing is computed."""
+    found = identity(source)
+    return {name: one for name, one in found.items() if not name.endswith(".md")} if isinstance(found, dict) else found
 
 
 def data_identity(data: DataConfig) -> Any:

@@ -13,7 +13,7 @@ from flexrank.artefacts.cards import table
 from flexrank.errors import FlexrankError
 from flexrank.files import read_json, require_keys, write_text
 from flexrank.run.figures import LABELS, Summary, draw_figures
-from flexrank.run.page import write_page
+from flexrank.run.page import run_names, write_page
 from flexrank.run.tables import count, new_table, print_line
 
 log = logging.getLogger("flexrank")
@@ -57,7 +57,8 @@ def write_report(directory: str | Path) -> list[Path]:
 def write_comparison(directories: Sequence[Path], page: Path) -> None:
     """Writes one page of these finished runs, side by side. Errors as `read_summary`."""
     summaries = [read_summary(directory) for directory in directories]
-    tables = [_html_table(summary, number) for number, summary in enumerate(summaries)]
+    names = run_names(directories, summaries)
+    tables = [_html_table(*each, number) for number, each in enumerate(zip(summaries, names, strict=True))]
     write_page(directories, summaries, tables, page)
 
 
@@ -130,8 +131,8 @@ def _markdown(summary: Summary, figures: Sequence[Path]) -> str:
     ])  # fmt: skip
 
 
-def _html_table(summary: Summary, number: int) -> str:
-    """The table and its facts, of the run of this number on the page."""
+def _html_table(summary: Summary, name: str, number: int) -> str:
+    """The table and its facts, of the run of this name and number on the page."""
     header, rows = table_cells(summary)
     budgets = ["", *(f' data-run="{number}" data-budget="{row["budget"]}"' for row in summary["rows"])]
     lines = [
@@ -141,6 +142,6 @@ def _html_table(summary: Summary, number: int) -> str:
     head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
     body = "".join(["<thead><tr>", head, "</tr></thead><tbody>\n", "\n".join(lines), "\n</tbody>"])
     facts = "\n".join(f"<p>{html.escape(fact)}</p>" for fact in _facts(summary))
-    caption = f"<caption>{html.escape(str(summary['name']))}</caption>"
+    caption = f"<caption>{html.escape(name)}</caption>"
     region = '<div class="wide" tabindex="0" role="region" aria-label="all sizes">'
     return f"{region}<table>{caption}{body}</table></div>\n{facts}"

@@ -21,7 +21,7 @@ from flexrank.run import stages
 from flexrank.run.candidates import rule
 from flexrank.run.cards import write_card
 from flexrank.run.config import DistillationConfig, RunConfig
-from flexrank.run.directory import RunDirectory, data_identity, fingerprint, identity
+from flexrank.run.directory import RunDirectory, data_identity, fingerprint, identity, model_identity
 from flexrank.run.sizes import Sizes, export_size
 from flexrank.run.workspace import Workspace
 
@@ -185,7 +185,7 @@ def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None =
 
 def fingerprints(config: RunConfig, source: str) -> dict[str, str]:
     """Each stage's fingerprint; the first covers the files of model and data, the probe's its part of `allocation`."""
-    sources = {"model": identity(source), "data": data_identity(config.data)}
+    sources = {"model": model_identity(source), "data": data_identity(config.data)}
     if config.data.held_out is not None:
         sources["held_out"] = identity(config.data.held_out)
     probed = rule(config) | {"is_printed": config.allocation.method == "paper"}

@@ -96,8 +96,6 @@ class Sizes:
             log.warning(
                 "this size exceeds the largest trained budget, %g: some parts are untrained", self.chain.budgets[-1]
             )
-        elif largest is self.chain.entries[-1] and limits.get("budget", 0) > self.chain.budgets[-1]:
-            log.warning("the largest size is %g; above it is the base model itself", self.chain.budgets[-1])
         return entries[-1].profile
 
     def _fitting(self, entries: tuple[ChainEntry, ...], limits: Mapping[str, float]) -> tuple[ChainEntry, ...]:

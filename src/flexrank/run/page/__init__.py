@@ -16,9 +16,7 @@ from flexrank.run.tables import ordered_layers, split_block
 
 def write_page(runs: Sequence[Path], summaries: Sequence[Mapping[str, Any]], tables: Sequence[str], path: Path) -> None:
     """Writes the page of these run directories, whose summaries and tables (HTML) are given, whole or not at all."""
-    names = [str(summary["name"]) for summary in summaries]
-    if len(set(names)) < len(names):
-        names = list(map(str, runs))
+    names = run_names(runs, summaries)
     data = {
         "runs": [_run(name, run, one) for name, run, one in zip(names, runs, summaries, strict=True)],
         "labels": LABELS,
@@ -32,6 +30,12 @@ def write_page(runs: Sequence[Path], summaries: Sequence[Mapping[str, Any]], tab
         data=json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
     )  # fmt: skip
     write_text(path, page)
+
+
+def run_names(runs: Sequence[Path], summaries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What runs are called on a page: by their configurations, or by their directories where two have one name."""
+    names = [str(summary["name"]) for summary in summaries]
+    return names if len(set(names)) == len(names) else list(map(str, runs))
 
 
 def _run(name: str, directory: Path, summary: Mapping[str, Any]) -> dict[str, Any]:

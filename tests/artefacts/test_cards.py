@@ -74,7 +74,7 @@ def test_the_code_of_a_card_loads_its_artefact(artefacts: Path, monkeypatch: pyt
     found = run_card(artefacts / "elastic", monkeypatch)["model"]
     with fr.use_profile(elastic, chain.entries[2].profile):  # the third of four sizes
         assert tiny.relative(tiny.outputs(found, batch), tiny.outputs(elastic, batch)) < 1e-4
-    assert "LlamaForCausalLM for dense" in (artefacts / "dense" / "README.md").read_text(encoding="utf8")
+    assert "LlamaForCausalLM, deployed for dense" in (artefacts / "dense" / "README.md").read_text(encoding="utf8")
 
 
 def test_the_table_of_sizes_is_the_chains(artefacts: Path) -> None:

@@ -44,7 +44,7 @@ def test_the_rate_warms_up_and_falls_by_half_a_cosine(monkeypatch: pytest.Monkey
     half = 0.5**0.5
     wanted = [0.005, 0.01, 0.01, 0.005 * (1 + half), 0.005, 0.005 * (1 - half)]
     # matrices, vectors, and what each size has of its own
-    assert rates == [[pytest.approx(rate), pytest.approx(rate), pytest.approx(5 * rate)] for rate in wanted]
+    assert rates == [[pytest.approx(rate), pytest.approx(rate), pytest.approx(4 * rate)] for rate in wanted]
 
 
 def test_each_pass_gives_every_item_once_in_an_order_of_its_own() -> None:

@@ -46,7 +46,7 @@ _CODE = {
     ("deployed", "torch"): 'import flexrank\n\nmodel = flexrank.load_deployed("{place}")',
 }
 SIZES = re.compile(r"^## Sizes\n.*?(?=^## |\Z)", re.DOTALL | re.MULTILINE)
-ABOUT = re.compile(r"^# (.+)\n(.*?)(?=^```|^## |\Z)", re.DOTALL | re.MULTILINE)
+ABOUT = re.compile(r"^# ([^\n]+)\n(.*?)(?=^```|^## |\Z)", re.DOTALL | re.MULTILINE)
 LICENCE = "The licence is that of the base model."
 _COLUMNS = {
     "budget": "budget", "mean_rank": "mean rank", "params_layers": "params, layers", "params_model": "params, model",

@@ -15,7 +15,7 @@ import yaml
 from safetensors import SafetensorError, safe_open
 
 import flexrank as fr
-from flexrank.cli.limits import parse_count
+from flexrank.cli.limits import parse_bytes, parse_parameters
 from flexrank.run import stage_names
 from tiny_runs import here, invoke, refused, settings, summary_of
 
@@ -102,15 +102,19 @@ def test_deploy_writes_one_size_within_the_limit(finished: Path, printed: dict[s
 
 
 @pytest.mark.parametrize(
-    ("text", "count"),
+    ("parse", "text", "count"),
     [
-        ("200000000", 200_000_000), ("200_000_000", 200_000_000), ("200MB", 200_000_000), ("190.7 MiB", 199_963_443),
-        ("1.5m", 1_500_000), ("20k", 20_000), (".5GB", 500_000_000), ("2Gi", 2**31), ("1KiB", 1024),
-        ("2e8", 200_000_000), ("7B", 7),
+        (parse_bytes, "200000000", 200_000_000), (parse_bytes, "200_000_000", 200_000_000),
+        (parse_bytes, "200MB", 200_000_000), (parse_bytes, " 190.7 MiB ", 199_963_443),
+        (parse_bytes, ".5gb", 500_000_000), (parse_bytes, "3kB", 3000), (parse_bytes, "1KiB", 1024),
+        (parse_bytes, "2GiB", 2**31), (parse_bytes, "7B", 7),
+        (parse_bytes, "9007199254740993", 2**53 + 1), (parse_bytes, "9" * 400, 10**400 - 1),
+        (parse_parameters, "7B", 7 * 10**9), (parse_parameters, "1.5M", 1_500_000), (parse_parameters, "20k", 20_000),
     ],
 )  # fmt: skip
-def test_a_limit_may_have_a_unit(text: str, count: int) -> None:
-    assert parse_count(text) == count
+def test_a_limit_may_have_a_unit(parse: Any, text: str, count: int) -> None:
+    """Of parameters B is a billion, of bytes a byte."""
+    assert parse(text) == count
 
 
 @pytest.mark.usefixtures("verified_here")
@@ -156,8 +160,9 @@ def test_a_tuned_size_shows_both_qualities(copied: Path) -> None:
         (["deploy", "CONFIG", "--budget", "0"], "--budget is 0.0; it is a fraction in (0, 1]"),
         (["deploy", "CONFIG", "--budget", "1.5"], "--budget is 1.5"),
         (["deploy", "CONFIG", "--max-bytes", "-3"], "--max-bytes is -3"),
-        (["deploy", "CONFIG", "--max-bytes", "200TB"], "'200TB' is no number of bytes or parameters; 200000000, 200MB"),
-        (["deploy", "CONFIG", "--max-params", "1.2.3M"], "'1.2.3M' is no number"),
+        (["deploy", "CONFIG", "--max-bytes", "200M"], "'200M' is no number of bytes; such are 200000000, 200MB"),
+        (["deploy", "CONFIG", "--max-bytes", "1__0"], "'1__0' is no number of bytes"),
+        (["deploy", "CONFIG", "--max-params", "7GB"], "'7GB' is no number of parameters; such are 1500000, 1.5M"),
         (["deploy", "CONFIG", "--max-latency-ms", "0"], "--max-latency-ms is 0"),
         (["deploy", "CONFIG", "--max-latency-ms", "nan"], "--max-latency-ms is nan; it is a finite number above 0"),
         (["deploy", "CONFIG", "--max-latency-ms", "inf"], "--max-latency-ms is inf"),

@@ -14,7 +14,7 @@ import typer
 
 from flexrank import processes, progress
 from flexrank.cli.endings import OneLineErrors, resumable
-from flexrank.cli.limits import check_limits, parse_count
+from flexrank.cli.limits import check_limits, parse_bytes, parse_parameters
 from flexrank.cli.shown import console, print_json, show_place, show_report, show_size, show_stage, show_tuned
 from flexrank.errors import FlexrankError
 from flexrank.files import read_json
@@ -152,10 +152,10 @@ def deploy(
     overrides: Set = None,
     budget: Annotated[float | None, typer.Option(help="Share of the factorised layers' dense parameters.")] = None,
     max_bytes: Annotated[
-        int | None, typer.Option(parser=parse_count, metavar="N", help="Of the whole model's tensors: 200MB.")
+        int | None, typer.Option(parser=parse_bytes, metavar="N", help="The most of the whole model's tensors: 200MB.")
     ] = None,
     max_params: Annotated[
-        int | None, typer.Option(parser=parse_count, metavar="N", help="Of the whole model: 1.5M.")
+        int | None, typer.Option(parser=parse_parameters, metavar="N", help="The most of the whole model: 1.5M.")
     ] = None,
     max_latency_ms: Annotated[float | None, typer.Option(help="The most milliseconds per batch, here.")] = None,
     tune: Annotated[int, typer.Option(help="Steps that this size is trained alone for, before its export.")] = 0,

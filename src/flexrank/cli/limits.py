@@ -3,20 +3,32 @@
 import math
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 from pathlib import Path
 
 from flexrank.errors import FlexrankError
 
-#: What a number is multiplied by; a B for bytes may follow.
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+#: What a number is multiplied by. Of parameters B is a billion, of bytes a byte.
+PARAMETERS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
+BYTES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
-def parse_count(text: str) -> int:
-    """A whole number, in full or with a unit: 200000000, 200MB, 190.7MiB or 1.5M; fractions are rounded down."""
-    match = re.fullmatch(r"(-?[\d_]*\.?\d+(?:e\d+)?)\s*([kmg]i?)?b?", text.strip().lower())
-    if match is None:
-        raise FlexrankError(f"{text!r} is no number of bytes or parameters; 200000000, 200MB, 190.7MiB and 1.5M are")
-    return math.floor(float(match[1]) * UNITS[match[2] or ""])
+def parse_bytes(text: str) -> int:
+    """Bytes: 200000000, 200MB or 190.7MiB."""
+    return _parsed(text, BYTES, "bytes", "200000000, 200MB and 190.7MiB")
+
+
+def parse_parameters(text: str) -> int:
+    """Parameters: 1500000, 1.5M or 7B."""
+    return _parsed(text, PARAMETERS, "parameters", "1500000, 1.5M and 7B")
+
+
+def _parsed(text: str, units: Mapping[str, int], what: str, right: str) -> int:
+    """The whole number, rounded down; exact, however large."""
+    match = re.fullmatch(r"(-?(?:\d+(?:_\d+)*(?:\.\d+)?|\.\d+))\s*([a-z]*)", text.strip().lower())
+    if match is None or match[2] not in units:
+        raise FlexrankError(f"{text!r} is no number of {what}; such are {right}")
+    return math.floor(Fraction(match[1]) * units[match[2]])
 
 
 def check_limits(limits: Mapping[str, float], output: Path | None, tune: int) -> None:

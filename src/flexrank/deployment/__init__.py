@@ -73,7 +73,7 @@ def deploy(
     if first.chain is not None:
         small.flexrank_sizes = mark_size(first.card_sizes, first.chain, profile)
     dense = sum(dense_parameters(layer.matrix_shape) for layer in layers.values())
-    small.flexrank_share = deployed_parameters_of(small, layers) / dense
+    small.flexrank_share = sum(map(_parameters_of, deployed.values())) / dense
     if models.is_transformers_model(small):
         from flexrank.hf.quantizer import attach  # which imports transformers
 

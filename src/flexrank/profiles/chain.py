@@ -146,7 +146,7 @@ class ProfileChain:
         require_limits(budget=budget, max_params=max_params, max_bytes=max_bytes, max_error=max_error)
         largest = max(self.relative_size(self.entries[-1]), *self.budgets, 0.0)
         if budget is not None and budget > largest * (1 + 1e-12):
-            log.warning("budget %g is above the largest size here, %g, which is taken", budget, largest)
+            log.warning("budget %g is above the largest size here, %g", budget, largest)
         if max_params is max_bytes is max_error is None and budget in self.budgets:
             return next(entry for entry in self.entries if entry.requested == budget)
         limits = (

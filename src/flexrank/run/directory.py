@@ -231,13 +231,12 @@ def _dump(source: str) -> str:
 def identity(path: str | Path, hashed: int = HASHED_BYTES) -> Any:
     """Identifies the content of a file or directory; the name itself where there is neither.
 
-    Files of more than `hashed` bytes are known by size and time of change. Of a directory hidden files do not count.
+    Files of more than `hashed` bytes are known by size and time of change.
     """
     path = Path(path)
     if path.is_dir():
-        files = {str(file.relative_to(path)): file for file in sorted(path.rglob("*")) if file.is_file()}
-        seen = {name: file for name, file in files.items() if not any(part[0] == "." for part in Path(name).parts)}
-        return {name: identity(file, hashed) for name, file in seen.items()}
+        files = (file for file in sorted(path.rglob("*")) if file.is_file())
+        return {str(file.relative_to(path)): identity(file, hashed) for file in files}
     if not path.is_file():
         return str(path)
     stat = path.stat()
@@ -245,9 +244,11 @@ def identity(path: str | Path, hashed: int = HASHED_BYTES) -> Any:
 
 
 def model_identity(source: str | Path) -> Any:
-    """As `identity`, but for a model's card and other texts, of which nothing is computed."""
+    """As `identity`, but for a model's card, other texts and hidden files, of which nothing is computed."""
     found = identity(source)
-    return {name: one for name, one in found.items() if not name.endswith(".md")} if isinstance(found, dict) else found
+    if not isinstance(found, dict):
+        return found
+    return {name: one for name, one in found.items() if not (name.endswith(".md") or f"/{name}".count("/."))}
 
 
 def data_identity(data: DataConfig) -> Any:

@@ -39,7 +39,7 @@ def run(
     half: Annotated[str, typer.Option(help="Of what is held out; tuning to choose settings.")] = "reporting",
     tasks: Annotated[str | None, typer.Option(help="Of lm-eval, of a comparison with --config: piqa.")] = None,
     include_path: Annotated[Path | None, typer.Option(help="With --tasks: a folder of task files of your own.")] = None,
-    jobs: Annotated[int | None, typer.Option(help="Parts of compare-trained that run at once.")] = None,
+    jobs: Annotated[int | None, typer.Option(help="Parts of a comparison that run at once.")] = None,
     output: Annotated[Path | None, typer.Option(help="Where to write; results/NAME by default.")] = None,
     page: Annotated[bool, typer.Option("--page", help="Then writes the pages of docs/.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Prints one JSON object, last on standard output.")] = False,

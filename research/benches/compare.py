@@ -6,7 +6,6 @@ them, rivals that make a model of its own for each size: those whose sizes are n
 free constant that setting is compared which is best on the tuning half (`trials`).
 """
 
-import dataclasses
 import itertools
 import math
 import statistics
@@ -14,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from research import figures
-from research.baselines import RIVALS, SIZE_METHODS
+from research.baselines import SIZE_METHODS
 from research.baselines.method import Settings
 from research.benches.contest import (
     ALLOCATIONS,
@@ -25,6 +24,7 @@ from research.benches.contest import (
     Contestant,
     allocations_of,
     contests,
+    named,
     obstacle,
     sized_alone,
 )  # fmt: skip
@@ -40,93 +40,107 @@ COLOURS |= dict(zip(ALONE, ("#7f3c8d", "#2f4f4f", "#b5a300"), strict=True))
 #: Of `ALONE` in the figure, beside their dashes, so that lines differ by more than colour.
 MARKERS = dict(zip(ALONE, ("s", "^", "D"), strict=True))
 LINES = {"published": ":", "paper": "--", "joint": "-"}
-#: Rivals whose own search of ranks ends where it ends; what others' rules leave of a budget is filled.
-SEARCHED = ("asvd", "lems")
 #: Which of flexrank's own, with joint ranks, is to be behind no rival with which ranks; "fisher" is the default.
 CLAIMED = tuple(itertools.product(("datasvd", "fisher"), (ALLOCATIONS[:1], ALLOCATIONS)))
 
 
 def run(request: Request) -> Result:
     """Runs every contest."""
-    halves = zip(contests(request), contests(dataclasses.replace(request, half="tuning")), strict=True)
-    compared = [(contest, _measure(contest, tuning, request)) for contest, tuning in halves]
-    data = {contest.name: one for contest, one in compared}
+    compared = contests(request)
+    data = {contest.name: _measure(contest, request) for contest in compared}
     tables = [
         _table(name, one, *shown)
         for name, one in data.items()
         for shown in shown_measures(one["dense"], one["measure"], one["digits"]).items()
     ]
     claims = [_claim(name, one, *claimed) for name, one in data.items() for claimed in CLAIMED]
-    settings = {contest.name: {**contest.facts, "levels": contest.levels} for contest, _ in compared}
+    settings = {contest.name: {**contest.facts, "levels": contest.levels} for contest in compared}
     return measured({**settings, "seeds": request.seeds}, tables, claims, data)
 
 
-def _measure(contest: Contest, tuning: Contest, request: Request) -> dict[str, Any]:
-    """What is saved of a model; `tuning` is the contest on the half that settings are chosen on."""
-    facts = {
-        "ranks": "searched as published",
-        "model": contest.name,
-        "half": request.half,
-        "levels": contest.levels,
-        **contest.facts,
-    }
+def _measure(contest: Contest, request: Request) -> dict[str, Any]:
+    """What is saved of a model."""
+    facts = {"model": contest.name, "half": request.half, "levels": contest.levels, **contest.facts}
     ledger = Ledger(request.work, facts | {"budgets": list(contest.budgets)})
-    trials = tried(tuning, ledger, (*METHODS, *ALONE))
+    trials = tried(request, contest.name, ledger, (*METHODS, *ALONE))
     chosen = {method: best(some) for method, some in trials.items()}
-    sized, seconds, tables = _elastic(contest, ledger, chosen, request.seeds)
-    alone, obstacles = _alone(contest, ledger, chosen, tables)
+    elastic = _elastic(request, contest.name, ledger, chosen)
+    alone = _alone(request, contest.name, ledger, chosen, elastic)
+    sized = {
+        method: {allocation: [unit["sized"][allocation] for unit in units] for allocation in ALLOCATIONS}
+        for method, units in elastic.items()
+    }
+    own = {method: units for method, units in alone.items() if "obstacle" not in units["published"][0]}
+    efforts = ("decomposition_seconds", "probe_seconds", "peak_bytes")
     return {
         "measure": contest.measure, "digits": contest.digits, "budgets": list(contest.budgets),
         "dense": ledger.take("dense", contest.scored), "parameters": ledger.take("parameters", contest.parameters),
-        "sized": {**sized, **alone}, "seconds": seconds, "trials": trials, "obstacles": obstacles,
+        "sized": {**sized, **own}, "trials": trials,
+        "seconds": {method: [{key: one[key] for key in efforts} for one in units] for method, units in elastic.items()},
+        "obstacles": {method: alone[method]["published"][0]["obstacle"] for method in alone.keys() - own.keys()},
     }  # fmt: skip
 
 
 def _elastic(
-    contest: Contest, ledger: Ledger, chosen: Mapping[str, Settings], seeds: int
-) -> tuple[Sized, dict[str, Any], list[dict[str, Any]]]:
-    """Of methods with one elastic model what each allocation gives; their effort; by seed each one's table."""
-    sized: Sized = {method: {allocation: [] for allocation in ALLOCATIONS} for method in METHODS}
-    seconds: dict[str, Any] = {method: [] for method in METHODS}
-    tables: list[dict[str, Any]] = [{} for _ in range(seeds)]
-    for seed, method in itertools.product(range(seeds), METHODS):
-        settings = chosen.get(method, {})
-        contestant, unit = Contestant(contest, method, seed, settings), _unit(method, settings, seed)
-        probed = ledger.take(f"{unit}, probe", contestant.probed)
-        seconds[method].append({key: value for key, value in probed.items() if key != "table"})
-        tables[seed][method] = probed["table"]
-        for allocation in ALLOCATIONS:
-            one = ledger.take(f"{unit}, {_ranks(method, allocation)}", contestant.sized, allocation, probed["table"])
-            sized[method][allocation].append(one)
-    return sized, seconds, tables
+    request: Request, name: str, ledger: Ledger, chosen: Mapping[str, Settings]
+) -> dict[str, list[dict[str, Any]]]:
+    """Of each method with one elastic model what `contestant_unit` gives, by seed."""
+    units = {
+        _unit(method, chosen, seed): (request, name, method, chosen.get(method, {}), seed)
+        for seed, method in itertools.product(range(request.seeds), METHODS)
+    }
+    done = ledger.take_all(units, contestant_unit, request.jobs)
+    return {method: [done[_unit(method, chosen, seed)] for seed in range(request.seeds)] for method in METHODS}
 
 
 def _alone(
-    contest: Contest, ledger: Ledger, chosen: Mapping[str, Settings], tables: Sequence[Mapping[str, Any]]
-) -> tuple[Sized, dict[str, str]]:
-    """Of methods that make models alone what each allocation gives; why others do not apply."""
-    sized: Sized = {}
-    obstacles: dict[str, str] = {}
-    for (seed, own), method in itertools.product(enumerate(tables), ALONE):
-        settings, table = chosen.get(method, {}), own.get(SIZE_METHODS[method].start)
-        for allocation in allocations_of(method):
-            unit = _unit(method, settings, seed) + (f", {_ranks(method, allocation)}" if table else "")
-            if one := ledger.take(unit, sized_alone, contest, method, seed, settings, allocation, table):
-                sized.setdefault(method, {}).setdefault(allocation, []).append(one)
-            else:
-                obstacles[method] = ledger.take(f"{method}, obstacle", obstacle, contest, method)
-    return sized, obstacles
+    request: Request,
+    name: str,
+    ledger: Ledger,
+    chosen: Mapping[str, Settings],
+    elastic: Mapping[str, Sequence[Mapping[str, Any]]],
+) -> Sized:
+    """Of methods that make a model for each size what `alone_unit` gives."""
+    seeds, units = range(request.seeds), {}
+    for seed, method in itertools.product(seeds, ALONE):
+        start = SIZE_METHODS[method].start
+        table = elastic[start][seed]["table"] if start else None
+        for one in allocations_of(method):
+            settings = chosen.get(method, {})
+            units[_unit(method, chosen, seed, one)] = (request, name, method, settings, seed, one, table)
+    done = ledger.take_all(units, alone_unit, request.jobs)
+    return {
+        method: {one: [done[_unit(method, chosen, seed, one)] for seed in seeds] for one in allocations_of(method)}
+        for method in ALONE
+    }
 
 
-def _unit(method: str, settings: Settings, seed: int) -> str:
-    """A unit's name; the first setting is not named: what was done before there were trials still counts."""
-    is_default = not settings or settings == RIVALS[method].trials[0]
-    return f"{method}, seed {seed}" if is_default else f"{method}, {words(settings)}, seed {seed}"
+def contestant_unit(request: Request, name: str, method: str, settings: Settings, seed: int) -> dict[str, Any]:
+    """A method's sensitivity table, what it took, and what each allocation gives."""
+    contestant = Contestant(named(request, name), method, seed, settings)
+    probed = contestant.probed()
+    return {**probed, "sized": {one: contestant.sized(one, probed["table"]) for one in ALLOCATIONS}}
 
 
-def _ranks(method: str, allocation: str) -> str:
-    """An allocation in a unit's name: published ranks that left a part of the budget have another one."""
-    return "published, whole budget" if allocation == "published" and method not in SEARCHED else allocation
+def alone_unit(
+    request: Request,
+    name: str,
+    method: str,
+    settings: Settings,
+    seed: int,
+    allocation: str,
+    table: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """What `sized_alone` gives, or why the method does not apply."""
+    contest = named(request, name)
+    if reason := obstacle(contest, method):
+        return {"obstacle": reason}
+    return sized_alone(contest, method, seed, settings, allocation, table)
+
+
+def _unit(method: str, chosen: Mapping[str, Settings], seed: int, allocation: str = "") -> str:
+    parts = (method, words(chosen.get(method, {})), f"seed {seed}", allocation)
+    return ", ".join(part for part in parts if part)
 
 
 def _table(name: str, one: Mapping[str, Any], measure: str, places: int) -> dict[str, Any]:
@@ -247,5 +261,5 @@ EXPERIMENT = Experiment(
     "compare", "Training-free rivals",
     "quality over size of plain SVD, FWSVD, ASVD, DRONE, SVD-LLM and its second version beside DataSVD and its Fisher "
     "form and PIFA, each with its published ranks and with flexrank's, and of SliceGPT and A3, untrained",
-    minutes=90, full_minutes=900, has_halves=True, seeds=(1, 3), run=run, draw=draw, takes_config=True,
+    minutes=90, full_minutes=900, has_halves=True, seeds=(1, 3), run=run, draw=draw, takes_config=True, has_jobs=True,
 )  # fmt: skip

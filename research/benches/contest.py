@@ -172,13 +172,11 @@ def sized_alone(
     settings: Settings = MappingProxyType({}),
     allocation: str = "published",
     table: Mapping[str, Any] | None = None,
-) -> dict[str, Any] | None:
-    """As `Contestant.sized`, of one of `ALONE`, with what all its models took; None where it does not apply.
+) -> dict[str, Any]:
+    """As `Contestant.sized`, of one of `ALONE` that applies, with what all its models took.
 
     A row is None where no model of the method is as small. `table` is that of the method it starts from.
     """
-    if obstacle(contest, method):
-        return None
     subject, rival, start = contest.subject(seed), with_settings(SIZE_METHODS[method], settings), time.perf_counter()
     make: Callable[..., Made | None] = rival.make
     sizes: Sequence[Any] = contest.budgets
@@ -210,6 +208,12 @@ def contests(request: Request) -> list[Contest]:
     if request.model is not None and request.model not in own:
         raise FlexrankError(f"--model is {request.model!r}; this bench has {', '.join(own)}, or any with --config")
     return [make(request, name) for name, make in own.items() if request.model in (None, name)]
+
+
+def named(request: Request, name: str) -> Contest:
+    """The request's contest of this name."""
+    own = request if request.config else dataclasses.replace(request, model=name)
+    return next(contest for contest in contests(own) if contest.name == name)
 
 
 def _of_texts(request: Request, name: str) -> Contest:

@@ -15,24 +15,30 @@ from flexrank.data.batches import batch_rows, some_rows
 from research import figures
 from research.baselines import RANK_METHODS, RIVALS
 from research.baselines.method import Settings
-from research.benches.contest import Contest, Contestant, sized_alone
-from research.experiment import Ledger
+from research.benches.contest import Contest, Contestant, named, obstacle, sized_alone
+from research.experiment import Ledger, Request
 
 #: Of a contest's own budgets the nearest to these.
 BUDGETS = (0.8, 0.4)
 Trial = dict[str, Any]
 
 
-def tried(tuning: Contest, ledger: Ledger, methods: Iterable[str]) -> dict[str, list[Trial]]:
+def tried(request: Request, name: str, ledger: Ledger, methods: Iterable[str]) -> dict[str, list[Trial]]:
     """By method with a free constant its settings, as its paper has it first, each with its error."""
-    short, base = _shortened(tuning), ledger.take("dense, tuning half", tuning.scored)[tuning.measure]
+    tuning = dataclasses.replace(request, half="tuning")
+    wanted = list(_settings(methods))
+    units = {_unit(method, settings): (tuning, name, method, settings) for method, settings in wanted}
+    done = ledger.take_all(units, trial_unit, request.jobs)
     found: dict[str, list[Trial]] = {}
-    for name, settings in _settings(methods):
-        unit = ledger.take(f"{name}, trial of {words(settings)}", _sized, short, name, settings)
-        if unit is not None:
-            trial = {"settings": dict(settings), "error": mean_distance(base, tuning.measure, unit["rows"])}
-            found.setdefault(name, []).append(trial)
+    for method, settings in wanted:
+        one = done[_unit(method, settings)]
+        if "obstacle" not in one:
+            found.setdefault(method, []).append({"settings": dict(settings), **one})
     return found
+
+
+def _unit(method: str, settings: Settings) -> str:
+    return f"{method}, trial of {words(settings)}"
 
 
 def _settings(methods: Iterable[str]) -> Iterator[tuple[str, Settings]]:
@@ -66,10 +72,16 @@ def _shortened(contest: Contest) -> Contest:
     return dataclasses.replace(contest, budgets=list(budgets), subject=subject)
 
 
-def _sized(contest: Contest, method: str, settings: Settings) -> Mapping[str, Any] | None:
+def trial_unit(request: Request, name: str, method: str, settings: Settings) -> dict[str, Any]:
+    """A trial's error, or why the method does not apply."""
+    contest = _shortened(named(request, name))
     if method in RANK_METHODS:
-        return Contestant(contest, method, 0, settings).sized("published")
-    return sized_alone(contest, method, 0, settings)
+        rows = Contestant(contest, method, 0, settings).sized("published")["rows"]
+    elif reason := obstacle(contest, method):
+        return {"obstacle": reason}
+    else:
+        rows = sized_alone(contest, method, 0, settings)["rows"]
+    return {"error": mean_distance(contest.scored()[contest.measure], contest.measure, rows)}
 
 
 def mean_distance(base: float, measure: str, rows: Iterable[Mapping[str, Any] | None]) -> float | None:

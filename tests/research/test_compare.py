@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import math
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from research.baselines.statistics import next_token_loss
 from research.benches import compare, contest, trials
 from research.benches.contest import ALLOCATIONS, ALONE, METHODS, Contest, Contestant, sized_alone
 from research.benches.quality import Subject
-from research.experiment import EVERY_RANK, Request, find_experiment
+from research.experiment import EVERY_RANK, Ledger, Request, find_experiment
 from research.result import shown_rows
 from tiny import batch_for, build
 from tiny_runs import settings
@@ -149,11 +150,11 @@ def fake(monkeypatch: pytest.MonkeyPatch, scores: dict[str, float]) -> list[str]
     asked: list[str] = []
 
     def contests(request: Request) -> list[Contest]:
-        return [dataclasses.replace(made(), name="tiny" if request.half == "reporting" else "tuning")]
+        return [dataclasses.replace(made(), facts={"half": request.half})]
 
     def score(one: Contest, method: str, settings: Any, allocation: str, default: float) -> float:
         names = (f"{method}, {trials.words(settings)}", f"{method}, {allocation}", method)
-        if one.name == "tuning":
+        if one.facts["half"] == "tuning":
             asked.append(f"trial of {method}")
             names = names[:1]
         return next((scores[name] for name in names if name in scores), default)
@@ -164,28 +165,36 @@ def fake(monkeypatch: pytest.MonkeyPatch, scores: dict[str, float]) -> list[str]
         return {"table": table, "decomposition_seconds": 1.0, "probe_seconds": 2.0, "peak_bytes": 5e6}
 
     def sized(self: Any, allocation: str, table: Any = None) -> dict[str, Any]:
-        assert (table is None) == (self._contest.name == "tuning")
+        assert (table is None) == (self._contest.facts["half"] == "tuning")
         value = score(self._contest, self._method, self._settings, allocation, 9.0) + self._seed
         rows = [{"share": b, "parameters": int(1000 * b) + 500, "scores": {"nats": value + 1 - b}} for b in BUDGETS]
         return {"rows": rows, "nested": allocation != "published", "search_seconds": 4.0}
 
     def alone(
         one: Contest, method: str, seed: int, settings: Any, allocation: str = "published", table: Any = None
-    ) -> dict[str, Any] | None:
+    ) -> dict[str, Any]:
         value = score(one, method, settings, allocation, 8.0) + seed
-        if one.name == "tiny":
+        if one.facts["half"] == "reporting":
             asked.append(f"{method} {seed}" + (f", {allocation}" if method == "pifa" else ""))
             assert table == ({"of": ["svd-llm", seed]} if method == "pifa" else None)
         rows = [{"share": b, "parameters": 1, "scores": {"nats": value}} for b in BUDGETS]
-        if method == "slicegpt":
-            return None
         last = [rows[-1]] if method == "pifa" else [None]
         return {"rows": [*rows[:-1], *last], "nested": False, "seconds": 4.0, "peak_bytes": 6e6}
 
-    monkeypatch.setattr(compare, "contests", contests)
+    def obstacle(_: Contest, method: str) -> str | None:
+        return f"{method} is too odd" if method == "slicegpt" else None
+
+    take_all = Ledger.take_all
+
+    def sent(self: Ledger, units: Any, compute: Any, jobs: int) -> Any:  # as to other processes
+        return take_all(self, pickle.loads(pickle.dumps(units)), pickle.loads(pickle.dumps(compute)), jobs)
+
+    monkeypatch.setattr(Ledger, "take_all", sent)
+    for module in (compare, contest):
+        monkeypatch.setattr(module, "contests", contests)
     for module in (compare, trials):
         monkeypatch.setattr(module, "sized_alone", alone)
-    monkeypatch.setattr(compare, "obstacle", lambda _, method: f"{method} is too odd")
+        monkeypatch.setattr(module, "obstacle", obstacle)
     monkeypatch.setattr(Contestant, "probed", probed)
     monkeypatch.setattr(Contestant, "sized", sized)
     return asked
@@ -196,7 +205,7 @@ TRIALS = [f"trial of {method}" for method in ("asvd", "svd-llm-v2", "lems", "pif
 
 
 def compared(*seeds: int) -> list[str]:
-    alone = ["pifa {}, published", "pifa {}, paper", "pifa {}, joint", "slicegpt {}", "a3 {}"]
+    alone = ["pifa {}, published", "pifa {}, paper", "pifa {}, joint", "a3 {}"]
     return [
         name.format(seed)
         for names in ([f"{method} {{}}" for method in METHODS], alone)
@@ -207,7 +216,7 @@ def compared(*seeds: int) -> list[str]:
 
 def test_tables_claims_and_the_ledger(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = fake(monkeypatch, {"datasvd": 3.0, "fisher": 1.0, "drone, joint": 2.5, "pifa, joint": 7.0})
-    result = compare.run(Request(tmp_path, seeds=2))
+    result = compare.run(Request(tmp_path, seeds=2, jobs=0))
     json.dumps(result)
     assert asked == [*TRIALS, *compared(0, 1)]
     rows = {row[0]: row[1:] for row in shown_rows(result["tables"][0])}
@@ -226,14 +235,14 @@ def test_tables_claims_and_the_ledger(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert len(rows) == 1 + 3 * (len(METHODS) + 1) + 2
     assert len(compare.draw(result["data"]).axes) == 1
     asked.clear()
-    assert compare.run(Request(tmp_path, seeds=2)) == result and not asked
-    compare.run(Request(tmp_path, seeds=3))
+    assert compare.run(Request(tmp_path, seeds=2, jobs=0)) == result and not asked
+    compare.run(Request(tmp_path, seeds=3, jobs=0))
     assert asked == compared(2)
 
 
 def test_claims_are_of_published_and_of_all_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fake(monkeypatch, {"datasvd": 3.0, "fisher": 1.0, "drone, joint": 2.5, "pifa, paper": 1.1})
-    claims = compare.run(Request(tmp_path))["claims"]
+    claims = compare.run(Request(tmp_path, jobs=0))["claims"]
     own, any_ranks = (
         f"with joint ranks is behind no rival{ranks}, of 9 that apply"  # of ten SliceGPT does not; ours are no rivals
         for ranks in (" with its own ranks", ", be its ranks its own or flexrank's")
@@ -250,7 +259,7 @@ def test_claims_are_of_published_and_of_all_ranks(monkeypatch: pytest.MonkeyPatc
 
 def test_a_rival_that_makes_models_alone_can_win(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fake(monkeypatch, {"datasvd": 3.0, "a3": 2.7})
-    published, all_ranks, *_ = compare.run(Request(tmp_path))["claims"]
+    published, all_ranks, *_ = compare.run(Request(tmp_path, jobs=0))["claims"]
     for claim in (published, all_ranks):
         assert not claim["holds"] and claim["here"] == "behind at 0.8; most at 0.8, by 0.5 nats to a3, published"
 
@@ -264,7 +273,7 @@ def test_models_made_alone_are_scored_and_counted() -> None:
     others = sum(parameter.numel() for parameter in teacher.parameters()) - dense
     for method in ALONE:
         result = sized_alone(one, method, 0)
-        assert result is not None and not result["nested"] and result["seconds"] > 0 and result["peak_bytes"] >= 0
+        assert not result["nested"] and result["seconds"] > 0 and result["peak_bytes"] >= 0
         for budget, row in zip(BUDGETS, result["rows"], strict=True):
             wanted = SIZE_METHODS[method].make(teacher, [BATCH] * 2, layers, next_token_loss, budget)
             assert wanted is not None and row["parameters"] == wanted.parameters
@@ -272,16 +281,16 @@ def test_models_made_alone_are_scored_and_counted() -> None:
             assert row["scores"]["nats"] == pytest.approx(size(wanted.model)["nats"], rel=1e-5)
     small = dataclasses.replace(one, budgets=(0.5, 0.01))
     result = sized_alone(small, "a3", 0)
-    assert result is not None and result["rows"][0] and result["rows"][1] is None
+    assert result["rows"][0] and result["rows"][1] is None
     encoder = Subject(build("bert"), [BATCH] * 2, [BATCH], LogitObjective(), size)
     other = dataclasses.replace(one, subject=lambda _: encoder)
-    assert sized_alone(other, "slicegpt", 0) is None and contest.obstacle(one, "slicegpt") is None
+    assert contest.obstacle(one, "slicegpt") is None
     assert "bert is none of the decoders" in str(contest.obstacle(other, "slicegpt"))
 
 
 def test_a_tie_is_no_loss(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fake(monkeypatch, {"datasvd": 3.0, "fisher": 3.0, "drone": 3.0 - 4e-5})
-    assert all(claim["holds"] for claim in compare.run(Request(tmp_path))["claims"])
+    assert all(claim["holds"] for claim in compare.run(Request(tmp_path, jobs=0))["claims"])
 
 
 @pytest.mark.slow
@@ -297,7 +306,7 @@ def test_any_configuration_is_compared_whole(
     keys = settings(sources / task, sources / "text.txt", tmp_path / "unused", task)
     keys["data"] |= {"calibration": 16, "probe": 8}
     config = parse_config(keys | {"probe": {"levels": 3}})
-    request = Request(tmp_path / "work", seeds=2, config=config)
+    request = Request(tmp_path / "work", seeds=2, config=config, jobs=0)
     monkeypatch.setattr(compare, "_claim", lambda *_: {})
     result = compare.run(request)
     (one,) = result["data"].values()
@@ -336,9 +345,3 @@ def test_wrong_requests_are_one_line(tmp_path: Path, sources: Path) -> None:
     config = parse_config(own | {"layers": {"include": ["encoder"]}})
     with pytest.raises(FlexrankError, match="layers.include is set"):
         contest.contests(Request(tmp_path, config=config))
-
-
-def test_every_method_has_a_name_a_source_and_a_colour() -> None:
-    assert list(compare.COLOURS) == [*METHODS, *ALONE] and len(set(compare.COLOURS.values())) == len(compare.COLOURS)
-    assert list(compare.MARKERS) == list(ALONE)
-    assert all(name == method.name and method.source for name, method in (RANK_METHODS | SIZE_METHODS).items())

@@ -13,10 +13,10 @@ from flexrank import allocate_ranks
 from flexrank.distill.objectives import LogitObjective
 from flexrank.nn.select import select_layers
 from flexrank.profiles import SensitivityTable
-from research.baselines import pifa
+from research.baselines import RANK_METHODS, SIZE_METHODS, pifa
 from research.baselines.statistics import next_token_loss
 from research.benches import compare, contest, trials
-from research.benches.contest import ALLOCATIONS, Contestant, sized_alone
+from research.benches.contest import ALLOCATIONS, ALONE, METHODS, Contestant, sized_alone
 from research.benches.quality import Subject
 from research.experiment import EVERY_RANK, Ledger, Request
 from tiny import batch_for, build
@@ -28,7 +28,7 @@ def test_a_rival_is_compared_by_the_best_of_its_trials(monkeypatch: pytest.Monke
     scores = {"asvd, alpha 0.5": base + 2, "asvd, alpha 0.25": base + 1, "asvd, alpha 0.75": base + 3}
     scores |= {"asvd, alpha 1": base + 3, "pifa, mix 0.75": base + 0.5}
     asked = fake(monkeypatch, scores)
-    result = compare.run(Request(tmp_path))
+    result = compare.run(Request(tmp_path, jobs=0))
     assert asked == [*TRIALS, *compared(0)]
     one = result["data"]["tiny"]
     assert list(one["trials"]) == ["asvd", "svd-llm-v2", "lems", "pifa"]
@@ -40,10 +40,9 @@ def test_a_rival_is_compared_by_the_best_of_its_trials(monkeypatch: pytest.Monke
     assert "; asvd has alpha 0.25, the best of its trials; pifa has mix 0.75, the" in result["tables"][0]["title"]
     units = set(json.loads(next(tmp_path.glob("*/units.json")).read_text())["units"])
     for unit in (
-        "asvd, alpha 0.25, seed 0, probe", "asvd, alpha 0.25, seed 0, published", "asvd, alpha 0.25, seed 0, joint",
-        "pifa, mix 0.75, seed 0, paper", "pifa, mix 0.75, seed 0, published, whole budget", "a3, seed 0",
-        "lems, seed 0, published", "svd, seed 0, published, whole budget", "svd-llm-v2, seed 0, paper",
-        "lems, trial of gradient shrinkage 0.7, as coded 1", "slicegpt, seed 0", "slicegpt, obstacle",
+        "asvd, alpha 0.25, seed 0", "pifa, mix 0.75, seed 0, paper", "pifa, mix 0.75, seed 0, published",
+        "a3, seed 0, published", "svd, seed 0", "fisher, seed 0", "slicegpt, seed 0, published",
+        "lems, trial of gradient shrinkage 0.7, as coded 1",
     ):  # fmt: skip
         assert unit in units
 
@@ -56,7 +55,8 @@ def test_trials_have_half_of_the_samples_and_the_nearest_budgets(
     batches = [{name: value[:3] for name, value in batch_for("llama_tied").items()} for _ in range(2)]
     subject = Subject(build("llama_tied"), batches, batches[:1], LogitObjective(), size)
     one = dataclasses.replace(made(), budgets=(0.9, 0.75, 0.45, 0.3), subject=lambda seed: subject)
-    found = trials.tried(one, Ledger(tmp_path, {}), ["svd", "svd-llm-v2", "asvd", "pifa"])
+    monkeypatch.setattr(contest, "contests", lambda request: [one] if request.half == "tuning" else [])
+    found = trials.tried(Request(tmp_path, jobs=0), "tiny", Ledger(tmp_path, {}), ["svd", "svd-llm-v2", "asvd", "pifa"])
     assert list(found) == ["svd-llm-v2", "asvd", "pifa"] and {len(some) for some in found.values()} == {4}
     few = [{name: value[:2] for name, value in batch.items()} for batch in batches]
     teacher, base = subject.teacher, size(subject.teacher)["nats"]
@@ -95,7 +95,7 @@ def test_pifa_takes_ranks_from_the_table_of_svd_llm() -> None:
     dense = sum(layer.weight.numel() for layer in layers.values())
     for allocation, chain in chains.items():
         result = sized_alone(one, "pifa", 0, {"mix": 0.5}, allocation, table)
-        assert result is not None and not result["nested"]
+        assert not result["nested"]
         for budget, row in zip(BUDGETS, result["rows"], strict=True):
             ranks = chain.at(budget)
             model = pifa.make_at(teacher, [BATCH] * 2, layers, next_token_loss, ranks, 0.5).model
@@ -103,13 +103,20 @@ def test_pifa_takes_ranks_from_the_table_of_svd_llm() -> None:
             costs = [min(math.prod(s), ranks[n] * (sum(s) - ranks[n])) for n, s in errors.shapes.items()]
             assert row["share"] == sum(costs) / dense <= budget
     published = sized_alone(one, "pifa", 0, {}, "published", table)
-    assert published is not None and len({rank for rank in chains["joint"].at(0.5).values()}) > 2
-    assert published["rows"] == (sized_alone(one, "pifa", 0) or {})["rows"]
+    assert len({rank for rank in chains["joint"].at(0.5).values()}) > 2
+    assert published["rows"] == sized_alone(one, "pifa", 0)["rows"]
     assert [contest.allocations_of(name) for name in ("pifa", "slicegpt", "a3", "svd", "fisher")] == [
         ALLOCATIONS, ("published",), ("published",), ALLOCATIONS, ALLOCATIONS,
     ]  # fmt: skip
 
 
 def test_a_method_that_does_not_apply_has_no_trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(trials, "sized_alone", lambda *_: None)
-    assert trials.tried(made(), Ledger(tmp_path, {}), ["pifa", "fisher"]) == {}
+    monkeypatch.setattr(contest, "contests", lambda _: [made()])
+    monkeypatch.setattr(trials, "obstacle", lambda *_: "too odd")
+    assert trials.tried(Request(tmp_path, jobs=0), "tiny", Ledger(tmp_path, {}), ["pifa", "fisher"]) == {}
+
+
+def test_every_method_has_a_name_a_source_and_a_colour() -> None:
+    assert list(compare.COLOURS) == [*METHODS, *ALONE] and len(set(compare.COLOURS.values())) == len(compare.COLOURS)
+    assert list(compare.MARKERS) == list(ALONE)
+    assert all(name == method.name and method.source for name, method in (RANK_METHODS | SIZE_METHODS).items())

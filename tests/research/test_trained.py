@@ -27,21 +27,21 @@ BUDGETS = (0.8, 0.5)
 
 
 def lesson(name: str = "llama_tied", steps: int = 4, budgets: tuple[float, ...] = BUDGETS) -> Lesson:
-    teacher = build(name)
-    exclude = ["pooler"] if name == "bert" else []
+    teacher, batch = build(name), batch_for(name)
+    exclude = {"bert": ["pooler"], "vit": ["patch_embeddings"]}.get(name, [])
     layers = select_layers(teacher, exclude=exclude)
 
     def decomposed(method: str = "datasvd") -> nn.Module:
         model = copy.deepcopy(teacher)
         chosen = select_layers(model, exclude=exclude)
         loss = objective.fisher_loss if method == "fisher" else None
-        decompose_(model, collect_moments(model, [BATCH], chosen, gradient_loss=loss), method=method)
+        decompose_(model, collect_moments(model, [batch], chosen, gradient_loss=loss), method=method)
         return model
 
     objective: Any = EmbeddingObjective() if name == "bert" else LogitObjective()
     return Lesson(
-        teacher, [BATCH], [BATCH] * 2, budgets, steps, steps // len(budgets), objective, objective,
-        None if name == "bert" else next_token_loss, decomposed,
+        teacher, [batch], [batch] * 2, budgets, steps, steps // len(budgets), objective, objective,
+        None if name in ("bert", "vit") else next_token_loss, decomposed,
         lambda method, allocation: chain_of(decomposed(), budgets[::-1]), lambda model: contextlib.nullcontext(),
         {one: matrix_shape(layer) for one, layer in layers.items()}, 1e-2, None, 0,
     )  # fmt: skip
@@ -73,6 +73,16 @@ def test_every_method_gives_sizes_within_their_limits(name: str, kind: str) -> N
     assert same_state(one.teacher, before)
     wanted = outputs(one.teacher, BATCH)
     assert all(bool(torch.isfinite(one).all()) and not torch.equal(one, wanted) for one in found)
+
+
+@pytest.mark.parametrize("name", ["llm-pruner", "matformer", "layerskip"])
+@pytest.mark.parametrize("kind", ["gpt2", "vit"])
+def test_widths_and_depths_of_other_transformers(name: str, kind: str) -> None:
+    one, method = lesson(kind, budgets=(0.6,)), TRAINED_METHODS[name]
+    (size,) = method.sizes(one, method.trials[-1])
+    assert size is not None and 0.5 * one.limit(0.6) < size[1] <= one.limit(0.6)
+    found, wanted = (outputs(model, batch_for(kind)) for model in (size[0], one.teacher))
+    assert found.shape == wanted.shape and not torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("name", TRAINED_METHODS)
@@ -173,10 +183,9 @@ def test_adapters_have_the_authors_share_of_a_layers_width(monkeypatch: pytest.M
     assert {len(one.down) for one in acip.scored(lesson(), 3)[1].values()} == {3}
 
 
-#: By model, the methods that do not know it. A model of torch has no blocks to leave out, and no linear layers.
+#: By model, the methods that do not know it: fused queries of groups; no blocks to leave out, and no linear layers.
 UNKNOWN = {
-    "gpt2": {"llm-pruner", "matformer", "layerskip"},
-    "vit": {"llm-pruner", "matformer", "layerskip"},
+    "phi3": {"llm-pruner", "matformer"},
     "convnet": {"llm-pruner", "matformer", "layerskip", "svd-llm + lora", "acip"},
 }
 

@@ -18,20 +18,31 @@ from torch import Tensor, nn
 
 from flexrank.calibrate.collector import computing, seeded_loss
 from flexrank.data.batches import Batch, call_model, model_device, to_device
-from flexrank.nn.matrix import matrix_shape, weight_matrix
+from flexrank.nn.matrix import is_conv1d, matrix_shape, weight_matrix
 from research.baselines.method import Loss, NotApplicable
 
 #: Inside a block, what writes units and what reads them: first of attention, then of the feed-forward part.
 ARCHITECTURES: tuple[tuple[tuple[Sequence[str], str], ...], ...] = (
-    (
+    (  # Llama and its like
         (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.o_proj"),
         (("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"),
     ),
-    (
+    (  # BERT
         (("attention.self.query", "attention.self.key", "attention.self.value"), "attention.output.dense"),
         (("intermediate.dense",), "output.dense"),
     ),
-)  # fmt: skip
+    (  # ViT
+        (("attention.q_proj", "attention.k_proj", "attention.v_proj"), "attention.o_proj"),
+        (("mlp.fc1",), "mlp.fc2"),
+    ),
+    (  # DINOv3
+        (("attention.q_proj", "attention.k_proj", "attention.v_proj"), "attention.o_proj"),
+        (("mlp.up_proj",), "mlp.down_proj"),
+    ),
+    ((("attn.c_attn",), "attn.c_proj"), (("mlp.c_fc",), "mlp.c_proj")),  # GPT-2
+)
+#: The layers that hold queries, keys and values one below the other.
+FUSED = {"attn.c_attn": 3}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,14 +55,15 @@ class Units:
     shared_writers: tuple[str, ...] = ()  #: of keys and values, of which `group` units share a head
     group: int = 1
     shared: int = 0  #: parameters of what a group shares
+    fused: int = 1  #: matrices, one below the other, that each writer holds
 
     def parameters(self, kept: int) -> int:
         """Of so many units, the first ones in the order."""
         return kept * self.cost + -(-kept // self.group) * self.shared
 
-    def rows(self, values: Tensor) -> Tensor:
-        """(count · width, …) as (count, width, …)."""
-        return values.unflatten(0, (self.count, -1))
+    def rows(self, values: Tensor, fused: int = 1) -> Tensor:
+        """(fused · count · width, …) as (count, fused, width, …)."""
+        return values.unflatten(0, (fused, self.count, -1)).movedim(1, 0)
 
     def shared_rows(self, values: Tensor) -> Tensor:
         """(count / group · width, …) as (count, width, …), each an equal part of what its group shares."""
@@ -85,7 +97,8 @@ def _units(model: nn.Module, block: str, writers: Sequence[str], reader: str, *,
     names = tuple(f"{block}.{one}" for one in writers)
     own, shared = (names, ()) if group == 1 else (names[:1], names[1:])
     written, together = (sum(weight_matrix(model.get_submodule(one)).numel() for one in some) for some in (own, shared))
-    return Units(own, count, (m * n + written) // count, shared, group, together * group // count)
+    fused = FUSED.get(writers[0], 1)
+    return Units(own, count, (m * n + written) // count, shared, group, together * group // count, fused)
 
 
 def _architecture(model: nn.Module, block: str) -> tuple[tuple[Sequence[str], str], ...]:
@@ -101,24 +114,31 @@ def importances(
 ) -> dict[str, Float[Tensor, " count"]]:
     """Σ |w · ∂L/∂w| over each unit's weights, summed over batches (LLM-Pruner, eq. 5, element by element)."""
     device, totals = model_device(model), {name: torch.zeros(one.count) for name, one in units.items()}
-    weights = {
-        name: weight_matrix(model.get_submodule(name))
+    layers = {
+        name: model.get_submodule(name)
         for reader, one in units.items()
         for name in (reader, *one.writers, *one.shared_writers)
     }
+    weights: Any = [layer.weight for layer in layers.values()]
     with computing(model, device, with_gradients=True):
-        for weight in weights.values():
+        for weight in weights:
             weight.requires_grad_(True)
         for number, batch in enumerate(batches):
             batch = to_device(batch, device)
             value = seeded_loss(loss, call_model(model, batch), batch, number)
-            gradients = torch.autograd.grad(value, list(weights.values()))
-            salience = {name: (w * g).detach().abs() for (name, w), g in zip(weights.items(), gradients, strict=True)}
+            gradients = torch.autograd.grad(value, weights)
+            salience = dict(zip(layers, map(_salience, layers.values(), gradients), strict=True))
             for name, one in units.items():
-                parts = [one.rows(salience[part]) for part in one.writers]
+                parts = [one.rows(salience[part], one.fused) for part in one.writers]
                 parts += [one.shared_rows(salience[part]) for part in one.shared_writers]
                 totals[name] += sum(part.flatten(1).sum(1).cpu() for part in (one.rows(salience[name].T), *parts))
     return totals
+
+
+def _salience(layer: Any, gradient: Tensor) -> Float[Tensor, "m n"]:
+    """|w · ∂L/∂w| of the layer's matrix."""
+    values = (layer.weight * gradient).detach().abs()
+    return values.T if is_conv1d(layer) else values
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,6 +25,8 @@ from research.baselines.trained.lesson import Lesson, Settings, Size, TrainedMet
 
 #: The paper's for continued pretraining: the last block's dropout, and the scale of early losses.
 DROPOUT, EXIT_SCALE = 0.1, 0.2
+#: What follows the blocks of Llama and its like, of GPT-2, and of ViT.
+ENDS = (("model.norm", "lm_head"), ("transformer.ln_f", "lm_head"), ("vit.layernorm", "classifier"))
 
 
 def dropout_rates(blocks: int) -> list[float]:
@@ -72,9 +74,9 @@ def exits(model: nn.Module, layers: Iterable[str]) -> list[tuple[str, nn.Module]
     return blocks
 
 
-def _norm_and_head(model: Any) -> tuple[nn.Module, nn.Module] | None:
-    norm, head = getattr(getattr(model, "model", None), "norm", None), getattr(model, "lm_head", None)
-    return None if norm is None or head is None else (norm, head)
+def _norm_and_head(model: nn.Module) -> tuple[nn.Module, nn.Module] | None:
+    modules = dict(model.named_modules())
+    return next(((modules[norm], modules[head]) for norm, head in ENDS if {norm, head} <= modules.keys()), None)
 
 
 def exit_output(model: nn.Module, output: Any, place: int) -> Any:
@@ -85,7 +87,8 @@ def exit_output(model: nn.Module, output: Any, place: int) -> Any:
         return SimpleNamespace(last_hidden_state=states, hidden_states=(states,))
     norm, head = parts
     states = norm(states)
-    return SimpleNamespace(logits=head(states), hidden_states=(states,))
+    is_classifier = output.logits.ndim < states.ndim  # which reads the first token
+    return SimpleNamespace(logits=head(states[:, 0] if is_classifier else states), hidden_states=(states,))
 
 
 def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:

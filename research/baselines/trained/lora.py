@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from flexrank.nn.elastic import NestedLinear
-from flexrank.nn.matrix import weight_matrix
+from flexrank.nn.matrix import is_conv1d, weight_matrix
 from flexrank.nn.select import nest_
 from flexrank.nn.switch import layer_shapes, nested_layers, set_profile
 from research.baselines.method import NotApplicable, filled_ranks
@@ -28,7 +28,10 @@ def adapt_(model: nn.Module, layers: Sequence[str], seed: int) -> None:
     """Gives these linear layers adapters in place: W + (α / r) · B A, with B zero and A random (Hu et al., 2022)."""
     import peft
 
-    config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(layers), lora_dropout=0.0)
+    turned = any(is_conv1d(model.get_submodule(name)) for name in layers)
+    config = peft.LoraConfig(
+        r=RANK, lora_alpha=ALPHA, target_modules=list(layers), lora_dropout=0.0, fan_in_fan_out=turned
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(config, model)

@@ -30,6 +30,11 @@ calibration, held-out samples and definition of size: deployed parameters of the
 ones, gauge-aligned for all rank methods; what a method stores beside them counts. *met* and *missed* are computed from
 the numbers beside them. docs/baselines.md holds ours against the authors' own code.
 
+**On your model**: `python -m research compare --config CONFIG` and `compare-trained --config CONFIG` take the model,
+data and budgets of a run's configuration. `--jobs N` runs as many methods at once, `--seeds N` repeats all, `--tasks` adds
+tables of lm-eval's tasks, and an interrupted comparison goes on where it was. Of the language models below none has an
+accuracy above chance on ARC-Easy or PIQA, so none is scored by tasks.
+
 **Training-free**: *published* are the ranks of the method's own paper, by its own search where it has one; what
 rounding leaves of a uniform share is filled. A constant that a paper leaves free has four values, tried on the tuning
 half. *paper* and *joint* are flexrank's allocations, from a sensitivity table of the method's own factors, for PIFA of

@@ -27,30 +27,31 @@ _COMPARISONS = """# Rivals
 
 From saved results, by `python -m research --page`. Each section is one command. Every method has the same model,
 calibration, held-out samples and definition of size: deployed parameters of the factorised layers over their dense
-ones, gauge-aligned for all rank methods; what a method stores beside them counts. *met* and *missed* are computed from
-the numbers beside them. docs/baselines.md holds ours against the authors' own code.
+ones, gauge-aligned for all rank methods; adapters and the like count, indices do not. *met* and *missed* are computed
+from the numbers beside them. docs/baselines.md holds ours against the authors' own code.
 
 **On your model**: `python -m research compare --config CONFIG` and `compare-trained --config CONFIG` take the model,
-data and budgets of a run's configuration. `--jobs N` runs as many methods at once, `--seeds N` repeats all, `--tasks` adds
-tables of lm-eval's tasks, and an interrupted comparison goes on where it was. Of the language models below none has an
-accuracy above chance on ARC-Easy or PIQA, so none is scored by tasks.
+data and budgets of a run's configuration, in float32. `--jobs N` runs as many methods at once, `--seeds N` repeats all,
+`--tasks` adds tables of lm-eval's tasks, and an interrupted comparison goes on where it was. Of the language models
+below none has an accuracy above chance on ARC-Easy or PIQA, so none is scored by tasks.
 
 **Training-free**: *published* are the ranks of the method's own paper, by its own search where it has one; what
 rounding leaves of a uniform share is filled. A constant that a paper leaves free has four values, tried on the tuning
-half. *paper* and *joint* are flexrank's allocations, from a sensitivity table of the method's own factors, for PIFA of
-those that it starts from. *nested* says whether each size is a prefix of all larger ones, so that one artefact holds
-them. DRONE's search of ranks is left out. Seconds are of the clock, each measured once. DRONE, SVD-LLM and DataSVD have
-one optimum: their lines lie on each other. pycode5m and ResNet-20 were measured before ranks were filled and
-constants tried.
+half; all of SVD-LLM V2's are alike here, for its ranks never reach their bound. *paper* and *joint* are flexrank's
+allocations, from a sensitivity table of the method's own factors, for PIFA of those that it starts from. *nested* says
+whether each size is a prefix of all larger ones, so that one artefact holds them. DRONE's search of ranks is left out.
+Seconds are of the clock, each measured once. DRONE, SVD-LLM and DataSVD have one optimum: their lines lie on each
+other. pycode5m and ResNet-20 were measured before ranks were filled and constants tried.
 
 **Trained**: all methods have as many training tokens in all; one that trains each size by itself has its share of them
-for each. At equal training time each has so many steps that it trains about as long as flexrank; results made before
-that panel lack it. The probe, of which ranks are chosen once and whose seconds do not grow with training, has a column
-of its own. Each method has four rates, tried on the tuning half, and up to two more where the best is at an edge.
-Seconds and the peak of memory are of a process of its own. These are short trainings, of 160 to 320 steps, which favour
-methods that start from a good decomposition. **The results below were made before three mends that favour rivals**:
-heads of queries go one by one with nested widths and LLM-Pruner, ACIP's removal follows its line, and best rates at an
-edge ask for more; they are still to be measured again.
+for each. At equal training time each has as many steps as take flexrank's seconds, by what it took at equal tokens;
+times of a shared machine vary, and the column has what it took then. Results made before that panel lack it. The probe,
+of which ranks are chosen once and whose seconds do not grow with training, has a column of its own. Each method has
+four rates, tried on the tuning half, and up to two more where the best is at an edge. Seconds and the peak of memory
+are of a process of its own. These are short trainings, of 160 to 320 steps, which favour methods that start from a good
+decomposition. **pycode5m, babyllama and ResNet-20 were measured before four mends that favour rivals**: heads of
+queries go one by one with nested widths and LLM-Pruner, ACIP's removal follows its line, with adapters of the authors'
+width, rates are tried in finer steps, and best rates at an edge ask for more; they are still to be measured again.
 
 **Where ours is behind, and why.** LEMS weighs outputs by the loss's gradients, DataSVD by activations alone; flexrank's
 default, `fisher`, took that from it, and lies near it, at some sizes ahead and at some behind. PIFA and A3 make a model

@@ -164,7 +164,8 @@ def make(model: Any, batches: Sequence[Batch], layers: Layers, loss: Loss, budge
     }
     moments = input_moments(model, batches, read, loss) | output_moments(model, batches, given)
     for block in shape.blocks:
-        own = {name.removeprefix(f"{block}."): one for name, one in moments.items() if name.startswith(f"{block}.")}
+        device, start = model.device, f"{block}."
+        own = {name.removeprefix(start): one.to(device) for name, one in moments.items() if name.startswith(start)}
         reduce_(new.get_submodule(block), own, shape, sizes)
     return Made(new, method.parameter_count(model) - shape.removed(model, sizes))
 
@@ -218,7 +219,7 @@ def score_pairs(
     Rotation turns a pair in itself, and moves neither factor.
     """
     powers = [one.diagonal().unflatten(0, (2, -1)).sum(0) for one in (queries, keys)]
-    kept = torch.zeros(len(powers[0]), dtype=queries.dtype)
+    kept = queries.new_zeros(len(powers[0]))
     kept[(powers[0] * powers[1]).topk(rank // 2).indices] = 1
     chosen = torch.cat((kept, kept)).diag()
     return chosen, chosen

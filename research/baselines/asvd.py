@@ -13,7 +13,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from flexrank import probe_sensitivity
-from flexrank.errors import FlexrankError
 from flexrank.nn.linalg import Factors
 from flexrank.profiles import RankProfile, SensitivityTable
 from flexrank.profiles.costs import dense_parameters, profile_parameters
@@ -40,11 +39,10 @@ def within(table: SensitivityTable, threshold: float) -> RankProfile:
     return RankProfile(chosen)
 
 
-def searched(table: SensitivityTable, budget: float) -> RankProfile:
+def searched(table: SensitivityTable, budget: float) -> RankProfile | None:
     """The ranks of the least threshold by which deployed parameters are within the budget, by bisection.
 
-    Raises:
-        FlexrankError: the least ratios do not fit.
+    None where the least ratios do not fit.
     """
     cap = budget * sum(map(dense_parameters, table.shapes.values()))
 
@@ -54,11 +52,13 @@ def searched(table: SensitivityTable, budget: float) -> RankProfile:
     thresholds = sorted(error for errors in table.errors.values() for error in errors[:-1])
     place = bisect.bisect_left(thresholds, True, key=fits)  # fewer parameters the higher the threshold
     if place == len(thresholds):
-        raise FlexrankError(f"budget {budget:g} is below the least ratios that ASVD's search has")
+        return None
     return within(table, thresholds[place])
 
 
-def ranks(model: nn.Module, _: Mapping[str, Tensor], budgets: Sequence[float], measures: Measures) -> list[RankProfile]:
+def ranks(
+    model: nn.Module, _: Mapping[str, Tensor], budgets: Sequence[float], measures: Measures
+) -> list[RankProfile | None]:
     """The searched ranks at each budget, from one table of losses."""
     table = probe_sensitivity(model, measures.loss, LEVELS, spacing="parameters", min_saving=0.0, slack_share=0.0)
     return [searched(table, budget) for budget in budgets]

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from flexrank.allocate.curves import LayerCurve
 from flexrank.allocate.joint import solve_nested
-from flexrank.errors import FlexrankError
 from flexrank.nn.switch import full_profile, layer_shapes, use_profile
 from flexrank.profiles import RankProfile
 from flexrank.profiles.costs import Shape, dense_parameters, deployed_parameters, largest_rank
@@ -41,7 +40,7 @@ LEAST = 1e-6
 
 def ranks(
     model: nn.Module, energies: Mapping[str, Tensor], budgets: Sequence[float], measures: Measures
-) -> list[RankProfile]:
+) -> list[RankProfile | None]:
     """The best of the trials' ranks at each budget, by the distance of the model that has them."""
     rests = {name: _rests(one) for name, one in energies.items()}
     references = {
@@ -76,17 +75,16 @@ def biases(layers: Sequence[str], alpha: float, gamma: float) -> dict[str, float
     return {name: float(found.get(split_block(name)[0], 1.0)) for name in layers}
 
 
-def solved(shapes: Mapping[str, Shape], errors: Mapping[str, np.ndarray], budget: float) -> RankProfile:
+def solved(shapes: Mapping[str, Shape], errors: Mapping[str, np.ndarray], budget: float) -> RankProfile | None:
     """The ranks of least Σ errors[layer][rank] whose deployed parameters are within the budget; an integer program.
 
-    Raises:
-        FlexrankError: the least ranks do not fit.
+    None where the least ranks do not fit.
     """
     floor = 0.3 if budget >= 0.5 else 0.1
     curves = [_curve(name, shape, errors[name], floor) for name, shape in shapes.items()]
     cap = int(budget * sum(map(dense_parameters, shapes.values())))
     if sum(int(curve.parameters[0]) for curve in curves) > cap:
-        raise FlexrankError(f"budget {budget:g} is below the least ranks that LEMS's program has")
+        return None
     levels = solve_nested(curves, [cap], [1.0], GAP, TIME_LIMIT).levels[0]
     return RankProfile({curve.name: int(curve.ranks[level]) for curve, level in zip(curves, levels, strict=True)})
 
@@ -101,14 +99,16 @@ def _curve(name: str, shape: Shape, errors: np.ndarray, floor: float) -> LayerCu
     return LayerCurve(name, np.array(chosen), np.array([costs[rank] for rank in chosen]), errors[chosen])
 
 
-def _best(model: nn.Module, errors: Mapping[str, np.ndarray], budget: float, distance: Evaluate) -> RankProfile:
-    """Of the trials' solutions the one with which the model is nearest to the base model."""
+def _best(model: nn.Module, errors: Mapping[str, np.ndarray], budget: float, distance: Evaluate) -> RankProfile | None:
+    """Of the trials' solutions the one with which the model is nearest to the base model; None where nothing fits."""
     from scipy.stats import qmc
 
     tried = dict[RankProfile, float]()
     for alpha, gamma in qmc.Halton(2, scramble=False).random(TRIALS) * (ALPHAS, GAMMAS):
         bias = biases(list(errors), alpha, gamma)
         profile = solved(layer_shapes(model), {name: bias[name] * one for name, one in errors.items()}, budget)
+        if profile is None:
+            return None
         if profile not in tried:
             with use_profile(model, profile):
                 tried[profile] = distance(model)

@@ -37,8 +37,8 @@ class Measures:
     distance: Evaluate  #: from the base model
 
 
-#: (elastic model, each layer's energies, budgets, measures) to the ranks at each budget.
-Ranks = Callable[[nn.Module, Mapping[str, Tensor], Sequence[float], Measures], list[RankProfile]]
+#: (elastic model, each layer's energies, budgets, measures) to the ranks at each budget; None where none are so small.
+Ranks = Callable[[nn.Module, Mapping[str, Tensor], Sequence[float], Measures], Sequence[RankProfile | None]]
 #: The least scale of an input, over the largest: scales are divided by, and an input may always be zero.
 FLOOR = 1e-6
 #: Directions with less than this share of the largest one's energy count as unseen.
@@ -85,11 +85,14 @@ class RankMethod:
     def decompose_(
         self, model: nn.Module, batches: Sequence[Batch], layers: Layers, loss: Loss
     ) -> dict[str, Float[Tensor, " k"]]:
-        """Replaces the layers in place by their elastic forms; returns the energies of each one's components."""
+        """Replaces the layers in place by their elastic forms; returns the energies of each one's components.
+
+        Statistics and factors are on the CPU, wherever the model is.
+        """
         statistics, energies = self.collect(model, batches, layers, loss), {}
         with torch.no_grad():
             for name, layer in layers.items():
-                factors = self.factors(weight_matrix(layer).detach().double(), statistics[name])
+                factors = self.factors(weight_matrix(layer).detach().cpu().double(), statistics[name])
                 nest_(model, name, factors)
                 energies[name] = factors.energies
         return energies

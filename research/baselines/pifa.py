@@ -67,7 +67,7 @@ def make_at(
         for group in find_groups(lambda: call_model(model, batches[0]), layers):
             own, cross = _products(flows, group[0], shapes[group[0]][1])
             for name in group:
-                weight = weight_matrix(layers[name]).double()
+                weight = weight_matrix(layers[name]).cpu().double()
                 start = svd_llm.factors(weight, moments[name])
                 u, v = refit(weight, start.v[: ranks[name]], mixed(own, cross, mix), own)
                 nest_(new, name, Factors(u.T, v, torch.ones(len(v), dtype=torch.float64)))

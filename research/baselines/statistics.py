@@ -34,7 +34,7 @@ def input_moments(
     model: nn.Module, batches: Sequence[Batch], layers: Layers, _: Loss
 ) -> dict[str, Float[Tensor, "n n"]]:
     """X Xᵀ, summed over real tokens, in float64."""
-    return {name: one.moment for name, one in collect_moments(model, batches, layers, side="input").items()}
+    return {name: one.moment.cpu() for name, one in collect_moments(model, batches, layers, side="input").items()}
 
 
 def mean_magnitudes(

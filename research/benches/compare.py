@@ -55,13 +55,15 @@ def run(request: Request) -> Result:
     ]
     claims = [_claim(name, one, *claimed) for name, one in data.items() for claimed in CLAIMED]
     settings = {contest.name: {**contest.facts, "levels": contest.levels} for contest in compared}
-    return measured({**settings, "seeds": request.seeds}, tables, claims, data)
+    return measured({**settings, "seeds": request.seeds, "jobs": request.jobs}, tables, claims, data)
 
 
 def _measure(contest: Contest, request: Request) -> dict[str, Any]:
     """What is saved of a model."""
     facts = {"model": contest.name, "half": request.half, "levels": contest.levels, **contest.facts}
     ledger = Ledger(request.work, facts | {"budgets": list(contest.budgets)})
+    # First, by this process: a base model that is yet to be trained is so trained once.
+    dense, parameters = ledger.take("dense", contest.scored), ledger.take("parameters", contest.parameters)
     trials = tried(request, contest.name, ledger, (*METHODS, *ALONE))
     chosen = {method: best(some) for method, some in trials.items()}
     elastic = _elastic(request, contest.name, ledger, chosen)
@@ -74,8 +76,7 @@ def _measure(contest: Contest, request: Request) -> dict[str, Any]:
     efforts = ("decomposition_seconds", "probe_seconds", "peak_bytes")
     return {
         "measure": contest.measure, "digits": contest.digits, "budgets": list(contest.budgets),
-        "dense": ledger.take("dense", contest.scored), "parameters": ledger.take("parameters", contest.parameters),
-        "sized": {**sized, **own}, "trials": trials,
+        "dense": dense, "parameters": parameters, "sized": {**sized, **own}, "trials": trials,
         "seconds": {method: [{key: one[key] for key in efforts} for one in units] for method, units in elastic.items()},
         "obstacles": {method: alone[method]["published"][0]["obstacle"] for method in alone.keys() - own.keys()},
     }  # fmt: skip

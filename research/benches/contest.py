@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from flexrank import distillation_evaluator, probe_sensitivity
+from flexrank.data.halves import Half
 from flexrank.distill.objectives import LogitObjective
 from flexrank.errors import FlexrankError
 from flexrank.nn.matrix import matrix_shape
@@ -130,11 +131,12 @@ class Contestant:
         start = time.perf_counter()
         profiles = self._profiles(allocation, table)
         seconds = time.perf_counter() - start
-        nested = all(small.fits_in(large) for large, small in itertools.pairwise(profiles))
-        return {"rows": [self._row(profile) for profile in profiles], "nested": nested, "search_seconds": seconds}
+        nested = all(small.fits_in(large) for large, small in itertools.pairwise(filter(None, profiles)))
+        rows = [profile and self._row(profile) for profile in profiles]
+        return {"rows": rows, "nested": nested, "search_seconds": seconds}
 
-    def _profiles(self, allocation: str, table: Mapping[str, Any] | None) -> list[RankProfile]:
-        """The ranks at each budget, which fall; the method's own need no table."""
+    def _profiles(self, allocation: str, table: Mapping[str, Any] | None) -> Sequence[RankProfile | None]:
+        """The ranks at each budget, which fall; the method's own need no table, and may have none that are so small."""
         if table is not None and allocation != "published":
             return profiles_of(allocation, table, self._contest.budgets)
         model, energies, _ = self._decomposed
@@ -254,21 +256,36 @@ def _of_images(request: Request, name: str) -> Contest:
 
 
 def _of_config(request: Request, config: RunConfig) -> Contest:
-    """Any model: the samples and qualities of a run of this configuration."""
+    """Any model, in float32: the samples and qualities of a run of this configuration, on the request's half."""
     if request.seeds > 1 and config.data.source != "text":
         raise FlexrankError(f"data.source is {config.data.source!r}; only of 'text' seeds draw another calibration")
-    if config.layers.include is not None:
-        raise FlexrankError("layers.include is set; a comparison takes all layers but those of layers.exclude")
-    space = Workspace(config, RunDirectory(request.work))
-    judge, tasks = judged_by(space, request)
+    require_comparable(config)
 
     def subject(seed: int) -> Subject:
-        drawn = Workspace(config.model_copy(update={"seed": config.seed + seed}), space.directory)
-        samples, exclude = drawn.samples, config.layers.exclude
-        return Subject(space.base, samples.calibration, samples.probe, space.objective(), judge, exclude)
+        drawn = Workspace(half_of(config, request.half, seed), RunDirectory(request.work))
+        base, samples = drawn.base.float(), drawn.samples
+        judge = judged_by(drawn, request)[0] if request.half == "reporting" else drawn.judge  # trials need no tasks
+        parts = samples.calibration, samples.probe, drawn.objective(), judge
+        return Subject(base, *parts, config.layers.exclude)
 
+    space = Workspace(config, RunDirectory(request.work))
     measures = {"language": "nats_per_token", "embedding": "cosine", "classification": "accuracy"}
     loss = next_token_loss if config.task == "language" else space.objective().fisher_loss
     budgets = [budget for budget in config.allocation.budgets if budget < 1]
-    facts = identity_of(config, ("task", "model", "dtype", "seed", "data", "layers")) | tasks
+    facts = identity_of(config, ("task", "model", "seed", "data", "layers")) | judged_by(space, request)[1]
+    facts |= {"temperature": config.distillation.temperature}
     return Contest(config.name, measures[config.task], 4, budgets, config.probe.levels, facts, subject, loss)
+
+
+def require_comparable(config: RunConfig) -> None:
+    """FlexrankError where a comparison cannot take the configuration as it is."""
+    if config.layers.include is not None:
+        raise FlexrankError("layers.include is set; a comparison takes all layers but those of layers.exclude")
+    if config.data.half is not None:
+        raise FlexrankError(f"data.half is {config.data.half}; leave it out, settings are tried on the tuning half")
+
+
+def half_of(config: RunConfig, half: Half, seed: int) -> RunConfig:
+    """The configuration scored on this half, and with another draw of its samples."""
+    data = config.data.model_copy(update={"half": half})
+    return config.model_copy(update={"seed": config.seed + seed, "data": data})

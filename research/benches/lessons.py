@@ -7,11 +7,10 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from flexrank import distillation_evaluator, probe_sensitivity
-from flexrank.data.batches import Batch
+from flexrank.data.batches import Batch, model_device
 from flexrank.data.halves import Half
 from flexrank.decompose import Method
 from flexrank.distill.objectives import EmbeddingObjective, FisherObjective, LogitObjective, Objective
@@ -28,6 +27,7 @@ from research.baselines.method import Loss
 from research.baselines.statistics import next_token_loss
 from research.baselines.trained.lesson import Lesson
 from research.benches import images, language, sts
+from research.benches.contest import half_of, require_comparable
 from research.benches.quality import Subject, chain_of
 from research.benches.tasks import judged_by
 from research.experiment import EVERY_RANK, Request
@@ -57,6 +57,7 @@ class Course:
     divergence: Objective
     task: Loss | None
     forwards: Callable[[nn.Module, nn.Module], contextlib.AbstractContextManager[None]]
+    autocast: str = "auto"
 
     def table(self, seed: int, method: Method) -> dict[str, Any]:
         """The sensitivity table of a decomposition's components."""
@@ -78,7 +79,8 @@ class Course:
             chain=lambda method, allocation: chain_of(allocation, errors[method], self.budgets),
             forwards=lambda model: self.forwards(model, subject.teacher),
             layers={name: matrix_shape(layer) for name, layer in layers.items()},
-            usual_rate=self.usual_rate, autocast=autocast_dtype("auto", torch.device("cpu")), seed=seed,
+            usual_rate=self.usual_rate, seed=seed,
+            autocast=autocast_dtype(self.autocast, model_device(subject.teacher)),
         )  # fmt: skip
 
 
@@ -144,23 +146,18 @@ def _of_images(name: str, steps: int, request: Request) -> Course:
 
 
 def _of_config(config: RunConfig, request: Request) -> Course:
-    """Any transformer whose run trains on samples in memory; its settings are tried on the samples' tuning half."""
+    """Any transformer, in float32, whose run trains on samples in memory; settings are tried on their tuning half."""
     settings = config.distillation
-    if config.layers.include is not None:
-        raise FlexrankError("layers.include is set; a comparison takes all layers but those of layers.exclude")
-    if config.data.half is not None:
-        raise FlexrankError(f"data.half is {config.data.half}; leave it out, settings are tried on the tuning half")
+    require_comparable(config)
 
     def taught(seed: int, half: Half) -> tuple[Subject, Sequence[Batch]]:
-        data = config.data.model_copy(update={"half": half})
-        own = config.model_copy(update={"seed": config.seed + seed, "data": data})
-        drawn = Workspace(own, RunDirectory(request.work))
+        drawn = Workspace(half_of(config, half, seed), RunDirectory(request.work))
+        base, samples = drawn.base.float(), drawn.samples
         judge = judged_by(drawn, request)[0] if half == "reporting" else drawn.judge  # trials need no tasks
-        samples = drawn.samples
         if not isinstance(samples.training, Sequence):
             raise FlexrankError("data.path is a stream; a comparison trains on samples that are in memory")
         parts = samples.calibration, samples.probe, drawn.objective(), judge
-        return Subject(drawn.base, *parts, config.layers.exclude), samples.training
+        return Subject(base, *parts, config.layers.exclude), samples.training
 
     space = Workspace(config, RunDirectory(request.work))
     measures = {"language": "nats_per_token", "embedding": "cosine", "classification": "accuracy"}
@@ -169,11 +166,12 @@ def _of_config(config: RunConfig, request: Request) -> Course:
         "language": lambda *models: hidden_states(*models),
         "embedding": lambda model, _: eager_attention(model),
     }
-    facts = identity_of(config, ("task", "model", "dtype", "seed", "data", "layers")) | judged_by(space, request)[1]
+    facts = identity_of(config, ("task", "model", "seed", "data", "layers", "distillation"))
+    facts |= judged_by(space, request)[1]
     budgets = [budget for budget in config.allocation.budgets if budget < 1]
     return Course(
         config.name, measures[config.task], 4, budgets, settings.steps, settings.learning_rate, config.probe.levels,
         facts, taught,
         space.objective(settings.weight_of_hidden_states), space.objective(), next_token_loss if is_language else None,
-        forwards.get(config.task, lambda *_: contextlib.nullcontext()),
+        forwards.get(config.task, lambda *_: contextlib.nullcontext()), settings.autocast,
     )  # fmt: skip

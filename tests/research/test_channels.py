@@ -14,7 +14,7 @@ from flexrank.nn.matrix import matrix_shape
 from flexrank.nn.select import select_layers
 from research.baselines.statistics import next_token_loss
 from research.baselines.trained.channels import Units, Widths, find_units, importances, ordered
-from tiny import batch_for, build, outputs, relative
+from tiny import IMAGE, batch_for, build, outputs, relative
 
 BATCH = batch_for("llama_tied")
 
@@ -102,17 +102,25 @@ def test_units_of_an_encoder() -> None:
     assert {one.cost for one in units.values()} == {4 * 32 * 8, 2 * 32}
 
 
+def gated_dinov3() -> Any:
+    from transformers import DINOv3ViTConfig, DINOv3ViTModel
+
+    torch.manual_seed(0)
+    return DINOv3ViTModel(DINOv3ViTConfig(**IMAGE, use_gated_mlp=True)).eval()
+
+
 @pytest.mark.parametrize(
     ("kind", "value", "channel", "reader"),
     [
         ("vit", "attention.v_proj", "mlp.fc1", "mlp.fc2"),
         ("dinov3", "attention.v_proj", "mlp.up_proj", "mlp.down_proj"),
         ("gpt2", "attn.c_attn", "mlp.c_fc", "mlp.c_proj"),
+        ("dinov3, gated", "attention.v_proj", "mlp.up_proj", "mlp.down_proj"),
     ],
 )
 def test_units_of_other_transformers(kind: str, value: str, channel: str, reader: str) -> None:
     """Oracle: zeroed rows of what writes the last head's values and the last channel; GPT-2's matrices are turned."""
-    model, batch = build(kind), batch_for(kind)
+    model, batch = gated_dinov3() if "gated" in kind else build(kind), batch_for(kind.split(",")[0])
     names = [name for name, _ in block_stack(model, select_layers(model))]
     units = find_units(model, names)
     widths = Widths(units, {name: torch.arange(one.count) for name, one in units.items()})
@@ -129,7 +137,8 @@ def test_units_of_other_transformers(kind: str, value: str, channel: str, reader
     with widths.use(model, kept):
         assert relative(outputs(model, batch), outputs(zeroed, batch)) < 1e-6
     channels = matrix_shape(model.get_submodule(f"{names[0]}.{reader}"))[1]
-    assert [(one.count, one.cost) for one in units.values()] == 2 * [(4, 4 * 32 * 8), (channels, 2 * 32)]
+    cost = (3 if "gated" in kind else 2) * 32
+    assert [(one.count, one.cost) for one in units.values()] == 2 * [(4, 4 * 32 * 8), (channels, cost)]
 
 
 def test_importance_of_fused_matrices() -> None:

@@ -120,3 +120,9 @@ def test_every_method_has_a_name_a_source_and_a_colour() -> None:
     assert list(compare.COLOURS) == [*METHODS, *ALONE] and len(set(compare.COLOURS.values())) == len(compare.COLOURS)
     assert list(compare.MARKERS) == list(ALONE)
     assert all(name == method.name and method.source for name, method in (RANK_METHODS | SIZE_METHODS).items())
+
+
+@pytest.mark.parametrize("method", ["asvd", "lems"])
+def test_a_budget_below_all_of_a_search_has_no_row(method: str) -> None:
+    one = Contestant(dataclasses.replace(made(), budgets=(0.5, 0.02)), method, 0).sized("published")
+    assert one["rows"][0]["share"] <= 0.5 and one["rows"][1] is None and one["nested"]

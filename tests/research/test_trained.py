@@ -85,6 +85,12 @@ def test_widths_and_depths_of_other_transformers(name: str, kind: str) -> None:
     assert found.shape == wanted.shape and not torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("name", ["llm-pruner", "matformer", "layerskip", "svd-llm + lora", "acip"])
+def test_a_size_below_all_of_a_method_is_none(name: str) -> None:
+    method = TRAINED_METHODS[name]
+    assert list(method.sizes(lesson(budgets=(0.02, 0.01)), method.trials[-1])) == [None, None]
+
+
 @pytest.mark.parametrize("name", TRAINED_METHODS)
 def test_training_brings_sizes_nearer_to_the_base_model(name: str) -> None:
     method = TRAINED_METHODS[name]

@@ -63,10 +63,8 @@ class ScoredLinear(nn.Module):
         self.left, self.right = (nn.Parameter(one.to(weight.dtype), requires_grad=False) for one in (left, right))
         self.register_buffer("values", values.to(weight.dtype))
         self.score = nn.Parameter(torch.ones_like(self.values))
-        self.down = nn.Parameter(
-            torch.randn(adapter, weight.shape[1], generator=generator) / math.sqrt(weight.shape[1])
-        )
-        self.up = nn.Parameter(torch.zeros(weight.shape[0], adapter))
+        down = torch.randn(adapter, weight.shape[1], generator=generator) / math.sqrt(weight.shape[1])
+        self.down, self.up = nn.Parameter(down.to(weight)), nn.Parameter(weight.new_zeros(len(weight), adapter))
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
         self.mask: Tensor | None = None  #: of a size; None while scores are learned
 
@@ -133,7 +131,7 @@ class Pressure:
         by_score = scores.argsort(descending=True, stable=True)
         order = by_score[last[by_score].argsort(descending=True, stable=True)]
         places = torch.empty_like(order)
-        places[order] = torch.arange(len(order))
+        places[order] = torch.arange(len(order), device=order.device)
         return dict(zip(self.layers, places.split([len(one.score) for one in self.layers.values()]), strict=True))
 
 
@@ -165,10 +163,10 @@ def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:
         set_masks(layers, all_masks[draws.draw(step)])
 
     lesson.train_(model, adapters, lesson.followed, steps, rate, switch)
-    for masks in all_masks:
+    for budget, masks in zip(lesson.budgets, all_masks, strict=True):
         set_masks(layers, masks)
         kept = sum(layers[name].parameters_at(int(mask.sum())) for name, mask in masks.items())
-        yield model, lesson.limit(0) + kept
+        yield (model, lesson.limit(0) + kept) if kept <= budget * dense else None
 
 
 def scored(lesson: Lesson, adapter: int | None = None) -> tuple[nn.Module, dict[str, ScoredLinear]]:

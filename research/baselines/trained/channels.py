@@ -35,7 +35,11 @@ ARCHITECTURES: tuple[tuple[tuple[Sequence[str], str], ...], ...] = (
         (("attention.q_proj", "attention.k_proj", "attention.v_proj"), "attention.o_proj"),
         (("mlp.fc1",), "mlp.fc2"),
     ),
-    (  # DINOv3
+    (  # DINOv3, with gates and without
+        (("attention.q_proj", "attention.k_proj", "attention.v_proj"), "attention.o_proj"),
+        (("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"),
+    ),
+    (
         (("attention.q_proj", "attention.k_proj", "attention.v_proj"), "attention.o_proj"),
         (("mlp.up_proj",), "mlp.down_proj"),
     ),

@@ -68,25 +68,28 @@ def exits(model: nn.Module, layers: Iterable[str]) -> list[tuple[str, nn.Module]
         NotApplicable: there is no stack of blocks, or what follows it is not known here.
     """
     blocks = block_stack(model, layers)
-    is_headless = getattr(model, "base_model", None) is model
-    if not blocks or not (is_headless or _norm_and_head(model)):
+    if not blocks or not _end(model):
         raise NotApplicable(f"{type(model).__name__}: its blocks, or the norm and the head after them, are not known")
     return blocks
 
 
-def _norm_and_head(model: nn.Module) -> tuple[nn.Module, nn.Module] | None:
+def _end(model: nn.Module) -> tuple[nn.Module, nn.Module | None] | None:
+    """What follows the blocks, norm and head; None where it is not known."""
     modules = dict(model.named_modules())
+    if getattr(model, "base_model", None) is model:  # it has no head; BERT and its like have all norms in the blocks
+        norms = (one for name, one in model.named_children() if "norm" in name or name == "ln_f")
+        return next(norms, nn.Identity()), None
     return next(((modules[norm], modules[head]) for norm, head in ENDS if {norm, head} <= modules.keys()), None)
 
 
 def exit_output(model: nn.Module, output: Any, place: int) -> Any:
     """What the model returns if block `place` is its last, from the hidden states of a whole forward."""
-    states = output.hidden_states[place + 1]
-    parts = _norm_and_head(model)
-    if parts is None:
+    end = _end(model)
+    assert end is not None
+    norm, head = end
+    states = norm(output.hidden_states[place + 1])
+    if head is None:
         return SimpleNamespace(last_hidden_state=states, hidden_states=(states,))
-    norm, head = parts
-    states = norm(states)
     is_classifier = output.logits.ndim < states.ndim  # which reads the first token
     return SimpleNamespace(logits=head(states[:, 0] if is_classifier else states), hidden_states=(states,))
 

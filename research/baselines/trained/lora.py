@@ -57,6 +57,9 @@ def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:
     for budget in lesson.budgets:
         profile = filled_ranks(layer_shapes(whole), dict.fromkeys(lesson.layers, budget), budget)
         ((_, parameters),) = at(whole, profile)
+        if parameters > lesson.limit(budget):  # at the least ranks
+            yield None
+            continue
         model = copy.deepcopy(whole)
         set_profile(model, profile)
         for name, layer in nested_layers(model).items():
@@ -78,7 +81,7 @@ def _whitened(lesson: Lesson) -> nn.Module:
             raise NotApplicable(f"layer {name!r} is a convolution; adapters here are of linear layers")
     moments = input_moments(model, lesson.calibration, layers, lambda output, batch: output)
     for name, layer in layers.items():
-        weight = weight_matrix(layer).detach().double()
+        weight = weight_matrix(layer).detach().cpu().double()
         nest_(model, name, factors(weight, moments[name]))
     return model
 

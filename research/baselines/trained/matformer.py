@@ -19,6 +19,9 @@ def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:
     widths, model = taylor_widths(lesson), copy.deepcopy(lesson.teacher)
     all_kept = [widths.at(room(lesson, widths, budget)) for budget in lesson.budgets]
     possible = [kept for kept in all_kept if kept is not None]
+    if not possible:
+        yield from (None for _ in all_kept)
+        return
     draws = Schedule([1.0] * len(possible), lesson.seed, lesson.steps, 0.0, 0)
     weights = lesson.weights(model)
     with contextlib.ExitStack() as stack:

@@ -1,0 +1,65 @@
+"""Any configuration in a comparison: which samples score it, its dtype, and what its finished parts depend on."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from flexrank import FlexrankError
+from flexrank.run.config import RunConfig, parse_config
+from research.benches import contest, lessons
+from research.experiment import Request
+from tiny_runs import settings
+
+
+def config_of(sources: Path, tmp_path: Path, **changes: dict[str, Any]) -> RunConfig:
+    keys: dict[str, Any] = settings(sources / "language", sources / "text.txt", tmp_path / "unused", "language")
+    for section, values in changes.items():
+        keys[section] = {**keys.get(section, {}), **values}
+    return parse_config(keys)
+
+
+def test_trials_and_tables_are_scored_on_other_samples(sources: Path, tmp_path: Path) -> None:
+    """Oracle: the trained comparison's own halves, and no sample in both."""
+    config = config_of(sources, tmp_path)
+    (course,) = lessons.courses(Request(tmp_path, config=config))
+    scores = []
+    for half in ("reporting", "tuning"):
+        (one,) = contest.contests(Request(tmp_path, config=config, half=half))
+        subject, (other, _) = one.subject(0), course.taught(0, half)
+        halved = subject.decomposed("datasvd")
+        scores.append(subject.score(halved)["nats_per_token"])
+        assert scores[-1] == pytest.approx(other.score(halved)["nats_per_token"], rel=1e-6)
+    assert scores[0] != scores[1]
+
+
+def test_models_stored_in_bfloat16_are_compared_in_float32(sources: Path, tmp_path: Path) -> None:
+    stored = transformers.AutoModelForCausalLM.from_pretrained(sources / "language")
+    stored.to(torch.bfloat16).save_pretrained(tmp_path / "half")
+    transformers.AutoTokenizer.from_pretrained(sources / "language").save_pretrained(tmp_path / "half")
+    config = config_of(sources, tmp_path).model_copy(update={"model": str(tmp_path / "half")})
+    request = Request(tmp_path, config=config)
+    (one,), (course,) = contest.contests(request), lessons.courses(request)
+    for teacher in (one.subject(0).teacher, course.taught(0, "tuning")[0].teacher):
+        assert {parameter.dtype for parameter in teacher.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("change", "both"),
+    [({"temperature": 3.0}, True), ({"batch_size": 3}, False), ({"hidden_weight": 0.5}, False)],
+)
+def test_finished_parts_are_of_one_training(change: dict[str, Any], both: bool, sources: Path, tmp_path: Path) -> None:
+    first, second = config_of(sources, tmp_path), config_of(sources, tmp_path, distillation=change)
+    facts = [lessons.courses(Request(tmp_path, config=one))[0].facts for one in (first, second)]
+    assert facts[0] != facts[1]
+    facts = [contest.contests(Request(tmp_path, config=one))[0].facts for one in (first, second)]
+    assert (facts[0] != facts[1]) == both
+
+
+def test_a_half_of_the_configurations_own_is_refused(sources: Path, tmp_path: Path) -> None:
+    config = config_of(sources, tmp_path, data={"half": "tuning"})
+    for found in (contest.contests, lessons.courses):
+        with pytest.raises(FlexrankError, match="data.half is tuning; leave it out, settings are tried on the tuning"):
+            found(Request(tmp_path, config=config))

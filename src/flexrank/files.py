@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 #: Version of the JSON documents beside the tensors.
 FORMAT = 3
+#: How the text of each of them begins.
+BEGINNING = b'{\n "kind":'
 #: The names of what is being written, and of directories that are put away meanwhile: tempfile adds eight characters.
 LEFTOVER = re.compile(r"\.(?P<of>.+)\.[a-z0-9_]{8}\.(?P<kind>aside|old)")
 
@@ -86,28 +88,35 @@ def directory_aside(path: str | Path, *markers: str) -> Iterator[Path]:
     """Yields an empty directory beside `path`; renames it to `path` on success, removes it on failure.
 
     An existing directory is replaced only once the new one is whole, and only if it is empty or holds one of the files
-    `markers`, by which it is known to be of the same kind: no other files are lost.
+    `markers`, by which it is known to be of the same kind. What else it holds, which its documents do not name, stays.
+    A link is followed. A directory that cannot be renamed (a mount point, the working directory, one in a directory
+    that may not be written) is filled in its place, its documents last.
     """
-    path = Path(path)
-    if path.is_dir() and any(path.iterdir()) and not any((path / marker).is_file() for marker in markers):
+    path = Path(path).resolve()
+    others = path.is_dir() and not all(LEFTOVER.fullmatch(entry.name) for entry in path.iterdir())
+    if others and not any((path / marker).is_file() for marker in markers):
         raise FlexrankError(f"{path}: holds other files, and no {markers[0]} to replace; remove it, or choose another")
     if path.exists() and not path.is_dir():
         raise FlexrankError(f"{path}: is a file; choose another name for the directory")
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".aside", dir=path.parent))
+    stays = path.is_dir() and (path == Path.cwd() or path.is_mount() or not os.access(path.parent, os.W_OK))
+    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".aside", dir=path if stays else path.parent))
     aside.chmod(0o777 & ~_umask())
     try:
         yield aside
         for file in aside.rglob("*"):
             file.chmod((0o777 if file.is_dir() else 0o666) & ~_umask())  # safetensors keeps its files to their owner
             _flush(file)
-        _replace_directory(aside, path)
+        if stays:
+            _fill_directory(aside, path)
+        else:
+            _replace_directory(aside, path, markers)
     finally:
         if aside.exists():
             shutil.rmtree(aside)
 
 
-def _replace_directory(new: Path, path: Path) -> None:
+def _replace_directory(new: Path, path: Path, markers: Collection[str]) -> None:
     """Renames `new` to `path`. A directory there before is removed, or put back where the renaming fails."""
     if not path.exists():
         os.replace(new, path)
@@ -116,12 +125,62 @@ def _replace_directory(new: Path, path: Path) -> None:
     try:
         os.replace(path, old / path.name)
         os.replace(new, path)
+        _keep_others(old / path.name, path, markers)
     except BaseException:
         if not path.exists():
             os.replace(old / path.name, path)
         raise
     finally:
         shutil.rmtree(old)
+
+
+def _fill_directory(new: Path, path: Path) -> None:
+    """Moves all of `new` into `path`, in the place of the artefact that is there."""
+    documents = documents_of(new)
+    remove_artefact(path, keep=True)
+    for entry in sorted(new.iterdir(), key=lambda one: one.name in documents):
+        if (path / entry.name).is_dir():
+            shutil.rmtree(path / entry.name)
+        os.replace(entry, path / entry.name)
+
+
+def _keep_others(old: Path, new: Path, markers: Collection[str] = ()) -> None:
+    """Moves what the artefact that was in `old` did not write into `new`, unless that has it too."""
+    own = {*markers, *_written(old)}
+    for path in old.iterdir():
+        if path.name not in own and not (new / path.name).exists():
+            os.replace(path, new / path.name)
+
+
+def remove_artefact(path: Path, *, keep: bool = False) -> None:
+    """Removes what an artefact's documents name, and the directory where nothing else is in it, or with `keep` not."""
+    for name in sorted(_written(path)):
+        if (path / name).is_dir():
+            shutil.rmtree(path / name)
+        else:
+            (path / name).unlink(missing_ok=True)
+    if not keep and not any(path.iterdir()):
+        path.rmdir()
+
+
+def documents_of(directory: Path) -> dict[str, Mapping[str, Any]]:
+    """What `write_document` wrote into a directory, by name; one that is damaged names nothing."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for path in directory.glob("*.json"):
+        with path.open("rb") as file:
+            if file.read(len(BEGINNING)) != BEGINNING:
+                continue
+        found[path.name] = {}
+        with contextlib.suppress(FlexrankError):
+            found[path.name] = read_json(path)
+    return found
+
+
+def _written(directory: Path) -> set[str]:
+    """The entries of a directory that are an artefact's: its documents, what they name, and its card."""
+    documents = documents_of(directory)
+    names = {name for one in documents.values() for key in ("files", "shards") for name in one.get(key) or ()}
+    return {*documents, *(Path(name).parts[0] for name in names), *["README.md"] * bool(documents)}
 
 
 def clear_leftovers(directory: Path) -> None:
@@ -135,6 +194,8 @@ def clear_leftovers(directory: Path) -> None:
             continue
         if name["kind"] == "old" and (path / name["of"]).exists() and not (directory / name["of"]).exists():
             os.replace(path / name["of"], directory / name["of"])
+        if (path / name["of"]).is_dir() and (directory / name["of"]).is_dir():
+            _keep_others(path / name["of"], directory / name["of"])
         if path.is_dir():
             shutil.rmtree(path)
         elif name["kind"] == "aside":

@@ -3,10 +3,12 @@
 import json
 from pathlib import Path
 
+import pytest
 import transformers
 
 import flexrank as fr
 import tiny
+from flexrank.cli.cutting import beside
 from tiny_runs import invoke
 
 
@@ -32,3 +34,13 @@ def test_a_size_comes_of_an_elastic_artefact_without_its_run(copied: Path, tmp_p
         assert refusal.exit_code == 2 and message in refusal.stderr.splitlines()[-1]
     refusal = invoke("distill", elastic)
     assert "of an elastic artefact `flexrank deploy` writes a size" in refusal.stderr.splitlines()[-1]
+
+
+def test_a_place_beside_a_directory_that_has_no_name_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs" / "small").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "runs" / "small")
+    assert beside(Path("."), "dense") == tmp_path / "runs" / "small-dense"
+    assert beside(Path(".."), "dense") == tmp_path / "runs-dense"
+    assert beside(Path("a/b"), "dense") == Path("a/b-dense")

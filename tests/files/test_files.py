@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ from flexrank.files import (
     directory_aside,
     directory_bytes,
     read_json,
+    remove_artefact,
     require_keys,
     write_aside,
+    write_document,
     write_json,
 )
 
@@ -152,3 +155,70 @@ def test_leftovers_are_known_by_the_names_they_are_given(tmp_path: Path) -> None
         names = [file.name, folder.name]
         assert all(LEFTOVER.fullmatch(name) for name in names)
         assert [LEFTOVER.fullmatch(name)["of"] for name in names] == ["file.json", "folder"]
+
+
+def artefact(path: Path, *names: str) -> None:
+    """A directory of these files, named by a document, and a card."""
+    with directory_aside(path, "doc.json") as aside:
+        for name in names:
+            (aside / name).parent.mkdir(exist_ok=True)
+            (aside / name).write_text(name)
+        write_document(
+            aside / "doc.json", "test", {"files": {names[0]: ""}, "shards": {name: [] for name in names[1:]}}
+        )
+        (aside / "README.md").write_text("card")
+
+
+def entries(path: Path) -> set[str]:
+    return {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize("place", ["renamed", "filled", "interrupted"])
+def test_what_an_artefact_did_not_write_stays(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "small"
+    artefact(path, "config.json", "one", "deep/two")
+    mine = {".git/HEAD", "adapter/weights", "notes.txt"}
+    for name in mine:
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_text(name)
+    if place == "filled":
+        monkeypatch.chdir(path)
+    if place == "interrupted":  # after the renaming
+        monkeypatch.setattr("flexrank.files._keep_others", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        monkeypatch.setattr("flexrank.files.shutil.rmtree", lambda *_: None)
+        with pytest.raises(KeyboardInterrupt):
+            artefact(path, "config.json", "three")
+        monkeypatch.undo()
+        clear_leftovers(tmp_path)
+    else:
+        artefact(path, "config.json", "three")
+    assert entries(path) == {*mine, "doc.json", "README.md", "config.json", "three"}
+    assert os.listdir(tmp_path) == ["small"] and all((path / name).read_text() == name for name in mine)
+    remove_artefact(path)
+    assert entries(path) == mine
+    artefact(tmp_path / "other", "one")
+    remove_artefact(tmp_path / "other")
+    assert os.listdir(tmp_path) == ["small"]
+
+
+def test_a_link_is_followed_and_a_mount_point_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    (tmp_path / "link").symlink_to(disk)
+    artefact(tmp_path / "link", "one")
+    assert (tmp_path / "link").is_symlink() and entries(disk) == {"doc.json", "README.md", "one"}
+    before = disk.stat().st_ino
+    monkeypatch.setattr(Path, "is_mount", lambda self: self == disk)
+    artefact(disk, "deep/two")
+    assert disk.stat().st_ino == before and entries(disk) == {"doc.json", "README.md", "deep/two"}
+    with pytest.raises(RuntimeError), directory_aside(disk, "doc.json"):
+        raise RuntimeError
+    assert entries(disk) == {"doc.json", "README.md", "deep/two"}
+
+
+def test_a_damaged_document_loses_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "small"
+    artefact(path, "one")
+    (path / "doc.json").write_text((path / "doc.json").read_text()[:40])
+    artefact(path, "two")
+    assert entries(path) == {"doc.json", "README.md", "one", "two"}

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from flexrank import processes, progress
+from flexrank.cli.cutting import beside, deploy_elastic
 from flexrank.cli.endings import OneLineErrors, resumable
 from flexrank.cli.limits import check_limits, parse_bytes, parse_parameters
 from flexrank.cli.shown import console, print_json, show_place, show_report, show_size, show_stage, show_tuned
@@ -170,8 +171,6 @@ def deploy(
     limits = {name: limit for name, limit in given.items() if limit is not None}
     check_limits(limits, output, tune)
     if (config / "elastic.json").is_file():
-        from flexrank.cli.cutting import deploy_elastic
-
         deploy_elastic(config, limits, output, bool(overrides or tune), as_json)
         return
     outcome = _run(config, overrides, "slack" if limits else "deploy")
@@ -199,7 +198,7 @@ def export(
     from flexrank.deployment.formats import export_to, require_format
 
     require_format(to)
-    place = output or directory.with_name(f"{directory.resolve().name}-{to}")
+    place = output or beside(directory, to)
     facts = processes.by_first(lambda: export_to(directory, to, place))
     show_place(place, {"directory": str(place), **facts}, as_json)
 

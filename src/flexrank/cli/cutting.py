@@ -20,7 +20,13 @@ def deploy_elastic(
     if not limits:
         raise FlexrankError(f"{directory}: an elastic artefact; give --budget, --max-bytes or --max-params")
     name = "-".join(f"{key}-{limit}" for key, limit in limits.items())
-    place = output or directory.with_name(f"{directory.resolve().name}-{name}")
+    place = output or beside(directory, name)
     exported = processes.by_first(lambda: cut(directory, place, **limits))
     show_size(exported)
     show_place(place, exported, as_json)
+
+
+def beside(directory: Path, ending: str) -> Path:
+    """DIR-ENDING; of `.` and `..`, which have no name of their own, in full."""
+    named = directory if directory.name not in ("", "..") else directory.resolve()
+    return named.with_name(f"{named.name}-{ending}")

@@ -5,7 +5,6 @@ passes between stages in memory but what a file would give again to the same bit
 """
 
 import logging
-import shutil
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from flexrank.decompose import decompose_to_disk
 from flexrank.deployment.process import in_fresh_process
 from flexrank.distill import distillation_evaluator
 from flexrank.errors import FlexrankError
-from flexrank.files import read_json, write_aside, write_json
+from flexrank.files import read_json, remove_artefact, write_aside, write_json
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.experts import separate_experts_
 from flexrank.nn.matrix import matrix_shape
@@ -215,7 +214,7 @@ def export_all(work: Workspace, _: str) -> list[str]:
     places = [entry["directory"] for entry in exports]
     for other in place.iterdir():
         if (other / "flexrank.json").is_file() and f"deployed/{other.name}" not in places:
-            shutil.rmtree(other)
+            remove_artefact(other)
     write_json(work.directory / "deployed.json", exports)
     return places
 

@@ -173,6 +173,8 @@ def test_the_full_model_is_never_drawn_and_stays_the_base() -> None:
     profiles = [{"0": rank, "2": rank, "4": full["4"]} for rank in (1, 2, 4)] + [full]
     drawn = Counter(distill_(model, teacher, batches("perceptron"), profiles, **SETTINGS).profiles)
     assert drawn[3] == 0 and drawn[2] == pytest.approx(30, abs=6)
+    given = SETTINGS | {"steps": 20, "weights": [1, 1, 1, 9]}
+    assert 3 not in distill_(model, teacher, batches("perceptron"), profiles, **given).profiles
     batch = batches("perceptron")[0]
     with torch.no_grad(), use_profile(model, full):
         torch.testing.assert_close(model(batch), teacher(batch), rtol=1e-5, atol=1e-6)

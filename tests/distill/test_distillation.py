@@ -106,6 +106,15 @@ def test_the_evaluator_weights_batches_by_their_rows() -> None:
     assert parts == pytest.approx(float(whole), rel=1e-5)
 
 
+def test_a_batch_without_a_real_token_is_one_line() -> None:
+    teacher, model = build("gpt2"), nest(build("gpt2"))
+    data = [{"input_ids": torch.ones(2, 3, dtype=torch.long), "attention_mask": torch.zeros(2, 3, dtype=torch.long)}]
+    with pytest.raises(FlexrankError, match="a batch has no real token"):
+        distillation_evaluator(teacher, data)
+    with pytest.raises(FlexrankError, match="a batch has no real token"):
+        distill_(model, teacher, data, [full_profile(model)], steps=1)
+
+
 def test_what_is_not_trained_does_not_move() -> None:
     teacher, model = build("llama_tied"), nest(build("llama_tied"))
     model.model.norm.weight.requires_grad_(False)
@@ -163,7 +172,7 @@ def test_components_that_no_profile_uses_stay_and_are_no_work(tmp_path: Path) ->
     """The optimiser's state, in the checkpoint, is of used components alone; the model is whole again afterwards."""
     teacher, model = build("convnet"), nest(build("convnet"))
     before, whole = copy.deepcopy(model.state_dict()), dict(model.named_parameters())
-    small, large = {"0": 2, "3": 9, "6": 6}, {"0": 5, "3": 4, "6": 6}
+    large, small = {"0": 2, "3": 9, "6": 6}, {"0": 5, "3": 4, "6": 6}
     settings = {"steps": 4, "learning_rate": 1e-2, "weight_decay": 0.5, "checkpoint": tmp_path / "a"}
     distill_(model, teacher, batches("convnet"), [small, large], **settings)
     saved = safetensors.torch.load_file(tmp_path / "a" / "state.safetensors")
@@ -240,23 +249,28 @@ def test_what_cannot_be_trained_is_refused() -> None:
         ({"learning_rate": 0.0}, r"learning_rate is 0.0; it must be above 0"),
         ({"weight_decay": -0.1}, r"weight_decay is -0.1; it must be at least 0"),
         ({"warmup_steps": -5}, r"warmup_steps is -5; it must be at least 0"),
+        ({"autocast": torch.float16}, r"autocast is torch.float16; it is None or torch.bfloat16"),
+        ({"autocast": "bfloat16"}, r"autocast is 'bfloat16'; it is None or torch.bfloat16"),
+        ({"optimizer": "adamm"}, r"optimizer 'adamm' is unknown"),
     ],
 )
-def test_numbers_of_the_wrong_sign_are_refused(settings: dict[str, Any], match: str) -> None:
+def test_wrong_settings_are_refused_and_leave_the_model_as_it_was(settings: dict[str, Any], match: str) -> None:
     model = nest(build("perceptron"))
+    profiles = [SMALL, full_profile(model)]
     with pytest.raises(FlexrankError, match=match):
-        distill_(model, build("perceptron"), batches("perceptron"), [full_profile(model)], steps=1, **settings)
+        distill_(model, build("perceptron"), batches("perceptron"), profiles, **{"steps": 1} | settings)
+    assert all(layer.sizes is None and layer.dense is None for layer in nested_layers(model).values())
 
 
 def test_numbers_of_numpy_are_kept_in_a_checkpoint(tmp_path: Path) -> None:
     settings = {"learning_rate": np.float32(1e-3), "weights": np.array([1.0, 2.0]), "weight_decay": np.float32(0.1)}
+    settings |= {"steps": np.int64(2), "accumulation": np.int32(1), "seed": np.int64(3)}
     model = nest(build("perceptron"))
-    profiles = [SMALL, full_profile(model)]
-    distill_(
-        model, build("perceptron"), batches("perceptron"), profiles, steps=2, checkpoint=tmp_path / "a", **settings
-    )
+    profiles = [SMALL, {name: rank + 1 for name, rank in SMALL.items()}]
+    distill_(model, build("perceptron"), batches("perceptron"), profiles, checkpoint=tmp_path / "a", **settings)
     written = json.loads((tmp_path / "a" / "state.json").read_text())["settings"]
     assert written["learning_rate"] == float(np.float32(1e-3)) and written["weights"] == [1.0, 2.0]
+    assert (written["steps"], written["accumulation"], written["seed"]) == (2, 1, 3)
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
@@ -286,6 +300,8 @@ def test_batch_norm_statistics_and_dropout_rest() -> None:
         ({"chain": []}, "distillation got no profiles"),
         ({"chain": [{"0": 3, "4": 2}]}, "layer '2' is not in the profile"),
         ({"chain": [SMALL | {"0": 99}]}, "layer '0': rank 99 is out of range"),
+        ({"chain": [SMALL, {"a": 1}]}, "layer '0' is not in the profile"),
+        ({"chain": [SMALL, SMALL | {"0": 2}]}, "give them cheapest first"),
         ({"chain": SMALL}, r"neither a ProfileChain nor a list of profiles, such as \[chain.at\(0.5\)\]"),
         ({"chain": [0.5, 0.8]}, "neither a ProfileChain nor a list of profiles"),
         ({"steps": 0}, "steps is 0"),
@@ -297,5 +313,6 @@ def test_wrong_uses_are_named(change: dict, message: str) -> None:
     good = {"model": nest(build("perceptron")), "batches": batches("perceptron"), "chain": [SMALL], "steps": 1}
     with pytest.raises(FlexrankError, match=message):
         distill_(teacher=build("perceptron"), **good | change)
+    assert all(layer.sizes is None for layer in nested_layers(good["model"]).values() if "batches" not in change)
     with pytest.raises(FlexrankError, match="model and teacher are one network; the teacher is a copy from before"):
         distill_(teacher=good["model"], **good)

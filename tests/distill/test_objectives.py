@@ -263,6 +263,24 @@ def test_fisher_losses_have_the_fisher_as_second_moment() -> None:
     torch.testing.assert_close(gradient.T @ gradient / len(h), torch.eye(3), rtol=0.1, atol=0.02)
 
 
+def test_a_mask_of_another_length_than_features_is_not_theirs() -> None:
+    """As of sounds, whose mask has the waves' length; with their own length it leaves padding out."""
+    hidden, target = torch.randn(2, 5, 3), torch.randn(2, 5, 3)
+    mask, objective = torch.ones(2, 5, dtype=torch.long), FeatureObjective()
+    mask[1, 3:] = 0
+    whole = (hidden - target).square().sum() / target.square().sum()
+    torch.testing.assert_close(objective.loss(hidden, target, {"attention_mask": torch.ones(2, 40)}), whole)
+    errors, squares = (hidden - target).square().sum(-1) * mask, target.square().sum(-1) * mask
+    torch.testing.assert_close(objective.loss(hidden, target, {"attention_mask": mask}), errors.sum() / squares.sum())
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": 0.0}, {"temperature": -1.0}, {"chunk": 0}])
+def test_wrong_settings_of_an_objective_are_one_line(wrong: dict[str, float]) -> None:
+    ((name, value),) = wrong.items()
+    with pytest.raises(FlexrankError, match=f"{name} is {value}; it must be"):
+        LogitObjective(**wrong)
+
+
 def test_tasks_have_objectives() -> None:
     assert objective_for("language", temperature=2.0) == LogitObjective(2.0)
     assert objective_for("language", top_k=8, hidden_weight=4.0) == LogitObjective(top_k=8, hidden_weight=4.0)

@@ -45,8 +45,8 @@ def rows() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row} for row in ids]
 
 
-def trainer(place: Path, **settings: Any) -> tuple[Any, Any, Any]:
-    """A trainer of a tiny Llama with a constant rate, its teacher and its chain."""
+def trainer(place: Path, own: dict[str, Any] | None = None, **settings: Any) -> tuple[Any, Any, Any]:
+    """A trainer of a tiny Llama with a constant rate, its teacher and its chain; `own` are the Trainer's options."""
     teacher, model = build("llama_untied"), elastic("llama_untied")
     for layer in (*model.model.layers, *teacher.model.layers):
         layer.self_attn.attention_dropout = 0.5  # which is to be off
@@ -57,7 +57,7 @@ def trainer(place: Path, **settings: Any) -> tuple[Any, Any, Any]:
         "report_to": [], "save_strategy": "no", "logging_steps": 1, "use_cpu": True, "disable_tqdm": True, "seed": 0,
     }  # fmt: skip
     args = transformers.TrainingArguments(output_dir=str(place), **(values | settings))
-    return DistillationTrainer(model, teacher, chain, args, train_dataset=rows()), teacher, chain
+    return DistillationTrainer(model, teacher, chain, args, train_dataset=rows(), **(own or {})), teacher, chain
 
 
 def _refuse_labels(_: torch.nn.Module, __: object, names: dict[str, Any]) -> None:
@@ -169,9 +169,42 @@ def test_evaluation_is_at_the_profile_that_the_model_is_set_to(tmp_path: Path) -
         assert ours.evaluate(rows())["eval_loss"] == pytest.approx(wanted(ours.model), rel=1e-4)
 
 
+def test_while_it_trains_too_and_of_rows_without_labels(tmp_path: Path) -> None:
+    unlabelled = [{key: value for key, value in row.items() if key != "labels"} for row in rows()]
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "learning_rate": 1e-30, "per_device_eval_batch_size": 8}
+    ours, teacher, chain = trainer(tmp_path, {"eval_dataset": unlabelled}, **settings)
+    batch = {key: torch.stack([row[key] for row in unlabelled]) for key in unlabelled[0]}
+    with fr.use_profile(ours.model, chain.at(0.25)):
+        wanted = fr.distillation_evaluator(teacher, [batch])(ours.model)
+        ours.train()
+        found = ours.predict(unlabelled)
+        logits = ours.model(**batch).logits
+    (log,) = [log for log in ours.state.log_history if "eval_loss" in log]
+    assert log["eval_loss"] == pytest.approx(wanted, rel=1e-4) == found.metrics["test_loss"]
+    torch.testing.assert_close(torch.from_numpy(found.predictions), logits, rtol=1e-4, atol=1e-5)
+
+
+def test_a_second_call_trains_as_a_new_trainer_does(tmp_path: Path) -> None:
+    adam = {"adam_beta1": 0.5, "adam_beta2": 0.6, "adam_epsilon": 1e-3}
+    ours, teacher, chain = trainer(tmp_path, **TOGETHER | {"per_device_train_batch_size": 8, "max_steps": 3} | adam)
+    ours.train()
+    between, model = weights(ours.model), copy.deepcopy(ours.model)
+    other = DistillationTrainer(model, teacher, chain, ours.args, train_dataset=rows())
+    for one in (ours, other):
+        one.train()
+    moved = weights(ours.model) - between
+    assert moved.norm() > 0 and relative(moved, weights(other.model) - between) < 1e-3
+    assert ours.optimizer.param_groups[0]["betas"] == (0.5, 0.6) and ours.optimizer.param_groups[0]["eps"] == 1e-3
+
+
 def test_a_wrong_setting_and_a_loss_that_is_not_finite_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(FlexrankError, match="activation_checkpointing"):
         trainer(tmp_path, activation_checkpointing=True)
+    with pytest.raises(FlexrankError, match="optim is 'adafactor'; the AdamW of consolidation is adamw_torch or adamw"):
+        trainer(tmp_path, optim="adafactor")
+    adam = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
+    with pytest.raises(FlexrankError, match="was given an optimiser or a scheduler, of parameters not trained here"):
+        trainer(tmp_path, {"optimizers": (adam, None)})
     ours, teacher, _ = trainer(tmp_path)
     teacher.lm_head.weight.data[3] = math.nan
     with pytest.raises(FlexrankError, match="the loss is nan at step 0"):

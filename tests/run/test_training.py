@@ -194,9 +194,10 @@ def test_a_run_says_which_sizes_are_worse_than_before(caplog: pytest.LogCaptureF
         log_losers([0.3, 0.8, 0.9], [1.0, 0.5, 0.2], [0.9, 0.6, 0.3])
         log_losers([0.3], [1.0], [1.0])
         log_losers([0.3], [1.0], [math.nan])
-    worse, none, unknown = caplog.messages
+        log_losers([0.9, 1.0], [2e-3, -6.5e-9], [1e-3, 2.6e-9])  # a full model that rounding alone has changed
+    worse, none, unknown, rounded = caplog.messages
     assert worse.endswith("than before, on the probe's samples: 0.8, 0.9") and unknown.endswith("samples: 0.3")
-    assert none.startswith("distill: no size is further")
+    assert none == rounded and none.startswith("distill: no size is further")
 
 
 def test_losses_are_those_of_each_profile(copied: Path) -> None:
@@ -233,6 +234,11 @@ def test_what_is_trained_is_read_and_the_rest_is_the_base_models(copied: Path) -
     for profile in (small, large):
         with torch.no_grad(), use_profile(model, profile), use_profile(whole, profile):
             assert relative(call_model(model, batch).logits, call_model(whole, batch).logits) < 1e-5
+    model = work.trained_part([large, full])  # which is to be the base in layers that both leave full, too
+    for name, layer in nested_layers(model).items():
+        assert layer.dense.data_ptr() == work.base.get_submodule(name).weight.data_ptr()
+    with torch.no_grad(), use_profile(model, full):
+        torch.testing.assert_close(call_model(model, batch).logits, call_model(work.base, batch).logits)
     assert model.model.norm.weight is work.base.model.norm.weight
     assert model.model.embed_tokens.weight is work.base.model.embed_tokens.weight
 

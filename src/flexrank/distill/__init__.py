@@ -13,12 +13,13 @@ from flexrank import processes
 from flexrank.data.batches import Batch, call_model, eval_mode, model_device, require_several, to_device
 from flexrank.distill.interrupts import deferred
 from flexrank.distill.objectives import Objective, default_objective, describe
-from flexrank.distill.optimizer import OptimizerName, make_optimizer, scale_vectors_, set_rate
-from flexrank.distill.schedule import Feed, Schedule, UsualLosses, default_weights
+from flexrank.distill.optimizer import OptimizerName, make_optimizer, require_known, scale_vectors_, set_rate
+from flexrank.distill.schedule import Feed, Schedule, UsualLosses, drawn_weights
 from flexrank.distill.state import State
 from flexrank.distill.step import (
     Step,
     Targets,
+    require_rows,
     set_sizes_,
     trainable_parameters,
     training,
@@ -27,9 +28,9 @@ from flexrank.distill.step import (
 from flexrank.errors import FlexrankError
 from flexrank.files import digest_json, digest_tensor
 from flexrank.nn.sharding import is_sharded, sharded_parameters
-from flexrank.nn.switch import layer_shapes, use_profile
+from flexrank.nn.switch import layer_shapes, nested_layers, require_fitting, use_profile
 from flexrank.profiles import ProfileChain
-from flexrank.profiles.costs import full_ranks
+from flexrank.profiles.costs import full_ranks, profile_parameters
 from flexrank.progress import track
 
 Profiles = ProfileChain | Sequence[Mapping[str, int]]
@@ -62,7 +63,7 @@ def distillation_evaluator(
     """evaluate(model) -> mean objective over `batches` (weighted by their rows), both models in eval mode.
 
     The teacher runs once; its targets and the batches are kept on its device. The objective is by default that of
-    `default_objective` for the teacher's output. It is a FlexrankError if there are no batches.
+    `default_objective` for the teacher's output. No batches, and one without a real token, are a FlexrankError.
     """
     require_several(batches)
     kept = [to_device(batch, model_device(teacher)) for batch in batches]
@@ -73,6 +74,8 @@ def distillation_evaluator(
         if objective is None:
             objective = default_objective(call_model(teacher, kept[0]))
         targets = [objective.target(call_model(teacher, batch), batch) for batch in kept]
+    for target in targets:
+        require_rows(len(target))
 
     @torch.inference_mode()
     def evaluate(model: nn.Module) -> float:
@@ -128,23 +131,28 @@ def distill_(
             taken again and again. One with `state_dict` and `load_state_dict` resumes by them, others by skipping.
         chain: its requested profiles are trained; or the profiles themselves, cheapest first.
         method: see above.
-        weights: α, how often each profile is drawn relative to the others; by default as `method` says.
+        weights: α, how often each profile is drawn relative to the others; by default as `method` says. Of several
+            profiles `balanced` takes 0 in place of the full model's, which it never draws.
         accumulation: batches of a step, which weigh as their numbers of tokens or rows do (`Objective.loss`).
-        autocast: the dtype both models run under; parameters and optimiser keep theirs.
+        autocast: torch.bfloat16 for both models to run under it; parameters and optimiser keep their dtypes.
         optimizer: `adamw_8bit` has states of 8 bits; it, and weights in bfloat16, need torchao.
         gradient_checkpointing: keep what each block of the stack reads, and run it again to go back: a third more time
             for a small part of the memory of activations.
-        train_embeddings: else embeddings, and heads tied to them, are frozen, as is what does not require grad.
+        train_embeddings: else embeddings, and heads tied to them, are frozen, as is what does not require grad. All
+            sizes share them, so that trained ones take the full model away from the base too.
         teacher_cache: bytes of the teacher's outputs kept from one pass over a sequence to the next.
         checkpoint: a directory, from which a call resumes to the same bits; written every `checkpoint_every` steps, and
             after the step that runs on Ctrl-C or SIGTERM, which then ends the call with a KeyboardInterrupt.
         on_step: called after each step, to log it; resumed, from the checkpoint's step on.
 
     Raises:
-        FlexrankError: wrong settings, no batches, float16, a loss that is not finite, or a foreign checkpoint.
+        FlexrankError: wrong settings, no batches, a batch without a real token, float16, profiles of another model or
+            not cheapest first, a loss that is not finite, or a foreign checkpoint.
     """
-    profiles = profiles_of(chain)
     _check(model, teacher, optimizer, steps=steps, accumulation=accumulation, checkpoint_every=checkpoint_every)
+    _check_autocast(autocast)
+    profiles = profiles_of(chain, model)
+    steps, accumulation, seed = int(steps), int(accumulation), int(seed)  # numpy's are no JSON
     _check_numbers(learning_rate=learning_rate, max_norm=max_norm)
     _check_numbers(allow_zero=True, weight_decay=weight_decay, warmup_steps=warmup_steps)
     is_balanced = _is_balanced(method)
@@ -200,24 +208,41 @@ def _train(
                 raise KeyboardInterrupt
 
 
-def profiles_of(chain: Profiles) -> list[dict[str, int]]:
-    """The requested profiles of a chain, or those given, cheapest first; none is a FlexrankError."""
+def profiles_of(chain: Profiles, model: nn.Module) -> list[dict[str, int]]:
+    """The requested profiles of a chain, or those given, cheapest first.
+
+    It is a FlexrankError if there are none, if one does not fit the elastic model, or if they are in another order.
+    """
     profiles = [entry.profile for entry in chain.requested] if isinstance(chain, ProfileChain) else chain
     if not isinstance(profiles, Sequence) or not all(isinstance(profile, Mapping) for profile in profiles):
         raise FlexrankError("chain is neither a ProfileChain nor a list of profiles, such as [chain.at(0.5)]")
     if not profiles:
         raise FlexrankError("distillation got no profiles; the chain has no requested budgets")
+    layers, shapes = nested_layers(model), layer_shapes(model)
+    for profile in profiles:
+        require_fitting(layers, profile)
+    sizes = [profile_parameters(profile, shapes) for profile in profiles]
+    if sizes != sorted(sizes) and not isinstance(chain, ProfileChain):
+        raise FlexrankError(f"chain has profiles of {sizes} parameters; give them cheapest first")
     return [dict(profile) for profile in profiles]
 
 
 def _check(model: nn.Module, teacher: nn.Module, optimizer: str, **counts: int) -> None:
     if model is teacher:
         raise FlexrankError("model and teacher are one network; the teacher is a copy from before decompose_")
+    require_known(optimizer)
     if is_sharded(model) and optimizer == "adamw_8bit":
         raise FlexrankError("optimizer is adamw_8bit; of a sharded model it is adamw, whose states are divided too")
     for name, count in counts.items():
         if count < 1:
             raise FlexrankError(f"{name} is {count}; it must be at least 1")
+
+
+def _check_autocast(autocast: object) -> None:
+    if autocast not in (None, torch.bfloat16):
+        raise FlexrankError(
+            f"autocast is {autocast!r}; it is None or torch.bfloat16, for float16 loses small gradients"
+        )
 
 
 def _check_numbers(allow_zero: bool = False, **numbers: float) -> None:
@@ -235,14 +260,12 @@ def _is_balanced(method: str) -> bool:
 def _weights(
     weights: Sequence[float] | None, method: Method, model: nn.Module, profiles: Sequence[Mapping[str, int]]
 ) -> list[float]:
-    """The weights that were given, if they fit, or the method's own."""
-    if weights is None:
-        full = full_ranks(layer_shapes(model))
-        return default_weights(method, [profile == full for profile in profiles])
-    if len(weights) != len(profiles) or not all(math.isfinite(weight) and weight > 0 for weight in weights):
+    """`drawn_weights` of those that were given, if they fit, or of the method's own."""
+    if weights is not None and (len(weights) != len(profiles) or not all(0 < weight < math.inf for weight in weights)):
         wanted = f"give {len(profiles)} positive numbers, one for each profile"
         raise FlexrankError(f"weights {list(weights)} do not fit; {wanted}")
-    return [float(weight) for weight in weights]
+    full = full_ranks(layer_shapes(model))
+    return drawn_weights(weights, method, [profile == full for profile in profiles])
 
 
 def _identity(model: nn.Module) -> str:

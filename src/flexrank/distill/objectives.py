@@ -77,6 +77,10 @@ class LogitObjective(_Quotients):
     def __post_init__(self) -> None:
         if self.top_k is not None and self.top_k < 1:
             raise FlexrankError(f"top_k is {self.top_k}; it must be at least 1, or None for all classes")
+        if self.chunk is not None and self.chunk < 1:
+            raise FlexrankError(f"chunk is {self.chunk}; it must be at least 1, or None for as many rows as are fast")
+        if not self.temperature > 0:
+            raise FlexrankError(f"temperature is {self.temperature}; it must be above 0")
 
     def target(self, output: Any, batch: Batch) -> Tensor:
         """The teacher's logits of real tokens, (rows, classes); with `top_k` its `likeliest` classes; then states."""
@@ -141,8 +145,11 @@ class FeatureObjective(_Quotients):
 
     def terms(self, output: Any, target: Tensor, batch: Batch) -> list[Quotient]:
         """The squared error over the features' own squares."""
-        hidden = output_tensor(output)
-        return [_relative_error(hidden, target, output_mask(batch) if hidden.ndim == 3 else None)]
+        hidden, mask = output_tensor(output), None
+        if hidden.ndim == 3:
+            mask = output_mask(batch)
+        fits = mask is not None and mask.shape == hidden.shape[:2]  # a mask of sounds has other lengths than features
+        return [_relative_error(hidden, target, mask if fits else None)]
 
     def fisher_loss(self, output: Any, batch: Batch) -> Tensor:
         """Random normal projection of the features."""

@@ -20,20 +20,28 @@ VECTORS_RATE = 4.0
 LOUD = "torchao", "torch.utils._pytree"
 
 
+def require_known(name: str) -> None:
+    """Raises FlexrankError unless it is an optimiser's name."""
+    if name not in ("adamw", "adamw_8bit"):
+        raise FlexrankError(f"optimizer {name!r} is unknown; it is adamw or adamw_8bit")
+
+
 def make_optimizer(
     model: nn.Module,
     trainable: Mapping[str, nn.Parameter],
     learning_rate: float,
     weight_decay: float = 0.0,
     name: OptimizerName = "adamw",
+    **adam: Any,
 ) -> torch.optim.Optimizer:
     """AdamW, with decay of matrices alone; `scale` of a group is what a schedule's rate is multiplied by there.
+
+    `adam` are further settings of AdamW: `betas` and `eps`.
 
     Weights in bfloat16, and states in 8 bits, need torchao's. It rounds such weights up or down by chance: steps far
     below their precision move them in the mean.
     """
-    if name not in ("adamw", "adamw_8bit"):
-        raise FlexrankError(f"optimizer {name!r} is unknown; it is adamw or adamw_8bit")
+    require_known(name)
     modules = [module for module in model.modules() if isinstance(module, SizeVectors)]
     own = {parameter for module in modules for parameter in module.parameters()}
     matrices, vectors = (
@@ -49,10 +57,10 @@ def make_optimizer(
     ]
     groups = [group for group in groups if group["params"]]
     if name == "adamw" and all(parameter.dtype is not torch.bfloat16 for parameter in trainable.values()):
-        return torch.optim.AdamW(groups, lr=learning_rate, fused=True)
+        return torch.optim.AdamW(groups, lr=learning_rate, fused=True, **adam)
     kinds = torchao_optimizers()
     kind = kinds.AdamW8bit if name == "adamw_8bit" else kinds._AdamW
-    optimizer: torch.optim.Optimizer = kind(groups, lr=learning_rate, bf16_stochastic_round=True)
+    optimizer: torch.optim.Optimizer = kind(groups, lr=learning_rate, bf16_stochastic_round=True, **adam)
     return optimizer
 
 

@@ -61,6 +61,14 @@ def default_weights(method: str, is_full: Sequence[bool]) -> list[float]:
     return alpha
 
 
+def drawn_weights(given: Sequence[float] | None, method: str, is_full: Sequence[bool]) -> list[float]:
+    """The weights that were given, or the method's own; of `balanced` that of the full model is 0 in either case."""
+    if given is None:
+        return default_weights(method, is_full)
+    leaves_full = method == "balanced" and not all(is_full)
+    return [0.0 if full and leaves_full else float(weight) for weight, full in zip(given, is_full, strict=True)]
+
+
 def scheduled_rate(step: int, steps: int, peak: float, warmup: int) -> float:
     """Linear rise over `warmup` steps to `peak`, then half a cosine to 0."""
     if step < warmup:

@@ -67,6 +67,7 @@ class Targets:
         objective: Any = self._objective
         terms = objective.terms(output, target, batch)
         bottoms = processes.sums(*(float(bottom) * counts for _, bottom in terms))
+        require_rows(bottoms[0])
         first, *others = (top * counts / bottom for (top, _), bottom in zip(terms, bottoms, strict=True))
         return sum(others, first), bottoms[0]
 
@@ -197,7 +198,8 @@ def used_components(model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> 
             ranks = {profile[name] for profile in profiles}
             used = max((rank for rank in ranks if not layer.is_dense_at(rank)), default=len(layer.u))
             if used < len(layer.u):
-                layer.rank = used
+                if layer.rank > used and not layer.is_dense_at(layer.rank):  # else it stays at its size, to be measured
+                    layer.rank = used
                 layer.u, layer.v = (nn.Parameter(f.detach()[:used], f.requires_grad) for f in (layer.u, layer.v))
         try:
             yield
@@ -293,6 +295,12 @@ def loss_scale(value: float, usual: float | None) -> float:
     """The root of a profile's usual loss, or of this one before it has any; 1 where rounding leaves nothing above 0."""
     usual = value if usual is None else usual
     return math.sqrt(usual) if usual > 0 else 1.0
+
+
+def require_rows(count: float) -> None:
+    """Raises FlexrankError where nothing of a batch counts in a loss."""
+    if not count:
+        raise FlexrankError("a batch has no real token, as its attention_mask is 0 everywhere, or no row; leave it out")
 
 
 def require_finite(value: float, step: int, what: str) -> None:

@@ -1,6 +1,7 @@
 """Consolidation by transformers' Trainer, for those whose data, logging and checkpoints are its own."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,14 +28,19 @@ from flexrank.nn.switch import layer_shapes, use_profile
 from flexrank.profiles import ProfileChain
 from flexrank.profiles.costs import full_ranks
 
+#: What `args.optim` may be: torch's AdamW, which `make_optimizer` gives.
+ADAMW = "adamw_torch", "adamw_torch_fused"
+
 
 class DistillationTrainer(transformers.Trainer):
     """A Trainer whose every optimiser step draws one profile of an elastic model, and follows the frozen teacher.
 
     The loss, the draws, and what is trained are those of `distill_`; batches, the schedule of the learning rate,
-    logging and checkpoints are the Trainer's, as `args` says. Labels are not read. Each log has the losses of the
-    profiles drawn since the last one, as `loss_at_BUDGET`. Dropout is off. torchrun's processes train on batches of
-    their own, and each holds whole models: FSDP and DeepSpeed have not been tried.
+    logging and checkpoints are the Trainer's, as `args` says. With gradient accumulation all batches of a step weigh
+    the same, where `distill_` weighs them by their tokens. Labels are not read for the loss. Each log has the losses of
+    the profiles drawn since the last one, as `loss_at_BUDGET`; evaluation is at the size that the model is set to.
+    Dropout is off. A second `train()` begins with a new optimiser. torchrun's processes train on batches of their own,
+    and each holds whole models: FSDP and DeepSpeed have not been tried.
     """
 
     optimizer: Any  # the Trainer's, None until it trains
@@ -56,15 +62,15 @@ class DistillationTrainer(transformers.Trainer):
             teacher: the base model.
             chain: its requested profiles are trained; or the profiles themselves, cheapest first.
             args: of the Trainer. `learning_rate` is up to 4 times as high for the vectors that a size has of its own.
+                `optim` is torch's AdamW, with the betas, epsilon and weight decay of `args`.
             objective: by default that of `default_objective` for the teacher's output.
-            options: of the Trainer, such as `train_dataset` and `data_collator`.
+            options: of the Trainer, such as `train_dataset` and `data_collator`, but for optimisers.
 
         Raises:
-            FlexrankError: no profiles, or `args` that cannot be had here.
+            FlexrankError: no profiles, those of another model, or `args` and options that cannot be had here.
         """
-        if args.activation_checkpointing:
-            raise FlexrankError("activation_checkpointing of the Trainer needs dropout on; distill_ has one of its own")
-        self._profiles = profiles_of(chain)
+        _check(args, options)
+        self._profiles = profiles_of(chain, model)
         self._labels = chain.budgets if isinstance(chain, ProfileChain) else range(len(self._profiles))
         full = full_ranks(layer_shapes(model))
         weights = default_weights("balanced", [profile == full for profile in self._profiles])
@@ -80,19 +86,22 @@ class DistillationTrainer(transformers.Trainer):
         self._is_noted = False  # whether the optimiser's steps are
 
     def train(self, *args: Any, **options: Any) -> Any:
-        """As the Trainer's."""
+        """As the Trainer's; each call has an optimiser of its own, for what it trains are parameters of their own."""
+        self.optimizer, self._is_noted = None, False
+        self._losses.clear()
+        self._logged.clear()
         with used_components(self.model, self._profiles):
             self._trainable = trainable_parameters(self.model, factors_only=len(self._profiles) > 1)
             with training(self.model, self.teacher, self._trainable):
                 return super().train(*args, **options)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """AdamW as `distill_` has it, unless the Trainer was given one."""
+        """AdamW as `distill_` has it, with the betas and the epsilon of `args`."""
+        args = self.args
         if self.optimizer is None:
-            self.optimizer = make_optimizer(
-                self.model, self._trainable, self.args.learning_rate, self.args.weight_decay
-            )
-            set_rate(self.optimizer, self.args.learning_rate)
+            adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+            self.optimizer = make_optimizer(self.model, self._trainable, args.learning_rate, args.weight_decay, **adam)
+            set_rate(self.optimizer, args.learning_rate)
         if not self._is_noted:
             scale_vectors_(self.optimizer, self.model, lambda: self._usual.shares(self._places, len(self._profiles)))
             self.optimizer.register_step_post_hook(self._note)
@@ -130,6 +139,18 @@ class DistillationTrainer(transformers.Trainer):
             loss = self._scaled(loss)
         return (loss, outputs) if return_outputs else loss
 
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        """As the Trainer's, with the loss of rows without labels too, which the Trainer would not ask for."""
+        loss, logits, labels = None, None, None
+        if not prediction_loss_only:
+            loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if loss is None:
+            with torch.no_grad(), self.compute_loss_context_manager():
+                loss = self.compute_loss(model, self._prepare_inputs(inputs)).detach()
+        return loss, logits, labels
+
     def _scaled(self, loss: Tensor) -> Tensor:
         value = float(self.accelerator.reduce(loss.detach(), "mean"))  # over processes, which so divide by the same
         require_finite(value, self.state.global_step, "loss")
@@ -143,3 +164,18 @@ class DistillationTrainer(transformers.Trainer):
             logs |= {f"loss_at_{label:g}": mean for label, mean in sorted(means.items())}
             self._logged.clear()
         super().log(logs, *args, **options)
+
+
+def _check(args: transformers.TrainingArguments, options: Mapping[str, Any]) -> None:
+    """Raises FlexrankError for what of a Trainer cannot be had here."""
+    if args.activation_checkpointing:
+        raise FlexrankError("activation_checkpointing of the Trainer needs dropout on; distill_ has one of its own")
+    if args.optim not in ADAMW:
+        name = getattr(args.optim, "value", args.optim)
+        raise FlexrankError(f"optim is {name!r}; the AdamW of consolidation is {' or '.join(ADAMW)}")
+    given = options.get("optimizers") or (None, None)
+    if any(one is not None for one in (*given, options.get("optimizer_cls_and_kwargs"))):
+        right = "leave optimizers out, and set rate, betas, epsilon, decay and lr_scheduler_type in args"
+        raise FlexrankError(
+            f"the Trainer was given an optimiser or a scheduler, of parameters not trained here; {right}"
+        )

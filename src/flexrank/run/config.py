@@ -81,7 +81,7 @@ class DistillationConfig(Section):
     batch_size: Count = 32  # samples of one pass
     accumulation: Count = 1  # passes of one step
     # The chance of each of `allocation.budgets`, from the largest to the smallest; None means equal chances,
-    # and with `balanced` twice as great a one for the largest below 1.
+    # and with `balanced` twice as great a one for the largest below 1. Beside other budgets `balanced` takes 0 for 1.
     weights: tuple[Annotated[float, Field(gt=0)], ...] | None = None
     weight_decay: Annotated[float, Field(ge=0)] = 0.0  # of AdamW, on matrices alone
     # Of the last hidden states' error, beside the divergence (language) or the texts' cosine (embedding); None is 4,

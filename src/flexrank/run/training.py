@@ -18,6 +18,8 @@ from flexrank.run.tracking import Track
 from flexrank.run.workspace import Workspace
 
 log = logging.getLogger("flexrank")
+#: Losses differ by as much in float32 where the weights are the same, such as those of a full model that is the base.
+ROUNDING = 1e-6
 
 
 def train_(
@@ -77,7 +79,9 @@ def probe_losses(work: Workspace, model: nn.Module, profiles: Sequence[Mapping[s
 
 def log_losers(budgets: Sequence[float], before: Sequence[float], after: Sequence[float]) -> None:
     """Says in one line which sizes are further from the base model than before consolidation."""
-    worse = [f"{budget:g}" for budget, old, new in zip(budgets, before, after, strict=True) if not new <= old]
+    worse = [
+        f"{budget:g}" for budget, old, new in zip(budgets, before, after, strict=True) if not new <= old + ROUNDING
+    ]
     if worse:
         log.info("distill: further from the base model than before, on the probe's samples: %s", ", ".join(worse))
     else:

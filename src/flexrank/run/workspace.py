@@ -160,15 +160,16 @@ class Workspace:
         """The decomposed model as far as consolidation trains it at several profiles; the rest is the base's, shared.
 
         That is the components of each layer up to its largest rank below full, which are on the CPU, beside the matrix
-        at full rank.
+        at full rank, which a layer that every size leaves full has too where the full model is one of several.
         """
         full = full_ranks(read_shapes(self.directory / "elastic_initial")[0])
         ranks = {name: {profile[name] for profile in profiles} for name in full}
         below = {name: max(some - {full[name]}, default=full[name]) for name, some in ranks.items()}
+        keeps_base = len(profiles) > 1 and full in profiles
         model = load_components(self.directory / "elastic_initial", below)
         with separate_experts(self.base):
             for name, layer in nested_layers(model).items():
-                if full[name] in ranks[name] and below[name] < full[name]:
+                if full[name] in ranks[name] and (keeps_base or below[name] < full[name]):
                     matrix = weight_matrix(self.base.get_submodule(name)).detach()
                     layer.dense = nn.Parameter(matrix.contiguous(), requires_grad=False)
         share_tensors_(model, self.base)

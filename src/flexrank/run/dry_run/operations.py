@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 
-from flexrank.distill.schedule import default_weights
+from flexrank.distill.schedule import drawn_weights
 from flexrank.nn.blocks import block_stack
 from flexrank.nn.switch import last_within
 from flexrank.probe import MATRIX_BYTES
@@ -122,7 +122,8 @@ def drawn_profiles(architecture: Architecture, config: RunConfig) -> list[tuple[
     Where sizes share factors alone, a layer at full rank computes by its matrix, which is not trained.
     """
     settings, budgets = config.distillation, config.allocation.budgets
-    weights = settings.weights or default_weights(settings.method, [budget == 1 for budget in reversed(budgets)])[::-1]
+    given = settings.weights and settings.weights[::-1]
+    weights = drawn_weights(given, settings.method, [budget == 1 for budget in reversed(budgets)])[::-1]
     profiles = []
     for budget, weight in zip(budgets, weights, strict=True):
         ranks = dict(architecture.profile(budget, rule(config)["slack_share"]))

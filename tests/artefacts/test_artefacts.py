@@ -19,6 +19,7 @@ from flexrank.artefacts.inspect import inspect_artefact
 from flexrank.deployment import deploy, deployed_parameters_of
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
+from flexrank.hf.quantizer import DeployedConfig
 from flexrank.nn.switch import full_profile, nested_layers, use_profile
 from flexrank.profiles import RankProfile
 from flexrank.run.tables import print_artefact
@@ -292,10 +293,22 @@ def test_inspect_tells_what_an_artefact_holds(name, tmp_path):
 
 
 def test_inspect_refuses_other_directories(tmp_path):
-    for content in ("{}", '{"model_type": "bert"}'):
+    for content in ("{}", '{"model_type": "bert"}', "[1]", '{"quantization_config": ["flexrank"]}'):
         with pytest.raises(FlexrankError, match="not an artefact of flexrank"):
             inspect_artefact(tmp_path)
         (tmp_path / "config.json").write_text(content)
+
+
+@pytest.mark.parametrize(
+    "layers", [None, [], {"a": None}, {"a": {"form": "dense"}}, {"a": {"form": 1, "shape": 3, "rank": 1, "bias": 0}}]
+)
+def test_an_edited_configuration_is_one_line(layers, tmp_path):
+    config = {"quantization_config": {"quant_method": "flexrank", "layers": layers}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FlexrankError, match="in its quantization_config is no layer of flexrank; save it again"):
+        inspect_artefact(tmp_path)
+    with pytest.raises(FlexrankError, match="in its quantization_config is no layer of flexrank; save it again"):
+        DeployedConfig(layers)
 
 
 def test_a_large_artefact_is_several_files(tmp_path, monkeypatch):

@@ -217,3 +217,38 @@ def test_a_small_size_of_the_same_weights_drafts(name: str, tmp_path: Path) -> N
         assert torch.equal(together, alone) and together.shape == (1, 13 + seed)
     accepted = 3 * 10 - calls["large"]
     assert 0 < accepted < calls["small"]
+
+
+def test_a_pass_that_ctrl_c_has_ended_holds_up_nobody(tmp_path: Path) -> None:
+    """torch runs no hook after a KeyboardInterrupt; a pass that still runs is waited for."""
+    model, chain = loaded("perceptron", tmp_path / "elastic")
+    set_budget(model, 0.5)
+    layer: Any = model[0]
+    with layer.register_forward_pre_hook(lambda *_: _raise(KeyboardInterrupt())), pytest.raises(KeyboardInterrupt):
+        model(tiny.batch_for("perceptron"))
+    worker = threading.Thread(target=set_budget, args=(model, 1.0), daemon=True)
+    worker.start()
+    worker.join(20)
+    assert not worker.is_alive() and nested_layers(model)["0"].rank == chain.at(1.0)["0"]
+    reached, goes_on = threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> None:
+        reached.set()
+        goes_on.wait(20)
+
+    with layer.register_forward_pre_hook(wait):
+        running = threading.Thread(target=model, args=(tiny.batch_for("perceptron"),), daemon=True)
+        running.start()
+        reached.wait(20)
+        worker = threading.Thread(target=set_budget, args=(model, 0.5), daemon=True)
+        worker.start()
+        worker.join(1.5)  # longer than a change's patience
+        assert worker.is_alive() and nested_layers(model)["0"].rank == chain.at(1.0)["0"]
+        goes_on.set()
+        worker.join(20)
+    assert not worker.is_alive() and nested_layers(model)["0"].rank == chain.at(0.5)["0"]
+    set_budget(model, 1.0)
+
+
+def _raise(error: BaseException) -> None:
+    raise error

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import tiny
-from flexrank.deployment import deploy, deployed_parameters_of, find_slack
+from flexrank.deployment import FlexRankConfig, deploy, deployed_parameters_of, find_slack
 from flexrank.errors import FlexrankError
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.gauge_aligned import GaugeAlignedConv2d, GaugeAlignedLayer, GaugeAlignedLinear
@@ -191,9 +191,15 @@ def test_wrong_profiles_are_named():
     ):
         with pytest.raises(FlexrankError, match=message):
             deploy(model, profile)
-    with pytest.raises(FlexrankError, match="^layer '0': slack -1"):
-        deploy(model, {"0": 3, "2": 3, "4": 3}, slack=-1)
     with pytest.raises(FlexrankError, match="^layer '0': no slack was chosen for rank 3"):
         deploy(model, {"0": 3, "2": 3, "4": 3}, slack=SlackTable("float32"))
     with pytest.raises(FlexrankError, match="no elastic layers"):
         deploy(nn.Linear(2, 2), {})
+
+
+@pytest.mark.parametrize("slack", ["all", 1.5, None, -1, True])
+def test_a_wrong_slack_is_one_line(slack):
+    model = tiny.elastic("perceptron")
+    for call in (lambda: deploy(model, full_profile(model), slack=slack), lambda: FlexRankConfig(0.5, slack=slack)):
+        with pytest.raises(FlexrankError, match=f'slack is {slack!r}; it is "auto", a whole number of columns'):
+            call()

@@ -25,7 +25,7 @@ from flexrank.deployment.exports import relative_difference
 from flexrank.deployment.formats import BOUNDS, FORMATS, export_to, read_export
 from flexrank.deployment.runtimes import program_of, sample_inputs
 from flexrank.errors import FlexrankError
-from flexrank.files import FORMAT
+from flexrank.files import FORMAT, write_document
 from tiny import outputs, relative
 
 NAMES = ("llama_tied", "gpt2", "bert", "qwen3", "phi3", "vit")
@@ -169,6 +169,9 @@ def test_what_belongs_to_the_model_travels_along_and_what_is_flexranks_does_not(
     for name in (*kept, "README.md", "modeling_flexrank.py"):
         (tmp_path / "small" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "small" / name).write_text(f'{{"eos_token_id": {len(name)}}}')
+    for name in ("checkpoint-5/optimizer.pt", "training_args.bin", "torch/model.pt2", "torch/export.json"):
+        (tmp_path / "small" / name).parent.mkdir(exist_ok=True)
+        write_document(tmp_path / "small" / name, "export", {})
     export_to(tmp_path / "small", "dense", tmp_path / "out")
     found = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()}
     assert found == {*kept, "README.md", "config.json", "model.safetensors", "export.json"}
@@ -221,7 +224,7 @@ def test_a_failed_export_leaves_the_old_one(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "small"]
     monkeypatch.undo()
     export_to(tmp_path / "small", "dense", tmp_path / "out")
-    assert not (tmp_path / "out" / "old").exists()
+    assert (tmp_path / "out" / "old").is_file()  # which is no export's
 
 
 def test_the_command_prints_the_place_or_json(tmp_path: Path) -> None:

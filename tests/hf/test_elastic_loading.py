@@ -1,6 +1,7 @@
 """`from_pretrained` with a budget: transformers loads a size of an elastic artefact."""
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import flexrank as fr
 from flexrank.errors import FlexrankError
 from flexrank.nn.gauge_aligned import GaugeAlignedLayer
 from flexrank.nn.switch import use_profile
-from tiny import AUTO, batch_for, build, chain_of, deployed, elastic, flip_a_bit, outputs, relative, same_state
+from tiny import AUTO, batch_for, build, chain_of, deployed, elastic, flip_a_bit, nest, outputs, relative, same_state
 
 
 def saved(name: str, directory: Path, **options: Any) -> Any:
@@ -86,18 +87,79 @@ def test_many_files_another_dtype_and_tied_tensors(tmp_path: Path) -> None:
     assert tokens.shape == (2, 13)
 
 
-def test_limits_of_parameters_and_bytes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_limits_hold_for_what_is_loaded(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Oracle: each size deployed in this dtype and counted by hand; an artefact of the other width beside it."""
     model = saved("llama_untied", tmp_path / "elastic")
-    chain = chain_of(model)
-    limits = chain.model_parameters(chain.entries[1]), chain.model_bytes(chain.entries[2])
-    auto = transformers.AutoModelForCausalLM
-    found = [
-        auto.from_pretrained(tmp_path / "elastic", quantization_config=fr.FlexRankConfig(**limit))
-        for limit in ({"max_params": limits[0]}, {"max_bytes": limits[1]})
-    ]
-    for small, entry in zip(found, chain.entries[1:3], strict=True):
-        with use_profile(model, entry.profile):
-            assert relative(outputs(small, batch_for("llama_untied")), outputs(model, batch_for("llama_untied"))) < 1e-4
+    other = torch.float32 if dtype is torch.bfloat16 else torch.bfloat16
+    fr.save_elastic(elastic("llama_untied").to(other), chain_of(model), tmp_path / "other")
+    sizes = [fr.deploy(model, entry.profile, dtype=dtype) for entry in chain_of(model).entries]
+    counts = [sum(one.numel() for one in size.parameters()) for size in sizes]
+    assert counts == sorted(set(counts)) and len(counts) > 2
+    limits = {"max_params": counts, "max_bytes": [count * dtype.itemsize for count in counts]}
+    for name, wanted in limits.items():
+        for less, place in ((0, 1), (1, 0)):
+            small = transformers.AutoModelForCausalLM.from_pretrained(
+                tmp_path / ("other" if name == "max_bytes" else "elastic"),
+                quantization_config=fr.FlexRankConfig(**{name: wanted[1] - less}), dtype=dtype,
+            )  # fmt: skip
+            found = sum(one.numel() for one in small.parameters())
+            assert found <= counts[1] - less and found > 0.97 * counts[place]
+
+
+def test_the_files_that_are_loaded_are_those_that_transformers_found(tmp_path: Path) -> None:
+    """By another model's configuration, and by a revision of a repository in the hub's cache."""
+    first, second = saved("llama_untied", tmp_path / "first"), nest(build("llama_untied", seed=7))
+    fr.save_elastic(second, chain_of(second), tmp_path / "second")
+    auto, batch, size = transformers.AutoModelForCausalLM, batch_for("llama_untied"), fr.FlexRankConfig(budget=0.5)
+    with use_profile(second, chain_of(second).at(0.5)):
+        wanted = outputs(second, batch)
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "first")
+    found = auto.from_pretrained(tmp_path / "second", config=config, quantization_config=size)
+    assert relative(outputs(found, batch), wanted) < 1e-4
+    place = tmp_path / "hub" / "models--you--elastic"
+    (place / "refs").mkdir(parents=True)
+    for name, commit, directory in (("main", "a" * 40, "first"), ("v2", "b" * 40, "second")):
+        (place / "refs" / name).write_text(commit)
+        shutil.copytree(tmp_path / directory, place / "snapshots" / commit)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        found = auto.from_pretrained("you/elastic", revision="v2", quantization_config=size, cache_dir=tmp_path / "hub")
+    assert relative(outputs(found, batch), wanted) < 1e-4
+    assert not relative(outputs(found, batch), outputs(first, batch)) < 0.1
+
+
+@pytest.mark.parametrize("kind", ["elastic", "small"])
+def test_a_classifier_of_another_width_is_drawn_anew(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ten classes where the artefact's factorised classifier has five."""
+    model, options = saved("vit", tmp_path / "elastic"), {"num_labels": 10, "ignore_mismatched_sizes": True}
+    if kind == "elastic":
+        options["quantization_config"] = fr.FlexRankConfig(budget=0.5)
+    fr.export(fr.deploy(model, chain_of(model).at(0.5)), tmp_path / "small", batch_for("vit"))
+    found = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / kind, **options)
+    body = found.vit(**batch_for("vit")).last_hidden_state[:, 0]
+    assert type(found.classifier) is torch.nn.Linear and found.classifier.weight.std() > 0
+    assert outputs(found, batch_for("vit")).shape == (len(body), 10)
+    with use_profile(model, chain_of(model).at(0.5)):
+        assert relative(body, model.vit(**batch_for("vit")).last_hidden_state[:, 0]) < 1e-4
+    assert "classifier is (10, 32) here and (5, 32) in the artefact: newly initialised" in caplog.text
+    found.save_pretrained(tmp_path / "again")
+    again = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "again")
+    assert relative(outputs(again, batch_for("vit")), outputs(found, batch_for("vit"))) < 1e-6
+
+
+def test_a_size_is_cut_in_one_place(tmp_path: Path) -> None:
+    saved("llama_untied", tmp_path / "elastic")
+    places = {"model.embed_tokens": "cpu", "model.layers": "cpu", "model.norm": "cpu", "lm_head": "disk"}
+    places["model.rotary_emb"] = "cpu"
+    with pytest.raises(FlexrankError, match="device_map has several places, and a size is cut in one"):
+        transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "elastic", quantization_config=fr.FlexRankConfig(budget=0.5), device_map=places,
+            offload_folder=tmp_path / "offload",
+        )  # fmt: skip
 
 
 def test_another_head(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

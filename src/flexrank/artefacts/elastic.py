@@ -148,6 +148,7 @@ def load_elastic(
     model: nn.Module | None = None,
     max_params: int | None = None,
     max_bytes: int | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[nn.Module, ProfileChain]:
     """Reads an elastic artefact, in eval mode and at the largest rank read; `set_budget` switches it between sizes.
 
@@ -157,6 +158,7 @@ def load_elastic(
         model: the bare architecture, filled in place; needed where the artefact is neither transformers' nor names a
             factory, or where you do not trust its factory.
         max_params: as `budget`, by the whole model's parameters; `max_bytes` by its bytes.
+        dtype: in which `max_bytes` counts, that of deployment; by default the artefact's own.
 
     Raises:
         FlexrankError: a file is missing, truncated or edited, the budget is too small, or the architecture differs.
@@ -165,13 +167,22 @@ def load_elastic(
     document = read_elastic_document(directory)
     chain, ranks = ProfileChain.from_json(document["chain"]), None
     if not (budget is None and max_params is None and max_bytes is None):
-        entry = chain.entry_at(budget, max_params=max_params, max_bytes=max_bytes)
+        entry = _counted_in(chain, dtype).entry_at(budget, max_params=max_params, max_bytes=max_bytes)
         ranks = entry.profile
         chain = dataclasses.replace(chain, entries=chain.entries[: chain.entries.index(entry) + 1])
     elastic, sizes = _load(directory, document, ranks, model), read_sizes(directory)
     for layer in nested_layers(elastic).values():
         layer.chain, layer.card_sizes = chain, sizes
     return elastic, chain
+
+
+def _counted_in(chain: ProfileChain, dtype: torch.dtype | None) -> ProfileChain:
+    """The chain with the bytes of a model whose parameters are all in this dtype."""
+    own = chain.footprint
+    width = own.bytes_per_parameter if dtype is None else dtype.itemsize
+    others = own.other_bytes + own.other_parameters * (width - own.bytes_per_parameter)
+    footprint = dataclasses.replace(own, bytes_per_parameter=width, other_bytes=others)
+    return dataclasses.replace(chain, footprint=footprint)
 
 
 def load_components(directory: str | Path, ranks: Mapping[str, int]) -> nn.Module:

@@ -10,6 +10,7 @@ from flexrank.artefacts.deployed import DOCUMENT, KEYS, KIND, STATE
 from flexrank.artefacts.elastic import ELASTIC_DOCUMENT, ELASTIC_KIND, read_elastic_document
 from flexrank.artefacts.tensors import open_tensors
 from flexrank.errors import FlexrankError
+from flexrank.nn.specs import require_specs
 from flexrank.profiles import ProfileChain
 
 #: What describes an `export --to`, and by this file's name what such an export may replace.
@@ -63,19 +64,23 @@ def _deployed_document(directory: Path) -> dict[str, Any]:
     if (directory / DOCUMENT).is_file():
         return files.read_document(directory / DOCUMENT, KIND, KEYS)
     config = files.read_json(directory / "config.json") if (directory / "config.json").is_file() else {}
-    specs = config.get("quantization_config") or {}
-    if specs.get("quant_method") != "flexrank":
+    specs = config.get("quantization_config") if isinstance(config, dict) else None
+    if not isinstance(specs, dict) or specs.get("quant_method") != "flexrank":
         wanted = f"{ELASTIC_DOCUMENT}, {DOCUMENT} and a config.json with flexrank layers"
         raise FlexrankError(f"{directory}: not an artefact of flexrank; it has none of {wanted}")
+    require_specs(specs.get("layers"))
     names = config.get("architectures") or [None]
-    return {"library": "transformers", "class": names[0], "layers": specs.get("layers", {})}
+    return {"library": "transformers", "class": names[0], "layers": specs["layers"]}
 
 
 def _weight_files(directory: Path) -> list[Path]:
     """The weight files: one, or the shards that the index names."""
     index = directory / f"{STATE}.index.json"
-    names = sorted(set(files.read_json(index)["weight_map"].values())) if index.is_file() else [STATE]
-    return [directory / name for name in names]
+    if not index.is_file():
+        return [directory / STATE]
+    content = files.read_json(index)
+    files.require_keys(content, ("weight_map",), str(index))
+    return [directory / name for name in sorted(set(content["weight_map"].values()))]
 
 
 def _header_summary(paths: list[Path]) -> tuple[str, int]:

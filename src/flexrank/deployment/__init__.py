@@ -11,7 +11,7 @@ from torch import nn
 from flexrank.artefacts.cards import mark_size
 from flexrank.deployment.exports import export
 from flexrank.deployment.latency import entry_within_latency
-from flexrank.deployment.slack import Activations, active_factors, find_slack, layer_slack
+from flexrank.deployment.slack import Activations, active_factors, find_slack, layer_slack, require_slack
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
 from flexrank.nn.elastic import NestedLayer
@@ -57,6 +57,7 @@ def deploy(
     Raises:
         FlexrankError: the profile does not fit the model, or a slack is negative or too small for a layer.
     """
+    require_slack(slack)
     if base is not None and profile == full_ranks(layer_shapes(model)):
         return _copied(base, {}, device, dtype).train(model.training)
     model = submodel(model, profile)
@@ -105,6 +106,7 @@ def FlexRankConfig(
     if all(limit is None for limit in limits.values()):
         raise FlexrankError("FlexRankConfig has no limit; give budget, max_params or max_bytes")
     require_limits(**limits)
+    require_slack(slack)
     return ElasticConfig(limits, slack)
 
 

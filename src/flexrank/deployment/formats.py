@@ -55,6 +55,8 @@ LOADING = {
 }
 #: Where torch.onnx says at every export that torchvision is missing.
 REGISTRATION = "torch.onnx._internal.exporter._registration"
+#: The endings of pickles, which training writes beside a model.
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 log = logging.getLogger("flexrank")
 
 
@@ -163,10 +165,14 @@ def _clear_failures(format: str, architecture: str) -> Iterator[None]:
 
 
 def _add_companions(source: Path, aside: Path) -> None:
-    """Copies tokenizer, processor and generation settings, and the config without what only flexrank reads."""
+    """Copies tokenizer, processor and generation settings, and the config without what only flexrank reads.
+
+    What a training left there, pickles and checkpoints, stays behind, and so do other artefacts.
+    """
     own = {"config.json", CARD, DEPLOYED, f"{models.REMOTE_MODULE}.py"}
     for path in source.iterdir():
-        if path.name in own or ".safetensors" in path.name or path.name.startswith("."):
+        is_weights = ".safetensors" in path.name or path.suffix in PICKLES or path.name.startswith("checkpoint-")
+        if path.name in own or is_weights or path.name.startswith(".") or (path.is_dir() and files.documents_of(path)):
             continue
         if path.is_dir():
             shutil.copytree(path, aside / path.name)

@@ -16,12 +16,12 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from flexrank.artefacts.cards import auto_class
-from flexrank.artefacts.elastic import load_elastic, read_elastic_document
-from flexrank.deployment import deploy
+from flexrank.artefacts.elastic import read_elastic_document
+from flexrank.deployment.within import deployed_within
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
-from flexrank.hf.companions import fetched
-from flexrank.hf.quantizer import PlainQuantizer, attach, forget_quantization, placed
+from flexrank.hf.companions import fetched, whole_snapshot
+from flexrank.hf.quantizer import PlainQuantizer, attach, fitting, forget_quantization, placed
 from flexrank.nn.experts import separate_as_recorded_
 from flexrank.nn.gauge_aligned import Slack
 from flexrank.nn.select import replace_layers
@@ -59,18 +59,20 @@ class ElasticQuantizer(PlainQuantizer):
         if not config.name_or_path:
             kind = next(iter(config.architectures or ["this class"]))
             raise FlexrankError(f"{kind}.from_pretrained cannot cut a size; take {auto_class(kind)}.from_pretrained")
-        self._directory = fetched(config.name_or_path, getattr(config, "_commit_hash", None))
-        document = read_elastic_document(self._directory)
+        directory = fetched(config.name_or_path)
+        document = read_elastic_document(directory)
         if document["library"] != "transformers":
-            raise FlexrankError(f"{self._directory}: no model of transformers; read it with load_elastic")
+            raise FlexrankError(f"{directory}: no model of transformers; read it with load_elastic")
         config.transformers_weights = next(iter(document["shards"]))
         return config
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         del model.config.transformers_weights
+        # Where transformers found the file, which `revision` and a `config` of another model do not tell before.
+        self._directory = whole_snapshot(Path(kwargs["checkpoint_files"][0]).parent)
         separate_as_recorded_(model)
-        layers = placed(model, read_elastic_document(self._directory)["layers"])
-        replace_layers(model, {name: _Empty() for name, _ in layers})
+        layers = fitting(model, read_elastic_document(self._directory)["layers"])
+        replace_layers(model, {name: _Empty() for name in layers})
         # No report of what transformers finds: all tensors come from the artefact's own reader, after this.
         self._reported = {name: getattr(model, name) for name in REPORTED}
         for name in REPORTED:
@@ -80,10 +82,14 @@ class ElasticQuantizer(PlainQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for name, patterns in self._reported.items():
             setattr(model, name, patterns)
-        elastic, chain = load_elastic(self._directory, **self.quantization_config.limits)
-        profile, slack = chain.entries[-1].profile, self.quantization_config.slack
-        small = deploy(elastic, profile, dtype=model.dtype, device=model.device, slack=slack)
-        _fill(model, small, profile)
+        if len({*map(str, getattr(model, "hf_device_map", {}).values())}) > 1:
+            mend = "write the size by `flexrank deploy`, and load that by this device_map"
+            raise FlexrankError(f"device_map has several places, and a size is cut in one; {mend}")
+        settings = self.quantization_config
+        small, entry, _ = deployed_within(
+            self._directory, settings.limits, dtype=model.dtype, device=model.device, slack=settings.slack
+        )
+        _fill(model, small, entry.profile)
         forget_quantization(model)
         return model
 
@@ -98,19 +104,26 @@ class _Empty(nn.Module):
 
 def _fill(model: Any, small: Any, layers: Iterable[str]) -> None:
     """Moves a deployed model's layers and tensors into one of its architecture, which may have another head."""
-    deployed = dict(placed(model, {name: small.get_submodule(name) for name in layers}))
-    own = {id(inner) for layer in deployed.values() for inner in layer.modules()}
+    layers = {name: small.get_submodule(name) for name in layers}
+    own = {id(inner) for layer in layers.values() for inner in layer.modules()}
+    deployed = {name: one for name, one in placed(model, layers) if isinstance(model.get_submodule(name), _Empty)}
     others = {
         name: one for name, one in small.named_modules() if id(one) not in own and (one._parameters or one._buffers)
     }
     filled = {id(parameter) for parameter in small.parameters()}
     for name, module in placed(model, others, skip_missing=True):
         there = model.get_submodule(name)
-        there._parameters.update(module._parameters)
-        there._buffers.update(module._buffers)
+        if _shapes(there) == _shapes(module):
+            there._parameters.update(module._parameters)
+            there._buffers.update(module._buffers)
     replace_layers(model, deployed)
-    attach(model, dict(placed(model, models.attached_layers(small))))
+    attach(model, {name: spec for name, spec in placed(model, models.attached_layers(small)) if name in deployed})
     model.flexrank_sizes, model.flexrank_share = small.flexrank_sizes, small.flexrank_share
     drawn = [name for name, parameter in model.named_parameters() if id(parameter) not in filled]
     if drawn:
         log.warning("%s: not in the artefact, and newly initialised: %s", type(model).__name__, ", ".join(drawn))
+
+
+def _shapes(module: nn.Module) -> dict[str, Any]:
+    tensors = (*module._parameters.items(), *module._buffers.items())
+    return {name: tensor.shape for name, tensor in tensors if tensor is not None}

@@ -1,6 +1,7 @@
 """Slack: how many columns of each layer gauge alignment leaves unaligned, so that a dtype's error bound is kept."""
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -48,6 +49,13 @@ def find_slack(
         least = layer_slack(name, layer, slack, dtype, activations or {})
         columns[name][rank] = max(least, columns[name].get(rank, 0))
     return SlackTable(dtype_name(dtype), columns)
+
+
+def require_slack(slack: Any) -> None:
+    """FlexrankError unless this is a slack: a number of columns, "auto", or a table of `find_slack`."""
+    is_number = isinstance(slack, int) and not isinstance(slack, bool) and slack >= 0
+    if not (is_number or slack == "auto" or isinstance(slack, SlackTable)):
+        raise FlexrankError(f'slack is {slack!r}; it is "auto", a whole number of columns, or what find_slack chose')
 
 
 def layer_slack(

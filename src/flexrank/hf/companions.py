@@ -21,6 +21,9 @@ COPIED = ("*processor_config.json", MODULES, "sentence_*_config.json", "config_s
 PICKLES = ".bin"
 #: What says whose a model is, and under which licence.
 CARD = "README.md"
+#: A repository's name, and a directory of the hub's cache: cache, repository and commit.
+REPOSITORY = re.compile(r"[\w.-]*\w[\w.-]*/[\w.-]+")
+CACHED = re.compile(r"(.*)/models--([^/]+)/snapshots/([0-9a-f]{40})(?:/.*)?")
 log = logging.getLogger("flexrank")
 
 
@@ -85,16 +88,28 @@ def _copy(source: Path, directory: Path, patterns: Sequence[str]) -> None:
             shutil.copyfile(path, target)
 
 
-def fetched(place: str | Path, revision: str | None = None) -> Path:
+def fetched(place: str | Path) -> Path:
     """The directory itself, or the files of a repository of the hub, `owner/name`, in its cache."""
-    if Path(place).exists() or not re.fullmatch(r"[\w.-]*\w[\w.-]*/[\w.-]+", str(place)):
-        return Path(place)
+    is_here = Path(place).exists() or not REPOSITORY.fullmatch(str(place))
+    return Path(place) if is_here else _snapshot(str(place))
+
+
+def whole_snapshot(directory: Path) -> Path:
+    """The directory itself; in the hub's cache with all files of its commit, of which a loader has fetched some."""
+    cached = CACHED.fullmatch(directory.as_posix())
+    if cached:
+        cache, name, commit = cached.groups()
+        _snapshot(name.replace("--", "/"), revision=commit, cache_dir=cache)
+    return directory
+
+
+def _snapshot(name: str, **options: Any) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(place), revision=revision, ignore_patterns=f"*{PICKLES}"))
+        return Path(snapshot_download(name, ignore_patterns=f"*{PICKLES}", **options))
     except (OSError, ValueError) as error:
-        raise FlexrankError(f"{place}: no such directory, and not fetched from the hub: {first_line(error)}") from error
+        raise FlexrankError(f"{name}: no such directory, and not fetched from the hub: {first_line(error)}") from error
 
 
 def source_of(model: Any) -> Path | None:
@@ -102,6 +117,9 @@ def source_of(model: Any) -> Path | None:
     name = model.name_or_path
     if not name or Path(name).is_dir():
         return Path(name) if name else None
+    if not REPOSITORY.fullmatch(name):
+        log.warning("%s: no such directory any more; what lay beside the model there is not copied", name)
+        return None
     from huggingface_hub import snapshot_download
 
     revision = getattr(model.config, "_commit_hash", None)
@@ -109,5 +127,5 @@ def source_of(model: Any) -> Path | None:
         wanted = [*COPIED, *TOKENIZER, CARD]
         return Path(snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=f"*{PICKLES}"))
     except (OSError, ValueError) as error:  # no network, or no such place any more
-        log.info("what lies beside the model in %s is not copied: %s", name, first_line(error))
+        log.warning("what lies beside the model in %s is not copied: %s", name, first_line(error))
         return None

@@ -17,8 +17,9 @@ from flexrank.errors import FlexrankError
 from flexrank.files import read_json
 from flexrank.hf import models
 from flexrank.nn.experts import separate_as_recorded_
+from flexrank.nn.matrix import matrix_shape
 from flexrank.nn.select import replace_layers
-from flexrank.nn.specs import FORMAT, build_layer, require_format
+from flexrank.nn.specs import FORMAT, build_layer, require_format, require_specs
 
 Item = TypeVar("Item")
 log = logging.getLogger("flexrank")
@@ -35,6 +36,7 @@ class DeployedConfig(QuantizationConfigMixin):
 
     def __init__(self, layers: Mapping[str, Mapping[str, Any]], format: int = FORMAT, **ignored: Any):
         require_format(format)
+        require_specs(layers)
         self.quant_method = models.METHOD
         self.format = format
         self.layers = {name: dict(spec) for name, spec in layers.items()}
@@ -68,11 +70,12 @@ class DeployedQuantizer(PlainQuantizer):
             raise FlexrankError("these are an elastic model's factors by save_pretrained; save it with fr.save_elastic")
         if files := kwargs.get("checkpoint_files"):
             models.verify_export(Path(files[0]).parent, {"config.json", *(Path(file).name for file in files)})
-            _warn_of_few_digits(model, read_json(Path(files[0]).parent / "config.json").get("dtype") or "float32")
+            config = Path(files[0]).parent / "config.json"  # another may have been given in its place
+            _warn_of_few_digits(model, config.is_file() and read_json(config).get("dtype") or "float32")
         separate_as_recorded_(model)
         # transformers sets the default device (meta) and dtype around this call.
-        specs = placed(model, self.quantization_config.layers)
-        replace_layers(model, {name: build_layer(spec) for name, spec in specs})
+        specs = fitting(model, self.quantization_config.layers)
+        replace_layers(model, {name: build_layer(spec) for name, spec in specs.items()})
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -116,6 +119,21 @@ def placed(model: Any, items: Mapping[str, Item], *, skip_missing: bool = False)
         elif not skip_missing and (name.startswith(prefix) or not from_head):
             kind, right = type(model).__name__, "load it with the class that was saved"
             raise FlexrankError(f"{kind} has no layer {name!r}, which config.json says is deployed; {right}")
+
+
+def fitting(model: Any, specs: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The specs of `placed` layers whose shape this model's configuration has too, as a head of other classes has not.
+
+    The others stay transformers' own layers, newly initialised.
+    """
+    found = {}
+    for name, spec in placed(model, specs):
+        shape = matrix_shape(model.get_submodule(name))
+        if shape == tuple(spec["shape"]):
+            found[name] = spec
+        else:
+            log.warning("%s is %s here and %s in the artefact: newly initialised", name, shape, tuple(spec["shape"]))
+    return found
 
 
 def attach(model: Any, layers: Mapping[str, Mapping[str, Any]]) -> None:

@@ -12,14 +12,30 @@ from flexrank.nn.elastic import NestedConv2d, NestedLayer, NestedLinear
 from flexrank.nn.gauge_aligned import GaugeAlignedConv2d, GaugeAlignedLayer, GaugeAlignedLinear
 from flexrank.nn.matrix import ConvGeometry, conv_geometry, matrix_shape
 
-#: Version of the specs that `config.json` holds.
+#: Version of the specs that `config.json` holds, and what each has.
 FORMAT = 1
+KEYS = {"form", "shape", "rank", "bias"}
 
 
 def require_format(version: int) -> None:
     """FlexrankError on specs of another version."""
     if version != FORMAT:
         raise FlexrankError(f"config.json holds layers of format {version}; {reads_format(FORMAT)}")
+
+
+def require_specs(layers: Any) -> None:
+    """FlexrankError unless these are `layer_spec`s by name."""
+    specs = layers if isinstance(layers, Mapping) else {"layers": layers}
+    wrong = next((name for name, spec in specs.items() if not _is_spec(spec)), None)
+    if wrong is not None:
+        raise FlexrankError(f"config.json: {wrong!r} in its quantization_config is no layer of flexrank; save it again")
+
+
+def _is_spec(spec: Any) -> bool:
+    if not isinstance(spec, Mapping) or not KEYS <= spec.keys():
+        return False
+    shape, is_whole = spec["shape"], spec["form"] != "aligned" or "aligned" in spec
+    return is_whole and isinstance(shape, (list, tuple)) and len(shape) == 2
 
 
 def layer_spec(layer: nn.Module) -> dict[str, Any]:

@@ -218,6 +218,12 @@ def share_tensors_(model: nn.Module, base: nn.Module) -> None:
             model.get_submodule(owner)._parameters[own] = other
 
 
+def stored_sizes(model: nn.Module) -> tuple[int, int]:
+    """Parameters of a model, and bytes of its parameters and saved buffers; tied ones once."""
+    tensors = {id(one): one for one in (*model.parameters(), *model.state_dict(keep_vars=True).values())}
+    return sum(p.numel() for p in model.parameters()), sum(t.numel() * t.element_size() for t in tensors.values())
+
+
 def footprint(model: nn.Module, dtype: torch.dtype | None = None) -> Footprint:
     """What an elastic model holds beside its factors, with every floating tensor in `dtype` if that is given.
 

@@ -2,7 +2,9 @@
 
 import collections
 import contextlib
+import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +13,8 @@ from torch import nn
 
 #: The attribute of a model that has its `Turns`.
 PLACE = "_flexrank_turns"
+#: Seconds after which a change that waits looks whether the passes that it waits for still run.
+PATIENCE = 1.0
 _making = threading.Lock()
 
 
@@ -19,7 +23,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._turn = threading.Condition()
-        self._running = collections.Counter[int]()  # forward passes, by thread
+        self._running = collections.defaultdict[int, list[int]](list)  # by thread, the frames of its forward passes
         self._changes = 0  # that wait or run
 
     def __reduce__(self) -> tuple[type["Turns"], tuple[()]]:
@@ -32,7 +36,7 @@ class Turns:
         own = threading.get_ident()
         with self._turn:
             self._turn.wait_for(lambda: own in self._running or not self._changes)
-            self._running[own] += 1
+            self._running[own].append(id(sys._getframe(1)))
 
     def end(self, *_: Any) -> None:
         """Ends a forward pass: a model's hook after it."""
@@ -40,9 +44,20 @@ class Turns:
             return
         own = threading.get_ident()
         with self._turn:
-            self._running[own] -= 1
-            self._running += collections.Counter()  # drops those at zero
+            passes = self._running[own]
+            passes.pop()
+            if not passes:
+                del self._running[own]
             self._turn.notify_all()
+
+    def _forget_ended(self) -> None:
+        """Forgets passes that ended without their hook, as Ctrl-C and a thread's end let them."""
+        stacks = sys._current_frames()
+        for thread, passes in list(self._running.items()):
+            alive = {id(frame) for frame, _ in traceback.walk_stack(stacks[thread])} if thread in stacks else set()
+            passes[:] = [one for one in passes if one in alive]
+            if not passes:
+                del self._running[thread]
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -51,7 +66,8 @@ class Turns:
         with self._turn:
             self._changes += 1
             try:
-                self._turn.wait_for(lambda: self._running.keys() <= {own})
+                while not self._turn.wait_for(lambda: self._running.keys() <= {own}, PATIENCE):
+                    self._forget_ended()
                 yield
             finally:
                 self._changes -= 1

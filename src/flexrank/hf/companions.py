@@ -118,7 +118,7 @@ def source_of(model: Any) -> Path | None:
     if not name or Path(name).is_dir():
         return Path(name) if name else None
     if not REPOSITORY.fullmatch(name):
-        log.warning("%s: no such directory any more; what lay beside the model there is not copied", name)
+        log.warning("what lies beside the model in %s is not copied: no such directory any more", name)
         return None
     from huggingface_hub import snapshot_download
 

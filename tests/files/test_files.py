@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -173,6 +172,10 @@ def entries(path: Path) -> set[str]:
     return {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
 
 
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("place", ["renamed", "filled", "interrupted"])
 def test_what_an_artefact_did_not_write_stays(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "small"
@@ -184,7 +187,7 @@ def test_what_an_artefact_did_not_write_stays(place: str, tmp_path: Path, monkey
     if place == "filled":
         monkeypatch.chdir(path)
     if place == "interrupted":  # after the renaming
-        monkeypatch.setattr("flexrank.files._keep_others", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        monkeypatch.setattr("flexrank.files._keep_others", interrupted)
         monkeypatch.setattr("flexrank.files.shutil.rmtree", lambda *_: None)
         with pytest.raises(KeyboardInterrupt):
             artefact(path, "config.json", "three")

@@ -212,6 +212,10 @@ def test_a_link_is_followed_and_a_mount_point_is_filled(tmp_path: Path, monkeypa
     assert (tmp_path / "link").is_symlink() and entries(disk) == {"doc.json", "README.md", "one"}
     before = disk.stat().st_ino
     monkeypatch.setattr(Path, "is_mount", lambda self: self == disk)
+    moved, replace = list[str](), os.replace
+    monkeypatch.setattr(os, "replace", lambda old, new: (moved.append(new.name), replace(old, new)))
+    artefact(disk, "deep/two", "zero.txt")
+    assert moved[-1] == "doc.json" and len(moved) == 5  # the first of which wrote the document
     artefact(disk, "deep/two")
     assert disk.stat().st_ino == before and entries(disk) == {"doc.json", "README.md", "deep/two"}
     with pytest.raises(RuntimeError), directory_aside(disk, "doc.json"):

@@ -151,6 +151,17 @@ def test_a_classifier_of_another_width_is_drawn_anew(
     assert relative(outputs(again, batch_for("vit")), outputs(found, batch_for("vit"))) < 1e-6
 
 
+def test_a_classifier_that_is_no_layer_is_drawn_anew_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = build("vit")
+    fr.decompose_(model, list(fr.select_layers(model, exclude=["classifier"])), method="svd")
+    fr.save_elastic(model, chain_of(model), tmp_path / "elastic")
+    found = transformers.AutoModelForImageClassification.from_pretrained(
+        tmp_path / "elastic", num_labels=10, quantization_config=fr.FlexRankConfig(budget=0.5)
+    )
+    assert found.classifier.weight.shape == (10, 32) and outputs(found, batch_for("vit")).shape[1] == 10
+    assert "newly initialised: classifier.weight, classifier.bias" in caplog.text
+
+
 def test_a_size_is_cut_in_one_place(tmp_path: Path) -> None:
     saved("llama_untied", tmp_path / "elastic")
     places = {"model.embed_tokens": "cpu", "model.layers": "cpu", "model.norm": "cpu", "lm_head": "disk"}

@@ -44,12 +44,12 @@ Seconds are of the clock, each measured once. DRONE, SVD-LLM and DataSVD have on
 other. pycode5m and ResNet-20 were measured before ranks were filled and constants tried.
 
 **Trained**: all methods have as many training tokens in all; one that trains each size by itself has its share of them
-for each. At equal training time each has as many steps as take flexrank's seconds, by what it took at equal tokens;
-times of a shared machine vary, and the column has what it took then. Results made before that panel lack it. The probe,
-of which ranks are chosen once and whose seconds do not grow with training, has a column of its own. Each method has
-four rates, tried on the tuning half, and up to two more where the best is at an edge. Seconds and the peak of memory
-are of a process of its own. These are short trainings, of 160 to 320 steps, which favour methods that start from a good
-decomposition. **pycode5m, babyllama and ResNet-20 were measured before four mends that favour rivals**: heads of
+for each. At equal training time each has as many steps as take flexrank's seconds, by what each took at equal tokens;
+seconds are those that a process computed. Results made before that panel lack it; ResNet-20's is by the clock. The
+probe, of which ranks are chosen once and whose seconds do not grow with training, has a column of its own. Each method
+has four rates, tried on the tuning half, and up to two more where the best is at an edge. Seconds and the peak of
+memory are of a process of its own. These are short trainings, of 160 to 320 steps, which favour methods that start from
+a good decomposition. **pycode5m, babyllama and ResNet-20 were measured before four mends that favour rivals**: heads of
 queries go one by one with nested widths and LLM-Pruner, ACIP's removal follows its line, with adapters of the authors'
 width, rates are tried in finer steps, and best rates at an edge ask for more; they are still to be measured again.
 

@@ -1,10 +1,11 @@
 """Rivals that train, beside flexrank: every method learns from the same texts, as many of them, and is scored alike.
 
 Each part, a method with its rate and a seed, runs in a process of its own, whose seconds and peak of memory are shown
-with its quality. Rates are tried on the tuning half, four for each method, and up to two more where the best is the
-least or the largest; the reporting half is scored with the one whose distance from the base model is least, as a
-geometric mean over budgets. What is finished is not done again. A method that does not know the model's architecture
-has no row of numbers, and the table says why.
+with its quality. Seconds are those that its threads computed, which other work on the machine hardly changes. Rates are
+tried on the tuning half, four for each method, and up to two more where the best is the least or the largest; the
+reporting half is scored with the one whose distance from the base model is least, as a geometric mean over budgets.
+What is finished is not done again. A method that does not know the model's architecture has no row of numbers, and the
+table says why.
 """
 
 import itertools
@@ -165,9 +166,9 @@ def table_unit(request: Request, name: str, seed: int) -> dict[str, Any]:
     """The sensitivity tables that ranks are chosen from, and their seconds, by decomposition."""
     course, tables, seconds = _named(request, name), {}, {}
     for method in DECOMPOSITIONS:
-        start = time.perf_counter()
+        start = time.process_time()
         tables[method] = course.table(seed, method)
-        seconds[method] = time.perf_counter() - start
+        seconds[method] = time.process_time() - start
     return {"tables": tables, "seconds": seconds}
 
 
@@ -192,20 +193,20 @@ def method_unit(
     of_a_size = steps if alone else steps // len(course.budgets)
     lesson = course.lesson(subject, batches, drawn["tables"], seed, steps, of_a_size)
     dense, others = sum(m * n for m, n in lesson.layers.values()), lesson.limit(0)
-    rows, seconds, start = [], 0.0, time.perf_counter()
+    rows, seconds, start = [], 0.0, time.process_time()
     try:
         for size in TRAINED_METHODS[method].sizes(lesson, settings):
-            seconds += time.perf_counter() - start
+            seconds += time.process_time() - start
             rows.append(
                 None
                 if size is None
                 else {"parameters": size[1], "share": (size[1] - others) / dense, "scores": subject.score(size[0])}
             )
-            start = time.perf_counter()
+            start = time.process_time()
     except NotApplicable as reason:
         return {"rows": [None] * len(course.budgets), "obstacle": str(reason)}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"rows": rows, "seconds": seconds + time.perf_counter() - start, "peak_bytes": peak}
+    return {"rows": rows, "seconds": seconds + time.process_time() - start, "peak_bytes": peak}
 
 
 def _signed(measure: str, scores: Mapping[str, float]) -> float:

@@ -39,7 +39,7 @@ below none has an accuracy above chance on ARC-Easy or PIQA, so none is scored b
 rounding leaves of a uniform share is filled. A constant that a paper leaves free has four values, tried on the tuning
 half; all of SVD-LLM V2's are alike here, for its ranks never reach their bound. *paper* and *joint* are flexrank's
 allocations, from a sensitivity table of the method's own factors, for PIFA of those that it starts from. *nested* says
-whether each size is a prefix of all larger ones, so that one artefact holds them. DRONE's search of ranks is left out.
+whether each size is a prefix of all larger ones, by which one artefact holds them. DRONE's search of ranks is left out.
 Seconds are of the clock, each measured once. DRONE, SVD-LLM and DataSVD have one optimum: their lines lie on each
 other. pycode5m and ResNet-20 were measured before ranks were filled and constants tried.
 

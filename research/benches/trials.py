@@ -26,14 +26,16 @@ Trial = dict[str, Any]
 def tried(request: Request, name: str, ledger: Ledger, methods: Iterable[str]) -> dict[str, list[Trial]]:
     """By method with a free constant its settings, as its paper has it first, each with its error."""
     tuning = dataclasses.replace(request, half="tuning")
-    wanted = list(_settings(methods))
+    contest, wanted = named(tuning, name), list(_settings(methods))
+    base = ledger.take("dense, tuning half", contest.scored)[contest.measure]
     units = {_unit(method, settings): (tuning, name, method, settings) for method, settings in wanted}
     done = ledger.take_all(units, trial_unit, request.jobs)
     found: dict[str, list[Trial]] = {}
     for method, settings in wanted:
         one = done[_unit(method, settings)]
         if "obstacle" not in one:
-            found.setdefault(method, []).append({"settings": dict(settings), **one})
+            error = mean_distance(base, contest.measure, one["rows"])
+            found.setdefault(method, []).append({"settings": dict(settings), "error": error})
     return found
 
 
@@ -73,15 +75,13 @@ def _shortened(contest: Contest) -> Contest:
 
 
 def trial_unit(request: Request, name: str, method: str, settings: Settings) -> dict[str, Any]:
-    """A trial's error, or why the method does not apply."""
+    """What the method gives at the trials' budgets, or why it does not apply."""
     contest = _shortened(named(request, name))
     if method in RANK_METHODS:
-        rows = Contestant(contest, method, 0, settings).sized("published")["rows"]
-    elif reason := obstacle(contest, method):
+        return Contestant(contest, method, 0, settings).sized("published")
+    if reason := obstacle(contest, method):
         return {"obstacle": reason}
-    else:
-        rows = sized_alone(contest, method, 0, settings)["rows"]
-    return {"error": mean_distance(contest.scored()[contest.measure], contest.measure, rows)}
+    return sized_alone(contest, method, 0, settings)
 
 
 def mean_distance(base: float, measure: str, rows: Iterable[Mapping[str, Any] | None]) -> float | None:

@@ -250,5 +250,21 @@ def test_a_pass_that_ctrl_c_has_ended_holds_up_nobody(tmp_path: Path) -> None:
     set_budget(model, 1.0)
 
 
+def test_a_pass_that_began_before_the_first_change_ends_well(tmp_path: Path) -> None:
+    """torch runs hooks that are added meanwhile after a pass, not before it."""
+    model, chain = loaded("perceptron", tmp_path / "elastic")
+    seen: list[Any] = []
+    model.register_forward_hook(lambda *_: seen.append(1))
+    layer: Any = model[0]
+
+    def switch(*_: Any) -> None:
+        set_budget(model, 0.5)
+
+    with layer.register_forward_pre_hook(switch):
+        model(tiny.batch_for("perceptron"))
+        model(tiny.batch_for("perceptron"))
+    assert len(seen) == 2 and nested_layers(model)["0"].rank == chain.at(0.5)["0"]
+
+
 def _raise(error: BaseException) -> None:
     raise error

@@ -89,7 +89,7 @@ def test_many_files_another_dtype_and_tied_tensors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_limits_hold_for_what_is_loaded(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Oracle: each size deployed in this dtype and counted by hand; an artefact of the other width beside it."""
+    """Oracle: each size deployed in this dtype and counted by hand; an artefact of the other width too."""
     model = saved("llama_untied", tmp_path / "elastic")
     other = torch.float32 if dtype is torch.bfloat16 else torch.bfloat16
     fr.save_elastic(elastic("llama_untied").to(other), chain_of(model), tmp_path / "other")

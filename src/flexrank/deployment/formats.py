@@ -24,7 +24,7 @@ from flexrank.deployment.exports import relative_difference, require_no_problems
 from flexrank.deployment.runtimes import RUNTIMES, TRACED, Inputs, Run, program_of, sample_inputs
 from flexrank.errors import FlexrankError, first_line
 from flexrank.hf import models
-from flexrank.hf.companions import CARD
+from flexrank.hf.companions import CARD, PICKLES
 from flexrank.nn.experts import SEPARATE
 
 FORMATS = ("dense", *RUNTIMES)
@@ -55,8 +55,6 @@ LOADING = {
 }
 #: Where torch.onnx says at every export that torchvision is missing.
 REGISTRATION = "torch.onnx._internal.exporter._registration"
-#: The endings of pickles, which training writes beside a model.
-PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 log = logging.getLogger("flexrank")
 
 

@@ -139,7 +139,7 @@ def distill_(
         gradient_checkpointing: keep what each block of the stack reads, and run it again to go back: a third more time
             for a small part of the memory of activations.
         train_embeddings: else embeddings, and heads tied to them, are frozen, as is what does not require grad. All
-            sizes share them, so that trained ones take the full model away from the base too.
+            sizes share them: trained ones take the full model away from the base too.
         teacher_cache: bytes of the teacher's outputs kept from one pass over a sequence to the next.
         checkpoint: a directory, from which a call resumes to the same bits; written every `checkpoint_every` steps, and
             after the step that runs on Ctrl-C or SIGTERM, which then ends the call with a KeyboardInterrupt.
@@ -149,8 +149,8 @@ def distill_(
         FlexrankError: wrong settings, no batches, a batch without a real token, float16, profiles of another model or
             not cheapest first, a loss that is not finite, or a foreign checkpoint.
     """
-    _check(model, teacher, optimizer, steps=steps, accumulation=accumulation, checkpoint_every=checkpoint_every)
-    _check_autocast(autocast)
+    counts = {"steps": steps, "accumulation": accumulation, "checkpoint_every": checkpoint_every}
+    _check(model, teacher, optimizer, autocast, counts)
     profiles = profiles_of(chain, model)
     steps, accumulation, seed = int(steps), int(accumulation), int(seed)  # numpy's are no JSON
     _check_numbers(learning_rate=learning_rate, max_norm=max_norm)
@@ -227,22 +227,17 @@ def profiles_of(chain: Profiles, model: nn.Module) -> list[dict[str, int]]:
     return [dict(profile) for profile in profiles]
 
 
-def _check(model: nn.Module, teacher: nn.Module, optimizer: str, **counts: int) -> None:
+def _check(model: nn.Module, teacher: nn.Module, optimizer: str, autocast: object, counts: Mapping[str, int]) -> None:
     if model is teacher:
         raise FlexrankError("model and teacher are one network; the teacher is a copy from before decompose_")
     require_known(optimizer)
     if is_sharded(model) and optimizer == "adamw_8bit":
         raise FlexrankError("optimizer is adamw_8bit; of a sharded model it is adamw, whose states are divided too")
+    if autocast not in (None, torch.bfloat16):
+        raise FlexrankError(f"autocast is {autocast!r}; it is None or torch.bfloat16, as float16 loses small gradients")
     for name, count in counts.items():
         if count < 1:
             raise FlexrankError(f"{name} is {count}; it must be at least 1")
-
-
-def _check_autocast(autocast: object) -> None:
-    if autocast not in (None, torch.bfloat16):
-        raise FlexrankError(
-            f"autocast is {autocast!r}; it is None or torch.bfloat16, for float16 loses small gradients"
-        )
 
 
 def _check_numbers(allow_zero: bool = False, **numbers: float) -> None:

@@ -18,7 +18,8 @@ TOKENIZER_FILES = ("tokenizer*.json", "tokenizer.model", "vocab.*", "spiece.mode
 TOKENIZER = (*TOKENIZER_FILES, "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*")
 #: What is copied from where a model came from: processors, modules, and the modules' own directories.
 COPIED = ("*processor_config.json", MODULES, "sentence_*_config.json", "config_sentence_transformers.json", "[0-9]_*/*")
-PICKLES = ".bin"
+#: The endings of pickles, which neither travel along nor come from the hub.
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 #: What says whose a model is, and under which licence.
 CARD = "README.md"
 #: A repository's name, and a directory of the hub's cache: cache, repository and commit.
@@ -82,7 +83,7 @@ def verify_artefact(directory: Path, digests: Mapping[str, str], reason: str = "
 
 def _copy(source: Path, directory: Path, patterns: Sequence[str]) -> None:
     for path in (path for pattern in patterns for path in source.glob(pattern)):
-        if path.is_file() and path.suffix != PICKLES:
+        if path.is_file() and path.suffix not in PICKLES:
             target = directory / path.relative_to(source)
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, target)
@@ -107,7 +108,7 @@ def _snapshot(name: str, **options: Any) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, ignore_patterns=f"*{PICKLES}", **options))
+        return Path(snapshot_download(name, ignore_patterns=[f"*{ending}" for ending in PICKLES], **options))
     except (OSError, ValueError) as error:
         raise FlexrankError(f"{name}: no such directory, and not fetched from the hub: {first_line(error)}") from error
 
@@ -120,12 +121,9 @@ def source_of(model: Any) -> Path | None:
     if not REPOSITORY.fullmatch(name):
         log.warning("what lies beside the model in %s is not copied: no such directory any more", name)
         return None
-    from huggingface_hub import snapshot_download
-
-    revision = getattr(model.config, "_commit_hash", None)
     try:
-        wanted = [*COPIED, *TOKENIZER, CARD]
-        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=f"*{PICKLES}"))
-    except (OSError, ValueError) as error:  # no network, or no such place any more
-        log.warning("what lies beside the model in %s is not copied: %s", name, first_line(error))
+        revision = getattr(model.config, "_commit_hash", None)
+        return _snapshot(name, revision=revision, allow_patterns=[*COPIED, *TOKENIZER, CARD])
+    except FlexrankError as error:  # no network, or no such place any more
+        log.warning("what lies beside the model in %s is not copied: %s", name, error)
         return None

@@ -44,10 +44,10 @@ class Turns:
             return
         own = threading.get_ident()
         with self._turn:
-            passes = self._running[own]
-            passes.pop()
+            passes = self._running.get(own, [])
+            del passes[-1:]  # none is there of a pass that began before the first change
             if not passes:
-                del self._running[own]
+                self._running.pop(own, None)
             self._turn.notify_all()
 
     def _forget_ended(self) -> None:

@@ -266,5 +266,18 @@ def test_a_pass_that_began_before_the_first_change_ends_well(tmp_path: Path) -> 
     assert len(seen) == 2 and nested_layers(model)["0"].rank == chain.at(0.5)["0"]
 
 
+def test_a_change_does_not_wait_for_a_pass_that_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread lives on; without a look at who still runs, a change waits for it only while it runs."""
+    monkeypatch.setattr("flexrank.nn.turns.PATIENCE", None)
+    model, chain = loaded("perceptron", tmp_path / "elastic")
+    set_budget(model, 1.0)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(model, tiny.batch_for("perceptron")).result()
+        change = threading.Thread(target=set_budget, args=(model, 0.5), daemon=True)
+        change.start()
+        change.join(60)
+    assert not change.is_alive() and nested_layers(model)["0"].rank == chain.at(0.5)["0"]
+
+
 def _raise(error: BaseException) -> None:
     raise error

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from huggingface_hub.utils import filter_repo_objects
 
 import flexrank as fr
 import tiny
@@ -17,7 +18,7 @@ from flexrank.data.metrics import embed
 from flexrank.deployment.formats import export_to
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
-from flexrank.hf.companions import MeanPooled, save_companions
+from flexrank.hf.companions import MeanPooled, fetched, save_companions
 from flexrank.hf.models import load_model, load_tokenizer
 from tiny import flip_a_bit
 from tiny_runs import write_model
@@ -136,7 +137,7 @@ def test_an_image_processor_comes_from_the_models_source_and_pickles_do_not(tmp_
     tiny.build("vit").save_pretrained(source)
     (source / "preprocessor_config.json").write_text(processor)
     (source / "2_Dense").mkdir()
-    for name in ("2_Dense/pytorch_model.bin", "2_Dense/config.json", "notes.txt", "modules.json"):
+    for name in ("2_Dense/pytorch_model.bin", "2_Dense/a.pt", "2_Dense/config.json", "notes.txt", "modules.json"):
         (source / name).write_text("[]")
     model = tiny.nest(load_model(source, "classification"))
     fr.save_elastic(model, tiny.chain_of(model), tmp_path / "elastic")
@@ -175,3 +176,16 @@ def test_what_lies_beside_a_model_of_the_hub_comes_from_its_cache(
         with caplog.at_level(logging.INFO, "flexrank"):
             save_companions(model, tmp_path)
         assert f"what lies beside the model in {name} is not copied" in caplog.text
+
+
+def test_no_pickle_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["model.safetensors", "model.bin", "1_Dense/a.pth", "a.pt", "b.pkl", "c.ckpt", "config.json"]
+    taken: list[str] = []
+
+    def download(name: str, **patterns: Any) -> str:
+        taken.extend(filter_repo_objects(names, **patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert fetched("some/model") == tmp_path
+    assert taken == ["model.safetensors", "config.json"]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import tiny
 from flexrank.distill import distillation_evaluator
 from flexrank.distill.objectives import FeatureObjective
 from flexrank.probe import probe_sensitivity
@@ -96,3 +97,62 @@ def test_a_view_counts_with_all_its_memory(room: int, most: int) -> None:
 
 def test_what_has_no_known_size_is_not_kept() -> None:
     assert probed(Unboxing(*stack(Named)), 2**30)[1].most == 0
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_model_that_reads_its_own_tokens_is_probed_without_replay(
+    stops: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Truncated it writes others, of which earlier modules return something else; one that stops there is replayed."""
+    model, start = tiny.elastic("llama_untied"), torch.arange(3, 11).reshape(2, 4)
+    wanted: list[torch.Tensor] = []
+
+    def evaluate(model: nn.Module) -> float:
+        tokens, losses = start, []
+        for _ in range(5):
+            logits = model(input_ids=tokens, use_cache=False).logits
+            losses.append(float(logits[:, -1].logsumexp(-1).sum()))
+            tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], 1)
+            if stops and wanted and not torch.equal(tokens, wanted[0][:, : tokens.shape[1]]):
+                break
+        wanted.append(tokens)
+        return sum(losses)
+
+    with caplog.at_level(logging.INFO, "flexrank"):
+        table = probe_sensitivity(model, evaluate, 3, min_saving=0)
+    assert caplog.text.count("the model reads what it has written; all modules run for every probe") == (not stops)
+    assert table == probe_sensitivity(model, evaluate, 3, min_saving=0, replay_bytes=0)
+
+
+def test_a_model_that_is_called_once_more_is_probed_without_replay() -> None:
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+    full = stack()(x)
+
+    def evaluate(model: nn.Module) -> float:
+        is_full = torch.allclose(model(x), full, rtol=1e-3, atol=1e-5)
+        return 0.0 if is_full else float(model(2 * x).square().sum())
+
+    table = probe_sensitivity(nest(stack()), evaluate, 3, min_saving=0)
+    assert table == probe_sensitivity(nest(stack()), evaluate, 3, min_saving=0, replay_bytes=0)
+
+
+class Pyramid(nn.Module):
+    """Stages that halve the width; heads read every stage's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stages = nn.ModuleList(nn.Sequential(nn.Linear(n, n // 2), nn.Tanh()) for n in (32, 16, 8))
+        self.heads = nn.ModuleList(nn.Linear(n, 4) for n in (16, 8, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs = torch.zeros(len(x), 4)
+        for stage, head in zip(self.stages, self.heads, strict=True):
+            outputs = outputs + head(x := stage(x))
+        return outputs
+
+
+def test_a_model_that_reads_the_output_of_every_block_is_probed() -> None:
+    evaluate = distillation_evaluator(Pyramid(), [torch.randn(8, 32)], FeatureObjective())
+    table = probe_sensitivity(nest(Pyramid()), evaluate, 3, min_saving=0)
+    assert table == probe_sensitivity(nest(Pyramid()), evaluate, 3, min_saving=0, replay_bytes=0)

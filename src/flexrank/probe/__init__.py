@@ -55,7 +55,8 @@ def probe_sensitivity(
 
     L × (K − 1) + 1 evaluations, divided among processes where there are several. Earlier blocks of the stack, and
     modules of the layer's own block that return before it is called, do not run again in its probes but give back what
-    they returned to the full model. That halves the work, and is done only where it gives the baseline to the bit.
+    they returned to the full model. That halves the work, and is done only where it gives the baseline to the bit, and
+    where the model is called with what the full one was: one that reads its own tokens again is not.
 
     Args:
         model: elastic; evaluated in the mode it is in, and left as it was.
@@ -78,11 +79,12 @@ def probe_sensitivity(
         baseline = _finite(evaluate(model), "the full model")
         state = _Checkpoint(checkpoint, {name: list(levels) for name, levels in ranks.items()}, baseline)
         for name, kept in itertools.islice(state.errors.items(), 1):
-            state.require_near(_probe(model, layers[name], name, ranks[name][0], evaluate, baseline), kept[0])
+            found_again = _probe(layers[name], name, ranks[name][0], lambda: evaluate(model), baseline)
+            state.require_near(found_again, kept[0])
         replay = Replay(model, evaluate, baseline, replay_bytes)
         left = track([n for n in layers if n not in state.errors], "probing", len(layers), len(state.errors))
         while names := list(itertools.islice(left, processes.count())):
-            found = _probe_layers(model, {name: ranks[name] for name in names}, evaluate, baseline, replay)
+            found = _probe_layers(layers, {name: ranks[name] for name in names}, baseline, replay)
             for name in names:
                 state.add(name, found[name])
     errors = {name: tuple(state.errors[name]) for name in layers}
@@ -90,27 +92,26 @@ def probe_sensitivity(
 
 
 def _probe_layers(
-    model: nn.Module, ranks: Mapping[str, Sequence[int]], evaluate: Evaluate, baseline: float, replay: Replay
+    layers: Mapping[str, NestedLayer], ranks: Mapping[str, Sequence[int]], baseline: float, replay: Replay
 ) -> dict[str, list[float]]:
     """The errors of these layers at their ranks; of several processes each evaluates its share of the pairs."""
-    layers, errors = nested_layers(model), {name: [0.0] * len(levels) for name, levels in ranks.items()}
+    errors = {name: [0.0] * len(levels) for name, levels in ranks.items()}
     pairs = [(name, i) for name, levels in ranks.items() for i, r in enumerate(levels) if r < layers[name].max_rank]
     own = [pairs[number] for number in processes.share(len(pairs))]
     for name, group in itertools.groupby(own, key=lambda pair: pair[0]):
-        with replay.before(name):
-            for _, place in group:
-                rank = ranks[name][place]
-                errors[name][place] = _probe(model, layers[name], name, rank, evaluate, baseline)
+        replay.record(name)
+        for _, place in group:
+            errors[name][place] = _probe(layers[name], name, ranks[name][place], replay.evaluate, baseline)
     every = iter(processes.sums(*itertools.chain.from_iterable(errors.values())))
     return {name: list(itertools.islice(every, len(levels))) for name, levels in ranks.items()}
 
 
-def _probe(model: nn.Module, layer: NestedLayer, name: str, rank: int, evaluate: Evaluate, baseline: float) -> float:
+def _probe(layer: NestedLayer, name: str, rank: int, evaluate: Callable[[], float], baseline: float) -> float:
     if rank == layer.max_rank:
         return 0.0
     layer.rank = rank
     try:
-        return _finite(evaluate(model), f"layer {name!r} at rank {rank}") - baseline
+        return _finite(evaluate(), f"layer {name!r} at rank {rank}") - baseline
     finally:
         layer.rank = layer.max_rank
 

@@ -10,10 +10,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from flexrank.calibrate import Hooks
 from flexrank.calibrate.hooks import Event, traced
 from flexrank.calibrate.structure import runs_in_order
+from flexrank.files import digest_json, digest_tensor
 from flexrank.nn.blocks import block_stack, replaced_forwards
 from flexrank.nn.switch import nested_layers
 
@@ -165,29 +167,68 @@ def _parts(output: Any) -> Iterator[Any]:
         yield output
 
 
+class _OtherCall(Exception):
+    """The model is called with other tensors than the full one was."""
+
+
+def _before_calls(model: nn.Module, see: Callable[[str], None]) -> RemovableHandle:
+    """Lets `see` have, before each forward of the model, a digest of the tensors that it is called with."""
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        parts = (part for part in _parts([args, kwargs]) if isinstance(part, Tensor))
+        see(digest_json([digest_tensor(part) for part in parts]))
+
+    return model.register_forward_pre_hook(hook, with_kwargs=True)
+
+
 class Replay:
     """Gives back what the full model's modules return before the probed layer, in every call of `evaluate`.
 
     Kept are the outputs of the last block before the probed layer's stretch, which all blocks before the stretch return
     then, and of the stretch's own modules, within `room` bytes. A replay is used only if it gives the baseline back to
-    the bit.
+    the bit, and while the model is called with the same tensors: what reads its own tokens again is called with others.
     """
 
     def __init__(self, model: nn.Module, evaluate: Callable[[nn.Module], float], baseline: float, room: int):
         self._model, self._evaluate, self._baseline = model, evaluate, baseline
-        self._plan = make_plan(model, evaluate, room)
-        self._stretch = -1
+        self._calls: list[str] = []  # the digest of what each forward of the full model was called with
+        with Hooks() as hooks:
+            hooks.add(_before_calls(model, lambda digest: self._calls.append(digest)))
+            self._plan = make_plan(model, evaluate, room)
+        self._start, self._stretch = Start(0, 0, ()), -1
         self._replayed: Sequence[nn.Module] = []
         self._outputs = _Outputs()
         self._log_what_does_not_fit()
 
+    def record(self, name: str) -> None:
+        """Makes ready for the probes of a layer, which is at its full rank as all others."""
+        self._start = self._plan.starts.get(name, Start(0, 0, ()))
+        if self._start.stretch != self._stretch:
+            self._record(self._start.stretch, name)
+
+    def evaluate(self) -> float:
+        """What `evaluate` gives, where nothing runs that comes before the layer, as far as it can be replayed."""
+        try:
+            with self._replaying(self._start.modules) as is_replaying, self._same_calls(is_replaying):
+                return self._evaluate(self._model)
+        except _OtherCall:
+            log.info("probe: the model reads what it has written; all modules run for every probe")
+            self._plan = dataclasses.replace(self._plan, starts={}, stack=())
+            self._start, self._replayed, self._outputs = Start(0, 0, ()), [], _Outputs()
+            return self._evaluate(self._model)
+
     @contextlib.contextmanager
-    def before(self, name: str) -> Iterator[None]:
-        """Inside the block, nothing runs that comes before the layer, as far as it can be replayed."""
-        start = self._plan.starts.get(name, Start(0, 0, ()))
-        if start.stretch != self._stretch:
-            self._record(start.stretch, name)
-        with self._replaying(start.modules):
+    def _same_calls(self, matters: bool) -> Iterator[None]:
+        """Inside the block a forward that is not called as the full model's was is an `_OtherCall`, if it matters."""
+        expected = iter(self._calls)
+
+        def compare(digest: str) -> None:
+            if next(expected, "") != digest:
+                raise _OtherCall
+
+        with Hooks() as hooks:
+            if matters:
+                hooks.add(_before_calls(self._model, compare))
             yield
 
     def _log_what_does_not_fit(self) -> None:
@@ -230,16 +271,20 @@ class Replay:
         return outputs
 
     def _gives_baseline(self, modules: Sequence[nn.Module]) -> bool:
-        with self._replaying(modules):
-            return self._evaluate(self._model) == self._baseline
+        """Whether a replay does; one that reads outputs of all blocks, of other shapes, fails at the last block's."""
+        try:
+            with self._replaying(modules):
+                return self._evaluate(self._model) == self._baseline
+        except Exception:  # an error of the model's own is raised in the probes, which then run all
+            return False
 
     @contextlib.contextmanager
-    def _replaying(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Inside the block these modules, and the blocks before the stretch, return what is kept of them."""
+    def _replaying(self, modules: Iterable[nn.Module]) -> Iterator[bool]:
+        """Inside the block these modules, and the blocks before the stretch, return what is kept; yields if so."""
         outputs = dict.fromkeys(self._replayed, self._outputs.block)
         outputs |= {module: self._outputs.modules[module] for module in modules if module in self._outputs.modules}
         with replaced_forwards({module: _returning(kept) for module, kept in outputs.items()}):
-            yield
+            yield bool(outputs)
 
 
 def _returning(outputs: Sequence[Any]) -> Callable[..., Any]:

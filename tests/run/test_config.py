@@ -5,6 +5,7 @@ from typing import Any
 
 import pydantic
 import pytest
+import torch
 import yaml
 
 from flexrank.errors import FlexrankError
@@ -148,3 +149,20 @@ def test_a_missing_file_and_a_directory_without_a_run_have_their_own_messages(tm
 def test_the_examples_are_valid() -> None:
     for path in sorted((Path(__file__).parents[2] / "examples").glob("**/*.yaml")):
         assert load_config(path).name
+
+
+@pytest.mark.parametrize(
+    ("chosen", "own", "files", "wanted"),
+    [
+        ("null", "float32", "float32", "float32"), ("null", "float32", "bfloat16", "bfloat16"),
+        ("null", "float32", "float16", "float16"), ("null", "bfloat16", "float32", "bfloat16"),
+        ("null", "bfloat16", "float16", "bfloat16"), ("float32", "float32", "bfloat16", "float32"),
+        ("float16", "float32", "float32", "float16"),
+    ],
+)  # fmt: skip
+def test_exports_are_no_wider_than_the_files_unless_asked(
+    chosen: str, own: str, files: str, wanted: str, tmp_path: Path
+) -> None:
+    write_config(parse_config(LEAST), tmp_path / "config.yaml")
+    config = load_config(tmp_path, [f"deployment.dtype={chosen}", f"dtype={own}"])
+    assert config.deployed_dtype(getattr(torch, files)) is getattr(torch, wanted)

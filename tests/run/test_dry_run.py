@@ -263,13 +263,15 @@ def test_matrices_of_full_layers_are_in_the_artefact(budgets: list[float], full:
 
 
 def test_the_teacher_keeps_the_dtype_of_its_files(tmp_path: Path) -> None:
-    """In bfloat16 it takes half as much, and so do its outputs; the elastic model stays in float32."""
-    single, config = dry_run(config_of(tiny.llama_tied, tmp_path))["memory"], config_of(tiny.llama_tied, tmp_path)
+    """In bfloat16 it takes half as much, and so do its outputs and deployed sizes; the elastic model is in float32."""
+    before, config = dry_run(config_of(tiny.llama_tied, tmp_path)), config_of(tiny.llama_tied, tmp_path)
     path = Path(config.architecture or "")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": "bfloat16"}))
-    half = dry_run(config)["memory"]
-    model = real(tiny.llama_tied)
-    rest = bytes_of(model.buffers())
+    after, model = dry_run(config), real(tiny.llama_tied)
+    single, half, rest = before["memory"], after["memory"], bytes_of(model.buffers())
+    for one, other in zip(before["budgets"], after["budgets"], strict=True):
+        assert other["bytes"] == one["bytes"] / 2
+    assert half["deployment"]["deployed"] < single["deployment"]["deployed"]
     for stage in ("probe", "consolidation"):
         assert half[stage]["teacher"] - rest == (single[stage]["teacher"] - rest) / 2 > 0
     assert half["probe"]["student"] == single["probe"]["student"]

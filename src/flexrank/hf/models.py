@@ -6,6 +6,7 @@ Every function that needs transformers imports it first, so that where it is mis
 import contextlib
 import copy
 import importlib.util
+import logging
 import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from flexrank.errors import FlexrankError, first_line
 from flexrank.files import dtype_name, read_document, read_json, write_json
 from flexrank.hf.companions import TOKENIZER_FILES, verify_artefact
 
+log = logging.getLogger("flexrank")
 Task = Literal["embedding", "language", "classification"]
 TASKS: tuple[Task, ...] = ("embedding", "language", "classification")
 
@@ -83,7 +85,19 @@ def load_model(name: str | Path, task: Task, *, dtype: torch.dtype | None = torc
         raise FlexrankError(f"model {str(name)!r}: an elastic artefact; read it with load_elastic")
     with clear_errors(str(name)), quiet_loading():
         auto_class = class_for(task, transformers.AutoConfig.from_pretrained(source))
-        return auto_class.from_pretrained(source, dtype=dtype or "auto", use_safetensors=True).eval()
+        options = {"dtype": dtype or "auto", "use_safetensors": True, "output_loading_info": True}
+        model, report = auto_class.from_pretrained(source, **options)
+    _require_weights(str(name), task, report["missing_keys"])
+    return model.eval()
+
+
+def _require_weights(name: str, task: Task, missing: Collection[str]) -> None:
+    """Refuses what transformers has drawn at random, but for an encoder's pooler, which mean pooling does not read."""
+    unread = {key for key in missing if task == "embedding" and key.startswith("pooler.")}
+    if unread:
+        log.warning("model %r: its files have no pooler, whose values are random; mean pooling does not read it", name)
+    for key in sorted(set(missing) - unread):
+        raise FlexrankError(f"model {name!r}: its files have no {key}; take a model that was trained for {task}")
 
 
 def load_tokenizer(name: str | Path) -> Any:

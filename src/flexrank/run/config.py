@@ -4,7 +4,7 @@ import copy
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
 import yaml
@@ -12,6 +12,9 @@ from pydantic import Field
 
 from flexrank.errors import FlexrankError, shown
 from flexrank.run.data_config import Count, DataConfig, Section
+
+if TYPE_CHECKING:
+    import torch
 
 Budget = Annotated[float, Field(gt=0, le=1)]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -130,7 +133,8 @@ class DeploymentConfig(Section):
     """Which sizes are exported to RUN/deployed/BUDGET, each verified in a fresh process."""
 
     budgets: tuple[Budget, ...] = (0.5, 0.25)  # may be empty
-    dtype: Dtype | None = None  # of the exported weights; None keeps the model's
+    # Of the exported weights; None is the narrower of the `dtype` of a run and that of the base model's files.
+    dtype: Dtype | None = None
     slack: Literal["auto"] | int = "auto"  # columns left out of gauge alignment; `auto`: by the dtype's error bound
 
     @pydantic.field_validator("slack", mode="before")
@@ -209,10 +213,12 @@ class RunConfig(Section):
         """Whether consolidation takes another optimiser than torch's own."""
         return bool(self.distillation.steps) and (self.distillation.optimizer, self.dtype) != ("adamw", "float32")
 
-    @property
-    def deployed_dtype(self) -> Dtype:
-        """The name of the dtype of exported weights."""
-        return self.deployment.dtype or self.dtype
+    def deployed_dtype(self, files: "torch.dtype") -> "torch.dtype":
+        """The dtype of exported weights of a base model whose files have dtype `files`."""
+        import torch
+
+        own: torch.dtype = getattr(torch, self.deployment.dtype or self.dtype)
+        return own if self.deployment.dtype else min(own, files, key=lambda dtype: dtype.itemsize)
 
     @property
     def directory(self) -> Path:

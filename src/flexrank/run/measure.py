@@ -27,7 +27,7 @@ from flexrank.deployment.machine import (
     until_done,
 )
 from flexrank.deployment.process import in_fresh_process
-from flexrank.files import write_json
+from flexrank.files import dtype_name, write_json
 from flexrank.hf import models
 from flexrank.progress import track
 from flexrank.run.sizes import Sizes
@@ -80,7 +80,7 @@ def measure_sizes(directory: str) -> dict[str, Any]:
         rows.append({"name": f"{budget:g}", **_measure(work, small, base, workloads)})
     return {
         "model": work.config.model,
-        "dtype": work.config.deployed_dtype,
+        "dtype": dtype_name(work.deployed_dtype),
         "machine": machine_facts(),
         "workloads": [{"name": one.name, "tokens": one.tokens} for one in workloads],
         "rows": rows,
@@ -161,6 +161,6 @@ def _peak(work: Workspace, small: Any) -> int | None:
         model, batch = Path(scratch, "model"), Path(scratch, "batch.safetensors")
         models.save_model(small, model)
         write_batch(batch, work.samples.example)
-        config = work.config
-        peak: int = in_fresh_process(peak_of_forward, str(model), config.task, config.deployed_dtype, str(batch))
+        task, dtype = work.config.task, dtype_name(work.deployed_dtype)
+        peak: int = in_fresh_process(peak_of_forward, str(model), task, dtype, str(batch))
         return peak

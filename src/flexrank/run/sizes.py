@@ -15,7 +15,7 @@ from flexrank.calibrate import collect_rows
 from flexrank.deployment import deploy, deployed_parameters_of, entry_within_latency, export, find_slack
 from flexrank.deployment.process import in_fresh_process
 from flexrank.errors import FlexrankError
-from flexrank.files import digest_json, directory_bytes, read_json
+from flexrank.files import digest_json, directory_bytes, dtype_name, read_json
 from flexrank.hf import models
 from flexrank.nn.switch import footprint, nested_layers
 from flexrank.profiles import ChainEntry, RankProfile, SlackTable
@@ -147,7 +147,7 @@ def export_size(sizes: Sizes, small: nn.Module, profile: RankProfile, place: Pat
         "directory": str(place),
         **count_parameters(small, profile, sizes.shapes),
         "bytes": directory_bytes(place),
-        "dtype": work.config.deployed_dtype,
+        "dtype": dtype_name(work.deployed_dtype),
     }
 
 

@@ -18,6 +18,7 @@ from flexrank.distill.objectives import FisherObjective, Objective, objective_fo
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
 from flexrank.hf.companions import MeanPooled
+from flexrank.hf.meta import file_dtype
 from flexrank.nn.experts import separate_experts
 from flexrank.nn.matrix import weight_matrix
 from flexrank.nn.sharding import shard_, shard_blocks_
@@ -180,10 +181,10 @@ class Workspace:
         """Of a file of an elastic artefact, which is in memory until it is written."""
         return min(SHARD_BYTES, self.config.decomposition.buffer_bytes // 4)
 
-    @property
+    @functools.cached_property
     def deployed_dtype(self) -> torch.dtype:
         """The dtype of deployed models."""
-        return getattr(torch, self.config.deployed_dtype)
+        return self.config.deployed_dtype(file_dtype(self.config.model))
 
     @functools.cached_property
     def deployed_base(self) -> Any:

@@ -7,8 +7,6 @@ known: the ranks that allocation chooses, unless RUN/chain.json has them, and th
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from flexrank.errors import FlexrankError
 from flexrank.nn.select import dense_reasons
 from flexrank.nn.switch import footprint
@@ -161,7 +159,7 @@ def _parameters(architecture: Architecture) -> dict[str, int]:
 
 def _budget_rows(architecture: Architecture, config: RunConfig) -> list[dict[str, Any]]:
     """Sizes at each budget of its uniform ranks, deployed with the expected slack."""
-    dtype, share = getattr(torch, config.deployed_dtype), rule(config)["slack_share"]
+    dtype, share = config.deployed_dtype(architecture.file_dtype), rule(config)["slack_share"]
     others, rows = footprint(architecture.student, dtype), []
     for budget in config.allocation.budgets:
         ranks = architecture.profile(budget, share)

@@ -139,7 +139,7 @@ def deployment_bytes(architecture: Architecture, config: RunConfig) -> list[dict
     """A size while its last layer is aligned, and while it runs; in a fresh process after this one has let it go."""
     if not config.deployment.budgets:
         return []
-    budget, dtype = max(config.deployment.budgets), getattr(torch, config.deployed_dtype)
+    budget, dtype = max(config.deployment.budgets), config.deployed_dtype(architecture.file_dtype)
     deployed = {"deployed": deployed_bytes(architecture, config, budget)}
     ranks, shapes = largest_ranks(architecture, config, [budget]), architecture.shapes
     aligned = [aligned_bytes(shapes[name], rank) for name, rank in ranks.items() if rank < min(shapes[name])]
@@ -305,7 +305,7 @@ def trained_part(architecture: Architecture, config: RunConfig) -> Any:
 
 def deployed_bytes(architecture: Architecture, config: RunConfig, budget: float) -> int:
     """Bytes of the weights of a size, in the dtype of deployment."""
-    dtype = getattr(torch, config.deployed_dtype)
+    dtype = config.deployed_dtype(architecture.file_dtype)
     others = footprint(architecture.student, dtype).other_bytes
     return others + round(budget * architecture.dense_parameters) * dtype.itemsize
 

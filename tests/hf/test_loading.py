@@ -43,13 +43,14 @@ def test_models_that_are_not_there_are_named(tmp_path: Path) -> None:
 
 def test_weights_that_the_files_lack_are_named_and_not_drawn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """But for a pooler, which a masked language model has none of and mean pooling does not read."""
-    tiny.build("bert").save_pretrained(tmp_path / "bert")
-    for task, key in (("language", "cls.predictions.bias"), ("classification", "classifier.bias")):
+    (bert := tiny.build("bert")).save_pretrained(tmp_path / "bert")
+    (masked := transformers.BertForMaskedLM(bert.config)).save_pretrained(tmp_path / "masked")
+    for name, task, key in (
+        ("bert", "language", "cls.predictions.bias"), ("masked", "classification", "classifier.bias"),
+    ):  # fmt: skip
         with pytest.raises(FlexrankError, match=f"its files have no {key}; take a model that was trained for {task}"):
-            models.load_model(tmp_path / "bert", task)
+            models.load_model(tmp_path / name, task)
     assert "mean pooling" not in caplog.text
-    masked = transformers.BertForMaskedLM(transformers.AutoConfig.from_pretrained(tmp_path / "bert"))
-    masked.save_pretrained(tmp_path / "masked")
     found = models.load_model(tmp_path / "masked", "embedding")
     assert same_state(found.encoder, masked.bert.encoder)
     assert "its files have no pooler, whose values are random; mean pooling does not read it" in caplog.text

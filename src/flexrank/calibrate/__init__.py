@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from flexrank import processes
 from flexrank.calibrate.by_block import ByBlock
-from flexrank.calibrate.collector import Collector, GradientLoss, Side, computing, first_of, seeded_loss
+from flexrank.calibrate.collector import Collector, GradientLoss, Side, call_parts, computing, first_of, seeded_loss
 from flexrank.calibrate.hooks import Hooks
 from flexrank.calibrate.moments import LayerMoment, Moments, load_moments, save_moments
 from flexrank.calibrate.stream import STATE_BYTES, Placement, States
@@ -17,7 +17,7 @@ from flexrank.calibrate.structure import find_groups
 from flexrank.data.batches import Batch, call_model, eval_mode, model_device, require_several, row_masks, to_device
 from flexrank.errors import FlexrankError
 from flexrank.nn.blocks import block_stack
-from flexrank.nn.matrix import input_rows, masked_rows
+from flexrank.nn.matrix import input_rows, masked_rows, output_rows
 from flexrank.progress import track
 
 __all__ = [
@@ -133,10 +133,14 @@ def collect_rows(
     samples: dict[str, list[Tensor]] = {name: [] for name in layers}
     masks: list[Tensor] = []
 
-    def keep(name: str, inputs: Tensor, _: Tensor) -> None:
-        rows = masked_rows(input_rows(layers[name], inputs), masks)
-        places = torch.linspace(0, len(rows) - 1, min(quota, len(rows))).long()
-        samples[name].append(rows[places.to(rows.device)].detach().float().cpu())
+    def keep(name: str, inputs: Tensor, outputs: Tensor) -> None:
+        layer = layers[name]
+        numbers = torch.arange(len(output_rows(layer, outputs)))
+        real, chosen = masked_rows(numbers, masks), torch.zeros(len(numbers), dtype=torch.bool)
+        chosen[real[torch.linspace(0, len(real) - 1, min(quota, len(real))).long()]] = True
+        parts = call_parts(layer, inputs, outputs, [chosen])
+        rows = torch.cat([masked_rows(input_rows(layer, part), some) for part, _, some in parts])
+        samples[name].append(rows.detach().float().cpu())
 
     with eval_mode(model), Hooks() as hooks:
         hooks.watch(layers, keep)

@@ -13,8 +13,16 @@ from flexrank.calibrate.moments import LayerMoment, Moments
 from flexrank.calibrate.structure import Version, version_of
 from flexrank.data.batches import Batch, eval_mode
 from flexrank.errors import FlexrankError
-from flexrank.nn.linalg import STRIP, add_gram, full_precision, mirror
-from flexrank.nn.matrix import bias_of, input_rows, masked_rows, matrix_shape, output_rows, weight_matrix
+from flexrank.nn.linalg import ROWS, STRIP, add_gram, full_precision, mirror
+from flexrank.nn.matrix import (
+    bias_of,
+    conv_geometry,
+    input_rows,
+    masked_rows,
+    matrix_shape,
+    output_rows,
+    weight_matrix,
+)
 
 GradientLoss = Callable[[Any, Batch], Tensor]
 Side = Literal["smaller", "input"]
@@ -62,16 +70,19 @@ class Collector:
         if self._with_gradients:
             # The edge, not the tensor: an activation in place would put another value and gradient there.
             self._outputs.append((name, get_gradient_edge(outputs)))
-        entry = self._moments[name]
-        if entry.side == "output" or name == self._groups[name][0]:
-            rows = masked_rows(input_rows(self._layers[name], inputs), self._masks)
-            entry.tokens += rows.shape[0]
-            if entry.side == "output":
-                lengths = torch.linalg.vector_norm(rows, dim=1, dtype=torch.promote_types(rows.dtype, torch.float32))
-                entry.mean_square += float(lengths.double().square().sum()) / rows.shape[1]
-                rows = self._output_rows(name, rows, outputs)
-            self._sum(name, entry.moment, rows)
+        if self._moments[name].side == "output" or name == self._groups[name][0]:
+            for part in call_parts(self._layers[name], inputs, outputs, self._masks):
+                self._add(name, *part)
         self._read[name].append(version_of(inputs))
+
+    def _add(self, name: str, inputs: Tensor, outputs: Tensor, masks: Sequence[Tensor]) -> None:
+        entry, rows = self._moments[name], masked_rows(input_rows(self._layers[name], inputs), masks)
+        entry.tokens += rows.shape[0]
+        if entry.side == "output":
+            lengths = torch.linalg.vector_norm(rows, dim=1, dtype=torch.promote_types(rows.dtype, torch.float32))
+            entry.mean_square += float(lengths.double().square().sum()) / rows.shape[1]
+            rows = self._output_rows(name, rows, outputs, masks)
+        self._sum(name, entry.moment, rows)
 
     @contextlib.contextmanager
     def batch(self, index: int, masks: Sequence[Tensor]) -> Iterator[None]:
@@ -125,12 +136,12 @@ class Collector:
         for entry, tokens, square in zip(entries, totals[::2], totals[1::2], strict=True):
             entry.tokens, entry.mean_square = int(tokens), square
 
-    def _output_rows(self, name: str, rows: Tensor, outputs: Tensor) -> Tensor:
+    def _output_rows(self, name: str, rows: Tensor, outputs: Tensor, masks: Sequence[Tensor]) -> Tensor:
         """W x of each row, without the bias, in float32 or better."""
         layer = self._layers[name]
         if outputs.dtype.itemsize < 4:  # half precision has rounded the output: take the product again
             return _product(rows, weight_matrix(layer))
-        products, bias = masked_rows(output_rows(layer, outputs), self._masks), bias_of(layer)
+        products, bias = masked_rows(output_rows(layer, outputs), masks), bias_of(layer)
         return products if bias is None else products - bias
 
     def _sum(self, name: str, moment: Tensor, rows: Tensor) -> None:
@@ -139,6 +150,24 @@ class Collector:
         if not bool(torch.isfinite(moment.diagonal()).all()):
             right = "check it, or load the model in float32"
             raise FlexrankError(f"layer {name!r} saw a value that is not finite in batch {self._batch}; {right}")
+
+
+def call_parts(
+    layer: nn.Module, inputs: Tensor, outputs: Tensor, masks: Sequence[Tensor]
+) -> Iterator[tuple[Tensor, Tensor, Sequence[Tensor]]]:
+    """A layer's call: of a convolution image by image, about `ROWS` rows at once, for rows repeat what patches share.
+
+    Each part has the masks of its own rows.
+    """
+    geometry = conv_geometry(layer)
+    if geometry is None or inputs.ndim < 4:
+        yield inputs, outputs, masks
+        return
+    count = geometry.positions(inputs)
+    size = max(1, ROWS * len(inputs) // max(1, count))
+    own = [mask.reshape(len(inputs), -1).split(size) for mask in masks if mask.numel() == count]
+    for part, products, *some in zip(inputs.split(size), outputs.split(size), *own, strict=True):
+        yield part, products, some
 
 
 def _product(rows: Tensor, weight: Tensor) -> Tensor:

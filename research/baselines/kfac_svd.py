@@ -17,7 +17,7 @@ from flexrank.calibrate import Hooks
 from flexrank.calibrate.collector import computing, seeded_loss
 from flexrank.data.batches import Batch, batch_rows, call_model, model_device, row_masks, to_device
 from flexrank.nn.linalg import Factors, gram_of
-from flexrank.nn.matrix import input_rows, masked_rows, matrix_shape, output_rows
+from flexrank.nn.matrix import input_rows, masked_rows, matrix_shape, output_rows, turned
 from research.baselines.method import Layers, Loss, split
 
 Moments = tuple[Float[Tensor, "n n"], Float[Tensor, "m m"]]
@@ -37,7 +37,7 @@ def moments(model: nn.Module, batches: Sequence[Batch], layers: Layers, loss: Lo
     masks = list[Tensor]()
 
     def see(name: str, inputs: Tensor, outputs: Tensor) -> None:
-        sums[name][0].add_(gram_of(masked_rows(input_rows(layers[name], inputs), masks).detach()).cpu())
+        sums[name][0].add_(gram_of(masked_rows(input_rows(layers[name], inputs), turned(masks, inputs)).detach()).cpu())
         seen.append((name, get_gradient_edge(outputs)))
 
     with computing(model, device, with_gradients=True), Hooks() as hooks:

@@ -21,7 +21,7 @@ from flexrank.data.batches import (
     to_device,
 )
 from flexrank.data.metrics import next_tokens
-from flexrank.nn.matrix import input_rows, masked_rows, matrix_shape, output_rows
+from flexrank.nn.matrix import input_rows, masked_rows, matrix_shape, output_rows, turned
 from research.baselines.method import Layers, Loss
 
 
@@ -72,7 +72,8 @@ def _watch(
 
     def watched(name: str, inputs: Tensor, outputs: Tensor) -> None:
         layer = layers[name]
-        see(name, masked_rows(input_rows(layer, inputs), masks), masked_rows(output_rows(layer, outputs), masks))
+        fitting = turned(masks, inputs)
+        see(name, masked_rows(input_rows(layer, inputs), fitting), masked_rows(output_rows(layer, outputs), fitting))
 
     device = model_device(model)
     with computing(model, device, with_gradients=False), Hooks() as hooks:

@@ -19,7 +19,7 @@ from flexrank.hf.models import mark_elastic
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.linalg import Factors, data_svd, full_precision, half_shrunk, plain_svd, whitened_svd
 from flexrank.nn.matrix import matrix_shape, weight_matrix
-from flexrank.nn.select import Place, nest_, places_of
+from flexrank.nn.select import Place, nest_, places_of, require_layers
 from flexrank.nn.switch import footprint, full_profile, layer_shapes
 from flexrank.profiles import ChainEntry, ProfileChain, RankProfile
 from flexrank.profiles.costs import Shape, dense_parameters
@@ -49,6 +49,7 @@ def decompose_(
     given = moments if isinstance(moments, Mapping) else dict[str, LayerMoment]()
     method = _chosen(method, any(one.gradient_moment is not None for one in given.values()))
     places = places_of(model, list(moments))
+    require_layers({name: model.get_submodule(name) for name in places})
     energies = {
         name: _decompose_layer_(model, name, given.get(name), method, places[name])[1]
         for name in track(list(places), "decomposing")

@@ -269,7 +269,9 @@ def test_chain_at_answers_by_budget_parameters_bytes_and_error():
     ("budgets", "options", "message"),
     [
         ([], {}, "no budget is given"),
-        (0.5, {}, "budgets is 0.5; it is a list, such as [0.5]"),
+        (0.5, {}, "budgets is 0.5; it is a list of numbers, such as [0.5]"),
+        (None, {}, "budgets is None; it is a list of numbers"),
+        (["0.5"], {}, "budgets is ['0.5']; it is a list of numbers"),
         ([0], {}, "budget 0 is out of range"),
         ([1.5], {}, "budget 1.5 is out of range"),
         ([math.nan], {}, "budget nan is out of range"),

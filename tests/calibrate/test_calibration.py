@@ -122,11 +122,12 @@ def test_the_callers_autocast_and_precision_change_no_moment_and_no_factor() -> 
 
 def test_precision_that_was_set_for_each_backend_comes_back() -> None:
     """torch's older functions raise where its newer ones were used."""
-    backend = torch.backends.mkldnn.matmul
+    backend, root = torch.backends.mkldnn.matmul, torch.backends
     before, backend.fp32_precision = backend.fp32_precision, "bf16"
     try:
         with full_precision(torch.device("cpu")):
-            assert backend.fp32_precision == torch.backends.cuda.matmul.fp32_precision == "ieee"
+            inside = root.cuda.matmul, root.mkldnn.matmul, root.cudnn.conv, root.mkldnn.conv  # type: ignore[attr-defined]
+            assert {one.fp32_precision for one in inside} == {"ieee"}
         assert backend.fp32_precision == "bf16"
     finally:
         backend.fp32_precision = before

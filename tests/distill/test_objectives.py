@@ -312,3 +312,11 @@ def test_the_terms_of_parts_of_a_batch_are_those_of_the_whole(objective) -> None
     for number, (top, bottom) in enumerate(terms(slice(0, 4))):
         assert sum(part[number][0] for part in parts) == pytest.approx(top, rel=1e-5)
         assert sum(part[number][1] for part in parts) == pytest.approx(bottom, rel=1e-5)
+
+
+def test_logits_of_maps_need_an_objective_of_ones_own() -> None:
+    maps = torch.randn(2, 7, 4, 4)
+    with pytest.raises(
+        FlexrankError, match=r"logits have shape \(2, 7, 4, 4\); they are \(B, T, V\) or \(B, classes\)"
+    ):
+        LogitObjective().target(maps, {})

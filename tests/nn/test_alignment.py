@@ -1,5 +1,7 @@
 """Gauge alignment against U Vᵀ in float64; slack and its error against plain loops."""
 
+import math
+
 import pytest
 import torch
 
@@ -88,3 +90,15 @@ def test_singular_leading_block_takes_slack() -> None:
     slack = choose_slack(u, v, torch.randn(8, 10).double(), torch.float32)
     assert slack > 0
     assert alignment_error(u, v, slack, torch.randn(8, 10).double(), torch.float32) < 2e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_inputs_that_are_not_finite_in_the_dtype_choose_no_slack(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    u, v, x = torch.randn(96, 60).double(), torch.randn(80, 60).double(), torch.randn(64, 80).double()
+    slack = choose_slack(u, v, x, dtype)
+    for value in (1e39, math.inf, math.nan):
+        assert choose_slack(u, v, torch.cat([x, torch.full((1, 80), value, dtype=torch.float64)]), dtype) == slack > 0
+        assert (
+            choose_slack(u, v, torch.full((2, 80), value, dtype=torch.float64), dtype) == 60
+        )  # nothing tells: plain factors

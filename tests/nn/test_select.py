@@ -1,6 +1,7 @@
 """Selecting layers, saying why others stay dense, and replacing them."""
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -65,6 +66,19 @@ def test_elastic_layers_are_elastic_already(caplog: pytest.LogCaptureFixture) ->
     caplog.set_level(logging.INFO, "flexrank")
     with pytest.raises(FlexrankError, match="no layer of Sequential can be factorised; left dense: .*elastic already"):
         select_layers(nest(nn.Sequential(nn.Linear(4, 4))))
+
+
+def test_a_layer_with_hooks_or_a_forward_of_its_own_is_left_dense(caplog: pytest.LogCaptureFixture) -> None:
+    """Its factors would lose them. What accelerate puts there moves inputs, as it does for the layer's block."""
+    caplog.set_level(logging.INFO, "flexrank")
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
+    layers: list[Any] = list(model)
+    layers[0].register_forward_hook(lambda module, inputs, output: 2 * output)
+    layers[1].register_forward_pre_hook(lambda module, inputs: (2 * inputs[0],))
+    layers[2].forward = lambda x: 2 * x
+    layers[3].forward, layers[3]._hf_hook = layers[3].forward, object()
+    assert list(select_layers(model)) == ["3", "4"]
+    assert "left dense: 2 (it has hooks, or a forward of its own)" in caplog.text
 
 
 def test_patterns_select() -> None:

@@ -101,8 +101,9 @@ def test_wrong_profiles_are_named() -> None:
     full = full_profile(model)
     with pytest.raises(FlexrankError, match="layer 'x' is not in the model"):
         switch.set_profile(model, full | {"x": 1})
-    with pytest.raises(FlexrankError, match="layer '0': rank 99 is out of range; it has 1 to 12"):
-        switch.set_profile(model, full | {"0": 99})
+    for rank in (0, 99, 2.5, 2.0, "2"):
+        with pytest.raises(FlexrankError, match=f"layer '0': rank {rank} is out of range; it has 1 to 12"):
+            switch.set_profile(model, full | {"0": rank})
     assert all(layer.rank == layer.max_rank for layer in nested_layers(model).values())
     with pytest.raises(FlexrankError, match="no elastic layers"):
         nested_layers(nn.Linear(2, 2))

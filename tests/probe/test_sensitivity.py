@@ -211,6 +211,12 @@ def test_wrong_uses_are_named() -> None:
     model = nest(build("perceptron"))
     with pytest.raises(FlexrankError, match="num_levels is 1"):
         probe_sensitivity(model, lambda m: 0.0, num_levels=1)
+    for value in (None, "1", torch.zeros(2)):
+        with pytest.raises(
+            FlexrankError, match=f"the full model gave a {type(value).__name__}; it is to be one number"
+        ):
+            probe_sensitivity(model, lambda m, value=value: value)
+    assert probe_sensitivity(model, lambda m: torch.tensor([1.0])).baseline == 1
     with pytest.raises(FlexrankError, match="evaluating layer '0' at rank .* gave nan"):
         full = full_profile(model)["0"]
         probe_sensitivity(model, lambda m: 1.0 if m[0].rank == full else float("nan"), num_levels=2)

@@ -3,6 +3,7 @@ import math
 
 import pytest
 
+from flexrank.errors import FlexrankError
 from flexrank.profiles.costs import (
     LayerFormat,
     aligned_parameters,
@@ -97,3 +98,18 @@ def test_slack_of_whole_blocks_is_the_least_of_them(shape, dtype):
             fitting = [one for one in range(slack, rank) if (shape[0] - rank + one) % block == 0]
             expected = slack if dtype == "float32" else min([*fitting, rank])
             assert whole_slack(shape, rank, slack, dtype) == expected
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"num_levels": 1}, "num_levels is 1; probing needs at least 2"),
+        ({"spacing": "rank"}, "spacing 'rank' is unknown; it is parameters, blocks or ranks"),
+        ({"min_saving": 1.5}, r"min_saving 1.5 is out of range; it is in \[0, 1\)"),
+        ({"min_saving": -1}, "min_saving -1 is out of range"),
+        ({"slack_share": 3.0}, "slack_share 3.0 is out of range"),
+    ],
+)
+def test_wrong_settings_of_levels_are_named(wrong, message):
+    with pytest.raises(FlexrankError, match=message):
+        rank_levels((8, 12), **({"num_levels": 4} | wrong))

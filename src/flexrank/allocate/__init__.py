@@ -5,7 +5,8 @@ NumPy and SciPy only.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -135,8 +136,8 @@ def _check_options(
 
 def _check_budgets(budgets: Sequence[float], weights: Weights | None) -> tuple[list[float], list[float]]:
     """Budgets by rising size, and their weights."""
-    if isinstance(budgets, int | float):
-        raise FlexrankError(f"budgets is {budgets}; it is a list, such as [{budgets}]")
+    if not isinstance(budgets, Iterable) or not all(isinstance(budget, numbers.Real) for budget in budgets):
+        raise FlexrankError(f"budgets is {budgets!r}; it is a list of numbers, such as [0.5]")
     budgets = list(budgets)
     if not budgets:
         raise FlexrankError("no budget is given; give at least one, in (0, 1]")

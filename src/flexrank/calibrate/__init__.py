@@ -17,7 +17,8 @@ from flexrank.calibrate.structure import find_groups
 from flexrank.data.batches import Batch, call_model, eval_mode, model_device, require_several, row_masks, to_device
 from flexrank.errors import FlexrankError
 from flexrank.nn.blocks import block_stack
-from flexrank.nn.matrix import input_rows, masked_rows, output_rows
+from flexrank.nn.matrix import input_rows, masked_rows, output_rows, turned
+from flexrank.nn.select import require_layers
 from flexrank.progress import track
 
 __all__ = [
@@ -56,6 +57,7 @@ def collect_moments(
         raise FlexrankError(
             f"layers is a {type(layers).__name__}; it is a mapping of names to layers, as select_layers has"
         )
+    require_layers(layers)
     stream, device = iter(batches), model_device(model)
     first = first_of(stream)
     total = len(batches) if isinstance(batches, Sequence) else None
@@ -101,6 +103,7 @@ def moments_by_block(
         placement: where blocks compute, and in which dtype; by default where and as they are.
     """
     names, batches, placement = list(layers), list(batches), placement or Placement(model)
+    require_layers({name: model.get_submodule(name) for name in names})
     first_of(iter(batches))
     stack = block_stack(model, names)
     with States(state_bytes) as states:
@@ -119,15 +122,19 @@ def moments_by_block(
 
 @torch.no_grad()
 def collect_rows(
-    model: nn.Module, batches: Sequence[Batch], layers: Mapping[str, nn.Module], count: int = 256
+    model: nn.Module, batches: Iterable[Batch], layers: Mapping[str, nn.Module], count: int = 256
 ) -> dict[str, Tensor]:
     """About `count` rows (t, n), at most, that each layer's matrix multiplies; float32 on the CPU.
 
     They are evenly spread over at most 16 of the batches, since batches are often sorted by length, and over the
     unmasked tokens of each. It is a FlexrankError if there are no batches, or a layer does not run on them.
     """
+    require_several(batches)
+    batches = list(batches)
     if not batches:
         raise FlexrankError("collecting rows needs at least one batch")
+    if count < 1:
+        raise FlexrankError(f"count is {count}; collecting rows needs at least one")
     chosen = [batches[index] for index in sorted({round(i * (len(batches) - 1) / 15) for i in range(16)})]
     quota = -(-count // len(chosen))
     samples: dict[str, list[Tensor]] = {name: [] for name in layers}
@@ -136,7 +143,7 @@ def collect_rows(
     def keep(name: str, inputs: Tensor, outputs: Tensor) -> None:
         layer = layers[name]
         numbers = torch.arange(len(output_rows(layer, outputs)))
-        real, chosen = masked_rows(numbers, masks), torch.zeros(len(numbers), dtype=torch.bool)
+        real, chosen = masked_rows(numbers, turned(masks, inputs)), torch.zeros(len(numbers), dtype=torch.bool)
         chosen[real[torch.linspace(0, len(real) - 1, min(quota, len(real))).long()]] = True
         parts = call_parts(layer, inputs, outputs, [chosen])
         rows = torch.cat([masked_rows(input_rows(layer, part), some) for part, _, some in parts])

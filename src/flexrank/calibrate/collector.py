@@ -21,6 +21,7 @@ from flexrank.nn.matrix import (
     masked_rows,
     matrix_shape,
     output_rows,
+    turned,
     weight_matrix,
 )
 
@@ -34,6 +35,8 @@ class Collector:
     def __init__(
         self, layers: Mapping[str, nn.Module], groups: Sequence[Sequence[str]], side: str, with_gradients: bool
     ):
+        if side not in ("smaller", "input"):
+            raise FlexrankError(f"side {side!r} is unknown; it is smaller or input")
         for name, layer in layers.items():
             if not bool(torch.isfinite(weight_matrix(layer)).all()):
                 raise FlexrankError(f"layer {name!r}: the weight holds values that are not finite; exclude it")
@@ -68,10 +71,12 @@ class Collector:
     def see(self, name: str, inputs: Tensor, outputs: Tensor) -> None:
         """Adds one call of a layer to its moment: what `Hooks.watch` takes."""
         if self._with_gradients:
+            if not outputs.requires_grad:
+                raise FlexrankError(f"layer {name!r} runs without gradients; exclude it, or leave gradient_loss out")
             # The edge, not the tensor: an activation in place would put another value and gradient there.
             self._outputs.append((name, get_gradient_edge(outputs)))
         if self._moments[name].side == "output" or name == self._groups[name][0]:
-            for part in call_parts(self._layers[name], inputs, outputs, self._masks):
+            for part in call_parts(self._layers[name], inputs, outputs, turned(self._masks, inputs)):
                 self._add(name, *part)
         self._read[name].append(version_of(inputs))
 
@@ -105,7 +110,8 @@ class Collector:
         for (name, _), gradient in zip(self._outputs, gradients, strict=False):
             moment = self._moments[name].gradient_moment
             if gradient is not None and moment is not None:  # a layer the loss does not reach has no gradient
-                self._sum(name, moment, masked_rows(output_rows(self._layers[name], gradient), self._masks))
+                masks = turned(self._masks, gradient)
+                self._sum(name, moment, masked_rows(output_rows(self._layers[name], gradient), masks))
         self._outputs.clear()
         return gradients[len(gradients) - len(inputs) :]
 
@@ -198,7 +204,10 @@ def seeded_loss(loss: GradientLoss, output: Any, batch: Batch, number: int) -> T
     """The loss of a batch of this number; what it draws is new for each batch, and alike in every run."""
     with torch.random.fork_rng(enabled=True):
         torch.manual_seed(number)
-        return loss(output, batch)
+        value = loss(output, batch)
+    if not (isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad):
+        raise FlexrankError("gradient_loss gave no scalar tensor with a gradient; sum the losses, and detach nothing")
+    return value
 
 
 def first_of(batches: Iterator[Batch]) -> Batch:

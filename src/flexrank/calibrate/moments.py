@@ -8,6 +8,7 @@ from typing import Any, Literal
 import safetensors.torch
 from torch import Tensor
 
+from flexrank.errors import FlexrankError, first_line
 from flexrank.files import write_aside
 
 
@@ -41,10 +42,15 @@ def save_moments(moments: Moments, path: str | Path) -> None:
 
 
 def load_moments(path: str | Path) -> Moments:
-    """Reads `save_moments`' file; layers that shared a moment share it again."""
-    with safetensors.safe_open(path, framework="pt") as file:
-        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        header = json.loads(file.metadata()["layers"])
+    """Reads `save_moments`' file; layers that shared a moment share it again. Another file is a FlexrankError."""
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            header = json.loads((file.metadata() or {}).get("layers", "{}"))
+    except (OSError, safetensors.SafetensorError) as error:
+        raise FlexrankError(f"{path}: no moments that can be read: {first_line(error)}") from error
+    if not header:
+        raise FlexrankError(f"{path}: no file of save_moments")
     return {
         name: LayerMoment(
             entry["side"], tensors[f"{entry['owner']}.moment"], entry["mean_square"], entry["tokens"],

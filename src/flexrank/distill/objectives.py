@@ -199,6 +199,9 @@ def default_objective(output: Any) -> Objective:
 
 def _real_rows(values: Tensor, batch: Batch) -> Tensor:
     mask = output_mask(batch)
+    if values.ndim > 3:
+        problem = f"logits have shape {tuple(values.shape)}; they are (B, T, V) or (B, classes)"
+        raise FlexrankError(f"{problem}, so give maps an objective of your own")
     if values.ndim == 3 and mask is not None and values.shape[:2] == mask.shape and not bool(mask.all()):
         return values[mask.to(values.device)]
     return values.flatten(0, -2)

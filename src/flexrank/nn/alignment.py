@@ -1,5 +1,7 @@
 """Gauge alignment with slack: aligned factors, their error in a dtype, and the least slack within a bound."""
 
+import math
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -77,6 +79,8 @@ def choose_slack(
     """
     rank, probe = u.shape[1], _AlignmentProbe(u, v, inputs, dtype)
     bound = ERROR_MULTIPLE * max(probe.error(rank), ERROR_FLOOR.get(dtype, 0.0) / STATED_MULTIPLE)
+    if bound == math.inf:  # no input is left, or even plain factors overflow
+        return rank
     failed, slack = -1, 0
     while slack < rank and probe.error(slack) > bound:
         failed, slack = slack, min(rank, max(1, 2 * slack))
@@ -94,7 +98,8 @@ class _AlignmentProbe:
 
     def __init__(self, u: Tensor, v: Tensor, inputs: Tensor, dtype: torch.dtype):
         self._gauge, self._rank, self._dtype = _Gauge(u, v), u.shape[1], dtype
-        self._inputs = inputs.to(dtype)
+        rounded = inputs.to(dtype)
+        self._inputs = rounded[rounded.isfinite().all(1)]  # others tell nothing of the form's error
         self._exact = (self._inputs.double() @ v.double()) @ u.double().T
         lengths = self._exact.norm(dim=1)
         usual = float(lengths[lengths > 0].median()) if bool(lengths.any()) else 0.0

@@ -133,7 +133,7 @@ def gram_of(rows: Float[Tensor, "t n"]) -> Float[Tensor, "n n"]:
 def full_precision(device: torch.device) -> Iterator[None]:
     """Inside the block products are those of the tensors' own dtype: no autocast, no TF32 or bfloat16 for float32."""
     root: Any = torch.backends
-    backends = root.cuda.matmul, root.mkldnn.matmul
+    backends = root.cuda.matmul, root.mkldnn.matmul, root.cudnn.conv, root.mkldnn.conv
     before = [backend.fp32_precision for backend in backends]  # torch's older function raises where these were set
     for backend in backends:
         backend.fp32_precision = "ieee"

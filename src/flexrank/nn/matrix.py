@@ -115,6 +115,11 @@ def output_rows(layer: nn.Module, outputs: Tensor) -> Tensor:
     return rows.reshape(-1, rows.shape[-1])
 
 
+def turned(masks: Iterable[Tensor], values: Tensor) -> list[Tensor]:
+    """The (B, T) masks, as (T, B) where values (T, B, n) have time first, which only shows where B is not T."""
+    return [mask.T if values.shape[:-1] == mask.T.shape != mask.shape else mask for mask in masks]
+
+
 def masked_rows(rows: Tensor, masks: Iterable[Tensor]) -> Tensor:
     """The rows whose tokens are real by the (B, T) mask that has one entry for each of them.
 

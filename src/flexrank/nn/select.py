@@ -53,6 +53,14 @@ def dense_reasons(
     return reasons
 
 
+def require_layers(layers: Mapping[str, nn.Module]) -> None:
+    """Raises FlexrankError if one of these named modules cannot be factorised."""
+    for name, module in layers.items():
+        if not is_layer(module):
+            reason = unsupported_reason(module) or _unknown_reason(module) or f"{type(module).__name__} has no matrix"
+            raise FlexrankError(f"layer {name!r} cannot be factorised: {reason}; select_layers finds those that can")
+
+
 def nest_(model: nn.Module, name: str, factors: Factors, places: Sequence[Place] = ()) -> NestedLayer:
     """Replaces the layer `name` by its `elastic_form`, and returns that.
 
@@ -127,6 +135,10 @@ def _weight_reason(name: str, module: nn.Module, owners: Mapping[int, list[str]]
         return f"weight is {weight.dtype}"
     if min(weight_matrix(module).shape) < 2:
         return "a matrix of rank one has nothing to factorise"
+    # Those of accelerate move inputs between devices, which a factorised layer's block does too.
+    has_own = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    if has_own and not hasattr(module, "_hf_hook"):
+        return "it has hooks, or a forward of its own"
     return "the model itself is one layer; wrap it in nn.Sequential" if not name else None
 
 

@@ -6,6 +6,7 @@ import copy
 import itertools
 import logging
 import math
+import numbers
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -120,7 +121,7 @@ def require_fitting(layers: Mapping[str, NestedLayer], profile: Mapping[str, int
         where = "profile" if name in layers else "model"
         raise FlexrankError(f"layer {name!r} is not in the {where}; profile and model must name the same layers")
     for name, rank in profile.items():
-        if not layers[name].has_rank(rank):
+        if not isinstance(rank, numbers.Integral) or not layers[name].has_rank(int(rank)):
             raise FlexrankError(f"layer {name!r}: rank {rank} is out of range; it has {layers[name].ranks}")
 
 

@@ -2,11 +2,12 @@
 
 import itertools
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flexrank import processes
 from flexrank.errors import FlexrankError
@@ -117,6 +118,8 @@ def _probe(layer: NestedLayer, name: str, rank: int, evaluate: Callable[[], floa
 
 
 def _finite(value: float, where: str) -> float:
+    if not (isinstance(value, numbers.Real) or (isinstance(value, Tensor) and value.numel() == 1)):
+        raise FlexrankError(f"evaluating {where} gave a {type(value).__name__}; it is to be one number")
     if not math.isfinite(value):
         raise FlexrankError(f"evaluating {where} gave {value}; check the model's weights and the batches")
     return float(value)

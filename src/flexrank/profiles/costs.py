@@ -118,10 +118,15 @@ def rank_levels(
             even steps in rank up to the full one.
 
     Raises:
-        FlexrankError: fewer than two levels.
+        FlexrankError: fewer than two levels, or a setting out of its range.
     """
     if num_levels < 2:
         raise FlexrankError(f"num_levels is {num_levels}; probing needs at least 2")
+    if spacing not in ("parameters", "blocks", "ranks"):
+        raise FlexrankError(f"spacing {spacing!r} is unknown; it is parameters, blocks or ranks")
+    for name, share in {"min_saving": min_saving, "slack_share": slack_share}.items():
+        if not 0 <= share < 1:
+            raise FlexrankError(f"{name} {share} is out of range; it is in [0, 1)")
     full = min(shape)
     if spacing == "ranks":
         return tuple(sorted({max(1, round(full * level / num_levels)) for level in range(1, num_levels + 1)}))

@@ -123,6 +123,39 @@ def test_fisher_minimises_the_weighted_error(m: int, n: int) -> None:
         assert float((root @ rest @ x.T).norm()) <= float(best[rank:].norm()) + 1e-5 * float(best.norm())
 
 
+@pytest.mark.parametrize(("m", "n"), SHAPES)
+@pytest.mark.parametrize("seen", [0, 1, 3])
+def test_few_gradients_weigh_outputs_too(m: int, n: int, seen: int) -> None:
+    """Of fewer samples than outputs, or none: oracle by eigenvectors, the optimum of each rank under Ḡ^{1/2}."""
+    weight, x = problem(m, n)
+    gradients, second = problem(3, m, tokens=seen, seed=3)[1], x.T @ x
+    shrunk = half_shrunk(gradients.T @ gradients)
+    values, vectors = torch.linalg.eigh(shrunk)
+    assert float(values[0]) > 0.499
+    root = (vectors * values.sqrt()) @ vectors.T
+    found = [data_svd(weight, input_moment=second, gradient_moment=shrunk)]
+    if m <= n:
+        of_output = {"output_moment": weight @ second @ weight.T, "mean_square": float(second.trace()) / n}
+        found.append(data_svd(weight, gradient_moment=shrunk, **of_output))
+    singular = torch.linalg.svdvals(root @ weight @ x.T)
+    energies = singular[: min(m, n)] ** 2
+    for factors in found:
+        torch.testing.assert_close(factors.energies, energies, rtol=1e-5, atol=1e-5 * float(energies[0]))
+        for rank in range(1, min(m, n) + 1):
+            rest = weight - factors.u[:rank].T @ factors.v[:rank]
+            assert float((root @ rest @ x.T).norm()) <= float(singular[rank:].norm()) + 1e-5 * float(singular.norm())
+    if not seen:
+        plain = data_svd(weight, input_moment=second)
+        torch.testing.assert_close(found[0].u.T @ found[0].v, plain.u.T @ plain.v)
+        torch.testing.assert_close(found[0].energies, plain.energies)
+
+
+def test_a_moment_of_few_gradients_in_float32_is_definite_when_shrunk() -> None:
+    """The worst of a large one: rank one, rounded to float32, whose eigenvalues may be below 0."""
+    gradient = torch.randn(1, 1024, generator=torch.Generator().manual_seed(0)) * 1e3
+    assert float(torch.linalg.eigvalsh(half_shrunk(gradient.T @ gradient))[0]) > 0.499
+
+
 def test_wrong_inputs_are_named() -> None:
     weight, x = problem(6, 9)
     with pytest.raises(FlexrankError, match="weight holds values that are not finite"):

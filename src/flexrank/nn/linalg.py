@@ -62,12 +62,13 @@ def data_svd(
         input_moment: Σ = Σ_t x_t x_tᵀ, at any scale.
         output_moment: C = W Σ Wᵀ, in place of Σ; only for m <= n.
         mean_square: tr(Σ)/n at the same scale; needed with `output_moment`, for the ridge.
-        gradient_moment: G, of the loss's gradient at the output: E‖G^{1/2}(W − W_r)x‖² is minimised.
+        gradient_moment: G, of the loss's gradient at the output, by `half_shrunk` definite: with G = L Lᵀ
+            E‖Lᵀ(W − W_r)x‖² is minimised.
     """
     _require_finite("weight", weight)
     given, weight = weight, weight.double()
-    root, inverse_root = (None, None) if gradient_moment is None else _roots(gradient_moment)
-    weighted = weight if root is None else root @ weight
+    upper = None if gradient_moment is None else torch.linalg.cholesky(gradient_moment.double()).mT
+    weighted = weight if upper is None else upper @ weight
     compressed, lift = _compress(weighted) if weight.shape[0] > weight.shape[1] else (weighted, None)
     if input_moment is not None:
         gram = compressed @ ridged(input_moment) @ compressed.T
@@ -75,13 +76,14 @@ def data_svd(
         _require_finite("output moment", output_moment)
         # Float32 products, where the weight is float32, are exact enough for a ridge of a millionth.
         gram = output_moment.double() + _ridge(mean_square) * gram_of(given.T)
-        gram = gram if root is None else root @ gram @ root
+        gram = gram if upper is None else upper @ gram @ upper.mT
     else:
         raise FlexrankError("data_svd needs input_moment, or output_moment with mean_square where m <= n")
     energies, vectors = torch.linalg.eigh((gram + gram.T) / 2)
     energies, vectors = energies.flip(0).clamp(min=0), vectors.flip(1)
     left = vectors if lift is None else lift(vectors)
-    return _balanced(left if inverse_root is None else inverse_root @ left, compressed.T @ vectors, energies)
+    left = left if upper is None else torch.linalg.solve_triangular(upper, left, upper=True)
+    return _balanced(left, compressed.T @ vectors, energies)
 
 
 def whitened_svd(weight: Float[Tensor, "m n"], input_moment: Float[Tensor, "n n"]) -> Factors:

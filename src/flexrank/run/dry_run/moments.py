@@ -39,10 +39,11 @@ def factor_bytes(shape: Shape, method: str, from_inputs: bool) -> int:
     """Bytes that decomposing a layer takes at most, all in float64.
 
     DataSVD holds W, its vectors, and U twice, of m·n each, and seven matrices of k²; a ridged copy of Σ too where an
-    input's moment is kept. Roots of Σ (`paper`) or of the gradients' moment (`fisher`) take four matrices of their
-    width, eigenvectors and LAPACK's workspace among them; and `fisher` its shrunk moment.
+    input's moment is kept. Roots of Σ (`paper`) take four matrices of its width, eigenvectors and LAPACK's workspace
+    among them. `fisher` holds Lᵀ W besides, the gradients' shrunk moment and its root L.
     """
     (m, n), k = shape, min(shape)
-    roots = {"paper": 4 * n * n + m * n, "fisher": 5 * m * m + m * n}.get(method, 0)
+    roots = 4 * n * n + m * n if method == "paper" else 0
     ridged = 3 * m * n + n * n + 5 * k * k if from_inputs else 0
-    return 8 * max(4 * m * n + 7 * k * k, ridged, roots)
+    weighted = m * n + 2 * m * m if method == "fisher" else 0
+    return 8 * (max(4 * m * n + 7 * k * k, ridged, roots) + weighted)

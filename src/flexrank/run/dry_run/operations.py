@@ -51,8 +51,8 @@ def layer_decompositions(architecture: Architecture, config: RunConfig) -> dict[
 def factorisation(shape: Shape, method: str, from_output: bool = False) -> int:
     """Operations of `linalg`'s function for a layer, by the leading terms of Golub and Van Loan (4th edition).
 
-    Symmetric eigenproblem with vectors 9d³; thin SVD of l × k 14·l·k² + 8k³; Cholesky n³/3; a triangle against n
-    columns n³; a product 2·a·b·c. A tall matrix is taken for well conditioned; a moment counts as a whole product, of
+    Symmetric eigenproblem with vectors 9d³; thin SVD of l × k 14·l·k² + 8k³; Cholesky n³/3; a triangle against k
+    columns n²·k; a product 2·a·b·c. A tall matrix is taken for well conditioned; a moment counts as a whole product, of
     the output (m × m) if `from_output`.
     """
     m, n = shape
@@ -67,8 +67,8 @@ def factorisation(shape: Shape, method: str, from_output: bool = False) -> int:
         total += 2 * m * n**2 + n**3 // 3 + n**3 + 4 * n**3 + 2 * n**3 + 2 * m * n**2 + 2 * n**3
     else:  # W Wᵀ for the ridge, or W Σ Wᵀ, and V = Wᵀ P
         total += 2 * m**2 * n + (0 if from_output else 2 * m * n**2) + 2 * n * m * k
-    if method == "fisher":  # G's eigenproblem and roots, G^{1/2} W, G^{-1/2} P, and on the output side the Gram twice
-        total += 13 * m**3 + 2 * m**2 * n + 2 * m**2 * k + (4 * m**3 if from_output else 0)
+    if method == "fisher":  # G = L Lᵀ, Lᵀ W, L⁻ᵀ P, and on the output side the Gram twice
+        total += m**3 // 3 + 2 * m**2 * n + m**2 * k + (4 * m**3 if from_output else 0)
     return total
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,43 @@ def test_scaling_is_what_its_file_says(tmp_path: Path) -> None:
     scaling = Scaling((0.1, 0.2, 0.3), (0.5, 0.6, 0.7), 1 / 128)
     path.write_text(json.dumps(scaling.to_json()))
     assert Scaling.read(path) == scaling
-    path.write_text('{"image_mean": [0.1]}')
-    with pytest.raises(FlexrankError, match="key 'image_std' is missing"):
+
+
+@pytest.mark.parametrize("changes", [{}, {"do_rescale": False}, {"do_normalize": False}, {"rescale_factor": 1 / 128}])
+def test_images_are_scaled_as_transformers_does(changes: dict[str, Any], tmp_path: Path) -> None:
+    from transformers import ViTImageProcessorPil
+
+    images, own = random_images(2), {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.25, 0.3]}
+    processor = ViTImageProcessorPil(do_resize=False, **own | changes)
+    processor.save_pretrained(tmp_path)
+    path = tmp_path / "preprocessor_config.json"
+    expected = torch.from_numpy(np.stack(processor(list(images))["pixel_values"])).float()
+    torch.testing.assert_close(Scaling.read(path)(channels_first(images)), expected)
+    if "do_normalize" in changes:
+        path.write_text(json.dumps(changes))  # which needs no mean
+        torch.testing.assert_close(Scaling.read(path)(channels_first(images)), expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"image_std": None}, "key 'image_std' is missing; expected a list of finite numbers, one for each channel"),
+        ({"image_mean": 0.5}, "key 'image_mean' is 0.5; expected a list"),
+        ({"image_mean": []}, "key 'image_mean' is []; expected a list"),
+        ({"image_mean": ["a", "b", "c"]}, "key 'image_mean' is ['a', 'b', 'c']; expected a list of finite numbers"),
+        ({"image_std": [0.5, True, 0.5]}, "key 'image_std' is [0.5, True, 0.5]; expected"),
+        ({"image_mean": [0.5, 0.5, 10**400]}, "; expected a list of finite numbers"),
+        ({"image_std": [0.5, 0, 0.5]}, "image_std [0.5, 0.0, 0.5]; expected as many of each, and deviations above 0"),
+        ({"image_std": [0.5, 0.5, 1e-60]}, "deviations above 0"),  # 0 in float32
+        ({"image_std": [0.5]}, "image_mean is [0.5, 0.5, 0.5] and image_std [0.5]; expected as many of each"),
+        ({"image_mean": [10**30] * 3, "image_std": [0]}, "is [1e+30, 1e+30, 1e+30] and image_std [0.0]; expected"),
+        ({"rescale_factor": None}, "key 'rescale_factor' is None; expected a finite number"),
+        ({"rescale_factor": "1/255"}, "key 'rescale_factor' is '1/255'; expected a finite number"),
+    ],
+)
+def test_a_wrong_scaling_is_one_line(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "preprocessor_config.json"
+    path.write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": [0.5] * 3} | changes))
+    with pytest.raises(FlexrankError, match=re.escape(message)) as error:
         Scaling.read(path)
+    assert str(error.value).startswith(f"{path}: ") and "\n" not in str(error.value)

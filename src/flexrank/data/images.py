@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flexrank.errors import FlexrankError
+from flexrank.errors import FlexrankError, shown
 from flexrank.files import read_json
 
 #: What numpy raises for a file that is not an archive, is damaged, or holds pickled objects.
@@ -47,14 +47,19 @@ class Scaling:
 
     @classmethod
     def read(cls, path: Path) -> "Scaling":
-        """From a model's preprocessor_config.json; it is a FlexrankError if the file or a key is missing."""
+        """From a model's preprocessor_config.json; it is a FlexrankError if the file or a key is missing or wrong."""
         if not path.is_file():
             raise FlexrankError(f"{path}: no such file; write one with image_mean and image_std, those of each channel")
         config = read_json(path)
-        for key in ("image_mean", "image_std"):
-            if not isinstance(config.get(key), list):
-                raise FlexrankError(f"{path}: key {key!r} is missing, or not a list of numbers, one for each channel")
-        return cls(tuple(config["image_mean"]), tuple(config["image_std"]), config.get("rescale_factor", 1 / 255))
+        factor, mean, deviation = 1.0, [0.0], [1.0]  # of steps that are left out, for any number of channels
+        if config.get("do_rescale") is not False and not _is_number(factor := config.get("rescale_factor", 1 / 255)):
+            raise FlexrankError(f"{path}: key 'rescale_factor' is {shown(factor)}; expected a finite number")
+        if config.get("do_normalize") is not False:
+            mean, deviation = (_numbers(path, key, config.get(key)) for key in ("image_mean", "image_std"))
+        if len(mean) != len(deviation) or not torch.tensor(deviation).min() > 0:
+            found = f"image_mean is {shown(mean)} and image_std {shown(deviation)}"
+            raise FlexrankError(f"{path}: {found}; expected as many of each, and deviations above 0")
+        return cls(tuple(mean), tuple(deviation), factor)
 
     def to_json(self) -> dict[str, Any]:
         """The content of a preprocessor_config.json."""
@@ -85,6 +90,18 @@ def channels_first(images: NDArray[np.uint8]) -> Tensor:
     """Images (N, H, W, C) or (N, H, W) as a uint8 tensor (N, C, H, W); C is 1 where there is no such axis."""
     tensor = torch.from_numpy(images)
     return (tensor.unsqueeze(1) if tensor.ndim == 3 else tensor.permute(0, 3, 1, 2)).contiguous()
+
+
+def _numbers(path: Path, key: str, values: Any) -> list[float]:
+    if not isinstance(values, list) or not values or not all(map(_is_number, values)):
+        found = "missing" if values is None else shown(values)
+        raise FlexrankError(f"{path}: key {key!r} is {found}; expected a list of finite numbers, one for each channel")
+    return [float(one) for one in values]  # torch takes whole numbers for integers, which end at 64 bits
+
+
+def _is_number(value: Any) -> bool:
+    """Whether this is a number, and no truth value, that is finite in float32."""
+    return type(value) in (int, float) and abs(value) <= torch.finfo(torch.float32).max
 
 
 def _read_arrays(path: Path) -> dict[str, NDArray[Any]]:

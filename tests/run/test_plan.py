@@ -289,18 +289,6 @@ def test_wrong_input_is_one_line(arguments: list[str], part: str, written: Path)
     assert part in refused("run", written, *arguments)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        ([], "give CONFIG; without one there is --calibrate-plan"),
-        (["tiny.json", "--calibrate-plan"], "--calibrate-plan measures the machine, and takes no CONFIG"),
-        (["--calibrate-plan", "--output", "nowhere/plan.json"], "--output nowhere/plan.json: no such directory"),
-    ],
-)
-def test_wrong_calls_of_measure_are_one_line(arguments: list[str], part: str, written: Path) -> None:
-    assert part in refused("measure", *arguments)
-
-
 def test_a_local_device_needs_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FlexrankError, match="plan.json: no such file"):

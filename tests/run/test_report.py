@@ -13,6 +13,7 @@ from rich.console import Console
 from flexrank.errors import FlexrankError
 from flexrank.run import cards, report, tables
 from flexrank.run.config import DecompositionConfig
+from tiny_runs import invoke, refused
 
 SHAPES = {
     f"encoder.layer.{block}.{name}": {"shape": shape}
@@ -158,6 +159,31 @@ def test_a_directory_without_a_summary_is_one_line(tmp_path: Path) -> None:
     del value["rows"]
     with pytest.raises(FlexrankError, match="key 'rows' is missing"):
         report.write_report(write(tmp_path, value))
+
+
+def test_a_page_of_several_runs_replaces_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But a page that it wrote itself; a text that is all of an earlier page's words but its first is no page."""
+    monkeypatch.chdir(tmp_path)
+    runs = [Path(name) for name in ("one", "two")]
+    for run in runs:
+        run.mkdir()
+        write(run, summary())
+    page = Path("comparison.html")
+    assert invoke("report", *runs).stdout == "comparison.html\n" and b"<table>" in (first := page.read_bytes())
+    write(runs[1], summary() | {"name": "other"})
+    assert invoke("report", *runs, "--output", page).exit_code == 0 and page.read_bytes() != first
+    mine = {"corpus.txt": b"my words", "mine.html": b"<!doctype html>\n<html>\n" + b" " * 300 + first}
+    for name, content in mine.items():
+        Path(name).write_bytes(content)
+    Path("folder.html").mkdir()
+    for name in (*mine, "new.txt", "folder.html"):
+        assert f"--output {name}: give a name that ends in .html, of a file" in refused(
+            "report", *runs, "--output", name
+        )
+    assert "no such directory as nowhere" in refused("report", *runs, "--output", "nowhere/new.html")
+    assert {name: Path(name).read_bytes() for name in mine} == mine and not Path("new.txt").exists()
+    page.write_text("<p>mine</p>")
+    assert "--output comparison.html: give" in refused("report", *runs) and page.read_text() == "<p>mine</p>"
 
 
 @pytest.mark.parametrize("model, named", [("org/base-1", True), ("package:x/model", False), ("./somewhere", False)])

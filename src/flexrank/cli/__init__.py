@@ -16,6 +16,7 @@ from flexrank import processes, progress
 from flexrank.cli.cutting import beside, deploy_elastic
 from flexrank.cli.endings import OneLineErrors, resumable
 from flexrank.cli.limits import check_limits, parse_bytes, parse_parameters
+from flexrank.cli.outputs import require_output
 from flexrank.cli.shown import console, print_json, show_place, show_report, show_size, show_stage, show_tuned
 from flexrank.errors import FlexrankError
 from flexrank.files import read_json
@@ -234,12 +235,11 @@ def measure(
 def _calibrate_plan(output: Path | None, as_json: bool) -> None:
     """Measures the machine, writes the file, and prints its place, or with --json what is in it."""
     from flexrank.files import write_json
-    from flexrank.run.dry_run import LOCAL
+    from flexrank.run.dry_run import LOCAL, is_device
     from flexrank.run.rates import measure_device
 
     path = output or LOCAL
-    if not path.parent.is_dir():
-        raise FlexrankError(f"--output {path}: no such directory as {path.parent}")
+    require_output(path, ".json", is_device)
     progress.show(False)  # nobody asks for the models that are measured
     logging.getLogger("flexrank").setLevel(logging.WARNING)
     device = processes.by_first(lambda: measure_device(path.parent).model_dump())
@@ -256,6 +256,7 @@ def report(
 ) -> None:
     """Draws a run's figures and page again from its files, and prints the table; or one page of several runs."""
     from flexrank.run.config import load_config
+    from flexrank.run.page import is_page
     from flexrank.run.report import write_comparison, write_report
 
     directories = [one if one.is_dir() else load_config(one).directory for one in runs]
@@ -266,6 +267,7 @@ def report(
         show_report(directories[0], as_json, {"written": written})
         return
     page = output or Path("comparison.html")
+    require_output(page, ".html", is_page)
     processes.by_first(lambda: write_comparison(directories, page))
     show_place(page, {"written": [str(page)], "runs": list(map(str, directories))}, as_json)
 

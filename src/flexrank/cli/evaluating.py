@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flexrank import processes
+from flexrank.cli.outputs import require_output
 from flexrank.cli.shown import console, print_json
 from flexrank.errors import FlexrankError
 
@@ -47,7 +48,7 @@ class Request:
         windows = None if self.perplexity is None else Windows(self.perplexity, tokens)
         require_task(run, self.tasks is not None, windows, self.sts)
         if self.output is not None:
-            _require_new_json(self.output)
+            require_output(self.output, ".json")
         names = [name.strip() for name in (self.tasks or "").split(",") if name.strip()]
         if self.tasks is not None and not names:
             raise FlexrankError("--tasks names no task; write them as arc_easy,piqa")
@@ -56,14 +57,6 @@ class Request:
             processes.by_first(lambda: loaded.update(load_tasks(names, self.include_path, self.num_fewshot)))
         measures = Measures(loaded, self.limit, windows, self.sts)
         return functools.partial(benchmark_run, measures=measures, budgets=_budgets(self.budgets), output=self.output)
-
-
-def _require_new_json(output: Path) -> None:
-    """Refuses a place that cannot be written to, and a file that is there: it may be anything."""
-    if output.exists() or output.suffix != ".json":
-        raise FlexrankError(f"--output {output}: give a name that ends in .json, of a file that is not there")
-    if not output.absolute().parent.is_dir():
-        raise FlexrankError(f"--output {output}: no such directory as {output.parent}")
 
 
 def show_benchmarks(directory: Path, result: dict[str, Any], as_json: bool) -> None:

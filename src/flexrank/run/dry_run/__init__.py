@@ -15,14 +15,14 @@ from flexrank.run.candidates import candidate_ranks, require_reachable_budgets, 
 from flexrank.run.config import RunConfig
 from flexrank.run.dry_run import operations
 from flexrank.run.dry_run.architecture import Architecture, build_architecture
-from flexrank.run.dry_run.devices import LOCAL, Device, find_device
+from flexrank.run.dry_run.devices import LOCAL, Device, find_device, is_device
 from flexrank.run.dry_run.memory import count_memory
 from flexrank.run.dry_run.moments import moment_bytes
 from flexrank.run.dry_run.plan import part_of, plan_notes, plan_run
 from flexrank.run.dry_run.table import print_dry_run
 from flexrank.run.tables import split_block
 
-__all__ = ["DEFAULT_TFLOPS", "LOCAL", "dry_run", "find_device", "print_dry_run"]
+__all__ = ["DEFAULT_TFLOPS", "LOCAL", "dry_run", "find_device", "is_device", "print_dry_run"]
 
 #: Operations per second, in 10¹², for the hours: a round number, not a measured one.
 DEFAULT_TFLOPS = 100.0

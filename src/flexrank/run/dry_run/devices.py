@@ -94,6 +94,15 @@ def find_device(name: str, price: float | None = None) -> Device:
     return device if price is None else device.model_copy(update={"price": price})
 
 
+def is_device(path: Path) -> bool:
+    """Whether this is a file of a device."""
+    try:
+        read_device(path)
+    except FlexrankError:
+        return False
+    return True
+
+
 def read_device(path: Path) -> Device:
     """The device in a file; raises FlexrankError as `find_device`."""
     mend = "flexrank measure --calibrate-plan writes it"

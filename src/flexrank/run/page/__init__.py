@@ -13,6 +13,9 @@ from flexrank.files import read_json, write_text
 from flexrank.run.figures import LABELS, LOWER_IS_BETTER
 from flexrank.run.tables import ordered_layers, split_block
 
+#: What page.html has among its first lines.
+MARK = b'<meta name="generator" content="flexrank">'
+
 
 def write_page(runs: Sequence[Path], summaries: Sequence[Mapping[str, Any]], tables: Sequence[str], path: Path) -> None:
     """Writes the page of these run directories, whose summaries and tables (HTML) are given, whole or not at all."""
@@ -30,6 +33,14 @@ def write_page(runs: Sequence[Path], summaries: Sequence[Mapping[str, Any]], tab
         data=json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
     )  # fmt: skip
     write_text(path, page)
+
+
+def is_page(path: Path) -> bool:
+    """Whether this is a file that `write_page` wrote."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return MARK in file.read(200)
 
 
 def run_names(runs: Sequence[Path], summaries: Sequence[Mapping[str, Any]]) -> list[str]:

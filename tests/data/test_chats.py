@@ -41,6 +41,15 @@ def test_a_chat_is_what_its_template_writes(tmp_path: Path) -> None:
         assert texts == ["[user] one;[assistant] two by x;"]
 
 
+def test_half_a_character_becomes_a_question_mark(tmp_path: Path) -> None:
+    r"""Of a pair of escapes that a file has cut in two; both together are the character."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(r'{"text": "cut \ud83d"}' + "\n" + r'{"text": "\ude00 \ud83d\ude00 é"}' + "\n")
+    assert list(open_texts("jsonl", str(path), TOKENIZER).texts()) == ["cut ?", "? \U0001f600 é"]
+    path.write_text(r'{"messages": [{"role": "user", "content": "cut \ud83d"}]}')
+    assert list(open_texts("jsonl", str(path), ChatTokenizer()).texts()) == ["[user] cut ?;"]
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [

@@ -20,6 +20,9 @@ def test_both_forms_give_sentences_and_score(tmp_path: Path) -> None:
     text = "\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
     (tmp_path / "sts.JSONL").write_text(f"\ufeff{text}\n\n")
     assert read_pairs(tmp_path / "sts.JSONL") == [("Eins\u2028", "Zwei\tSätze", 3.0), ("a", "b", 0.5)]
+    cut = r'{"sentence1": "a \ud83d", "sentence2": "\ude00 b", "score": 1}'  # halves of a character
+    (tmp_path / "sts.jsonl").write_text(f'{cut}\n{{"sentence1": "a", "sentence2": "b", "score": 2}}')
+    assert read_pairs(tmp_path / "sts.jsonl")[0] == ("a ?", "? b", 1.0)
 
 
 @pytest.mark.parametrize(

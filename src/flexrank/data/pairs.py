@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from flexrank.data.text import encodable
 from flexrank.errors import FlexrankError
 
 Pair = tuple[str, str, float]  #: two sentences and their score
@@ -59,7 +60,7 @@ def _pair(path: Path, number: int, fields: list[Any]) -> Pair:
         first, second, score = fields
         is_text = isinstance(first, str) and isinstance(second, str) and bool(first.strip() and second.strip())
         if is_text and not isinstance(score, bool) and math.isfinite(float(score)):
-            return first, second, float(score)
+            return encodable(first), encodable(second), float(score)
     except (TypeError, ValueError, OverflowError):
         pass
     right = f"{', '.join(KEYS)} in a .jsonl, or tabs with the score in column 5 and the sentences in 6 and 7"

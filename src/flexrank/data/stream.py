@@ -19,6 +19,7 @@ from flexrank.data.text import (
     TEXT_SUFFIXES,
     Tokenizer,
     block_batches,
+    encodable,
     joined_tokens,
     part_by_hash,
     sentence_batches,
@@ -143,7 +144,7 @@ def text_of(value: Any, column: str, tokenizer: Tokenizer) -> str:
     What templates begin with, the token of the beginning, is left out: batches add it to every text.
     """
     if value is None or value == [] or isinstance(value, str):
-        return (value or "").strip()
+        return encodable(value or "").strip()
     if not isinstance(value, list) or not all(isinstance(one, dict) and {"role", "content"} <= {*one} for one in value):
         wanted = "expected text, or a chat: a list of messages with role and content"
         raise FlexrankError(f"data.column {column!r} holds {shown(value)}; {wanted}")
@@ -159,7 +160,7 @@ def text_of(value: Any, column: str, tokenizer: Tokenizer) -> str:
         text = writer.apply_chat_template(messages, tokenize=False)
     except (TemplateError, TypeError) as error:
         raise FlexrankError(f"data.column {column!r}: the chat template refuses {shown(value)} ({error})") from error
-    return text.removeprefix(getattr(tokenizer, "bos_token", None) or "")
+    return encodable(text.removeprefix(getattr(tokenizer, "bos_token", None) or ""))
 
 
 def held_out_texts(stream: TextStream, needs: Mapping[str, int], size: Callable[[str], int]) -> dict[str, list[str]]:

@@ -193,6 +193,11 @@ def block_batches(blocks: Tensor, batch_size: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": rows, "attention_mask": torch.ones_like(rows)} for rows in blocks.split(batch_size)]
 
 
+def encodable(text: str) -> str:
+    """The text with "?" for each lone half of a surrogate pair, which JSON can hold, and UTF-8 cannot."""
+    return text.encode("utf8", "replace").decode("utf8")
+
+
 class SentenceBatches(Sequence[dict[str, Tensor]]):
     """Padded batches of texts, each made when it is read; `order` (N,) is the index of each row's text."""
 

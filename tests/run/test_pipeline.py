@@ -200,6 +200,7 @@ def test_an_encoder_goes_all_the_way(sources: Path, tmp_path: Path) -> None:
     ("overrides", "parts"),
     [
         (["model=./nowhere"], ["./nowhere", "no such directory"]),
+        (["model=RUN/deployed/0.50"], ["deployed/0.50': compressed already; name the dense model that it was made of"]),
         (["model=package:no_such_package/model"], ["no_such_package", "pip install"]),
         (["data.path=nowhere.txt"], ["nowhere.txt"]),
         (["data.batch_size=4096"], ["data.calibration", "shorter than one batch of 4096"]),
@@ -215,6 +216,7 @@ def test_wrong_input_is_one_line_and_leaves_no_half_result(
 ) -> None:
     if overrides == ["device=cuda"] and torch.cuda.is_available():
         pytest.skip("there is a GPU")
+    overrides = [one.replace("RUN", str(finished)) for one in overrides]
     config = load_config(finished, [*overrides, f"output={tmp_path / 'run'}"])
     with pytest.raises(FlexrankError) as caught:
         run_stages(config)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from flexrank.errors import FlexrankError
-from flexrank.hf.models import Task, class_for, clear_errors, resolve_source
+from flexrank.hf.models import Task, class_for, clear_errors, require_dense, resolve_source
 
 
 def meta_model(
@@ -77,6 +77,5 @@ def _config_of(name: str | Path, architecture: str | Path | None) -> Any:
                 raise
             mend = "and a dry run downloads nothing; name a config.json with the key architecture"
             raise FlexrankError(f"model {str(name)!r}: its config is not on this machine, {mend}") from error
-    if getattr(config, "quantization_config", None) is not None:
-        raise FlexrankError(f"model {source!r}: compressed already; name the dense model that it was made of")
+    require_dense(config, source)
     return config

@@ -63,7 +63,9 @@ def _package_directory(name: str) -> str:
     return str(directory)
 
 
-def load_model(name: str | Path, task: Task, *, dtype: torch.dtype | None = torch.float32) -> Any:
+def load_model(
+    name: str | Path, task: Task, *, dtype: torch.dtype | None = torch.float32, only_dense: bool = False
+) -> Any:
     """A pretrained model in eval mode; the checksums of an export are checked first.
 
     Args:
@@ -71,6 +73,7 @@ def load_model(name: str | Path, task: Task, *, dtype: torch.dtype | None = torc
         task: embedding (`AutoModel`), language (`AutoModelForCausalLM`) or classification (of images or sequences,
             as the config says).
         dtype: None keeps the file's.
+        only_dense: refuses a compressed model, such as a deployed size.
 
     Raises:
         FlexrankError: no such model, task or weights, or a damaged artefact.
@@ -84,11 +87,19 @@ def load_model(name: str | Path, task: Task, *, dtype: torch.dtype | None = torc
     if (Path(source) / "elastic.json").is_file():
         raise FlexrankError(f"model {str(name)!r}: an elastic artefact; read it with load_elastic")
     with clear_errors(str(name)), quiet_loading():
-        auto_class = class_for(task, transformers.AutoConfig.from_pretrained(source))
+        config = transformers.AutoConfig.from_pretrained(source)
+        if only_dense:
+            require_dense(config, source)
         options = {"dtype": dtype or "auto", "use_safetensors": True, "output_loading_info": True}
-        model, report = auto_class.from_pretrained(source, **options)
+        model, report = class_for(task, config).from_pretrained(source, **options)
     _require_weights(str(name), task, report["missing_keys"])
     return model.eval()
+
+
+def require_dense(config: Any, name: str) -> None:
+    """Refuses a model of this config if its weights are compressed, and so no matrices to decompose."""
+    if getattr(config, "quantization_config", None) is not None:
+        raise FlexrankError(f"model {name!r}: compressed already; name the dense model that it was made of")
 
 
 def _require_weights(name: str, task: Task, missing: Collection[str]) -> None:

@@ -50,7 +50,7 @@ class Workspace:
 
     def own_base(self) -> Any:
         """The original model once more, to be changed: on the CPU and in its files' dtype, mapped from them."""
-        return models.load_model(self.config.model, self.config.task, dtype=None)
+        return models.load_model(self.config.model, self.config.task, dtype=None, only_dense=True)
 
     @functools.cached_property
     def base(self) -> Any:

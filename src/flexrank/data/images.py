@@ -66,7 +66,10 @@ class Scaling:
         return {"image_mean": list(self.mean), "image_std": list(self.deviation), "rescale_factor": self.factor}
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Bytes (N, C, H, W) to values (N, C, H, W) in float32."""
+        """Bytes (N, C, H, W) to values (N, C, H, W) in float32; one mean goes for all channels."""
+        if len(self.mean) not in (1, images.shape[1]):
+            found = f"images are {tuple(images.shape[1:])} (channels, height, width)"
+            raise FlexrankError(f"{found}; image_mean of preprocessor_config.json is of {len(self.mean)} channels")
         mean, deviation = (torch.tensor(values).view(1, -1, 1, 1) for values in (self.mean, self.deviation))
         return images.float().mul_(self.factor).sub_(mean).div_(deviation)
 

@@ -225,8 +225,11 @@ class RunConfig(Section):
         """The run directory."""
         return Path(self.output.replace("{name}", self.name))
 
-    def require_positions(self, model: Any) -> None:
-        """Refuses texts longer than a model of this transformers configuration has positions for."""
+    def require_fitting(self, model: Any) -> None:
+        """Refuses a transformers configuration of a model that reads no such texts, or none as long."""
+        if self.task == "embedding" and getattr(model, "is_encoder_decoder", False):
+            kind = f"{model.model_type!r}, an encoder-decoder"
+            raise FlexrankError(f"task 'embedding' does not fit {kind}; take a model that is an encoder alone")
         limit, tokens = getattr(model, "max_position_embeddings", None), self.data.max_tokens
         if self.task != "classification" and limit is not None and tokens > limit:
             raise FlexrankError(f"data.max_tokens is {tokens}; this model reads at most {limit}")

@@ -50,6 +50,7 @@ class Samples:
     training: Iterable[Batch]  # a sequence, unless texts are a stream
     example: Batch  # of evaluation samples, for timing and for checking an export
     judge: Callable[[nn.Module], Judge]  # of the teacher: measures a model's qualities over the evaluation samples
+    classes: Tensor | None = None  # of all images
 
 
 def load_samples(config: RunConfig, directory: str, tokenizer: Tokenizer | None) -> Samples:
@@ -172,7 +173,8 @@ def _image_samples(config: RunConfig, images: Tensor, scaling: Scaling, labels: 
 
     example = batches(held_out, config.evaluation.latency_batch_size)[0]
     consolidation = batches(training[: config.data.training or IN_MEMORY], config.distillation.batch_size)
-    return _samples(config, calibration, batches, consolidation, example, judge)
+    samples = _samples(config, calibration, batches, consolidation, example, judge)
+    return dataclasses.replace(samples, classes=labels)
 
 
 def _samples(

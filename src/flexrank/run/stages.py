@@ -4,7 +4,10 @@ A stage reads the configuration and the files of the stages it needs, and writes
 passes between stages in memory but what a file would give again to the same bits.
 """
 
+import itertools
 import logging
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -256,12 +259,34 @@ def read_table(work: Workspace) -> SensitivityTable:
 
 
 def require_fitting_inputs(work: Workspace, model: Any) -> None:
-    """Refuses texts longer than the model has positions for, and images of another size than it was made for."""
-    work.config.require_positions(model)
-    side = getattr(model, "image_size", None)
-    if work.config.task == "classification" and isinstance(side, int):
-        example: Any = work.samples.example
-        shape, wanted = tuple(example["pixel_values"].shape[1:]), (model.num_channels, side, side)
+    """Refuses texts or images that a model of this transformers configuration was not made for."""
+    work.config.require_fitting(model)
+    if work.config.task == "classification":
+        _require_fitting_images(work, model)
+    else:
+        _require_known_tokens(work, model)
+
+
+def _require_fitting_images(work: Workspace, model: Any) -> None:
+    """Refuses images of another size, and classes that the model has no output for."""
+    place, side = f"data.path {work.config.data.path}", getattr(model, "image_size", None)
+    samples: Any = work.samples
+    if isinstance(side, int):
+        shape, wanted = tuple(samples.example["pixel_values"].shape[1:]), (model.num_channels, side, side)
         if shape != wanted:
-            place = f"data.path {work.config.data.path}: images are {shape}"
-            raise FlexrankError(f"{place} (channels, height, width); this model takes {wanted}")
+            raise FlexrankError(f"{place}: images are {shape} (channels, height, width); this model takes {wanted}")
+    for found in samples.classes.aminmax():
+        if not 0 <= found < model.num_labels:
+            raise FlexrankError(f"{place}: y has the class {found}; this model's are 0 to {model.num_labels - 1}")
+
+
+def _require_known_tokens(work: Workspace, model: Any) -> None:
+    """Refuses tokens that the model has no embedding of; a stream's training texts are not read for it."""
+    samples, known = work.samples, getattr(model.get_text_config(), "vocab_size", math.inf)  # some know any character
+    training = samples.training if isinstance(samples.training, Sequence) else ()
+    batches: Any = itertools.chain(samples.calibration, samples.probe, training, [samples.example])
+    largest = max(int(batch["input_ids"].max()) for batch in batches)
+    if largest >= known:
+        wrong = f"its tokenizer makes token {largest}, and its embedding ends at {known - 1}"
+        mend = "save the model's own tokenizer beside it, or enlarge the embedding (resize_token_embeddings)"
+        raise FlexrankError(f"model {work.config.model!r}: {wrong}; {mend}")

@@ -83,7 +83,7 @@ def build_architecture(config: RunConfig) -> Architecture:
     """
     dtype = getattr(torch, config.dtype)
     teacher = meta.meta_model(config.model, config.task, dtype=dtype, architecture=config.architecture)
-    config.require_positions(teacher.config)
+    config.require_fitting(teacher.config)
     separate_experts_(teacher)
     for module in teacher.modules():
         if isinstance(module, nn.Embedding):

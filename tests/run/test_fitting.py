@@ -1,0 +1,124 @@
+"""What does not fit a run's model is refused before anything is calibrated; the model itself is the oracle."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+from flexrank.data.images import Scaling
+from flexrank.errors import FlexrankError
+from flexrank.run.config import parse_config
+from flexrank.run.directory import RunDirectory
+from flexrank.run.samples import Samples
+from flexrank.run.stages import require_fitting_inputs
+from flexrank.run.workspace import Workspace
+from tiny_runs import refused, settings
+
+PARTS = ("calibration", "probe", "training", "example")
+
+
+def workspace(task: str, place: Path, **data: Any) -> Workspace:
+    values = settings(place / "model", place / "data", place / "run", task)
+    if task == "classification":
+        values["data"] = {"source": "images", "path": str(place / "data.npz"), "calibration": 8, "batch_size": 8}
+    values["data"] |= data
+    config = parse_config(values)
+    return Workspace(config, RunDirectory(config.directory))
+
+
+def tokens(largest: dict[str, int]) -> Samples:
+    """Samples with these largest tokens in their second batch; an example is one batch."""
+    first = {"input_ids": torch.tensor([[1, 2, 3]])}
+    parts: Any = {name: [first, {"input_ids": torch.tensor([[4, largest.get(name, 5), 6]])}] for name in PARTS}
+    return Samples(**parts | {"example": parts["example"][1]}, judge=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_token_without_an_embedding_is_refused_in_every_part(part: str, tmp_path: Path) -> None:
+    work, model = workspace("language", tmp_path), tiny.llama_tied()
+    for token, is_known in ((tiny.VOCABULARY - 1, True), (tiny.VOCABULARY, False)):
+        samples: Any = tokens({part: token})
+        work.__dict__["samples"] = samples
+        if is_known:
+            require_fitting_inputs(work, model.config)
+            model(samples.example["input_ids"])
+        else:
+            with pytest.raises(FlexrankError, match="its tokenizer makes token 64, and its embedding ends at 63; save"):
+                require_fitting_inputs(work, model.config)
+            with pytest.raises(IndexError):
+                model(torch.tensor([[token]]))
+
+
+def test_a_stream_is_not_read_for_its_tokens(tmp_path: Path) -> None:
+    def stream() -> Iterator[Any]:
+        raise AssertionError
+        yield
+
+    work = workspace("language", tmp_path)
+    work.__dict__["samples"] = Samples(**vars(tokens({})) | {"training": stream()})
+    require_fitting_inputs(work, tiny.llama_tied().config)
+
+
+def test_a_model_of_characters_has_no_end_of_tokens(tmp_path: Path) -> None:
+    from transformers import CanineConfig, CanineModel
+
+    work, config = workspace("embedding", tmp_path), CanineConfig(**tiny.ENCODER, num_hash_buckets=16)
+    work.__dict__["samples"] = tokens({"example": 0x10FFFF})
+    require_fitting_inputs(work, config)
+    CanineModel(config)(torch.tensor([[0x10FFFF] * 8]))
+
+
+def test_an_encoder_decoder_embeds_nothing(tmp_path: Path) -> None:
+    """Its forward fails on texts alone; the dry run and the run say so in one line."""
+    model, work = tiny.t5(), workspace("embedding", tmp_path)
+    work.__dict__["samples"] = tokens({})
+    with pytest.raises(ValueError, match="input_ids"):
+        model.base_model(torch.tensor([[1, 2]]))
+    message = "task 'embedding' does not fit 't5', an encoder-decoder; take a model that is an encoder alone"
+    with pytest.raises(FlexrankError, match=message):
+        require_fitting_inputs(work, model.config)
+    model.config.save_pretrained(tmp_path / "model")
+    (tmp_path / "run.json").write_text(json.dumps(work.config.model_dump(mode="json")))
+    assert message in refused("run", tmp_path / "run.json", "--dry-run")
+    require_fitting_inputs(work, tiny.bert().config)
+
+
+@pytest.mark.parametrize(
+    ("classes", "channels", "means", "message"),
+    [
+        ([0, 4], 3, 3, None),
+        ([0, 4], 3, 1, None),
+        ([0, 5], 3, 3, "data.npz: y has the class 5; this model's are 0 to 4"),
+        ([-1, 4], 3, 3, "y has the class -1; this model's are 0 to 4"),
+        (
+            [0, 4],
+            0,
+            3,
+            r"images are \(1, 16, 16\) \(channels, height, width\); image_mean of preproc",
+        ),
+        ([0, 4], 4, 3, r"images are \(4, 16, 16\) .*; image_mean of preprocessor_config.json is of 3 channels"),
+        ([0, 4], 0, 1, r"data.npz: images are \(1, 16, 16\) .*; this model takes \(3, 16, 16\)"),
+    ],
+)
+def test_images_are_those_that_the_model_was_made_for(
+    classes: list[int], channels: int, means: int, message: str | None, tmp_path: Path
+) -> None:
+    shape = (80, 16, 16, channels) if channels else (80, 16, 16)
+    np.savez(tmp_path / "data.npz", x=np.full(shape, 7, np.uint8), y=np.array(classes * 40))
+    (tmp_path / "model").mkdir()
+    scaling = Scaling((0.5,) * means, (0.25,) * means)
+    (tmp_path / "model" / "preprocessor_config.json").write_text(json.dumps(scaling.to_json()))
+    tiny.vit().config.save_pretrained(tmp_path / "model")
+    work, config = workspace("classification", tmp_path), tiny.vit().config
+    if message is None:
+        require_fitting_inputs(work, config)
+        tiny.vit()(**work.samples.example)
+        return
+    with pytest.raises(FlexrankError, match=message) as caught:
+        require_fitting_inputs(work, config)
+    assert "\n" not in str(caught.value)

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 ERROR_SCALE, COST_UNITS = 1e4, 2**16
 #: What all dropped parameters together weigh beside the largest error: of profiles alike in error the larger one wins.
 TIE = 1e-7
-#: A program is solved again where errors may be limited to less than this part of the largest.
-LIMIT_STEP = 10
 #: A program is solved to this part of the gap, so that what nesting adds has room in it.
 GAP_SHARE = 4
 #: HiGHS's status, in scipy, of a program that ran out of time.
@@ -94,36 +92,22 @@ class _Program:
     def __init__(self, curves: Sequence[LayerCurve], gap: float, time_limit: float):
         self._curves, self._gap, self._time_limit = curves, gap, time_limit
         self._table = CostTable(curves)
+        errors = np.concatenate([-np.diff(curve.errors) for curve in curves])
         costs = np.concatenate([np.diff(curve.parameters) for curve in curves])
-        self._ties = TIE * ERROR_SCALE * costs / max(1, costs.sum())
+        self._scale = (float(np.abs(errors).max(initial=0)) or 1.0) / ERROR_SCALE
+        self._step_errors = errors / self._scale + TIE * ERROR_SCALE * costs / max(1, costs.sum())
 
     def error(self, rows: Iterable[Ints], weights: Sequence[float]) -> float:
         """Weighted error of profiles (B, L)."""
         return math.fsum(weight * self._table.error(row) for weight, row in zip(weights, rows, strict=True))
 
     def solve(self, caps: Sequence[int], weights: Sequence[float], least: Ints | None = None) -> Solution:
-        """Nested profiles for these caps alone, each at least `least` (L,).
-
-        An error that dwarfs those of a good profile hides them from the solver. So above a limit errors count as that
-        limit, with which a profile is still worse than the one just found; it falls until it is close to that one's.
-        """
-        if not len(self._ties):
-            return Solution(np.zeros((len(caps), len(self._curves)), np.int64), 0.0, 0.0)
-        errors = self._table.errors
-        lowest = sum(weights) * float(errors.min(axis=1).sum())
-        limit, lower = math.inf, max(weights) * float(np.abs(errors).max()) or 1.0
-        while 0 < lower < limit / LIMIT_STEP:
-            limit = lower
-            solution = self._solve(caps, weights, least, limit)
-            lower = 2 * (solution.objective - lowest) - lowest
-        return solution
-
-    def _solve(self, caps: Sequence[int], weights: Sequence[float], least: Ints | None, limit: float) -> Solution:
+        """Nested profiles for these caps alone, each at least `least` (L,)."""
         from scipy.optimize import Bounds, LinearConstraint, milp
 
-        errors = [-np.diff(np.minimum(np.outer(weights, curve.errors), limit)) for curve in self._curves]
-        scale = limit / ERROR_SCALE
-        objective = (np.hstack(errors) / scale + np.outer(weights, self._ties) / max(weights)).ravel()
+        if not len(self._step_errors):
+            return Solution(np.zeros((len(caps), len(self._curves)), np.int64), 0.0, 0.0)
+        objective = np.outer(weights, self._step_errors).ravel()
         with _quiet_output():
             result = milp(
                 objective,
@@ -143,7 +127,7 @@ class _Program:
             )
         levels = _levels(self._curves, (result.x > 0.5).reshape(len(caps), -1))
         error = self.error(levels, weights)
-        return Solution(levels, error, min(error, float(result.mip_dual_bound) * scale))
+        return Solution(levels, error, min(error, float(result.mip_dual_bound) * self._scale))
 
     def _droppable(self, least: Ints) -> Floats:
         """1 for the steps above the least levels, 0 for those up to them."""

@@ -13,6 +13,7 @@ itself and the solver's relative gap is one of the error.
 """
 
 import contextlib
+import dataclasses
 import logging
 import math
 import os
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from flexrank.allocate.chain import fill_chain
 from flexrank.allocate.curves import Bools, CostTable, Floats, Ints, LayerCurve
 from flexrank.errors import FlexrankError
 
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 ERROR_SCALE, COST_UNITS = 1e4, 2**16
 #: What all dropped parameters together weigh beside the largest error: of profiles alike in error the larger one wins.
 TIE = 1e-7
+#: The solver tells errors apart to about this part of the largest.
+GIANT = 1e5
 #: A program is solved to this part of the gap, so that what nesting adds has room in it.
 GAP_SHARE = 4
 #: HiGHS's status, in scipy, of a program that ran out of time.
@@ -69,7 +73,7 @@ def solve_nested(
     Raises:
         FlexrankError: HiGHS has no solution after `time_limit`.
     """
-    program = _Program(curves, gap / GAP_SHARE, time_limit)
+    program = _Program(_without_giants(curves, caps[0]), gap / GAP_SHARE, time_limit)
     alone = [program.solve([cap], [1.0]) for cap in caps]
     bound = float(np.dot(weights, [solution.bound for solution in alone]))
     rows: list[Ints] = []
@@ -84,6 +88,20 @@ def solve_nested(
     together = program.solve(caps, weights)
     best = min(nested, together, key=lambda solution: solution.objective)
     return best._replace(bound=min(best.objective, max(bound, together.bound)))
+
+
+def _without_giants(curves: Sequence[LayerCurve], cap: int) -> Sequence[LayerCurve]:
+    """The curves, where errors dwarf those of one profile within the cap with all errors at most twice that one's.
+
+    No better profile has a larger error, which in the solver's tolerance would hide the others.
+    """
+    within = [entry for entry in fill_chain(curves, []) if entry.parameters <= cap]
+    lowest = sum(min(0.0, float(curve.errors.min())) for curve in curves)
+    limit = 2 * (within[-1].error - lowest)
+    largest = max(float(curve.errors.max()) for curve in curves)
+    if not 0 < limit < largest / GIANT:
+        return curves
+    return [dataclasses.replace(curve, errors=np.minimum(curve.errors, limit)) for curve in curves]
 
 
 class _Program:

@@ -205,7 +205,7 @@ def seeded_loss(loss: GradientLoss, output: Any, batch: Batch, number: int) -> T
     with torch.random.fork_rng(enabled=True):
         torch.manual_seed(number)
         value = loss(output, batch)
-    if not (isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad):
+    if torch.is_grad_enabled() and not (isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad):
         raise FlexrankError("gradient_loss gave no scalar tensor with a gradient; sum the losses, and detach nothing")
     return value
 

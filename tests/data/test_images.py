@@ -187,3 +187,9 @@ def test_a_wrong_scaling_is_one_line(changes: dict[str, Any], message: str, tmp_
     with pytest.raises(FlexrankError, match=re.escape(message)) as error:
         Scaling.read(path)
     assert str(error.value).startswith(f"{path}: ") and "\n" not in str(error.value)
+
+
+def test_a_scaling_is_a_json_object(tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text("[0.5]")
+    with pytest.raises(FlexrankError, match="preprocessor_config.json: expected a JSON object, with image_mean"):
+        Scaling.read(tmp_path / "preprocessor_config.json")

@@ -50,7 +50,8 @@ class Scaling:
         """From a model's preprocessor_config.json; it is a FlexrankError if the file or a key is missing or wrong."""
         if not path.is_file():
             raise FlexrankError(f"{path}: no such file; write one with image_mean and image_std, those of each channel")
-        config = read_json(path)
+        if not isinstance(config := read_json(path), dict):
+            raise FlexrankError(f"{path}: expected a JSON object, with image_mean and image_std")
         factor, mean, deviation = 1.0, [0.0], [1.0]  # of steps that are left out, for any number of channels
         if config.get("do_rescale") is not False and not _is_number(factor := config.get("rescale_factor", 1 / 255)):
             raise FlexrankError(f"{path}: key 'rescale_factor' is {shown(factor)}; expected a finite number")

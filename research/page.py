@@ -45,11 +45,11 @@ other. pycode5m and ResNet-20 were measured before ranks were filled and constan
 
 **Trained**: all methods have as many training tokens in all; one that trains each size by itself has its share of them
 for each. At equal training time each has as many steps as take flexrank's seconds, by what each took at equal tokens;
-seconds are those that a process computed. pycode5m, babyllama and MiniLM lack that panel; ResNet-20's is by the clock.
+seconds are those that a process computed. pycode5m, babyllama and MiniLM lack that panel.
 The probe, of which ranks are chosen once and whose seconds do not grow with training, has a column of its own. Each
 method has four rates, tried on the tuning half, and up to two more where the best is at an edge. Seconds and the peak
 of memory are of a process of its own. These are short trainings, of 160 to 320 steps, which favour methods that start
-from a good decomposition. **pycode5m, babyllama and ResNet-20 were measured before four mends that favour rivals**:
+from a good decomposition. **pycode5m and babyllama were measured before four mends that favour rivals**:
 heads of queries go one by one with nested widths and LLM-Pruner, ACIP's removal follows its line, with adapters of the
 authors' width, rates are tried in finer steps, and best rates at an edge ask for more; they are still to be measured
 again.

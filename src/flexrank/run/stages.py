@@ -288,5 +288,5 @@ def _require_known_tokens(work: Workspace, model: Any) -> None:
     largest = max(int(batch["input_ids"].max()) for batch in batches)
     if largest >= known:
         wrong = f"its tokenizer makes token {largest}, and its embedding ends at {known - 1}"
-        mend = "save the model's own tokenizer beside it, or enlarge the embedding (resize_token_embeddings)"
+        mend = "save the model's own tokenizer with it, or enlarge the embedding (resize_token_embeddings)"
         raise FlexrankError(f"model {work.config.model!r}: {wrong}; {mend}")

@@ -149,7 +149,10 @@ def test_scaling_is_what_its_file_says(tmp_path: Path) -> None:
     assert Scaling.read(path) == scaling
 
 
-@pytest.mark.parametrize("changes", [{}, {"do_rescale": False}, {"do_normalize": False}, {"rescale_factor": 1 / 128}])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"do_rescale": False}, {"do_normalize": False}, {"do_normalize": None}, {"rescale_factor": 1 / 128}],
+)
 def test_images_are_scaled_as_transformers_does(changes: dict[str, Any], tmp_path: Path) -> None:
     from transformers import ViTImageProcessorPil
 
@@ -162,6 +165,40 @@ def test_images_are_scaled_as_transformers_does(changes: dict[str, Any], tmp_pat
     if "do_normalize" in changes:
         path.write_text(json.dumps(changes))  # which needs no mean
         torch.testing.assert_close(Scaling.read(path)(channels_first(images)), expected)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"include_top": False},
+        {"include_top": True},
+        {"rescale_offset": True, "rescale_factor": 1 / 127.5},
+        {"rescale_offset": True, "do_rescale": False},
+        {"rescale_offset": True, "do_normalize": False, "include_top": False},
+    ],
+)
+def test_images_are_scaled_as_for_efficientnet(changes: dict[str, Any], tmp_path: Path) -> None:
+    from transformers import EfficientNetImageProcessorPil
+
+    images, own = random_images(2), {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.25, 0.3]}
+    processor = EfficientNetImageProcessorPil(do_resize=False, do_center_crop=False, **own | changes)
+    processor.save_pretrained(tmp_path)
+    expected = torch.from_numpy(np.stack(processor(list(images))["pixel_values"])).float()
+    scaling = Scaling.read(tmp_path / "preprocessor_config.json")
+    torch.testing.assert_close(scaling(channels_first(images)), expected)
+
+
+def test_channels_are_turned_as_for_mobilevit(tmp_path: Path) -> None:
+    from transformers import MobileViTImageProcessorPil
+
+    images = random_images(2)
+    processor = MobileViTImageProcessorPil(do_resize=False, do_center_crop=False, do_normalize=False)
+    processor.save_pretrained(tmp_path)
+    expected = torch.from_numpy(np.stack(processor(list(images))["pixel_values"])).float()
+    scaling = Scaling.read(tmp_path / "preprocessor_config.json")
+    torch.testing.assert_close(scaling(channels_first(images)), expected)
+    (tmp_path / "again.json").write_text(json.dumps(scaling.to_json()))
+    assert Scaling.read(tmp_path / "again.json") == scaling
 
 
 @pytest.mark.parametrize(

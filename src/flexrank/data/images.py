@@ -39,11 +39,15 @@ def read_images(path: str | Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """The model's input is (byte · factor − mean) / deviation, with a mean and a deviation for each channel."""
+    """The model's input is (byte · factor − mean) / deviation, with a mean and a deviation for each channel.
+
+    Its channels are those of the images, or the same from last to first (`is_flipped`).
+    """
 
     mean: tuple[float, ...]
     deviation: tuple[float, ...]
     factor: float = 1 / 255
+    is_flipped: bool = False
 
     @classmethod
     def read(cls, path: Path) -> "Scaling":
@@ -53,18 +57,24 @@ class Scaling:
         if not isinstance(config := read_json(path), dict):
             raise FlexrankError(f"{path}: expected a JSON object, with image_mean and image_std")
         factor, mean, deviation = 1.0, [0.0], [1.0]  # of steps that are left out, for any number of channels
-        if config.get("do_rescale") is not False and not _is_number(factor := config.get("rescale_factor", 1 / 255)):
+        if config.get("do_rescale", True) and not _is_number(factor := config.get("rescale_factor", 1 / 255)):
             raise FlexrankError(f"{path}: key 'rescale_factor' is {shown(factor)}; expected a finite number")
-        if config.get("do_normalize") is not False:
+        if config.get("do_normalize", True):
             mean, deviation = (_numbers(path, key, config.get(key)) for key in ("image_mean", "image_std"))
         if len(mean) != len(deviation) or not torch.tensor(deviation).min() > 0:
             found = f"image_mean is {shown(mean)} and image_std {shown(deviation)}"
             raise FlexrankError(f"{path}: {found}; expected as many of each, and deviations above 0")
-        return cls(tuple(mean), tuple(deviation), factor)
+        # What EfficientNet's processor does besides: values from −1 on, and, for classifiers, a second division.
+        if config.get("do_rescale", True) and config.get("rescale_offset"):
+            mean = [one + 1 for one in mean]
+        if config.get("do_normalize", True) and config.get("include_top"):
+            deviation = [one * one for one in deviation]
+        return cls(tuple(mean), tuple(deviation), factor, bool(config.get("do_flip_channel_order")))
 
     def to_json(self) -> dict[str, Any]:
         """The content of a preprocessor_config.json."""
-        return {"image_mean": list(self.mean), "image_std": list(self.deviation), "rescale_factor": self.factor}
+        own = {"image_mean": list(self.mean), "image_std": list(self.deviation), "rescale_factor": self.factor}
+        return own | ({"do_flip_channel_order": True} if self.is_flipped else {})
 
     def __call__(self, images: Tensor) -> Tensor:
         """Bytes (N, C, H, W) to values (N, C, H, W) in float32; one mean goes for all channels."""
@@ -72,6 +82,7 @@ class Scaling:
             found = f"images are {tuple(images.shape[1:])} (channels, height, width)"
             raise FlexrankError(f"{found}; image_mean of preprocessor_config.json is of {len(self.mean)} channels")
         mean, deviation = (torch.tensor(values).view(1, -1, 1, 1) for values in (self.mean, self.deviation))
+        images = images.flip(1) if self.is_flipped else images
         return images.float().mul_(self.factor).sub_(mean).div_(deviation)
 
 

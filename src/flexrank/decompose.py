@@ -1,4 +1,4 @@
-"""Stage one: every selected layer becomes ordered rank-one components (FlexRank, section 3.1)."""
+"""Stage one: decomposes every selected layer into ordered rank-one components (FlexRank, section 3.1)."""
 
 import contextlib
 import math
@@ -33,18 +33,18 @@ METHODS: tuple[Method, ...] = ("datasvd", "paper", "svd", "fisher")
 def decompose_(
     model: nn.Module, moments: Mapping[str, LayerMoment] | Iterable[str], *, method: Method | None = None
 ) -> dict[str, Tensor]:
-    """Replaces each layer in place by its elastic form W = U Vᵀ at full rank, components in order of importance.
+    """Replaces each layer in place with its elastic form W = U Vᵀ at full rank, components in order of importance.
 
-    Returns the energies (k,) of each layer's components, falling: their parts of the weighted squared output.
+    Returns the energies (k,) of each layer's components, descending: what each adds to the weighted squared output.
 
     Args:
         moments: from `collect_moments`; for "svd" the layers' names suffice.
         method: "datasvd" (without whitening), "fisher" (also weighted by the outputs' gradients), "paper" (whitened,
-            FlexRank appendix C.1), or "svd" (weights alone). By default "fisher" where moments have gradients, else
+            FlexRank appendix C.1), or "svd" (weights alone). By default "fisher" if moments have gradients, otherwise
             "datasvd".
 
     Raises:
-        FlexrankError: an unknown method, a moment that the method needs and lacks, or values that are not finite.
+        FlexrankError: the method is unknown, a moment that it needs is missing, or values are not finite.
     """
     given = moments if isinstance(moments, Mapping) else dict[str, LayerMoment]()
     method = _chosen(method, any(one.gradient_moment is not None for one in given.values()))
@@ -76,18 +76,18 @@ def decompose_to_disk(
 ) -> None:
     """Decomposes a model one block at a time into an elastic artefact, for models that are larger than memory.
 
-    In memory are one block's weights, moments and factors, and one file of the artefact. A model that transformers has
-    loaded on the CPU in its files' dtype (`dtype="auto"`) is mapped from them, and takes memory only where it is used.
-    Afterwards `model` has no values in these layers; read the artefact with `load_elastic`.
-    Of several processes each decomposes a part of a block's layers, about as long as the others; process 0 writes.
+    Memory holds one block's weights, moments and factors, and one file of the artefact. A model that transformers
+    loaded on the CPU in the dtype of its files (`dtype="auto"`) is memory-mapped: only what is used takes memory.
+    Afterwards these layers of `model` have no values; read the artefact with `load_elastic`.
+    With several processes, each decomposes layers of about equal total cost in every block; process 0 writes.
 
     Args:
-        layers: names, from `select_layers`; hold no layer yourself, it would stay in memory.
-        directory: of the artefact, whose chain is the full model alone; whole or not there.
-        method: with `side` and `gradient_loss` as for `decompose_` and `collect_moments`.
-        device: where each block computes, in `dtype`; its factors have that dtype. By default where and as it is.
-        state_bytes: of hidden states in memory between blocks; those beyond go to a temporary file.
-        shard_bytes: of one file of the artefact, about, which is in memory.
+        layers: names, from `select_layers`; do not hold references to the layers, which would keep them in memory.
+        directory: the artefact's directory, written completely or not at all; its chain is the full model alone.
+        method: this, `side` and `gradient_loss` as for `decompose_` and `collect_moments`.
+        device: where each block computes, in `dtype`; its factors have that dtype. By default those of the model.
+        state_bytes: most bytes of hidden states kept in memory between blocks; the rest goes to a temporary file.
+        shard_bytes: approximate bytes of one file of the artefact, which is held in memory.
         see: called with each layer's name, elastic form and moments, in the process that decomposes it.
     """
     method = _chosen(method, gradient_loss is not None)
@@ -111,7 +111,7 @@ def _decompose_block_(
     see: Callable[[str, NestedLayer, LayerMoment], None] | None,
     writer: ElasticWriter | None,
 ) -> None:
-    """Decomposes a block's layers; process 0 writes its own as they come, and then those of the others."""
+    """Decomposes a block's layers; process 0 writes its own as they are made, and then those of the others."""
     shapes = {name: matrix_shape(model.get_submodule(name)) for name in moments}
     owners, places = decomposition_owners(shapes), places_of(model, shapes)
     for name in [name for name in moments if owners[name] == processes.number()]:
@@ -127,13 +127,13 @@ def _decompose_block_(
 
 
 def decomposition_owners(shapes: Mapping[str, Shape], among: int | None = None) -> dict[str, int]:
-    """The process that decomposes each layer of a block, dealt by the layers' costs; as `processes.deal`."""
+    """The process that decomposes each layer of a block, balanced by the layers' costs; see `processes.deal`."""
     return processes.deal({name: math.prod(shape) * min(shape) for name, shape in shapes.items()}, among)
 
 
 @torch.no_grad()
 def _send_to_first_(model: nn.Module, name: str, owner: int, places: Sequence[Place]) -> None:
-    """Puts the elastic layer that its owner has made into process 0's model; the owner lets its values go."""
+    """Copies an elastic layer from its owner into process 0's model; the owner frees its values."""
     layer = model.get_submodule(name)
     if processes.is_first():
         weight = weight_matrix(layer)
@@ -159,7 +159,7 @@ def _decompose_layer_(
     """Replaces one layer; returns its elastic form, and the energies of its components."""
     weight = weight_matrix(model.get_submodule(name)).detach()
     try:
-        with full_precision(weight.device):  # whatever the caller's
+        with full_precision(weight.device):  # whatever the caller has set
             factors = _decompose(weight, moment, method)
     except FlexrankError as error:
         raise FlexrankError(f"layer {name!r}: {error}") from error
@@ -167,7 +167,7 @@ def _decompose_layer_(
 
 
 def _chosen(method: Method | None, has_gradients: bool) -> Method:
-    """The method itself, if it is known, or the default one."""
+    """Returns the method if it is known, or the default for None."""
     if method is None:
         return "fisher" if has_gradients else "datasvd"
     if method not in METHODS:

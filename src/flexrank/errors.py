@@ -1,21 +1,21 @@
-"""The one error that a user can cause and mend, and how it quotes others."""
+"""The one error that a user can cause and fix, and how its messages quote other errors and values."""
 
 from typing import Any
 
 
 class FlexrankError(ValueError):
-    """A wrong input, in one line that names it and says what would be right.
+    """A wrong input; the message, of one line, names it and says what would be right.
 
     The command line prints the message alone and exits with 2; a library caller catches it as a `ValueError`.
     """
 
 
 def first_line(error: Exception) -> str:
-    """The first line of what an error of another library says, or its class where it says nothing."""
+    """The first line of another library's error message, or the name of the error's class if it has none."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def shown(value: Any) -> str:
-    """A value as Python writes it, on one line of at most sixty characters."""
+    """The `repr` of a value, on one line of at most sixty characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,4 +1,4 @@
-"""Files and directories that are whole or absent, and checksums that reveal a truncated or edited file."""
+"""Writes files and directories completely or not at all, with checksums that reveal a truncated or edited file."""
 
 import contextlib
 import hashlib
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 #: Version of the JSON documents beside the tensors.
 FORMAT = 3
-#: How the text of each of them begins.
+#: How the text of each document begins.
 BEGINNING = b'{\n "kind":'
-#: The names of what is being written, and of directories that are put away meanwhile: tempfile adds eight characters.
+#: Names of what is being written, and of directories moved aside meanwhile: tempfile adds eight characters.
 LEFTOVER = re.compile(r"\.(?P<of>.+)\.[a-z0-9_]{8}\.(?P<kind>aside|old)")
 
 
@@ -32,13 +32,13 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Writes a text at `path`, replacing it in one rename."""
+    """Writes text at `path`, replacing it in one rename."""
     with write_aside(path) as aside:
         aside.write_text(text, encoding="utf8")
 
 
 def read_json(path: str | Path) -> Any:
-    """The content of a JSON file; it is a FlexrankError if the file is missing or not JSON.
+    """Returns the content of a JSON file; raises FlexrankError if the file is missing or not JSON.
 
     A number that is not finite is not JSON.
     """
@@ -48,7 +48,7 @@ def read_json(path: str | Path) -> Any:
 
     try:
         return json.loads(path.read_text(encoding="utf8"), parse_constant=_finite, parse_float=_finite)
-    except (ValueError, RecursionError) as error:  # also of integers with thousands of digits
+    except (ValueError, RecursionError) as error:  # ValueError also for integers with thousands of digits
         raise FlexrankError(f"{path}: not JSON ({error})") from error
 
 
@@ -87,10 +87,10 @@ def write_aside(path: str | Path) -> Iterator[Path]:
 def directory_aside(path: str | Path, *markers: str) -> Iterator[Path]:
     """Yields an empty directory beside `path`; renames it to `path` on success, removes it on failure.
 
-    An existing directory is replaced only once the new one is whole, and only if it is empty or holds one of the files
-    `markers`, by which it is known to be of the same kind. What else it holds, which its documents do not name, stays.
-    A link is followed. A directory that cannot be renamed (a mount point, the working directory, one in a directory
-    that may not be written) is filled in its place, its documents last.
+    An existing directory is replaced only once the new one is complete, and only if it is empty or holds one of the
+    files `markers`, which show that it is of the same kind. Files in it that its documents do not name are kept. A
+    symbolic link is followed. A directory that cannot be renamed (a mount point, the working directory, or one whose
+    parent is not writable) is filled in place, its documents last.
     """
     path = Path(path).resolve()
     others = path.is_dir() and not all(LEFTOVER.fullmatch(entry.name) for entry in path.iterdir())
@@ -105,7 +105,7 @@ def directory_aside(path: str | Path, *markers: str) -> Iterator[Path]:
     try:
         yield aside
         for file in aside.rglob("*"):
-            file.chmod((0o777 if file.is_dir() else 0o666) & ~_umask())  # safetensors keeps its files to their owner
+            file.chmod((0o777 if file.is_dir() else 0o666) & ~_umask())  # only the owner can read safetensors' files
             _flush(file)
         if stays:
             _fill_directory(aside, path)
@@ -117,7 +117,7 @@ def directory_aside(path: str | Path, *markers: str) -> Iterator[Path]:
 
 
 def _replace_directory(new: Path, path: Path, markers: Collection[str]) -> None:
-    """Renames `new` to `path`. A directory there before is removed, or put back where the renaming fails."""
+    """Renames `new` to `path`. An existing directory there is removed, or restored if the renaming fails."""
     if not path.exists():
         os.replace(new, path)
         return
@@ -135,7 +135,7 @@ def _replace_directory(new: Path, path: Path, markers: Collection[str]) -> None:
 
 
 def _fill_directory(new: Path, path: Path) -> None:
-    """Moves all of `new` into `path`, in the place of the artefact that is there."""
+    """Moves everything in `new` into `path`, replacing the artefact that is there; documents come last."""
     documents = documents_of(new)
     remove_artefact(path, keep=True)
     for entry in sorted(new.iterdir(), key=lambda one: one.name in documents):
@@ -145,7 +145,7 @@ def _fill_directory(new: Path, path: Path) -> None:
 
 
 def _keep_others(old: Path, new: Path, markers: Collection[str] = ()) -> None:
-    """Moves what the artefact that was in `old` did not write into `new`, unless that has it too."""
+    """Moves to `new` whatever in `old` is not part of the artefact there, unless `new` has an entry of that name."""
     own = {*markers, *_written(old)}
     for path in old.iterdir():
         if path.name not in own and not (new / path.name).exists():
@@ -153,7 +153,7 @@ def _keep_others(old: Path, new: Path, markers: Collection[str] = ()) -> None:
 
 
 def remove_artefact(path: Path, *, keep: bool = False) -> None:
-    """Removes what an artefact's documents name, and the directory where nothing else is in it, or with `keep` not."""
+    """Removes an artefact's documents and what they name, and the directory if it is empty then, unless `keep`."""
     for name in sorted(_written(path)):
         if (path / name).is_dir():
             shutil.rmtree(path / name)
@@ -164,7 +164,7 @@ def remove_artefact(path: Path, *, keep: bool = False) -> None:
 
 
 def documents_of(directory: Path) -> dict[str, Mapping[str, Any]]:
-    """What `write_document` wrote into a directory, by name; one that is damaged names nothing."""
+    """The documents that `write_document` wrote into a directory, by name; a damaged one is empty."""
     found: dict[str, Mapping[str, Any]] = {}
     for path in directory.glob("*.json"):
         with path.open("rb") as file:
@@ -177,17 +177,17 @@ def documents_of(directory: Path) -> dict[str, Mapping[str, Any]]:
 
 
 def _written(directory: Path) -> set[str]:
-    """The entries of a directory that are an artefact's: its documents, what they name, and its card."""
+    """The entries of a directory that belong to an artefact: its documents, what they name, and its card."""
     documents = documents_of(directory)
     names = {name for one in documents.values() for key in ("files", "shards") for name in one.get(key) or ()}
     return {*documents, *(Path(name).parts[0] for name in names), *["README.md"] * bool(documents)}
 
 
 def clear_leftovers(directory: Path) -> None:
-    """Removes what killed processes have left of their writing; a directory that one had only put away comes back.
+    """Removes what killed processes left half-written, and restores a directory that one had only moved aside.
 
-    Known by the names that `write_aside` and `directory_aside` give, so that no other hidden file goes. No other
-    process may be writing there.
+    Leftovers are recognised by the names that `write_aside` and `directory_aside` give, so no other hidden file is
+    removed. No other process may be writing there.
     """
     for path in directory.iterdir():
         if not (name := LEFTOVER.fullmatch(path.name)):
@@ -208,7 +208,7 @@ def directory_bytes(path: str | Path) -> int:
 
 
 def _flush(path: Path) -> None:
-    """Has the system write a file to disk, so that a renamed file is not empty after a power cut."""
+    """Flushes a file to disk, so that a renamed file is not empty after a power cut."""
     if path.is_file():
         with open(path, "rb") as file:
             os.fsync(file.fileno())
@@ -249,12 +249,12 @@ def digest_files(directory: str | Path) -> dict[str, str]:
 
 
 def dtype_name(dtype: "torch.dtype") -> str:
-    """The name of a dtype as configurations and documents have it, such as bfloat16."""
+    """The name of a dtype as configurations and documents spell it, such as bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
 def verify_files(directory: str | Path, digests: Mapping[str, str], reason: str = "truncated or edited") -> None:
-    """Raises FlexrankError if a file is missing, or does not match its digest, for which the message gives `reason`."""
+    """Raises FlexrankError if a file is missing, or does not match its digest; `reason` explains a mismatch."""
     for name, digest in digests.items():
         path = Path(directory) / name
         if not path.is_file():
@@ -264,18 +264,18 @@ def verify_files(directory: str | Path, digests: Mapping[str, str], reason: str 
 
 
 def write_document(path: str | Path, kind: str, content: Mapping[str, Any]) -> None:
-    """Writes a JSON document with its kind, format and a checksum of itself; all keys are texts, as JSON has them."""
+    """Writes a JSON document with its kind, format and a checksum of itself; all keys must be strings, as in JSON."""
     document = {"kind": kind, "format": FORMAT, **content}
     write_json(path, document | {"checksum": digest_json(document)})
 
 
 def reads_format(known: int) -> str:
-    """The end of the line that refuses a format other than the one which this version knows."""
+    """The end of the error message for a format that this version, which reads up to `known`, cannot read."""
     return f"this version of flexrank reads formats up to {known}: load it with the version that wrote it, or upgrade"
 
 
 def read_document(path: str | Path, kind: str, keys: tuple[str, ...]) -> dict[str, Any]:
-    """Reads what `write_document` wrote; it is a FlexrankError if the file is damaged, or of another kind or format."""
+    """Reads what `write_document` wrote; raises FlexrankError if the file is damaged, or of another kind or format."""
     document = read_json(path)
     if not isinstance(document, dict) or document.get("kind") != kind:
         raise FlexrankError(f"{path}: not the description of an artefact of kind {kind!r}; give a directory of one")

@@ -1,8 +1,8 @@
 """The processes of one run, as torchrun starts them: who does what, sums over all of them, and how they end together.
 
-Without torchrun, and outside `joined`, there is one process: nothing here then costs anything, or imports torch.
-Sums and messages go through torch.distributed, by gloo for tensors on a CPU and by nccl for those on a GPU. What
-process 0 does alone, and how a run ends, goes through the store that torchrun keeps: no time-out bounds it.
+Without torchrun, or outside `joined`, there is one process: then nothing here costs anything, or imports torch.
+Sums and messages go through torch.distributed, with gloo for CPU tensors and nccl for GPU tensors. Work that process 0
+does alone, and the end of a run, go through torchrun's store, so that no time-out limits them.
 """
 
 import contextlib
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
-#: Seconds that a process is waited for, unless the environment's FLEXRANK_TIMEOUT says otherwise.
+#: Seconds to wait for a process, unless the environment variable FLEXRANK_TIMEOUT sets another number.
 TIMEOUT = 600.0
-#: Seconds in which all processes are to sign when a run ends; torchrun kills those that it stops after 30.
+#: Seconds in which all processes must sign off when a run ends; torchrun stops processes, and kills them after 30.
 GRACE = 10.0
-#: Seconds between two looks into the store, and between two signs of life of a process.
+#: Seconds between two polls of the store, and between two heartbeats of a process.
 POLL, BEAT = 0.05, 1.0
-#: Bytes of small tensors that are summed together.
+#: Most bytes of small tensors that are summed together.
 BUCKET = 2**25
 
 
@@ -45,12 +45,12 @@ class _Group:
     count: int
     store: Any
     timeout: float
-    turns: int = 0  # of process 0 alone, so far
+    turns: int = 0  # calls of `by_first` and `collected` so far
     is_alone: bool = False
     is_ending: bool = False
 
     def wait_for(self, key: str, number: int = 0) -> None:
-        """Returns when a process has set the key; it may take as long as it gives signs of life."""
+        """Waits until a process sets the key, however long that takes, while the process sends heartbeats."""
         beat, deadline = -1, 0.0
         while not self.store.check([key]):
             now, last, beat = time.monotonic(), beat, self.store.add(f"beat/{number}", 0)
@@ -60,16 +60,16 @@ class _Group:
             time.sleep(POLL)
 
     def give_signs_of_life(self, is_over: threading.Event) -> None:
-        """Counts in the store until it is over, or torchrun has gone."""
+        """Sends heartbeats to the store until `is_over` is set, or torchrun is gone."""
         with contextlib.suppress(RuntimeError):
             while not is_over.wait(min(BEAT, self.timeout / 4)):
                 self.store.add(f"beat/{self.number}", 1)
 
     def missing(self) -> list[int]:
-        """Signs, waits for the others until time is up or one says why all end, and returns who has not signed."""
+        """Signs off, waits for the others until time is up or one has said why all end; returns who has not signed."""
         import torch.distributed as dist
 
-        dist.destroy_process_group()  # whoever waits for this one's tensors is let go
+        dist.destroy_process_group()  # releases processes that wait for this one's tensors
         self.store.set(f"signed/{self.number}", "")
         deadline = time.monotonic() + min(GRACE, self.timeout)
         while absent := [other for other in range(self.count) if not self.store.check([f"signed/{other}"])]:
@@ -98,14 +98,14 @@ def number() -> int:
 
 
 def share(total: int) -> range:
-    """The numbers of the items, out of `total`, that are this process's."""
+    """The indices of this process's share of `total` items."""
     return range(number(), total, count())
 
 
 def deal(costs: Mapping[str, float], among: int | None = None) -> dict[str, int]:
-    """The process that each item falls to: the dearest first, each to whom has least so far.
+    """Assigns each item to a process: the most expensive first, each to the process with the least load so far.
 
-    There are `among` processes, or as many as run.
+    `among` is the number of processes, by default those that run.
     """
     loads, owners = [0.0] * (among or count()), dict[str, int]()
     for name in sorted(costs, key=lambda name: -costs[name]):
@@ -126,12 +126,12 @@ def sums(*values: float) -> list[float]:
 
 
 def decided(value: bool) -> bool:
-    """Whether any process says so; all must ask."""
+    """Whether `value` is true in any process; all processes must call this."""
     return sums(float(value))[0] > 0
 
 
 def is_alike(value: Any) -> bool:
-    """Whether the value's representation is the same in all processes; all must ask."""
+    """Whether the value's `repr` is the same in all processes; all processes must call this."""
     if count() == 1:
         return True
     own = zlib.crc32(repr(value).encode())
@@ -139,7 +139,7 @@ def is_alike(value: Any) -> bool:
 
 
 def sum_(tensors: Iterable["Tensor"]) -> None:
-    """Sums each tensor over all processes, in place; all give as many, of the same shapes, in the same order.
+    """Sums each tensor over all processes, in place; all processes pass tensors of the same shapes in the same order.
 
     Half precision is summed in float32.
     """
@@ -162,7 +162,7 @@ def sum_(tensors: Iterable["Tensor"]) -> None:
 
 
 def _buckets(tensors: Iterable["Tensor"]) -> Iterator[list["Tensor"]]:
-    """The tensors in their order, those that follow each other in one dtype and on one device up to BUCKET together."""
+    """Groups consecutive tensors of the same dtype and device, up to BUCKET bytes, and keeps their order."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:
@@ -191,9 +191,9 @@ def to_first_(tensors: Sequence["Tensor"], owner: int) -> None:
 
 
 def by_first(work: Callable[[], T]) -> T:
-    """What `work` returns in process 0, which does it alone; the others wait, however long it takes.
+    """Returns what `work` returns in process 0, which runs it alone; the others wait, however long it takes.
 
-    The value is one of JSON. Inside `work` there is one process.
+    The value must be JSON-serialisable. Inside `work`, there is one process.
     """
     if _group is None or _group.is_alone:
         return work()
@@ -212,7 +212,7 @@ def by_first(work: Callable[[], T]) -> T:
 
 
 def collected(own: Mapping[int, Any]) -> dict[int, Any]:
-    """What all processes have, by number; values are of JSON. All ask, and wait for the last."""
+    """Merges all processes' JSON values by number; all processes must call this, and wait for the last."""
     if _group is None or _group.is_alone:
         return dict(sorted(own.items()))
     _group.turns += 1
@@ -226,15 +226,15 @@ def collected(own: Mapping[int, Any]) -> dict[int, Any]:
 
 
 def last_word(line: str, status: int, is_certain: bool = True) -> tuple[str, int]:
-    """What this process says as all end, nothing where another has spoken, and the exit status of all.
+    """The line that this process prints when all end, empty if another has spoken, and the exit status of all.
 
-    Where it is not certain that the reason lies here, as after a signal or a lost connection, processes that do not
-    answer are named in its place.
+    If it is not certain that the cause is this process, as after a signal or a lost connection, the line instead names
+    the processes that do not answer, if any.
     """
     if _group is None:
         return line, status
     _group.is_ending = True
-    for kind in (signal.SIGTERM, signal.SIGINT):  # by which torchrun ends all when one has ended
+    for kind in (signal.SIGTERM, signal.SIGINT):  # with which torchrun ends all when one has ended
         signal.signal(kind, signal.SIG_IGN)
     if not is_certain and (missing := _group.missing()):
         names = f"process {missing[0]} does" if len(missing) == 1 else f"processes {str(missing)[1:-1]} do"
@@ -246,12 +246,12 @@ def last_word(line: str, status: int, is_certain: bool = True) -> tuple[str, int
 
 @contextlib.contextmanager
 def joined() -> Iterator[None]:
-    """Inside the block, processes that torchrun has started are one group; without torchrun nothing happens.
+    """Inside the block, the processes that torchrun started form one group; without torchrun nothing happens.
 
-    Whoever ends by an error asks for its `last_word` first, also where the block cannot be entered.
+    A process that ends with an error must call `last_word` first, even if the block could not be entered.
 
     Raises:
-        FlexrankError: FLEXRANK_TIMEOUT is no number of seconds, or there are more processes than GPUs.
+        FlexrankError: FLEXRANK_TIMEOUT is not a number of seconds, or there are more processes than GPUs.
     """
     global _group
     if "TORCHELASTIC_RUN_ID" not in os.environ or int(os.environ["WORLD_SIZE"]) == 1:
@@ -277,7 +277,7 @@ def joined() -> Iterator[None]:
 
 
 def _connect(group: _Group, store: Any) -> None:
-    """Opens the ways that tensors go, within the time-out that the environment sets."""
+    """Opens the connections for tensors, with the time-out that the environment sets."""
     import torch
     import torch.distributed as dist
 
@@ -304,12 +304,12 @@ def _timeout() -> float:
 
 @contextlib.contextmanager
 def talking() -> Iterator[None]:
-    """Inside the block what torch.distributed raises when a process has gone, or is late, is a ProcessLost."""
+    """Inside the block, raises ProcessLost for torch.distributed's errors when a process is gone or late."""
     import torch
 
     try:
         yield
-    except torch.OutOfMemoryError:  # a RuntimeError too, of this process's own
+    except torch.OutOfMemoryError:  # also a RuntimeError, but this process's own
         raise
     except RuntimeError as error:
         raise ProcessLost(f"another process does not answer ({first_line(error)})") from error

@@ -9,7 +9,7 @@ _shown = True
 
 
 def show(shown: bool) -> None:
-    """Switches the progress that `track` shows on or off; it is on at first."""
+    """Switches the progress that `track` shows on or off; by default it is on."""
     global _shown
     _shown = shown
 

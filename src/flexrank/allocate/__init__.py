@@ -1,7 +1,7 @@
-"""Rank allocation (FlexRank, sections 3.2 and appendix C.2): which rank each layer has at each budget.
+"""Rank allocation (FlexRank, section 3.2 and appendix C.2): which rank each layer has at each budget.
 
-`paper` is the printed dynamic program; `joint` solves the profiles of all budgets together, nested by constraint.
-NumPy and SciPy only.
+`paper` is the printed dynamic program; `joint` solves for the profiles of all budgets together, with nesting as a
+constraint. Both need NumPy and SciPy only.
 """
 
 import math
@@ -36,34 +36,34 @@ def allocate_ranks(
     grid: int | None = None,
     monotone_errors: bool | None = None,
 ) -> ProfileChain:
-    """Chooses nested rank profiles from the layers' sensitivities, whose errors are taken to add up.
+    """Chooses nested rank profiles from the layers' sensitivities, assuming that the layers' errors add up.
 
     `joint` minimises the weighted sum of the budgets' predicted errors under nesting, over the probed ranks that save
-    enough, and fills the chain between the solved profiles by single steps of least error per saving; a layer that the
-    next profile leaves full becomes so in one. `paper` is the printed algorithm: its chain as it comes, and of it the
-    best profile within each budget; it counts slack 0 and every rank (probe with `min_saving=0` and `slack_share=0` for
-    it). Budget 1 is always the full model.
+    enough. It fills the chain between the solved profiles with single steps, those that save most error per parameter
+    first; a layer that is full in the next profile becomes full in one step. `paper` is the printed algorithm: the
+    chain as it comes, and from it the best profile within each budget. It counts no slack and allows every probed rank
+    (probe with `min_saving=0` and `slack_share=0` for it). Budget 1 is always the full model.
 
     Args:
         table: probe results S (L × K).
-        budgets: deployed over dense parameters of the factorised layers, each in (0, 1], none twice.
+        budgets: distinct shares in (0, 1]: deployed over dense parameters of the factorised layers.
         method: "joint" or "paper".
-        min_saving: of `joint`: a factorised layer saves at least this share of the dense operations.
-        slack_share: of `joint`: slack counted in every cost, over the rank.
-        savings: of `paper`: counts "parameters" or "ranks". The budgets count parameters in either case.
-        weights: of the budgets' errors in `joint`: a mapping from budget, or in the order of `budgets`; None for equal.
-        gap: of `joint`: proven relative gap at which it may stop, in [0, 1).
-        time_limit: of `joint`, in seconds.
-        grid: of `paper`: savings are counted in units of dense / grid parameters, rounded down; None for exact ones.
-            With L layers the front at a saving is as good as the exact one at L / grid of the dense parameters more.
-        monotone_errors: whether errors that rise with the rank are fitted as noise (see `curves.monotone`); the
-            predicted errors are then the fit's. None: yes for `joint`, no for `paper`, as printed.
+        min_saving: for `joint`: the least share of the dense operations that a factorised layer saves.
+        slack_share: for `joint`: the slack counted in every cost, as a share of the rank.
+        savings: for `paper`: what savings count, "parameters" or "ranks". Budgets count parameters in either case.
+        weights: for `joint`: weights of the budgets' errors, by budget or in the order of `budgets`; None for equal.
+        gap: for `joint`: the proven relative gap at which the solver may stop, in [0, 1).
+        time_limit: for `joint`: seconds for each integer program.
+        grid: for `paper`: savings are counted in units of dense / grid parameters, rounded down; None counts exactly.
+            With L layers, the front at a saving is as good as the exact front at L / grid of the dense parameters more.
+        monotone_errors: whether errors that rise with the rank count as noise, and a monotone fit replaces the
+            predicted errors (see `curves.monotone`). None means yes for `joint`, and no for `paper`, as printed.
 
     Returns:
-        Profiles from the least to the full, nested; one `requested` for each budget, never above it.
+        Nested profiles from the smallest to the full one; one is `requested` for each budget, never above it.
 
     Raises:
-        FlexrankError: an argument is out of range, the table is incomplete, or a budget is below the least profile.
+        FlexrankError: an argument is out of range, the table is incomplete, or a budget is below the smallest profile.
     """
     _check_options(method, savings, min_saving, slack_share, gap, time_limit, grid)
     is_joint = method == "joint"
@@ -135,7 +135,7 @@ def _check_options(
 
 
 def _check_budgets(budgets: Sequence[float], weights: Weights | None) -> tuple[list[float], list[float]]:
-    """Budgets by rising size, and their weights."""
+    """The budgets in ascending order, and their weights."""
     if not isinstance(budgets, Iterable) or not all(isinstance(budget, numbers.Real) for budget in budgets):
         raise FlexrankError(f"budgets is {budgets!r}; it is a list of numbers, such as [0.5]")
     budgets = list(budgets)
@@ -167,7 +167,7 @@ def _weights_of(budgets: Sequence[float], weights: Weights | None) -> list[float
 
 
 def _caps(table: SensitivityTable, curves: Sequence[LayerCurve], budgets: Sequence[float]) -> list[int]:
-    """Parameters allowed by each rising budget, rounded down."""
+    """The parameters that each budget allows, rounded down; budgets are ascending."""
     dense = total_dense(table)
     least = sum(int(curve.parameters[0]) for curve in curves)
     caps = [math.floor(budget * dense) for budget in budgets]

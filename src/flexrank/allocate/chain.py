@@ -1,4 +1,4 @@
-"""From chosen profiles to the chain: what lies between them, and which entries answer a budget."""
+"""Builds the chain from chosen profiles: the steps between them, and which entries answer a budget."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,15 +8,15 @@ import numpy as np
 from flexrank.allocate.curves import Bools, CostTable, Ints, LayerCurve, step_slopes
 from flexrank.profiles import ChainEntry
 
-Anchor = tuple[Ints, float | None]  # levels (L,), the budget it answers
+Anchor = tuple[Ints, float | None]  # levels (L,), and the budget they answer
 
 
 def fill_chain(curves: Sequence[LayerCurve], anchors: Sequence[Anchor]) -> tuple[ChainEntry, ...]:
-    """Entries from the least profile to the full one, through every anchor (nested, by rising cost), by single steps.
+    """Entries from the smallest profile to the full one, in single steps through all anchors (nested, ascending cost).
 
-    Between two anchors the step that saves most error per parameter comes first, on the lower convex hull of each
-    layer's stretch. A layer that is full at the next anchor becomes so in one step: its full rank is a matrix of its
-    own after consolidation, and the components between are never trained.
+    Between two anchors, the step that saves most error per parameter comes first, on the lower convex hull of each
+    layer's part of the curve. A layer that is full at the next anchor becomes full in one step: after consolidation its
+    full rank is a separate matrix, and the components in between are never trained.
     """
     table = CostTable(curves)
     entries: list[ChainEntry] = []
@@ -38,7 +38,7 @@ def fill_chain(curves: Sequence[LayerCurve], anchors: Sequence[Anchor]) -> tuple
 def mark_budgets(
     entries: Sequence[ChainEntry], budgets: Sequence[float], caps: Sequence[int]
 ) -> tuple[ChainEntry, ...]:
-    """SelectProfiles (FlexRank, algorithm 2): the largest profile within each budget is marked as requested."""
+    """SelectProfiles (FlexRank, algorithm 2): marks the largest profile within each budget as requested."""
     costs = [entry.parameters for entry in entries]
     answers: dict[int, list[float]] = {}
     for budget, cap in zip(budgets, caps, strict=True):
@@ -52,7 +52,7 @@ def mark_budgets(
 
 
 def _ordered_steps(curves: Sequence[LayerCurve], low: Ints, high: Ints, is_whole: Bools) -> tuple[Ints, Ints]:
-    """The layers to raise, in turn, to come from `low` to `high`: by one candidate, or where `is_whole` all the way."""
+    """The layers to raise, in order, from `low` to `high`, and by how many candidates: one, or all if `is_whole`."""
     slopes, layers, raises = [], [], []
     for layer, (curve, start, end) in enumerate(zip(curves, low, high, strict=True)):
         stretch = np.unique([start, end]) if is_whole[layer] else np.arange(start, end + 1)

@@ -1,4 +1,4 @@
-"""What each layer may be cut to: candidate ranks with their cost and their predicted error."""
+"""What each layer may be cut to: candidate ranks with their costs and predicted errors."""
 
 import dataclasses
 import math
@@ -18,20 +18,20 @@ Floats = NDArray[np.float64]
 
 @dataclasses.dataclass(frozen=True)
 class LayerCurve:
-    """The K candidates of one layer by rising rank; the last is full rank."""
+    """The K candidates of one layer by ascending rank; the last is full rank."""
 
     name: str
     ranks: Ints
-    parameters: Ints  # as they are expected to be deployed
+    parameters: Ints  # expected when deployed
     errors: Floats  # predicted rise of the probe loss, 0 at full rank
 
     def take(self, kept: slice | Bools | Ints) -> "LayerCurve":
-        """The curve of some of its candidates."""
+        """The curve with only these candidates."""
         return LayerCurve(self.name, self.ranks[kept], self.parameters[kept], self.errors[kept])
 
 
 def read_curves(table: SensitivityTable, min_saving: float = 0.0, slack_share: float = 0.0) -> list[LayerCurve]:
-    """The probed points that save enough to be worth it, and full rank, checked.
+    """Checks the table, and reads each layer's probed points that save enough to be worth it, and full rank.
 
     Raises:
         FlexrankError: the table is empty or names different layers, or a layer's ranks do not rise to full rank,
@@ -74,10 +74,10 @@ def total_dense(table: SensitivityTable) -> int:
 
 
 def monotone(curve: LayerCurve) -> LayerCurve:
-    """The least-squares fit whose errors never rise with the rank nor fall below full rank's 0.
+    """The least-squares fit whose errors neither rise with the rank nor fall below 0, the error at full rank.
 
     A larger rank is a longer prefix of the same factors, so a rise, or an error below 0, is noise of the probe. A
-    curve that is monotone already keeps every bit. Without the fit one lucky probe lets a layer be cut to nothing: on
+    curve that needs no fit keeps every bit. Without the fit, one lucky probe lets a layer be cut to nothing: on
     simulated noisy tables the profiles had 1.03 to 4 times the true error (36 layers, budgets .2 to .9).
     """
     from scipy.optimize import isotonic_regression
@@ -89,9 +89,9 @@ def monotone(curve: LayerCurve) -> LayerCurve:
 
 
 def step_slopes(parameters: Ints, errors: Floats) -> Floats:
-    """For each step between neighbours (K-1,), the slope of the lower convex hull over it: error saved per parameter.
+    """The slope of the lower convex hull at each step between neighbours (K-1,): error saved per parameter.
 
-    The slopes fall with the rank, so steps sorted by slope over all layers keep every layer's own order.
+    The slopes fall with the rank, so sorting the steps of all layers by slope keeps the order within each layer.
     """
     blocks: list[tuple[float, int, int]] = []  # error saved, parameters spent, steps
     for saved, spent in zip(-np.diff(errors), np.diff(parameters), strict=True):
@@ -105,7 +105,7 @@ def step_slopes(parameters: Ints, errors: Floats) -> Floats:
 
 
 class CostTable:
-    """Candidates of all layers as two padded arrays (L, K), for totals over many profiles at once.
+    """The candidates of all layers as three padded arrays (L, K), for totals over many profiles at once.
 
     A profile here is a row of levels (L,): the index of each layer's candidate. Padding repeats the last candidate.
     """
@@ -124,7 +124,7 @@ class CostTable:
         return math.fsum(self.errors[np.arange(len(levels)), levels])
 
     def entries(self, rows: Ints, requested: float | None = None) -> list[ChainEntry]:
-        """Profiles (P, L) as a chain's entries; `requested` is the budget of the last."""
+        """Profiles (P, L) as a chain's entries; `requested` is the budget of the last one."""
         layers = np.arange(len(self.top))
         names = [curve.name for curve in self.curves]
         ranks, errors = self.ranks[layers, rows].tolist(), self.errors[layers, rows].tolist()

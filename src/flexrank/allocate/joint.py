@@ -1,4 +1,4 @@
-"""The profiles of all budgets together, nested by constraint: an integer program, solved by HiGHS.
+"""The profiles of all budgets together, with nesting as a constraint: an integer program, solved by HiGHS.
 
 With y[b, s] = 1 if budget b drops step s (a layer's step from one candidate to the next):
 
@@ -7,9 +7,9 @@ With y[b, s] = 1 if budget b drops step s (a layer's step from one candidate to 
                 y[b, s] ≤ y[b, s']                    (s' the next step of the same layer: a rank is a prefix)
                 y[b', s] ≤ y[b, s]                    (b' the next larger budget: profiles are nested)
 
-All but the first kind of constraint are differences of two variables, so that the program is integral but for one row
-per budget, and its relaxation is close. Dropped steps are counted, not kept ones, so that the objective is the error
-itself and the solver's relative gap is one of the error.
+All constraints except the first kind are differences of two variables, so the program is integral except for one row
+per budget, and its relaxation is close. The variables stand for dropped steps, not kept ones, so that the objective is
+the error itself and the solver's relative gap is that of the error.
 """
 
 import contextlib
@@ -30,23 +30,23 @@ from flexrank.errors import FlexrankError
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
-#: HiGHS's tolerances are absolute, 1e-6: the largest error counts as ERROR_SCALE, so that small ones matter, and costs
-#: are counted in at most COST_UNITS whole units a step, rounded up, so that no cap is overrun.
+#: HiGHS's tolerances are absolute, 1e-6: the largest error is scaled to ERROR_SCALE, so that small ones matter, and
+#: costs are counted in whole units, at most COST_UNITS a step, rounded up so that no cap is exceeded.
 ERROR_SCALE, COST_UNITS = 1e4, 2**16
-#: What all dropped parameters together weigh beside the largest error: of profiles alike in error the larger one wins.
+#: Weight of all dropped parameters together, relative to the largest error: of profiles equal in error the larger wins.
 TIE = 1e-7
-#: The solver tells errors apart to about this part of the largest.
+#: The largest error over about the smallest one that the solver still resolves.
 GIANT = 1e5
-#: A program is solved to this part of the gap, so that what nesting adds has room in it.
+#: A program is solved to the gap divided by this, which leaves room for what nesting adds.
 GAP_SHARE = 4
-#: HiGHS's status, in scipy, of a program that ran out of time.
+#: SciPy's status of a HiGHS program that ran out of time.
 TIME_LIMIT = 1
 
 log = logging.getLogger("flexrank")
 
 
 class Solution(NamedTuple):
-    """Nested profiles as levels (B, L), their weighted error, and a proven lower bound of it."""
+    """Nested profiles as levels (B, L), their weighted error, and a proven lower bound on it."""
 
     levels: Ints
     objective: float
@@ -54,7 +54,7 @@ class Solution(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """(objective − bound) / |objective|; 0 where the two agree to the solver's tolerance."""
+        """(objective − bound) / max(|objective|, |bound|); 0 if the two agree to 1e-9."""
         difference = self.objective - self.bound
         scale = max(abs(self.objective), abs(self.bound))
         return 0.0 if difference <= 1e-9 * scale else difference / scale
@@ -63,15 +63,14 @@ class Solution(NamedTuple):
 def solve_nested(
     curves: Sequence[LayerCurve], caps: Sequence[int], weights: Sequence[float], gap: float, time_limit: float
 ) -> Solution:
-    """Nested profiles for rising caps, of least weighted error.
+    """Finds the nested profiles of least weighted error for ascending caps.
 
-    The optima of the single budgets add up to a bound. Profiles of dozens of layers are almost nested by themselves, so
-    solving each budget above the one before it often proves the gap; where it does not, one program is solved.
-
-    Every cap (parameters) admits the first candidate of all layers. `time_limit` is in seconds, for one program.
+    The optima of the separate budgets add up to a bound. Profiles of dozens of layers are almost nested by themselves,
+    so solving each budget with the previous profile as its minimum often proves the gap; otherwise one joint program is
+    solved. Every cap (parameters) must admit the first candidate of all layers. `time_limit` is in seconds per program.
 
     Raises:
-        FlexrankError: HiGHS has no solution after `time_limit`.
+        FlexrankError: HiGHS finds no solution within `time_limit`.
     """
     program = _Program(_without_giants(curves, caps[0]), gap / GAP_SHARE, time_limit)
     alone = [program.solve([cap], [1.0]) for cap in caps]
@@ -91,9 +90,9 @@ def solve_nested(
 
 
 def _without_giants(curves: Sequence[LayerCurve], cap: int) -> Sequence[LayerCurve]:
-    """The curves, where errors dwarf those of one profile within the cap with all errors at most twice that one's.
+    """Clips errors to twice the error of one profile within the cap, if the largest is over `GIANT` times that.
 
-    No better profile has a larger error, which in the solver's tolerance would hide the others.
+    No better profile has a larger error, which would hide the others within the solver's tolerance.
     """
     within = [entry for entry in fill_chain(curves, []) if entry.parameters <= cap]
     lowest = sum(min(0.0, float(curve.errors.min())) for curve in curves)
@@ -120,7 +119,7 @@ class _Program:
         return math.fsum(weight * self._table.error(row) for weight, row in zip(weights, rows, strict=True))
 
     def solve(self, caps: Sequence[int], weights: Sequence[float], least: Ints | None = None) -> Solution:
-        """Nested profiles for these caps alone, each at least `least` (L,)."""
+        """Solves for nested profiles within these caps alone, each at least `least` (L,)."""
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         if not len(self._step_errors):
@@ -148,14 +147,14 @@ class _Program:
         return Solution(levels, error, min(error, float(result.mip_dual_bound) * self._scale))
 
     def _droppable(self, least: Ints) -> Floats:
-        """1 for the steps above the least levels, 0 for those up to them."""
+        """1 for the steps above the least levels, 0 for the steps up to them."""
         steps = [np.arange(1, len(curve.ranks)) > level for curve, level in zip(self._curves, least, strict=True)]
         return np.concatenate(steps).astype(float)
 
 
 @contextlib.contextmanager
 def _quiet_output() -> Iterator[None]:
-    """HiGHS 1.12 prints a line of its own to the process's output (its issue 2783); inside the block none does."""
+    """Discards standard output inside the block, because HiGHS 1.12 prints a line to it (its issue 2783)."""
     sys.stdout.flush()
     kept = os.dup(1)
     with open(os.devnull, "wb") as nowhere:
@@ -168,9 +167,9 @@ def _quiet_output() -> Iterator[None]:
 
 
 def _budget_rows(curves: Sequence[LayerCurve], caps: Sequence[int]) -> tuple["csr_array", Floats]:
-    """For each budget the units that its dropped steps save, and what they have to save, half a unit less.
+    """For each budget, the units that its dropped steps save, and the units that they must save, less half a unit.
 
-    A cap less than a unit above the least profile is below it in whole units: there all steps are to be dropped.
+    A cap less than a unit above the smallest profile is below it in whole units: then all steps must be dropped.
     """
     from scipy.sparse import block_diag, csr_array
 
@@ -185,7 +184,7 @@ def _budget_rows(curves: Sequence[LayerCurve], caps: Sequence[int]) -> tuple["cs
 
 
 def _order_rows(curves: Sequence[LayerCurve], budgets: int) -> "csr_array":
-    """Rows y_a − y_b ≤ 0: a prefix in every layer, and nested over the budgets."""
+    """Rows y_a − y_b ≤ 0, so that kept steps are a prefix in every layer, and nested over the budgets."""
     from scipy.sparse import csr_array
 
     layer = np.repeat(np.arange(len(curves)), [len(curve.ranks) - 1 for curve in curves])
@@ -202,7 +201,7 @@ def _order_rows(curves: Sequence[LayerCurve], budgets: int) -> "csr_array":
 
 
 def _levels(curves: Sequence[LayerCurve], drops: Bools) -> Ints:
-    """Levels (B, L): the steps kept in each layer, nested to the bit; dropped steps are each layer's last ones."""
+    """Levels (B, L): the number of steps kept in each layer, exactly nested; dropped steps are the layer's last."""
     layer = np.repeat(np.arange(len(curves)), [len(curve.ranks) - 1 for curve in curves])
     kept = np.stack([np.bincount(layer, weights=~row, minlength=len(curves)) for row in drops]).astype(np.int64)
     return np.minimum.accumulate(kept[::-1])[::-1].copy()

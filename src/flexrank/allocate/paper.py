@@ -2,8 +2,8 @@
 
     F_0 = {(0, 0)};   F_l = ParetoPrune(KeepMinErrorPerSaving(ExpandLayer(F_{l-1}, C_l)));   NestedChain(Backtrack(F_L))
 
-A state is (total saving S, total error E). Exact where errors add up over layers, but the states of the front may grow
-with the product of the layers' candidates; a grid over the savings bounds them.
+A state is (total saving S, total error E). The result is exact if errors add up over layers, but the number of states
+may grow with the product of the layers' candidates; a grid over the savings bounds it.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ NO_SAVING = -1
 
 
 class Front(NamedTuple):
-    """States of the frontier, by rising saving and so by rising error."""
+    """States of the frontier, by ascending saving and therefore ascending error."""
 
     savings: Ints
     errors: Floats
 
 
 class Expanded(NamedTuple):
-    """States with where they came from: the state before, and the candidate taken (`NO_SAVING` for none)."""
+    """States with their origin: the previous state, and the candidate taken (`NO_SAVING` for none)."""
 
     savings: Ints
     errors: Floats
@@ -37,7 +37,7 @@ class Expanded(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """Profiles by rising saving: error (P,), choices (L, P) into the layers' candidates, and the largest front."""
+    """Profiles by ascending saving: errors (P,), candidates chosen (L, P), and the states of the largest front."""
 
     errors: Floats
     choices: Ints
@@ -47,8 +47,8 @@ class Selection(NamedTuple):
 def select_nested(savings: Sequence[Ints], errors: Sequence[Floats], unit: int = 1) -> Selection:
     """Algorithm 2: the chain of componentwise-nested Pareto profiles, from least to most saving.
 
-    `savings` (positive) and `errors` are those of each layer's candidates, without the full layer. The dynamic program
-    counts savings in whole units of `unit`, rounded down; ParetoFilter and NestedChain use the true ones.
+    `savings` (positive) and `errors` are those of each layer's candidates, without full rank. The dynamic program
+    counts savings in whole units of `unit`, rounded down; ParetoFilter and NestedChain use the exact savings.
     """
     front = Front(np.zeros(1, np.int64), np.zeros(1))
     backpointers: list[Expanded] = []
@@ -66,7 +66,7 @@ def select_nested(savings: Sequence[Ints], errors: Sequence[Floats], unit: int =
 
 
 def expand_layer(front: Front, savings: Ints, errors: Floats) -> Expanded:
-    """ExpandLayer: every state with every candidate of the layer, and with none."""
+    """ExpandLayer: combines every state with every candidate of the layer, and with none."""
     savings, errors = np.append(savings, 0), np.append(errors, 0.0)
     states, width = len(front.savings), len(savings)
     choices = np.append(np.arange(width - 1), NO_SAVING).astype(np.int16)
@@ -79,7 +79,7 @@ def expand_layer(front: Front, savings: Ints, errors: Floats) -> Expanded:
 
 
 def keep_min_error_per_saving(expanded: Expanded) -> Expanded:
-    """KeepMinErrorPerSaving: by rising saving; of equal errors the first expanded stays."""
+    """KeepMinErrorPerSaving: for each saving, ascending, the state of least error; of equals, the first expanded."""
     order = np.lexsort((expanded.errors, expanded.savings))  # stable
     sorted_savings = expanded.savings[order]
     first = np.append(True, sorted_savings[1:] != sorted_savings[:-1])
@@ -97,7 +97,7 @@ def _below_all_after(errors: Floats) -> Ints:
 
 
 def backtrack(count: int, backpointers: Sequence[Expanded]) -> Ints:
-    """Backtrack: the candidate of every layer in every final state, (L, P)."""
+    """Backtrack: finds the candidate of every layer in every final state, (L, P)."""
     choices = np.empty((len(backpointers), count), np.int16)
     state = np.arange(count)
     for layer in range(len(backpointers) - 1, -1, -1):
@@ -107,7 +107,7 @@ def backtrack(count: int, backpointers: Sequence[Expanded]) -> Ints:
 
 
 def total_savings(savings: Sequence[Ints], choices: Ints) -> Ints:
-    """Sum of each profile's savings over the layers (P,)."""
+    """The sum of each profile's savings over the layers, (P,)."""
     totals = np.zeros(choices.shape[1], np.int64)
     for layer_savings, chosen in zip(savings, choices, strict=True):
         totals += np.append(layer_savings, 0)[chosen]  # NO_SAVING = -1 reads the 0 at the end
@@ -115,13 +115,13 @@ def total_savings(savings: Sequence[Ints], choices: Ints) -> Ints:
 
 
 def pareto_filter(errors: Floats, totals: Ints) -> Ints:
-    """ParetoFilter: the profiles, by rising total saving, whose error is below that of all that save more."""
+    """ParetoFilter: the profiles, by ascending total saving, whose error is below that of all that save more."""
     order = np.argsort(totals, kind="stable")
     return order[_below_all_after(errors[order])]
 
 
 def nested_chain(savings: Sequence[Ints], choices: Ints) -> Ints:
-    """NestedChain: from least saving on, each profile that saves at least as much as the last kept in every layer."""
+    """NestedChain: from the least saving up, keeps each profile that saves no less in any layer than the last kept."""
     width = max(len(layer_savings) for layer_savings in savings) + 1
     padded = np.zeros((len(savings), width), np.int64)
     for layer, layer_savings in enumerate(savings):

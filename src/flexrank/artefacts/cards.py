@@ -1,7 +1,7 @@
 """The model card (README.md) of an artefact, with the metadata that the hub reads.
 
-No checksum covers it, for who publishes a model edits its card. What a card says of the base model goes along from the
-card of what an artefact was made from.
+No checksum covers it, because whoever publishes a model edits its card. What it says about the base model is copied
+from the card of the model that the artefact was made from.
 """
 
 import re
@@ -14,8 +14,8 @@ import yaml
 from flexrank.hf.companions import CARD, source_of
 from flexrank.profiles import ProfileChain
 
-#: By the end of the name of a transformers model's class, the first that fits: the hub's name of what it does, and its
-#: Auto class.
+#: The hub's name for a model's task and its Auto class, by the suffix of the model's class in transformers; the first
+#: suffix that fits counts.
 KINDS: dict[str, tuple[str | None, str]] = {
     "ForCausalLM": ("text-generation", "AutoModelForCausalLM"),
     "LMHeadModel": ("text-generation", "AutoModelForCausalLM"),
@@ -26,7 +26,7 @@ KINDS: dict[str, tuple[str | None, str]] = {
     "Model": ("feature-extraction", "AutoModel"),
     "": (None, "AutoModel"),
 }
-#: What a card says of the base model's licence and texts, in that model's own words.
+#: Keys about the base model's licence and language, copied unchanged from its card.
 KEPT = ("license", "license_name", "license_link", "language")
 TAG = "flexrank"
 
@@ -55,7 +55,7 @@ _COLUMNS = {
 
 
 def write_elastic_card(directory: Path, description: Mapping[str, Any], chain: ProfileChain, model: Any) -> None:
-    """Writes the card of an elastic artefact that `description` (`deployed.describe`) is of: its table of sizes."""
+    """Writes the card of an elastic artefact, with a table of its sizes; `description` is from `deployed.describe`."""
     rows = [[f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" for value in map(row.get, _COLUMNS)]
             for row in reversed(chain.sizes())]  # fmt: skip
     lead = "Every size from one set of weights, decomposed by flexrank (FlexRank, ICML 2026) into components in order "
@@ -69,7 +69,7 @@ def write_elastic_card(directory: Path, description: Mapping[str, Any], chain: P
 
 
 def write_deployed_card(directory: Path, description: Mapping[str, Any], model: Any) -> None:
-    """Writes the card of a deployed model that `description` (`deployed.describe`) is of."""
+    """Writes the card of a deployed model; `description` is from `deployed.describe`."""
     ranks = [spec["rank"] for spec in description["layers"].values()]
     lead = f"{description['parameters']:,} parameters. flexrank (FlexRank, ICML 2026) cut it from weights that hold "
     lead += f"every size: {len(ranks)} of its layers are low-rank"
@@ -81,28 +81,28 @@ def write_deployed_card(directory: Path, description: Mapping[str, Any], model: 
 
 
 def auto_class(kind: str) -> str:
-    """The name of transformers' Auto class of a model's class."""
+    """The name of the Auto class for a model class of transformers."""
     return next(auto for end, (_, auto) in KINDS.items() if kind.endswith(end))
 
 
 def read_about(card: Path) -> tuple[str, str]:
-    """The title of a card and what it says up to its code; empty where there is no card, or none of this form."""
+    """The title of a card, and its text up to the code or next heading; both empty without a card of this form."""
     text = card.read_text(encoding="utf8", errors="replace") if card.is_file() else ""
     found = ABOUT.search(text)
     return (found[1], found[2].strip()) if found else ("", "")
 
 
 def read_sizes(directory: Path) -> str:
-    """What the card in a directory says of sizes and how they were made; empty where it says nothing."""
+    """The section of a directory's card on the sizes and how they were made; empty if there is none."""
     card = directory / CARD
     found = SIZES.search(card.read_text(encoding="utf8", errors="replace")) if card.is_file() else None
     return found[0].replace(LICENCE, "").strip() if found else ""
 
 
 def mark_size(sizes: str, chain: ProfileChain, profile: Mapping[str, int]) -> str:
-    """What `read_sizes` returned, with the budget in bold whose profile this is."""
+    """The text that `read_sizes` returned, with the budget of this profile in bold."""
     for budget in [entry.requested for entry in chain.requested if entry.profile == profile]:
-        for cell in (f"{budget:g}", f"{budget:.4g}"):  # as a run's card and an artefact's own have it
+        for cell in (f"{budget:g}", f"{budget:.4g}"):  # as formatted in a run's card, and in an artefact's
             sizes = sizes.replace(f"\n| {cell} |", f"\n| **{cell}** |")
     return sizes
 
@@ -110,13 +110,13 @@ def mark_size(sizes: str, chain: ProfileChain, profile: Mapping[str, int]) -> st
 def _write_basic(
     directory: Path, what: str, description: Mapping[str, Any], model: Any, lead: str, more: list[str], **facts: float
 ) -> None:
-    """A title, what the artefact is, the code that loads it, and more lines."""
+    """Writes a card: a title, what the artefact is, the code that loads it, and more lines."""
     library, kind = description["library"], description["class"]
     is_hub = library == "transformers"
     source = source_of(model) if is_hub else None
     before = {} if source is None else read_head(source / CARD)
     start = head(kind, model.name_or_path, before) if is_hub else head("", "", {}, library="pytorch")
-    named = auto_class(kind) if what == "elastic" else kind  # other classes do not say where an artefact is
+    named = auto_class(kind) if what == "elastic" else kind  # only Auto classes can load from an elastic artefact
     code = _CODE[what, library].format(kind=named, place=".", **facts)
     lines = [f"# {kind}, {what}", "", lead, "", f"```python\n{code}\n```", "", *more, *[""] * bool(more), LICENCE, ""]
     (directory / CARD).write_text(start + "\n".join(lines), encoding="utf8")
@@ -132,9 +132,9 @@ def head(kind: str, model: str, before: Mapping[str, Any], library: str = "trans
 
     Args:
         kind: the name of the model's class, or of an auto class of transformers.
-        model: what it was loaded from; the base model if that is a name of the hub.
-        before: `read_head` of the card beside that; of one of ours the base model goes along.
-        library: that loads it.
+        model: what it was loaded from, which is named as the base model if it is a name on the hub.
+        before: `read_head` of the card found there; if flexrank wrote that card, its base model is named instead.
+        library: what loads it.
     """
     is_named = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", model) is not None and not Path(model).exists()
     tags = before.get("tags")
@@ -147,7 +147,7 @@ def head(kind: str, model: str, before: Mapping[str, Any], library: str = "trans
 
 
 def read_head(card: Path) -> dict[str, Any]:
-    """The metadata of a card; empty where there is no card, or its head is no YAML of keys."""
+    """The metadata of a card; empty if there is no card, or its head is not a YAML mapping."""
     text = card.read_text(encoding="utf8", errors="replace") if card.is_file() else ""
     found = re.match(r"---\n(.*?)\n---(\s|$)", text, re.DOTALL)
     try:

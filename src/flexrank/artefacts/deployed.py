@@ -32,9 +32,9 @@ Factory = str | Callable[[], nn.Module]
 
 
 def save_deployed(small: nn.Module, directory: str | Path, *, factory: Factory | None = None) -> None:
-    """Writes a deployed model of any torch class: `model.safetensors`, `flexrank.json` and a model card, or nothing.
+    """Writes a deployed model of any torch class as `model.safetensors`, `flexrank.json` and a model card, or nothing.
 
-    An artefact in `directory` is replaced; a directory that holds anything else is refused. `factory` builds the bare
+    An artefact in `directory` is replaced; a directory with only other files is refused. `factory` builds the bare
     architecture; without it `load_deployed` needs `model=`.
     """
     with directory_aside(directory, DOCUMENT) as aside:
@@ -52,7 +52,7 @@ def write_state(small: nn.Module, directory: Path, *, factory: Factory | None = 
 
 
 def describe_deployed(small: nn.Module, directory: Path, **description: Any) -> None:
-    """Writes `flexrank.json`: a `describe` of these arguments, and a checksum of every file; then the model card."""
+    """Writes `flexrank.json`, with what `describe` returns and a checksum of every file, and then the model card."""
     content = describe(small, **description) | {"files": digest_files(directory)}
     write_document(directory / DOCUMENT, KIND, content)
     write_deployed_card(directory, content, small)
@@ -61,7 +61,7 @@ def describe_deployed(small: nn.Module, directory: Path, **description: Any) -> 
 def describe(
     model: nn.Module, library: str, layers: Mapping[str, Any], aliases: Mapping[str, str], factory: str | None
 ) -> dict[str, Any]:
-    """What the document of an elastic and of a deployed artefact have in common."""
+    """The content that the documents of elastic and deployed artefacts have in common."""
     return {
         "library": library,
         "class": type(model).__name__,
@@ -74,7 +74,7 @@ def describe(
 
 
 def load_deployed(directory: str | Path, *, model: nn.Module | None = None) -> nn.Module:
-    """Reads what `save_deployed` wrote, to the same bits, in eval mode.
+    """Reads what `save_deployed` wrote, bit for bit, in eval mode.
 
     `model` is the bare architecture, filled in place. By default the recorded factory is imported and called; pass
     `model=` for artefacts whose factories you do not trust.
@@ -100,7 +100,7 @@ def fill(
     aliases: Mapping[str, str],
     source: Path,
 ) -> nn.Module:
-    """The bare model with its layers replaced by those of the specs, and its state by the tensors, in eval mode."""
+    """Replaces a bare model's layers by those of the specs, and its state by the tensors; returns it in eval mode."""
     device = model_device(model)
     replace_layers(model, {name: build_layer(spec, device="meta") for name, spec in layers.items()})
     put_tensors(model, {name: tensor.to(device) for name, tensor in tensors}, aliases, source)
@@ -108,7 +108,7 @@ def fill(
 
 
 def factory_name(factory: Factory) -> str:
-    """The "module:function" by which a fresh process imports the factory; no lambda, local or `__main__` function."""
+    """The "module:function" by which a fresh process imports the factory; refuses lambda, local and `__main__` ones."""
     if isinstance(factory, str):
         _import_factory(factory)
         return factory
@@ -119,7 +119,7 @@ def factory_name(factory: Factory) -> str:
 
 
 def bare_model(factory: str | None, directory: str | Path) -> nn.Module:
-    """The module that an artefact's factory returns; it is a FlexrankError if there is no such factory."""
+    """The module that an artefact's factory returns; raises FlexrankError if there is no such factory."""
     if factory is None:
         raise FlexrankError(f"{directory}: names no factory; pass model= with the bare architecture")
     model = _import_factory(factory)()

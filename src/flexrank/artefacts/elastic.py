@@ -1,10 +1,10 @@
-"""One elastic artefact for every size, read whole or only up to a budget.
+"""One elastic artefact for every size, read completely or only up to a budget.
 
-`elastic.safetensors`, several files where it is large, stores factors by component, so that a layer's r leading
-components are the first bytes of its tensors; a reader with a budget touches no others, and a full layer's own matrix
-only where the budget leaves it full.
+`elastic.safetensors`, split into several files if it is large, stores factors by component, so that a layer's r leading
+components are the first bytes of its tensors. A reader with a budget reads no others, and a layer's dense matrix only
+if the layer has full rank at that budget.
 `elastic.json` holds the layers' specs, the chain, the tensors' dtypes, and a checksum for each segment between two
-ranks of the chain: a prefix is checked without the rest.
+ranks of the chain, so that a prefix is verified without the rest.
 """
 
 import dataclasses
@@ -36,10 +36,10 @@ ELASTIC_STATE = "elastic"
 ELASTIC_DOCUMENT = "elastic.json"
 #: A directory with one of these is an artefact, which another may replace.
 MARKERS = ELASTIC_DOCUMENT, f"{ELASTIC_STATE}.safetensors"
-#: Bytes of one file of tensors, about: the most that a writer holds.
+#: The approximate size in bytes of one file of tensors, and so the most that a writer holds in memory.
 SHARD_BYTES = 2**28
 ELASTIC_KIND = "elastic"
-#: The last format in which sizes of equal rank in a layer shared its vectors.
+#: The last format in which sizes with equal rank in a layer shared the layer's vectors.
 BY_RANK = 2
 ELASTIC_KEYS = ("library", "class", "layers", "chain", "aliases", "factory", "parameters", "tensors", "files")
 
@@ -53,21 +53,21 @@ def save_elastic(
     tokenizer: Any = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes an elastic model and its chain as one artefact, with a model card, whole or not at all.
+    """Writes an elastic model and its chain as one artefact with a model card, completely or not at all.
 
-    All components are written, whatever the active ranks; but a consolidated model ends at its largest trained size,
-    above which the base model is the better one. An artefact in `directory` is replaced; a directory that holds
-    anything else is refused. `factory` builds the bare architecture of a model that is not transformers'. Of a sharded
-    model all processes call this; process 0 writes it tensor by tensor, and never holds more than a file's.
+    All components are written, whatever the active ranks, except that a consolidated model ends at its largest trained
+    size, above which the base model is better. An artefact in `directory` is replaced; a directory with only other
+    files is refused. `factory` builds the bare architecture of a model that is not transformers'. For a sharded model
+    all processes call this; process 0 writes it tensor by tensor, and never holds more than one file's tensors.
 
     Raises:
-        FlexrankError: the model has no elastic layers, the chain names others, or none of its sizes is a trained one.
+        FlexrankError: the model has no elastic layers, the chain names other layers, or none of its sizes is trained.
     """
     if is_sharded(model) and not processes.is_first():
         layers = nested_layers(model)
         kept = _kept_components(layers, _trained_part(chain, layers))
         for _ in _whole_state(model, kept, named_tensors(model)[1].keys()):
-            pass  # process 0 gathers what this one has a part of
+            pass  # process 0 gathers the tensors from all processes' parts
         return
     with files.directory_aside(directory, *MARKERS) as aside:
         ElasticWriter(model, aside, tokenizer, shard_bytes=shard_bytes).finish(chain, factory)
@@ -76,8 +76,8 @@ def save_elastic(
 class ElasticWriter:
     """Writes an elastic model into an empty directory, layer by layer if need be, holding one file's tensors at most.
 
-    Make one while the model is whole: layers that are put are let go, and leave a model without their values. Floating
-    tensors are written in `dtype`, by default their own.
+    Create it while the model is complete: `put` frees a layer's values once they are written, and the model stays
+    without them. Floating-point tensors are written in `dtype`, by default their own.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class ElasticWriter:
             save_companions(model, directory, tokenizer)
         elif tokenizer is not None:
             tokenizer.save_pretrained(directory)
-        self._files = files.digest_files(directory)  # without the tensors, which have digests of their own
+        self._files = files.digest_files(directory)  # without the tensors, which have their own digests
         self._shards = ShardWriter(directory, ELASTIC_STATE, shard_bytes)
         self._aliases = named_tensors(model)[1]
         self._places = shared_places(model)
@@ -99,7 +99,7 @@ class ElasticWriter:
         self._dtypes: dict[str, str] = {}
 
     def put(self, name: str) -> None:
-        """Writes all components of an elastic layer, and lets its values go."""
+        """Writes all components of an elastic layer, and frees its values."""
         layer = self._model.get_submodule(name)
         assert isinstance(layer, NestedLayer)
         for key, tensor in layer.state_dict().items():
@@ -109,7 +109,7 @@ class ElasticWriter:
         layer.to("meta")
 
     def finish(self, chain: ProfileChain, factory: Factory | None = None) -> None:
-        """Writes what is not put yet, and what describes it all; arguments and errors are those of `save_elastic`."""
+        """Writes the remaining tensors, the document and the card; arguments and errors are those of `save_elastic`."""
         model, layers = self._model, nested_layers(self._model)
         chain = _trained_part(chain, layers)
         for entry in chain.entries:
@@ -134,7 +134,7 @@ class ElasticWriter:
             self._add(key, tensor, None if name is None else sorted({*ranks, kept[name]}))
 
     def _add(self, key: str, tensor: Tensor, ends: list[int] | None = None) -> None:
-        """Writes a tensor, a factor with its segments between ranks."""
+        """Writes a tensor; a factor gets a digest for each segment, which end at the ranks `ends`."""
         tensor = tensor.to("cpu", self._dtype if tensor.is_floating_point() else None)
         self._digests[key] = files.digest_tensor(tensor) if ends is None else _segment_digests(tensor, ends)
         self._dtypes[key] = str(tensor.dtype)
@@ -153,12 +153,12 @@ def load_elastic(
     """Reads an elastic artefact, in eval mode and at the largest rank read; `set_budget` switches it between sizes.
 
     Args:
-        directory: what `save_elastic` wrote; or a repository of the hub that holds it, `owner/name`.
+        directory: what `save_elastic` wrote, or a repository `owner/name` on the hub that holds it.
         budget: read only the components of the largest profile within this budget; the chain ends there.
-        model: the bare architecture, filled in place; needed where the artefact is neither transformers' nor names a
-            factory, or where you do not trust its factory.
-        max_params: as `budget`, by the whole model's parameters; `max_bytes` by its bytes.
-        dtype: in which `max_bytes` counts, that of deployment; by default the artefact's own.
+        model: the bare architecture, filled in place; needed if the artefact is not a transformers model and names no
+            factory, or if you do not trust its factory.
+        max_params: like `budget`, but limits the whole model's parameters; `max_bytes` limits its bytes.
+        dtype: the dtype of deployment, by which `max_bytes` counts; by default the artefact's own.
 
     Raises:
         FlexrankError: a file is missing, truncated or edited, the budget is too small, or the architecture differs.
@@ -177,7 +177,7 @@ def load_elastic(
 
 
 def _counted_in(chain: ProfileChain, dtype: torch.dtype | None) -> ProfileChain:
-    """The chain with the bytes of a model whose parameters are all in this dtype."""
+    """The chain with its bytes counted as if all of the model's parameters had this dtype."""
     own = chain.footprint
     width = own.bytes_per_parameter if dtype is None else dtype.itemsize
     others = own.other_bytes + own.other_parameters * (width - own.bytes_per_parameter)
@@ -186,7 +186,7 @@ def _counted_in(chain: ProfileChain, dtype: torch.dtype | None) -> ProfileChain:
 
 
 def load_components(directory: str | Path, ranks: Mapping[str, int]) -> nn.Module:
-    """Reads each layer's first components, up to its rank, of an artefact of transformers. Errors as `load_elastic`."""
+    """Reads each layer's first components, up to its rank in `ranks`. Raises as `load_elastic` does without `model`."""
     return _load(Path(directory), read_elastic_document(Path(directory)), ranks, None)
 
 
@@ -217,7 +217,7 @@ def _load(
 
 @torch.no_grad()
 def _set_sizes_by_rank_(layers: Mapping[str, NestedLayer], chain: ProfileChain) -> None:
-    """Gives each requested size its own copy of the vectors that it had by its ranks, rising, in earlier formats."""
+    """Gives each requested size its own vectors, interpolated by its rank from those that earlier formats store."""
     for name, layer in layers.items():
         if layer.sizes is not None:
             ranks, rows = [entry.profile[name] for entry in chain.requested], []
@@ -228,26 +228,26 @@ def _set_sizes_by_rank_(layers: Mapping[str, NestedLayer], chain: ProfileChain) 
 
 
 def read_shapes(directory: str | Path) -> tuple[dict[str, tuple[int, int]], ProfileChain]:
-    """The shapes (m, n) of an elastic artefact's layers, and its chain; no tensor is read. Errors as `load_elastic`."""
+    """The shapes (m, n) of an elastic artefact's layers, and its chain; reads no tensors. Raises as `load_elastic`."""
     document = read_elastic_document(Path(directory))
     shapes = {name: (int(spec["shape"][0]), int(spec["shape"][1])) for name, spec in document["layers"].items()}
     return shapes, ProfileChain.from_json(document["chain"])
 
 
 def read_elastic_document(directory: Path) -> dict[str, Any]:
-    """What describes an elastic artefact; it is a FlexrankError if there is none, or it is damaged."""
+    """Reads the document that describes an elastic artefact; raises FlexrankError if it is missing or damaged."""
     path = directory / ELASTIC_DOCUMENT
     if not path.is_file():
         right = "give what fr.save_elastic wrote, or RUN/elastic"
         raise FlexrankError(f"{directory}: holds no elastic model ({ELASTIC_DOCUMENT} is missing); {right}")
     document = files.read_document(path, ELASTIC_KIND, ELASTIC_KEYS)
-    # Versions before wrote one file, and did not say so.
+    # Earlier versions wrote a single file, and did not record its name.
     document.setdefault("shards", {MARKERS[1]: list(document["tensors"])})
     return document
 
 
 def _trained_part(chain: ProfileChain, layers: Mapping[str, NestedLayer]) -> ProfileChain:
-    """The chain up to the largest ranks that have vectors of their own; all of it where no layer has any."""
+    """The chain up to the largest ranks that have vectors of their own; the whole chain if no layer has vectors."""
     last = {name: layer.sizes.ranks[-1] for name, layer in layers.items() if layer.sizes}
     entries = (
         entry for entry in chain.entries if all(entry.profile.get(name, 0) <= rank for name, rank in last.items())
@@ -256,7 +256,7 @@ def _trained_part(chain: ProfileChain, layers: Mapping[str, NestedLayer]) -> Pro
 
 
 def _kept_components(layers: Mapping[str, NestedLayer], chain: ProfileChain) -> dict[str, int]:
-    """How many components of each layer are written: all; once consolidated, those of the largest rank in factors."""
+    """How many components of each layer are written: all, or after consolidation up to the largest factored rank."""
     kept = {}
     for name, layer in layers.items():
         ranks = (entry.profile[name] for entry in chain.entries)
@@ -266,7 +266,7 @@ def _kept_components(layers: Mapping[str, NestedLayer], chain: ProfileChain) -> 
 
 
 def _whole_state(model: nn.Module, kept: Mapping[str, int], left_out: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    """What is written, factors as far as they are kept; of a sharded model gathered, for which all processes ask."""
+    """Yields what is written, with factors cut to `kept`; for a sharded model, all processes iterate to gather it."""
     layers = nested_layers(model)
     for key, tensor in model.state_dict().items():
         name, _, leaf = key.rpartition(".")
@@ -292,10 +292,10 @@ def _segment_digests(tensor: Tensor, ends: list[int]) -> list[list[Any]]:
 def _read_prefixes(
     directory: Path, document: Mapping[str, Any], specs: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors, factors up to their rank, each checked against its digests."""
+    """Yields the tensors, with factors up to their rank, each checked against its digests."""
     limits = {f"{name}.{factor}": spec["rank"] for name, spec in specs.items() for factor in "uv"}
     left = {f"{name}.dense" for name, spec in specs.items() if not spec.get("dense")}
-    digests, dtypes = document["tensors"], document.get("dtypes", {})  # which versions before did not write
+    digests, dtypes = document["tensors"], document.get("dtypes", {})  # earlier versions wrote no dtypes
     for file, names in document["shards"].items():
         path = directory / file
         with open_tensors(path) as tensors:
@@ -303,13 +303,13 @@ def _read_prefixes(
                 raise FlexrankError(f"{path}: tensor {name!r} is missing; copy the file again")
             for name in [one for one in names if one not in left]:
                 tensor = _read_checked(path, tensors, name, digests[name], limits.get(name))
-                if str(tensor.dtype) != dtypes.get(name, str(tensor.dtype)):  # other numbers of the same bytes
+                if str(tensor.dtype) != dtypes.get(name, str(tensor.dtype)):  # the same bytes read as other numbers
                     raise FlexrankError(f"{path}: tensor {name!r} is not {dtypes[name]}; the file was edited")
                 yield name, tensor
 
 
 def _read_checked(path: Path, tensors: Any, name: str, digest: Any, limit: int | None) -> Tensor:
-    """A tensor, or the first `limit` components of a factor: what is checked goes on to the end of a segment."""
+    """Reads a tensor, or the first `limit` components of a factor, which are checked up to the end of their segment."""
     end = None if limit is None else next(end for end, _ in digest if end >= limit)
     tensor: Tensor = tensors.get_tensor(name) if end is None else tensors.get_slice(name)[:end]
     if end is not None:

@@ -1,4 +1,4 @@
-"""A summary of what an artefact holds, elastic, deployed or exported to another runtime."""
+"""A summary of what an artefact holds: elastic, deployed, or exported to another runtime."""
 
 import math
 from collections import Counter
@@ -13,21 +13,21 @@ from flexrank.errors import FlexrankError
 from flexrank.nn.specs import require_specs
 from flexrank.profiles import ProfileChain
 
-#: What describes an `export --to`, and by this file's name what such an export may replace.
+#: The document of what `export --to` wrote; only a directory that has one may be replaced by such an export.
 PROGRAM_DOCUMENT, PROGRAM_KIND = "export.json", "export"
 
 
 def inspect_artefact(directory: str | Path) -> dict[str, Any]:
-    """What a directory holds, from its JSON and the headers of its tensors alone.
+    """Summarises what a directory holds, reading only its JSON and the headers of its tensors.
 
     Returns:
         kind (elastic or deployed), library, class, version (of flexrank, None where unknown), dtype, parameters,
-        bytes_on_disk, layers (name to form, shape, rank, aligned), and of an elastic one budgets, one row each. Of
-        what `export --to` wrote: kind (export), to (its format), class, dtype, inputs, error (measured as it was
-        written, relative), bound, versions and bytes_on_disk.
+        bytes_on_disk, layers (name to form, shape, rank, aligned), and for an elastic one budgets, one row each. For
+        what `export --to` wrote: kind (export), to (its format), class, dtype, inputs, error (relative, measured when
+        it was written), bound, versions and bytes_on_disk.
 
     Raises:
-        FlexrankError: it is not an artefact of flexrank, or a file is missing or damaged.
+        FlexrankError: the directory is not an artefact of flexrank, or a file is missing or damaged.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -84,11 +84,11 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 def _header_summary(paths: list[Path]) -> tuple[str, int]:
-    """The dtype of most stored values, and the number of values."""
+    """The dtype of most stored values, and the number of all values."""
     counts: Counter[str] = Counter()
     for path in paths:
         with open_tensors(path) as file:
-            for header in map(file.get_slice, file.keys()):  # which reads no values
+            for header in map(file.get_slice, file.keys()):  # reads no values
                 counts[header.get_dtype()] += math.prod(header.get_shape())
     if not counts:
         raise FlexrankError(f"{paths[0]}: holds no tensors")

@@ -1,4 +1,4 @@
-"""States and batches as safetensors files: every tensor once, also under its other names. Nothing is pickled."""
+"""States and batches as safetensors files: a tensor with several names is stored once. Nothing is pickled."""
 
 import contextlib
 import functools
@@ -18,7 +18,7 @@ from flexrank.errors import FlexrankError
 
 
 def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The model's state with every tensor once, and each further name with the name it is an alias of."""
+    """The model's state with every tensor once, and a map of each further name to the name that it is an alias of."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     owners: dict[tuple[Any, ...], str] = {}
@@ -34,7 +34,7 @@ def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def shared_places(model: nn.Module) -> dict[str, list[str]]:
-    """Of each module that has several names all of them, under each."""
+    """Maps each name of a module that has several to all of that module's names."""
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
@@ -42,7 +42,7 @@ def shared_places(model: nn.Module) -> dict[str, list[str]]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes tensors as safetensors; views into a shared storage are written each for itself."""
+    """Writes tensors as safetensors; views of a shared storage are copied, so that each is written separately."""
     storages = {name: tensor.untyped_storage().data_ptr() for name, tensor in tensors.items()}
     uses = Counter(storages.values())
     apart = {n: contiguous_copy(t) if uses[storages[n]] > 1 else t.contiguous() for n, t in tensors.items()}
@@ -60,7 +60,7 @@ def contiguous_copy(tensor: Tensor) -> Tensor:
 class ShardWriter:
     """Writes tensors as they come, to files of about `limit` bytes: NAME.safetensors, or NAME-00001-of-00002 and so on.
 
-    It holds one file's tensors at a time. These are transformers' names, but the caller keeps the index.
+    It holds one file's tensors at a time. The file names are transformers', but the caller keeps the index.
     """
 
     def __init__(self, directory: Path, name: str, limit: int):
@@ -70,7 +70,7 @@ class ShardWriter:
         self._shards: list[list[str]] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Writes this tensor, now or with later ones."""
+        """Writes this tensor, at once or together with later ones."""
         self._tensors[name] = tensor
         self._bytes += tensor.nbytes
         if self._bytes >= self._limit:
@@ -99,7 +99,7 @@ class ShardWriter:
 
 @contextlib.contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
-    """An open safetensors file, read by name or by slice; it is a FlexrankError if it is missing or damaged."""
+    """Opens a safetensors file, to be read by name or by slice; raises FlexrankError if it is missing or damaged."""
     if not path.is_file():
         raise FlexrankError(f"{path}: no such file; the artefact is incomplete, so copy it again")
     try:
@@ -112,7 +112,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
 def put_tensors(model: nn.Module, tensors: Mapping[str, Tensor], aliases: Mapping[str, str], source: Path) -> None:
     """Makes `tensors` the model's state, each under all its names; the model takes their dtype and device.
 
-    Names and shapes that differ from the model's are a FlexrankError, which names `source`.
+    Raises FlexrankError, which names `source`, if names or shapes differ from the model's.
     """
     wanted = {name: value.shape for name, value in model.state_dict().items()}
     given = {**tensors, **{alias: tensors[name] for alias, name in aliases.items() if name in tensors}}

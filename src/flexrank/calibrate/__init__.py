@@ -1,4 +1,4 @@
-"""Second moments of a model's activations: streamed, masked, shared, and only the smaller side of each layer."""
+"""Second moments of a model's activations: streamed, masked, shared, and by default of each layer's smaller side."""
 
 import itertools
 import logging
@@ -37,20 +37,20 @@ def collect_moments(
     side: Side = "smaller",
     gradient_loss: GradientLoss | None = None,
 ) -> Moments:
-    """The second moment of each layer, summed over the real tokens of all batches; memory does not grow with tokens.
+    """Sums the second moment of each layer over the real tokens of all batches; memory does not grow with tokens.
 
-    Of several processes each takes its share of the batches, and all have the sums.
-    Layers that read the same tensor share one sum. For m <= n the output's moment is summed in place of the input's
-    where that is less work. Products are taken in float32 or better, of at most 4096 rows each, and summed in float64.
+    With several processes, each takes its share of the batches, and all get the total sums.
+    Layers that read the same tensor share one sum. For m <= n the output's moment is summed instead of the input's if
+    that is less work. Products are computed in float32 or better, over at most 4096 rows each, and summed in float64.
 
     Args:
-        layers: name to layer, from `select_layers`.
-        side: "input" keeps Σ for every layer, which whitening (`method="paper"`) needs.
-        gradient_loss: (output, batch) to a scalar; with it the outputs' gradient moments are summed too (`fisher`).
+        layers: mapping from name to layer, from `select_layers`.
+        side: "input" sums Σ for every layer, which whitening (`method="paper"`) needs.
+        gradient_loss: (output, batch) to a scalar; with it, the outputs' gradient moments are summed too (`fisher`).
 
     Raises:
-        FlexrankError: no batches, a non-finite activation (naming layer and batch), a layer that does not run, or
-            layers that share their input in the first batch and not later.
+        FlexrankError: there are no batches, an activation is not finite (the message names layer and batch), a layer
+            does not run, or layers share their input in the first batch but not in a later one.
     """
     require_several(batches)
     if not isinstance(layers, Mapping):
@@ -89,18 +89,18 @@ def moments_by_block(
 ) -> Iterator[Moments]:
     """`collect_moments` for one block of the model's stack at a time, so that memory holds one block's moments.
 
-    Yields the moments of one block's layers, those of `collect_moments` (layers of two blocks that share an input have
-    a moment each); release them before the next. What the caller puts in place of the block's layers does not run. Each
-    block runs once, and once more for the first batch; with `gradient_loss` it runs a second time, with its backward,
-    the last block first. Layers outside the stack come last; what runs before it, such as an encoder before a decoder's
-    stack, runs for each block again. Between blocks the hidden states of all batches are kept, up to `state_bytes` in
-    memory and the rest in a temporary file. A model whose blocks cannot run alone has one pass for all, and the log
-    says why.
+    Yields the moments of one block's layers, equal to those of `collect_moments` (layers in two blocks that share an
+    input have a moment each); release them before asking for the next. Modules that the caller puts in place of the
+    block's layers do not run. Each block runs once, and once more on the first batch; with `gradient_loss` it runs a
+    second time, followed by its backward pass, from the last block to the first. Layers outside the stack come last;
+    what runs before the stack, such as an encoder before a decoder's stack, runs again for each block. Between blocks
+    the hidden states of all batches are kept, up to `state_bytes` in memory and the rest in a temporary file. A model
+    whose blocks cannot run alone is calibrated in one pass, and the log says why.
 
     Args:
-        layers: names, as `select_layers` has them.
-        side: with `gradient_loss` as for `collect_moments`.
-        placement: where blocks compute, and in which dtype; by default where and as they are.
+        layers: names, from `select_layers`.
+        side: this and `gradient_loss` as for `collect_moments`.
+        placement: where blocks compute, and in which dtype; by default the model's device, and the dtypes as they are.
     """
     names, batches, placement = list(layers), list(batches), placement or Placement(model)
     require_layers({name: model.get_submodule(name) for name in names})
@@ -124,10 +124,10 @@ def moments_by_block(
 def collect_rows(
     model: nn.Module, batches: Iterable[Batch], layers: Mapping[str, nn.Module], count: int = 256
 ) -> dict[str, Tensor]:
-    """About `count` rows (t, n), at most, that each layer's matrix multiplies; float32 on the CPU.
+    """Samples up to about `count` of the rows (t, n) that each layer's matrix multiplies, in float32 on the CPU.
 
-    They are evenly spread over at most 16 of the batches, since batches are often sorted by length, and over the
-    unmasked tokens of each. It is a FlexrankError if there are no batches, or a layer does not run on them.
+    The rows are spread evenly over at most 16 of the batches, because batches are often sorted by length, and over the
+    unmasked tokens of each. Raises FlexrankError if there are no batches, or a layer does not run on them.
     """
     require_several(batches)
     batches = list(batches)

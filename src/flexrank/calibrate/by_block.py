@@ -1,4 +1,4 @@
-"""Second moments one block of a model's stack at a time, for models whose moments, or weights, exceed memory."""
+"""Second moments, one block of a model's stack at a time, for models whose moments or weights exceed memory."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,10 @@ from flexrank.progress import track
 
 @dataclasses.dataclass
 class ByBlock:
-    """What `moments_by_block` does; kept are h_i of batch j at (i, j), and the loss's gradient there at ("g", j)."""
+    """Implements `moments_by_block`.
+
+    `states` holds h_i of batch j at (i, j) and its gradient at ("g", j); without a loss, only the last h_i, at (0, j).
+    """
 
     model: nn.Module
     stack: Sequence[tuple[str, nn.Module]]
@@ -34,25 +37,25 @@ class ByBlock:
 
     def __post_init__(self) -> None:
         self._stream = Stream(self.model, [block for _, block in self.stack])
-        # Of several processes each takes its share; one without any runs the first batch, which does not count.
+        # With several processes, each takes its share; one whose share is empty runs the first batch, uncounted.
         own = processes.share(len(self.batches))
         self._counts, self._numbers = bool(own), own or range(1)
         passes = (len(self.stack) + 1) * (1 if self.loss is None else 2) + bool(self._outside)
         self._progress = iter(track(range(passes * len(self._numbers)), "calibrating"))
 
     def obstacle(self) -> str | None:
-        """Why blocks cannot run alone; None where they can."""
+        """Returns why blocks cannot run alone, or None if they can."""
         if not self.stack:
             return "it has no stack of blocks"
         if any(name in self.names for name, _ in self.stack):
             return "a block is a layer itself"
-        row = some_rows(self.batches[0], slice(0, 1))  # two outputs are compared: of a whole batch they may not fit
+        row = some_rows(self.batches[0], slice(0, 1))  # two outputs are compared, which may not fit for a full batch
         first = to_device(row, self.placement.device)
         with self._around(), self.placement.held(self.stack[0][1]), self._computing():
             return self._stream.obstacle(first, self.loss is not None and bool(self._outside))
 
     def moments(self) -> Iterator[Moments]:
-        """The moments of each block's layers, the last block first where there is a loss; last, those of the others."""
+        """Yields the moments of each block's layers, last block first if there is a loss, then those of the rest."""
         with self._around():
             self._embed()
             indices = list(range(len(self.stack)))
@@ -65,7 +68,7 @@ class ByBlock:
                     yield from self._part(index, [one for one in self.names if one.startswith(f"{name}.")])
             if self._outside:
                 yield from self._part(None, self._outside)
-        next(self._progress, None)  # so that it ends
+        next(self._progress, None)  # lets the progress bar finish
 
     @property
     def _outside(self) -> list[str]:
@@ -79,7 +82,7 @@ class ByBlock:
                 self.states[0, number] = self._stream.first_input(batch)
 
     def _go_forward(self, loss: GradientLoss) -> None:
-        """Keeps what each block reads of every batch, and the gradient of the loss at what the last one returns."""
+        """Stores each block's input for every batch, and the loss's gradient at the last block's output."""
         for index, (_, block) in enumerate(self.stack):
             with self.placement.held(block), self._computing(), torch.no_grad():
                 for number, batch in self._numbered():
@@ -91,7 +94,7 @@ class ByBlock:
                 (self.states["g", number],) = torch.autograd.grad(seeded_loss(loss, output, batch, number), end)
 
     def _part(self, index: int | None, names: Sequence[str]) -> Iterator[Moments]:
-        """Runs a block, or with None all around the stack, on every batch; yields the moments of its layers, if any."""
+        """Runs a block (None: everything outside the stack) on every batch; yields its layers' moments, if any."""
         layers = {name: self.model.get_submodule(name) for name in names}
         with self._computing(), Hooks() as hooks:
             with torch.no_grad():
@@ -105,12 +108,12 @@ class ByBlock:
                     output, *inputs = self._run(index, number, batch)
                 self._keep(index, number, batch, output, inputs, collector)
         moments = collector.finish(self._counts)
-        del collector, layers  # so that only the caller holds the moments, and nobody the layers
+        del collector, layers  # so that only the caller holds the moments, and nothing the layers
         if moments:
             yield moments
 
     def _run(self, index: int | None, number: int, batch: Batch) -> tuple[Any, ...]:
-        """What block `index` returns and reads, or the model's output."""
+        """Returns block `index`'s output and input, or for None only the model's output."""
         if index is not None:
             hidden = self._state(index if self.loss else 0, number).requires_grad_(self.loss is not None)
             return self._stream.through(index, batch, hidden.clone() if self.loss else hidden), hidden
@@ -122,7 +125,7 @@ class ByBlock:
     def _keep(
         self, index: int | None, number: int, batch: Batch, output: Any, inputs: Sequence[Tensor], collector: Collector
     ) -> None:
-        """Keeps what the next block reads, or the gradient at what the block before returns."""
+        """Stores the next block's input, or adds gradient moments and stores the gradient at this block's input."""
         if self.loss is None and index is not None:
             self.states[0, number] = output
         elif index is not None:
@@ -131,7 +134,7 @@ class ByBlock:
             collector.add_gradients(seeded_loss(self.loss, output, batch, number))
 
     def _state(self, key: Any, number: int) -> Tensor:
-        """A copy, which a block may change in place."""
+        """A copy on the device, which a block may change in place."""
         return self.states[key, number].to(self.placement.device, copy=True)
 
     def _numbered(self) -> Iterator[tuple[int, Batch]]:
@@ -140,7 +143,7 @@ class ByBlock:
             yield number, to_device(self.batches[number], self.placement.device)
 
     def _around(self) -> contextlib.AbstractContextManager[None]:
-        """All that is not in a block computes here."""
+        """Places everything outside the blocks on the device."""
         return self.placement.held(self.model, [block for _, block in self.stack])
 
     def _computing(self) -> contextlib.AbstractContextManager[None]:
@@ -148,12 +151,12 @@ class ByBlock:
 
 
 def _instead(end: Tensor, _: Tensor) -> Tensor:
-    """h_L in place of what the stack would compute."""
+    """Returns h_L in place of what the stack would compute."""
     return end
 
 
 class _Through(torch.autograd.Function):
-    """A stack that has run already: from h_0 to h_L, and back from there to the gradient at h_0."""
+    """Stands for a stack that has already run: forward, it turns h_0 into h_L; backward, it gives h_0's gradient."""
 
     @staticmethod
     def forward(ctx: Any, start: Tensor, end: Tensor, gradient: Tensor) -> Tensor:

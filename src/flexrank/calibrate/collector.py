@@ -1,4 +1,4 @@
-"""Sums second moments while a model runs: float32 products of a bounded number of rows, float64 sums of those."""
+"""Sums second moments while a model runs: products of a bounded number of rows in float32, sums of them in float64."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ Side = Literal["smaller", "input"]
 
 
 class Collector:
-    """Sums moments while the model runs; the layers of a group share one sum, which the first of them adds to."""
+    """Sums moments while the model runs; a group's layers share one input moment, to which only the first adds."""
 
     def __init__(
         self, layers: Mapping[str, nn.Module], groups: Sequence[Sequence[str]], side: str, with_gradients: bool
@@ -69,11 +69,11 @@ class Collector:
 
     @torch.no_grad()
     def see(self, name: str, inputs: Tensor, outputs: Tensor) -> None:
-        """Adds one call of a layer to its moment: what `Hooks.watch` takes."""
+        """Adds one call of a layer to its moment; the callback for `Hooks.watch`."""
         if self._with_gradients:
             if not outputs.requires_grad:
                 raise FlexrankError(f"layer {name!r} runs without gradients; exclude it, or leave gradient_loss out")
-            # The edge, not the tensor: an activation in place would put another value and gradient there.
+            # The edge, not the tensor: an in-place activation would change the tensor's value and gradient.
             self._outputs.append((name, get_gradient_edge(outputs)))
         if self._moments[name].side == "output" or name == self._groups[name][0]:
             for part in call_parts(self._layers[name], inputs, outputs, turned(self._masks, inputs)):
@@ -91,7 +91,7 @@ class Collector:
 
     @contextlib.contextmanager
     def batch(self, index: int, masks: Sequence[Tensor]) -> Iterator[None]:
-        """Inside the block one batch runs, of this number and with these `row_masks`."""
+        """Inside the block, batch number `index` runs, whose `row_masks` are `masks`."""
         self._batch, self._masks = index, masks
         self._read = {name: [] for name in self._layers}
         yield
@@ -101,9 +101,9 @@ class Collector:
                 raise FlexrankError(f"{pair} shared their input in the first batch and not in batch {index}; {right}")
 
     def add_gradients(self, result: Tensor, gradient: Tensor | None = None, *inputs: Tensor) -> Sequence[Tensor]:
-        """Adds the second moments of the gradients at the outputs since the last call; returns those at `inputs`.
+        """Adds the moments of the gradients at all outputs since the last call; returns the gradients at `inputs`.
 
-        They go back from a loss, or from a tensor at which the loss has this gradient.
+        Gradients propagate from `result`: a loss, or a tensor at which the loss's gradient is `gradient`.
         """
         ends: list[Any] = [*(edge for _, edge in self._outputs), *inputs]
         gradients = torch.autograd.grad(result, ends, gradient, allow_unused=True)
@@ -116,14 +116,14 @@ class Collector:
         return gradients[len(gradients) - len(inputs) :]
 
     def finish(self, counts: bool = True) -> Moments:
-        """The moments over all processes, made symmetric: until now each holds only its upper triangle.
+        """Returns the moments over all processes, made symmetric: until this call each holds only its upper triangle.
 
-        A process that does not count has run a batch of another's, for it has none of its own.
+        If `counts` is false, this process has no batches of its own: it ran another's, which is not added.
         """
         if processes.count() > 1:
             self._sum_over_processes(counts)
         for name, entry in self._moments.items():
-            mirror(entry.moment)  # one that is shared is mirrored again, which changes nothing
+            mirror(entry.moment)  # a shared moment is mirrored again, which changes nothing
             if entry.gradient_moment is not None:
                 mirror(entry.gradient_moment)
             if entry.side == "input":
@@ -143,16 +143,16 @@ class Collector:
             entry.tokens, entry.mean_square = int(tokens), square
 
     def _output_rows(self, name: str, rows: Tensor, outputs: Tensor, masks: Sequence[Tensor]) -> Tensor:
-        """W x of each row, without the bias, in float32 or better."""
+        """W x for each row, without the bias, in float32 or better."""
         layer = self._layers[name]
-        if outputs.dtype.itemsize < 4:  # half precision has rounded the output: take the product again
+        if outputs.dtype.itemsize < 4:  # half precision rounded the output: compute the product again
             return _product(rows, weight_matrix(layer))
         products, bias = masked_rows(output_rows(layer, outputs), masks), bias_of(layer)
         return products if bias is None else products - bias
 
     def _sum(self, name: str, moment: Tensor, rows: Tensor) -> None:
         add_gram(moment, rows)
-        # What is not finite in a row, or overflows in a product, is so on the diagonal: |Σ_ij|² <= Σ_ii Σ_jj.
+        # A value that is not finite in a row, or overflows in a product, shows on the diagonal: |Σ_ij|² <= Σ_ii Σ_jj.
         if not bool(torch.isfinite(moment.diagonal()).all()):
             right = "check it, or load the model in float32"
             raise FlexrankError(f"layer {name!r} saw a value that is not finite in batch {self._batch}; {right}")
@@ -161,9 +161,9 @@ class Collector:
 def call_parts(
     layer: nn.Module, inputs: Tensor, outputs: Tensor, masks: Sequence[Tensor]
 ) -> Iterator[tuple[Tensor, Tensor, Sequence[Tensor]]]:
-    """A layer's call: of a convolution image by image, about `ROWS` rows at once, for rows repeat what patches share.
+    """Yields a layer's call in parts: a convolution's by images, about `ROWS` rows each, as patches repeat inputs.
 
-    Each part has the masks of its own rows.
+    Each part comes with the masks of its rows.
     """
     geometry = conv_geometry(layer)
     if geometry is None or inputs.ndim < 4:
@@ -177,7 +177,7 @@ def call_parts(
 
 
 def _product(rows: Tensor, weight: Tensor) -> Tensor:
-    """Rows (t, n) times weightᵀ (m, n) in float32, strip by strip: neither is copied whole."""
+    """Rows (t, n) times the transposed weight (m, n) in float32, strip by strip, so that neither is copied in full."""
     product = torch.empty(len(rows), len(weight), dtype=torch.float32, device=rows.device)
     for top in range(0, len(rows), STRIP):
         part = rows[top : top + STRIP].float()
@@ -188,7 +188,7 @@ def _product(rows: Tensor, weight: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def computing(model: nn.Module, device: torch.device, with_gradients: bool) -> Iterator[None]:
-    """How a model runs while moments are summed: in eval mode, in full precision; gradients pass frozen parameters."""
+    """Inside the block, the model is in eval mode and full precision; with gradients, no parameter is frozen."""
     frozen = [p for p in model.parameters() if with_gradients and p.is_floating_point() and not p.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(True)
@@ -201,7 +201,7 @@ def computing(model: nn.Module, device: torch.device, with_gradients: bool) -> I
 
 
 def seeded_loss(loss: GradientLoss, output: Any, batch: Batch, number: int) -> Tensor:
-    """The loss of a batch of this number; what it draws is new for each batch, and alike in every run."""
+    """The loss of batch `number`; its random draws differ between batches and are the same in every run."""
     with torch.random.fork_rng(enabled=True):
         torch.manual_seed(number)
         value = loss(output, batch)
@@ -211,7 +211,7 @@ def seeded_loss(loss: GradientLoss, output: Any, batch: Batch, number: int) -> T
 
 
 def first_of(batches: Iterator[Batch]) -> Batch:
-    """The first of the batches; it is a FlexrankError if there are none."""
+    """Returns the first of the batches; raises FlexrankError if there are none."""
     for first in batches:
         return first
     raise FlexrankError("calibration got no batches; it needs at least one")

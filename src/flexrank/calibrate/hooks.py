@@ -1,4 +1,4 @@
-"""Hooks that are removed when their block ends, and the order in which a model's modules run."""
+"""Hooks that are removed when their `with` block ends, and the order in which a model's modules run."""
 
 import contextlib
 import functools
@@ -8,15 +8,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-#: A module, and whether it returns (else it is called).
+#: A module, and whether it returns (otherwise it is called).
 Event = tuple[nn.Module, bool]
 
 
 class Hooks(contextlib.ExitStack):
-    """Owns forward hooks for the length of a `with` block, and removes every one of them whatever happens."""
+    """Holds forward hooks for the duration of a `with` block, and removes all of them whatever happens."""
 
     def add(self, handle: RemovableHandle) -> None:
-        """Owns this hook too."""
+        """Adds a hook to remove when the block ends."""
         self.callback(handle.remove)
 
     def watch(self, layers: Mapping[Any, nn.Module], see: Callable[[Any, Tensor, Tensor], None]) -> None:
@@ -31,11 +31,11 @@ class Hooks(contextlib.ExitStack):
 
 @contextlib.contextmanager
 def traced(model: nn.Module) -> Iterator[list[list[Event]]]:
-    """Yields a list to which each forward of the model inside the block adds the list of its events, in order."""
+    """Yields a list; each forward of the model inside the block appends the list of its events, in order."""
     forwards: list[list[Event]] = []
 
     def note(returns: bool, module: nn.Module, *_: object) -> None:
-        if not forwards:  # a part of the model is called without the model: nothing tells forwards apart
+        if not forwards:  # a part of the model is called on its own, so forwards cannot be told apart
             forwards.append([])
         forwards[-1].append((module, returns))
 

@@ -1,4 +1,4 @@
-"""Second moments of layers: as values and as a file."""
+"""Second moments of layers, in memory and in a file."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ Moments = dict[str, LayerMoment]
 
 
 def save_moments(moments: Moments, path: str | Path) -> None:
-    """Writes moments to one safetensors file; shared moments once."""
+    """Writes moments to one safetensors file; a shared moment is written once."""
     tensors: dict[str, Tensor] = {}
     header: dict[str, dict[str, Any]] = {}
     owners: dict[int, str] = {}
@@ -42,7 +42,7 @@ def save_moments(moments: Moments, path: str | Path) -> None:
 
 
 def load_moments(path: str | Path) -> Moments:
-    """Reads `save_moments`' file; layers that shared a moment share it again. Another file is a FlexrankError."""
+    """Reads a file of `save_moments`; layers that shared a moment share it again. Raises FlexrankError for others."""
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118

@@ -1,4 +1,4 @@
-"""A model's forward, one block of its stack at a time for all batches: memory holds one block's work."""
+"""Runs a model one block of its stack at a time over all batches, so that memory holds the work of one block."""
 
 import contextlib
 import functools
@@ -13,15 +13,15 @@ from flexrank.data.batches import Batch, call_model, model_device, output_tensor
 from flexrank.errors import FlexrankError
 from flexrank.nn.blocks import replaced_forwards
 
-#: Bytes of hidden states that are kept in memory; those beyond go to a temporary file.
+#: Most bytes of hidden states kept in memory; the rest goes to a temporary file.
 STATE_BYTES = 2**32
 
 
 class Placement:
-    """Where a model's blocks compute: each is moved there while it runs, and then put back as it was.
+    """Where a model's blocks compute: each is moved there while it runs, and restored afterwards.
 
-    A model in the dtype of its files, as transformers loads it on a CPU, is mapped from them: then only the block that
-    runs takes memory, and the system may drop even that.
+    A model that transformers loads on the CPU in the dtype of its files is memory-mapped from them: only the block
+    that runs takes memory, and the system may drop even that.
     """
 
     def __init__(self, model: nn.Module, device: torch.device | None = None, dtype: torch.dtype | None = None):
@@ -29,9 +29,9 @@ class Placement:
 
     @contextlib.contextmanager
     def held(self, module: nn.Module, without: Iterable[nn.Module] = ()) -> Iterator[None]:
-        """Inside the block, a module's parameters and buffers are here, but those of modules `without`.
+        """Inside the block, a module's parameters and buffers are placed here, except those of modules `without`.
 
-        Layers that are replaced meanwhile stay where they are.
+        Layers that are put into the module meanwhile stay where they are.
         """
         moved: list[tuple[dict[str, Any], str, Tensor]] = []
         try:
@@ -44,13 +44,13 @@ class Placement:
     def _move(
         self, module: nn.Module, without: set[nn.Module], moved: list[tuple[dict[str, Any], str, Tensor]]
     ) -> None:
-        """Moves, and adds to `moved` what was where. A function, so that nothing holds modules while they are used."""
-        new: dict[int, Tensor] = {}  # by identity, so that what is tied stays tied
-        for _, owner in module.named_modules(memo=without):  # which are not entered
+        """Moves tensors, and adds the originals to `moved`. A function, so that no local keeps a module alive."""
+        new: dict[int, Tensor] = {}  # by identity, so that tied tensors stay tied
+        for _, owner in module.named_modules(memo=without):  # which it does not enter
             places: list[dict[str, Any]] = [owner._parameters, owner._buffers]
             for place in places:
                 for name, tensor in place.items():
-                    # Buffers that no file holds, such as rotary frequencies, keep the precision that they need.
+                    # Non-persistent buffers, such as rotary frequencies, keep the precision that they need.
                     dtype = None if name in owner._non_persistent_buffers_set else self._dtype
                     if tensor is not None and not self._is_here(tensor, dtype):
                         if id(tensor) not in new:
@@ -67,7 +67,7 @@ class Placement:
 
 
 class States(contextlib.ExitStack):
-    """Tensors by key on the CPU: up to `room` bytes in memory, the others in a temporary file without a name."""
+    """Tensors by key on the CPU: up to `room` bytes in memory, the rest in an unnamed temporary file."""
 
     def __init__(self, room: int):
         super().__init__()
@@ -108,27 +108,27 @@ class States(contextlib.ExitStack):
 
 
 class Stream:
-    """Runs a model's blocks b_0 … b_{L-1} one at a time: b_i reads h_i, and gives h_{i+1}.
+    """Runs a model's blocks b_0 … b_{L-1} one at a time: b_i reads h_i and returns h_{i+1}.
 
-    Everything around the blocks is the model's own forward, in which a block that is not meant passes its input on: so
-    each block gets the masks, positions and whatever else the model gives it. `obstacle` says why that cannot be.
+    The model's own forward runs around the block, with all other blocks passing their input on unchanged, so that each
+    block gets the masks, positions and whatever else the model gives it. `obstacle` says why a model does not allow it.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]):
         self.model, self._blocks = model, list(blocks)
-        self._rest: tuple[Any, ...] | None = None  # what a block returns after hidden states; None: it returns no tuple
+        self._rest: tuple[Any, ...] | None = None  # what a block returns after hidden states; None if no tuple
 
     def first_input(self, batch: Batch) -> Tensor:
-        """h_0 of a batch: what its first block reads."""
+        """h_0 of a batch: what the first block reads."""
         return self._up_to(0, batch, lambda *args, **kwargs: _split(args, kwargs)[0])
 
     def through(self, index: int, batch: Batch, hidden: Tensor) -> Tensor:
-        """h_{index+1} of a batch: what block `index` returns where it reads `hidden`, h_index."""
+        """h_{index+1} of a batch: what block `index` returns for `hidden`, which is h_index."""
         own = self._blocks[index].forward
         return self._up_to(index, batch, lambda *args, **kwargs: self._hidden_of(_call(own, args, kwargs, hidden)))
 
     def around(self, batch: Batch, end: Callable[[Tensor], Tensor]) -> Any:
-        """The model's output where its last block returns `end(h_0)`."""
+        """The model's output if its last block returns `end(h_0)`."""
         last = self._blocks[-1]
 
         def finish(*args: Any, **kwargs: Any) -> Any:
@@ -137,9 +137,9 @@ class Stream:
         return self._run(batch, dict.fromkeys(self._blocks[:-1], self._pass) | {last: finish})
 
     def obstacle(self, batch: Batch, with_gradients: bool = False) -> str | None:
-        """Why blocks cannot run one at a time, None where they can; the first block's weights have to be in memory.
+        """Returns why blocks cannot run one at a time, or None if they can; the first one's weights must be in memory.
 
-        With gradients nothing but hidden states may bring them back from the blocks.
+        With gradients, hidden states must be the only input of the blocks that gradients flow back through.
         """
         if reason := self._shared():
             return reason
@@ -164,7 +164,7 @@ class Stream:
         return None
 
     def _shared(self) -> str | None:
-        """What the blocks share with each other, or with the rest of the model, in words; None where nothing."""
+        """Says what the blocks share with each other, or with the rest of the model; None if nothing."""
         outside = {module for _, module in self.model.named_modules(memo=set(self._blocks))}  # it stops at blocks
         parts = [outside, *(set(block.modules()) for block in self._blocks)]
         if len(set.union(*parts)) < sum(map(len, parts)):
@@ -173,7 +173,7 @@ class Stream:
         return "its blocks share keys and values" if getattr(config, "num_kv_shared_layers", 0) else None
 
     def _up_to(self, index: int, batch: Batch, compute: Callable[..., Any]) -> Any:
-        """What `compute` makes of the call of a block, where the forward ends; None where the block does not run."""
+        """Returns `compute` of block `index`'s call, where the forward ends; None if the block does not run."""
         found: list[Any] = []
 
         def see(*args: Any, **kwargs: Any) -> Any:
@@ -184,12 +184,12 @@ class Stream:
         return found[0] if found else None
 
     def _calls(self, batch: Batch, scale: float) -> tuple[list[tuple[int, bool, Any]], Tensor | None]:
-        """A forward whose blocks only scale, and whose last one returns ones: its calls, and its output, if any.
+        """Runs a forward whose blocks only scale, and the last returns ones; returns its calls and any output.
 
-        Of each call the block, whether its hidden states are what the block before returned, and all else it reads.
+        A call is a block's index, whether it reads what the previous block returned, and its other arguments.
         """
         calls: list[tuple[int, bool, Any]] = []
-        returned: list[Tensor] = []  # the last one alone: all of them would take more memory than a block
+        returned: list[Tensor] = []  # only the latest: all of them would take more memory than a block
 
         def note(index: int, *args: Any, **kwargs: Any) -> Any:
             hidden, others = _split(args, kwargs)
@@ -199,7 +199,7 @@ class Stream:
             return self._returned(returned[0])
 
         forwards = {block: functools.partial(note, index) for index, block in enumerate(self._blocks)}
-        # Hidden states that passed their blocks unchanged may not fit what follows: whatever fails says so.
+        # Hidden states that skipped their blocks may not fit what follows: any failure there counts as an obstacle.
         with contextlib.suppress(Exception):
             return calls, output_tensor(self._run(batch, forwards)).detach()
         return calls, None
@@ -213,7 +213,7 @@ class Stream:
         return self._returned(_split(args, kwargs)[0])
 
     def _returned(self, hidden: Tensor) -> Any:
-        """Hidden states as a block returns them."""
+        """Wraps hidden states as a block returns them."""
         return hidden if self._rest is None else (hidden, *self._rest)
 
     def _hidden_of(self, output: Any) -> Tensor:
@@ -225,7 +225,7 @@ class Stream:
 
 
 class _Returned(Exception):
-    """Ends a forward whose rest is not needed."""
+    """Ends a forward when the rest of it is not needed."""
 
 
 def _hidden(output: Any) -> Any:
@@ -233,7 +233,7 @@ def _hidden(output: Any) -> Any:
 
 
 def _split(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The hidden states in a call of a block, its first argument, and the other arguments."""
+    """Splits the arguments of a block's call into the first, which is the hidden states, and the others."""
     if args:
         return args[0], (args[1:], kwargs)
     (_, hidden), *others = kwargs.items()
@@ -241,12 +241,12 @@ def _split(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _call(own: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden: Tensor) -> Any:
-    """The call of a block with other hidden states."""
+    """Calls a block's forward with other hidden states as its first argument."""
     return own(hidden, *args[1:], **kwargs) if args else own(**{**kwargs, next(iter(kwargs)): hidden})
 
 
 def _requires_gradient(value: Any) -> bool:
-    """Whether a tensor among these arguments has a gradient to bring back."""
+    """Whether any tensor among these arguments requires a gradient."""
     if isinstance(value, Tensor):
         return value.requires_grad
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
@@ -254,7 +254,7 @@ def _requires_gradient(value: Any) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two calls' arguments agree, as far as they are tensors, numbers, and lists or mappings of those."""
+    """Whether two calls' arguments agree; values other than tensors, numbers, strings and containers by type."""
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and torch.equal(one, other)
     if isinstance(one, Mapping):

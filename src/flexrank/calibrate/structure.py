@@ -1,4 +1,4 @@
-"""What one forward says about a model: which layers read the same tensor, and in which block of its stack each runs."""
+"""What a forward reveals about a model: which layers read the same tensor, and whether its blocks run in order."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -11,20 +11,20 @@ from flexrank.calibrate.hooks import Event, Hooks
 from flexrank.errors import FlexrankError
 from flexrank.nn.matrix import conv_geometry
 
-#: A tensor with its values: storage, place in it, and the number of operations in place. The storage is not kept in
-#: memory, and no later one gets its identity.
+#: Identifies a tensor and its values: storage, offset, shape, strides, and number of in-place operations. The storage
+#: is not kept in memory, and no later one gets its identity.
 Version = tuple[StorageWeakRef, int, torch.Size, tuple[int, ...], int]
 
 
 def version_of(tensor: Tensor) -> Version:
-    """The tensor's version now."""
+    """The tensor's current version."""
     storage, place = StorageWeakRef(tensor.untyped_storage()), int(tensor.storage_offset())
     return storage, place, tensor.shape, tensor.stride(), 0 if tensor.is_inference() else tensor._version
 
 
 @torch.no_grad()
 def find_groups(run: Callable[[], object], layers: Mapping[str, nn.Module]) -> list[list[str]]:
-    """Layers grouped by the tensors they read while `run` runs, in the order of their calls; every layer has to run."""
+    """Groups layers by the tensors they read in `run()`, and by geometry, in call order; every layer must run."""
     inputs: dict[str, list[Version]] = {}
 
     def note(name: str, tensor: Tensor, _: Tensor) -> None:

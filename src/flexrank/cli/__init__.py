@@ -1,7 +1,7 @@
 """The command line: one verb for each stage of a run, and verbs that report on what a run has written.
 
-Standard output holds only the result: a table, or with --json one JSON object. Everything else goes to standard error.
-A wrong input is one line there, and exit status 2. Heavy libraries are imported by the verb that needs them.
+Standard output holds only the result: a table, a path, or with --json one JSON object. Everything else goes to standard
+error. A wrong input prints one line there and exits with status 2. Each verb imports the heavy libraries that it needs.
 """
 
 import logging
@@ -92,7 +92,7 @@ def run(
 
 
 def _add_stage(stage: str, help: str, result: str) -> None:
-    """Adds the verb that runs up to a stage, and prints the run directory, or as JSON what the stage wrote there."""
+    """Adds the verb that runs up to `stage` and prints the run directory, or with --json what the stage wrote there."""
 
     @app.command(stage, help=help)
     def verb(config: Config, overrides: Set = None, as_json: Json = False) -> None:
@@ -101,7 +101,7 @@ def _add_stage(stage: str, help: str, result: str) -> None:
 
 
 def _read_result(run: Path, name: str) -> dict[str, Any]:
-    """The JSON object in a file; of an artefact where it is, and of the consolidated one its loss."""
+    """A stage's result: the content of a JSON file, or an artefact's path, for `elastic` with steps and last loss."""
     if name.endswith(".json"):
         return read_json(run / name)
     result: dict[str, Any] = {"artefact": str(run / name)}
@@ -233,14 +233,14 @@ def measure(
 
 
 def _calibrate_plan(output: Path | None, as_json: bool) -> None:
-    """Measures the machine, writes the file, and prints its place, or with --json what is in it."""
+    """Measures the machine, writes the result to a file, and prints the file's path, or with --json its content."""
     from flexrank.files import write_json
     from flexrank.run.dry_run import LOCAL, is_device
     from flexrank.run.rates import measure_device
 
     path = output or LOCAL
     require_output(path, ".json", is_device)
-    progress.show(False)  # nobody asks for the models that are measured
+    progress.show(False)  # the models that are timed are of no interest to the user
     logging.getLogger("flexrank").setLevel(logging.WARNING)
     device = processes.by_first(lambda: measure_device(path.parent).model_dump())
     if processes.is_first():
@@ -297,7 +297,7 @@ def _run(config: Path, overrides: list[str] | None, until: str) -> Any:
 
 
 def _check_planned(given: Mapping[str, Any], is_dry: bool) -> None:
-    """Refuses options that belong to others which are not given, and a wrong price."""
+    """Refuses an option without the one that it belongs to, --tflops beside --gpu, and a price out of range."""
     for option in given:
         if not is_dry:
             raise FlexrankError(f"--{option} belongs to --dry-run")

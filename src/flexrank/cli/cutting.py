@@ -1,4 +1,4 @@
-"""`flexrank deploy` of an elastic artefact that comes without its run."""
+"""`flexrank deploy` for an elastic artefact without its run directory."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +12,7 @@ from flexrank.errors import FlexrankError
 def deploy_elastic(
     directory: Path, limits: Mapping[str, Any], output: Path | None, needs_run: bool, as_json: bool
 ) -> None:
-    """Exports the largest size within the limits, to DIR-LIMITS by default, and prints its place and its sizes."""
+    """Exports the largest size within the limits, to DIR-LIMITS by default; logs its sizes and prints its path."""
     from flexrank.run.cut import cut
 
     if needs_run or "max_latency_ms" in limits:
@@ -27,6 +27,6 @@ def deploy_elastic(
 
 
 def beside(directory: Path, ending: str) -> Path:
-    """DIR-ENDING; of `.` and `..`, which have no name of their own, in full."""
+    """The path DIR-ENDING; `.` and `..`, which have no name of their own, are resolved first."""
     named = directory if directory.name not in ("", "..") else directory.resolve()
     return named.with_name(f"{named.name}-{ending}")

@@ -1,4 +1,4 @@
-"""How a command ends: in one line for a wrong input, and an exit status; of several processes one speaks."""
+"""How a command ends: with an exit status, and one line for a wrong input; only one of several processes prints it."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ class OneLineErrors(TyperGroup):
     """A group of commands that reports a wrong input as one line on standard error, with exit status 2."""
 
     def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:
-        """Runs the command line, as click does, and ends the process."""
+        """Runs the command line as click does, and exits."""
         options["standalone_mode"] = False  # click then raises its errors
         if not standalone_mode:
             return super().main(*args, **options)
@@ -39,7 +39,7 @@ class OneLineErrors(TyperGroup):
             except FlexrankError as error:
                 status = _said(str(error))
             except OSError as error:
-                # A full disk, or a file that may not be read: the system's own words, and the file they are about.
+                # A full disk, or a file that may not be read: the system's message, and the file that it is about.
                 status = _said(
                     f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
                 )
@@ -60,21 +60,21 @@ class OneLineErrors(TyperGroup):
 
 
 class _Interrupted(Exception):
-    """A Ctrl-C or SIGTERM, and what to say of it."""
+    """A Ctrl-C or SIGTERM, with the message to print."""
 
 
-# Newer versions of typer carry their own click; the base class of typer's public exception is in the right one.
+# Newer versions of typer vendor click; a base class of typer's public exception is from the copy that typer uses.
 _USAGE_ERROR: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Whether a GPU's memory is out, or the machine's, of which torch's allocator says so in a bare RuntimeError."""
+    """Whether the GPU or the machine is out of memory; torch's CPU allocator reports the latter as a RuntimeError."""
     of_torch = getattr(sys.modules.get("torch"), "OutOfMemoryError", MemoryError)
     return isinstance(error, (MemoryError, of_torch)) or "DefaultCPUAllocator: " in str(error)
 
 
 def _less_memory(error: Exception) -> str:
-    """What to say of it; of torch's words the first sentences, as those after them are of its own settings."""
+    """The message: remedies, after the error's first sentences; torch's later ones are about its own settings."""
     words = ". ".join(first_line(error).split(". ")[:3]).rstrip(".")
     right = (
         "`flexrank run CONFIG --dry-run` counts what each stage takes; these take less: dtype bfloat16, a smaller "
@@ -85,9 +85,9 @@ def _less_memory(error: Exception) -> str:
 
 
 def _fault(error: Exception) -> int:
-    """Raises the error, unless it is of a process that has gone; returns the exit status.
+    """Raises the error, unless a lost process explains it or another process has reported; returns the exit status.
 
-    What other libraries raise where a process has gone is a RuntimeError, as their other faults are.
+    Other libraries raise a RuntimeError when a process is lost, but also for their other faults.
     """
     fault = "a fault of the program"
     word, _ = processes.last_word(fault, LOST, is_certain=not isinstance(error, RuntimeError))
@@ -99,7 +99,7 @@ def _fault(error: Exception) -> int:
 
 @contextlib.contextmanager
 def resumable() -> Iterator[None]:
-    """Ends a Ctrl-C, or the SIGTERM of a job that is preempted, with one line that says how to continue."""
+    """Ends on Ctrl-C, or on the SIGTERM of a preempted job, with one line that says how to continue."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -111,7 +111,7 @@ def resumable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _only_first_prints() -> Iterator[None]:
-    """Inside the block process 0 alone prints."""
+    """Inside the block only process 0 prints."""
     if processes.is_first():
         yield
         return
@@ -125,7 +125,7 @@ def _said(message: str, status: int = WRONG_INPUT, is_certain: bool = True) -> i
 
 
 def _last_word(line: str, status: int, is_certain: bool = True) -> int:
-    """Prints the line, if it is this process's to print; returns the exit status."""
+    """Prints the line if this process is the one to print it; returns the exit status."""
     line, status = processes.last_word(line, status, is_certain)
     if line:
         print(line, file=sys.stderr)

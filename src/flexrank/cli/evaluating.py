@@ -1,4 +1,4 @@
-"""What `flexrank evaluate` takes beside a run: tasks of lm-eval, a text, scored pairs, and budgets."""
+"""The options of `flexrank evaluate`: lm-eval tasks, a text, scored pairs, and budgets."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from flexrank.errors import FlexrankError
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The options, as they are typed; None for one that is not given."""
+    """The options as typed; None for each that is not given."""
 
     tasks: str | None
     include_path: Path | None
@@ -27,7 +27,7 @@ class Request:
     output: Path | None
 
     def is_made(self) -> bool:
-        """Whether there is anything to measure, or budgets; an option that needs one of them is refused without it."""
+        """Whether there is anything to measure, or budgets are given; refuses an option without the one it needs."""
         needs = dict.fromkeys(("include_path", "num_fewshot", "limit"), "tasks") | {"window": "perplexity"}
         for option, other in needs.items():
             if getattr(self, option) is not None and getattr(self, other) is None:
@@ -38,7 +38,7 @@ class Request:
         return is_made
 
     def prepared(self, config: Path, overrides: Iterable[str]) -> Callable[[Path], dict[str, Any]]:
-        """Checks all of it before a run begins, and loads the tasks; what is returned evaluates a run directory."""
+        """Checks all options and loads the tasks, before a run begins; returns what evaluates a run directory."""
         from flexrank.run.benchmarks import Measures, Windows, benchmark_run, require_task
         from flexrank.run.config import load_config
         from flexrank.run.harness import load_tasks
@@ -52,7 +52,7 @@ class Request:
         names = [name.strip() for name in (self.tasks or "").split(",") if name.strip()]
         if self.tasks is not None and not names:
             raise FlexrankError("--tasks names no task; write them as arc_easy,piqa")
-        loaded: dict[str, Any] = {}  # in process 0, which alone evaluates
+        loaded: dict[str, Any] = {}  # filled only in process 0, which alone evaluates
         if names:
             processes.by_first(lambda: loaded.update(load_tasks(names, self.include_path, self.num_fewshot)))
         measures = Measures(loaded, self.limit, windows, self.sts)
@@ -60,7 +60,7 @@ class Request:
 
 
 def show_benchmarks(directory: Path, result: dict[str, Any], as_json: bool) -> None:
-    """Prints the table; on standard error where standard output is for JSON."""
+    """Prints the table; with `as_json`, on standard error, and the JSON on standard output."""
     from flexrank.run.benchmarks import print_benchmarks
 
     print_benchmarks(result, console(200, stderr=as_json))
@@ -69,7 +69,7 @@ def show_benchmarks(directory: Path, result: dict[str, Any], as_json: bool) -> N
 
 
 def _budgets(text: str | None) -> list[float]:
-    """The budgets of `.9,.5`, from the largest to the smallest."""
+    """Parses budgets such as `.9,.5`; returns them from the largest to the smallest."""
     budgets = []
     for part in text.split(",") if text is not None else ():
         try:

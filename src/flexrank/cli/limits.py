@@ -1,4 +1,4 @@
-"""The limits of `flexrank deploy`: numbers with units, and what is no limit."""
+"""The limits of `flexrank deploy`: parses numbers with units, and refuses invalid limits."""
 
 import math
 import re
@@ -8,23 +8,23 @@ from pathlib import Path
 
 from flexrank.errors import FlexrankError
 
-#: What a number is multiplied by. Of parameters B is a billion, of bytes a byte.
+#: The factor of each unit: B is a billion for parameters, and a byte for bytes.
 PARAMETERS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 BYTES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes: 200000000, 200MB or 190.7MiB."""
+    """Parses a number of bytes, such as 200000000, 200MB or 190.7MiB."""
     return _parsed(text, BYTES, "bytes", "200000000, 200MB and 190.7MiB")
 
 
 def parse_parameters(text: str) -> int:
-    """Parameters: 1500000, 1.5M or 7B."""
+    """Parses a number of parameters, such as 1500000, 1.5M or 7B."""
     return _parsed(text, PARAMETERS, "parameters", "1500000, 1.5M and 7B")
 
 
 def _parsed(text: str, units: Mapping[str, int], what: str, right: str) -> int:
-    """The whole number, rounded down; exact, however large."""
+    """The number times its unit, rounded down to an integer; exact, however large."""
     match = re.fullmatch(r"(-?(?:\d+(?:_\d+)*(?:\.\d+)?|\.\d+))\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in units:
         raise FlexrankError(f"{text!r} is no number of {what}; such are {right}")
@@ -32,7 +32,7 @@ def _parsed(text: str, units: Mapping[str, int], what: str, right: str) -> int:
 
 
 def check_limits(limits: Mapping[str, float], output: Path | None, tune: int) -> None:
-    """Refuses a wrong limit, a place or tuning without one, and a place that holds anything but a deployed model."""
+    """Refuses an invalid limit, --output or --tune without a limit, and an output that may not be replaced."""
     if tune < 0:
         raise FlexrankError(f"--tune is {tune}; it is a number of steps, 0 or more")
     for name, limit in limits.items():

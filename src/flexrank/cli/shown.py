@@ -1,4 +1,4 @@
-"""What a verb prints: tables, places, and with --json one object, last on standard output."""
+"""What a verb prints: tables, paths, and with --json one object, last on standard output."""
 
 import json
 import logging
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def show_report(directory: Path, as_json: bool, more: dict[str, Any]) -> None:
-    """Prints the table; on standard error where standard output is for JSON."""
+    """Prints a run's table; with `as_json`, on standard error, and the JSON on standard output."""
     from flexrank.run import report
 
     summary = report.read_summary(directory)
@@ -22,7 +22,7 @@ def show_report(directory: Path, as_json: bool, more: dict[str, Any]) -> None:
 
 
 def show_tuned(export: Mapping[str, Any]) -> None:
-    """Prints the qualities of shared and of tuned weights on standard error; standard output has the export's place."""
+    """Prints the qualities of shared and tuned weights on standard error; standard output is for the export's path."""
     from rich.table import Table
 
     table = Table("quality", "shared", "tuned", box=None, padding=(0, 2))
@@ -40,13 +40,13 @@ def show_size(export: Mapping[str, Any]) -> None:
 
 
 def show_stage(outcome: Any, result: dict[str, Any], as_json: bool) -> None:
-    """Prints the place of a stage's run, or of an export."""
+    """Prints the directory of a stage's run or of an export, or with `as_json` the result."""
     place = result["export"]["directory"] if "export" in result else outcome.directory
     show_place(place, {"directory": str(outcome.directory), "executed": list(outcome.executed), **result}, as_json)
 
 
 def show_place(place: str | Path, value: Any, as_json: bool) -> None:
-    """Prints where something was written, or as JSON what is to be known of it."""
+    """Prints the path `place`, or with `as_json` the object `value`."""
     if as_json:
         print_json(value)
     else:
@@ -54,13 +54,13 @@ def show_place(place: str | Path, value: Any, as_json: bool) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Prints one line of JSON, after all that was printed before."""
+    """Prints one line of JSON, after everything that was printed before it."""
     sys.stdout.flush()
     print(json.dumps(value, allow_nan=False), flush=True)
 
 
 def console(width: int, stderr: bool = False) -> Any:
-    """A console of this width where the stream is no terminal: rich would cut its lines at 80 characters."""
+    """A console that is `width` wide if the stream is not a terminal, where rich would assume 80 characters."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout

@@ -1,1 +1,1 @@
-"""Texts, images and batches, and how good a model is over them."""
+"""Texts, images and batches, and metrics of a model over them."""

@@ -1,4 +1,4 @@
-"""What a batch is, how a model is called with it, and which tensor of its output counts."""
+"""What a batch is, how a model is called with it, and which tensor of the output is used."""
 
 import contextlib
 import inspect
@@ -13,15 +13,15 @@ from flexrank.errors import FlexrankError
 from flexrank.files import digest_tensor
 
 Batch = Mapping[str, Any] | Tensor | tuple[Any, ...] | list[Any]
-#: What a batch is, for messages.
+#: What a batch is, for error messages.
 KINDS = "a tensor for model(x), a tuple or list for model(*batch), or a mapping for model(**batch)"
 
 
 def call_model(model: nn.Module, batch: Batch) -> Any:
     """Calls `model(**batch)` for a mapping, `model(*batch)` for a tuple or list, `model(batch)` for a tensor.
 
-    A batch that the model's forward does not take is a FlexrankError; so is an encoder-decoder that has to make its
-    decoder's inputs up: which of them are real is unknown.
+    Raises FlexrankError if the model's forward does not take the batch, or if an encoder-decoder has to make up its
+    decoder's inputs, because it is then unknown which of them are real.
     """
     _require_batch(batch)
     named = batch if isinstance(batch, Mapping) else {}
@@ -40,7 +40,7 @@ def call_model(model: nn.Module, batch: Batch) -> Any:
 
 
 def require_several(batches: Any) -> None:
-    """Raises FlexrankError where one batch is given for several, which would be taken apart."""
+    """Raises FlexrankError if a single batch is given in place of several: iteration would take it apart."""
     if isinstance(batches, Tensor | Mapping | str):
         right = "a list of batches, or what gives them one by one, such as a DataLoader"
         raise FlexrankError(f"batches is a {type(batches).__name__}; it is {right}")
@@ -55,7 +55,7 @@ def _require_batch(batch: Any) -> None:
 
 
 def _require_fitting(model: nn.Module, others: Iterable[Any], named: Mapping[str, Any]) -> None:
-    """Raises FlexrankError where a model's forward does not take as many arguments, or not these names."""
+    """Raises FlexrankError if the model's forward does not take this number of arguments, or these names."""
     try:
         inspect.signature(model.forward).bind(*others, **named)
     except TypeError as error:
@@ -64,9 +64,9 @@ def _require_fitting(model: nn.Module, others: Iterable[Any], named: Mapping[str
 
 
 def token_mask(batch: Batch) -> Tensor | None:
-    """The (B, T) boolean mask of real tokens from the batch's `attention_mask`, or None where it has none.
+    """The (B, T) boolean mask of real tokens from the batch's `attention_mask`, or None if it has none.
 
-    Another shape is a FlexrankError: a 4-D additive mask does not say which tokens are real.
+    Raises FlexrankError for another shape: a 4-D additive mask does not say which tokens are real.
     """
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if mask is None:
@@ -75,9 +75,9 @@ def token_mask(batch: Batch) -> Tensor | None:
 
 
 def output_mask(batch: Batch) -> Tensor | None:
-    """The (B, T) mask of the rows that a model returns: a decoder's, where the batch has `decoder_input_ids`.
+    """The (B, T) mask of the real tokens in a model's output: the decoder's if the batch has `decoder_input_ids`.
 
-    Without a `decoder_attention_mask` all of a decoder's tokens are real.
+    Without a `decoder_attention_mask` all of the decoder's tokens are real.
     """
     if not isinstance(batch, Mapping) or batch.get("decoder_input_ids") is None:
         return token_mask(batch)
@@ -86,10 +86,10 @@ def output_mask(batch: Batch) -> Tensor | None:
 
 
 def row_masks(batch: Batch) -> list[Tensor]:
-    """The masks that leave rows out, of an encoder's and of a decoder's tokens; rows belong to the one of their number.
+    """The masks of encoder and decoder tokens that leave rows out; a layer's rows belong to the mask of the same size.
 
     Raises:
-        FlexrankError: encoder and decoder have as many tokens, and other ones of them are real.
+        FlexrankError: the two have the same number of tokens but different masks.
     """
     last = output_mask(batch)
     if last is None:
@@ -107,16 +107,16 @@ def row_masks(batch: Batch) -> list[Tensor]:
 
 
 def batch_rows(batch: Batch) -> int:
-    """How many rows a batch has: the length of its first tensor."""
+    """The number of rows in a batch: the length of its first tensor."""
     values = [batch] if isinstance(batch, Tensor) else list(batch.values() if isinstance(batch, Mapping) else batch)
     return next(len(value) for value in values if isinstance(value, Tensor))
 
 
 def some_rows(batch: Batch, rows: slice | Tensor) -> Batch:
-    """These rows of a batch: of each of its tensors that has as many rows as the first; all else stays.
+    """Selects rows of a batch, in each tensor that has as many rows as the first; everything else stays as it is.
 
     Args:
-        rows: a slice, or their numbers.
+        rows: a slice, or a tensor of indices.
     """
     count = batch_rows(batch)
     return _mapped(batch, lambda one: one[rows] if one.ndim and len(one) == count else one)
@@ -129,7 +129,7 @@ def _checked(mask: Tensor, key: str) -> Tensor:
 
 
 def output_tensor(output: Any) -> Tensor:
-    """The tensor in a model's output: itself, its `logits`, else its `last_hidden_state`, else a tuple's first."""
+    """The tensor in a model's output: the output itself, or its `logits`, `last_hidden_state`, or first element."""
     if isinstance(output, Tensor):
         return output
     for field in ("logits", "last_hidden_state"):
@@ -144,7 +144,7 @@ def output_tensor(output: Any) -> Tensor:
 def mean_pool(hidden: Tensor, mask: Tensor | None) -> Tensor:
     """Embeddings (B, d) of unit length in float32: the mean of `hidden` (B, T, d) over real tokens.
 
-    Embeddings (B, d) that the model has pooled itself are only scaled. A row with no real token gives zeros.
+    Embeddings (B, d) that the model has pooled itself are only normalised. A row without real tokens gives zeros.
     Source: the pooling of sentence-transformers' all-MiniLM models.
     """
     pooled = hidden.float()
@@ -158,7 +158,7 @@ def mean_pool(hidden: Tensor, mask: Tensor | None) -> Tensor:
 
 @contextlib.contextmanager
 def eval_mode(*models: nn.Module) -> Iterator[None]:
-    """Eval mode inside the block; afterwards every submodule has the mode it had before."""
+    """Sets eval mode inside the block; afterwards every submodule has the mode it had before."""
     modes = [(module, module.training) for model in models for module in model.modules()]
     for model in models:
         model.eval()
@@ -180,12 +180,12 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def digest_batch(batch: Batch) -> str:
-    """The batch as text, with a digest in the place of each tensor; torch's own text leaves the middle out."""
+    """The batch as text, with a digest in place of each tensor: torch's own text omits the middle of large tensors."""
     return repr(_mapped(batch, digest_tensor))
 
 
 def _mapped(batch: Batch, change: Callable[[Tensor], Any]) -> Any:
-    """The batch with each tensor changed, and its other values as they are."""
+    """The batch with `change` applied to each tensor, and its other values as they are."""
     _require_batch(batch)
 
     def changed(value: Any) -> Any:

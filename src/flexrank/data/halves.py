@@ -1,4 +1,4 @@
-"""A held-out set in two halves, by hash and thus once: settings are chosen on one, tables show the other."""
+"""Splits a held-out set by hash into two fixed halves: settings are chosen on one, and tables report the other."""
 
 import hashlib
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ HALVES: tuple[Half, Half] = ("tuning", "reporting")
 
 
 def half_of(content: str | Tensor) -> Half:
-    """The half of a text, or of a sample's numbers: alike in every process, whatever else the set holds."""
+    """The half that a text or a sample's tensor belongs to: the same in every process, whatever else the set holds."""
     data = content.encode() if isinstance(content, str) else content.detach().cpu().contiguous().numpy().tobytes()
     return HALVES[hashlib.sha256(data).digest()[0] % 2]
 
@@ -23,10 +23,10 @@ def half_of(content: str | Tensor) -> Half:
 def items_of(
     half: Half | None, items: Iterable[Item], content: Callable[[Item], Any] = lambda item: item
 ) -> list[Item]:
-    """The items of a half, in their order, by the `content` of each; None keeps all.
+    """The items whose `content` is in the half, in their order; `half=None` keeps all.
 
     Raises:
-        FlexrankError: none is left.
+        FlexrankError: no item is left.
     """
     kept = [item for item in items if half is None or half_of(content(item)) == half]
     if not kept:
@@ -35,5 +35,5 @@ def items_of(
 
 
 def places_of(half: Half | None, rows: Tensor) -> Tensor:
-    """The indices (k,) of a half's rows; as `items_of`."""
+    """The indices (k,) of the rows that are in the half, as `items_of` selects them."""
     return torch.tensor(items_of(half, range(len(rows)), rows.__getitem__))

@@ -1,4 +1,4 @@
-"""Images: read from one file, and scaled for a model."""
+"""Reads images from one file, and normalises them for a model."""
 
 import dataclasses
 import io
@@ -23,9 +23,9 @@ WANTED = "an .npz file with arrays x and y, or jpg, offsets and y"
 
 
 def read_images(path: str | Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Images, uint8 (N, H, W, C) or (N, H, W), and their classes (N,).
+    """Reads images, uint8 (N, H, W, C) or (N, H, W), and their classes (N,).
 
-    The .npz file holds classes `y` and either `x`, the images themselves, or `jpg`, their JPEG files joined as uint8
+    The .npz file holds classes `y` and either `x`, the images themselves, or `jpg`, concatenated JPEG files as uint8
     (bytes,), with `offsets` (N + 1,): image i is jpg[offsets[i]:offsets[i + 1]], decoded to RGB with pillow.
     """
     arrays = _read_arrays(Path(path))
@@ -39,9 +39,9 @@ def read_images(path: str | Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """The model's input is (byte · factor − mean) / deviation, with a mean and a deviation for each channel.
+    """Normalises images to (byte · factor − mean) / deviation, with a mean and a deviation for each channel.
 
-    Its channels are those of the images, or the same from last to first (`is_flipped`).
+    The channels keep the order that they have in the images, or are reversed (`is_flipped`).
     """
 
     mean: tuple[float, ...]
@@ -51,12 +51,12 @@ class Scaling:
 
     @classmethod
     def read(cls, path: Path) -> "Scaling":
-        """From a model's preprocessor_config.json; it is a FlexrankError if the file or a key is missing or wrong."""
+        """Reads a preprocessor_config.json; raises FlexrankError if the file or a key is missing or wrong."""
         if not path.is_file():
             raise FlexrankError(f"{path}: no such file; write one with image_mean and image_std, those of each channel")
         if not isinstance(config := read_json(path), dict):
             raise FlexrankError(f"{path}: expected a JSON object, with image_mean and image_std")
-        factor, mean, deviation = 1.0, [0.0], [1.0]  # of steps that are left out, for any number of channels
+        factor, mean, deviation = 1.0, [0.0], [1.0]  # for steps that are switched off, with any number of channels
         if config.get("do_rescale", True) and not _is_number(factor := config.get("rescale_factor", 1 / 255)):
             raise FlexrankError(f"{path}: key 'rescale_factor' is {shown(factor)}; expected a finite number")
         if config.get("do_normalize", True):
@@ -64,7 +64,7 @@ class Scaling:
         if len(mean) != len(deviation) or not torch.tensor(deviation).min() > 0:
             found = f"image_mean is {shown(mean)} and image_std {shown(deviation)}"
             raise FlexrankError(f"{path}: {found}; expected as many of each, and deviations above 0")
-        # What EfficientNet's processor does besides: values from −1 on, and, for classifiers, a second division.
+        # EfficientNet's processor also subtracts 1 after rescaling and, for classifiers, divides a second time.
         if config.get("do_rescale", True) and config.get("rescale_offset"):
             mean = [one + 1 for one in mean]
         if config.get("do_normalize", True) and config.get("include_top"):
@@ -77,7 +77,7 @@ class Scaling:
         return own | ({"do_flip_channel_order": True} if self.is_flipped else {})
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Bytes (N, C, H, W) to values (N, C, H, W) in float32; one mean goes for all channels."""
+        """Maps bytes (N, C, H, W) to float32 values (N, C, H, W); a single mean applies to all channels."""
         if len(self.mean) not in (1, images.shape[1]):
             found = f"images are {tuple(images.shape[1:])} (channels, height, width)"
             raise FlexrankError(f"{found}; image_mean of preprocessor_config.json is of {len(self.mean)} channels")
@@ -87,7 +87,7 @@ class Scaling:
 
 
 class ImageBatches(Sequence[dict[str, Tensor]]):
-    """Batches of the images at some indices (N,): bytes (…, C, H, W), which are scaled when a batch is read."""
+    """Batches of the images at the given indices (N,); bytes (…, C, H, W) are normalised when a batch is read."""
 
     def __init__(self, images: Tensor, scaling: Scaling, indices: Tensor, batch_size: int):
         self._images, self._scaling, self._indices = images, scaling, indices.split(batch_size)
@@ -102,7 +102,7 @@ class ImageBatches(Sequence[dict[str, Tensor]]):
 
 
 def channels_first(images: NDArray[np.uint8]) -> Tensor:
-    """Images (N, H, W, C) or (N, H, W) as a uint8 tensor (N, C, H, W); C is 1 where there is no such axis."""
+    """Images (N, H, W, C) or (N, H, W) as a uint8 tensor (N, C, H, W); C is 1 if there is no channel axis."""
     tensor = torch.from_numpy(images)
     return (tensor.unsqueeze(1) if tensor.ndim == 3 else tensor.permute(0, 3, 1, 2)).contiguous()
 
@@ -111,11 +111,11 @@ def _numbers(path: Path, key: str, values: Any) -> list[float]:
     if not isinstance(values, list) or not values or not all(map(_is_number, values)):
         found = "missing" if values is None else shown(values)
         raise FlexrankError(f"{path}: key {key!r} is {found}; expected a list of finite numbers, one for each channel")
-    return [float(one) for one in values]  # torch takes whole numbers for integers, which end at 64 bits
+    return [float(one) for one in values]  # torch would make whole numbers int64, which large ones overflow
 
 
 def _is_number(value: Any) -> bool:
-    """Whether this is a number, and no truth value, that is finite in float32."""
+    """Whether this is a number, not a boolean, that is finite in float32."""
     return type(value) in (int, float) and abs(value) <= torch.finfo(torch.float32).max
 
 
@@ -124,7 +124,7 @@ def _read_arrays(path: Path) -> dict[str, NDArray[Any]]:
         raise FlexrankError(f"{path}: no such file of images (.npz)")
     try:
         with zipfile.ZipFile(path):
-            pass  # numpy would take any other file for a single array, or for a pickle
+            pass  # numpy would read any other file as a single array, or as a pickle
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in ("x", "jpg", "offsets", "y") if name in file}
     except UNREADABLE as error:
@@ -135,7 +135,7 @@ def _read_arrays(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def _decode(path: str | Path, encoded: NDArray[Any], offsets: NDArray[Any]) -> NDArray[np.uint8]:
-    """JPEG files as RGB images (N, H, W, 3), all of one size."""
+    """Decodes JPEG files to RGB images (N, H, W, 3), which must all have one size."""
     from PIL import Image
 
     if encoded.dtype != np.uint8 or encoded.ndim != 1:

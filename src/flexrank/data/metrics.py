@@ -1,7 +1,7 @@
-"""Qualities of a model over batches it was not made with.
+"""Metrics of a model over held-out batches.
 
-Every function runs the model in eval mode without gradients, and restores each module's mode. No batch at all, or a
-value that is not finite, is a FlexrankError; it is never skipped.
+Functions that run a model do so in eval mode without gradients, and restore each module's mode. All functions raise
+FlexrankError if there is nothing to evaluate, or a value is not finite; such values are never skipped.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,8 +27,8 @@ from flexrank.errors import FlexrankError
 def embed(model: nn.Module, batches: Iterable[Batch]) -> Tensor:
     """Embeddings (N, d) of unit length in float32 on the CPU, in the order of the texts.
 
-    Token states (B, T, d) are mean-pooled with the batch's mask; outputs (B, d) are only scaled. Where the batches have
-    an `order`, as `text.SentenceBatches` do, rows are put back into it.
+    Token states (B, T, d) are mean-pooled with the batch's mask; outputs (B, d) are only normalised. If the batches
+    have an `order`, as `text.SentenceBatches` do, it restores the order of the texts.
     """
     rows = torch.cat([_embedding(output, batch).float().cpu() for output, batch in _outputs(model, batches)])
     order = getattr(batches, "order", None)
@@ -40,7 +40,7 @@ def embed(model: nn.Module, batches: Iterable[Batch]) -> Tensor:
 
 
 def mean_cosine(first: Tensor, second: Tensor) -> float:
-    """Mean cosine of the rows of two (N, d) tensors; both must be finite."""
+    """Mean cosine similarity of the corresponding rows of two (N, d) tensors; both must be finite."""
     _require_alike(first, second)
     return float(functional.cosine_similarity(first.double(), second.double(), dim=-1).mean())
 
@@ -48,7 +48,7 @@ def mean_cosine(first: Tensor, second: Tensor) -> float:
 def retrieval_mrr(queries: Tensor, documents: Tensor, block: int = 1024) -> float:
     """Mean reciprocal rank of document i among all documents (N, d) for query i of (N, d), by inner product.
 
-    Of equal scores the right document ranks last. `block` queries are scored at once, which takes block · N numbers.
+    Among equal scores the right document ranks last. `block` queries are scored at once, which takes block · N numbers.
     """
     _require_alike(queries, documents)
     queries, documents = queries.float(), documents.float()
@@ -75,7 +75,7 @@ def nats_per_token(model: nn.Module, batches: Iterable[Batch], chunk: int = 1024
     """Mean cross entropy, in nats, of each real token given those before it in its row (causal language models).
 
     Args:
-        model: gives logits (B, T, V).
+        model: returns logits (B, T, V).
         batches: `input_ids` (B, T), with an `attention_mask` where rows are padded; or the ids alone.
         chunk: tokens per log-softmax, in float32.
     """
@@ -91,7 +91,7 @@ def nats_per_token(model: nn.Module, batches: Iterable[Batch], chunk: int = 1024
 
 
 def next_tokens(output: object, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Logits (P, V) for each real token (P,) that follows a real one in its row, and these tokens."""
+    """The logits (P, V) that predict each real token after another in its row, and these tokens (P,)."""
     ids, mask = _token_ids(batch), token_mask(batch)
     mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
     predicted = mask[:, 1:] & mask[:, :-1]
@@ -99,7 +99,7 @@ def next_tokens(output: object, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def predict(model: nn.Module, batches: Iterable[Batch]) -> Tensor:
-    """The class (N,) int64 of each row: the largest of its logits (B, classes)."""
+    """The class (N,) int64 of each row: the index of its largest logit, from outputs (B, classes)."""
     return torch.cat([output_tensor(output).argmax(-1).cpu() for output, _ in _outputs(model, batches)])
 
 
@@ -108,7 +108,7 @@ def _outputs(model: nn.Module, batches: Iterable[Batch]) -> Iterator[tuple[objec
     device, number = model_device(model), 0
     for number, batch in enumerate(batches, start=1):
         batch = to_device(batch, device)
-        with eval_mode(model), torch.inference_mode():  # for each batch: a generator must not leave it to the caller
+        with eval_mode(model), torch.inference_mode():  # per batch: the modes must not be on while the caller runs
             output = call_model(model, batch)
             _require_finite(output_tensor(output), batch, number)
         yield output, batch

@@ -1,4 +1,4 @@
-"""Pairs of sentences that people have scored by how alike they are, as the STS benchmark has them."""
+"""Pairs of sentences with human similarity scores, as in the STS benchmark."""
 
 import json
 import math
@@ -10,17 +10,17 @@ from flexrank.data.text import encodable
 from flexrank.errors import FlexrankError
 
 Pair = tuple[str, str, float]  #: two sentences and their score
-#: The keys of a line of JSON, as the hub's data sets name them.
+#: The keys of a line of JSON, as data sets on the hub name them.
 KEYS = "sentence1", "sentence2", "score"
 #: The columns of the STS benchmark's own files, from 0: the two sentences, and their score.
 COLUMNS = 5, 6, 4
 
 
 def read_pairs(path: str | Path) -> list[Pair]:
-    """The scored pairs of a UTF-8 file: JSON lines (.jsonl) with `KEYS`, or lines of tabs as the STS benchmark's.
+    """Reads scored pairs from a UTF-8 file: JSON lines (.jsonl) with `KEYS`, or the benchmark's tab-separated lines.
 
     Raises:
-        FlexrankError: there is no such file, or a line of it is no pair with a finite score, or all scores are one.
+        FlexrankError: there is no such file, a line is not a pair with a finite score, or all scores are equal.
     """
     path = Path(path)
     if not path.is_file():
@@ -32,9 +32,9 @@ def read_pairs(path: str | Path) -> list[Pair]:
 
 
 def _fields(path: Path) -> Iterator[tuple[int, list[Any]]]:
-    """The number and three fields of each line that is not blank, fewer fields where it is no pair."""
+    """The number and three fields of each line that is not blank; fewer fields if the line is not a pair."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # a sentence may hold other ends of lines
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # a sentence may contain other line separators
     except UnicodeDecodeError as error:
         raise FlexrankError(f"{path}: not UTF-8 text (byte {error.start}); save it as that") from error
     for number, line in enumerate(lines, start=1):

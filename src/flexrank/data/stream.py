@@ -1,4 +1,4 @@
-"""Texts of any size: read in order by the `datasets` library, divided by hash, made into batches as they are needed."""
+"""Corpora of any size: texts are streamed in order by the `datasets` library, split by hash, and batched as needed."""
 
 import contextlib
 import functools
@@ -26,26 +26,26 @@ from flexrank.data.text import (
 )
 from flexrank.errors import FlexrankError, first_line, shown
 
-#: Of texts. Equal texts have one hash, so that no text is in two parts, however often a corpus repeats it.
+#: The relative size of each part. Equal texts have equal hashes, so a text that a corpus repeats is never in two parts.
 SHARES = {"calibration": 10, "training": 80, "evaluation": 10}
 SUFFIXES = {"jsonl": (".jsonl", ".jsonl.gz"), "parquet": (".parquet",), "text": TEXT_SUFFIXES}
-#: The columns that are looked for where none is named.
+#: The columns that are tried, in this order, if none is named.
 COLUMNS = ("text", "messages")
-#: How a reader of text files divides them, by what is between texts.
+#: How the reader of text files splits them, by the separator between texts.
 DIVISIONS = {"\n": "line", "\n\n": "paragraph"}
-#: Texts that are made into tokens together.
+#: The number of texts that are tokenised together.
 TEXTS = 64
 
 Batches = Sequence[dict[str, Tensor]]
-#: Texts of a window, tokens that the last one left, the window's number, and whether it is the last of the corpus, to
-#: batches and the tokens that are left.
+#: Maps a window's texts, the tokens left over from the previous window, the window's number, and whether it is the last
+#: of the corpus, to batches and the tokens that are left over.
 Make = Callable[[list[str], Tensor, int, bool], tuple[Batches, Tensor]]
 
 
 def corpus_files(source: str, path: str) -> list[str]:
-    """The files of a corpus, sorted: `path` itself, what a glob matches, or a directory's files, also of inner ones.
+    """The files of a corpus, sorted: `path` itself, the matches of a glob, or the files anywhere below a directory.
 
-    A data set of the hub has none here. It is a FlexrankError if there is no such file.
+    A `hub` data set has none, unless its path is a local directory. Other sources without files raise FlexrankError.
     """
     if source == "hub":
         return sorted(str(file) for file in Path(path).rglob("*") if file.is_file())
@@ -61,18 +61,18 @@ def corpus_files(source: str, path: str) -> list[str]:
 
 
 class TextStream:
-    """The texts of a corpus in its order, read as they are taken; rows without text are left out.
+    """The texts of a corpus in order, read as they are consumed; rows without text are skipped.
 
     Args:
         rows: an iterable of mappings with `state_dict` and `load_state_dict`, such as a streamed data set.
-        read: the text of a row.
+        read: returns the text of a row.
     """
 
     def __init__(self, rows: Any, read: Callable[[Any], str], name: str):
         self.name, self._rows, self._read, self._start = name, rows, read, rows.state_dict()
 
     def texts(self, state: Mapping[str, Any] | None = None) -> Iterator[str]:
-        """The texts from the first one on, or those after a `state`. One iteration at a time.
+        """Iterates over the texts, from the first or from after a `state`; only one iteration may run at a time.
 
         Raises:
             FlexrankError: the corpus cannot be read, or a row holds no text.
@@ -81,7 +81,7 @@ class TextStream:
         return (text for text in map(self._read, readable(self._rows, self.name)) if text)
 
     def state(self) -> dict[str, Any]:
-        """The place after the last text that was taken, as a JSON object."""
+        """The position after the last text that was consumed, as a JSON object."""
         return self._rows.state_dict()
 
 
@@ -96,17 +96,17 @@ def open_texts(
     revision: str | None = None,
     separator: str = "\n",
 ) -> TextStream:
-    r"""The texts of a corpus that is never in memory as a whole.
+    r"""Opens a corpus as a stream of texts; it is never in memory as a whole.
 
     Args:
-        source: `jsonl`, `parquet` or `text`, files as `corpus_files` finds them; or `hub`, a data set by its name.
-        tokenizer: its chat template writes a column of chats as text.
-        column: of texts, or of chats: lists of messages with `role` and `content`. By default the first of COLUMNS.
-        subset: of a data set on the hub, as are `split`, by default `train`, and `revision`.
-        separator: between the texts of `text`: "\n", or "\n\n".
+        source: `jsonl`, `parquet` or `text` for files that `corpus_files` finds; or `hub` for a data set by its name.
+        tokenizer: its chat template formats chats as text.
+        column: holds texts, or chats: lists of messages with `role` and `content`. By default the first of COLUMNS.
+        subset: of a data set on the hub, like `split` (`train` by default) and `revision`.
+        separator: what separates the texts of a `text` file: "\n" or "\n\n".
 
     Raises:
-        FlexrankError: no such corpus, an empty one, or no such column.
+        FlexrankError: the corpus is missing or empty, or has no such column.
     """
     rows = _open_rows(source, path, (subset, split, revision), separator)
     parse: Callable[[Any], dict[str, Any]] = functools.partial(_json_object, path) if source == "jsonl" else dict
@@ -114,34 +114,34 @@ def open_texts(
     if first is None:
         raise FlexrankError(f"data.path {path}: the corpus is empty; give one with texts")
     chosen = _column(column, list(first), path)
-    # A selection is a data set of its own, whose state is still at the first row.
+    # A selection is a new data set, whose state is still at the first row.
     selected = rows.select_columns(["text" if source == "jsonl" else chosen])
     return TextStream(selected, lambda row: text_of(parse(row).get(chosen), chosen, tokenizer), path)
 
 
 def _open_rows(source: str, path: str, version: tuple[str | None, str | None, str | None], separator: str) -> Any:
-    """The rows of a corpus; `version` is subset, split and revision of a data set on the hub."""
+    """The rows of a corpus; `version` is the subset, split and revision of a data set on the hub."""
     import datasets
 
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs as an error, it raises too
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it also raises every error that it logs
     with clear_errors(path):
         if source == "hub":
             subset, split, revision = version
             return datasets.load_dataset(path, subset, split=split or "train", revision=revision, streaming=True)
-        # Lines of JSON are read as lines: the reader of JSON guesses one type for each column, and fails at the first
-        # row of another type, in whatever column.
+        # JSON lines are read as text lines: the JSON reader infers one type for each column, and fails at the first row
+        # of another type, even in a column that is not used.
         reader = "parquet" if source == "parquet" else "text"
         options = {"sample_by": DIVISIONS[separator]} if source == "text" else {}
         files = corpus_files(source, path)
         rows = datasets.load_dataset(reader, data_files=files, split="train", streaming=True, **options)
-        # By group of rows: else what was read of a file stays in memory until its end.
+        # By row group: otherwise everything read from a file stays in memory until the end of the file.
         return rows.reshard() if source == "parquet" else rows
 
 
 def text_of(value: Any, column: str, tokenizer: Tokenizer) -> str:
-    """A text as it is, or a chat as the tokenizer's template writes it; "" for None and for a chat of nothing.
+    """A text without outer whitespace, or a chat as the chat template formats it; "" for None and for an empty chat.
 
-    What templates begin with, the token of the beginning, is left out: batches add it to every text.
+    The bos token that templates begin with is removed, because batches add it to every text.
     """
     if value is None or value == [] or isinstance(value, str):
         return encodable(value or "").strip()
@@ -151,10 +151,10 @@ def text_of(value: Any, column: str, tokenizer: Tokenizer) -> str:
     if getattr(tokenizer, "chat_template", None) is None:
         right = "take a model whose tokenizer has one, or a column of plain text"
         raise FlexrankError(f"data.column {column!r} holds chats, and the tokenizer has no chat template; {right}")
-    from jinja2 import TemplateError  # transformers writes chats with it
+    from jinja2 import TemplateError  # transformers formats chats with it
 
     writer: Any = tokenizer
-    # Where one message of a file has a key, all others have it as None, which templates take for a value.
+    # If one message of a file has a key, all others get it with None, which templates treat as a value.
     messages = [{key: part for key, part in one.items() if part is not None} for one in value]
     try:
         text = writer.apply_chat_template(messages, tokenize=False)
@@ -164,10 +164,10 @@ def text_of(value: Any, column: str, tokenizer: Tokenizer) -> str:
 
 
 def held_out_texts(stream: TextStream, needs: Mapping[str, int], size: Callable[[str], int]) -> dict[str, list[str]]:
-    """The first texts of some parts of SHARES: of each so many that their sizes add up to its need, or all there are.
+    """The first texts of each part of SHARES in `needs`: until their sizes add up to its need, or all there are.
 
     Raises:
-        FlexrankError: a part has none.
+        FlexrankError: a part has no texts.
     """
     parts: dict[str, list[str]] = {name: [] for name in needs}
     missing, count = dict(needs), 0
@@ -185,10 +185,10 @@ def held_out_texts(stream: TextStream, needs: Mapping[str, int], size: Callable[
 
 
 class StreamedBatches:
-    """Batches of the training texts of a stream; every pass is alike, and resumes from a `state_dict` to the same bits.
+    """Batches of a stream's training texts; every pass is the same, and resumes bit for bit from a `state_dict`.
 
-    A window of texts at a time is in memory. The state is the stream's place where the window begins, so that what is
-    read again on resuming is one window.
+    One window of texts is in memory at a time. The state has the stream's position at the beginning of the window, so
+    that resuming reads one window again.
     """
 
     def __init__(self, stream: TextStream, make: Make, window: int):
@@ -214,24 +214,24 @@ class StreamedBatches:
             state = {"place": place, "number": state["number"] + 1, "given": 0, "rest": rest}
 
     def state_dict(self) -> dict[str, Any] | None:
-        """The place after the last batch that was given, as a JSON object but for one tensor; None before the first."""
+        """The position after the last batch yielded, as a JSON object except for one tensor; None before the first."""
         return self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Makes the next iteration begin after the batch that was the last one of the state."""
+        """Makes the next iteration begin after the batch at which the state was taken."""
         self._state = self._resumed = state
 
 
 def block_maker(tokenizer: Tokenizer, length: int, batch_size: int, seed: int | None) -> Make:
-    """Full blocks of tokens, as `token_blocks` has them, in an order by the seed within a window; None keeps theirs.
+    """Makes full blocks of tokens, as `token_blocks` does, shuffled by the seed within a window; None does not shuffle.
 
-    Of several processes, which all ask for a window, each makes the tokens of a part of its texts.
+    With several processes, all ask for every window, and each tokenises its share of the window's texts.
     """
 
     def make(texts: list[str], rest: Tensor, number: int, is_last: bool) -> tuple[Batches, Tensor]:
         tokens = torch.cat([rest, *_tokens_of(tokenizer, texts)])
         count = len(tokens) // length
-        count -= 0 if is_last else count % batch_size  # what makes no full batch goes on to the next window
+        count -= 0 if is_last else count % batch_size  # blocks beyond the last full batch go to the next window
         order = list(range(count))
         if seed is not None:
             random.Random(f"{seed} window {number}").shuffle(order)
@@ -242,7 +242,7 @@ def block_maker(tokenizer: Tokenizer, length: int, batch_size: int, seed: int | 
 
 
 def _tokens_of(tokenizer: Tokenizer, texts: list[str]) -> list[Tensor]:
-    """The tokens of the texts in their order, a tensor for each piece of `TEXTS` of them."""
+    """The tokens of the texts in order, one tensor for every `TEXTS` texts."""
     pieces = [texts[start : start + TEXTS] for start in range(0, len(texts), TEXTS)]
     own = {number: torch.tensor(joined_tokens(tokenizer, pieces[number])) for number in processes.share(len(pieces))}
     lengths = processes.sums(*(float(len(own.get(number, ()))) for number in range(len(pieces))))
@@ -253,7 +253,7 @@ def _tokens_of(tokenizer: Tokenizer, texts: list[str]) -> list[Tensor]:
 
 
 def sentence_maker(tokenizer: Tokenizer, max_tokens: int, batch_size: int, seed: int) -> Make:
-    """Padded texts, as `sentence_batches` has them, in an order by the seed within a window."""
+    """Makes batches of padded texts, as `sentence_batches` does, shuffled by the seed within a window."""
 
     def make(texts: list[str], rest: Tensor, number: int, is_last: bool) -> tuple[Batches, Tensor]:
         if not texts:
@@ -264,14 +264,14 @@ def sentence_maker(tokenizer: Tokenizer, max_tokens: int, batch_size: int, seed:
 
 
 def readable(rows: Any, name: str) -> Iterator[Any]:
-    """The rows; what the library raises for a corpus that it cannot read becomes a FlexrankError of one line."""
-    with clear_errors(name):  # what is raised where the rows are used does not come here
+    """Yields the rows; the library's errors for a corpus that it cannot read become a FlexrankError of one line."""
+    with clear_errors(name):  # errors of the code that consumes the rows are not raised here
         yield from rows
 
 
 @contextlib.contextmanager
 def clear_errors(name: str) -> Iterator[None]:
-    """Turns what the library raises for a corpus that it cannot find or read into a FlexrankError of one line."""
+    """Turns the library's errors for a corpus that it cannot find or read into a FlexrankError of one line."""
     from datasets.exceptions import DatasetsError
 
     try:
@@ -291,7 +291,7 @@ def _column(column: str | None, columns: Sequence[str], path: str) -> str:
 
 
 def _json_object(path: str, row: Mapping[str, str]) -> dict[str, Any]:
-    """The object in a line of JSON; a blank line is an empty one."""
+    """Parses the object in a line of JSON; a blank line gives an empty object."""
     try:
         value = json.loads(row["text"]) if row["text"].strip() else {}
     except json.JSONDecodeError as error:

@@ -1,6 +1,6 @@
-"""Texts of Python's standard library, texts of the user, and batches of either.
+"""Texts from Python's standard library or from the user, and batches of them.
 
-Every order is fixed by the seed, so that step i of a resumed run sees the batch that an unbroken run would see.
+Every order is fixed by the seed, so that step i of a resumed run sees the batch that an uninterrupted run would see.
 """
 
 import ast
@@ -23,9 +23,9 @@ from flexrank.errors import FlexrankError
 LEFT_OUT = frozenset({"test", "tests", "idle_test", "lib2to3", "site-packages", "dist-packages", "__pycache__"})
 TOPICS = Path("pydoc_data", "topics.py")
 SPLITS = {"calibration": 10, "training": 65, "evaluation": 25}
-#: Modules differ a hundredfold in size: with this salt their texts are divided as SPLITS says, not only the modules.
+#: Modules differ a hundredfold in size: with this salt not only the modules but also their texts are split by SPLITS.
 SPLIT_SALT = "123:"
-#: The least words of a passage, and of the two texts of a retrieval pair.
+#: The minimum number of words in a passage, and in the query and the remainder of a retrieval pair.
 PASSAGE_WORDS, QUERY_WORDS, REMAINDER_WORDS = 4, 3, 12
 TEXT_SUFFIXES = (".txt", ".md", ".rst")
 
@@ -33,7 +33,7 @@ Item = TypeVar("Item")
 
 
 class Tokenizer(Protocol):
-    """What batches need of a tokenizer; those of transformers fit. A token that it lacks is None."""
+    """What batches need of a tokenizer; transformers' tokenizers have it. The id of a token that it lacks is None."""
 
     pad_token_id: Any
     bos_token_id: Any
@@ -45,7 +45,7 @@ class Tokenizer(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """One docstring: its first paragraph, on one line, is the query; `name` is empty for that of a module."""
+    """One docstring: its first paragraph, on one line, is the query; `name` is empty for a module's docstring."""
 
     module: str
     name: str
@@ -55,9 +55,9 @@ class Document:
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Texts by use, from three disjoint sets of modules. Each is in a fixed random order, so that a prefix is fair.
+    """Texts by use, from three disjoint sets of modules, each in a fixed random order: a prefix is a fair sample.
 
-    `evaluation` holds (query, remainder) of docstrings, for retrieval.
+    `evaluation` holds (query, remainder) pairs of docstrings, for retrieval.
     """
 
     calibration: tuple[str, ...]
@@ -73,7 +73,7 @@ def stdlib_corpus(max_pairs: int | None = None) -> Corpus:
 def split_documents(documents: Iterable[Document], max_pairs: int | None = None) -> Corpus:
     """Documents split by module, with at most `max_pairs` retrieval pairs.
 
-    A text that was copied between modules is kept in one split only: evaluation before calibration before training.
+    A text that was copied between modules stays in one split only: evaluation, or else calibration, or else training.
     """
     parts: dict[str, list[Document]] = {name: [] for name in SPLITS}
     for document in documents:
@@ -89,7 +89,7 @@ def split_documents(documents: Iterable[Document], max_pairs: int | None = None)
 def stdlib_documents(root: str | Path | None = None) -> list[Document]:
     """Docstrings of the standard library and its `pydoc` topics, in the order of the sources; nothing is imported.
 
-    Tests and installed packages are left out. No sources at `root` are a FlexrankError.
+    Tests and installed packages are left out. Raises FlexrankError if there are no sources at `root`.
     """
     root = Path(sysconfig.get_paths()["stdlib"] if root is None else root)
     documents: list[Document] = []
@@ -103,7 +103,7 @@ def stdlib_documents(root: str | Path | None = None) -> list[Document]:
 
 
 def split_of(module: str) -> str:
-    """The split of a module, by the name of its top-level package alone.
+    """The split of a module, which depends only on the name of its top-level package.
 
     A module and its pure-Python twin (`decimal`, `_pydecimal`) share docstrings, and therefore a split. The topics of
     the language reference quote each other, and are all training texts.
@@ -116,7 +116,7 @@ def split_of(module: str) -> str:
 
 
 def part_by_hash(text: str, shares: Mapping[str, int]) -> str:
-    """One of the parts that `shares` names, by the text's SHA-256: alike in every process, whatever else there is."""
+    """The part of `shares` that a text falls into by its SHA-256: the same in every process, whatever else there is."""
     place = _stable_number(text) % sum(shares.values())
     limits = itertools.accumulate(shares.values())
     return next(name for name, limit in zip(shares, limits, strict=True) if place < limit)
@@ -129,7 +129,7 @@ def passages(documents: Iterable[Document]) -> list[str]:
 
 
 def retrieval_pairs(documents: Iterable[Document]) -> list[tuple[str, str]]:
-    """(query, remainder) of the docstrings that have both; a repeated query or remainder is taken once."""
+    """(query, remainder) pairs of the docstrings that have both; one that repeats a query or remainder is left out."""
     queries, remainders, pairs = set(), set(), []
     for document in documents:
         query, remainder = document.query, " ".join(document.remainder.split())
@@ -146,7 +146,7 @@ def retrieval_pairs(documents: Iterable[Document]) -> list[tuple[str, str]]:
 def read_texts(path: str | Path, separator: str = "\n") -> list[str]:
     r"""The texts of a UTF-8 file, or of every .txt, .md and .rst file under a folder, in order.
 
-    `separator` is what is between the texts of a file: a line end, "\n\n" for paragraphs, "\n<|endoftext|>\n".
+    `separator` is between the texts of a file: a line end, "\n\n" for paragraphs, or a marker like "\n<|endoftext|>\n".
     """
     path = Path(path)
     if not path.exists():
@@ -164,10 +164,10 @@ def read_texts(path: str | Path, separator: str = "\n") -> list[str]:
 def token_blocks(
     tokenizer: Tokenizer, texts: Sequence[str], length: int, batch_size: int = 1
 ) -> list[dict[str, Tensor]]:
-    """Batches of full blocks for language modelling: all texts joined, each after `bos_token_id`, else `eos_token_id`.
+    """Batches of full blocks for language modelling: all texts joined, each after the bos token, or else eos token.
 
-    Each batch is `input_ids` and `attention_mask`, (batch_size, length) int64; the last may have fewer rows. A last,
-    shorter block is left out.
+    Each batch has `input_ids` and `attention_mask`, (batch_size, length) int64; the last one may have fewer rows. A
+    shorter block at the end is dropped.
     """
     _require_positive(length=length, batch_size=batch_size)
     tokens = joined_tokens(tokenizer, texts)
@@ -178,7 +178,7 @@ def token_blocks(
 
 
 def joined_tokens(tokenizer: Tokenizer, texts: Sequence[str]) -> list[int]:
-    """The tokens of all texts, each after `bos_token_id`, else `eos_token_id`; without either it is a FlexrankError."""
+    """The tokens of all texts, each after `bos_token_id`, or else `eos_token_id`; FlexrankError if both are None."""
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if start is None:
         raise FlexrankError("the tokenizer has no bos or eos token to put between texts; set tokenizer.eos_token")
@@ -194,7 +194,7 @@ def block_batches(blocks: Tensor, batch_size: int) -> list[dict[str, Tensor]]:
 
 
 def encodable(text: str) -> str:
-    """The text with "?" for each lone half of a surrogate pair, which JSON can hold, and UTF-8 cannot."""
+    """Replaces each lone surrogate in a text, which JSON can hold and UTF-8 cannot, by "?"."""
     return text.encode("utf8", "replace").decode("utf8")
 
 
@@ -221,10 +221,10 @@ class SentenceBatches(Sequence[dict[str, Tensor]]):
 def sentence_batches(
     tokenizer: Tokenizer, texts: Sequence[str], batch_size: int, max_tokens: int, seed: int | None = None
 ) -> SentenceBatches:
-    """Batches of texts of like length: `input_ids` and `attention_mask` (≤ batch_size, T) int64, padded on the right.
+    """Batches of texts of similar length: `input_ids`, `attention_mask` (≤ batch_size, T) int64, padded on the right.
 
-    Each text is one row with the tokenizer's special tokens, cut after `max_tokens`. `seed` is of the order of texts
-    and batches; None sorts all texts by length.
+    Each text is one row with the tokenizer's special tokens, truncated to `max_tokens`. `seed` shuffles texts and
+    batches; None sorts all texts by length.
     """
     _require_positive(batch_size=batch_size, max_tokens=max_tokens)
     rows = _token_ids(tokenizer, texts, truncation=True, max_length=max_tokens)
@@ -236,7 +236,7 @@ def sentence_batches(
 
 
 def _groups_of_like_length(lengths: Sequence[int], batch_size: int, seed: int | None) -> list[list[int]]:
-    """Indices in groups of `batch_size`, each of like lengths: sorted within windows of a shuffled order."""
+    """Groups of `batch_size` indices of similar lengths: sorted within windows of a shuffled order."""
     order = list(range(len(lengths)))
     window = len(order)
     if seed is not None:
@@ -254,7 +254,7 @@ def _groups_of_like_length(lengths: Sequence[int], batch_size: int, seed: int | 
 def _token_ids(tokenizer: Tokenizer, texts: Sequence[str], **options: Any) -> list[list[int]]:
     if isinstance(texts, str) or not len(texts):
         raise FlexrankError("no texts; expected a list with at least one")
-    # Not verbose: the warning about length concerns one forward pass, and joined texts are cut into blocks.
+    # Not verbose: the length warning is about a single forward pass, but joined texts are cut into blocks.
     return tokenizer(list(texts), verbose=False, **options)["input_ids"]
 
 
@@ -266,7 +266,7 @@ def _require_positive(**values: int) -> None:
 
 def _docstrings(path: Path, module: str) -> Iterator[Document]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the library's sources have invalid escapes
+        warnings.simplefilter("ignore")  # the standard library's sources have invalid escapes
         tree = ast.parse(path.read_bytes(), filename=str(path))
     for name, node in _documented(tree, ""):
         first, _, rest = (ast.get_docstring(node) or "").partition("\n\n")
@@ -302,7 +302,7 @@ def _paragraphs(text: str) -> Iterator[str]:
 
 
 def _is_prose(text: str) -> bool:
-    """Whether a text is words, not code or a table: at least 80 % of its characters are letters or blanks."""
+    """Whether a text is prose, not code or a table: at least 80 % of its characters are letters or spaces."""
     plain = sum(character.isalpha() or character == " " for character in text)
     return ">>>" not in text and "::=" not in text and plain >= 0.8 * len(text)
 

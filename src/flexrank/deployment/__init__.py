@@ -1,4 +1,4 @@
-"""From an elastic model at a profile to a plain small one: each layer dense, low-rank or gauge-aligned."""
+"""Makes an ordinary small model of an elastic model at a profile: each layer dense, low-rank or gauge-aligned."""
 
 import copy
 import itertools
@@ -37,22 +37,22 @@ def deploy(
     activations: Activations | None = None,
     base: nn.Module | None = None,
 ) -> nn.Module:
-    """A plain deep copy of the elastic model at `profile`, each layer in the format with fewest parameters.
+    """Makes an ordinary deep copy of the elastic model at `profile`, each layer in the format with fewest parameters.
 
-    The elastic model is untouched. Biases, mode, `requires_grad` and ties are kept. A transformers model then saves
-    itself with `save_pretrained`, and loads with `from_pretrained` wherever flexrank is imported.
+    The elastic model does not change. The copy keeps biases, mode, `requires_grad` and ties. A transformers model can
+    be saved with `save_pretrained`, and loads with `from_pretrained` wherever flexrank is imported.
 
     Args:
-        model: with elastic layers.
-        profile: a rank for each of them.
+        model: a model with elastic layers.
+        profile: a rank for each elastic layer.
         dtype: of the copy; the model's by default. Non-persistent buffers (rotary frequencies) keep theirs.
-        device: of the copy; the model's by default. An elastic model that is mapped from its files need not fit there:
-            layers are moved one at a time.
-        slack: columns left unaligned in every layer, at most its rank; "auto" chooses them by the dtype's error bound,
-            0 is the paper's form (FlexRank, eq. 7); or what `find_slack` chose.
-        activations: input rows (t, n) of each layer, from `collect_rows`, that "auto" measures the error on; standard
+        device: of the copy; the model's by default. An elastic model that is memory-mapped from its files need not fit
+            on this device: layers are moved one at a time.
+        slack: the number of columns left unaligned in every layer, at most its rank; "auto" chooses it by the dtype's
+            error bound, 0 is the paper's form (FlexRank, eq. 7); or a table from `find_slack`.
+        activations: input rows (t, n) of each layer, from `collect_rows`, on which "auto" measures the error; standard
             normal rows by default.
-        base: the model before decomposition: where every rank is full, the result is a copy of it, bit for bit.
+        base: the model before decomposition: if every rank is full, the result is a copy of it, bit for bit.
 
     Raises:
         FlexrankError: the profile does not fit the model, or a slack is negative or too small for a layer.
@@ -89,16 +89,16 @@ def FlexRankConfig(
     max_bytes: int | None = None,
     slack: Slack = "auto",
 ) -> Any:
-    """The `quantization_config` by which `from_pretrained` cuts a size from an elastic artefact and deploys it.
+    """The `quantization_config` that makes `from_pretrained` cut a size from an elastic artefact and deploy it.
 
     Args:
         budget: a share of the factorised layers' dense parameters; the largest size within all limits is taken.
         max_params: of the whole model.
         max_bytes: of the whole model's tensors.
-        slack: as `deploy` takes it.
+        slack: as for `deploy`.
 
     Raises:
-        FlexrankError: no limit is given, one is no number, or the budget is out of range.
+        FlexrankError: no limit is given, a limit is not a number, or the budget is out of range.
     """
     from flexrank.deployment.loading import ElasticConfig  # which imports transformers
 
@@ -111,7 +111,7 @@ def FlexRankConfig(
 
 
 def deployed_parameters_of(small: nn.Module, layers: Iterable[str]) -> int:
-    """Parameters, without biases, of the named layers in what `deploy` returned; `layers` may be a profile."""
+    """The number of parameters, without biases, of a deployed model's named layers; `layers` may be a profile."""
     with separate_experts(small):
         return sum(_parameters_of(small.get_submodule(name)) for name in layers)
 
@@ -153,13 +153,13 @@ def _dense_layer(layer: NestedLayer, dtype: torch.dtype) -> nn.Module:
 def _copied(
     model: nn.Module, replaced: Mapping[nn.Module, nn.Module], device: torch.device | None, dtype: torch.dtype | None
 ) -> Any:
-    """A deep copy with modules replaced, whose other tensors are each made once, on their device and in their dtype.
+    """A deep copy with modules replaced; each other tensor is created once, directly on `device` and in `dtype`.
 
-    Buffers that are not part of the state keep their dtype: whoever loads the model recomputes them.
+    Buffers that are not part of the state keep their dtype, because they are recomputed when the model is loaded.
     """
     state = {id(value) for value in model.state_dict(keep_vars=True).values()}
     left = {inner for module in replaced for inner in module.modules()}
-    # What deepcopy finds in its memo it takes for the copy, wherever it is: elastic weights are never copied.
+    # deepcopy uses what its memo holds as the copy of an object, so that elastic weights are never copied.
     memo: dict[int, Any] = {id(old): new for old, new in replaced.items()}
     for module in model.modules():
         for tensor in itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False)):

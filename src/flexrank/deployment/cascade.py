@@ -26,21 +26,21 @@ class CascadeReport:
     samples: int
     answered_by_small: float  #: the share of samples that the large size did not see
     differing: float  #: the share of samples with another answer than the large size's
-    operations_saved: float  #: of the large size's products; below 0 where it alone costs less, NaN if none is counted
+    operations_saved: float  #: as a share of the large size's; below 0 if it alone costs less, NaN if none are counted
 
 
 class Cascade(nn.Module):
     """Logits (B, classes) of `small`, and of `large` for rows whose margin is at most `threshold`.
 
-    The margin is the difference between a row's two largest logits. It is called as the two models are; positional and
-    named tensors of B rows are divided between them. Where no row is uncertain, `large` does not run. Both may share
-    their tensors, as `submodel`s of one elastic model do, or be deployed.
+    The margin is the difference between a row's two largest logits. A cascade is called as the two models are; of each
+    tensor with B rows, `large` gets only the uncertain ones. If no row is uncertain, `large` does not run. The two may
+    share their tensors, as `submodel`s of one elastic model do, or be deployed models.
     """
 
     def __init__(self, small: nn.Module, large: nn.Module, threshold: float, report: CascadeReport | None = None):
         super().__init__()
         self.small, self.large, self.threshold = small, large, threshold
-        self.report = report  #: on the samples of its calibration
+        self.report = report  #: on the calibration samples
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:  # noqa: D102
         logits = _logits(self.small(*args, **kwargs))
@@ -67,19 +67,19 @@ def cascade(
     """A cascade whose answers differ from the large size's with a probability of at most `loss`.
 
     The accuracy is then at most `loss` below that of the large size, and no labels are needed. This holds with
-    `confidence_level` over the draw of the calibration samples, for samples of the same distribution. The share that
-    the small size answers, in the cascade's `report`, is of the samples that the threshold was chosen on;
-    `Cascade.measure` gives it for others.
+    probability `confidence_level` over the draw of the calibration samples, for samples of the same distribution. The
+    cascade's `report`, with the share that the small size answers, is on the samples that the threshold was chosen on;
+    `Cascade.measure` reports on others.
 
     Args:
-        small: gives logits (B, classes), of at least two classes.
+        small: returns logits (B, classes), of at least two classes.
         large: as `small`, on the same device.
-        batches: independent samples, of the kind that the cascade will see; the more, the nearer it gets to `loss`.
+        batches: independent samples, of the kind that the cascade will see; the more, the closer it gets to `loss`.
         loss: in (0, 1).
         confidence_level: in (0, 1).
 
     Raises:
-        FlexrankError: an argument is out of range, the outputs are no logits or not finite, or there are too few
+        FlexrankError: an argument is out of range, the outputs are not logits or not finite, or there are too few
             samples for the stated loss.
     """
     for name, value in (("loss", loss), ("confidence_level", confidence_level)):
@@ -109,7 +109,7 @@ def _allowed_differences(samples: int, loss: float, confidence_level: float) -> 
     """The most differing answers among N samples whose Clopper–Pearson upper bound is within `loss`."""
     from scipy.stats import binom
 
-    # Of N samples that differ with probability `loss` at most k do, with a probability of cdf(k).
+    # If each of N samples differs with probability `loss`, at most k do with probability cdf(k).
     allowed = int(binom.ppf(1 - confidence_level, samples, loss))
     allowed -= binom.cdf(allowed, samples, loss) > 1 - confidence_level
     if allowed < 0:
@@ -158,6 +158,6 @@ def _logits(output: Any) -> Tensor:
 
 
 def _margins(logits: Tensor) -> Tensor:
-    """The difference (B,) of each row's two largest logits, in float32."""
+    """The difference (B,) between each row's two largest logits, in float32."""
     first, second = logits.float().topk(2).values.unbind(1)
     return first - second

@@ -1,4 +1,4 @@
-"""A deployed transformers model in its plain architecture: each layer multiplied out to one matrix."""
+"""Turns a deployed transformers model into its original architecture: each layer multiplied out to one matrix."""
 
 import contextlib
 from pathlib import Path
@@ -16,13 +16,13 @@ from flexrank.nn.matrix import bias_of, weight_matrix
 
 @torch.no_grad()
 def dense_model(small: Any, directory: Path) -> Any:
-    """The class that `directory`'s config names, with the deployed model's function and layers of its own kinds.
+    """A model of the class that `directory`'s config names, which computes the same function as the deployed model.
 
-    Layers become what transformers builds: `nn.Linear`, GPT-2's `Conv1D`, `nn.Conv2d`. Ties are kept. The weights
-    are multiplied in float64 and rounded once.
+    Its layers are those that transformers builds: `nn.Linear`, GPT-2's `Conv1D`, `nn.Conv2d`. Ties are kept. The
+    weights are multiplied in float64 and rounded once.
 
     Raises:
-        FlexrankError: a tensor of the plain architecture has no counterpart in the deployed model, or another shape.
+        FlexrankError: a tensor of the original architecture has no counterpart in the deployed model, or another shape.
     """
     plain = models.skeleton(directory)
     with separate_experts(plain) if vars(plain.config).pop(SEPARATE, False) else contextlib.nullcontext():
@@ -31,7 +31,7 @@ def dense_model(small: Any, directory: Path) -> Any:
 
 
 def _fill(plain: Any, small: Any) -> None:
-    """Copies all tensors of a deployed model into its plain architecture, of a layer's those that it multiplies to."""
+    """Copies all tensors of a deployed model into its original architecture; deployed layers are multiplied out."""
     replaced, state = models.attached_layers(small), small.state_dict()
     for name in replaced:
         _fill_layer(name, plain.get_submodule(name), small.get_submodule(name))
@@ -45,7 +45,7 @@ def _fill(plain: Any, small: Any) -> None:
 
 
 def _fill_layer(name: str, plain: nn.Module, deployed: nn.Module) -> None:
-    """Copies a deployed layer's matrix (m, n) and bias (m,) into the plain architecture's layer."""
+    """Copies a deployed layer's matrix (m, n) and bias (m,) into the original architecture's layer."""
     if isinstance(deployed, GaugeAlignedLayer):
         matrix, bias = deployed.dense()
     else:

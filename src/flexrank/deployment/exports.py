@@ -1,4 +1,4 @@
-"""An export is published only after a fresh process has loaded it and given equal outputs."""
+"""Exports a deployed model, published only after a fresh process has loaded it and returned equal outputs."""
 
 import contextlib
 import math
@@ -23,7 +23,7 @@ from flexrank.hf.companions import save_companions
 #: Largest relative difference ‖y − y*‖/‖y*‖ between the outputs of an exported model here and in a fresh process.
 #: The same weights run the same code, so only the order of sums may differ: a few roundings of the dtype.
 OUTPUT_BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
-#: Numbers of outputs that are compared at once.
+#: How many values of the outputs are compared at once.
 PART = 2**16
 
 
@@ -36,18 +36,18 @@ def export(
     factory: Factory | None = None,
     timeout: float = 1800.0,
 ) -> None:
-    """Writes a deployed model and publishes it only after a fresh process has loaded it and given equal outputs.
+    """Writes a deployed model and publishes it only after a fresh process has loaded it and returned equal outputs.
 
     Args:
         small: what `deploy` returned.
-        directory: an artefact there is replaced, only on success; a directory that holds anything else is refused.
+        directory: an artefact there is replaced, only on success; a directory with only other files is refused.
         inputs: a batch to run, as `batches.call_model` takes it.
         tokenizer: written beside a transformers model.
-        factory: for any other model: how a fresh process builds its bare architecture.
+        factory: builds the bare architecture of any other model, in the fresh process.
         timeout: seconds that the fresh process may take.
 
     Raises:
-        FlexrankError: keys are missing or unexpected, or outputs differ by more than `OUTPUT_BOUNDS`. Nothing is left.
+        FlexrankError: keys are missing or unexpected, or outputs differ by over `OUTPUT_BOUNDS`. Nothing is published.
     """
     library = "transformers" if models.is_transformers_model(small) else "torch"
     if library == "torch" and factory is None:
@@ -69,7 +69,7 @@ def export(
 
 
 def load_and_run(artefact: str, scratch: str, library: str, device: str) -> dict[str, list[str]]:
-    """Writes SCRATCH/outputs.safetensors of SCRATCH/inputs; returns the loader's complaints, problem to tensors."""
+    """Runs SCRATCH/inputs.safetensors, writes SCRATCH/outputs.safetensors; returns the loader's report by problem."""
     problems: dict[str, list[str]] = {}
     model: Any
     if library == "transformers":
@@ -88,7 +88,7 @@ def load_and_run(artefact: str, scratch: str, library: str, device: str) -> dict
 def _load_and_run(
     artefact: Path, scratch: Path, library: str, device: torch.device, timeout: float
 ) -> dict[str, list[str]]:
-    """`load_and_run` in a fresh process without a network."""
+    """Calls `load_and_run` in a fresh process that does not use the hub."""
     arguments = (str(artefact), str(scratch), library, str(device))
     offline = {"HF_HUB_OFFLINE": "1"}
     try:
@@ -99,11 +99,11 @@ def _load_and_run(
 
 @contextlib.contextmanager
 def _off_its_gpu(model: nn.Module) -> Iterator[None]:
-    """Inside the block the model is on the CPU and a fresh process has room on its device; then it goes back."""
+    """Moves the model to the CPU inside the block, so that a fresh process has room on its device, and back after."""
     device = model_device(model)
     model.to("cpu")
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # no other process can have what this one keeps for itself
+        torch.cuda.empty_cache()  # no other process can use the memory that this one caches
     try:
         yield
     finally:
@@ -112,7 +112,7 @@ def _off_its_gpu(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def _outputs(small: nn.Module, inputs: Batch) -> Tensor:
-    """The model's outputs in eval mode; every module's mode is then as it was. It is an error if any is not finite."""
+    """The model's outputs in eval mode; restores every module's mode. Raises FlexrankError if one is not finite."""
     with eval_mode(small):
         outputs = output_tensor(call_model(small, to_device(inputs, model_device(small)))).cpu()
     if not bool(torch.isfinite(outputs).all()):
@@ -139,7 +139,7 @@ def _compare(report: Mapping[str, Sequence[str]], outputs: Path, expected: Tenso
 
 
 def require_no_problems(report: Mapping[str, Iterable[Any]], directory: str | Path) -> None:
-    """Raises FlexrankError on a transformers model's tensors that a loader reports, missing or too many."""
+    """Raises FlexrankError if the report on loading a transformers model names tensors, missing or unexpected."""
     for problem, names in report.items():
         if names:
             some = ", ".join(sorted(map(str, names))[:3])
@@ -147,7 +147,7 @@ def require_no_problems(report: Mapping[str, Iterable[Any]], directory: str | Pa
 
 
 def relative_difference(found: Tensor, expected: Tensor) -> float:
-    """‖y − y*‖/‖y*‖ of two tensors of one shape, in float64; another shape is a FlexrankError."""
+    """‖y − y*‖/‖y*‖ of two tensors, in float64; raises FlexrankError if their shapes differ."""
     if found.shape != expected.shape:
         raise FlexrankError(f"the outputs have shape {tuple(found.shape)}, not {tuple(expected.shape)}")
     lengths = [_length(map(torch.sub, _doubles(found), _doubles(expected))), _length(_doubles(expected))]
@@ -155,7 +155,7 @@ def relative_difference(found: Tensor, expected: Tensor) -> float:
 
 
 def _doubles(values: Tensor) -> Iterator[Tensor]:
-    """A part of the values after the other in float64: of logits of many tokens a copy in it is four times as large."""
+    """Yields the values in float64 part by part: a copy of all would be up to four times as large as the logits."""
     return (part.double() for part in values.flatten().split(PART))
 
 

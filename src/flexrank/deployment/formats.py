@@ -1,4 +1,4 @@
-"""A deployed transformers model for another runtime: written, loaded and run there, and only then published."""
+"""Exports a deployed transformers model to another runtime: written, loaded and run there, and only then published."""
 
 import contextlib
 import importlib.util
@@ -31,9 +31,10 @@ FORMATS = ("dense", *RUNTIMES)
 #: Rows and tokens of the batches that an export is verified on: the one that was traced, and one of another shape.
 VERIFIED = (TRACED, (1, 13))
 #: Largest relative difference ‖y − y*‖/‖y*‖ of an export's outputs from the deployed model's, by the dtype of both.
-#: torch runs the same kernels. The others sum in another order, and dense multiplies each factor's roundings out: in
-#: float32 up to 2e-6 on models of two layers and 9e-6 on one of six (`python -m research runtimes`), in bfloat16 1e-2.
-#: Roundings grow with depth; the bounds leave a tenfold for it, and an error of a conversion is far above them.
+#: torch runs the same kernels. The others sum in another order, and dense multiplies out each factor's rounding errors:
+#: the difference is up to 2e-6 in float32 on models of two layers, 9e-6 on one of six, and 1e-2 in bfloat16
+#: (`python -m research runtimes`). Rounding errors grow with depth, so the bounds leave a factor of ten; the error of a
+#: wrong conversion is far above them.
 BOUNDS: dict[str, dict[torch.dtype, float]] = {
     "dense": {torch.float64: 1e-11, torch.float32: 1e-4, torch.float16: 2**-7, torch.bfloat16: 2**-4},
     "torch": {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6},
@@ -41,7 +42,7 @@ BOUNDS: dict[str, dict[torch.dtype, float]] = {
     "openvino": {torch.float32: 1e-4},
     "executorch": {torch.float32: 1e-4},
 }
-#: For an export's card: the hub's name of what loads it, and how; `batch` holds tensors, `arrays` those of numpy.
+#: For an export's card: the hub's name of the library that loads it, and how; `batch` holds tensors, `arrays` numpy's.
 LOADING = {
     "dense": ("transformers", 'from transformers import {kind}\n\nmodel = {kind}.from_pretrained(".")'),
     "torch": ("pytorch", 'import torch\n\noutput = torch.export.load("model.pt2").module()(**batch)'),
@@ -53,7 +54,7 @@ LOADING = {
         'output = program.load_method("forward").execute(list(batch.values()))[0]',
     ),
 }
-#: Where torch.onnx says at every export that torchvision is missing.
+#: The logger by which torch.onnx says at every export that torchvision is missing.
 REGISTRATION = "torch.onnx._internal.exporter._registration"
 log = logging.getLogger("flexrank")
 
@@ -65,15 +66,15 @@ def export_to(directory: str | Path, format: str, output: str | Path) -> dict[st
         directory: what `export` or `flexrank deploy` wrote.
         format: dense (plain transformers, each layer multiplied out), torch (a `torch.export` program), onnx, openvino
             or executorch.
-        output: a directory; an earlier export there is replaced, only on success, and one of other files is refused.
+        output: an earlier export in this directory is replaced, only on success; one with only other files is refused.
 
     Returns:
-        What `export.json` holds beside its checksums: to, class, dtype, bytes, bound and error, the largest
-        relative difference that was measured.
+        What `export.json` holds beside its checksums: to, class, dtype, inputs, bytes, versions, bound and error, the
+        largest relative difference that was measured.
 
     Raises:
-        FlexrankError: no such format, a library of it is missing, the directory holds no deployed transformers model,
-            the format cannot express it, or outputs differ by more than `BOUNDS`. Nothing is left.
+        FlexrankError: there is no such format, its library is missing, the directory holds no deployed transformers
+            model, the format cannot express it, or outputs differ by more than `BOUNDS`. Nothing is published.
     """
     require_format(format)
     _require_deployed(directory)
@@ -93,7 +94,7 @@ def export_to(directory: str | Path, format: str, output: str | Path) -> dict[st
 
 
 def require_format(format: str) -> None:
-    """Raises FlexrankError where there is no such format, or a library of it is missing, whose extra it names."""
+    """Raises FlexrankError if there is no such format, or its library is missing; the error names the extra for it."""
     if format not in FORMATS:
         raise FlexrankError(f"format {format!r} is unknown; it is one of {', '.join(FORMATS)}")
     for package in RUNTIMES[format].packages if format in RUNTIMES else ():
@@ -111,7 +112,7 @@ def _require_deployed(directory: str | Path) -> None:
 
 
 def _loaded(directory: str | Path, format: str) -> Any:
-    """The deployed model, in float32 for a runtime that keeps no other dtype."""
+    """Loads the deployed model, in float32 for a runtime that keeps no other dtype."""
     models.verify_export(directory)
     model, _ = models.load_by_architecture(directory)
     if format not in RUNTIMES or RUNTIMES[format].keeps_dtype or model.dtype == torch.float32:
@@ -121,7 +122,7 @@ def _loaded(directory: str | Path, format: str) -> Any:
 
 
 def _write_and_measure(model: Any, format: str, source: Path, aside: Path, batches: list[Inputs]) -> float:
-    """Writes the export; the largest relative difference of its outputs from the model's. It is NaN if one is."""
+    """Writes the export; returns the largest relative difference of its outputs from the model's, NaN if one is NaN."""
     with torch.no_grad():
         wanted = [output_tensor(model(**batch)) for batch in batches]
     if format == "dense":
@@ -136,7 +137,7 @@ def _write_and_measure(model: Any, format: str, source: Path, aside: Path, batch
 
 
 def read_export(directory: Path, format: str) -> Run:
-    """An export, loaded by its runtime; a tensor that is missing or too many is a FlexrankError."""
+    """Loads an export in its runtime; raises FlexrankError if a tensor is missing or unexpected."""
     if format in RUNTIMES:
         return RUNTIMES[format].read(directory)
     model, report = models.load_by_architecture(directory)
@@ -146,7 +147,7 @@ def read_export(directory: Path, format: str) -> Run:
 
 @contextlib.contextmanager
 def _clear_failures(format: str, architecture: str) -> Iterator[None]:
-    """Turns what an exporter raises into a FlexrankError that names the model's class; its warnings go nowhere."""
+    """Turns an exporter's errors into a FlexrankError that names the model's class, and hides its warnings."""
     registration = logging.getLogger(REGISTRATION)
     before = registration.level
     registration.setLevel(logging.ERROR)
@@ -156,7 +157,7 @@ def _clear_failures(format: str, architecture: str) -> Iterator[None]:
             yield
     except (FlexrankError, OSError, ModuleNotFoundError):
         raise
-    except Exception as error:  # each library raises kinds of its own
+    except Exception as error:  # each library raises its own kinds
         raise FlexrankError(f"{format} cannot express {architecture}: {first_line(error)}; nothing was kept") from error
     finally:
         registration.setLevel(before)
@@ -165,7 +166,7 @@ def _clear_failures(format: str, architecture: str) -> Iterator[None]:
 def _add_companions(source: Path, aside: Path) -> None:
     """Copies tokenizer, processor and generation settings, and the config without what only flexrank reads.
 
-    What a training left there, pickles and checkpoints, stays behind, and so do other artefacts.
+    Pickles and checkpoints, which training left there, and other artefacts are not copied.
     """
     own = {"config.json", CARD, DEPLOYED, f"{models.REMOTE_MODULE}.py"}
     for path in source.iterdir():
@@ -182,7 +183,7 @@ def _add_companions(source: Path, aside: Path) -> None:
 
 
 def _write_card(aside: Path, facts: dict[str, Any], source: Path) -> None:
-    """The card of an export: how it is loaded, how near it is, and what the deployed model's card says from then on."""
+    """Writes an export's card: how to load it, how close its outputs are, and parts of the deployed model's card."""
     library, code = LOADING[facts["to"]]
     kind = facts["class"]
     near = f"outputs are within {facts['error']:.1e} of that model's, relative, in {facts['dtype']}"

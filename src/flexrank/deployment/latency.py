@@ -1,4 +1,4 @@
-"""The largest size of a chain within a latency: sizes are built, and timed in turn with the base model."""
+"""Finds the largest size of a chain within a latency: sizes are built, and timed alternately with the base model."""
 
 import logging
 import statistics
@@ -14,7 +14,7 @@ from flexrank.profiles import ChainEntry
 
 log = logging.getLogger("flexrank")
 
-#: Seconds that a model and its base model are timed for, at least.
+#: The minimum number of seconds for which a model and its base model are timed.
 LEAST_SECONDS = 1.0
 
 
@@ -25,10 +25,11 @@ def entry_within_latency(
     batch: Batch,
     max_latency_ms: float,
 ) -> ChainEntry:
-    """The largest of a chain's entries whose deployed model takes at most this long here, found by bisection.
+    """Finds by bisection the largest of a chain's entries whose deployed model takes at most `max_latency_ms` here.
 
-    `entries` rise in cost, and times are taken to rise with it; `build` deploys an entry; `base` is the base model on
-    the device and in the dtype of the deployed ones. Milliseconds are by the base model's time at the beginning.
+    `entries` rise in cost, and times are assumed to rise with it; `build` deploys an entry; `base` is the base model,
+    on the device and in the dtype of the deployed models. A size's time is measured relative to the base model's, and
+    converted to milliseconds by the base model's time at the beginning.
 
     Raises:
         FlexrankError: even the smallest takes longer.

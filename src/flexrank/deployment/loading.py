@@ -1,8 +1,8 @@
-"""transformers' own loading cuts a size from an elastic artefact, and deploys it.
+"""Makes transformers' `from_pretrained` cut a size from an elastic artefact, and deploy it.
 
-`AutoModelForCausalLM.from_pretrained("elastic/", quantization_config=fr.FlexRankConfig(budget=0.4))` reads the
-components of that size alone, and returns the plain model that `deploy` makes of them. Importing this module registers
-the quantizer.
+`AutoModelForCausalLM.from_pretrained("elastic/", quantization_config=fr.FlexRankConfig(budget=0.4))` reads only the
+components of that size, and returns the model that `deploy` makes of them. Importing this module registers the
+quantizer.
 """
 
 import logging
@@ -27,14 +27,14 @@ from flexrank.nn.gauge_aligned import Slack
 from flexrank.nn.select import replace_layers
 
 METHOD = "flexrank_elastic"
-#: What transformers leaves out of its report of tensors that a file lacks, or has too many.
+#: Attributes of a model: the tensors that transformers leaves out of its report of missing and unexpected ones.
 REPORTED = ("_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected")
 log = logging.getLogger("flexrank")
 
 
 @register_quantization_config(METHOD)
 class ElasticConfig(QuantizationConfigMixin):
-    """What `deployment.FlexRankConfig` makes."""
+    """The config that `deployment.FlexRankConfig` returns."""
 
     def __init__(self, limits: Mapping[str, Any], slack: Slack = "auto", **ignored: Any):
         self.quant_method = METHOD
@@ -44,17 +44,18 @@ class ElasticConfig(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class ElasticQuantizer(PlainQuantizer):
-    """Leaves the layers of the model that transformers builds empty, and fills it with a deployed size."""
+    """Leaves the layers empty in the model that transformers builds, and then fills it with a deployed size."""
 
     quantization_config: ElasticConfig
     _directory: Path
     _reported: dict[str, Any]
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """Names the artefact's file to transformers: the only call with the config before it looks for weights.
+        """Tells transformers the artefact's file: this is the only call with the config before it looks for weights.
 
         Raises:
-            FlexrankError: a class of one architecture loads; it does not say from where, as the Auto classes do.
+            FlexrankError: the class that loads is not an Auto class, and so does not say from where; or the artefact is
+                not of a transformers model.
         """
         if not config.name_or_path:
             kind = next(iter(config.architectures or ["this class"]))
@@ -68,12 +69,12 @@ class ElasticQuantizer(PlainQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         del model.config.transformers_weights
-        # Where transformers found the file, which `revision` and a `config` of another model do not tell before.
+        # Only now is it known where transformers found the file: `revision` or another model's `config` may change it.
         self._directory = whole_snapshot(Path(kwargs["checkpoint_files"][0]).parent)
         separate_as_recorded_(model)
         layers = fitting(model, read_elastic_document(self._directory)["layers"])
         replace_layers(model, {name: _Empty() for name in layers})
-        # No report of what transformers finds: all tensors come from the artefact's own reader, after this.
+        # Switches off transformers' report on tensors: all come from the artefact's own reader, after this.
         self._reported = {name: getattr(model, name) for name in REPORTED}
         for name in REPORTED:
             setattr(model, name, {".*"})
@@ -95,7 +96,7 @@ class ElasticQuantizer(PlainQuantizer):
 
 
 class _Empty(nn.Module):
-    """The place of a layer that is still to come; GPT-2's initialiser asks for a weight."""
+    """A placeholder for a layer; it has a weight because GPT-2's initialiser asks for one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +104,7 @@ class _Empty(nn.Module):
 
 
 def _fill(model: Any, small: Any, layers: Iterable[str]) -> None:
-    """Moves a deployed model's layers and tensors into one of its architecture, which may have another head."""
+    """Moves a deployed model's layers and tensors into a model of its architecture, which may have another head."""
     layers = {name: small.get_submodule(name) for name in layers}
     own = {id(inner) for layer in layers.values() for inner in layer.modules()}
     deployed = {name: one for name, one in placed(model, layers) if isinstance(model.get_submodule(name), _Empty)}

@@ -1,4 +1,4 @@
-"""What a measurement depends on, and how two models are timed: in turn, so that a machine's drift meets both."""
+"""What a measurement depends on, and the timing of two models: in turn, so that the machine's drift affects both."""
 
 import functools
 import os
@@ -17,7 +17,7 @@ from flexrank.errors import FlexrankError
 
 
 def machine_facts() -> dict[str, Any]:
-    """Processor, cores, threads, version of torch, and the GPU where there is one."""
+    """The processor, cores, threads, torch's version, and the GPU if there is one."""
     facts = {
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -30,7 +30,7 @@ def machine_facts() -> dict[str, Any]:
 def interleave(
     runs: Sequence[Callable[[], object]], repeats: int = 7, warmup: int = 2, least_seconds: float = 0.0
 ) -> list[list[float]]:
-    """Seconds of each run, taken in turn for `repeats` rounds at least; one list per run.
+    """Times the runs in turn for at least `repeats` rounds; returns one list of seconds per run.
 
     Rounds go on until `least_seconds` are measured: other work on a machine comes in bursts that outlast a few rounds.
     """
@@ -51,7 +51,7 @@ def median_ratio(seconds: Sequence[float], base_seconds: Sequence[float]) -> flo
 def latency_ratio(
     model: nn.Module, base: nn.Module, batch: Batch, repeats: int = 15, least_seconds: float = 0.0
 ) -> float:
-    """Time of the model's forward over the base model's on one batch, the median over rounds.
+    """The time of the model's forward pass on one batch over the base model's, as the median over rounds.
 
     Raises:
         FlexrankError: the two are on different devices.
@@ -66,13 +66,13 @@ def latency_ratio(
 
 
 def forward_of(model: nn.Module, batch: Batch) -> Callable[[], None]:
-    """A forward on the batch, which returns when the device has finished it."""
+    """A function that runs the forward pass on the batch, and returns when the device has finished it."""
     device = model_device(model)
     return until_done(functools.partial(call_model, model, to_device(batch, device)), device)
 
 
 def until_done(run: Callable[[], object], device: torch.device) -> Callable[[], None]:
-    """The run, which returns when the device has finished it."""
+    """Wraps `run` in a function that returns only when the device has finished it."""
 
     def finish() -> None:
         run()
@@ -83,13 +83,13 @@ def until_done(run: Callable[[], object], device: torch.device) -> Callable[[], 
 
 
 def resident_peak() -> int:
-    """The most bytes that this process has had in memory (Linux)."""
+    """The peak of this process's resident memory, in bytes (Linux)."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 
 
 def forget_peak() -> int:
-    """Starts a new peak from what is in memory now, and returns it (Linux)."""
+    """Resets the peak to the memory that is resident now, and returns it (Linux)."""
     Path("/proc/self/clear_refs").write_text("5")
     return resident_peak()
 

@@ -1,7 +1,7 @@
-"""Work in a fresh interpreter: where a model is loaded, run or timed as its user will, after nothing else.
+"""Runs a function in a fresh interpreter, where a model is loaded, run or timed as its user will do it.
 
-A process that has trained allocates memory differently: a small model took .70 of its base's time there and .55 in a
-process that had done nothing else (docs/log.md).
+A process that has trained allocates memory differently: a small model took .70 of its base model's time there, and .55
+in a process that had done nothing else (docs/log.md).
 """
 
 import importlib
@@ -27,14 +27,14 @@ WRONG_INPUT = 2
 def in_fresh_process(
     function: Callable[..., Any], *arguments: Any, timeout: float | None = None, environment: Mapping[str, str] = {}
 ) -> Any:
-    """What `function(*arguments)` returns in a new interpreter with the same modules, threads, logging and progress.
+    """Returns `function(*arguments)` from a new interpreter with the same modules, threads, logging and progress.
 
-    The process ends with this one. Its standard error is this process's; it writes nothing to standard output. The
-    function is at the top level of a module; its arguments and its value are JSON. `timeout` is in seconds.
+    The new process ends when this one does. Its standard output and standard error both go to this process's standard
+    error. The function is at the top level of a module; its arguments and its value are JSON. `timeout` is in seconds.
 
     Raises:
-        FlexrankError: the function's own, or a file's or missing package's, in its words; or the process failed or took
-            too long.
+        FlexrankError: the function raised one, or an error about a file or a missing package, whose message this has;
+            or the process failed or took too long.
     """
     modules = os.pathsep.join(path or os.getcwd() for path in sys.path)
     with tempfile.TemporaryDirectory() as scratch:
@@ -47,7 +47,7 @@ def in_fresh_process(
         code = f"{quiet}; from {__name__} import main; sys.exit(main(sys.argv[1]))"
         command = [sys.executable, "-c", code, str(request)]
         variables = {**os.environ, **environment, "PYTHONPATH": modules}
-        # The child's standard input ends when this process does, and the child with it.
+        # The child's standard input closes when this process ends, which ends the child.
         with subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=2) as child:
             try:
                 status = child.wait(timeout)
@@ -68,7 +68,7 @@ def in_fresh_process(
 
 
 def main(path: str) -> int:
-    """Answers the request in `path`, in its place; a wrong input or a system's error is part of the answer."""
+    """Replaces the request in the file `path` by the answer, which may be a wrong input's or the system's error."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     request = read_json(path)
     torch.set_num_threads(request["threads"])

@@ -1,4 +1,4 @@
-"""A deployed transformers model as a program of another runtime: how each is written, and read to be run.
+"""Deployed transformers models as programs of other runtimes: how each runtime's program is written, and read to run.
 
 A program takes a batch's tensors by name and returns one tensor, the logits or the last hidden state. A causal model's
 cache is off: a program reads the whole text at every call.
@@ -16,13 +16,13 @@ from flexrank.errors import FlexrankError
 from flexrank.nn.gauge_aligned import GaugeAlignedLayer
 
 Inputs = dict[str, Tensor]
-#: A program: a batch to the output tensor.
+#: A program that has been read: maps a batch to the output tensor.
 Run = Callable[[Mapping[str, Tensor]], Tensor]
 #: Rows and tokens of the batch that is traced.
 TRACED = (2, 8)
-#: The most rows and tokens of a program that plans its memory beforehand; ExecuTorch alone does.
+#: The maximum rows and tokens of a program whose memory is planned in advance, as only ExecuTorch's is.
 MOST_ROWS, MOST_TOKENS = 8, 128
-#: A protobuf file ends at 2 GB: from here on ONNX keeps the weights in a file of their own.
+#: A protobuf file is limited to 2 GB: above this size ONNX keeps the weights in a separate file.
 ONE_FILE_BYTES = 3 * 2**29
 
 
@@ -32,11 +32,11 @@ class Runtime(NamedTuple):
     write: Callable[[nn.Module, Inputs, Path], None]
     read: Callable[[Path], Run]
     packages: tuple[str, ...] = ()  #: beyond the core; the extra that installs them has the runtime's name
-    keeps_dtype: bool = False  #: whether any dtype stays what it is; else all become float32
+    keeps_dtype: bool = False  #: whether every dtype is kept; otherwise all become float32
 
 
 class TokenProgram(nn.Module):
-    """Texts (B, T) to the model's one output."""
+    """Maps tokens (B, T) to the model's output tensor."""
 
     def __init__(self, model: Any):
         super().__init__()
@@ -47,7 +47,7 @@ class TokenProgram(nn.Module):
 
 
 class ImageProgram(nn.Module):
-    """Images (B, C, H, W) to the model's one output."""
+    """Maps images (B, C, H, W) to the model's output tensor."""
 
     def __init__(self, model: Any):
         super().__init__()
@@ -58,10 +58,10 @@ class ImageProgram(nn.Module):
 
 
 def program_of(model: Any) -> nn.Module:
-    """The model as a program, changed in place: without a cache, and with no empty tensors in its state.
+    """Makes a model a program, changing it in place: its cache is off, and its state has no empty tensors.
 
-    Torch's archive of a program fails on some of those, and models still ask a deployed layer for its `weight.dtype`.
-    An encoder-decoder is a FlexrankError.
+    torch's archive of a program fails on some of those; they become attributes, because models ask a deployed layer for
+    its `weight.dtype`. Raises FlexrankError for an encoder-decoder.
     """
     if model.config.is_encoder_decoder:
         raise FlexrankError(f"{type(model).__name__} is an encoder-decoder, which `dense` takes, and no program")
@@ -75,7 +75,7 @@ def program_of(model: Any) -> nn.Module:
 def sample_inputs(model: Any, rows: int, tokens: int, seed: int = 0) -> Inputs:
     """A random batch: ids of the model's vocabulary, the last row's last quarter padded, or images in its dtype.
 
-    A decoder beside an encoder has ids of its own, half as many. A model of other inputs is a FlexrankError.
+    An encoder-decoder also gets decoder ids, half as many. Raises FlexrankError for a model with other inputs.
     """
     generator = torch.Generator().manual_seed(seed)
     if model.main_input_name not in ("input_ids", "pixel_values"):
@@ -98,7 +98,7 @@ def sample_inputs(model: Any, rows: int, tokens: int, seed: int = 0) -> Inputs:
 
 
 def _traced(program: nn.Module, inputs: Inputs, is_bounded: bool = False) -> torch.export.ExportedProgram:
-    """The program as torch's graph, for any number of rows, and of tokens."""
+    """The program as a torch graph for any number of rows and tokens, or with `is_bounded` up to the maximum."""
     dynamic: Any = torch.export.Dim.DYNAMIC
     axes = [dynamic(min=1, max=most) for most in (MOST_ROWS, MOST_TOKENS)] if is_bounded else [dynamic, dynamic]
     shapes = {name: dict(enumerate(axes if value.ndim == 2 else axes[:1])) for name, value in inputs.items()}
@@ -150,7 +150,7 @@ def _write_openvino(program: nn.Module, inputs: Inputs, directory: Path) -> None
 def _read_openvino(directory: Path) -> Run:
     import openvino
 
-    # Where the processor has bfloat16 products, OpenVINO would take them for float32's.
+    # If the processor has bfloat16 products, OpenVINO would use them in place of float32 ones.
     options = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
     model = openvino.Core().compile_model(directory / "model.xml", "CPU", options)
     return lambda inputs: torch.from_numpy(model({name: value.numpy() for name, value in inputs.items()})[0].copy())

@@ -1,4 +1,4 @@
-"""Slack: how many columns of each layer gauge alignment leaves unaligned, so that a dtype's error bound is kept."""
+"""Slack: how many columns of each layer gauge alignment leaves unaligned, to stay within the dtype's error bound."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -28,13 +28,13 @@ def find_slack(
     activations: Activations | None = None,
     known: SlackTable | None = None,
 ) -> SlackTable:
-    """The slack of every layer at the ranks of these profiles, to deploy any of them with.
+    """Chooses the slack of every layer at the ranks of these profiles, for deploying any of them.
 
     Args:
         model: elastic, with the weights that are deployed.
         profiles: such as those of a chain's requested entries.
-        dtype: as for `deploy`, and so are `slack` and `activations`.
-        known: of the same model and dtype; what it holds grows where vectors of these sizes need more.
+        dtype: as for `deploy`, like `slack` and `activations`.
+        known: a table for the same model and dtype, to extend; its slack grows where vectors of these sizes need more.
     """
     layers = nested_layers(model)
     dtype = dtype or next(iter(layers.values())).u.dtype
@@ -52,7 +52,7 @@ def find_slack(
 
 
 def require_slack(slack: Any) -> None:
-    """FlexrankError unless this is a slack: a number of columns, "auto", or a table of `find_slack`."""
+    """Raises FlexrankError unless this is a slack: a number of columns, "auto", or a table from `find_slack`."""
     is_number = isinstance(slack, int) and not isinstance(slack, bool) and slack >= 0
     if not (is_number or slack == "auto" or isinstance(slack, SlackTable)):
         raise FlexrankError(f'slack is {slack!r}; it is "auto", a whole number of columns, or what find_slack chose')
@@ -61,7 +61,7 @@ def require_slack(slack: Any) -> None:
 def layer_slack(
     name: str, layer: NestedLayer, slack: Slack | SlackTable, dtype: torch.dtype, activations: Activations
 ) -> int:
-    """The columns that one layer leaves unaligned in its active size; 0 where it is dense whatever the slack."""
+    """The number of columns that a layer leaves unaligned at its active size; 0 if it is dense whatever the slack."""
     if layer_format(layer.matrix_shape, layer.rank) is LayerFormat.DENSE:
         return 0
     if isinstance(slack, SlackTable):

@@ -1,4 +1,4 @@
-"""A deployed size of an elastic artefact, within limits as it is when it is deployed."""
+"""Deploys the largest size of an elastic artefact that is within limits when it is deployed."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,13 +25,13 @@ def deployed_within(
 ) -> tuple[nn.Module, ChainEntry, nn.Module]:
     """The largest size within the limits, as `deploy` returns it, its entry, and the elastic model that it is cut from.
 
-    `max_params` and `max_bytes` hold for what is returned: in its dtype, and with its slack, which the artefact's own
-    count of a size does not know.
+    `max_params` and `max_bytes` apply to the returned model, in its dtype and with its actual slack, which the
+    artefact's own count of a size does not know.
 
     Args:
         directory: of the artefact.
         limits: `budget`, `max_params` and `max_bytes`, as `load_elastic` takes them.
-        dtype: with `device` and `slack` as for `deploy`.
+        dtype: as for `deploy`, like `device` and `slack`.
 
     Raises:
         FlexrankError: no size is within the limits; or an error of `load_elastic`.

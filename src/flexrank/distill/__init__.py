@@ -35,13 +35,13 @@ from flexrank.progress import track
 
 Profiles = ProfileChain | Sequence[Mapping[str, int]]
 Method = Literal["balanced", "paper"]
-#: Bytes of the teacher's outputs that are kept from one pass over a sequence to the next.
+#: Bytes of the teacher's outputs that are cached between passes over a sequence.
 TEACHER_CACHE = 256 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingHistory:
-    """Each step's loss and index of its profile (cheapest first), and their number, with those of interrupted calls."""
+    """Each step's loss and profile index (cheapest first), and the number of steps, including interrupted calls."""
 
     losses: tuple[float, ...]
     profiles: tuple[int, ...]
@@ -49,7 +49,7 @@ class TrainingHistory:
 
 
 class TrainingStep(NamedTuple):
-    """An optimiser step that is done: its number from 0, the index of its profile (cheapest first), loss and rate."""
+    """A completed optimiser step: its number from 0, profile index (cheapest first), loss and learning rate."""
 
     number: int
     profile: int
@@ -60,16 +60,16 @@ class TrainingStep(NamedTuple):
 def distillation_evaluator(
     teacher: nn.Module, batches: Iterable[Batch], objective: Objective | None = None
 ) -> Callable[[nn.Module], float]:
-    """evaluate(model) -> mean objective over `batches` (weighted by their rows), both models in eval mode.
+    """Returns evaluate(model) -> mean objective over `batches` (weighted by target rows), both models in eval mode.
 
-    The teacher runs once; its targets and the batches are kept on its device. The objective is by default that of
-    `default_objective` for the teacher's output. No batches, and one without a real token, are a FlexrankError.
+    The teacher runs once; its targets and the batches stay on its device. The objective defaults to the
+    `default_objective` of the teacher's output. Raises FlexrankError if there are no batches, or one has no real token.
     """
     require_several(batches)
     kept = [to_device(batch, model_device(teacher)) for batch in batches]
     if not kept:
         raise FlexrankError("the evaluator got no batches; it needs at least one")
-    # Not inference_mode: a sharded teacher keeps the memory that it gathers in for training.
+    # Not inference_mode: a sharded teacher keeps its gather buffers, and reuses them in training.
     with eval_mode(teacher), torch.no_grad():
         if objective is None:
             objective = default_objective(call_model(teacher, kept[0]))
@@ -115,44 +115,44 @@ def distill_(
 ) -> TrainingHistory:
     """Trains the elastic model in place: each step draws one profile and follows the frozen teacher.
 
-    Plainly done (`paper`, eq. 6), small sizes, whose losses and gradients are far greater, spoil the large ones. So by
-    default (`balanced`) several profiles share factors alone: a layer that only larger ones leave full has its matrix
-    for them, norms and biases stay, and each profile has gains of inputs and outputs, and additions to biases, of its
-    own, which merge into it, and learn at a rate that falls with the root of the profile's loss. Each loss is divided
-    by the square root of its profile's running mean. The largest profile
-    below the full model is drawn twice as often as any other, and the full model, which so stays as it is, never.
-    AdamW (weight decay of matrices alone), linear warm-up, cosine decay; no dropout, fixed batch norms. Components
-    above a layer's largest trained rank stay as they were. The objective is by default `default_objective`'s.
-    Of several processes each takes its share of every batch's rows; losses and weights are those of one process. A
-    sharded model (`sharding.shard_`) stays so.
+    With plain averaging (`paper`, eq. 6) the small sizes, whose losses and gradients are far larger, degrade the large
+    ones. So by default (`balanced`) several profiles train only the factors in common: a layer that only larger
+    profiles leave full has a separate matrix for them, norms and biases are fixed, and each profile has its own gains
+    of inputs and outputs and additions to biases, which merge into it, and learn at a rate proportional to the square
+    root of the profile's mean loss. Each loss is divided by the square root of its profile's running mean. The largest
+    profile below the full model is drawn twice as often as any other; the full model is never drawn, so it stays as is.
+    The optimiser is AdamW (weight decay on matrices only), with linear warm-up, cosine decay, no dropout and fixed
+    batch norms. Components above a layer's largest trained rank do not change. The objective defaults to
+    `default_objective`. With several processes, each takes its share of the rows of every batch; losses and weights are
+    those of one process. A sharded model (`sharding.shard_`) stays sharded.
 
     Args:
-        batches: a sequence, shuffled anew each pass, whose items never change (else `teacher_cache=0`); or an iterable,
-            taken again and again. One with `state_dict` and `load_state_dict` resumes by them, others by skipping.
+        batches: a sequence, reshuffled on every pass, whose items never change (otherwise set `teacher_cache=0`); or an
+            iterable, repeated as needed. One with `state_dict` and `load_state_dict` resumes by them, others skip.
         chain: its requested profiles are trained; or the profiles themselves, cheapest first.
         method: see above.
-        weights: α, how often each profile is drawn relative to the others; by default as `method` says. Of several
-            profiles `balanced` takes 0 in place of the full model's, which it never draws.
-        accumulation: batches of a step, which weigh as their numbers of tokens or rows do (`Objective.loss`).
-        autocast: torch.bfloat16 for both models to run under it; parameters and optimiser keep their dtypes.
-        optimizer: `adamw_8bit` has states of 8 bits; it, and weights in bfloat16, need torchao.
-        gradient_checkpointing: keep what each block of the stack reads, and run it again to go back: a third more time
-            for a small part of the memory of activations.
-        train_embeddings: else embeddings, and heads tied to them, are frozen, as is what does not require grad. All
-            sizes share them: trained ones take the full model away from the base too.
-        teacher_cache: bytes of the teacher's outputs kept from one pass over a sequence to the next.
-        checkpoint: a directory, from which a call resumes to the same bits; written every `checkpoint_every` steps, and
-            after the step that runs on Ctrl-C or SIGTERM, which then ends the call with a KeyboardInterrupt.
-        on_step: called after each step, to log it; resumed, from the checkpoint's step on.
+        weights: α, how often each profile is drawn relative to the others; by default as `method` says. With several
+            profiles `balanced` sets that of the full model to 0, because it never draws it.
+        accumulation: batches per step, weighted by their numbers of tokens or rows (`Objective.loss`).
+        autocast: torch.bfloat16 to run both models under autocast; parameters and optimiser keep their dtypes.
+        optimizer: `adamw_8bit` has 8-bit states; it, and weights in bfloat16, need torchao.
+        gradient_checkpointing: store only the inputs of each block of the stack, and run it again in the backward pass:
+            a third more time for a small part of the memory of activations.
+        train_embeddings: by default embeddings, and heads tied to them, are frozen, as is what does not require grad.
+            All sizes share them: training them also moves the full model away from the base model.
+        teacher_cache: bytes of the teacher's outputs cached between passes over a sequence.
+        checkpoint: a directory, from which a call resumes bit for bit; written every `checkpoint_every` steps, at the
+            end, and after the current step on Ctrl-C or SIGTERM, which then ends the call with a KeyboardInterrupt.
+        on_step: called after each step, to log it; a resumed call starts from the checkpoint's step.
 
     Raises:
         FlexrankError: wrong settings, no batches, a batch without a real token, float16, profiles of another model or
-            not cheapest first, a loss that is not finite, or a foreign checkpoint.
+            not cheapest first, a loss that is not finite, or another run's checkpoint.
     """
     counts = {"steps": steps, "accumulation": accumulation, "checkpoint_every": checkpoint_every}
     _check(model, teacher, optimizer, autocast, counts)
     profiles = profiles_of(chain, model)
-    steps, accumulation, seed = int(steps), int(accumulation), int(seed)  # numpy's are no JSON
+    steps, accumulation, seed = int(steps), int(accumulation), int(seed)  # numpy integers are not JSON
     _check_numbers(learning_rate=learning_rate, max_norm=max_norm)
     _check_numbers(allow_zero=True, weight_decay=weight_decay, warmup_steps=warmup_steps)
     is_balanced = _is_balanced(method)
@@ -209,9 +209,9 @@ def _train(
 
 
 def profiles_of(chain: Profiles, model: nn.Module) -> list[dict[str, int]]:
-    """The requested profiles of a chain, or those given, cheapest first.
+    """The requested profiles of a chain, or the given profiles, cheapest first.
 
-    It is a FlexrankError if there are none, if one does not fit the elastic model, or if they are in another order.
+    Raises FlexrankError if there are none, if one does not fit the elastic model, or if they are in another order.
     """
     profiles = [entry.profile for entry in chain.requested] if isinstance(chain, ProfileChain) else chain
     if not isinstance(profiles, Sequence) or not all(isinstance(profile, Mapping) for profile in profiles):
@@ -255,7 +255,7 @@ def _is_balanced(method: str) -> bool:
 def _weights(
     weights: Sequence[float] | None, method: Method, model: nn.Module, profiles: Sequence[Mapping[str, int]]
 ) -> list[float]:
-    """`drawn_weights` of those that were given, if they fit, or of the method's own."""
+    """The `drawn_weights` of the given weights or the method. Raises FlexrankError if the given ones do not fit."""
     if weights is not None and (len(weights) != len(profiles) or not all(0 < weight < math.inf for weight in weights)):
         wanted = f"give {len(profiles)} positive numbers, one for each profile"
         raise FlexrankError(f"weights {list(weights)} do not fit; {wanted}")

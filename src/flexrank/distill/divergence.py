@@ -7,22 +7,22 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-#: Logits of one chunk, on a CPU and elsewhere: a CPU keeps its few float32 copies, 512 KiB each, in its cache.
+#: Logits per chunk, on a CPU and elsewhere: a chunk's few float32 copies, 512 KiB each, stay in a CPU's cache.
 CPU_CHUNK, LARGE_CHUNK = 2**17, 2**24
 Divergence = Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor | None]]  #: as `_divergence`
 
 
 def total_divergence(student: Tensor, target: Tensor, temperature: float, chunk: int | None, lumped: bool) -> Tensor:
-    """T²·KL at temperature T, the sum over rows; the gradient flows into `student` (rows, classes), once.
+    """T²·KL at temperature T, summed over rows; its gradient, into `student` (rows, classes), can be taken only once.
 
-    The target is the teacher's logits, or where `lumped`, its `likeliest` classes; `chunk` counts rows.
+    The target is the teacher's logits or, if `lumped`, its `likeliest` classes; `chunk` is a number of rows.
     """
     divergence = _lumped_divergence if lumped else _divergence
     return _TotalDivergence.apply(student, target, temperature, _chunk_rows(chunk, student), divergence)
 
 
 def likeliest(logits: Tensor, temperature: float, count: int, chunk: int | None) -> Tensor:
-    """(rows, 2k+1) float32: the k largest log-probabilities, that of all other classes, and the k classes' numbers."""
+    """(rows, 2k+1) in float32: the k largest log-probabilities, that of all other classes, and the k class indices."""
     parts = []
     for part in logits.split(_chunk_rows(chunk, logits)):
         log_probability = _log_probability(part, temperature)
@@ -37,7 +37,7 @@ def _chunk_rows(chunk: int | None, logits: Tensor) -> int:
 
 
 def _log_probability(logits: Tensor, temperature: float) -> Tensor:
-    """float32; at temperature 1 without a pass for the division."""
+    """Log-probabilities in float32; temperature 1 saves the pass for the division."""
     logits = logits.float()
     return (logits if temperature == 1 else logits / temperature).log_softmax(-1)
 
@@ -45,7 +45,7 @@ def _log_probability(logits: Tensor, temperature: float) -> Tensor:
 def _divergence(
     student: Tensor, teacher: Tensor, temperature: float, wants_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Σ KL(softmax(t/T) ‖ softmax(s/T)) over rows, float64, and T times its gradient, softmax(s/T) − softmax(t/T)."""
+    """Σ KL(softmax(t/T) ‖ softmax(s/T)) over rows in float64, and T times its gradient: softmax(s/T) − softmax(t/T)."""
     log_student, log_teacher = _log_probability(student, temperature), _log_probability(teacher, temperature)
     probability = log_teacher.exp()
     # A class that the teacher rules out adds nothing, whatever the student gives it; 0 times -inf would be NaN.
@@ -57,7 +57,7 @@ def _divergence(
 def _lumped_divergence(
     student: Tensor, target: Tensor, temperature: float, wants_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """As `_divergence`, over the classes of a `likeliest` target and one class of all others.
+    """As `_divergence`, over the classes of a `likeliest` target and one class for all others.
 
     The gradient at a class of probability q is q − p for the likeliest, and q·(1 − p_rest/q_rest) for the others.
     """
@@ -68,27 +68,27 @@ def _lumped_divergence(
     log_student_kept = log_student.gather(1, classes)
     log_student_rest = log_student.scatter(1, classes, -torch.inf).logsumexp(-1, keepdim=True)
     kept, rest = log_kept.exp(), log_rest.exp()
-    # At k = V no class is left over, and a teacher may give those left over no probability: they add nothing then.
+    # At k = V there are no other classes, and below it the teacher may give them no probability: they then add nothing.
     surplus = (log_rest - log_student_rest).masked_fill(log_rest == -torch.inf, -torch.inf)
     lost = rest * surplus.masked_fill(rest == 0, 0)
     surprise = kept * (log_kept - log_student_kept).masked_fill(kept == 0, 0)
     total = surprise.sum(dtype=torch.float64) + lost.sum(dtype=torch.float64)
     if not wants_gradient:
         return total, None
-    # The difference of two exponentials, for the ratio of the rests alone may overflow.
+    # A difference of two exponentials, because the ratio of the rests by itself may overflow.
     gradient = log_student.exp() - (log_student + surplus).exp_()
     return total, gradient.scatter_(1, classes, log_student_kept.exp() - kept)
 
 
 class _TotalDivergence(torch.autograd.Function):
-    """The sum over rows of T² times a divergence; the forward takes the gradient too, in the student's dtype."""
+    """T² times a divergence, summed over rows; the forward also computes the gradient, in the student's dtype."""
 
     @staticmethod
     def forward(
         ctx: Any, student: Tensor, teacher: Tensor, temperature: float, chunk: int, divergence: Divergence
     ) -> Tensor:
         total = student.new_zeros((), dtype=torch.float64)
-        gradient = torch.empty_like(student) if ctx.needs_input_grad[0] else None  # a probe takes none
+        gradient = torch.empty_like(student) if ctx.needs_input_grad[0] else None  # a probe needs none
         for start in range(0, len(student), chunk):
             part = slice(start, start + chunk)
             added, slope = divergence(student[part], teacher[part], temperature, gradient is not None)
@@ -101,7 +101,7 @@ class _TotalDivergence(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """Scales the gradient in place, for a copy would be as large as the logits: this works once."""
+        """Scales the gradient in place, because a copy would be as large as the logits, so it works only once."""
         gradient, ctx.gradient = ctx.gradient, None
         if gradient is None:
             raise RuntimeError("the gradient of this divergence was already taken; it is not kept for a second time")

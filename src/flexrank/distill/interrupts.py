@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while a model is trained: the step that runs is finished and saved first."""
+"""Ctrl-C and SIGTERM during training: the current step is finished and saved first."""
 
 import contextlib
 import logging
@@ -14,10 +14,10 @@ log = logging.getLogger("flexrank")
 
 @contextlib.contextmanager
 def deferred(is_wanted: bool = True) -> Iterator[Callable[[], bool]]:
-    """Inside the block a Ctrl-C or SIGTERM is only noted, and the function that is given tells of it.
+    """Inside the block a Ctrl-C or SIGTERM is only noted; the yielded function returns whether there was one.
 
-    A second one is a KeyboardInterrupt at once, but not under torchrun, which repeats a Ctrl-C to its processes. Where
-    it is not wanted, or in a thread that gets no signals, all stays as it is, and the function says False.
+    A second one raises KeyboardInterrupt at once, except with several processes, because torchrun repeats a Ctrl-C to
+    them. If not `is_wanted`, or in a thread that gets no signals, nothing changes, and the function returns False.
     """
     noted: list[int] = []
     if not is_wanted or threading.current_thread() is not threading.main_thread():

@@ -1,4 +1,4 @@
-"""The losses of the distillation family, one class for each kind of output."""
+"""The distillation losses, one class for each kind of output."""
 
 import dataclasses
 import enum
@@ -15,29 +15,29 @@ from flexrank.errors import FlexrankError
 
 
 class Objective(Protocol):
-    """A loss between a student's output and what is kept of the teacher's."""
+    """A loss between a student's output and a target made from the teacher's output."""
 
     def target(self, output: Any, batch: Batch) -> Tensor:
-        """What the loss needs of the teacher's output; detached."""
+        """What the loss needs from the teacher's output, detached."""
 
     def loss(self, output: Any, target: Tensor, batch: Batch) -> Tensor:
         """Scalar loss of a student's output, lower is better; its gradient flows into the output.
 
-        Where several processes share a batch, they need its `terms(output, target, batch)` too: the `Quotient`s whose
-        sum the loss is, so that each process has the numerators and denominators of its rows. Where a step takes
-        several batches, each weighs as much as its first denominator, and without `terms` all weigh the same.
+        If several processes share a batch, the objective also needs `terms(output, target, batch)`: the `Quotient`s
+        that sum to the loss, so that each process has the numerators and denominators of its rows. If a step takes
+        several batches, each is weighted by its first denominator; without `terms` all have the same weight.
         """
 
 
 class FisherObjective(Objective, Protocol):
-    """An objective whose gradients calibration can weigh outputs by."""
+    """An objective with gradients by which calibration can weight outputs."""
 
     def fisher_loss(self, output: Any, batch: Batch) -> Tensor:
-        """Scalar whose gradients at a layer's output have the Fisher information as second moment, in expectation."""
+        """A scalar whose gradient at a layer's output has the Fisher information as its expected second moment."""
 
 
 class Quotient(NamedTuple):
-    """A term of a loss: numerator over denominator, both of them sums over a batch's rows."""
+    """A term of a loss: numerator over denominator, both of which are sums over a batch's rows."""
 
     numerator: Tensor
     denominator: Tensor | int
@@ -58,15 +58,15 @@ class _Quotients:
 
 @dataclasses.dataclass(frozen=True)
 class LogitObjective(_Quotients):
-    """T²·KL(teacher ‖ student) at temperature T, a mean over real tokens (language) or over rows (classification).
+    """T²·KL(teacher ‖ student) at temperature T, averaged over real tokens (language) or over rows (classification).
 
     Logits are (B, T, V), masked by the batch's attention mask, or (B, classes). They are compared in float32, `chunk`
     rows at a time, so that no full float32 copy of them exists. With `top_k` the divergence is between distributions
-    over the teacher's k likeliest classes and one class of all others: never above the full divergence, and equal to it
-    at k = V. A target then takes 4·(2k+1) bytes per row in place of V logits, so that far more targets can be kept;
-    with hidden states, which are kept in the target's dtype, as many numbers more as they are wide.
-    `hidden_weight` times ‖h − h*‖² / ‖h*‖² of the last hidden states, those that the logits are made of, is richer
-    supervision for training a language model, which then returns `hidden_states`; probe with weight 0.
+    over the teacher's k likeliest classes and one class for all others: never above the full divergence, and equal to
+    it at k = V. A target then takes 4·(2k+1) bytes per row in place of V logits, so that far more targets can be
+    cached; hidden states add as many numbers as they are wide, in the target's dtype.
+    `hidden_weight` times ‖h − h*‖² / ‖h*‖² of the last hidden states, from which the logits are computed, is richer
+    supervision for training a language model, which must then return `hidden_states`; probe with weight 0.
     """
 
     temperature: float = 1.0
@@ -83,7 +83,7 @@ class LogitObjective(_Quotients):
             raise FlexrankError(f"temperature is {self.temperature}; it must be above 0")
 
     def target(self, output: Any, batch: Batch) -> Tensor:
-        """The teacher's logits of real tokens, (rows, classes); with `top_k` its `likeliest` classes; then states."""
+        """The teacher's logits of real tokens (rows, classes), or with `top_k` its `likeliest` classes; then states."""
         logits = _real_rows(output_tensor(output), batch).detach()
         target = logits if self.top_k is None else likeliest(logits, self.temperature, self.top_k, self.chunk)
         if not self.hidden_weight:
@@ -91,7 +91,7 @@ class LogitObjective(_Quotients):
         return torch.cat([target, _real_rows(_last_hidden(output), batch).detach().to(target.dtype)], -1)
 
     def terms(self, output: Any, target: Tensor, batch: Batch) -> list[Quotient]:
-        """The divergence over rows, and the error of hidden states over their own squares."""
+        """The divergence over the number of rows, and the squared error of hidden states over the target's squares."""
         logits, errors = _real_rows(output_tensor(output), batch), list[Quotient]()
         if self.hidden_weight:
             hidden = _real_rows(_last_hidden(output), batch)
@@ -117,12 +117,12 @@ class EmbeddingObjective(_Quotients):
     hidden_weight: float = 0.0
 
     def target(self, output: Any, batch: Batch) -> Tensor:
-        """The teacher's embeddings (B, d), or its token states (B, T, d) where the token term needs them."""
+        """The teacher's embeddings (B, d), or its token states (B, T, d) if the token term needs them."""
         hidden = output_tensor(output).detach()
         return hidden if self.hidden_weight else mean_pool(hidden, output_mask(batch))
 
     def terms(self, output: Any, target: Tensor, batch: Batch) -> list[Quotient]:
-        """One less the cosine over rows, and the error of token states over their own squares."""
+        """One minus the cosine, over the number of rows, and the squared error of token states over the target's."""
         hidden, mask = output_tensor(output), output_mask(batch)
         pooled = mean_pool(target, mask) if self.hidden_weight else target
         distances = 1 - (mean_pool(hidden, mask) * pooled).sum(-1)
@@ -130,7 +130,7 @@ class EmbeddingObjective(_Quotients):
         return [Quotient(distances.sum(), len(distances)), *errors]
 
     def fisher_loss(self, output: Any, batch: Batch) -> Tensor:
-        """Random normal projection of the embeddings: its gradient's second moment is that of their Jacobian."""
+        """A random normal projection of the embeddings: its gradient's second moment is that of their Jacobian."""
         pooled = mean_pool(output_tensor(output), output_mask(batch))
         return (pooled * torch.randn_like(pooled)).sum()
 
@@ -144,15 +144,15 @@ class FeatureObjective(_Quotients):
         return output_tensor(output).detach()
 
     def terms(self, output: Any, target: Tensor, batch: Batch) -> list[Quotient]:
-        """The squared error over the features' own squares."""
+        """The squared error over the target's squares."""
         hidden, mask = output_tensor(output), None
         if hidden.ndim == 3:
             mask = output_mask(batch)
-        fits = mask is not None and mask.shape == hidden.shape[:2]  # a mask of sounds has other lengths than features
+        fits = mask is not None and mask.shape == hidden.shape[:2]  # an audio mask has other lengths than features
         return [_relative_error(hidden, target, mask if fits else None)]
 
     def fisher_loss(self, output: Any, batch: Batch) -> Tensor:
-        """Random normal projection of the features."""
+        """A random normal projection of the features."""
         hidden = output_tensor(output).float()
         return (hidden * torch.randn_like(hidden)).sum()
 
@@ -160,7 +160,7 @@ class FeatureObjective(_Quotients):
 def objective_for(
     task: str, *, temperature: float = 1.0, hidden_weight: float = 0.0, top_k: int | None = None
 ) -> FisherObjective:
-    """The objective of a task: language, classification, embedding or features; each uses the settings it has."""
+    """The objective of a task: language, classification, embedding or features; each uses the settings that it has."""
     if task in ("language", "classification"):
         return LogitObjective(temperature, top_k=top_k, hidden_weight=hidden_weight if task == "language" else 0.0)
     if task == "embedding":
@@ -171,29 +171,29 @@ def objective_for(
 
 
 def has_terms(objective: Objective) -> bool:
-    """Whether it has `terms` that its loss is the sum of: a class that has a loss of its own and none has not."""
+    """Whether the objective's loss is the sum of its `terms`: not so if a class overrides only `loss`."""
     kinds = [kind for kind in type(objective).__mro__ if {"terms", "loss"} & vars(kind).keys()]
     return bool(kinds) and "terms" in vars(kinds[0])
 
 
 def describe(objective: Objective | None) -> str:
-    """What a checkpoint knows an objective by, alike in every process: its class, and its settings."""
+    """The text by which a checkpoint identifies an objective, the same in every process: its class and settings."""
     if objective is None or dataclasses.is_dataclass(objective):
-        return re.sub(" at 0x[0-9a-fA-F]+", "", repr(objective))  # an object's place in this process
+        return re.sub(" at 0x[0-9a-fA-F]+", "", repr(objective))  # an object's address in this process
     kind = type(objective)
     settings = {name: value for name, value in getattr(objective, "__dict__", {}).items() if _is_setting(value)}
     return f"{kind.__module__}.{kind.__qualname__}{settings}"
 
 
 def _is_setting(value: Any) -> bool:
-    """Whether it is a plain value, or some of them: tensors and empty containers may be what a forward leaves."""
+    """Whether the value is a simple one, or holds only such: tensors and empty containers may be left by a forward."""
     if isinstance(value, list | tuple | dict):
         return bool(value) and all(map(_is_setting, value.values() if isinstance(value, dict) else value))
     return value is None or isinstance(value, str | int | float | torch.dtype | enum.Enum)
 
 
 def default_objective(output: Any) -> Objective:
-    """The objective that fits a model's output: divergence where it has logits, relative error of features else."""
+    """The objective that fits a model's output: divergence if it has logits, otherwise relative error of features."""
     return FeatureObjective() if getattr(output, "logits", None) is None else LogitObjective()
 
 
@@ -208,7 +208,7 @@ def _real_rows(values: Tensor, batch: Batch) -> Tensor:
 
 
 def _last_hidden(output: Any) -> Tensor:
-    """A language model's last hidden states (B, T, d), of an encoder-decoder its decoder's."""
+    """A language model's last hidden states (B, T, d), which are the decoder's in an encoder-decoder."""
     for field in ("hidden_states", "decoder_hidden_states"):
         states = getattr(output, field, None)
         if states is not None:

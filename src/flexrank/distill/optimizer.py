@@ -1,4 +1,4 @@
-"""AdamW in the precision that memory allows: 16, 10, 8 or 6 bytes for each trained number, gradients included."""
+"""AdamW in the precision that memory allows: 16, 10, 8 or 6 bytes per trained parameter, gradients included."""
 
 import contextlib
 import logging
@@ -14,14 +14,14 @@ from flexrank.nn.sharding import sharded_parameters
 
 #: `adamw_8bit` keeps its states in blocks of 8-bit codes (torchao), at a quarter of float32's memory.
 OptimizerName = Literal["adamw", "adamw_8bit"]
-#: The learning rate of the vectors of the size with the greatest loss, over that of all else: few steps are theirs.
+#: The learning rate of the vectors of the size with the largest loss, over that of all else: they get few of the steps.
 VECTORS_RATE = 4.0
-#: Loggers that warn, as torchao is imported, of kernels for other devices and of deprecations inside it.
+#: Loggers that warn, when torchao is imported, about kernels for other devices and deprecations inside it.
 LOUD = "torchao", "torch.utils._pytree"
 
 
 def require_known(name: str) -> None:
-    """Raises FlexrankError unless it is an optimiser's name."""
+    """Raises FlexrankError unless `name` is that of an optimiser."""
     if name not in ("adamw", "adamw_8bit"):
         raise FlexrankError(f"optimizer {name!r} is unknown; it is adamw or adamw_8bit")
 
@@ -34,12 +34,12 @@ def make_optimizer(
     name: OptimizerName = "adamw",
     **adam: Any,
 ) -> torch.optim.Optimizer:
-    """AdamW, with decay of matrices alone; `scale` of a group is what a schedule's rate is multiplied by there.
+    """Returns AdamW, with weight decay on matrices only; a group's `scale` multiplies the scheduled learning rate.
 
-    `adam` are further settings of AdamW: `betas` and `eps`.
+    `adam` holds further settings of AdamW: `betas` and `eps`.
 
-    Weights in bfloat16, and states in 8 bits, need torchao's. It rounds such weights up or down by chance: steps far
-    below their precision move them in the mean.
+    Weights in bfloat16, and 8-bit states, need torchao's AdamW. It rounds such weights stochastically, so that steps
+    far below their precision move them on average.
     """
     require_known(name)
     modules = [module for module in model.modules() if isinstance(module, SizeVectors)]
@@ -52,7 +52,7 @@ def make_optimizer(
         {"params": [one for one in matrices if one not in parts], "weight_decay": weight_decay, "scale": 1.0},
         {"params": vectors, "weight_decay": 0.0, "scale": 1.0},
         {"params": [one for one in trainable.values() if one in own], "weight_decay": 0.0, "scale": VECTORS_RATE},
-        # Last: what is whole in all processes is so rounded by the same draws, however large their parts are.
+        # Last, so that unsharded parameters are rounded by the same draws in all processes, whatever the parts' sizes.
         {"params": [one for one in matrices if one in parts], "weight_decay": weight_decay, "scale": 1.0},
     ]
     groups = [group for group in groups if group["params"]]
@@ -65,7 +65,7 @@ def make_optimizer(
 
 
 def scale_vectors_(optimizer: torch.optim.Optimizer, model: nn.Module, shares: Callable[[], list[float]]) -> None:
-    """Lets the optimiser's steps move each size's vectors by a share of their way: `shares()` has one for each size."""
+    """Scales the optimiser's steps of each size's vectors by that size's entry of `shares()`."""
     modules = [module for module in model.modules() if isinstance(module, SizeVectors)]
     vectors = [one for module in modules for one in module.parameters()]
     before = list[Tensor]()
@@ -75,7 +75,7 @@ def scale_vectors_(optimizer: torch.optim.Optimizer, model: nn.Module, shares: C
 
     @torch.no_grad()
     def scale(*_: Any) -> None:
-        share = torch.tensor(shares(), device=vectors[0].device)[:, None]  # to the device but once
+        share = torch.tensor(shares(), device=vectors[0].device)[:, None]  # moved to the device only once
         for one, old in zip(vectors, before, strict=True):
             one.copy_(torch.lerp(old, one, share.to(one)))
 
@@ -84,7 +84,7 @@ def scale_vectors_(optimizer: torch.optim.Optimizer, model: nn.Module, shares: C
 
 
 def torchao_optimizers() -> Any:
-    """The optimisers of torchao, imported without its warnings of kernels that this machine has no use for."""
+    """The optimisers of torchao, imported without its warnings about kernels that this machine does not need."""
     levels = {log: log.level for log in map(logging.getLogger, LOUD)}
     for log in levels:
         log.setLevel(logging.ERROR)
@@ -97,16 +97,16 @@ def torchao_optimizers() -> Any:
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Sets the learning rate of every group, scaled as the group says."""
+    """Sets the learning rate of every group, multiplied by the group's `scale`."""
     for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):  # torchao's, which may not be exchanged
+        if isinstance(group["lr"], Tensor):  # torchao's, which must not be replaced
             group["lr"].fill_(rate * group.get("scale", 1.0))
         else:
             group["lr"] = rate * group.get("scale", 1.0)
 
 
 def update(optimizer: torch.optim.Optimizer, seed: int) -> None:
-    """Takes the optimiser's step; what it draws to round comes from `seed` alone, and torch's own state is left."""
+    """Takes the optimiser's step; its random rounding depends on `seed` alone, and torch's random state is restored."""
     if isinstance(optimizer, torch.optim.AdamW):
         optimizer.step()
         return
@@ -120,7 +120,7 @@ def update(optimizer: torch.optim.Optimizer, seed: int) -> None:
 
 
 def states_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """The optimiser's tensors of a parameter by name; of a state in 8 bits its parts, named after it."""
+    """The optimiser's tensors of a parameter by name; an 8-bit state gives its parts, as `state//part`."""
     tensors: dict[str, Tensor] = {}
     for key, value in optimizer.state.get(parameter, {}).items():
         if hasattr(value, "__tensor_flatten__"):
@@ -132,7 +132,7 @@ def states_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict
 
 
 def make_states_(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
-    """Takes a step of these parameters, which makes their states: all of it is to be filled with other values."""
+    """Creates the states of these parameters by taking a step; the caller then overwrites parameters and states."""
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     update(optimizer, 0)

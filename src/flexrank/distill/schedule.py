@@ -1,4 +1,4 @@
-"""Which profile and batches a step trains, and at what learning rate; a resumed run repeats them."""
+"""The profile, batches and learning rate of each step; a resumed run repeats them."""
 
 import dataclasses
 import functools
@@ -15,9 +15,9 @@ from flexrank.errors import FlexrankError
 
 #: How often `balanced` draws the largest profile below the full model, relative to any other.
 LARGEST_WEIGHT = 2.0
-#: Of a running mean of losses: the share that a new loss leaves of it, and its least share of the greatest mean.
+#: For a running mean of losses: the old mean's weight in an update, and the floor relative to the largest mean.
 MEMORY, LEAST_LOSS = 0.9, 1e-4
-#: Several processes compare their first batch, and then one of so many: loaders may part later, as in another pass.
+#: Several processes compare their first batch, then one in this many: loaders may diverge later, as on another pass.
 COMPARED_EVERY = 100
 
 
@@ -42,7 +42,7 @@ class Schedule:
             point -= weight
             if point < 0:
                 return index
-        return max(index for index, weight in enumerate(self.weights) if weight)  # by rounding
+        return max(index for index, weight in enumerate(self.weights) if weight)  # reached only by rounding
 
     def rate(self, step: int) -> float:
         """The learning rate of the step."""
@@ -50,9 +50,9 @@ class Schedule:
 
 
 def default_weights(method: str, is_full: Sequence[bool]) -> list[float]:
-    """How often `method` draws each profile relative to the others, cheapest first; `is_full` is of the full model.
+    """How often `method` draws each profile relative to the others, cheapest first; `is_full` marks the full model.
 
-    Of `balanced` the full model is never drawn, for it is the base: it shares nothing that is trained.
+    `balanced` never draws the full model, because it is the base model: it shares nothing that is trained.
     """
     if method != "balanced" or all(is_full):
         return [1.0] * len(is_full)
@@ -62,7 +62,7 @@ def default_weights(method: str, is_full: Sequence[bool]) -> list[float]:
 
 
 def drawn_weights(given: Sequence[float] | None, method: str, is_full: Sequence[bool]) -> list[float]:
-    """The weights that were given, or the method's own; of `balanced` that of the full model is 0 in either case."""
+    """The given weights, or the method's defaults; `balanced` sets the full model's to 0 in either case."""
     if given is None:
         return default_weights(method, is_full)
     leaves_full = method == "balanced" and not all(is_full)
@@ -78,7 +78,7 @@ def scheduled_rate(step: int, steps: int, peak: float, warmup: int) -> float:
 
 
 class UsualLosses:
-    """The running mean of each profile's losses, as consolidation has seen them so far: `means`, by its index."""
+    """The running mean of each profile's losses so far in consolidation: `means`, by profile index."""
 
     def __init__(self, losses: Sequence[float], choices: Sequence[int]):
         self.means: dict[int, float] = {}
@@ -90,16 +90,16 @@ class UsualLosses:
         self.means[choice] = MEMORY * self.means.get(choice, loss) + (1 - MEMORY) * loss
 
     def of(self, choice: int) -> float | None:
-        """The mean of a profile, None before its first step.
+        """The running mean of a profile's losses, or None before its first step.
 
-        At least LEAST_LOSS of the greatest: a size that is as good as the teacher has nothing but rounding to learn.
+        It is at least LEAST_LOSS of the largest: a size as good as the teacher has only rounding errors to learn.
         """
         if choice not in self.means:
             return None
         return max(self.means[choice], LEAST_LOSS * max(self.means.values()))
 
     def shares(self, places: Sequence[int], count: int) -> list[float]:
-        """Of `count` sizes the root of each one's mean over the greatest; 1 before its first step.
+        """For each of `count` sizes, the square root of its mean loss over the largest; 1 before its first step.
 
         A loss grows with the square of the distance from the teacher. The profile of index i is the size `places[i]`.
         """
@@ -110,16 +110,16 @@ class UsualLosses:
 
 
 class Feed:
-    """Batches without end. A sequence is shuffled by (seed, pass); an iterable is taken in its own order."""
+    """Batches without end. A sequence is shuffled by (seed, pass); an iterable keeps its own order."""
 
     def __init__(self, batches: Sequence[Batch] | Iterable[Batch], seed: int):
         require_several(batches)
         self._batches, self._seed, self._count = batches, seed, 0
-        self._given = 0  # since this start
+        self._given = 0  # batches since this process started
         self._iterator: Iterator[Batch] = iter(())
 
     def next(self) -> tuple[int | None, Batch]:
-        """The next batch, and its place in the sequence (None where the batches are an iterable)."""
+        """The next batch's index in the sequence (None if the batches are an iterable), and the batch."""
         index, batches = None, self._batches
         if isinstance(batches, Sequence) and batches:
             epoch, position = divmod(self._count, len(batches))
@@ -134,37 +134,37 @@ class Feed:
         return index, batch
 
     def _require_alike(self, batch: Batch) -> None:
-        """Raises FlexrankError unless all processes got this batch, of which each takes its share of the rows."""
+        """Raises FlexrankError unless all processes got the same batch, because each takes its share of the rows."""
         if not processes.is_alike(digest_batch(batch)):
             right = "give all the same, without a DistributedSampler and shuffled by one seed"
             raise FlexrankError(f"processes got other batches; each takes its rows of every batch: {right}")
 
     def _next_of_iterable(self) -> Batch:
-        for _ in range(3):  # one pass that is at its end, and one of a loader that was restored at the end of its own
+        for _ in range(3):  # the current pass may be at its end, and so may the pass of a loader that was restored
             for batch in self._iterator:
                 return batch
             self._iterator = iter(self._batches)
         raise FlexrankError("distillation got no batches; it needs some, which an iterable gives again on each pass")
 
     def state(self) -> dict[str, Any]:
-        """Its place, as a JSON object."""
+        """The position in the data, as a JSON object that may hold tensors."""
         own, generator = getattr(self._batches, "state_dict", None), self._generator()
         drawn = None if generator is None else generator.get_state()
         return {"count": self._count, "loader": own() if callable(own) else None, "generator": drawn}
 
     def _generator(self) -> torch.Generator | None:
-        """That which a loader shuffles by, if it has its own."""
+        """The generator by which a loader shuffles, if it has one."""
         generator = getattr(self._batches, "generator", None)
         return generator if isinstance(generator, torch.Generator) else None
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues from a `state`: by the loader's own means where it has them, else by skipping."""
+        """Continues from a `state`: by the loader's `load_state_dict` if it has one, otherwise by skipping batches."""
         if not isinstance(self._batches, Sequence):
             load = getattr(self._batches, "load_state_dict", None)
             if callable(load) and state["loader"] is not None:
                 load(state["loader"])
                 self._iterator = iter(self._batches)
-                # torchdata's begins its pass again, and has then drawn once more than the loader whose state this is.
+                # torchdata's restarts its pass, and has then drawn once more than the loader whose state this is.
                 generator, drawn = self._generator(), state.get("generator")
                 if generator is not None and drawn is not None:
                     generator.set_state(drawn)

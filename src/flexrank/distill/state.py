@@ -1,9 +1,9 @@
 """The checkpoint of an interrupted consolidation.
 
-Files of safetensors have the parameters, the optimiser's states and tensors of the data loader's: `state.safetensors`,
-or where the model is sharded each process's part, by torch.distributed.checkpoint. `state.json` has the rest, a
-checksum of itself and one of each file: a bit that a disk has lost ends the run, and is not trained on. Any number of
-processes resumes from any other's, sharded or not.
+safetensors files hold the parameters, the optimiser's states and the tensors of the data loader's state:
+`state.safetensors`, or for a sharded model each process's part, by torch.distributed.checkpoint. `state.json` holds the
+rest, a checksum of itself and one of each file: a corrupted bit ends the run instead of being trained on. Any number of
+processes can resume from the checkpoint of any other number, sharded or not.
 """
 
 import contextlib
@@ -23,14 +23,14 @@ from flexrank.errors import FlexrankError
 from flexrank.files import digest_files, directory_aside, read_document, verify_files, write_document
 from flexrank.nn.sharding import Place, as_global
 
-#: Begins the name of a tensor that is a part of a data loader's state; in JSON the name is its stand-in.
+#: Prefix of the name of a tensor in a data loader's state; in the JSON the name stands for the tensor.
 LOADER = "//loader/"
 DOCUMENT, KIND = "state.json", "checkpoint"
 
 
 @dataclasses.dataclass
 class State:
-    """What a resumed run needs; loaded from `path` if there is a checkpoint, and without a path not saved."""
+    """What a resumed run needs; loaded from `path` if that has a checkpoint, and not saved if `path` is None."""
 
     path: str | Path | None
     settings: dict[str, Any]
@@ -47,7 +47,7 @@ class State:
 
     @property
     def step(self) -> int:
-        """Steps taken."""
+        """The number of steps taken."""
         return len(self.losses)
 
     def advance(self, loss: float, choice: int) -> None:
@@ -56,7 +56,7 @@ class State:
         self.choices.append(choice)
 
     def save(self) -> None:
-        """Replaces the checkpoint, whole or not at all; process 0 writes, of a sharded model all do.
+        """Replaces the checkpoint atomically; process 0 writes it, or all processes if the model is sharded.
 
         The others wait as long as the disk takes.
         """
@@ -84,7 +84,7 @@ class State:
             self._describe(aside, progress, digest_files(aside))
 
     def _contents(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """All tensors by name, and what else a checkpoint has."""
+        """All tensors by name, and the other contents of a checkpoint."""
         tensors = dict(self._tensors())
         feed = _without_tensors(self.feed.state(), tensors)
         return tensors, {"losses": self.losses, "choices": self.choices, "feed": feed}
@@ -97,7 +97,7 @@ class State:
         write_document(directory / DOCUMENT, KIND, {"settings": self.settings, **progress, "files": dict(digests)})
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and their states by name, those that are divided as shards of the whole."""
+        """Parameters and their optimiser states by name; sharded ones are shards of the full tensor."""
         for name, parameter in self.trainable.items():
             place = self.sharded.get(parameter)
             for key, value in {name: parameter.detach(), **self._states(name, parameter)}.items():
@@ -131,7 +131,7 @@ class State:
         self.feed.restore(_with_tensors(state["feed"], tensors))
 
     def _require_fitting(self, path: Path, keys: set[str]) -> None:
-        """Raises FlexrankError unless the checkpoint's parameters are those trained here; makes the states it has."""
+        """Raises FlexrankError unless the checkpoint's parameters are those trained here; creates the states it has."""
         keys = {key for key in keys if not key.startswith(LOADER)}
         for name in {key for key in keys if "//" not in key} ^ self.trainable.keys():
             what = "no trainable parameter" if name in self.trainable else "a parameter not trained here,"
@@ -141,10 +141,10 @@ class State:
 
 
 def _without_tensors(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """The value with names in place of its tensors, which are put into `tensors`; keys are texts, as JSON has them."""
+    """The value with names in place of its tensors, which go into `tensors`; keys become strings, as in JSON."""
     if isinstance(value, Tensor):
         name = f"{LOADER}{len(tensors)}"
-        tensors[name] = value.clone()  # safetensors refuses two names of one memory
+        tensors[name] = value.clone()  # safetensors refuses two names for the same memory
         return name
     if isinstance(value, Mapping):
         return {str(key): _without_tensors(one, tensors) for key, one in value.items()}

@@ -22,41 +22,41 @@ from flexrank.nn.sharding import sharded_parameters
 from flexrank.nn.switch import kept_sizes, layer_shapes, nested_layers, require_fitting, set_profile, use_profile
 from flexrank.profiles.costs import full_ranks, profile_parameters
 
-Item = tuple[int | None, Batch]  #: a batch, and its place in a sequence that gives it again (None: in none)
+Item = tuple[int | None, Batch]  #: a batch's index in the sequence that repeats it (None without one), and the batch
 
 
 class Targets:
-    """The teacher's targets; those of a sequence's batches are kept for later passes, up to `limit` bytes."""
+    """The teacher's targets; those for a sequence's batches are cached for later passes, up to `limit` bytes."""
 
     def __init__(self, model: nn.Module, objective: Objective | None, autocast: torch.dtype | None, limit: int):
         self._model, self._objective, self._autocast, self._room = model, objective, autocast, limit
         self._kept: dict[int, Tensor] = {}
 
     def autocast(self) -> torch.autocast:
-        """The context of both models' forwards."""
+        """The autocast context for the forwards of both models."""
         return torch.autocast(model_device(self._model).type, self._autocast, self._autocast is not None)
 
     @torch.no_grad()
     def of(self, index: int | None, batch: Batch) -> Tensor:
-        """What the objective needs of the teacher's output."""
+        """The objective's target for this batch, from the cache or the teacher's output."""
         if index is not None and index in self._kept:
             return self._kept[index]
         output = call_model(self._model, batch)
         if self._objective is None:
             self._objective = default_objective(output)
         target = self._objective.target(output, batch)
-        size = target.untyped_storage().nbytes()  # a view holds all that it was cut from
-        # All processes keep it or none does: a sharded teacher runs in all.
+        size = target.untyped_storage().nbytes()  # a view keeps its full storage alive
+        # All processes cache it or none does: a sharded teacher runs in all of them.
         if index is not None and not processes.decided(size > self._room):
             self._kept[index] = target
             self._room -= size
         return target
 
     def loss(self, output: Any, target: Tensor, batch: Batch, counts: bool = True) -> tuple[Tensor, float]:
-        """The objective's loss of a student's output, after `of` has given the target, and what the batch weighs.
+        """The objective's loss of a student's output, against a target from `of`, and the weight of the batch.
 
-        That is the denominator of its first term, such as the number of tokens; 1 of an objective without `terms`. Of
-        several processes each has its part of the loss of all their rows; one that does not count has nothing.
+        The weight is the denominator of the loss's first term, such as the number of tokens, or 1 for an objective
+        without `terms`. With several processes, each gets its part of the loss over all rows: 0 unless it `counts`.
         """
         assert self._objective is not None
         if not has_terms(self._objective):
@@ -74,7 +74,7 @@ class Targets:
 
 @dataclasses.dataclass
 class Step:
-    """Forward, backward, clipping of gradients to length `max_norm`, and the optimiser's update of a student."""
+    """One training step of a student: forward, backward, clipping of gradients to norm `max_norm`, and update."""
 
     model: nn.Module
     targets: Targets
@@ -86,11 +86,11 @@ class Step:
         self._parts = sharded_parameters(self.model)
 
     def take(self, items: Iterable[Item], number: int, usual: float | None = 1.0) -> float:
-        """Takes step `number` on these batches; returns their mean loss, each weighed as `Targets.loss` says.
+        """Takes step `number` on these batches, and returns their mean loss, weighted as `Targets.loss` says.
 
-        So the step is that of one batch of all their rows, but for further terms of a loss, which are means over the
-        batches. The loss is divided by the square root of what is `usual`; None stands for its own value. If the mean
-        loss or the gradient's length is not finite, it is a FlexrankError, and the weights are unchanged.
+        The step thus equals that of one batch of all their rows, except for further terms of a loss, which are means
+        over the batches. The loss is divided by the square root of `usual`, its running mean; None stands for its own
+        value. Raises FlexrankError, with the weights unchanged, if the mean loss or the gradient's norm is not finite.
         """
         losses, weights = list[float](), list[float]()
         for item in items:
@@ -110,22 +110,22 @@ class Step:
         return loss
 
     def _backward(self, item: Item, usual: float | None, losses: list[float], weights: list[float]) -> None:
-        """Adds this batch's loss and weight to the lists, and its gradient, times its weight over the first one's."""
+        """Adds this batch's loss and weight to the lists, and its gradient, scaled by its weight over the first's."""
         rows, counts = _own_rows(item[1])
         index, batch = item[0], to_device(rows, model_device(self.model))
         with self.targets.autocast():
             target = self.targets.of(index, batch)
             loss, weight = self.targets.loss(call_model(self.model, batch), target, batch, counts)
-        del target  # not needed to go back, and as large as the logits
+        del target  # as large as the logits, and not needed in the backward pass
         losses.extend(processes.sums(float(loss.detach())))
         weights.append(weight)
         (loss * (weight / weights[0]) / loss_scale(losses[-1], usual)).backward()
 
     def _sum_gradients(self) -> None:
-        """Sums gradients over processes; of factors those of the active prefix, for all others are zeros.
+        """Sums gradients over processes; for factors only those of the active prefix, because the others are zeros.
 
-        What only another process's rows have reached has zeros here. Those of sharded parameters are sums already,
-        of parts that are mixed where processes have gathered other layers, which is a FlexrankError.
+        A parameter that only other processes' rows reach gets zeros here. Gradients of sharded parameters are summed
+        already; if processes gathered different layers, those sums mix them, which raises FlexrankError.
         """
         layers = [module for module in self.model.modules() if isinstance(module, NestedLayer)]
         if self._parts and not processes.is_alike([layer.gathers for layer in layers]):
@@ -138,7 +138,7 @@ class Step:
         processes.sum_(one.grad[: active.get(one)] for one in whole if one.grad is not None)
 
     def _gradient_length(self) -> Tensor:
-        """The gradient's, of sharded parameters with the parts of all processes."""
+        """The gradient's norm, with all processes' parts of sharded parameters."""
         gradients = {one: one.grad for one in self.trainable.values() if one.grad is not None}
         length = torch.nn.utils.get_total_norm([grad for one, grad in gradients.items() if one not in self._parts])
         if self._parts:
@@ -149,7 +149,7 @@ class Step:
 
 
 def _own_rows(batch: Batch) -> tuple[Batch, bool]:
-    """This process's rows of a batch, and whether they count: where there is no row for it, the first one does not."""
+    """This process's rows of a batch, and whether they count: if it has none, it gets the first row, uncounted."""
     if processes.count() == 1:
         return batch, True
     start, end = (
@@ -159,10 +159,10 @@ def _own_rows(batch: Batch) -> tuple[Batch, bool]:
 
 
 def set_sizes_(model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> list[int]:
-    """Gives each elastic layer what these sizes do not share; what they compute stays.
+    """Gives each elastic layer the parameters that these sizes do not share; the outputs of all sizes stay the same.
 
-    That is vectors for each, and at full rank a matrix, if a size has a lower rank there, or one of several all ranks.
-    Returns the number of each profile's size, of which the first is the smallest.
+    These are vectors for each size and, in a layer that some size leaves full, a full-rank matrix, if another size has
+    a lower rank there or one of several is the full model. Returns each profile's index among sizes, smallest first.
     """
     layers, shapes, given = nested_layers(model), layer_shapes(model), profiles
     profiles = sorted(profiles, key=lambda profile: profile_parameters(profile, shapes))
@@ -186,8 +186,8 @@ def set_sizes_(model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> list[
 def used_components(model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> Iterator[None]:
     """Inside the block each elastic layer holds only its first components, up to the last that `profiles` need.
 
-    They are parameters of their own in the memory of the whole ones: training them changes the first components of `u`
-    and `v`, and the components above need no gradient and no state of an optimiser. Raises as `set_profile`.
+    They are separate parameters in the memory of the full ones: training them changes the first components of `u` and
+    `v`, and the components above need no gradient or optimiser state. Raises FlexrankError as `set_profile` does.
     """
     layers = nested_layers(model)
     for profile in profiles:
@@ -198,7 +198,7 @@ def used_components(model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> 
             ranks = {profile[name] for profile in profiles}
             used = max((rank for rank in ranks if not layer.is_dense_at(rank)), default=len(layer.u))
             if used < len(layer.u):
-                if layer.rank > used and not layer.is_dense_at(layer.rank):  # else it stays at its size, to be measured
+                if layer.rank > used and not layer.is_dense_at(layer.rank):  # otherwise its size stays, to be measured
                     layer.rank = used
                 layer.u, layer.v = (nn.Parameter(f.detach()[:used], f.requires_grad) for f in (layer.u, layer.v))
         try:
@@ -211,9 +211,9 @@ def used_components(model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> 
 
 
 def _take_back_(whole: nn.Parameter, own: nn.Parameter) -> None:
-    """Gives a factor its first components, where they are in other memory by now: `Module.to` moves what it is given.
+    """Copies the first components back into a factor, moved to their device, if `Module.to` gave them other memory.
 
-    accelerate moves a model of several processes on CPUs, from `cpu` to `cpu:0`.
+    accelerate moves a model of several processes on CPUs from `cpu` to `cpu:0`.
     """
     if own.data_ptr() != whole.data_ptr():
         whole.data = whole.data.to(own.device)
@@ -225,8 +225,8 @@ def trainable_parameters(
 ) -> dict[str, nn.Parameter]:
     """The parameters that consolidation trains, by name; `train_embeddings` as in `distill_`.
 
-    With `factors_only` none but factors, vectors of sizes and, if they are trained, embeddings. It is a FlexrankError
-    if there are none, or they are float16, which AdamW's small steps would not move.
+    With `factors_only`, only factors, size vectors and, if they are trained, embeddings. Raises FlexrankError if there
+    are none, or if any is float16, which AdamW's small steps would not change.
     """
     kept = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     layers = [module for module in model.modules() if isinstance(module, NestedLayer)]
@@ -251,7 +251,7 @@ def training(
 ) -> Iterator[None]:
     """Inside the block only `trainable` gets gradients, and both models are in eval mode.
 
-    With `gradient_checkpointing` a block of the model's stack keeps what it reads, and runs again to go back.
+    With `gradient_checkpointing` each block of the model's stack stores its inputs, and reruns in the backward pass.
     """
     required = {parameter: parameter.requires_grad for parameter in model.parameters()}
     chosen = set(trainable.values())
@@ -269,14 +269,14 @@ def training(
 
 @contextlib.contextmanager
 def _repeating_blocks(model: nn.Module) -> Iterator[None]:
-    """Inside the block the stack's blocks keep nothing but what they read."""
+    """Inside the context the stack's blocks store only their inputs for the backward pass."""
     stack = block_stack(model, nested_layers(model))
     if not stack:
         what = f"{type(model).__name__} has no stack of them, so leave it out"
         raise FlexrankError(f"gradient checkpointing goes block by block; {what}")
     config: Any = getattr(model, "config", None)
     cached = getattr(config, "use_cache", None)
-    if cached is not None:  # a block that ran again would add its keys and values once more
+    if cached is not None:  # a block that runs again would append its keys and values twice
         config.use_cache = False
     try:
         with replaced_forwards({block: functools.partial(_run_twice, block.forward) for _, block in stack}):
@@ -287,23 +287,23 @@ def _repeating_blocks(model: nn.Module) -> Iterator[None]:
 
 
 def _run_twice(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # Nothing is drawn in a forward: there is no dropout.
+    # A forward draws no random numbers: there is no dropout.
     return torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 def loss_scale(value: float, usual: float | None) -> float:
-    """The root of a profile's usual loss, or of this one before it has any; 1 where rounding leaves nothing above 0."""
+    """The square root of `usual`, a running mean loss, or of `value` without one; 1 if rounding leaves none above 0."""
     usual = value if usual is None else usual
     return math.sqrt(usual) if usual > 0 else 1.0
 
 
 def require_rows(count: float) -> None:
-    """Raises FlexrankError where nothing of a batch counts in a loss."""
+    """Raises FlexrankError if no row or token of a batch counts in a loss."""
     if not count:
         raise FlexrankError("a batch has no real token, as its attention_mask is 0 everywhere, or no row; leave it out")
 
 
 def require_finite(value: float, step: int, what: str) -> None:
-    """Raises FlexrankError unless the value, which is called `what`, is finite."""
+    """Raises FlexrankError unless the value, named `what` in the message, is finite."""
     if not math.isfinite(value):
         raise FlexrankError(f"the {what} is {value} at step {step}; lower the learning rate, or check the batches")

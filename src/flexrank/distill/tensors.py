@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint as safetensors: whole, or each process's part, by torch.distributed.checkpoint.
+"""The tensors of a checkpoint as safetensors: complete, or each process's part, by torch.distributed.checkpoint.
 
-Its own format is a pickle; only its writer and reader of safetensors are used. They are imported where they are called,
-for they take a second.
+Its own format is a pickle, so only its safetensors writer and reader are used. They are imported where they are called,
+because the import takes a second.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from torch import Tensor
 from flexrank import processes
 from flexrank.files import digest_file
 
-#: Of a process's files of parts, about; the writer holds a file's bytes once more.
+#: Approximate size of each file in which a process writes its parts; the writer holds a second copy of a file's bytes.
 FILE_BYTES = 2**26
 WHOLE = "state.safetensors"
 
@@ -27,7 +27,7 @@ def write_whole(directory: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def write_parts(directory: Path, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Writes what each process has, of `sharding.as_global` tensors its part, and any other in one of them.
+    """Writes each process's part of `sharding.as_global` tensors; one of the processes writes any other tensor.
 
     Returns the digests of this process's files by name.
     """
@@ -38,21 +38,21 @@ def write_parts(directory: Path, tensors: Mapping[str, Tensor]) -> dict[str, str
     writer = HuggingFaceStorageWriter(str(directory), file_numbers(tensors), save_distributed=True)
     try:
         save(dict(tensors), storage_writer=writer)
-    except CheckpointException as error:  # of all processes: raise what has failed in one
+    except CheckpointException as error:  # it collects the failures of all processes: raise one of them
         raise next(failure for failure, _ in error.failures.values()) from error
     own = sorted(directory.glob(f"shard-{processes.number() + 1:05}-*"))
     return {file.name: digest_file(file) for file in own}
 
 
 def file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """The number, from 1, of each process's file that a tensor's parts go to."""
+    """The number, from 1, of the file in which each process writes its part of a tensor, by the tensor's name."""
     total = itertools.accumulate(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     room = FILE_BYTES * processes.count()
     return {name: 1 + size // room for name, size in zip(tensors, total, strict=True)}
 
 
 def stored_tensors(directory: Path) -> dict[str, Any]:
-    """`size` and `properties.dtype` of each whole tensor that the directory's files hold, or hold the parts of."""
+    """`size` and `properties.dtype` of each full tensor that the directory's files hold, complete or in parts."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     stored: dict[str, Any] = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
@@ -60,7 +60,7 @@ def stored_tensors(directory: Path) -> dict[str, Any]:
 
 
 def read_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fills tensors in place, whole or `sharding.as_global`, however many processes have written the files."""
+    """Fills tensors in place, complete or `sharding.as_global`, however many processes wrote the files."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 

@@ -1,4 +1,4 @@
-"""Consolidation by transformers' Trainer, for those whose data, logging and checkpoints are its own."""
+"""Consolidation by transformers' Trainer, for those who use its data loading, logging and checkpoints."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -28,19 +28,19 @@ from flexrank.nn.switch import layer_shapes, use_profile
 from flexrank.profiles import ProfileChain
 from flexrank.profiles.costs import full_ranks
 
-#: What `args.optim` may be: torch's AdamW, which `make_optimizer` gives.
+#: Values that `args.optim` may have: torch's AdamW, which `make_optimizer` builds.
 ADAMW = "adamw_torch", "adamw_torch_fused"
 
 
 class DistillationTrainer(transformers.Trainer):
-    """A Trainer whose every optimiser step draws one profile of an elastic model, and follows the frozen teacher.
+    """A Trainer in which each optimiser step draws one profile of an elastic model and follows the frozen teacher.
 
-    The loss, the draws, and what is trained are those of `distill_`; batches, the schedule of the learning rate,
-    logging and checkpoints are the Trainer's, as `args` says. With gradient accumulation all batches of a step weigh
-    the same, where `distill_` weighs them by their tokens. Labels are not read for the loss. Each log has the losses of
-    the profiles drawn since the last one, as `loss_at_BUDGET`; evaluation is at the size that the model is set to.
-    Dropout is off. A second `train()` begins with a new optimiser. torchrun's processes train on batches of their own,
-    and each holds whole models: FSDP and DeepSpeed have not been tried.
+    The loss, the draws and the trained parameters are those of `distill_`; batches, learning-rate schedule, logging and
+    checkpoints are the Trainer's, as `args` says. With gradient accumulation all batches of a step have the same
+    weight, where `distill_` weights them by their tokens. The loss does not use labels. Each log has the losses of the
+    profiles drawn since the last one, as `loss_at_BUDGET`; evaluation is at the size that the model is set to.
+    Dropout is off. A second `train()` begins with a new optimiser. Under torchrun each process trains on its own
+    batches and holds complete models: FSDP and DeepSpeed have not been tried.
     """
 
     optimizer: Any  # the Trainer's, None until it trains
@@ -55,19 +55,19 @@ class DistillationTrainer(transformers.Trainer):
         objective: Objective | None = None,
         **options: Any,
     ):
-        """Gives the elastic model what its sizes do not share, and sets up the Trainer.
+        """Gives the elastic model the parameters that its sizes do not share, and sets up the Trainer.
 
         Args:
-            model: elastic, of transformers.
+            model: an elastic transformers model.
             teacher: the base model.
             chain: its requested profiles are trained; or the profiles themselves, cheapest first.
-            args: of the Trainer. `learning_rate` is up to 4 times as high for the vectors that a size has of its own.
-                `optim` is torch's AdamW, with the betas, epsilon and weight decay of `args`.
-            objective: by default that of `default_objective` for the teacher's output.
-            options: of the Trainer, such as `train_dataset` and `data_collator`, but for optimisers.
+            args: the Trainer's. The vectors of each size learn at up to 4 times `learning_rate`. `optim` is torch's
+                AdamW, with the betas, epsilon and weight decay of `args`.
+            objective: defaults to the `default_objective` of the teacher's output.
+            options: further options of the Trainer, such as `train_dataset` and `data_collator`, except optimisers.
 
         Raises:
-            FlexrankError: no profiles, those of another model, or `args` and options that cannot be had here.
+            FlexrankError: no profiles, profiles of another model, or `args` or options that are not supported here.
         """
         _check(args, options)
         self._profiles = profiles_of(chain, model)
@@ -78,15 +78,15 @@ class DistillationTrainer(transformers.Trainer):
         self._places = set_sizes_(model, self._profiles)
         mark_elastic(model)
         super().__init__(model=model, args=args, **options)
-        self.loss_is_scaled_for_ga = False  # a mean over each batch's rows
+        self.loss_is_scaled_for_ga = False  # the loss is a mean over each batch's rows
         self.teacher = teacher.to(self.args.device).requires_grad_(False)
         self._targets = Targets(self.teacher, objective, None, 0)
         self._usual, self._logged = UsualLosses((), ()), defaultdict[int, list[float]](list)
         self._choice, self._losses = 0, list[float]()  # of the step so far
-        self._is_noted = False  # whether the optimiser's steps are
+        self._is_noted = False  # whether `_note` is among the optimiser's hooks
 
     def train(self, *args: Any, **options: Any) -> Any:
-        """As the Trainer's; each call has an optimiser of its own, for what it trains are parameters of their own."""
+        """Trains as the Trainer does; each call makes a new optimiser, because it trains new parameters."""
         self.optimizer, self._is_noted = None, False
         self._losses.clear()
         self._logged.clear()
@@ -96,7 +96,7 @@ class DistillationTrainer(transformers.Trainer):
                 return super().train(*args, **options)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """AdamW as `distill_` has it, with the betas and the epsilon of `args`."""
+        """The AdamW of `distill_`, with the betas and the epsilon of `args`."""
         args = self.args
         if self.optimizer is None:
             adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
@@ -109,29 +109,29 @@ class DistillationTrainer(transformers.Trainer):
         return self.optimizer
 
     def _note(self, *_: Any) -> None:
-        """Adds the loss of the step that the optimiser has taken."""
+        """Records the mean loss of the step that the optimiser has just taken."""
         mean = sum(self._losses) / len(self._losses)
         self._usual.add(mean, self._choice)
         self._logged[self._choice].append(mean)
         self._losses.clear()
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Adds a batch's gradient at the profile of the optimiser's step; returns the loss that is logged."""
+        """Adds a batch's gradient at the profile of the current optimiser step, and returns the loss to log."""
         self._choice = self._schedule.draw(self.state.global_step)
-        # Among the optimiser's own, so that a checkpoint has them.
+        # The means live in the optimiser's parameter group, so that a checkpoint has them.
         self._usual.means = self.optimizer.param_groups[0].setdefault("usual_losses", {})
-        with use_profile(self.model, self._profiles[self._choice]):  # until the way back is done
+        with use_profile(self.model, self._profiles[self._choice]):  # until the backward pass is done
             super().training_step(model, inputs, num_items_in_batch)
         return torch.tensor(self._losses[-1] / self.current_gradient_accumulation_steps, device=self.args.device)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The objective at the model's present profile; in a step over the square root of what is usual there."""
+        """The objective at the model's active profile; in a training step over the square root of its running mean."""
         batch: Batch = {name: value for name, value in inputs.items() if name not in self.label_names}
         in_step = model.training
         model.eval()
-        with self.accelerator.autocast():  # as the Trainer's own model computes
+        with self.accelerator.autocast():  # as the Trainer runs its model
             target = self._targets.of(None, batch)
         outputs = call_model(model, batch)
         loss, _ = self._targets.loss(outputs, target, batch)
@@ -142,7 +142,7 @@ class DistillationTrainer(transformers.Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
-        """As the Trainer's, with the loss of rows without labels too, which the Trainer would not ask for."""
+        """Predicts as the Trainer does, and also computes the loss of rows without labels, which the Trainer omits."""
         loss, logits, labels = None, None, None
         if not prediction_loss_only:
             loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
@@ -152,13 +152,13 @@ class DistillationTrainer(transformers.Trainer):
         return loss, logits, labels
 
     def _scaled(self, loss: Tensor) -> Tensor:
-        value = float(self.accelerator.reduce(loss.detach(), "mean"))  # over processes, which so divide by the same
+        value = float(self.accelerator.reduce(loss.detach(), "mean"))  # over processes, so that all divide by the same
         require_finite(value, self.state.global_step, "loss")
         self._losses.append(value)
         return loss / loss_scale(value, self._usual.of(self._choice))
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
-        """As the Trainer's, with the mean loss of each profile since the last log."""
+        """Logs as the Trainer does, with the mean loss of each profile since the last log."""
         if "loss" in logs:
             means = {self._labels[choice]: sum(losses) / len(losses) for choice, losses in self._logged.items()}
             logs |= {f"loss_at_{label:g}": mean for label, mean in sorted(means.items())}
@@ -167,7 +167,7 @@ class DistillationTrainer(transformers.Trainer):
 
 
 def _check(args: transformers.TrainingArguments, options: Mapping[str, Any]) -> None:
-    """Raises FlexrankError for what of a Trainer cannot be had here."""
+    """Raises FlexrankError for settings of a Trainer that are not supported here."""
     if args.activation_checkpointing:
         raise FlexrankError("activation_checkpointing of the Trainer needs dropout on; distill_ has one of its own")
     if args.optim not in ADAMW:

@@ -1,7 +1,7 @@
 """Registers flexrank's quantizer with transformers, without importing transformers.
 
 After `import flexrank`, `AutoModel.from_pretrained` loads deployed models. If transformers' registry of quantizers is
-not imported yet, an import hook registers flexrank as soon as that is.
+not imported yet, an import hook registers flexrank as soon as it is.
 """
 
 import importlib
@@ -31,7 +31,7 @@ def _register_now() -> None:
 
 
 class _RegistryFinder:  # without importlib.abc, whose import takes longer than all of this package
-    """Finds the registry by the other finders, and has its loader register flexrank after the module has run."""
+    """Finds the registry through the other finders, and makes its loader register flexrank after running the module."""
 
     def find_spec(self, fullname: str, path: Any, target: types.ModuleType | None = None) -> ModuleSpec | None:
         if fullname != REGISTRY:

@@ -1,4 +1,4 @@
-"""What lies beside a model's weights: tokenizer, image processor, and what makes it a sentence-transformers model."""
+"""The files beside a model's weights: tokenizer, image processor, and those of a sentence-transformers model."""
 
 import logging
 import re
@@ -13,26 +13,26 @@ from flexrank.files import digest_file, verify_files, write_json
 
 #: sentence-transformers' list of the modules that a text passes through.
 MODULES = "modules.json"
-#: A tokenizer's files, one of which a model's directory has, and what it says of chats and special tokens.
+#: The files that show that a directory has a tokenizer; and all of a tokenizer's files, with chats and special tokens.
 TOKENIZER_FILES = ("tokenizer*.json", "tokenizer.model", "vocab.*", "spiece.model")
 TOKENIZER = (*TOKENIZER_FILES, "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*")
-#: What is copied from where a model came from: processors, modules, and the modules' own directories.
+#: What is copied from where a model was loaded: processors, the list of modules, and the modules' directories.
 COPIED = ("*processor_config.json", MODULES, "sentence_*_config.json", "config_sentence_transformers.json", "[0-9]_*/*")
-#: The endings of pickles, which neither travel along nor come from the hub.
+#: The suffixes of pickles, which are neither copied nor downloaded from the hub.
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-#: What says whose a model is, and under which licence.
+#: The model card, which says whose a model is and under which licence.
 CARD = "README.md"
-#: A repository's name, and a directory of the hub's cache: cache, repository and commit.
+#: A repository's name; and a directory in the hub's cache, with groups for cache, repository and commit.
 REPOSITORY = re.compile(r"[\w.-]*\w[\w.-]*/[\w.-]+")
 CACHED = re.compile(r"(.*)/models--([^/]+)/snapshots/([0-9a-f]{40})(?:/.*)?")
 log = logging.getLogger("flexrank")
 
 
 def save_companions(model: Any, directory: Path, tokenizer: Any = None) -> None:
-    """Writes what belongs to a transformers model beside its weights.
+    """Writes the files that a transformers model has beside its weights.
 
-    From where the model was loaded come its image processor, sentence-transformers' modules, and the tokenizer with its
-    chat template, unless another `tokenizer` is given, which saves itself.
+    The image processor, sentence-transformers' modules, and the tokenizer with its chat template are copied from where
+    the model was loaded. If a `tokenizer` is given, it is saved in place of the copied one.
     """
     source = source_of(model)
     if source is not None:
@@ -42,16 +42,16 @@ def save_companions(model: Any, directory: Path, tokenizer: Any = None) -> None:
 
 
 class MeanPooled:
-    """The tokenizer of a model that embeds texts by the mean over real tokens, of unit length, as `metrics.embed` does.
+    """The tokenizer of a model that embeds texts by the normalised mean over real tokens, as `metrics.embed` does.
 
-    Saved, it makes a directory one of sentence-transformers' models, unless it is one already.
+    Saving it makes the directory a sentence-transformers model, unless it is one already.
     """
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Writes the tokenizer, and the list of three modules: the model that is there, pooling and normalisation."""
+        """Writes the tokenizer, and a list of three modules: the model in the directory, pooling and normalisation."""
         import transformers
 
         self._tokenizer.save_pretrained(directory)
@@ -73,7 +73,7 @@ class MeanPooled:
 
 
 def verify_artefact(directory: Path, digests: Mapping[str, str], reason: str = "truncated or edited") -> None:
-    """As `files.verify_files`; tokenizer and chat template a user may edit or save over, which is only logged."""
+    """As `files.verify_files`, but only logs changes to tokenizer and chat template, which a user may edit."""
     editable = {name for name in digests for pattern in TOKENIZER if fnmatch(name, pattern)}
     verify_files(directory, {name: digest for name, digest in digests.items() if name not in editable}, reason)
     for name in sorted(editable):
@@ -90,13 +90,13 @@ def _copy(source: Path, directory: Path, patterns: Sequence[str]) -> None:
 
 
 def fetched(place: str | Path) -> Path:
-    """The directory itself, or the files of a repository of the hub, `owner/name`, in its cache."""
+    """The directory itself; for a hub repository `owner/name`, its directory in the cache, downloaded if necessary."""
     is_here = Path(place).exists() or not REPOSITORY.fullmatch(str(place))
     return Path(place) if is_here else _snapshot(str(place))
 
 
 def whole_snapshot(directory: Path) -> Path:
-    """The directory itself; in the hub's cache with all files of its commit, of which a loader has fetched some."""
+    """The directory itself; if it is in the hub's cache, the files of its commit that are not there yet are fetched."""
     cached = CACHED.fullmatch(directory.as_posix())
     if cached:
         cache, name, commit = cached.groups()
@@ -114,7 +114,7 @@ def _snapshot(name: str, **options: Any) -> Path:
 
 
 def source_of(model: Any) -> Path | None:
-    """The directory of the files that a model was loaded from, of a model of the hub in its cache; None without one."""
+    """The directory that a model was loaded from, for a hub model in the cache; None if there is none."""
     name = model.name_or_path
     if not name or Path(name).is_dir():
         return Path(name) if name else None

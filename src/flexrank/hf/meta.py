@@ -1,4 +1,4 @@
-"""transformers models known by their config alone, for a dry run: on the meta device, without weights or downloads."""
+"""transformers models built from their config alone, for dry runs: on the meta device, without weights or downloads."""
 
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ def meta_model(
 ) -> Any:
     """The model that `load_model` would load, on the meta device: shapes without memory. Nothing is downloaded.
 
-    `architecture` is a config.json in place of the model's own. If transformers has no class of the task for it, the
-    class that it names is taken.
+    `architecture` is a config.json to use in place of the model's own. If transformers has no class of the task for it,
+    the class that it names is used.
 
     Raises:
         FlexrankError: there is no such config on this machine, the model is compressed, or no class fits.
@@ -36,7 +36,7 @@ def meta_model(
 
 
 def file_dtype(name: str | Path, architecture: str | Path | None = None) -> torch.dtype:
-    """The dtype that the model's config says its files have; float32 where it says none. Errors as `meta_model`."""
+    """The dtype of the model's files according to its config; float32 if it names none. Raises as `meta_model` does."""
     dtype = _config_of(name, architecture).dtype
     return dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype or "float32")
 
@@ -63,7 +63,7 @@ def attention_width(model: Any) -> int:
 
 
 def _config_of(name: str | Path, architecture: str | Path | None) -> Any:
-    """The config of a model, or the architecture in its place, from files on this machine."""
+    """Reads the config of a model, or the `architecture` in its place, from files on this machine."""
     import transformers
 
     if architecture is not None and not Path(architecture).is_file():

@@ -1,6 +1,6 @@
 """transformers models by name or directory: loading, saving, and skeletons.
 
-Every function that needs transformers imports it first, so that where it is missing the error names it.
+Every function that needs transformers imports it first, so that the error names transformers if it is missing.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ TASKS: tuple[Task, ...] = ("embedding", "language", "classification")
 
 #: transformers' name for the "quantization" of deployed models.
 METHOD = "flexrank"
-#: In the place of layers' specs where a model is elastic.
+#: What an elastic model's config has in place of layers' specs.
 ELASTIC_MARK = {"quant_method": METHOD, "layers": {}, "is_elastic": True}
-#: A directory inside an installed package: "package:NAME/path".
+#: The prefix of a directory inside an installed package: "package:NAME/path".
 PACKAGE_PREFIX = "package:"
 #: The modelling file that is written beside a deployed model, and how it begins.
 REMOTE_MODULE = "modeling_flexrank"
@@ -38,7 +38,7 @@ import transformers
 
 
 def resolve_source(name: str | Path) -> str:
-    """A hub name, or the existing directory of a path or of "package:NAME/path" inside an installed package."""
+    """The existing directory of a path, or of "package:NAME/path" in an installed package; a hub name as it is."""
     name = str(name)
     if name.startswith(PACKAGE_PREFIX):
         return _package_directory(name)
@@ -66,17 +66,17 @@ def _package_directory(name: str) -> str:
 def load_model(
     name: str | Path, task: Task, *, dtype: torch.dtype | None = torch.float32, only_dense: bool = False
 ) -> Any:
-    """A pretrained model in eval mode; the checksums of an export are checked first.
+    """Loads a pretrained model in eval mode; the checksums of an export are checked first.
 
     Args:
         name: hub name, directory, or "package:NAME/path".
         task: embedding (`AutoModel`), language (`AutoModelForCausalLM`) or classification (of images or sequences,
             as the config says).
-        dtype: None keeps the file's.
+        dtype: None keeps that of the files.
         only_dense: refuses a compressed model, such as a deployed size.
 
     Raises:
-        FlexrankError: no such model, task or weights, or a damaged artefact.
+        FlexrankError: there is no such model or task, weights are missing, or the artefact is damaged or elastic.
     """
     import transformers
 
@@ -97,13 +97,13 @@ def load_model(
 
 
 def require_dense(config: Any, name: str) -> None:
-    """Refuses a model of this config if its weights are compressed, and so no matrices to decompose."""
+    """Refuses the config of a model whose weights are compressed: they are no matrices that can be decomposed."""
     if getattr(config, "quantization_config", None) is not None:
         raise FlexrankError(f"model {name!r}: compressed already; name the dense model that it was made of")
 
 
 def _require_weights(name: str, task: Task, missing: Collection[str]) -> None:
-    """Refuses what transformers has drawn at random, but for an encoder's pooler, which mean pooling does not read."""
+    """Refuses randomly initialised weights, except those of an encoder's pooler, which mean pooling does not read."""
     unread = {key for key in missing if task == "embedding" and key.startswith("pooler.")}
     if unread:
         log.warning("model %r: its files have no pooler, whose values are random; mean pooling does not read it", name)
@@ -112,7 +112,7 @@ def _require_weights(name: str, task: Task, missing: Collection[str]) -> None:
 
 
 def load_tokenizer(name: str | Path) -> Any:
-    """The tokenizer beside a model; it is a FlexrankError if there is none."""
+    """Loads the tokenizer beside a model; raises FlexrankError if there is none."""
     import transformers
 
     source = resolve_source(name)
@@ -124,7 +124,7 @@ def load_tokenizer(name: str | Path) -> Any:
 
 
 def load_by_architecture(directory: str | Path) -> tuple[Any, dict[str, Any]]:
-    """The model of the class that `config.json` names, in its file's dtype, and transformers' report on the loading."""
+    """Loads the class that `config.json` names, in its files' dtype; returns the model and transformers' report."""
     with clear_errors(str(directory)), quiet_loading():
         return _architecture(directory).from_pretrained(directory, output_loading_info=True, use_safetensors=True)
 
@@ -150,7 +150,7 @@ def skeleton(directory: str | Path) -> Any:
 
 @contextlib.contextmanager
 def eager_attention(model: Any) -> Iterator[None]:
-    """Plain matrix products as attention inside the block: on a CPU the backward pass of fused attention is slow."""
+    """Uses eager attention inside the block: on a CPU the backward pass of fused attention is slow."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
@@ -161,7 +161,7 @@ def eager_attention(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def hidden_states(*models: Any) -> Iterator[None]:
-    """The models return their hidden states inside the block."""
+    """Makes the models return their hidden states inside the block."""
     configs = [config for model in models for config in (model.config, model.config.get_text_config())]
     before = [config.output_hidden_states for config in configs]
     for config in configs:
@@ -174,7 +174,7 @@ def hidden_states(*models: Any) -> Iterator[None]:
 
 
 def save_config(model: Any, directory: Path, dtype: torch.dtype | None = None) -> None:
-    """Writes the model's `config.json`, with its class and a dtype, by default its own; and its generation config."""
+    """Writes the model's `config.json`, with its class and `dtype` (by default its own), and its generation config."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = dtype_name(dtype or model.dtype)
@@ -186,8 +186,8 @@ def save_config(model: Any, directory: Path, dtype: torch.dtype | None = None) -
 
 
 def save_model(model: Any, directory: Path) -> None:
-    """`save_pretrained`, and a modelling file that imports flexrank when the model loads with `trust_remote_code`."""
-    # Of several processes transformers lets the first alone write; here each has directories of its own.
+    """As `save_pretrained`; a deployed model also gets a file that imports flexrank, for `trust_remote_code=True`."""
+    # With several processes, transformers lets only the first write; here each has its own directories.
     model.__dict__["should_save_on_this_rank"] = lambda is_main_process: is_main_process
     try:
         with quiet_loading():
@@ -199,10 +199,10 @@ def save_model(model: Any, directory: Path) -> None:
 
 
 def mark_elastic(model: Any) -> None:
-    """Makes `from_pretrained` refuse what `save_pretrained` writes of an elastic model: it would draw new layers.
+    """Makes `from_pretrained` refuse an elastic model that `save_pretrained` wrote: it would initialise new layers.
 
-    `deploy` puts a size's own specs in the mark's place. A model of torch stays as it is. The config becomes
-    the model's own, for a base model may have been built from the same.
+    `deploy` replaces the mark by the specs of a size. A model that is not transformers' stays as it is. The model gets
+    its own copy of the config, because it may share the config with a base model.
     """
     if is_transformers_model(model):
         shared, own = model.config, copy.copy(model.config)
@@ -213,19 +213,19 @@ def mark_elastic(model: Any) -> None:
 
 
 def attached_layers(model: Any) -> dict[str, Any]:
-    """The specs that `quantizer.attach` gave the model; empty if it was not attached."""
+    """The specs that `quantizer.attach` gave the model; empty if it gave none."""
     config: Any = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
     return dict(config.layers) if getattr(config, "quant_method", None) == METHOD else {}
 
 
 def is_transformers_model(model: object) -> bool:
-    """Whether this is a `PreTrainedModel`; transformers is not imported to find out."""
+    """Whether this is a `PreTrainedModel`; does not import transformers to find out."""
     module = sys.modules.get("transformers.modeling_utils")
     return module is not None and isinstance(model, module.PreTrainedModel)
 
 
 def verify_export(directory: str | Path, names: Collection[str] | None = None) -> None:
-    """Raises FlexrankError if files that `export` wrote, or those `names` of them, differ; other directories pass."""
+    """Raises FlexrankError if files that `export` wrote (all, or `names`) have changed; other directories pass."""
     path = Path(directory) / "flexrank.json"
     if path.is_file():
         digests = read_document(path, "deployed", ("files",))["files"]
@@ -277,7 +277,7 @@ def _architecture(directory: str | Path) -> Any:
 
 
 def class_for(task: Task, config: Any) -> Any:
-    """The auto class of a task; for classification that of images or of sequences, as `config` says."""
+    """The auto class of a task; for classification, that of images or of sequences, as `config` says."""
     import transformers
 
     if task == "embedding":
@@ -301,7 +301,7 @@ def _write_remote_code(model: Any, directory: Path) -> None:
 
 
 def _auto_map(model: Any) -> dict[str, str]:
-    """Auto class to the model class it loads for this config, for the model's own class and its base model's."""
+    """The model class that each auto class loads for this config, if it is the model's class or its `base_model`'s."""
     from transformers.models.auto import modeling_auto
 
     wanted = {type(model).__name__, type(model.base_model).__name__}

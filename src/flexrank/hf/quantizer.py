@@ -1,6 +1,6 @@
-"""Deployed models as transformers' quantized ones: their layers are swapped before the weights load.
+"""Loads deployed models as quantized models of transformers: their layers are swapped before the weights load.
 
-The layers' specs are in `config.json` under `quantization_config`. Importing this module registers it.
+The layers' specs are in `config.json` under `quantization_config`. Importing this module registers the quantizer.
 """
 
 import logging
@@ -27,9 +27,9 @@ log = logging.getLogger("flexrank")
 
 @register_quantization_config(models.METHOD)
 class DeployedConfig(QuantizationConfigMixin):
-    """`quantization_config` of a deployed model: layer name to its `specs.layer_spec`, and the specs' format.
+    """The `quantization_config` of a deployed model: each layer's `specs.layer_spec` by name, and the specs' format.
 
-    An elastic model's is refused where a model is loaded by it: lm-eval makes one of any model that it is given.
+    An elastic model's is refused only when a model is loaded with it: lm-eval makes one for any model it is given.
     """
 
     is_elastic = False
@@ -40,12 +40,12 @@ class DeployedConfig(QuantizationConfigMixin):
         self.quant_method = models.METHOD
         self.format = format
         self.layers = {name: dict(spec) for name, spec in layers.items()}
-        if ignored.get("is_elastic"):  # of `mark_elastic`; others have no such key in their files
+        if ignored.get("is_elastic"):  # from `mark_elastic`; a deployed model's file has no such key
             self.is_elastic = True
 
 
 class PlainQuantizer(HfQuantizer):
-    """A quantizer whose loaded model is plain: it can be saved, trained and compiled."""
+    """A quantizer whose loaded model is an ordinary module: it can be saved, trained and compiled."""
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:  # noqa: D102
         return True
@@ -70,7 +70,7 @@ class DeployedQuantizer(PlainQuantizer):
             raise FlexrankError("these are an elastic model's factors by save_pretrained; save it with fr.save_elastic")
         if files := kwargs.get("checkpoint_files"):
             models.verify_export(Path(files[0]).parent, {"config.json", *(Path(file).name for file in files)})
-            config = Path(files[0]).parent / "config.json"  # another may have been given in its place
+            config = Path(files[0]).parent / "config.json"  # the user may have passed another config
             _warn_of_few_digits(model, config.is_file() and read_json(config).get("dtype") or "float32")
         separate_as_recorded_(model)
         # transformers sets the default device (meta) and dtype around this call.
@@ -81,13 +81,13 @@ class DeployedQuantizer(PlainQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         own = getattr(model.config, "auto_map", None) or {}
         if any(str(name).startswith(f"{models.REMOTE_MODULE}.") for name in own.values()):
-            del model.config.auto_map  # `save_pretrained` would keep it, and not write the module that it names
+            del model.config.auto_map  # `save_pretrained` would keep it, but not write the module that it names
         forget_quantization(model)
         return model
 
 
 def _warn_of_few_digits(model: Any, own: str) -> None:
-    """Says that a model is loaded in a dtype of fewer digits than it was made in: its slack is too narrow for them."""
+    """Warns that a model is loaded in a less precise dtype than it was deployed in: its slack is too small for that."""
     asked = str(model.dtype).removeprefix("torch.")
     if torch.finfo(model.dtype).eps > torch.finfo(getattr(torch, own)).eps:
         way = "for which its slack is too narrow; deploy it in that"
@@ -95,7 +95,7 @@ def _warn_of_few_digits(model: Any, own: str) -> None:
 
 
 def forget_quantization(model: Any) -> None:
-    """Lets a loaded model be trained and cast, which transformers forbids quantized ones: its tensors are plain."""
+    """Lets a loaded model be trained and cast, as its tensors allow; transformers forbids it for quantized models."""
     model.is_quantized = False
     for module in model.modules():
         if hasattr(module, "config"):
@@ -103,10 +103,10 @@ def forget_quantization(model: Any) -> None:
 
 
 def placed(model: Any, items: Mapping[str, Item], *, skip_missing: bool = False) -> Iterator[tuple[str, Item]]:
-    """What belongs to layers of an artefact, by the layers' names in this model.
+    """Yields the items of an artefact's layers, under the layers' names in this model.
 
-    A model with a head may load a base model's artefact: names gain `base_model_prefix`. A base model may load that of
-    a model with a head: names lose the prefix, and the head's layers are skipped.
+    A model with a head may load the artefact of one without: names gain `base_model_prefix`. A model without a head may
+    load that of one with a head: names lose the prefix, and the head's layers are skipped.
     """
     prefix = f"{model.base_model_prefix}." if model.base_model_prefix else ""
     modules = dict(model.named_modules())
@@ -122,9 +122,9 @@ def placed(model: Any, items: Mapping[str, Item], *, skip_missing: bool = False)
 
 
 def fitting(model: Any, specs: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """The specs of `placed` layers whose shape this model's configuration has too, as a head of other classes has not.
+    """The specs of the `placed` layers that have the same shape in this model; a head with other classes does not.
 
-    The others stay transformers' own layers, newly initialised.
+    All others stay transformers' own layers, newly initialised.
     """
     found = {}
     for name, spec in placed(model, specs):
@@ -137,7 +137,7 @@ def fitting(model: Any, specs: Mapping[str, Mapping[str, Any]]) -> dict[str, Map
 
 
 def attach(model: Any, layers: Mapping[str, Mapping[str, Any]]) -> None:
-    """Makes `model.save_pretrained` write the layers' specs, and those that the model already has."""
+    """Makes `model.save_pretrained` write these layers' specs, beside those that are attached already."""
     config = DeployedConfig({**models.attached_layers(model), **layers})
     model.hf_quantizer = DeployedQuantizer(config, pre_quantized=True)
     model.config.quantization_config = config

@@ -1,6 +1,6 @@
-"""vLLM's plug-in: `vllm serve DIR` runs an export, each layer at its own rank inside vLLM's fused ones.
+"""The vLLM plug-in: `vllm serve DIR` runs an export, with each layer at its own rank inside vLLM's fused layers.
 
-vLLM calls `register` through the entry point `vllm.general_plugins`; nothing else imports this module, for it needs
+vLLM calls `register` through the entry point `vllm.general_plugins`; nothing else imports this module, because it needs
 vLLM. Source of the interface: https://docs.vllm.ai, "Quantization plugins", and vLLM 0.32.
 """
 
@@ -21,17 +21,17 @@ from flexrank.hf.models import METHOD
 from flexrank.nn.fused import FusedShards, Shard
 from flexrank.nn.specs import FORMAT, require_format
 
-#: vLLM's names for the parts of a fused layer; those of gate and up are their numbers.
+#: The index of each part of a fused layer, by vLLM's name for it; vLLM names gate and up by their indices.
 SHARD_INDEX = {None: 0, "q": 0, "k": 1, "v": 2}
 
 
 def register() -> None:
-    """Makes vLLM know exports by the `quant_method` of their `config.json`; calling it again changes nothing."""
+    """Makes vLLM recognise exports by the `quant_method` in their `config.json`; calling it again changes nothing."""
     register_quantization_config(METHOD)(ServedConfig)
 
 
 class ServedConfig(QuantizationConfig):
-    """The `quantization_config` of a deployed model: what vLLM is to build for each of its linear layers."""
+    """The `quantization_config` of a deployed model, which tells vLLM what to build for each of its linear layers."""
 
     def __init__(self, layers: Mapping[str, Mapping[str, Any]]):
         super().__init__()
@@ -57,11 +57,11 @@ class ServedConfig(QuantizationConfig):
         return []
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
-        """Gives layers the names that they have in vLLM's model."""
+        """Renames the layers to the names that they have in vLLM's model."""
         self.layers = hf_to_vllm_mapper.apply_dict(self.layers)
 
     def get_quant_method(self, layer: Any, prefix: str) -> QuantizeMethodBase | None:
-        """How vLLM's layer multiplies; FlexrankError on a factorised layer that vLLM does not build as a linear one."""
+        """How vLLM's layer multiplies; raises FlexrankError if vLLM builds a factorised layer inside another kind."""
         if isinstance(layer, LinearBase):
             parent, _, own = prefix.rpartition(".")
             names = [f"{parent}.{name}" if parent else name for name in self.packed_modules_mapping.get(own, [own])]
@@ -81,7 +81,7 @@ class ServedConfig(QuantizationConfig):
 
 
 class FactorisedLinearMethod(LinearMethodBase):
-    """A linear layer of vLLM that holds one or several layers of the checkpoint, at least one of them factorised."""
+    """How a linear layer of vLLM holds and applies one or several layers of the checkpoint, not all of them dense."""
 
     def __init__(self, specs: Mapping[str, Mapping[str, Any] | None]):
         self.specs = dict(specs)
@@ -96,7 +96,7 @@ class FactorisedLinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **ignored: Any,
     ) -> None:
-        """Adds the parameters of this process's part, and has biases loaded as exports store them."""
+        """Adds the parameters of this process's part, and makes biases load as exports store them."""
         outputs = output_partition_sizes
         if len(self.specs) == 1 and len(outputs) > 1:  # fused in the checkpoint already
             if layer.tp_size > 1:
@@ -112,7 +112,7 @@ class FactorisedLinearMethod(LinearMethodBase):
         return y if bias is None else y + bias
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """FlexrankError if a weight is missing, which vLLM does not check for quantized models."""
+        """Raises FlexrankError if a weight is missing, which vLLM does not check for quantized models."""
         self.shards.require_complete(layer)
 
     def _add_to_(self, layer: Any, shards: list[Shard], dtype: torch.dtype) -> None:
@@ -120,7 +120,7 @@ class FactorisedLinearMethod(LinearMethodBase):
         parameter: Any
         for name, parameter in self.shards.add_to_(layer, dtype).items():
             parameter.weight_loader = functools.partial(self._load, layer, name)
-        # vLLM makes the layer's bias after this call, with the loader that it finds on the layer.
+        # vLLM creates the layer's bias after this call, with the loader that it finds on the layer.
         layer.weight_loader = functools.partial(self._load, layer, "bias")
 
     def _load(self, layer: Any, name: str, parameter: Tensor, values: Tensor, shard: str | int | None = None) -> None:
@@ -129,7 +129,7 @@ class FactorisedLinearMethod(LinearMethodBase):
 
 
 class FactorisedHeadMethod(FactorisedLinearMethod):
-    """The same for an output head of its own weights, whose vocabulary vLLM pads."""
+    """The same for an output head with weights of its own (not tied), whose vocabulary vLLM pads."""
 
     def create_weights(  # noqa: D102
         self, layer: Any, input_size_per_partition: int, *sizes: Any, params_dtype: Any = None, **ignored: Any
@@ -148,8 +148,8 @@ class FactorisedHeadMethod(FactorisedLinearMethod):
 
 
 def _shard(layer: Any, index: int, name: str, spec: Mapping[str, Any] | None, size: int, columns: range) -> Shard:
-    """What a process holds of one layer, `size` outputs of it; a layer that no run selected has no spec."""
-    if spec is None:  # few heads of keys and values are held by several processes each
+    """The part of one layer that this process holds, with `size` outputs; a layer that was not selected has no spec."""
+    if spec is None:  # with few key and value heads, several processes hold the same one
         copies = getattr(layer, "num_kv_head_replicas", 1) if index else 1
         spec = {"form": "dense", "shape": (size * layer.tp_size // copies, layer.input_size)}
     m, n = spec["shape"]
@@ -158,6 +158,6 @@ def _shard(layer: Any, index: int, name: str, spec: Mapping[str, Any] | None, si
 
 
 def _part(whole: int, size: int, layer: Any) -> range:
-    """The rows or columns of this process; with fewer parts than processes, neighbours hold the same one."""
+    """The rows or columns that this process holds; with fewer parts than processes, neighbours hold the same part."""
     start = layer.tp_rank // (layer.tp_size // (whole // size)) * size
     return range(start, start + size)

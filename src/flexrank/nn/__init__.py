@@ -1,1 +1,1 @@
-"""Elastic and deployed layers, a layer as its matrix, and how a model's layers are replaced and switched."""
+"""Elastic and deployed layers, the matrix of a layer, and functions that replace and switch a model's layers."""

@@ -8,22 +8,22 @@ from torch import Tensor
 
 from flexrank.nn.linalg import column_lengths
 
-#: We state that an aligned layer's relative output error in a dtype is at most three times that of the plain factors
-#: there, or at most the floor. Slack is chosen for 2.5 on sample activations, so that three holds on others (of 324
-#: layers and ranks the worst is 2.6).
+#: The stated bound: an aligned layer's relative output error in a dtype is at most three times that of the plain
+#: factors in it, or at most the floor. Slack is chosen for 2.5 times on sample activations, so that three holds on
+#: others (the worst of 324 layers and ranks is 2.6).
 STATED_MULTIPLE = 3.0
 ERROR_MULTIPLE = 2.5
 ERROR_FLOOR = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 0.0, torch.float16: 0.0}
-#: Slack is chosen to within this part of the rank; each unit costs r parameters of the layer's r·(m+n−r+slack).
+#: Slack is chosen to within the rank over this number; each unit costs r parameters of the layer's r·(m+n−r+slack).
 SLACK_STEPS = 64
 
 
 def gauge_align(
     u: Float[Tensor, "m r"], v: Float[Tensor, "n r"], slack: int
 ) -> tuple[Float[Tensor, "rest r"], Float[Tensor, "n r"]]:
-    """û (m−g, r) and ṽ (n, r) in float64, by which the first g = r − slack outputs are latents themselves.
+    """û (m−g, r) and ṽ (n, r) in float64, for which the first g = r − slack outputs are latents themselves.
 
-    The columns of the slack are scaled so that their two factors have equal length. û is not finite where U_{1:g} is
+    The columns of the slack are scaled so that their two factors have equal length. û is not finite if U_{1:g} is
     singular; slack keeps it well conditioned (FlexRank, eq. 7, has slack 0).
     """
     return _Gauge(u, v).at(slack)
@@ -34,7 +34,7 @@ class _Gauge:
 
     With U_{1:r}ᵀ = Q Lᵀ, U_{1:g} = L_{1:g,1:g} Q₁ᵀ for each g, where Q₁ is the first g columns of Q and Q₂ the others.
     The gauge G = [Q₁ L_{1:g,1:g}⁻¹ | Q₂] gives U_{1:g} G = [I_g | 0], and G⁻¹ = [U_{1:g}; Q₂ᵀ]: Ṽ needs no inverse.
-    So Û is made of UQ and one triangular solve, and Ṽ of columns of V U_{1:r}ᵀ and of VQ.
+    So Û takes UQ and one triangular solve, and Ṽ consists of columns of V U_{1:r}ᵀ and of VQ.
     """
 
     def __init__(self, u: Float[Tensor, "m r"], v: Float[Tensor, "n r"]):
@@ -45,7 +45,7 @@ class _Gauge:
         self._v, self._v_aligned = v @ q, v @ u[: u.shape[1]].T
 
     def at(self, slack: int) -> tuple[Float[Tensor, "rest r"], Float[Tensor, "n r"]]:
-        """û and ṽ as in `gauge_align`; the plain factors where nothing is aligned."""
+        """û and ṽ as in `gauge_align`; the plain factors if nothing is aligned."""
         aligned = self._u.shape[1] - slack
         if aligned == 0:
             return self._plain
@@ -64,7 +64,7 @@ def alignment_error(
 
     The error is taken per input because a few tokens of a transformer have outputs forty times as long as all others.
     ‖y*‖ counts as at least a tenth of the median length of outputs that are not zero. Inputs are rounded to `dtype`
-    first, so that only the form's own error counts. Infinite where it overflows.
+    first, so that only the form's own error counts. The error is infinite if the form overflows.
     """
     return _AlignmentProbe(u, v, inputs, dtype).error(slack)
 
@@ -72,14 +72,15 @@ def alignment_error(
 def choose_slack(
     u: Float[Tensor, "m r"], v: Float[Tensor, "n r"], inputs: Float[Tensor, "t n"], dtype: torch.dtype
 ) -> int:
-    """The least slack whose error is within the bound, to r / `SLACK_STEPS`; at worst r, which is plain U Vᵀ.
+    """The least slack whose error is within the bound, to within r / `SLACK_STEPS`; at most r, which is plain U Vᵀ.
 
-    The bound is `ERROR_MULTIPLE` times the plain factors' own error, or the same part of `ERROR_FLOOR` if that is
-    larger. The search doubles the slack, then bisects: the error falls as slack grows, but for rounding.
+    The bound is `ERROR_MULTIPLE` times the plain factors' own error, or `ERROR_MULTIPLE` / `STATED_MULTIPLE` times
+    `ERROR_FLOOR` if that is larger. The search doubles the slack, then bisects: apart from rounding, the error falls as
+    slack grows.
     """
     rank, probe = u.shape[1], _AlignmentProbe(u, v, inputs, dtype)
     bound = ERROR_MULTIPLE * max(probe.error(rank), ERROR_FLOOR.get(dtype, 0.0) / STATED_MULTIPLE)
-    if bound == math.inf:  # no input is left, or even plain factors overflow
+    if bound == math.inf:  # no finite input is left, or even the plain factors overflow
         return rank
     failed, slack = -1, 0
     while slack < rank and probe.error(slack) > bound:
@@ -94,12 +95,12 @@ def choose_slack(
 
 
 class _AlignmentProbe:
-    """One layer's factors, sample inputs and exact outputs, against which any slack is measured."""
+    """One layer's factors, sample inputs and exact outputs, against which the error of any slack is measured."""
 
     def __init__(self, u: Tensor, v: Tensor, inputs: Tensor, dtype: torch.dtype):
         self._gauge, self._rank, self._dtype = _Gauge(u, v), u.shape[1], dtype
         rounded = inputs.to(dtype)
-        self._inputs = rounded[rounded.isfinite().all(1)]  # others tell nothing of the form's error
+        self._inputs = rounded[rounded.isfinite().all(1)]  # others say nothing about the form's error
         self._exact = (self._inputs.double() @ v.double()) @ u.double().T
         lengths = self._exact.norm(dim=1)
         usual = float(lengths[lengths > 0].median()) if bool(lengths.any()) else 0.0

@@ -1,4 +1,4 @@
-"""A model's stack of blocks, and blocks that compute something else for a while."""
+"""Finding a model's stack of blocks, and replacing the forwards of modules for a while."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def block_stack(model: nn.Module, layers: Iterable[str]) -> list[tuple[str, nn.Module]]:
-    """The named children of the ModuleList or Sequential that holds most of these layers; empty without such a one."""
+    """The named children of the ModuleList or Sequential that holds most of these layers; empty if there is none."""
     names = list(layers)
 
     def held(stack: list[tuple[str, nn.Module]]) -> int:
@@ -24,7 +24,7 @@ def block_stack(model: nn.Module, layers: Iterable[str]) -> list[tuple[str, nn.M
 
 @contextlib.contextmanager
 def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Inside the block these modules run these functions in place of their forwards."""
+    """Inside the block these modules run the given functions in place of their forwards."""
     own = {module: module.__dict__.get("forward") for module in forwards}
     for module, forward in forwards.items():
         module.__dict__["forward"] = forward

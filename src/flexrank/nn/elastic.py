@@ -1,4 +1,4 @@
-"""Elastic layers: one set of factors, whose prefix of any rank is a layer."""
+"""Elastic layers: one set of factors, of which the prefix of any rank is a layer."""
 
 import math
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from flexrank.profiles import ProfileChain
 
 
 class SizeVectors(nn.Module):
-    """What K sizes do not share: gains of a layer's inputs and outputs, and an addition to its bias, of each.
+    """What K sizes do not share: each size's gains of a layer's inputs and outputs, and its addition to the bias.
 
     In size i, of rank r, the layer's matrix is diag(outputs[i]) U_r V_rᵀ diag(inputs[i]): all merges into the factors.
-    `place` is the active size's number; between two sizes it has a fraction, and vectors are interpolated linearly.
-    `ranks` are the layer's in the sizes, from the smallest; several may have the same.
+    `place` is the active size's index; if it is fractional, vectors are interpolated linearly between two sizes.
+    `ranks` are the layer's ranks in the sizes, smallest size first; several may be equal.
     """
 
     def __init__(
@@ -36,13 +36,13 @@ class SizeVectors(nn.Module):
         self.bias = None if bias is None else Parameter(bias)
 
     def active(self, vectors: Float[Tensor, "K d"]) -> Float[Tensor, " d"]:
-        """Of `inputs`, `outputs` or `bias`, the vector of the active size."""
+        """The active size's vector of `inputs`, `outputs` or `bias`."""
         low = int(self.place)
         share = self.place - low
         return torch.lerp(vectors[low], vectors[low + 1], share) if share else vectors[low]
 
     def place_of(self, rank: int) -> float:
-        """The place of the smallest size of at least this rank, or else of the largest."""
+        """The index of the smallest size of at least this rank, or of the largest size if there is none."""
         return next((float(place) for place, own in enumerate(self.ranks) if own >= rank), float(len(self.ranks) - 1))
 
 
@@ -51,15 +51,16 @@ class NestedLayer(nn.Module):
 
     Factors are stored by component, so that a prefix is one contiguous slice in memory and on disk. For T tokens the
     forward takes the cheaper of two equivalent routes: factored, T·r·(m+n) multiply-adds, or materialised, (T + r)·m·n.
-    Consolidation gives it what sizes do not share: `sizes`, vectors through which matrix and bias are read, and `dense`
-    (m × n), the matrix at full rank min(m, n), then no product of factors; ranks between k and full need not exist.
-    A rank that is set by itself takes the vectors of the smallest size that has it; `switch.set_profile` knows better.
-    Vectors are float32 where factors have half precision; `dense` may have the base model's dtype.
-    `full_matrix` is the matrix at full rank inside `switch.full_matrices`, else None; the forward uses it there.
-    `is_sharded` says that `u`, `v` and `dense` are this process's parts, gathered where used (`sharding.shard_`);
-    `gathers` counts how often.
-    `chain` is that of the artefact which the layer's model was read from, for `switch.set_budget`; `card_sizes` is what
-    the card there says of sizes, for the cards of those that are deployed.
+    Consolidation adds what sizes do not share: `sizes`, vectors that are applied to matrix and bias, and `dense`
+    (m × n), which replaces the factors' product at full rank min(m, n); ranks between k and full need not exist.
+    Setting `rank` directly selects the vectors of the smallest size of at least that rank; `switch.set_profile` selects
+    those of the exact size.
+    The vectors are float32 if the factors are in half precision; `dense` may have the base model's dtype.
+    `full_matrix` is the matrix at full rank inside `switch.full_matrices`, otherwise None; the forward uses it there.
+    If `is_sharded`, then `u`, `v` and `dense` are this process's parts, gathered where they are used
+    (`sharding.shard_`); `gathers` counts the gathers.
+    `chain` is that of the artefact from which the model was loaded, for `switch.set_budget`; `card_sizes` is what that
+    artefact's model card says about sizes, for the cards of deployed models.
     """
 
     full_matrix: Tensor | None = None
@@ -87,7 +88,7 @@ class NestedLayer(nn.Module):
 
     @property
     def rank(self) -> int:
-        """The active prefix r: from 1 to k, or full."""
+        """The active rank r: from 1 to k, or full."""
         return self._rank
 
     @rank.setter
@@ -100,16 +101,16 @@ class NestedLayer(nn.Module):
 
     @property
     def max_rank(self) -> int:
-        """The full rank: the number k of components, or min(m, n) where `dense` is its matrix."""
+        """The full rank: the number k of components, or min(m, n) if the layer has `dense`."""
         return len(self.u) if self.dense is None else min(self.matrix_shape)
 
     @property
     def ranks(self) -> str:
-        """The ranks that it has, in words."""
+        """The layer's ranks, in words."""
         return f"1 to {len(self.u)}" + (f", and {self.max_rank}" if self.max_rank > len(self.u) else "")
 
     def has_rank(self, rank: int) -> bool:
-        """Whether it has a prefix, or a matrix, of this rank."""
+        """Whether the layer has a prefix of this rank, or `dense` for it."""
         return 1 <= rank <= len(self.u) or rank == self.max_rank
 
     @property
@@ -118,18 +119,18 @@ class NestedLayer(nn.Module):
         return self.rank == self.max_rank
 
     def is_dense_at(self, rank: int) -> bool:
-        """Whether the matrix of this rank is `dense`, not a product of factors."""
+        """Whether the matrix of this rank is `dense` rather than a product of factors."""
         return self.dense is not None and rank == self.max_rank
 
     def places(self) -> dict[str, tuple[int, int]]:
-        """The dimension along which processes divide each parameter that may be sharded, and its whole size there."""
+        """For each parameter that may be sharded, the dimension it is sharded along and its full size there."""
         m, n = self.matrix_shape
         return {"u": (1, m), "v": (1, n)} | ({} if self.dense is None else {"dense": (0, m)})
 
     def whole(self, name: str, rank: int | None = None) -> Tensor:
-        """`u` or `v`, up to a rank, or `dense`: of a sharded layer gathered, for which all processes must ask.
+        """`u` or `v` up to a rank, or `dense`; a sharded layer gathers it, so all processes must call this.
 
-        Whole factors are no slices, whose gradients would be copied into full-sized ones.
+        Complete factors are not sliced, because the gradient of a slice is copied into a full-sized one.
         """
         own: Tensor = getattr(self, name)
         own = own if rank in (None, len(own)) else own[:rank]
@@ -156,26 +157,26 @@ class NestedLayer(nn.Module):
 
     @torch.no_grad()
     def set_dense_(self) -> None:
-        """Gives full rank a matrix of its own, which is the product of the factors so far."""
+        """Gives full rank a separate matrix, which starts as the product of the factors."""
         product = (self.whole("u").T.double() @ self.whole("v").double()).to(self.u.dtype)
         own = part(product, 0).clone() if self.is_sharded else product
         self.dense = Parameter(own, self.u.requires_grad)
 
     @torch.no_grad()
     def set_sizes_(self, ranks: Sequence[int], rows: Sequence[tuple[Tensor, Tensor, Tensor]] | None = None) -> None:
-        """Gives the layer vectors for sizes of these ranks: each size's of `rows`, or for all those that are active."""
+        """Gives the layer vectors for sizes of these ranks: one of `rows` each, or by default the active vectors."""
         rows = [self.active_vectors] * len(ranks) if rows is None else rows
         inputs, outputs, bias = (torch.stack(vectors) for vectors in zip(*rows, strict=True))
         self.sizes = SizeVectors(ranks, inputs, outputs, None if self.bias is None else bias)
         self.sizes.requires_grad_(self.u.requires_grad).train(self.training)
         self.sizes.place = self.sizes.place_of(self.rank)
-        self.card_sizes = ""  # consolidation begins, after which what was measured is no longer true
+        self.card_sizes = ""  # consolidation begins, which makes earlier measurements obsolete
 
     @property
     def active_vectors(self) -> tuple[Float[Tensor, " n"], Float[Tensor, " m"], Float[Tensor, " m"]]:
         """The active size's gains of inputs and of outputs, and its addition to the bias."""
         m, n = self.matrix_shape
-        dtype = torch.promote_types(self.u.dtype, torch.float32)  # half precision has but 128 numbers from 1 to 2
+        dtype = torch.promote_types(self.u.dtype, torch.float32)  # bfloat16 has only 128 numbers from 1 to 2
         zeros = self.u.new_zeros(m, dtype=dtype)
         if self.sizes is None:
             return self.v.new_ones(n, dtype=dtype), zeros + 1, zeros
@@ -190,7 +191,7 @@ class NestedLayer(nn.Module):
         return self.matrix_in(None)
 
     def matrix_in(self, dtype: torch.dtype | None) -> Float[Tensor, "m n"]:
-        """U_r V_rᵀ, at full rank `dense` where there is one, with the gains of the size, and computed in `dtype`."""
+        """U_r V_rᵀ, or `dense` if it exists and the rank is full, with the active size's gains, computed in `dtype`."""
         if not self.is_dense_at(self.rank):
             u, v = (factor.to(dtype or factor.dtype) for factor in self.active)
             return u.T @ v
@@ -202,7 +203,7 @@ class NestedLayer(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The matrix, of a convolution as filters (C_out, C_in, h, w), for model code that reads a layer's weight."""
+        """The matrix, or a convolution's filters (C_out, C_in, h, w), for model code that reads a layer's weight."""
         return self.geometry.filters(self.matrix) if self.geometry else self.matrix
 
     def is_factored_cheaper(self, tokens: int) -> bool:
@@ -229,11 +230,11 @@ class NestedLinear(NestedLayer):
         return linear(x, self.matrix, self.active_bias)
 
     def _scaled(self, x: Tensor, dense: Tensor, sizes: SizeVectors) -> Tensor:
-        """The dense product between gains of activations.
+        """The product with `dense`, with gains applied to the activations.
 
-        Gains of the matrix need its gradient, one more product of T·m·n: a quarter of the time of a training step.
+        Gains applied to the matrix need its gradient, one more product of T·m·n: a quarter of a training step's time.
         """
-        if not torch.is_autocast_enabled(x.device.type):  # which casts both
+        if not torch.is_autocast_enabled(x.device.type):  # autocast casts both
             dense = dense.to(x.dtype)
         y = linear(x * sizes.active(sizes.inputs).to(x.dtype), dense)
         outputs, bias = sizes.active(sizes.outputs).to(y.dtype), self.active_bias

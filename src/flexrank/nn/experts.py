@@ -1,4 +1,4 @@
-"""Experts that transformers fuses into one tensor: each matrix becomes a layer, which stages take as any other."""
+"""Separates experts that transformers fuses into one tensor: each matrix becomes a layer like any other."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,15 +9,15 @@ from torch import Tensor, nn
 
 from flexrank.nn.select import replace_layers
 
-#: What the config of a model of transformers with separate experts says of it, so that whoever loads it knows.
+#: The key by which a transformers config records that the model's experts are separate, for whoever loads it.
 SEPARATE = "separate_experts"
 
 
 class Experts(nn.Module):
     """y = Σ_e s_e · down_e(act(gate_e) ⊙ up_e) with [gate_e; up_e] = gate_up_e(x), over the experts e of each token.
 
-    gate_up is (2I × H) and down (H × I), with names such as `experts.3.gate_up`. Experts run one after the other, each
-    on the rows of its tokens, which may be none: transformers' grouped kernels are for fused tensors.
+    gate_up is (2I × H) and down (H × I), with names such as `experts.3.gate_up`. Experts run one after another, each on
+    the rows of its tokens, if any, because transformers' grouped kernels need fused tensors.
     """
 
     def __init__(self, fused: Any):
@@ -25,12 +25,12 @@ class Experts(nn.Module):
         self.act_fn, self.num_experts = fused.act_fn, fused.num_experts
         for number, matrices in enumerate(zip(fused.gate_up_proj, fused.down_proj, strict=True)):
             self.add_module(str(number), _Expert(*matrices))
-        # Without flexrank transformers makes the fused tensors at random, and warns; one of no size it refuses.
+        # Without flexrank, transformers initialises missing fused tensors at random with a warning; empty ones fail.
         self.register_buffer("gate_up_proj", torch.empty(1, 0, 0))
         self.train(fused.training)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Outputs (T, H) for tokens (T, H), the numbers (T, k) of their experts, and these experts' shares (T, k)."""
+        """Outputs (T, H) for tokens (T, H), the indices (T, k) of their experts, and the weights (T, k) of these."""
         outputs = torch.zeros_like(hidden_states)
         for number in range(self.num_experts):
             expert: Any = getattr(self, str(number))
@@ -41,8 +41,8 @@ class Experts(nn.Module):
         return outputs
 
     def _rows_of(self, number: int, top_k_index: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens that chose this expert, in their order, which masks of them have too; and where in (T, k)."""
-        if top_k_index.is_meta:  # nothing is chosen where there are no values: an equal share, to count by
+        """The indices of the tokens routed to this expert, ascending as in token masks, and their columns in (T, k)."""
+        if top_k_index.is_meta:  # without values there is no routing: an equal share, for counting operations
             share = top_k_index.new_empty(-(-top_k_index.numel() // self.num_experts))
             return share, share
         tokens, places = torch.where(top_k_index == number)
@@ -50,7 +50,7 @@ class Experts(nn.Module):
 
 
 class _Expert(nn.Module):
-    """One expert's layers, on these matrices."""
+    """One expert's layers, with these matrices as weights."""
 
     def __init__(self, gate_up: Tensor, down: Tensor):
         super().__init__()
@@ -58,9 +58,9 @@ class _Expert(nn.Module):
 
 
 def separate_experts_(model: nn.Module) -> list[str]:
-    """Makes fused experts separate, in place, so that `select_layers` finds their layers; returns the modules' names.
+    """Separates fused experts in place, so that `select_layers` finds their layers; returns the names of the modules.
 
-    The layers' weights are views of the fused tensors, and outputs are equal. A model that has none is left as it is.
+    The layers' weights are views of the fused tensors, and outputs are equal. A model without any is left unchanged.
     """
     fused = _fused_experts(model)
     replace_layers(model, {name: Experts(module) for name, module in fused.items()})
@@ -70,14 +70,14 @@ def separate_experts_(model: nn.Module) -> list[str]:
 
 
 def separate_as_recorded_(model: Any) -> None:
-    """Makes experts separate where the model's config says that they were, when its weights were written."""
+    """Separates experts if the model's config records that they were separate when its weights were written."""
     if getattr(model.config, SEPARATE, False):
         separate_experts_(model)
 
 
 @contextlib.contextmanager
 def separate_experts(model: nn.Module) -> Iterator[None]:
-    """Inside the block fused experts are separate, on the same tensors; afterwards they are fused, with its changes."""
+    """Separates fused experts inside the block, on the same tensors; then fuses them again, with any changes."""
     fused = _fused_experts(model)
     replace_layers(model, {name: Experts(module) for name, module in fused.items()})
     try:
@@ -91,7 +91,7 @@ def _fused_experts(model: nn.Module) -> dict[str, Any]:
 
 
 def _is_fused(module: Any) -> bool:
-    """Whether these are fused experts of transformers in their usual form, without biases."""
+    """Whether the module holds transformers' fused experts in their default form, without biases."""
     matrices = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
     if not all(isinstance(one, nn.Parameter) and one.ndim == 3 for one in matrices):
         return False
@@ -102,7 +102,7 @@ def _is_fused(module: Any) -> bool:
 
 
 def _linear(weight: Tensor) -> nn.Linear:
-    """A layer on this matrix (m, n), without a bias."""
+    """A linear layer with this matrix (m, n) as its weight, without a bias."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     layer.weight = nn.Parameter(weight.detach(), weight.requires_grad)
     return layer

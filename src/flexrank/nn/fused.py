@@ -1,4 +1,4 @@
-"""Deployed layers that read one input, fused to one layer with a rank each, as servers arrange q, k and v.
+"""Deployed layers with the same input, each of its own rank, fused into one layer, as servers fuse q, k and v.
 
 Under tensor parallelism a process holds some outputs of every layer, or some of the inputs that they share.
 """
@@ -19,23 +19,23 @@ from flexrank.files import dtype_name
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """What a process holds of one gauge-aligned or dense layer, whose parts load under the layer's own names."""
+    """A process's part of one gauge-aligned or dense layer, whose weights load under the layer's own names."""
 
-    name: str  #: of the layer, for errors
+    name: str  #: the layer's name, for errors
     shape: tuple[int, int]  #: (m, n) of the whole layer
     rank: int  #: 0 for a dense matrix
-    aligned: int  #: leading outputs that are latents themselves
-    rows: range  #: of the m outputs, those held here
-    columns: range  #: of the n inputs
+    aligned: int  #: number of leading outputs that are latents themselves
+    rows: range  #: those of the m outputs that are held here
+    columns: range  #: those of the n inputs that are held here
 
     @property
     def heads(self) -> range:
-        """The latents that are outputs here."""
+        """The latents that are outputs of this shard."""
         return range(self.rows.start, min(self.rows.stop, self.aligned))
 
     @property
     def expanded(self) -> range:
-        """The rows of Û that are here."""
+        """The rows of Û that this shard holds."""
         start, stop = (max(row - self.aligned, 0) for row in (self.rows.start, self.rows.stop))
         return range(start, stop)
 
@@ -49,7 +49,7 @@ class Shard:
 
     @property
     def biases(self) -> dict[str, tuple[int, ...]]:
-        """The same of the biases, if it has one."""
+        """The same for the biases of a layer that has one."""
         head, m = {"bias": (self.aligned or self.shape[0],)}, self.shape[0]
         if not self.rank:
             return {**head}
@@ -59,9 +59,9 @@ class Shard:
 class FusedShards:
     """Adds the parameters of some shards to a layer, loads them, and multiplies by them.
 
-    `latent.weight` has all shards' Ṽᵀ (Σ r, n), so that one product gives every latent; `expand.weight` has their Û
-    one after the other (Σ k·r); `weight` has the dense matrices (Σ m, n). With t rows of input the layer costs
-    t·Σ(r·n + k·r) multiply-adds, as the layers do by themselves.
+    `latent.weight` stacks all shards' Ṽᵀ (Σ r, n), so that one product gives every latent; `expand.weight` holds their
+    flattened Û one after another (Σ k·r); `weight` stacks the dense matrices (Σ m, n). With t rows of input the layer
+    costs t·Σ(r·n + k·r) multiply-adds, as much as the separate layers.
     """
 
     def __init__(self, shards: Sequence[Shard]):
@@ -70,7 +70,7 @@ class FusedShards:
         self._expanded = _places(len(shard.expanded) * shard.rank for shard in shards)
         self._dense = _places(0 if shard.rank else len(shard.rows) for shard in shards)
         self._outputs = _places(len(shard.rows) for shard in shards)
-        # Looked up in every forward pass, among all latents.
+        # Positions among all latents, which every forward pass needs.
         self._heads = [
             slice(place.start + shard.heads.start, place.start + shard.heads.stop)
             for shard, place in zip(shards, self._latents, strict=True)
@@ -78,7 +78,7 @@ class FusedShards:
         self._loaded: set[tuple[int, str]] = set()
 
     def add_to_(self, layer: Any, dtype: torch.dtype) -> dict[str, nn.Parameter]:
-        """Adds uninitialised parameters on the default device; returned are the parameters by name.
+        """Adds uninitialised parameters on the default device, and returns them by name.
 
         `expand.bias` is empty: biases load into the layer's own `bias` (Σ m,).
         """
@@ -96,10 +96,11 @@ class FusedShards:
 
     @torch.no_grad()
     def load_(self, layer: Any, name: str, values: Tensor, index: int) -> None:
-        """Copies a tensor of shard `index`, as its layer's file has it, into the layer.
+        """Copies a tensor of shard `index`, as stored in its layer's file, into the layer.
 
         Raises:
-            FlexrankError: a shape that is not the layer's; or a dtype that the layer's slack was not chosen for.
+            FlexrankError: a shape that is not the layer's, a bias that the layer lacks, or a dtype that its slack was
+                not chosen for.
         """
         shard = self.shards[index]
         self._require_fit(layer, shard, name, values)
@@ -115,7 +116,7 @@ class FusedShards:
         self._loaded.add((index, name))
 
     def require_complete(self, layer: Any) -> None:
-        """FlexrankError if some tensors of the layer were loaded, and others were not."""
+        """Raises FlexrankError if some tensors of the layer were loaded and others were not."""
         for index, shard in enumerate(self.shards):
             names = {**shard.stored, **(shard.biases if isinstance(layer.bias, Tensor) else {})}
             for name in names:
@@ -159,6 +160,6 @@ class FusedShards:
 
 
 def _places(sizes: Iterable[int]) -> list[slice]:
-    """Slices of these sizes, one after the other."""
+    """Consecutive slices of these sizes."""
     ends = list(itertools.accumulate(sizes, initial=0))
     return list(itertools.starmap(slice, itertools.pairwise(ends)))

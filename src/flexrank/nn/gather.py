@@ -1,4 +1,4 @@
-"""A tensor of which every process holds a part, whole where it is used; gradients go back to the parts, summed."""
+"""Tensors sharded over processes: gathered where they are used, with gradients summed back into the parts."""
 
 from typing import Any
 
@@ -10,16 +10,16 @@ from flexrank import processes
 
 
 def part(whole: Tensor, dim: int) -> Tensor:
-    """This process's part of a tensor, along a dimension; all are as long, but for the last ones, as torch.chunk's."""
+    """This process's part of a tensor along a dimension; all but the last parts are equally long, as in torch.chunk."""
     size, step = whole.shape[dim], _step(whole.shape[dim])
     start, end = (min(size, step * number) for number in (processes.number(), processes.number() + 1))
     return whole.narrow(dim, start, end - start)
 
 
 def gathered(part: Tensor, dim: int, size: int) -> Tensor:
-    """The whole tensor, of `size` along `dim`, from each process's `part`; all processes must ask.
+    """The full tensor, of `size` along `dim`, from each process's `part`; all processes must call this.
 
-    Its gradient, of which each process has that of its own loss, goes back to the parts as the sum over processes.
+    Each process computes the gradient of its own loss; the parts get the sum of these gradients over processes.
     """
     whole: Tensor = _Gathered.apply(part, dim, size)
     return whole
@@ -41,7 +41,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def scatter_sum(whole: Tensor, dim: int) -> Tensor:
-    """This process's part of the sum of all processes' tensors, along a dimension; half precision in float32."""
+    """This process's part, along a dimension, of the sum of all processes' tensors; half precision sums in float32."""
     count, step = processes.count(), _step(whole.shape[dim])
     wide = _padded(whole, dim, step * count).to(torch.promote_types(whole.dtype, torch.float32))
     every = wide.unflatten(dim, (count, step)).movedim(dim, 0).contiguous()
@@ -52,12 +52,12 @@ def scatter_sum(whole: Tensor, dim: int) -> Tensor:
 
 
 def _step(size: int) -> int:
-    """How long each process's part of so many entries is; those of the last ones may be shorter."""
+    """The length of each process's part of `size` entries; the last parts may be shorter."""
     return -(-size // processes.count())
 
 
 def _padded(tensor: Tensor, dim: int, size: int) -> Tensor:
-    """The tensor, contiguous and with zeros up to a size."""
+    """The tensor, contiguous and padded with zeros to `size` along `dim`."""
     missing = list(tensor.shape)
     missing[dim] = size - missing[dim]
     return torch.cat([tensor, tensor.new_zeros(missing)], dim) if missing[dim] else tensor.contiguous()

@@ -1,4 +1,4 @@
-"""Gauge-aligned layers: the deployed form of one rank, of which the leading outputs are latents themselves."""
+"""Gauge-aligned layers: the deployed form of one rank, whose leading outputs are latents themselves."""
 
 from typing import Any, Literal, TypeVar
 
@@ -18,7 +18,7 @@ from flexrank.profiles.costs import whole_slack
 
 Slack = int | Literal["auto"]
 Layer = TypeVar("Layer", bound="GaugeAlignedLayer")
-#: Up to this many numbers of output, concatenating is quicker than writing in place, whose views cost more than a copy.
+#: Up to this many output values, concatenating is faster than writing in place, whose views cost more than a copy.
 FEW_OUTPUTS = 2**17
 
 
@@ -26,9 +26,9 @@ class GaugeAlignedLayer(nn.Module):
     """y = [z_{1:g}; Û z] + b with z = Ṽᵀx, of rank r: the first g = r − slack outputs are latents themselves.
 
     It stores r·(m+n−g) parameters; g = r is FlexRank, eq. 7, and g = 0 is plain U Vᵀ. `bias` is that of the first g
-    outputs. `latent` holds Ṽᵀ, and `expand` holds Û with the bias of the other outputs: plain torch layers, which
-    adapters and quantisers select by name. The buffer `weight` is empty: a loader that does not know this layer fails
-    on its shape, and leaves no freshly initialised matrix.
+    outputs. `latent` holds Ṽᵀ, and `expand` holds Û with the bias of the other outputs: ordinary torch layers, which
+    adapters and quantisers select by name. The buffer `weight` is empty, so that a loader that does not know this layer
+    fails on its shape instead of leaving a freshly initialised matrix.
     """
 
     latent: nn.Module
@@ -76,13 +76,15 @@ class GaugeAlignedLayer(nn.Module):
         dtype: torch.dtype | None = None,
         inputs: Float[Tensor, "t n"] | None = None,
     ) -> Layer:
-        """The layer for y = U Vᵀ x + b; a slack out of range, or too small for a singular block of U, is an error.
+        """Builds the layer for y = U Vᵀ x + b.
+
+        Raises FlexrankError if the slack is out of range or too small for a singular block of U, or factors overflow.
 
         Args:
             slack: 0 is the paper's form, r is plain U Vᵀ, and "auto" is the least within the dtype's stated error.
-                At r = m it is at least one: with m outputs aligned only the dense matrix would be left.
-            dtype: u's by default.
-            inputs: activations, unfolded for a convolution, to measure the error on; by default standard normal.
+                At r = m it is at least one, because aligning all m outputs would leave only the dense matrix.
+            dtype: defaults to that of `u`.
+            inputs: activations on which the error is measured, unfolded for a convolution; standard normal by default.
         """
         (m, rank), dtype = u.shape, dtype or u.dtype
         aligned = min(rank - resolve_slack(u, v, slack, dtype, inputs), m - 1)
@@ -92,12 +94,12 @@ class GaugeAlignedLayer(nn.Module):
 
     @property
     def slack(self) -> int:
-        """Latents that are not outputs, r − g."""
+        """The number of latents that are not outputs, r − g."""
         return self.rank - self.aligned
 
     @torch.no_grad()
     def dense(self) -> tuple[Float[Tensor, "m n"], Float[Tensor, " m"] | None]:
-        """The layer multiplied out: W = [Ṽᵀ_{1:g}; Û Ṽᵀ] in float64, a convolution's unfolded, and its bias."""
+        """The layer as one matrix W = [Ṽᵀ_{1:g}; Û Ṽᵀ] in float64 (unfolded for a convolution), and its bias."""
         v_tilde, u_hat = (matrix.detach().double() for matrix in map(weight_matrix, (self.latent, self.expand)))
         parts = [bias for bias in (self.bias, bias_of(self.expand)) if bias is not None]
         return torch.cat((v_tilde[: self.aligned], u_hat @ v_tilde)), torch.cat(parts) if parts else None
@@ -108,7 +110,7 @@ class GaugeAlignedLayer(nn.Module):
 
     def _joined(self, latent: Tensor, bias: Tensor | None, rest: Tensor) -> Tensor:
         head = latent.narrow(-1, 0, self.aligned)
-        # Under autocast the latents have another dtype than the bias.
+        # Under autocast the latents and the bias have different dtypes.
         return torch.cat((head if bias is None else head + bias.to(latent.dtype), rest), -1)
 
     @torch.no_grad()
@@ -135,8 +137,8 @@ class GaugeAlignedLinear(GaugeAlignedLayer):
     """The deployed linear layer: (…, n) → (…, m)."""
 
     def forward(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch m"]:  # noqa: D102
-        # Without gradients, hooks and adapters this multiplies by the children's weights itself: calling two modules
-        # takes longer than their products with one token. Large outputs are written in place, not concatenated.
+        # Without gradients, hooks or adapters this multiplies by the children's weights directly: calling two modules
+        # takes longer than their products for one token. Large outputs are written in place, not concatenated.
         weights = self._plain_weights()
         if weights is None:
             return super().forward(x)
@@ -151,10 +153,10 @@ class GaugeAlignedLinear(GaugeAlignedLayer):
         return output.view(*x.shape[:-1], self.out_features)
 
     def _plain_weights(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None:
-        """Ṽᵀ, Û and both biases; None unless calling the children would do no more than `linear` does.
+        """Ṽᵀ, Û and both biases, or None if calling the children would do more than `linear` does.
 
-        It reads dictionaries, not attributes, and as few as will do: `nn.Module.__getattr__` is slow, and each object
-        read has left the processor's caches since the layer's last call. It does not query autocast, which costs most.
+        It reads dictionaries, not attributes, and as few as possible: `nn.Module.__getattr__` is slow, and each object
+        it reads has left the processor's caches since the last call. It does not query autocast, which would cost most.
         """
         if is_grad_enabled() or is_compiling():
             return None
@@ -168,7 +170,7 @@ class GaugeAlignedLinear(GaugeAlignedLayer):
         if "forward" in latent.__dict__ or "forward" in expand.__dict__:
             return None
         of_latent, of_expand = latent._parameters, expand._parameters
-        v_tilde, u_hat = of_latent.get("weight"), of_expand.get("weight")  # pruning and sharding take them away
+        v_tilde, u_hat = of_latent.get("weight"), of_expand.get("weight")  # pruning and sharding remove them
         if v_tilde is None or u_hat is None or of_latent.get("bias") is not None:
             return None
         if "bias" not in own or "bias" not in of_expand:
@@ -178,7 +180,7 @@ class GaugeAlignedLinear(GaugeAlignedLayer):
     def _write_in_place(
         self, latent: Float[Tensor, "t r"], head_bias: Tensor | None, u_hat: Float[Tensor, "k r"], bias: Tensor | None
     ) -> Float[Tensor, "t m"]:
-        """Both parts written straight into one output; concatenating them costs 2 to 9 % more on a CPU."""
+        """Writes both parts straight into one output; concatenating them costs 2 to 9 % more on a CPU."""
         output = latent.new_empty(len(latent), self.out_features)
         head, rest = output.split_with_sizes((self.aligned, self.out_features - self.aligned), 1)
         kept = latent.narrow(1, 0, self.aligned)
@@ -203,9 +205,9 @@ class GaugeAlignedConv2d(GaugeAlignedLayer):
 
 @torch.no_grad()
 def resolve_slack(u: Tensor, v: Tensor, slack: Slack, dtype: torch.dtype, inputs: Tensor | None = None) -> int:
-    """The slack as a number within 0 … r: "auto" is the least within the dtype's error bound.
+    """The slack as a number from 0 to r; "auto" is the least slack within the dtype's error bound.
 
-    In half precision it is the least from there on that leaves whole blocks.
+    In half precision "auto" is rounded up to the least slack that leaves whole blocks of outputs to multiply.
     """
     if slack == "auto":
         if inputs is None or not bool(inputs.any()):  # every form is exact on rows of zeros
@@ -218,7 +220,7 @@ def resolve_slack(u: Tensor, v: Tensor, slack: Slack, dtype: torch.dtype, inputs
 
 
 def _are_plain(x: Tensor, latent: Tensor, *weights: Tensor) -> bool:
-    """Whether a product may be written into a buffer: no meta tensor, no subclass, one dtype, which autocast keeps."""
+    """Whether products may be written into a buffer: no meta tensor, no subclass, one dtype, also under autocast."""
     if x.is_meta or latent.dtype != x.dtype:
         return False
     return all(type(weight) is Parameter and weight.dtype == x.dtype for weight in weights)

@@ -1,6 +1,7 @@
 """DataSVD with and without whitening, plain SVD, and Gram sums: tensors in, tensors out.
 
-Every function computes in float64 whatever comes in, and returns float64: the caller casts once, at the end.
+Computation and results are in float64 whatever the input's dtype, except the products in a Gram sum (`add_gram`), which
+may be in float32: the caller casts once, at the end.
 """
 
 import contextlib
@@ -13,22 +14,22 @@ from torch import Tensor
 
 from flexrank.errors import FlexrankError
 
-#: Ridge added to a second moment, relative to its mean diagonal: it orders by weight energy the directions that the
-#: data never visited. It is far above float64's rounding of the moment (1e-16), and near float32's (1e-7).
+#: Ridge added to a second moment, relative to its mean diagonal. It orders directions that the data never visited by
+#: their weight energy. It is far above float64's rounding of the moment (1e-16), and near float32's (1e-7).
 RIDGE = 1e-6
-#: Rows of a strip of a Gram matrix, of which only what is right of the diagonal is computed: 5/8 of it for four strips.
+#: Rows per strip of a Gram matrix; a strip is computed from the diagonal rightwards: 5/8 of the matrix for four strips.
 STRIP = 512
-#: Rows of which one product is taken: never more are summed in less than float64.
+#: Rows per product: never more are summed in less than float64.
 ROWS = 4096
-#: Condition (1-norm) up to which Cholesky orthogonalises a tall matrix, to 1e-6; beyond, Householder's QR, four times
-#: as slow, does.
+#: Condition number (1-norm) up to which a tall matrix is orthogonalised by Cholesky, to 1e-6; above it by Householder
+#: QR, which is four times as slow.
 CONDITION = 1e5
 
 
 class Factors(NamedTuple):
     """k ordered rank-one components of a matrix in float64: with all of them, `weight == u.T @ v`.
 
-    `energies` fall: energies[i] is what component i adds to the weighted squared output.
+    `energies` are in descending order: energies[i] is what component i adds to the weighted squared output.
     """
 
     u: Float[Tensor, "k m"]
@@ -53,17 +54,17 @@ def data_svd(
 ) -> Factors:
     """DataSVD without whitening: the rank-r prefix minimises E‖(W − W_r)x‖² for every r (FlexRank, eq. 3).
 
-    The optimum is W_r = P_r P_rᵀ W, with P the eigenvectors of C = W Σ Wᵀ; Σ may be singular, for neither its inverse
-    nor its root is taken. For m > n, W = QR and R Σ Rᵀ replaces C, so that min(m, n) dimensions suffice. Values that
-    are not finite, and moments that do not suffice, are a FlexrankError.
+    The optimum is W_r = P_r P_rᵀ W, with P the eigenvectors of C = W Σ Wᵀ; Σ may be singular, because neither its
+    inverse nor its root is taken. For m > n, W = QR and R Σ Rᵀ replaces C, so that min(m, n) dimensions suffice. Raises
+    FlexrankError for values that are not finite, or if the moments given do not suffice.
 
     Args:
         weight: W.
         input_moment: Σ = Σ_t x_t x_tᵀ, at any scale.
         output_moment: C = W Σ Wᵀ, in place of Σ; only for m <= n.
         mean_square: tr(Σ)/n at the same scale; needed with `output_moment`, for the ridge.
-        gradient_moment: G, of the loss's gradient at the output, by `half_shrunk` definite: with G = L Lᵀ
-            E‖Lᵀ(W − W_r)x‖² is minimised.
+        gradient_moment: G, of the loss's gradient at the output, made definite by `half_shrunk`: with G = L Lᵀ,
+            the prefix minimises E‖Lᵀ(W − W_r)x‖².
     """
     _require_finite("weight", weight)
     given, weight = weight, weight.double()
@@ -74,7 +75,7 @@ def data_svd(
         gram = compressed @ ridged(input_moment) @ compressed.T
     elif output_moment is not None and mean_square is not None and lift is None:
         _require_finite("output moment", output_moment)
-        # Float32 products, where the weight is float32, are exact enough for a ridge of a millionth.
+        # If the weight is float32, so are the products: exact enough for a ridge of a millionth.
         gram = output_moment.double() + _ridge(mean_square) * gram_of(given.T)
         gram = gram if upper is None else upper @ gram @ upper.mT
     else:
@@ -89,8 +90,8 @@ def data_svd(
 def whitened_svd(weight: Float[Tensor, "m n"], input_moment: Float[Tensor, "n n"]) -> Factors:
     """The paper's DataSVD: svd(W Σ^{1/2}) = P Λ Qᵀ, U = P Λ^{1/2}, V = Σ^{-1/2} Q Λ^{1/2} (FlexRank, appendix C.1).
 
-    Σ gets the ridge of `data_svd`; the paper prints none, and inverts a matrix that is often singular. A moment of
-    zeros, or a value that is not finite, is a FlexrankError.
+    Σ gets the ridge of `data_svd`; the paper states none, and inverts a matrix that is often singular. Raises
+    FlexrankError for a moment of zeros, or a value that is not finite.
     """
     weight = weight.double()
     _require_finite("weight", weight)
@@ -103,10 +104,10 @@ def whitened_svd(weight: Float[Tensor, "m n"], input_moment: Float[Tensor, "n n"
 
 
 def half_shrunk(moment: Float[Tensor, "m m"]) -> Float[Tensor, "m m"]:
-    """(M / mean(diag M) + 1) / 2 in float64; for a moment of zeros the identity.
+    """(M / mean(diag M) + 1) / 2 in float64; the identity for a moment of zeros.
 
-    The moment of a loss's gradients is that of few samples, and holds near the base model alone: half of it, and half
-    of what weighs all outputs alike, is better than either (docs/log.md). KFAC-SVD (Thoma et al., 2026) shrinks it too.
+    The moment of a loss's gradients comes from few samples, and is valid only near the base model: its mean with the
+    identity, which weights all outputs alike, beats either (docs/log.md). KFAC-SVD (Thoma et al., 2026) shrinks it too.
     """
     _require_finite("gradients' moment", moment)
     mean = float(moment.trace()) / len(moment)
@@ -116,7 +117,7 @@ def half_shrunk(moment: Float[Tensor, "m m"]) -> Float[Tensor, "m m"]:
 
 
 def ridged(moment: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
-    """The finite moment in float64 plus `RIDGE` times its mean diagonal; for a moment of zeros the identity."""
+    """The finite moment in float64, plus `RIDGE` times its mean diagonal; the identity for a moment of zeros."""
     _require_finite("second moment", moment)
     moment = moment.to(torch.float64, copy=True)
     moment.diagonal().add_(_ridge(float(moment.trace()) / len(moment)))
@@ -133,7 +134,7 @@ def gram_of(rows: Float[Tensor, "t n"]) -> Float[Tensor, "n n"]:
 
 @contextlib.contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Inside the block products are those of the tensors' own dtype: no autocast, no TF32 or bfloat16 for float32."""
+    """Inside the block products use the tensors' own dtype: no autocast, and no TF32 or bfloat16 for float32."""
     root: Any = torch.backends
     backends = root.cuda.matmul, root.mkldnn.matmul, root.cudnn.conv, root.mkldnn.conv
     before = [backend.fp32_precision for backend in backends]  # torch's older function raises where these were set
@@ -148,9 +149,9 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
 
 def add_gram(moment: Float[Tensor, "n n"], rows: Float[Tensor, "t n"]) -> None:
-    """Adds rowsᵀ rows, in place, to the part of a float64 `moment` right of the diagonal; `mirror` completes it.
+    """Adds rowsᵀ rows in place to the diagonal and upper blocks of a float64 `moment`; `mirror` completes it.
 
-    Products of at most `ROWS` rows each are taken in float32 or better, and added in float64.
+    Products of at most `ROWS` rows each are computed in float32 or better, and added in float64.
     """
     for part in rows.split(ROWS):
         part = part if part.dtype in (torch.float32, torch.float64) else part.float()
@@ -159,20 +160,20 @@ def add_gram(moment: Float[Tensor, "n n"], rows: Float[Tensor, "t n"]) -> None:
 
 
 def mirror(moment: Float[Tensor, "n n"]) -> None:
-    """Copies what is right of the diagonal's blocks to below them, in place."""
+    """Copies the blocks above the diagonal, transposed, to those below it, in place."""
     for end in range(STRIP, len(moment), STRIP):
         moment[end:, end - STRIP : end] = moment[end - STRIP : end, end:].T
 
 
 def column_lengths(columns: Tensor) -> Tensor:
-    """Lengths with a floor relative to the largest, so that ratios of lengths are finite for columns of zeros."""
+    """The columns' lengths, with a floor relative to the largest, so that columns of zeros have finite ratios too."""
     lengths = columns.norm(dim=0)
     largest = lengths.max() if lengths.numel() else lengths.sum()
     return lengths.clamp(min=max(1e-12 * float(largest), 1e-150))
 
 
 def _compress(tall: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """R (n, n) of a tall W = Q R, and the function from P (n, k) to Q P. By Cholesky RᵀR = WᵀW and Q P = W R⁻¹ P."""
+    """R (n, n) of a tall W = Q R, and a function that maps P (n, k) to Q P. By Cholesky RᵀR = WᵀW, Q P = W R⁻¹ P."""
     factor, failed = torch.linalg.cholesky_ex(gram_of(tall))
     triangle = factor.mT
     if not bool(failed) and bool(factor.diagonal().min() * CONDITION > factor.diagonal().max()):
@@ -185,13 +186,13 @@ def _compress(tall: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
 
 
 def _balanced(left: Tensor, right: Tensor, energies: Tensor) -> Factors:
-    """Factors by component, whose pairs have equal length, so that one learning rate suits both."""
+    """Factors by component, scaled to pairs of equal length, so that one learning rate suits both."""
     scale = (column_lengths(right) / column_lengths(left)).sqrt()
     return Factors((left * scale).T.contiguous(), (right / scale).T.contiguous(), energies)
 
 
 def _roots(moment: Tensor) -> tuple[Tensor, Tensor]:
-    """M^{1/2} and M^{-1/2} of the ridged moment; the ridge bounds the second's norm."""
+    """M^{1/2} and M^{-1/2} of the ridged moment; the ridge bounds the norm of the latter."""
     values, vectors = torch.linalg.eigh(ridged(moment))
     root = values.clamp(min=values[-1] * 1e-15).sqrt()
     return (vectors * root) @ vectors.T, (vectors / root) @ vectors.T

@@ -1,4 +1,4 @@
-"""A layer as its matrix (outputs × inputs): the only place that distinguishes layer types.
+"""The matrix (outputs × inputs) of a layer: the only module that distinguishes layer types.
 
 `nn.Linear` stores m × n, GPT-2's `Conv1D` stores n × m, and `nn.Conv2d` unfolds to C_out × C_in·h·w. A fused projection
 (`c_attn`, `qkv_proj`, `gate_up_proj`) is one matrix.
@@ -13,7 +13,7 @@ from torch.nn import functional
 
 
 class ConvGeometry(NamedTuple):
-    """What a convolution has beside its matrix and bias."""
+    """What a convolution has besides its matrix and bias."""
 
     in_channels: int
     kernel_size: tuple[int, int]
@@ -26,12 +26,12 @@ class ConvGeometry(NamedTuple):
         return matrix.unflatten(1, (self.in_channels, *self.kernel_size))
 
     def layer(self, filters: int, *, bias: bool, device: Any, dtype: Any) -> nn.Conv2d:
-        """An empty convolution with this geometry."""
+        """A new convolution with this geometry and number of filters."""
         channels, kernel, stride, padding, dilation = self
         return nn.Conv2d(channels, filters, kernel, stride, padding, dilation, bias=bias, device=device, dtype=dtype)
 
     def positions(self, x: Tensor) -> int:
-        """The number of output positions over images x (…, C, H, W): what is counted as tokens."""
+        """The number of output positions over images x (…, C, H, W), which count as tokens."""
         count = math.prod(x.shape[:-3])
         for size, kernel, stride, padding, dilation in zip(x.shape[-2:], *self[1:], strict=True):
             count *= (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
@@ -45,7 +45,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def unsupported_reason(module: nn.Module) -> str | None:
-    """Why a layer that holds a matrix cannot be factorised; None where it can, or where there is no matrix."""
+    """Why a layer that holds a matrix cannot be factorised; None if it can, or if it holds no matrix."""
     for kind in (nn.Conv2d, nn.Linear):  # a subclass's own forward may standardise the weight, or pad
         if isinstance(module, kind) and type(module) is not kind:
             return f"{type(module).__name__} is a {kind.__name__} of its own kind"
@@ -73,7 +73,7 @@ def matrix_shape(layer: nn.Module) -> tuple[int, int]:
 
 
 def weight_matrix(layer: nn.Module) -> Tensor:
-    """The layer's matrix (m, n): a view of its weight, in its dtype. Another module is a TypeError."""
+    """The layer's matrix (m, n): a view of its weight, in its dtype. Raises TypeError for any other module."""
     if isinstance(layer, nn.Linear):
         return layer.weight
     if isinstance(layer, nn.Conv2d):
@@ -116,14 +116,14 @@ def output_rows(layer: nn.Module, outputs: Tensor) -> Tensor:
 
 
 def turned(masks: Iterable[Tensor], values: Tensor) -> list[Tensor]:
-    """The (B, T) masks, as (T, B) where values (T, B, n) have time first, which only shows where B is not T."""
+    """The (B, T) masks, transposed if the values (T, B, n) have time first, which is only visible if B is not T."""
     return [mask.T if values.shape[:-1] == mask.T.shape != mask.shape else mask for mask in masks]
 
 
 def masked_rows(rows: Tensor, masks: Iterable[Tensor]) -> Tensor:
-    """The rows whose tokens are real by the (B, T) mask that has one entry for each of them.
+    """The rows of real tokens, by the first (B, T) mask that has one entry for each row.
 
-    Where no mask has as many entries (pooled vectors, patches of an image), all rows are kept.
+    If no mask has as many entries (pooled vectors, patches of an image), all rows are returned.
     """
     for mask in masks:
         if len(rows) == mask.numel():

@@ -1,4 +1,4 @@
-"""Selecting the layers to factorise, saying why others stay dense, and replacing layers."""
+"""Selecting the layers to factorise, explaining why others stay dense, and replacing layers."""
 
 import fnmatch
 import logging
@@ -13,16 +13,16 @@ from flexrank.nn.linalg import Factors
 from flexrank.nn.matrix import bias_of, conv_geometry, is_layer, unsupported_reason, weight_matrix
 
 log = logging.getLogger("flexrank")
-Place = tuple[nn.Module, str]  #: a module, and the name of a child of it
+Place = tuple[nn.Module, str]  #: a module, and the name of one of its children
 
 
 def select_layers(
     model: nn.Module, include: Sequence[str] | None = None, exclude: Sequence[str] = ()
 ) -> dict[str, nn.Module]:
-    """The layers to factorise by name, in the model's order. Each layer left dense is logged with its reason.
+    """Returns the layers to factorise by name, in the model's order, and logs why each other layer stays dense.
 
-    `include` and `exclude` are names or globs: `*.mlp.*`, or a part between dots such as `lm_head`. A pattern that
-    matches no module, or nothing left to factorise, is a FlexrankError.
+    `include` and `exclude` hold names or globs: `*.mlp.*`, or a part between dots such as `lm_head`. Raises
+    FlexrankError if a pattern matches no module, or if no layer is left to factorise.
     """
     for pattern in (*(include or ()), *exclude):
         if not any(_matches(name, pattern) for name, _ in model.named_modules()):
@@ -62,9 +62,9 @@ def require_layers(layers: Mapping[str, nn.Module]) -> None:
 
 
 def nest_(model: nn.Module, name: str, factors: Factors, places: Sequence[Place] = ()) -> NestedLayer:
-    """Replaces the layer `name` by its `elastic_form`, and returns that.
+    """Replaces the layer `name` with its `elastic_form`, and returns that.
 
-    `places` are those of `places_of`, which need not be found again for each of many layers.
+    `places` is the layer's entry in `places_of`; giving it saves a walk over the model for each of many layers.
     """
     nested = elastic_form(model.get_submodule(name), factors)
     for parent, child in places or places_of(model, [name])[name]:
@@ -73,7 +73,7 @@ def nest_(model: nn.Module, name: str, factors: Factors, places: Sequence[Place]
 
 
 def elastic_form(layer: nn.Module, factors: Factors) -> NestedLayer:
-    """The elastic layer with these factors, in the layer's dtype, device and mode."""
+    """The elastic layer with these factors, and with the dtype, device and training mode of the given layer."""
     weight, bias, geometry = weight_matrix(layer), bias_of(layer), conv_geometry(layer)
     u, v = (factor.to(weight.device, weight.dtype).contiguous() for factor in (factors.u, factors.v))
     kind = NestedConv2d if geometry else NestedLinear
@@ -85,7 +85,7 @@ def elastic_form(layer: nn.Module, factors: Factors) -> NestedLayer:
 
 
 def replace_layers(model: nn.Module, new: Mapping[str, nn.Module]) -> None:
-    """Puts modules in the places of those that are named, under each of their parents if several share one."""
+    """Replaces the named modules with new ones, under every parent of a module that several share."""
     places = places_of(model, new)
     for name, module in new.items():
         for parent, child in places[name]:
@@ -93,7 +93,7 @@ def replace_layers(model: nn.Module, new: Mapping[str, nn.Module]) -> None:
 
 
 def places_of(model: nn.Module, names: Iterable[str]) -> dict[str, list[Place]]:
-    """Where each of these modules is: each of its parents, and its name there, from one walk over the model."""
+    """The parents of each named module, and its name under each of them, from one walk over the model."""
     found = {name: _found(model, name) for name in names}
     places: dict[nn.Module, list[Place]] = {module: [] for module in found.values()}
     for parent in model.modules():
@@ -135,7 +135,7 @@ def _weight_reason(name: str, module: nn.Module, owners: Mapping[int, list[str]]
         return f"weight is {weight.dtype}"
     if min(weight_matrix(module).shape) < 2:
         return "a matrix of rank one has nothing to factorise"
-    # Those of accelerate move inputs between devices, which a factorised layer's block does too.
+    # accelerate's hooks move inputs between devices; the hook of the block around a factorised layer does so too.
     has_own = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
     if has_own and not hasattr(module, "_hf_hook"):
         return "it has hooks, or a forward of its own"
@@ -143,7 +143,7 @@ def _weight_reason(name: str, module: nn.Module, owners: Mapping[int, list[str]]
 
 
 def _unknown_reason(module: nn.Module) -> str | None:
-    """Names a matrix in a module of an unknown kind, such as fused experts."""
+    """The reason for a module of an unknown kind that holds a matrix, such as fused experts; None without a matrix."""
     if isinstance(module, NestedLayer):
         return "elastic already"
     for name, parameter in module.named_parameters(recurse=False):
@@ -161,5 +161,5 @@ def _weight_owners(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Whether the pattern is a glob of the module's name, a part of it between dots, or the name of a parent."""
+    """Whether the pattern is a glob that matches the name, a part of the name between dots, or a parent's name."""
     return pattern in name.split(".") or fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")

@@ -1,7 +1,7 @@
-"""Models of which every process holds a part: elastic layers by our own gathers, blocks of a base model by FSDP2.
+"""Models sharded over processes: elastic layers by flexrank's own gathers, blocks of a base model by FSDP2.
 
-An elastic layer's factors are divided by columns, `u` (k × m) along m and `v` (k × n) along n, so that any prefix of
-components is gathered alone: at rank r that is r·(m + n) numbers, whatever k is.
+An elastic layer's factors are sharded by columns, `u` (k × m) along m and `v` (k × n) along n, so that any prefix of
+components can be gathered by itself: at rank r that is r·(m + n) numbers, whatever k is.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -20,14 +20,14 @@ if TYPE_CHECKING:  # these take a second to import
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-Place = tuple[int, int]  #: the dimension along which a tensor is divided, and its whole size there
+Place = tuple[int, int]  #: the dimension along which a tensor is sharded, and its full size there
 
 
 def shard_(model: nn.Module, device: torch.device | str | None = None) -> None:
-    """Leaves each process its part of an elastic model's layers, on `device`, where all else goes whole.
+    """Shards an elastic model's layers over the processes in place, and moves the model to `device`.
 
-    Layers are gathered as they run, up to the active rank. Nothing changes where there is one process.
-    Keep the model's blocks from holding what they have gathered, by `distill_(…, gradient_checkpointing=True)`.
+    Layers are gathered as they run, up to the active rank. With one process the model is only moved.
+    Use `distill_(…, gradient_checkpointing=True)` so that the model's blocks do not keep what they have gathered.
     """
     if processes.count() > 1:
         for layer in nested_layers(model).values():
@@ -40,21 +40,21 @@ def shard_(model: nn.Module, device: torch.device | str | None = None) -> None:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether processes hold parts of its elastic layers."""
+    """Whether the model's elastic layers are sharded over processes."""
     return any(isinstance(module, NestedLayer) and module.is_sharded for module in model.modules())
 
 
 def sharded_parameters(model: nn.Module) -> dict[nn.Parameter, Place]:
-    """How each parameter that processes hold parts of is divided."""
+    """The sharded parameters of the model's elastic layers, and how each is divided."""
     layers = [module for module in model.modules() if isinstance(module, NestedLayer) and module.is_sharded]
     return {getattr(layer, name): place for layer in layers for name, place in layer.places().items()}
 
 
 def shard_blocks_(model: nn.Module, layers: Any, device: torch.device | str | None = None) -> None:
-    """Divides the blocks that hold `layers` over the processes by FSDP2, on `device`, where all else goes whole.
+    """Shards the blocks that hold `layers` over the processes by FSDP2, and moves the model to `device`.
 
-    By default that is where the model is. A block is gathered as it runs. Nothing changes where there is one process.
-    It is a FlexrankError if the model has no stack of blocks.
+    By default the model stays on its device. A block is gathered as it runs. With one process the model is only moved;
+    with several, a model without a stack of blocks raises FlexrankError.
     """
     if processes.count() > 1:
         from torch.distributed.fsdp import fully_shard
@@ -70,7 +70,7 @@ def shard_blocks_(model: nn.Module, layers: Any, device: torch.device | str | No
 
 
 def as_global(own: Tensor, place: Place) -> "DTensor":
-    """The part, in the same memory, as torch.distributed.checkpoint reads and writes it: a shard of the whole."""
+    """This process's part as a shard of the full tensor, in the same memory, for torch.distributed.checkpoint."""
     from torch.distributed.tensor import DTensor, Shard
 
     dim, size = place

@@ -1,4 +1,4 @@
-"""Layers as JSON objects: how an artefact describes each, and the empty layer of a description."""
+"""Layers as JSON objects: the description of a layer in an artefact, and the empty layer built from it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,19 +12,19 @@ from flexrank.nn.elastic import NestedConv2d, NestedLayer, NestedLinear
 from flexrank.nn.gauge_aligned import GaugeAlignedConv2d, GaugeAlignedLayer, GaugeAlignedLinear
 from flexrank.nn.matrix import ConvGeometry, conv_geometry, matrix_shape
 
-#: Version of the specs that `config.json` holds, and what each has.
+#: Version of the specs that `config.json` holds, and the keys that every spec has.
 FORMAT = 1
 KEYS = {"form", "shape", "rank", "bias"}
 
 
 def require_format(version: int) -> None:
-    """FlexrankError on specs of another version."""
+    """Raises FlexrankError for specs of another version."""
     if version != FORMAT:
         raise FlexrankError(f"config.json holds layers of format {version}; {reads_format(FORMAT)}")
 
 
 def require_specs(layers: Any) -> None:
-    """FlexrankError unless these are `layer_spec`s by name."""
+    """Raises FlexrankError unless these are `layer_spec`s by name."""
     specs = layers if isinstance(layers, Mapping) else {"layers": layers}
     wrong = next((name for name, spec in specs.items() if not _is_spec(spec)), None)
     if wrong is not None:
@@ -39,7 +39,7 @@ def _is_spec(spec: Any) -> bool:
 
 
 def layer_spec(layer: nn.Module) -> dict[str, Any]:
-    """What `build_layer` needs to rebuild an elastic, deployed or dense layer empty, as a JSON object."""
+    """The JSON object from which `build_layer` rebuilds an elastic, deployed or dense layer without its values."""
     bias: torch.Tensor | None
     sizes: dict[str, Any]
     if isinstance(layer, NestedLayer):
@@ -60,7 +60,7 @@ def layer_spec(layer: nn.Module) -> dict[str, Any]:
 
 
 def build_layer(spec: Mapping[str, Any], *, device: Any = None, dtype: Any = None) -> nn.Module:
-    """The layer of a `layer_spec`, with uninitialised values; an unknown form is a FlexrankError."""
+    """The layer of a `layer_spec`, with uninitialised values. Raises FlexrankError for an unknown form."""
     (m, n), rank, bias, form = spec["shape"], spec["rank"], spec["bias"], spec["form"]
     placement: dict[str, Any] = {"device": device, "dtype": dtype}
     geometry = None

@@ -1,4 +1,4 @@
-"""Switching an elastic model between sizes, and what it holds beside its factors."""
+"""Switching an elastic model between sizes, and measuring what it holds besides its factors."""
 
 import bisect
 import contextlib
@@ -22,7 +22,7 @@ log = logging.getLogger("flexrank")
 
 
 def nested_layers(model: nn.Module) -> dict[str, NestedLayer]:
-    """The elastic layers by name; it is a FlexrankError if the model has none."""
+    """The elastic layers by name. Raises FlexrankError if the model has none."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, NestedLayer)}
     if not layers:
         ways = "decompose it first, or read an elastic artefact by load_elastic"
@@ -41,7 +41,7 @@ def layer_shapes(model: nn.Module) -> dict[str, Shape]:
 
 
 def uniform_profile(model: nn.Module, budget: float, slack_share: float = 0.0) -> RankProfile:
-    """Each layer's largest rank whose deployed parameters are within the budget's share of its dense ones."""
+    """The profile of each layer's largest rank whose deployed parameters are at most `budget` times its dense ones."""
     ranks = {}
     for name, layer in nested_layers(model).items():
         shape = layer.matrix_shape
@@ -51,7 +51,7 @@ def uniform_profile(model: nn.Module, budget: float, slack_share: float = 0.0) -
 
 
 def set_profile(model: nn.Module, profile: Mapping[str, int]) -> None:
-    """Sets the active ranks of all elastic layers; a profile that does not fit is a FlexrankError."""
+    """Sets the active ranks of all elastic layers. Raises FlexrankError if the profile does not fit."""
     layers = nested_layers(model)
     require_fitting(layers, profile)
     for name, rank in profile.items():
@@ -64,7 +64,7 @@ def set_profile(model: nn.Module, profile: Mapping[str, int]) -> None:
 
 
 def _place(owners: Mapping[str, SizeVectors], profile: Mapping[str, int], shapes: Mapping[str, Shape]) -> float:
-    """The number of the size, of those that have vectors, whose profile this is; else between two by its parameters."""
+    """The index of the size that has this profile; otherwise interpolated between two sizes by parameter count."""
     own = tuple(profile[name] for name in owners)
     sizes = list(zip(*(vectors.ranks for vectors in owners.values()), strict=True))
     if own in sizes:
@@ -86,21 +86,21 @@ def set_budget(
 ) -> ChainEntry:
     """Switches an elastic model to its chain's size for a budget; only ranks change, and no weight is copied.
 
-    The size is that of the whole tree of modules, for every thread that runs it. Other threads may run it meanwhile: a
-    forward pass under way ends at its size before the switch, unless it began before the first call. Threads that want
-    sizes of their own each take a `submodel`, and may switch that at any time.
+    The size applies to the whole module tree, for every thread that runs it. Other threads may run it meanwhile: a
+    forward pass under way ends at its size before the switch, unless it began before the first call of `set_budget`.
+    Threads that need different sizes each take a `submodel`, and may switch that at any time.
 
     Args:
         budget: a share of the factorised layers' dense parameters; the largest size within all limits is taken.
-        max_params: of the whole model, as it is deployed.
-        max_bytes: of the whole model's tensors, as it is deployed.
+        max_params: limit on the parameters of the whole model as deployed.
+        max_bytes: limit on the bytes of the whole model's tensors as deployed.
         chain: by default the one that `load_elastic` read with the model.
 
     Returns:
         The size: its profile, its parameters and its predicted error.
 
     Raises:
-        FlexrankError: no limit is given, none of the chain's sizes is within it, or the model has no chain.
+        FlexrankError: no limit is given, no size of the chain is within the limits, or the model has no chain.
     """
     layers = nested_layers(model)
     chain = chain or next(iter(layers.values())).chain
@@ -126,7 +126,7 @@ def require_fitting(layers: Mapping[str, NestedLayer], profile: Mapping[str, int
 
 
 def require_whole_factors(layers: Mapping[str, NestedLayer]) -> None:
-    """Raises FlexrankError where a layer's full rank is no product of its factors, as after consolidation."""
+    """Raises FlexrankError if a layer's full-rank matrix is not the product of its factors, as after consolidation."""
     for name, layer in layers.items():
         if layer.dense is not None or len(layer.u) < min(layer.matrix_shape):
             raise FlexrankError(f"layer {name!r}: full rank is no product of its factors; probe before consolidation")
@@ -134,7 +134,7 @@ def require_whole_factors(layers: Mapping[str, NestedLayer]) -> None:
 
 @contextlib.contextmanager
 def use_profile(model: nn.Module, profile: Mapping[str, int]) -> Iterator[nn.Module]:
-    """The model at this profile inside the block (the paper's 𝒯_m), and as it was after it."""
+    """Sets the model to this profile inside the block (the paper's 𝒯_m), and restores its size afterwards."""
     with kept_sizes(nested_layers(model).values()):
         set_profile(model, profile)
         yield model
@@ -142,7 +142,7 @@ def use_profile(model: nn.Module, profile: Mapping[str, int]) -> Iterator[nn.Mod
 
 @contextlib.contextmanager
 def kept_sizes(layers: Iterable[NestedLayer]) -> Iterator[None]:
-    """After the block each layer has the active rank, and the vectors, of before."""
+    """Restores each layer's active rank and choice of size vectors after the block."""
     before = [(layer, layer.rank, None if layer.sizes is None else layer.sizes.place) for layer in layers]
     try:
         yield
@@ -154,12 +154,12 @@ def kept_sizes(layers: Iterable[NestedLayer]) -> Iterator[None]:
 
 
 def submodel(model: nn.Module, profile: Mapping[str, int]) -> nn.Module:
-    """The elastic model at this profile, as modules of their own on the same tensors.
+    """The elastic model at this profile, as separate modules on the same tensors.
 
-    Sizes of one model so stand side by side, each in a thread of its own, or a small one drafts for a larger one:
-    `large.generate(…, assistant_model=small)`. Only modules are copied: switching one leaves the others as they are.
-    Values that change in place change in all.
-    Raises as `set_profile`.
+    Several sizes of one model can thus run at once, each in its own thread, or a small one can draft for a larger one:
+    `large.generate(…, assistant_model=small)`. Only modules are copied: switching one leaves the others unchanged.
+    In-place changes of tensors show in all of them.
+    Raises FlexrankError as `set_profile` does.
     """
     chains = (layer.chain for layer in nested_layers(model).values())
     shared = itertools.chain(model.parameters(), model.buffers(), chains)
@@ -171,10 +171,10 @@ def submodel(model: nn.Module, profile: Mapping[str, int]) -> nn.Module:
 @contextlib.contextmanager
 @torch.no_grad()
 def full_matrices(model: nn.Module, room: int) -> Iterator[None]:
-    """Inside the block full rank costs what the dense layer costs: its matrix is made once, not at each call.
+    """Caches full-rank matrices inside the block, so that a layer at full rank costs what its dense layer costs.
 
-    It has the vectors of the full model, whichever size is active. The weights must not change inside the block. The
-    matrices, of the last layers first, take at most `room` bytes, and on a GPU at most half of the free memory.
+    They use the size vectors of the full model, whichever size is active. The weights must not change inside the block.
+    The last layers come first; all take at most `room` bytes, and on a GPU at most half of the free memory.
     """
     layers = nested_layers(model)
     room = room_on(next(iter(layers.values())).u.device, room)
@@ -191,7 +191,7 @@ def full_matrices(model: nn.Module, room: int) -> Iterator[None]:
 
 
 def room_on(device: torch.device, room: int) -> int:
-    """`room` bytes, on a GPU at most half of those free: the model's own outputs need the rest."""
+    """`room` bytes, but on a GPU at most half of the free memory: the model's outputs need the rest."""
     if device.type != "cuda":
         return room
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -202,14 +202,14 @@ def room_on(device: torch.device, room: int) -> int:
 
 
 def last_within(sizes: Mapping[str, int], room: int) -> list[str]:
-    """The names of as many last sizes as sum to at most `room`, the last one first."""
+    """The names of the last items whose sizes sum to at most `room`, the last one first."""
     names = list(sizes)[::-1]
     sums = itertools.accumulate(sizes[name] for name in names)
     return [name for name, total in zip(names, sums, strict=True) if total <= room]
 
 
 def share_tensors_(model: nn.Module, base: nn.Module) -> None:
-    """Puts the base model's parameters in place of an elastic model's, where all but names outside layers is alike."""
+    """Replaces an elastic model's parameters outside its elastic layers by the base's of the same name and dtype."""
     layers = nested_layers(model)
     theirs = dict(base.named_parameters(remove_duplicate=False))
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
@@ -220,22 +220,22 @@ def share_tensors_(model: nn.Module, base: nn.Module) -> None:
 
 
 def stored_sizes(model: nn.Module) -> tuple[int, int]:
-    """Parameters of a model, and bytes of its parameters and saved buffers; tied ones once."""
+    """A model's number of parameters, and the bytes of its parameters and persistent buffers; tied ones count once."""
     tensors = {id(one): one for one in (*model.parameters(), *model.state_dict(keep_vars=True).values())}
     return sum(p.numel() for p in model.parameters()), sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def footprint(model: nn.Module, dtype: torch.dtype | None = None) -> Footprint:
-    """What an elastic model holds beside its factors, with every floating tensor in `dtype` if that is given.
+    """What an elastic model holds besides its factors, with floating-point tensors in `dtype` if that is given.
 
-    Tied tensors and buffers count once; buffers that are not part of the state do not count.
+    Tied tensors and buffers count once; non-persistent buffers do not count.
     """
 
     def size(tensor: Tensor) -> int:
         return tensor.numel() * (dtype if dtype and tensor.is_floating_point() else tensor.dtype).itemsize
 
     layers = nested_layers(model).values()
-    # Vectors of a size merge into the factors, and a matrix of full rank is used in their place.
+    # On deployment a size's vectors merge into the factors, or a full-rank matrix takes the factors' place.
     factors = {id(parameter) for layer in layers for parameter in layer.parameters() if parameter is not layer.bias}
     others = [parameter for parameter in model.parameters() if id(parameter) not in factors]
     persistent = {id(value) for value in model.state_dict(keep_vars=True).values()}

@@ -31,9 +31,9 @@ from flexrank.progress import track
 
 Evaluate = Callable[[nn.Module], float]
 
-#: Most bytes of full layers' matrices that a probe keeps.
+#: Most bytes of matrices that a probe keeps for layers at full rank.
 MATRIX_BYTES = 2**32
-#: Largest relative distance to a checkpoint's error: another number of threads sums in another order.
+#: Largest relative difference from a checkpoint's error: another number of threads sums in another order.
 RESUMED_BOUND = 1e-3
 #: The kind of a checkpoint's document.
 CHECKPOINT = "probe"
@@ -52,25 +52,27 @@ def probe_sensitivity(
     replay_bytes: int = 2**30,
     matrix_bytes: int = MATRIX_BYTES,
 ) -> SensitivityTable:
-    """The rise of `evaluate` with one layer truncated at a time, all others full (FlexRank, appendix C.2, step 1).
+    """Measures the rise of `evaluate` with one layer truncated, all others full (FlexRank, appendix C.2, step 1).
 
-    L × (K − 1) + 1 evaluations, divided among processes where there are several. Earlier blocks of the stack, and
-    modules of the layer's own block that return before it is called, do not run again in its probes but give back what
-    they returned to the full model. That halves the work, and is done only where it gives the baseline to the bit, and
-    where the model is called with what the full one was: one that reads its own tokens again is not.
+    This takes L × (K − 1) + 1 evaluations, divided among processes if there are several. In a layer's probes, earlier
+    blocks of the stack, and modules of its own block that return before it is called, do not run again but replay what
+    they returned in the full model. That halves the work, at the cost of a few more evaluations per block that record
+    and check outputs. It is used only if it reproduces the baseline bit for bit, and while the model is called with the
+    same inputs as the full model, unlike a model that reads its own output tokens.
 
     Args:
-        model: elastic; evaluated in the mode it is in, and left as it was.
-        evaluate: any measure of a model, lower is better; deterministic, its batches in a fixed order.
-        num_levels: ranks of each layer, the full one included; this and the next three as in `costs.rank_levels`.
-        min_saving: with `slack_share` as for `allocate_ranks`, which leaves other ranks out.
+        model: an elastic model; evaluated in the mode it is in, and left as it was.
+        evaluate: any deterministic measure of a model, lower is better, over batches in a fixed order.
+        num_levels: number of ranks per layer, full rank included; this and the next three as in `costs.rank_levels`.
+        min_saving: this and `slack_share` as for `allocate_ranks`, which leaves out the ranks that save less.
         checkpoint: a JSON file; an interrupted probe resumes from it.
-        replay_bytes: most bytes of outputs that are kept to be replayed: of a block, and where they fit beside of the
-            next block's modules. Where not even one block's fit, blocks run each time. The errors are the same.
-        matrix_bytes: most bytes of full layers' matrices that are kept, so that they cost no more than dense ones.
+        replay_bytes: most bytes of outputs kept for replay: those of one block and, if they fit as well, of the next
+            block's modules. If not even one block's outputs fit, all blocks run each time, with the same errors.
+        matrix_bytes: most bytes of matrices kept for layers at full rank, which then cost no more than dense layers.
 
     Raises:
-        FlexrankError: fewer than two levels, an evaluation that is not finite, or a checkpoint of another probe.
+        FlexrankError: there are fewer than two levels, an evaluation is not finite, or the checkpoint is of another
+            probe.
     """
     layers = nested_layers(model)
     require_whole_factors(layers)
@@ -95,7 +97,7 @@ def probe_sensitivity(
 def _probe_layers(
     layers: Mapping[str, NestedLayer], ranks: Mapping[str, Sequence[int]], baseline: float, replay: Replay
 ) -> dict[str, list[float]]:
-    """The errors of these layers at their ranks; of several processes each evaluates its share of the pairs."""
+    """The errors of these layers at their ranks; with several processes, each evaluates its share of the pairs."""
     errors = {name: [0.0] * len(levels) for name, levels in ranks.items()}
     pairs = [(name, i) for name, levels in ranks.items() for i, r in enumerate(levels) if r < layers[name].max_rank]
     own = [pairs[number] for number in processes.share(len(pairs))]
@@ -126,7 +128,7 @@ def _finite(value: float, where: str) -> float:
 
 
 class _Checkpoint:
-    """The errors of the layers probed so far, written after each layer, and the first process's baseline."""
+    """The errors of the layers probed so far, written after each layer, and the baseline of the run that began it."""
 
     def __init__(self, path: str | Path | None, ranks: dict[str, list[int]], baseline: float):
         self.path, self.ranks, self.baseline = path, ranks, baseline
@@ -138,7 +140,7 @@ class _Checkpoint:
             self.errors, self.baseline = value["errors"], value["baseline"]
 
     def require_near(self, error: float, kept: float) -> None:
-        """Checks by one error that model, data and loss are those of the checkpoint."""
+        """Checks one error, to make sure that model, data and loss are those of the checkpoint."""
         if abs(error - kept) > RESUMED_BOUND * abs(kept) + 1e-7:
             both = f"{kept:.6g} there, {error:.6g} here"
             raise FlexrankError(f"{self.path}: belongs to another probe ({both}); remove it")

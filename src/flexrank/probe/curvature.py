@@ -26,15 +26,15 @@ def curvature_sensitivity(
 ) -> SensitivityTable:
     """Predicts every probe: ½ tr(G ΔW Σ ΔWᵀ), all ranks of all layers at once.
 
-    This is the second-order rise of a divergence from the model itself, a mean over rows, if activations and gradients
-    are independent and tokens uncorrelated (the K-FAC approximation). With H = (UᵀGU) ∘ (VᵀΣV), a layer's error at
-    rank r is half the sum of H over the components after r.
+    This is the second-order rise of a divergence from the model itself, averaged over rows, if activations and
+    gradients are independent and tokens uncorrelated (the K-FAC approximation). With H = (UᵀGU) ∘ (VᵀΣV), a layer's
+    error at rank r is half the sum of H over the components after r.
 
     Args:
         moments: from `collect_moments(..., side="input", gradient_loss=objective.fisher_loss)` with these weights.
-        rows: rows of the loss in the calibration data: real tokens (language), sentences, images.
-        num_levels: ranks of each layer, the full one included; this and the next three as in `costs.rank_levels`.
-        min_saving: with `slack_share` as for `allocate_ranks`, which leaves other ranks out.
+        rows: number of rows of the loss in the calibration data: real tokens (language), sentences, images.
+        num_levels: number of ranks per layer, full rank included; this and the next three as in `costs.rank_levels`.
+        min_saving: this and `slack_share` as for `allocate_ranks`, which leaves out the ranks that save less.
 
     Raises:
         FlexrankError: a layer's moment is missing, not of its input, or without gradients; or rows is below 1.
@@ -50,14 +50,14 @@ def curvature_sensitivity(
 def curvature_table(
     rises: Mapping[str, Tensor], shapes: Mapping[str, Shape], ranks: Mapping[str, tuple[int, ...]], rest: Footprint
 ) -> SensitivityTable:
-    """The table of each layer's `curvature_rises` at its ranks; `rest` is of the model's other tensors."""
+    """The table of each layer's `curvature_rises` at its ranks; `rest` is the footprint of all other tensors."""
     errors = {name: tuple(rises[name][list(levels)].tolist()) for name, levels in ranks.items()}
     return SensitivityTable(shapes, ranks, errors, 0.0, rest)
 
 
 @torch.no_grad()
 def curvature_rises(name: str, layer: NestedLayer, moment: LayerMoment | None, rows: int) -> Tensor:
-    """½ tr(G ΔW_r Σ ΔW_rᵀ) for r = 0 … k, (k + 1,) float64 on the CPU, a mean over `rows`; see above."""
+    """½ tr(G ΔW_r Σ ΔW_rᵀ) for r = 0 … k, averaged over `rows`: (k + 1,), float64, on the CPU."""
     if rows < 1:
         raise FlexrankError(f"rows is {rows}; it must be at least 1")
     if moment is None or moment.side != "input" or moment.gradient_moment is None:
@@ -67,7 +67,7 @@ def curvature_rises(name: str, layer: NestedLayer, moment: LayerMoment | None, r
         u, v = (factor.double() for factor in layer.active)
     products = (u @ moment.gradient_moment.to(u.device) @ u.T) * (v @ moment.moment.to(v.device) @ v.T)
     after = products.flip(0, 1).cumsum(0).cumsum(1).diagonal().flip(0)
-    # Both factors are positive semidefinite, and so is their product: what is below zero is rounding.
+    # Both factors are positive semidefinite, and so is their product: values below zero are rounding errors.
     rises = torch.cat([after.clamp(min=0), after.new_zeros(1)]) / 2
-    # No token, as of an expert that none chose: no rise either, for the moments are zeros.
+    # An expert that no token chose has zero tokens and moments of zeros, and therefore no rise.
     return (rises / (max(1, moment.tokens) * rows)).cpu()

@@ -1,4 +1,4 @@
-"""What runs before the probed layer returns what it returned to the full model, and does not run again."""
+"""Replays what modules before the probed layer returned in the full model, so that they do not run again."""
 
 import collections
 import contextlib
@@ -23,17 +23,17 @@ log = logging.getLogger("flexrank")
 
 
 class Start(NamedTuple):
-    """Where a layer's probes start: what runs before the layer is the same in all of them."""
+    """Where a layer's probes start: everything that runs before the layer is the same in all of them."""
 
     stretch: int  #: the part of the forward from the start of a block to the start of the next; 0 is before the first
-    place: int  #: of the layer's call among the events of the stretch
-    modules: tuple[nn.Module, ...]  #: the outermost ones that return in the stretch before the layer is called
+    place: int  #: index of the layer's call among the events of the stretch
+    modules: tuple[nn.Module, ...]  #: the outermost modules that return in the stretch before the layer's call
 
 
 def find_starts(
     forwards: Sequence[Sequence[Event]], blocks: Collection[nn.Module], layers: Mapping[str, nn.Module]
 ) -> dict[str, Start]:
-    """Where the probes of each layer that runs start."""
+    """Finds where the probes of each layer start; leaves out layers that do not run."""
     divided = [_stretches(forward, blocks) for forward in forwards]
     calls = collections.Counter(module for forward in forwards for module, returns in forward if not returns)
     once = {module for module, count in calls.items() if count == len(forwards)}
@@ -49,7 +49,7 @@ def find_starts(
 
 
 def _stretches(forward: Iterable[Event], blocks: Collection[nn.Module]) -> list[list[Event]]:
-    """A forward's events, divided where one of the blocks is called."""
+    """Divides a forward's events at each call of a block."""
     stretches: list[list[Event]] = [[]]
     for module, returns in forward:
         if module in blocks and not returns:
@@ -59,7 +59,7 @@ def _stretches(forward: Iterable[Event], blocks: Collection[nn.Module]) -> list[
 
 
 def _returned(events: Sequence[Event], once: Collection[nn.Module]) -> tuple[nn.Module, ...]:
-    """The outermost of the modules that both are called and return within these events, once in each forward."""
+    """The outermost of the modules that are called and return within these events, and run once per forward."""
     done = [module for module, returns in events if returns and module in once and (module, False) in events]
     inner = {child for module in done for child in itertools.islice(module.modules(), 1, None)}
     return tuple(module for module in done if module not in inner)
@@ -69,21 +69,21 @@ def _returned(events: Sequence[Event], once: Collection[nn.Module]) -> tuple[nn.
 class Plan:
     """What the probes of a model replay within `room` bytes.
 
-    Outputs of blocks are replayed where each block's fit, and those of modules inside a block where they fit beside.
+    Blocks' outputs are replayed if those of each single block fit, and those of modules inside a block if they fit too.
     """
 
     starts: Mapping[str, Start]
-    stack: Sequence[nn.Module]  #: blocks that run one after the other; empty where they do not
-    sizes: Mapping[nn.Module, float]  #: bytes of a module's outputs in one evaluation; infinite where nothing tells
+    stack: Sequence[nn.Module]  #: blocks that run one after the other; empty if they do not
+    sizes: Mapping[nn.Module, float]  #: bytes of a module's outputs in one evaluation; infinite if unknown
     room: int
 
     def fits(self, modules: Iterable[nn.Module]) -> bool:
-        """Whether the outputs of all these can be kept together."""
+        """Whether the outputs of all these modules can be kept together."""
         return sum(self.sizes[module] for module in modules) <= self.room
 
     @property
     def fits_blocks(self) -> bool:
-        """Whether any block's outputs can be kept; the last block's serve no other block."""
+        """Whether the outputs of each single block can be kept; the last block's are not needed."""
         return all(self.fits([block]) for block in self.stack[:-1])
 
     def starts_in(self, stretch: int) -> list[Start]:
@@ -97,7 +97,7 @@ class Plan:
         return blocks, modules if self.fits([*blocks[-1:], *modules]) else []
 
     def most_bytes(self) -> int:
-        """Most bytes that are kept at one time: while a stretch is recorded, which replays the block kept before."""
+        """Most bytes kept at one time, which is while a stretch is recorded by replaying the block kept before it."""
         most, before = 0.0, list[nn.Module]()
         for stretch in dict.fromkeys(start.stretch for start in self.starts.values()):
             blocks, modules = self.replayed(stretch)
@@ -108,7 +108,7 @@ class Plan:
 
 
 def make_plan(model: nn.Module, evaluate: Callable[[nn.Module], object], room: int) -> Plan:
-    """Finds by one evaluation of the full model what its probes can replay; on the meta device that takes no memory."""
+    """Finds what probes can replay, by one evaluation of the full model; on the meta device it takes no memory."""
     layers, sizes = nested_layers(model), dict.fromkeys(model.modules(), 0.0)
     blocks = [block for _, block in block_stack(model, layers)]
 
@@ -124,7 +124,7 @@ def make_plan(model: nn.Module, evaluate: Callable[[nn.Module], object], room: i
 
 
 class _Outputs:
-    """What one block, and modules after it, return in one evaluation."""
+    """The outputs of one block, and of modules after it, in one evaluation."""
 
     def __init__(self) -> None:
         self.block: list[Any] = []
@@ -136,14 +136,14 @@ class _Outputs:
         self._sums.setdefault(module, []).append(_sum(output))
 
     def drop_changed(self) -> None:
-        """Forgets outputs that were changed in place after they were returned, or hold more than tensors."""
+        """Drops outputs that were changed in place after they were returned, or that hold more than tensors."""
         for module, sums in self._sums.items():
             if [_sum(output) for output in self.modules[module]] != sums:
                 del self.modules[module]
 
 
 def _bytes(output: Any) -> float:
-    """Bytes of memory that are not freed while this is kept; infinite where it holds more than tensors and numbers."""
+    """Bytes of memory that keeping an output occupies; infinite if it has more than tensors, numbers and strings."""
     parts = list(_parts(output))
     if not all(isinstance(part, (Tensor, int, float, str)) for part in parts):
         return math.inf
@@ -151,13 +151,13 @@ def _bytes(output: Any) -> float:
 
 
 def _sum(output: Any) -> float:
-    """What changes with the values: NaN, which never equals itself, where there is more than tensors."""
+    """A checksum of the values; NaN, which never equals itself, if the output has more than tensors."""
     parts = list(_parts(output))
     return sum(float(part.sum()) if isinstance(part, Tensor) else math.nan for part in parts)
 
 
 def _parts(output: Any) -> Iterator[Any]:
-    """What a module's output consists of, None left out."""
+    """Yields the parts of a module's output, leaving out None."""
     if isinstance(output, Mapping):
         output = tuple(output.values())
     if isinstance(output, (tuple, list)):
@@ -168,11 +168,11 @@ def _parts(output: Any) -> Iterator[Any]:
 
 
 class _OtherCall(Exception):
-    """The model is called with other tensors than the full one was."""
+    """The model is called with other tensors than the full model was."""
 
 
 def _before_calls(model: nn.Module, see: Callable[[str], None]) -> RemovableHandle:
-    """Lets `see` have, before each forward of the model, a digest of the tensors that it is called with."""
+    """Calls `see`, before each forward of the model, with a digest of the tensors that the model is called with."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         parts = (part for part in _parts([args, kwargs]) if isinstance(part, Tensor))
@@ -182,16 +182,16 @@ def _before_calls(model: nn.Module, see: Callable[[str], None]) -> RemovableHand
 
 
 class Replay:
-    """Gives back what the full model's modules return before the probed layer, in every call of `evaluate`.
+    """Replays what the full model's modules return before the probed layer, in every call of `evaluate`.
 
-    Kept are the outputs of the last block before the probed layer's stretch, which all blocks before the stretch return
-    then, and of the stretch's own modules, within `room` bytes. A replay is used only if it gives the baseline back to
-    the bit, and while the model is called with the same tensors: what reads its own tokens again is called with others.
+    Within `room` bytes it keeps the outputs of the last block before the probed layer's stretch, which all blocks
+    before the stretch then return, and of modules in the stretch. A replay is used only if it reproduces the baseline
+    bit for bit, and while the model is called with the same tensors, unlike one that reads its own output tokens.
     """
 
     def __init__(self, model: nn.Module, evaluate: Callable[[nn.Module], float], baseline: float, room: int):
         self._model, self._evaluate, self._baseline = model, evaluate, baseline
-        self._calls: list[str] = []  # the digest of what each forward of the full model was called with
+        self._calls: list[str] = []  # a digest of the inputs of each forward of the full model
         with Hooks() as hooks:
             hooks.add(_before_calls(model, lambda digest: self._calls.append(digest)))
             self._plan = make_plan(model, evaluate, room)
@@ -201,13 +201,13 @@ class Replay:
         self._log_what_does_not_fit()
 
     def record(self, name: str) -> None:
-        """Makes ready for the probes of a layer, which is at its full rank as all others."""
+        """Prepares for the probes of a layer; call it while all layers are at full rank."""
         self._start = self._plan.starts.get(name, Start(0, 0, ()))
         if self._start.stretch != self._stretch:
             self._record(self._start.stretch, name)
 
     def evaluate(self) -> float:
-        """What `evaluate` gives, where nothing runs that comes before the layer, as far as it can be replayed."""
+        """Returns `evaluate` of the model, with what comes before the layer replayed as far as possible."""
         try:
             with self._replaying(self._start.modules) as is_replaying, self._same_calls(is_replaying):
                 return self._evaluate(self._model)
@@ -219,7 +219,7 @@ class Replay:
 
     @contextlib.contextmanager
     def _same_calls(self, matters: bool) -> Iterator[None]:
-        """Inside the block a forward that is not called as the full model's was is an `_OtherCall`, if it matters."""
+        """Inside the block, if it matters, raises `_OtherCall` at a forward whose inputs are not the full model's."""
         expected = iter(self._calls)
 
         def compare(digest: str) -> None:
@@ -240,7 +240,7 @@ class Replay:
                      "the modules run for every probe", plan.room)  # fmt: skip
 
     def _record(self, stretch: int, name: str) -> None:
-        """Records the outputs for the probes of one stretch, and keeps those that give the baseline."""
+        """Records the outputs for the probes of one stretch, and keeps those that reproduce the baseline."""
         blocks, modules = self._plan.replayed(stretch)
         outputs = self._outputs_of(blocks[-1:], modules)
         self._stretch, self._replayed, self._outputs = stretch, blocks, outputs
@@ -255,13 +255,13 @@ class Replay:
             log.info("probe: cannot reuse all modules in the block of layer %s; they run for every probe", name)
 
     def _outputs_of(self, last: Sequence[nn.Module], modules: Sequence[nn.Module]) -> _Outputs:
-        """Outputs of the last block, if there is one, and of the modules in one evaluation."""
+        """The outputs of the last block, if there is one, and of the modules, in one evaluation."""
         self._outputs.modules.clear()
         if not self._plan.fits([*self._replayed[-1:], *last, *modules]):
-            self._replayed, self._outputs = [], _Outputs()  # all blocks run this once
+            self._replayed, self._outputs = [], _Outputs()  # all blocks run in this evaluation
         outputs = _Outputs()
         if last or modules:
-            with Hooks() as hooks, self._replaying(()):  # the block kept for an earlier stretch serves once more
+            with Hooks() as hooks, self._replaying(()):  # the block kept for an earlier stretch is replayed once more
                 for block in last:
                     hooks.add(block.register_forward_hook(lambda *call: outputs.block.append(call[-1])))
                 for module in modules:
@@ -271,16 +271,16 @@ class Replay:
         return outputs
 
     def _gives_baseline(self, modules: Sequence[nn.Module]) -> bool:
-        """Whether a replay does; one that reads outputs of all blocks, of other shapes, fails at the last block's."""
+        """Whether a replay gives the baseline; a model that reads all blocks' outputs, of other shapes, fails here."""
         try:
             with self._replaying(modules):
                 return self._evaluate(self._model) == self._baseline
-        except Exception:  # an error of the model's own is raised in the probes, which then run all
+        except Exception:  # the model's own errors recur in the probes, which then run all modules
             return False
 
     @contextlib.contextmanager
     def _replaying(self, modules: Iterable[nn.Module]) -> Iterator[bool]:
-        """Inside the block these modules, and the blocks before the stretch, return what is kept; yields if so."""
+        """Inside the block, these modules and blocks before the stretch return what is kept; yields whether any do."""
         outputs = dict.fromkeys(self._replayed, self._outputs.block)
         outputs |= {module: self._outputs.modules[module] for module in modules if module in self._outputs.modules}
         with replaced_forwards({module: _returning(kept) for module, kept in outputs.items()}):
@@ -288,6 +288,6 @@ class Replay:
 
 
 def _returning(outputs: Sequence[Any]) -> Callable[..., Any]:
-    """A forward that returns these in turn, again and again."""
+    """A forward that returns these outputs in turn, over and over."""
     calls = itertools.cycle(outputs)
     return lambda *_args, **_kwargs: next(calls)

@@ -1,4 +1,4 @@
-"""Rank profiles, the nested chain of them, and what a rank costs: frozen values, JSON in and out."""
+"""Rank profiles, nested chains of them, and what a rank costs: frozen values that convert to and from JSON."""
 
 from flexrank.profiles.chain import ChainEntry, Footprint, ProfileChain, RankProfile
 from flexrank.profiles.sensitivity import SensitivityTable

@@ -1,4 +1,4 @@
-"""Rank profiles and the nested chain of them."""
+"""Rank profiles, and nested chains of them."""
 
 import dataclasses
 import logging
@@ -51,7 +51,7 @@ class RankProfile(Mapping[str, int]):
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """What the model holds beside its factorised layers' matrices, for whole-model figures."""
+    """What the model holds besides its factorised layers' matrices, for whole-model figures."""
 
     other_parameters: int  # embeddings, norms, biases, dense layers
     other_bytes: int
@@ -63,13 +63,13 @@ class ChainEntry:
     """One profile of a chain."""
 
     profile: RankProfile
-    parameters: int  # of the factorised layers as they are deployed, the expected slack included
+    parameters: int  # of the factorised layers when deployed, expected slack included
     error: float  # predicted: the sum of the layers' probe errors
-    requested: float | None = None  # the budget it was solved for; None where it fills the chain between two
+    requested: float | None = None  # the budget it was chosen for; None if it only fills the chain
 
 
 def require_limits(**limits: float | None) -> None:
-    """Refuses a limit that is given and no number, and a budget that is not in (0, 1]."""
+    """Raises FlexrankError if a limit is neither None nor a number, or if a budget is not in (0, 1]."""
     for name, limit in limits.items():
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, Real)):
             raise FlexrankError(f"{name} is {limit!r}; it is a number")
@@ -79,13 +79,13 @@ def require_limits(**limits: float | None) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class ProfileChain:
-    """Profiles nested componentwise, by rising cost: the paper's 𝓜*."""
+    """Componentwise nested profiles in ascending order of cost: the paper's 𝓜*."""
 
     entries: tuple[ChainEntry, ...]  # from the cheapest to the full model
     dense_parameters: int  # of the factorised layers
     footprint: Footprint  # the rest of the model
     method: str
-    gap: float | None = None  # proven relative gap of the requested profiles, where the method proves one
+    gap: float | None = None  # proven relative gap of the requested profiles, if the method proves one
 
     def __repr__(self) -> str:
         budgets = ", ".join(f"{budget:g}" for budget in self.budgets)
@@ -99,17 +99,17 @@ class ProfileChain:
                 raise FlexrankError("a chain's profiles must be nested and rise in cost")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ProfileChain":
-        """Itself: nothing in a chain changes, and it may be large; copies of a model share it."""
+        """Returns the chain itself: it is immutable and may be large, so copies of a model share it."""
         return self
 
     @property
     def requested(self) -> tuple[ChainEntry, ...]:
-        """The entries that were solved for a budget, cheapest first."""
+        """The entries that were chosen for a budget, cheapest first."""
         return tuple(entry for entry in self.entries if entry.requested is not None)
 
     @property
     def budgets(self) -> tuple[float, ...]:
-        """The requested budgets, rising."""
+        """The requested budgets, in ascending order."""
         return tuple(entry.requested for entry in self.entries if entry.requested is not None)
 
     def at(
@@ -122,13 +122,13 @@ class ProfileChain:
     ) -> RankProfile:
         """The largest profile within every limit given; with `max_error` alone, the smallest within that error.
 
-        A budget that was requested gives the profile that was solved, and is trained, for it.
+        A requested budget, given alone, returns the profile that was chosen, and is trained, for it.
 
         Args:
             budget: deployed over dense parameters of the factorised layers, in (0, 1].
-            max_params: the whole model's parameters.
-            max_bytes: the whole model's bytes.
-            max_error: predicted error.
+            max_params: most parameters of the whole model.
+            max_bytes: most bytes of the whole model.
+            max_error: largest predicted error.
 
         Raises:
             FlexrankError: no limit is given, a limit is out of range, or no profile is within them.
@@ -139,7 +139,7 @@ class ProfileChain:
         self, budget: float | None = None, *, max_params: int | None = None, max_bytes: int | None = None,
         max_error: float | None = None,
     ) -> ChainEntry:  # fmt: skip
-        """As `at`, with the cost and the predicted error of the profile."""
+        """Like `at`, but returns the entry, with the profile's cost and predicted error."""
         sizes = (budget, max_params, max_bytes)
         if all(limit is None for limit in (*sizes, max_error)):
             raise FlexrankError("no limit is given; give budget, max_params or max_bytes, or to a chain max_error")
@@ -162,7 +162,7 @@ class ProfileChain:
             least = min(map(measure, entries))
             entries = [entry for entry in entries if measure(entry) <= limit * (1 + 1e-12)]
             if not entries:
-                shown = math.ceil(least * 1e4) / 1e4 if name == "budget" else least  # which is enough, too
+                shown = math.ceil(least * 1e4) / 1e4 if name == "budget" else least  # rounded up, so that it is enough
                 raise FlexrankError(f"{name}={limit} is too small; the least that this chain offers is {shown}")
         return entries[0] if all(limit is None for limit in sizes) else entries[-1]
 
@@ -196,7 +196,7 @@ class ProfileChain:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object that `from_json` reads back to the same chain: of each profile what the one before has not."""
+        """A JSON object from which `from_json` reads the same chain; each profile has only the ranks that change."""
         value = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         value["footprint"] = dataclasses.asdict(self.footprint)
         ranks: Mapping[str, int] = {}
@@ -214,7 +214,7 @@ class ProfileChain:
         entries: list[ChainEntry] = []
         ranks: dict[str, int] = {}
         for entry in value["entries"]:
-            ranks = ranks | entry["profile"]  # a whole profile in files of format 1
+            ranks = ranks | entry["profile"]  # a complete profile in files of format 1
             entries.append(ChainEntry(RankProfile(ranks), entry["parameters"], entry["error"], entry["requested"]))
         return cls(
             entries=tuple(entries),

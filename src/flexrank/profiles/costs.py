@@ -1,7 +1,7 @@
 """What a layer costs at a rank, which format it is deployed in, and which of its ranks are worth having.
 
-A layer is its matrix, m × n (out × in). Deployed, it is dense (m·n parameters), low-rank U Vᵀ (r·(m+n)), or
-gauge-aligned with slack p (r·(m+n−r+p); FlexRank, section 3.5, is p = 0). As many multiply-adds are done per token.
+A layer is its matrix, m × n (out × in). When deployed, it is dense (m·n parameters), low-rank U Vᵀ (r·(m+n)), or
+gauge-aligned with slack p (r·(m+n−r+p); p = 0 in FlexRank, section 3.5). Each parameter is one multiply-add per token.
 """
 
 import bisect
@@ -14,12 +14,12 @@ from flexrank.errors import FlexrankError
 
 Shape = tuple[int, int]
 Spacing = Literal["blocks", "parameters", "ranks"]
-#: Ranks of a block: a whole number of vector registers and matrix tiles, in float32 and in bfloat16. A layer has at
-#: least this many blocks, so that the ranks of small layers stay fine enough to choose among.
+#: Ranks per block, which fill vector registers and matrix tiles in float32 and in bfloat16, and the least number of
+#: blocks per layer, so that the ranks of small layers stay fine enough to choose among.
 BLOCK, LEAST_BLOCKS = 32, 16
-#: Least share of the dense operations that a factorised layer saves: below it a second product costs more than that.
+#: Least share of the dense operations that a factorised layer saves: a smaller saving is lost to the second product.
 MIN_SAVING = 0.25
-#: Slack counted when ranks are allocated, over the rank, so that deployed sizes keep their budget (docs/log.md).
+#: Slack counted in allocation, as a share of the rank, so that deployed sizes stay within budget (docs/log.md).
 SLACK_SHARE = 0.1
 
 
@@ -32,7 +32,7 @@ class LayerFormat(enum.StrEnum):
 
 
 def layer_format(shape: Shape, rank: int, slack: int = 0) -> LayerFormat:
-    """The format with fewest parameters; without aligned rows (slack r) gauge alignment is plain U Vᵀ."""
+    """The format with the fewest parameters; gauge alignment with slack r, without aligned rows, is just U Vᵀ."""
     if aligned_parameters(shape, rank, slack) >= dense_parameters(shape):
         return LayerFormat.DENSE
     return LayerFormat.LOW_RANK if slack >= rank else LayerFormat.GAUGE_ALIGNED
@@ -49,12 +49,12 @@ def full_ranks(shapes: Mapping[str, Shape]) -> dict[str, int]:
 
 
 def aligned_parameters(shape: Shape, rank: int, slack: int = 0) -> int:
-    """Parameters r·(m+n−r+p) of the gauge-aligned format; the slack p is at most r, which is U Vᵀ."""
+    """Parameters r·(m+n−r+p) of the gauge-aligned format; the slack p is at most r, where the format is U Vᵀ."""
     return rank * (shape[0] + shape[1] - rank + min(slack, rank))
 
 
 def deployed_parameters(shape: Shape, rank: int, slack: int = 0) -> int:
-    """Parameters of the format with fewest. Rising in `rank`, and m·n at full rank."""
+    """Parameters of the smallest format; they rise with `rank`, up to m·n at full rank."""
     return min(dense_parameters(shape), aligned_parameters(shape, rank, slack))
 
 
@@ -64,30 +64,30 @@ def profile_parameters(profile: Mapping[str, int], shapes: Mapping[str, Shape]) 
 
 
 def expected_parameters(shape: Shape, rank: int, slack_share: float = SLACK_SHARE) -> int:
-    """`deployed_parameters` with a slack of this share of the rank."""
+    """`deployed_parameters` with a slack of `slack_share` times the rank, rounded up."""
     return deployed_parameters(shape, rank, math.ceil(slack_share * rank))
 
 
 def largest_rank(shape: Shape, limit: float, slack_share: float = 0.0, block: int = 1) -> int:
-    """The largest multiple of `block` whose `expected_parameters` are within `limit`; 0 where none is."""
+    """The largest multiple of `block` whose `expected_parameters` are within `limit`; 0 if there is none."""
     ranks = range(block, min(shape) + 1, block)
     return block * bisect.bisect_right(ranks, limit, key=lambda rank: expected_parameters(shape, rank, slack_share))
 
 
 def rank_block(shape: Shape) -> int:
-    """The number that a fast rank of this layer is a multiple of: a power of two up to `BLOCK`.
+    """The number of which fast ranks of this layer are multiples: a power of two up to `BLOCK`.
 
     A 2048 × 2048 layer in bfloat16 took 1.15 of its dense time at rank 1020 and .80 at 1024, on two cores with bfloat16
-    tiles (docs/log.md); GPUs' matrix units ask for multiples of 8 at least.
+    tiles (docs/log.md); the matrix units of GPUs need multiples of at least 8.
     """
     return 2 ** int(math.log2(min(BLOCK, max(1, min(shape) // LEAST_BLOCKS))))
 
 
 def whole_slack(shape: Shape, rank: int, slack: int, dtype: str) -> int:
-    """In half precision the least slack from this one on that leaves whole blocks of outputs to multiply.
+    """Rounds the slack up, in half precision, so that the outputs left to multiply form whole blocks.
 
-    It is at most r, plain U Vᵀ. 2048 × 2048, bfloat16, 2048 tokens, rank 512: .52 of the dense layer's time with 102
-    columns, .44 with 128. In float32 both take as long, and the slack stays as it is.
+    The result is at most r, where the format is U Vᵀ. A 2048 × 2048 layer in bfloat16 with 2048 tokens at rank 512 took
+    .52 of its dense time with slack 102, and .44 with 128. In float32 both take as long, and the slack stays as it is.
     """
     if dtype not in ("bfloat16", "float16"):
         return min(rank, slack)
@@ -96,7 +96,7 @@ def whole_slack(shape: Shape, rank: int, slack: int, dtype: str) -> int:
 
 
 def is_worth_it(shape: Shape, rank: int, min_saving: float, slack_share: float) -> bool:
-    """Whether the layer saves `min_saving` of the dense operations at this rank, or is dense: at full rank."""
+    """Whether the layer saves `min_saving` of the dense operations at this rank, or the rank is full (dense)."""
     limit = (1 - min_saving) * dense_parameters(shape)
     return rank == min(shape) or expected_parameters(shape, rank, slack_share) <= limit
 
@@ -108,17 +108,17 @@ def rank_levels(
     min_saving: float = MIN_SAVING,
     slack_share: float = SLACK_SHARE,
 ) -> tuple[int, ...]:
-    """The ranks to probe, rising, the last one full; below it even in parameters, up to the largest that `is_worth_it`.
+    """The ranks to probe, ascending: in even steps of parameters up to the largest that `is_worth_it`, then full rank.
 
-    Budgets count parameters: for a square layer 9 of 10 even ranks cost over .19.
+    Steps are even in parameters because budgets count them: of 10 even ranks of a square layer, 9 cost over .19.
 
     Args:
         num_levels: K, at most; small layers have fewer.
-        spacing: "parameters" as above; "blocks" rounds down to whole blocks of `rank_block`; "ranks" is the paper's,
-            even steps in rank up to the full one.
+        spacing: "parameters" as above; "blocks" also rounds down to multiples of `rank_block`; "ranks" is the paper's
+            spacing, in even steps of rank up to full rank.
 
     Raises:
-        FlexrankError: fewer than two levels, or a setting out of its range.
+        FlexrankError: there are fewer than two levels, or a setting is out of range.
     """
     if num_levels < 2:
         raise FlexrankError(f"num_levels is {num_levels}; probing needs at least 2")
@@ -139,7 +139,7 @@ def rank_levels(
 
 
 def _level_shares(num_levels: int, min_saving: float) -> list[float]:
-    """Shares of the dense parameters below 1: j/K without a least saving, else even steps up to 1 − min_saving."""
+    """Shares of the dense parameters below 1: j/K if `min_saving` is 0, otherwise even steps up to 1 − min_saving."""
     if min_saving == 0:
         return [level / num_levels for level in range(1, num_levels)]
     return [(1 - min_saving) * level / (num_levels - 1) for level in range(1, num_levels)]

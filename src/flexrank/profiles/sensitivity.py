@@ -21,11 +21,11 @@ class SensitivityTable:
     footprint: Footprint  # the rest of the model
 
     def predicted_error(self, profile: Mapping[str, int]) -> float:
-        """The sum of the layers' errors at these ranks; between probed ranks on a line."""
+        """The sum of the layers' errors at these ranks, interpolated linearly between probed ranks."""
         return sum(float(np.interp(profile[name], self.ranks[name], self.errors[name])) for name in self.ranks)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object that `from_json` reads back to the same bits."""
+        """A JSON object that `from_json` reads back bit for bit."""
         return dataclasses.asdict(self)
 
     @classmethod

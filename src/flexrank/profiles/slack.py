@@ -17,17 +17,17 @@ class SlackTable:
     columns: Mapping[str, Mapping[int, int]] = dataclasses.field(default_factory=dict)
 
     def at(self, layer: str, rank: int) -> int:
-        """The layer's columns at this rank.
+        """The layer's slack at this rank.
 
         Raises:
-            FlexrankError: none were chosen.
+            FlexrankError: no slack was chosen for this rank.
         """
         if rank not in self.columns.get(layer, {}):
             raise FlexrankError(f"layer {layer!r}: no slack was chosen for rank {rank}; find_slack for this profile")
         return self.columns[layer][rank]
 
     def require_dtype(self, dtype: str) -> None:
-        """Refuses to serve another dtype than the one that the columns were chosen for."""
+        """Raises FlexrankError if `dtype` is not the one that the columns were chosen for."""
         if dtype != self.dtype:
             raise FlexrankError(f"this slack was chosen for {self.dtype}; find_slack for {dtype}")
 

@@ -1,4 +1,4 @@
-"""The base model and a run's sizes, at any budget: the run's measures, lm-eval's tasks, perplexity, scored pairs."""
+"""Evaluates the base model and a run's sizes, at any budget: the run's qualities, lm-eval, perplexity, scored pairs."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -25,9 +25,10 @@ RESULT = "benchmarks.json"
 
 
 class Windows(NamedTuple):
-    """What the perplexity is taken of: a file or folder of texts, in windows of so many tokens that do not overlap.
+    """What perplexity is measured on: a file or folder of texts, in non-overlapping windows of `tokens` tokens.
 
-    In each window every token but the first is predicted from those before it there; a last, shorter one is left out.
+    Each token of a window except the first is predicted from those before it in the window; a last, shorter window is
+    left out.
     """
 
     path: Path
@@ -35,16 +36,16 @@ class Windows(NamedTuple):
 
 
 class Measures(NamedTuple):
-    """What sizes are measured by, beside the run's own measures."""
+    """What sizes are measured on, in addition to the run's own qualities."""
 
-    tasks: Mapping[str, Any] = {}  # of `harness.load_tasks`
+    tasks: Mapping[str, Any] = {}  # from `harness.load_tasks`
     limit: int | None = None  # documents of each task; None is all
     windows: Windows | None = None  # for the perplexity
     pairs: Path | None = None  # `data.pairs.read_pairs`: scored pairs of sentences
 
 
 def require_task(config: RunConfig, has_tasks: bool, windows: Windows | None, pairs: Path | None) -> None:
-    """Refuses what a run's task has no use for, data that cannot be read, and a window that predicts nothing."""
+    """Refuses measures that do not fit a run's task, data that cannot be read, and a window too short to predict."""
     if (has_tasks or windows is not None) and config.task != "language":
         raise FlexrankError(f"--tasks and --perplexity need a run of task language; {config.name} is of {config.task}")
     if pairs is not None:
@@ -60,16 +61,16 @@ def require_task(config: RunConfig, has_tasks: bool, windows: Windows | None, pa
 def benchmark_run(
     directory: Path, measures: Measures, budgets: Sequence[float] = (), output: Path | None = None
 ) -> dict[str, Any]:
-    """Evaluates the base model and sizes of a run that is done up to its slack; writes RUN/benchmarks.json.
+    """Evaluates the base model and sizes of a run that is finished up to `slack`; writes RUN/benchmarks.json.
 
     Args:
-        directory: the run's.
-        measures: beside the run's own.
-        budgets: any; those of the run if there are none.
-        output: the file to write in place of RUN/benchmarks.json.
+        directory: the run directory.
+        measures: in addition to the run's own qualities.
+        budgets: any budgets; the run's own if there are none.
+        output: the file to write instead of RUN/benchmarks.json.
 
     Raises:
-        FlexrankError: a budget or window that the model does not have, or a value that is not finite.
+        FlexrankError: the model has no such budget or window, or a value is not finite.
     """
     sizes = Sizes.of_run(directory)
     work = sizes.work
@@ -88,12 +89,12 @@ def benchmark_run(
     return result
 
 
-#: Measures a model; what it was measured on goes into the result once.
+#: Returns a model's measure, and facts about what it was measured on, which go into the result once.
 Judge = Callable[[Any], tuple[Any, dict[str, Any]]]
 
 
 def _judges(work: Workspace, measures: Measures) -> dict[str, Judge]:
-    """The judge of each key of a row that is asked for."""
+    """The judge for each requested key of a row."""
     judges: dict[str, Judge] = {}
     if measures.windows is not None:
         judges["perplexity"] = _perplexity(work, measures.windows)
@@ -175,7 +176,7 @@ def print_benchmarks(result: Mapping[str, Any], console: Console) -> None:
 
 
 def _outermost(scores: Mapping[str, Any], groups: Mapping[str, Sequence[str]]) -> list[str]:
-    """Tasks and groups with a score that are in no other group that has one."""
+    """The scored tasks and groups that are in no other scored group."""
     inside = {member for name in scores for member in groups.get(name, ())}
     return [name for name in scores if name not in inside]
 

@@ -10,7 +10,7 @@ from flexrank.run.config import RunConfig
 
 
 def rule(config: RunConfig) -> dict[str, Any]:
-    """`min_saving` and `slack_share`; the printed algorithm leaves no rank out and counts no slack."""
+    """`min_saving` and `slack_share`; the paper's algorithm as printed leaves no rank out and counts no slack."""
     is_printed = config.allocation.method == "paper"
     has_slack = config.deployment.slack != 0 and not is_printed
     return {
@@ -20,16 +20,16 @@ def rule(config: RunConfig) -> dict[str, Any]:
 
 
 def candidate_ranks(config: RunConfig, shapes: Mapping[str, Shape]) -> dict[str, tuple[int, ...]]:
-    """The probed ranks of each layer, rising to the full one."""
+    """The probed ranks of each layer, rising to full rank."""
     probe = config.probe
     return {name: rank_levels(shape, probe.levels, probe.spacing, **rule(config)) for name, shape in shapes.items()}
 
 
 def require_reachable_budgets(config: RunConfig, shapes: Mapping[str, Shape]) -> None:
-    """Refuses, before hours of work, a budget below what the least candidates cost.
+    """Refuses, before hours of work, a budget below the cost of the smallest candidates.
 
     Raises:
-        FlexrankError: names the budget, and the least one.
+        FlexrankError: a budget is too small; the message names it and the least possible one.
     """
     share = rule(config)["slack_share"]
     ranks = candidate_ranks(config, shapes)

@@ -1,4 +1,4 @@
-"""The model card (README.md) of each artefact of a finished run: what `artefacts.cards` writes, and the measures."""
+"""The model card (README.md) of each artefact of a finished run: as `artefacts.cards` writes it, with measurements."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ from flexrank.run.figures import Summary
 from flexrank.run.report import note, table_cells
 from flexrank.run.tables import count
 
-#: The class of transformers that loads a task's models.
+#: The transformers class that loads a task's models.
 CLASSES = {
     "language": "AutoModelForCausalLM", "embedding": "AutoModel", "classification": "AutoModelForImageClassification",
 }  # fmt: skip
@@ -34,7 +34,7 @@ flexrank (FlexRank, ICML 2026) from one set of weights that holds every size{ori
 
 
 def write_cards(directory: Path, summary: Summary) -> list[Path]:
-    """Writes the cards of a finished run's elastic model and deployed sizes; returns where they are."""
+    """Writes the cards of a finished run's elastic model and deployed sizes; returns their paths."""
     places = [directory / "elastic", *(directory / export["directory"] for export in summary["deployed"])]
     write_text(places[0] / CARD, elastic_card(summary, cards.read_head(places[0] / CARD)))
     for place, export in zip(places[1:], summary["deployed"], strict=True):
@@ -43,19 +43,19 @@ def write_cards(directory: Path, summary: Summary) -> list[Path]:
 
 
 def write_card(place: Path, summary: Summary, export: Mapping[str, Any], tuned: int = 0) -> None:
-    """Writes the card of one size of a finished run, exported to `place`; `tuned` are its own steps of training."""
+    """Writes the card of one size of a finished run, exported to `place` after `tuned` steps of training alone."""
     write_text(place / CARD, deployed_card(summary, export, cards.read_head(place / CARD), tuned))
 
 
 def elastic_card(summary: Summary, before: Mapping[str, Any]) -> str:
-    """The card of the artefact that holds every size; `before` is the head of the one that it replaces."""
+    """The card of the artefact that holds every size; `before` is the metadata of the card that it replaces."""
     middle = summary["rows"][len(summary["rows"]) // 2]["budget"]
     text = _ELASTIC.format(**_names(summary)) + _code(cards.ELASTIC_CODE, summary, place="elastic", budget=middle)
     return _head(summary, before) + text + _made(summary)
 
 
 def deployed_card(summary: Summary, export: Mapping[str, Any], before: Mapping[str, Any], tuned: int = 0) -> str:
-    """The card of one size: an entry of the summary's `deployed`, or what `export_one` returns."""
+    """The card of one size; `export` is an entry of the summary's `deployed`, or what `export_one` returns."""
     budget, origin = export.get("budget"), ""
     if tuned:
         origin = f", then trained by itself for {tuned} steps"

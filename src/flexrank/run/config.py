@@ -23,44 +23,44 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 class LayersConfig(Section):
     """Which layers are factorised: names, globs, or parts between dots such as lm_head; see `select_layers`."""
 
-    include: tuple[str, ...] | None = None  # None is all linear layers and convolutions that can be
-    exclude: tuple[str, ...] = ()  # of those, which stay dense
+    include: tuple[str, ...] | None = None  # None is every linear layer and convolution that can be factorised
+    exclude: tuple[str, ...] = ()  # those of them that stay dense
 
 
 class DecompositionConfig(Section):
     """How a weight becomes factors (FlexRank, section 3.1)."""
 
-    # `fisher` weighs outputs by the loss's gradients, which takes a pass backward; `datasvd` weighs all outputs alike.
+    # `fisher` weights outputs by the loss's gradients, which takes a backward pass; `datasvd` weights all equally.
     method: Literal["datasvd", "paper", "svd", "fisher"] = "fisher"
-    # The model is decomposed one block at a time. Hidden states between blocks take at most so much memory, finished
-    # factors half of it, or 512 MiB; the rest is on disk.
+    # The model is decomposed one block at a time. Hidden states between blocks take at most this much memory, and
+    # finished factors about a quarter of it, or 256 MiB if that is less; the rest is on disk.
     buffer_bytes: Annotated[int, Field(ge=2**20)] = 2**31
 
 
 class ProbeConfig(Section):
     """How each layer's sensitivity is measured, and how finely; see `profiles.costs.rank_levels`."""
 
-    # `loss`: the distillation loss with one layer truncated at a time; `curvature` predicts it from moments of
-    # activations and gradients, block by block, without a forward of the whole model: for models larger than memory.
+    # `loss` measures the distillation loss with one layer truncated at a time; `curvature` predicts it from moments of
+    # activations and gradients, block by block, without a forward pass of the model: for models larger than memory.
     method: Literal["loss", "curvature"] = "loss"
-    levels: Annotated[int, Field(ge=2)] = 10  # ranks per layer, the last one full
-    # Probed ranks lie at equal steps of `parameters` or of `ranks`; `blocks`: of parameters, rounded down to whole
-    # blocks, in which wide products are fast.
+    levels: Annotated[int, Field(ge=2)] = 10  # ranks per layer, including full rank
+    # Probed ranks are evenly spaced in `parameters` or in `ranks`; `blocks` spaces them in parameters and rounds down
+    # to whole blocks, at which wide products are fast.
     spacing: Literal["blocks", "parameters", "ranks"] = "blocks"
-    # Most bytes of the teacher's outputs that are kept: logits of all classes where they fit, else of so many of the
-    # likeliest as do, all others as one. With `allocation.method: paper` all are kept, as printed.
+    # Most bytes of the teacher's outputs that are kept: logits of all classes if they fit, otherwise of as many of the
+    # likeliest as fit, with all others as one class. `allocation.method: paper` keeps all, as printed.
     target_bytes: Count = 2**30
-    # Most bytes of outputs of the full model that are kept, so that what runs before a probed layer does not run again:
-    # of a block, and where they fit beside of the next block's modules. Where none fit the probe takes twice as long,
-    # and has the same result.
+    # Most bytes of the full model's outputs that are kept, so that what runs before a probed layer does not run again:
+    # those of a block and, if they also fit, of the next block's modules. If none fit, the probe takes twice as long,
+    # with the same result.
     replay_bytes: Annotated[int, Field(ge=0)] = 2**30
 
 
 class AllocationConfig(Section):
     """How ranks are chosen, and for which budgets (deployed over dense parameters of the factorised layers)."""
 
-    method: Literal["joint", "paper"] = "joint"  # all budgets together, or the printed algorithm
-    # What method `paper` counts: deployed parameters, or ranks as printed.
+    method: Literal["joint", "paper"] = "joint"  # all budgets together, or the paper's algorithm as printed
+    # What method `paper` counts: deployed parameters, or ranks, as printed.
     savings: Literal["parameters", "ranks"] = "parameters"
     # A factorised layer saves at least this share of the dense layer's operations, or stays dense; not for `paper`.
     min_saving: Annotated[float, Field(ge=0, lt=1)] = 0.25
@@ -77,33 +77,34 @@ class AllocationConfig(Section):
 class DistillationConfig(Section):
     """Knowledge consolidation: every step draws one budget and distils its submodel (FlexRank, section 3.4)."""
 
-    method: Literal["balanced", "paper"] = "balanced"  # `paper`: as printed, which spoils the largest sizes
+    method: Literal["balanced", "paper"] = "balanced"  # `paper`: as printed, which degrades the largest sizes
     steps: Annotated[int, Field(ge=0)] = 400  # of the optimiser; 0 leaves the decomposed network as it is
-    learning_rate: Annotated[float, Field(gt=0)] = 3e-4  # the highest; it falls to 0 along a cosine
-    warmup_steps: Annotated[int, Field(ge=0)] = 20  # in which the learning rate rises from 0
-    batch_size: Count = 32  # samples of one pass
-    accumulation: Count = 1  # passes of one step
-    # The chance of each of `allocation.budgets`, from the largest to the smallest; None means equal chances,
-    # and with `balanced` twice as great a one for the largest below 1. Beside other budgets `balanced` takes 0 for 1.
+    learning_rate: Annotated[float, Field(gt=0)] = 3e-4  # the peak, from which it falls to 0 along a cosine
+    warmup_steps: Annotated[int, Field(ge=0)] = 20  # over which the learning rate rises from 0
+    batch_size: Count = 32  # samples per pass
+    accumulation: Count = 1  # passes per step
+    # The relative chance of each of `allocation.budgets`, from the largest to the smallest; None means equal chances,
+    # and with `balanced` twice that for the largest below 1. `balanced` never draws budget 1 if there are others.
     weights: tuple[Annotated[float, Field(gt=0)], ...] | None = None
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0  # of AdamW, on matrices alone
-    # Of the last hidden states' error, beside the divergence (language) or the texts' cosine (embedding); None is 4,
-    # and with `paper`, which has no such term, 0.
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0  # of AdamW, for matrices only
+    # Weight of the last hidden states' error, beside the divergence (language) or the cosine distance of texts
+    # (embedding); None is 4, or 0 with `paper`, which has no such term.
     hidden_weight: Annotated[float, Field(ge=0)] | None = None
     autocast: Literal["auto", "off", "bfloat16"] = "auto"  # `auto`: bfloat16 where the hardware computes in it
-    # 16 bytes for each trained number, gradient included; `adamw_8bit` 10; with `dtype` bfloat16 they are 8 and 6. All
-    # but the first need torchao.
+    # `adamw` takes 16 bytes for each trained number, including its gradient, and `adamw_8bit` 10; with `dtype` bfloat16
+    # 8 and 6. All except the first need torchao.
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
-    gradient_checkpointing: bool = False  # blocks run again to go back: less memory, a third more time
-    # Of several processes each holds a part of both models and of all that training takes, not the whole; needs
-    # gradient_checkpointing, or blocks would hold what they have gathered.
+    gradient_checkpointing: bool = False  # reruns blocks in the backward pass: less memory, a third more time
+    # With several processes, each holds a part of both models and of all training state, not the whole; needs
+    # gradient_checkpointing, without which blocks would keep the factors they gather.
     sharded: bool = False
     checkpoint_every: Count = 100  # steps between the checkpoints that an interrupted run resumes from
-    max_norm: Annotated[float, Field(gt=0)] = 1.0  # of all gradients together; longer ones are shortened to it
+    max_norm: Annotated[float, Field(gt=0)] = 1.0  # of all gradients together, which are clipped to it
     temperature: Annotated[float, Field(gt=0)] = 1.0  # of the softmax in the language and classification losses
-    # `tensorboard` shows each size's loss while it trains, from RUN/tensorboard; RUN/losses.jsonl has them always.
+    # `tensorboard` also writes each size's loss to RUN/tensorboard during training; RUN/losses.jsonl always has them.
     tracking: Literal["tensorboard"] | None = None
-    # To save memory those losses tell apart this many of the teacher's likeliest classes; all others count as one.
+    # To save memory, the language and classification losses distinguish only this many of the teacher's likeliest
+    # classes; all others count as one.
     top_k: Count | None = None
 
     @pydantic.model_validator(mode="after")
@@ -126,16 +127,16 @@ class DistillationConfig(Section):
     @pydantic.field_validator("autocast", mode="before")
     @classmethod
     def _off_is_no_truth_value(cls, value: object) -> object:
-        return "off" if value is False else value  # YAML reads a bare `off` so
+        return "off" if value is False else value  # YAML reads a bare `off` as false
 
 
 class DeploymentConfig(Section):
     """Which sizes are exported to RUN/deployed/BUDGET, each verified in a fresh process."""
 
     budgets: tuple[Budget, ...] = (0.5, 0.25)  # may be empty
-    # Of the exported weights; None is the narrower of the `dtype` of a run and that of the base model's files.
+    # Of the exported weights; None is the narrower of the run's `dtype` and that of the base model's files.
     dtype: Dtype | None = None
-    slack: Literal["auto"] | int = "auto"  # columns left out of gauge alignment; `auto`: by the dtype's error bound
+    slack: Literal["auto"] | int = "auto"  # columns left unaligned; `auto` chooses them by the dtype's error bound
 
     @pydantic.field_validator("slack", mode="before")
     @classmethod
@@ -146,26 +147,26 @@ class DeploymentConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Whether and how often each deployed size is timed against the base model, in turn on one batch."""
+    """Whether and how often each deployed size is timed against the base model, alternately on one batch."""
 
     latency: bool = True  # whether sizes are timed
-    latency_batch_size: Count = 16  # samples of the batch that is timed, and that exports are verified on
-    latency_repeats: Count = 15  # times that each size runs at least, and for a second; the table has the median
+    latency_batch_size: Count = 16  # samples in the batch for timing and for verifying exports
+    latency_repeats: Count = 15  # fewest timed runs of each size, lasting a second at least; the table has the median
 
 
 class RunConfig(Section):
-    """A whole run. Only `name`, `task` and `model` must be given."""
+    """The configuration of a run. Only `name`, `task` and `model` are required."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]  # of letters, digits, dots and hyphens
-    task: Literal["embedding", "language", "classification"]  # decides batches, the distillation loss, and qualities
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]  # letters, digits and any of . _ -
+    task: Literal["embedding", "language", "classification"]  # decides the batches, the distillation loss and qualities
     model: Annotated[str, Field(min_length=1)]  # a directory, a name on the hub, or `package:PACKAGE/PATH`
     # A transformers config.json that a dry run reads in place of the model's own, so that it downloads nothing.
     architecture: Annotated[str, Field(min_length=1)] | None = None
-    # Of the elastic weights; bfloat16 takes half the memory, and is consolidated with rounding by chance. The base
-    # model keeps its files' dtype.
+    # Of the elastic weights; bfloat16 takes half the memory, and is trained with stochastic rounding. The base model
+    # keeps its files' dtype.
     dtype: Dtype = "float32"
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # `auto`: a GPU where there is one
-    seed: Annotated[int, Field(ge=0)] = 0  # of the order of samples, and of the budget that each step draws
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # `auto`: a GPU if there is one
+    seed: Annotated[int, Field(ge=0)] = 0  # for the order of samples, and for the budget that each step draws
     output: str = "runs/{name}"  # the run directory, relative to the current one
     data: DataConfig = DataConfig()
     layers: LayersConfig = LayersConfig()
@@ -183,7 +184,7 @@ class RunConfig(Section):
         return self
 
     def _conflicts(self) -> Iterator[str]:
-        """What is wrong between keys, in one line each."""
+        """Yields one line for each conflict between keys."""
         source, allocation, weights = self.data.source, self.allocation, self.distillation.weights
         yield from self.data.conflicts()
         if (source == "images") != (self.task == "classification"):
@@ -200,21 +201,21 @@ class RunConfig(Section):
 
     @property
     def keeps_input_moments(self) -> bool:
-        """Whether every layer's input has its moment; else outputs have it where that is less work."""
+        """Whether every layer's moment is that of its input; otherwise that of its output, where that is less work."""
         return self.decomposition.method == "paper" or self.probe.method == "curvature"
 
     @property
     def keeps_gradient_moments(self) -> bool:
-        """Whether the loss's gradients at every layer's output have their moment too."""
+        """Whether moments of the loss's gradients at every layer's output are collected too."""
         return self.decomposition.method == "fisher" or self.probe.method == "curvature"
 
     @property
     def needs_torchao(self) -> bool:
-        """Whether consolidation takes another optimiser than torch's own."""
+        """Whether consolidation needs an optimiser that torch itself does not have."""
         return bool(self.distillation.steps) and (self.distillation.optimizer, self.dtype) != ("adamw", "float32")
 
     def deployed_dtype(self, files: "torch.dtype") -> "torch.dtype":
-        """The dtype of exported weights of a base model whose files have dtype `files`."""
+        """The dtype of exported weights, for a base model whose files have dtype `files`."""
         import torch
 
         own: torch.dtype = getattr(torch, self.deployment.dtype or self.dtype)
@@ -226,7 +227,7 @@ class RunConfig(Section):
         return Path(self.output.replace("{name}", self.name))
 
     def require_fitting(self, model: Any) -> None:
-        """Refuses a transformers configuration of a model that reads no such texts, or none as long."""
+        """Refuses the transformers configuration of a model that cannot read such texts, or texts of this length."""
         if self.task == "embedding" and getattr(model, "is_encoder_decoder", False):
             kind = f"{model.model_type!r}, an encoder-decoder"
             raise FlexrankError(f"task 'embedding' does not fit {kind}; take a model that is an encoder alone")
@@ -238,10 +239,10 @@ class RunConfig(Section):
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Reads a YAML file, or the `config.yaml` of a run directory, and applies `key=value` overrides.
 
-    A run directory is its own `output`, so that a moved run continues where it is.
+    `output` of a run directory becomes that directory, so that a moved run continues where it is.
 
     Raises:
-        FlexrankError: the file is missing or no YAML mapping, or a key or value is wrong; one line that names it.
+        FlexrankError: the file is missing or not a YAML mapping, or a key or value is wrong; one line that names it.
     """
     path = Path(path)
     file = path / "config.yaml" if path.is_dir() else path
@@ -259,7 +260,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     if path.is_dir():
         value["output"] = str(path)
         if isinstance(value.get("decomposition"), dict):
-            value["decomposition"].pop("by_block", None)  # a key of versions before; now it is always so
+            value["decomposition"].pop("by_block", None)  # a key of earlier versions; now it is always on
     return parse_config(value, str(file), overrides)
 
 
@@ -279,7 +280,7 @@ def parse_config(value: Mapping[str, Any], where: str = "config", overrides: Ite
 
 
 def write_config(config: RunConfig, path: str | Path) -> None:
-    """Writes the whole configuration, defaults included, as YAML that `load_config` reads back to the same."""
+    """Writes the whole configuration, defaults included, as YAML from which `load_config` reads the same one."""
     Path(path).write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf8")
 
 
@@ -300,7 +301,7 @@ def _override(value: dict[str, Any], override: str) -> None:
 
 
 def _first_line(error: pydantic.ValidationError) -> str:
-    """The first problem in one line; unknown keys come first, for a misspelt key is also a missing one."""
+    """The first problem in one line; unknown keys come first, because a misspelt key is also a missing one."""
     problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     key, kind = ".".join(map(str, problem["loc"])), problem["type"]
     given, message = shown(problem["input"]), problem["msg"]
@@ -319,7 +320,7 @@ def _first_line(error: pydantic.ValidationError) -> str:
 
 
 def _suggestion(key: str) -> str:
-    """The known key that a misspelt one is probably meant to be: of the same section, or else of any."""
+    """A hint for an unknown key: the closest known one, of the same section or of any, or else the section's keys."""
     parent, _, last = key.rpartition(".")
     names = list(known_keys())
     siblings = [name for name in names if name.rpartition(".")[0] == parent]

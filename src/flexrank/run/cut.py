@@ -1,4 +1,4 @@
-"""A size of an elastic artefact that comes without its run: read, deployed and exported."""
+"""Reads, deploys and exports a size of an elastic artefact that comes without its run."""
 
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,15 @@ def cut(directory: str | Path, output: str | Path, **limits: Any) -> dict[str, A
     """Exports the largest size within the limits, verified in a fresh process on random inputs.
 
     Args:
-        directory: what `save_elastic` wrote of a transformers model.
-        output: an export there is replaced, only on success, and a directory of other files is refused.
+        directory: what `save_elastic` wrote for a transformers model.
+        output: an export there is replaced, only on success; a directory of other files is refused.
         limits: `budget`, `max_params`, `max_bytes`, as `load_elastic` takes them.
 
     Returns:
-        The limits, where the size is, what `count_parameters` counts, and bytes on disk.
+        The limits, the export's directory, what `count_parameters` counts, and bytes on disk.
 
     Raises:
-        FlexrankError: no size is within the limits, the artefact is damaged, or of another kind of model.
+        FlexrankError: no size is within the limits, or the artefact is damaged or not of a transformers model.
     """
     small, entry, elastic = deployed_within(directory, limits)
     if not models.is_transformers_model(elastic):

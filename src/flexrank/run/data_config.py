@@ -8,7 +8,7 @@ from pydantic import Field
 
 Count = Annotated[int, Field(ge=1)]
 
-#: Training samples where `training` says nothing, and the texts are no stream.
+#: Training samples if `training` is not set and the texts are not a stream.
 IN_MEMORY = 4096
 #: Sources that are always streams; and keys of `data` that belong to certain sources.
 STREAMS = ("jsonl", "parquet", "hub")
@@ -25,30 +25,31 @@ class Section(pydantic.BaseModel):
 
 
 class DataConfig(Section):
-    """What a run reads, and at most how many samples each stage takes: texts, blocks of tokens, or images."""
+    """What a run reads, and the most samples that each stage takes: texts, blocks of tokens, or images."""
 
-    # `stdlib-docs` is documentation of Python's own library, `text` a UTF-8 file or a folder of them, `images` an .npz
-    # file; or a stream, never in memory as a whole: `jsonl` and `parquet` are files, `hub` a data set by its name.
+    # `stdlib-docs` is the documentation of Python's own library, `text` a UTF-8 file or a folder of them, `images` an
+    # .npz file. The others are streams, never in memory as a whole: `jsonl` and `parquet` files, `hub` a data set.
     source: Literal["stdlib-docs", "text", "images", "jsonl", "parquet", "hub"] = "stdlib-docs"
-    # Relative to the current directory; of files that are streamed also a glob, of `hub` the name of a data set.
+    # Relative to the current directory; for streamed files it may be a glob, for `hub` it is the name of a data set.
     path: str | None = None
-    streaming: bool = False  # of `text`: a stream too, by lines or, with separator "\n\n", by paragraphs
-    column: str | None = None  # of texts or chats, in jsonl, parquet and hub; None is `text` or else `messages`
-    subset: str | None = None  # of a data set of `hub`, as are the next two
+    streaming: bool = False  # reads `text` as a stream too: of lines or, with separator "\n\n", of paragraphs
+    column: str | None = None  # of texts or chats, in jsonl, parquet and hub; None is `text`, otherwise `messages`
+    subset: str | None = None  # of a data set of `hub`, as are the next two keys
     split: str | None = None  # None is `train`
     revision: str | None = None  # None is the newest
     shuffle_buffer: Annotated[int, Field(ge=0)] = 1000  # documents of a stream that training mixes; 0 keeps their order
-    held_out: str | None = None  # another file or folder of `text` to evaluate on; None: the last quarter of `path`
-    # What divides a file of `text`; None is a line end for embeddings, and for language nothing: one running text.
+    held_out: str | None = None  # another file or folder of `text` to evaluate on; None is the last quarter of `path`
+    # What separates the texts of a `text` file; None is a line end for embedding, and for language nothing: the file is
+    # one running text.
     separator: Annotated[str, Field(min_length=1)] | None = None
-    calibration: Count = 1024  # samples that layers are decomposed by
+    calibration: Count = 1024  # samples that the decomposition is calibrated on
     probe: Count = 192  # samples that layers are probed on
-    training: Count | None = None  # samples that sizes are trained on; None is 4096, and of a stream all
-    evaluation: Count = 512  # for the table's qualities alone; of `stdlib-docs` pairs of a docstring's two parts
-    # Of the held-out samples, by hash: settings are chosen on one, tables show the other. None takes all.
+    training: Count | None = None  # samples that sizes are trained on; None is 4096, or all of a stream
+    evaluation: Count = 512  # samples for the table's qualities; of `stdlib-docs` (embedding), pairs of docstring parts
+    # Which half of the held-out samples, by hash: settings are chosen on one, tables show the other. None takes all.
     half: Literal["tuning", "reporting"] | None = None
-    max_tokens: Annotated[int, Field(ge=2)] = 128  # that a text is cut to (embedding), or that a block holds (language)
-    batch_size: Count = 32  # per forward pass, outside training
+    max_tokens: Annotated[int, Field(ge=2)] = 128  # to which a text is cut (embedding), or of a block (language)
+    batch_size: Count = 32  # samples per forward pass, outside training
 
     @property
     def is_stream(self) -> bool:
@@ -56,7 +57,7 @@ class DataConfig(Section):
         return self.streaming or self.source in STREAMS
 
     def conflicts(self) -> Iterator[str]:
-        """What is wrong between these keys, in one line each."""
+        """Yields one line for each conflict between these keys."""
         if self.source != "stdlib-docs" and self.path is None:
             what = "a data set, so give its name" if self.source == "hub" else "a file, so give its path"
             yield f"data.path is missing: data.source {self.source!r} reads {what}"

@@ -4,8 +4,8 @@
     RUN/stages/STAGE.json     fingerprint and seconds of a finished stage, and checksums of the files it wrote
     RUN/partial/              checkpoints of interrupted stages
 
-A stage's fingerprint covers the configuration and the files it reads, the code of its rooms, and the fingerprints of
-the stages it needs. A changed key thus runs its stage and those below it again, and no other.
+A stage's fingerprint covers the configuration and the files it reads, the code of its modules (`rooms`), and the
+fingerprints of the stages it needs. A changed key thus reruns its stage and those that depend on it, and no others.
 """
 
 import ast
@@ -28,7 +28,7 @@ from flexrank.run.config import RunConfig, load_config, write_config
 from flexrank.run.data_config import DataConfig
 from flexrank.version import __version__
 
-#: Larger files are known by size and time of change: hashing a 16 GB model takes longer than a run with nothing to do.
+#: Larger files are known by size and modification time: hashing a 16 GB model takes longer than a run without work.
 HASHED_BYTES = 1 << 30
 
 
@@ -44,10 +44,10 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Holds the run directory, which is made if it is absent; the system drops the lock of a process that ends.
+        """Locks the run directory, made if absent; the operating system drops the lock of a process that ends.
 
         Raises:
-            FlexrankError: another process holds it, or the path is no directory.
+            FlexrankError: another process holds it, or the path is not a directory.
         """
         if self.path.exists() and not self.path.is_dir():
             raise FlexrankError(f"{self.path}: is a file; the run directory needs another place (key output)")
@@ -73,7 +73,7 @@ class RunDirectory:
                 self._remove_what_is_empty(is_new)
 
     def _remove_what_is_empty(self, is_new: bool) -> None:
-        """Removes partial/ if it is empty, and all of a new directory if a wrong input ended the run before a stage."""
+        """Removes partial/ if empty, and a new directory altogether if a wrong input ended the run before a stage."""
         if is_new and {path.name for path in self.path.rglob("*")} <= {"run.lock", "partial", "stages"}:
             shutil.rmtree(self.path)
         elif self._partial.is_dir() and not any(self._partial.iterdir()):
@@ -81,7 +81,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def keep_config(self, config: RunConfig) -> Iterator[RunConfig | None]:
-        """Writes config.yaml, and gives the old one, which comes back if a wrong input ends the block before a stage.
+        """Writes config.yaml and yields the old one, which is restored if an error comes before any stage has finished.
 
         Raises:
             FlexrankError: the directory holds a run of another name, or one that this version cannot read.
@@ -97,7 +97,7 @@ class RunDirectory:
         if old is not None and old.model_copy(update={"output": config.output}) == config:
             yield old
             return
-        # An interrupted run is continued with its new configuration.
+        # An interrupted run continues with its new configuration.
         with _put_away(path, lambda error: isinstance(error, Exception) and not self._has_finished_a_stage):
             with write_aside(path) as aside:
                 write_config(config, aside)
@@ -125,9 +125,9 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def replacing(self, stage: str) -> Iterator[None]:
-        """Puts the stage's record away during the block, so that what a killed stage leaves never counts as finished.
+        """Sets the stage's record aside during the block, so that what a killed stage leaves never counts as finished.
 
-        A stage that fails before it has changed its old results gets their record back.
+        If a stage fails before it has changed its old results, their record is restored.
         """
         record = self._read_record(stage)
         with _put_away(self._record(stage), lambda _: self._is_whole(record) and not self._edited(record)):
@@ -136,9 +136,9 @@ class RunDirectory:
     def finish(
         self, stage: str, fingerprint: str, outputs: Sequence[str], extras: Sequence[str], seconds: float
     ) -> None:
-        """Records a stage that is done, and removes its checkpoint.
+        """Records a finished stage, and removes its checkpoint.
 
-        Its `outputs`, files and directories, may not be edited from now on; its `extras` may, but not be missing.
+        Its `outputs`, files and directories, must not be edited from now on; its `extras` may be, but not removed.
         """
         files = {name: _mark(self.path / name) for name in self._files(outputs)} | dict.fromkeys(self._files(extras))
         record = {"stage": stage, "fingerprint": fingerprint, "seconds": round(seconds, 3), "files": files}
@@ -148,28 +148,28 @@ class RunDirectory:
         self._has_finished_a_stage = True
 
     def _files(self, names: Sequence[str]) -> list[str]:
-        """The named files, and those in the named directories without model cards, relative to the run directory."""
+        """The named files, and all in the named directories except model cards, relative to the run directory."""
         roots = [self.path / name for name in names]
         files = [file for root in roots for file in ([root] if root.is_file() else sorted(root.rglob("*")))]
         is_kept = {file: file.is_file() and (file.name != CARD or file in roots) for file in files}
         return [str(file.relative_to(self.path)) for file in files if is_kept[file]]
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of each finished stage."""
+        """The seconds that each finished stage took."""
         records = [read_json(path) for path in sorted((self.path / "stages").glob("*.json"))]
         return {record["stage"]: record["seconds"] for record in records}
 
     def partial(self, stage: str, fingerprint: str, ending: str = "") -> Path:
-        """Where a stage keeps the checkpoint that it resumes from after an interruption."""
+        """The path of the checkpoint from which a stage resumes after an interruption."""
         self._partial.mkdir(exist_ok=True)
         return self._partial / f"{stage}-{fingerprint[:16]}{ending}"
 
     def fingerprint_of(self, stage: str) -> str | None:
-        """The fingerprint that a finished stage was recorded with; None for one that is not finished."""
+        """The fingerprint that a finished stage was recorded with; None if the stage is not finished."""
         return self._read_record(stage).get("fingerprint")
 
     def remove_stale(self, fingerprints: Mapping[str, str]) -> None:
-        """Removes from partial/ all but the checkpoints that unfinished stages of these fingerprints resume from."""
+        """Removes all of partial/ except the checkpoints that unfinished stages with these fingerprints resume from."""
         unfinished = {
             f"{stage}-{fingerprint[:16]}"
             for stage, fingerprint in fingerprints.items()
@@ -201,8 +201,8 @@ def fingerprint(
 ) -> str:
     """SHA-256 over what a stage depends on.
 
-    That is dotted keys of the configuration, the fingerprints of the stages it needs, the code of rooms of the package,
-    and what `more` it reads.
+    That is flexrank's version, the configuration's values of the dotted `keys`, the fingerprints of the stages it
+    needs, the code of `rooms` (modules and subpackages of flexrank), and what `more` it reads.
     """
     values = config.model_dump(mode="json")
     read = {key: functools.reduce(operator.getitem, key.split("."), values) for key in keys}
@@ -212,7 +212,7 @@ def fingerprint(
 
 @functools.cache
 def code_digest(room: str) -> str:
-    """SHA-256 of the code of a room of the package, without comments, docstrings and layout."""
+    """SHA-256 of the code of a module or subpackage of flexrank, without comments, docstrings and layout."""
     root = Path(__file__).parents[1]
     files = [*root.glob(f"{room}.py"), *sorted((root / room).rglob("*.py"))]
     assert files, room
@@ -229,9 +229,9 @@ def _dump(source: str) -> str:
 
 
 def identity(path: str | Path, hashed: int = HASHED_BYTES) -> Any:
-    """Identifies the content of a file or directory; the name itself where there is neither.
+    """Identifies the content of a file or directory; returns the path itself if there is neither.
 
-    Files of more than `hashed` bytes are known by size and time of change.
+    Files larger than `hashed` bytes are identified by size and modification time.
     """
     path = Path(path)
     if path.is_dir():
@@ -244,7 +244,7 @@ def identity(path: str | Path, hashed: int = HASHED_BYTES) -> Any:
 
 
 def model_identity(source: str | Path) -> Any:
-    """As `identity`, but for a model's card, other texts and hidden files, of which nothing is computed."""
+    """As `identity`, without a model's card, other .md files and hidden files, on which no result depends."""
     found = identity(source)
     if not isinstance(found, dict):
         return found
@@ -252,10 +252,10 @@ def model_identity(source: str | Path) -> Any:
 
 
 def data_identity(data: DataConfig) -> Any:
-    """Identifies what a run reads: a file's or folder's content; of a stream its files, by size and time of change.
+    """Identifies what a run reads: a file or folder by its content, a stream by its files' size and modification time.
 
-    A stream is never hashed, for that takes as long as a pass over it. Documentation is that of this Python; a data
-    set of the hub is known by the keys that name it.
+    A stream is never hashed, because that takes as long as a pass over it. Documentation is identified by the version
+    of Python, and a data set of the hub by the keys that name it.
     """
     if data.path is None:
         return platform.python_version()
@@ -265,7 +265,7 @@ def data_identity(data: DataConfig) -> Any:
 
 
 def _mark(path: Path) -> str | int:
-    """The digest of an output, or the size of a large one: in any copy of the run it shows whether it was edited."""
+    """The digest of an output, or the size of a large one: in any copy of the run it reveals whether it was edited."""
     size = path.stat().st_size
     return digest_file(path) if size <= HASHED_BYTES else size
 
@@ -279,7 +279,7 @@ def _remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def _put_away(path: Path, is_restored: Callable[[BaseException], bool]) -> Iterator[None]:
-    """Renames a file, which needs no room on a full disk; after an error it comes back where `is_restored` says so."""
+    """Renames a file, which needs no space on a full disk; restores it after an error for which `is_restored` holds."""
     backup = path.with_name(f"{path.name}.was")
     if path.is_file():
         os.replace(path, backup)

@@ -18,7 +18,7 @@ LABELS = {
     "agreement": "agreement with the base model",
 }
 
-# Okabe and Ito's palette, which the colour-blind and a grey print tell apart.
+# Okabe and Ito's palette, whose colours stay distinct to colour-blind readers and in grey print.
 BASE = "#555555"
 SERIES = {"quality": ("consolidated", "#0072B2", "o"), "quality_before": ("decomposed only", "#E69F00", "s")}
 STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "flexrank"}
@@ -60,14 +60,14 @@ def draw_quality(summary: Summary) -> Any:
 
 
 def _draw_series(axes: Any, kind: str, sizes: list[float], values: list[float], is_loss: bool) -> None:
-    """A line, and its name beside one of its points, on the side away from the other line."""
+    """Draws a line, with its name beside one of its points, on the side away from the other line."""
     label, colour, marker = SERIES[kind]
     axes.plot(sizes, values, color=colour, marker=marker, markersize=4.5, linewidth=1.8, zorder=3)
     is_after = kind == "quality"
     at = min(2, len(sizes) - 1) if is_after else min(1, max(0, len(sizes) - 2))
     side = {"ha": "right" if is_after else "left", "va": "bottom" if is_after != is_loss else "top"}
     shift = (-5 if is_after else 7, 4 if is_after != is_loss else -4)
-    # On white, for it may lie on the base model's line.
+    # On white, because it may lie on the base model's line.
     style = {"color": colour, "weight": "bold", "bbox": {"facecolor": "white", "linewidth": 0, "pad": 1}, "zorder": 1.5}
     axes.annotate(label, (sizes[at], values[at]), shift, textcoords="offset points", **style, **side)
 
@@ -126,7 +126,7 @@ def _draw_line(axes: Any, line: float, shares: Sequence[float], ranks: Sequence[
 
 
 def _line_numbers(layers: Sequence[str]) -> tuple[dict[str, float], dict[float, str], float]:
-    """Each layer's line from the top, the heading in the middle of the free line above each block, and the height."""
+    """Each layer's line from the top, each block's heading by the middle of the free line above it, and the height."""
     lines: dict[str, float] = {}
     headings: dict[float, str] = {}
     line, block = 0.0, ""

@@ -1,4 +1,4 @@
-"""lm-eval: tasks by name, its own or from a folder of task files, and a model's scores in them."""
+"""lm-eval: loads tasks by name, its own or from a folder of task files, and scores a model on them."""
 
 import contextlib
 import difflib
@@ -15,7 +15,7 @@ from torch import nn
 from flexrank import progress
 from flexrank.errors import FlexrankError, first_line
 
-#: lm-eval's own seed of few-shot examples.
+#: lm-eval's default seed for few-shot examples.
 FEWSHOT_SEED = 1234
 
 Scores = dict[str, dict[str, dict[str, float | None]]]  #: task, metric, `value` and `stderr` (None where it has none)
@@ -24,15 +24,15 @@ Scores = dict[str, dict[str, dict[str, float | None]]]  #: task, metric, `value`
 def load_tasks(
     names: Sequence[str], include_path: Path | None = None, num_fewshot: int | None = None
 ) -> dict[str, Any]:
-    """lm-eval's tasks, groups and tags of these names or globs, with their data: what its `evaluate` takes.
+    """Loads lm-eval's tasks, groups and tags of these names or globs, with their data, as its `evaluate` takes them.
 
     Args:
-        names: lm-eval's own, or of YAML files under `include_path`.
-        include_path: a folder of task files, which come before lm-eval's own.
+        names: lm-eval's own, or those of YAML files under `include_path`.
+        include_path: a folder of task files, which take precedence over lm-eval's own.
         num_fewshot: examples in each prompt; None is each task's own number.
 
     Raises:
-        FlexrankError: a name is unknown, a task's data cannot be read, or it runs code that a model has written.
+        FlexrankError: a name is unknown, a task's data cannot be read, or a task runs code that a model has written.
     """
     if include_path is not None and not include_path.is_dir():
         raise FlexrankError(f"--include-path {include_path}: no such folder of task files")
@@ -41,20 +41,20 @@ def load_tasks(
         _require_known(names, manager)
         try:
             loaded: dict[str, Any] = manager.load(manager.match_tasks(list(names)))
-        except Exception as error:  # of any library that a task's data is read by
+        except Exception as error:  # from any library that reads a task's data
             raise FlexrankError(f"--tasks {','.join(names)}: lm-eval cannot load them: {first_line(error)}") from error
     for name, task in loaded["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False):
             raise FlexrankError(f"--tasks: {name} runs code that a model has written; give an export to lm_eval itself")
         own = task.get_config("num_fewshot")
-        if own is None or (own and num_fewshot is not None):  # lm-eval keeps a 0 of a task's file
+        if own is None or (own and num_fewshot is not None):  # like lm-eval, keeps a 0 in a task's file
             task.set_config(key="num_fewshot", value=num_fewshot or 0)
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
     return loaded
 
 
 def _manager(names: Sequence[str], include_path: Path | None) -> Any:
-    """Knows the tasks of a folder, and lm-eval's own unless all are there: to list those takes several seconds."""
+    """A manager of a folder's tasks and, unless all names are there, lm-eval's own: listing those takes seconds."""
     from lm_eval.tasks import TaskManager
 
     place = None if include_path is None else str(include_path)
@@ -74,7 +74,7 @@ def _require_known(names: Sequence[str], manager: Any) -> None:
 
 
 def settings_of(loaded: Mapping[str, Any]) -> dict[str, Any]:
-    """What scores depend on beside the model: lm-eval's version, each task's own and its number of examples."""
+    """What scores depend on besides the model: the versions of lm-eval and of each task, and its number of examples."""
     import lm_eval
 
     tasks = {
@@ -88,13 +88,13 @@ def settings_of(loaded: Mapping[str, Any]) -> dict[str, Any]:
 def score(
     model: nn.Module, tokenizer: Any, loaded: Mapping[str, Any], batch_size: int, limit: int | None = None
 ) -> tuple[Scores, dict[str, float]]:
-    """A transformers model's scores in loaded tasks and groups, and in multiple-choice tasks what chance would score.
+    """A transformers model's scores on loaded tasks and groups, and what chance would score on multiple-choice tasks.
 
     Args:
-        model: on its device, in its dtype.
-        tokenizer: of transformers.
-        loaded: of `load_tasks`.
-        batch_size: texts at once.
+        model: on the device and in the dtype to run in.
+        tokenizer: a transformers tokenizer.
+        loaded: what `load_tasks` returned.
+        batch_size: texts per batch.
         limit: documents of each task; None is all.
 
     Raises:
@@ -103,12 +103,12 @@ def score(
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
-    with _speaking(logging.ERROR, bars=False):  # it warns that a model is given, not a name
+    with _speaking(logging.ERROR, bars=False):  # it warns about getting a model, not a name
         judge = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
     with _speaking(logging.WARNING, bars=progress.is_shown()):
         try:
             found = lm_eval.evaluate(judge, dict(loaded), limit=limit)
-        except AssertionError as error:  # lm-eval's own checks of each question, which have no words
+        except AssertionError as error:  # lm-eval's checks of each question, which have no message
             what = f"is empty, or an option has more tokens than the {judge.max_length} that the model reads"
             raise FlexrankError(f"--tasks: lm-eval cannot ask a question: it or an option {what}") from error
     for name, samples in found["samples"].items():
@@ -123,7 +123,7 @@ def score(
 
 
 def _metrics(values: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
-    """Metrics by name; one that lm-eval takes through a filter has the filter's name beside its own."""
+    """The metrics by name; the name of one that lm-eval takes through a filter also has the filter's name."""
     metrics = dict[str, dict[str, float | None]]()
     for key, value in values.items():
         name, comma, filtered = key.partition(",")
@@ -136,7 +136,7 @@ def _metrics(values: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
 
 
 def _numbers(value: Any) -> Iterator[float]:
-    """The numbers in a model's nested answers, which are texts for tasks that generate."""
+    """Yields the numbers in a model's nested answers; tasks that generate have texts there instead."""
     if isinstance(value, list | tuple):
         for one in value:
             yield from _numbers(one)
@@ -146,7 +146,7 @@ def _numbers(value: Any) -> Iterator[float]:
 
 @contextlib.contextmanager
 def _speaking(level: int, bars: bool) -> Iterator[None]:
-    """Inside the block lm-eval logs to standard error from this level on, and shows its progress bars or none."""
+    """Inside the block lm-eval logs to standard error from this level up, and shows progress bars if `bars`."""
     log, handler = logging.getLogger("lm_eval"), logging.StreamHandler(sys.stderr)
     before = log.level
     log.addHandler(handler)

@@ -1,6 +1,6 @@
-"""A run's deployed models against their base: latency for a prompt and for decoding, tokens per second, peak memory.
+"""A run's deployed models against the base model: latency of a prompt and of decoding, tokens per second, peak memory.
 
-All is measured in a fresh process: one that has just trained makes small models look slower than they are.
+Everything is measured in a fresh process: one that has just trained makes small models look slower than they are.
 """
 
 import functools
@@ -34,9 +34,9 @@ from flexrank.run.sizes import Sizes
 from flexrank.run.tables import PLAIN
 from flexrank.run.workspace import Workspace
 
-#: Rounds in turn and seconds of them, at least; tokens that are generated after a prompt of PROMPT tokens.
+#: The least number of alternating rounds, and their least total seconds; tokens generated after a prompt of PROMPT.
 REPEATS, LEAST_SECONDS, NEW_TOKENS, PROMPT = 9, 2.0, 24, 32
-#: Seconds that a size and its base model are timed for in the table of a run, at least.
+#: The least seconds for which a size and the base model are timed, for the table of a run.
 RATIO_SECONDS = 1.0
 RESULT = "measurement.json"
 
@@ -70,7 +70,7 @@ def latency_ratios(directory: str) -> list[float]:
 
 
 def measure_sizes(directory: str) -> dict[str, Any]:
-    """The whole measurement: a row for the base model and one per budget."""
+    """The complete measurement: a row for the base model and one per budget."""
     sizes = Sizes.of_run(directory)
     work, base = sizes.work, sizes.work.deployed_base
     workloads = _workloads(work, base)
@@ -105,7 +105,7 @@ def print_measurement(result: Mapping[str, Any], console: Console) -> None:
 
 
 def peak_of_forward(directory: str, task: Any, dtype: str, batch: str) -> int:
-    """Bytes that loading a saved model and one forward take at most, beyond the libraries."""
+    """Peak memory in bytes of loading a saved model and of one forward pass, beyond the libraries."""
     import transformers  # noqa: F401  # in memory before the count begins
 
     before = forget_peak()
@@ -116,7 +116,7 @@ def peak_of_forward(directory: str, task: Any, dtype: str, batch: str) -> int:
 
 
 def _workloads(work: Workspace, base: Any) -> list[Workload]:
-    """One sample and a batch of them; for language models that generate, decoding too."""
+    """A forward pass of one sample and of a batch; for language models that can generate, decoding too."""
     example: Any = work.samples.example
     device, first = model_device(base), next(iter(example.values()))
     batches = [{key: value[:count].to(device) for key, value in example.items()} for count in (1, len(first))]
@@ -154,7 +154,7 @@ def _measure(work: Workspace, small: Any, base: nn.Module, workloads: Sequence[W
 
 
 def _peak(work: Workspace, small: Any) -> int | None:
-    """Peak memory of loading and running in a fresh process; None where the system does not say."""
+    """Peak memory of loading and running in a fresh process; None if the system does not report it."""
     if not Path("/proc/self/clear_refs").exists():
         return None
     with tempfile.TemporaryDirectory() as scratch:

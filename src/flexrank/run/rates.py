@@ -1,8 +1,8 @@
 """What `flexrank measure --calibrate-plan` measures, in less than a minute: the constants of a dry run's plan.
 
-They are rates of the machine at hand: of products of matrices of the shapes in a Llama's block; of two steps of
-consolidation of a small Llama, and of a factorisation, by the operations that the dry run counts for them; and of
-writing a file. The link between devices is not measured.
+They are rates of the machine at hand: of matrix products with the shapes in a Llama's block; of two consolidation steps
+of a small Llama and of one factorisation, in the operations that the dry run counts for them; and of writing a file.
+The link between devices is not measured.
 """
 
 import copy
@@ -32,7 +32,7 @@ from flexrank.run.training import autocast_dtype
 
 
 class Size(NamedTuple):
-    """What is measured: a model's width and classes, rows of a batch and their tokens, a factorised matrix's width."""
+    """Sizes to measure: a model's width and classes, a batch's rows and tokens a row, a factorised matrix's width."""
 
     width: int
     classes: int
@@ -42,14 +42,14 @@ class Size(NamedTuple):
 
 
 SIZES = {"cpu": Size(512, 4096, 4, 128, 384), "cuda": Size(2048, 32000, 8, 1024, 2048)}
-#: A Llama's width of a head, its layers, and the inner width of its blocks over the outer.
+#: The width of the Llama's heads, its number of layers, and the inner width of its blocks over the outer.
 HEAD, LAYERS, INNER = 64, 2, 3
-#: Rounds after the first one; bytes that are written; and budgets, each of which takes a step.
+#: Timed rounds, after one for warm-up; bytes that are written; and budgets, with one step at each.
 REPEATS, DISK_BYTES, BUDGETS = 5, 2**28, (0.8, 0.4)
 
 
 def measure_device(directory: Path) -> Device:
-    """Measures the GPU where there is one, else the CPU, and the disk of this directory."""
+    """Measures the GPU if there is one, otherwise the CPU, and the disk of this directory."""
     device, facts = torch.device("cuda" if torch.cuda.is_available() else "cpu"), machine_facts()
     size = SIZES[device.type]
     products, share = {}, {}
@@ -74,7 +74,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def product_rate(size: Size, device: torch.device, dtype: torch.dtype) -> float:
-    """Operations per second of a batch's products with the three shapes of matrix in a block."""
+    """Operations per second of a batch's products with matrices of the three shapes in a block."""
     width, inner = size.width, INNER * size.width
     shapes = [(width, width), (inner, width), (width, inner)]
     weights = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
@@ -89,7 +89,7 @@ def product_rate(size: Size, device: torch.device, dtype: torch.dtype) -> float:
 
 
 def step_rate(size: Size, device: torch.device, autocast: torch.dtype | None = None) -> float:
-    """Counted operations per second of consolidation, a step at each of `BUDGETS`; weights are float32."""
+    """Counted operations per second of consolidation, with float32 weights and one step at each of `BUDGETS`."""
     with tempfile.TemporaryDirectory() as place:
         config, model = llama_run(size, Path(place))
         architecture = build_architecture(config)
@@ -110,7 +110,7 @@ autocast_step_rate = functools.partial(step_rate, autocast=torch.bfloat16)
 
 
 def llama_run(size: Size, place: Path) -> tuple[RunConfig, Any]:
-    """The run of a small Llama whose config.json is written here, and its model, without values."""
+    """The config of a small Llama's run, whose config.json it writes to `place`, and its uninitialised model."""
     heads, path = size.width // HEAD, place / "config.json"
     architecture = {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": size.width, "head_dim": HEAD,
@@ -145,7 +145,7 @@ def factorisation_rate(size: Size, device: torch.device) -> float:
 
 
 def write_rate(directory: Path) -> float:
-    """Bytes per second of writing a file in this directory, until it is on the disk."""
+    """Bytes per second of writing a file in this directory and flushing it to the disk."""
     block = os.urandom(2**20)
 
     def write() -> None:
@@ -159,6 +159,6 @@ def write_rate(directory: Path) -> float:
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """The least over rounds, once the device has finished: other work on a machine only adds to it."""
+    """The least time over all rounds, waiting for the device each time: other work on a machine only adds to it."""
     (seconds,) = interleave([until_done(run, device)], REPEATS, warmup=1)
     return min(seconds)

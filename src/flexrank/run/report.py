@@ -1,4 +1,4 @@
-"""A run's table and pages, from its saved `summary.json` alone: any machine that has the JSON draws them again."""
+"""A run's table and pages, from its saved JSON files alone: any machine that has the files can draw them again."""
 
 import html
 import importlib.util
@@ -23,7 +23,7 @@ def read_summary(directory: str | Path) -> dict[str, Any]:
     """Reads `summary.json` of a run directory.
 
     Raises:
-        FlexrankError: the run has none yet, or it is no summary.
+        FlexrankError: the run has no summary yet, or the file is not one.
     """
     path = Path(directory) / "summary.json"
     if not path.is_file():
@@ -34,9 +34,9 @@ def read_summary(directory: str | Path) -> dict[str, Any]:
 
 
 def write_report(directory: str | Path) -> list[Path]:
-    """Writes report.md, report.html and, where matplotlib is, figures/*.png and .svg; returns their paths.
+    """Writes report.md, report.html and, if matplotlib is installed, figures/*.png and .svg; returns all but the .svg.
 
-    All are drawn from the run's summary; the page needs nothing but a browser.
+    All are drawn from the run's summary, the page also from its sensitivity table; it needs nothing but a browser.
 
     Raises:
         FlexrankError: there is no summary.
@@ -55,7 +55,7 @@ def write_report(directory: str | Path) -> list[Path]:
 
 
 def write_comparison(directories: Sequence[Path], page: Path) -> None:
-    """Writes one page of these finished runs, side by side. Errors as `read_summary`."""
+    """Writes one page of these finished runs, side by side. Raises as `read_summary`."""
     summaries = [read_summary(directory) for directory in directories]
     names = run_names(directories, summaries)
     tables = [_html_table(*each, number) for number, each in enumerate(zip(summaries, names, strict=True))]
@@ -132,7 +132,7 @@ def _markdown(summary: Summary, figures: Sequence[Path]) -> str:
 
 
 def _html_table(summary: Summary, name: str, number: int) -> str:
-    """The table and its facts, of the run of this name and number on the page."""
+    """The HTML table, and the facts below it, of the run with this name and number on the page."""
     header, rows = table_cells(summary)
     budgets = ["", *(f' data-run="{number}" data-budget="{row["budget"]}"' for row in summary["rows"])]
     lines = [

@@ -1,4 +1,4 @@
-"""Which stages there are, in what order, and which of them a run must still do."""
+"""The stages of a run, their order, and which of them still have to run."""
 
 import contextlib
 import dataclasses
@@ -30,27 +30,27 @@ log = logging.getLogger("flexrank")
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One step of a run, by its name on the command line."""
+    """One step of a run; for most stages the name is also a verb of the command line."""
 
     name: str
     work: Callable[[Workspace, str], Sequence[str] | None]  # takes the stage's fingerprint; may return more outputs
-    rooms: tuple[str, ...]  # of the package, whose code it alone runs
-    keys: tuple[str, ...]  # of the configuration, dotted, beside those of the stages it needs
+    rooms: tuple[str, ...]  # modules and subpackages of flexrank whose code it runs, beside `_ALL`
+    keys: tuple[str, ...]  # dotted keys of the configuration it reads, beside those of the stages it needs
     needs: tuple[str, ...]  # stages whose files it reads
-    outputs: tuple[str, ...]  # files and directories of the run directory
-    extras: tuple[str, ...] = ()  # what it may write beside them, which nothing reads
-    is_shared: bool = False  # all processes do it; any other stage process 0 does alone
-    is_timed: bool = False  # its files hold times: when it is done again, so are the stages that read them
+    outputs: tuple[str, ...]  # files and directories that it writes in the run directory
+    extras: tuple[str, ...] = ()  # others that it may write, which nothing reads
+    is_shared: bool = False  # all processes run it; process 0 runs any other stage alone
+    is_timed: bool = False  # its files hold timings: when it runs again, so do the stages that read them
 
 
-#: Rooms whose code every stage runs; `rooms` of a stage are those beside them.
+#: Modules and subpackages whose code every stage runs.
 _ALL = ("run/stages", "run/samples", "run/workspace", "hf", "data", "nn", "profiles", "processes")
 _DEPLOYED = ("deployment.dtype", "deployment.slack")
 _HELD_OUT = ("data.evaluation", "data.half")
-#: Where models are kept changes nothing but rounding, and what is logged nothing: a run goes on with other settings.
+#: Where models are kept changes only rounding, and logging changes nothing: a run continues when these keys change.
 _UNREAD = ("sharded", "gradient_checkpointing", "tracking")
 _TRAINED = tuple(f"distillation.{key}" for key in DistillationConfig.model_fields if key not in _UNREAD)
-#: Stages that read what training made, and are asked for that alone.
+#: Stages that only read the trained model: asking for one must not train it again.
 _READERS = ("slack", "evaluate", "deploy")
 _DATA = (
     *("data.source", "data.path", "data.streaming", "data.column", "data.subset", "data.split", "data.revision"),
@@ -107,15 +107,15 @@ class Outcome:
 
 
 def stage_names() -> tuple[str, ...]:
-    """The stages in order."""
+    """The names of the stages, in order."""
     return tuple(stage.name for stage in STAGES)
 
 
 def run_stages(config: RunConfig, until: str = "report") -> Outcome:
-    """Runs a stage and all it needs, each only where it is not up to date; after an interruption the same call resumes.
+    """Runs a stage and all that it needs, skipping what is up to date; after an interruption the same call resumes.
 
     Raises:
-        FlexrankError: a wrong input of any stage; what was finished before it stays. Or a stage that only reads a
+        FlexrankError: the input of a stage is wrong (stages finished before it stay), or a stage that only reads a
             trained model, such as `deploy`, would train it again.
     """
     if until not in ("decompose", "probe", "allocate"):  # now, not after hours of probing
@@ -141,7 +141,7 @@ def run_stages(config: RunConfig, until: str = "report") -> Outcome:
                 continue
             _do(stage, work, prints[stage.name])
             executed.append(stage.name)
-        # Not before: a refused setting must not cost another's checkpoint.
+        # Only now: a setting that is refused must not cost another one its checkpoint.
         processes.by_first(lambda: directory.remove_stale(prints))
     return Outcome(directory.path, tuple(executed), work, prints)
 
@@ -150,14 +150,14 @@ def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None =
     """Exports one size of a consolidated run, verified in a fresh process.
 
     Args:
-        outcome: of `run_stages(config, "slack")`.
+        outcome: what `run_stages(config, "slack")` returned.
         limits: `budget`, `max_params`, `max_bytes`, `max_latency_ms`; at least one.
         place: where to write; RUN/exports/LIMITS by default.
-        tune: steps of distillation of this size alone, before it is exported; the elastic artefact stays as it is.
+        tune: distillation steps of this size alone, before it is exported; the elastic artefact stays as it is.
 
     Returns:
-        What was asked, where it is, its sizes; with `tune` its `quality`, tuned, and that of the `shared` weights.
-        Beside the model is its card, if the run is finished.
+        The limits, the directory and the sizes; with `tune` also the tuned `quality`, and `shared`, the quality with
+        the shared weights. If the run is finished, the model's card is written beside it.
 
     Raises:
         FlexrankError: no profile is within the limits, or the export does not load; nothing is written then.
@@ -165,7 +165,7 @@ def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None =
     work = outcome.workspace
     name = "-".join(f"{key}-{limit}" for key, limit in (*limits.items(), *[("tune", tune)] * bool(tune)))
     with work.directory.locked(), _clear_disk_errors(work, "deploy"):
-        # Whose table is of these weights; asked before anything is written, for an edited summary is refused.
+        # Then the summary's table is of these weights. Asked before anything is written: an edited summary is refused.
         is_reported = work.directory.is_finished("report", outcome.fingerprints["report"])
         sizes = Sizes(work)
         profile = sizes.within(limits)
@@ -184,7 +184,7 @@ def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None =
 
 
 def fingerprints(config: RunConfig, source: str) -> dict[str, str]:
-    """Each stage's fingerprint; the first covers the files of model and data, the probe's its part of `allocation`."""
+    """Each stage's fingerprint; the first covers model and data files, the probe's also its part of `allocation`."""
     sources = {"model": model_identity(source), "data": data_identity(config.data)}
     if config.data.held_out is not None:
         sources["held_out"] = identity(config.data.held_out)
@@ -201,12 +201,12 @@ def fingerprints(config: RunConfig, source: str) -> dict[str, str]:
 def _require_as_trained(
     directory: RunDirectory, old: RunConfig | None, config: RunConfig, prints: Mapping[str, str]
 ) -> None:
-    """Refuses to replace a trained model for the sake of a stage that reads it."""
+    """Refuses to train a model again for the sake of a stage that only reads it."""
     trained = directory.fingerprint_of("distill")
     if old is None or trained in (None, prints["distill"]) or not directory.is_finished("distill", trained):
         return
     keys = [key for stage in STAGES if stage.name in _needed("distill") for key in stage.keys]
-    # What the probe counts on of slack is no key of its own.
+    # The probe also depends on whether slack is expected, which is not among its keys.
     changed = _changed_keys(old, config, keys) or _changed_keys(old, config, ["deployment.slack"])
     why = "; ".join(changed[:2]) or "flexrank's own code, or the files of the model or the data, are not as they were"
     place, ways = directory / "elastic", "`flexrank run` trains again, and `flexrank deploy"
@@ -214,7 +214,7 @@ def _require_as_trained(
 
 
 def _changed_keys(old: RunConfig, config: RunConfig, keys: Sequence[str]) -> list[str]:
-    """In words the keys, or those of a section, whose values differ."""
+    """A phrase for each of these keys, or of the keys of a section, whose value differs."""
     before, now = ({key: value for one in keys for key, value in _values(each, one)} for each in (old, config))
     return [f"{key} is {now.get(key)!r} and was {value!r}" for key, value in before.items() if now.get(key) != value]
 
@@ -227,7 +227,7 @@ def _values(config: RunConfig, key: str) -> list[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def _held(directory: RunDirectory, config: RunConfig) -> Iterator[RunConfig | None]:
-    """Inside the block the run directory is process 0's, and has this configuration; gives that the one before."""
+    """Locks the run directory for process 0 and writes the configuration; yields the previous one there, or None."""
     if not processes.is_first():
         yield None
         return
@@ -236,7 +236,7 @@ def _held(directory: RunDirectory, config: RunConfig) -> Iterator[RunConfig | No
 
 
 def _do(stage: Stage, work: Workspace, fingerprint: str) -> None:
-    """Runs a stage, in all processes if it is a shared one; process 0 alone keeps its record."""
+    """Runs a stage, in all processes if it is shared; process 0 alone records it."""
     if not stage.is_shared:
         processes.by_first(lambda: _do_and_record(stage, work, fingerprint))
         return
@@ -244,11 +244,11 @@ def _do(stage: Stage, work: Workspace, fingerprint: str) -> None:
         _do_and_record(stage, work, fingerprint)
     else:
         stage.work(work, fingerprint)
-    processes.by_first(lambda: None)  # the others wait for the last file
+    processes.by_first(lambda: None)  # the others wait until the last file is written
 
 
 def _do_and_record(stage: Stage, work: Workspace, fingerprint: str) -> None:
-    """Runs a stage; where its files hold times, forgets the stages that read them."""
+    """Runs and records a stage; if its files hold timings, makes the stages that read them run again."""
     start = time.perf_counter()
     with work.directory.replacing(stage.name), _clear_disk_errors(work, stage.name):
         more = stage.work(work, fingerprint) or ()
@@ -262,7 +262,7 @@ def _do_and_record(stage: Stage, work: Workspace, fingerprint: str) -> None:
 
 @contextlib.contextmanager
 def _clear_disk_errors(work: Workspace, stage: str) -> Iterator[None]:
-    """Turns what safetensors raises on a full disk, an error of its own kind, into one line."""
+    """Turns safetensors' own error on a full disk into a FlexrankError of one line."""
     try:
         yield
     except SafetensorError as error:
@@ -270,6 +270,6 @@ def _clear_disk_errors(work: Workspace, stage: str) -> Iterator[None]:
 
 
 def _needed(until: str) -> set[str]:
-    """A stage and all that it needs, directly or not."""
+    """A stage and all that it needs, directly or indirectly."""
     (stage,) = (stage for stage in STAGES if stage.name == until)
     return {until}.union(*map(_needed, stage.needs))

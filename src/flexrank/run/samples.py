@@ -1,7 +1,7 @@
 """The data of each stage of a run: batches by task, and how the table's qualities are measured.
 
-Calibration, training and evaluation take disjoint parts; the probe other samples of calibration's part, if there are.
-Training's part of a stream is read while a model trains.
+Calibration, training and evaluation take disjoint parts; the probe takes other samples of calibration's part, if there
+are enough. The training part of a stream is read while a model trains.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from flexrank.run.data_config import IN_MEMORY
 
 # A separator that no text contains, so that a file is read as one text.
 NO_SEPARATOR = "\0"
-#: Texts of a stream that are read together where training is to keep their order.
+#: Texts of a stream that are read together when training keeps their order.
 UNSHUFFLED = 64
 
 Judge = Callable[[nn.Module], dict[str, float]]
@@ -48,13 +48,13 @@ class Samples:
     calibration: Sequence[Batch]
     probe: Sequence[Batch]
     training: Iterable[Batch]  # a sequence, unless texts are a stream
-    example: Batch  # of evaluation samples, for timing and for checking an export
-    judge: Callable[[nn.Module], Judge]  # of the teacher: measures a model's qualities over the evaluation samples
+    example: Batch  # evaluation samples, for timing and for checking an export
+    judge: Callable[[nn.Module], Judge]  # given the teacher, measures a model's qualities on the evaluation samples
     classes: Tensor | None = None  # of all images
 
 
 def load_samples(config: RunConfig, directory: str, tokenizer: Tokenizer | None) -> Samples:
-    """The samples of a run; `directory` is the model's, whose preprocessor_config.json has the images' scaling.
+    """Loads the samples of a run; preprocessor_config.json in the model's `directory` has the scaling of images.
 
     Raises:
         FlexrankError: the data cannot be read, or calibration is shorter than one batch.
@@ -70,20 +70,20 @@ def load_samples(config: RunConfig, directory: str, tokenizer: Tokenizer | None)
 
 
 def take_probe(items: Any, calibration: int, probe: int) -> Any:
-    """The samples after those of calibration, or the last ones where too few are left."""
+    """The samples after those of calibration, or the last ones if too few are left."""
     after = items[calibration : calibration + probe]
     return after if len(after) == probe else items[-probe:]
 
 
 def loss_rows(task: str, batches: Sequence[Batch]) -> int:
-    """Rows that the loss is a mean over: real tokens (language), texts, or images."""
+    """The number of rows that the loss averages over: real tokens (language), texts, or images."""
     if task == "language":
         return sum(int(mask.sum()) for batch in batches if (mask := token_mask(batch)) is not None)
     return sum(len(next(iter(batch.values()))) for batch in batches if isinstance(batch, Mapping))
 
 
 def _text_samples(config: RunConfig, tokenizer: Tokenizer) -> Samples:
-    """Padded texts for encoders, and qualities `cosine` to the teacher and, where the data has pairs, `mrr`."""
+    """Padded texts for encoders, judged by `cosine` to the teacher and, if the data has pairs, by `mrr`."""
     data = config.data
     calibration, training, queries, documents = _split_texts(config, tokenizer)
     chosen = items_of(data.half, range(len(queries)), lambda index: queries[index])[: data.evaluation]
@@ -104,11 +104,11 @@ def _text_samples(config: RunConfig, tokenizer: Tokenizer) -> Samples:
         return qualities
 
     examples = batches(held_out, config.evaluation.latency_batch_size)
-    example = examples[len(examples) // 2]  # they are sorted by length: texts of medium length
+    example = examples[len(examples) // 2]  # sorted by length, so these texts have medium length
     size = config.distillation.batch_size
     consolidation: Iterable[Batch]
     if isinstance(training, TextStream):
-        window = -(-max(data.shuffle_buffer, 1) // size) * size  # of whole batches
+        window = -(-max(data.shuffle_buffer, 1) // size) * size  # a whole number of batches
         make = sentence_maker(tokenizer, data.max_tokens, size, config.seed)
         consolidation = StreamedBatches(training, make, window)
     else:
@@ -117,7 +117,7 @@ def _text_samples(config: RunConfig, tokenizer: Tokenizer) -> Samples:
 
 
 def _block_samples(config: RunConfig, tokenizer: Tokenizer) -> Samples:
-    """Full blocks of tokens for causal language models, and the quality `nats_per_token`."""
+    """Full blocks of tokens for causal language models, judged by `nats_per_token`."""
     data = config.data
     calibration, training, evaluation, documents = _split_texts(config, tokenizer)
     if documents:
@@ -128,7 +128,7 @@ def _block_samples(config: RunConfig, tokenizer: Tokenizer) -> Samples:
             (batch,) = token_blocks(tokenizer, texts, data.max_tokens, batch_size=1 << 40)
         except FlexrankError as error:
             raise FlexrankError(f"{part} part of the data: {error}") from error
-        return batch["input_ids"][_shuffled(len(batch["input_ids"]), config.seed)]  # so that any first part is fair
+        return batch["input_ids"][_shuffled(len(batch["input_ids"]), config.seed)]  # so any prefix is a fair sample
 
     held_out = blocks("evaluation", evaluation)
     held_out = held_out[places_of(data.half, held_out)][: data.evaluation]
@@ -151,7 +151,7 @@ def _block_samples(config: RunConfig, tokenizer: Tokenizer) -> Samples:
 
 
 def _image_samples(config: RunConfig, images: Tensor, scaling: Scaling, labels: Tensor) -> Samples:
-    """Images, bytes (N, C, H, W), of classes (N,); qualities `accuracy`, and `agreement` with the teacher."""
+    """Images, bytes (N, C, H, W), with classes (N,), judged by `accuracy` and `agreement` with the teacher."""
     calibration, training, held_out = _split(_shuffled(len(images), config.seed))
     chosen = items_of(config.data.half, held_out, lambda index: scaling(images[index].unsqueeze(0)))
     held_out = torch.stack(chosen[: config.data.evaluation])
@@ -185,7 +185,7 @@ def _samples(
     example: Batch,
     judge: Callable[[nn.Module], Judge],
 ) -> Samples:
-    """The samples of a run whose calibration's part `batches` turns into batches."""
+    """The samples of a run; `batches` makes batches of the calibration part, for calibration and for the probe."""
     data = config.data
     first, probe = calibration[: data.calibration], take_probe(calibration, data.calibration, data.probe)
     if len(first) < data.batch_size:
@@ -197,9 +197,9 @@ def _samples(
 def _split_texts(
     config: RunConfig, tokenizer: Tokenizer
 ) -> tuple[list[str], list[str] | TextStream, list[str], list[str]]:
-    """Texts for calibration, training and evaluation, and the documents that pair with the evaluation's, if any.
+    """Texts for calibration, training and evaluation, and the documents paired with the evaluation texts, if any.
 
-    If the evaluation has a file of its own, calibration and training share the whole of the other.
+    If evaluation has a file of its own, calibration and training share all of the other file.
     """
     if config.data.is_stream:
         return *_split_stream(config, tokenizer), []
@@ -223,11 +223,11 @@ def _split_texts(
 
 
 def _split_stream(config: RunConfig, tokenizer: Tokenizer) -> tuple[list[str], TextStream, list[str]]:
-    """The first texts of a stream's parts for calibration and evaluation, as many as are needed, and the stream."""
+    """Texts for calibration, the stream, and texts for evaluation: as many first texts of each part as are needed."""
     data = config.data
     names = {"column": data.column, "subset": data.subset, "split": data.split, "revision": data.revision}
     stream = open_texts(data.source, data.path or "", tokenizer, separator=data.separator or "\n", **names)
-    # Twice as many as are evaluated on, so that either half of them is enough.
+    # Twice as many as are evaluated on, so that either half is enough.
     needs = {"calibration": data.calibration + data.probe, "evaluation": 2 * data.evaluation}
     if config.task == "language":
         tokens = {name: need * data.max_tokens for name, need in needs.items()}
@@ -238,7 +238,7 @@ def _split_stream(config: RunConfig, tokenizer: Tokenizer) -> tuple[list[str], T
 
 
 def _read_pieces(config: RunConfig, path: str, is_running: bool) -> list[str]:
-    """The texts of a file, or of one running text its lines."""
+    """The texts of a file or, if it is one running text, its lines."""
     texts = read_texts(path, NO_SEPARATOR if is_running else config.data.separator or "\n")
     return [line for text in texts for line in text.splitlines()] if is_running else texts
 

@@ -29,7 +29,7 @@ log = logging.getLogger("flexrank")
 
 
 class Sizes:
-    """The sizes of a run's elastic model, any of them as it is deployed. Only what a size needs is read, and mapped."""
+    """The sizes of a run's elastic model, each as it is deployed. Only what a size needs is read, memory-mapped."""
 
     def __init__(self, work: Workspace):
         self.work, self._place = work, work.directory / "elastic"
@@ -37,16 +37,16 @@ class Sizes:
         least = load_components(self._place, chain.entries[0].profile)
         self.chain = dataclasses.replace(chain, footprint=footprint(least, work.deployed_dtype))
         self._slack: SlackTable | None = None
-        self._known: list[Mapping[str, int]] = []  # the sizes that it was chosen for
+        self._known: list[Mapping[str, int]] = []  # the sizes that slack was chosen for
         self._tuned: nn.Module | None = None
 
     @classmethod
     def of_run(cls, directory: str | Path) -> "Sizes":
-        """Those of the run in a directory."""
+        """The sizes of the run in a directory."""
         return cls(Workspace(load_config(directory), RunDirectory(directory)))
 
     def slack_for(self, profile: Mapping[str, int]) -> SlackTable:
-        """The run's slack; for a size that no requested budget has it is chosen here, on the same rows."""
+        """The run's slack; for a size of no requested budget it is chosen here, on the same rows."""
         path = self.work.directory / "slack.json"
         if self._slack is None and path.is_file():
             self._slack = SlackTable.from_json(read_json(path))
@@ -57,16 +57,16 @@ class Sizes:
         return self._slack
 
     def deployed(self, profile: Mapping[str, int]) -> nn.Module:
-        """The plain model at this profile, in the dtype of deployment."""
-        slack = self.slack_for(profile)  # which may take the whole elastic model, and lets it go
+        """The deployed model at this profile, in the dtype of deployment."""
+        slack = self.slack_for(profile)  # may load the whole elastic model, and then frees it
         model = load_components(self._place, profile) if self._tuned is None else self._tuned
         return deploy(model, profile, dtype=self.work.deployed_dtype, device=self.work.device, slack=slack)
 
     def tune_(self, profile: RankProfile, steps: int, limits: Mapping[str, float]) -> Path:
         """Trains this size alone, from the elastic weights; it is then the only one that can be deployed.
 
-        Interrupted, the same call resumes from the checkpoint in RUN/tuning that it returns. It is a FlexrankError if
-        the slack of the new weights takes the size out of `max_params` or `max_bytes`.
+        After an interruption the same call resumes from the checkpoint in RUN/tuning, whose path it returns. Raises
+        FlexrankError if, with the slack of the new weights, the size exceeds `max_params` or `max_bytes`.
         """
         directory = self.work.directory
         name = digest_json([dict(profile), steps, directory.fingerprint_of("distill")])[:16]
@@ -83,13 +83,13 @@ class Sizes:
         return checkpoint
 
     def within(self, limits: Mapping[str, float]) -> RankProfile:
-        """The largest profile within `budget`, `max_params`, `max_bytes` and `max_latency_ms`, those that are given."""
+        """The largest profile within the given limits, of `budget`, `max_params`, `max_bytes` and `max_latency_ms`."""
         latency, whole = limits.get("max_latency_ms"), limits.keys() & {"max_params", "max_bytes"}
         largest = self.chain.entry_at(limits["budget"]) if "budget" in limits else self.chain.entries[-1]
         entries = self.chain.entries[: self.chain.entries.index(largest) + 1]
         if whole:
             entries = self._fitting(entries, {name: limits[name] for name in whole})
-        if latency is not None:  # in a fresh process: one that has trained times models wrongly
+        if latency is not None:  # in a fresh process: one that has trained measures wrong times
             chosen = in_fresh_process(find_within_latency, str(self.work.directory.path), len(entries), latency)
             entries = entries[: chosen + 1]
         if entries[-1].parameters > self.chain.requested[-1].parameters:
@@ -119,14 +119,14 @@ class Sizes:
 def choose_slack(
     work: Workspace, model: nn.Module, profiles: Iterable[Mapping[str, int]], known: SlackTable | None = None
 ) -> SlackTable:
-    """Slack by the run's settings, measured on calibration rows, so that the dtype's bound holds on real inputs."""
+    """Chooses slack by the run's settings, on calibration rows, so that the dtype's bound holds on real inputs."""
     slack = work.config.deployment.slack
     rows = collect_rows(model, work.samples.calibration, nested_layers(model)) if slack == "auto" else None
     return find_slack(model, profiles, dtype=work.deployed_dtype, slack=slack, activations=rows, known=known)
 
 
 def find_within_latency(directory: str, count: int, max_latency_ms: float) -> int:
-    """The place of the largest of the chain's first `count` entries within a latency, on the run's example batch."""
+    """The index of the largest of the chain's first `count` entries within a latency on the run's example batch."""
     sizes = Sizes.of_run(directory)
     entries = sizes.chain.entries[:count]
     entry = entry_within_latency(
@@ -140,7 +140,7 @@ def find_within_latency(directory: str, count: int, max_latency_ms: float) -> in
 
 
 def export_size(sizes: Sizes, small: nn.Module, profile: RankProfile, place: Path) -> dict[str, Any]:
-    """Exports a deployed model, verified in a fresh process; returns where, and its sizes."""
+    """Exports a deployed model, verified in a fresh process; returns its directory and sizes."""
     work = sizes.work
     export(small, place, work.samples.example, tokenizer=work.companion)
     return {
@@ -162,7 +162,7 @@ def evaluate_size(
 
 
 def count_parameters(small: nn.Module, profile: Mapping[str, int], shapes: Mapping[str, Shape]) -> dict[str, Any]:
-    """Mean rank, and parameters as they are in the deployed model."""
+    """The mean rank, and the parameters that the deployed model has."""
     fractions = [rank / min(shapes[name]) for name, rank in profile.items()]
     in_layers = deployed_parameters_of(small, profile)
     return {

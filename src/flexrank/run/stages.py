@@ -1,7 +1,7 @@
-"""The stages of a run: what each reads, what it writes, and the calls to the library between.
+"""The stages of a run: what each reads, which library functions it calls, and what it writes.
 
-A stage reads the configuration and the files of the stages it needs, and writes files of the run directory; nothing
-passes between stages in memory but what a file would give again to the same bits.
+A stage reads the configuration and the files of the stages it needs, and writes files of the run directory. In memory,
+stages share only what could be read again from a file, bit for bit.
 """
 
 import itertools
@@ -42,15 +42,16 @@ from flexrank.run.tracking import LOSSES, tracked
 from flexrank.run.training import log_losers, probe_losses, train_
 from flexrank.run.workspace import Workspace
 
-#: Of `probe.method: curvature`: each layer's rise of the loss at ranks 0 … k.
+#: Written with `probe.method: curvature`: each layer's rise of the loss at ranks 0 … k.
 CURVATURE = "curvature.safetensors"
 log = logging.getLogger("flexrank")
 
 
 def decompose(work: Workspace, _: str) -> None:
-    """Calibrates and decomposes: RUN/elastic_initial, whose chain is the full model alone.
+    """Calibrates and decomposes: writes RUN/elastic_initial, whose chain is the full model alone.
 
-    For curvature each layer's rises at every rank are taken while its moments are there: RUN/curvature.safetensors.
+    With `probe.method: curvature` it also writes RUN/curvature.safetensors: each layer's rise of the loss at every
+    rank, computed while the layer's moments are in memory.
     """
     model, settings = work.own_base(), work.config.decomposition
     require_fitting_inputs(work, model.config)
@@ -58,7 +59,7 @@ def decompose(work: Workspace, _: str) -> None:
     layers = select_layers(model, work.config.layers.include, work.config.layers.exclude)
     shapes = {name: matrix_shape(layer) for name, layer in layers.items()}
     require_reachable_budgets(work.config, shapes)
-    del layers  # one that is held on to stays in memory beside its elastic form
+    del layers  # a reference would keep each layer in memory beside its elastic form
     batches, is_curved = work.samples.calibration, work.config.probe.method == "curvature"
     rows = loss_rows(work.config.task, batches)
     rises = {name: torch.zeros(min(shape) + 1, dtype=torch.float64) for name, shape in shapes.items()}
@@ -81,16 +82,16 @@ def decompose(work: Workspace, _: str) -> None:
         see=see if is_curved else None,
         tokenizer=work.companion,
     )
-    processes.by_first(lambda: (work.directory / CURVATURE).unlink(missing_ok=True))  # the others wait for the disk
+    processes.by_first(lambda: (work.directory / CURVATURE).unlink(missing_ok=True))  # the others wait until it is gone
     if is_curved:
-        processes.sum_(rises.values())  # each has those of the layers that it has decomposed
+        processes.sum_(rises.values())  # each process holds those of the layers it decomposed
         if processes.is_first():
             with write_aside(work.directory / CURVATURE) as aside:
                 write_tensors(aside, rises)
 
 
 def probe(work: Workspace, fingerprint: str) -> None:
-    """Probes each layer: RUN/sensitivity.json. Layers already probed are kept through an interruption."""
+    """Probes each layer: writes RUN/sensitivity.json. Layers already probed survive an interruption."""
     if work.config.probe.method == "curvature":
         _write_shared(work, "sensitivity.json", _curvature(work).to_json())
         return
@@ -110,13 +111,13 @@ def probe(work: Workspace, fingerprint: str) -> None:
 
 
 def _write_shared(work: Workspace, name: str, value: Any) -> None:
-    """Writes what all processes have, once."""
+    """Writes a value that all processes hold, from process 0 alone."""
     if processes.is_first():
         write_json(work.directory / name, value)
 
 
 def _curvature(work: Workspace) -> SensitivityTable:
-    """The table of RUN/curvature.safetensors; the model is not read."""
+    """The sensitivity table from RUN/curvature.safetensors; the model's weights are not read."""
     shapes, chain = read_shapes(work.directory / "elastic_initial")
     ranks = candidate_ranks(work.config, shapes)
     with open_tensors(work.directory / CURVATURE) as file:
@@ -124,7 +125,7 @@ def _curvature(work: Workspace) -> SensitivityTable:
 
 
 def allocate(work: Workspace, _: str) -> None:
-    """Chooses the ranks of every budget: RUN/chain.json."""
+    """Chooses the ranks for every budget: writes RUN/chain.json."""
     settings, table = work.config.allocation, read_table(work)
     require_reachable_budgets(work.config, table.shapes)
     chain = allocate_ranks(
@@ -134,16 +135,16 @@ def allocate(work: Workspace, _: str) -> None:
 
 
 def distill(work: Workspace, fingerprint: str) -> None:
-    """Consolidates: RUN/elastic, one artefact of every size, and RUN/history.json; as it goes, RUN/losses.jsonl."""
+    """Consolidates: writes RUN/elastic, one artefact of every size, and RUN/history.json; as it goes, losses.jsonl."""
     settings, chain = work.config.distillation, read_chain(work)
     profiles, budgets = [entry.profile for entry in chain.requested], list(chain.budgets)
     history: dict[str, Any] = {"steps": 0, "losses": [], "budgets": []}
     with work.student(profiles) as model:
         if processes.is_first() and not settings.steps:
-            (work.directory / LOSSES).unlink(missing_ok=True)  # of an earlier configuration
+            (work.directory / LOSSES).unlink(missing_ok=True)  # from an earlier configuration
         if settings.steps:
             before = probe_losses(work, model, profiles)
-            weights = None if settings.weights is None else settings.weights[::-1]  # the chain is rising
+            weights = None if settings.weights is None else settings.weights[::-1]  # the chain's budgets rise
             checkpoint = work.directory.partial("distill", fingerprint)
             with tracked(work.directory.path, budgets, settings.tracking) as on_step:
                 done = train_(work, model, chain, settings.steps, checkpoint, weights, on_step)
@@ -156,7 +157,7 @@ def distill(work: Workspace, fingerprint: str) -> None:
 
 
 def slack(work: Workspace, _: str) -> None:
-    """Chooses the slack of every layer at its ranks in the requested budgets: RUN/slack.json."""
+    """Chooses every layer's slack at its ranks in the requested budgets: writes RUN/slack.json."""
     model, chain = work.elastic("elastic")
     table, shapes = choose_slack(work, model, [entry.profile for entry in chain.requested]), layer_shapes(model)
     for budget, entry in zip(chain.budgets, chain.requested, strict=True):
@@ -166,7 +167,7 @@ def slack(work: Workspace, _: str) -> None:
 
 
 def evaluate_initial(work: Workspace, _: str) -> None:
-    """Qualities before consolidation: RUN/evaluation_initial.json; no rows where nothing is consolidated."""
+    """Writes the qualities before consolidation to RUN/evaluation_initial.json; no rows if nothing is consolidated."""
     budgets, own = work.config.allocation.budgets, dict[int, Any]()
     if work.config.distillation.steps:
         chain = read_chain(work)
@@ -179,7 +180,7 @@ def evaluate_initial(work: Workspace, _: str) -> None:
 
 
 def evaluate(work: Workspace, _: str) -> None:
-    """Sizes, qualities and latencies of the deployed model at each budget, and of the base: RUN/evaluation.json."""
+    """Writes RUN/evaluation.json: size, qualities and latency of the deployed model at each budget, and of the base."""
     budgets, ratios = work.config.allocation.budgets, [None] * len(work.config.allocation.budgets)
     if work.config.evaluation.latency:
         work.release()
@@ -199,9 +200,9 @@ def evaluate(work: Workspace, _: str) -> None:
 
 
 def export_all(work: Workspace, _: str) -> list[str]:
-    """Exports each deployment budget to RUN/deployed/BUDGET, verified in a fresh process; returns their places.
+    """Exports each deployment budget to RUN/deployed/BUDGET, verified in a fresh process; returns the directories.
 
-    A directory of RUN/deployed without a `flexrank.json` belongs to somebody else, and is left.
+    Exports of other budgets are removed; a directory there without a `flexrank.json` is not an export, and stays.
     """
     place, exports = work.directory / "deployed", []
     place.mkdir(exist_ok=True)
@@ -223,7 +224,7 @@ def export_all(work: Workspace, _: str) -> list[str]:
 
 
 def summarise(work: Workspace, _: str) -> None:
-    """Joins what the stages measured into RUN/summary.json, writes the artefacts' cards, and draws figures and page."""
+    """Joins the stages' measurements into RUN/summary.json, writes the artefacts' cards, draws figures and page."""
     before = {row["budget"]: row["quality"] for row in read_json(work.directory / "evaluation_initial.json")["rows"]}
     evaluation, chain, table = read_json(work.directory / "evaluation.json"), read_chain(work), read_table(work)
     rows = [
@@ -259,7 +260,7 @@ def read_table(work: Workspace) -> SensitivityTable:
 
 
 def require_fitting_inputs(work: Workspace, model: Any) -> None:
-    """Refuses texts or images that a model of this transformers configuration was not made for."""
+    """Refuses texts or images that a model with this transformers configuration was not made for."""
     work.config.require_fitting(model)
     if work.config.task == "classification":
         _require_fitting_images(work, model)
@@ -281,8 +282,8 @@ def _require_fitting_images(work: Workspace, model: Any) -> None:
 
 
 def _require_known_tokens(work: Workspace, model: Any) -> None:
-    """Refuses tokens that the model has no embedding of; a stream's training texts are not read for it."""
-    samples, known = work.samples, getattr(model.get_text_config(), "vocab_size", math.inf)  # some know any character
+    """Refuses tokens that the model has no embedding for; a stream's training texts are not checked."""
+    samples, known = work.samples, getattr(model.get_text_config(), "vocab_size", math.inf)  # some read any character
     training = samples.training if isinstance(samples.training, Sequence) else ()
     batches: Any = itertools.chain(samples.calibration, samples.probe, training, [samples.example])
     largest = max(int(batch["input_ids"].max()) for batch in batches)

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from flexrank.profiles.costs import LayerFormat
 
-#: Of tables without rules.
+#: The style of tables without rules.
 PLAIN: dict[str, Any] = {"box": None, "padding": (0, 2)}
 
 
@@ -40,7 +40,7 @@ def ordered_layers(layers: Iterable[str]) -> list[str]:
 
 
 def new_table(columns: Sequence[str], left: Sequence[str] = (), **style: Any) -> Table:
-    """A table whose columns are flush right, apart from those in `left`."""
+    """A table whose columns are right-aligned, except those in `left`."""
     table = Table(**{"box": box.SIMPLE, **style})
     for column in columns:
         table.add_column(column, justify="left" if column in left else "right", no_wrap=True)
@@ -48,12 +48,12 @@ def new_table(columns: Sequence[str], left: Sequence[str] = (), **style: Any) ->
 
 
 def print_line(console: Console, line: str) -> None:
-    """Prints a line as it is, however long."""
+    """Prints a line unchanged and unwrapped, however long."""
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def print_artefact(directory: Path, artefact: Mapping[str, Any], console: Console) -> None:
-    """Prints what `inspect_artefact` returns: kind, sizes, budgets and layers; of an export its runtime and error."""
+    """Prints what `inspect_artefact` returns: kind, sizes, budgets and layers; for an export, its runtime and error."""
     size = f"{count(artefact['bytes_on_disk'])}B on disk"
     if "to" in artefact:
         print_line(console, f"{directory}: {artefact['class']} for {artefact['to']}, {artefact['dtype']}, {size}")

@@ -1,21 +1,21 @@
-"""How much the probe keeps of the teacher's output."""
+"""How much of the teacher's output the probe keeps."""
 
 from flexrank.errors import FlexrankError
 from flexrank.run.config import RunConfig
 
 
 def probe_top_k(config: RunConfig, rows: int, row_bytes: int) -> int | None:
-    """How many of the teacher's likeliest classes the probe tells apart in each row; None is all of them.
+    """How many of the teacher's likeliest classes the probe distinguishes in each row; None is all of them.
 
-    All, where they fit into `probe.target_bytes`, else the largest power of two that does, at 4·(2k+1) bytes a row.
-    The printed allocation is given the printed loss, with all; embeddings have no classes, and are small.
+    All if they fit into `probe.target_bytes`, otherwise the largest power of two k that fits, at 4·(2k+1) bytes a row.
+    The paper's allocation as printed takes the loss as printed, with all; embeddings have no classes, and are small.
 
     Args:
-        rows: of the loss, in all of the probe's samples.
-        row_bytes: of a whole row of the teacher's output.
+        rows: rows of the loss, in all of the probe's samples.
+        row_bytes: bytes of a whole row of the teacher's output.
 
     Raises:
-        FlexrankError: not even one class fits; it names the setting and the least that would do.
+        FlexrankError: not even one class fits; the message names the setting and the least that would suffice.
     """
     limit = config.probe.target_bytes
     if config.allocation.method == "paper" or config.task == "embedding" or rows * row_bytes <= limit:

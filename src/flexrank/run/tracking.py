@@ -1,4 +1,4 @@
-"""A run's losses while it trains: RUN/losses.jsonl always, and TensorBoard where the configuration asks for it."""
+"""Logs a run's losses while it trains: always to RUN/losses.jsonl, and to TensorBoard if the configuration says so."""
 
 import contextlib
 import json
@@ -18,15 +18,15 @@ Track = Callable[[TrainingStep], None]
 
 @contextlib.contextmanager
 def tracked(directory: Path, budgets: Sequence[float], tracking: str | None) -> Iterator[Track | None]:
-    """Inside the block what `distill_` calls after each step; None in all processes but the first.
+    """Yields the function for `distill_` to call after each step; None in all processes except the first.
 
-    A line of losses.jsonl has `step` (from 0), `budget`, `loss` and `learning_rate`. A run that resumes from its
-    checkpoint goes on after that step; what was written beyond it is written again.
+    Each line of losses.jsonl has `step` (from 0), `budget`, `loss` and `learning_rate`. A run that resumes from its
+    checkpoint continues after that step, and rewrites the lines beyond it.
 
     Args:
-        directory: the run's.
-        budgets: of the profiles, in their order.
-        tracking: "tensorboard" for RUN/tensorboard as well: a scalar `loss/BUDGET` for each size, and the rate.
+        directory: the run directory.
+        budgets: the budgets of the profiles, in their order.
+        tracking: "tensorboard" also writes RUN/tensorboard: a scalar `loss/BUDGET` for each size, and the rate.
     """
     if not processes.is_first():
         yield None
@@ -35,7 +35,7 @@ def tracked(directory: Path, budgets: Sequence[float], tracking: str | None) -> 
         writers = list[Track]()
 
         def track(step: TrainingStep) -> None:
-            if not writers:  # only now is it known where training begins
+            if not writers:  # only now is the first step known
                 writers.append(stack.enter_context(_lines(directory / LOSSES, budgets, step.number)))
                 if tracking == "tensorboard":
                     writers.append(stack.enter_context(_scalars(directory / BOARD, budgets, step.number)))
@@ -59,7 +59,7 @@ def _lines(path: Path, budgets: Sequence[float], start: int) -> Iterator[Track]:
         try:
             yield write
         except FlexrankError:
-            if before and not start:  # a wrong input leaves a finished run as it was
+            if before and not start:  # after a wrong input a finished run is as it was
                 write_text(path, before)
             raise
 

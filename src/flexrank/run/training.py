@@ -18,7 +18,7 @@ from flexrank.run.tracking import Track
 from flexrank.run.workspace import Workspace
 
 log = logging.getLogger("flexrank")
-#: Losses differ by as much in float32 where the weights are the same, such as those of a full model that is the base.
+#: How far losses in float32 differ when the weights are equal, as those of the full model and of the base model are.
 ROUNDING = 1e-6
 
 
@@ -31,7 +31,7 @@ def train_(
     weights: Any = None,
     on_step: Track | None = None,
 ) -> TrainingHistory:
-    """Distils the base model into these profiles by the run's settings; the warm-up is the same part of the steps."""
+    """Distils the base model into these profiles by the run's settings; warm-up takes the same share of the steps."""
     settings = work.config.distillation
     with forward_settings(work, model):
         return distill_(
@@ -59,7 +59,7 @@ def train_(
 
 
 def forward_settings(work: Workspace, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """How models compute in training: plain attention for short texts; with hidden states where they are followed."""
+    """The context of training: eager attention for embedding on a CPU, hidden states where the loss follows them."""
     if work.config.task == "embedding" and work.device.type == "cpu":
         return models.eager_attention(model)
     if work.config.task == "language" and work.config.distillation.weight_of_hidden_states:
@@ -68,7 +68,7 @@ def forward_settings(work: Workspace, model: nn.Module) -> contextlib.AbstractCo
 
 
 def probe_losses(work: Workspace, model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> list[float]:
-    """The distillation loss at each profile, a mean over the probe's samples."""
+    """The distillation loss at each profile, averaged over the probe's samples."""
     evaluate = distillation_evaluator(work.base, work.samples.probe, work.probe_objective)
     losses = [0.0] * len(profiles)
     for number in range(len(profiles)) if is_sharded(model) else processes.share(len(profiles)):
@@ -78,7 +78,7 @@ def probe_losses(work: Workspace, model: nn.Module, profiles: Sequence[Mapping[s
 
 
 def log_losers(budgets: Sequence[float], before: Sequence[float], after: Sequence[float]) -> None:
-    """Says in one line which sizes are further from the base model than before consolidation."""
+    """Logs in one line which sizes are further from the base model than before consolidation."""
     worse = [
         f"{budget:g}" for budget, old, new in zip(budgets, before, after, strict=True) if not new <= old + ROUNDING
     ]
@@ -89,12 +89,12 @@ def log_losers(budgets: Sequence[float], before: Sequence[float], after: Sequenc
 
 
 def autocast_dtype(choice: str, device: torch.device) -> torch.dtype | None:
-    """What consolidation computes in: `auto` is bfloat16 where the hardware has it, else the model's own dtype."""
+    """The autocast dtype of consolidation: `auto` is bfloat16 if the hardware has it, otherwise None: no autocast."""
     if choice == "auto":
         if device.type == "cuda":
             has_units = torch.cuda.is_bf16_supported()
         else:
-            # Older versions of torch do not tell.
+            # Older versions of torch cannot tell.
             features: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
             has_units = bool(features.get("avx512_bf16") or features.get("amx_bf16"))
         choice = "bfloat16" if has_units else "off"

@@ -1,4 +1,4 @@
-"""What more than one stage of a run loads, once."""
+"""What several stages of a run share, loaded once."""
 
 import contextlib
 import dataclasses
@@ -35,26 +35,26 @@ log = logging.getLogger("flexrank")
 
 @dataclasses.dataclass
 class Workspace:
-    """A run at work: its configuration, its directory, and what more than one stage loads."""
+    """A run in progress: its configuration, its directory, and what several stages load."""
 
     config: RunConfig
     directory: RunDirectory
 
     @functools.cached_property
     def device(self) -> torch.device:
-        """Where the models run."""
+        """The device on which the models run."""
         if self.config.device == "cuda" and not torch.cuda.is_available():
             raise FlexrankError("device is 'cuda'; torch finds no GPU here, so write cpu or auto")
         auto = "cuda" if torch.cuda.is_available() else "cpu"
         return torch.device(auto if self.config.device == "auto" else self.config.device)
 
     def own_base(self) -> Any:
-        """The original model once more, to be changed: on the CPU and in its files' dtype, mapped from them."""
+        """A new copy of the base model that may be changed: on the CPU, memory-mapped, in its files' dtype."""
         return models.load_model(self.config.model, self.config.task, dtype=None, only_dense=True)
 
     @functools.cached_property
     def base(self) -> Any:
-        """The original model in eval mode: the teacher. It keeps its files' dtype; an image model has its images'."""
+        """The base model in eval mode: the teacher. It keeps its files' dtype; an image model has the run's `dtype`."""
         return self._as_teacher(self.own_base()).to(self.device)
 
     def _as_teacher(self, model: Any) -> Any:
@@ -67,7 +67,7 @@ class Workspace:
 
     @property
     def companion(self) -> Any:
-        """What is saved beside each of the run's models: its tokenizer, which where texts are embedded says how."""
+        """What is saved beside each of the run's models: the tokenizer and, for embedding, how texts are pooled."""
         return MeanPooled(self.tokenizer) if self.config.task == "embedding" else self.tokenizer
 
     @functools.cached_property
@@ -77,13 +77,13 @@ class Workspace:
 
     @functools.cached_property
     def judge(self) -> Judge:
-        """Measures a model's qualities against the base."""
+        """The function that measures a model's qualities against the base model."""
         return self.samples.judge(self.base)
 
     def release(self) -> None:
-        """Lets the base model go from a GPU, which a fresh process is to use; what asks for it reads it again.
+        """Frees the base model's memory on a GPU that a fresh process is to use; the next access reads it again.
 
-        On a CPU both processes map one model's files.
+        On a CPU nothing is freed, as both processes map the same files.
         """
         if self.device.type != "cpu":
             self._forget_base()
@@ -102,7 +102,7 @@ class Workspace:
 
     @functools.cached_property
     def probe_objective(self) -> Objective:
-        """The task's distillation loss whose targets of the probe's samples keep within `probe.target_bytes`."""
+        """The task's distillation loss, with targets for the probe's samples that stay within `probe.target_bytes`."""
         objective, batches = self.objective(), self.samples.probe
         rows = loss_rows(self.config.task, batches)
         top_k = probe_top_k(self.config, rows, self._target_row_bytes(objective, batches[0]))
@@ -128,15 +128,15 @@ class Workspace:
         return model.to(self.device), chain
 
     def decomposed(self, ranks: Mapping[str, int]) -> nn.Module:
-        """The decomposed model with the components up to these ranks and no others."""
+        """The decomposed model with only the components up to these ranks."""
         return load_components(self.directory / "elastic_initial", ranks).to(self.device)
 
     @contextlib.contextmanager
     def student(self, profiles: Sequence[Mapping[str, int]]) -> Iterator[nn.Module]:
-        """What consolidation trains at these profiles, on the device.
+        """Yields the model that consolidation trains at these profiles, on the device.
 
-        With `distillation.sharded` each of several processes has its part of it, and inside the block of the base
-        model too: they map the files of both, and only parts go to their devices.
+        With `distillation.sharded` each of several processes holds its part of it and, inside the block, of the base
+        model: the processes map the files of both, and move only their parts to their devices.
         """
         if not self.config.distillation.sharded or processes.count() == 1:
             yield self._student(profiles).to(self.device)
@@ -158,10 +158,10 @@ class Workspace:
         return self.trained_part(profiles)
 
     def trained_part(self, profiles: Sequence[Mapping[str, int]]) -> nn.Module:
-        """The decomposed model as far as consolidation trains it at several profiles; the rest is the base's, shared.
+        """The part of the decomposed model that consolidation trains at several profiles; the rest is the base model's.
 
-        That is the components of each layer up to its largest rank below full, which are on the CPU, beside the matrix
-        at full rank, which a layer that every size leaves full has too where the full model is one of several.
+        Each layer has its components up to its largest rank below full, on the CPU, and its full-rank matrix if a size
+        leaves it full. If every size does, it has all components, and the matrix only if one size is the full model.
         """
         full = full_ranks(read_shapes(self.directory / "elastic_initial")[0])
         ranks = {name: {profile[name] for profile in profiles} for name in full}
@@ -178,7 +178,7 @@ class Workspace:
 
     @property
     def shard_bytes(self) -> int:
-        """Of a file of an elastic artefact, which is in memory until it is written."""
+        """Bytes of one file of an elastic artefact, which is in memory until it is written."""
         return min(SHARD_BYTES, self.config.decomposition.buffer_bytes // 4)
 
     @functools.cached_property
@@ -188,7 +188,7 @@ class Workspace:
 
     @functools.cached_property
     def deployed_base(self) -> Any:
-        """The original model in the dtype of deployed ones."""
-        model = self.own_base()  # not a copy of the base, both of which would be in memory
+        """The base model in the dtype of deployed models."""
+        model = self.own_base()  # not a copy of `base`: both would be in memory
         is_same = model.dtype is self.deployed_dtype
         return self.base if is_same else model.to(self.device, self.deployed_dtype)

@@ -1,7 +1,7 @@
 """A dry run: layers, candidates, sizes by budget, memory, operations and hours of a run, without loading a weight.
 
-The architecture is built on the meta device, and run there for one sample. What depends on weights and data is not
-known: the ranks that allocation chooses, unless RUN/chain.json has them, and the slack of gauge alignment.
+The architecture is built on the meta device, and runs one sample there. What depends on weights and data is unknown:
+the ranks that allocation chooses, unless RUN/chain.json has them, and the slack of gauge alignment.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from flexrank.run.tables import split_block
 
 __all__ = ["DEFAULT_TFLOPS", "LOCAL", "dry_run", "find_device", "is_device", "print_dry_run"]
 
-#: Operations per second, in 10¹², for the hours: a round number, not a measured one.
+#: The rate for `hours`, in 10¹² operations per second: a round number, not a measured one.
 DEFAULT_TFLOPS = 100.0
 
 NOTES = (
@@ -48,18 +48,18 @@ def dry_run(
     """Counts what a run of this config would take; nothing is computed, downloaded or written.
 
     Args:
-        config: the run's.
-        tflops: the operations per second in 10¹² that the machine sustains, for `hours`.
-        device: adds `plan`, what the run takes on `devices` of these; `plan_run` says what is in it.
-        devices: their number, a process each.
+        config: the run's configuration.
+        tflops: the rate that the machine sustains, in 10¹² operations per second, for `hours`.
+        device: adds `plan`, what the run takes on `devices` devices of this kind; see `plan_run`.
+        devices: the number of devices, with one process each.
 
     Returns:
         A JSON object: layers, parameters and sizes, `moments` and `memory` of one process in bytes, `operations` of all
-        and `hours` by stage, `tokens` in all, and `notes`, which say what is counted.
+        processes and `hours` by stage, `tokens` in all, and `notes`, which say what is counted.
 
     Raises:
-        FlexrankError: the architecture cannot be built, has no layer to factorise, or cannot reach a budget; or there
-            is no such number of devices.
+        FlexrankError: the architecture cannot be built, has no layer to factorise, or cannot reach a budget; or
+            `tflops` or `devices` is out of range.
     """
     if devices < 1:
         raise FlexrankError(f"--gpus is {devices}; it is a number of devices, 1 or more")
@@ -118,7 +118,7 @@ def _operations(architecture: Architecture, config: RunConfig, tflops: float) ->
 
 
 def _layer_rows(architecture: Architecture) -> list[dict[str, Any]]:
-    """Factorised layers by their name within a block, and shape."""
+    """The factorised layers, grouped by shape and by name within a block."""
     rows: dict[Any, dict[str, Any]] = {}
     for name, shape in architecture.shapes.items():
         kind = split_block(name)[1]
@@ -129,7 +129,7 @@ def _layer_rows(architecture: Architecture) -> list[dict[str, Any]]:
 
 
 def _dense_rows(architecture: Architecture, config: RunConfig) -> list[dict[str, Any]]:
-    """Modules with a matrix that stay dense, by reason, and last all other parameters; a tied tensor counts once."""
+    """The modules that stay dense, grouped by name and reason, then all other parameters; a tied tensor counts once."""
     rows: dict[Any, dict[str, Any]] = {}
     model = architecture.teacher
     counted = {id(model.get_submodule(name).weight) for name in architecture.shapes}
@@ -146,7 +146,7 @@ def _dense_rows(architecture: Architecture, config: RunConfig) -> list[dict[str,
 
 
 def _parameters(architecture: Architecture) -> dict[str, int]:
-    """Parameters of the factorised layers and of the whole model, dense and elastic, and of what is trained."""
+    """Parameters of the factorised layers and of the whole model, dense and elastic, and the trained ones."""
     student = list(architecture.student.parameters())
     return {
         "layers": architecture.dense_parameters,
@@ -158,7 +158,7 @@ def _parameters(architecture: Architecture) -> dict[str, int]:
 
 
 def _budget_rows(architecture: Architecture, config: RunConfig) -> list[dict[str, Any]]:
-    """Sizes at each budget of its uniform ranks, deployed with the expected slack."""
+    """The size at each budget, deployed with the expected slack, at the ranks of `Architecture.profile`."""
     dtype, share = config.deployed_dtype(architecture.file_dtype), rule(config)["slack_share"]
     others, rows = footprint(architecture.student, dtype), []
     for budget in config.allocation.budgets:

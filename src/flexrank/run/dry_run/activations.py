@@ -1,4 +1,4 @@
-"""What a step of consolidation keeps of its forward to go back, counted on tensors without values."""
+"""Counts what a consolidation step saves in its forward pass for its backward pass, on tensors without values."""
 
 import functools
 from collections.abc import Mapping
@@ -17,10 +17,10 @@ from flexrank.run.config import RunConfig
 
 
 def kept_bytes(student: nn.Module, sample: Mapping[str, Tensor], config: RunConfig) -> int:
-    """Bytes that autograd keeps of a batch's forward, parameters aside, in the dtype of the weights.
+    """Bytes that autograd saves in a batch's forward pass, except parameters, in the dtype of the weights.
 
-    With gradient checkpointing a block keeps what it reads; all else that it keeps is there for one block at a time.
-    Under autocast it is less: meta tensors know none.
+    With gradient checkpointing a block saves its input; all else that it saves is in memory for one block at a time.
+    Autocast, which saves less, is not counted: meta tensors have none.
     """
     stack = [block for _, block in block_stack(student, nested_layers(student))]
     repeats = stack if config.distillation.gradient_checkpointing else []
@@ -36,12 +36,12 @@ def kept_bytes(student: nn.Module, sample: Mapping[str, Tensor], config: RunConf
 
 
 class _Kept:
-    """Bytes by block, None for what is outside the blocks, and for what they read."""
+    """Saved bytes by block; None stands for what is outside the blocks, and for the blocks' inputs."""
 
     def __init__(self, model: nn.Module):
         self.sizes: dict[nn.Module | None, int] = {None: 0}
         self._block: nn.Module | None = None
-        # A storage tells tensors without an address apart as long as all are held.
+        # Meta tensors have no address; their storages tell them apart as long as all are held.
         self._held: dict[int, Any] = {p.untyped_storage()._cdata: p for p in model.parameters()}
 
     def enter(self, block: nn.Module, _: nn.Module, args: Any, kwargs: Any) -> None:
@@ -63,7 +63,7 @@ class _Kept:
 
 
 class _Fused(TorchFunctionMode):
-    """Attention keeps what devices' fused kernels keep; the meta device computes it with whole matrices of scores."""
+    """Makes attention save what devices' fused kernels save; the meta device would save whole matrices of scores."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is not functional.scaled_dot_product_attention:

@@ -26,7 +26,7 @@ from flexrank.run.config import RunConfig
 
 
 class Call(NamedTuple):
-    """One call of a layer for one sample: its input's identity and rows, and whether something before it is trained."""
+    """One call of a layer for one sample: its input's identity and rows, and whether anything before it is trained."""
 
     tensor: Any
     rows: int
@@ -35,18 +35,18 @@ class Call(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """The base model and its elastic form without weights, and what one sample does in them."""
+    """The base model and its elastic form without weights, and what one sample's forward pass shows of them."""
 
-    teacher: Any  # the base model; what consolidation trains requires a gradient, here and in the student
+    teacher: Any  # the base model; what consolidation trains has requires_grad, here and in the student
     student: Any  # its elastic form at full rank
-    calls: Mapping[str, tuple[Call, ...]]  # of each layer with a matrix, factorised or not, in the order of their runs
+    calls: Mapping[str, tuple[Call, ...]]  # of each layer with a matrix, factorised or not, in order of execution
     groups: tuple[tuple[str, ...], ...]  # factorised layers that read the same tensors, and so share a moment
     sample: Mapping[str, Tensor]  # one sample
-    tokens: int  # of one sample; of an image, the most rows that a linear layer reads
+    tokens: int  # of one sample; for an image, the most rows that a linear layer reads
     outputs: int  # numbers in the model's output for one sample
-    target: Shape  # rows, and numbers of each, of all that the loss needs of the teacher's output for one sample
-    file_dtype: torch.dtype  # which the base model keeps as a teacher
-    chain: ProfileChain | None = None  # of the run itself, if its ranks are allocated already
+    target: Shape  # rows, and numbers per row, that the loss needs of the teacher's output for one sample
+    file_dtype: torch.dtype  # of the base model's files, which it keeps as a teacher
+    chain: ProfileChain | None = None  # the run's own, if its ranks are allocated already
 
     @functools.cached_property
     def matrices(self) -> dict[str, Shape]:
@@ -59,7 +59,7 @@ class Architecture:
         return layer_shapes(self.student)
 
     def profile(self, budget: float, slack_share: float) -> RankProfile:
-        """The run's own ranks at this budget; until they are allocated the largest uniform ones within it."""
+        """The run's own ranks at this budget or, until they are allocated, the largest uniform ones within it."""
         if self.chain is not None:
             return self.chain.at(budget)
         return uniform_profile(self.student, budget, slack_share)
@@ -71,7 +71,7 @@ class Architecture:
 
     @property
     def attention(self) -> int:
-        """Operations of scores and mixed values for one sample: 4·T²·heads·head size per layer, masks ignored."""
+        """Attention's operations for one sample, scores and weighted values: 4·T²·heads·head size a layer, no masks."""
         return 4 * self.tokens**2 * meta.attention_width(self.teacher)
 
 
@@ -120,7 +120,7 @@ def build_architecture(config: RunConfig) -> Architecture:
 
 
 def _own_chain(config: RunConfig, student: nn.Module) -> ProfileChain | None:
-    """RUN/chain.json, if there is one of these budgets and layers; another is of an earlier configuration."""
+    """The chain in RUN/chain.json, if it has these budgets and layers; else it is from an earlier configuration."""
     path = config.directory / "chain.json"
     if not path.is_file():
         return None
@@ -137,17 +137,17 @@ def _empty_form(layer: nn.Module) -> NestedLayer:
 
 
 def shares_factors_alone(config: RunConfig) -> bool:
-    """Whether consolidation trains nothing but factors and the vectors of sizes."""
+    """Whether consolidation trains only factors and the vectors of sizes."""
     return config.distillation.method == "balanced" and len(config.allocation.budgets) > 1
 
 
 def _watch(model: nn.Module, layers: Mapping[str, nn.Module], sample: Mapping[str, Tensor]) -> tuple[Any, Any]:
-    """Runs one sample: each layer's calls, and the model's output."""
+    """Runs one sample; returns each layer's calls, and the model's output."""
     calls: dict[str, tuple[Call, ...]] = {}
     held: list[Tensor] = []
 
     def see(name: str, tensor: Tensor, _: Tensor) -> None:
-        held.append(tensor)  # a storage tells tensors without an address apart as long as all are held
+        held.append(tensor)  # their storages tell meta tensors apart as long as all are held
         identity = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor._version)
         call = Call(identity, input_rows(layers[name], tensor).shape[0], tensor.requires_grad)
         calls[name] = (*calls.get(name, ()), call)

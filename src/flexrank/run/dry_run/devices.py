@@ -25,10 +25,10 @@ class ByDtype(Section):
 
 
 class Device(Section):
-    """What the time and money of a run depend on, of one device; its file is this as a JSON object.
+    """The properties of one device that a run's time and money depend on; a device's file is this as a JSON object.
 
-    A stage sustains `products` x `share` operations per second: `products` are those of large matrix products alone,
-    `share` is what is left of them in a step of training and, in float64, in factorising a matrix.
+    A stage sustains `products` x `share` operations per second: `products` is the rate of large matrix products alone,
+    `share` is the part of it that a training step or, in float64, the factorisation of a matrix reaches.
     """
 
     name: str
@@ -37,35 +37,35 @@ class Device(Section):
     share: ByDtype
     link: Positive | None = None  # bytes per second to another device and, at the same time, from one
     disk: Positive  # bytes per second
-    price: Annotated[float, Field(ge=0)] | None = None  # of an hour
-    auto: Literal["off", "bfloat16"] = "bfloat16"  # what `distillation.autocast: auto` is there
+    price: Annotated[float, Field(ge=0)] | None = None  # per hour
+    auto: Literal["off", "bfloat16"] = "bfloat16"  # what `distillation.autocast: auto` means there
 
     def rate(self, dtype: str) -> float:
-        """Operations per second that a stage sustains in a dtype; float16 is taken for bfloat16."""
+        """Operations per second that a stage sustains in a dtype; float16 counts as bfloat16."""
         key = "bfloat16" if dtype == "float16" else dtype
         return getattr(self.products, key) * getattr(self.share, key)
 
 
-#: Of peak products: a large Llama in bfloat16 is trained at about two fifths; that of factorisations is a guess.
+#: Shares of peak rates: a large Llama in bfloat16 trains at about two fifths; that of factorisations is a guess.
 SHARE = ByDtype(float64=0.05, float32=0.4, bfloat16=0.4)
-#: Bytes per second of a disk that is not known.
+#: Bytes per second of an unknown disk.
 DISK = 1e9
 
 
 def _gpu(
     name: str, gigabytes: int, float64: float, float32: float, bfloat16: float, link: float, price: float
 ) -> Device:
-    """Products in 10¹² operations per second, the link in 10⁹ bytes per second each way."""
+    """A GPU by its products in 10¹² operations per second, and its link in 10⁹ bytes per second each way."""
     products = ByDtype(float64=1e12 * float64, float32=1e12 * float32, bfloat16=1e12 * bfloat16)
     memory = gigabytes * 10**9
     return Device(name=name, memory=memory, products=products, share=SHARE, link=1e9 * link, disk=DISK, price=price)
 
 
-#: Peak dense rates of the vendor's data sheets: NVIDIA's for the H200, H100 and A100 (SXM) and the L4, which gives
-#: bfloat16 with sparsity, twice what it is without, and "NVIDIA Ada GPU Architecture" for the RTX 4090 (bfloat16 summed
-#: in float32). float32 is without TF32, as torch multiplies by default; float64 is that of tensor cores, on Ada 1/64 of
-#: float32. Links are half of NVLink's 900 and 600 GB/s, which count both ways, and PCIe 4.0 x16. Memory leaves out what
-#: a card has beyond its round number, for workspaces. Prices are round US dollars, no provider's own.
+#: Peak dense rates from the vendor's data sheets: NVIDIA's for the H200, H100, A100 (SXM) and L4, which states bfloat16
+#: with sparsity, twice the rate without; and "NVIDIA Ada GPU Architecture" for the RTX 4090 (bfloat16 accumulated in
+#: float32). float32 is without TF32, as torch multiplies by default; float64 is that of tensor cores, and on Ada 1/64
+#: of float32. Links are half of NVLink's 900 and 600 GB/s, which count both ways, and PCIe 4.0 x16. Memory above a
+#: card's round number is left for workspaces. Prices are round US dollars, not those of any provider.
 GPUS: Mapping[str, Device] = {
     device.name: device
     for device in (
@@ -80,10 +80,12 @@ GPUS: Mapping[str, Device] = {
 
 
 def find_device(name: str, price: float | None = None) -> Device:
-    """The GPU of this name, what `local` has measured, or a file that ends in .json; `price` replaces its own.
+    """The GPU of this name, the measured device (`local`), or that of a file that ends in .json.
+
+    `price` replaces its own price.
 
     Raises:
-        FlexrankError: no such name or file, or a wrong key or value in the file; one line.
+        FlexrankError: there is no such name or file, or a key or value in the file is wrong; one line.
     """
     if name in GPUS:
         device = GPUS[name]
@@ -95,7 +97,7 @@ def find_device(name: str, price: float | None = None) -> Device:
 
 
 def is_device(path: Path) -> bool:
-    """Whether this is a file of a device."""
+    """Whether this file describes a device."""
     try:
         read_device(path)
     except FlexrankError:

@@ -25,25 +25,25 @@ from flexrank.run.dry_run.moments import factor_bytes, moment_bytes
 from flexrank.run.tables import split_block
 from flexrank.run.targets import probe_top_k, top_k_bytes
 
-#: Bytes of a number in torchao's state of 8 bits, whose blocks of 256 have a float32 each.
+#: Bytes of a number in torchao's 8-bit state, which has one float32 for each block of 256.
 STATE_8BIT = 1 + 4 / 256
 
-#: Times that outputs are in memory where a model is judged: as they come, what is read of them, and its loss; or to see
-#: whether they are finite, their absolute values and three marks of a byte each.
+#: How many times outputs are in memory when a model is judged: as they come, what is read of them, and its loss; or, to
+#: see whether they are finite, as they come, their absolute values, and three masks of a byte each.
 CHECKED = 3
 
 
 def count_memory(architecture: Architecture, config: RunConfig, count: int = 1) -> dict[str, dict[str, int]]:
     """Bytes of each stage by what holds them, and of all together, in each of `count` processes.
 
-    A model is decomposed block by block: `student` is then the largest block and all that is in no block, `moments` are
-    the largest block's, and `factors` what the largest layer takes in float64, to be aligned too. Later `student` is
-    factors U, V, at full rank to be probed, and from consolidation on as `trained_part` says.
-    `matrices` are those of full layers while others are probed, and `replayed` the outputs that the probe keeps of the
-    student. `targets` are the teacher's outputs that the probe keeps, and the loss checks before and after
-    consolidation. `outputs` are those of one batch, of both models where both run; three times in training, with the
-    loss's gradient, and `CHECKED` times where a model is judged. `deployed` is the largest size. Of `gathered` see
-    `sharded_bytes`, of `buffers` `buffer_bytes`.
+    A model is decomposed block by block: there `student` is the largest block and everything outside the blocks, and
+    `moments` are the largest block's. `factors` is what the largest layer takes in float64, to be decomposed or, in
+    deployment, aligned. In later stages `student` is the factors U and V: at full rank for the probe, and as
+    `trained_part` says from consolidation on. `matrices` are those of full layers while others are probed, and
+    `replayed` are the student's outputs that the probe keeps. `targets` are the teacher's outputs that are kept by the
+    probe, and by the loss checks before and after consolidation. `outputs` are those of one batch, of both models where
+    both run; they count three times in training, with the loss's gradient, and `CHECKED` times where a model is judged.
+    `deployed` is the largest size. For `gathered` see `sharded_bytes`, and for `buffers` see `buffer_bytes`.
     """
     teacher = tensor_bytes(architecture.teacher, architecture.file_dtype)
     moments = max(moment_bytes(architecture, config).values())
@@ -81,9 +81,9 @@ def count_memory(architecture: Architecture, config: RunConfig, count: int = 1) 
 
 
 def buffer_bytes(architecture: Architecture, config: RunConfig) -> dict[str, int]:
-    """Hidden states between blocks, and factors that wait to be written: on the host, so only a CPU counts them.
+    """Hidden states between blocks, and factors that wait to be written: on the host, so counted only for a CPU.
 
-    Where a loss goes back, what each block reads is kept, what the last one returns, and the gradient there.
+    If there is a backward pass, each block's input, the last one's output, and the gradient there are kept.
     """
     if config.device != "cpu":
         return {}
@@ -96,7 +96,7 @@ def buffer_bytes(architecture: Architecture, config: RunConfig) -> dict[str, int
 
 
 def target_bytes(architecture: Architecture, config: RunConfig) -> int:
-    """Bytes that the probe keeps of the teacher's outputs, whose texts are taken to have no padding."""
+    """Bytes of the teacher's outputs that the probe keeps, if texts have no padding."""
     rows, numbers = config.data.probe * architecture.target[0], architecture.target[1]
     row_bytes = numbers * architecture.file_dtype.itemsize
     top_k = probe_top_k(config, rows, row_bytes)
@@ -104,7 +104,7 @@ def target_bytes(architecture: Architecture, config: RunConfig) -> int:
 
 
 def replayed_bytes(architecture: Architecture, config: RunConfig) -> int:
-    """Most bytes that the probe keeps of the student's outputs, whose texts are taken to have no padding."""
+    """The most bytes of the student's outputs that the probe keeps, if texts have no padding."""
     samples = config.data.probe
     with torch.no_grad():
         plan = make_plan(
@@ -116,12 +116,12 @@ def replayed_bytes(architecture: Architecture, config: RunConfig) -> int:
 
 
 def most(*moments: dict[str, int]) -> dict[str, int]:
-    """What is in memory at the moment at which a stage takes most."""
+    """What is in memory at the moment when a stage takes most."""
     return max(moments, key=lambda parts: sum(parts.values()))
 
 
 def evaluated_bytes(architecture: Architecture, trained: Any, config: RunConfig) -> list[dict[str, int]]:
-    """What is evaluated beside the teacher: the model before consolidation, the elastic one for slack, and a size."""
+    """What is held beside the teacher: the model before consolidation or, for slack, the elastic one; or a size."""
     before = decomposed_bytes(architecture, config) if config.distillation.steps else 0
     written = elastic_bytes(architecture, trained, config) + matrix_bytes(architecture, config)
     size = deployed_bytes(architecture, config, max(config.allocation.budgets))
@@ -129,14 +129,14 @@ def evaluated_bytes(architecture: Architecture, trained: Any, config: RunConfig)
 
 
 def decomposed_bytes(architecture: Architecture, config: RunConfig) -> int:
-    """Bytes of the decomposed model with the components of its largest size and no others."""
+    """Bytes of the decomposed model with only the components of its largest size."""
     ranks = architecture.profile(max(config.allocation.budgets), rule(config)["slack_share"])
     left = sum((min(shape) - ranks[name]) * sum(shape) for name, shape in architecture.shapes.items())
     return tensor_bytes(architecture.student) - left * architecture.teacher.dtype.itemsize
 
 
 def deployment_bytes(architecture: Architecture, config: RunConfig) -> list[dict[str, int]]:
-    """A size while its last layer is aligned, and while it runs; in a fresh process after this one has let it go."""
+    """A size while its last layer is aligned, and while it runs: in a fresh process, after this one has freed it."""
     if not config.deployment.budgets:
         return []
     budget, dtype = max(config.deployment.budgets), config.deployed_dtype(architecture.file_dtype)
@@ -149,16 +149,16 @@ def deployment_bytes(architecture: Architecture, config: RunConfig) -> list[dict
 
 
 def aligned_bytes(shape: Shape, rank: int) -> int:
-    """Bytes that aligning a layer takes at most, all in float64.
+    """The most bytes that aligning a layer takes, all in float64.
 
-    U, V, U Q, V Q, V U₁ᵀ and Ṽ, which are (m + n)·r, m·r and 3·n·r numbers, and Û of (m − r)·r with its aligned part.
+    U and V are (m + n)·r numbers, U Q is m·r, V Q, V U₁ᵀ and Ṽ are 3·n·r, and Û and its aligned part (m − r)·r each.
     """
     m, n = shape
     return 8 * rank * (4 * (m + n) - 2 * rank)
 
 
 def largest_ranks(architecture: Architecture, config: RunConfig, budgets: Iterable[float]) -> dict[str, int]:
-    """The largest rank of each layer at these budgets, if sizes share factors alone of those below full."""
+    """The largest rank of each layer at these budgets; if sizes share only factors, the largest below full rank."""
     share, candidates = rule(config)["slack_share"], candidate_ranks(config, architecture.shapes)
     profiles = [architecture.profile(budget, share) for budget in budgets]
     ranks = {name: {profile[name] for profile in profiles} for name in candidates}
@@ -171,7 +171,7 @@ def largest_ranks(architecture: Architecture, config: RunConfig, budgets: Iterab
 
 
 def followed_bytes(architecture: Architecture, config: RunConfig) -> int:
-    """Bytes that consolidation keeps of one sample's targets: outputs, or the likeliest classes, and hidden states."""
+    """Bytes of one sample's targets in consolidation: outputs, or the likeliest classes, and hidden states."""
     settings, (rows, numbers) = config.distillation, architecture.target
     size = 2 if settings.autocast == "bfloat16" else architecture.file_dtype.itemsize
     follows = bool(settings.weight_of_hidden_states)
@@ -184,11 +184,11 @@ def followed_bytes(architecture: Architecture, config: RunConfig) -> int:
 
 
 def training_bytes(architecture: Architecture, student: Any, config: RunConfig, count: int = 1) -> dict[str, int]:
-    """Bytes of a step of consolidation in each of `count` processes, but for the teacher's weights.
+    """Bytes of a step of consolidation in each of `count` processes, without the teacher's weights.
 
-    Where sizes share factors alone, what is as in the teacher is shared with it; matrices of full layers always are.
-    `activations` are those beside gradients, which take their place as a step of one batch goes back. `targets` are
-    the teacher's outputs that are kept from one pass to the next.
+    If sizes share only factors, tensors that equal the teacher's are shared with it; matrices of full layers always
+    are. `activations` are those beyond the gradients, which replace them in the backward pass of a step of one batch.
+    `targets` are the teacher's outputs that are kept from one pass to the next.
     """
     settings, trained = config.distillation, [p for p in student.parameters() if p.requires_grad]
     gradients = sum(p.numel() * p.element_size() for p in trained)
@@ -215,12 +215,12 @@ def training_bytes(architecture: Architecture, student: Any, config: RunConfig, 
 def sharded_bytes(
     architecture: Architecture, student: Any, whole: dict[str, int], config: RunConfig, count: int
 ) -> dict[str, int]:
-    """What of consolidation's bytes changes where each of `count` processes holds its part; `whole` is without that.
+    """The bytes of consolidation that change if each of `count` processes holds its part; `whole` has them unsharded.
 
-    Divided are the layers' factors, their gradients and states, matrices of full layers, and the teacher's blocks.
-    `gathered` is the most that is whole at a moment: a block's factors as it goes back, beside one layer's gradients as
-    they are, and twice in float32 as they are put in order and summed; or a block of the teacher, as it comes and as it
-    is used.
+    The layers' factors, their gradients and optimiser states, matrices of full layers, and the teacher's blocks are
+    divided. `gathered` is the most that is whole at one moment: a block's factors in its backward pass, beside one
+    layer's gradients, in their dtype and twice in float32 to be put in order and summed; or a block of the teacher, as
+    it is received and as it is used.
     """
     layers = nested_layers(student)
     numbers = {name: len(layer.u) * sum(layer.matrix_shape) for name, layer in layers.items()}
@@ -247,7 +247,7 @@ def _block_of(name: str) -> str:
 
 
 def elastic_bytes(architecture: Architecture, trained: Any, config: RunConfig) -> int:
-    """Bytes of a consolidated model: of its trained part, and unless sizes share factors alone of all components."""
+    """Bytes of a consolidated model: its trained part and, unless sizes share only factors, all other components."""
     if shares_factors_alone(config):
         return tensor_bytes(trained)
     layers = nested_layers(trained).values()
@@ -256,10 +256,10 @@ def elastic_bytes(architecture: Architecture, trained: Any, config: RunConfig) -
 
 
 def matrix_bytes(architecture: Architecture, config: RunConfig) -> int:
-    """Bytes of matrices that full layers have in the artefact, in the dtype of the model's files.
+    """Bytes of the matrices of full layers in the artefact, in the dtype of the model's files.
 
-    At the largest budget a layer saves `allocation.min_saving` at least, or is full: so many are full if all others
-    save no more. Of a run that has allocated ranks they are known.
+    At the largest budget a layer saves at least `allocation.min_saving`, or is full: the estimate takes all others to
+    save no more than that. If the run has allocated ranks, the full layers are known.
     """
     if not shares_factors_alone(config):
         return 0
@@ -280,16 +280,16 @@ def matrix_bytes(architecture: Architecture, config: RunConfig) -> int:
 
 
 def weights_at_once(architecture: Architecture) -> int:
-    """Bytes of the largest block of the model's stack and of all that is in no block; of a model without one, all."""
+    """Bytes of the largest block of the model's stack and of all outside the blocks; of all, if there is no stack."""
     blocks = [tensor_bytes(block) for _, block in block_stack(architecture.teacher, architecture.shapes)]
     return tensor_bytes(architecture.teacher) - sum(blocks) + max(blocks, default=0)
 
 
 def trained_part(architecture: Architecture, config: RunConfig) -> Any:
-    """The elastic model as far as it is trained: factors up to the largest rank, vectors of sizes.
+    """The part of the elastic model that is trained: factors up to the largest rank, and vectors of sizes.
 
-    Where sizes share factors alone, that is the largest below full, of the ranks that may be allocated. Until the
-    run has allocated ranks, they are those of uniform sizes.
+    If sizes share only factors, that is the largest rank below full of those that may be allocated. Until the run has
+    allocated ranks, they are those of uniform sizes.
     """
     model, share = copy.deepcopy(architecture.student), rule(config)["slack_share"]
     budgets = config.allocation.budgets
@@ -311,6 +311,6 @@ def deployed_bytes(architecture: Architecture, config: RunConfig, budget: float)
 
 
 def tensor_bytes(model: nn.Module, dtype: torch.dtype | None = None) -> int:
-    """Bytes of parameters and buffers, tied ones once; with `dtype` as if parameters had it."""
+    """Bytes of parameters and buffers, counting tied ones once; with `dtype`, as if parameters had it."""
     parameters = sum(p.numel() * (dtype or p.dtype).itemsize for p in model.parameters())
     return parameters + sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())

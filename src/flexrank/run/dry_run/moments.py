@@ -19,14 +19,14 @@ def moment_bytes(architecture: Architecture, config: RunConfig) -> dict[str, int
 
 
 def moment_widths(architecture: Architecture, config: RunConfig) -> dict[str, int]:
-    """The width d of each moment (d x d) by layer; layers that share their input have one, under the first's name."""
+    """The width d of each moment (d x d) by layer; layers that share their input share one, under the first's name."""
     outputs = layers_by_output(architecture, config)
     owners = [name for group in architecture.groups for name in group if name in outputs or name == group[0]]
     return {name: architecture.shapes[name][0 if name in outputs else 1] for name in owners}
 
 
 def layers_by_output(architecture: Architecture, config: RunConfig) -> set[str]:
-    """Layers whose moment is that of the output: where that is less work, as `collect_moments` chooses."""
+    """Layers whose moment is that of their output, which `collect_moments` chooses where that is less work."""
     names: set[str] = set()
     for group in () if config.keeps_input_moments else architecture.groups:
         shapes = [architecture.shapes[name] for name in group]
@@ -36,11 +36,11 @@ def layers_by_output(architecture: Architecture, config: RunConfig) -> set[str]:
 
 
 def factor_bytes(shape: Shape, method: str, from_inputs: bool) -> int:
-    """Bytes that decomposing a layer takes at most, all in float64.
+    """The most bytes that decomposing a layer takes, all in float64.
 
-    DataSVD holds W, its vectors, and U twice, of m·n each, and seven matrices of k²; a ridged copy of Σ too where an
-    input's moment is kept. Roots of Σ (`paper`) take four matrices of its width, eigenvectors and LAPACK's workspace
-    among them. `fisher` holds Lᵀ W besides, the gradients' shrunk moment and its root L.
+    DataSVD holds W, its vectors, and U twice, m·n numbers each, and seven k × k matrices; also a ridged copy of Σ where
+    the input's moment is kept. The roots of Σ (`paper`) take four matrices of its width, including eigenvectors and
+    LAPACK's workspace. `fisher` also holds Lᵀ W, the gradients' shrunk moment and its root L.
     """
     (m, n), k = shape, min(shape)
     roots = 4 * n * n + m * n if method == "paper" else 0

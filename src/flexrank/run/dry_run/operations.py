@@ -1,7 +1,7 @@
-"""Floating-point operations of each stage: multiplications and additions, so two for each product.
+"""Floating-point operations of each stage: multiplications and additions, so two for each multiply-add.
 
-Counted are the products of layers with a matrix, of attention, the moments and the factorisations; no norms,
-activations, softmaxes, loss or optimiser.
+The products of layers with a matrix and of attention, the moments and the factorisations are counted; norms,
+activations, softmaxes, the loss and the optimiser are not.
 """
 
 import dataclasses
@@ -21,9 +21,10 @@ from flexrank.run.dry_run.moments import layers_by_output, moment_widths
 
 
 def calibration(architecture: Architecture, config: RunConfig) -> int:
-    """Forward passes of all samples and once more of the first batch, and 2·T·d² for each moment of width d.
+    """Forward passes of all samples, another one of the first batch, and 2·T·d² for each moment of width d.
 
-    Gradients add a forward, a backward pass, 2·T·m·n for each layer after the first group, and their moments, 2·T·m².
+    Gradients add a forward pass, a backward pass with 2·T·m·n for each layer after the first group, and their moments,
+    2·T·m².
     """
     samples, calls = config.data.calibration, architecture.calls
     widths = moment_widths(architecture, config)
@@ -51,9 +52,9 @@ def layer_decompositions(architecture: Architecture, config: RunConfig) -> dict[
 def factorisation(shape: Shape, method: str, from_output: bool = False) -> int:
     """Operations of `linalg`'s function for a layer, by the leading terms of Golub and Van Loan (4th edition).
 
-    Symmetric eigenproblem with vectors 9d³; thin SVD of l × k 14·l·k² + 8k³; Cholesky n³/3; a triangle against k
-    columns n²·k; a product 2·a·b·c. A tall matrix is taken for well conditioned; a moment counts as a whole product, of
-    the output (m × m) if `from_output`.
+    A symmetric eigenproblem with vectors takes 9d³; a thin SVD of l × k 14·l·k² + 8k³; Cholesky n³/3; a triangular
+    solve for k columns n²·k; a product 2·a·b·c. A tall matrix is assumed to be well conditioned. A moment, that of the
+    output (m × m) if `from_output`, counts as a whole product.
     """
     m, n = shape
     k, longer = min(shape), max(shape)
@@ -73,10 +74,10 @@ def factorisation(shape: Shape, method: str, from_output: bool = False) -> int:
 
 
 def probe(architecture: Architecture, config: RunConfig) -> int:
-    """The teacher once, and all evaluations of the elastic model at full rank, over the probe's samples.
+    """One pass of the teacher, and all evaluations of the elastic model, over the probe's samples.
 
-    Full layers multiply by their matrices, which take 2·k·m·n each to make, up to `MATRIX_BYTES`. This is the most that
-    a probe takes: in a stack of blocks those before the probed one are replayed, which saves about half.
+    Layers at full rank multiply by their matrices, which take 2·k·m·n each to form, up to `MATRIX_BYTES`. A probe takes
+    at most this: in a stack of blocks those before the probed one are replayed, which saves about half.
     """
     if config.probe.method == "curvature":
         return 0
@@ -102,10 +103,10 @@ def evaluations(architecture: Architecture, config: RunConfig) -> int:
 
 
 def consolidation(architecture: Architecture, config: RunConfig) -> int:
-    """Steps × batches × (teacher forward + student forward and backward), each budget at its uniform ranks and weight.
+    """Steps × batches × (teacher forward + student forward and backward), each budget at its own ranks and weight.
 
-    With gradient checkpointing blocks run forward once more. Forward passes that kept outputs of the teacher save are
-    counted.
+    Gradient checkpointing adds a forward pass of the blocks. The teacher's forward passes count even where its kept
+    outputs save them.
     """
     settings, student = config.distillation, 0.0
     for ranks, share in drawn_profiles(architecture, config):
@@ -117,9 +118,9 @@ def consolidation(architecture: Architecture, config: RunConfig) -> int:
 
 
 def drawn_profiles(architecture: Architecture, config: RunConfig) -> list[tuple[dict[str, int], float]]:
-    """Ranks of the layers that compute by factors, and the share of steps, for each budget of consolidation.
+    """For each budget of consolidation, the ranks of the layers that compute by factors, and its share of steps.
 
-    Where sizes share factors alone, a layer at full rank computes by its matrix, which is not trained.
+    If sizes share only factors, a layer at full rank computes by its matrix, which is not trained.
     """
     settings, budgets = config.distillation, config.allocation.budgets
     given = settings.weights and settings.weights[::-1]
@@ -145,7 +146,7 @@ def forward(architecture: Architecture, samples: int, ranks: Mapping[str, int] =
 def backward(architecture: Architecture, samples: int, ranks: Mapping[str, int]) -> int:
     """The backward pass of consolidation, as if each layer's output reached the loss.
 
-    A dense layer takes 2·T·m·n for a trained weight, and as much for an input that something trained has made. A
+    A dense layer takes 2·T·m·n for a trained weight, and as much for an input that depends on anything trained. A
     factorised layer that is not in `ranks` computes by a matrix that is not trained, from an input with trained gains.
     """
     total = 2 * samples * architecture.attention
@@ -161,7 +162,7 @@ def backward(architecture: Architecture, samples: int, ranks: Mapping[str, int])
 
 
 def repeated(architecture: Architecture, samples: int, ranks: Mapping[str, int]) -> int:
-    """What gradient checkpointing runs again: the forward pass of a batch, of the stack's blocks alone."""
+    """What gradient checkpointing runs again: a batch's forward pass through the stack's blocks alone."""
     blocks = tuple(f"{name}." for name, _ in block_stack(architecture.student, architecture.shapes))
     calls = {name: calls for name, calls in architecture.calls.items() if name.startswith(blocks)}
     return forward(dataclasses.replace(architecture, calls=calls), samples, ranks)

@@ -2,13 +2,14 @@
 
     seconds of a stage = operations / sustained rate + bytes / rate of the disk + bytes / rate of the link
 
-All three are of one process, which has its part of the work (docs/scale.md). The rate is that of the stage's dtype:
-calibration's is float32, as its moments', decomposition's float64, the probe's the elastic weights', consolidation's
-what it computes in.
+All three terms are those of one process, which has its part of the work (docs/scale.md). The rate is for the stage's
+dtype: float32 for calibration, as for its moments, float64 for decomposition, the elastic weights' dtype for the probe,
+and `training_dtype` for consolidation.
 
-Left out are evaluation and deployment, reading and tokenising texts, and the start of a run. What is no matrix product
-(norms, softmaxes, the loss, the optimiser) is in the sustained share alone, as are small matrices, which run slower.
-Processes are taken to be equally fast, their exchanges to reach the link's rate, and not to overlap with computing.
+Evaluation and deployment, reading and tokenising texts, and the start of a run are left out. Operations other than
+matrix products (norms, softmaxes, the loss, the optimiser) are only in the sustained share, and so are small matrices,
+which run slower. Processes are assumed to be equally fast, and their exchanges to reach the link's rate and not to
+overlap with computing.
 """
 
 import itertools
@@ -29,7 +30,7 @@ from flexrank.run.tables import ordered_layers, split_block
 
 
 class Work(NamedTuple):
-    """What one process does in a stage: operations in a dtype, and bytes that pass its disk and its link."""
+    """What one process does in a stage: operations in a dtype, and bytes through its disk and its link."""
 
     operations: float
     dtype: str
@@ -43,7 +44,7 @@ class Work(NamedTuple):
 
 
 def part_of(config: RunConfig, count: int) -> RunConfig:
-    """The config of the process that has most to do, out of `count`: its batches of calibration, its rows of a step."""
+    """The config of the process with most to do, out of `count`: its calibration batches, and its rows of a step."""
     data, distillation = config.data, config.distillation
     batches = math.ceil(math.ceil(data.calibration / data.batch_size) / count)
     own = {"calibration": min(data.calibration, batches * data.batch_size)}
@@ -60,18 +61,18 @@ def plan_run(
     device: Device,
     count: int,
 ) -> dict[str, Any]:
-    """What the run takes as a JSON object: bytes of a device, bytes that it lacks, hours and money by stage and in all.
+    """What the run takes, as a JSON object: a device's bytes and missing bytes, hours and money, by stage and in all.
 
     Args:
-        architecture: the run's.
-        config: the run's, as for one process.
-        memory: of one process, by stage and part; see `count_memory`.
-        tokens: of consolidation, in all processes.
-        device: each of the devices.
-        count: their number.
+        architecture: the run's architecture.
+        config: the run's configuration, as for one process.
+        memory: bytes of one process, by stage and part; see `count_memory`.
+        tokens: tokens of consolidation, in all processes.
+        device: one of the devices, which are equal.
+        count: the number of devices.
 
     Raises:
-        FlexrankError: several devices, and no rate of the link between them.
+        FlexrankError: there are several devices, and `device` has no link rate.
     """
     if count > 1 and device.link is None:
         raise FlexrankError(f"device {device.name!r} has no rate of a link between devices; set its link, or --gpus 1")
@@ -137,22 +138,22 @@ def stage_works(
 
 
 def training_dtype(config: RunConfig, device: Device) -> str:
-    """What consolidation computes in on this device."""
+    """The dtype that consolidation computes in on this device."""
     autocast = config.distillation.autocast
     chosen = device.auto if autocast == "auto" else autocast
     return "bfloat16" if chosen == "bfloat16" else config.dtype
 
 
 def reduced_bytes(size: float, count: int) -> float:
-    """Bytes that a process sends, and receives, to sum `size` bytes over all: 2·(N - 1)/N of them, in a ring."""
+    """Bytes that a process sends, and receives, to sum `size` bytes over N processes in a ring: 2·(N - 1)/N of them."""
     return 2 * (count - 1) / count * size
 
 
 def exchanged_bytes(architecture: Architecture, config: RunConfig, count: int) -> float:
-    """Bytes that a process sends, and receives, in a step of consolidation: sums of gradients.
+    """Bytes that a process sends, and receives, in a step of consolidation to sum gradients.
 
-    Of sharded models, for each batch of a step, active factors come twice, forward and as a block runs again, and their
-    gradients go back in float32; the teacher's blocks come once.
+    With sharded models, each batch of a step gathers the active factors twice, in the forward pass and when a block
+    runs again, and the teacher's blocks once; the factors' gradients go back in float32.
     """
     numbers = active_numbers(architecture, config)
     if not config.distillation.sharded:
@@ -164,7 +165,7 @@ def exchanged_bytes(architecture: Architecture, config: RunConfig, count: int) -
 
 
 def active_numbers(architecture: Architecture, config: RunConfig) -> float:
-    """Gradients that a step sums over processes, the mean over budgets: active components, and all else trained.
+    """How many gradients a step sums over processes, a mean over budgets: active components, and all else trained.
 
     Vectors of sizes are left out.
     """
@@ -178,7 +179,7 @@ def active_numbers(architecture: Architecture, config: RunConfig) -> float:
 
 
 def longest_decomposition(architecture: Architecture, config: RunConfig, count: int) -> int:
-    """Operations of the processes that have most to decompose of each block, which come one after another."""
+    """Operations of the process with most to decompose in each block, summed over blocks, as these run in sequence."""
     costs, total = operations.layer_decompositions(architecture, config), 0
     for _, names in itertools.groupby(ordered_layers(costs), lambda name: split_block(name)[0]):
         shapes = {name: architecture.shapes[name] for name in names}

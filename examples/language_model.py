@@ -1,6 +1,6 @@
 """A causal language model of every size: `python examples/language_model.py MODEL TEXT`.
 
-MODEL is a directory or a hub name, TEXT a UTF-8 file, or a folder of them, in the language that the model speaks.
+MODEL is a directory or a hub name. TEXT is a UTF-8 file, or a folder of them, in the language that the model speaks.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from flexrank.hf.models import hidden_states, load_model, load_tokenizer
 
 
 def main() -> None:
-    """Prints held-out nats per token at each size, and a text that the half-size model writes."""
+    """Prints held-out nats per token at each size and text by the half-size model, and exports that model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("text")

@@ -1,4 +1,4 @@
-"""Any torch module: `python examples/plain_module.py`. A network of your own becomes elastic, and exports itself."""
+"""Any torch module: `python examples/plain_module.py` makes a network of your own elastic, and exports it."""
 
 import torch
 from torch import nn
@@ -7,12 +7,12 @@ import flexrank as fr
 
 
 def build() -> nn.Module:
-    """The bare architecture; a fresh process that loads the export calls it by name, `plain_module:build`."""
+    """Returns the bare architecture; a fresh process that loads the export calls it by name, `plain_module:build`."""
     return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 10))
 
 
 def main() -> None:
-    """Trains a network on a made-up task, makes it elastic, and exports the size of a third."""
+    """Trains a network on a made-up task, makes it elastic, and exports its size at budget 0.3."""
     torch.manual_seed(0)
     inputs = torch.randn(4096, 64) @ torch.randn(64, 64).div(8)
     targets = (inputs @ torch.randn(64, 10)).argmax(-1)

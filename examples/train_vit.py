@@ -1,6 +1,6 @@
 """A small vision transformer from scratch: `python -m examples.train_vit --images DIRECTORY`.
 
-The images are CIFAR-10's, as train_jpg.npz and test_jpg.npz. Interrupted, the same command goes on.
+The images are CIFAR-10's, as train_jpg.npz and test_jpg.npz. After an interruption the same command resumes.
 """
 
 import argparse

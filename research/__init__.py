@@ -1,1 +1,1 @@
-"""The evidence: studies that repeat the paper, and benches of what the package costs. `python -m research --list`."""
+"""The evidence: studies that reproduce the paper and benches that measure the package. `python -m research --list`."""

@@ -1,7 +1,7 @@
 """`python -m research NAME`: runs a study of the paper or a bench of the package.
 
-Standard output holds the result alone, tables or with --json one JSON object; all else goes to standard error. A wrong
-input is one line there, and exit 2.
+Standard output holds only the result: tables, or one JSON object with --json. Everything else goes to standard error.
+Invalid input prints one line there, and the process exits with status 2.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ def run(
     page: Annotated[bool, typer.Option("--page", help="Then writes the pages of docs/.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Prints one JSON object, last on standard output.")] = False,
 ) -> None:
-    """Runs a study or bench: results/NAME/result.json, its figure, and its tables."""
+    """Runs a study or bench: writes results/NAME/result.json and its figure, and prints its tables."""
     from research import runner
 
     options = runner.Options(
@@ -61,7 +61,7 @@ def run(
 
 
 def _answer(name: str | None, listed: bool, studies: bool, benches: bool, page: bool, options: Any) -> Any:
-    """What `--json` prints: the list, the one result, or the results by name."""
+    """Runs the experiments and returns what `--json` prints: the list, the one result, or the results by name."""
     from research import runner
     from research.experiment import BENCHES, STUDIES
 
@@ -79,7 +79,7 @@ def _answer(name: str | None, listed: bool, studies: bool, benches: bool, page: 
 
 
 def main() -> None:
-    """The entry point; there is one verb, which nobody has to type."""
+    """The entry point. It supplies the only verb, so that nobody has to type it."""
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("flexrank").setLevel(logging.INFO)
     app(["run", *sys.argv[1:]], prog_name="python -m research")

@@ -1,6 +1,6 @@
-"""What every experiment is made of: its description, the request that it answers, and the ledger of its parts.
+"""The parts of every experiment: its description, the request it answers, and the ledger of its finished units.
 
-A study repeats a figure or table of the paper; a bench measures the package against a goal of ours or a rival.
+A study reproduces a figure or table of the paper; a bench measures the package against a goal of ours or a rival.
 """
 
 import dataclasses
@@ -28,9 +28,9 @@ BENCHES = (
     "train", "calibrate", "decompose", "probe", "search", "saving", "memory", "larger", "start", "runtimes",
     "speculative", "cascade", "serving", "quantized", "sts", "language",
 )  # fmt: skip
-#: Each on models of its own, or on that of a configuration; they take long, and run by name alone.
+#: Each uses its own models, or the model of a configuration. They take long, so they run only by name.
 COMPARISONS = ("compare", "compare-trained")
-#: As the paper has it: every rank is a candidate, and no slack is counted.
+#: The paper's settings: every rank is a candidate, and slack is not counted.
 EVERY_RANK: dict[str, Any] = {"min_saving": 0.0, "slack_share": 0.0}
 
 
@@ -38,36 +38,36 @@ EVERY_RANK: dict[str, Any] = {"min_saving": 0.0, "slack_share": 0.0}
 class Request:
     """How an experiment is to be run."""
 
-    work: Path  #: of the finished parts, from which an interrupted experiment goes on
-    full: bool = False  #: the paper's size of a study instead of the quick form
-    half: Half = "reporting"  #: of the held-out set that is scored; settings are chosen on the other
+    work: Path  #: the directory of finished parts, from which an interrupted experiment resumes
+    full: bool = False  #: run the study at the paper's size instead of the quick form
+    half: Half = "reporting"  #: the half of the held-out set that is scored; settings are chosen on the other
     seeds: int = 1
-    config: RunConfig | None = None  #: of a study that runs on any model
-    model: str | None = None  #: of a comparison's own models the one to take; None for all
-    domain: Path | None = None  #: texts of a second domain, for `adaptation`; None for the study's own
-    tasks: tuple[str, ...] = ()  #: of lm-eval, that a comparison scores language models by too
-    include_path: Path | None = None  #: a folder of task files
-    jobs: int = 1  #: parts of a comparison that run at once, each in a process of its own
+    config: RunConfig | None = None  #: the run's configuration, for an experiment that accepts any model
+    model: str | None = None  #: which of a comparison's own models to run; None for all
+    domain: Path | None = None  #: texts of a second domain, for `adaptation`; None for the study's default
+    tasks: tuple[str, ...] = ()  #: lm-eval tasks on which a comparison also scores language models
+    include_path: Path | None = None  #: a folder of lm-eval task files
+    jobs: int = 1  #: parts of a comparison that run at once, each in its own process
 
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """A study or a bench."""
+    """A study, a bench or a comparison."""
 
     name: str
     title: str
     shows: str
     minutes: float  #: of the quick form, on two cores
-    run: Callable[[Request], Result]  #: gives `measured(…)`
-    draw: Callable[[Mapping[str, Any]], Any] | None = None  #: a result's `data` to a figure
-    paper: str = ""  #: what the paper says, with its place there; empty for a bench
-    full_minutes: float | None = None  #: None where there is one form
-    has_halves: bool = False  #: whether it scores half of a held-out set that it reads itself
-    seeds: tuple[int, int] | None = None  #: of the quick form and the full one; None where nothing is random
-    settings: Callable[[bool], dict[str, Any]] | None = None  #: (full) to a run's keys, where any model can be given
-    has_jobs: bool = False  #: whether parts of it can run at once
-    needs: str = ""  #: an environment variable, without which `--benches` leaves it out
-    takes_config: bool = False  #: whether a configuration may stand in for models of its own, which --model names
+    run: Callable[[Request], Result]  #: returns `measured(…)`
+    draw: Callable[[Mapping[str, Any]], Any] | None = None  #: makes a figure from a result's `data`
+    paper: str = ""  #: what the paper says, and where; empty for a bench or a comparison
+    full_minutes: float | None = None  #: None if there is only one form
+    has_halves: bool = False  #: whether it reads a held-out set itself and scores half of it
+    seeds: tuple[int, int] | None = None  #: defaults of the quick and the full form; None if nothing is random
+    settings: Callable[[bool], dict[str, Any]] | None = None  #: maps `full` to a run's keys; set if any model will do
+    has_jobs: bool = False  #: whether its parts can run at once
+    needs: str = ""  #: an environment variable; without it `--benches` skips the experiment
+    takes_config: bool = False  #: whether a configuration may replace its own models, which --model selects
 
     @property
     def kind(self) -> str:
@@ -76,7 +76,7 @@ class Experiment:
 
 
 def find_experiment(name: str) -> Experiment:
-    """The experiment of this name; FlexrankError where there is none."""
+    """Returns the experiment of this name; raises FlexrankError if there is none."""
     if name not in STUDIES + BENCHES + COMPARISONS:
         known = ", ".join(STUDIES + BENCHES + COMPARISONS)
         raise FlexrankError(f"experiment {name!r} is unknown; it is one of {known}")
@@ -85,7 +85,7 @@ def find_experiment(name: str) -> Experiment:
 
 
 class Ledger:
-    """The finished parts of a study, in one JSON file for each of its settings, written after every part."""
+    """The finished units of a study, in one JSON file for each combination of settings, written after every unit."""
 
     def __init__(self, work: Path, settings: Mapping[str, Any]):
         self.directory = work / digest_json(settings)[:16]
@@ -94,7 +94,7 @@ class Ledger:
         self._settings = dict(settings)
 
     def take(self, unit: str, compute: Callable[..., Any], *arguments: Any) -> Any:
-        """The unit's value (JSON), computed from the arguments if no earlier process did."""
+        """Returns the unit's value (JSON), computing it from the arguments unless an earlier process has."""
         if unit not in self._units:
             value = json.dumps(compute(*arguments), allow_nan=False)
             self._units[unit] = json.loads(value)  # as a later process will read it
@@ -102,7 +102,10 @@ class Ledger:
         return self._units[unit]
 
     def take_all(self, units: Mapping[str, tuple[Any, ...]], compute: Callable[..., Any], jobs: int) -> dict[str, Any]:
-        """The values of `compute(*arguments)` by unit, each in a fresh process, `jobs` of them at once; 0 uses none."""
+        """Returns the values of `compute(*arguments)` by unit.
+
+        Each missing unit runs in a fresh process, `jobs` of them at once; `jobs=0` runs them in this process.
+        """
         missing = {name: arguments for name, arguments in units.items() if name not in self._units}
         if jobs == 0:
             return {name: self.take(name, compute, *arguments) for name, arguments in units.items()}
@@ -112,11 +115,11 @@ class Ledger:
             try:
                 for future in as_completed(futures):
                     self.take(futures[future], future.result)
-            finally:  # after an error the others are not begun
+            finally:  # after an error the remaining units do not start
                 for future in futures:
                     future.cancel()
         return {name: self._units[name] for name in units}
 
     def take_seeds(self, unit: str, seeds: int, compute: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """The values of `compute(*arguments, seed)`, each a unit by itself."""
+        """Returns the values of `compute(*arguments, seed)`, one unit for each seed."""
         return [self.take(f"{unit}, seed {seed}", compute, *arguments, seed) for seed in range(seeds)]

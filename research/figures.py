@@ -9,18 +9,18 @@ from typing import Any
 from flexrank.files import write_aside
 from flexrank.run.figures import STYLE
 
-#: Okabe and Ito's palette, which all can tell apart: ours; the paper's or a rival's way; what is neither; others.
+#: Okabe and Ito's colour-blind-safe palette: ours; the paper's or a rival's method; neither; others.
 OURS, OTHER, NEUTRAL = "#0072b2", "#d55e00", "#999999"
 GREEN, YELLOW, PINK, SKY = "#009e73", "#e69f00", "#cc79a7", "#56b4e9"
-#: Of methods beside ours, in comparisons.
+#: The other methods in comparisons.
 RIVALS = (SKY, NEUTRAL, OTHER, PINK, YELLOW, GREEN)
 
-#: Distances from the base model below this are drawn at it.
+#: Distances from the base model below this value are drawn at it.
 LEAST = 1e-4
 
 
 def panels(columns: int = 1, size: tuple[float, float] = (6, 3.8), rows: int = 1, **options: Any) -> tuple[Any, Any]:
-    """A figure of this size in inches, and its axes, row by row; `options` are matplotlib's `subplots`'."""
+    """Returns a figure of this size in inches and its axes, row by row; `options` go to matplotlib's `subplots`."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
@@ -31,7 +31,7 @@ def panels(columns: int = 1, size: tuple[float, float] = (6, 3.8), rows: int = 1
 def draw_seeds(
     axes: Any, places: Sequence[float], runs: Sequence[Sequence[float]], colour: str, label: str, **line: Any
 ) -> None:
-    """The mean over seeds as a line, from the least to the largest seed as a band; `runs` are (seeds, places)."""
+    """Draws the mean over seeds as a line and their range as a band; `runs` are (seeds, places)."""
     by_place = list(zip(*runs, strict=True))
     means = list(map(statistics.fmean, by_place))
     axes.plot(places, means, **{"marker": "o", "markersize": 4.5, "color": colour, "label": label, **line})
@@ -39,12 +39,15 @@ def draw_seeds(
 
 
 def shown_distance(measure: str, score: float, base: float) -> float:
-    """How a size's score is drawn: accuracy by what is lost of it, others by their distance, at least `LEAST`."""
+    """Returns what is drawn for a score: the loss of accuracy, or the distance of other measures, at least `LEAST`."""
     return base - score if measure == "accuracy" else max(LEAST, abs(score - base))
 
 
 def name_distances(axes: Any, measure: str) -> None:
-    """Labels and scales the axis of `shown_distance`: of a few images right or wrong a logarithm would show noise."""
+    """Labels and scales the axis of `shown_distance`.
+
+    Accuracy has a linear axis, because on a few images a logarithmic one would show noise.
+    """
     axes.set(
         ylabel=f"{measure}: {'lost of' if measure == 'accuracy' else 'distance from'} the base model's",
         yscale="linear" if measure == "accuracy" else "log",
@@ -52,12 +55,12 @@ def name_distances(axes: Any, measure: str) -> None:
 
 
 def draw_level(axes: Any, height: float, label: str | None = None, **line: Any) -> None:
-    """A thin line across at this height."""
+    """Draws a thin horizontal line at this height."""
     axes.axhline(height, **{"color": "#888888", "linewidth": 1, "linestyle": ":", "label": label, **line})
 
 
 def draw_bars(axes: Any, names: Sequence[str], series: Mapping[str, Any], colours: Sequence[str], **style: Any) -> None:
-    """Bars side by side: for each name the value of each series; `style` is that of all bars."""
+    """Draws grouped bars: for each name, the value of each series. With a `style`, the bars are labelled in it."""
     width = 0.76 / len(series)
     for number, ((label, heights), colour) in enumerate(zip(series.items(), colours, strict=True)):
         shift = (number - (len(series) - 1) / 2) * (width + 0.02)
@@ -69,7 +72,7 @@ def draw_bars(axes: Any, names: Sequence[str], series: Mapping[str, Any], colour
 
 
 def save_figure(draw: Callable[[Mapping[str, Any]], Any], data: Mapping[str, Any], stem: Path) -> list[Path]:
-    """Writes the figure of `data` as STEM.png and STEM.svg; the same bytes for the same data."""
+    """Writes the figure of `data` to STEM.png and STEM.svg; equal data give equal bytes."""
     import matplotlib
 
     with matplotlib.rc_context(STYLE | {"legend.frameon": False}):

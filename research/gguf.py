@@ -1,7 +1,7 @@
-"""`python -m research.gguf LLAMA_CPP`: a size through llama.cpp's converter to GGUF, and back by transformers.
+"""`python -m research.gguf LLAMA_CPP`: converts a size to GGUF with llama.cpp, and reads it back with transformers.
 
-LLAMA_CPP is a clone of https://github.com/ggml-org/llama.cpp. The size is stories260k at half its parameters by plain
-SVD, in its dense form. transformers needs the package `gguf` to read the file; the clone has it in `gguf-py`.
+LLAMA_CPP is a clone of https://github.com/ggml-org/llama.cpp. The size is stories260k at budget 0.5, factorised by
+plain SVD, in its dense form. transformers needs the package `gguf` to read the file; the clone has it in `gguf-py`.
 """
 
 import importlib.util
@@ -35,7 +35,7 @@ def _group() -> None:
 
 @app.command()
 def compare(clone: Annotated[Path, typer.Argument(help="A clone of llama.cpp.")]) -> None:
-    """Prints how far the logits of what is converted and read back are from the dense form's."""
+    """Prints how far the logits of the converted model, read back, are from those of the dense form."""
     if importlib.util.find_spec("gguf") is None:
         raise FlexrankError(f"gguf is not installed: pip install {clone / 'gguf-py'}")
     with tempfile.TemporaryDirectory() as scratch:
@@ -44,7 +44,7 @@ def compare(clone: Annotated[Path, typer.Argument(help="A clone of llama.cpp.")]
 
 
 def dense_form(source: Path, scratch: Path) -> Path:
-    """Where the model's size is written as plain transformers, with its tokenizer."""
+    """Writes the model's size as a plain transformers model with its tokenizer, and returns the directory."""
     ((_, small),) = deployed_sizes(load_model(source, "language"), [BUDGET], [])
     export(small, scratch / "small", sample_inputs(small, *TRACED))
     export_to(scratch / "small", "dense", scratch / "dense")
@@ -52,7 +52,7 @@ def dense_form(source: Path, scratch: Path) -> Path:
 
 
 def difference_of(clone: Path, dense: Path) -> float:
-    """The relative difference of the logits for one batch; where the script of the clone fails, a FlexrankError."""
+    """Returns the relative difference of the logits on one batch; raises FlexrankError if the clone's script fails."""
     script, file = clone / "convert_hf_to_gguf.py", "small.gguf"
     command = [sys.executable, str(script), str(dense), "--outfile", str(dense / file), "--outtype", "f32"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

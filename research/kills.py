@@ -1,8 +1,8 @@
-"""Kills processes of a run at random moments of every stage, and compares what comes out with an undisturbed run.
+"""Kills processes of a run at random moments of every stage, and compares the outcome with an undisturbed run.
 
     python -m research.kills CONFIG --kills 30 --processes 2
 
-After each kill the same command starts again. A run that ends before its next kill is compared, and a new one begins.
+After each kill the same command starts again. A run that ends before its next kill is compared, and a new one starts.
 """
 
 import collections
@@ -30,21 +30,21 @@ from flexrank.run.runner import STAGES, stage_names
 
 app = typer.Typer(cls=OneLineErrors, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
-#: What comes before the first stage: interpreters that start and find each other.
+#: Before the first stage: the interpreters start and find each other.
 START = "start"
 PLACES = (START, *stage_names())
-#: Seconds that a stage takes longer where it is the first of its process, which then imports and loads; about.
+#: Approximate extra seconds of a stage that is the first of its process, which then imports and loads.
 LOADING = 3.0
 POLL = 0.02
-#: Seconds in which a start must get to its stage, and all of its processes end after a kill.
+#: Seconds within which a start must reach its stage, and all of its processes must end after a kill.
 PATIENCE = 900.0
-#: Files without times or places in them, which are to be the same to the byte.
+#: Files without times or paths in them, which must be equal byte for byte.
 COMPARED = (*(name for stage in STAGES[:-1] if not stage.is_timed for name in stage.outputs), "deployed")
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The command that is started again and again."""
+    """The command that is restarted after each kill."""
 
     config: Path
     output: Path
@@ -52,7 +52,7 @@ class Run:
 
     @contextlib.contextmanager
     def started(self) -> Iterator[subprocess.Popen[bytes]]:
-        """The command, at work; its words go to a file beside the output. Nothing of it is left after the block."""
+        """Starts the command, with its output in a file beside the run's. No process of it is left after the block."""
         launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(self.processes))
         verb = ("flexrank", "run", str(self.config), "--set", f"output={self.output}")
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -68,19 +68,19 @@ class Run:
 
     @property
     def words(self) -> Path:
-        """What the command has printed since it was last started."""
+        """The file that holds what the command has printed since its last start."""
         return self.output.with_suffix(".log")
 
     def finish(self) -> None:
-        """Runs to the end."""
+        """Runs the command to the end; raises FlexrankError if it fails or takes too long to end."""
         with self.started() as run:
             if status := run.wait(PATIENCE):
                 raise FlexrankError(f"{self.words}: the run ended with {status}, and no process was killed")
 
     def kill(self, place: str, seconds: float, number: int) -> str | None:
-        """Kills a process so many seconds into a stage, or into the first that is left, or as that stage ends.
+        """Kills a process `seconds` into a stage, or into the first stage that is left, or as that stage ends.
 
-        Returns the stage in which the kill fell; None where the run had ended before.
+        Returns the stage in which the kill fell; None if the run ended before it.
         """
         with self.started() as run:
             _wait(run, lambda: self._is_at(run, place) and number in numbered_children(run.pid), PATIENCE)
@@ -95,7 +95,7 @@ class Run:
         return PLACES.index(self._place(run)) >= PLACES.index(place)
 
     def _place(self, run: subprocess.Popen[bytes]) -> str:
-        """The stage at work, by what process 0 says of those before it and by its lock."""
+        """Returns the current stage, from what process 0 has printed about earlier stages and from its lock."""
         said = self.words.read_text(encoding="utf8", errors="replace")
         done = [place for place in PLACES if f"{place}: up to date\n" in said or f"{place}: done in " in said]
         if done:
@@ -106,11 +106,11 @@ class Run:
 
 
 def kill_run(run: Run, undisturbed: Path, kills: int, seed: int) -> dict[str, Any]:
-    """Kills a run so many times, spread evenly over the stages, and lets it end.
+    """Kills a run `kills` times, spread evenly over the stages, and then lets it finish.
 
     Returns:
-        kills (where each fell), runs (how often one ended) and differing (files that differ from the undisturbed run's
-        in any of them).
+            kills (the stage of each), runs (how many ended) and differing (files that differ from the undisturbed run's
+            in any of them).
     """
     seconds = {START: LOADING, **RunDirectory(undisturbed).seconds()}
     chance, fell, differing, runs = random.Random(seed), list[str](), set[str](), 1
@@ -130,7 +130,7 @@ def kill_run(run: Run, undisturbed: Path, kills: int, seed: int) -> dict[str, An
 
 
 def differences(wanted: Path, found: Path) -> set[str]:
-    """Files of artefacts and results that only one of two runs has, or that differ by a byte; and what kills leave."""
+    """Returns artefact and result files that only one run has or that differ by a byte, and the leftovers of kills."""
     one, other = (
         {name: digest for name, digest in digest_files(run).items() if name.partition("/")[0] in COMPARED}
         for run in (wanted, found)
@@ -140,14 +140,14 @@ def differences(wanted: Path, found: Path) -> set[str]:
 
 
 def _wait(run: subprocess.Popen[bytes], is_so: Callable[[], bool], seconds: float) -> None:
-    """Returns when it is so, when the run has ended, or after so many seconds."""
+    """Returns when `is_so()` is true, when the run has ended, or after `seconds`."""
     end = time.monotonic() + seconds
     while run.poll() is None and not is_so() and time.monotonic() < end:
         time.sleep(POLL)
 
 
 def numbered_children(parent: int) -> dict[int, int]:
-    """The identities of the processes that torchrun has started, by their number."""
+    """Returns the process ids of the processes that torchrun has started, by rank."""
     found = {}
     for place in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -160,7 +160,7 @@ def numbered_children(parent: int) -> dict[int, int]:
 
 @app.callback()
 def _group() -> None:
-    """Evidence that killed runs go on."""
+    """Evidence that killed runs resume."""
 
 
 @app.command()
@@ -171,7 +171,7 @@ def kills(
     seed: Annotated[int, typer.Option(help="Of the moments and the processes.")] = 0,
     work: Annotated[Path, typer.Option(help="Where the runs are; what is there of them goes.")] = Path("runs", "kills"),
 ) -> None:
-    """Kills a run over all of its stages; the status is 1 if a file differs from the undisturbed run's."""
+    """Kills a run in all of its stages; exits with status 1 if a file differs from the undisturbed run's."""
     work.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     plain, killed = (Run(config, work / name, processes) for name in ("undisturbed", "killed"))

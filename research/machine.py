@@ -1,4 +1,4 @@
-"""What is timed and measured: layers that run in turn, random models, seconds and memory."""
+"""Helpers for timing and measuring: layers that run in turn, random models, seconds and memory."""
 
 import contextlib
 import ctypes
@@ -14,12 +14,15 @@ from torch import Tensor, nn
 
 from flexrank.deployment.machine import forget_peak, resident_peak
 
-#: Like layers together have at least as many bytes as caches hold, unless the layers are tiny.
+#: Copies of a layer take at least these bytes in all, about as many as caches hold; and there are at most 64 of them.
 WEIGHT_BYTES, MOST_COPIES = 2**25, 64
 
 
 def forward_in_turn(build: Callable[[], nn.Module], x: Tensor) -> Callable[[int], None]:
-    """Runs that many forwards of like layers in turn, so that weights come from memory as in a model, and waits."""
+    """Returns a function that runs a number of forward passes over copies of a layer in turn, and waits for them.
+
+    Weights then come from memory, as in a model.
+    """
     first = build()
     size = sum(parameter.nbytes for parameter in first.parameters())
     copies = min(MOST_COPIES, math.ceil(WEIGHT_BYTES / size))
@@ -36,16 +39,16 @@ def forward_in_turn(build: Callable[[], nn.Module], x: Tensor) -> Callable[[int]
 
 @contextlib.contextmanager
 def effort() -> Iterator[dict[str, float]]:
-    """After the block, its seconds and the most bytes that the process held above what it held before (Linux)."""
+    """Yields a dict that after the block holds its seconds and its peak bytes above those held before it (Linux)."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what was freed, and the block would take no new memory for it
+    ctypes.CDLL(None).malloc_trim(0)  # glibc keeps freed memory, which would serve the block without a new peak
     taken, start, before = dict[str, float](), time.perf_counter(), forget_peak()
     yield taken
     taken |= {"seconds": time.perf_counter() - start, "peak_bytes": resident_peak() - before}
 
 
 def random_llama(**sizes: Any) -> Any:
-    """A Llama with random weights, in eval mode; `sizes` are its configuration's."""
+    """Returns a Llama with random weights in eval mode; `sizes` are fields of its configuration."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What only the studies and benches measure with: rank correlation, accuracy, energy shares, altered images."""
+"""Helpers of the studies and benches: stories, accuracy, energy shares, augmented images and error bounds."""
 
 import contextlib
 import random
@@ -20,17 +20,17 @@ from flexrank.errors import FlexrankError
 from flexrank.profiles import SensitivityTable
 from flexrank.profiles.costs import Shape, rank_block
 
-#: Between the stories of a file of TinyStories.
+#: Separates the stories of a TinyStories file.
 STORY_SEPARATOR = "\n<|endoftext|>\n"
-#: Of a held-out story, in medians of their lengths.
+#: The longest held-out story, as a multiple of the median length.
 LONGEST_STORY = 10
 
 
 def stories(path: Path) -> list[str]:
-    """The stories of a file without separators, where nearly all begin alike; of any other file, the whole text.
+    """Returns the stories of a file without separators, where nearly all begin alike; for other files, the whole text.
 
-    Parts of more than LONGEST_STORY times the median length, in which many stories that begin otherwise run together,
-    are left out.
+    Parts longer than LONGEST_STORY times the median length are dropped: in them, many stories that begin differently
+    run together.
     """
     parts = re.split(r"\n\n(?=Once upon a time)", path.read_text(encoding="utf8"))
     longest = LONGEST_STORY * statistics.median(map(len, parts))
@@ -45,7 +45,10 @@ def inference(*models: nn.Module) -> Iterator[None]:
 
 
 def accuracy(model: nn.Module, batches: Iterable[Batch], labels: Tensor | Sequence[int]) -> float:
-    """Share of rows whose class is the label (N,), in [0, 1]; with the teacher's classes as labels, the agreement."""
+    """Returns the share of rows whose class is the label (N,), in [0, 1].
+
+    With the teacher's classes as labels this is the agreement.
+    """
     classes, expected = predict(model, batches), torch.as_tensor(labels)
     if classes.shape != expected.shape:
         raise FlexrankError(f"the batches give classes {tuple(classes.shape)}, the labels are {tuple(expected.shape)}")
@@ -53,23 +56,23 @@ def accuracy(model: nn.Module, batches: Iterable[Batch], labels: Tensor | Sequen
 
 
 def leading_count(energies: Tensor, share: float) -> int:
-    """The least number of leading components, of falling energies (k,), that hold this share; 0 of no energy."""
+    """Returns how many leading components, of falling energies (k,), hold this share; 0 if there is no energy."""
     held = energies.cumsum(0)
     return int((held < share * held[-1]).sum()) + 1 if held[-1] > 0 else 0
 
 
 def nearest_rank(shape: Shape, share: float) -> int:
-    """The rank of whole blocks nearest to this share of the full rank, from 1 to the full rank."""
+    """Returns the rank in whole blocks nearest to this share of the full rank, from 1 to the full rank."""
     full, block = min(shape), rank_block(shape)
     return min(full, round(share * full / block) * block or max(1, round(share * full)))
 
 
 class AlteredBatches:
-    """Endless batches (B, C, H, W): all images in a new order each pass, each one shifted and mirrored at random.
+    """Endless batches (B, C, H, W) of randomly shifted and mirrored images, reshuffled on every pass.
 
-    This is the customary augmentation of CIFAR-10 (He et al. 2016, section 4.2): a crop of the image's own size out of
-    a black frame, `padding` wide, mirrored with probability 1/2. Batch i depends on the seed and i alone. The last
-    images of a pass, if they fill no batch, are left out.
+    This is the usual augmentation of CIFAR-10 (He et al. 2016, section 4.2): each image is padded by `padding` black
+    pixels, cropped to its original size, and mirrored with probability 1/2. Batch i depends only on the seed and i.
+    The last images of a pass are dropped if they do not fill a batch.
     """
 
     def __init__(self, images: Tensor, scaling: Scaling, batch_size: int, seed: int, padding: int = 4):
@@ -81,11 +84,11 @@ class AlteredBatches:
 
     @property
     def per_pass(self) -> int:
-        """Batches per pass over all images."""
+        """The number of batches in one pass over all images."""
         return len(self._images) // self._size
 
     def rows(self, number: int) -> Tensor:
-        """Indices (B,) of the images in batch `number`."""
+        """Returns the indices (B,) of the images in batch `number`."""
         epoch, position = divmod(number, self.per_pass)
         order = torch.randperm(len(self._images), generator=self._generator("order", epoch))
         return order[position * self._size : (position + 1) * self._size]
@@ -111,7 +114,7 @@ class AlteredBatches:
 
 
 def unconstrained_bounds(table: SensitivityTable, budgets: Sequence[float], **rule: Any) -> list[float]:
-    """For each budget a proven lower bound of the error of any profile within it, nested or not.
+    """Returns, for each budget, a proven lower bound on the error of any profile within it, nested or not.
 
     Args:
         rule: `min_saving` and `slack_share`, as for `allocate_ranks`.

@@ -1,4 +1,4 @@
-"""The pages of results in docs/, from the saved ones: every number in them is read from a result.json."""
+"""Writes the result pages in docs/ from saved results: every number in them is read from a result.json."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -63,7 +63,7 @@ down, the more the smaller the size. A short consolidation gives more than that 
 hold more, per parameter, than a few ranks of matrices so narrow. Sizes trained each by itself can be ahead at large
 sizes, where one set of weights pays for its small ones.
 """
-#: The page of each kind: where, its head, its experiments, and what the first columns of claims are called.
+#: For each kind: the page, its head, its experiments, and the titles of the first two columns of claims.
 PAGES = {
     "study": (Path("docs", "results.md"), _STUDIES, STUDIES, ("claim", "paper")),
     "bench": (Path("docs", "performance.md"), _BENCHES, BENCHES, ("goal", "figure")),
@@ -72,7 +72,7 @@ PAGES = {
 
 
 def write_pages(results: Path) -> dict[Path, list[str]]:
-    """Writes the page of each kind that has results; returns for each the experiments that have none."""
+    """Writes the page of each kind that has results; returns, by page, the experiments without results."""
     written = {}
     for kind, (page, _, names, _) in PAGES.items():
         places = {name: _directories(results, name) for name in names}
@@ -103,7 +103,10 @@ def _write_page(kind: str, entries: Iterable[tuple[Experiment, Path]]) -> None:
 
 
 def _section(experiment: Experiment, result: Result, directory: Path, named: tuple[str, str]) -> str:
-    """What it shows, its command and machine, figure, claims, tables and settings; `directory` as the page names it."""
+    """Returns the section of a result: what it shows, command, machine, figure, claims, tables and settings.
+
+    `directory` is relative to the page.
+    """
     title = experiment.title + (" (full)" if result["form"] == "full" else "")
     if experiment.name in COMPARISONS:
         title += ": " + ", ".join(result["data"])

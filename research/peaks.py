@@ -1,4 +1,4 @@
-"""The most memory that a stage of a run holds, measured in a fresh process."""
+"""Measures the peak memory of a stage of a run, in a fresh process."""
 
 import json
 import os
@@ -10,13 +10,13 @@ from typing import Literal
 from flexrank.errors import FlexrankError
 
 Stage = Literal["decompose", "probe", "distill", "evaluate", "deploy"]
-#: The stage that is done before one is measured; those between the two are measured with it.
+#: The stage completed before each one is measured; stages between the two are measured with it.
 NEEDED: dict[str, str | None] = {
     "decompose": None, "probe": "decompose", "distill": "allocate", "evaluate": "distill", "deploy": "slack",
 }  # fmt: skip
-#: All that is measured of one, beside itself.
+#: The other stages that are measured together with one.
 WITH = {"evaluate": ["slack", "evaluate_initial"]}
-#: What the process runs for each configuration: a stage and what it needs are read from its arguments.
+#: What the process runs for each configuration. Its arguments name the stage and what it needs.
 PROGRAM = """
 import contextlib, ctypes, functools, gc, json, pathlib, sys, threading, unittest.mock
 libc = ctypes.CDLL(None)
@@ -71,20 +71,20 @@ with processes.joined():
 
 
 def peaks_of(stage: Stage, *configs: str, processes: int = 1) -> list[int]:
-    """Bytes that the stage holds at most above what there was before, for each configuration after the first.
+    """Returns the peak bytes that the stage holds above what was there before, for each configuration after the first.
 
-    Of several processes those of the one that holds most; sharded models are mapped from their files.
+    With several processes it is the peak of the one that holds most; sharded models are mapped from their files.
 
-    The first brings in what libraries load late; texts and tokenizers are read before. Blocks that are decomposed, and
-    the size that is deployed, are mapped from their files, and leave memory where it is needed: there only the
-    process's own memory counts.
+    The first configuration only brings in what libraries load late; texts and tokenizers are read beforehand. Blocks
+    being decomposed and the size being deployed are mapped from their files, whose pages the system can evict, so for
+    these stages only the process's own memory counts.
 
     Raises:
         FlexrankError: the process fails, or the system has no /proc.
     """
     counted = ["RssAnon"] if stage in ("decompose", "deploy") or processes > 1 else ["RssAnon", "RssFile"]
     arguments = [stage, *map(json.dumps, (NEEDED[stage], WITH.get(stage, []), counted)), *configs]
-    alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # each further thread has buffers of its own
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # each further thread has its own buffers
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     with tempfile.NamedTemporaryFile("w", suffix=".py") as program:
         program.write(PROGRAM)

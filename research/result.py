@@ -1,11 +1,11 @@
-"""What an experiment gives: tables, claims with their verdicts, spreads, as JSON and as text.
+"""The result of an experiment: tables, claims with their verdicts, and spreads, as JSON and as text.
 
-A result is one JSON object; figure, printed tables and pages are made from it alone:
+A result is one JSON object; the figure, the printed tables and the pages are made from it alone:
 
     {"name", "title", "form", "command", "settings", "tables": [table(…)], "claims": [claim(…) or goal(…)],
      "data": what the figure needs, "seconds": of the last run, "machine"}
 
-A table's cell is a text, a number, None, or `spread(…)` of several seeds or repeats.
+A table's cell is a text, a number, None, or the `spread(…)` of several seeds or repeats.
 """
 
 import statistics
@@ -21,7 +21,7 @@ from flexrank.files import read_json, require_keys
 
 RESULT = "result.json"
 KEYS = ("name", "title", "form", "command", "settings", "tables", "claims", "data", "seconds", "machine")
-#: By the kind of claim: of the paper, or a goal of ours.
+#: By the kind of claim: one of the paper, or a goal of ours.
 VERDICTS = {
     "paper": {True: "agrees", False: "differs", None: "not comparable"},
     "goal": {True: "met", False: "missed", None: "not measured here"},
@@ -32,7 +32,7 @@ Cell = str | float | int | None | Mapping[str, float]
 
 
 def read_result(directory: Path) -> Result:
-    """The result in a directory; FlexrankError where it is missing, or is no such result."""
+    """Returns the result in a directory; raises FlexrankError if it is missing or is not a result."""
     path = directory / RESULT
     result = read_json(path)
     if not isinstance(result, dict):
@@ -42,35 +42,35 @@ def read_result(directory: Path) -> Result:
 
 
 def measured(settings: Mapping[str, Any], tables: Sequence[Any], claims: Sequence[Any], data: Any) -> Result:
-    """What an experiment's `run` gives."""
+    """Returns the part of a result that an experiment's `run` provides."""
     return {"settings": settings, "tables": tables, "claims": claims, "data": data}
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Mean, standard deviation (of a sample; 0 for one value) and number."""
+    """Returns the mean, the sample standard deviation (0 for one value) and the count."""
     deviation = statistics.stdev(values) if len(values) > 1 else 0.0
     return {"mean": statistics.fmean(values), "sd": deviation, "n": len(values)}
 
 
 def spreads(runs: Iterable[Sequence[float | None]]) -> list[dict[str, float] | None]:
-    """The spread over runs at each place of theirs; None where a run has none."""
+    """Returns the spread over runs at each of their positions, without missing values; None if all are missing."""
     places = zip(*runs, strict=True)
     return [spread(values) if (values := [one for one in place if one is not None]) else None for place in places]
 
 
 def between(values: Sequence[float], form: str = ".1%") -> str:
-    """Values over seeds as text: their mean, and in brackets the least and the largest."""
+    """Formats values over seeds: their mean, and in brackets the least and the largest."""
     mean = f"{statistics.fmean(values):{form}}"
     return mean if len(values) == 1 else f"{mean} ({min(values):{form}} to {max(values):{form}})"
 
 
 def by_budget(budgets: Sequence[float], values: Iterable[Sequence[float]], form: str = ".1%") -> str:
-    """`between` of the values at each budget."""
+    """Formats the values at each budget by `between`."""
     return ", ".join(f"{budget:g} {between(of, form)}" for budget, of in zip(budgets, values, strict=True))
 
 
 def behind(lost: Sequence[tuple[float, str, float]], measure: str) -> str:
-    """In words the sizes at which a rival is better, given as (size, rival, by how much), and the largest distance."""
+    """Says at which sizes a rival is better, given as (size, rival, by how much), and where it is furthest ahead."""
     if not lost:
         return "behind at none"
     size, rival, most = max(lost, key=lambda one: one[2])
@@ -79,9 +79,9 @@ def behind(lost: Sequence[tuple[float, str, float]], measure: str) -> str:
 
 
 def table(title: str, columns: Sequence[Any], rows: Sequence[Sequence[Any]], digits: Any = 3) -> dict[str, Any]:
-    """A table whose first column names the rows; columns are names or numbers such as budgets.
+    """Returns a table whose first column names the rows; columns are names or numbers such as budgets.
 
-    `digits` after the point are one number, or one for each column after the first.
+    `digits` is the number of digits after the point, or one such number for each column after the first.
     """
     assert all(len(row) == len(columns) for row in rows), title
     each = [digits] * (len(columns) - 1) if isinstance(digits, int) else list(digits)
@@ -91,12 +91,12 @@ def table(title: str, columns: Sequence[Any], rows: Sequence[Sequence[Any]], dig
 
 
 def shown_rows(one: Mapping[str, Any]) -> list[list[str]]:
-    """A table's cells as text."""
+    """Returns a table's cells as text."""
     return [[str(row[0]), *map(shown, row[1:], one["digits"])] for row in one["rows"]]
 
 
 def shown(cell: Cell, digits: int = 3) -> str:
-    """A cell as text: 1.234, 1.234 ± 0.005, 1.2e-08 where its digits would show zero, or – for nothing."""
+    """Formats a cell: 1.234, 1.234 ± 0.005, 1.2e-08 where fixed digits would show zero, or – for None."""
     if cell is None:
         return "–"
     if isinstance(cell, str | int):
@@ -111,17 +111,20 @@ def shown(cell: Cell, digits: int = 3) -> str:
 
 
 def claim(what: str, paper: str, here: str, holds: bool | None, why: str = "") -> dict[str, Any]:
-    """A claim of the paper beside our figure; `holds` None where the two cannot be compared, `why` if they differ."""
+    """Returns a claim of the paper beside our figure.
+
+    `holds` is None if the two cannot be compared; `why` explains why they differ.
+    """
     return {"what": what, "paper": paper, "here": here, "holds": holds, "why": "" if holds else why}
 
 
 def goal(what: str, goal: str, here: str, holds: bool | None, why: str = "") -> dict[str, Any]:
-    """A goal of ours beside our figure; `holds` None where this machine cannot measure it."""
+    """Returns a goal of ours beside our figure; `holds` is None if this machine cannot measure it."""
     return {"what": what, "goal": goal, "here": here, "holds": holds, "why": why}
 
 
 def claim_cells(one: Mapping[str, Any]) -> list[str]:
-    """A claim or goal as text: what, the figure it names, ours, and the verdict."""
+    """Returns a claim or goal as text: what it says, its figure, our figure and the verdict."""
     kind = "paper" if "paper" in one else "goal"
     return [one["what"], one[kind], one["here"], VERDICTS[kind][one["holds"]]]
 

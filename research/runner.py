@@ -1,4 +1,4 @@
-"""Runs an experiment and writes its result.json and its figure, each whole or not at all."""
+"""Runs an experiment and writes its result.json and its figure, each atomically."""
 
 import dataclasses
 import os
@@ -27,13 +27,13 @@ from research.page import write_pages
 from research.result import RESULT, Result, print_result
 
 RESULTS = Path("results")
-#: Finished parts, decompositions and trained networks; a later run of the same settings goes on from them.
+#: Finished parts, decompositions and trained networks, from which a later run of the same settings resumes.
 WORK = Path("runs", "reproduce")
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Options of the command line that change an experiment."""
+    """The command-line options that change an experiment."""
 
     full: bool = False
     model: str | None = None
@@ -49,12 +49,12 @@ class Options:
 
     @property
     def has_own_config(self) -> bool:
-        """Whether the model, data or settings are not the study's own."""
+        """Whether the model, data or settings differ from the study's own."""
         return bool(self.model or self.config or self.overrides)
 
 
 def list_experiments() -> list[dict[str, Any]]:
-    """Prints each experiment's cost and what it shows; returns the same as JSON."""
+    """Prints each experiment's cost and what it shows, and returns the same as JSON."""
     experiments = [registry.find_experiment(name) for name in STUDIES + BENCHES + COMPARISONS]
     drawn = Table("name", "minutes", "--full", "--model", "shows", "the paper", box=None, padding=(0, 2, 1, 0))
     for one in experiments:
@@ -68,7 +68,7 @@ def list_experiments() -> list[dict[str, Any]]:
 
 
 def run_all(names: Sequence[str], options: Options) -> dict[str, Result]:
-    """Runs the quick forms of these experiments, one after the other; the only option is `seeds`."""
+    """Runs the quick forms of these experiments one after the other; `seeds` is the only option that may be set."""
     if options != Options(seeds=options.seeds):
         raise FlexrankError("all experiments run as they are; only --seeds, --page and --json can be added")
     results = {}
@@ -95,7 +95,7 @@ def run_named(name: str, options: Options) -> Result:
 
 def run_experiment(experiment: Experiment, request: Request, output: Path, command: str) -> Result:
     """Runs the experiment, writes result.json, NAME.png and NAME.svg into `output`, and returns the result."""
-    import matplotlib  # noqa: F401  # without it nothing is to be run in vain
+    import matplotlib  # noqa: F401  # without it the experiment would run in vain
 
     start = time.perf_counter()
     with RunDirectory(request.work).locked():
@@ -110,7 +110,7 @@ def run_experiment(experiment: Experiment, request: Request, output: Path, comma
 
 
 def request_of(experiment: Experiment, options: Options) -> Request:
-    """The experiment's request; FlexrankError on an option that it does not take, or a wrong key or value."""
+    """Returns the experiment's request; raises FlexrankError for an option it does not take, a wrong key or value."""
     _require_fitting(experiment, options)
     seeds = options.seeds or (experiment.seeds[options.full] if experiment.seeds else 1)
     work = WORK / (experiment.name + f"-{options.half}" * (options.half != "reporting"))
@@ -176,12 +176,12 @@ def _config(experiment: Experiment, options: Options) -> RunConfig | None:
 
 
 def _name_of(model: str) -> str:
-    """A run's name for a model: the last part of its own, without characters that a name cannot have."""
+    """Returns a run's name for a model: the last part of its path, without characters that are not allowed in names."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).resolve().name).strip("-._") or "model"
 
 
 def _label(experiment: Experiment, request: Request, options: Options) -> str:
-    """The directory of the result: other settings never write over the two forms that the pages show."""
+    """Returns the name of the result's directory; other settings never overwrite the two forms on the pages."""
     parts = [experiment.name, *["full"] * options.full]
     if request.config is not None and options.has_own_config:
         parts.append(request.config.name)
@@ -199,7 +199,7 @@ def _label(experiment: Experiment, request: Request, options: Options) -> str:
 
 
 def _command(experiment: Experiment, options: Options) -> str:
-    """The command that gives the result again."""
+    """Returns the command that reproduces the result."""
     given = {"model": options.model, "config": options.config, "seeds": options.seeds, "domain": options.domain}
     given |= {"tasks": options.tasks, "include-path": options.include_path}
     words = ["python", "-m", "research", experiment.name, *["--full"] * options.full]
@@ -209,13 +209,13 @@ def _command(experiment: Experiment, options: Options) -> str:
 
 
 def refresh_pages() -> None:
-    """Writes the pages, and says what they lack."""
+    """Writes the pages, and says which results they lack."""
     for page, missing in write_pages(RESULTS).items():
         say(f"{page} written" + (f"; no results yet of {', '.join(missing)}" if missing else ""))
 
 
 def say(text: str) -> None:
-    """One line on standard error."""
+    """Prints one line to standard error."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Generates greedily by vLLM, from one JSON file to another. It runs in vLLM's environment, without research."""
+"""Generates greedily with vLLM, from one JSON file to another. Runs in vLLM's environment, without research."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Reads `{directory, prompts, new, repeats}` from the first file, writes the second; vLLM prints what it likes."""
+    """Reads `{directory, prompts, new, repeats}` from the first file and writes the second; vLLM prints freely."""
     import vllm
 
     question = json.loads(Path(sys.argv[1]).read_text())
@@ -22,7 +22,7 @@ def main() -> None:
     prompts = [{"prompt_token_ids": ids} for ids in question["prompts"]]
     options = vllm.SamplingParams(temperature=0, max_tokens=question["new"], ignore_eos=True, detokenize=False)
     seconds = []
-    for _ in range(question["repeats"] + 1):  # the first one compiles
+    for _ in range(question["repeats"] + 1):  # the first call compiles
         start = time.perf_counter()
         outputs = model.generate(prompts, options, use_tqdm=False)
         seconds.append(time.perf_counter() - start)

@@ -1,18 +1,18 @@
 """Rivals of flexrank, each in one file written from its paper, behind one interface.
 
 A rank method (`method.RankMethod`) replaces a layer's weight W (m × n) by k = min(m, n) ordered rank-one components, so
-that a prefix of them is the layer at that rank. It is two functions and a rule:
+that a prefix of them is the layer at that rank. It consists of two functions and a rule:
 
-    collect(model, batches, layers, loss) -> one statistic for each layer, from the calibration alone
+    collect(model, batches, layers, loss) -> one statistic for each layer, from the calibration data alone
     factors(weight, statistic) -> Factors(u (k × m), v (k × n), energies), W ≈ uᵀ v, in float64
-    ranks(model, energies, budgets, measures) -> the ranks that the paper gives to each size; uniform unless it has any
+    ranks(model, energies, budgets, measures) -> the ranks the paper gives each size; uniform if the paper gives none
 
-The third may evaluate the model by `measures`: the task's loss and the distance from the base model, on the samples of
+The rule may evaluate the model with `measures`: the task's loss and the distance from the base model, on the samples of
 flexrank's probe.
 
-`method.decompose_(model, …)` applies one to a whole model, whose layers are flexrank's elastic ones afterwards:
-probing, allocation, sizes and scores are the same for every method, ours included. `loss(output, batch)` is the
-task's, summed over the batch's samples.
+`method.decompose_(model, …)` applies a method to a whole model, whose layers become flexrank's elastic layers: probing,
+allocation, sizes and scores are then the same for every method, ours included. `loss(output, batch)` is the task's
+loss, summed over the samples of the batch.
 
 | name | weights minimise, at rank r | statistic | ranks |
 |---|---|---|---|
@@ -24,23 +24,23 @@ task's, summed over the batch's samples.
 | svd-llm-v2 | the same, by the SVD of X Xᵀ | second moment | by the logarithm of layers' losses |
 | lems | ‖G^{1/2} (W − W_r) X‖, G the outputs' gradients' moment | both moments, shrunk | integer program |
 
-DRONE, both SVD-LLMs and flexrank's DataSVD have one optimum, and differ by rounding and by what they do where X Xᵀ is
-singular. LEMS's factors are those of flexrank's `fisher` but for what tames its moments. What the papers add by
-training, such as LoRA, and by updates between layers is left out.
+DRONE, both SVD-LLMs and flexrank's DataSVD share one optimum; they differ by rounding and in what they do where X Xᵀ is
+singular. LEMS's factors are those of flexrank's `fisher` except for how the moments are regularised. What the papers
+add by training, such as LoRA, and by updates between layers is left out.
 
-A size method (`method.SizeMethod`) makes another model for each budget, `make(model, batches, layers, loss, budget)`,
-and counts what that stores; no size is a part of another. `obstacle(model, layers)` says where it does not apply. One
-whose sizes are ranks has `make_at(model, batches, layers, loss, ranks)` too.
+A size method (`method.SizeMethod`) makes a separate model for each budget with `make(model, batches, layers, loss,
+budget)` and counts the parameters it stores; no size is a part of another. `obstacle(model, layers)` says why it does
+not apply. A method whose sizes are ranks also has `make_at(model, batches, layers, loss, ranks)`.
 
-What a paper leaves free, such as ASVD's α, is in `trials`: four settings, of which the best on the tuning half is what
-is compared. A rule that gives each layer a share of its parameters loses by rounding down to whole ranks: what is left
-of the budget is filled by `method.filled_ranks`, which is ours.
+What a paper leaves free, such as ASVD's α, is in `trials`: four settings, of which the one that is best on the tuning
+half is compared. A rule that gives each layer a share of its parameters loses some by rounding down to whole ranks;
+`method.filled_ranks`, which is ours, spends what is left of the budget.
 
 | name | what is smaller | how |
 |---|---|---|
-| pifa | every layer's rank | factors refitted layer after layer, to inputs from the model so far |
-| slicegpt | the residual stream | its principal components; residual connections turn |
-| a3 | dimensions of heads, channels of feed-forwards | scores, values and outputs of each approximated by itself |
+| pifa | every layer's rank | factors refitted layer after layer, to inputs from the model compressed so far |
+| slicegpt | the residual stream | its principal components; residual connections become matrices |
+| a3 | dimensions of heads, channels of feed-forwards | scores, values and outputs, each approximated separately |
 """
 
 from research.baselines.a3 import A3

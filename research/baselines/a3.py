@@ -1,21 +1,21 @@
 """A³: fewer dimensions inside heads, fewer channels inside feed-forwards (Wong et al., 2025).
 
-Each of a block's three parts is approximated by itself, from the base model's activations:
+Each of a block's three parts is approximated separately, from the base model's activations:
 
-    QK   scores qᵀk of a head, with as few dimensions of q and k: `score_maps`; with rotary positions `score_pairs`
-    OV   what a group of heads on one value adds to the stream, with as few dimensions of that value: `value_maps`
-    MLP  what the down projection gives, from as few channels: `channels`, and the down projection refitted
+    QK   the scores qᵀk of a head, with fewer dimensions of q and k: `score_maps`; with rotary positions `score_pairs`
+    OV   what the group of heads sharing a value adds to the stream, with fewer dimensions of that value: `value_maps`
+    MLP  the output of the down projection, from fewer channels: `channels`, and the down projection is refitted
 
-What is left is a smaller matrix in the place of each. Attention modules hold one head size for q, k and v, and rotate
-pairs by their place in the head: so here rows of q, k and v that go, and columns of o, are zeros in the old shapes,
-and `Made.parameters` counts them as gone. Which pairs of a head are left is not counted, as no method's indices are.
+A smaller matrix takes the place of each. Attention modules hold one head size for q, k and v, and rotate pairs by
+their position in the head, so here the removed rows of q, k and v and columns of o are zeros in the old shapes, and
+`Made.parameters` counts them as removed. As for every method, indices (which pairs of a head remain) are not counted.
 
-Written from what is known of the paper, and not held against its code: results are of this form, and the authors' may
-be better. Known of it: the three parts; that with rotary positions pairs are chosen by the products of the norms of
-their columns, as channels are; that grouped heads have one joint SVD for their value. Not sure of, and chosen here: a
-pair's norm is that of both its dimensions, and for q of all heads of a group; the joint SVD takes the mean second
-moment of the group's heads; attention's sizes come from one uniform share, rounded up (to the nearest was no better on
-stories260k), and channels take what is left of the budget.
+Written from what is known of the paper and not checked against its code: the results are of this form, and the authors'
+may be better. Known from it: the three parts; that with rotary positions pairs are chosen by the products of the norms
+of their columns, as channels are; that grouped heads have one joint SVD for their value. Uncertain, and chosen here: a
+pair's norm covers both its dimensions, and for q all heads of a group; the joint SVD takes the mean second moment of
+the group's heads; attention's sizes come from one uniform share, rounded up (rounding to the nearest was no better on
+stories260k), and channels take the rest of the budget.
 """
 
 import copy
@@ -39,7 +39,7 @@ from research.baselines.statistics import input_moments, output_moments
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """Of a block's linear layers, by transformers' names."""
+    """The names of a block's linear layers in transformers."""
 
     query: str
     key: str
@@ -47,11 +47,11 @@ class Names:
     output: str
     ups: tuple[str, ...]
     down: str
-    is_rotary: bool  #: dimensions i and i + d/2 of a head turn together
+    is_rotary: bool  #: dimensions i and i + d/2 of a head rotate together
 
     @property
     def all(self) -> tuple[str, ...]:
-        """Every layer."""
+        """All layers."""
         return (self.query, self.key, self.value, self.output, *self.ups, self.down)
 
 
@@ -63,13 +63,13 @@ BERT = Names(
     "attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense",
     ("intermediate.dense",), "output.dense", is_rotary=False,
 )  # fmt: skip
-#: By model type of transformers; heads of others have norms of their own (Qwen3), or fused matrices (GPT-2, Phi-3).
+#: By transformers' model type. Heads of other models have norms (Qwen3) or fused matrices (GPT-2, Phi-3).
 MODELS = {"llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "bert": BERT}
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of one model: dimensions of q and k, of v, and channels."""
+    """The sizes of one model: dimensions of q and k, dimensions of v, and channels."""
 
     score: int
     value: int
@@ -78,7 +78,7 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Of a model's blocks."""
+    """The shape of a model's blocks."""
 
     names: Names
     blocks: tuple[str, ...]
@@ -88,11 +88,11 @@ class Shape:
     channels: int
 
     def full(self) -> Sizes:
-        """Nothing reduced."""
+        """Returns the sizes with nothing reduced."""
         return Sizes(self.head_size, self.head_size, self.channels)
 
     def removed(self, model: Any, sizes: Sizes) -> int:
-        """Parameters, with biases, that the model loses at these sizes."""
+        """Returns the number of parameters, biases included, that the model loses at these sizes."""
         count, names = 0, self.names
         score, value = self.head_size - sizes.score, self.head_size - sizes.value
         for block in map(model.get_submodule, self.blocks):
@@ -107,7 +107,7 @@ class Shape:
 
 
 def obstacle(model: nn.Module, layers: Layers) -> str | None:
-    """Why the model has no such parts, or not all of a block is to be reduced; None where it has."""
+    """Returns why the method does not apply: an unknown model, or a block only partly in `layers`. None if it does."""
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if kind not in MODELS:
         return f"{kind} is none of the models whose heads are known: {', '.join(MODELS)}"
@@ -117,7 +117,7 @@ def obstacle(model: nn.Module, layers: Layers) -> str | None:
 
 
 def shape_of(model: Any, layers: Layers) -> Shape:
-    """The shape of the model's blocks, which have no `obstacle`."""
+    """Returns the shape of the blocks of a model that has no `obstacle`."""
     config, names = model.config, MODELS[model.config.model_type]
     blocks = tuple(name for name, _ in block_stack(model, layers))
     heads = config.num_attention_heads
@@ -127,9 +127,9 @@ def shape_of(model: Any, layers: Layers) -> Shape:
 
 
 def sizes_of(model: Any, layers: Layers, shape: Shape, budget: float) -> Sizes | None:
-    """Attention's sizes, rounded up, by the share of the blocks' parameters that the budget leaves; channels the rest.
+    """Returns the sizes at a budget; None if it leaves less than one channel for each block.
 
-    None where that is less than a channel of each block.
+    Attention's sizes are the share of the blocks' parameters within the budget, rounded up; channels take the rest.
     """
     others = {name: one for name, one in layers.items() if not name.startswith(tuple(f"{b}." for b in shape.blocks))}
     outside, dense = method.dense_count(others), method.dense_count(layers)
@@ -145,7 +145,7 @@ def sizes_of(model: Any, layers: Layers, shape: Shape, budget: float) -> Sizes |
 
 @torch.no_grad()
 def make(model: Any, batches: Sequence[Batch], layers: Layers, loss: Loss, budget: float) -> Made | None:
-    """The model with every block's parts at one size each; None where the budget has no room for any.
+    """Returns the model with every block's parts at the same sizes; None if the budget has no room for any.
 
     Raises:
         FlexrankError: the model has an `obstacle`.
@@ -171,7 +171,7 @@ def make(model: Any, batches: Sequence[Batch], layers: Layers, loss: Loss, budge
 
 
 def reduce_(block: Any, moments: Mapping[str, Tensor], shape: Shape, sizes: Sizes) -> None:
-    """Reduces all three parts of a block; moments are of what q and k give, and of what o and down read."""
+    """Reduces all three parts of a block in place; moments are of what q and k return and of what o and down read."""
     names, size, share = shape.names, shape.head_size, shape.heads // shape.groups
     query, key, value, output = (
         block.get_submodule(one) for one in (names.query, names.key, names.value, names.output)
@@ -199,10 +199,10 @@ def reduce_(block: Any, moments: Mapping[str, Tensor], shape: Shape, sizes: Size
 def score_maps(
     queries: Float[Tensor, "d d"], keys: Float[Tensor, "d d"], rank: int
 ) -> tuple[Float[Tensor, "r d"], Float[Tensor, "r d"]]:
-    """A and B for the least E (qᵀk − (A q)ᵀ(B k))² over all pairs of a query and a key, from E q qᵀ and E k kᵀ.
+    """Returns A and B of the least E (qᵀk − (A q)ᵀ(B k))² over all pairs of query and key, from E q qᵀ and E k kᵀ.
 
-    With C_q = S Sᵀ, C_k = T Tᵀ and Sᵀ T = P Λ Q, Aᵀ B = S⁻ᵀ P_r Λ_r Q_r T⁻¹. Moments get a ridge. A model whose heads
-    share keys needs `score_pairs`, unless a group is one head.
+    With C_q = S Sᵀ, C_k = T Tᵀ and Sᵀ T = P Λ Q, Aᵀ B = S⁻ᵀ P_r Λ_r Q_r T⁻¹. The moments get a ridge. A model whose
+    heads share keys needs `score_pairs`, unless each group is one head.
     """
     left, right = (torch.linalg.cholesky(invertible(one)) for one in (queries, keys))
     own, values, other = torch.linalg.svd(left.T @ right)
@@ -214,9 +214,9 @@ def score_maps(
 def score_pairs(
     queries: Float[Tensor, "d d"], keys: Float[Tensor, "d d"], rank: int
 ) -> tuple[Float[Tensor, "d d"], Float[Tensor, "d d"]]:
-    """Twice a diagonal of ones and zeros: the r/2 pairs (i, i + d/2) with the largest √E‖q_pair‖² · √E‖k_pair‖².
+    """Returns one 0/1 diagonal twice: the r/2 pairs (i, i + d/2) with the largest √E‖q_pair‖² · √E‖k_pair‖².
 
-    Rotation turns a pair in itself, and moves neither factor.
+    Rotary positions rotate within a pair, so they commute with both factors.
     """
     powers = [one.diagonal().unflatten(0, (2, -1)).sum(0) for one in (queries, keys)]
     kept = queries.new_zeros(len(powers[0]))
@@ -228,28 +228,28 @@ def score_pairs(
 def value_maps(
     weights: Float[Tensor, "m d"], read: Float[Tensor, "d d"], rank: int
 ) -> tuple[Float[Tensor, "m r"], Float[Tensor, "r d"]]:
-    """U and V for the least E ‖W z − U V z‖², z what attention gives of a value, W the heads' output matrices stacked.
+    """Returns U and V of the least E ‖W z − U V z‖², z attention's output of a value, W the heads' stacked outputs.
 
-    z is the attention's mean of values, so that V may be put in the value's projection. With the second moment
-    P of mean inputs, by which the paper weights W_v W_o, E z zᵀ is W_v P W_vᵀ. SVD-LLM's factors are this optimum.
+    z is attention's weighted mean of values, so V can be merged into the value projection. With the second moment P of
+    mean inputs, by which the paper weights W_v W_o, E z zᵀ is W_v P W_vᵀ. SVD-LLM's factors are this optimum.
     """
     factors = svd_llm.factors(weights, read)
     return factors.u[:rank].T, factors.v[:rank]
 
 
 def channels(down: Float[Tensor, "m i"], read: Float[Tensor, "i i"], count: int) -> Int[Tensor, " c"]:
-    """The places, rising, of the largest √E x² · ‖W_down's column‖."""
+    """Returns the indices, ascending, of the channels with the largest √E x² · ‖W_down's column‖."""
     return (read.diagonal() * down.double().square().sum(0)).topk(count).indices.sort().values
 
 
 def refitted(down: Float[Tensor, "m i"], read: Float[Tensor, "i i"], kept: Int[Tensor, " c"]) -> Float[Tensor, "m c"]:
-    """The M with the least E ‖W x − M x_kept‖²: W C[:, kept] C[kept, kept]⁻¹, where C gets a ridge."""
+    """Returns the M of the least E ‖W x − M x_kept‖²: W C[:, kept] C[kept, kept]⁻¹, where C gets a ridge."""
     moment = invertible(read)
     return torch.linalg.solve(moment[kept][:, kept], down.double() @ moment[:, kept], left=False)
 
 
 def _turn_rows(layer: nn.Linear, rows: slice, turn: Float[Tensor, "r d"]) -> None:
-    """These outputs y become A y, then zeros."""
+    """Replaces these outputs y by A y, padded with zeros."""
     turn = _padded(turn, turn.shape[1])
     layer.weight[rows] = (turn @ layer.weight[rows].double()).to(layer.weight.dtype)
     if layer.bias is not None:
@@ -261,7 +261,7 @@ def _padded(matrix: Float[Tensor, "r d"], rows: int) -> Float[Tensor, "rows d"]:
 
 
 def _narrow(block: Any, names: Names, read: Float[Tensor, "i i"], count: int) -> None:
-    """Keeps `count` channels of the feed-forward; its matrices become smaller."""
+    """Keeps `count` channels of the feed-forward, whose matrices become smaller."""
     down = block.get_submodule(names.down)
     kept = channels(down.weight, read, count)
     for name in names.ups:

@@ -1,9 +1,9 @@
 """DRONE: the data-aware optimum by two singular value decompositions (Chen et al., NeurIPS 2021).
 
-Ranks are uniform here. The paper's own search starts from a loss that is allowed, not from a size: it gives each module
-its part of that loss, and takes of a grid of ranks the least one that keeps it. By what rule the parts are made, and in
-which order modules are cut, is not stated here with certainty, so that search is left out, and so is the retraining.
-Not held against the authors' code.
+Ranks are uniform here. The paper's own search starts from an allowed loss, not from a size: it gives each module a part
+of that loss, and takes the least rank of a grid that stays within it. How the parts are set, and in which order modules
+are truncated, is not known here with certainty, so that search is left out, and so is the retraining. Not checked
+against the authors' code.
 """
 
 import torch
@@ -16,11 +16,11 @@ from research.baselines.statistics import input_moments
 
 
 def factors(weight: Float[Tensor, "m n"], moment: Float[Tensor, "n n"]) -> Factors:
-    """The prefix minimises ‖W X − W_r X‖ for every r (Chen et al., 2021, theorem 1).
+    """Returns factors whose prefix minimises ‖W X − W_r X‖ for every r (Chen et al., 2021, theorem 1).
 
     With W = P_W Λ_W Q_W and X = P_X Λ_X Q_X, take Λ_W Q_W P_X Λ_X = P Λ Q; then W_r = P_W P_r Λ_r · Q_r Λ_X⁻¹ P_Xᵀ.
-    P_X and Λ_X are those of X Xᵀ = P_X Λ_X² P_Xᵀ, for X has a column for each token. Λ_X⁻¹ is zero where Λ_X is, up to
-    `UNSEEN`: what the data never visited is lost, at full rank too.
+    P_X and Λ_X come from X Xᵀ = P_X Λ_X² P_Xᵀ, because X has a column for each token. Λ_X⁻¹ is zero where Λ_X is, up to
+    `UNSEEN`: directions that the data never visited are lost, even at full rank.
     """
     own, values, right = torch.linalg.svd(weight, full_matrices=False)
     squares, directions = torch.linalg.eigh(moment.double())

@@ -1,9 +1,9 @@
 """FWSVD: singular value decomposition weighted by Fisher information (Hsu et al., ICLR 2022).
 
-The paper writes Z = X W, whose rows are inputs, and weights each row by the root of its summed Fisher information. Here
-y = W x, so that inputs are columns. The Fisher information is the empirical one of the task's loss; a model without
-labels, such as an encoder of sentences, takes the loss that flexrank's own `fisher` takes. The paper fine-tunes
-afterwards, which is left out. Not held against the authors' code.
+The paper writes Z = X W, where the rows of W are inputs, and weights each row by the root of its summed Fisher
+information. Here y = W x, so inputs are columns. The Fisher information is the empirical one of the task's loss; for a
+model without labels, such as a sentence encoder, it is of the loss that flexrank's own `fisher` takes. The paper
+fine-tunes afterwards, which is left out. Not checked against the authors' code.
 """
 
 from jaxtyping import Float
@@ -15,7 +15,7 @@ from research.baselines.statistics import input_importance
 
 
 def factors(weight: Float[Tensor, "m n"], importance: Float[Tensor, " n"]) -> Factors:
-    """The prefix minimises ‖(W − W_r) diag(I)^{1/2}‖, I the inputs' Fisher information."""
+    """Returns factors whose prefix minimises ‖(W − W_r) diag(I)^{1/2}‖, I the inputs' Fisher information."""
     return scaled_svd(weight, importance.double().sqrt())
 
 

@@ -1,9 +1,9 @@
 """KFAC-SVD: singular value decomposition by token-wise statistics of inputs and gradients (Thoma et al., ICML 2026).
 
-The Fisher information of a layer's weight is taken as a Kronecker product (Martens and Grosse, 2015) of the inputs'
-A = Σ_t x_t x_tᵀ (n × n) and, of the loss's gradients at the outputs, G = Σ_t g_t g_tᵀ (m × m). That is the mathematics
-of flexrank's `fisher`. KFAC-SVD differs by what tames the sums: gradients are of the middle tokens of each sample, with
-lengths kept within a factor of their mean, and both sums are shrunk far towards a multiple of the identity.
+The Fisher information of a layer's weight is approximated by a Kronecker product (Martens and Grosse, 2015) of the
+inputs' A = Σ_t x_t x_tᵀ (n × n) and, from the loss's gradients at the outputs, G = Σ_t g_t g_tᵀ (m × m). This is the
+mathematics of flexrank's `fisher`. KFAC-SVD differs in how it regularises the sums: gradients are of the middle tokens
+of each sample, with norms bounded around their mean, and both sums are shrunk far towards a multiple of the identity.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,17 +21,17 @@ from flexrank.nn.matrix import input_rows, masked_rows, matrix_shape, output_row
 from research.baselines.method import Layers, Loss, split
 
 Moments = tuple[Float[Tensor, "n n"], Float[Tensor, "m m"]]
-#: What of a sample's tokens is left out at either end, and the bounds of a gradient's length over their mean.
+#: The share of a sample's tokens dropped at either end, and the bounds of a gradient's norm over the mean norm.
 EDGE, SHORTEST, LONGEST = 0.125, 0.1, 10.0
-#: Gradients shorter than this, over the longest of the sample, are rounding: a first token's queries have no other. The
-#: authors' bound is an absolute 1e-10, above which rounding is lengthened too.
+#: Gradients with a norm below this share of the sample's largest are rounding, such as all those of a first token's
+#: queries. The authors' bound is an absolute 1e-10, above which rounding is scaled up too.
 ROUNDING = 1e-5
-#: The parts of A and G that a multiple of the identity replaces, for language models; for images the second is .7.
+#: The shares of A and G replaced by a multiple of the identity, for language models; for images the second is .7.
 INPUT_SHRINKAGE, GRADIENT_SHRINKAGE = 0.1, 0.3
 
 
 def moments(model: nn.Module, batches: Sequence[Batch], layers: Layers, loss: Loss) -> dict[str, Moments]:
-    """A and G of each layer over real tokens, summed in float64."""
+    """Returns A and G of each layer over real tokens, summed in float64."""
     sums = {name: tuple(_zeros(size) for size in matrix_shape(layer)[::-1]) for name, layer in layers.items()}
     seen, device = list[tuple[str, GradientEdge]](), model_device(model)
     masks = list[Tensor]()
@@ -60,7 +60,7 @@ def _zeros(size: int) -> Tensor:
 
 
 def _samples(rows: Float[Tensor, "t m"], masks: Iterable[Tensor], count: int) -> list[Tensor]:
-    """The rows of each sample, without those whose tokens are not real."""
+    """Returns the rows of each sample, without those whose tokens are not real."""
     parts = rows.unflatten(0, (count, -1))
     for mask in masks:
         if mask.numel() == len(rows):
@@ -69,7 +69,7 @@ def _samples(rows: Float[Tensor, "t m"], masks: Iterable[Tensor], count: int) ->
 
 
 def _middle_moment(samples: Iterable[Float[Tensor, "t m"]]) -> Float[Tensor, "m m"]:
-    """G, summed over samples."""
+    """Returns G, summed over samples."""
     middles = []
     for rows in samples:
         edge = int(EDGE * len(rows))
@@ -78,7 +78,10 @@ def _middle_moment(samples: Iterable[Float[Tensor, "t m"]]) -> Float[Tensor, "m 
 
 
 def bounded(gradients: Float[Tensor, "t m"]) -> Float[Tensor, "t m"]:
-    """The gradients of one sample, each but rounding with a length within `SHORTEST` and `LONGEST` times their mean."""
+    """Rescales the gradients of one sample to norms within `SHORTEST` and `LONGEST` times their mean.
+
+    Rounding is left as it is.
+    """
     if not bool(gradients.any()):
         return gradients
     lengths = gradients.norm(dim=1)
@@ -89,7 +92,7 @@ def bounded(gradients: Float[Tensor, "t m"]) -> Float[Tensor, "t m"]:
 
 
 def shrunk(moment: Float[Tensor, "n n"], part: float) -> Float[Tensor, "n n"]:
-    """(1 − part) M + part · tr(M)/n · I in float64; for zeros the identity."""
+    """Returns (1 − part) M + part · tr(M)/n · I in float64; the identity if M is zero."""
     moment = moment.double()
     mean = moment.diagonal().mean()
     identity = torch.eye(len(moment), dtype=torch.float64, device=moment.device)
@@ -102,13 +105,13 @@ def factors(
     gradient_shrinkage: float = GRADIENT_SHRINKAGE,
     as_coded: bool = False,
 ) -> Factors:
-    """The prefix minimises tr(G (W − W_r) A (W − W_r)ᵀ) for every r, with A and G shrunk.
+    """Returns factors whose prefix minimises tr(G (W − W_r) A (W − W_r)ᵀ) for every r, with A and G shrunk.
 
-    With A = L_A L_Aᵀ, G = L_G L_Gᵀ and L_Gᵀ W L_A = P Λ Q, W_r = L_G⁻ᵀ P_r Λ_r · Q_r L_A⁻¹. The authors' code has L_G W
-    L_A in its place, by which G stands for L_Gᵀ L_G: of its eigenvalues, in other directions (docs/baselines.md). The
-    paper's own formula could not be had. Neither is always better: with LEMS's ranks and the whole calibration the
-    minimum is on the tuning half of stories260k from .9 (1.430 nats to 1.452) to .5 (4.059 to 4.120), and `as_coded`
-    from .4 (5.062 to 5.038) to .2. So both are tried for each model, and the better one is what is compared.
+    With A = L_A L_Aᵀ, G = L_G L_Gᵀ and L_Gᵀ W L_A = P Λ Q, W_r = L_G⁻ᵀ P_r Λ_r · Q_r L_A⁻¹. The authors' code has
+    L_G W L_A instead, which replaces G by L_Gᵀ L_G: the same eigenvalues in other directions (docs/baselines.md). The
+    paper's own formula was not available. Neither is always better: with LEMS's ranks and the full calibration, on the
+    tuning half of stories260k, the minimum is better from .9 (1.430 nats against 1.452) to .5 (4.059 against 4.120),
+    and `as_coded` from .4 (5.038 against 5.062) to .2. So both are tried for each model, and the better is compared.
     """
     root = torch.linalg.cholesky(shrunk(pair[0], INPUT_SHRINKAGE))
     other = torch.linalg.cholesky(shrunk(pair[1], gradient_shrinkage))

@@ -1,15 +1,16 @@
 """LEMS: ranks by an integer program over a model of layers' errors, on factors of KFAC-SVD (Thoma et al., ICML 2026).
 
-Layer l at rank r is taken to cost
+The cost of layer l at rank r is modelled as
 
     e_l(r) = D_l · ρ_l(r) / ρ_l(r₀) · (1 + γ s_b),    s_b = (h_b − h_B) / (h_1 − h_B),    h_b = Σ_{k=b}^{B} k^{−α}
 
-with ρ_l(r) the share of its energy beyond rank r, D_l the distance of the model with this layer alone at the reference
-rank r₀, of a tenth of its parameters, and s_b a bias of the early blocks, through whose successors an error goes: b of
-B. The ranks minimise Σ e_l(r_l) within the budget. (α, γ) are the best of ten trials on [0, 3] × [0, 7] by the distance
-of the whole model. Optuna, which the authors draw them with, draws its first ten trials at random; here they are
-Halton's, of which the first is no bias. Distance is flexrank's objective, theirs a divergence at temperature .6 of the
-tokens from the 257th on; parameters are deployed ones, and ranks multiples of 8 in large layers alone.
+where ρ_l(r) is the share of its energy beyond rank r, D_l the distance of the model with only this layer at the
+reference rank r₀, which has a tenth of its parameters, and s_b a bias for early blocks (block b of B), because their
+errors pass through all later blocks. The ranks minimise Σ e_l(r_l) within the budget. (α, γ) are the best of ten trials
+on [0, 3] × [0, 7] by the distance of the whole model. The authors draw them with Optuna, whose first ten trials are
+random; here they are Halton's, the first of which is no bias. The distance is flexrank's objective; theirs is a
+divergence at temperature .6 of the tokens from the 257th on. Parameters are deployed ones, and ranks are multiples of 8
+in large layers only.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,18 +31,18 @@ from research.baselines.method import Evaluate, Measures, RankMethod
 #: The reference rank's share of a layer's parameters, and the largest share of a layer that is not dense.
 REFERENCE, LARGEST = 0.1, 0.95
 TRIALS, ALPHAS, GAMMAS = 10, 3.0, 7.0
-#: A layer's ranks are multiples of at most this number, of fewer where that leaves less than so many of them.
+#: A layer's ranks are multiples of `MULTIPLE`, or of less if that left fewer than `LEAST_CHOICES` of them.
 MULTIPLE, LEAST_CHOICES = 8, 48
-#: The gap of Gurobi's default, and seconds for one program.
+#: Gurobi's default gap, and the time limit for one program in seconds.
 GAP, TIME_LIMIT = 1e-4, 60.0
-#: The least ρ(r₀) that is divided by.
+#: The least ρ(r₀) to divide by.
 LEAST = 1e-6
 
 
 def ranks(
     model: nn.Module, energies: Mapping[str, Tensor], budgets: Sequence[float], measures: Measures
 ) -> list[RankProfile | None]:
-    """The best of the trials' ranks at each budget, by the distance of the model that has them."""
+    """Returns the best of the trials' ranks at each budget, by the distance of the model that has them."""
     rests = {name: _rests(one) for name, one in energies.items()}
     references = {
         name: max(1, largest_rank(s, REFERENCE * dense_parameters(s))) for name, s in layer_shapes(model).items()
@@ -52,13 +53,13 @@ def ranks(
 
 
 def _rests(energies: Float[Tensor, " k"]) -> np.ndarray:
-    """ρ(r) for r = 0 … k: the share of the energies beyond the first r; zeros where there is none."""
+    """Returns ρ(r) for r = 0 … k: the share of the energies beyond the first r; zeros if there is no energy."""
     falling = np.append(np.cumsum(energies.double().numpy()[::-1])[::-1], 0.0)
     return falling / falling[0] if falling[0] > 0 else falling
 
 
 def _reference_distances(model: nn.Module, references: Mapping[str, int], distance: Evaluate) -> dict[str, float]:
-    """The distance of the model with each layer alone at its reference rank."""
+    """Returns the distance of the model with each layer alone at its reference rank."""
     full, found = full_profile(model), {}
     for name, rank in references.items():
         with use_profile(model, full | {name: rank}):
@@ -67,7 +68,7 @@ def _reference_distances(model: nn.Module, references: Mapping[str, int], distan
 
 
 def biases(layers: Sequence[str], alpha: float, gamma: float) -> dict[str, float]:
-    """1 + γ s_b for each layer, of its block; a layer outside blocks has 1, and so has the last block."""
+    """Returns 1 + γ s_b for each layer, by its block; 1 for a layer outside blocks or in the last block."""
     blocks = list(dict.fromkeys(block for block, _ in map(split_block, layers) if block))
     ends = np.cumsum((np.arange(len(blocks)) + 1.0)[::-1] ** -alpha)[::-1]  # h_b
     spread = ends[0] - ends[-1] if len(blocks) > 1 else 1.0
@@ -76,9 +77,9 @@ def biases(layers: Sequence[str], alpha: float, gamma: float) -> dict[str, float
 
 
 def solved(shapes: Mapping[str, Shape], errors: Mapping[str, np.ndarray], budget: float) -> RankProfile | None:
-    """The ranks of least Σ errors[layer][rank] whose deployed parameters are within the budget; an integer program.
+    """Returns the ranks of least Σ errors[layer][rank] whose deployed parameters are within the budget.
 
-    None where the least ranks do not fit.
+    Solves an integer program; None if the least ranks do not fit.
     """
     floor = 0.3 if budget >= 0.5 else 0.1
     curves = [_curve(name, shape, errors[name], floor) for name, shape in shapes.items()]
@@ -90,7 +91,7 @@ def solved(shapes: Mapping[str, Shape], errors: Mapping[str, np.ndarray], budget
 
 
 def _curve(name: str, shape: Shape, errors: np.ndarray, floor: float) -> LayerCurve:
-    """A layer's choices: multiples of one number from `floor` to `LARGEST` of its parameters, and the dense layer."""
+    """Returns a layer's choices: multiples of one rank from `floor` to `LARGEST` of its parameters, and dense."""
     step = min(MULTIPLE, max(1, min(shape) // LEAST_CHOICES))
     costs = {rank: deployed_parameters(shape, rank) for rank in (*range(step, min(shape), step), min(shape))}
     dense = dense_parameters(shape)
@@ -100,7 +101,7 @@ def _curve(name: str, shape: Shape, errors: np.ndarray, floor: float) -> LayerCu
 
 
 def _best(model: nn.Module, errors: Mapping[str, np.ndarray], budget: float, distance: Evaluate) -> RankProfile | None:
-    """Of the trials' solutions the one with which the model is nearest to the base model; None where nothing fits."""
+    """Returns the trials' solution with which the model is nearest to the base model; None if nothing fits."""
     from scipy.stats import qmc
 
     tried = dict[RankProfile, float]()
@@ -115,7 +116,7 @@ def _best(model: nn.Module, errors: Mapping[str, np.ndarray], budget: float, dis
     return min(tried, key=lambda profile: tried[profile])
 
 
-#: Shrinkage as the authors have it for language models and for images, either with the least error or as coded.
+#: The authors' shrinkage for language models and for images, each with the least-error factors and those as coded.
 SETTINGS = tuple(
     {"gradient_shrinkage": part, "as_coded": as_coded}
     for part in (kfac_svd.GRADIENT_SHRINKAGE, 0.7)

@@ -1,4 +1,4 @@
-"""What a rank method is, and how it is applied to a model."""
+"""Rank methods and size methods, and how they are applied to a model."""
 
 import dataclasses
 import functools
@@ -18,10 +18,10 @@ from flexrank.nn.switch import layer_shapes
 from flexrank.profiles import RankProfile
 from flexrank.profiles.costs import Shape, dense_parameters, deployed_parameters, full_ranks, largest_rank
 
-#: (output, batch) to a scalar: the task's loss, summed over the batch's samples.
+#: Maps (output, batch) to a scalar: the task's loss, summed over the samples of the batch.
 Loss = Callable[[Any, Batch], Tensor]
 Layers = Mapping[str, nn.Module]
-#: What a method reads of the calibration for one layer: a tensor, or a tuple of them.
+#: What a method collects from the calibration for one layer: a tensor, or a tuple of tensors.
 Statistic = Any
 Collect = Callable[[nn.Module, Sequence[Batch], Layers, Loss], Mapping[str, Statistic]]
 Evaluate = Callable[[nn.Module], float]
@@ -31,32 +31,32 @@ Settings = Mapping[str, float]
 
 @dataclasses.dataclass(frozen=True)
 class Measures:
-    """What a search of ranks may evaluate a model by, on samples of its own; lower is better."""
+    """How a search for ranks may evaluate a model, on samples of its own; lower is better."""
 
-    loss: Evaluate  #: the task's
-    distance: Evaluate  #: from the base model
+    loss: Evaluate  #: the task's loss
+    distance: Evaluate  #: the distance from the base model
 
 
-#: (elastic model, each layer's energies, budgets, measures) to the ranks at each budget; None where none are so small.
+#: Maps (elastic model, each layer's energies, budgets, measures) to the ranks at each budget; None if none fits.
 Ranks = Callable[[nn.Module, Mapping[str, Tensor], Sequence[float], Measures], Sequence[RankProfile | None]]
 #: The least scale of an input, over the largest: scales are divided by, and an input may always be zero.
 FLOOR = 1e-6
-#: Directions with less than this share of the largest one's energy count as unseen.
+#: Directions with less than this share of the largest direction's energy count as unseen.
 UNSEEN = 1e-6
 
 
 def uniform_ranks(
     model: nn.Module, _: Mapping[str, Tensor], budgets: Sequence[float], __: Measures
 ) -> list[RankProfile]:
-    """At each budget one share of every layer's own parameters, filled up to the whole budget."""
+    """Returns ranks that give every layer the same share of its parameters, filled up to each budget."""
     shapes = layer_shapes(model)
     return [filled_ranks(shapes, dict.fromkeys(shapes, budget), budget) for budget in budgets]
 
 
 def filled_ranks(shapes: Mapping[str, Shape], shares: Mapping[str, float], budget: float) -> RankProfile:
-    """Each layer's largest rank within its share, at least 1; then what rounding down left of the budget is filled.
+    """Returns each layer's largest rank within its share, at least 1, and spends what rounding down left of the budget.
 
-    One more rank goes to the layers that lack most parameters of their share, in that order, where it fits.
+    Where it fits, one more rank goes to each layer, in descending order of the parameters that it lacks of its share.
     """
     targets = {name: shares[name] * dense_parameters(shape) for name, shape in shapes.items()}
     ranks = {name: max(1, largest_rank(shape, targets[name])) for name, shape in shapes.items()}
@@ -72,20 +72,20 @@ def filled_ranks(shapes: Mapping[str, Shape], shares: Mapping[str, float], budge
 
 @dataclasses.dataclass(frozen=True)
 class RankMethod:
-    """A training-free factorisation; see the package."""
+    """A training-free factorisation; see the package's docstring."""
 
     name: str
     source: str
     collect: Collect
     factors: Callable[[Tensor, Statistic], Factors]
     ranks: Ranks = uniform_ranks
-    trials: Sequence[Settings] = ()  #: what is tried of a free constant; the first is the default
+    trials: Sequence[Settings] = ()  #: values of a free constant to try; the first is the default
     tuned: Sequence[str] = ()  #: which of the functions above take it
 
     def decompose_(
         self, model: nn.Module, batches: Sequence[Batch], layers: Layers, loss: Loss
     ) -> dict[str, Float[Tensor, " k"]]:
-        """Replaces the layers in place by their elastic forms; returns the energies of each one's components.
+        """Replaces the layers in place by elastic layers; returns the energies of each layer's components.
 
         Statistics and factors are on the CPU, wherever the model is.
         """
@@ -100,35 +100,35 @@ class RankMethod:
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """A model of one size, and what it stores when it is deployed."""
+    """A model of one size, and the parameters that it stores when deployed."""
 
     model: nn.Module
-    parameters: int  #: of the whole model, tied ones once
+    parameters: int  #: of the whole model; tied ones count once
 
 
-#: (base model, calibration, layers to reduce by name, loss, budget) to a new model; the base stays as it is. None where
-#: no size of the method is within the budget.
+#: Maps (base model, calibration, layers to reduce by name, loss, budget) to a new model; the base model is unchanged.
+#: None if no size of the method is within the budget.
 Make = Callable[[nn.Module, Sequence[Batch], Layers, Loss, float], Made | None]
-#: The same at each layer's rank instead of at one share of all.
+#: The same with a rank for each layer instead of one share for all.
 MakeAt = Callable[[nn.Module, Sequence[Batch], Layers, Loss, Mapping[str, int]], Made]
 
 
 class NotApplicable(FlexrankError):
-    """A method does not know the model's architecture, and has no sizes of it."""
+    """The method does not know the model's architecture, so it has no sizes of it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SizeMethod:
-    """A training-free compression that makes a model of its own for each size: no size is a part of another."""
+    """A training-free compression that makes a separate model for each size: no size is a part of another."""
 
     name: str
     source: str
     make: Make
-    #: (base model, layers) to why the method does not apply; None where it does.
+    #: Maps (base model, layers) to why the method does not apply; None if it does.
     obstacle: Callable[[nn.Module, Layers], str | None]
-    make_at: MakeAt | None = None  #: of a method whose sizes are ranks
+    make_at: MakeAt | None = None  #: for a method whose sizes are ranks
     start: str = ""  #: the rank method whose factors `make_at` starts from
-    trials: Sequence[Settings] = ()  #: as those of a rank method
+    trials: Sequence[Settings] = ()  #: as for a rank method
     tuned: Sequence[str] = ()
 
 
@@ -136,35 +136,35 @@ Method = TypeVar("Method", RankMethod, SizeMethod)
 
 
 def with_settings(method: Method, settings: Settings) -> Method:
-    """The method with these in the place of its defaults."""
+    """Returns the method with these settings in place of its defaults."""
     changed: dict[str, Any] = {name: functools.partial(getattr(method, name), **settings) for name in method.tuned}
     return dataclasses.replace(method, **changed)
 
 
 def parameter_count(model: nn.Module) -> int:
-    """All parameters, tied ones once."""
+    """Returns the number of parameters; tied ones count once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def dense_count(layers: Layers) -> int:
-    """Parameters of these layers' matrices."""
+    """Returns the number of parameters of these layers' matrices."""
     return sum(dense_parameters(matrix_shape(layer)) for layer in layers.values())
 
 
 def parameter_limit(model: nn.Module, layers: Layers, budget: float) -> int:
-    """What a whole model may have at a budget: all but the layers' matrices, and the budget's share of those."""
+    """Returns a whole model's limit at a budget: all outside the layers' matrices, and the budget's share of these."""
     dense = dense_count(layers)
     return parameter_count(model) - dense + int(budget * dense)
 
 
 def split(left: Float[Tensor, "m k"], values: Float[Tensor, " k"], right: Float[Tensor, "k n"]) -> Factors:
-    """The factors of left · diag(values) · right, each with the root of the values; energies are their squares."""
+    """Returns factors of left · diag(values) · right, each with the root of the values, and energies values²."""
     root = values.sqrt()
     return Factors((left * root).T.contiguous(), root[:, None] * right, values**2)
 
 
 def invertible(moment: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
-    """X Xᵀ in float64 with a ridge, by which it is positive definite whatever the data; for zeros the identity.
+    """Returns X Xᵀ in float64 with a ridge that makes it positive definite for any data; the identity if it is zero.
 
     The ridge is `UNSEEN` times the largest eigenvalue: sums of float32 products have errors of about a tenth of that.
     """
@@ -175,9 +175,9 @@ def invertible(moment: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
 
 
 def scaled_svd(weight: Float[Tensor, "m n"], scale: Float[Tensor, " n"]) -> Factors:
-    """W S = P Λ Q for a diagonal S, and W = P Λ · Q S⁻¹: the prefix minimises ‖(W − W_r) S‖ for every r.
+    """Factors W S = P Λ Q for a diagonal S, so that W = P Λ · Q S⁻¹: the prefix minimises ‖(W − W_r) S‖ for every r.
 
-    The scale gets `FLOOR` times its largest value as the least; a scale of zeros is one of ones.
+    The scale is at least `FLOOR` times its largest value; a scale of zeros is replaced by ones.
     """
     largest = scale.max()
     scale = scale.double().clamp(min=float(FLOOR * largest)) if largest > 0 else torch.ones_like(scale).double()

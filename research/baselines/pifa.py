@@ -1,9 +1,9 @@
-"""PIFA's reconstruction M: low-rank factors refitted layer after layer to two flows of data (Zhao et al., ICML 2025).
+"""PIFA's reconstruction M: low-rank factors refitted layer after layer to two data flows (Zhao et al., ICML 2025).
 
-The paper's compact form of a factorisation, the pivoted layer, is `pivoted.PivotedLinear`; what it stores is counted
-here as for every method, r·(m+n−r) parameters of a layer; indices are not counted for any. The method's own ranks are
-uniform; the paper's other densities by layer (OWL), and its densities of attention and feed-forward apart, are left
-out. `make_at` takes any ranks, such as those that flexrank chooses for the factors of SVD-LLM, which PIFA starts from.
+The paper's compact form of a factorisation, the pivoted layer, is `pivoted.PivotedLinear`. As for every method, a layer
+counts r·(m+n−r) stored parameters, and indices are not counted. The method's own ranks are uniform; the paper's
+alternatives, densities by layer (OWL) and separate densities of attention and feed-forward, are left out. `make_at`
+takes any ranks, such as those that flexrank chooses for the factors of SVD-LLM, from which PIFA starts.
 """
 
 import contextlib
@@ -36,20 +36,20 @@ from research.baselines.method import (
 )  # fmt: skip
 from research.baselines.statistics import input_moments
 
-#: The paper's share λ of the dense flow's outputs in the targets; the rest are of the compressed flow's inputs.
+#: The paper's share λ of the dense flow's outputs in the targets; the rest is from the compressed flow's inputs.
 MIX = 0.25
-#: The weight of the old matrix in the fit of V, in the units of X Xᵀ, as the paper's code has it.
+#: The weight of the old matrix in the fit of V, in the units of X Xᵀ, as in the paper's code.
 PRIOR = 1e-3
 
 
 class _Reached(Exception):
-    """Ends a forward whose rest is not needed."""
+    """Ends a forward pass whose rest is not needed."""
 
 
 def make(
     model: nn.Module, batches: Sequence[Batch], layers: Layers, loss: Loss, budget: float, mix: float = MIX
 ) -> Made:
-    """The model at one share of every layer's parameters, filled up to the whole budget."""
+    """Returns the model at the same share of every layer's parameters, filled up to the budget."""
     shapes = {name: matrix_shape(layer) for name, layer in layers.items()}
     return make_at(model, batches, layers, loss, filled_ranks(shapes, dict.fromkeys(shapes, budget), budget), mix)
 
@@ -58,7 +58,7 @@ def make(
 def make_at(
     model: nn.Module, batches: Sequence[Batch], layers: Layers, loss: Loss, ranks: Mapping[str, int], mix: float = MIX
 ) -> Made:
-    """The model with every layer at its rank."""
+    """Returns the model with every layer at its rank."""
     new, moments = copy.deepcopy(model), input_moments(model, batches, layers, loss)
     shapes = {name: matrix_shape(layer) for name, layer in layers.items()}
     batches = [to_device(batch, model_device(model)) for batch in batches]
@@ -76,17 +76,17 @@ def make_at(
 
 
 def mixed(own: Float[Tensor, "n n"], cross: Float[Tensor, "n n"], mix: float = MIX) -> Float[Tensor, "n n"]:
-    """(1 − λ) X Xᵀ + λ X₀ Xᵀ, for which the targets (1 − λ) W X + λ W X₀ have the product W · this with X."""
+    """Returns M = (1 − λ) X Xᵀ + λ X₀ Xᵀ, with which the targets Y = (1 − λ) W X + λ W X₀ have Y Xᵀ = W M."""
     return (1 - mix) * own + mix * cross
 
 
 def refit(
     weight: Float[Tensor, "m n"], v: Float[Tensor, "r n"], target: Float[Tensor, "n n"], own: Float[Tensor, "n n"]
 ) -> tuple[Float[Tensor, "m r"], Float[Tensor, "r n"]]:
-    """U and V for the least ‖Y − U V X‖² with Y Xᵀ = W · target and X Xᵀ = own: U given V, then V given U.
+    """Returns U and V for the least ‖Y − U V X‖² with Y Xᵀ = W · target, X Xᵀ = own: U given V, then V given U.
 
-    U = Y Xᵀ Vᵀ (V X Xᵀ Vᵀ)⁻¹, then V = U⁺ (Y Xᵀ + ρ W) (X Xᵀ + ρ)⁻¹ with ρ = `PRIOR`. For U, X Xᵀ may be singular: it
-    gets a ridge of `UNSEEN` times its largest eigenvalue, towards W like that of V; the paper has none.
+    U = Y Xᵀ Vᵀ (V X Xᵀ Vᵀ)⁻¹, then V = U⁺ (Y Xᵀ + ρ W) (X Xᵀ + ρ)⁻¹ with ρ = `PRIOR`. X Xᵀ may be singular, so for U
+    it gets a ridge of `UNSEEN` times its largest eigenvalue, towards W like that of V; the paper has none.
     """
     ridge = UNSEEN * torch.linalg.eigvalsh(own)[-1] + torch.finfo(torch.float64).tiny
     identity = torch.eye(len(own), dtype=own.dtype, device=own.device)
@@ -97,9 +97,9 @@ def refit(
 
 
 class Flow:
-    """What layers of one model read, in the order in which they run, while those before may change.
+    """The inputs of one model's layers, in the order in which they run, while earlier layers may change.
 
-    Of a stack of blocks only the layer's own block runs, from the hidden states before it, where blocks can run alone.
+    In a stack of blocks only the layer's own block runs, from the hidden states before it, if blocks can run alone.
     """
 
     def __init__(self, model: nn.Module, batches: Sequence[Batch], layers: Sequence[str]):
@@ -111,7 +111,7 @@ class Flow:
             self._names = []
 
     def inputs(self, name: str) -> Iterator[Float[Tensor, "t n"]]:
-        """Of each batch, the rows of real tokens that the layer reads at its first call."""
+        """Yields, for each batch, the rows of real tokens that the layer reads at its first call."""
         block = next((place for place, one in enumerate(self._names) if name.startswith(f"{one}.")), None)
         if block is not None:
             self._go_to(block)
@@ -141,9 +141,9 @@ class Flow:
 
 
 def _products(flows: Sequence[Flow], name: str, size: int) -> tuple[Float[Tensor, "n n"], Float[Tensor, "n n"]]:
-    """X Xᵀ and X₀ Xᵀ over real tokens: X₀ at a layer of the base, X at the same of the model so far.
+    """Returns X Xᵀ and X₀ Xᵀ over real tokens: X₀ at a layer of the base model, X at that layer of the model so far.
 
-    Products of a batch are in float32, as all moments of the calibration are, and summed in float64.
+    Products of a batch are in float32, like all moments of the calibration, and are summed in float64.
     """
     own, cross = (torch.zeros(size, size, dtype=torch.float64) for _ in range(2))
     for base, now in zip(*(flow.inputs(name) for flow in flows), strict=True):

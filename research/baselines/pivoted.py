@@ -1,4 +1,4 @@
-"""Forms of rivals, to compare with; no layers of the library."""
+"""Layers of rivals, for comparison; the library does not use them."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 class PivotedLinear(nn.Module):
     """y[pivots] = z, y[rest] = Û z, with z = Ṽᵀx: aligned to pivot rows (Zhao et al., PIFA, ICML 2025).
 
-    Stores r·(m+n−r) parameters and the rows' places; one gather puts the output in order.
+    Stores r·(m+n−r) parameters and the rows' indices; one gather puts the output in order.
     """
 
-    places: Tensor  #: (m,) where each output is in [z ; Û z]
+    places: Tensor  #: (m,) the index of each output in [z ; Û z]
 
     def __init__(self, inputs: int, rank: int, order: Int[Tensor, " m"], *, dtype: torch.dtype):
         super().__init__()
@@ -28,7 +28,7 @@ class PivotedLinear(nn.Module):
 
 
 def pivoted_order(u: Float[Tensor, "m r"]) -> Int[Tensor, " m"]:
-    """The rows of U, first the r that QR with column pivoting of Uᵀ chooses, then the others, each in their order."""
+    """Returns an order of U's rows: the r chosen by QR of Uᵀ with column pivoting, then the others, each ascending."""
     import scipy.linalg
 
     _, chosen = scipy.linalg.qr(u.T.double().cpu().numpy(), mode="r", pivoting=True)

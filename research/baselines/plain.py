@@ -9,7 +9,7 @@ from research.baselines.statistics import nothing
 
 
 def factors(weight: Float[Tensor, "m n"], _: Tensor) -> Factors:
-    """W = P Λ Q: the prefix minimises ‖W − W_r‖ for every r (Eckart and Young, 1936)."""
+    """Factors W = P Λ Q: the prefix minimises ‖W − W_r‖ for every r (Eckart and Young, 1936)."""
     return split(*linalg.svd(weight, full_matrices=False))
 
 

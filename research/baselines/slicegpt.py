@@ -1,13 +1,13 @@
 """SliceGPT: the residual stream in its first principal components (Ashkboos et al., ICLR 2024).
 
-RMSNorm without weights commutes with rotations, so that the stream may have other coordinates after the embedding, each
-attention and each feed-forward. There it is x Q, Q (d × k) the first k principal components of the signal
-X (t × d) that the sliced model has so far; the residual connections turn by Qᵀ Q', which are parameters too. As in the
-paper's code the last feed-forward writes all d coordinates, so that final norm and head stay as they are. A tied
-embedding stays whole, followed by its Q (d × k): the paper's separate, sliced copy of it stores more.
+RMSNorm without weights commutes with rotations, so the stream can have other coordinates after the embedding, each
+attention and each feed-forward. There it is x Q, where Q (d × k) holds the first k principal components of the signal
+X (t × d) of the model sliced so far; residual connections are multiplied by Qᵀ Q', which counts as parameters. As in
+the paper's code, the last feed-forward writes all d coordinates, so the final norm and the head stay as they are. A
+tied embedding is not sliced but followed by its Q (d × k): the paper's separate, sliced copy of it stores more.
 
-Decoders with RMSNorm alone (`MODELS`). The paper turns LayerNorm into RMSNorm by centring what writes to the stream,
-which is left out; a post-norm encoder such as BERT has no such form.
+Only decoders with RMSNorm are covered (`MODELS`). The paper turns LayerNorm into RMSNorm by centring what writes to the
+stream, which is left out; a post-norm encoder such as BERT has no such form.
 """
 
 import copy
@@ -23,16 +23,16 @@ from flexrank.data.batches import Batch, call_model, eval_mode, model_device, to
 from flexrank.errors import FlexrankError
 from research.baselines.method import Layers, Loss, Made, SizeMethod, parameter_count, parameter_limit
 
-#: Model types of transformers whose blocks are two norms, attention and feed-forward by the names below.
+#: transformers' model types whose blocks are two norms, attention and feed-forward, with the names below.
 MODELS = ("llama", "mistral", "qwen2", "qwen3")
 READERS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")
 WRITERS = "self_attn.o_proj", "mlp.down_proj"
-#: Of one batch: h (b × t × d), the mask of its real tokens, and what else each block is called with.
+#: For one batch: h (b × t × d), the mask of its real tokens, and the other arguments of each block's call.
 Signal = tuple[Float[Tensor, "b t d"], Tensor | None, list[dict[str, Any]]]
 
 
 class SlicedNorm(nn.Module):
-    """x / √(‖x‖² / d + ε), d the width of the stream before slicing; the norm's weights are in what follows it."""
+    """x / √(‖x‖² / d + ε), d the width of the stream before slicing; the next matrices hold the norm's weights."""
 
     def __init__(self, width: int, epsilon: float):
         super().__init__()
@@ -46,7 +46,7 @@ class SlicedNorm(nn.Module):
 class SlicedBlock(nn.Module):
     """y = a S₁ + attention(norm(a)), z = y S₂ + mlp(norm(y)), where a has k coordinates, y k' and z k''.
 
-    It starts as the block itself, with S₁ = S₂ = 1 and the norms' weights in the matrices that follow them.
+    It starts as the original block, with S₁ = S₂ = 1 and the norms' weights merged into the matrices that follow them.
     """
 
     def __init__(self, block: Any):
@@ -64,7 +64,7 @@ class SlicedBlock(nn.Module):
         self.shortcuts = nn.ParameterList(nn.Parameter(identity.clone(), requires_grad=False) for _ in range(2))
 
     def attended(self, hidden: Float[Tensor, "b t k"], **others: Any) -> Float[Tensor, "b t l"]:
-        """What the feed-forward's norm reads."""
+        """Returns what the feed-forward's norm reads."""
         return hidden @ self.shortcuts[0] + self.self_attn(hidden_states=self.norms[0](hidden), **others)[0]
 
     def forward(self, hidden: Float[Tensor, "b t k"], **others: Any) -> Float[Tensor, "b t l"]:  # noqa: D102
@@ -72,13 +72,13 @@ class SlicedBlock(nn.Module):
         return hidden @ self.shortcuts[1] + self.mlp(self.norms[1](hidden))
 
     def read_(self, half: int, turn: Float[Tensor, "d k"]) -> None:
-        """Half 0, attention, or 1, feed-forward, reads k coordinates: W ← W Q, S ← Qᵀ S."""
+        """Makes half 0, attention, or 1, feed-forward, read k coordinates: W ← W Q, S ← Qᵀ S."""
         for name in READERS[half]:
             _set_weight(self, name, _linear(self, name).weight.double() @ turn)
         self._set_shortcut(half, turn.T @ self.shortcuts[half].double())
 
     def write_(self, half: int, turn: Float[Tensor, "d k"]) -> None:
-        """A half writes k coordinates: W ← Qᵀ W, S ← S Q."""
+        """Makes a half write k coordinates: W ← Qᵀ W, S ← S Q."""
         layer = _linear(self, WRITERS[half])
         _set_weight(self, WRITERS[half], turn.T @ layer.weight.double())
         if layer.bias is not None:
@@ -90,7 +90,7 @@ class SlicedBlock(nn.Module):
 
 
 class TurnedEmbedding(nn.Module):
-    """E[ids] Q, where E is tied to the head and stays whole."""
+    """E[ids] Q, where E is tied to the head and not sliced."""
 
     def __init__(self, embedding: Any, turn: Float[Tensor, "d k"]):
         super().__init__()
@@ -102,7 +102,7 @@ class TurnedEmbedding(nn.Module):
 
 
 def obstacle(model: Any, layers: Layers) -> str | None:
-    """Why the model's stream cannot be sliced; None where it can."""
+    """Returns why the model's stream cannot be sliced; None if it can."""
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if kind not in MODELS or not hasattr(model, "lm_head"):
         return f"{kind} is none of the decoders with RMSNorm that are known: {', '.join(MODELS)}"
@@ -113,7 +113,7 @@ def obstacle(model: Any, layers: Layers) -> str | None:
 
 
 def make(model: Any, batches: Sequence[Batch], layers: Layers, _: Loss, budget: float) -> Made | None:
-    """The model at the largest width k that fits, None where none does; at full width it is the base model.
+    """Returns the model at the largest width k that fits, None if none does; at full width it is the base model.
 
     Raises:
         FlexrankError: the model has an `obstacle`.
@@ -130,7 +130,7 @@ def make(model: Any, batches: Sequence[Batch], layers: Layers, _: Loss, budget: 
 
 
 def sliced_parameters(model: Any, k: int) -> int:
-    """What the model stores at a width k: with turns, without its blocks' norms; at full width its own."""
+    """Returns the parameters at width k, with rotations, without the blocks' norms; the model's own at full width."""
     width, blocks = model.config.hidden_size, list(model.model.layers)
     if k == width:
         return parameter_count(model)
@@ -147,7 +147,7 @@ def sliced_parameters(model: Any, k: int) -> int:
 
 @torch.no_grad()
 def sliced(model: Any, batches: Sequence[Batch], k: int) -> Any:
-    """A copy whose stream has k coordinates, with every turn from the sliced model's own signals so far."""
+    """Returns a copy whose stream has k coordinates; rotations come from the signals of the model sliced so far."""
     new, device = copy.deepcopy(model), model_device(model)
     with eval_mode(model):
         signals = [_entering(model, to_device(batch, device)) for batch in batches]
@@ -162,7 +162,7 @@ def sliced(model: Any, batches: Sequence[Batch], k: int) -> Any:
 def _sliced_block(
     block: Any, signals: Sequence[Signal], turn: Float[Tensor, "d k"], k: int, place: int, is_last: bool
 ) -> tuple[SlicedBlock, Float[Tensor, "d k"], list[Signal]]:
-    """The block that reads by `turn`; by which turn it writes, and the signals in d coordinates that it writes so."""
+    """Returns the block that reads by `turn`, the rotation by which it writes, and what it writes, in d coordinates."""
     new = SlicedBlock(block)
     new.read_(0, turn)
     between = [(new.attended(_turned(h, turn), **others[place]), mask, others) for h, mask, others in signals]
@@ -178,7 +178,7 @@ def _sliced_block(
 
 
 def components(signals: Sequence[Signal], k: int) -> Float[Tensor, "d k"]:
-    """The first k eigenvectors of X Xᵀ over real tokens, uncentred, by falling eigenvalues, in float64."""
+    """Returns the first k eigenvectors of X Xᵀ over real tokens, uncentred, by descending eigenvalue, in float64."""
     rows = (hidden.flatten(0, 1) if mask is None else hidden[mask] for hidden, mask, _ in signals)
     moment = sum(one.double().T @ one.double() for one in rows)
     assert isinstance(moment, Tensor)
@@ -190,7 +190,7 @@ def _turned(hidden: Float[Tensor, "b t d"], turn: Float[Tensor, "d k"]) -> Float
 
 
 def _entering(model: Any, batch: Batch) -> Signal:
-    """What the first block reads, and with what each block is called; none of them keeps keys and values."""
+    """Returns the input of the first block and the arguments of each block, with the key-value cache disabled."""
     hidden, calls = list[Tensor](), list[dict[str, Any]]()
 
     def see(_: nn.Module, args: tuple[Tensor, ...], others: Mapping[str, Any]) -> None:
@@ -205,7 +205,7 @@ def _entering(model: Any, batch: Batch) -> Signal:
 
 
 def _embedding(model: Any, turn: Float[Tensor, "d k"]) -> nn.Module:
-    """E Q, in one matrix where no head is tied to E."""
+    """Returns the embedding E Q, as one matrix unless the head is tied to E."""
     embedding = model.model.embed_tokens
     if model.lm_head.weight is embedding.weight:
         return TurnedEmbedding(embedding, turn)
@@ -220,7 +220,7 @@ def _linear(module: nn.Module, name: str) -> nn.Linear:
 
 
 def _set_weight(module: nn.Module, name: str, weight: Float[Tensor, "m n"]) -> None:
-    """A linear layer's, of another shape."""
+    """Replaces a linear layer's weight by one of another shape."""
     layer = _linear(module, name)
     layer.weight = nn.Parameter(weight.to(layer.weight.dtype), layer.weight.requires_grad)
     layer.out_features, layer.in_features = weight.shape

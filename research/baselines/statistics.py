@@ -1,4 +1,4 @@
-"""What rank methods read of the calibration: one tensor for each layer."""
+"""Statistics that rank methods collect from the calibration: one tensor for each layer."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,21 +26,21 @@ from research.baselines.method import Layers, Loss
 
 
 def nothing(_: nn.Module, batches: Sequence[Batch], layers: Layers, loss: Loss) -> dict[str, Tensor]:
-    """An empty tensor for each layer."""
+    """Returns an empty tensor for each layer."""
     return {name: torch.empty(0) for name in layers}
 
 
 def input_moments(
     model: nn.Module, batches: Sequence[Batch], layers: Layers, _: Loss
 ) -> dict[str, Float[Tensor, "n n"]]:
-    """X Xᵀ, summed over real tokens, in float64."""
+    """Returns X Xᵀ of each layer, summed over real tokens, in float64."""
     return {name: one.moment.cpu() for name, one in collect_moments(model, batches, layers, side="input").items()}
 
 
 def mean_magnitudes(
     model: nn.Module, batches: Sequence[Batch], layers: Layers, _: Loss
 ) -> dict[str, Float[Tensor, " n"]]:
-    """Each input's mean absolute value over real tokens, in float64."""
+    """Returns each input's mean absolute value over real tokens, in float64."""
     sums, counts = _zeros(layers), dict.fromkeys(layers, 0)
 
     def see(name: str, inputs: Tensor, _: Tensor) -> None:
@@ -52,7 +52,7 @@ def mean_magnitudes(
 
 
 def output_moments(model: nn.Module, batches: Sequence[Batch], layers: Layers) -> dict[str, Float[Tensor, "m m"]]:
-    """Y Yᵀ with the layer's bias, summed over real tokens, in float64."""
+    """Returns Y Yᵀ of each layer, bias included, summed over real tokens, in float64."""
     sizes = {name: matrix_shape(layer)[0] for name, layer in layers.items()}
     sums = {name: torch.zeros(size, size, dtype=torch.float64) for name, size in sizes.items()}
 
@@ -67,7 +67,7 @@ def output_moments(model: nn.Module, batches: Sequence[Batch], layers: Layers) -
 def _watch(
     model: nn.Module, batches: Sequence[Batch], layers: Layers, see: Callable[[str, Tensor, Tensor], None]
 ) -> None:
-    """Calls `see(name, inputs, outputs)` with the rows of real tokens of each layer's calls, while the model runs."""
+    """Runs the model, and calls `see(name, inputs, outputs)` with the rows of real tokens of each layer's calls."""
     masks = list[Tensor]()
 
     def watched(name: str, inputs: Tensor, outputs: Tensor) -> None:
@@ -87,7 +87,7 @@ def _watch(
 def input_importance(
     model: nn.Module, batches: Sequence[Batch], layers: Layers, loss: Loss
 ) -> dict[str, Float[Tensor, " n"]]:
-    """Each input's Fisher information in float64: mean over samples of Σ_i (∂L/∂W_ij)², L a sample's loss.
+    """Returns each input's Fisher information in float64: the mean over samples of Σ_i (∂L/∂W_ij)², L a sample's loss.
 
     The gradient of one sample is Σ_t g_t x_tᵀ over its tokens, with g at the layer's output and x at its input.
     """
@@ -111,7 +111,7 @@ def input_importance(
 
 
 def _squares(rows: Float[Tensor, "t n"], gradients: Float[Tensor, "t m"], samples: int) -> Float[Tensor, " n"]:
-    """Of each sample's gradient of W the squares, summed over outputs and samples; each has as many rows."""
+    """Returns the squared gradients of W of each sample, summed over outputs and samples of equally many rows."""
     pairs = zip(rows.unflatten(0, (samples, -1)), gradients.unflatten(0, (samples, -1)), strict=True)
     return torch.stack([(g.T @ x).square().sum(0, dtype=torch.float64) for x, g in pairs]).sum(0).cpu()
 
@@ -121,7 +121,7 @@ def _zeros(layers: Layers) -> dict[str, Tensor]:
 
 
 def mean_loss(loss: Loss, batches: Sequence[Batch]) -> Callable[[nn.Module], float]:
-    """evaluate(model) -> the loss of a sample, mean over all batches."""
+    """Returns evaluate(model) -> the loss per sample, averaged over all batches."""
 
     @torch.inference_mode()
     def evaluate(model: nn.Module) -> float:
@@ -136,6 +136,6 @@ def mean_loss(loss: Loss, batches: Sequence[Batch]) -> Callable[[nn.Module], flo
 
 
 def next_token_loss(output: Any, batch: Batch) -> Tensor:
-    """The cross entropy of each real token given those before it, summed: the loss of a causal language model."""
+    """Returns the summed cross entropy of each real token given those before it: a causal language model's loss."""
     logits, targets = next_tokens(output, batch)
     return functional.cross_entropy(logits.float(), targets, reduction="sum")

@@ -1,7 +1,7 @@
-"""SVD-LLM: truncation-aware whitening by Cholesky's decomposition (Wang et al., ICLR 2025).
+"""SVD-LLM: truncation-aware whitening by the Cholesky decomposition (Wang et al., ICLR 2025).
 
-The paper's LoRA, and its update of weights layer by layer, are left out. It says nothing of a singular X Xᵀ, which has
-no Cholesky factor: here it gets a ridge.
+The paper's LoRA, and its update of weights layer by layer, are left out. It does not say what to do with a singular
+X Xᵀ, which has no Cholesky factor: here it gets a ridge.
 """
 
 import torch
@@ -14,7 +14,7 @@ from research.baselines.statistics import input_moments
 
 
 def factors(weight: Float[Tensor, "m n"], moment: Float[Tensor, "n n"]) -> Factors:
-    """With S Sᵀ = X Xᵀ and W S = P Λ Q, W_r = P_r Λ_r · Q_r S⁻¹; its loss ‖W X − W_r X‖² is Σ_{i > r} λ_i²."""
+    """Factors W_r = P_r Λ_r · Q_r S⁻¹ with S Sᵀ = X Xᵀ and W S = P Λ Q; its loss ‖W X − W_r X‖² is Σ_{i > r} λ_i²."""
     root = torch.linalg.cholesky(invertible(moment))
     left, values, right = torch.linalg.svd(weight @ root, full_matrices=False)
     return split(left, values, torch.linalg.solve_triangular(root, right, upper=False, left=False))

@@ -1,13 +1,13 @@
 """SVD-LLM V2: whitening by an SVD, and a compression ratio for each layer (Wang et al., NAACL 2025).
 
-The ratio follows from the least loss that a layer can have at the common one, within layers of one type. As published,
-losses are sums over all calibration tokens, in the units of the activations, and the ratios depend on both: a loss of
-at most 1 has no positive logarithm, and one a little above it asks to remove more than the layer has. The published
-ratios are taken where neither happens in a type. Elsewhere the units are ours: the least loss of the type is e^`OFFSET`
-in them, with a bound on what a layer gives away. The larger the offset, the nearer uniform ranks. Of .5, 1, 2, 4, 8 and
-16 the last is the best on the tuning half of pycode5m: there it has 1.946 and 2.305 nats at .5 and .3, the published
-form 5.78 and 6.05, uniform ranks 1.962 and 2.371. On stories260k the published form is taken everywhere. Some offsets
-are tried for each model. The authors' repository has no code of the ratios to hold them against.
+The ratio follows from the least loss that a layer can have at the common ratio, within layers of one type. As
+published, losses are sums over all calibration tokens, in the units of the activations, and the ratios depend on both:
+a loss of at most 1 has no positive logarithm, and one slightly above 1 asks to remove more than the layer has. The
+published ratios are used for types where neither happens. Elsewhere the units are ours: in them the least loss of the
+type is e^`OFFSET`, and what a layer gives up is bounded. The larger the offset, the closer the ranks are to uniform.
+Of .5, 1, 2, 4, 8 and 16 the last is the best on the tuning half of pycode5m: it has 1.946 and 2.305 nats at .5 and .3,
+the published form 5.78 and 6.05, uniform ranks 1.962 and 2.371. On stories260k the published form is used everywhere.
+Several offsets are tried for each model. The authors' repository has no code of the ratios to check against.
 """
 
 import math
@@ -26,16 +26,16 @@ from flexrank.run.tables import split_block
 from research.baselines.method import Measures, RankMethod, filled_ranks, invertible, split
 from research.baselines.statistics import input_moments
 
-#: The logarithm of the least loss of a type, in units of ours.
+#: The logarithm of the least loss of a type, in our units.
 OFFSET = 16.0
-#: The least loss that counts, over the largest of its type.
+#: The least loss that counts, relative to the largest of its type.
 LEAST = 1e-6
 
 
 def factors(weight: Float[Tensor, "m n"], moment: Float[Tensor, "n n"]) -> Factors:
     """With X Xᵀ = P_X Λ_X² P_Xᵀ and W P_X Λ_X = P Λ Q, W_r = P_r Λ_r · Q_r Λ_X⁻¹ P_Xᵀ (Wang et al., 2025, algorithm 2).
 
-    X Xᵀ has the ridge of SVD-LLM's first version here, so that Λ_X can be divided by.
+    Here X Xᵀ has the same ridge as in SVD-LLM's first version, so that Λ_X is invertible.
     """
     directions, squares, _ = torch.linalg.svd(invertible(moment))
     root = squares.sqrt()
@@ -44,9 +44,9 @@ def factors(weight: Float[Tensor, "m n"], moment: Float[Tensor, "n n"]) -> Facto
 
 
 def removed_shares(losses: Mapping[str, float], removed: float) -> dict[str, float]:
-    """The share of parameters to remove from each layer of one type: N · R · (1 / log L) / Σ (1 / log L).
+    """Returns the share of parameters to remove from each layer of one type: N · R · (1 / log L) / Σ (1 / log L).
 
-    The mean over the N layers is R, the common ratio (Wang et al., 2025, algorithm 1). A share can be above 1.
+    The mean over the N layers is R, the common ratio (Wang et al., 2025, algorithm 1). A share can exceed 1.
 
     Raises:
         FlexrankError: a loss is not above 1.
@@ -62,9 +62,9 @@ def removed_shares(losses: Mapping[str, float], removed: float) -> dict[str, flo
 def relative_shares(
     losses: Mapping[str, float], removed: float, most: float, offset: float = OFFSET
 ) -> dict[str, float]:
-    """The published shares of losses in units of e^{-offset} of the least one, each at most `most`; the mean stays R.
+    """Returns the published shares of losses in units of e^{-offset} of the least one, bounded by `most`, with mean R.
 
-    What a share would have above `most`, the others of the type take in proportion to their own.
+    What a share would have above `most`, the other layers of the type take in proportion to their own shares.
     """
     largest = max(losses.values())
     least = max(min(losses.values()), LEAST * largest)
@@ -81,7 +81,7 @@ def relative_shares(
 
 
 def sound_shares(losses: Mapping[str, float], removed: float, most: float, offset: float = OFFSET) -> dict[str, float]:
-    """The published shares where every loss has a positive logarithm and no share is above `most`, else ours."""
+    """Returns the published shares if all losses have positive logarithms and none exceeds `most`, otherwise ours."""
     if min(losses.values()) > 1:
         shares = removed_shares(losses, removed)
         if max(shares.values()) <= most:
@@ -96,12 +96,12 @@ def ranks(
     _: Measures,
     offset: float = OFFSET,
 ) -> list[RankProfile]:
-    """The ranks at each budget."""
+    """Returns the ranks at each budget."""
     return [ranks_at(model, energies, budget, offset) for budget in budgets]
 
 
 def ranks_at(model: nn.Module, energies: Mapping[str, Tensor], budget: float, offset: float = OFFSET) -> RankProfile:
-    """Each layer's share of its own parameters, filled up to the whole budget."""
+    """Returns ranks that give each layer its share of its own parameters, filled up to the budget."""
     shapes, uniform, kept = layer_shapes(model), uniform_profile(model, budget), dict[str, float]()
     types: dict[tuple[str, Shape], dict[str, float]] = {}
     for name, shape in shapes.items():

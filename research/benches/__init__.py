@@ -1,1 +1,1 @@
-"""What the package costs and gives, one module for each bench, as `EXPERIMENT`."""
+"""What the package costs and gives: one module for each bench, with its `EXPERIMENT`."""

@@ -1,7 +1,7 @@
-"""Calibration: the seconds that moments add to a forward, and the memory they take, of blocks of Llama 3.2 1B.
+"""Calibration: the seconds that moments add to a forward pass, and their memory, for blocks of Llama 3.2 1B.
 
-Random weights and tokens: neither time nor bytes depend on values. Moments are timed on what the layers of one block
-read and returned in a real forward; peaks are those of fresh processes.
+Weights and tokens are random: neither time nor bytes depend on values. Moments are timed on what the layers of one
+block read and returned in a real forward pass; peaks are measured in fresh processes.
 """
 
 import ctypes
@@ -25,21 +25,21 @@ from research.experiment import Experiment, Request
 from research.machine import random_llama
 from research.result import Result, goal, measured, spread, table
 
-#: Of Llama 3.2 1B; its vocabulary plays no part, for the head is not run.
+#: Sizes of Llama 3.2 1B, but with a small vocabulary, because the head is not calibrated.
 SIZES = {
     "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8,
     "head_dim": 64, "vocab_size": 256,
 }  # fmt: skip
-#: One batch: sequences, tokens in each. Blocks of the model whose peak is measured, and batches.
+#: One batch: sequences, and tokens in each. Then the blocks of the model whose peak is measured, and its batches.
 SHAPE, MEASURED, BATCHES = (4, 512), 3, 2
 DTYPES = ("float32", "bfloat16")
 REPEATS, SHARE, MEBIBYTE = 3, 0.7, 2**20
-#: Of a model that is calibrated before anything is measured.
+#: Sizes of a model that is calibrated before anything is measured.
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
 
 
 def run(_: Request) -> Result:
-    """Measures the moments' seconds and their peaks."""
+    """Measures the moments' seconds and peak memory."""
     rates = {dtype: measure_moments(dtype) for dtype in DTYPES}
     peaks = {way: in_fresh_process(measure_peak, way) for way in WAYS}
     settings = {"batch": list(SHAPE), "repeats": REPEATS, "blocks measured": MEASURED, "strip": STRIP}
@@ -49,7 +49,7 @@ def run(_: Request) -> Result:
 
 @torch.no_grad()
 def measure_moments(dtype: str) -> dict[str, Any]:
-    """Seconds of one block's moments of one batch, in turn with the product they are held against and the forward."""
+    """Times one block's moments of one batch, in turn with a reference matrix product and the forward pass."""
     model, (batch,) = build_model(SIZES, 1, getattr(torch, dtype)), build_batches(SHAPE, 1)
     layers = select_layers(model, exclude=["lm_head"])
     groups = find_groups(lambda: call_model(model, batch), layers)
@@ -78,25 +78,25 @@ def measure_moments(dtype: str) -> dict[str, Any]:
 def count_operations(
     moments: Moments, layers: Mapping[str, nn.Module], groups: Iterable[list[str]], rows: int, dtype: torch.dtype
 ) -> int:
-    """Operations of one batch's moments, two for a multiply-add: of the upper triangle's strips alone."""
+    """Returns the operations of one batch's moments, two per multiply-add, over the upper triangle's strips only."""
     done = 0
     for group in groups:
         for name in group if moments[group[0]].side == "output" else group[:1]:
             size, (m, n) = len(moments[name].moment), matrix_shape(layers[name])
             done += 2 * rows * sum(min(STRIP, size - start) * (size - start) for start in range(0, size, STRIP))
-            if moments[name].side == "output" and dtype.itemsize < 4:  # the output's product, taken again in float32
+            if moments[name].side == "output" and dtype.itemsize < 4:  # the output's product, recomputed in float32
                 done += 2 * rows * m * n
     return done
 
 
 def measure_peak(way: str) -> dict[str, int]:
-    """Bytes, in the process that calls it: the model's own peak in plain forwards, and how much more `way` takes."""
-    # Memory that was freed and is kept for the next request would count as taken: blocks from a MiB on are mapped each
-    # for itself, and given back when freed (mallopt's M_MMAP_THRESHOLD).
+    """Returns bytes measured in this process: the peak of plain forward passes, and how much more `way` takes."""
+    # Freed memory that is kept for the next request would count as taken. With this threshold blocks from a MiB on are
+    # mapped individually, and given back when freed (mallopt's M_MMAP_THRESHOLD).
     ctypes.CDLL(None).mallopt(-3, MEBIBYTE)
     model, data = build_model(SIZES, MEASURED, torch.float32), build_batches(SHAPE, BATCHES)
     small = build_model({**SIZES, **SMALL}, 2, torch.float32)
-    WAYS[way](small, build_batches((1, 4), 1), select_layers(small))  # so that code is loaded before it counts
+    WAYS[way](small, build_batches((1, 4), 1), select_layers(small))  # loads the code before memory is measured
     layers = select_layers(model, exclude=["lm_head"])
     with torch.no_grad():
         call_model(model, data[0])
@@ -110,11 +110,11 @@ def measure_peak(way: str) -> dict[str, int]:
 
 
 def moment_bytes(moments: Moments) -> int:
-    """Bytes of the moments; one that layers share counts once."""
+    """Returns the bytes of the moments; one that layers share counts once."""
     return sum({id(one.moment): one.moment.nbytes for one in moments.values()}.values())
 
 
-#: What each process does with a model, batches and layers, and the bytes of moments that are in memory at once.
+#: What each process does with a model, batches and layers; returns the bytes of moments in memory at once.
 WAYS: dict[str, Callable[[nn.Module, Any, dict[str, nn.Module]], int]] = {
     "all at once": lambda model, data, layers: moment_bytes(collect_moments(model, data, layers)),
     "by block": lambda model, data, layers: max(map(moment_bytes, moments_by_block(model, data, layers))),
@@ -122,12 +122,12 @@ WAYS: dict[str, Callable[[nn.Module, Any, dict[str, nn.Module]], int]] = {
 
 
 def build_model(sizes: Mapping[str, int], blocks: int, dtype: torch.dtype) -> Any:
-    """A Llama of these sizes with random weights, in eval mode."""
+    """Returns a Llama of these sizes with random weights, in eval mode."""
     return random_llama(num_hidden_layers=blocks, use_cache=False, **sizes).to(dtype)
 
 
 def build_batches(shape: tuple[int, int], count: int) -> list[dict[str, Tensor]]:
-    """Random tokens without padding."""
+    """Returns batches of random tokens without padding."""
     torch.manual_seed(1)
     ones = torch.ones(shape, dtype=torch.long)
     return [{"input_ids": torch.randint(0, SIZES["vocab_size"], shape), "attention_mask": ones} for _ in range(count)]
@@ -158,7 +158,7 @@ def _goals(rates: Mapping[str, Any], peaks: Mapping[str, Any]) -> list[dict[str,
     here = f"{added / MEBIBYTE:.0f} MiB, moments of a block {moments / MEBIBYTE:.0f} MiB"
     why = f"all {MEASURED} blocks at once add {peaks['all at once']['above'] / MEBIBYTE:.0f} MiB"
     what, most = "peak above the model's own forward, calibrating block by block", "at most the moments of one block"
-    holds = added < moments + MEBIBYTE  # a process's own peak is known to about a MiB
+    holds = added < moments + MEBIBYTE  # a process's own peak is accurate to about a MiB
     return [*goals, goal(what, f"{most}, to the MiB", here, holds, why)]
 
 

@@ -1,6 +1,6 @@
-"""Cascades of ResNet-20's sizes on CIFAR-10: the stated loss, what held-out images give, and the operations saved.
+"""Cascades of ResNet-20's sizes on CIFAR-10: the stated loss, the loss on held-out images, and the operations saved.
 
-Both sizes are deployed from one artefact, consolidated for a few steps. Thresholds are calibrated on one half of the
+Both sizes are deployed from one artefact, after a short consolidation. Thresholds are calibrated on one half of the
 test images, without their classes, and measured on the other.
 """
 
@@ -32,9 +32,9 @@ from research.result import Result, goal, measured, table
 from research.studies import cifar
 from research.studies.vision import RESNET_FILE
 
-#: The sizes that answer first; the one that they ask; the stated losses.
+#: The sizes that answer first; the one that they fall back to; the stated losses.
 SMALL, LARGE, LOSSES = (0.7, 0.5, 0.3), 1.0, (0.01, 0.02, 0.05)
-#: Images of the moments, of a step and of the test; steps of consolidation.
+#: Images for the moments, per step and of the test; steps of consolidation.
 CALIBRATION, BATCH, TEST, STEPS = 512, 64, 4000, 150
 
 
@@ -51,7 +51,7 @@ def run(request: Request) -> Result:
 
 
 def measure(network: nn.Module, training: Tensor, images: Tensor, classes: Tensor) -> dict[str, Any]:
-    """A row for each small size and loss: the report on held-out images, and the accuracies."""
+    """Returns a row for each small size and loss: the report on held-out images, and the accuracies."""
     model, chain = consolidated(network, training)
     places = {half: places_of(half, images) for half in ("tuning", "reporting")}
     calibration = list(cifar.scaled_batches(images[places["tuning"]], cifar.RESNET_SCALING))
@@ -69,7 +69,7 @@ def measure(network: nn.Module, training: Tensor, images: Tensor, classes: Tenso
 
 
 def consolidated(network: nn.Module, training: Tensor) -> tuple[nn.Module, ProfileChain]:
-    """The elastic network and its sizes."""
+    """Returns the consolidated elastic network and its sizes."""
     first, rest = training[:CALIBRATION], training[CALIBRATION:]
     batches = list(cifar.scaled_batches(first, cifar.RESNET_SCALING))
     model, objective = copy.deepcopy(network), LogitObjective()
@@ -84,7 +84,10 @@ def consolidated(network: nn.Module, training: Tensor) -> tuple[nn.Module, Profi
 
 
 def _goal(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The promise is of a probability; so beside the shares is how likely such ones are where it is kept."""
+    """Returns the goal that shares stay within the stated loss.
+
+    The promise is a probability, so the goal also says how likely such shares are if it is kept.
+    """
     from scipy.stats import binom
 
     chance = min(

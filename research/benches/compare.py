@@ -1,9 +1,9 @@
-"""Training-free rivals and flexrank's own decompositions: every method by every allocation, at every size.
+"""Training-free rivals and flexrank's own decompositions: every method with every allocation, at every size.
 
-Each method decomposes the same model from the same calibration; sizes are deployed parameters, gauge-aligned for all;
-scores are of held-out samples that neither calibration nor probe has seen. What is finished is not done again. Beside
-them, rivals that make a model of its own for each size: those whose sizes are not ranks in one way alone. Of a rival's
-free constant that setting is compared which is best on the tuning half (`trials`).
+Each method decomposes the same model from the same calibration. Sizes are deployed parameters, gauge-aligned for all;
+scores are on held-out samples that neither calibration nor probe has seen. Finished parts are not repeated. Rivals that
+make a separate model for each size are compared too, those whose sizes are not ranks only as published. For a rival's
+free constant, the setting that is best on the tuning half is compared (`trials`).
 """
 
 import itertools
@@ -33,14 +33,14 @@ from research.benches.trials import best, tried, words
 from research.experiment import Experiment, Ledger, Request
 from research.result import Result, behind, goal, measured, spread, spreads, table
 
-#: By method and allocation, for each seed what `Contestant.sized` or `sized_alone` gives.
+#: By method and allocation, the results of `Contestant.sized` or `sized_alone` for each seed.
 Sized = dict[str, dict[str, list[dict[str, Any]]]]
 COLOURS = dict(zip(METHODS, (*figures.RIVALS, "#8c564b", figures.OURS, "#000000"), strict=True))
 COLOURS |= dict(zip(ALONE, ("#7f3c8d", "#2f4f4f", "#b5a300"), strict=True))
-#: Of `ALONE` in the figure, beside their dashes, so that lines differ by more than colour.
+#: Markers of `ALONE` in the figure; with the dashes they distinguish lines by more than colour.
 MARKERS = dict(zip(ALONE, ("s", "^", "D"), strict=True))
 LINES = {"published": ":", "paper": "--", "joint": "-"}
-#: Which of flexrank's own, with joint ranks, is to be behind no rival with which ranks; "fisher" is the default.
+#: Which of flexrank's own, with joint ranks, should be behind no rival with which ranks; "fisher" is the default.
 CLAIMED = tuple(itertools.product(("datasvd", "fisher"), (ALLOCATIONS[:1], ALLOCATIONS)))
 
 
@@ -59,10 +59,10 @@ def run(request: Request) -> Result:
 
 
 def _measure(contest: Contest, request: Request) -> dict[str, Any]:
-    """What is saved of a model."""
+    """Measures one model, and returns what is saved of it."""
     facts = {"model": contest.name, "half": request.half, "levels": contest.levels, **contest.facts}
     ledger = Ledger(request.work, facts | {"budgets": list(contest.budgets)})
-    # First, by this process: a base model that is yet to be trained is so trained once.
+    # First, in this process, so that a base model that is yet to be trained is trained only once.
     dense, parameters = ledger.take("dense", contest.scored), ledger.take("parameters", contest.parameters)
     trials = tried(request, contest.name, ledger, (*METHODS, *ALONE))
     chosen = {method: best(some) for method, some in trials.items()}
@@ -85,7 +85,7 @@ def _measure(contest: Contest, request: Request) -> dict[str, Any]:
 def _elastic(
     request: Request, name: str, ledger: Ledger, chosen: Mapping[str, Settings]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Of each method with one elastic model what `contestant_unit` gives, by seed."""
+    """Returns the results of `contestant_unit`, by seed, for each method with one elastic model."""
     units = {
         _unit(method, chosen, seed): (request, name, method, chosen.get(method, {}), seed)
         for seed, method in itertools.product(range(request.seeds), METHODS)
@@ -101,7 +101,7 @@ def _alone(
     chosen: Mapping[str, Settings],
     elastic: Mapping[str, Sequence[Mapping[str, Any]]],
 ) -> Sized:
-    """Of methods that make a model for each size what `alone_unit` gives."""
+    """Returns the results of `alone_unit` for methods that make a model for each size."""
     seeds, units = range(request.seeds), {}
     for seed, method in itertools.product(seeds, ALONE):
         start = SIZE_METHODS[method].start
@@ -117,7 +117,7 @@ def _alone(
 
 
 def contestant_unit(request: Request, name: str, method: str, settings: Settings, seed: int) -> dict[str, Any]:
-    """A method's sensitivity table, what it took, and what each allocation gives."""
+    """Returns a method's sensitivity table, its costs, and the sizes of each allocation."""
     contestant = Contestant(named(request, name), method, seed, settings)
     probed = contestant.probed()
     return {**probed, "sized": {one: contestant.sized(one, probed["table"]) for one in ALLOCATIONS}}
@@ -132,7 +132,7 @@ def alone_unit(
     allocation: str,
     table: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """What `sized_alone` gives, or why the method does not apply."""
+    """Returns the result of `sized_alone`, or why the method does not apply."""
     contest = named(request, name)
     if reason := obstacle(contest, method):
         return {"obstacle": reason}
@@ -145,7 +145,7 @@ def _unit(method: str, chosen: Mapping[str, Settings], seed: int, allocation: st
 
 
 def _table(name: str, one: Mapping[str, Any], measure: str, places: int) -> dict[str, Any]:
-    """A row for each method and allocation: whether one artefact has all sizes, the scores of `measure`, its effort."""
+    """Returns a row for each method and allocation: whether sizes are nested, the scores in `measure`, and the cost."""
     parts, budgets = one["parameters"], one["budgets"]
     whole = [(parts["others"] + budget * parts["layers"]) / 1e6 for budget in budgets]
     rows: list[list[Any]] = [["whole model at the budget, M parameters", None, *whole, None, None]]
@@ -161,12 +161,12 @@ def _table(name: str, one: Mapping[str, Any], measure: str, places: int) -> dict
 
 
 def _rows() -> list[tuple[str, str]]:
-    """Every method with each of its allocations."""
+    """Returns every method with each of its allocations."""
     return [(method, allocation) for method in (*METHODS, *ALONE) for allocation in allocations_of(method)]
 
 
 def _cells(one: Mapping[str, Any], method: str, allocation: str, measure: str) -> list[Any]:
-    """Of all seeds whether sizes are nested, the scores by budget, seconds and megabytes."""
+    """Returns, over all seeds, whether sizes are nested, the scores by budget, seconds and megabytes."""
     runs = one["sized"][method][allocation]
     nested = "yes" if all(run["nested"] for run in runs) else "no"
     peak = max(made["peak_bytes"] for made in one["seconds"].get(method, runs)) / 1e6
@@ -174,7 +174,10 @@ def _cells(one: Mapping[str, Any], method: str, allocation: str, measure: str) -
 
 
 def _seconds(one: Mapping[str, Any], method: str, allocation: str) -> list[float]:
-    """By seed; flexrank's ranks take the probe of the method's own factors, or of those that it starts from."""
+    """Returns the seconds of each seed.
+
+    flexrank's ranks include the probe of the method's own factors, or of those that it starts from.
+    """
     runs, made = one["sized"][method][allocation], one["seconds"].get(method)
     taken = [run.get("seconds", 0.0) + run.get("search_seconds", 0.0) for run in runs]
     if made:
@@ -186,7 +189,7 @@ def _seconds(one: Mapping[str, Any], method: str, allocation: str) -> list[float
 
 
 def _notes(one: Mapping[str, Any]) -> str:
-    """Which methods have another setting than the first of their trials, and which do not apply and why."""
+    """Says which methods use another setting than the first of their trials, and which do not apply and why."""
     chosen = {method: (trials[0]["settings"], best(trials)) for method, trials in one["trials"].items()}
     notes = [
         f"{method} has {words(new)}, the best of its trials" for method, (old, new) in chosen.items() if old != new
@@ -200,7 +203,7 @@ def _scores(measure: str, runs: Sequence[Mapping[str, Any]]) -> list[dict[str, f
 
 
 def _claim(name: str, one: Mapping[str, Any], own: str, allocations: Sequence[str]) -> dict[str, Any]:
-    """Whether one of ours with joint ranks is as good as each rival, to the digits shown and on average over seeds."""
+    """Claims that ours with joint ranks is as good as each rival, to the digits shown and on average over seeds."""
     lost, sized = [], one["sized"]
     rivals = [method for method in (*METHODS, *ALONE) if method not in OURS and method in sized]
     for place, budget in enumerate(one["budgets"]):
@@ -217,7 +220,7 @@ def _claim(name: str, one: Mapping[str, Any], own: str, allocations: Sequence[st
 
 
 def _error(one: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], place: int) -> float:
-    """The measure at a budget, over seeds, with the sign by which lower is better; infinite where no seed has any."""
+    """Returns the measure at a budget, over seeds, signed so that lower is better; infinite if no seed has it."""
     rows = [row for run in runs if (row := run["rows"][place])]
     if not rows:
         return math.inf
@@ -226,7 +229,7 @@ def _error(one: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], place: int
 
 
 def draw(data: Mapping[str, Any]) -> Any:
-    """Distance from the base model's quality over size: a panel for each model, a line for each method and ranks."""
+    """Draws the distance from the base model's quality over size: a panel per model, a line per method and ranks."""
     figure, all_axes = figures.panels(len(data), (1.6 + 4.6 * len(data), 4.6))
     for axes, (name, one) in zip(all_axes, data.items(), strict=True):
         base = one["dense"][one["measure"]]
@@ -248,7 +251,7 @@ def draw(data: Mapping[str, Any]) -> Any:
 def _draw_line(
     axes: Any, method: str, allocation: str, runs: Sequence[Sequence[Mapping[str, Any]]], base: float, measure: str
 ) -> None:
-    """One method's distances over its shares, by seed; those that make models alone are thin, and have a marker."""
+    """Draws one method's distances over its shares, by seed; methods that make models alone have thin, marked lines."""
     shares = [statistics.fmean(row["share"] for row in rows) for rows in zip(*runs, strict=True)]
     lines = [[figures.shown_distance(measure, row["scores"][measure], base) for row in rows] for rows in runs]
     style: dict[str, Any] = {"linestyle": LINES[allocation], "markersize": 2.5, "linewidth": 1.2}

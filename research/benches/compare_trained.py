@@ -1,11 +1,10 @@
-"""Rivals that train, beside flexrank: every method learns from the same texts, as many of them, and is scored alike.
+"""Trained rivals beside flexrank: every method learns from the same texts, as many of them, and is scored alike.
 
-Each part, a method with its rate and a seed, runs in a process of its own, whose seconds and peak of memory are shown
-with its quality. Seconds are those that its threads computed, which other work on the machine hardly changes. Rates are
-tried on the tuning half, four for each method, and up to two more where the best is the least or the largest; the
-reporting half is scored with the one whose distance from the base model is least, as a geometric mean over budgets.
-What is finished is not done again. A method that does not know the model's architecture has no row of numbers, and the
-table says why.
+Each part, a method with its rate and a seed, runs in its own process, whose seconds and peak memory are shown with its
+quality. Seconds are CPU time of the process, which other work on the machine hardly changes. Rates are tried on the
+tuning half, four for each method, and up to two more if the best is the smallest or the largest; the reporting half is
+scored with the rate whose distance from the base model is least, as a geometric mean over budgets. Finished parts are
+not repeated. A method that does not know the model's architecture has no row of numbers, and the table says why.
 """
 
 import itertools
@@ -32,7 +31,7 @@ from research.result import Result, behind, goal, measured, spread, spreads, tab
 COLOURS = dict(zip(TRAINED_METHODS, (figures.OURS, *figures.RIVALS, "#000000"), strict=True))
 #: Ours, and the paper's.
 DECOMPOSITIONS: tuple[Method, ...] = ("fisher", "datasvd")
-#: A trial's steps, over those of what is compared; how often a best rate at an edge of those tried asks for another.
+#: A trial's steps over those of the comparison; how often a best rate at an edge of those tried asks for another.
 TRIAL, WIDENED = 0.5, 2
 TOKENS, TIME, BEST = "equal tokens", "equal training time", "at its best"
 #: What each size is trained with; the last only in the full form.
@@ -45,7 +44,7 @@ Unit = dict[str, Any]
 
 
 def run(request: Request) -> Result:
-    """Runs every model."""
+    """Runs the comparison on every model."""
     data = {course.name: _measure(course, request) for course in courses(request)}
     tables = [
         _table(name, one, panel, measure, digits)
@@ -59,7 +58,7 @@ def run(request: Request) -> Result:
 
 
 def _measure(course: Course, request: Request) -> dict[str, Any]:
-    """The base model's score, the trials with their errors, and by panel and method what each seed gives."""
+    """Returns the base model's score, the trials with their errors, and each seed's results by panel and method."""
     facts = {"model": course.name, "budgets": list(course.budgets), "steps": course.steps, "levels": course.levels}
     facts |= {"usual_rate": course.usual_rate, "decompositions": list(DECOMPOSITIONS), **course.facts}
     ledger, place = Ledger(request.work, facts), (request, course.name)
@@ -84,14 +83,17 @@ def _panels(request: Request) -> list[str]:
 
 
 def _shares_of_time(results: Mapping[str, Sequence[Unit]]) -> dict[str, float]:
-    """By method, flexrank's seconds over its own: the share of the steps that takes as long, if all take the same."""
+    """Returns, by method, flexrank's seconds over its own.
+
+    This is the share of the steps that takes as long as flexrank, if all steps take the same time.
+    """
     known = {name: units for name, units in results.items() if "seconds" in units[0]}
     seconds = {name: statistics.fmean(unit["seconds"] for unit in units) for name, units in known.items()}
     return {name: round(seconds["flexrank"] / seconds.get(name, seconds["flexrank"]), 2) for name in results}
 
 
 def _tried(course: Course, ledger: Ledger, request: Request, drawn: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """By method its settings, each with its mean distance from the base model on the tuning half."""
+    """Returns each method's settings, with their mean distances from the base model on the tuning half."""
     base = ledger.take("base, tuning half", _base, course, "tuning")[course.measure]
     wanted = {name: list(method.trials) for name, method in TRAINED_METHODS.items()}
     tried: dict[str, list[Any]] = {name: [] for name in TRAINED_METHODS}
@@ -118,7 +120,7 @@ def _rate(settings: Settings) -> float:
 
 
 def _next_trials(tried: Sequence[Mapping[str, Any]]) -> list[Settings]:
-    """The rate beyond the best one where that is the least or the largest; none of a method without sizes."""
+    """Returns the rate beyond the best one if that is at an edge; none for a method without sizes."""
     best = best_of(tried)
     if all(one["error"] is None for one in tried):
         return []
@@ -136,10 +138,10 @@ def _trained(
     panel: str,
     shares: Mapping[str, float],
 ) -> dict[str, list[Unit]]:
-    """By method what each seed gives, with its share of the steps; what is as at equal tokens is not done again."""
+    """Returns each seed's results by method, at its share of the steps; what equals equal tokens is not repeated."""
 
     def unit(name: str, seed: int) -> str:
-        if panel == TIME and shares[name] != 1.0:  # which other seeds' seconds may change
+        if panel == TIME and shares[name] != 1.0:  # the share may change with other seeds' seconds
             return f"{name}, {panel}, {shares[name]:g} of the steps, seed {seed}"
         return f"{name}, {BEST if panel == BEST and not TRAINED_METHODS[name].is_one_artefact else TOKENS}, seed {seed}"
 
@@ -163,7 +165,7 @@ def _named(request: Request, name: str) -> Course:
 
 
 def table_unit(request: Request, name: str, seed: int) -> dict[str, Any]:
-    """The sensitivity tables that ranks are chosen from, and their seconds, by decomposition."""
+    """Returns the sensitivity tables that ranks are chosen from, and their seconds, by decomposition."""
     course, tables, seconds = _named(request, name), {}, {}
     for method in DECOMPOSITIONS:
         start = time.process_time()
@@ -183,9 +185,9 @@ def method_unit(
     alone: bool,
     drawn: Mapping[str, Any],
 ) -> Unit:
-    """A method's rows by budget, its seconds without the probe's, and the most memory that its process held.
+    """Returns a method's rows by budget, its seconds without the probe's, and the peak memory of its process.
 
-    Where it does not apply to the model, why not, and no rows.
+    If it does not apply to the model, the rows are None, and the result says why.
     """
     course = _named(request, name)
     subject, batches = course.taught(seed, half)
@@ -228,7 +230,7 @@ def _table(name: str, one: Mapping[str, Any], panel: str, measure: str, places: 
 
 
 def _cells(measure: str, runs: Sequence[Unit]) -> list[Any]:
-    """The scores by budget, seconds and megabytes; none where the method does not apply."""
+    """Returns the scores by budget, seconds and megabytes; None if the method does not apply."""
     scores = spreads([row and row["scores"][measure] for row in unit["rows"]] for unit in runs)
     if "obstacle" in runs[0]:
         return [*scores, None, None]
@@ -236,13 +238,13 @@ def _cells(measure: str, runs: Sequence[Unit]) -> list[Any]:
 
 
 def _obstacles(one: Mapping[str, Any], panel: str) -> str:
-    """Which methods do not apply, and why, for the table's title."""
+    """Says which methods do not apply, and why, for the table's title."""
     reasons = {name: runs[0]["obstacle"] for name, runs in one["panels"][panel].items() if "obstacle" in runs[0]}
     return "".join(f"; {name} does not apply ({reason})" for name, reason in reasons.items())
 
 
 def _claims(name: str, one: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Whether flexrank is first among one-artefact methods from .8 down, and behind none that trains sizes alone."""
+    """Claims that flexrank is first among one-artefact methods from .8 down, and behind none training sizes alone."""
     wanted = {
         "behind no other method of one artefact, from .8 down": (True, 0.8),
         "behind no method that trains each size by itself": (False, 1.0),
@@ -258,14 +260,14 @@ def _claims(name: str, one: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _rivals(one: Mapping[str, Any], is_one: bool) -> list[str]:
-    """The methods of this kind that apply to the model, without flexrank."""
+    """Returns the methods of this kind that apply to the model, except flexrank."""
     results = one["panels"][TOKENS]
     own = [name for name, method in TRAINED_METHODS.items() if method.is_one_artefact == is_one and name != "flexrank"]
     return [name for name in own if "obstacle" not in results[name][0]]
 
 
 def _lost(one: Mapping[str, Any], rivals: Sequence[str], largest: float) -> Iterator[tuple[float, str, float]]:
-    """The budgets at which a method is better than flexrank by more than half of the last digit shown: by how much."""
+    """Yields the budgets at which a method beats flexrank by more than half of the last digit shown: by how much."""
     results = one["panels"][TOKENS]
     for place, budget in enumerate(one["budgets"]):
         errors = {name: _error(one, results[name], place) for name in rivals}
@@ -276,13 +278,13 @@ def _lost(one: Mapping[str, Any], rivals: Sequence[str], largest: float) -> Iter
 
 
 def _error(one: Mapping[str, Any], runs: Sequence[Unit], place: int) -> float:
-    """The measure at a budget over seeds, lower being better; infinite where the method has no such size."""
+    """Returns the measure at a budget over seeds, where lower is better; infinite if the method has no such size."""
     rows = [unit["rows"][place] for unit in runs]
     return statistics.fmean(_signed(one["measure"], row["scores"]) if row else math.inf for row in rows)
 
 
 def draw(data: Mapping[str, Any]) -> Any:
-    """Distance from the base model's quality over size: a panel for each model, a line for each method."""
+    """Draws the distance from the base model's quality over size: a panel for each model, a line for each method."""
     figure, all_axes = figures.panels(len(data), (1.6 + 4.6 * len(data), 4.6))
     for axes, (name, one) in zip(all_axes, data.items(), strict=True):
         base = one["base"][one["measure"]]

@@ -1,4 +1,4 @@
-"""The models that training-free methods are compared on, and what each method makes of one."""
+"""The models that training-free methods are compared on, and the sizes that each method makes of one."""
 
 import copy
 import dataclasses
@@ -34,38 +34,38 @@ from research.machine import effort
 from research.studies.language import identity_of
 from research.studies.vision import NETWORKS
 
-#: flexrank's own decompositions that are compared with rivals.
+#: flexrank's own decompositions, which are compared with rivals.
 OURS = ("datasvd", "fisher")
 METHODS = (*RANK_METHODS, *OURS)
-#: Rivals that make a model of its own for each size.
+#: Rivals that make a separate model for each size.
 ALONE = tuple(SIZE_METHODS)
-#: How ranks are chosen: as the method's paper does, or from the method's own sensitivity table by flexrank.
+#: How ranks are chosen: as in the method's paper, or by flexrank from the method's own sensitivity table.
 ALLOCATIONS = ("published", "paper", "joint")
-#: Probed ranks of a layer; searches of a method's own choose among all.
+#: Probed ranks of a layer; a method's own search chooses among all ranks.
 LEVELS = ProbeConfig().levels
 
 
 @dataclasses.dataclass(frozen=True)
 class Contest:
-    """A model, what it is scored by, and the settings that its scores depend on."""
+    """A model, how it is scored, and the settings that its scores depend on."""
 
     name: str
-    measure: str  #: of the subject's scores, the one that tables and figure show
+    measure: str  #: which of the subject's scores tables and figure show
     digits: int
     budgets: Sequence[float]
     levels: int
     facts: Mapping[str, Any]
-    subject: Callable[[int], Subject]  #: of a seed, which draws calibration and probe and nothing else
-    loss: Loss  #: of the task, summed over samples
+    subject: Callable[[int], Subject]  #: by seed, which draws calibration and probe and nothing else
+    loss: Loss  #: the task's loss, summed over samples
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "subject", functools.lru_cache(maxsize=1)(self.subject))
 
     def measures(self, seed: int) -> Measures:
-        """What searches of ranks evaluate by, on the samples of the probe; a task without labels has no loss."""
+        """Returns what rank searches evaluate by, on the probe's samples; without labels the loss is the distance."""
         subject = self.subject(seed)
 
-        @functools.cache  # uniform ranks need none
+        @functools.cache  # built on first use: uniform ranks need none
         def evaluator() -> Evaluate:
             return distillation_evaluator(subject.teacher, subject.probe, subject.objective)
 
@@ -76,12 +76,12 @@ class Contest:
         return Measures(mean_loss(self.loss, subject.probe) if has_labels else distance, distance)
 
     def scored(self) -> dict[str, float]:
-        """The base model's scores."""
+        """Returns the base model's scores."""
         subject = self.subject(0)
         return subject.score(subject.teacher)
 
     def parameters(self) -> dict[str, int]:
-        """The base model's: of the factorised layers' matrices, and of all else."""
+        """Returns the base model's parameters: those of the factorised layers' matrices, and all others."""
         subject = self.subject(0)
         layers = select_layers(subject.teacher, exclude=subject.exclude).values()
         dense = sum(dense_parameters(matrix_shape(layer)) for layer in layers)
@@ -89,7 +89,7 @@ class Contest:
 
 
 def allocations_of(method: str) -> Sequence[str]:
-    """How ranks are chosen for a method: in all ways, or as published where its sizes are not of ranks."""
+    """Returns how ranks are chosen for a method: in all ways, or only as published if its sizes are not ranks."""
     return ALLOCATIONS if method not in SIZE_METHODS or SIZE_METHODS[method].make_at else ALLOCATIONS[:1]
 
 
@@ -106,7 +106,7 @@ class Contestant:
 
     @functools.cached_property
     def _decomposed(self) -> tuple[nn.Module, Mapping[str, Tensor], dict[str, Any]]:
-        """The model, its components' energies where the method has ranks of its own, and what it took to make."""
+        """The model, its components' energies if the method chooses its own ranks, and the effort of making it."""
         subject = self._contest.subject(self._seed)
         with effort() as taken:
             if (rival := self._rival) is None:
@@ -116,7 +116,7 @@ class Contestant:
             return model, rival.decompose_(model, subject.calibration, layers, self._contest.loss), taken
 
     def probed(self) -> dict[str, Any]:
-        """The sensitivity table of the method's own factors; seconds of decomposition and probe, the first's memory."""
+        """Returns the sensitivity table of the method's factors, and what decomposition and probe took."""
         model, _, taken = self._decomposed
         subject, start = self._contest.subject(self._seed), time.perf_counter()
         evaluate = distillation_evaluator(subject.teacher, subject.probe, subject.objective)
@@ -126,8 +126,8 @@ class Contestant:
         return {"table": table.to_json(), "probe_seconds": probe, **own}
 
     def sized(self, allocation: str, table: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The scores and sizes at each budget, whether each is a prefix of the larger ones, the search's seconds."""
-        _ = self._decomposed  # now, for its seconds are `probed`'s
+        """Returns each budget's scores and size, whether sizes are nested, and the search's seconds."""
+        _ = self._decomposed  # now, because `probed` counts its seconds
         start = time.perf_counter()
         profiles = self._profiles(allocation, table)
         seconds = time.perf_counter() - start
@@ -136,7 +136,7 @@ class Contestant:
         return {"rows": rows, "nested": nested, "search_seconds": seconds}
 
     def _profiles(self, allocation: str, table: Mapping[str, Any] | None) -> Sequence[RankProfile | None]:
-        """The ranks at each budget, which fall; the method's own need no table, and may have none that are so small."""
+        """Returns each budget's ranks, largest first; the method's own need no table, and are None if none fit."""
         if table is not None and allocation != "published":
             return profiles_of(allocation, table, self._contest.budgets)
         model, energies, _ = self._decomposed
@@ -144,7 +144,7 @@ class Contestant:
         return own(model, energies, self._contest.budgets, self._contest.measures(self._seed))
 
     def _row(self, profile: RankProfile) -> dict[str, Any]:
-        """What the model has at these ranks, gauge-aligned without slack, and how it scores."""
+        """Returns the model's parameters at these ranks, gauge-aligned without slack, and its scores."""
         model, *_ = self._decomposed
         shapes = layer_shapes(model)
         parameters = profile_parameters(profile, shapes)
@@ -156,13 +156,13 @@ class Contestant:
 
 
 def profiles_of(allocation: str, table: Mapping[str, Any], budgets: Sequence[float]) -> list[RankProfile]:
-    """Flexrank's ranks at each budget, from a sensitivity table as JSON."""
+    """Returns flexrank's ranks at each budget, from a sensitivity table as JSON."""
     chain = chain_of(allocation, SensitivityTable.from_json(table), budgets)
     return [chain.at(budget) for budget in budgets]
 
 
 def obstacle(contest: Contest, method: str) -> str | None:
-    """Why one of `ALONE` does not apply; None where it does."""
+    """Returns why a method of `ALONE` does not apply; None if it does."""
     subject = contest.subject(0)
     return SIZE_METHODS[method].obstacle(subject.teacher, select_layers(subject.teacher, exclude=subject.exclude))
 
@@ -175,9 +175,9 @@ def sized_alone(
     allocation: str = "published",
     table: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """As `Contestant.sized`, of one of `ALONE` that applies, with what all its models took.
+    """Returns the same as `Contestant.sized` for a method of `ALONE` that applies, with what all its models took.
 
-    A row is None where no model of the method is as small. `table` is that of the method it starts from.
+    A row is None if no model of the method is that small. `table` is that of the method it starts from.
     """
     subject, rival, start = contest.subject(seed), with_settings(SIZE_METHODS[method], settings), time.perf_counter()
     make: Callable[..., Made | None] = rival.make
@@ -200,7 +200,7 @@ def sized_alone(
 
 
 def contests(request: Request) -> list[Contest]:
-    """The request's configuration, or the bench's own models, of which it may name one."""
+    """Returns the contest of the request's configuration, or of the bench's own models, of which it may name one."""
     if request.config is not None:
         return [_of_config(request, request.config)]
     own: dict[str, Callable[[Request, str], Contest]] = {
@@ -213,13 +213,13 @@ def contests(request: Request) -> list[Contest]:
 
 
 def named(request: Request, name: str) -> Contest:
-    """The request's contest of this name."""
+    """Returns the request's contest of this name."""
     own = request if request.config else dataclasses.replace(request, model=name)
     return next(contest for contest in contests(own) if contest.name == name)
 
 
 def _of_texts(request: Request, name: str) -> Contest:
-    """A small Llama of the bench of quality; in the quick form on fewer blocks."""
+    """Returns a small Llama of the quality bench, in the quick form on fewer blocks."""
     texts = {one[0]: one for one in language.MODELS}[name]
     few = {"stories260k": (16, 64), "pycode5m": (8, 16), "babyllama": (16, 64)}[name]
     probe, evaluation = (language.PROBE, language.EVALUATION) if request.full else few
@@ -232,7 +232,7 @@ def _of_texts(request: Request, name: str) -> Contest:
 
 
 def _of_sentences(request: Request, name: str) -> Contest:
-    """The sentence encoder of the bench of quality; in the quick form on fewer pairs."""
+    """Returns the sentence encoder of the quality bench, in the quick form on fewer pairs."""
     probe, evaluation = (sts.PROBE, None) if request.full else (48, 192)
 
     def subject(seed: int) -> Subject:
@@ -244,7 +244,7 @@ def _of_sentences(request: Request, name: str) -> Contest:
 
 
 def _of_images(request: Request, name: str) -> Contest:
-    """A network on CIFAR-10; in the quick form on a part of the test images."""
+    """Returns a network on CIFAR-10, in the quick form on a part of the test images."""
     evaluation = None if request.full else 2000
 
     def subject(seed: int) -> Subject:
@@ -256,7 +256,7 @@ def _of_images(request: Request, name: str) -> Contest:
 
 
 def _of_config(request: Request, config: RunConfig) -> Contest:
-    """Any model, in float32: the samples and qualities of a run of this configuration, on the request's half."""
+    """Returns any model, in float32, with the samples and qualities of a run of this config, on the request's half."""
     if request.seeds > 1 and config.data.source != "text":
         raise FlexrankError(f"data.source is {config.data.source!r}; only of 'text' seeds draw another calibration")
     require_comparable(config)
@@ -278,7 +278,7 @@ def _of_config(request: Request, config: RunConfig) -> Contest:
 
 
 def require_comparable(config: RunConfig) -> None:
-    """FlexrankError where a comparison cannot take the configuration as it is."""
+    """Raises FlexrankError if a comparison cannot take the configuration as it is."""
     if config.layers.include is not None:
         raise FlexrankError("layers.include is set; a comparison takes all layers but those of layers.exclude")
     if config.data.half is not None:
@@ -286,6 +286,6 @@ def require_comparable(config: RunConfig) -> None:
 
 
 def half_of(config: RunConfig, half: Half, seed: int) -> RunConfig:
-    """The configuration scored on this half, and with another draw of its samples."""
+    """Returns the configuration scored on this half, with another draw of its samples."""
     data = config.data.model_copy(update={"half": half})
     return config.model_copy(update={"seed": config.seed + seed, "data": data})

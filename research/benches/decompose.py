@@ -1,6 +1,6 @@
-"""Decomposition: DataSVD without whitening against a full SVD of whitened weights, layers of a block of Llama 3.2 1B.
+"""Decomposition: DataSVD without whitening against a full SVD of whitened weights, for a block of Llama 3.2 1B.
 
-Random weights and inputs whose variances fall: the time of a dense factorisation does not depend on values.
+Weights are random, and inputs too, with falling variances: the time of a dense factorisation does not depend on values.
 """
 
 import functools
@@ -18,7 +18,7 @@ from research.experiment import Experiment, Request
 from research.result import Result, goal, measured, table
 
 #: Layers of one shape (m, n) in a block: name, shape, number, and how many inputs they are the first to read. Whitening
-#: solves an eigenproblem for each input; k and v read what q reads, gate and up read one tensor.
+#: solves an eigenproblem for each input; k and v read what q reads, and gate and up read the same tensor.
 KINDS = (
     ("q, o", (2048, 2048), 2, 2),
     ("k, v", (512, 2048), 2, 0),
@@ -36,16 +36,16 @@ def run(_: Request) -> Result:
 
 @torch.no_grad()
 def measure(name: str, shape: tuple[int, int], number: int, inputs: int) -> dict[str, Any]:
-    """Seconds of both ways, in turn, for one layer of a kind.
+    """Times both ways, in turn, on one layer of a kind.
 
-    `medians` are those of ours, of the whitened way, and the layer's share of Σ's eigenproblems.
+    `medians` are the seconds of ours, of the whitened way, and of the layer's share of Σ's eigenproblems.
     """
     (m, n), solved = shape, _solve_seconds(shape[1]) * inputs / number
     torch.manual_seed(0)
     weight = torch.randn(m, n) / n**0.5
     rows = torch.randn(TOKENS, n) * torch.logspace(0, -2, n)[torch.randperm(n)]
     moment = (rows.T @ rows).double()
-    if m < n and m * m * number < n * n and inputs:  # as calibration chooses where a layer reads alone
+    if m < n and m * m * number < n * n and inputs:  # as calibration chooses for a layer that alone reads its input
         outputs = rows @ weight.T
         square = (outputs.T @ outputs).double()
         given: dict[str, Any] = {"output_moment": square, "mean_square": float(moment.trace()) / n}
@@ -57,7 +57,7 @@ def measure(name: str, shape: tuple[int, int], number: int, inputs: int) -> dict
 
 
 def whiten(weight: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
-    """What `whitened_svd` computes once Σ's roots are there, svd(W Σ^{1/2}) and Σ^{-1/2} Q; one root is both here."""
+    """Computes svd(W Σ^{1/2}) and Σ^{-1/2} Q, as `whitened_svd` does from Σ's roots; here one root is both."""
     left, singular, right = torch.linalg.svd(weight.double() @ root, full_matrices=False)
     scale = singular.sqrt()
     return left * scale, root @ (right.T * scale)
@@ -65,7 +65,7 @@ def whiten(weight: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _solve_seconds(size: int) -> float:
-    """Seconds of one eigenproblem of this size and of the two products that give Σ^{1/2} and Σ^{-1/2}."""
+    """Returns the seconds of one eigenproblem of this size and of the two products that give Σ^{1/2} and Σ^{-1/2}."""
     torch.manual_seed(0)
     rows = torch.randn(size, size)
     moment = (rows.T @ rows).double()
@@ -78,7 +78,7 @@ def _solve_seconds(size: int) -> float:
 
 
 def totals(rows: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Seconds of the block, as `medians` are of a layer."""
+    """Returns the seconds of the block, in the order of `medians`."""
     return [sum(row["number"] * row["medians"][way] for row in rows) for way in range(3)]
 
 

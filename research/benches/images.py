@@ -1,4 +1,4 @@
-"""The networks on CIFAR-10 that methods are compared on: ResNet-20, and a vision transformer, trained first."""
+"""The networks on CIFAR-10 that methods are compared on: ResNet-20, and a vision transformer that is trained first."""
 
 import contextlib
 from collections.abc import Sequence
@@ -14,22 +14,22 @@ from research.benches.quality import Subject
 from research.measures import accuracy
 from research.studies.vision import network, read_images, short_attention
 
-#: Images of the moments, of the probe, and of a step of training; levels of the probe.
+#: Images for the moments, for the probe, and per training step; levels of the probe.
 CALIBRATION, PROBE, BATCH, LEVELS = 512, 128, 64, 10
-#: What reads the transformer's patches is a convolution, of which several rivals do not know.
+#: The transformer's patch embedding is a convolution, which several rivals do not support.
 EXCLUDE = {"vit": ("patch_embeddings",), "resnet20": ()}
 
 
 def subject_of(
     name: str, work: Path, half: Half = "reporting", *, seed: int = 0, evaluation: int | None = None, steps: int = 0
 ) -> tuple[Subject, Sequence[Tensor]]:
-    """A network of the study `vision`, scored by its accuracy on test images, and the batches of its training.
+    """Returns a network of the study `vision`, scored by its accuracy on test images, and its training batches.
 
     Args:
         work: its parent holds the trained vision transformer.
         seed: draws the images of calibration, probe and training.
-        evaluation: the first test images of the half, as many as this; None for all.
-        steps: of training; no image is in two of them.
+            evaluation: how many of the half's first test images are scored; None for all.
+            steps: of training; no image is in two of them.
     """
     one, images = network(name, work), read_images()
     rows = places_of(half, images.test)[:evaluation]
@@ -48,7 +48,7 @@ def subject_of(
 
 
 def computing(model: Any, teacher: Any) -> contextlib.AbstractContextManager[Any]:
-    """Inside the block both models compute as they train."""
+    """Inside the `with` block, both models compute as they do in training."""
     stack = contextlib.ExitStack()
     for one in (model, teacher):
         stack.enter_context(short_attention(one))

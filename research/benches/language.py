@@ -21,20 +21,20 @@ from research.experiment import Experiment, Request
 from research.measures import STORY_SEPARATOR, stories
 from research.result import Result, measured
 
-#: Blocks; levels of the probe.
+#: Numbers of blocks, blocks per batch, and levels of the probe.
 CALIBRATION, PROBE, EVALUATION, TRAINING, BATCH, LEVELS = 128, 16, 100, 3000, 8, 6
 
 
-#: A model, its texts as paths under the assets' folder, what separates their documents, and tokens of a block.
+#: A model, its texts as paths in the assets' folder, the separator of their documents, and tokens per block.
 Texts = tuple[str, str, str, str, int]
 STORIES: Texts = "stories260k", "text/tinystories_train_v2.txt", "text/tinystories_val.txt", STORY_SEPARATOR, 256
 PYCODE: Texts = "pycode5m", "pycode5m/train_sample.txt", "pycode5m/val.txt", "\0", 512
-#: A model of characters, for comparisons with rivals alone.
+#: A character-level model, only for comparisons with rivals.
 CHARACTERS: Texts = "babyllama", "text/tinystories_train_v2.txt", "text/tinystories_val.txt", STORY_SEPARATOR, 256
 MODELS = (STORIES, PYCODE, CHARACTERS)
-#: What consolidation follows; the probe's objective is the divergence alone.
+#: The objective of consolidation; the probe's objective is the divergence alone.
 FOLLOWED = LogitObjective(hidden_weight=4.0)
-#: Goals: nats over the base model's, of sizes.
+#: Goals by size: nats above the base model's.
 RISES: dict[str, dict[float, float]] = {"pycode5m": {0.9: 0.0, 0.7: 0.005, 0.5: 0.035, 0.3: 0.165}}
 CONSOLIDATION: dict[str, dict[str, Any]] = {
     "stories260k": {"steps": 1000, "learning_rate": 2e-3, "warmup_steps": 25},
@@ -65,11 +65,12 @@ def _goals(model: str, dense: float) -> dict[float, float]:
 def subject_of(
     texts: Texts, half: Half = "reporting", *, seed: int = 0, probe: int = PROBE, evaluation: int = EVALUATION
 ) -> tuple[Subject, Sequence[Batch]]:
-    """The model, scored on held-out blocks, and the batches of its training.
+    """Returns the model, scored on held-out blocks, and its training batches.
 
     Args:
-        seed: above 0 it draws calibration and probe anew from the training's blocks; 0 takes the first of them.
-        probe: blocks of the probe, and of the evaluation in the next.
+        seed: above 0 it redraws calibration and probe from the training blocks; 0 takes the first of them.
+        probe: number of blocks in the probe.
+        evaluation: number of held-out blocks.
     """
     name, train, held_out_text, separator, length = texts
     assets = assets_directory(name, train, held_out_text)
@@ -95,7 +96,7 @@ def subject_of(
 
 
 def measure(texts: Texts, request: Request) -> dict[str, Any]:
-    """Nats per token of the model, and by method and budget."""
+    """Returns the nats per token of the model, and by method and budget."""
     subject, training = subject_of(texts, request.half)
     settings = CONSOLIDATION[texts[0]]
 

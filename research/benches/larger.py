@@ -1,4 +1,4 @@
-"""A model that is larger than the memory of the process, from its files to an elastic artefact that loads small."""
+"""A model larger than the process's memory, from its files to an elastic artefact that loads small."""
 
 import contextlib
 import functools
@@ -20,7 +20,7 @@ from research.result import Result, goal, measured, table
 
 
 class Form(NamedTuple):
-    """The sizes of a random Llama, and its bytes over those that a process may take beside libraries and texts."""
+    """The sizes of a random Llama, and its bytes over those that a process may take beyond libraries and texts."""
 
     sizes: dict[str, int]
     times: int
@@ -33,21 +33,21 @@ SETTINGS: dict[str, Any] = {
     "probe": {"method": "curvature", "levels": 4}, "decomposition": {"buffer_bytes": 2**24},
     "allocation": {"budgets": [0.8, 0.5, BUDGET]}, "distillation": {"steps": 0}, "layers": {"exclude": ["lm_head"]},
 }  # fmt: skip
-#: Of a model whose run takes no more than libraries and texts do.
+#: A model whose run takes no more memory than libraries and texts do.
 TINY = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-#: Its arguments are the place of an artefact and the budget of a size.
+#: Its arguments are the path of an artefact and the budget of a size.
 LOAD = """
 import sys, torch, flexrank as fr
 model, _ = fr.load_elastic(sys.argv[1], float(sys.argv[2]))
 with torch.no_grad():
     assert model(torch.arange(16).unsqueeze(0)).logits.isfinite().all()
 """
-#: glibc gives large blocks back as they are freed only where this does not grow.
+#: glibc gives large blocks back as they are freed only if this threshold is fixed, so that it does not grow.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(2**20)}
 
 
 def run(request: Request) -> Result:
-    """Runs each command in a memory cgroup of its own; finished ones are kept."""
+    """Runs each command in its own memory cgroup; finished commands are not repeated."""
     form = FULL if request.full else QUICK
     tiny, config = (_config(request.work, name, sizes) for name, sizes in (("tiny", TINY), ("large", form.sizes)))
     place, model = config.parent / "run", config.parent / "model"
@@ -79,10 +79,10 @@ def _shown(
     libraries: int,
     disk: float,
 ) -> tuple[Any, Any, Any]:
-    """Tables, claims and data."""
+    """Returns tables, claims and data."""
     rows = []
     for name, one in done.items():
-        read = octets.get(name)  # of what is loaded the system reads what it needs
+        read = octets.get(name)  # of what is loaded, the system reads only what it needs
         shown = [None] * 3 if read is None else [read / 1e6, read / one["seconds"] / 1e6, read / one["seconds"] / disk]
         rows.append([name, one["seconds"], one["peak"] / 1e6, *shown])
     columns = ["command", "seconds", "own memory, MB", "files read and written, MB", "MB/s", "of the disk's speed"]
@@ -100,7 +100,7 @@ def _bytes_of(path: Path) -> int:
 
 
 def _limited(arguments: Sequence[str], limit: int | None) -> dict[str, float]:
-    """Seconds, and the most anonymous memory, of a Python process that the system ends above the limit."""
+    """Returns the seconds and peak anonymous memory of a Python process, which the system kills above the limit."""
     command, environment = [sys.executable, *arguments], {**os.environ, **ENVIRONMENT}
     start, peak = time.perf_counter(), 0
     with contextlib.nullcontext() if limit is None else memory_group(limit) as group:
@@ -121,7 +121,7 @@ def _limited(arguments: Sequence[str], limit: int | None) -> dict[str, float]:
 
 
 def anonymous_bytes(process: int) -> int:
-    """Bytes of a process's own memory; 0 once it has ended."""
+    """Returns the bytes of a process's own memory; 0 once it has ended."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{process}/status").read_text().splitlines():
             if line.startswith("RssAnon"):
@@ -131,10 +131,10 @@ def anonymous_bytes(process: int) -> int:
 
 @contextlib.contextmanager
 def memory_group(limit: int) -> Iterator[Path]:
-    """A memory cgroup of this many bytes, below this process's own.
+    """Makes a memory cgroup of this many bytes below this process's own, and removes it afterwards.
 
     Raises:
-        FlexrankError: the system has none that this process may write.
+        FlexrankError: this process cannot make one.
     """
     lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     own = {kind: path.lstrip("/") for _, kinds, path in lines for kind in kinds.split(",")}

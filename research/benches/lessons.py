@@ -1,4 +1,4 @@
-"""The models that trained rivals are compared on: what is learned from, and how it is scored."""
+"""The models that trained rivals are compared on: what methods learn from, and how they are scored."""
 
 import contextlib
 import copy
@@ -35,24 +35,24 @@ from research.studies.language import identity_of
 from research.studies.vision import NETWORKS
 
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
-#: Steps of all sizes together, in the quick form and in the full one.
+#: Steps of all sizes together, in the quick and in the full form.
 STEPS = {"stories260k": (320, 1600), "pycode5m": (160, 800), "babyllama": (320, 1600), "all-MiniLM-L6-v2": (160, 800)}
 STEPS |= {"resnet20": (320, 700), "vit": (320, 700)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Course:
-    """A model, its training, and what it is scored by."""
+    """A model, its training, and how it is scored."""
 
     name: str
-    measure: str  #: of the subject's scores, the one that tables and figure show
+    measure: str  #: which of the subject's scores tables and figure show
     digits: int
     budgets: Sequence[float]
     steps: int
     usual_rate: float
     levels: int
     facts: Mapping[str, Any]
-    taught: Callable[[int, Half], tuple[Subject, Sequence[Batch]]]  #: of a seed, and of the half that is scored
+    taught: Callable[[int, Half], tuple[Subject, Sequence[Batch]]]  #: by seed, and by the half that is scored
     followed: FisherObjective
     divergence: Objective
     task: Loss | None
@@ -60,7 +60,7 @@ class Course:
     autocast: str = "auto"
 
     def table(self, seed: int, method: Method) -> dict[str, Any]:
-        """The sensitivity table of a decomposition's components."""
+        """Returns the sensitivity table of a decomposition's components."""
         subject, _ = self.taught(seed, "reporting")
         evaluate = distillation_evaluator(subject.teacher, subject.probe, subject.objective)
         model = subject.decomposed(method)
@@ -69,7 +69,7 @@ class Course:
     def lesson(
         self, subject: Subject, batches: Sequence[Batch], tables: Mapping[str, Any], seed: int, steps: int, alone: int
     ) -> Lesson:
-        """What a method is given; `alone` is the number of steps of a size that is trained by itself."""
+        """Returns what a method is given; `alone` is the number of steps of a size that is trained separately."""
         layers = select_layers(subject.teacher, exclude=subject.exclude)
         errors = {method: SensitivityTable.from_json(one) for method, one in tables.items()}
         decomposed = functools.cache(subject.decomposed)
@@ -85,7 +85,7 @@ class Course:
 
 
 def courses(request: Request) -> list[Course]:
-    """The request's configuration, or the bench's own models, of which it may name one."""
+    """Returns the course of the request's configuration, or of the bench's own models, of which it may name one."""
     if request.config is not None:
         return [_of_config(request.config, request)]
     if request.model is not None and request.model not in STEPS:
@@ -94,7 +94,7 @@ def courses(request: Request) -> list[Course]:
 
 
 def course(name: str, request: Request) -> Course:
-    """One of the bench's own models."""
+    """Returns the course of one of the bench's own models."""
     steps = STEPS[name][request.full]
     if name in NETWORKS:
         return _of_images(name, steps, request)
@@ -146,7 +146,7 @@ def _of_images(name: str, steps: int, request: Request) -> Course:
 
 
 def _of_config(config: RunConfig, request: Request) -> Course:
-    """Any transformer, in float32, whose run trains on samples in memory; settings are tried on their tuning half."""
+    """Returns any transformer, in float32, whose run trains on samples in memory; trials use their tuning half."""
     settings = config.distillation
     require_comparable(config)
 

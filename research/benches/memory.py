@@ -1,4 +1,4 @@
-"""The most memory that each stage of a run holds, beside what its dry run counts."""
+"""The peak memory of each stage of a run, beside what its dry run counts."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -17,18 +17,18 @@ from research.machine import random_llama
 from research.peaks import Stage, peaks_of
 from research.result import Result, goal, measured, table
 
-#: What the dry run counts of a stage, the most of which is the stage's; the share that the two may differ by.
+#: The dry run's counts for a stage, the largest of which is taken; the share by which count and peak may differ.
 COUNTED: dict[Stage, tuple[str, ...]] = {
     "decompose": ("calibration", "decomposition"), "probe": ("probe",), "distill": ("consolidation",),
     "evaluate": ("evaluation",), "deploy": ("deployment",),
 }  # fmt: skip
 MOST = 0.15
-#: Of text: to split a whole corpus into tokens at once takes more memory than these models, and is not counted.
+#: Characters of text: tokenising a whole corpus at once takes more memory than these models, and is not counted.
 CHARACTERS = 60_000
 
 
 class Subject(NamedTuple):
-    """A model; `sizes` are of a random Llama that is made for it, with the tokenizer of pycode5m."""
+    """A model; `sizes` are those of a random Llama that is made for it, with the tokenizer of pycode5m."""
 
     name: str
     settings: dict[str, Any]
@@ -36,7 +36,7 @@ class Subject(NamedTuple):
 
 
 def language(**changes: Any) -> dict[str, Any]:
-    """The settings of a run on Python sources; `changes` are keys of `data`."""
+    """Returns the settings of a run on Python sources; `changes` are keys of `data`."""
     data = {"source": "text", "batch_size": 4, "calibration": 16, "probe": 4, "training": 16, "evaluation": 8}
     data |= {"max_tokens": 128}
     return {"task": "language", "model": str(asset_path("pycode5m")), "data": data | changes}
@@ -54,13 +54,13 @@ SUBJECTS = (
     Subject("all-MiniLM-L6-v2", MINILM),
     Subject("random Llama, 84 M", language(), {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}),
 )
-#: Of the full form; by curvature, for a probe of so many layers takes hours on a CPU.
+#: For the full form; probed by curvature, because a probe of so many layers takes hours on a CPU.
 LARGE = Subject(
     "random Llama, 464 M",
     language() | {"probe": {"method": "curvature", "levels": 5}},
     {"hidden_size": 1280, "intermediate_size": 3456, "num_hidden_layers": 24},
 )
-#: What all runs have in common: outputs are counted in the dtype of the model, and no times are of interest.
+#: Settings of all runs: outputs are counted in the dtype of the model, and times are of no interest.
 COMMON: dict[str, Any] = {
     "device": "cpu", "decomposition": {"buffer_bytes": 2**26}, "probe": {"levels": 5},
     "allocation": {"budgets": [0.8, 0.5, 0.3]},
@@ -70,7 +70,7 @@ COMMON: dict[str, Any] = {
 
 
 def run(request: Request) -> Result:
-    """Measures every stage in a process of its own; finished stages are kept."""
+    """Measures every stage in its own process; finished stages are not repeated."""
     ledger = Ledger(request.work, {"common": COMMON})
     first = write_config(request.work, Subject("pycode5m", language(max_tokens=16)), "first")
     subjects = (*SUBJECTS, LARGE) if request.full else SUBJECTS
@@ -81,7 +81,7 @@ def run(request: Request) -> Result:
             if stage == "probe" and "probe" in subject.settings:
                 continue
             peak = ledger.take(f"{subject.name}, {stage}", functools.partial(_peak, stage, first, path))
-            count = _counted(stage, names, load_config(path))  # once they are allocated, of the run's own ranks
+            count = _counted(stage, names, load_config(path))  # after allocation, of the run's own ranks
             rows.append([f"{subject.name}, {names[-1]}", count / 1e6, peak / 1e6, count / peak])
             worst = max(worst, abs(count / peak - 1))
     tables = [table("megabytes", ["model, stage", "counted", "measured", "counted over measured"], rows, [0, 0, 2])]
@@ -95,7 +95,7 @@ def _peak(stage: Stage, first: Path, path: Path) -> int:
 
 
 def _counted(stage: Stage, names: Sequence[str], config: RunConfig) -> int:
-    """What is counted of that which is measured: blocks that are decomposed, and the base of sizes, are mapped."""
+    """Returns the count of what is measured, without mapped files: blocks being decomposed, and the base of sizes."""
     if stage == "deploy":
         return max(sum(parts.values()) for parts in deployment_bytes(build_architecture(config), config))
     counts = [dry_run(config)["memory"][name] for name in names]
@@ -103,7 +103,7 @@ def _counted(stage: Stage, names: Sequence[str], config: RunConfig) -> int:
 
 
 def write_config(work: Path, subject: Subject, name: str) -> Path:
-    """A configuration file, with the text that it names, and for a random model its files."""
+    """Writes a configuration file, with the text that it names, and for a random model its files."""
     place = work / f"{subject.name.replace(' ', '-').replace(',', '')}-{name}"
     model = subject.settings["model"]
     if subject.sizes is not None:

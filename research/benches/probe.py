@@ -1,7 +1,7 @@
-"""The probe: evaluations per second, against plain evaluations of the elastic model, and what cached prefixes give.
+"""The probe: evaluations per second, against plain evaluations of the elastic model, and the gain of cached prefixes.
 
-Three ways evaluate the same ranks of the same layers: the probe; whole evaluations that keep full layers' matrices as
-the probe does, with the same errors to the bit; and whole evaluations of the elastic model as it is.
+Three ways evaluate the same ranks of the same layers: the probe; complete evaluations that keep full-rank layers'
+matrices as the probe does, with the same errors to the bit; and complete evaluations of the unchanged elastic model.
 """
 
 import copy
@@ -25,10 +25,10 @@ from research.assets import assets_directory
 from research.experiment import EVERY_RANK, Experiment, Request
 from research.result import Result, goal, measured, spread, table
 
-#: Tokens of a block; blocks of one batch; texts of one batch; ranks of a layer, the full one included.
+#: Tokens per block; blocks per batch; texts per batch; ranks of a layer, the full rank included.
 LENGTH, BLOCKS, TEXTS, LEVELS = 256, 4, 16, 10
 REPEATS, FASTER = 2, 1.7
-#: The probe, whole evaluations with full layers' matrices kept, and whole ones of the model as it is.
+#: The probe, complete evaluations with full-rank layers' matrices kept, and those of the unchanged model.
 WAYS = ("probe", "whole, matrices kept", "whole")
 
 
@@ -55,8 +55,8 @@ def _sentences() -> dict[str, Any]:
 def measure(
     name: str, teacher: nn.Module, batches: Sequence[Batch], objective: Objective, exclude: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Seconds of each way, and whether the errors are the same; `exclude` are layers that are not probed."""
-    model = copy.deepcopy(teacher)  # by the weights alone: how good the components are plays no part
+    """Returns the seconds of each way, and whether errors are equal; `exclude` are layers that are not probed."""
+    model = copy.deepcopy(teacher)  # by the weights alone: the quality of the components does not matter
     decompose_(model, list(select_layers(model, exclude=exclude)), method="svd")
     evaluate = distillation_evaluator(teacher, batches, objective)
     tables: dict[str, Any] = {}
@@ -81,7 +81,7 @@ def measure(
 def probe_whole(
     model: nn.Module, evaluate: Callable[[nn.Module], float], probed: Mapping[str, Sequence[int]]
 ) -> dict[str, tuple[float, ...]]:
-    """The plain loop: a whole evaluation for every rank of every layer below the full one, and its rise."""
+    """Runs the plain loop, a complete evaluation for every rank of every layer below full rank; returns the rises."""
     full = full_profile(model)
 
     def error(profile: Mapping[str, int]) -> float:

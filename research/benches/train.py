@@ -1,8 +1,8 @@
 """The consolidation step against the same step of a dense student: time at every budget, and peak memory.
 
-A step is the teacher's target, the student's forward and backward, clipping, and AdamW. The dense student is of the
-teacher's shape, with the same loss and optimiser. Both students' matrices and the tokens are random. Profiles are of
-equal budgets in every layer; embeddings and tied heads are frozen.
+A step is the teacher's target, the student's forward and backward passes, clipping, and AdamW. The dense student has
+the teacher's shape, and the same loss and optimiser. The matrices of both students and the tokens are random. Profiles
+have equal budgets in every layer; embeddings and tied heads are frozen.
 """
 
 import contextlib
@@ -44,10 +44,10 @@ from research.machine import random_llama
 from research.result import Result, goal, measured, table
 
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
-#: Goals, and what the paper pays in time (FlexRank, section 3.4).
+#: Goals, and the paper's cost in time (FlexRank, section 3.4).
 TIME_GOAL, MEMORY_GOAL, PAPER = 1.15, 1.6, 2.0
 REPEATS, DTYPES = 2, ("float32", "bfloat16")
-#: How a step has the teacher's target.
+#: How a step gets the teacher's target.
 WAYS = {"fresh": "the teacher runs in each step", "kept": "its targets are kept from pass to pass"}
 Profile = Mapping[str, int]
 
@@ -83,9 +83,9 @@ def run(_: Request) -> Result:
 
 
 def measure(subject: Subject, dtype: str) -> dict[str, Any]:
-    """Time and memory of both students' steps in one dtype; ratios are the elastic student's over the dense.
+    """Returns the time and memory of both students' steps in one dtype; ratios are elastic over dense.
 
-    Ratios of time are by budget; budget 1 is trained, and timed, by itself.
+    Ratios of time are by budget; budget 1 is trained, and timed, separately.
     """
     teacher = build(subject)
     dense, elastic = (random_copy(teacher, subject.task, is_elastic) for is_elastic in (False, True))
@@ -104,9 +104,9 @@ def measure(subject: Subject, dtype: str) -> dict[str, Any]:
 def time_steps(
     subject: Subject, dtype: str, teacher: nn.Module, dense: nn.Module, elastic: nn.Module, profiles: Sequence[Profile]
 ) -> dict[str, tuple[float, list[float]]]:
-    """By way, seconds of the dense student's step, and over it the time of the elastic one's at each profile.
+    """Returns, by way, the seconds of the dense student's step, and the elastic student's time over it at each profile.
 
-    `fresh` counts the teacher's forward into both steps, `kept` finds its target kept from an earlier pass.
+    `fresh` counts the teacher's forward pass into both steps; `kept` finds the target cached from an earlier pass.
     """
     batch, targets = batch_of(subject), targets_of(teacher, subject, dtype)
 
@@ -130,7 +130,7 @@ def time_steps(
 
 @contextlib.contextmanager
 def stepping(model: nn.Module, teacher: nn.Module, targets: Targets, item: Item) -> Iterator[Callable[[Profile], None]]:
-    """A step of the model on the batch, at a profile; at none, of a dense model."""
+    """Yields a function that takes a step on the batch at a profile; an empty profile is for a dense model."""
     trained = trainable_parameters(
         model, factors_only=any(isinstance(module, NestedLayer) for module in model.modules())
     )
@@ -145,16 +145,16 @@ def stepping(model: nn.Module, teacher: nn.Module, targets: Targets, item: Item)
 
 
 def targets_of(teacher: nn.Module, subject: Subject, dtype: str) -> Targets:
-    """The teacher's targets, kept of numbered batches; float32 is without autocast."""
+    """Returns the teacher's targets, cached for numbered batches; float32 runs without autocast."""
     autocast = None if dtype == "float32" else getattr(torch, dtype)
     return Targets(teacher, objective_for(subject.task, hidden_weight=0.5), autocast, 2**40)
 
 
 def peak_of_step(described: Mapping[str, Any], dtype: str, which: str) -> int:
-    """Bytes that consolidation holds at most, beside what the interpreter and its libraries do; in a fresh process.
+    """Returns the peak bytes of consolidation, beyond those of the interpreter and its libraries; in a fresh process.
 
-    Teacher, student, optimiser's state, gradients, and what a step keeps and works on; the teacher runs in the step.
-    `described` are the subject's fields; the student is `dense`, or elastic: `trained` at `BUDGETS`, `full` at 1 too.
+    These are teacher, student, optimiser state, gradients, and what a step keeps and works on; the teacher runs in it.
+    `described` are the subject's fields; the student is `dense`, or elastic: `trained` at `BUDGETS`, `full` also at 1.
     """
     subject = Subject(**described)
     teacher, batch = build(subject), batch_of(subject)
@@ -171,7 +171,7 @@ def peak_of_step(described: Mapping[str, Any], dtype: str, which: str) -> int:
             stack.enter_context(used_components(model, profiles))
         targets = targets_of(teacher, subject, dtype)
         take = stack.enter_context(stepping(model, teacher, targets, (None, batch)))
-        for _ in range(2):  # the first time makes the optimiser's state; the peak is that of the second
+        for _ in range(2):  # the first creates the optimiser state; the peak is that of the second
             gc.collect()
             forget_peak()
             for profile in profiles:
@@ -180,7 +180,7 @@ def peak_of_step(described: Mapping[str, Any], dtype: str, which: str) -> int:
 
 
 def build(subject: Subject) -> nn.Module:
-    """The teacher, with its weights in memory; a language model returns its hidden states, which are followed."""
+    """Returns the teacher, with its weights in memory; a language model returns hidden states, which the loss uses."""
     if isinstance(source := subject.source, dict):
         model = random_llama(**source)
     else:
@@ -190,7 +190,7 @@ def build(subject: Subject) -> nn.Module:
 
 
 def batch_of(subject: Subject) -> dict[str, Tensor]:
-    """Random tokens, none of them padding."""
+    """Returns random tokens without padding."""
     size = subject.rows, subject.tokens
     limit = subject.source["vocab_size"] if isinstance(subject.source, dict) else 512
     ids = torch.randint(1, limit, size, generator=torch.Generator().manual_seed(0))
@@ -199,10 +199,10 @@ def batch_of(subject: Subject) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def random_copy(teacher: nn.Module, task: str, is_elastic: bool) -> nn.Module:
-    """The teacher with random matrices in place of its layers', or factors of such, of the same mean square.
+    """Returns the teacher with random matrices, or random factors, of the same mean square in its layers.
 
-    Equal weights give gradients of nearly zero, a trained model's give probabilities of nearly zero: both are denormal
-    numbers in places, whose arithmetic is several times slower on a CPU. They would be timed in place of the step.
+    Equal weights give gradients of nearly zero, and a trained model's give probabilities of nearly zero. Both have
+    denormal numbers, whose arithmetic is several times slower on a CPU and would be timed instead of the step.
     """
     model = copy.deepcopy(teacher)
     for name, layer in select_layers(model, exclude=["pooler"] if task == "embedding" else []).items():
@@ -251,7 +251,7 @@ def _name(one: Mapping[str, Any]) -> str:
 
 
 def draw(data: Mapping[str, Any]) -> Any:
-    """Time over the dense student's by budget; a panel for each way of having the teacher's target."""
+    """Draws time over the dense student's by budget; a panel for each way of getting the teacher's target."""
     figure, places = panels(2, (8, 3.4), sharey=True)
     markers = dict(zip(dict.fromkeys(one["subject"] for one in data["rows"]), "osD", strict=False))
     for axes, way in zip(places, WAYS, strict=True):

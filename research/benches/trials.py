@@ -1,4 +1,4 @@
-"""Constants that training-free methods leave free: as many settings of each are tried as trained rivals have.
+"""Constants that training-free methods leave free: each has as many trials as trained rivals have.
 
 A trial has half of the samples of calibration and probe, two budgets, and the method's own ranks. Its error is that of
 trained rivals' trials: the distance from the base model's measure, as a geometric mean over budgets. Samples are of the
@@ -18,13 +18,13 @@ from research.baselines.method import Settings
 from research.benches.contest import Contest, Contestant, named, obstacle, sized_alone
 from research.experiment import Ledger, Request
 
-#: Of a contest's own budgets the nearest to these.
+#: Trials use the contest's budgets that are nearest to these.
 BUDGETS = (0.8, 0.4)
 Trial = dict[str, Any]
 
 
 def tried(request: Request, name: str, ledger: Ledger, methods: Iterable[str]) -> dict[str, list[Trial]]:
-    """By method with a free constant its settings, as its paper has it first, each with its error."""
+    """Returns, for each method with a free constant, its settings, the paper's first, each with its error."""
     tuning = dataclasses.replace(request, half="tuning")
     contest, wanted = named(tuning, name), list(_settings(methods))
     base = ledger.take("dense, tuning half", contest.scored)[contest.measure]
@@ -44,24 +44,24 @@ def _unit(method: str, settings: Settings) -> str:
 
 
 def _settings(methods: Iterable[str]) -> Iterator[tuple[str, Settings]]:
-    """Each method's, one after the other; ours have none, and are as they are by default."""
+    """Yields each method's settings in turn; ours have none, and use their defaults."""
     for name in methods:
         for settings in RIVALS[name].trials if name in RIVALS else ():
             yield name, settings
 
 
 def best(trials: Sequence[Mapping[str, Any]]) -> Settings:
-    """The settings of least error, of equal ones the first."""
+    """Returns the settings of least error, the first of equal ones."""
     return min(trials, key=_error_of)["settings"]
 
 
 def words(settings: Settings) -> str:
-    """As text: `alpha 0.5`."""
+    """Formats settings as text: `alpha 0.5`."""
     return ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in settings.items())
 
 
 def _shortened(contest: Contest) -> Contest:
-    """The contest at the trials' budgets, with the first half of each batch."""
+    """Returns the contest at the trials' budgets, with the first half of each batch."""
     budgets = {min(contest.budgets, key=lambda own: abs(own - wanted)): None for wanted in BUDGETS}
 
     def half(batches: Sequence[Any]) -> list[Any]:
@@ -75,7 +75,7 @@ def _shortened(contest: Contest) -> Contest:
 
 
 def trial_unit(request: Request, name: str, method: str, settings: Settings) -> dict[str, Any]:
-    """What the method gives at the trials' budgets, or why it does not apply."""
+    """Returns the method's sizes at the trials' budgets, or why it does not apply."""
     contest = _shortened(named(request, name))
     if method in RANK_METHODS:
         return Contestant(contest, method, 0, settings).sized("published")
@@ -85,11 +85,11 @@ def trial_unit(request: Request, name: str, method: str, settings: Settings) -> 
 
 
 def mean_distance(base: float, measure: str, rows: Iterable[Mapping[str, Any] | None]) -> float | None:
-    """The mean logarithm of the sizes' distances from the base model's measure; None where there is no size."""
+    """Returns the mean logarithm of the sizes' distances from the base model's measure; None if there is no size."""
     distances = [math.log(max(figures.LEAST, abs(row["scores"][measure] - base))) for row in rows if row]
     return statistics.fmean(distances) if distances else None
 
 
 def _error_of(trial: Mapping[str, Any]) -> float:
-    """A trial's error; infinite where it has none."""
+    """Returns a trial's error; infinite if it has none."""
     return math.inf if trial["error"] is None else trial["error"]

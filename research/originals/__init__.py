@@ -1,11 +1,11 @@
-"""Rivals' own code as oracles: what their authors' functions give for one tiny model, beside what ours do.
+"""Rivals' own code as oracles: what their authors' functions return for one tiny model, beside what ours return.
 
-Nothing of that code is in this repository. The user clones it; `python -m research.originals CLONES` imports functions
+None of that code is in this repository. The user clones it; `python -m research.originals CLONES` imports functions
 from the clones, runs them, and writes docs/baselines.md. Each module here has
 
     compare(clone) -> rows: what was compared, the largest relative difference, its bound, and whether it holds
 
-A row without a bound is shown and has no verdict.
+A row without a bound is shown without a verdict.
 """
 
 from types import ModuleType
@@ -13,7 +13,7 @@ from types import ModuleType
 from research.originals import acip, asvd, lems, pifa, slicegpt, svd_llm
 from research.originals.original import Original
 
-#: Each original's module here, its place on GitHub, and the commit.
+#: For each original: its module here, its repository on GitHub, and the commit.
 PLACES: dict[str, tuple[ModuleType, str, str]] = {
     "asvd": (asvd, "hahnyuan/ASVD4LLM", "863042743edb4c0dcc512a45534dea07df16b140"),
     "svd-llm": (svd_llm, "AIoT-MLSys-Lab/SVD-LLM", "1c1009a99bea54c22c27a4dd5d9fba7116dc456b"),

@@ -1,6 +1,6 @@
 """`python -m research.originals CLONES`: compares the rivals with their authors' code, and writes docs/baselines.md.
 
-CLONES is a directory with a clone of each original at its commit; where one is missing, the error has the command.
+CLONES is a directory with a clone of each original at its commit; if one is missing, the error gives the command.
 """
 
 import importlib.metadata
@@ -46,7 +46,7 @@ def compare(
     clones: Annotated[Path, typer.Argument(help="The directory that holds the clones.")],
     page: Annotated[Path, typer.Option(help="The page to write.")] = PAGE,
 ) -> None:
-    """Compares every original, and writes the page; an error where a bound does not hold."""
+    """Compares every original, and writes the page; fails if a difference is beyond its bound."""
     places = {name: original.clone_in(clones) for name, original in ORIGINALS.items()}
     rows = {name: original.compare(places[name]) for name, original in ORIGINALS.items()}
     write_text(page, text_of(rows))
@@ -57,7 +57,7 @@ def compare(
 
 
 def text_of(rows: Mapping[str, Sequence[Row]]) -> str:
-    """The page."""
+    """Returns the page's text."""
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers"))
     parts = [HEAD, f"Python {platform.python_version()}, {versions}.\n"]
     for name, found in rows.items():

@@ -32,15 +32,15 @@ from research.baselines.trained import acip
 from research.originals.original import RANKS, Row, difference, importing, row, tiny_model
 
 SIZES = (0.9, 0.7, 0.5, 0.3, 0.1)
-#: Where their masks start, ranks of adapters and their learning rate, and steps, after which some values are gone.
+#: Where their masks start; adapters' ranks and learning rate; and steps, after which some values are gone.
 SCALE, ADAPTER, RATE, STEPS = 2e-2, 4, 1e-3, 30
-#: Steps of the training whose rates both have, λ at first, and the learning rate of scores.
+#: Steps of the training whose rates both use, λ at first, and the learning rate of scores.
 COURSE, PENALTY = 100, 1e-3
 SCORES_RATE = acip.TRAVEL / COURSE
 
 
 def compare(clone: Path) -> list[Row]:
-    """Layers, one backward pass, steps of training, the order that a course of scores gives, and its sizes."""
+    """Compares layers, one backward pass, training steps, the order that a course of scores gives, and its sizes."""
     model, layers, batches = tiny_model()
     with importing(clone, _stubs()):
         own = [Pair(model, layers) for _ in range(4)]
@@ -48,29 +48,29 @@ def compare(clone: Path) -> list[Row]:
 
 
 class Labels:
-    """Their objective: the mean loss of the batch's next tokens; the base model is not asked."""
+    """Their objective: the mean loss of the batch's next tokens; the base model is not used."""
 
     def target(self, output: Any, batch: Batch) -> Tensor:
-        """Nothing."""
+        """Returns an empty target."""
         return torch.empty(0)
 
     def loss(self, output: Any, target: Tensor, batch: Batch) -> Tensor:
-        """The mean over the tokens that are predicted."""
+        """Returns the mean over the tokens that are predicted."""
         mask = token_mask(batch)
         assert mask is not None
         return next_token_loss(output, batch) / (mask[:, 1:] & mask[:, :-1]).sum()
 
 
 class Rising(acip.Pressure):
-    """λ grows at every step, for the model is always above a line that wants nothing to be left."""
+    """λ grows at every step, because the model is always above a line that stays at zero."""
 
     def wanted(self, step: float) -> float:
-        """Nothing."""
+        """Returns zero."""
         return 0.0
 
 
 class Pair:
-    """Our model and theirs, with equal adapters, and what trains each."""
+    """Our model and theirs, with equal adapters, and the training objective of each."""
 
     def __init__(self, model: nn.Module, layers: Mapping[str, nn.Linear]):
         lesson: Any = SimpleNamespace(teacher=model, layers=layers, seed=0)
@@ -85,23 +85,23 @@ class Pair:
             self.adapter(name, "A").data.copy_(layer.down)
 
     def their(self, name: str) -> Any:
-        """Their layer, without its adapter; its mask is our score times `SCALE`."""
+        """Returns their layer, without its adapter; its mask is our score times `SCALE`."""
         return self.theirs.model.get_submodule(f"{name}.base_layer.parametrization")
 
     def adapter(self, name: str, side: str) -> nn.Parameter:
-        """A matrix of their adapter: A is our `down`, B our `up`."""
+        """Returns a matrix of their adapter: A is our `down`, B our `up`."""
         return self.theirs.model.get_submodule(f"{name}.lora_{side}.default").weight
 
     @torch.no_grad()
     def set_scores(self, scores: Tensor) -> None:
-        """Gives both these scores, those of all layers in a row."""
+        """Gives both models these scores, those of all layers concatenated."""
         parts = scores.split([len(layer.score) for layer in self.layers.values()])
         for (name, layer), part in zip(self.layers.items(), parts, strict=True):
             layer.score.copy_(part)
             self.their(name).mask.copy_(SCALE * part)
 
     def losses(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Of labels, λ Σ |score| with it."""
+        """Returns both losses on labels, with λ Σ |score| added."""
         ours = self.penalised.loss(self.model(**batch), torch.empty(0), batch)
         return ours, self.combined({**batch, "labels": batch["input_ids"]}, self.theirs)["loss"]
 
@@ -120,7 +120,7 @@ def _layers(pair: Pair) -> list[Row]:
 
 
 def _backward(pair: Pair, batches: Sequence[Any]) -> list[Row]:
-    """Half of the scores are 0, and no adapter is."""
+    """Compares a backward pass in which half of the scores are 0, and no adapter is."""
     _trainable(pair)
     generator = torch.Generator().manual_seed(1)
     scores = torch.rand(_count(pair), generator=generator)
@@ -169,7 +169,7 @@ def _steps(pair: Pair, batches: Sequence[Any]) -> list[Row]:
 
 
 def _sizes(pair: Pair) -> list[Row]:
-    """A course of scores in which one value goes at each step, and the masks that each side's order gives."""
+    """Removes one value at each step of a course of scores, and compares the masks that each side's order gives."""
     process = SimpleNamespace(model=pair.theirs, training_phase="acip")
     updater, generator = _module("training.acip").MaskScoreMapUpdater(), torch.Generator().manual_seed(2)
     going = torch.randperm(_count(pair), generator=generator)[: _count(pair) // 2]
@@ -200,12 +200,12 @@ def _sizes(pair: Pair) -> list[Row]:
 
 
 def _of_two_factors(layer: acip.ScoredLinear, values: int) -> int:
-    """Parameters as they count them."""
+    """Returns the parameters as they count them."""
     return min(math.prod(layer.shape), values * sum(layer.shape))
 
 
 def _their_masks(theirs: Any, size: float) -> tuple[dict[str, Tensor], float]:
-    """With one value less than theirs has at this size, and the share of parameters that theirs has."""
+    """Returns masks with one value less than theirs has at this size, and the share of parameters that theirs has."""
     theirs.prune_model_by_score(size_ratio=size)
     gone = sum(int((mask <= 0).sum()) for mask in theirs.get_target_params().values())
     return theirs._predict_size_ratio_by_score(gone + 1)[1], theirs.get_size_ratio()
@@ -216,7 +216,10 @@ def _count(pair: Pair) -> int:
 
 
 def _differences(pair: Pair, of: Callable[[Any], Any], factor: float) -> tuple[list[float], list[float]]:
-    """Of all scores in a row, for a layer may have none left, theirs times this factor; and of adapters."""
+    """Returns the differences of scores, theirs times this factor, and of adapters.
+
+    Scores are concatenated, because a layer may have none left.
+    """
     scores = [of(layer.score) for layer in pair.layers.values()]
     theirs = [factor * of(pair.their(name).mask) for name in pair.layers]
     adapters = list[float]()
@@ -227,7 +230,7 @@ def _differences(pair: Pair, of: Callable[[Any], Any], factor: float) -> tuple[l
 
 
 def _trainable(pair: Pair) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
-    """Optimisers of scores and adapters, ours and theirs, which have all else frozen."""
+    """Returns the optimisers of scores and adapters, ours and theirs, which freeze everything else."""
     groups = {"target_params": ["mask"], "tuning_params": ["lora_A.default.weight", "lora_B.default.weight"]}
     rates = {"target_params": {"lr": SCORES_RATE * SCALE}, "tuning_params": {"lr": RATE}}
     theirs = _module("training.optimizer").BaseOptimizerFactory(
@@ -241,7 +244,7 @@ def _trainable(pair: Pair) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer
 
 
 def _callbacks(pair: Pair, process: Any) -> list[Any]:
-    """Of λ, which we raise before a step and they after it, and of scores."""
+    """Returns their callbacks: for λ, which we raise before a step and they after it, and for scores."""
     training = _module("training.acip")
     scheduler = training.ACIPScheduler(
         acip_stop_ratio=0.0, reg_scheduler_start_weight=PENALTY * pair.pressure.growth / SCALE,
@@ -256,7 +259,7 @@ def _module(name: str) -> Any:
 
 
 def _theirs(model: nn.Module, names: list[str]) -> Any:
-    """Their model of a copy of this one."""
+    """Returns their model, made of a copy of this one."""
     import peft
     from transformers import GenerationMixin
 
@@ -274,7 +277,7 @@ def _theirs(model: nn.Module, names: list[str]) -> Any:
 
 
 def _stubs() -> dict[str, ModuleType]:
-    """Names that their modules of training import, and do not need for what is run."""
+    """Returns stubs for modules that their training modules import, and do not need for what is run."""
     contents: dict[str, dict[str, Any]] = {
         "wandb": {"run": None},
         "lightning": {},

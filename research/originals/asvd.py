@@ -21,11 +21,11 @@ from research.originals.original import RANKS, Row, difference, importing, produ
 
 
 def compare(clone: Path) -> list[Row]:
-    """Scales, and the layers at several ranks."""
+    """Compares the scales, and the layers at several ranks."""
     model, layers, batches = tiny_model()
     ours = mean_magnitudes(model, batches, layers, next_token_loss)
     with importing(clone), tempfile.TemporaryDirectory() as scratch, contextlib.chdir(scratch):
-        Path("cache").mkdir()  # it keeps there what it has calibrated
+        Path("cache").mkdir()  # it caches there what it has calibrated
         importlib.import_module("act_aware_utils").calib_input_distribution(model, batches, "abs_mean", False)
         linear = importlib.import_module("modules.svd_linear").SVDLinear
         scales: dict[str, Any] = {name: layer.scaling_diag_matrix for name, layer in layers.items()}

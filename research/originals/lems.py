@@ -24,7 +24,7 @@ from research.originals.original import RANKS, Row, difference, importing, produ
 
 
 def compare(clone: Path) -> list[Row]:
-    """Both moments, and the layers at several ranks."""
+    """Compares both moments, and the layers at several ranks."""
     model, layers, batches = tiny_model()
     ours = kfac_svd.moments(model, batches, layers, next_token_loss)
     with importing(clone), _cpu_in_place_of_gpu():

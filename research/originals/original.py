@@ -17,9 +17,9 @@ from flexrank.errors import FlexrankError
 from flexrank.nn.linalg import Factors
 from research.machine import random_llama
 
-#: {"what", "difference", "bound", "holds"}; the last two are None where there is a difference alone.
+#: {"what", "difference", "bound", "holds"}; the last two are None if the difference has no bound.
 Row = dict[str, Any]
-#: Weights of this shape have room for these ranks in every original.
+#: Ranks that weights of the tiny model's shapes have in every original.
 RANKS = (4, 12, 20)
 
 
@@ -30,10 +30,10 @@ class Original:
     url: str
     commit: str
     compare: Callable[[Path], list[Row]]
-    about: str | None  #: of the page: what is imported, what is put in place of what is missing, what does not run
+    about: str | None  #: for the page: what is imported, what stands in for what is missing, and what is not run
 
     def clone_in(self, clones: Path) -> Path:
-        """The clone in this directory.
+        """Returns the clone in this directory.
 
         Raises:
             FlexrankError: it is missing, at another commit, or changed; the message has the commands.
@@ -57,10 +57,10 @@ def _git(clone: Path, *arguments: str) -> str:
 
 @contextlib.contextmanager
 def importing(clone: Path, stubs: Mapping[str, ModuleType] | None = None) -> Iterator[None]:
-    """Inside the block modules of the clone are imported by their own names, with these in place of missing ones.
+    """Inside the `with` block, the clone's modules are imported by their own names, with stubs for missing ones.
 
-    Afterwards none of them is known any more: clones have modules of the same names. What they print goes to standard
-    error.
+    Afterwards all of them are forgotten, because clones have modules of the same names. What they print goes to
+    standard error.
     """
     before = dict(sys.modules)
     sys.modules.update(stubs or {})
@@ -81,10 +81,10 @@ def _is_of(clone: Path, name: str, stubs: Mapping[str, ModuleType]) -> bool:
 
 
 def tiny_model() -> tuple[Any, dict[str, nn.Linear], Sequence[Batch]]:
-    """A random Llama in float32, the layers of its blocks, and six batches of one row of 64 tokens."""
+    """Returns a random Llama in float32, the layers of its blocks, and six batches of one row of 64 tokens."""
     sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "vocab_size": 128}
     model = random_llama(**sizes, num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=True)
-    for parameter in model.parameters():  # else logits are too even for gradients to matter
+    for parameter in model.parameters():  # otherwise logits are too even for gradients to matter
         parameter.data.mul_(3 if parameter.ndim > 1 else 1)
     layers = {name: one for name, one in model.named_modules() if isinstance(one, nn.Linear) and "layers" in name}
     ids = torch.randint(128, (6, 1, 64), generator=torch.Generator().manual_seed(1))
@@ -92,17 +92,17 @@ def tiny_model() -> tuple[Any, dict[str, nn.Linear], Sequence[Batch]]:
 
 
 def product(factors: Factors, rank: int) -> Tensor:
-    """The layer at this rank, (m, n)."""
+    """Returns the layer at this rank, (m, n)."""
     return factors.u[:rank].T @ factors.v[:rank]
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
-    """‖ours − theirs‖ / ‖ours‖."""
+    """Returns ‖ours − theirs‖ / ‖ours‖."""
     ours = ours.detach().double()
     return float((ours - theirs.detach().double()).norm() / ours.norm())
 
 
 def row(what: str, differences: Sequence[float], bound: float | None = None) -> Row:
-    """A row of the largest difference."""
+    """Returns a row of the largest difference."""
     largest = max(differences)
     return {"what": what, "difference": largest, "bound": bound, "holds": None if bound is None else largest <= bound}

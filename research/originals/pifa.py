@@ -29,7 +29,7 @@ RATIOS = (0.6, 0.4)
 
 
 def compare(clone: Path) -> list[Row]:
-    """Layers of the reconstructed model, by ratio, the logits of the last, and pivoted layers."""
+    """Compares layers and logits of the reconstructed models, by ratio, and pivoted layers."""
     model, layers, batches = tiny_model()
     inputs: Any = batches
     parts, logits = list[float](), list[float]()
@@ -55,13 +55,13 @@ def compare(clone: Path) -> list[Row]:
 
 
 def _ranks(layers: Mapping[str, nn.Module], ratio: float) -> dict[str, int]:
-    """Each layer's largest rank within the ratio; what `pifa.make` fills beyond is ours."""
+    """Returns each layer's largest rank within the ratio; filling the rest, as `pifa.make` does, is ours."""
     shapes = {name: matrix_shape(layer) for name, layer in layers.items()}
     return {name: largest_rank(shape, ratio * dense_parameters(shape)) for name, shape in shapes.items()}
 
 
 def _reconstructed(original: Any, model: Any, ratio: float) -> Any:
-    """Their model, U and V of each layer in an `SVDLinear`."""
+    """Returns their model, with U and V of each layer in an `SVDLinear`."""
     new = copy.deepcopy(model).float()
     new.seqlen = original.dataloader[0][0].shape[1]
     arguments = SimpleNamespace(
@@ -74,7 +74,7 @@ def _reconstructed(original: Any, model: Any, ratio: float) -> Any:
 
 
 def _pivoted(kind: Any, layer: nn.Linear, rank: int) -> float:
-    """Between both pivoted forms of one matrix of this rank, as matrices; they store as many parameters."""
+    """Returns the difference of both pivoted forms of one matrix of this rank; they store as many parameters."""
     left, values, right = torch.linalg.svd(layer.weight.detach().double(), full_matrices=False)
     u, v = left[:, :rank] * values[:rank], right[:rank]
     theirs = kind.from_linear((u @ v).float(), None, rank)

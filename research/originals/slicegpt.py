@@ -28,7 +28,7 @@ WIDTHS = (40, 24, 12)
 
 
 def compare(clone: Path) -> list[Row]:
-    """Logits and the stored matrices' lengths by width, and logits of the model that is only turned."""
+    """Compares logits and the stored matrices' norms by width, and logits of the model that is only rotated."""
     model, batches = _model()
     logits, lengths, whole = list[float](), list[float](), list[float]()
     with importing(clone, _stubs(clone)):
@@ -45,7 +45,7 @@ def compare(clone: Path) -> list[Row]:
 
 
 def _model() -> tuple[Any, Sequence[Any]]:
-    """The tiny Llama with a head of its own, centred embeddings, and ε of 1e-5."""
+    """Returns the tiny Llama with an untied head, centred embeddings and ε of 1e-5, and its batches."""
     model, _, batches = tiny_model()
     embedding = model.model.embed_tokens.weight
     model.lm_head.weight = nn.Parameter(embedding.detach().clone())
@@ -59,7 +59,7 @@ def _model() -> tuple[Any, Sequence[Any]]:
 
 
 def _stubs(clone: Path) -> dict[str, ModuleType]:
-    """Their package without its `__init__`, and a namespace in place of `ml_collections`."""
+    """Returns their package without its `__init__`, and a namespace in place of `ml_collections`."""
     package, collections = ModuleType("slicegpt"), ModuleType("ml_collections")
     package.__path__ = [str(clone / "src" / "slicegpt")]
     collections.ConfigDict = SimpleNamespace  # type: ignore[attr-defined]
@@ -67,13 +67,13 @@ def _stubs(clone: Path) -> dict[str, ModuleType]:
 
 
 def _sliced(model: Any, batches: Sequence[Batch], width: int) -> Any:
-    """Their model, whose blocks return tuples."""
+    """Returns their sliced model, whose blocks return tuples."""
     fusion, rotate, scheduler, adapters = (
         importlib.import_module(f"slicegpt.{name}")
         for name in ("layernorm_fusion", "rotate", "slicing_scheduler", "adapters.llama_adapter")
     )
     adapter = adapters.LlamaModelAdapter(copy.deepcopy(model))
-    with _three_values(), warnings.catch_warnings(action="ignore"):  # of names that transformers has renamed
+    with _three_values(), warnings.catch_warnings(action="ignore"):  # about names that transformers has renamed
         fusion.replace_layers(adapter, verbose=False)
         fusion.fuse_modules(adapter)
         rotate.rotate_and_slice(adapter, batches, scheduler.ConstSlicingScheduler(width))
@@ -96,7 +96,7 @@ def _three_values() -> Any:
 
 
 def _lengths(ours: Any, theirs: Any) -> list[float]:
-    """Of every matrix of every block; one side has a last turn of full width more, which leaves lengths as they are."""
+    """Compares norms of all blocks' matrices; one side has a last rotation of full width more, which keeps norms."""
     found = list[float]()
     for own, other in zip(ours.model.layers, theirs.model.layers, strict=True):
         pairs = [(own.shortcuts[0], other.attn_shortcut_Q), (own.shortcuts[1], other.mlp_shortcut_Q)]

@@ -18,7 +18,7 @@ from research.originals.original import RANKS, Row, difference, importing, produ
 
 
 def compare(clone: Path) -> list[Row]:
-    """Whitening matrices, and the layers at several ratios."""
+    """Compares the whitening matrices, and the layers at several ratios."""
     model, layers, batches = tiny_model()
     moments = input_moments(model, batches, layers, next_token_loss)
     factors = {name: svd_llm.factors(one.weight.detach().double(), moments[name]) for name, one in layers.items()}
@@ -31,7 +31,7 @@ def compare(clone: Path) -> list[Row]:
                 roots.append(difference(moments[f"model.layers.{number}.{name}"], root @ root.T))
         for rank in RANKS:
             cut = copy.deepcopy(model)
-            ratio = rank * (48 + 48) / (48 * 48) + 1e-6  # of the square layers; others have the rank that it gives
+            ratio = rank * (48 + 48) / (48 * 48) + 1e-6  # for square layers; others have the rank that it gives
             theirs.whitening("llama", cut, profiles, ratio, "cpu")
             found += _differences(cut, factors)
     return [

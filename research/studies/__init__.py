@@ -1,1 +1,1 @@
-"""The paper's evidence, one module for each figure or table of it, as `EXPERIMENT`; and what these share."""
+"""The paper's evidence: one module for each of its figures or tables, with its `EXPERIMENT`, and what they share."""

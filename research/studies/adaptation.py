@@ -1,4 +1,4 @@
-"""LoRA on deployed submodels, on a second text domain (FlexRank, Table 1), by peft."""
+"""LoRA by peft on deployed submodels, on a second text domain (FlexRank, Table 1)."""
 
 import copy
 import dataclasses
@@ -28,7 +28,7 @@ from research.figures import OURS, draw_bars, panels
 from research.result import Result, between, claim, measured, spread, table
 from research.studies.language import TRAINED, LanguageBench, identity_of, pycode_settings
 
-#: Blocks of the second domain that are held out, and optimiser steps of the adapters.
+#: Held-out blocks of the second domain, and optimiser steps of the adapters.
 HELD_OUT, STEPS, FULL_STEPS = 48, 60, 600
 RANK, ALPHA, LEARNING_RATE = 8, 16, 2e-3
 SECOND_DOMAIN = ("text", "wikitext2_valid.txt")
@@ -36,8 +36,8 @@ BASE = "base"
 
 
 def run(request: Request) -> Result:
-    """Runs the study; a seed draws the adapters' first weights and the order of their batches."""
-    import peft  # noqa: F401  # without it nothing is to be trained in vain
+    """Runs the study; a seed draws the adapters' initial weights and the order of their batches."""
+    import peft  # noqa: F401  # without it the study would train in vain
 
     domain = request.domain or assets_directory(SECOND_DOMAIN[0]).joinpath(*SECOND_DOMAIN)
     texts, bench = read_texts(domain, "\0"), LanguageBench(request)
@@ -61,7 +61,10 @@ def run(request: Request) -> Result:
 
 
 def _domain_blocks(bench: LanguageBench, texts: Sequence[str], name: str) -> tuple[list[Batch], list[Batch]]:
-    """Training batches and held-out ones, the last; half as long as configured, for which a megabyte is enough."""
+    """Returns training batches and held-out ones, which are the last.
+
+    Blocks are half as long as configured, so that a megabyte of text is enough.
+    """
     data = bench.config.data
     batches = token_blocks(bench.space.tokenizer, texts, data.max_tokens // 2, data.batch_size)
     apart = -(-HELD_OUT // data.batch_size)
@@ -72,7 +75,7 @@ def _domain_blocks(bench: LanguageBench, texts: Sequence[str], name: str) -> tup
 
 @dataclasses.dataclass(frozen=True)
 class _Trial:
-    """The base and the submodels, before and after their adapters are trained on the second domain."""
+    """The base model and the submodels, before and after their adapters are trained on the second domain."""
 
     bench: LanguageBench
     ledger: Ledger
@@ -98,7 +101,7 @@ class _Trial:
         return {"nats": nats_per_token(model, self.held_out), "trained": trained}
 
     def submodel(self, budget: float | None) -> nn.Module:
-        """The base, or the deployed submodel of a budget."""
+        """Returns the base model, or the deployed submodel of a budget."""
         space = self.bench.space
         if budget is None:
             return copy.deepcopy(space.base)
@@ -107,12 +110,12 @@ class _Trial:
 
     @functools.cached_property
     def rows(self) -> dict[str, Tensor]:
-        """Inputs of each layer, which slack is chosen on."""
+        """The inputs of each layer, on which slack is chosen."""
         return collect_rows(self.elastic, self.bench.space.samples.calibration, nested_layers(self.elastic))
 
     @functools.cached_property
     def elastic(self) -> nn.Module:
-        """The consolidated model, trained once."""
+        """The consolidated model, which is trained only once."""
         bench, directory = self.bench, self.ledger.directory / "elastic"
         if not directory.is_dir():
             model = bench.trained(bench.profiles[::-1], steps=bench.steps, seed=0, name="training")
@@ -121,11 +124,11 @@ class _Trial:
 
 
 def adapted(model: Any, seed: int) -> Any:
-    """The model, frozen, with LoRA adapters on the linear layers of its blocks, both factors of a factorised one."""
+    """Returns the model, frozen, with LoRA on the linear layers of its blocks, on both factors of a factorised one."""
     import peft
 
     torch.manual_seed(seed)
-    # The head may be factorised in a submodel and is not in the base: both are adapted inside their blocks alone.
+    # A submodel's head may be factorised, and the base model's is not: both are adapted inside their blocks only.
     head = {id(module) for module in model.get_output_embeddings().modules()}
     names = [
         name for name, module in model.named_modules()
@@ -138,7 +141,7 @@ def adapted(model: Any, seed: int) -> Any:
 def train_adapters_(
     model: nn.Module, batches: Sequence[Batch], steps: int, seed: int, autocast: torch.dtype | None
 ) -> None:
-    """Trains what requires gradients on the next token's cross entropy: AdamW, warm-up over a tenth, cosine."""
+    """Trains what requires gradients on next-token cross entropy: AdamW, a tenth of the steps as warm-up, cosine."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, LEARNING_RATE, weight_decay=0.0)
     order = torch.randperm(len(batches), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -177,12 +180,12 @@ def _claims(sizes: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _rises(by_size: Sequence[Sequence[float]]) -> bool:
-    """Whether each size's loss is above the last one's for every seed, whose batches are the same at all sizes."""
+    """Whether each size's loss is above that of the size before for every seed; all sizes see the same batches."""
     return all(small < large for pair in itertools.pairwise(by_size) for small, large in zip(*pair, strict=True))
 
 
 def draw(data: Mapping[str, Any]) -> Any:
-    """Loss on the second domain by size, before and after adaptation; the range over seeds."""
+    """Draws the loss on the second domain by size, before and after adaptation, with its range over seeds."""
     figure, (axes,) = panels(size=(5.6, 3.6))
     sizes = data["sizes"]
     after = [one["after"] for one in sizes.values()]

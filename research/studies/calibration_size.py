@@ -1,4 +1,4 @@
-"""How many samples DataSVD needs (FlexRank, Fig. 6a)."""
+"""How many calibration samples DataSVD needs (FlexRank, Fig. 6a)."""
 
 import copy
 import itertools
@@ -24,10 +24,10 @@ PLATEAU = 128
 
 
 def run(request: Request) -> Result:
-    """Runs the study: uniform ranks, so that the decomposition alone is measured. A seed draws the samples."""
+    """Runs the study at uniform ranks, so that only the decomposition is measured. A seed draws the samples."""
     config, space = checked_config(request), datasvd_space(request)
     batches: Any = space.samples.training
-    if config.data.is_stream:  # which may be of any size
+    if config.data.is_stream:  # it may have any size
         batches = itertools.islice(batches, -(-SIZES[-1] // config.distillation.batch_size))
     pool = torch.cat([batch["input_ids"] for batch in batches])
     sizes = [size for size in SIZES if size <= len(pool)]
@@ -48,7 +48,7 @@ def run(request: Request) -> Result:
 def _one_seed(
     space: Workspace, pool: Tensor, sizes: Sequence[int], budgets: Sequence[float], seed: int
 ) -> list[list[float]]:
-    """Nats per token by size and budget. The samples of a size are the first of those of the next."""
+    """Returns nats per token by size and budget. Each size's samples are the first of the next size's."""
     order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(seed))
     layers = select_layers(space.base, space.config.layers.include, space.config.layers.exclude)
     moments: Moments = {}
@@ -67,7 +67,7 @@ def _one_seed(
 
 
 def _added(one: LayerMoment, other: LayerMoment) -> LayerMoment:
-    """The moment of two sets of samples together."""
+    """Returns the moment of both sets of samples together."""
     squares, tokens = one.mean_square + other.mean_square, one.tokens + other.tokens
     return LayerMoment(one.side, one.moment + other.moment, squares, tokens)
 
@@ -86,7 +86,7 @@ def _claims(sizes: Sequence[int], budgets: Sequence[float], runs: Any) -> list[d
 
 
 def draw(data: Mapping[str, Any]) -> Any:
-    """Nats per token against the number of samples, a line and a band for each budget."""
+    """Draws nats per token against the number of samples, with a line and a band for each budget."""
     figure, (axes,) = panels()
     for place, (budget, colour) in enumerate(zip(data["budgets"], itertools.cycle((OURS, GREEN, OTHER, PINK)))):
         runs = [[by_budget[place] for by_budget in one] for one in data["runs"]]

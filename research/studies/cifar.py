@@ -1,8 +1,8 @@
 """The networks of the study `vision` on CIFAR-10, and its images: ResNet-20, and a vision transformer, trained here.
 
-ResNet-20 is as it is printed (He et al. 2016, section 4.2), with shortcuts of no parameters (option A). The transformer
-has four layers of 128 and two heads, and bfloat16 activations, since reading and writing activations is the greater
-part of a step: 600 images a second on one core.
+ResNet-20 is as published (He et al. 2016, section 4.2), with parameter-free shortcuts (option A). The transformer has
+four layers of width 128 and two heads. Its activations are in bfloat16, because reading and writing them is the greater
+part of a step: 600 images per second on one core.
 """
 
 import dataclasses
@@ -28,19 +28,19 @@ from research.measures import AlteredBatches, accuracy
 
 TRAIN, TEST = "train_jpg.npz", "test_jpg.npz"
 RECORD = "training.json"
-#: Of CIFAR-10's training images, for the transformer; and what ResNet-20's checkpoint in the assets was trained with.
+#: For the transformer, that of CIFAR-10's training images; then the scaling of ResNet-20's checkpoint in the assets.
 SCALING = Scaling((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 RESNET_SCALING = Scaling((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 def read_tensors(path: Path) -> tuple[Tensor, Tensor]:
-    """Images, uint8 (N, C, H, W), and classes (N,) of a file."""
+    """Returns a file's images, uint8 (N, C, H, W), and classes (N,)."""
     images, labels = read_images(path)
     return channels_first(images), torch.from_numpy(labels)
 
 
 def scaled_batches(images: Tensor, scaling: Scaling) -> Iterable[Tensor]:
-    """Images, uint8 (N, C, H, W), in order and as the model reads them, by batches (B, C, H, W)."""
+    """Returns images, uint8 (N, C, H, W), in order and as the model reads them, in batches (B, C, H, W)."""
     return map(scaling, images.split(250))
 
 
@@ -57,13 +57,13 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         hidden = self.bn2(self.conv2(functional.relu(self.bn1(self.conv1(x)))))
-        half = (hidden.shape[1] - x.shape[1]) // 2  # option A: half of the channels of zeros before, half after
+        half = (hidden.shape[1] - x.shape[1]) // 2  # option A: half of the zero channels before, half after
         shortcut = functional.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, half, half))
         return functional.relu(hidden + shortcut)
 
 
 class ResNet20(nn.Module):
-    """Images (N, 3, 32, 32) to logits (N, 10); its tensors have the names of the common PyTorch checkpoints."""
+    """Maps images (N, 3, 32, 32) to logits (N, 10); its tensors are named as in the common PyTorch checkpoints."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class ResNet20(nn.Module):
 
 
 def load_resnet20(path: Path) -> ResNet20:
-    """The network of a safetensors file, in eval mode."""
+    """Returns the network of a safetensors file, in eval mode."""
     with torch.random.fork_rng(devices=[]):
         model = ResNet20()
     model.load_state_dict(safetensors.torch.load_file(path))
@@ -90,7 +90,7 @@ def load_resnet20(path: Path) -> ResNet20:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The transformer and its training: AdamW that decays matrices alone, smoothed labels, a cosine schedule."""
+    """The transformer and its training: AdamW with decay on matrices only, label smoothing, a cosine schedule."""
 
     epochs: int = 16
     batch_size: int = 128
@@ -110,8 +110,8 @@ class Recipe:
 def train_vit(images: Path, output: Path, recipe: Recipe) -> dict[str, Any]:
     """Trains the transformer on train_jpg.npz of `images`, and writes it with its scaling and record to `output`.
 
-    Returns the record, training.json: the recipe, and the accuracy on the test images. Interrupted, the same call goes
-    on to the same bits from a checkpoint beside `output`, written after each epoch.
+    Returns the record, training.json: the recipe, and the accuracy on the test images. After an interruption the same
+    call resumes from a checkpoint beside `output`, written after each epoch, and ends at the same bits.
     """
     pixels, labels = read_tensors(images / TRAIN)
     test_pixels, test_labels = read_tensors(images / TEST)
@@ -131,7 +131,7 @@ def train_vit(images: Path, output: Path, recipe: Recipe) -> dict[str, Any]:
 
 
 def _build_vit(recipe: Recipe, side: int, classes: int) -> Any:
-    """The untrained network for RGB images of this side; the same weights for the same seed."""
+    """Returns the untrained network for RGB images of this side; the same seed gives the same weights."""
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
@@ -156,7 +156,7 @@ def _train(model: nn.Module, batches: AlteredBatches, labels: Tensor, recipe: Re
         pixels: Any = feed.next()[1]
         for group in optimizer.param_groups:
             group["lr"] = scheduled_rate(step, steps, recipe.learning_rate, round(recipe.warmup * steps))
-        # All activations in bfloat16, the residual stream too, of float32 weights: under autocast a step copies more.
+        # All activations, also the residual stream, are bfloat16 and weights float32: autocast copies more in a step.
         rounded = {name: value.to(dtype) for name, value in parameters.items()}
         logits = functional_call(model, rounded, (pixels.to(dtype),)).logits.float()
         loss = functional.cross_entropy(logits, labels[batches.rows(step)], label_smoothing=recipe.label_smoothing)

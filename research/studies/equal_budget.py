@@ -12,7 +12,7 @@ from research.studies.language import LanguageBench, draw_by_budget, stories_set
 
 
 def run(request: Request) -> Result:
-    """Runs the study: the same decomposition, profiles, loss and tokens in all on both sides."""
+    """Runs the study, with the same decomposition, profiles, loss and total tokens on both sides."""
     bench = LanguageBench(request)
     part, elastic = bench.steps // len(bench.budgets), bench.consolidated(request.seeds)
     by_place = [
@@ -33,7 +33,7 @@ def run(request: Request) -> Result:
 
 
 def _single(bench: LanguageBench, place: int, steps: int, seed: int) -> float:
-    """Nats per token at the one budget that a model is trained for."""
+    """Returns nats per token at the one budget that a model is trained for."""
     profile = bench.profiles[place]
     return bench.nats(bench.trained([profile], steps=steps, seed=seed, name=f"training-{place}-{seed}"), profile)
 

@@ -1,8 +1,8 @@
 """The true Pareto front, from submodels trained one by one, against one elastic network (FlexRank, section 3.4).
 
 Each submodel of the grid is trained alone, from random weights and from DataSVD; the elastic network trains one set of
-weights for profiles of that grid. Teacher, loss, optimiser, schedule and the drawing of batches are the same. Where
-training makes a submodel worse than DataSVD has left it, as with the largest, it counts as it was.
+weights for profiles of that grid. Teacher, loss, optimiser, schedule and the sampling of batches are the same. A
+submodel that training makes worse than DataSVD left it, such as the largest, counts as it was before.
 """
 
 import copy
@@ -35,15 +35,15 @@ from research.studies.mnist import StackedNetwork, draw_rows, train_stacked_
 
 BUDGETS = tuple(round(0.1 * step, 1) for step in range(2, 10))  # at 1 both are the network itself
 CALIBRATION, PROBE, IMAGES_A_STEP = 2048, 2000, 64
-#: Of a submodel trained alone, by where it begins: optimiser steps, and a good learning rate of those tried.
+#: For submodels trained alone, by their start: optimiser steps, and a good learning rate among those tried.
 STEPS = {"random": 500, "DataSVD": 400}
 LEARNING_RATES = {"random": 1e-2, "DataSVD": 5e-3, "elastic": 3e-3}
 WARMUP = 20
-#: As many per budget, on average, as a submodel from DataSVD has.
+#: On average as many per budget as a submodel from DataSVD has.
 ELASTIC_STEPS = STEPS["DataSVD"] * len(BUDGETS)
-#: Submodels trained in one batched computation: their activations fit the cache.
+#: Submodels trained in one batched computation, few enough for their activations to fit the cache.
 CHUNK = 50
-#: Levels of ten that the coarse grid takes: 4⁴ = 256 submodels.
+#: The levels, of ten, that the coarse grid takes: 4⁴ = 256 submodels.
 COARSE = (0, 3, 6, 9)
 OBJECTIVE = LogitObjective()
 #: Names of the table's rows.
@@ -52,7 +52,7 @@ Run = Mapping[str, Any]
 
 
 def run(request: Request) -> Result:
-    """Runs the study: the coarse grid, or with `full` all 10⁴ submodels."""
+    """Runs the study on the coarse grid, or with `full` on all 10⁴ submodels."""
     levels = tuple(range(mnist.LEVELS)) if request.full else COARSE
     settings = {
         "levels": levels, "steps": STEPS, "elastic_steps": ELASTIC_STEPS, "learning_rates": LEARNING_RATES,
@@ -88,13 +88,13 @@ class _Seed:
         self.grid = list(itertools.product(*ranks))
 
     def decomposed(self, batches: Sequence[Batch], gradient_loss: GradientLoss | None) -> nn.Sequential:
-        """By DataSVD, or as a run does it by itself: outputs weighted by the loss's gradients too."""
+        """Decomposes by DataSVD, or as a run does by default: with outputs weighted by the loss's gradients too."""
         model = copy.deepcopy(self.network)
         decompose_(model, collect_moments(model, batches, select_layers(model), gradient_loss=gradient_loss))
         return model
 
     def run(self) -> dict[str, Any]:
-        """The grid's rows [share of the dense parameters, *ranks], and what its submodels and the chains reach."""
+        """Returns the grid's rows [share of dense parameters, *ranks], and what its submodels and the chain reach."""
         dense = sum(m * n for m, n in self.shapes)
         return {
             "grid": [[sum(map(deployed_parameters, self.shapes, ranks)) / dense, *ranks] for ranks in self.grid],
@@ -103,12 +103,12 @@ class _Seed:
         }
 
     def figures(self, logits: Tensor) -> list[list[float]]:
-        """[divergence to the network, error rate] on the test images for each submodel's logits (M, N, classes)."""
+        """Returns [divergence to the network, test error rate] for each submodel's logits (M, N, classes)."""
         errors = (logits.argmax(-1) != self.test_labels).double().mean(-1)
         return torch.stack([mnist.divergence(logits, self.test_targets).double(), errors], 1).tolist()
 
     def trained_alone(self, origin: str) -> list[list[float]]:
-        """`figures` of every submodel of the grid, each trained by itself; from DataSVD those of the better state."""
+        """Returns `figures` of every submodel of the grid, each trained alone; from DataSVD, of the better state."""
         figures, starts = [], range(0, len(self.grid), CHUNK)
         for start in track(starts, f"seed {self.seed}: training {len(self.grid)} submodels from {origin}"):
             ranks = self.grid[start : start + CHUNK]
@@ -132,7 +132,7 @@ class _Seed:
         return self.figures(torch.cat([stacked(images) for images in self.test_images.split(1000)], 1))
 
     def elastic_front(self) -> dict[str, Any]:
-        """Shares and `figures` of the chain's profiles at BUDGETS, before and after consolidation."""
+        """Returns shares, ranks and `figures` of the chain's profiles at BUDGETS, before and after consolidation."""
         model = copy.deepcopy(self.elastic)
         evaluate = distillation_evaluator(self.network, mnist.batches_of(self.images[self.probe]), OBJECTIVE)
         table = probe_sensitivity(model, evaluate, mnist.LEVELS, spacing="ranks", **EVERY_RANK)
@@ -157,7 +157,7 @@ class _Seed:
 
 
 def at_levels(table: SensitivityTable, levels: Sequence[int]) -> SensitivityTable:
-    """The table with these of each layer's levels alone, two or more."""
+    """Returns the table with only these of each layer's levels, two or more."""
     picked = operator.itemgetter(*levels)
     ranks = {name: picked(values) for name, values in table.ranks.items()}
     errors = {name: picked(values) for name, values in table.errors.items()}
@@ -165,7 +165,7 @@ def at_levels(table: SensitivityTable, levels: Sequence[int]) -> SensitivityTabl
 
 
 def compare(one: Run) -> dict[str, list[float]]:
-    """One seed's rows of the table, by budget."""
+    """Returns one seed's rows of the table, by budget."""
     elastic, rows = one["elastic"], {}
     states = {"untrained": elastic["before"], ELASTIC: elastic["after"]}
     for figure, what in enumerate(("divergence", "test error")):
@@ -204,7 +204,7 @@ def _claims(compared: Sequence[Mapping[str, list[float]]]) -> list[dict[str, Any
 
 
 def _figure_data(one: Run) -> dict[str, Any]:
-    """Four digits, and of a large grid every fourth submodel and all of the front."""
+    """Rounds to four digits; of a large grid it keeps every fourth submodel and all of the front."""
     shown: dict[str, Any] = {"budgets": list(BUDGETS), "elastic": one["elastic"]}
     for origin, figures in one["alone"].items():
         order = sorted((row[0], divergence) for row, (divergence, _) in zip(one["grid"], figures, strict=True))
@@ -216,7 +216,7 @@ def _figure_data(one: Run) -> dict[str, Any]:
 
 
 def draw(data: Mapping[str, Any]) -> Any:
-    """Divergence against size: every submodel trained alone, both fronts, and the elastic network's sizes."""
+    """Draws divergence against size: every submodel trained alone, both fronts, and the elastic network's sizes."""
     figure, (axes,) = panels(size=(7, 4.4))
     for origin, colour in (("random", OTHER), ("DataSVD", GREEN)):
         points = zip(*data[origin]["points"], strict=True)

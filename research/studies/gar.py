@@ -1,7 +1,7 @@
-"""Gauge alignment: what one layer's forward takes in each form, and the error of the form by dtype (FlexRank, eq. 7).
+"""Gauge alignment: the time of one layer's forward pass in each form, and its error by dtype (FlexRank, eq. 7).
 
 Forms of one matrix of rank r: low-rank U Vᵀ; the paper's, whose latents are the first r outputs; a pivoted one, whose
-latents are r outputs that row pivoting chooses (as PIFA); and ours, with the slack that the measured error calls for.
+latents are r outputs chosen by row pivoting (as in PIFA); and ours, with the slack that the measured error requires.
 """
 
 import functools
@@ -40,10 +40,10 @@ SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.97)
 JUDGED, TIMED = ("float32", "bfloat16", "float16"), ("float32", "bfloat16")
 SHAPES: tuple[Shape, ...] = ((768, 768), (2048, 2048), (4096, 4096), (8192, 2048), (2048, 8192))
 TOKENS = (1, 16, 128, 512, 2048)
-OVER_DENSE = 1.02  #: the most time, over dense, of layers that save the default share of their operations
-#: Rounds in turn; fewer where a dense forward takes longer than SLOW seconds. A run lasts LEAST_SECONDS at least.
+OVER_DENSE = 1.02  #: the largest time over dense of layers that save the default share of their operations
+#: Rounds in turn; fewer if a dense forward pass takes over SLOW seconds. A run lasts at least LEAST_SECONDS.
 REPEATS, FEW_REPEATS, SLOW, LEAST_SECONDS = 9, 5, 0.1, 2e-3
-#: A cost off the counted one by at most this part follows it closely, in layers that are WIDE at MANY tokens.
+#: A cost that is off the counted one by at most this part follows it closely, in layers WIDE at MANY tokens.
 CLOSE, WIDE, MANY = 0.15, 2048, 512
 #: The most layers, evenly spread, that are judged, and the most batches that they are judged on.
 LAYERS, BATCHES = 48, 16
@@ -53,7 +53,7 @@ Row = dict[str, Any]
 
 @torch.no_grad()
 def run(request: Request) -> Result:
-    """Errors first, since the slack that they call for is what is timed."""
+    """Runs the study: errors first, because the slack that they require is what is timed."""
     space = datasvd_space(request)
     config, model = space.config, Path(space.config.model).name
     key = {**identity_of(config, DECOMPOSED), "shares": SHARES, "batches": BATCHES, "judged_layers": LAYERS}
@@ -61,11 +61,11 @@ def run(request: Request) -> Result:
     errors = _errors(Ledger(request.work, key), space)
     summaries = {dtype: _summaries(errors, dtype) for dtype in JUDGED}
     slacks = {dtype: _slack_shares(errors, dtype) for dtype in JUDGED}
-    key |= {"machine": machine_facts(), "timed": [TOKENS, MIN_SAVING, REPEATS]}  # times belong to a machine
+    key |= {"machine": machine_facts(), "timed": [TOKENS, MIN_SAVING, REPEATS]}  # times depend on the machine
     timed = Ledger(request.work, key)
     devices = [config.device] if config.device != "auto" else ["cpu", *["cuda"] * torch.cuda.is_available()]
     cells: list[Row] = []
-    # A device without units for bfloat16 emulates it, and its times say nothing.
+    # A device without units for bfloat16 emulates it, and its times mean nothing.
     kinds = [(d, t) for d in devices for t in TIMED if t == "float32" or autocast_dtype("auto", torch.device(d))]
     for (device, dtype), shape in track([*itertools.product(kinds, SHAPES)], "timing forms"):
         cells += timed.take(f"{device} {dtype} {shape}", measure_shape, shape, dtype, device, slacks[dtype])
@@ -79,7 +79,7 @@ def run(request: Request) -> Result:
 
 
 def load_layers(space: Workspace) -> dict[str, tuple[NestedLayer, Tensor, Tensor]]:
-    """Layers of the model by DataSVD, each with inputs to choose its slack on, and others, of training, to judge."""
+    """Returns layers of the model by DataSVD, each with inputs to choose its slack, and training inputs to judge it."""
     model, samples = space.base, space.samples
     selected = select_layers(model, space.config.layers.include, space.config.layers.exclude)
     decompose_(model, collect_moments(model, samples.calibration, selected))
@@ -92,7 +92,7 @@ def load_layers(space: Workspace) -> dict[str, tuple[NestedLayer, Tensor, Tensor
 
 
 def _errors(ledger: Ledger, space: Workspace) -> list[Row]:
-    """A row for each layer, share of its rank, and dtype: the slack chosen, and each form's relative output error."""
+    """Returns a row for each layer, share of its rank and dtype: the slack, and each form's relative output error."""
     layers = functools.cache(lambda: load_layers(space))
     rows = []
     for name in track(ledger.take("layers", lambda: list(layers())), "errors by layer"):
@@ -120,23 +120,23 @@ def _layer_errors(name: str, layer: NestedLayer, seen: Tensor, unseen: Tensor) -
 
 
 def form_slacks(rank: int, slack: int) -> dict[str, int]:
-    """The slack of each of FORMS: low-rank U Vᵀ is alignment whose slack is the whole rank."""
+    """Returns the slack of each of FORMS: low-rank U Vᵀ is alignment with the full rank as slack."""
     return {"plain": rank, "paper": 0, "pivoted": 0, "ours": slack}
 
 
 def _finite(number: float) -> float | None:
-    """None for what overflows: JSON has no infinity."""
+    """Returns None for what overflows, because JSON has no infinity."""
     return number if math.isfinite(number) else None
 
 
 def _slack_shares(errors: Sequence[Row], dtype: str) -> list[float]:
-    """The median over layers of slack / rank at each share: a wide layer needs a like part of its rank."""
+    """Returns the median over layers of slack / rank at each share: a wide layer needs a like part of its rank."""
     rows = [row for row in errors if row["dtype"] == dtype]
     return [statistics.median(r["slack"] / r["rank"] for r in rows if r["share"] == share) for share in SHARES]
 
 
 def _summaries(errors: Sequence[Row], dtype: str) -> dict[str, Row]:
-    """By form: errors, multiples of low-rank U Vᵀ's, and how many are within ours; where U Vᵀ itself is finite."""
+    """Returns by form, where U Vᵀ is finite: errors, multiples of U Vᵀ's, and how many are within our bound."""
     rows = [row for row in errors if row["dtype"] == dtype and math.isfinite(row["plain"])]
     floor, summaries = alignment.ERROR_FLOOR[getattr(torch, dtype)], {}
     for form in FORMS:
@@ -151,7 +151,7 @@ def _summaries(errors: Sequence[Row], dtype: str) -> dict[str, Row]:
 
 
 def measure_shape(shape: Shape, dtype: str, device: str, slacks: Sequence[float]) -> list[Row]:
-    """For each number of tokens and rank: each form's time over dense, and its operations over dense."""
+    """Returns each form's time and operations over dense, for each number of tokens and rank."""
     precision, cells = getattr(torch, dtype), []
     sizes = layer_sizes(shape, slacks, dtype)
     dense = functools.partial(nn.Linear, shape[1], shape[0], bias=False, device=device, dtype=precision)
@@ -173,7 +173,10 @@ def measure_shape(shape: Shape, dtype: str, device: str, slacks: Sequence[float]
 
 
 def layer_sizes(shape: Shape, slacks: Sequence[float], dtype: str) -> list[tuple[float | None, int, int]]:
-    """Share of the full rank, rank of whole blocks and slack; and last, of no share, the largest that saves enough."""
+    """Returns, for each share of the full rank, the share, a rank in whole blocks and its slack.
+
+    The last one, of no share, has the largest rank that saves enough.
+    """
     block, full = rank_block(shape), min(shape)
 
     def sized(share: float | None, rank: int, part: float) -> tuple[float | None, int, int]:
@@ -187,7 +190,7 @@ def layer_sizes(shape: Shape, slacks: Sequence[float], dtype: str) -> list[tuple
 
 
 def builders(shape: Shape, rank: int, slack: int, dtype: torch.dtype, device: str) -> list[Callable[[], nn.Module]]:
-    """For each of FORMS what builds a layer, with random weights."""
+    """Returns, for each of FORMS, what builds a layer with random weights."""
     aligned = functools.partial(GaugeAlignedLinear, shape, rank, bias=False, device=device, dtype=dtype)
     plain, paper, ours = (functools.partial(aligned, aligned=rank - columns) for columns in (rank, 0, slack))
     order = torch.randperm(shape[0], device=device)
@@ -195,7 +198,7 @@ def builders(shape: Shape, rank: int, slack: int, dtype: torch.dtype, device: st
 
 
 def _over_first(runs: Sequence[Callable[[int], None]]) -> list[float]:
-    """The first run's median seconds for one call, and each other's time over it."""
+    """Returns the first run's median seconds for one call, and each other run's time over it."""
     (first,) = interleave([functools.partial(runs[0], 1)], 3)
     once = statistics.median(first)
     calls = max(1, round(LEAST_SECONDS / once))
@@ -205,7 +208,7 @@ def _over_first(runs: Sequence[Callable[[int], None]]) -> list[float]:
 
 
 def _grouped(cells: Iterable[Row], *keys: str) -> list[tuple[Any, list[Row]]]:
-    """Cells that follow one another and agree in these, together."""
+    """Groups consecutive cells that agree in these keys."""
     return [(values, list(group)) for values, group in itertools.groupby(cells, operator.itemgetter(*keys))]
 
 
@@ -214,7 +217,7 @@ def _where(row: Row) -> str:
 
 
 def _time_tables(cells: Sequence[Row]) -> list[dict[str, Any]]:
-    """For each device and dtype: time over dense and operations over dense, by shape, tokens and form."""
+    """Returns, for each device and dtype, time and operations over dense, by shape, tokens and form."""
     tables = []
     for kind, of_kind in _grouped(cells, "device", "dtype"):
         rows = []
@@ -250,7 +253,7 @@ def _error_table(summaries: Mapping[str, Any], slacks: Mapping[str, list[float]]
 
 
 def _cost_claims(cells: Sequence[Row]) -> list[dict[str, Any]]:
-    """What the paper says of the cost, for each device and dtype; of wide layers at many tokens, if there are any."""
+    """Returns the paper's claims on cost, for each device and dtype, on wide layers at many tokens if there are any."""
     claims = []
     for kind, of_kind in _grouped(cells, "device", "dtype"):
         wide = [cell for cell in of_kind if min(cell["shape"]) >= WIDE and cell["tokens"] >= MANY] or of_kind
@@ -304,7 +307,7 @@ def _saving_goal(cells: Sequence[Row]) -> dict[str, Any]:
 
 
 def draw(data: Mapping[str, Any]) -> Any:
-    """Time over dense by share of the rank at the most tokens, operations dashed: a panel for each shape and dtype."""
+    """Draws time over dense by share of the rank at the most tokens, operations dashed: a panel per shape and dtype."""
     most = max(cell["tokens"] for cell in data["cells"])
     shown = _grouped((cell for cell in data["cells"] if cell["tokens"] == most), "device", "dtype", "shape")
     shapes = len({tuple(cell["shape"]) for cell in data["cells"]})

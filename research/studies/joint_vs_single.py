@@ -1,4 +1,4 @@
-"""Submodels trained for one budget alone, evaluated at all budgets, against the elastic model (FlexRank, Fig. 7)."""
+"""Submodels trained for one budget only, evaluated at all budgets, against the elastic model (FlexRank, Fig. 7)."""
 
 import functools
 from collections.abc import Sequence
@@ -9,19 +9,19 @@ from research.figures import GREEN, NEUTRAL, OTHER, OURS, PINK, SKY, YELLOW
 from research.result import Result, by_budget, claim, measured, spreads
 from research.studies.language import LanguageBench, draw_by_budget, stories_settings
 
-#: In the figure: of the elastic model, of that with more steps, and of the single models.
+#: In the figure: the elastic model, the one with more steps, and the single models.
 COLOURS = (OURS, NEUTRAL, OTHER, YELLOW, PINK, SKY, GREEN)
 Losses = Sequence[Sequence[float]]  #: by seed, by budget
 
 
 def run(request: Request) -> Result:
-    """Runs the study: each model, elastic or single, gets the configured steps."""
+    """Runs the study; each model, elastic or single, gets the configured steps."""
     bench = LanguageBench(request)
     elastic, singles = bench.consolidated(request.seeds), dict[str, Losses]()
     for budget, profile in zip(bench.budgets, bench.profiles, strict=True):
         name, training = f"trained at {budget:g} only", f"training-{budget:g}"
         singles[name] = bench.ledger.take_seeds(name, request.seeds, _trained, bench, [profile], bench.steps, training)
-    # Whether the elastic model lacks steps or room: as many for each size as a single model has, for one seed.
+    # Whether the elastic model lacks steps or capacity: as many for each size as a single model has, for one seed.
     longer, profiles = bench.steps * len(bench.budgets), bench.profiles[::-1]
     patient = bench.ledger.take("elastic, longer, seed 0", _trained, bench, profiles, longer, "training-longer", 0)
     runs: dict[str, Losses] = {"elastic": elastic, f"elastic, {longer} steps, seed 0": [patient], **singles}
@@ -32,19 +32,19 @@ def run(request: Request) -> Result:
 
 
 def _trained(bench: LanguageBench, profiles: Sequence[Any], steps: int, name: str, seed: int) -> list[float]:
-    """Nats per token at all budgets, of a model trained at these profiles."""
+    """Returns nats per token at all budgets of a model trained at these profiles."""
     return bench.nats_by_budget(bench.trained(profiles, steps=steps, seed=seed, name=f"{name}-{seed}"))
 
 
 def _claims(
     budgets: Sequence[float], elastic: Losses, singles: Sequence[Losses], patient: Sequence[float]
 ) -> list[dict[str, Any]]:
-    """Of the elastic models and those trained for one budget each, in the budgets' order."""
+    """Returns the claims on the elastic models and on those trained for one budget each, in the budgets' order."""
     excess, elsewhere, left = [], [], []
     for place, budget in enumerate(budgets):
         single = [[losses[place] for losses in of_seed] for of_seed in zip(*singles, strict=True)]
         excess.append([one[place] / min(losses) - 1 for one, losses in zip(elastic, single, strict=True)])
-        # The least that any model trained for another budget loses here, over the one trained for this.
+        # The least loss here of a model trained for another budget, over that of the model trained for this one.
         others = [min([*one[:place], *one[place + 1 :]], default=one[place]) for one in single]
         elsewhere.append([other / one[place] - 1 for other, one in zip(others, single, strict=True)])
         left.append(f"{budget:g} {patient[place] / min(single[0]) - 1:+.1%}")

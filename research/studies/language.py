@@ -1,7 +1,7 @@
-"""What the studies on causal language models share: a model, its data, its decomposition, its chain, its training.
+"""What studies on causal language models share: a model, its data, its decomposition, its chain, its training.
 
-Calibration, decomposition, probe and allocation are the stages of a run, in a run directory of their own: studies of
-the same settings share it, and an interrupted one goes on from it.
+Calibration, decomposition, probe and allocation are the stages of a run, in a run directory of their own: studies with
+the same settings share it, and an interrupted study resumes from it.
 """
 
 import contextlib
@@ -29,20 +29,20 @@ from research.figures import draw_level, draw_seeds, panels
 from research.measures import STORY_SEPARATOR
 from research.result import table
 
-#: What a decomposition and its probe depend on, and what a training does.
+#: The configuration that a decomposition and its probe depend on, and that a training depends on.
 DECOMPOSED = ("task", "model", "dtype", "device", "seed", "data", "layers", "decomposition", "probe")
 TRAINED = (*DECOMPOSED, "allocation", "distillation", "deployment")
 
 
 def stories_settings(full: bool) -> dict[str, Any]:
-    """The settings of a run of stories260k on its stories, with ten times the steps in the full form."""
+    """Returns the settings of a run of stories260k on its stories; the full form has ten times the steps."""
     texts = {"path": str(asset_path("text", "tinystories_train_v2.txt"))}
     training = {"steps": 3000 if full else 300, "learning_rate": 2e-3, "warmup_steps": 15}
     return _settings("stories260k", texts | {"probe": 32, "max_tokens": 256, "evaluation": 64}, training)
 
 
 def pycode_settings(**changes: Any) -> dict[str, Any]:
-    """The settings of a run of pycode5m on Python sources; `changes` are sections, their keys laid over these."""
+    """Returns the settings of a run of pycode5m on Python sources; `changes` are sections whose keys override these."""
     files = {"path": "train_sample.txt", "held_out": "val.txt"}
     texts = {key: str(asset_path("pycode5m", name)) for key, name in files.items()}
     training = {"steps": 150, "learning_rate": 3e-4, "warmup_steps": 10}
@@ -51,7 +51,7 @@ def pycode_settings(**changes: Any) -> dict[str, Any]:
 
 
 def draw_by_budget(data: Mapping[str, Any], colours: Sequence[str]) -> Any:
-    """Held-out loss against budget: of each of `runs` (seeds, budgets) in a colour, mean and range; of the original."""
+    """Draws held-out loss against budget: mean and range of each of `runs` (seeds, budgets), and the original's."""
     figure, (axes,) = panels()
     for (name, runs), colour in zip(data["runs"].items(), itertools.cycle(colours), strict=False):
         draw_seeds(axes, data["budgets"], runs, colour, name)
@@ -73,7 +73,7 @@ def _settings(name: str, data: Mapping[str, Any], distillation: Mapping[str, Any
 
 
 def identity_of(config: RunConfig, keys: Sequence[str]) -> dict[str, Any]:
-    """What a study's parts depend on: sections of a configuration, the files that they name, and flexrank's version."""
+    """Returns what a study's parts depend on: sections of a configuration, the files they name, flexrank's version."""
     sources = {"model": models.resolve_source(config.model), "held_out": config.data.held_out}
     files = {name: identity(path) for name, path in sources.items() if path is not None}
     files |= {"data": data_identity(config.data)}
@@ -82,7 +82,7 @@ def identity_of(config: RunConfig, keys: Sequence[str]) -> dict[str, Any]:
 
 
 def checked_config(request: Request) -> RunConfig:
-    """The request's configuration, which must be of task `language`."""
+    """Returns the request's configuration, which must be of task `language`."""
     config = request.config
     assert config is not None
     if config.task != "language":
@@ -91,7 +91,7 @@ def checked_config(request: Request) -> RunConfig:
 
 
 def datasvd_space(request: Request) -> Workspace:
-    """The model, tokenizer and samples of the request's configuration, for a study of DataSVD; nothing is run."""
+    """Returns the model, tokenizer and samples of the request's configuration, for a study of DataSVD; runs nothing."""
     config = request.config
     assert config is not None
     decomposition = config.decomposition
@@ -104,7 +104,7 @@ def datasvd_space(request: Request) -> Workspace:
 
 
 class LanguageBench:
-    """A model, the chain of its decomposition, and how its submodels are trained and measured; budgets fall."""
+    """A model, the chain of its decomposition, and how its submodels are trained and measured; budgets descend."""
 
     def __init__(self, request: Request):
         self.config = checked_config(request)
@@ -123,20 +123,20 @@ class LanguageBench:
         return run_stages(config.model_copy(update={"output": str(directory)}), "allocate").workspace
 
     def decomposed(self) -> nn.Module:
-        """A fresh elastic model, not trained."""
+        """Returns a fresh, untrained elastic model."""
         return self.space.elastic("elastic_initial")[0]
 
     def nats(self, model: nn.Module, profile: RankProfile | None = None) -> float:
-        """Held-out nats per token, of an elastic model at this profile."""
+        """Returns held-out nats per token, for an elastic model at this profile."""
         with use_profile(model, profile) if profile else contextlib.nullcontext():
             return self.space.judge(model)["nats_per_token"]
 
     def nats_by_budget(self, model: nn.Module) -> list[float]:
-        """Held-out nats per token at each budget's profile."""
+        """Returns held-out nats per token at each budget's profile."""
         return [self.nats(model, profile) for profile in self.profiles]
 
     def untrained(self) -> dict[str, list[list[float]]]:
-        """Held-out nats per token by budget of plain SVD and of the decomposition; each has its own probe and ranks."""
+        """Returns held-out nats per token by budget of plain SVD and of the decomposition, each with its own ranks."""
         return {
             "SVD, untrained": [self.ledger.take("svd", self._plain_svd)],
             "untrained": [self.ledger.take("untrained", lambda: self.nats_by_budget(self.decomposed()))],
@@ -149,11 +149,11 @@ class LanguageBench:
         return [self.nats(model, chain.at(budget)) for budget in self.budgets]
 
     def dense(self) -> float:
-        """Held-out nats per token of the base model."""
+        """Returns held-out nats per token of the base model."""
         return self.ledger.take("dense", lambda: self.nats(self.base))
 
     def trained(self, profiles: Sequence[Mapping[str, int]], *, steps: int, seed: int, name: str | Path) -> nn.Module:
-        """A fresh elastic model, distilled at these profiles; an interrupted training goes on, by its name."""
+        """Returns a fresh elastic model distilled at these profiles; an interrupted training resumes, by its name."""
         model, path = self.decomposed(), self.ledger.directory / name
         settings = self.config.distillation
         objective = self.space.objective(settings.weight_of_hidden_states, settings.top_k)
@@ -162,14 +162,14 @@ class LanguageBench:
         return model
 
     def table(self, rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
-        """Nats per token by budget, of trainings of the configured length."""
+        """Returns a table of nats per token by budget, for trainings of the configured length."""
         title = f"{self.config.name}, {self.steps} steps each (original {self.dense():.3f})"
         return table(f"Held-out nats per token by budget: {title}", ["", *self.budgets], rows)
 
     def train_(
         self, model: nn.Module, profiles: Sequence[Mapping[str, int]], steps: int, checkpoint: Path, **options: Any
     ) -> None:
-        """Distils a model in place as the configuration says; `options` are `distill_`'s."""
+        """Distils a model in place as configured; `options` are passed to `distill_`."""
         settings = self.config.distillation
         # The configured weights are for all profiles, from the largest, as budgets are.
         weights = settings.weights if len(profiles) == len(self.profiles) else None
@@ -185,7 +185,7 @@ class LanguageBench:
         shutil.rmtree(checkpoint)
 
     def consolidated(self, seeds: int) -> list[list[float]]:
-        """For each seed the nats per token by budget of the elastic model, trained for all; studies share them."""
+        """Returns each seed's nats per token by budget, of the elastic model trained for all; studies share them."""
         ledger = Ledger(self.work / "consolidated", identity_of(self.config, TRAINED))
 
         def compute(seed: int) -> list[float]:
@@ -196,7 +196,7 @@ class LanguageBench:
             return ledger.take_seeds("elastic", seeds, compute)
 
     def facts(self, **more: Any) -> dict[str, Any]:
-        """What a result shows of its settings."""
+        """Returns the settings that a result shows."""
         data, training = self.config.data, self.config.distillation
         return {
             "model": self.config.name, "data": Path(data.path or data.source).name,

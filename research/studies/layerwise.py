@@ -1,8 +1,8 @@
 """Independent training of each block against end-to-end consolidation (FlexRank, Fig. 6b).
 
-Layerwise, every block of the student reads what the base model's block reads and is held to what that gives out, so
-that it adapts to its own nonlinearity alone: no gradient crosses a block, and no block sees another's error. What is
-outside the blocks, an untied head, is not trained so.
+In layerwise training every block of the student reads what the base model's block reads and is trained to match its
+output, so it adapts only to its own nonlinearity: no gradient crosses a block, and no block sees another's error. What
+is outside the blocks, such as an untied head, is not trained this way.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from research.studies.language import LanguageBench, draw_by_budget, stories_set
 
 
 def run(request: Request) -> Result:
-    """Runs the study: both trainings get the configured steps."""
+    """Runs the study; both trainings get the configured steps."""
     bench = LanguageBench(request)
     alone = bench.ledger.take_seeds("blocks alone", request.seeds, _blocks_alone, bench)
     together, untrained, dense = bench.consolidated(request.seeds), bench.untrained(), bench.dense()
@@ -46,7 +46,7 @@ def _blocks_alone(bench: LanguageBench, seed: int) -> list[float]:
 class BlockObjective:
     """Mean over blocks of ‖h − h*‖² / ‖h*‖² of their outputs h and the base model's h*; logits are not read.
 
-    It holds, by block, what the base model's last forward read and gave out, and what the student's gave out on that.
+    By block, it holds the inputs and outputs of the base model's last forward pass, and the student's outputs on these.
     """
 
     def __init__(self) -> None:
@@ -55,11 +55,11 @@ class BlockObjective:
         self.outputs: dict[str, Tensor] = {}
 
     def target(self, output: Any, batch: Batch) -> Tensor:
-        """The base model's block outputs, (blocks, B, T, d); its forward was the last."""
+        """Returns the base model's block outputs, (blocks, B, T, d); its forward pass was the last."""
         return torch.stack([*self.targets.values()])
 
     def loss(self, output: Any, target: Tensor, batch: Batch) -> Tensor:
-        """See the class."""
+        """Returns the loss that the class describes."""
         pairs = [(own.float(), wanted.float()) for own, wanted in zip(self.outputs.values(), target, strict=True)]
         return torch.stack([(own - to).square().sum() / to.square().sum() for own, to in pairs]).mean()
 
@@ -69,7 +69,7 @@ class BlockObjective:
 
 @contextlib.contextmanager
 def taped(teacher: nn.Module, student: nn.Module) -> Iterator[BlockObjective]:
-    """Within it the student's blocks read what the teacher's read last; yields the objective of training each alone."""
+    """Makes the student's blocks read what the teacher's read last; yields the objective to train each block alone."""
     blocks = dict(block_stack(student, nested_layers(student)))
     if not blocks:
         raise FlexrankError(f"{type(student).__name__} has no stack of blocks to train one by one")
@@ -99,7 +99,7 @@ def _first(output: Any) -> Tensor:
 
 
 def _claim(budgets: Sequence[float], untrained: Any, alone: Any, together: Any, dense: float) -> dict[str, Any]:
-    """What each way wins back of the loss above the original's, where a profile loses more than a thousandth of it."""
+    """Claims what each way wins back of the loss above the original's, where that exceeds .1 % of it."""
     parts, better = [], []
     for place, (budget, least) in enumerate(zip(budgets, untrained, strict=True)):
         if least > dense * 1.001:

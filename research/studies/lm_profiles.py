@@ -16,7 +16,7 @@ from research.measures import leading_count
 from research.result import Result, claim, measured, table
 from research.studies.language import LanguageBench, pycode_settings
 
-#: Of the modules that write into the residual stream after attention, the names that architectures give them.
+#: The architectures' names for the modules that write attention's output into the residual stream.
 ATTENTION_OUTPUTS = ("o_proj", "attn.c_proj", "out_proj", "attention.output.dense", "self_attention.dense", "out_lin")
 #: The share of energy by which the concentration of a layer's output is measured.
 ENERGY = 0.99
@@ -46,7 +46,7 @@ def run(request: Request) -> Result:
 
 @torch.no_grad()
 def _concentration(bench: LanguageBench, layers: Sequence[str]) -> list[float]:
-    """For each layer how many leading components hold `ENERGY` of its output's, over its rank."""
+    """Returns, for each layer, how many leading components hold `ENERGY` of its output's energy, over its rank."""
     chosen = {name: bench.base.get_submodule(name) for name in layers}
     moments = collect_moments(bench.base, bench.space.samples.calibration, chosen, side="input")
     shares = []
@@ -85,7 +85,7 @@ def _claims(
 
 
 def draw(data: Mapping[str, Any]) -> Any:
-    """One heatmap for each budget: modules down, blocks across, the share of ranks kept as the colour."""
+    """Draws a heatmap for each budget: modules down, blocks across, the share of ranks kept as the colour."""
     budgets, places = data["budgets"], [split_block(name) for name in data["layers"]]
     blocks, modules = (list(dict.fromkeys(part)) for part in zip(*places, strict=True))
     width = 1.2 + len(budgets) * max(1.4, 0.28 * len(blocks))

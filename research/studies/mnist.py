@@ -27,10 +27,10 @@ EPOCHS, BATCH, LEARNING_RATE = 4, 128, 2e-3
 
 
 def build_network(name: str, seed: int) -> nn.Sequential:
-    """The untrained network: (N, 1, 28, 28) to (N, 10).
+    """Returns the untrained network, (N, 1, 28, 28) to (N, 10).
 
-    `lenet` is the customary one (ranks 16, 32, 128, 10); `narrow` (10, 16, 32, 10) is so small, 22,000 multiply-adds
-    per image, that all its submodels can be trained.
+    `lenet` is the usual one (ranks 16, 32, 128, 10); `narrow` (10, 16, 32, 10) is so small, 22,000 multiply-adds per
+    image, that all its submodels can be trained.
     """
     torch.manual_seed(seed)
     if name == "lenet":
@@ -41,7 +41,7 @@ def build_network(name: str, seed: int) -> nn.Sequential:
 
 
 def load_images(split: str, half: Half = "reporting") -> tuple[Tensor, Tensor]:
-    """MNIST's images (N, 1, 28, 28), of mean 0 and deviation 1, and classes: of `train`, or of half of `test`."""
+    """Returns MNIST's images (N, 1, 28, 28), of mean 0 and deviation 1, and classes: of `train` or half of `test`."""
     with np.load(Path(assets_directory("mnist"), "mnist", f"{split}.npz"), allow_pickle=False) as file:
         images, labels = torch.from_numpy(file["x"]), torch.from_numpy(file["y"].astype(np.int64))
     rows = places_of(half if split == "test" else None, images)
@@ -49,12 +49,12 @@ def load_images(split: str, half: Half = "reporting") -> tuple[Tensor, Tensor]:
 
 
 def batches_of(images: Tensor, size: int = 500) -> list[Batch]:
-    """Images in batches."""
+    """Returns images in batches."""
     return list(images.split(size))
 
 
 def draw_rows(count: int, batch: int, steps: int, seed: int) -> Iterator[Tensor]:
-    """The rows of each step's batch: of a new permutation whenever the last has too few left."""
+    """Yields the rows of each step's batch, from a new permutation whenever the last has too few left."""
     generator, order = torch.Generator().manual_seed(seed), torch.empty(0, dtype=torch.int64)
     for _ in range(steps):
         if len(order) < batch:
@@ -64,7 +64,7 @@ def draw_rows(count: int, batch: int, steps: int, seed: int) -> Iterator[Tensor]
 
 
 def train_network(name: str, images: Tensor, labels: Tensor, seed: int) -> nn.Sequential:
-    """The network trained on the labels by Adam with a cosine schedule, in eval mode."""
+    """Returns the network trained on the labels by Adam with a cosine schedule, in eval mode."""
     model, steps = build_network(name, seed), EPOCHS * (len(images) // BATCH)
     optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
@@ -77,7 +77,7 @@ def train_network(name: str, images: Tensor, labels: Tensor, seed: int) -> nn.Se
 
 
 def kept_network(path: Path, name: str, images: Tensor, labels: Tensor, seed: int) -> nn.Sequential:
-    """The trained network of a file, written first where it is absent: another process's training has other bits."""
+    """Returns the trained network of a file, written first if absent: another process's training has other bits."""
     if not path.is_file():
         with write_aside(path) as aside:
             safetensors.torch.save_file(train_network(name, images, labels, seed).state_dict(), aside)
@@ -87,16 +87,16 @@ def kept_network(path: Path, name: str, images: Tensor, labels: Tensor, seed: in
 
 
 def divergence(student: Tensor, teacher: Tensor) -> Tensor:
-    """KL(teacher ‖ student) of logits (…, N, classes), a mean over the N images: (…)."""
+    """Returns KL(teacher ‖ student) of logits (…, N, classes), averaged over the N images: (…)."""
     log_teacher, log_student = teacher.log_softmax(-1), student.log_softmax(-1)
     return (log_teacher.exp() * (log_teacher - log_student)).sum(-1).mean(-1)
 
 
 class StackedNetwork(nn.Module):
-    """M submodels of an elastic `narrow` network, of weights of their own: images (N, C, H, W) to logits (M, N, 10).
+    """M submodels of an elastic `narrow` network, each with its own weights: images (N, C, H, W) to logits (M, N, 10).
 
-    Each layer is one batched product. A submodel's components beyond its rank are zero and get no gradient, so that it
-    is trained as it would be alone. Activations are (M, C, H, W, N): with N first, unfolding copies no runs of N
+    Each layer is one batched product. A submodel's components beyond its rank are zero and get no gradient, so it is
+    trained as it would be alone. Activations are (M, C, H, W, N): with N first, unfolding could not copy runs of N
     numbers, and two thirds of a step are copies.
     """
 
@@ -115,7 +115,7 @@ class StackedNetwork(nn.Module):
 
     @torch.no_grad()
     def randomise_(self, seed: int) -> None:
-        """Fresh weights: the entries of each product U_r Vᵀ_r vary as torch's own initialisation of a layer does."""
+        """Sets fresh weights: entries of each product U_r Vᵀ_r vary as in torch's own initialisation of a layer."""
         generator = torch.Generator().manual_seed(seed)
         for u, v, bias, mask in zip(self.u, self.v, self.bias, self.masks, strict=True):
             inputs = v.shape[2]
@@ -140,14 +140,14 @@ class StackedNetwork(nn.Module):
 
 
 def _product(weight: Tensor, inputs: Tensor, bias: Tensor) -> Tensor:
-    """(M, m, n) by (M, n, p), plus (M, m, 1); one product for all submodels where they share their inputs (1, n, p)."""
+    """Multiplies (M, m, n) by (M, n, p), plus (M, m, 1); one product for all submodels that share inputs (1, n, p)."""
     if len(inputs) == 1:
         return (weight.flatten(0, 1) @ inputs[0]).unflatten(0, weight.shape[:2]) + bias
     return torch.baddbmm(bias, weight, inputs)
 
 
 class _Unfold(torch.autograd.Function):
-    """(M, C, H, W, N) to patches (M, C·h·w, H', W', N). torch's own backward of `unfold` is three times slower here."""
+    """Unfolds (M, C, H, W, N) to patches (M, C·h·w, H', W', N); torch's own backward is three times slower here."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, kernel: tuple[int, int], stride: tuple[int, int]) -> Tensor:
@@ -173,7 +173,7 @@ def train_stacked_(
 ) -> None:  # fmt: skip
     """Trains every submodel in place on the teacher's logits (N, classes), by AdamW with warm-up and a cosine schedule.
 
-    All submodels see the same batches, drawn by the seed; their losses are added up, so that none feels another.
+    All submodels see the same batches, drawn by the seed; their losses are summed, so that none affects another.
     """
     optimizer = torch.optim.AdamW(network.parameters(), learning_rate, weight_decay=0.0, fused=True)
     for step, rows in enumerate(draw_rows(len(images), batch, steps, seed)):

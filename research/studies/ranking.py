@@ -64,7 +64,7 @@ def one_seed(name: str, seed: int) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Judge:
-    """One of LOSSES over images (N, 1, 28, 28): of a model, or of logits; with the teacher's logits and the labels."""
+    """One of LOSSES over images (N, 1, 28, 28), of a model or of logits, given the teacher's logits and the labels."""
 
     loss: str
     images: Tensor
@@ -72,7 +72,7 @@ class Judge:
     labels: Tensor
 
     def of(self, logits: Tensor) -> Tensor:
-        """The loss, a mean over the N images: (…)."""
+        """Returns the loss, averaged over the N images: (…)."""
         if self.loss == "divergence":
             return mnist.divergence(logits, self.teacher)
         return -logits.log_softmax(-1)[..., torch.arange(len(self.labels)), self.labels].mean(-1)
@@ -84,9 +84,10 @@ class Judge:
 
 @torch.inference_mode()
 def joint_losses(model: nn.Sequential, images: Tensor, judges: Sequence[Judge]) -> list[Array]:
-    """Each judge's loss at every combination of rank levels, (K, …, K): a tree, so that what submodels share runs once.
+    """Returns each judge's loss at every combination of rank levels, (K, …, K).
 
-    The last module is elastic; its levels are read off the running sum of its components.
+    The combinations form a tree, so that what submodels share runs once. The last module is elastic; its levels are
+    read off the running sum of its components.
     """
     shapes = {name: layer.matrix_shape for name, layer in nested_layers(model).items()}
     levels = {name: rank_levels(shape, mnist.LEVELS, "ranks") for name, shape in shapes.items()}
@@ -140,17 +141,17 @@ def _compared(tables: Mapping[str, SensitivityTable], joint: Mapping[str, Array]
 
 
 def additive(one: SensitivityTable) -> Array:
-    """A(m) = Σ_l s_{l, m_l} of every submodel, (K, …, K)."""
+    """Returns A(m) = Σ_l s_{l, m_l} of every submodel, (K, …, K)."""
     return functools.reduce(np.add.outer, map(np.array, one.errors.values()))
 
 
 def total_savings(one: SensitivityTable) -> Array:
-    """How many ranks every submodel saves, flat."""
+    """Returns how many ranks every submodel saves, flattened."""
     return functools.reduce(np.add.outer, [ranks[-1] - np.array(ranks) for ranks in one.ranks.values()]).ravel()
 
 
 def violation_rate(predicted: Array, actual: Array) -> float:
-    """ν: the share of all pairs of submodels that the two order oppositely."""
+    """Returns ν: the share of all pairs of submodels that the two order oppositely."""
     inversions, count = 0, len(predicted)
     for row in range(count - 1):
         signs = np.sign(predicted[row + 1 :] - predicted[row]) * np.sign(actual[row + 1 :] - actual[row])
@@ -159,7 +160,7 @@ def violation_rate(predicted: Array, actual: Array) -> float:
 
 
 def budget_choices(predicted: Array, actual: Array, savings: Array) -> Iterator[tuple[int, int, float, float]]:
-    """For each total saving: it, how many submodels save it, their least loss, and that of the one preferred."""
+    """Yields each total saving, how many submodels have it, their least loss, and the loss of the one preferred."""
     for saving in np.unique(savings):
         among = np.flatnonzero(savings == saving)
         chosen = among[predicted[among].argmin()]
@@ -167,7 +168,7 @@ def budget_choices(predicted: Array, actual: Array, savings: Array) -> Iterator[
 
 
 def budget_regrets(predicted: Array, actual: Array, savings: Array) -> list[float]:
-    """For each total saving of two submodels or more, what the preferred one loses above the best, relatively."""
+    """Returns, for each total saving of two or more submodels, the preferred one's relative loss above the best."""
     choices = budget_choices(predicted, actual, savings)
     return [0.0 if chosen == best else (chosen - best) / best for _, count, best, chosen in choices if count > 1]
 
@@ -187,7 +188,7 @@ def _agreement_table(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict
 
 
 def _claims(agreement: Sequence[Mapping[str, Mapping[str, float]]]) -> list[dict[str, Any]]:
-    """Of `lenet`, means of the seeds; p and the largest regret with the cross entropy, the paper's evaluation loss."""
+    """Returns claims on `lenet`, means over seeds; p and the largest regret are of the paper's loss, cross entropy."""
     rho, nu, match, largest = (
         {loss: [one[f"probe, {loss}"][key] for one in agreement] for loss in LOSSES}
         for key in ("rho", "nu", "ranks, exact, match", "ranks, exact, max")
@@ -211,7 +212,7 @@ def _claims(agreement: Sequence[Mapping[str, Mapping[str, float]]]) -> list[dict
 
 
 def draw(data: Mapping[str, Any]) -> Any:
-    """Places in both orders; the best loss at each total of ranks and the chosen one's; regrets of what was missed."""
+    """Draws places in both orders; the best and the chosen loss at each total of ranks; regrets where these differ."""
     figure, (left, middle, right) = panels(3, (11, 3.4))
     left.plot([0, 1], [0, 1], color="#bbbbbb", linewidth=1)
     predicted, actual = data["places"]["predicted"], data["places"]["actual"]

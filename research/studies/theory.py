@@ -1,7 +1,7 @@
 """The need for nestedness on the paper's linear model: three objectives, all submodels (FlexRank, section 4, Fig. 2).
 
 M* is 10 × 10 with singular values i^-1.2. Its factors U, V are trained as a whole (PTS), over all 1023 submodels (ASL),
-or over the ten nested ones (NSL); every submodel is then compared with the best matrices of its rank. All in float64.
+or over the ten nested ones (NSL); every submodel is then compared with the best matrices of its rank, all in float64.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,9 +16,9 @@ from research.figures import GREEN, OTHER, OURS, panels
 from research.result import Result, claim, measured, spreads, table
 
 SIZE, DECAY, SEEDS = 10, 1.2, 20
-#: As parts of ‖M*‖²: below the first a minimum counts as the global one, below the second a gap counts as none.
+#: As parts of ‖M*‖²: below the first a minimum counts as the global one, below the second a gap counts as zero.
 EXCESS, ZERO = 1e-12, 1e-6
-#: L-BFGS steps of a round, rounds of a start, and starts, before a minimisation is given up (and reported).
+#: L-BFGS steps per round, rounds per start, and starts, before a minimisation is given up (and reported).
 STEPS, ROUNDS, STARTS = 2000, 10, 5
 FIGURE_SEED = 0
 TITLES = {"pts": "post-training selection (PTS)", "asl": "all-subspaces learning (ASL)", "nsl": "nested learning (NSL)"}
@@ -27,19 +27,19 @@ Objective = Callable[[Matrix, Matrix, Matrix], tuple[float, Matrix, Matrix]]
 
 
 class Target(NamedTuple):
-    """M* = P diag(σ) Qᵀ, k × k: `left` is P, `singular` σ, falling, and `right` Q."""
+    """M* = P diag(σ) Qᵀ, k × k: `left` is P, `singular` is σ, descending, and `right` is Q."""
 
     left: Matrix
     singular: Float[np.ndarray, " k"]
     right: Matrix
 
     def truncation(self, rank: int) -> Matrix:
-        """A_r, the best matrix of this rank (Eckart, Young and Mirsky); A_k is M* itself."""
+        """Returns A_r, the best matrix of this rank (Eckart, Young and Mirsky); A_k is M* itself."""
         return (self.left[:, :rank] * self.singular[:rank]) @ self.right[:, :rank].T
 
 
 def draw_target(seed: int) -> Target:
-    """A random M*: P and Q uniform over the orthogonal matrices, σ_i = i^-1.2 ("Details on controlled experiments")."""
+    """Returns a random M*: P, Q uniform orthogonal matrices, σ_i = i^-1.2 ("Details on controlled experiments")."""
     generator, sides = np.random.default_rng([seed, 0]), []
     for _ in range(2):
         q, r = np.linalg.qr(generator.standard_normal((SIZE, SIZE)))
@@ -48,15 +48,15 @@ def draw_target(seed: int) -> Target:
 
 
 def full_objective(u: Matrix, v: Matrix, matrix: Matrix) -> tuple[float, Matrix, Matrix]:
-    """PTS, ‖U Vᵀ − M*‖² (FlexRank, eq. 10), and its gradients in U and V."""
+    """Returns PTS, ‖U Vᵀ − M*‖² (FlexRank, eq. 10), and its gradients in U and V."""
     rest = u @ v.T - matrix
     return float((rest**2).sum()), 2 * rest @ v, 2 * rest.T @ u
 
 
 def subspaces_objective(u: Matrix, v: Matrix, matrix: Matrix) -> tuple[float, Matrix, Matrix]:
-    """ASL, the mean of ‖U Π_S Vᵀ − M*‖² over all 2^k − 1 non-empty S (eq. 11), and its gradients.
+    """Returns ASL, the mean of ‖U Π_S Vᵀ − M*‖² over all 2^k − 1 non-empty S (eq. 11), and its gradients.
 
-    Over all S, the empty one too, it is ¼ ‖U Vᵀ − 2 M*‖² + ¼ Σ_j ‖u_j‖² ‖v_j‖² ("Rank-dropout objective expansion").
+    Over all S, with the empty one, it is ¼ ‖U Vᵀ − 2 M*‖² + ¼ Σ_j ‖u_j‖² ‖v_j‖² ("Rank-dropout objective expansion").
     """
     count = 2 ** u.shape[1]
     rest, lengths_u, lengths_v = u @ v.T - 2 * matrix, (u**2).sum(0), (v**2).sum(0)
@@ -66,9 +66,9 @@ def subspaces_objective(u: Matrix, v: Matrix, matrix: Matrix) -> tuple[float, Ma
 
 
 def nested_objective(u: Matrix, v: Matrix, matrix: Matrix) -> tuple[float, Matrix, Matrix]:
-    """NSL, the mean of ‖U Π_[r] Vᵀ − M*‖² over the k prefixes (eq. 12), and its gradients."""
+    """Returns NSL, the mean of ‖U Π_[r] Vᵀ − M*‖² over the k prefixes (eq. 12), and its gradients."""
     rests = np.cumsum(u.T[:, :, None] * v.T[:, None, :], 0) - matrix
-    # Component j is in the prefixes from j on, so its gradient is that of their rests' sum.
+    # Component j is in the prefixes from j on, so its gradient is that of the sum of their residuals.
     pulls = np.cumsum(rests[::-1], 0)[::-1] * (2 / len(rests))
     return float((rests**2).sum() / len(rests)), np.einsum("jmn,nj->mj", pulls, v), np.einsum("jmn,mj->nj", pulls, u)
 
@@ -77,9 +77,9 @@ OBJECTIVES: dict[str, Objective] = {"pts": full_objective, "asl": subspaces_obje
 
 
 def spectral_minimiser(singular: Float[np.ndarray, " k"]) -> tuple[float, Float[np.ndarray, " k"]]:
-    """λ and the singular values max(0, 2σ − λ) of ASL's minimiser U Vᵀ, with λ their mean.
+    """Returns λ and the singular values max(0, 2σ − λ) of ASL's minimiser U Vᵀ, where λ is their mean.
 
-    The lemma leaves λ to a fixed point; with s values positive it is 2 Σ_{i≤s} σ_i / (k + s), for the s that agrees.
+    The lemma leaves λ to a fixed point; with s positive values it is 2 Σ_{i≤s} σ_i / (k + s), for the s that agrees.
     """
     k = len(singular)
     means = 2 * np.cumsum(singular) / (k + np.arange(1, k + 1))
@@ -88,7 +88,7 @@ def spectral_minimiser(singular: Float[np.ndarray, " k"]) -> tuple[float, Float[
 
 
 def least_loss(method: str, singular: Float[np.ndarray, " k"]) -> float:
-    """The objective's global minimum: 0 for PTS, at `spectral_minimiser` for ASL, the front's mean error for NSL."""
+    """Returns the global minimum: 0 for PTS, at `spectral_minimiser` for ASL, the front's mean error for NSL."""
     if method == "pts":
         return 0.0
     if method == "nsl":
@@ -99,15 +99,15 @@ def least_loss(method: str, singular: Float[np.ndarray, " k"]) -> float:
 
 
 def true_front(singular: Float[np.ndarray, " k"]) -> Float[np.ndarray, " k"]:
-    """‖A_r − M*‖² = Σ_{i>r} σ_i² at r = 1 … k."""
+    """Returns ‖A_r − M*‖² = Σ_{i>r} σ_i² at r = 1 … k."""
     return np.append(np.cumsum((singular**2)[::-1])[::-1][1:], 0.0)
 
 
 def minimise(method: str, target: Target, seed: int) -> tuple[Matrix, Matrix, float, int, int]:
-    """By L-BFGS from random normal factors of variance 1/k: factors, excess over the minimum, rounds and starts taken.
+    """Minimises by L-BFGS from random normal factors of variance 1/k.
 
-    A round that used up its steps is continued from balanced factors; one that stopped above the global minimum is
-    followed by another start.
+    Returns the factors, the excess over the minimum, and the rounds and starts taken. A round that used up its steps is
+    continued from balanced factors; one that stopped above the global minimum is followed by another start.
     """
     from scipy.optimize import minimize
 
@@ -136,37 +136,37 @@ def minimise(method: str, target: Target, seed: int) -> tuple[Matrix, Matrix, fl
 
 
 def _balanced(point: np.ndarray) -> np.ndarray:
-    """Each pair u_j, v_j at equal lengths, which changes no submodel."""
+    """Rescales each pair u_j, v_j to equal norms, which changes no submodel."""
     u, v = point.reshape(2, SIZE, SIZE)
     scale = np.sqrt(np.linalg.norm(v, axis=0) / np.linalg.norm(u, axis=0))
     return np.stack([u * scale, v / scale]).ravel()
 
 
 def masks() -> Bool[np.ndarray, "s k"]:
-    """All 2^k − 1 non-empty sets S of components; row i holds the binary digits of i + 1, the lowest first."""
+    """Returns all 2^k − 1 non-empty sets S of components; row i holds the binary digits of i + 1, lowest first."""
     return (np.arange(1, 2**SIZE)[:, None] >> np.arange(SIZE) & 1).astype(bool)
 
 
 def submodels(u: Matrix, v: Matrix) -> Float[np.ndarray, "s m n"]:
-    """U Π_S Vᵀ for every S of `masks`."""
+    """Returns U Π_S Vᵀ for every S of `masks`."""
     return np.einsum("sj,mj,nj->smn", masks().astype(u.dtype), u, v, optimize=True)
 
 
 def best_gaps(u: Matrix, v: Matrix, target: Target) -> Float[np.ndarray, " k"]:
-    """ℰ(U, V, r) = min over |S| = r of ‖U Π_S Vᵀ − A_r‖² (FlexRank, eq. 9), for r = 1 … k, over all S."""
+    """Returns ℰ(U, V, r) = min over |S| = r of ‖U Π_S Vᵀ − A_r‖² (FlexRank, eq. 9), for r = 1 … k, over all S."""
     products, ranks = submodels(u, v), masks().sum(1)
     by_rank = [(products[ranks == r], target.truncation(r)) for r in range(1, SIZE + 1)]
     return np.array([((of_rank - best) ** 2).sum((1, 2)).min() for of_rank, best in by_rank])
 
 
 def gap_bound(reached: Float[np.ndarray, " k"], singular: Float[np.ndarray, " k"]) -> Float[np.ndarray, " k"]:
-    """(rλ − Σ_{i≤r} σ_i)² / k for r = 1 … k, λ = ‖U Vᵀ‖_* / k from the singular values reached (theorem 4.2)."""
+    """Returns (rλ − Σ_{i≤r} σ_i)² / k for r = 1 … k, λ = ‖U Vᵀ‖_* / k from the values reached (theorem 4.2)."""
     k = len(singular)
     return (np.arange(1, k + 1) * reached.sum() / k - np.cumsum(singular)) ** 2 / k
 
 
 def run(request: Request) -> Result:
-    """The whole study."""
+    """Runs the study."""
     settings = {"size": SIZE, "decay": DECAY, "steps": STEPS, "rounds": ROUNDS, "starts": STARTS, "excess": EXCESS}
     ledger = Ledger(request.work, settings)
     units = [ledger.take(f"seed {seed}", _measure, seed) for seed in track(range(request.seeds), "three objectives")]
@@ -198,7 +198,7 @@ def _measure(seed: int) -> dict[str, Any]:
 
 
 def _claims(pts: Any, asl: Any, bound: Any, nsl: Any, spectra: Any, singular: Any) -> list[dict[str, Any]]:
-    """Of the theorems; gaps and the bound are parts of ‖M*‖², (seeds, k) each."""
+    """Returns the claims on the theorems; gaps and the bound are parts of ‖M*‖², (seeds, k) each."""
     least = np.unravel_index(pts[:, :-1].argmin(), pts[:, :-1].shape)
     mean, predicted = spectral_minimiser(singular)
     off, average = np.abs(spectra - predicted).max() / singular[0], singular.mean()
@@ -233,7 +233,7 @@ def _optimum_claim(units: list[Any]) -> dict[str, Any]:
 
 
 def draw(data: Mapping[str, Any]) -> Any:
-    """Rank against error to M* of every submodel, the best of each rank, and the true front; a panel per objective."""
+    """Draws rank against every submodel's error to M*, the best of each rank, and the front; a panel per objective."""
     figure, places = panels(3, (10, 3.4), sharey=True)
     ranks, by_rank = np.array(data["ranks"]), range(1, SIZE + 1)
     for axes, method in zip(places, OBJECTIVES, strict=True):

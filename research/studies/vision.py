@@ -1,7 +1,7 @@
 """A small vision transformer and ResNet-20 on CIFAR-10 at every size (FlexRank, figure of section 5.2, bottom).
 
 For each network and seed: DataSVD on some training images, sensitivities on others, one joint chain of ranks, and
-consolidation on the rest, by distillation alone. Labels are never used, and no stage sees a test image.
+consolidation on the rest, by distillation only. Labels are never used, and no stage sees a test image.
 """
 
 import contextlib
@@ -42,9 +42,9 @@ from research.result import Result, between, claim, measured, shown, spread, spr
 from research.studies import cifar
 
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
-#: By the learning rate of consolidation.
+#: The networks, with their learning rates of consolidation.
 NETWORKS = {"vit": 1e-4, "resnet20": 1e-3}
-#: Beside the study's own directory, where a training by examples/train_vit.py may have left it.
+#: A directory beside the study's own, where examples/train_vit.py may have left its network.
 VIT_DIRECTORY = "vit-cifar10"
 RESNET_FILE = "cifar10_resnet20/resnet20_jpg_ft.safetensors"
 OBJECTIVE = LogitObjective()
@@ -53,10 +53,10 @@ STAGES = {
     "fisher": "weighted by gradients too, alone", "ours": "weighted by gradients too, consolidated",
     "alone": "DataSVD, each size trained alone with all the steps",
 }  # fmt: skip
-ALONE = (0.8, 0.5, 0.3, 0.2)  #: budgets that a network is trained for alone, by the first seed: the limit of its steps
-#: Points of accuracy, and the budgets of the claims: the smallest one, and the first after 20 % are gone.
+ALONE = (0.8, 0.5, 0.3, 0.2)  #: budgets a network is trained for alone, with the first seed: the limit of its steps
+#: Points of accuracy, and the budgets of the claims: the smallest one, and the first with 20 % removed.
 MARGIN, SMALL, EARLY = 5.0, 0.3, 0.7
-#: Of a seed: steps, images of a step, of the moments and of the probe, ranks of each layer, test images (None for all).
+#: For a seed: steps, images per step, of the moments and of the probe, ranks per layer, test images (None for all).
 QUICK: dict[str, Any] = {
     "steps": 500, "batch_size": 64, "calibration": 512, "probe": 128, "levels": 10, "warmup_steps": 30, "test": 2000,
 }  # fmt: skip
@@ -64,7 +64,7 @@ FULL = QUICK | {"steps": 6000, "batch_size": 128, "calibration": 1024, "probe": 
 
 
 class Images(NamedTuple):
-    """Training images and test images, uint8 (N, C, H, W), and the classes of the latter (N,)."""
+    """Training images and test images, uint8 (N, C, H, W), and the classes (N,) of the test images."""
 
     training: Tensor
     test: Tensor
@@ -82,26 +82,26 @@ class Network(NamedTuple):
     digest: str
 
     def batches(self, images: Tensor) -> Iterable[Tensor]:
-        """Images, uint8 (N, C, H, W), by batches (B, C, H, W) as the network reads them."""
+        """Returns images, uint8 (N, C, H, W), in batches (B, C, H, W) as the network reads them."""
         return cifar.scaled_batches(images, self.scaling)
 
     def accuracy(self, model: nn.Module, images: Images) -> float:
-        """Percent of the test images that a form of the network classifies right."""
+        """Returns the percentage of the test images that a form of the network classifies correctly."""
         return 100 * accuracy(model, self.batches(images.test), images.classes)
 
 
 def run(request: Request) -> Result:
-    """Both networks on CIFAR-10."""
+    """Runs the study on both networks."""
     networks = [network(name, request.work) for name in NETWORKS]
     result = compress(networks, read_images(), FULL if request.full else QUICK, request)
     record = read_json(request.work.parent / VIT_DIRECTORY / cifar.RECORD)
-    # In the key of the finished parts the digest of the weights identifies the training.
+    # In the key of the finished parts, the digest of the weights identifies the training.
     result["settings"] |= {"training_of_the_transformer": record["recipe"] | {"accuracy": record["accuracy"]}}
     return result
 
 
 def network(name: str, work: Path) -> Network:
-    """One of `NETWORKS`; the vision transformer is trained first, where no study beside `work` has done that."""
+    """Returns one of `NETWORKS`; the vision transformer is trained first, unless a study beside `work` has done so."""
     assets = assets_directory("cifar10", RESNET_FILE)
     if name == "resnet20":
         file = assets / RESNET_FILE
@@ -116,14 +116,14 @@ def network(name: str, work: Path) -> Network:
 
 
 def read_images() -> Images:
-    """All of the assets'."""
+    """Returns all of the assets' images."""
     directory = assets_directory("cifar10") / "cifar10"
     training, _ = cifar.read_tensors(directory / cifar.TRAIN)
     return Images(training, *cifar.read_tensors(directory / cifar.TEST))
 
 
 def compress(networks: Sequence[Network], images: Images, plan: Mapping[str, Any], request: Request) -> Result:
-    """Every network with every seed: the study's result. The paper's claims are of transformers, here the first."""
+    """Returns the study's result, of every network with every seed; the claims are on the first, the transformer."""
     rates = {one.name: {"digest": one.digest, "learning_rate": one.learning_rate} for one in networks}
     sizes = [len(images.training), len(images.test)]
     settings = {**plan, "networks": rates, "images": sizes, "budgets": list(BUDGETS)}
@@ -142,7 +142,7 @@ def compress(networks: Sequence[Network], images: Images, plan: Mapping[str, Any
 
 
 class _Trial:
-    """One network with one seed, which draws the calibration's images, the order, the crops and the profiles."""
+    """One network with one seed, which draws the calibration images, the order, the crops and the profiles."""
 
     def __init__(self, network: Network, images: Images, plan: Mapping[str, Any], seed: int, ledger: Ledger):
         self.network, self.images, self.plan, self.seed, self.ledger = network, images, plan, seed, ledger
@@ -152,7 +152,7 @@ class _Trial:
         self.calibration, self.probe, self.rest = (images.training[rows] for rows in parts)
 
     def run(self) -> dict[str, Any]:
-        """Accuracies by budget before and after consolidation, and the share of components that hold the energy."""
+        """Returns accuracies by budget before and after consolidation, and the share of components with the energy."""
         take, label, chain = self.ledger.take, self.label, self.chain
         share = take(f"{label}, energetic share", self.energetic_share)
         plain = take(f"{label}, svd", self.plain_svd)
@@ -162,7 +162,7 @@ class _Trial:
         return {"svd": plain, "datasvd": before, "consolidated": after, "energetic_share": share} | ours
 
     def alone(self) -> list[float | None]:
-        """Accuracies by budget, at each of `ALONE` of a network that is trained for it alone, with all the steps."""
+        """Returns accuracies by budget; at each of `ALONE`, of a network trained for it alone with all the steps."""
 
         def accuracy(budget: float) -> float:
             profile = self.chain.at(budget)
@@ -174,17 +174,17 @@ class _Trial:
 
     @functools.cached_property
     def chain(self) -> ProfileChain:
-        """One nested profile for each budget."""
+        """The chain, with one nested profile for each budget."""
         found = self.ledger.take(f"{self.label}, chain", lambda: self.searched(self.decomposed[0], "probe").to_json())
         return ProfileChain.from_json(found)
 
     @functools.cached_property
     def decomposed(self) -> tuple[nn.Module, dict[str, Tensor]]:
-        """The elastic network, decomposed by the calibration's images, and its layers' energies."""
+        """The elastic network, decomposed on the calibration images, and its layers' energies."""
         return self.decompose("datasvd")
 
     def decompose(self, method: Literal["datasvd", "fisher", "svd"]) -> tuple[nn.Module, dict[str, Tensor]]:
-        """As `decomposed`, by any method."""
+        """Returns what `decomposed` is, by any method."""
         model = copy.deepcopy(self.network.model)
         loss = OBJECTIVE.fisher_loss if method == "fisher" else None
         batches = self.network.batches(self.calibration)
@@ -192,24 +192,24 @@ class _Trial:
         return model, decompose_(model, moments, method=method)
 
     def by_gradients(self) -> dict[str, list[float]]:
-        """Accuracies before and after consolidation of what a run does by itself: outputs weighted by gradients too."""
+        """Returns accuracies before and after consolidation by a run's defaults: outputs weighted by gradients too."""
         model, _ = self.decompose("fisher")
         chain = self.searched(model, "fisher")
         before = self.accuracies(model, chain)
         return {"fisher": before, "ours": self.accuracies(self.trained(chain, model), chain)}
 
     def plain_svd(self) -> list[float]:
-        """Accuracies of plain SVD at ranks of its own search."""
+        """Returns accuracies of plain SVD at ranks from its own search."""
         model, _ = self.decompose("svd")
         return self.accuracies(model, self.searched(model, "svd"))
 
     def energetic_share(self) -> float:
-        """Share of a layer's components that hold 99 % of its output's energy, a mean over the layers."""
+        """Returns the share of a layer's components that hold 99 % of its output's energy, averaged over layers."""
         layers = self.decomposed[1].values()
         return statistics.fmean(leading_count(energies, 0.99) / len(energies) for energies in layers)
 
     def searched(self, model: nn.Module, name: str) -> ProfileChain:
-        """The ranks of a decomposed network by its own probe, whose checkpoint has this name."""
+        """Returns the ranks of a decomposed network from its own probe, whose checkpoint has this name."""
         evaluate = distillation_evaluator(self.network.model, list(self.network.batches(self.probe)), OBJECTIVE)
         checkpoint = self.ledger.directory / f"{self.label}, {name}.json"
         options = EVERY_RANK | {"spacing": "parameters", "checkpoint": checkpoint}
@@ -217,7 +217,7 @@ class _Trial:
         return allocate_ranks(table, BUDGETS, **EVERY_RANK)
 
     def trained(self, profiles: ProfileChain | Sequence[RankProfile], decomposed: nn.Module | None = None) -> nn.Module:
-        """A network trained for all profiles together; an interrupted training goes on from its checkpoint."""
+        """Returns a network trained for all profiles together; an interrupted training resumes from its checkpoint."""
         plan, network, model = self.plan, self.network, copy.deepcopy(decomposed or self.decomposed[0])
         checkpoint = self.ledger.directory / f"{self.label}, distilled"
         batches = AlteredBatches(self.rest, network.scaling, plan["batch_size"], self.seed)
@@ -231,7 +231,7 @@ class _Trial:
         return model
 
     def accuracies(self, model: nn.Module, chain: ProfileChain) -> list[float]:
-        """In percent, at each budget."""
+        """Returns accuracies in percent, at each budget."""
         accuracies = []
         for budget in track(BUDGETS, f"classifying, {self.label}"):
             with use_profile(model, chain.at(budget)):
@@ -240,7 +240,7 @@ class _Trial:
 
 
 def short_attention(model: Any) -> contextlib.AbstractContextManager[None]:
-    """Attention as plain products, for a transformer: 65 tokens are too few for torch's fused backward pass."""
+    """Computes a transformer's attention by plain products: 65 tokens are too few for torch's fused backward pass."""
     return eager_attention(model) if hasattr(model, "set_attn_implementation") else contextlib.nullcontext()
 
 
@@ -255,7 +255,7 @@ def _table(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _claims(one: Mapping[str, Any], passes: float) -> list[dict[str, Any]]:
-    """Of what a run does by itself at SMALL, and of DataSVD alone at EARLY."""
+    """Returns claims on a run's defaults at SMALL, and on DataSVD alone at EARLY."""
     small, early = (
         [one["full"] - accuracies[BUDGETS.index(budget)] for accuracies in one[stage]]
         for stage, budget in (("ours", SMALL), ("datasvd", EARLY))
@@ -273,7 +273,7 @@ def _claims(one: Mapping[str, Any], passes: float) -> list[dict[str, Any]]:
 
 
 def draw(data: Mapping[str, Any]) -> Any:
-    """A panel for each network: accuracy against the budget, with the range over seeds as a band."""
+    """Draws accuracy against the budget, a panel for each network, with the range over seeds as a band."""
     figure, places = panels(len(data["networks"]), (8, 3.6))
     for axes, one in zip(places, data["networks"], strict=True):
         draw_level(axes, one["full"], linestyle="-")

@@ -1,21 +1,21 @@
 """Rivals that train, each in one file written from its paper, behind one interface.
 
-A trained method is one function: `sizes(lesson, settings)` gives at each budget, largest first, a model and the
-parameters of its deployed form, or None where the method has no size so small. The lesson is the same for all: the
-base model, calibration, training batches, and the number of steps of all sizes together. A method that trains each size
-by itself has `steps_of_a_size` for each.
+A trained method is one function: `sizes(lesson, settings)` yields at each budget, largest first, a model and the
+parameters of its deployed form, or None if the method has no size that small. The lesson is the same for all: the base
+model, calibration, training batches, and the number of steps of all sizes together. A method that trains each size
+separately has `steps_of_a_size` for each.
 
-Each method has four rates. They are tried on the tuning half, and the best of them is what is compared. All follow the
-base model, as ours does; where a paper trains on labels, that was tried too, and was worse in 14 of 15 cases.
+Each method has four rates. They are tried on the tuning half, and the best one is compared. All methods distil the base
+model, as ours does; where a paper trains on labels, that was tried too, and was worse in 14 of 15 cases.
 
 | name | what it trains | one artefact |
 |---|---|---|
 | flexrank | all sizes of factors weighted by gradients too, joint ranks, `balanced` | yes |
 | flexrank, printed | all sizes of DataSVD's factors, ranks and steps as the paper prints them | yes |
-| independent | the same factors and ranks, each size by itself | no |
-| svd-llm + lora | adapters on V, then on U, of SVD-LLM's factors at uniform ranks, each size by itself | no |
+| independent | the same factors and ranks as flexrank, each size separately | no |
+| svd-llm + lora | adapters on V, then on U, of SVD-LLM's factors at uniform ranks, each size separately | no |
 | acip | scores of singular values, then adapters that all sizes share | yes |
-| llm-pruner | adapters on what is left of heads and channels, each size by itself | no |
+| llm-pruner | adapters on the remaining heads and channels, each size separately | no |
 | matformer | all weights, at nested widths | yes |
 | layerskip | all weights, at every depth | yes |
 """

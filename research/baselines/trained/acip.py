@@ -1,22 +1,22 @@
 """ACIP: one order of all singular values of a model, learned once (Genzel et al., TMLR 2025).
 
-Each layer is P diag(σ ∘ mask) Q + B A, with W = P Λ Q its plain SVD and B A a low-rank adapter. A mask is 1 where its
-score is above 0, and the gradient passes straight through; a value that is gone has none, and stays gone. Scores and
-adapters follow the task's loss plus λ Σ |score|, while λ grows until the model is as small as the smallest size. Values
-that went later come before those that went sooner; any size is a prefix of that order, with the adapters of all.
+Each layer is P diag(σ ∘ mask) Q + B A, where W = P Λ Q is its plain SVD and B A a low-rank adapter. A mask is 1 where
+its score is above 0, with a straight-through gradient; a removed value has no gradient, and stays removed. Scores and
+adapters minimise the loss plus λ Σ |score|, while λ grows until the model is as small as the smallest size.
+Values removed later come before those removed earlier; any size is a prefix of that order, and all share the adapters.
 
 Where the paper leaves a short training open:
 
 - The share of parameters follows a line to the smallest budget, which begins when a score can have come to 0. λ grows
-  while the share is above it; below it there is no penalty, and λ stays. The share is that of some steps later, if each
-  score goes on as it did in the last step: Adam moves most scores alike, and goes on when the penalty is gone.
-- λ is at first so small that a score's own gradients decide whether it falls. λ's growth in a step, the rate of scores
-  and the line are such that a training of any length goes the same way.
-- While the order is learned rates are constant, that of adapters a share of that of scores: faster ones spoil the order
-  and what large sizes need, slower ones learn too little. The setting is the rate of adapters afterwards.
-- Of values that went at the same step the one with the greater last score comes first.
-- The last part of the steps trains adapters alone, at sizes drawn at random.
-- An adapter has the authors' share of a layer's width, and is counted as so many more ranks, gauge-aligned as all else.
+  while the share is above it; below it there is no penalty, and λ stays. The share is predicted some steps ahead, as if
+  each score went on as in the last step: Adam moves most scores alike, and goes on when the penalty is gone.
+- λ starts so small that a score's own gradients decide whether it falls. λ's growth in a step, the learning rate of
+  scores and the line are scaled so that a training of any length takes the same course.
+- While the order is learned, learning rates are constant, that of adapters a share of that of scores: faster adapters
+  spoil the order and what large sizes need, slower ones learn too little. The setting is the adapters' rate afterwards.
+- Among values removed at the same step, the one with the larger last score comes first.
+- The last part of the steps trains only the adapters, at sizes drawn at random.
+- An adapter has the authors' share of a layer's width, and counts as additional ranks, gauge-aligned like all others.
 """
 
 import copy
@@ -38,15 +38,15 @@ from flexrank.profiles.costs import deployed_parameters
 from research.baselines.method import NotApplicable
 from research.baselines.trained.lesson import Lesson, Settings, Size, TrainedMethod, rates, trained_parameters
 
-#: λ at first, and by how much it grows if it does at every step; how often a score could go from 1 to 0 in these steps.
+#: λ at first, its growth if it grows at every step, and how often a score could go from 1 to 0 in these steps.
 PENALTY, GROWTH, TRAVEL = 1e-5, 1e8, 5.0
-#: The learning rate of adapters over that of scores. In the authors' code it is .02; of .02, .05 and the setting's rate
+#: The learning rate of adapters over that of scores. The authors' code has .02; of .02, .05 and the setting's rate
 #: this was best on the tuning half of stories260k, at 4e-3.
 PACE = 0.05
-#: Where the line begins and ends, and how far one looks ahead, as shares of these steps: a tenth is about as long as
-#: AdamW goes on in a short training, ten steps. The share of all steps that learn scores.
+#: Where the line begins and ends, and how far ahead the share is predicted, as shares of these steps: a tenth is about
+#: as long as AdamW goes on in a short training, ten steps. Then the share of all steps that learn scores.
 LINE, AHEAD, LEARNING = (1 / TRAVEL, 0.9), 0.1, 0.6
-#: Ranks of an adapter, over the layer's narrower side: the authors have 32 for 4096.
+#: The rank of an adapter over the layer's narrower side: the authors have 32 for 4096.
 ADAPTER = 1 / 128
 
 
@@ -66,23 +66,23 @@ class ScoredLinear(nn.Module):
         down = torch.randn(adapter, weight.shape[1], generator=generator) / math.sqrt(weight.shape[1])
         self.down, self.up = nn.Parameter(down.to(weight)), nn.Parameter(weight.new_zeros(len(weight), adapter))
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
-        self.mask: Tensor | None = None  #: of a size; None while scores are learned
+        self.mask: Tensor | None = None  #: the mask of a size; None while scores are learned
 
     def forward(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch m"]:  # noqa: D102
         hard = (self.score > 0).to(self.values) if self.mask is None else self.mask
-        soft = functional.relu(self.score)  # what is gone learns nothing, and stays gone
+        soft = functional.relu(self.score)  # a removed value gets no gradient, and stays removed
         mask = hard + soft - soft.detach() if self.mask is None else hard
         kept = functional.linear(functional.linear(x, self.right) * (self.values * mask).to(x.dtype), self.left)
         return kept + functional.linear(functional.linear(x, self.down), self.up, self.bias)
 
     def parameters_at(self, values: int) -> int:
-        """Of the deployed layer that keeps so many singular values, the adapter's ranks with them."""
+        """Returns the parameters of the deployed layer that keeps `values` singular values, and the adapter's ranks."""
         return deployed_parameters(self.shape, min(*self.shape, values + len(self.down)))
 
 
 @dataclasses.dataclass
 class Pressure:
-    """What learns the order: λ, and the last step at which each value was kept, with its score there."""
+    """Learns the order: holds λ, and the last step at which each value was kept, with its score there."""
 
     layers: Mapping[str, ScoredLinear]
     smallest: float  #: the share of parameters at the end
@@ -98,7 +98,7 @@ class Pressure:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Notes what is kept, and raises λ if the model will soon be larger than it should be then."""
+        """Records what is kept, and raises λ if the model will soon be larger than it should be then."""
         later, ahead = dict[str, Tensor](), AHEAD * self.steps
         for name, layer in self.layers.items():
             score, before = layer.score.clamp_(min=0), self.scores[name]
@@ -109,23 +109,23 @@ class Pressure:
         self.weight *= self.growth if self.is_on else 1.0
 
     def wanted(self, step: float) -> float:
-        """The share of parameters on the line, after this step."""
+        """Returns the share of parameters on the line after this step."""
         begin, end = (at * self.steps for at in LINE)
         return 1 - (1 - self.smallest) * min(1.0, max(0.0, (step + 1 - begin) / (end - begin)))
 
     def share(self, scores: Mapping[str, Tensor]) -> float:
-        """The parameters of what these scores keep, over the dense ones."""
+        """Returns the parameters that these scores keep, over the dense ones."""
         counts = ((layer, int((scores[name] > 0).sum())) for name, layer in self.layers.items())
         return sum(layer.parameters_at(count) for layer, count in counts) / self.dense
 
     def penalty(self) -> Tensor:
-        """λ Σ |score|, or nothing."""
+        """Returns λ Σ |score|, or zero if the penalty is off."""
         scores = torch.cat([layer.score for layer in self.layers.values()])
         return self.weight * self.is_on * scores.abs().sum()
 
     @torch.no_grad()
     def order(self) -> dict[str, Tensor]:
-        """The place of each value among all, 0 first: what was kept longest, then the greatest last score."""
+        """Returns each value's position among all, 0 first: what was kept longest, then by descending last score."""
         scores = torch.cat(list(self.scores.values()))
         last = torch.cat(list(self.last.values()))
         by_score = scores.argsort(descending=True, stable=True)
@@ -136,7 +136,7 @@ class Pressure:
 
 
 def masks_within(layers: Mapping[str, ScoredLinear], places: Mapping[str, Tensor], limit: float) -> dict[str, Tensor]:
-    """The longest prefix of the order whose deployed parameters are within the limit, as masks by layer."""
+    """Returns the longest prefix of the order whose deployed parameters are within the limit, as masks by layer."""
 
     def parameters(length: int) -> int:
         return sum(layer.parameters_at(int((places[name] < length).sum())) for name, layer in layers.items())
@@ -149,7 +149,7 @@ def masks_within(layers: Mapping[str, ScoredLinear], places: Mapping[str, Tensor
 
 
 def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:
-    """All sizes together: scores and adapters first, then adapters at sizes drawn at random."""
+    """Trains all sizes together: scores and adapters first, then adapters at sizes drawn at random."""
     model, layers = scored(lesson)
     pressure = Pressure(layers, min(lesson.budgets), round(LEARNING * lesson.steps))
     learn_order(lesson, model, pressure)
@@ -170,9 +170,9 @@ def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:
 
 
 def scored(lesson: Lesson, adapter: int | None = None) -> tuple[nn.Module, dict[str, ScoredLinear]]:
-    """The model with `ScoredLinear` layers, all of whose scores are 1, and the layers by name.
+    """Returns the model with `ScoredLinear` layers, all of whose scores are 1, and these layers by name.
 
-    Adapters have this rank, or the authors' share of each layer's narrower side.
+    Adapters have rank `adapter`, or by default the authors' share of each layer's narrower side.
     """
     model, layers = copy.deepcopy(lesson.teacher), dict[str, ScoredLinear]()
     generator = torch.Generator().manual_seed(lesson.seed)
@@ -199,22 +199,22 @@ def learn_order(lesson: Lesson, model: nn.Module, pressure: Pressure) -> None:
 
 @dataclasses.dataclass
 class Penalised:
-    """An objective, and λ Σ |score| on top of its loss."""
+    """An objective with λ Σ |score| added to its loss."""
 
     inner: Objective
     pressure: Pressure
 
     def target(self, output: Any, batch: Batch) -> Tensor:
-        """The inner objective's."""
+        """Returns the inner objective's target."""
         return self.inner.target(output, batch)
 
     def loss(self, output: Any, target: Tensor, batch: Batch) -> Tensor:
-        """The sum of both."""
+        """Returns the inner objective's loss plus the penalty."""
         return self.inner.loss(output, target, batch) + self.pressure.penalty()
 
 
 def set_masks(layers: Mapping[str, ScoredLinear], masks: Mapping[str, Tensor]) -> None:
-    """Sets the size of the model."""
+    """Sets the model to the size that these masks keep."""
     for name, mask in masks.items():
         layers[name].mask = mask
 

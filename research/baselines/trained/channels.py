@@ -1,9 +1,9 @@
-"""Heads and feed-forward channels of transformers as units that can be left out.
+"""Heads and feed-forward channels of transformers as units that can be removed.
 
-A unit is read by some columns of one layer (`o_proj`, `down_proj`) and written by some rows of others. Where its
-columns read zeros, the model computes what it would without the unit, whose parameters a deployed model does not have.
-With grouped queries a unit is a head of queries; keys and values go with the last query head that reads them, and heads
-of a group lie side by side in the order. Biases, which are few, are counted whole.
+A unit is read by some columns of one layer (`o_proj`, `down_proj`) and written by some rows of others. If these columns
+read zeros, the model computes what it would without the unit, whose parameters a deployed model does not have. With
+grouped queries a unit is a query head; keys and values are removed with the last query head that reads them, and heads
+of a group are adjacent in the order. Biases, which are few, are counted in full.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from flexrank.data.batches import Batch, call_model, model_device, to_device
 from flexrank.nn.matrix import is_conv1d, matrix_shape, weight_matrix
 from research.baselines.method import Loss, NotApplicable
 
-#: Inside a block, what writes units and what reads them: first of attention, then of the feed-forward part.
+#: Inside a block, the layers that write units and the one that reads them: attention first, then the feed-forward.
 ARCHITECTURES: tuple[tuple[tuple[Sequence[str], str], ...], ...] = (
     (  # Llama and its like
         (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.o_proj"),
@@ -45,7 +45,7 @@ ARCHITECTURES: tuple[tuple[tuple[Sequence[str], str], ...], ...] = (
     ),
     ((("attn.c_attn",), "attn.c_proj"), (("mlp.c_fc",), "mlp.c_proj")),  # GPT-2
 )
-#: The layers that hold queries, keys and values one below the other.
+#: Layers that stack queries, keys and values, and how many matrices they hold.
 FUSED = {"attn.c_attn": 3}
 
 
@@ -55,30 +55,30 @@ class Units:
 
     writers: tuple[str, ...]
     count: int
-    cost: int  #: parameters of one of them, but for what it shares
-    shared_writers: tuple[str, ...] = ()  #: of keys and values, of which `group` units share a head
+    cost: int  #: parameters of one unit, except those it shares
+    shared_writers: tuple[str, ...] = ()  #: writers of keys and values, of which `group` units share a head
     group: int = 1
-    shared: int = 0  #: parameters of what a group shares
-    fused: int = 1  #: matrices, one below the other, that each writer holds
+    shared: int = 0  #: parameters that a group shares
+    fused: int = 1  #: number of matrices stacked in each writer
 
     def parameters(self, kept: int) -> int:
-        """Of so many units, the first ones in the order."""
+        """Returns the parameters of the first `kept` units in the order."""
         return kept * self.cost + -(-kept // self.group) * self.shared
 
     def rows(self, values: Tensor, fused: int = 1) -> Tensor:
-        """(fused · count · width, …) as (count, fused, width, …)."""
+        """Reshapes (fused · count · width, …) to (count, fused, width, …)."""
         return values.unflatten(0, (fused, self.count, -1)).movedim(1, 0)
 
     def shared_rows(self, values: Tensor) -> Tensor:
-        """(count / group · width, …) as (count, width, …), each an equal part of what its group shares."""
+        """Expands (count / group · width, …) to (count, width, …), each an equal part of what its group shares."""
         return values.unflatten(0, (self.count // self.group, -1)).repeat_interleave(self.group, 0) / self.group
 
 
 def find_units(model: nn.Module, blocks: Sequence[str]) -> dict[str, Units]:
-    """The units of every block by the name of their reader, in the model's order.
+    """Returns the units of every block by the name of their reader, in the model's order.
 
     Raises:
-        NotApplicable: the blocks are of no known architecture, or there are none.
+            NotApplicable: the blocks' architecture is unknown, or there are no blocks.
     """
     if not blocks:
         raise NotApplicable(f"{type(model).__name__}: no stack of blocks is found in it")
@@ -91,7 +91,7 @@ def find_units(model: nn.Module, blocks: Sequence[str]) -> dict[str, Units]:
 
 
 def _units(model: nn.Module, block: str, writers: Sequence[str], reader: str, *, is_attention: bool) -> Units:
-    """Heads of queries, or channels."""
+    """Returns the reader's units: query heads for attention, otherwise channels."""
     config: Any = model.config
     m, n = matrix_shape(model.get_submodule(f"{block}.{reader}"))
     heads = config.num_attention_heads
@@ -116,7 +116,7 @@ def _architecture(model: nn.Module, block: str) -> tuple[tuple[Sequence[str], st
 def importances(
     model: nn.Module, units: Mapping[str, Units], batches: Sequence[Batch], loss: Loss
 ) -> dict[str, Float[Tensor, " count"]]:
-    """Σ |w · ∂L/∂w| over each unit's weights, summed over batches (LLM-Pruner, eq. 5, element by element)."""
+    """Returns Σ |w · ∂L/∂w| over each unit's weights, summed over batches (LLM-Pruner, eq. 5, element by element)."""
     device, totals = model_device(model), {name: torch.zeros(one.count) for name, one in units.items()}
     layers = {
         name: model.get_submodule(name)
@@ -140,22 +140,22 @@ def importances(
 
 
 def _salience(layer: Any, gradient: Tensor) -> Float[Tensor, "m n"]:
-    """|w · ∂L/∂w| of the layer's matrix."""
+    """Returns |w · ∂L/∂w| of the layer's matrix."""
     values = (layer.weight * gradient).detach().abs()
     return values.T if is_conv1d(layer) else values
 
 
 @dataclasses.dataclass(frozen=True)
 class Widths:
-    """How many units each reader has at a budget, and which: the most important ones, so that sizes are nested."""
+    """Decides how many units each reader has at a budget, and which: the most important, so that sizes are nested."""
 
     units: Mapping[str, Units]
-    orders: Mapping[str, Tensor]  #: the places of units, most important first
+    orders: Mapping[str, Tensor]  #: the indices of units, most important first
 
     def at(self, limit: float) -> dict[str, int] | None:
-        """The same share of every reader's units, so many that their parameters are within the limit; or None.
+        """Returns how many units each reader keeps within the limit, at the same share of each; None if one has none.
 
-        Heads are few: the share is of them first, rounded, then channels take what is left.
+        Heads are few, so their share is taken first, and rounded; channels take what is left.
         """
         fine = {name: one for name, one in self.units.items() if one.count == max(u.count for u in self.units.values())}
         coarse = {name: one for name, one in self.units.items() if name not in fine}
@@ -167,11 +167,11 @@ class Widths:
         return kept if min(kept.values()) >= 1 else None
 
     def parameters(self, kept: Mapping[str, int]) -> int:
-        """Of the units that are kept."""
+        """Returns the parameters of the kept units."""
         return sum(one.parameters(kept[name]) for name, one in self.units.items())
 
     def mask(self, name: str, kept: int) -> Float[Tensor, " n"]:
-        """One for the columns of `name` that read units that are kept, zero for others."""
+        """Returns one for each kept unit of `name`, and zero for the others."""
         one = self.units[name]
         chosen = torch.zeros(one.count)
         chosen[self.orders[name][:kept]] = 1
@@ -179,7 +179,7 @@ class Widths:
 
     @contextlib.contextmanager
     def use(self, model: nn.Module, kept: Mapping[str, int]) -> Iterator[nn.Module]:
-        """The model with these units alone inside the block."""
+        """Inside the `with` block, the model has only these units."""
         masks = {name: self.mask(name, count) for name, count in kept.items()}
         handles = [
             model.get_submodule(name).register_forward_pre_hook(functools.partial(_masked, mask))
@@ -198,7 +198,7 @@ def _masked(mask: Tensor, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Ten
 
 
 def ordered(units: Mapping[str, Units], importance: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The places of units by falling importance: of groups first, then inside each."""
+    """Returns the indices of units by descending importance: groups first, then the units inside each."""
     return {name: _ordered(importance[name], one.group) for name, one in units.items()}
 
 

@@ -1,8 +1,8 @@
 """LayerSkip: layer dropout and an early-exit loss, so that the first blocks are a model (Elhoushi et al., ACL 2024).
 
-Block l of L is left out with probability p · (exp(l ln 2 / (L − 1)) − 1). A step has the loss of the last block and of
-one other, in turn (the paper's rotational curriculum), weighted in proportion to the sums 0 + 1 + … + l. All exits
-share the model's last norm and head. A size has as many first blocks as fit.
+Block l of L is skipped with probability p · (exp(l ln 2 / (L − 1)) − 1). A step has the loss of the last block and of
+one other, in turn (the paper's rotational curriculum), with weights proportional to the sums 0 + 1 + … + l. All exits
+share the model's final norm and head. A size has as many of the first blocks as fit.
 """
 
 import contextlib
@@ -23,19 +23,19 @@ from flexrank.nn.blocks import block_stack, replaced_forwards
 from research.baselines.method import NotApplicable, parameter_count
 from research.baselines.trained.lesson import Lesson, Settings, Size, TrainedMethod, rates
 
-#: The paper's for continued pretraining: the last block's dropout, and the scale of early losses.
+#: The paper's values for continued pretraining: the last block's dropout, and the scale of early losses.
 DROPOUT, EXIT_SCALE = 0.1, 0.2
-#: What follows the blocks of Llama and its like, of GPT-2, and of ViT.
+#: What follows the blocks of Llama and similar models, of GPT-2, and of ViT.
 ENDS = (("model.norm", "lm_head"), ("transformer.ln_f", "lm_head"), ("vit.layernorm", "classifier"))
 
 
 def dropout_rates(blocks: int) -> list[float]:
-    """The probability that a block is left out, the first one never."""
+    """Returns the probability with which each block is skipped; the first never is."""
     return [DROPOUT * (math.exp(place * math.log(2) / max(1, blocks - 1)) - 1) for place in range(blocks)]
 
 
 def exit_weights(blocks: int) -> list[float]:
-    """e(l) of the paper, before they are scaled to a sum of one over the exits that a step has."""
+    """Returns e(l) of the paper, before the weights of a step's two exits are scaled to a sum of one."""
     early = [EXIT_SCALE * sum(range(place + 1)) for place in range(blocks - 1)]
     return [*early, blocks - 1 + EXIT_SCALE * sum(range(blocks - 1))]
 
@@ -47,25 +47,25 @@ class ExitObjective:
     inner: Objective
     model: nn.Module
     blocks: int
-    place: int = 0  #: of the earlier exit
+    place: int = 0  #: the block of the earlier exit
 
     def target(self, output: Any, batch: Batch) -> Tensor:
-        """The inner objective's."""
+        """Returns the inner objective's target."""
         return self.inner.target(output, batch)
 
     def loss(self, output: Any, target: Tensor, batch: Batch) -> Tensor:
-        """e(l) L_l + e(L) L_L, over e(l) + e(L)."""
+        """Returns (e(l) L_l + e(L) L_L) / (e(l) + e(L))."""
         weights = exit_weights(self.blocks)
-        early = max(weights[self.place], EXIT_SCALE)  # the first block's e is zero, and it is a size too
+        early = max(weights[self.place], EXIT_SCALE)  # e is zero for the first block, which is a size too
         own = self.inner.loss(exit_output(self.model, output, self.place), target, batch)
         return (early * own + weights[-1] * self.inner.loss(output, target, batch)) / (early + weights[-1])
 
 
 def exits(model: nn.Module, layers: Iterable[str]) -> list[tuple[str, nn.Module]]:
-    """The blocks after which the model can end, by name.
+    """Returns the blocks after which the model can end, by name.
 
     Raises:
-        NotApplicable: there is no stack of blocks, or what follows it is not known here.
+            NotApplicable: there is no stack of blocks, or what follows it is unknown.
     """
     blocks = block_stack(model, layers)
     if not blocks or not _end(model):
@@ -74,28 +74,28 @@ def exits(model: nn.Module, layers: Iterable[str]) -> list[tuple[str, nn.Module]
 
 
 def _end(model: nn.Module) -> tuple[nn.Module, nn.Module | None] | None:
-    """What follows the blocks, norm and head; None where it is not known."""
+    """Returns the norm and the head that follow the blocks; None if they are unknown."""
     modules = dict(model.named_modules())
-    if getattr(model, "base_model", None) is model:  # it has no head; BERT and its like have all norms in the blocks
+    if getattr(model, "base_model", None) is model:  # no head; BERT and its like have all norms in the blocks
         norms = (one for name, one in model.named_children() if "norm" in name or name == "ln_f")
         return next(norms, nn.Identity()), None
     return next(((modules[norm], modules[head]) for norm, head in ENDS if {norm, head} <= modules.keys()), None)
 
 
 def exit_output(model: nn.Module, output: Any, place: int) -> Any:
-    """What the model returns if block `place` is its last, from the hidden states of a whole forward."""
+    """Returns what the model would if block `place` were its last, from the hidden states of a full forward pass."""
     end = _end(model)
     assert end is not None
     norm, head = end
     states = norm(output.hidden_states[place + 1])
     if head is None:
         return SimpleNamespace(last_hidden_state=states, hidden_states=(states,))
-    is_classifier = output.logits.ndim < states.ndim  # which reads the first token
+    is_classifier = output.logits.ndim < states.ndim  # a classifier reads the first token
     return SimpleNamespace(logits=head(states[:, 0] if is_classifier else states), hidden_states=(states,))
 
 
 def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:
-    """All depths together, all weights."""
+    """Trains all depths together, and all weights."""
     model = copy.deepcopy(lesson.teacher)
     blocks = exits(model, lesson.layers)
     objective = ExitObjective(lesson.followed, model, len(blocks))
@@ -127,7 +127,7 @@ def _left_out(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def depth_within(lesson: Lesson, blocks: Mapping[str, nn.Module], limit: int) -> int | None:
-    """The largest number of first blocks whose model has at most so many parameters."""
+    """Returns the largest number of first blocks whose model has at most `limit` parameters; None if none fits."""
     own = list(map(parameter_count, blocks.values()))
     rest = parameter_count(lesson.teacher) - sum(own)
     depths = [depth for depth in range(1, len(own) + 1) if rest + sum(own[:depth]) <= limit]
@@ -136,7 +136,7 @@ def depth_within(lesson: Lesson, blocks: Mapping[str, nn.Module], limit: int) ->
 
 @contextlib.contextmanager
 def first_blocks(model: nn.Module, depth: int) -> Iterator[nn.Module]:
-    """The model without its later blocks inside the block."""
+    """Inside the `with` block, the model has only its first `depth` blocks."""
     name, _ = block_stack(model, [name for name, _ in model.named_modules()])[0]
     owner, _, own = name.rpartition(".")[0].rpartition(".")
     parent: Any = model.get_submodule(owner)

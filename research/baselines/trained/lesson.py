@@ -18,46 +18,46 @@ from flexrank.profiles import ProfileChain
 from flexrank.progress import track
 from research.baselines.method import Loss, parameter_count
 
-#: The warm-up's share of the steps, and bytes of the teacher's outputs that are kept.
+#: The warm-up's share of the steps, and the bytes of the teacher's outputs that are cached.
 WARMUP, CACHE = 0.025, 256 * 2**20
 Settings = Mapping[str, Any]
-#: A model and its deployed parameters, those of embeddings and norms too; None where there is no size so small.
+#: A model and its deployed parameters, with embeddings and norms; None if there is no size that small.
 Size = tuple[nn.Module, int] | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Lesson:
-    """A base model, and all that a method may learn from; nothing in it is changed."""
+    """A base model, and all that a method may learn from; methods change nothing in it."""
 
     teacher: nn.Module
     calibration: Sequence[Batch]
-    batches: Sequence[Batch]  #: of training
-    budgets: Sequence[float]  #: of the factorised layers' parameters, largest first
+    batches: Sequence[Batch]  #: for training
+    budgets: Sequence[float]  #: shares of the factorised layers' parameters, largest first
     steps: int  #: of all sizes together
-    steps_of_a_size: int  #: of a method that trains each size by itself
-    followed: FisherObjective  #: of distillation
+    steps_of_a_size: int  #: for a method that trains each size separately
+    followed: FisherObjective  #: the objective of distillation
     divergence: Objective  #: the same without hidden states, as the paper prints it
-    task: Loss | None  #: the loss of labels, by which units are ranked; None where there are none
-    elastic: Callable[[Method], nn.Module]  #: gives the model decomposed by `datasvd` or `fisher`
-    chain: Callable[[Method, str], ProfileChain]  #: gives the ranks of its allocation by `paper` or `joint`
-    forwards: Callable[[nn.Module], AbstractContextManager[None]]  #: how models compute while they train
+    task: Loss | None  #: the loss on labels, by which units are ranked; None without labels
+    elastic: Callable[[Method], nn.Module]  #: returns the model decomposed by `datasvd` or `fisher`
+    chain: Callable[[Method, str], ProfileChain]  #: returns the chain of its allocation by `paper` or `joint`
+    forwards: Callable[[nn.Module], AbstractContextManager[None]]  #: the context in which models compute in training
     layers: Mapping[str, tuple[int, int]]  #: the shapes of the layers whose parameters the budgets are shares of
-    usual_rate: float  #: what flexrank's own consolidation of the model takes
+    usual_rate: float  #: the learning rate of flexrank's own consolidation of the model
     autocast: torch.dtype | None
     seed: int
 
     def limit(self, budget: float) -> int:
-        """The parameters that a deployed model may have at a budget, those outside layers among them."""
+        """Returns the parameters that a deployed model may have at a budget, including those outside the layers."""
         dense = sum(m * n for m, n in self.layers.values())
         return parameter_count(self.teacher) - dense + int(budget * dense)
 
     def weights(self, model: Any) -> dict[str, nn.Parameter]:
-        """All parameters of a form of the base model but its embeddings, which ours leaves as they are too."""
+        """Returns all parameters of a form of the base model except its embeddings, which ours leaves unchanged too."""
         embeddings = set(model.get_input_embeddings().parameters())
         return {name: one for name, one in model.named_parameters() if one not in embeddings}
 
     def rate(self, settings: Settings) -> float:
-        """The learning rate of the settings: `learning_rate`, or `times_usual` the model's usual one."""
+        """Returns the settings' learning rate: `learning_rate`, or `times_usual` times the model's usual rate."""
         return settings.get("learning_rate") or settings["times_usual"] * self.usual_rate
 
     def train_(
@@ -72,10 +72,10 @@ class Lesson:
         factor: float = 1.0,
         decays: bool = True,
     ) -> None:
-        """Trains these parameters in place by AdamW, those named by `quick` at `factor` times the learning rate.
+        """Trains these parameters in place with AdamW, those named in `quick` at `factor` times the learning rate.
 
-        After its warm-up the learning rate `decays` to 0, or stays. `before` is called with each step's number before
-        it is taken.
+        After its warm-up the learning rate decays to 0 if `decays`, otherwise it stays. `before` is called before each
+        step, with the step's number.
         """
         optimizer = torch.optim.AdamW(
             [
@@ -90,29 +90,29 @@ class Lesson:
         with self.forwards(model), training(model, self.teacher, parameters):
             for number in track(range(steps), "training", steps, 0):
                 before(number)
-                along = number if decays else min(number, warmup)  # at the end of the warm-up it is at its peak
+                along = number if decays else min(number, warmup)  # the end of the warm-up is the peak
                 set_rate(optimizer, scheduled_rate(along, steps, learning_rate, warmup))
                 step.take([feed.next()], number)
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainedMethod:
-    """A method that trains; see the package."""
+    """A method that trains; see the package's docstring."""
 
     name: str
     source: str
     is_one_artefact: bool
-    trials: Sequence[Settings]  #: four rates to be tried, each twice the one before
+    trials: Sequence[Settings]  #: four learning rates to try, each twice the one before
     sizes: Callable[[Lesson, Settings], Iterator[Size]]
-    table: Method | None = None  #: whose sensitivity table it chooses ranks from
+    table: Method | None = None  #: the decomposition from whose sensitivity table it chooses ranks
 
 
 def rates(name: str, *values: float) -> tuple[Settings, ...]:
-    """Settings with these rates, rising."""
+    """Returns settings with these rates, which ascend."""
     return tuple({name: value} for value in values)
 
 
 def trained_parameters(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
-    """The parameters whose names contain one of these."""
+    """Returns the parameters whose names contain one of `names`."""
     parts = tuple(names)
     return {name: one for name, one in model.named_parameters() if any(part in name for part in parts)}

@@ -1,8 +1,8 @@
-"""LLM-Pruner: coupled structures by their Taylor importance, then low-rank repair (Ma et al., NeurIPS 2023).
+"""LLM-Pruner: coupled structures removed by Taylor importance, then low-rank repair (Ma et al., NeurIPS 2023).
 
 Every block loses the same share of heads and of feed-forward channels. The paper spares the first blocks and the last
-one, of 32; models of five or six have none to spare. A model without labels takes the loss that flexrank's own `fisher`
-takes.
+one, of 32; models of five or six have none to spare. A model without labels uses the loss that flexrank's own `fisher`
+uses.
 """
 
 import copy
@@ -15,7 +15,7 @@ from research.baselines.trained.lora import adapt_
 
 
 def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:
-    """Each size by itself: what is least important goes, then adapters of all linear layers are trained."""
+    """Makes each size separately: removes what is least important, then trains adapters on all linear layers."""
     widths = taylor_widths(lesson)
     for budget in lesson.budgets:
         kept = widths.at(room(lesson, widths, budget))
@@ -32,7 +32,7 @@ def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:
 
 
 def taylor_widths(lesson: Lesson) -> Widths:
-    """Heads and channels in the order of their importance on the calibration."""
+    """Returns heads and channels in the order of their importance on the calibration."""
     model = copy.deepcopy(lesson.teacher)
     units = find_units(model, [name for name, _ in block_stack(model, lesson.layers)])
     loss = lesson.task or lesson.followed.fisher_loss
@@ -40,13 +40,13 @@ def taylor_widths(lesson: Lesson) -> Widths:
 
 
 def unheld(lesson: Lesson, widths: Widths) -> int:
-    """The parameters of layers that no unit has."""
+    """Returns the number of layer parameters that belong to no unit."""
     dense = sum(m * n for m, n in lesson.layers.values())
     return dense - sum(one.parameters(one.count) for one in widths.units.values())
 
 
 def room(lesson: Lesson, widths: Widths, budget: float) -> float:
-    """The parameters that units may have at a budget."""
+    """Returns the parameters that units may have at a budget."""
     return lesson.limit(budget) - lesson.limit(0) - unheld(lesson, widths)
 
 

@@ -1,7 +1,7 @@
 """SVD-LLM with its low-rank fine-tuning (Wang et al., ICLR 2025, section 3.3), and adapters for other rivals.
 
-The paper adapts one factor, then the other, with rank 8 and labels of instructions; here both have half of the steps,
-and follow the base model. Adapters merge into the factors, so a size stays what it is.
+The paper adapts one factor, then the other, with rank 8 and instruction labels; here each gets half of the steps, and
+both distil the base model. Adapters merge into the factors, so they do not change a size.
 """
 
 import copy
@@ -20,12 +20,12 @@ from research.baselines.svd_llm import factors
 from research.baselines.trained.lesson import Lesson, Settings, Size, TrainedMethod, rates, trained_parameters
 from research.baselines.trained.ranks import at
 
-#: The paper's rank of adapters, and what they are scaled by over it.
+#: The adapters' rank in the paper, and the α by which they are scaled, over the rank.
 RANK, ALPHA = 8, 16
 
 
 def adapt_(model: nn.Module, layers: Sequence[str], seed: int) -> None:
-    """Gives these linear layers adapters in place: W + (α / r) · B A, with B zero and A random (Hu et al., 2022)."""
+    """Adds adapters to these linear layers in place: W + (α / r) · B A, with B zero and A random (Hu et al., 2022)."""
     import peft
 
     turned = any(is_conv1d(model.get_submodule(name)) for name in layers)
@@ -38,7 +38,7 @@ def adapt_(model: nn.Module, layers: Sequence[str], seed: int) -> None:
 
 
 def pair(layer: NestedLinear) -> nn.Sequential:
-    """The layer at its rank r as two linear layers: `v` (n → r) without bias, then `u` (r → m)."""
+    """Returns the layer at its rank r as two linear layers: `v` (n → r) without bias, then `u` (r → m)."""
     (u, v), bias, rank = layer.active, layer.active_bias, layer.rank
     first = nn.Linear(v.shape[1], rank, bias=False, device=v.device, dtype=v.dtype)
     second = nn.Linear(rank, u.shape[1], bias=bias is not None, device=u.device, dtype=u.dtype)
@@ -52,12 +52,12 @@ def pair(layer: NestedLinear) -> nn.Sequential:
 
 
 def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:
-    """Each size by itself: whitened factors at uniform ranks, then adapters on V, then on U."""
+    """Makes each size separately: whitened factors at uniform ranks, then adapters on V, then on U."""
     whole = _whitened(lesson)
     for budget in lesson.budgets:
         profile = filled_ranks(layer_shapes(whole), dict.fromkeys(lesson.layers, budget), budget)
         ((_, parameters),) = at(whole, profile)
-        if parameters > lesson.limit(budget):  # at the least ranks
+        if parameters > lesson.limit(budget):  # even at the least ranks
             yield None
             continue
         model = copy.deepcopy(whole)

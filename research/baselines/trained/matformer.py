@@ -1,8 +1,8 @@
-"""Nested widths, as in MatFormer (Devvrit et al., NeurIPS 2024), of a model that is trained already.
+"""Nested widths, as in MatFormer (Devvrit et al., NeurIPS 2024), of a pretrained model.
 
-MatFormer trains the first m_1 < m_2 < … channels of each feed-forward part together, from nothing, one size a step.
-Here channels are put in the order of their importance first, as Flextron and Minitron do, and heads are nested too,
-without which a model of half the size would have no feed-forward part left.
+MatFormer trains the first m_1 < m_2 < … channels of each feed-forward part together, from scratch, one size per step.
+Here channels are first put in the order of their importance, as in Flextron and Minitron. Heads are nested too, because
+otherwise a model of half the size would have no feed-forward part left.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from research.baselines.trained.llm_pruner import room, taylor_widths, unheld
 
 
 def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:
-    """All sizes together, one a step, all weights."""
+    """Trains all sizes together, one per step, and all weights."""
     widths, model = taylor_widths(lesson), copy.deepcopy(lesson.teacher)
     all_kept = [widths.at(room(lesson, widths, budget)) for budget in lesson.budgets]
     possible = [kept for kept in all_kept if kept is not None]

@@ -1,4 +1,4 @@
-"""flexrank's own ways: all sizes together, as the paper prints it, and each size by itself."""
+"""flexrank's own methods: all sizes together, as the paper prints it, and each size separately."""
 
 from collections.abc import Iterator
 
@@ -13,9 +13,9 @@ from research.baselines.trained.lesson import WARMUP, Lesson, Settings, Size, Tr
 
 
 def ours(lesson: Lesson, settings: Settings) -> Iterator[Size]:
-    """The default of `flexrank run`: factors weighted by gradients too, joint ranks, balanced consolidation.
+    """Trains by the defaults of `flexrank run`: factors weighted by gradients too, joint ranks, balanced consolidation.
 
-    It follows hidden states too.
+    The objective includes hidden states.
     """
     model, chain = lesson.elastic("fisher"), lesson.chain("fisher", "joint")
     consolidate_(lesson, settings, model, chain, lesson.followed, lesson.steps)
@@ -23,14 +23,14 @@ def ours(lesson: Lesson, settings: Settings) -> Iterator[Size]:
 
 
 def printed(lesson: Lesson, settings: Settings) -> Iterator[Size]:
-    """FlexRank as the paper prints it: DataSVD, its search of ranks, eq. 6, the divergence of outputs alone."""
+    """Trains FlexRank as the paper prints it: DataSVD, its rank search, eq. 6, and the divergence of outputs alone."""
     model, chain = lesson.elastic("datasvd"), lesson.chain("datasvd", "paper")
     consolidate_(lesson, settings, model, chain, lesson.divergence, lesson.steps, "paper")
     yield from (size for budget in lesson.budgets for size in at(model, chain.at(budget)))
 
 
 def independent(lesson: Lesson, settings: Settings) -> Iterator[Size]:
-    """Each size by itself, from the same factors and ranks as ours."""
+    """Trains each size separately, from the same factors and ranks as `ours`."""
     chain = lesson.chain("fisher", "joint")
     for budget in lesson.budgets:
         model, profile = lesson.elastic("fisher"), chain.at(budget)
@@ -47,7 +47,7 @@ def consolidate_(
     steps: int,
     method: Method = "balanced",
 ) -> None:
-    """The library's consolidation in place, by the lesson's batches."""
+    """Runs the library's consolidation in place, on the lesson's batches."""
     with lesson.forwards(model):
         distill_(
             model, lesson.teacher, lesson.batches, profiles, method=method, objective=objective, steps=steps,
@@ -57,7 +57,7 @@ def consolidate_(
 
 
 def at(model: nn.Module, profile: RankProfile) -> Iterator[tuple[nn.Module, int]]:
-    """The elastic model at a profile, and its parameters when deployed, gauge-aligned without slack."""
+    """Yields the elastic model at a profile, and its parameters when deployed, gauge-aligned without slack."""
     layers = profile_parameters(profile, layer_shapes(model))
     with use_profile(model, profile):
         yield model, layers + footprint(model).other_parameters

@@ -75,7 +75,7 @@ class AllocationConfig(Section):
 
 
 class DistillationConfig(Section):
-    """Knowledge consolidation: every step draws one budget and distils its submodel (FlexRank, section 3.4)."""
+    """Knowledge consolidation: every step draws one budget and distils its submodel (FlexRank, section 3.3)."""
 
     method: Literal["balanced", "paper"] = "balanced"  # `paper`: as printed, which degrades the largest sizes
     steps: Annotated[int, Field(ge=0)] = 400  # of the optimiser; 0 leaves the decomposed network as it is

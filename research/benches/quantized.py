@@ -116,12 +116,12 @@ def quantize_(model: nn.Module, layers: Sequence[str], bits: int) -> int:
     ):
         count, group = part.weight.numel(), math.gcd(GROUP, part.in_features)
         group = group if group >= LEAST_GROUP else part.in_features
-        bits = bits if part.in_features > 1 else 16  # torchao accepts no matrix of one column
-        if bits == 16:
+        width = bits if part.in_features > 1 else 16  # torchao accepts no matrix of one column
+        if width == 16:
             part.weight.data = part.weight.data.bfloat16().to(part.weight.dtype)
         else:
-            quantize_(part, IntxWeightOnlyConfig(getattr(torch, f"int{bits}"), PerGroup(group)), lambda *_: True)
-        size += math.ceil(count * bits / 8) + (4 * count // group if bits < 16 else 0)
+            quantize_(part, IntxWeightOnlyConfig(getattr(torch, f"int{width}"), PerGroup(group)), lambda *_: True)
+        size += math.ceil(count * width / 8) + (4 * count // group if width < 16 else 0)
     return size
 
 

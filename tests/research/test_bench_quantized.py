@@ -63,6 +63,12 @@ def test_both_factors_and_no_other_layer_are_quantised() -> None:
     assert type(model["head"].weight) is nn.Parameter
 
 
+def test_a_factor_of_one_column_keeps_sixteen_bits_and_no_other_does() -> None:
+    model = nn.ModuleDict({"rank 1": nn.Linear(1, 40, bias=False), "after it": nn.Linear(64, 10, bias=False)})
+    assert quantized.quantize_(model, ["rank 1", "after it"], 8) == 80 + 640 + 4 * 20
+    assert type(model["rank 1"].weight) is nn.Parameter
+
+
 @pytest.mark.parametrize("more_is_better", [True, False])
 def test_the_front_is_what_no_other_point_beats(more_is_better: bool) -> None:
     draw = random.Random(0)

@@ -150,35 +150,35 @@ STEPS: dict[str, Callable[[Way], str | None]] = {
 }
 HEAD = f"""# Compatibility
 
-Each row of the first table is what a test finds: it builds the architecture small, with random weights and biases, and
-takes it all the way on rows with padding. `python tests/compatibility.py` writes this page, and
-`pytest tests/test_compatibility.py` fails where that table says anything else.
+Each row of the first table shows what a test finds: it builds a small model of the architecture, with random weights
+and biases, and takes it through all stages on rows with padding. `python tests/compatibility.py` writes this page, and
+`pytest tests/test_compatibility.py` fails if the table is wrong.
 
-- **decompose**: outputs at full rank are the original's, within 1e-5; *by block* where one block is in memory at a
-  time, *whole* where blocks cannot run alone.
-- **probe, allocate**: nested ranks for the budgets {BUDGETS[0]} and {BUDGETS[1]}, which the columns after it are for.
-- **distill**: the two sizes come closer to the teacher.
+- **decompose**: outputs at full rank equal the original's within 1e-5; *by block* means that one block is in memory at
+  a time, *whole* that blocks cannot run alone.
+- **probe, allocate**: nested ranks for the budgets {BUDGETS[0]} and {BUDGETS[1]}, which the following columns use.
+- **distill**: both sizes get closer to the teacher.
 - **deploy**, **export**, **from_pretrained** of transformers' auto class, **a size of elastic** (`from_pretrained` of
-  the elastic artefact with `quantization_config=fr.FlexRankConfig(budget=0.5)`): outputs are the elastic model's at
-  those ranks, within {DEPLOYED_BOUND:g}; ties, names and bits of what is loaded are those of what was saved.
+  the elastic artefact with `quantization_config=fr.FlexRankConfig(budget=0.5)`): outputs equal the elastic model's
+  at those ranks within {DEPLOYED_BOUND:g}; the loaded model has the ties, names and bits of the saved one.
 - **dense**: `flexrank export --to dense`, which plain transformers loads.
 
-Of what is left dense, embeddings are not named. All of this is float32 on a CPU.
+Embeddings always stay dense and are not listed. Everything is in float32 on a CPU.
 
 """
 
 TITLE = "\n## Programs of other runtimes\n"
 PROGRAMS_HEAD = f"""{TITLE}
 A test of each row exports the architecture, deployed at half its size, to each runtime, which runs it on two shapes.
-*yes* is an output within the bound of [deployment.md](deployment.md#other-runtimes), *refused* an error of one line,
-and nothing is written. All rows take ten minutes, so `make test` leaves them out:
+*yes* means an output within the bound of [deployment.md](deployment.md#other-runtimes); *refused* means a one-line
+error, with nothing written. All rows take ten minutes, so `make test` leaves them out:
 
 ```sh
-pytest -m programs tests/test_compatibility.py    # fails where a row says anything else
-python tests/compatibility.py --programs          # writes these rows of the page again
+pytest -m programs tests/test_compatibility.py    # fails if a row is wrong
+python tests/compatibility.py --programs          # rewrites these rows of the page
 ```
 
-`make test` itself holds {{tested}}, and what is refused of T5 and BART.
+`make test` itself holds {{tested}}, and the refusals of T5 and BART.
 
 """
 

@@ -7,27 +7,27 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "src" / "flexrank"
 #: What is called with a message: errors, and what ends a command with one. pydantic passes on what a check raises.
-ERRORS = {"FlexrankError", "ProcessLost", "ValueError", "_said", "_Interrupted"}
+ERRORS = {"FlexrankError", "ProcessLost", "ValueError", "_report_error", "_Interrupted"}
 #: How functions end whose texts a caller raises.
 GIVING = "conflicts"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def messages_of(rooms: list[str]) -> str:
+def messages_of(modules: list[str]) -> str:
     """A Markdown list of the messages that these modules and packages of flexrank raise."""
-    found = sorted({message for room in rooms for message in _messages(room)})
+    found = sorted({message for module in modules for message in _messages(module)})
     return "\n".join(f"- `{message}`" for message in found)
 
 
-def rooms() -> list[str]:
+def modules() -> list[str]:
     """The modules and packages of flexrank that raise errors."""
     names = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in PACKAGE.rglob("*.py")}
     return sorted(name for name in names if _messages(name))
 
 
 @cache
-def _messages(room: str) -> tuple[str, ...]:
-    files = (PACKAGE / room).rglob("*.py") if (PACKAGE / room).is_dir() else [PACKAGE / f"{room}.py"]
+def _messages(module: str) -> tuple[str, ...]:
+    files = (PACKAGE / module).rglob("*.py") if (PACKAGE / module).is_dir() else [PACKAGE / f"{module}.py"]
     return tuple(text for file in files for text in messages_in(ast.parse(file.read_text(encoding="utf8"))))
 
 
@@ -43,14 +43,14 @@ def messages_in(tree: ast.Module) -> Iterator[str]:
         texts = _local_texts(place)
         for call in _own_nodes(place):
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in ERRORS and call.args:
-                yield from _said(call.args[0], texts)
+                yield from _texts_of(call.args[0], texts)
                 calls = [node for node in ast.walk(call.args[0]) if isinstance(node, ast.Call)]
                 giving |= {node.func.id for node in calls if isinstance(node.func, ast.Name)} & functions.keys()
     for name in giving:
         texts = _local_texts(functions[name])
         for node in _own_nodes(functions[name]):
             if isinstance(node, ast.Return | ast.Yield) and node.value is not None:
-                yield from _said(node.value, texts)
+                yield from _texts_of(node.value, texts)
 
 
 def _own_nodes(place: ast.AST) -> Iterator[ast.AST]:
@@ -72,7 +72,7 @@ def _local_texts(place: ast.AST) -> dict[str, ast.expr]:
     }
 
 
-def _said(value: ast.expr, texts: dict[str, ast.expr]) -> Iterator[str]:
+def _texts_of(value: ast.expr, texts: dict[str, ast.expr]) -> Iterator[str]:
     for text in _shown(value, texts):
         if any(map(str.islower, text)):  # else all of it is another's words
             yield " ".join(text.replace("……", "…").split()).replace("`", "'")

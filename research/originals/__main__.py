@@ -23,16 +23,16 @@ app = typer.Typer(cls=OneLineErrors, add_completion=False, rich_markup_mode=None
 PAGE = Path("docs", "baselines.md")
 HEAD = """# Rivals beside their authors' code
 
-Made by `python -m research.originals CLONES`, which imports the authors' functions from clones of their repositories
-and runs them on one random Llama of two blocks in float32. The rivals of `research/baselines` are written from the
-papers, and no line of that code is here. A difference is ‖ours − theirs‖ / ‖ours‖, the largest over layers and ranks.
-A difference without a bound is shown, and has no verdict.
+`python -m research.originals CLONES` writes this page: it imports the authors' functions from clones of their
+repositories and runs them on one random Llama of two blocks in float32. The rivals in `research/baselines` are written
+from the papers; none of the authors' code is in this repository. A difference is ‖ours − theirs‖ / ‖ours‖, the largest
+over layers and ranks. A difference without a bound is shown without a verdict.
 
-Not held against any code are plain SVD, FWSVD and DRONE, SVD-LLM V2's ranks, A3, and of trained rivals LLM-Pruner,
-nested widths and LayerSkip: these are from their papers alone, A3 from what is known of its paper, and the authors' own
-may be better. What departs from a paper is said at the head of each file of `research/baselines`. Uniform ranks and
-those of SVD-LLM V2 fill what rounding down to whole ranks leaves of a budget, which the originals do not; they are
-compared here without that.
+Plain SVD, FWSVD, DRONE, the ranks of SVD-LLM V2, A3, and, among trained rivals, LLM-Pruner, nested widths and LayerSkip
+are not compared with any code: they follow their papers alone (A3 what is known of its paper), and the authors' code
+may be better. Each file of `research/baselines` begins with what departs from its paper. Uniform ranks and those of
+SVD-LLM V2 use up what rounding down to whole ranks leaves of a budget, which the originals do not; they are compared
+here without that.
 """
 
 

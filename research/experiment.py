@@ -80,8 +80,8 @@ def find_experiment(name: str) -> Experiment:
     if name not in STUDIES + BENCHES + COMPARISONS:
         known = ", ".join(STUDIES + BENCHES + COMPARISONS)
         raise FlexrankError(f"experiment {name!r} is unknown; it is one of {known}")
-    room = "studies" if name in STUDIES else "benches"
-    return importlib.import_module(f"research.{room}.{name.replace('-', '_')}").EXPERIMENT
+    package = "studies" if name in STUDIES else "benches"
+    return importlib.import_module(f"research.{package}.{name.replace('-', '_')}").EXPERIMENT
 
 
 class Ledger:

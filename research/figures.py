@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flexrank.files import write_aside
+from flexrank.files import atomic_file
 from flexrank.run.figures import STYLE
 
 #: Okabe and Ito's colour-blind-safe palette: ours; the paper's or a rival's method; neither; others.
@@ -82,6 +82,6 @@ def save_figure(draw: Callable[[Mapping[str, Any]], Any], data: Mapping[str, Any
 
 def _save(save: Callable[..., None], stem: Path, ending: str) -> Path:
     path = stem.with_name(f"{stem.name}.{ending}")
-    with write_aside(path) as aside:
+    with atomic_file(path) as aside:
         save(aside, format=ending, metadata={"Date": None} if ending == "svg" else {})
     return path

@@ -57,7 +57,7 @@ class Run:
         verb = ("flexrank", "run", str(self.config), "--set", f"output={self.output}")
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", *launcher, "-m", *verb]
-        with open(self.words, "wb") as file:
+        with open(self.log_path, "wb") as file:
             run = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
         try:
             yield run
@@ -67,7 +67,7 @@ class Run:
             run.wait()
 
     @property
-    def words(self) -> Path:
+    def log_path(self) -> Path:
         """The file that holds what the command has printed since its last start."""
         return self.output.with_suffix(".log")
 
@@ -75,7 +75,7 @@ class Run:
         """Runs the command to the end; raises FlexrankError if it fails or takes too long to end."""
         with self.started() as run:
             if status := run.wait(PATIENCE):
-                raise FlexrankError(f"{self.words}: the run ended with {status}, and no process was killed")
+                raise FlexrankError(f"{self.log_path}: the run ended with {status}, and no process was killed")
 
     def kill(self, place: str, seconds: float, number: int) -> str | None:
         """Kills a process `seconds` into a stage, or into the first stage that is left, or as that stage ends.
@@ -96,7 +96,7 @@ class Run:
 
     def _place(self, run: subprocess.Popen[bytes]) -> str:
         """Returns the current stage, from what process 0 has printed about earlier stages and from its lock."""
-        said = self.words.read_text(encoding="utf8", errors="replace")
+        said = self.log_path.read_text(encoding="utf8", errors="replace")
         done = [place for place in PLACES if f"{place}: up to date\n" in said or f"{place}: done in " in said]
         if done:
             return PLACES[min(PLACES.index(done[-1]) + 1, len(PLACES) - 1)]

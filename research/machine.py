@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexrank.deployment.machine import forget_peak, resident_peak
+from flexrank.deployment.machine import reset_peak, resident_peak
 
 #: Copies of a layer take at least these bytes in all, about as many as caches hold; and there are at most 64 of them.
 WEIGHT_BYTES, MOST_COPIES = 2**25, 64
 
 
-def forward_in_turn(build: Callable[[], nn.Module], x: Tensor) -> Callable[[int], None]:
+def rotating_forward(build: Callable[[], nn.Module], x: Tensor) -> Callable[[int], None]:
     """Returns a function that runs a number of forward passes over copies of a layer in turn, and waits for them.
 
     Weights then come from memory, as in a model.
@@ -38,13 +38,13 @@ def forward_in_turn(build: Callable[[], nn.Module], x: Tensor) -> Callable[[int]
 
 
 @contextlib.contextmanager
-def effort() -> Iterator[dict[str, float]]:
+def track_resources() -> Iterator[dict[str, float]]:
     """Yields a dict that after the block holds its seconds and its peak bytes above those held before it (Linux)."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # glibc keeps freed memory, which would serve the block without a new peak
-    taken, start, before = dict[str, float](), time.perf_counter(), forget_peak()
-    yield taken
-    taken |= {"seconds": time.perf_counter() - start, "peak_bytes": resident_peak() - before}
+    resources, start, before = dict[str, float](), time.perf_counter(), reset_peak()
+    yield resources
+    resources |= {"seconds": time.perf_counter() - start, "peak_bytes": resident_peak() - before}
 
 
 def random_llama(**sizes: Any) -> Any:

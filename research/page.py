@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flexrank.errors import FlexrankError
 from flexrank.files import write_text
@@ -11,74 +11,88 @@ from research.result import RESULT, Result, claim_cells, read_result, shown_rows
 
 _STUDIES = """# The paper's evidence, reproduced
 
-Made by `make results`, or from saved results by `python -m research --page`. Each section is one command, and its
-figure is drawn from the same `results/NAME/result.json`. ± is the standard deviation over seeds. *agrees* and *differs*
-are computed from the numbers beside them. Results of the Xeon are as measured before the studies moved to `research/`,
-without what the studies no longer show.
+`make results` writes this page; `python -m research --page` writes it again from saved results. Each section is one
+command, and its figure is drawn from the same `results/NAME/result.json`. ± is the standard deviation over seeds.
+*agrees* and *differs* are computed from the numbers beside them. Results of the Xeon were measured before the studies
+moved to `research/`; what the studies no longer show is left out.
 """
 _BENCHES = """# Performance
 
-Made by `make bench`, or from saved results by `python -m research --page`. Each section is one command. Ratios are
-medians of runs in turn in one process; eigenproblems of `decompose` are timed once. *met* and *missed* are computed
-from the numbers beside them. Results of the Xeon, and those without a processor's name, are as measured before the
-benches moved to `research/`, without what the benches no longer show.
+`make bench` writes this page; `python -m research --page` writes it again from saved results. Each section is one
+command. Ratios are medians of alternating runs in one process; the eigenproblems of `decompose` are timed once. *met*
+and *missed* are computed from the numbers beside them. Results of the Xeon, and those without a processor's name, were
+measured before the benches moved to `research/`; what the benches no longer show is left out.
 """
 _COMPARISONS = """# Rivals
 
-From saved results, by `python -m research --page`. Each section is one command. Every method has the same model,
-calibration, held-out samples and definition of size: deployed parameters of the factorised layers over their dense
-ones, gauge-aligned for all rank methods; adapters and the like count, indices do not. *met* and *missed* are computed
-from the numbers beside them. docs/baselines.md holds ours against the authors' own code.
+`python -m research --page` writes this page from saved results. Each section is one command. Every method gets the same
+model, calibration data, held-out samples and definition of size: the deployed parameters of the factorised layers over
+their dense ones. All rank methods are gauge-aligned; adapters count, indices do not. *met* and *missed* are computed
+from the numbers beside them. docs/baselines.md compares our implementations with the authors' own code.
 
-**On your model**: `python -m research compare --config CONFIG` and `compare-trained --config CONFIG` take the model,
-data and budgets of a run's configuration, in float32. `--jobs N` runs as many methods at once, `--seeds N` repeats all,
-`--tasks` adds tables of lm-eval's tasks, and an interrupted comparison goes on where it was. Of the language models
-below none has an accuracy above chance on ARC-Easy or PIQA, so none is scored by tasks.
+**On your own model**: `python -m research compare --config CONFIG` and `compare-trained --config CONFIG` take the
+model, data and budgets from a run's configuration, in float32. `--jobs N` runs N methods at once, `--seeds N` repeats
+everything, `--tasks` adds tables of lm-eval tasks, and an interrupted comparison continues where it stopped. None of
+the language models below is above chance on ARC-Easy or PIQA, so they are not scored by tasks.
 
-**Training-free**: *published* are the ranks of the method's own paper, by its own search where it has one; what
-rounding leaves of a uniform share is filled. A constant that a paper leaves free has four values, tried on the tuning
-half; all of SVD-LLM V2's are alike here, for its ranks never reach their bound. *paper* and *joint* are flexrank's
-allocations, from a sensitivity table of the method's own factors, for PIFA of those that it starts from. *nested* says
-whether each size is a prefix of all larger ones, by which one artefact holds them. DRONE's search of ranks is left out.
-Seconds are of the clock, each measured once. DRONE, SVD-LLM and DataSVD have one optimum: their lines lie on each
-other. pycode5m and ResNet-20 were measured before ranks were filled and constants tried.
+**Training-free.** *published* ranks are those of the method's own paper, found by its own search if it has one; what
+rounding leaves of a uniform share is filled up. A constant that a paper leaves open is tuned over four values on the
+tuning half; for SVD-LLM V2 all four give the same model here, because its ranks never reach their bound. *paper* and
+*joint* ranks are flexrank's two allocations, from a sensitivity table of the method's own factors (for PIFA, of the
+factors that it starts from). *nested* says whether each size is a prefix of all larger ones, so that one artefact holds
+them all. DRONE's search of ranks is left out. Times are wall times, each measured once. DRONE, SVD-LLM and DataSVD
+share one optimum, so their lines coincide. pycode5m and ResNet-20 were measured before ranks were filled up and
+constants tuned.
 
-**Trained**: all methods have as many training tokens in all; one that trains each size by itself has its share of them
-for each. At equal training time each has as many steps as take flexrank's seconds, by what each took at equal tokens;
-seconds are those that a process computed. pycode5m, babyllama and MiniLM lack that panel.
-The probe, of which ranks are chosen once and whose seconds do not grow with training, has a column of its own. Each
-method has four rates, tried on the tuning half, and up to two more where the best is at an edge. Seconds and the peak
-of memory are of a process of its own. These are short trainings, of 160 to 320 steps, which favour methods that start
-from a good decomposition. **pycode5m and babyllama were measured before four mends that favour rivals**:
-heads of queries go one by one with nested widths and LLM-Pruner, ACIP's removal follows its line, with adapters of the
-authors' width, rates are tried in finer steps, and best rates at an edge ask for more; they are still to be measured
-again.
+**Trained.** All methods see the same number of training tokens in total; a method that trains each size separately
+splits them among its sizes. At equal training time, each method gets the number of steps that fits into flexrank's
+training time, by its own speed at equal tokens. Times are process times. pycode5m, babyllama and MiniLM lack that
+panel. The probe, which chooses ranks once and does not grow with training, has its own column. Each method gets four
+learning rates, tried on the tuning half, and up to two more if the best one is at an edge. Each method runs in a
+process of its own, whose time and peak memory are shown. The trainings are short, 160 to 320 steps, which favours
+methods that start from a good decomposition. **pycode5m and babyllama were measured before four changes that favour
+rivals**: nested widths and LLM-Pruner remove query heads one by one; ACIP's removal follows its line, with adapters of
+the authors' width; learning rates are tried in finer steps; and a best rate at an edge leads to more. They have not
+been measured again.
 
-**Where ours is behind, and why.** LEMS weighs outputs by the loss's gradients, DataSVD by activations alone; flexrank's
-default, `fisher`, took that from it, and lies near it, at some sizes ahead and at some behind. PIFA and A3 make a model
-for each size, and PIFA fits each layer again to what the compressed layers before it give, which no artefact of all
-sizes can: on stories260k, 64 columns wide, it is ahead even at large sizes with flexrank's ranks, on MiniLM from .5
-down, the more the smaller the size. A short consolidation gives more than that there, to all sizes at once
-(docs/performance.md). Of trained rivals nested widths lead at small sizes of that model too: whole heads and channels
-hold more, per parameter, than a few ranks of matrices so narrow. Sizes trained each by itself can be ahead at large
-sizes, where one set of weights pays for its small ones.
+**Where flexrank is behind, and why.** LEMS weighs outputs by the loss's gradients, DataSVD weighs activations alone;
+flexrank's default, `fisher`, adopts that idea and is close to LEMS, ahead at some sizes and behind at others. PIFA and
+A3 make one model per size, and PIFA refits each layer to the outputs of the compressed layers before it, which one
+artefact for all sizes cannot do. On stories260k, which is 64 columns wide, PIFA with flexrank's ranks is ahead even at
+large sizes; on MiniLM it is ahead from .5 down, by more at smaller sizes. A short consolidation gains more than that,
+for all sizes at once (docs/performance.md). Among trained rivals, nested widths also lead at small sizes of
+stories260k: complete heads and channels hold more per parameter than a few ranks of such narrow matrices. Sizes that
+are trained separately can be ahead at large sizes, where shared weights pay for the small ones. On the vision
+transformer, flexrank at its defaults, flexrank as printed and separate training are within a few of 2,000 images of
+each other down to .3: the standard error is 20 images.
 """
-#: For each kind: the page, its head, its experiments, and the titles of the first two columns of claims.
+
+
+class Page(NamedTuple):
+    """A page of results."""
+
+    path: Path
+    head: str
+    experiments: tuple[str, ...]
+    claim_columns: tuple[str, str]  #: the titles of the first two columns of claims
+
+
+#: By the kind of experiment.
 PAGES = {
-    "study": (Path("docs", "results.md"), _STUDIES, STUDIES, ("claim", "paper")),
-    "bench": (Path("docs", "performance.md"), _BENCHES, BENCHES, ("goal", "figure")),
-    "comparison": (Path("docs", "comparison.md"), _COMPARISONS, COMPARISONS, ("goal", "figure")),
+    "study": Page(Path("docs", "results.md"), _STUDIES, STUDIES, ("claim", "paper")),
+    "bench": Page(Path("docs", "performance.md"), _BENCHES, BENCHES, ("goal", "figure")),
+    "comparison": Page(Path("docs", "comparison.md"), _COMPARISONS, COMPARISONS, ("goal", "figure")),
 }
 
 
 def write_pages(results: Path) -> dict[Path, list[str]]:
     """Writes the page of each kind that has results; returns, by page, the experiments without results."""
     written = {}
-    for kind, (page, _, names, _) in PAGES.items():
-        places = {name: _directories(results, name) for name in names}
-        if any(places.values()):
-            _write_page(kind, [(find_experiment(name), path) for name in names for path in places[name]])
-            written[page] = [name for name, paths in places.items() if not paths]
+    for kind, page in PAGES.items():
+        found = {name: _directories(results, name) for name in page.experiments}
+        if any(found.values()):
+            _write_page(kind, [(find_experiment(name), path) for name, paths in found.items() for path in paths])
+            written[page.path] = [name for name, paths in found.items() if not paths]
     if not written:
         raise FlexrankError(f"{results}: holds no results; run python -m research NAME first")
     return written
@@ -91,18 +105,18 @@ def _directories(results: Path, name: str) -> list[Path]:
 
 
 def _write_page(kind: str, entries: Iterable[tuple[Experiment, Path]]) -> None:
-    page, head, _, named = PAGES[kind]
+    page = PAGES[kind]
     sections, overview = [], []
     for experiment, directory in entries:
         result = read_result(directory)
-        sections.append(_section(experiment, result, Path("..", directory), named))
+        sections.append(_section(experiment, result, Path("..", directory), page.claim_columns))
         label = experiment.name + (" --full" if result["form"] == "full" else "")
         overview += [[label, *claim_cells(one)] for one in result["claims"]]
-    summary = _markdown([kind, *named, "here", ""], overview)
-    write_text(page, "\n".join([head, summary, "", *sections]))
+    summary = _markdown([kind, *page.claim_columns, "here", ""], overview)
+    write_text(page.path, "\n".join([page.head, summary, "", *sections]))
 
 
-def _section(experiment: Experiment, result: Result, directory: Path, named: tuple[str, str]) -> str:
+def _section(experiment: Experiment, result: Result, directory: Path, columns: tuple[str, str]) -> str:
     """Returns the section of a result: what it shows, command, machine, figure, claims, tables and settings.
 
     `directory` is relative to the page.
@@ -115,7 +129,7 @@ def _section(experiment: Experiment, result: Result, directory: Path, named: tup
         f"Shows {experiment.shows}." + (f" The paper: {experiment.paper}." if experiment.paper else ""),
         f"`{result['command']}` · {_machine_line(result['machine'])}",
         f"![{title}]({directory / experiment.name}.png)" if experiment.draw else "",
-        _claims(result["claims"], named),
+        _claims(result["claims"], columns),
         *(f"{one['title']}\n\n{_markdown(one['columns'], shown_rows(one))}" for one in result["tables"]),
         f"Settings: {_settings(result['settings'])}." if result["settings"] else "",
     ]
@@ -134,9 +148,9 @@ def _markdown(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join([drawn[0], "|" + "---|" * len(lines[0]), *drawn[1:]])
 
 
-def _claims(claims: Iterable[Mapping[str, Any]], named: tuple[str, str]) -> str:
+def _claims(claims: Iterable[Mapping[str, Any]], columns: tuple[str, str]) -> str:
     rows = [[*claim_cells(one), one["why"]] for one in claims]
-    return _markdown([*named, "here", "", "why"], rows) if rows else ""
+    return _markdown([*columns, "here", "", "why"], rows) if rows else ""
 
 
 def _settings(settings: Mapping[str, Any]) -> str:

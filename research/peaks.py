@@ -47,7 +47,7 @@ with processes.joined():
         if needed:
             run_stages(config, needed)
         for done in (stage, *together):  # by an earlier process
-            processes.by_first(functools.partial(RunDirectory(config.directory).forget, done))
+            processes.on_first_process(functools.partial(RunDirectory(config.directory).forget, done))
         work = Workspace(config, RunDirectory(config.directory))
         read = {"tokenizer": work.tokenizer, "samples": work.samples}
         gc.collect()
@@ -63,10 +63,10 @@ with processes.joined():
             ended.set()
             thread.join()
         if stage == "distill":
-            processes.by_first(functools.partial(RunDirectory(config.directory).forget, stage))  # it has no artefact
+            processes.on_first_process(functools.partial(RunDirectory(config.directory).forget, stage))  # no artefact
         peaks.append(peak[0] - start)
     print(json.dumps(peaks[1:]), flush=True)
-    processes.by_first(lambda: None)
+    processes.on_first_process(lambda: None)
 """
 
 

@@ -202,10 +202,10 @@ def _command(experiment: Experiment, options: Options) -> str:
     """Returns the command that reproduces the result."""
     given = {"model": options.model, "config": options.config, "seeds": options.seeds, "domain": options.domain}
     given |= {"tasks": options.tasks, "include-path": options.include_path}
-    words = ["python", "-m", "research", experiment.name, *["--full"] * options.full]
-    words += ["--half", options.half] * (options.half != "reporting")
-    words += [word for option, value in given.items() if value for word in (f"--{option}", str(value))]
-    return shlex.join([*words, *(word for override in options.overrides for word in ("--set", override))])
+    arguments = ["python", "-m", "research", experiment.name, *["--full"] * options.full]
+    arguments += ["--half", options.half] * (options.half != "reporting")
+    arguments += [argument for option, value in given.items() if value for argument in (f"--{option}", str(value))]
+    return shlex.join([*arguments, *(argument for override in options.overrides for argument in ("--set", override))])
 
 
 def refresh_pages() -> None:

@@ -106,7 +106,7 @@ def decomposed(place: Path) -> dict[str, Tensor]:
                 model, texts(3), list(layers), directory, method=method, gradient_loss=loss,
                 see=lambda layer, _, moment, seen=seen: seen[layer].add_(moment.tokens),
             )  # fmt: skip
-            processes.by_first(lambda: None)
+            processes.on_first_process(lambda: None)
             model = fr.load_elastic(directory)[0]
             processes.sum_(seen.values())
             found |= {f"{name}.{layer}.seen": tokens for layer, tokens in seen.items()}
@@ -125,7 +125,7 @@ def probed(place: Path) -> dict[str, Tensor]:
 
     checkpoint = place / f"probe-{processes.count()}.json"
     table = fr.probe_sensitivity(student, counted, 5, checkpoint=checkpoint)
-    processes.by_first(lambda: None)
+    processes.on_first_process(lambda: None)
     kept = json.loads(checkpoint.read_text())["errors"]
     assert kept == {name: list(errors) for name, errors in table.errors.items()}
     return {name: torch.tensor(errors) for name, errors in table.errors.items()}
@@ -185,7 +185,7 @@ def sharded(place: Path) -> dict[str, Tensor]:
         with fr.use_profile(student, chain.at(0.6)):
             found[f"{name}.evaluated"] = torch.tensor(evaluate(student))
         fr.save_elastic(student, chain, artefact := place / f"{name}-sharded-{processes.count()}")
-        processes.by_first(lambda: None)
+        processes.on_first_process(lambda: None)
         written = load_file(artefact / "elastic.safetensors")
         found |= {f"{name}.{key}": written[key] for key in written if key.endswith((".u", ".v", ".dense"))}
         numbers = fr.inspect_artefact(artefact)["parameters"]
@@ -217,7 +217,7 @@ def streamed(place: Path) -> list[list[int]]:
     """The tokens of all batches of a stream's pass, of three windows, each of three pieces and a part of one."""
     if processes.is_first():
         (place / "lines.txt").write_text("\n".join(f"line {n} has w{n % 7}" for n in range(600)))
-    processes.by_first(lambda: None)
+    processes.on_first_process(lambda: None)
     stream = open_texts("text", str(place / "lines.txt"), WordTokenizer())
     return [
         batch["input_ids"].flatten().tolist()
@@ -306,10 +306,10 @@ def main(place: Path) -> None:
         facts["stopped"] = [
             trained(place / f"of-{count}", STOP), trained(place / f"sharded-{count}", STOP, is_sharded=True)
         ]  # fmt: skip
-        processes.by_first(lambda: None)
+        processes.on_first_process(lambda: None)
         for other in sorted(path.name for path in place.iterdir() if path.name in STOPPED - {f"of-{count}"}):
             again = place / f"{other}-by-{count}"
-            processes.by_first(lambda other=other, again=again: str(shutil.copytree(place / other, again)))
+            processes.on_first_process(lambda other=other, again=again: str(shutil.copytree(place / other, again)))
             facts["resumed"][other] = trained(again, is_sharded=count == 2 or "sharded" in other)
         trained(own := place / f"own-{count}-{number}")
         facts["writes"] = own.exists()
@@ -321,10 +321,10 @@ def main(place: Path) -> None:
         half = torch.full((2, 3 * count - 1), 256.0 if number == 0 else 1.0, dtype=torch.bfloat16)
         parts = [gathered(half[:, :3], 1, 3 * count - 1), scatter_sum(half, 1)]
         facts["parts"] = [[part.shape[1], part[0].tolist()] for part in parts]
-        facts["first"] = processes.by_first(lambda: [processes.count(), processes.number(), os.getpid()])
-        facts["collected"] = processes.collected({number: [number], number + count: None})
-        facts["decided"] = [processes.decided(number == count - 1), processes.decided(False)]
-        facts["alike"] = [processes.is_alike("one"), processes.is_alike(number)]
+        facts["first"] = processes.on_first_process(lambda: [processes.count(), processes.number(), os.getpid()])
+        facts["merged"] = processes.gather_merged({number: [number], number + count: None})
+        facts["any"] = [processes.any_process(number == count - 1), processes.any_process(False)]
+        facts["same"] = [processes.same_everywhere("one"), processes.same_everywhere(number)]
         facts["pid"], facts["streamed"] = os.getpid(), streamed(place)
         save_file(tensors, place / f"{count}-{number}.safetensors")
         (place / f"{count}-{number}.json").write_text(json.dumps(facts))

@@ -1,4 +1,4 @@
-"""The picture in docs/architecture.md, the import contract and the rooms on disk are one."""
+"""The picture in docs/architecture.md, the import contract and the modules on disk are one."""
 
 import re
 import subprocess
@@ -54,17 +54,17 @@ def test_picture_and_disk_have_the_same_modules() -> None:
     assert set(drawn) == modules_on_disk()
 
 
-def test_heavy_libraries_are_forbidden_to_every_room_below_transformers() -> None:
+def test_heavy_libraries_are_forbidden_to_every_module_below_transformers() -> None:
     layers, forbidden = contracts()
     assert forbidden["type"] == "forbidden"
     assert {"transformers", "matplotlib", "peft"} <= set(forbidden["forbidden_modules"])
     rows = contract_rows(layers["layers"])
-    shared = next(row for row, rooms in rows.items() if "hf" in rooms)
-    core = {room for row, rooms in rows.items() if row <= shared for room in rooms} - {"hf"}
+    shared = next(row for row, modules in rows.items() if "hf" in modules)
+    core = {name for row, modules in rows.items() if row <= shared for name in modules} - {"hf"}
     assert {name.removeprefix("flexrank.") for name in forbidden["source_modules"]} == core
 
 
-def test_the_comparison_sees_a_moved_and_a_missing_room() -> None:
+def test_the_comparison_sees_a_moved_and_a_missing_module() -> None:
     text = DOCUMENT.read_text(encoding="utf8")
     rows = contract_rows(contracts()[0]["layers"])
     assert drawn_rows(text.replace("│ nn  ", "│ old ", 1)) != rows

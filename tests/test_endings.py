@@ -138,7 +138,7 @@ with processes.joined():
             time.sleep(1000)
         processes.sums(1.0)
     except (processes.ProcessLost, KeyboardInterrupt):
-        line, status = processes.last_word("interrupted", 130, is_certain=False)
+        line, status = processes.agree_on_exit("interrupted", 130, is_certain=False)
         print(line, file=sys.stderr)
 sys.exit(status)
 """
@@ -166,11 +166,11 @@ def work():
     return 7
 
 with processes.joined():
-    assert processes.by_first(work) == 7
+    assert processes.on_first_process(work) == 7
     try:
-        processes.by_first(lambda: time.sleep(1000))
+        processes.on_first_process(lambda: time.sleep(1000))
     except processes.ProcessLost as error:
-        print(*processes.last_word(str(error), 1, is_certain=False), file=sys.stderr)
+        print(*processes.agree_on_exit(str(error), 1, is_certain=False), file=sys.stderr)
         sys.exit(1)
 """
 

@@ -71,10 +71,10 @@ def test_several_processes_compute_what_one_does(count: int, alone: Any) -> None
         assert "objective Plain has no `terms`" in own["refused"][0]
         assert "processes got other batches; each takes its rows of every batch" in own["refused"][1]
         assert "rows reach other layers in other processes" in own["refused"][2]
-        assert own["collected"] == {str(n): [n] if n < count else None for n in range(2 * count)}
+        assert own["merged"] == {str(n): [n] if n < count else None for n in range(2 * count)}
         assert own["first"] == [1, 0, facts[0]["pid"]]
         assert own["streamed"] == streams
-        assert (own["decided"], own["alike"]) == ([True, False], [True, False])
+        assert (own["any"], own["same"]) == ([True, False], [True, False])
         assert own["whole"] == facts[0]["whole"]  # rounded by chance, and alike
     loaded, chain = fr.load_elastic(place / f"one-size-bert-{count}")
     assert {name: len(layer.u) for name, layer in fr.nested_layers(loaded).items()} == chain.entries[-1].profile
@@ -217,17 +217,21 @@ def test_one_process_shares_with_nobody() -> None:
     processes.sum_([tensor])
     with processes.joined():
         assert (processes.count(), processes.number(), processes.is_first()) == (1, 0, True)
-        assert processes.deal({"a": 1.0, "b": 3.0}) == {"b": 0, "a": 0} and list(processes.share(3)) == [0, 1, 2]
-        assert processes.collected({1: "b", 0: "a"}) == {0: "a", 1: "b"}
-        assert processes.sums(1.5, 2.0) == [1.5, 2.0] and processes.by_first(lambda: 3) == 3
-        assert processes.last_word("word", 2) == ("word", 2)
+        assert processes.assign_by_cost({"a": 1.0, "b": 3.0}) == {"b": 0, "a": 0} and list(processes.share(3)) == [
+            0,
+            1,
+            2,
+        ]
+        assert processes.gather_merged({1: "b", 0: "a"}) == {0: "a", 1: "b"}
+        assert processes.sums(1.5, 2.0) == [1.5, 2.0] and processes.on_first_process(lambda: 3) == 3
+        assert processes.agree_on_exit("word", 2) == ("word", 2)
     assert torch.equal(tensor, torch.ones(2))
 
 
 def test_the_dearest_items_fall_to_who_has_least(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_group", processes._Group(1, 3, None, 1.0))
     costs = {"a": 1.0, "b": 5.0, "c": 2.0, "d": 4.0, "e": 3.0}
-    assert processes.deal(costs) == {"b": 0, "d": 1, "e": 2, "c": 2, "a": 1}
+    assert processes.assign_by_cost(costs) == {"b": 0, "d": 1, "e": 2, "c": 2, "a": 1}
     assert list(processes.share(5)) == [1, 4]
 
 
@@ -259,7 +263,10 @@ def test_processes_alone_import_no_torch() -> None:
 
 
 def test_memory_that_is_out_is_no_process_that_is_lost() -> None:
-    with pytest.raises(torch.OutOfMemoryError), processes.talking():
+    with pytest.raises(torch.OutOfMemoryError), processes.raising_process_lost():
         raise torch.OutOfMemoryError("of this process")
-    with pytest.raises(processes.ProcessLost, match="another process does not answer"), processes.talking():
+    with (
+        pytest.raises(processes.ProcessLost, match="another process does not answer"),
+        processes.raising_process_lost(),
+    ):
         raise RuntimeError("connection closed by peer")

@@ -53,12 +53,12 @@ def test_the_reference_has_every_public_name_once() -> None:
 
 
 def test_the_page_of_errors_has_every_module_that_raises_them_once(errors_page: Any) -> None:
-    named = [room for found in re.findall(r"<!-- messages: (.+?) -->", text_of("errors.md")) for room in found.split()]
-    assert sorted(named) == errors_page.rooms()
+    named = [name for found in re.findall(r"<!-- messages: (.+?) -->", text_of("errors.md")) for name in found.split()]
+    assert sorted(named) == errors_page.modules()
 
 
 def test_messages_are_shown_as_they_are_written(errors_page: Any) -> None:
-    listed = errors_page.messages_of(errors_page.rooms()).splitlines()
+    listed = errors_page.messages_of(errors_page.modules()).splitlines()
     assert "- `rank RANK is out of range; this layer has RANKS`" in listed
     assert "- `--OPTION belongs to --dry-run`" in listed
     assert all(re.search("[a-z]", line) for line in listed) and len(set(listed)) == len(listed) > 20

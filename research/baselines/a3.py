@@ -8,7 +8,8 @@ Each of a block's three parts is approximated separately, from the base model's 
 
 A smaller matrix takes the place of each. Attention modules hold one head size for q, k and v, and rotate pairs by
 their position in the head, so here the removed rows of q, k and v and columns of o are zeros in the old shapes, and
-`Made.parameters` counts them as removed. As for every method, indices (which pairs of a head remain) are not counted.
+`CompressedModel.parameters` counts them as removed. As for every method, indices (which pairs of a head remain) are not
+counted.
 
 Written from what is known of the paper and not checked against its code: the results are of this form, and the authors'
 may be better. Known from it: the three parts; that with rotary positions pairs are chosen by the products of the norms
@@ -33,7 +34,7 @@ from flexrank.errors import FlexrankError
 from flexrank.nn.blocks import block_stack
 from flexrank.nn.matrix import matrix_shape
 from research.baselines import method, svd_llm
-from research.baselines.method import Layers, Loss, Made, SizeMethod, invertible, parameter_limit
+from research.baselines.method import CompressedModel, Layers, Loss, SizeMethod, invertible, parameter_limit
 from research.baselines.statistics import input_moments, output_moments
 
 
@@ -136,15 +137,15 @@ def sizes_of(model: Any, layers: Layers, shape: Shape, budget: float) -> Sizes |
     share, unit = (budget * dense - outside) / (dense - outside), 2 if shape.names.is_rotary else 1
     score = unit * max(1, math.ceil(share * shape.head_size / unit))
     value, limit = max(1, math.ceil(share * shape.head_size)), parameter_limit(model, layers, budget)
-    room = limit - method.parameter_count(model) + shape.removed(model, Sizes(score, value, 0))
+    spare = limit - method.parameter_count(model) + shape.removed(model, Sizes(score, value, 0))
     each = shape.removed(model, dataclasses.replace(shape.full(), channels=shape.channels - 1))
-    if room < each:
+    if spare < each:
         return None
-    return Sizes(score, value, min(shape.channels, room // each))
+    return Sizes(score, value, min(shape.channels, spare // each))
 
 
 @torch.no_grad()
-def make(model: Any, batches: Sequence[Batch], layers: Layers, loss: Loss, budget: float) -> Made | None:
+def make(model: Any, batches: Sequence[Batch], layers: Layers, loss: Loss, budget: float) -> CompressedModel | None:
     """Returns the model with every block's parts at the same sizes; None if the budget has no room for any.
 
     Raises:
@@ -167,7 +168,7 @@ def make(model: Any, batches: Sequence[Batch], layers: Layers, loss: Loss, budge
         device, start = model.device, f"{block}."
         own = {name.removeprefix(start): one.to(device) for name, one in moments.items() if name.startswith(start)}
         reduce_(new.get_submodule(block), own, shape, sizes)
-    return Made(new, method.parameter_count(model) - shape.removed(model, sizes))
+    return CompressedModel(new, method.parameter_count(model) - shape.removed(model, sizes))
 
 
 def reduce_(block: Any, moments: Mapping[str, Tensor], shape: Shape, sizes: Sizes) -> None:
@@ -182,15 +183,15 @@ def reduce_(block: Any, moments: Mapping[str, Tensor], shape: Shape, sizes: Size
         queries = sum(moments[names.query][one, one] for one in heads)
         assert isinstance(queries, Tensor)
         choose = score_pairs if names.is_rotary else score_maps
-        turns = choose(queries, moments[names.key][own, own], sizes.score)
+        transforms = choose(queries, moments[names.key][own, own], sizes.score)
         for one in heads:
-            _turn_rows(query, one, turns[0])
-        _turn_rows(key, own, turns[1])
+            _transform_rows(query, one, transforms[0])
+        _transform_rows(key, own, transforms[1])
         weights = torch.cat([output.weight[:, one].double() for one in heads])
         read = sum(moments[names.output][one, one] for one in heads)
         assert isinstance(read, Tensor)
         u, v = value_maps(weights, read / share, sizes.value)
-        _turn_rows(value, own, v)
+        _transform_rows(value, own, v)
         for one, part in zip(heads, u.chunk(share), strict=True):
             output.weight[:, one] = _padded(part.T, size).T.to(output.weight.dtype)
     _narrow(block, names, moments[names.down], sizes.channels)
@@ -248,12 +249,12 @@ def refitted(down: Float[Tensor, "m i"], read: Float[Tensor, "i i"], kept: Int[T
     return torch.linalg.solve(moment[kept][:, kept], down.double() @ moment[:, kept], left=False)
 
 
-def _turn_rows(layer: nn.Linear, rows: slice, turn: Float[Tensor, "r d"]) -> None:
+def _transform_rows(layer: nn.Linear, rows: slice, transform: Float[Tensor, "r d"]) -> None:
     """Replaces these outputs y by A y, padded with zeros."""
-    turn = _padded(turn, turn.shape[1])
-    layer.weight[rows] = (turn @ layer.weight[rows].double()).to(layer.weight.dtype)
+    transform = _padded(transform, transform.shape[1])
+    layer.weight[rows] = (transform @ layer.weight[rows].double()).to(layer.weight.dtype)
     if layer.bias is not None:
-        layer.bias[rows] = (turn @ layer.bias[rows].double()).to(layer.bias.dtype)
+        layer.bias[rows] = (transform @ layer.bias[rows].double()).to(layer.bias.dtype)
 
 
 def _padded(matrix: Float[Tensor, "r d"], rows: int) -> Float[Tensor, "rows d"]:

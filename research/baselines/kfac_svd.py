@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from flexrank.calibrate import Hooks
-from flexrank.calibrate.collector import computing, seeded_loss
+from flexrank.calibrate.collector import calibration_mode, seeded_loss
 from flexrank.data.batches import Batch, batch_rows, call_model, model_device, row_masks, to_device
 from flexrank.nn.linalg import Factors, gram_of
-from flexrank.nn.matrix import input_rows, masked_rows, matrix_shape, output_rows, turned
+from flexrank.nn.matrix import input_rows, masked_rows, match_mask_layout, matrix_shape, output_rows
 from research.baselines.method import Layers, Loss, split
 
 Moments = tuple[Float[Tensor, "n n"], Float[Tensor, "m m"]]
@@ -36,12 +36,13 @@ def moments(model: nn.Module, batches: Sequence[Batch], layers: Layers, loss: Lo
     seen, device = list[tuple[str, GradientEdge]](), model_device(model)
     masks = list[Tensor]()
 
-    def see(name: str, inputs: Tensor, outputs: Tensor) -> None:
-        sums[name][0].add_(gram_of(masked_rows(input_rows(layers[name], inputs), turned(masks, inputs)).detach()).cpu())
+    def record(name: str, inputs: Tensor, outputs: Tensor) -> None:
+        rows = masked_rows(input_rows(layers[name], inputs), match_mask_layout(masks, inputs)).detach()
+        sums[name][0].add_(gram_of(rows).cpu())
         seen.append((name, get_gradient_edge(outputs)))
 
-    with computing(model, device, with_gradients=True), Hooks() as hooks:
-        hooks.watch(layers, see)
+    with calibration_mode(model, device, with_gradients=True), Hooks() as hooks:
+        hooks.on_forward(layers, record)
         for number, batch in enumerate(batches):
             batch = to_device(batch, device)
             masks[:] = row_masks(batch)

@@ -99,7 +99,7 @@ class RankMethod:
 
 
 @dataclasses.dataclass(frozen=True)
-class Made:
+class CompressedModel:
     """A model of one size, and the parameters that it stores when deployed."""
 
     model: nn.Module
@@ -108,9 +108,9 @@ class Made:
 
 #: Maps (base model, calibration, layers to reduce by name, loss, budget) to a new model; the base model is unchanged.
 #: None if no size of the method is within the budget.
-Make = Callable[[nn.Module, Sequence[Batch], Layers, Loss, float], Made | None]
+Make = Callable[[nn.Module, Sequence[Batch], Layers, Loss, float], CompressedModel | None]
 #: The same with a rank for each layer instead of one share for all.
-MakeAt = Callable[[nn.Module, Sequence[Batch], Layers, Loss, Mapping[str, int]], Made]
+MakeAt = Callable[[nn.Module, Sequence[Batch], Layers, Loss, Mapping[str, int]], CompressedModel]
 
 
 class NotApplicable(FlexrankError):

@@ -26,9 +26,9 @@ from flexrank.profiles.costs import profile_parameters
 from research.baselines import svd_llm
 from research.baselines.method import (
     UNSEEN,
+    CompressedModel,
     Layers,
     Loss,
-    Made,
     SizeMethod,
     dense_count,
     filled_ranks,
@@ -48,7 +48,7 @@ class _Reached(Exception):
 
 def make(
     model: nn.Module, batches: Sequence[Batch], layers: Layers, loss: Loss, budget: float, mix: float = MIX
-) -> Made:
+) -> CompressedModel:
     """Returns the model at the same share of every layer's parameters, filled up to the budget."""
     shapes = {name: matrix_shape(layer) for name, layer in layers.items()}
     return make_at(model, batches, layers, loss, filled_ranks(shapes, dict.fromkeys(shapes, budget), budget), mix)
@@ -57,7 +57,7 @@ def make(
 @torch.no_grad()
 def make_at(
     model: nn.Module, batches: Sequence[Batch], layers: Layers, loss: Loss, ranks: Mapping[str, int], mix: float = MIX
-) -> Made:
+) -> CompressedModel:
     """Returns the model with every layer at its rank."""
     new, moments = copy.deepcopy(model), input_moments(model, batches, layers, loss)
     shapes = {name: matrix_shape(layer) for name, layer in layers.items()}
@@ -72,7 +72,7 @@ def make_at(
                 u, v = refit(weight, start.v[: ranks[name]], mixed(own, cross, mix), own)
                 nest_(new, name, Factors(u.T, v, torch.ones(len(v), dtype=torch.float64)))
     stored = profile_parameters(ranks, shapes)
-    return Made(new, parameter_count(model) - dense_count(layers) + stored)
+    return CompressedModel(new, parameter_count(model) - dense_count(layers) + stored)
 
 
 def mixed(own: Float[Tensor, "n n"], cross: Float[Tensor, "n n"], mix: float = MIX) -> Float[Tensor, "n n"]:
@@ -117,13 +117,13 @@ class Flow:
             self._go_to(block)
         layer, rows = self._model.get_submodule(name), list[Tensor]()
 
-        def see(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
             rows.append(args[0])
             raise _Reached
 
         for number, batch in enumerate(self._batches):
             with Hooks() as hooks, contextlib.suppress(_Reached):
-                hooks.add(layer.register_forward_pre_hook(see))
+                hooks.remove_on_exit(layer.register_forward_pre_hook(hook))
                 self._run(block, number)
             yield masked_rows(input_rows(layer, rows.pop()), row_masks(batch))
 
@@ -137,7 +137,7 @@ class Flow:
     def _run(self, block: int | None, number: int) -> Any:
         if block is None:
             return call_model(self._model, self._batches[number])
-        return self._stream.through(block, self._batches[number], self._hidden[number])
+        return self._stream.run_block(block, self._batches[number], self._hidden[number])
 
 
 def _products(flows: Sequence[Flow], name: str, size: int) -> tuple[Float[Tensor, "n n"], Float[Tensor, "n n"]]:

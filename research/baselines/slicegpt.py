@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from flexrank.calibrate import Hooks
 from flexrank.data.batches import Batch, call_model, eval_mode, model_device, to_device, token_mask
 from flexrank.errors import FlexrankError
-from research.baselines.method import Layers, Loss, Made, SizeMethod, parameter_count, parameter_limit
+from research.baselines.method import CompressedModel, Layers, Loss, SizeMethod, parameter_count, parameter_limit
 
 #: transformers' model types whose blocks are two norms, attention and feed-forward, with the names below.
 MODELS = ("llama", "mistral", "qwen2", "qwen3")
@@ -71,34 +71,34 @@ class SlicedBlock(nn.Module):
         hidden = self.attended(hidden, **others)
         return hidden @ self.shortcuts[1] + self.mlp(self.norms[1](hidden))
 
-    def read_(self, half: int, turn: Float[Tensor, "d k"]) -> None:
+    def read_(self, half: int, rotation: Float[Tensor, "d k"]) -> None:
         """Makes half 0, attention, or 1, feed-forward, read k coordinates: W ← W Q, S ← Qᵀ S."""
         for name in READERS[half]:
-            _set_weight(self, name, _linear(self, name).weight.double() @ turn)
-        self._set_shortcut(half, turn.T @ self.shortcuts[half].double())
+            _set_weight(self, name, _linear(self, name).weight.double() @ rotation)
+        self._set_shortcut(half, rotation.T @ self.shortcuts[half].double())
 
-    def write_(self, half: int, turn: Float[Tensor, "d k"]) -> None:
+    def write_(self, half: int, rotation: Float[Tensor, "d k"]) -> None:
         """Makes a half write k coordinates: W ← Qᵀ W, S ← S Q."""
         layer = _linear(self, WRITERS[half])
-        _set_weight(self, WRITERS[half], turn.T @ layer.weight.double())
-        if layer.bias is not None:
-            layer.bias = nn.Parameter((turn.T @ layer.bias.double()).to(layer.weight.dtype), layer.bias.requires_grad)
-        self._set_shortcut(half, self.shortcuts[half].double() @ turn)
+        _set_weight(self, WRITERS[half], rotation.T @ layer.weight.double())
+        if (bias := layer.bias) is not None:
+            layer.bias = nn.Parameter((rotation.T @ bias.double()).to(layer.weight.dtype), bias.requires_grad)
+        self._set_shortcut(half, self.shortcuts[half].double() @ rotation)
 
     def _set_shortcut(self, half: int, value: Tensor) -> None:
         self.shortcuts[half] = nn.Parameter(value.to(self.shortcuts[half].dtype), requires_grad=False)
 
 
-class TurnedEmbedding(nn.Module):
+class RotatedEmbedding(nn.Module):
     """E[ids] Q, where E is tied to the head and not sliced."""
 
-    def __init__(self, embedding: Any, turn: Float[Tensor, "d k"]):
+    def __init__(self, embedding: Any, rotation: Float[Tensor, "d k"]):
         super().__init__()
         self.embedding = embedding
-        self.turn = nn.Parameter(turn.to(embedding.weight.dtype), requires_grad=False)
+        self.rotation = nn.Parameter(rotation.to(embedding.weight.dtype), requires_grad=False)
 
     def forward(self, ids: Tensor) -> Tensor:  # noqa: D102
-        return self.embedding(ids) @ self.turn
+        return self.embedding(ids) @ self.rotation
 
 
 def obstacle(model: Any, layers: Layers) -> str | None:
@@ -112,7 +112,7 @@ def obstacle(model: Any, layers: Layers) -> str | None:
     return f"{missing[0]} is not among the layers, and slicing reduces all of a block" if missing else None
 
 
-def make(model: Any, batches: Sequence[Batch], layers: Layers, _: Loss, budget: float) -> Made | None:
+def make(model: Any, batches: Sequence[Batch], layers: Layers, _: Loss, budget: float) -> CompressedModel | None:
     """Returns the model at the largest width k that fits, None if none does; at full width it is the base model.
 
     Raises:
@@ -126,7 +126,7 @@ def make(model: Any, batches: Sequence[Batch], layers: Layers, _: Loss, budget: 
         return None
     k = fitting[-1]
     new = copy.deepcopy(model) if k == width else sliced(model, batches, k)
-    return Made(new, sliced_parameters(model, k))
+    return CompressedModel(new, sliced_parameters(model, k))
 
 
 def sliced_parameters(model: Any, k: int) -> int:
@@ -151,27 +151,27 @@ def sliced(model: Any, batches: Sequence[Batch], k: int) -> Any:
     new, device = copy.deepcopy(model), model_device(model)
     with eval_mode(model):
         signals = [_entering(model, to_device(batch, device)) for batch in batches]
-        turn = components(signals, k)
-        new.model.embed_tokens = _embedding(new, turn)
-        for place, block in enumerate(model.model.layers):
-            is_last = place == len(model.model.layers) - 1
-            new.model.layers[place], turn, signals = _sliced_block(block.eval(), signals, turn, k, place, is_last)
+        rotation = components(signals, k)
+        new.model.embed_tokens = _embedding(new, rotation)
+        for i, block in enumerate(model.model.layers):
+            is_last = i == len(model.model.layers) - 1
+            new.model.layers[i], rotation, signals = _sliced_block(block.eval(), signals, rotation, k, i, is_last)
     return new.train(model.training)
 
 
 def _sliced_block(
-    block: Any, signals: Sequence[Signal], turn: Float[Tensor, "d k"], k: int, place: int, is_last: bool
+    block: Any, signals: Sequence[Signal], rotation: Float[Tensor, "d k"], k: int, place: int, is_last: bool
 ) -> tuple[SlicedBlock, Float[Tensor, "d k"], list[Signal]]:
-    """Returns the block that reads by `turn`, the rotation by which it writes, and what it writes, in d coordinates."""
+    """Returns the block reading by `rotation`, the rotation by which it writes, and what it writes in d coordinates."""
     new = SlicedBlock(block)
-    new.read_(0, turn)
-    between = [(new.attended(_turned(h, turn), **others[place]), mask, others) for h, mask, others in signals]
+    new.read_(0, rotation)
+    between = [(new.attended(_rotated(h, rotation), **others[place]), mask, others) for h, mask, others in signals]
     middle = components(between, k)
     new.write_(0, middle)
     new.read_(1, middle)
-    after = [(new(_turned(h, turn), **others[place]), mask, others) for h, mask, others in signals]
+    after = [(new(_rotated(h, rotation), **others[place]), mask, others) for h, mask, others in signals]
     if is_last:
-        return new, turn, after
+        return new, rotation, after
     last = components(after, k)
     new.write_(1, last)
     return new, last, after
@@ -185,31 +185,31 @@ def components(signals: Sequence[Signal], k: int) -> Float[Tensor, "d k"]:
     return torch.linalg.eigh(moment).eigenvectors.flip(1)[:, :k]
 
 
-def _turned(hidden: Float[Tensor, "b t d"], turn: Float[Tensor, "d k"]) -> Float[Tensor, "b t k"]:
-    return hidden @ turn.to(hidden.dtype)
+def _rotated(hidden: Float[Tensor, "b t d"], rotation: Float[Tensor, "d k"]) -> Float[Tensor, "b t k"]:
+    return hidden @ rotation.to(hidden.dtype)
 
 
 def _entering(model: Any, batch: Batch) -> Signal:
     """Returns the input of the first block and the arguments of each block, with the key-value cache disabled."""
     hidden, calls = list[Tensor](), list[dict[str, Any]]()
 
-    def see(_: nn.Module, args: tuple[Tensor, ...], others: Mapping[str, Any]) -> None:
+    def hook(_: nn.Module, args: tuple[Tensor, ...], others: Mapping[str, Any]) -> None:
         hidden.append(args[0])
         calls.append({**others, "past_key_values": None, "use_cache": False})
 
     with Hooks() as hooks:
         for block in model.model.layers:
-            hooks.add(block.register_forward_pre_hook(see, with_kwargs=True))
+            hooks.remove_on_exit(block.register_forward_pre_hook(hook, with_kwargs=True))
         call_model(model, batch)
     return hidden[0], token_mask(batch), calls
 
 
-def _embedding(model: Any, turn: Float[Tensor, "d k"]) -> nn.Module:
+def _embedding(model: Any, rotation: Float[Tensor, "d k"]) -> nn.Module:
     """Returns the embedding E Q, as one matrix unless the head is tied to E."""
     embedding = model.model.embed_tokens
     if model.lm_head.weight is embedding.weight:
-        return TurnedEmbedding(embedding, turn)
-    weight = (embedding.weight.double() @ turn).to(embedding.weight.dtype)
+        return RotatedEmbedding(embedding, rotation)
+    weight = (embedding.weight.double() @ rotation).to(embedding.weight.dtype)
     return nn.Embedding.from_pretrained(weight, padding_idx=embedding.padding_idx)
 
 

@@ -10,7 +10,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional
 
 from flexrank.calibrate import Hooks, collect_moments
-from flexrank.calibrate.collector import computing, seeded_loss
+from flexrank.calibrate.collector import calibration_mode, seeded_loss
 from flexrank.data.batches import (
     Batch,
     batch_rows,
@@ -21,7 +21,7 @@ from flexrank.data.batches import (
     to_device,
 )
 from flexrank.data.metrics import next_tokens
-from flexrank.nn.matrix import input_rows, masked_rows, matrix_shape, output_rows, turned
+from flexrank.nn.matrix import input_rows, masked_rows, match_mask_layout, matrix_shape, output_rows
 from research.baselines.method import Layers, Loss
 
 
@@ -43,11 +43,11 @@ def mean_magnitudes(
     """Returns each input's mean absolute value over real tokens, in float64."""
     sums, counts = _zeros(layers), dict.fromkeys(layers, 0)
 
-    def see(name: str, inputs: Tensor, _: Tensor) -> None:
+    def add(name: str, inputs: Tensor, _: Tensor) -> None:
         sums[name] += inputs.abs().sum(0, dtype=torch.float64).cpu()
         counts[name] += len(inputs)
 
-    _watch(model, batches, layers, see)
+    _watch(model, batches, layers, add)
     return {name: sums[name] / counts[name] for name in layers}
 
 
@@ -56,28 +56,28 @@ def output_moments(model: nn.Module, batches: Sequence[Batch], layers: Layers) -
     sizes = {name: matrix_shape(layer)[0] for name, layer in layers.items()}
     sums = {name: torch.zeros(size, size, dtype=torch.float64) for name, size in sizes.items()}
 
-    def see(name: str, _: Tensor, outputs: Tensor) -> None:
+    def add(name: str, _: Tensor, outputs: Tensor) -> None:
         sums[name] += (outputs.double().T @ outputs.double()).cpu()
 
-    _watch(model, batches, layers, see)
+    _watch(model, batches, layers, add)
     return sums
 
 
 @torch.no_grad()
 def _watch(
-    model: nn.Module, batches: Sequence[Batch], layers: Layers, see: Callable[[str, Tensor, Tensor], None]
+    model: nn.Module, batches: Sequence[Batch], layers: Layers, callback: Callable[[str, Tensor, Tensor], None]
 ) -> None:
-    """Runs the model, and calls `see(name, inputs, outputs)` with the rows of real tokens of each layer's calls."""
+    """Runs the model; calls `callback(name, inputs, outputs)` with the rows of real tokens of each layer's calls."""
     masks = list[Tensor]()
 
     def watched(name: str, inputs: Tensor, outputs: Tensor) -> None:
         layer = layers[name]
-        fitting = turned(masks, inputs)
-        see(name, masked_rows(input_rows(layer, inputs), fitting), masked_rows(output_rows(layer, outputs), fitting))
+        own = match_mask_layout(masks, inputs)
+        callback(name, masked_rows(input_rows(layer, inputs), own), masked_rows(output_rows(layer, outputs), own))
 
     device = model_device(model)
-    with computing(model, device, with_gradients=False), Hooks() as hooks:
-        hooks.watch(layers, watched)
+    with calibration_mode(model, device, with_gradients=False), Hooks() as hooks:
+        hooks.on_forward(layers, watched)
         for batch in batches:
             batch = to_device(batch, device)
             masks[:] = row_masks(batch)
@@ -94,11 +94,11 @@ def input_importance(
     sums, samples, device = _zeros(layers), 0, model_device(model)
     seen: list[tuple[str, Tensor, GradientEdge]] = []
 
-    def see(name: str, inputs: Tensor, outputs: Tensor) -> None:
+    def record(name: str, inputs: Tensor, outputs: Tensor) -> None:
         seen.append((name, input_rows(layers[name], inputs).detach(), get_gradient_edge(outputs)))
 
-    with computing(model, device, with_gradients=True), Hooks() as hooks:
-        hooks.watch(layers, see)
+    with calibration_mode(model, device, with_gradients=True), Hooks() as hooks:
+        hooks.on_forward(layers, record)
         for number, batch in enumerate(batches):
             batch, count = to_device(batch, device), batch_rows(batch)
             total, samples = seeded_loss(loss, call_model(model, batch), batch, number), samples + count

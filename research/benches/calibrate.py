@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from flexrank.calibrate import Hooks, Moments, collect_moments, find_groups, moments_by_block
 from flexrank.calibrate.collector import Collector
 from flexrank.data.batches import call_model, row_masks
-from flexrank.deployment.machine import forget_peak, interleave, median_ratio, resident_peak
+from flexrank.deployment.machine import interleave, median_ratio, reset_peak, resident_peak
 from flexrank.deployment.process import in_fresh_process
 from flexrank.nn.linalg import STRIP
 from flexrank.nn.matrix import matrix_shape
@@ -56,13 +56,13 @@ def measure_moments(dtype: str) -> dict[str, Any]:
     collector = Collector(layers, groups, "smaller", False)
     calls: list[tuple[str, Tensor, Tensor]] = []
     with Hooks() as hooks:
-        hooks.watch(layers, lambda *call: calls.append(call))
+        hooks.on_forward(layers, lambda *call: calls.append(call))
         call_model(model, batch)
 
     def collect() -> None:
         with collector.batch(0, row_masks(batch)):
             for call in calls:
-                collector.see(*call)
+                collector.add_call(*call)
 
     rows, width = math.prod(SHAPE), SIZES["hidden_size"]
     left, right = torch.randn(width, rows), torch.randn(rows, width)
@@ -100,11 +100,11 @@ def measure_peak(way: str) -> dict[str, int]:
     layers = select_layers(model, exclude=["lm_head"])
     with torch.no_grad():
         call_model(model, data[0])
-        forget_peak()
+        reset_peak()
         for batch in data:
             call_model(model, batch)
     own = resident_peak()
-    forget_peak()
+    reset_peak()
     moments = WAYS[way](model, data, layers)
     return {"own": own, "above": resident_peak() - own, "moments": moments}
 

@@ -23,7 +23,7 @@ from flexrank import (
     distill_,
     select_layers,
 )
-from flexrank.data.halves import places_of
+from flexrank.data.halves import half_indices
 from flexrank.distill.objectives import LogitObjective
 from research.assets import assets_directory
 from research.experiment import Experiment, Ledger, Request
@@ -53,7 +53,7 @@ def run(request: Request) -> Result:
 def measure(network: nn.Module, training: Tensor, images: Tensor, classes: Tensor) -> dict[str, Any]:
     """Returns a row for each small size and loss: the report on held-out images, and the accuracies."""
     model, chain = consolidated(network, training)
-    places = {half: places_of(half, images) for half in ("tuning", "reporting")}
+    places = {half: half_indices(half, images) for half in ("tuning", "reporting")}
     calibration = list(cifar.scaled_batches(images[places["tuning"]], cifar.RESNET_SCALING))
     held_out = list(cifar.scaled_batches(images[places["reporting"]], cifar.RESNET_SCALING))
     right = classes[places["reporting"]]

@@ -17,113 +17,113 @@ from research.baselines import SIZE_METHODS
 from research.baselines.method import Settings
 from research.benches.contest import (
     ALLOCATIONS,
-    ALONE,
     METHODS,
     OURS,
-    Contest,
-    Contestant,
+    SIZE_METHOD_NAMES,
+    Benchmark,
+    DecomposedModel,
     allocations_of,
-    contests,
-    named,
+    benchmarks,
+    find_benchmark,
+    measure_size_method,
     obstacle,
-    sized_alone,
 )  # fmt: skip
-from research.benches.tasks import base_words, shown_measures
-from research.benches.trials import best, tried, words
+from research.benches.tasks import format_base_score, shown_measures
+from research.benches.trials import best_settings, format_settings, run_trials
 from research.experiment import Experiment, Ledger, Request
 from research.result import Result, behind, goal, measured, spread, spreads, table
 
-#: By method and allocation, the results of `Contestant.sized` or `sized_alone` for each seed.
-Sized = dict[str, dict[str, list[dict[str, Any]]]]
+#: By method and allocation, the results of `DecomposedModel.measure_sizes` or `measure_size_method` for each seed.
+ResultsByMethod = dict[str, dict[str, list[dict[str, Any]]]]
 COLOURS = dict(zip(METHODS, (*figures.RIVALS, "#8c564b", figures.OURS, "#000000"), strict=True))
-COLOURS |= dict(zip(ALONE, ("#7f3c8d", "#2f4f4f", "#b5a300"), strict=True))
-#: Markers of `ALONE` in the figure; with the dashes they distinguish lines by more than colour.
-MARKERS = dict(zip(ALONE, ("s", "^", "D"), strict=True))
-LINES = {"published": ":", "paper": "--", "joint": "-"}
+COLOURS |= dict(zip(SIZE_METHOD_NAMES, ("#7f3c8d", "#2f4f4f", "#b5a300"), strict=True))
+#: Markers of size methods in the figure; with the dashes they distinguish lines by more than colour.
+MARKERS = dict(zip(SIZE_METHOD_NAMES, ("s", "^", "D"), strict=True))
+LINE_STYLES = {"published": ":", "paper": "--", "joint": "-"}
 #: Which of flexrank's own, with joint ranks, should be behind no rival with which ranks; "fisher" is the default.
 CLAIMED = tuple(itertools.product(("datasvd", "fisher"), (ALLOCATIONS[:1], ALLOCATIONS)))
 
 
 def run(request: Request) -> Result:
-    """Runs every contest."""
-    compared = contests(request)
-    data = {contest.name: _measure(contest, request) for contest in compared}
+    """Runs every benchmark."""
+    compared = benchmarks(request)
+    data = {benchmark.name: _measure(benchmark, request) for benchmark in compared}
     tables = [
         _table(name, one, *shown)
         for name, one in data.items()
         for shown in shown_measures(one["dense"], one["measure"], one["digits"]).items()
     ]
     claims = [_claim(name, one, *claimed) for name, one in data.items() for claimed in CLAIMED]
-    settings = {contest.name: {**contest.facts, "levels": contest.levels} for contest in compared}
+    settings = {benchmark.name: {**benchmark.facts, "levels": benchmark.levels} for benchmark in compared}
     return measured({**settings, "seeds": request.seeds, "jobs": request.jobs}, tables, claims, data)
 
 
-def _measure(contest: Contest, request: Request) -> dict[str, Any]:
+def _measure(benchmark: Benchmark, request: Request) -> dict[str, Any]:
     """Measures one model, and returns what is saved of it."""
-    facts = {"model": contest.name, "half": request.half, "levels": contest.levels, **contest.facts}
-    ledger = Ledger(request.work, facts | {"budgets": list(contest.budgets)})
+    facts = {"model": benchmark.name, "half": request.half, "levels": benchmark.levels, **benchmark.facts}
+    ledger = Ledger(request.work, facts | {"budgets": list(benchmark.budgets)})
     # First, in this process, so that a base model that is yet to be trained is trained only once.
-    dense, parameters = ledger.take("dense", contest.scored), ledger.take("parameters", contest.parameters)
-    trials = tried(request, contest.name, ledger, (*METHODS, *ALONE))
-    chosen = {method: best(some) for method, some in trials.items()}
-    elastic = _elastic(request, contest.name, ledger, chosen)
-    alone = _alone(request, contest.name, ledger, chosen, elastic)
+    dense, parameters = ledger.take("dense", benchmark.base_scores), ledger.take("parameters", benchmark.parameters)
+    trials = run_trials(request, benchmark.name, ledger, (*METHODS, *SIZE_METHOD_NAMES))
+    chosen = {method: best_settings(some) for method, some in trials.items()}
+    elastic = _measure_elastic(request, benchmark.name, ledger, chosen)
+    separate = _measure_size_methods(request, benchmark.name, ledger, chosen, elastic)
     sized = {
         method: {allocation: [unit["sized"][allocation] for unit in units] for allocation in ALLOCATIONS}
         for method, units in elastic.items()
     }
-    own = {method: units for method, units in alone.items() if "obstacle" not in units["published"][0]}
-    efforts = ("decomposition_seconds", "probe_seconds", "peak_bytes")
+    applicable = {method: units for method, units in separate.items() if "obstacle" not in units["published"][0]}
+    costs = ("decomposition_seconds", "probe_seconds", "peak_bytes")
     return {
-        "measure": contest.measure, "digits": contest.digits, "budgets": list(contest.budgets),
-        "dense": dense, "parameters": parameters, "sized": {**sized, **own}, "trials": trials,
-        "seconds": {method: [{key: one[key] for key in efforts} for one in units] for method, units in elastic.items()},
-        "obstacles": {method: alone[method]["published"][0]["obstacle"] for method in alone.keys() - own.keys()},
+        "measure": benchmark.measure, "digits": benchmark.digits, "budgets": list(benchmark.budgets),
+        "dense": dense, "parameters": parameters, "sized": {**sized, **applicable}, "trials": trials,
+        "seconds": {method: [{key: one[key] for key in costs} for one in units] for method, units in elastic.items()},
+        "obstacles": {method: separate[method]["published"][0]["obstacle"] for method in separate.keys() - applicable},
     }  # fmt: skip
 
 
-def _elastic(
+def _measure_elastic(
     request: Request, name: str, ledger: Ledger, chosen: Mapping[str, Settings]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Returns the results of `contestant_unit`, by seed, for each method with one elastic model."""
+    """Returns the results of `elastic_unit`, by seed, for each method with one elastic model."""
     units = {
-        _unit(method, chosen, seed): (request, name, method, chosen.get(method, {}), seed)
+        _unit_name(method, chosen, seed): (request, name, method, chosen.get(method, {}), seed)
         for seed, method in itertools.product(range(request.seeds), METHODS)
     }
-    done = ledger.take_all(units, contestant_unit, request.jobs)
-    return {method: [done[_unit(method, chosen, seed)] for seed in range(request.seeds)] for method in METHODS}
+    done = ledger.take_all(units, elastic_unit, request.jobs)
+    return {method: [done[_unit_name(method, chosen, seed)] for seed in range(request.seeds)] for method in METHODS}
 
 
-def _alone(
+def _measure_size_methods(
     request: Request,
     name: str,
     ledger: Ledger,
     chosen: Mapping[str, Settings],
     elastic: Mapping[str, Sequence[Mapping[str, Any]]],
-) -> Sized:
-    """Returns the results of `alone_unit` for methods that make a model for each size."""
+) -> ResultsByMethod:
+    """Returns the results of `size_method_unit` for methods that make a model for each size."""
     seeds, units = range(request.seeds), {}
-    for seed, method in itertools.product(seeds, ALONE):
+    for seed, method in itertools.product(seeds, SIZE_METHOD_NAMES):
         start = SIZE_METHODS[method].start
         table = elastic[start][seed]["table"] if start else None
         for one in allocations_of(method):
             settings = chosen.get(method, {})
-            units[_unit(method, chosen, seed, one)] = (request, name, method, settings, seed, one, table)
-    done = ledger.take_all(units, alone_unit, request.jobs)
+            units[_unit_name(method, chosen, seed, one)] = (request, name, method, settings, seed, one, table)
+    done = ledger.take_all(units, size_method_unit, request.jobs)
     return {
-        method: {one: [done[_unit(method, chosen, seed, one)] for seed in seeds] for one in allocations_of(method)}
-        for method in ALONE
+        method: {one: [done[_unit_name(method, chosen, seed, one)] for seed in seeds] for one in allocations_of(method)}
+        for method in SIZE_METHOD_NAMES
     }
 
 
-def contestant_unit(request: Request, name: str, method: str, settings: Settings, seed: int) -> dict[str, Any]:
+def elastic_unit(request: Request, name: str, method: str, settings: Settings, seed: int) -> dict[str, Any]:
     """Returns a method's sensitivity table, its costs, and the sizes of each allocation."""
-    contestant = Contestant(named(request, name), method, seed, settings)
-    probed = contestant.probed()
-    return {**probed, "sized": {one: contestant.sized(one, probed["table"]) for one in ALLOCATIONS}}
+    model = DecomposedModel(find_benchmark(request, name), method, seed, settings)
+    probed = model.probe()
+    return {**probed, "sized": {one: model.measure_sizes(one, probed["table"]) for one in ALLOCATIONS}}
 
 
-def alone_unit(
+def size_method_unit(
     request: Request,
     name: str,
     method: str,
@@ -132,69 +132,69 @@ def alone_unit(
     allocation: str,
     table: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Returns the result of `sized_alone`, or why the method does not apply."""
-    contest = named(request, name)
-    if reason := obstacle(contest, method):
+    """Returns the result of `measure_size_method`, or why the method does not apply."""
+    benchmark = find_benchmark(request, name)
+    if reason := obstacle(benchmark, method):
         return {"obstacle": reason}
-    return sized_alone(contest, method, seed, settings, allocation, table)
+    return measure_size_method(benchmark, method, seed, settings, allocation, table)
 
 
-def _unit(method: str, chosen: Mapping[str, Settings], seed: int, allocation: str = "") -> str:
-    parts = (method, words(chosen.get(method, {})), f"seed {seed}", allocation)
+def _unit_name(method: str, chosen: Mapping[str, Settings], seed: int, allocation: str = "") -> str:
+    parts = (method, format_settings(chosen.get(method, {})), f"seed {seed}", allocation)
     return ", ".join(part for part in parts if part)
 
 
-def _table(name: str, one: Mapping[str, Any], measure: str, places: int) -> dict[str, Any]:
+def _table(name: str, data: Mapping[str, Any], measure: str, places: int) -> dict[str, Any]:
     """Returns a row for each method and allocation: whether sizes are nested, the scores in `measure`, and the cost."""
-    parts, budgets = one["parameters"], one["budgets"]
+    parts, budgets = data["parameters"], data["budgets"]
     whole = [(parts["others"] + budget * parts["layers"]) / 1e6 for budget in budgets]
     rows: list[list[Any]] = [["whole model at the budget, M parameters", None, *whole, None, None]]
-    for method, allocation in _rows():
-        runs = one["sized"].get(method, {}).get(allocation)
+    for method, allocation in _methods_and_allocations():
+        runs = data["sized"].get(method, {}).get(allocation)
         label = f"{method}, {allocation}"
-        rows.append([label, *(_cells(one, method, allocation, measure) if runs else [None] * (len(budgets) + 3))])
-    title = f"{name}: {measure} by budget ({base_words(one['dense'], measure, places)}); seconds are those of "
+        rows.append([label, *(_cells(data, method, allocation, measure) if runs else [None] * (len(budgets) + 3))])
+    title = f"{name}: {measure} by budget ({format_base_score(data['dense'], measure, places)}); seconds are those of "
     title += "calibration and decomposition, or of all models together, of the search of ranks and, but for published "
     title += "ones, of the probe; memory is what making a model takes beside what was held before"
     digits = [0, *[places] * len(budgets), 0, 0]
-    return table(title + _notes(one), ["method, ranks", "nested", *budgets, "seconds", "added MB"], rows, digits)
+    return table(title + _notes(data), ["method, ranks", "nested", *budgets, "seconds", "added MB"], rows, digits)
 
 
-def _rows() -> list[tuple[str, str]]:
+def _methods_and_allocations() -> list[tuple[str, str]]:
     """Returns every method with each of its allocations."""
-    return [(method, allocation) for method in (*METHODS, *ALONE) for allocation in allocations_of(method)]
+    return [(method, allocation) for method in (*METHODS, *SIZE_METHOD_NAMES) for allocation in allocations_of(method)]
 
 
-def _cells(one: Mapping[str, Any], method: str, allocation: str, measure: str) -> list[Any]:
+def _cells(data: Mapping[str, Any], method: str, allocation: str, measure: str) -> list[Any]:
     """Returns, over all seeds, whether sizes are nested, the scores by budget, seconds and megabytes."""
-    runs = one["sized"][method][allocation]
+    runs = data["sized"][method][allocation]
     nested = "yes" if all(run["nested"] for run in runs) else "no"
-    peak = max(made["peak_bytes"] for made in one["seconds"].get(method, runs)) / 1e6
-    return [nested, *_scores(measure, runs), spread(_seconds(one, method, allocation)), peak]
+    peak = max(cost["peak_bytes"] for cost in data["seconds"].get(method, runs)) / 1e6
+    return [nested, *_scores(measure, runs), spread(_seconds(data, method, allocation)), peak]
 
 
-def _seconds(one: Mapping[str, Any], method: str, allocation: str) -> list[float]:
+def _seconds(data: Mapping[str, Any], method: str, allocation: str) -> list[float]:
     """Returns the seconds of each seed.
 
     flexrank's ranks include the probe of the method's own factors, or of those that it starts from.
     """
-    runs, made = one["sized"][method][allocation], one["seconds"].get(method)
-    taken = [run.get("seconds", 0.0) + run.get("search_seconds", 0.0) for run in runs]
-    if made:
-        taken = [a + b["decomposition_seconds"] for a, b in zip(taken, made, strict=True)]
+    runs, costs = data["sized"][method][allocation], data["seconds"].get(method)
+    seconds = [run.get("seconds", 0.0) + run.get("search_seconds", 0.0) for run in runs]
+    if costs:
+        seconds = [a + b["decomposition_seconds"] for a, b in zip(seconds, costs, strict=True)]
     if allocation == "published":
-        return taken
-    probed = made or one["seconds"][SIZE_METHODS[method].start]
-    return [a + b["probe_seconds"] for a, b in zip(taken, probed, strict=True)]
+        return seconds
+    probed = costs or data["seconds"][SIZE_METHODS[method].start]
+    return [a + b["probe_seconds"] for a, b in zip(seconds, probed, strict=True)]
 
 
-def _notes(one: Mapping[str, Any]) -> str:
+def _notes(data: Mapping[str, Any]) -> str:
     """Says which methods use another setting than the first of their trials, and which do not apply and why."""
-    chosen = {method: (trials[0]["settings"], best(trials)) for method, trials in one["trials"].items()}
+    tuned = {method: (trials[0]["settings"], best_settings(trials)) for method, trials in data["trials"].items()}
     notes = [
-        f"{method} has {words(new)}, the best of its trials" for method, (old, new) in chosen.items() if old != new
+        f"{name} has {format_settings(new)}, the best of its trials" for name, (old, new) in tuned.items() if old != new
     ]
-    notes += [f"{method} does not apply ({reason})" for method, reason in one["obstacles"].items()]
+    notes += [f"{method} does not apply ({reason})" for method, reason in data["obstacles"].items()]
     return "".join(f"; {note}" for note in notes)
 
 
@@ -202,30 +202,30 @@ def _scores(measure: str, runs: Sequence[Mapping[str, Any]]) -> list[dict[str, f
     return spreads([row and row["scores"][measure] for row in one["rows"]] for one in runs)
 
 
-def _claim(name: str, one: Mapping[str, Any], own: str, allocations: Sequence[str]) -> dict[str, Any]:
+def _claim(name: str, data: Mapping[str, Any], our_method: str, allocations: Sequence[str]) -> dict[str, Any]:
     """Claims that ours with joint ranks is as good as each rival, to the digits shown and on average over seeds."""
-    lost, sized = [], one["sized"]
-    rivals = [method for method in (*METHODS, *ALONE) if method not in OURS and method in sized]
-    for place, budget in enumerate(one["budgets"]):
-        ours, best_error = _error(one, sized[own]["joint"], place), math.inf
+    lost, sized = [], data["sized"]
+    rivals = [method for method in (*METHODS, *SIZE_METHOD_NAMES) if method not in OURS and method in sized]
+    for index, budget in enumerate(data["budgets"]):
+        ours, best_error = _error(data, sized[our_method]["joint"], index), math.inf
         for method, allocation in itertools.product(rivals, allocations):
-            error = _error(one, sized[method].get(allocation, []), place)
+            error = _error(data, sized[method].get(allocation, []), index)
             if error < best_error:
                 best_error, rival = error, f"{method}, {allocation}"
-        if ours > best_error + 0.5 * 10 ** -one["digits"]:
+        if ours > best_error + 0.5 * 10 ** -data["digits"]:
             lost.append((budget, rival, ours - best_error))
     ranks = " with its own ranks" if len(allocations) == 1 else ", be its ranks its own or flexrank's"
-    what = f"{name}: {own} with joint ranks is behind no rival{ranks}, of {len(rivals)} that apply"
-    return goal(what, "at no budget", behind(lost, one["measure"]), not lost)
+    what = f"{name}: {our_method} with joint ranks is behind no rival{ranks}, of {len(rivals)} that apply"
+    return goal(what, "at no budget", behind(lost, data["measure"]), not lost)
 
 
-def _error(one: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], place: int) -> float:
+def _error(data: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], index: int) -> float:
     """Returns the measure at a budget, over seeds, signed so that lower is better; infinite if no seed has it."""
-    rows = [row for run in runs if (row := run["rows"][place])]
+    rows = [row for run in runs if (row := run["rows"][index])]
     if not rows:
         return math.inf
-    mean = statistics.fmean(row["scores"][one["measure"]] for row in rows)
-    return mean if one["measure"].startswith("nats") else -mean
+    mean = statistics.fmean(row["scores"][data["measure"]] for row in rows)
+    return mean if data["measure"].startswith("nats") else -mean
 
 
 def draw(data: Mapping[str, Any]) -> Any:
@@ -233,7 +233,7 @@ def draw(data: Mapping[str, Any]) -> Any:
     figure, all_axes = figures.panels(len(data), (1.6 + 4.6 * len(data), 4.6))
     for axes, (name, one) in zip(all_axes, data.items(), strict=True):
         base = one["dense"][one["measure"]]
-        for method, allocation in itertools.product((*METHODS, *ALONE), ("published", "joint")):
+        for method, allocation in itertools.product((*METHODS, *SIZE_METHOD_NAMES), ("published", "joint")):
             if runs := one["sized"].get(method, {}).get(allocation):
                 _draw_line(
                     axes, method, allocation, [[row for row in r["rows"] if row] for r in runs], base, one["measure"]
@@ -254,9 +254,9 @@ def _draw_line(
     """Draws one method's distances over its shares, by seed; methods that make models alone have thin, marked lines."""
     shares = [statistics.fmean(row["share"] for row in rows) for rows in zip(*runs, strict=True)]
     lines = [[figures.shown_distance(measure, row["scores"][measure], base) for row in rows] for rows in runs]
-    style: dict[str, Any] = {"linestyle": LINES[allocation], "markersize": 2.5, "linewidth": 1.2}
-    if method in ALONE:
-        dash = (0, (6, 2)) if allocation == "published" else LINES[allocation]
+    style: dict[str, Any] = {"linestyle": LINE_STYLES[allocation], "markersize": 2.5, "linewidth": 1.2}
+    if method in SIZE_METHOD_NAMES:
+        dash = (0, (6, 2)) if allocation == "published" else LINE_STYLES[allocation]
         style = {"linestyle": dash, "marker": MARKERS[method], "markersize": 4, "linewidth": 0.9}
     figures.draw_seeds(axes, shares, lines, COLOURS[method], method if allocation == "published" else "_", **style)
 

@@ -21,10 +21,9 @@ from research import figures
 from research.baselines.method import NotApplicable
 from research.baselines.trained import TRAINED_METHODS
 from research.baselines.trained.lesson import Settings
-from research.benches.lessons import Course, courses
-from research.benches.tasks import base_words, shown_measures
-from research.benches.trials import best as best_of
-from research.benches.trials import mean_distance
+from research.benches.lessons import TrainingBenchmark, training_benchmarks
+from research.benches.tasks import format_base_score, shown_measures
+from research.benches.trials import best_settings, mean_log_distance
 from research.experiment import Experiment, Ledger, Request
 from research.result import Result, behind, goal, measured, spread, spreads, table
 
@@ -32,7 +31,7 @@ COLOURS = dict(zip(TRAINED_METHODS, (figures.OURS, *figures.RIVALS, "#000000"), 
 #: Ours, and the paper's.
 DECOMPOSITIONS: tuple[Method, ...] = ("fisher", "datasvd")
 #: A trial's steps over those of the comparison; how often a best rate at an edge of those tried asks for another.
-TRIAL, WIDENED = 0.5, 2
+TRIAL_SHARE, WIDENINGS = 0.5, 2
 TOKENS, TIME, BEST = "equal tokens", "equal training time", "at its best"
 #: What each size is trained with; the last only in the full form.
 PANELS = {
@@ -45,7 +44,7 @@ Unit = dict[str, Any]
 
 def run(request: Request) -> Result:
     """Runs the comparison on every model."""
-    data = {course.name: _measure(course, request) for course in courses(request)}
+    data = {benchmark.name: _measure(benchmark, request) for benchmark in training_benchmarks(request)}
     tables = [
         _table(name, one, panel, measure, digits)
         for name, one in data.items()
@@ -57,24 +56,24 @@ def run(request: Request) -> Result:
     return measured({**settings, "seeds": request.seeds, "jobs": request.jobs}, tables, claims, data)
 
 
-def _measure(course: Course, request: Request) -> dict[str, Any]:
+def _measure(benchmark: TrainingBenchmark, request: Request) -> dict[str, Any]:
     """Returns the base model's score, the trials with their errors, and each seed's results by panel and method."""
-    facts = {"model": course.name, "budgets": list(course.budgets), "steps": course.steps, "levels": course.levels}
-    facts |= {"usual_rate": course.usual_rate, "decompositions": list(DECOMPOSITIONS), **course.facts}
-    ledger, place = Ledger(request.work, facts), (request, course.name)
-    base = ledger.take("base", _base, course, "reporting")
-    units = {f"tables, seed {seed}": (*place, seed) for seed in range(request.seeds)}
-    tables = list(ledger.take_all(units, table_unit, request.jobs).values())
-    trials = _tried(course, ledger, request, tables[0])
-    best = {name: best_of(some) for name, some in trials.items()}
+    facts = {"model": benchmark.name, "budgets": list(benchmark.budgets), "steps": benchmark.steps}
+    facts |= {"levels": benchmark.levels, "usual_rate": benchmark.default_rate, "decompositions": list(DECOMPOSITIONS)}
+    ledger, arguments = Ledger(request.work, {**facts, **benchmark.facts}), (request, benchmark.name)
+    base = ledger.take("base", _base_scores, benchmark, "reporting")
+    units = {f"tables, seed {seed}": (*arguments, seed) for seed in range(request.seeds)}
+    sensitivities = list(ledger.take_all(units, sensitivity_unit, request.jobs).values())
+    trials = _tune(benchmark, ledger, request, sensitivities[0])
+    best = {name: best_settings(some) for name, some in trials.items()}
     results: dict[str, dict[str, list[Unit]]] = {}
     for panel in _panels(request):
-        shares = _shares_of_time(results[TOKENS]) if panel == TIME else dict.fromkeys(best, 1.0)
-        results[panel] = _trained(ledger, request, course.name, best, tables, panel, shares)
+        shares = _step_shares(results[TOKENS]) if panel == TIME else dict.fromkeys(best, 1.0)
+        results[panel] = _measure_methods(ledger, request, benchmark.name, best, sensitivities, panel, shares)
     return {
-        "measure": course.measure, "digits": course.digits, "budgets": list(course.budgets), "base": base,
-        "steps": course.steps, "facts": dict(course.facts), "trials": trials, "panels": results,
-        "probe_seconds": [one["seconds"] for one in tables],
+        "measure": benchmark.measure, "digits": benchmark.digits, "budgets": list(benchmark.budgets), "base": base,
+        "steps": benchmark.steps, "facts": dict(benchmark.facts), "trials": trials, "panels": results,
+        "probe_seconds": [one["seconds"] for one in sensitivities],
     }  # fmt: skip
 
 
@@ -82,7 +81,7 @@ def _panels(request: Request) -> list[str]:
     return [panel for panel in PANELS if request.full or panel != BEST]
 
 
-def _shares_of_time(results: Mapping[str, Sequence[Unit]]) -> dict[str, float]:
+def _step_shares(results: Mapping[str, Sequence[Unit]]) -> dict[str, float]:
     """Returns, by method, flexrank's seconds over its own.
 
     This is the share of the steps that takes as long as flexrank, if all steps take the same time.
@@ -92,15 +91,15 @@ def _shares_of_time(results: Mapping[str, Sequence[Unit]]) -> dict[str, float]:
     return {name: round(seconds["flexrank"] / seconds.get(name, seconds["flexrank"]), 2) for name in results}
 
 
-def _tried(course: Course, ledger: Ledger, request: Request, drawn: Mapping[str, Any]) -> dict[str, list[Any]]:
+def _tune(benchmark: TrainingBenchmark, ledger: Ledger, request: Request, sensitivity: Unit) -> dict[str, list[Any]]:
     """Returns each method's settings, with their mean distances from the base model on the tuning half."""
-    base = ledger.take("base, tuning half", _base, course, "tuning")[course.measure]
+    base = ledger.take("base, tuning half", _base_scores, benchmark, "tuning")[benchmark.measure]
     wanted = {name: list(method.trials) for name, method in TRAINED_METHODS.items()}
     tried: dict[str, list[Any]] = {name: [] for name in TRAINED_METHODS}
-    for _ in range(1 + WIDENED):
+    for _ in range(1 + WIDENINGS):
         units = {
             f"{name}, trial of {_rate(settings):g}": (
-                request, course.name, name, settings, 0, "tuning", TRIAL, False, drawn,
+                request, benchmark.name, name, settings, 0, "tuning", TRIAL_SHARE, False, sensitivity,
             )
             for name, some in wanted.items()
             for settings in some
@@ -108,7 +107,7 @@ def _tried(course: Course, ledger: Ledger, request: Request, drawn: Mapping[str,
         done = ledger.take_all(units, method_unit, request.jobs)
         for name, some in wanted.items():
             found = [done[f"{name}, trial of {_rate(settings):g}"] for settings in some]
-            errors = [mean_distance(base, course.measure, one["rows"]) for one in found]
+            errors = [mean_log_distance(base, benchmark.measure, one["rows"]) for one in found]
             tried[name] += [{"settings": dict(one), "error": error} for one, error in zip(some, errors, strict=True)]
         wanted = {name: _next_trials(some) for name, some in tried.items()}
     return tried
@@ -121,7 +120,7 @@ def _rate(settings: Settings) -> float:
 
 def _next_trials(tried: Sequence[Mapping[str, Any]]) -> list[Settings]:
     """Returns the rate beyond the best one if that is at an edge; none for a method without sizes."""
-    best = best_of(tried)
+    best = best_settings(tried)
     if all(one["error"] is None for one in tried):
         return []
     all_rates, (name,) = [_rate(one["settings"]) for one in tried], best
@@ -129,12 +128,12 @@ def _next_trials(tried: Sequence[Mapping[str, Any]]) -> list[Settings]:
     return [{name: best[name] * edges[best[name]]}] if best[name] in edges else []
 
 
-def _trained(
+def _measure_methods(
     ledger: Ledger,
     request: Request,
-    course: str,
+    model: str,
     best: Mapping[str, Settings],
-    tables: Sequence[Any],
+    sensitivities: Sequence[Any],
     panel: str,
     shares: Mapping[str, float],
 ) -> dict[str, list[Unit]]:
@@ -147,7 +146,7 @@ def _trained(
 
     units = {
         unit(name, seed): (
-            request, course, name, settings, seed, "reporting", shares[name], panel == BEST, tables[seed],
+            request, model, name, settings, seed, "reporting", shares[name], panel == BEST, sensitivities[seed],
         )
         for (name, settings), seed in itertools.product(best.items(), range(request.seeds))
     }  # fmt: skip
@@ -155,21 +154,21 @@ def _trained(
     return {name: [done[unit(name, seed)] for seed in range(request.seeds)] for name in best}
 
 
-def _base(course: Course, half: Half) -> dict[str, float]:
-    subject, _ = course.taught(0, half)
+def _base_scores(benchmark: TrainingBenchmark, half: Half) -> dict[str, float]:
+    subject, _ = benchmark.subject_and_batches(0, half)
     return subject.score(subject.teacher)
 
 
-def _named(request: Request, name: str) -> Course:
-    return next(course for course in courses(request) if course.name == name)
+def _find_benchmark(request: Request, name: str) -> TrainingBenchmark:
+    return next(benchmark for benchmark in training_benchmarks(request) if benchmark.name == name)
 
 
-def table_unit(request: Request, name: str, seed: int) -> dict[str, Any]:
+def sensitivity_unit(request: Request, name: str, seed: int) -> dict[str, Any]:
     """Returns the sensitivity tables that ranks are chosen from, and their seconds, by decomposition."""
-    course, tables, seconds = _named(request, name), {}, {}
+    benchmark, tables, seconds = _find_benchmark(request, name), {}, {}
     for method in DECOMPOSITIONS:
         start = time.process_time()
-        tables[method] = course.table(seed, method)
+        tables[method] = benchmark.table(seed, method)
         seconds[method] = time.process_time() - start
     return {"tables": tables, "seconds": seconds}
 
@@ -181,23 +180,23 @@ def method_unit(
     settings: Settings,
     seed: int,
     half: Half,
-    share: float,
-    alone: bool,
-    drawn: Mapping[str, Any],
+    step_share: float,
+    full_steps: bool,
+    sensitivity: Unit,
 ) -> Unit:
     """Returns a method's rows by budget, its seconds without the probe's, and the peak memory of its process.
 
     If it does not apply to the model, the rows are None, and the result says why.
     """
-    course = _named(request, name)
-    subject, batches = course.taught(seed, half)
-    steps = round(share * course.steps)
-    of_a_size = steps if alone else steps // len(course.budgets)
-    lesson = course.lesson(subject, batches, drawn["tables"], seed, steps, of_a_size)
-    dense, others = sum(m * n for m, n in lesson.layers.values()), lesson.limit(0)
+    benchmark = _find_benchmark(request, name)
+    subject, batches = benchmark.subject_and_batches(seed, half)
+    steps = round(step_share * benchmark.steps)
+    steps_per_size = steps if full_steps else steps // len(benchmark.budgets)
+    task = benchmark.training_task(subject, batches, sensitivity["tables"], seed, steps, steps_per_size)
+    dense, others = sum(m * n for m, n in task.layers.values()), task.parameter_limit(0)
     rows, seconds, start = [], 0.0, time.process_time()
     try:
-        for size in TRAINED_METHODS[method].sizes(lesson, settings):
+        for size in TRAINED_METHODS[method].sizes(task, settings):
             seconds += time.process_time() - start
             rows.append(
                 None
@@ -206,26 +205,26 @@ def method_unit(
             )
             start = time.process_time()
     except NotApplicable as reason:
-        return {"rows": [None] * len(course.budgets), "obstacle": str(reason)}
+        return {"rows": [None] * len(benchmark.budgets), "obstacle": str(reason)}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"rows": rows, "seconds": seconds + time.process_time() - start, "peak_bytes": peak}
 
 
-def _signed(measure: str, scores: Mapping[str, float]) -> float:
+def _as_error(measure: str, scores: Mapping[str, float]) -> float:
     return scores[measure] if measure.startswith("nats") else -scores[measure]
 
 
-def _table(name: str, one: Mapping[str, Any], panel: str, measure: str, places: int) -> dict[str, Any]:
+def _table(name: str, data: Mapping[str, Any], panel: str, measure: str, places: int) -> dict[str, Any]:
     rows: list[list[Any]] = []
-    for method, runs in one["panels"][panel].items():
-        held = "yes" if TRAINED_METHODS[method].is_one_artefact else "no"
-        probes = [seconds.get(TRAINED_METHODS[method].table) for seconds in one["probe_seconds"]]
-        rows.append([method, held, *_cells(measure, runs), None if None in probes else spread(probes)])
-    base = base_words(one["base"], measure, places)
+    for method, runs in data["panels"][panel].items():
+        one_artefact = "yes" if TRAINED_METHODS[method].is_one_artefact else "no"
+        probes = [seconds.get(TRAINED_METHODS[method].table) for seconds in data["probe_seconds"]]
+        rows.append([method, one_artefact, *_cells(measure, runs), None if None in probes else spread(probes)])
+    base = format_base_score(data["base"], measure, places)
     title = f"{name}, {panel} ({PANELS[panel]}): {measure} by budget ({base})"
-    title += _obstacles(one, panel)
-    digits = [0, *[places] * len(one["budgets"]), 0, 0, 0]
-    columns = ["method", "one artefact", *one["budgets"], "training s", "peak MB", "probe s"]
+    title += _obstacles(data, panel)
+    digits = [0, *[places] * len(data["budgets"]), 0, 0, 0]
+    columns = ["method", "one artefact", *data["budgets"], "training s", "peak MB", "probe s"]
     return table(title, columns, rows, digits)
 
 
@@ -237,13 +236,13 @@ def _cells(measure: str, runs: Sequence[Unit]) -> list[Any]:
     return [*scores, spread([unit["seconds"] for unit in runs]), max(unit["peak_bytes"] for unit in runs) / 1e6]
 
 
-def _obstacles(one: Mapping[str, Any], panel: str) -> str:
+def _obstacles(data: Mapping[str, Any], panel: str) -> str:
     """Says which methods do not apply, and why, for the table's title."""
-    reasons = {name: runs[0]["obstacle"] for name, runs in one["panels"][panel].items() if "obstacle" in runs[0]}
+    reasons = {name: runs[0]["obstacle"] for name, runs in data["panels"][panel].items() if "obstacle" in runs[0]}
     return "".join(f"; {name} does not apply ({reason})" for name, reason in reasons.items())
 
 
-def _claims(name: str, one: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _claims(name: str, data: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Claims that flexrank is first among one-artefact methods from .8 down, and behind none training sizes alone."""
     wanted = {
         "behind no other method of one artefact, from .8 down": (True, 0.8),
@@ -251,36 +250,36 @@ def _claims(name: str, one: Mapping[str, Any]) -> list[dict[str, Any]]:
     }
     claims = []
     for what, (is_one, largest) in wanted.items():
-        rivals = _rivals(one, is_one)
-        lost = list(_lost(one, rivals, largest)) if rivals else []
-        here = f"{behind(lost, one['measure'])}, of {len(rivals)} that apply"
+        rivals = _rivals(data, is_one)
+        lost = list(_lost_budgets(data, rivals, largest)) if rivals else []
+        here = f"{behind(lost, data['measure'])}, of {len(rivals)} that apply"
         what = f"{name}, equal tokens: flexrank is {what}"
         claims.append(goal(what, "at no budget", here, bool(rivals) and not lost))
     return claims
 
 
-def _rivals(one: Mapping[str, Any], is_one: bool) -> list[str]:
+def _rivals(data: Mapping[str, Any], is_one: bool) -> list[str]:
     """Returns the methods of this kind that apply to the model, except flexrank."""
-    results = one["panels"][TOKENS]
+    results = data["panels"][TOKENS]
     own = [name for name, method in TRAINED_METHODS.items() if method.is_one_artefact == is_one and name != "flexrank"]
     return [name for name in own if "obstacle" not in results[name][0]]
 
 
-def _lost(one: Mapping[str, Any], rivals: Sequence[str], largest: float) -> Iterator[tuple[float, str, float]]:
+def _lost_budgets(data: Mapping[str, Any], rivals: Sequence[str], largest: float) -> Iterator[tuple[float, str, float]]:
     """Yields the budgets at which a method beats flexrank by more than half of the last digit shown: by how much."""
-    results = one["panels"][TOKENS]
-    for place, budget in enumerate(one["budgets"]):
-        errors = {name: _error(one, results[name], place) for name in rivals}
+    results = data["panels"][TOKENS]
+    for index, budget in enumerate(data["budgets"]):
+        errors = {name: _error(data, results[name], index) for name in rivals}
         best = min(errors, key=lambda name: errors[name])
-        distance = _error(one, results["flexrank"], place) - errors[best]
-        if budget <= largest and distance > 0.5 * 10 ** -one["digits"]:
+        distance = _error(data, results["flexrank"], index) - errors[best]
+        if budget <= largest and distance > 0.5 * 10 ** -data["digits"]:
             yield budget, best, distance
 
 
-def _error(one: Mapping[str, Any], runs: Sequence[Unit], place: int) -> float:
+def _error(data: Mapping[str, Any], runs: Sequence[Unit], index: int) -> float:
     """Returns the measure at a budget over seeds, where lower is better; infinite if the method has no such size."""
-    rows = [unit["rows"][place] for unit in runs]
-    return statistics.fmean(_signed(one["measure"], row["scores"]) if row else math.inf for row in rows)
+    rows = [unit["rows"][index] for unit in runs]
+    return statistics.fmean(_as_error(data["measure"], row["scores"]) if row else math.inf for row in rows)
 
 
 def draw(data: Mapping[str, Any]) -> Any:
@@ -289,14 +288,14 @@ def draw(data: Mapping[str, Any]) -> Any:
     for axes, (name, one) in zip(all_axes, data.items(), strict=True):
         base = one["base"][one["measure"]]
         for method, runs in one["panels"][TOKENS].items():
-            places = [place for place in range(len(one["budgets"])) if all(unit["rows"][place] for unit in runs)]
-            if not places:
+            indices = [index for index in range(len(one["budgets"])) if all(unit["rows"][index] for unit in runs)]
+            if not indices:
                 continue
-            shares = [statistics.fmean(unit["rows"][place]["share"] for unit in runs) for place in places]
+            shares = [statistics.fmean(unit["rows"][index]["share"] for unit in runs) for index in indices]
             lines = [
                 [
-                    figures.shown_distance(one["measure"], unit["rows"][place]["scores"][one["measure"]], base)
-                    for place in places
+                    figures.shown_distance(one["measure"], unit["rows"][index]["scores"][one["measure"]], base)
+                    for index in indices
                 ]
                 for unit in runs
             ]

@@ -24,13 +24,22 @@ from flexrank.run.config import ProbeConfig, RunConfig
 from flexrank.run.directory import RunDirectory
 from flexrank.run.workspace import Workspace
 from research.baselines import RANK_METHODS, SIZE_METHODS
-from research.baselines.method import Evaluate, Loss, Made, Measures, RankMethod, Settings, uniform_ranks, with_settings
+from research.baselines.method import (
+    CompressedModel,
+    Evaluate,
+    Loss,
+    Measures,
+    RankMethod,
+    Settings,
+    uniform_ranks,
+    with_settings,
+)
 from research.baselines.statistics import mean_loss, next_token_loss
 from research.benches import images, language, sts
 from research.benches.quality import BUDGETS, Subject, chain_of
-from research.benches.tasks import judged_by
+from research.benches.tasks import task_measure
 from research.experiment import EVERY_RANK, Request
-from research.machine import effort
+from research.machine import track_resources
 from research.studies.language import identity_of
 from research.studies.vision import NETWORKS
 
@@ -38,7 +47,7 @@ from research.studies.vision import NETWORKS
 OURS = ("datasvd", "fisher")
 METHODS = (*RANK_METHODS, *OURS)
 #: Rivals that make a separate model for each size.
-ALONE = tuple(SIZE_METHODS)
+SIZE_METHOD_NAMES = tuple(SIZE_METHODS)
 #: How ranks are chosen: as in the method's paper, or by flexrank from the method's own sensitivity table.
 ALLOCATIONS = ("published", "paper", "joint")
 #: Probed ranks of a layer; a method's own search chooses among all ranks.
@@ -46,7 +55,7 @@ LEVELS = ProbeConfig().levels
 
 
 @dataclasses.dataclass(frozen=True)
-class Contest:
+class Benchmark:
     """A model, how it is scored, and the settings that its scores depend on."""
 
     name: str
@@ -75,7 +84,7 @@ class Contest:
         has_labels = self.loss is next_token_loss
         return Measures(mean_loss(self.loss, subject.probe) if has_labels else distance, distance)
 
-    def scored(self) -> dict[str, float]:
+    def base_scores(self) -> dict[str, float]:
         """Returns the base model's scores."""
         subject = self.subject(0)
         return subject.score(subject.teacher)
@@ -93,11 +102,11 @@ def allocations_of(method: str) -> Sequence[str]:
     return ALLOCATIONS if method not in SIZE_METHODS or SIZE_METHODS[method].make_at else ALLOCATIONS[:1]
 
 
-class Contestant:
+class DecomposedModel:
     """One method's elastic model for one draw of the calibration, decomposed when it is first needed."""
 
-    def __init__(self, contest: Contest, method: str, seed: int, settings: Settings = MappingProxyType({})):
-        self._contest, self._method, self._seed, self._settings = contest, method, seed, settings
+    def __init__(self, benchmark: Benchmark, method: str, seed: int, settings: Settings = MappingProxyType({})):
+        self._benchmark, self._method, self._seed, self._settings = benchmark, method, seed, settings
 
     @property
     def _rival(self) -> RankMethod | None:
@@ -105,29 +114,29 @@ class Contestant:
         return with_settings(RANK_METHODS[self._method], self._settings) if self._method in RANK_METHODS else None
 
     @functools.cached_property
-    def _decomposed(self) -> tuple[nn.Module, Mapping[str, Tensor], dict[str, Any]]:
-        """The model, its components' energies if the method chooses its own ranks, and the effort of making it."""
-        subject = self._contest.subject(self._seed)
-        with effort() as taken:
+    def _decomposition(self) -> tuple[nn.Module, Mapping[str, Tensor], dict[str, Any]]:
+        """The model, its components' energies if the method chooses its own ranks, and the resources it took."""
+        subject = self._benchmark.subject(self._seed)
+        with track_resources() as resources:
             if (rival := self._rival) is None:
-                return subject.decomposed(self._method), {}, taken
+                return subject.decomposed(self._method), {}, resources
             model = copy.deepcopy(subject.teacher)
             layers = select_layers(model, exclude=subject.exclude)
-            return model, rival.decompose_(model, subject.calibration, layers, self._contest.loss), taken
+            return model, rival.decompose_(model, subject.calibration, layers, self._benchmark.loss), resources
 
-    def probed(self) -> dict[str, Any]:
+    def probe(self) -> dict[str, Any]:
         """Returns the sensitivity table of the method's factors, and what decomposition and probe took."""
-        model, _, taken = self._decomposed
-        subject, start = self._contest.subject(self._seed), time.perf_counter()
+        model, _, resources = self._decomposition
+        subject, start = self._benchmark.subject(self._seed), time.perf_counter()
         evaluate = distillation_evaluator(subject.teacher, subject.probe, subject.objective)
-        table = probe_sensitivity(model, evaluate, self._contest.levels, spacing="parameters", **EVERY_RANK)
+        table = probe_sensitivity(model, evaluate, self._benchmark.levels, spacing="parameters", **EVERY_RANK)
         probe = time.perf_counter() - start
-        own = {"decomposition_seconds": taken["seconds"], "peak_bytes": taken["peak_bytes"]}
+        own = {"decomposition_seconds": resources["seconds"], "peak_bytes": resources["peak_bytes"]}
         return {"table": table.to_json(), "probe_seconds": probe, **own}
 
-    def sized(self, allocation: str, table: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def measure_sizes(self, allocation: str, table: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Returns each budget's scores and size, whether sizes are nested, and the search's seconds."""
-        _ = self._decomposed  # now, because `probed` counts its seconds
+        _ = self._decomposition  # now, because `probe` counts its seconds
         start = time.perf_counter()
         profiles = self._profiles(allocation, table)
         seconds = time.perf_counter() - start
@@ -138,19 +147,19 @@ class Contestant:
     def _profiles(self, allocation: str, table: Mapping[str, Any] | None) -> Sequence[RankProfile | None]:
         """Returns each budget's ranks, largest first; the method's own need no table, and are None if none fit."""
         if table is not None and allocation != "published":
-            return profiles_of(allocation, table, self._contest.budgets)
-        model, energies, _ = self._decomposed
+            return profiles_of(allocation, table, self._benchmark.budgets)
+        model, energies, _ = self._decomposition
         own = self._rival.ranks if self._rival else uniform_ranks
-        return own(model, energies, self._contest.budgets, self._contest.measures(self._seed))
+        return own(model, energies, self._benchmark.budgets, self._benchmark.measures(self._seed))
 
     def _row(self, profile: RankProfile) -> dict[str, Any]:
         """Returns the model's parameters at these ranks, gauge-aligned without slack, and its scores."""
-        model, *_ = self._decomposed
+        model, *_ = self._decomposition
         shapes = layer_shapes(model)
         parameters = profile_parameters(profile, shapes)
         dense = sum(m * n for m, n in shapes.values())
         with use_profile(model, profile):
-            scores = self._contest.subject(self._seed).score(model)
+            scores = self._benchmark.subject(self._seed).score(model)
         whole = parameters + footprint(model).other_parameters
         return {"share": parameters / dense, "parameters": whole, "scores": scores}
 
@@ -161,64 +170,64 @@ def profiles_of(allocation: str, table: Mapping[str, Any], budgets: Sequence[flo
     return [chain.at(budget) for budget in budgets]
 
 
-def obstacle(contest: Contest, method: str) -> str | None:
-    """Returns why a method of `ALONE` does not apply; None if it does."""
-    subject = contest.subject(0)
+def obstacle(benchmark: Benchmark, method: str) -> str | None:
+    """Returns why a size method does not apply; None if it does."""
+    subject = benchmark.subject(0)
     return SIZE_METHODS[method].obstacle(subject.teacher, select_layers(subject.teacher, exclude=subject.exclude))
 
 
-def sized_alone(
-    contest: Contest,
+def measure_size_method(
+    benchmark: Benchmark,
     method: str,
     seed: int,
     settings: Settings = MappingProxyType({}),
     allocation: str = "published",
     table: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Returns the same as `Contestant.sized` for a method of `ALONE` that applies, with what all its models took.
+    """Returns the same as `DecomposedModel.measure_sizes` for a size method that applies, and what its models took.
 
     A row is None if no model of the method is that small. `table` is that of the method it starts from.
     """
-    subject, rival, start = contest.subject(seed), with_settings(SIZE_METHODS[method], settings), time.perf_counter()
-    make: Callable[..., Made | None] = rival.make
-    sizes: Sequence[Any] = contest.budgets
+    subject, rival, start = benchmark.subject(seed), with_settings(SIZE_METHODS[method], settings), time.perf_counter()
+    make: Callable[..., CompressedModel | None] = rival.make
+    sizes: Sequence[Any] = benchmark.budgets
     if table is not None and allocation != "published" and rival.make_at:
         make, sizes = rival.make_at, profiles_of(allocation, table, sizes)
     search, layers = time.perf_counter() - start, select_layers(subject.teacher, exclude=subject.exclude)
-    parts, rows, efforts = contest.parameters(), list[dict[str, Any] | None](), []
+    parts, rows, costs = benchmark.parameters(), list[dict[str, Any] | None](), []
     for size in sizes:
-        with effort() as taken:
-            made = make(subject.teacher, subject.calibration, layers, contest.loss, size)
-        efforts.append(taken)
-        if made is None:
+        with track_resources() as resources:
+            compressed = make(subject.teacher, subject.calibration, layers, benchmark.loss, size)
+        costs.append(resources)
+        if compressed is None:
             rows.append(None)
             continue
-        share = (made.parameters - parts["others"]) / parts["layers"]
-        rows.append({"share": share, "parameters": made.parameters, "scores": subject.score(made.model)})
-    seconds, peak = search + sum(one["seconds"] for one in efforts), max(one["peak_bytes"] for one in efforts)
+        share = (compressed.parameters - parts["others"]) / parts["layers"]
+        rows.append({"share": share, "parameters": compressed.parameters, "scores": subject.score(compressed.model)})
+    seconds, peak = search + sum(one["seconds"] for one in costs), max(one["peak_bytes"] for one in costs)
     return {"rows": rows, "nested": False, "seconds": seconds, "peak_bytes": peak}
 
 
-def contests(request: Request) -> list[Contest]:
-    """Returns the contest of the request's configuration, or of the bench's own models, of which it may name one."""
+def benchmarks(request: Request) -> list[Benchmark]:
+    """Returns the benchmark of the request's configuration, or of the bench's own models, of which it may name one."""
     if request.config is not None:
-        return [_of_config(request, request.config)]
-    own: dict[str, Callable[[Request, str], Contest]] = {
-        "stories260k": _of_texts, "pycode5m": _of_texts, "babyllama": _of_texts, "all-MiniLM-L6-v2": _of_sentences,
-        **dict.fromkeys(NETWORKS, _of_images),
+        return [_config_benchmark(request, request.config)]
+    own: dict[str, Callable[[Request, str], Benchmark]] = {
+        "stories260k": _language_benchmark, "pycode5m": _language_benchmark, "babyllama": _language_benchmark,
+        "all-MiniLM-L6-v2": _sentence_benchmark, **dict.fromkeys(NETWORKS, _image_benchmark),
     }  # fmt: skip
     if request.model is not None and request.model not in own:
         raise FlexrankError(f"--model is {request.model!r}; this bench has {', '.join(own)}, or any with --config")
     return [make(request, name) for name, make in own.items() if request.model in (None, name)]
 
 
-def named(request: Request, name: str) -> Contest:
-    """Returns the request's contest of this name."""
+def find_benchmark(request: Request, name: str) -> Benchmark:
+    """Returns the request's benchmark of this name."""
     own = request if request.config else dataclasses.replace(request, model=name)
-    return next(contest for contest in contests(own) if contest.name == name)
+    return next(benchmark for benchmark in benchmarks(own) if benchmark.name == name)
 
 
-def _of_texts(request: Request, name: str) -> Contest:
+def _language_benchmark(request: Request, name: str) -> Benchmark:
     """Returns a small Llama of the quality bench, in the quick form on fewer blocks."""
     texts = {one[0]: one for one in language.MODELS}[name]
     few = {"stories260k": (16, 64), "pycode5m": (8, 16), "babyllama": (16, 64)}[name]
@@ -228,10 +237,10 @@ def _of_texts(request: Request, name: str) -> Contest:
         return language.subject_of(texts, request.half, seed=seed, probe=probe, evaluation=evaluation)[0]
 
     facts = {"calibration": language.CALIBRATION, "probe": probe, "evaluation": evaluation}
-    return Contest(name, "nats", 3, BUDGETS, LEVELS, facts, subject, next_token_loss)
+    return Benchmark(name, "nats", 3, BUDGETS, LEVELS, facts, subject, next_token_loss)
 
 
-def _of_sentences(request: Request, name: str) -> Contest:
+def _sentence_benchmark(request: Request, name: str) -> Benchmark:
     """Returns the sentence encoder of the quality bench, in the quick form on fewer pairs."""
     probe, evaluation = (sts.PROBE, None) if request.full else (48, 192)
 
@@ -240,10 +249,10 @@ def _of_sentences(request: Request, name: str) -> Contest:
 
     loss = subject(0).objective.fisher_loss
     facts = {"calibration": sts.CALIBRATION, "probe": probe, "evaluation": evaluation}
-    return Contest(name, "cosine", 4, BUDGETS, LEVELS, facts, subject, loss)
+    return Benchmark(name, "cosine", 4, BUDGETS, LEVELS, facts, subject, loss)
 
 
-def _of_images(request: Request, name: str) -> Contest:
+def _image_benchmark(request: Request, name: str) -> Benchmark:
     """Returns a network on CIFAR-10, in the quick form on a part of the test images."""
     evaluation = None if request.full else 2000
 
@@ -252,29 +261,29 @@ def _of_images(request: Request, name: str) -> Contest:
 
     facts = {"calibration": images.CALIBRATION, "probe": images.PROBE, "evaluation": evaluation}
     loss = LogitObjective().fisher_loss
-    return Contest(name, "accuracy", 4, BUDGETS, LEVELS, facts, subject, loss)
+    return Benchmark(name, "accuracy", 4, BUDGETS, LEVELS, facts, subject, loss)
 
 
-def _of_config(request: Request, config: RunConfig) -> Contest:
+def _config_benchmark(request: Request, config: RunConfig) -> Benchmark:
     """Returns any model, in float32, with the samples and qualities of a run of this config, on the request's half."""
     if request.seeds > 1 and config.data.source != "text":
         raise FlexrankError(f"data.source is {config.data.source!r}; only of 'text' seeds draw another calibration")
     require_comparable(config)
 
     def subject(seed: int) -> Subject:
-        drawn = Workspace(half_of(config, request.half, seed), RunDirectory(request.work))
-        base, samples = drawn.base.float(), drawn.samples
-        judge = judged_by(drawn, request)[0] if request.half == "reporting" else drawn.judge  # trials need no tasks
-        parts = samples.calibration, samples.probe, drawn.objective(), judge
+        workspace = Workspace(config_for_half(config, request.half, seed), RunDirectory(request.work))
+        base, samples = workspace.base.float(), workspace.samples
+        measure = task_measure(workspace, request)[0] if request.half == "reporting" else workspace.measure_quality
+        parts = samples.calibration, samples.probe, workspace.objective(), measure  # trials need no tasks
         return Subject(base, *parts, config.layers.exclude)
 
     space = Workspace(config, RunDirectory(request.work))
     measures = {"language": "nats_per_token", "embedding": "cosine", "classification": "accuracy"}
     loss = next_token_loss if config.task == "language" else space.objective().fisher_loss
     budgets = [budget for budget in config.allocation.budgets if budget < 1]
-    facts = identity_of(config, ("task", "model", "seed", "data", "layers")) | judged_by(space, request)[1]
+    facts = identity_of(config, ("task", "model", "seed", "data", "layers")) | task_measure(space, request)[1]
     facts |= {"temperature": config.distillation.temperature}
-    return Contest(config.name, measures[config.task], 4, budgets, config.probe.levels, facts, subject, loss)
+    return Benchmark(config.name, measures[config.task], 4, budgets, config.probe.levels, facts, subject, loss)
 
 
 def require_comparable(config: RunConfig) -> None:
@@ -285,7 +294,7 @@ def require_comparable(config: RunConfig) -> None:
         raise FlexrankError(f"data.half is {config.data.half}; leave it out, settings are tried on the tuning half")
 
 
-def half_of(config: RunConfig, half: Half, seed: int) -> RunConfig:
+def config_for_half(config: RunConfig, half: Half, seed: int) -> RunConfig:
     """Returns the configuration scored on this half, with another draw of its samples."""
     data = config.data.model_copy(update={"half": half})
     return config.model_copy(update={"seed": config.seed + seed, "data": data})

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexrank.data.halves import Half, places_of
+from flexrank.data.halves import Half, half_indices
 from flexrank.distill.objectives import LogitObjective
 from research.benches.quality import Subject
 from research.measures import accuracy
@@ -32,7 +32,7 @@ def subject_of(
             steps: of training; no image is in two of them.
     """
     one, images = network(name, work), read_images()
-    rows = places_of(half, images.test)[:evaluation]
+    rows = half_indices(half, images.test)[:evaluation]
     batches, classes = list(one.batches(images.test[rows])), images.classes[rows]
     order = torch.randperm(len(images.training), generator=torch.Generator().manual_seed(seed))
     calibration, probe, rest = (

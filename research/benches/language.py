@@ -9,7 +9,7 @@ from torch import nn
 
 from flexrank import distill_
 from flexrank.data.batches import Batch
-from flexrank.data.halves import Half, places_of
+from flexrank.data.halves import Half, half_indices
 from flexrank.data.metrics import nats_per_token
 from flexrank.data.text import block_batches, read_texts, token_blocks
 from flexrank.distill.objectives import LogitObjective
@@ -79,7 +79,7 @@ def subject_of(
     def blocks(documents: Sequence[str], count: int, half: Half | None = None) -> Sequence[Batch]:
         (batch,) = token_blocks(tokenizer, documents, length, batch_size=1 << 40)
         rows = batch["input_ids"]
-        rows = rows[places_of(half, rows)][:count]
+        rows = rows[half_indices(half, rows)][:count]
         if seed and half is None:
             rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))]
         return block_batches(rows, BATCH)

@@ -106,13 +106,13 @@ def _limited(arguments: Sequence[str], limit: int | None) -> dict[str, float]:
     with contextlib.nullcontext() if limit is None else memory_group(limit) as group:
         if group is not None:
             command = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh", *command]
-        with tempfile.TemporaryFile("w+") as words:
-            child = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=words)
+        with tempfile.TemporaryFile("w+") as errors:
+            child = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=errors)
             while child.poll() is None:
                 peak = max(peak, anonymous_bytes(child.pid))
                 time.sleep(0.005)
-            words.seek(0)
-            lines = words.read().strip().splitlines() or ["without a word"]
+            errors.seek(0)
+            lines = errors.read().strip().splitlines() or ["without a word"]
     if child.returncode:
         raise FlexrankError(
             f"{' '.join(arguments[:3])} ended with {child.returncode} within {limit} bytes: {lines[-1]}"

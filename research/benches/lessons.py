@@ -25,11 +25,11 @@ from flexrank.run.training import autocast_dtype
 from flexrank.run.workspace import Workspace
 from research.baselines.method import Loss
 from research.baselines.statistics import next_token_loss
-from research.baselines.trained.lesson import Lesson
+from research.baselines.trained.lesson import TrainingTask
 from research.benches import images, language, sts
-from research.benches.contest import half_of, require_comparable
+from research.benches.contest import config_for_half, require_comparable
 from research.benches.quality import Subject, chain_of
-from research.benches.tasks import judged_by
+from research.benches.tasks import task_measure
 from research.experiment import EVERY_RANK, Request
 from research.studies.language import identity_of
 from research.studies.vision import NETWORKS
@@ -41,7 +41,7 @@ STEPS |= {"resnet20": (320, 700), "vit": (320, 700)}
 
 
 @dataclasses.dataclass(frozen=True)
-class Course:
+class TrainingBenchmark:
     """A model, its training, and how it is scored."""
 
     name: str
@@ -49,129 +49,129 @@ class Course:
     digits: int
     budgets: Sequence[float]
     steps: int
-    usual_rate: float
+    default_rate: float
     levels: int
     facts: Mapping[str, Any]
-    taught: Callable[[int, Half], tuple[Subject, Sequence[Batch]]]  #: by seed, and by the half that is scored
-    followed: FisherObjective
-    divergence: Objective
-    task: Loss | None
-    forwards: Callable[[nn.Module, nn.Module], contextlib.AbstractContextManager[None]]
+    subject_and_batches: Callable[[int, Half], tuple[Subject, Sequence[Batch]]]  #: by seed and scored half
+    objective: FisherObjective
+    output_objective: Objective
+    label_loss: Loss | None
+    forward_context: Callable[[nn.Module, nn.Module], contextlib.AbstractContextManager[None]]
     autocast: str = "auto"
 
     def table(self, seed: int, method: Method) -> dict[str, Any]:
         """Returns the sensitivity table of a decomposition's components."""
-        subject, _ = self.taught(seed, "reporting")
+        subject, _ = self.subject_and_batches(seed, "reporting")
         evaluate = distillation_evaluator(subject.teacher, subject.probe, subject.objective)
         model = subject.decomposed(method)
         return probe_sensitivity(model, evaluate, self.levels, spacing="parameters", **EVERY_RANK).to_json()
 
-    def lesson(
-        self, subject: Subject, batches: Sequence[Batch], tables: Mapping[str, Any], seed: int, steps: int, alone: int
-    ) -> Lesson:
-        """Returns what a method is given; `alone` is the number of steps of a size that is trained separately."""
+    def training_task(
+        self, subject: Subject, batches: Sequence[Batch], tables: dict[str, Any], seed: int, steps: int, per_size: int
+    ) -> TrainingTask:
+        """Returns what a method is given; `per_size` is the number of steps of a size that is trained separately."""
         layers = select_layers(subject.teacher, exclude=subject.exclude)
         errors = {method: SensitivityTable.from_json(one) for method, one in tables.items()}
         decomposed = functools.cache(subject.decomposed)
-        return Lesson(
-            subject.teacher, subject.calibration, batches, self.budgets, steps, alone, self.followed, self.divergence,
-            self.task, elastic=lambda method: copy.deepcopy(decomposed(method)),
+        return TrainingTask(
+            subject.teacher, subject.calibration, batches, self.budgets, steps, per_size, self.objective,
+            self.output_objective, self.label_loss, decompose=lambda method: copy.deepcopy(decomposed(method)),
             chain=lambda method, allocation: chain_of(allocation, errors[method], self.budgets),
-            forwards=lambda model: self.forwards(model, subject.teacher),
+            forward_context=lambda model: self.forward_context(model, subject.teacher),
             layers={name: matrix_shape(layer) for name, layer in layers.items()},
-            usual_rate=self.usual_rate, seed=seed,
+            default_rate=self.default_rate, seed=seed,
             autocast=autocast_dtype(self.autocast, model_device(subject.teacher)),
         )  # fmt: skip
 
 
-def courses(request: Request) -> list[Course]:
-    """Returns the course of the request's configuration, or of the bench's own models, of which it may name one."""
+def training_benchmarks(request: Request) -> list[TrainingBenchmark]:
+    """Returns the benchmark of the request's configuration, or of the bench's own models, of which it may name one."""
     if request.config is not None:
-        return [_of_config(request.config, request)]
+        return [_config_benchmark(request.config, request)]
     if request.model is not None and request.model not in STEPS:
         raise FlexrankError(f"--model is {request.model!r}; this bench has {', '.join(STEPS)}, or any with --config")
-    return [course(name, request) for name in STEPS if request.model in (None, name)]
+    return [own_benchmark(name, request) for name in STEPS if request.model in (None, name)]
 
 
-def course(name: str, request: Request) -> Course:
-    """Returns the course of one of the bench's own models."""
+def own_benchmark(name: str, request: Request) -> TrainingBenchmark:
+    """Returns the benchmark of one of the bench's own models."""
     steps = STEPS[name][request.full]
     if name in NETWORKS:
-        return _of_images(name, steps, request)
-    make = _of_sentences if name == "all-MiniLM-L6-v2" else _of_texts
+        return _image_benchmark(name, steps, request)
+    make = _sentence_benchmark if name == "all-MiniLM-L6-v2" else _language_benchmark
     return make(name, steps, request.full)
 
 
-def _of_texts(name: str, steps: int, full: bool) -> Course:
+def _language_benchmark(name: str, steps: int, full: bool) -> TrainingBenchmark:
     texts = {one[0]: one for one in language.MODELS}[name]
     evaluation = language.EVALUATION if full else {"stories260k": 64, "pycode5m": 16, "babyllama": 64}[name]
 
-    def taught(seed: int, half: Half) -> tuple[Subject, Sequence[Batch]]:
+    def subject_and_batches(seed: int, half: Half) -> tuple[Subject, Sequence[Batch]]:
         return language.subject_of(texts, half, seed=seed, evaluation=evaluation)
 
     facts = {"calibration": language.CALIBRATION, "probe": language.PROBE, "evaluation": evaluation}
     rate = language.CONSOLIDATION[name]["learning_rate"]
-    return Course(
-        name, "nats", 3, BUDGETS, steps, rate, language.LEVELS, facts, taught, language.FOLLOWED, LogitObjective(),
-        next_token_loss, lambda model, teacher: hidden_states(model, teacher),
+    return TrainingBenchmark(
+        name, "nats", 3, BUDGETS, steps, rate, language.LEVELS, facts, subject_and_batches, language.FOLLOWED,
+        LogitObjective(), next_token_loss, lambda model, teacher: hidden_states(model, teacher),
     )  # fmt: skip
 
 
-def _of_sentences(name: str, steps: int, full: bool) -> Course:
+def _sentence_benchmark(name: str, steps: int, full: bool) -> TrainingBenchmark:
     batch = sts.BATCH if full else 32
 
-    def taught(seed: int, half: Half) -> tuple[Subject, Sequence[Batch]]:
+    def subject_and_batches(seed: int, half: Half) -> tuple[Subject, Sequence[Batch]]:
         return sts.subject_of(half, seed=seed, batch=batch)
 
     facts = {"calibration": sts.CALIBRATION, "probe": sts.PROBE, "sentences_a_step": batch}
     objectives = EmbeddingObjective(sts.HIDDEN_WEIGHT), EmbeddingObjective()
-    return Course(
-        name, "cosine", 4, BUDGETS, steps, sts.TRAINING["learning_rate"], 10, facts, taught, *objectives, None,
-        lambda model, _: eager_attention(model),
+    return TrainingBenchmark(
+        name, "cosine", 4, BUDGETS, steps, sts.TRAINING["learning_rate"], 10, facts, subject_and_batches, *objectives,
+        None, lambda model, _: eager_attention(model),
     )  # fmt: skip
 
 
-def _of_images(name: str, steps: int, request: Request) -> Course:
+def _image_benchmark(name: str, steps: int, request: Request) -> TrainingBenchmark:
     evaluation = None if request.full else 2000
 
-    def taught(seed: int, half: Half) -> tuple[Subject, Sequence[Batch]]:
+    def subject_and_batches(seed: int, half: Half) -> tuple[Subject, Sequence[Batch]]:
         return images.subject_of(name, request.work, half, seed=seed, evaluation=evaluation, steps=steps)
 
     facts = {"calibration": images.CALIBRATION, "probe": images.PROBE, "evaluation": evaluation}
     objective = LogitObjective()
-    return Course(
-        name, "accuracy", 4, BUDGETS, steps, NETWORKS[name], images.LEVELS, facts, taught, objective, objective, None,
-        images.computing,
+    return TrainingBenchmark(
+        name, "accuracy", 4, BUDGETS, steps, NETWORKS[name], images.LEVELS, facts, subject_and_batches,
+        objective, objective, None, images.computing,
     )  # fmt: skip
 
 
-def _of_config(config: RunConfig, request: Request) -> Course:
+def _config_benchmark(config: RunConfig, request: Request) -> TrainingBenchmark:
     """Returns any transformer, in float32, whose run trains on samples in memory; trials use their tuning half."""
     settings = config.distillation
     require_comparable(config)
 
-    def taught(seed: int, half: Half) -> tuple[Subject, Sequence[Batch]]:
-        drawn = Workspace(half_of(config, half, seed), RunDirectory(request.work))
-        base, samples = drawn.base.float(), drawn.samples
-        judge = judged_by(drawn, request)[0] if half == "reporting" else drawn.judge  # trials need no tasks
+    def subject_and_batches(seed: int, half: Half) -> tuple[Subject, Sequence[Batch]]:
+        workspace = Workspace(config_for_half(config, half, seed), RunDirectory(request.work))
+        base, samples = workspace.base.float(), workspace.samples
+        measure = task_measure(workspace, request)[0] if half == "reporting" else workspace.measure_quality
         if not isinstance(samples.training, Sequence):
             raise FlexrankError("data.path is a stream; a comparison trains on samples that are in memory")
-        parts = samples.calibration, samples.probe, drawn.objective(), judge
+        parts = samples.calibration, samples.probe, workspace.objective(), measure  # trials need no tasks
         return Subject(base, *parts, config.layers.exclude), samples.training
 
     space = Workspace(config, RunDirectory(request.work))
     measures = {"language": "nats_per_token", "embedding": "cosine", "classification": "accuracy"}
     is_language = config.task == "language"
-    forwards = {
+    forward_context = {
         "language": lambda *models: hidden_states(*models),
         "embedding": lambda model, _: eager_attention(model),
     }
     facts = identity_of(config, ("task", "model", "seed", "data", "layers", "distillation"))
-    facts |= judged_by(space, request)[1]
+    facts |= task_measure(space, request)[1]
     budgets = [budget for budget in config.allocation.budgets if budget < 1]
-    return Course(
+    return TrainingBenchmark(
         config.name, measures[config.task], 4, budgets, settings.steps, settings.learning_rate, config.probe.levels,
-        facts, taught,
+        facts, subject_and_batches,
         space.objective(settings.weight_of_hidden_states), space.objective(), next_token_loss if is_language else None,
-        forwards.get(config.task, lambda *_: contextlib.nullcontext()), settings.autocast,
+        forward_context.get(config.task, lambda *_: contextlib.nullcontext()), settings.autocast,
     )  # fmt: skip

@@ -25,7 +25,7 @@ from research.result import between, goal, spreads, table
 
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 BEFORE, AFTER = "fisher, joint", "consolidated"  #: rows of the model that is consolidated
-ALONE = (0.9, 0.8, 0.7, 0.5, 0.3)  #: budgets for which a model is trained alone
+SEPARATE_BUDGETS = (0.9, 0.8, 0.7, 0.5, 0.3)  #: budgets for which a model is trained separately
 #: Scores of one model by measure, at each of `BUDGETS`; None where it was not scored.
 Scores = Sequence[dict[str, float] | None]
 #: train(model, profiles, seed, checkpoint): consolidates in place.
@@ -59,14 +59,14 @@ class Subject:
                 scores.append(self.score(model))
         return scores
 
-    def scores_as_read(self, model: nn.Module, chain: ProfileChain) -> Scores:
+    def scores_as_loaded(self, model: nn.Module, chain: ProfileChain) -> Scores:
         """Returns the scores of an elastic model's one artefact, of which each budget loads only what it needs."""
         with tempfile.TemporaryDirectory() as scratch:
             directory = Path(scratch, "elastic")
             fr.save_elastic(model, chain, directory)
             return [self.score(fr.load_elastic(directory, budget)[0]) for budget in BUDGETS]
 
-    def without_training(
+    def measure_untrained(
         self, methods: Sequence[str], levels: int
     ) -> tuple[dict[str, Scores], nn.Module, ProfileChain]:
         """Returns scores at uniform ranks and by both allocations, and the model and joint chain of the last method."""
@@ -85,14 +85,14 @@ class Subject:
 def compare(
     subject: Subject, facts: Mapping[str, Any], training: Mapping[str, Any], request: Request, train: Train
 ) -> dict[str, Any]:
-    """Returns the scores of the base model, each untrained method, each consolidated seed, and if `full` of `ALONE`.
+    """Returns the scores of the base model, untrained methods, consolidated seeds, and if `full` at `SEPARATE_BUDGETS`.
 
     `facts` has the `methods`, the last of which is consolidated, the probe's `levels`, and the model's name. Finished
     parts of an interrupted bench are not repeated, nor are untrained ones for another `training`.
     """
 
     def untrained() -> dict[str, Any]:
-        results, _, chain = subject.without_training(facts["methods"], facts["levels"])
+        results, _, chain = subject.measure_untrained(facts["methods"], facts["levels"])
         return {"dense": subject.score(subject.teacher), "results": results, "chain": chain.to_json()}
 
     def trained(profiles: ProfileChain | Sequence[RankProfile], name: str, seed: int) -> nn.Module:
@@ -101,10 +101,10 @@ def compare(
         shutil.rmtree(path)
         return model
 
-    def together(seed: int) -> Scores:
-        return subject.scores_as_read(trained(chain, "all", seed), chain)
+    def jointly(seed: int) -> Scores:
+        return subject.scores_as_loaded(trained(chain, "all", seed), chain)
 
-    def alone(budget: float) -> dict[str, float]:
+    def separately(budget: float) -> dict[str, float]:
         profile = chain.at(budget)
         with use_profile(trained([profile], f"{budget:g}", 0), profile) as model:
             return subject.score(model)
@@ -112,9 +112,9 @@ def compare(
     first = Ledger(request.work, facts).take("untrained", untrained)
     chain, ledger = ProfileChain.from_json(first["chain"]), Ledger(request.work, {**facts, **training})
     results = {name: [scores] for name, scores in first["results"].items()}
-    results[AFTER] = ledger.take_seeds("consolidated", request.seeds, together)
+    results[AFTER] = ledger.take_seeds("consolidated", request.seeds, jointly)
     if request.full:
-        limits = {budget: ledger.take(f"alone, {budget:g}", alone, budget) for budget in ALONE}
+        limits = {budget: ledger.take(f"alone, {budget:g}", separately, budget) for budget in SEPARATE_BUDGETS}
         results["each alone, all the steps"] = [[limits.get(budget) for budget in BUDGETS]]
     return {"dense": first["dense"], "results": results, "gap": first["chain"]["gap"]}
 
@@ -127,32 +127,32 @@ def chain_of(allocation: str, table: SensitivityTable, budgets: Sequence[float])
 
 
 def verdicts(
-    model: str, results: Mapping[str, Sequence[Scores]], what: str, goals: Mapping[float, float], is_loss: bool
+    model: str, results: Mapping[str, Sequence[Scores]], measure: str, goals: Mapping[float, float], is_loss: bool
 ) -> list[dict[str, Any]]:
     """Says whether consolidation makes no size worse, and reaches `goals` (by budget), for every seed."""
     sign = -1.0 if is_loss else 1.0
-    before, after = (_by_budget(results[name], what) for name in (BEFORE, AFTER))
+    before, after = (_by_budget(results[name], measure) for name in (BEFORE, AFTER))
     falls = {budget: max(sign * (before[budget][0] - score) for score in after[budget]) for budget in after}
     losers = [f"{budget:g} by {fall:.2g}" for budget, fall in falls.items() if fall > 0]
-    title = f"{model}: no size is worse after consolidation than before, in {what}, at any seed"
+    title = f"{model}: no size is worse after consolidation than before, in {measure}, at any seed"
     why = "while the rate is high, small sizes pull shared components away" if losers else ""
     kept = goal(title, "none", ", ".join(losers) or "none", not losers, why)
     reached = all(sign * (score - goals[budget]) >= 0 for budget in goals for score in after[budget])
     shown = ", ".join(f"{budget:g} {between(after[budget], '.4f')}" for budget in goals)
     wanted = ", ".join(f"{budget:g} {value:.4f}" for budget, value in goals.items())
     bound = "at most" if is_loss else "at least"
-    return [kept, goal(f"{model}: {what} by size", f"{bound} {wanted}", shown, reached)] if goals else [kept]
+    return [kept, goal(f"{model}: {measure} by size", f"{bound} {wanted}", shown, reached)] if goals else [kept]
 
 
-def _by_budget(runs: Sequence[Scores], what: str) -> dict[float, list[float]]:
+def _by_budget(runs: Sequence[Scores], measure: str) -> dict[float, list[float]]:
     places = zip(BUDGETS, zip(*runs, strict=True), strict=True)
-    return {budget: [one[what] for one in scores if one is not None] for budget, scores in places}
+    return {budget: [one[measure] for one in scores if one is not None] for budget, scores in places}
 
 
-def quality_table(title: str, results: Mapping[str, Sequence[Scores]], what: str) -> dict[str, Any]:
-    """Returns a row for each method and a column for each budget: the spread of `what` over seeds, or None."""
+def quality_table(title: str, results: Mapping[str, Sequence[Scores]], measure: str) -> dict[str, Any]:
+    """Returns a row for each method and a column for each budget: the spread of `measure` over seeds, or None."""
     rows = [
-        [name, *spreads([None if one is None else one[what] for one in scores] for scores in runs)]
+        [name, *spreads([None if one is None else one[measure] for one in scores] for scores in runs)]
         for name, runs in results.items()
     ]
     return table(title, ["", *BUDGETS], rows, digits=4)

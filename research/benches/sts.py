@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flexrank import EmbeddingObjective, distill_
-from flexrank.data.halves import Half, items_of
+from flexrank.data.halves import Half, select_half
 from flexrank.data.metrics import embed, mean_cosine, retrieval_mrr, spearman
 from flexrank.data.pairs import Pair, read_pairs
 from flexrank.data.text import sentence_batches
@@ -68,7 +68,7 @@ def subject_of(
     sentences = unseen_sentences(read_pairs(directory / "sts-train.csv"), held_out)
     random.Random(seed).shuffle(sentences)
     batches = functools.partial(sentence_batches, tokenizer, batch_size=64, max_tokens=MAX_TOKENS)
-    scored = _evenly(items_of(half, held_out, lambda pair: "\t".join(pair[:2])), evaluation)
+    scored = _evenly(select_half(half, held_out, lambda pair: "\t".join(pair[:2])), evaluation)
     first, second, gold = zip(*scored, strict=True)
     score = functools.partial(_score, batches(first), batches(second), gold, embed(teacher, batches(first)))
     parts = batches(sentences[:CALIBRATION]), batches(sentences[CALIBRATION : CALIBRATION + probe])

@@ -20,21 +20,21 @@ OTHERS = ("spearman", "mrr")
 ERROR, CHANCE = ", error", ", chance"
 
 
-def judged_by(space: Workspace, request: Request) -> tuple[Callable[[nn.Module], dict[str, float]], dict[str, Any]]:
+def task_measure(space: Workspace, request: Request) -> tuple[Callable[[nn.Module], dict[str, float]], dict[str, Any]]:
     """Returns a run's measures with the scores of the request's tasks, as "TASK, METRIC", and what those depend on."""
-    judge = space.judge
+    measure = space.measure_quality
     if not request.tasks:
-        return judge, {}
+        return measure, {}
     if space.config.task != "language":
         name, task = space.config.name, space.config.task
         raise FlexrankError(f"--tasks needs a configuration of task language; {name} is of {task}")
     loaded, size = _loaded(request.tasks, request.include_path), space.config.data.batch_size
 
-    def judged(model: nn.Module) -> dict[str, float]:
+    def measured(model: nn.Module) -> dict[str, float]:
         found, chance = score(model, space.tokenizer, loaded, size)
-        return {**judge(model), **_flat(found, chance)}
+        return {**measure(model), **_flat(found, chance)}
 
-    return judged, {"tasks": settings_of(loaded)}
+    return measured, {"tasks": settings_of(loaded)}
 
 
 @functools.cache  # a comparison asks for them again for each seed and half
@@ -61,14 +61,14 @@ def shown_measures(base: Mapping[str, float], measure: str, digits: int) -> dict
     return {measure: digits} | dict.fromkeys([key for key in OTHERS if key in base] + tasks, 3)
 
 
-def base_words(base: Mapping[str, float], measure: str, digits: int) -> str:
+def format_base_score(base: Mapping[str, float], measure: str, digits: int) -> str:
     """Formats the base model's score.
 
     For a task it also says whether the score is two standard errors above chance, and so means anything.
     """
-    words = f"base {base[measure]:.{digits}f}"
+    text = f"base {base[measure]:.{digits}f}"
     if (chance := base.get(measure + CHANCE)) is None:
-        return words
+        return text
     error = base.get(measure + ERROR, 0.0)
     is_above = base[measure] - chance > 2 * error
-    return f"{words} ± {error:.{digits}f}, chance {chance:.{digits}f}: {'' if is_above else 'not '}above it"
+    return f"{text} ± {error:.{digits}f}, chance {chance:.{digits}f}: {'' if is_above else 'not '}above it"

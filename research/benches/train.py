@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexrank.deployment.machine import forget_peak, interleave, median_ratio, resident_peak
+from flexrank.deployment.machine import interleave, median_ratio, reset_peak, resident_peak
 from flexrank.deployment.process import in_fresh_process
 from flexrank.distill.objectives import objective_for
 from flexrank.distill.optimizer import make_optimizer
@@ -29,7 +29,7 @@ from flexrank.distill.step import (
     set_sizes_,
     trainable_parameters,
     training,
-    used_components,
+    trimmed_factors,
 )
 from flexrank.hf.models import Task, load_model
 from flexrank.nn.elastic import NestedLayer
@@ -117,7 +117,7 @@ def time_steps(
     take_target(0)
     step_of = functools.partial(stepping, teacher=teacher, targets=targets, item=(0, batch))
     set_sizes_(elastic, profiles)
-    with used_components(elastic, profiles), step_of(dense) as dense_step, step_of(elastic) as elastic_step:
+    with trimmed_factors(elastic, profiles), step_of(dense) as dense_step, step_of(elastic) as elastic_step:
         runs: list[Callable[[], object]] = [take_target, functools.partial(dense_step, {})]
         runs += [functools.partial(elastic_step, profile) for profile in profiles]
         target, *seconds = interleave(runs, REPEATS, warmup=1)
@@ -160,7 +160,7 @@ def peak_of_step(described: Mapping[str, Any], dtype: str, which: str) -> int:
     teacher, batch = build(subject), batch_of(subject)
     with torch.no_grad():
         teacher(**{key: value[:1, :2] for key, value in batch.items()})
-    before = forget_peak() - sum(p.numel() * p.element_size() for p in teacher.parameters())
+    before = reset_peak() - sum(p.numel() * p.element_size() for p in teacher.parameters())
     model = random_copy(teacher, subject.task, which != "dense")
     with contextlib.ExitStack() as stack:
         profiles: list[Profile] = [{}]
@@ -168,12 +168,12 @@ def peak_of_step(described: Mapping[str, Any], dtype: str, which: str) -> int:
             profiles = [full_profile(model)] if which == "full" else []
             profiles += [uniform_profile(model, budget) for budget in (min(BUDGETS), max(BUDGETS))]
             set_sizes_(model, profiles)
-            stack.enter_context(used_components(model, profiles))
+            stack.enter_context(trimmed_factors(model, profiles))
         targets = targets_of(teacher, subject, dtype)
         take = stack.enter_context(stepping(model, teacher, targets, (None, batch)))
         for _ in range(2):  # the first creates the optimiser state; the peak is that of the second
             gc.collect()
-            forget_peak()
+            reset_peak()
             for profile in profiles:
                 take(profile)
     return resident_peak() - before

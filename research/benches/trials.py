@@ -15,76 +15,76 @@ from flexrank.data.batches import batch_rows, some_rows
 from research import figures
 from research.baselines import RANK_METHODS, RIVALS
 from research.baselines.method import Settings
-from research.benches.contest import Contest, Contestant, named, obstacle, sized_alone
+from research.benches.contest import Benchmark, DecomposedModel, find_benchmark, measure_size_method, obstacle
 from research.experiment import Ledger, Request
 
-#: Trials use the contest's budgets that are nearest to these.
+#: Trials use the benchmark's budgets that are nearest to these.
 BUDGETS = (0.8, 0.4)
 Trial = dict[str, Any]
 
 
-def tried(request: Request, name: str, ledger: Ledger, methods: Iterable[str]) -> dict[str, list[Trial]]:
+def run_trials(request: Request, name: str, ledger: Ledger, methods: Iterable[str]) -> dict[str, list[Trial]]:
     """Returns, for each method with a free constant, its settings, the paper's first, each with its error."""
     tuning = dataclasses.replace(request, half="tuning")
-    contest, wanted = named(tuning, name), list(_settings(methods))
-    base = ledger.take("dense, tuning half", contest.scored)[contest.measure]
-    units = {_unit(method, settings): (tuning, name, method, settings) for method, settings in wanted}
+    benchmark, wanted = find_benchmark(tuning, name), list(_settings(methods))
+    base = ledger.take("dense, tuning half", benchmark.base_scores)[benchmark.measure]
+    units = {_unit_name(method, settings): (tuning, name, method, settings) for method, settings in wanted}
     done = ledger.take_all(units, trial_unit, request.jobs)
     found: dict[str, list[Trial]] = {}
     for method, settings in wanted:
-        one = done[_unit(method, settings)]
+        one = done[_unit_name(method, settings)]
         if "obstacle" not in one:
-            error = mean_distance(base, contest.measure, one["rows"])
+            error = mean_log_distance(base, benchmark.measure, one["rows"])
             found.setdefault(method, []).append({"settings": dict(settings), "error": error})
     return found
 
 
-def _unit(method: str, settings: Settings) -> str:
-    return f"{method}, trial of {words(settings)}"
+def _unit_name(method: str, settings: Settings) -> str:
+    return f"{method}, trial of {format_settings(settings)}"
 
 
 def _settings(methods: Iterable[str]) -> Iterator[tuple[str, Settings]]:
-    """Yields each method's settings in turn; ours have none, and use their defaults."""
+    """Yields the settings of each method; ours have none, and use their defaults."""
     for name in methods:
         for settings in RIVALS[name].trials if name in RIVALS else ():
             yield name, settings
 
 
-def best(trials: Sequence[Mapping[str, Any]]) -> Settings:
+def best_settings(trials: Sequence[Mapping[str, Any]]) -> Settings:
     """Returns the settings of least error, the first of equal ones."""
     return min(trials, key=_error_of)["settings"]
 
 
-def words(settings: Settings) -> str:
+def format_settings(settings: Settings) -> str:
     """Formats settings as text: `alpha 0.5`."""
     return ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in settings.items())
 
 
-def _shortened(contest: Contest) -> Contest:
-    """Returns the contest at the trials' budgets, with the first half of each batch."""
-    budgets = {min(contest.budgets, key=lambda own: abs(own - wanted)): None for wanted in BUDGETS}
+def _trial_benchmark(benchmark: Benchmark) -> Benchmark:
+    """Returns the benchmark at the trials' budgets, with the first half of each batch."""
+    budgets = {min(benchmark.budgets, key=lambda own: abs(own - wanted)): None for wanted in BUDGETS}
 
     def half(batches: Sequence[Any]) -> list[Any]:
         return [some_rows(batch, slice(-(-batch_rows(batch) // 2))) for batch in batches]
 
     def subject(seed: int) -> Any:
-        one = contest.subject(seed)
+        one = benchmark.subject(seed)
         return dataclasses.replace(one, calibration=half(one.calibration), probe=half(one.probe))
 
-    return dataclasses.replace(contest, budgets=list(budgets), subject=subject)
+    return dataclasses.replace(benchmark, budgets=list(budgets), subject=subject)
 
 
 def trial_unit(request: Request, name: str, method: str, settings: Settings) -> dict[str, Any]:
     """Returns the method's sizes at the trials' budgets, or why it does not apply."""
-    contest = _shortened(named(request, name))
+    benchmark = _trial_benchmark(find_benchmark(request, name))
     if method in RANK_METHODS:
-        return Contestant(contest, method, 0, settings).sized("published")
-    if reason := obstacle(contest, method):
+        return DecomposedModel(benchmark, method, 0, settings).measure_sizes("published")
+    if reason := obstacle(benchmark, method):
         return {"obstacle": reason}
-    return sized_alone(contest, method, 0, settings)
+    return measure_size_method(benchmark, method, 0, settings)
 
 
-def mean_distance(base: float, measure: str, rows: Iterable[Mapping[str, Any] | None]) -> float | None:
+def mean_log_distance(base: float, measure: str, rows: Iterable[Mapping[str, Any] | None]) -> float | None:
     """Returns the mean logarithm of the sizes' distances from the base model's measure; None if there is no size."""
     distances = [math.log(max(figures.LEAST, abs(row["scores"][measure] - base))) for row in rows if row]
     return statistics.fmean(distances) if distances else None

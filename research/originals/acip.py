@@ -73,8 +73,8 @@ class Pair:
     """Our model and theirs, with equal adapters, and the training objective of each."""
 
     def __init__(self, model: nn.Module, layers: Mapping[str, nn.Linear]):
-        lesson: Any = SimpleNamespace(teacher=model, layers=layers, seed=0)
-        self.model, self.layers = acip.scored(lesson, ADAPTER)
+        task: Any = SimpleNamespace(teacher=model, layers=layers, seed=0)
+        self.model, self.layers = acip.scored(task, ADAPTER)
         self.theirs = _theirs(model, list(layers))
         self.pressure = Rising(self.layers, 0.0, COURSE, PENALTY)
         self.penalised = acip.Penalised(Labels(), self.pressure)

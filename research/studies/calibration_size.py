@@ -35,7 +35,7 @@ def run(request: Request) -> Result:
         raise FlexrankError(f"data.training: {len(pool)} samples are fewer than the smallest calibration, {SIZES[0]}")
     budgets, tokens = list(config.allocation.budgets), config.data.max_tokens
     ledger = Ledger(request.work, identity_of(config, DECOMPOSED) | {"sizes": sizes, "budgets": budgets})
-    dense = ledger.take("dense", lambda: space.judge(space.base)["nats_per_token"])
+    dense = ledger.take("dense", lambda: space.measure_quality(space.base)["nats_per_token"])
     runs = ledger.take_seeds("sizes", request.seeds, _one_seed, space, pool, sizes, budgets)
     rows = [[f"{size}", *spreads(one[place] for one in runs)] for place, size in enumerate(sizes)]
     title = f"Held-out nats per token by calibration samples of {tokens} tokens: {config.name} (original {dense:.3f})"
@@ -62,7 +62,7 @@ def _one_seed(
         nats.append([])
         for budget in budgets:
             with use_profile(model, uniform_profile(model, budget)):
-                nats[-1].append(space.judge(model)["nats_per_token"])
+                nats[-1].append(space.measure_quality(model)["nats_per_token"])
     return nats
 
 

@@ -29,7 +29,7 @@ from flexrank.run.workspace import Workspace
 from research.baselines.pivoted import PivotedLinear, pivoted_order
 from research.experiment import Experiment, Ledger, Request
 from research.figures import GREEN, OTHER, OURS, YELLOW, draw_level, panels
-from research.machine import forward_in_turn
+from research.machine import rotating_forward
 from research.measures import nearest_rank
 from research.result import Result, claim, goal, measured, table
 from research.studies.language import DECOMPOSED, datasvd_space, identity_of, pycode_settings
@@ -160,7 +160,7 @@ def measure_shape(shape: Shape, dtype: str, device: str, slacks: Sequence[float]
         builds += builders(shape, rank, slack, precision, device)
     for tokens in TOKENS:
         x = torch.randn(tokens, shape[1], device=device).to(precision)
-        seconds, *ratios = _over_first([forward_in_turn(build, x) for build in builds])
+        seconds, *ratios = _over_first([rotating_forward(build, x) for build in builds])
         where = {"shape": list(shape), "dtype": dtype, "device": device, "tokens": tokens, "dense_seconds": seconds}
         in_order = iter(ratios)
         for share, rank, slack in sizes:

@@ -129,7 +129,7 @@ class LanguageBench:
     def nats(self, model: nn.Module, profile: RankProfile | None = None) -> float:
         """Returns held-out nats per token, for an elastic model at this profile."""
         with use_profile(model, profile) if profile else contextlib.nullcontext():
-            return self.space.judge(model)["nats_per_token"]
+            return self.space.measure_quality(model)["nats_per_token"]
 
     def nats_by_budget(self, model: nn.Module) -> list[float]:
         """Returns held-out nats per token at each budget's profile."""

@@ -38,7 +38,7 @@ def run(request: Request) -> Result:
 
 def _blocks_alone(bench: LanguageBench, seed: int) -> list[float]:
     model, path = bench.decomposed(), bench.ledger.directory / f"training-{seed}"
-    with taped(bench.base, model) as objective:
+    with teacher_forced_blocks(bench.base, model) as objective:
         bench.train_(model, bench.profiles[::-1], bench.steps, path, seed=seed, objective=objective, teacher_cache=0)
     return bench.nats_by_budget(model)
 
@@ -68,30 +68,30 @@ class BlockObjective:
 
 
 @contextlib.contextmanager
-def taped(teacher: nn.Module, student: nn.Module) -> Iterator[BlockObjective]:
+def teacher_forced_blocks(teacher: nn.Module, student: nn.Module) -> Iterator[BlockObjective]:
     """Makes the student's blocks read what the teacher's read last; yields the objective to train each block alone."""
     blocks = dict(block_stack(student, nested_layers(student)))
     if not blocks:
         raise FlexrankError(f"{type(student).__name__} has no stack of blocks to train one by one")
-    tape = BlockObjective()
+    objective = BlockObjective()
 
     def record(name: str, inputs: Tensor, output: Any) -> None:
-        tape.inputs[name], tape.targets[name] = inputs.detach(), _first(output).detach()
+        objective.inputs[name], objective.targets[name] = inputs.detach(), _first(output).detach()
 
     def feed(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if args:
-            return (tape.inputs[name], *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": tape.inputs[name]}
+            return (objective.inputs[name], *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": objective.inputs[name]}
 
     def keep(name: str, _: Tensor, output: Any) -> None:
-        tape.outputs[name] = _first(output)
+        objective.outputs[name] = _first(output)
 
     with Hooks() as hooks:
-        hooks.watch({name: teacher.get_submodule(name) for name in blocks}, record)
+        hooks.on_forward({name: teacher.get_submodule(name) for name in blocks}, record)
         for name, block in blocks.items():
-            hooks.add(block.register_forward_pre_hook(functools.partial(feed, name), with_kwargs=True))
-        hooks.watch(blocks, keep)
-        yield tape
+            hooks.remove_on_exit(block.register_forward_pre_hook(functools.partial(feed, name), with_kwargs=True))
+        hooks.on_forward(blocks, keep)
+        yield objective
 
 
 def _first(output: Any) -> Tensor:

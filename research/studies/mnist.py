@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flexrank.data.batches import Batch
-from flexrank.data.halves import Half, places_of
+from flexrank.data.halves import Half, half_indices
 from flexrank.distill.schedule import scheduled_rate
-from flexrank.files import write_aside
+from flexrank.files import atomic_file
 from flexrank.nn.switch import nested_layers
 from flexrank.progress import track
 from research.assets import assets_directory
@@ -44,7 +44,7 @@ def load_images(split: str, half: Half = "reporting") -> tuple[Tensor, Tensor]:
     """Returns MNIST's images (N, 1, 28, 28), of mean 0 and deviation 1, and classes: of `train` or half of `test`."""
     with np.load(Path(assets_directory("mnist"), "mnist", f"{split}.npz"), allow_pickle=False) as file:
         images, labels = torch.from_numpy(file["x"]), torch.from_numpy(file["y"].astype(np.int64))
-    rows = places_of(half if split == "test" else None, images)
+    rows = half_indices(half if split == "test" else None, images)
     return (images[rows].float().div(255).sub(0.1307) / 0.3081).unsqueeze(1), labels[rows]
 
 
@@ -79,7 +79,7 @@ def train_network(name: str, images: Tensor, labels: Tensor, seed: int) -> nn.Se
 def kept_network(path: Path, name: str, images: Tensor, labels: Tensor, seed: int) -> nn.Sequential:
     """Returns the trained network of a file, written first if absent: another process's training has other bits."""
     if not path.is_file():
-        with write_aside(path) as aside:
+        with atomic_file(path) as aside:
             safetensors.torch.save_file(train_network(name, images, labels, seed).state_dict(), aside)
     model = build_network(name, seed)
     model.load_state_dict(safetensors.torch.load_file(path))

@@ -25,7 +25,7 @@ from flexrank import (
     decompose_,
     probe_sensitivity,
 )
-from flexrank.data.halves import places_of
+from flexrank.data.halves import half_indices
 from flexrank.data.images import Scaling
 from flexrank.distill import distill_, distillation_evaluator
 from flexrank.files import digest_file, read_json
@@ -53,7 +53,8 @@ STAGES = {
     "fisher": "weighted by gradients too, alone", "ours": "weighted by gradients too, consolidated",
     "alone": "DataSVD, each size trained alone with all the steps",
 }  # fmt: skip
-ALONE = (0.8, 0.5, 0.3, 0.2)  #: budgets a network is trained for alone, with the first seed: the limit of its steps
+#: Budgets that a network is trained for separately, with the first seed: the limit of its steps.
+SEPARATE_BUDGETS = (0.8, 0.5, 0.3, 0.2)
 #: Points of accuracy, and the budgets of the claims: the smallest one, and the first with 20 % removed.
 MARGIN, SMALL, EARLY = 5.0, 0.3, 0.7
 #: For a seed: steps, images per step, of the moments and of the probe, ranks per layer, test images (None for all).
@@ -128,13 +129,13 @@ def compress(networks: Sequence[Network], images: Images, plan: Mapping[str, Any
     sizes = [len(images.training), len(images.test)]
     settings = {**plan, "networks": rates, "images": sizes, "budgets": list(BUDGETS)}
     ledger, results = Ledger(request.work, settings), []
-    rows = places_of(request.half, images.test)[: plan["test"]]
+    rows = half_indices(request.half, images.test)[: plan["test"]]
     images = images._replace(test=images.test[rows], classes=images.classes[rows])
     for network in networks:
         full = ledger.take(f"{network.name}, full", network.accuracy, network.model, images)
         trials = [_Trial(network, images, plan, seed, ledger) for seed in range(request.seeds)]
         parts = [trial.run() for trial in trials]
-        figures = {key: [one[key] for one in parts] for key in parts[0]} | {"alone": [trials[0].alone()]}
+        figures = {key: [one[key] for one in parts] for key in parts[0]} | {"alone": [trials[0].trained_separately()]}
         results.append({"title": network.title, "full": full, **figures})
     data = {"budgets": list(BUDGETS), "networks": results, "images": len(images.test)}
     claims = _claims(results[0], plan["steps"] * plan["batch_size"] / len(images.training))
@@ -161,15 +162,15 @@ class _Trial:
         ours = take(f"{label}, fisher", self.by_gradients)
         return {"svd": plain, "datasvd": before, "consolidated": after, "energetic_share": share} | ours
 
-    def alone(self) -> list[float | None]:
-        """Returns accuracies by budget; at each of `ALONE`, of a network trained for it alone with all the steps."""
+    def trained_separately(self) -> list[float | None]:
+        """Returns accuracies by budget; at `SEPARATE_BUDGETS`, of a network trained for it alone with all the steps."""
 
         def accuracy(budget: float) -> float:
             profile = self.chain.at(budget)
             with use_profile(self.trained([profile]), profile) as model:
                 return self.network.accuracy(model, self.images)
 
-        limits = {budget: self.ledger.take(f"{self.label}, alone {budget:g}", accuracy, budget) for budget in ALONE}
+        limits = {one: self.ledger.take(f"{self.label}, alone {one:g}", accuracy, one) for one in SEPARATE_BUDGETS}
         return [limits.get(budget) for budget in BUDGETS]
 
     @functools.cached_property

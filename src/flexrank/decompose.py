@@ -19,7 +19,7 @@ from flexrank.hf.models import mark_elastic
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.linalg import Factors, data_svd, full_precision, half_shrunk, plain_svd, whitened_svd
 from flexrank.nn.matrix import matrix_shape, weight_matrix
-from flexrank.nn.select import Place, nest_, places_of, require_layers
+from flexrank.nn.select import ParentSlot, nest_, parent_slots, require_layers
 from flexrank.nn.switch import footprint, full_profile, layer_shapes
 from flexrank.profiles import ChainEntry, ProfileChain, RankProfile
 from flexrank.profiles.costs import Shape, dense_parameters
@@ -48,11 +48,11 @@ def decompose_(
     """
     given = moments if isinstance(moments, Mapping) else dict[str, LayerMoment]()
     method = _chosen(method, any(one.gradient_moment is not None for one in given.values()))
-    places = places_of(model, list(moments))
-    require_layers({name: model.get_submodule(name) for name in places})
+    slots = parent_slots(model, list(moments))
+    require_layers({name: model.get_submodule(name) for name in slots})
     energies = {
-        name: _decompose_layer_(model, name, given.get(name), method, places[name])[1]
-        for name in track(list(places), "decomposing")
+        name: _decompose_layer_(model, name, given.get(name), method, slots[name])[1]
+        for name in track(list(slots), "decomposing")
     }
     mark_elastic(model)
     return energies
@@ -113,33 +113,33 @@ def _decompose_block_(
 ) -> None:
     """Decomposes a block's layers; process 0 writes its own as they are made, and then those of the others."""
     shapes = {name: matrix_shape(model.get_submodule(name)) for name in moments}
-    owners, places = decomposition_owners(shapes), places_of(model, shapes)
+    owners, slots = decomposition_owners(shapes), parent_slots(model, shapes)
     for name in [name for name in moments if owners[name] == processes.number()]:
-        layer = _decompose_layer_(model, name, moments[name], method, places[name])[0]
+        layer = _decompose_layer_(model, name, moments[name], method, slots[name])[0]
         if see is not None:
             see(name, layer, moments[name])
         if writer is not None:
             writer.put(name)
     for name in [name for name in moments if owners[name] != 0]:
-        _send_to_first_(model, name, owners[name], places[name])
+        _send_to_first_(model, name, owners[name], slots[name])
         if writer is not None:
             writer.put(name)
 
 
 def decomposition_owners(shapes: Mapping[str, Shape], among: int | None = None) -> dict[str, int]:
-    """The process that decomposes each layer of a block, balanced by the layers' costs; see `processes.deal`."""
-    return processes.deal({name: math.prod(shape) * min(shape) for name, shape in shapes.items()}, among)
+    """The process that decomposes each layer of a block, balanced by the layers' costs (`processes.assign_by_cost`)."""
+    return processes.assign_by_cost({name: math.prod(shape) * min(shape) for name, shape in shapes.items()}, among)
 
 
 @torch.no_grad()
-def _send_to_first_(model: nn.Module, name: str, owner: int, places: Sequence[Place]) -> None:
+def _send_to_first_(model: nn.Module, name: str, owner: int, slots: Sequence[ParentSlot]) -> None:
     """Copies an elastic layer from its owner into process 0's model; the owner frees its values."""
     layer = model.get_submodule(name)
     if processes.is_first():
         weight = weight_matrix(layer)
         u, v = (weight.new_empty(min(weight.shape), size) for size in weight.shape)
         processes.to_first_([u, v], owner)
-        nest_(model, name, Factors(u, v, weight.new_empty(0)), places)
+        nest_(model, name, Factors(u, v, weight.new_empty(0)), slots)
     elif isinstance(layer, NestedLayer):
         processes.to_first_([layer.u, layer.v], owner)
         layer.to("meta")
@@ -154,7 +154,7 @@ def _full_chain(model: nn.Module, dtype: torch.dtype | None) -> ProfileChain:
 
 @torch.no_grad()
 def _decompose_layer_(
-    model: nn.Module, name: str, moment: LayerMoment | None, method: Method, places: Sequence[Place]
+    model: nn.Module, name: str, moment: LayerMoment | None, method: Method, slots: Sequence[ParentSlot]
 ) -> tuple[NestedLayer, Tensor]:
     """Replaces one layer; returns its elastic form, and the energies of its components."""
     weight = weight_matrix(model.get_submodule(name)).detach()
@@ -163,7 +163,7 @@ def _decompose_layer_(
             factors = _decompose(weight, moment, method)
     except FlexrankError as error:
         raise FlexrankError(f"layer {name!r}: {error}") from error
-    return nest_(model, name, factors, places), factors.energies
+    return nest_(model, name, factors, slots), factors.energies
 
 
 def _chosen(method: Method | None, has_gradients: bool) -> Method:

@@ -15,7 +15,7 @@ def first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """The `repr` of a value, on one line of at most sixty characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else text[:57] + "..."

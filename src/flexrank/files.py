@@ -33,7 +33,7 @@ def write_json(path: str | Path, value: Any) -> None:
 
 def write_text(path: str | Path, text: str) -> None:
     """Writes text at `path`, replacing it in one rename."""
-    with write_aside(path) as aside:
+    with atomic_file(path) as aside:
         aside.write_text(text, encoding="utf8")
 
 
@@ -67,7 +67,7 @@ def require_keys(value: Mapping[str, Any], keys: tuple[str, ...], where: str) ->
 
 
 @contextlib.contextmanager
-def write_aside(path: str | Path) -> Iterator[Path]:
+def atomic_file(path: str | Path) -> Iterator[Path]:
     """Yields a path beside `path` to write a file to; renames it to `path` on success, removes it on failure."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -186,7 +186,7 @@ def _written(directory: Path) -> set[str]:
 def clear_leftovers(directory: Path) -> None:
     """Removes what killed processes left half-written, and restores a directory that one had only moved aside.
 
-    Leftovers are recognised by the names that `write_aside` and `directory_aside` give, so no other hidden file is
+    Leftovers are recognised by the names that `atomic_file` and `directory_aside` give, so no other hidden file is
     removed. No other process may be writing there.
     """
     for path in directory.iterdir():

@@ -28,7 +28,7 @@ TIMEOUT = 600.0
 #: Seconds in which all processes must sign off when a run ends; torchrun stops processes, and kills them after 30.
 GRACE = 10.0
 #: Seconds between two polls of the store, and between two heartbeats of a process.
-POLL, BEAT = 0.05, 1.0
+POLL, HEARTBEAT = 0.05, 1.0
 #: Most bytes of small tensors that are summed together.
 BUCKET = 2**25
 
@@ -45,7 +45,7 @@ class _Group:
     count: int
     store: Any
     timeout: float
-    turns: int = 0  # calls of `by_first` and `collected` so far
+    turns: int = 0  # calls of `on_first_process` and `gather_merged` so far
     is_alone: bool = False
     is_ending: bool = False
 
@@ -62,10 +62,10 @@ class _Group:
     def give_signs_of_life(self, is_over: threading.Event) -> None:
         """Sends heartbeats to the store until `is_over` is set, or torchrun is gone."""
         with contextlib.suppress(RuntimeError):
-            while not is_over.wait(min(BEAT, self.timeout / 4)):
+            while not is_over.wait(min(HEARTBEAT, self.timeout / 4)):
                 self.store.add(f"beat/{self.number}", 1)
 
-    def missing(self) -> list[int]:
+    def sign_off(self) -> list[int]:
         """Signs off, waits for the others until time is up or one has said why all end; returns who has not signed."""
         import torch.distributed as dist
 
@@ -83,7 +83,7 @@ _group: _Group | None = None
 
 
 def count() -> int:
-    """How many processes share the work; 1 inside `by_first`."""
+    """How many processes share the work; 1 inside `on_first_process`."""
     return 1 if _group is None or _group.is_alone else _group.count
 
 
@@ -102,7 +102,7 @@ def share(total: int) -> range:
     return range(number(), total, count())
 
 
-def deal(costs: Mapping[str, float], among: int | None = None) -> dict[str, int]:
+def assign_by_cost(costs: Mapping[str, float], among: int | None = None) -> dict[str, int]:
     """Assigns each item to a process: the most expensive first, each to the process with the least load so far.
 
     `among` is the number of processes, by default those that run.
@@ -125,17 +125,17 @@ def sums(*values: float) -> list[float]:
     return total.tolist()
 
 
-def decided(value: bool) -> bool:
+def any_process(value: bool) -> bool:
     """Whether `value` is true in any process; all processes must call this."""
     return sums(float(value))[0] > 0
 
 
-def is_alike(value: Any) -> bool:
+def same_everywhere(value: Any) -> bool:
     """Whether the value's `repr` is the same in all processes; all processes must call this."""
     if count() == 1:
         return True
     own = zlib.crc32(repr(value).encode())
-    return not decided(sums(own)[0] != own * count())
+    return not any_process(sums(own)[0] != own * count())
 
 
 def sum_(tensors: Iterable["Tensor"]) -> None:
@@ -148,7 +148,7 @@ def sum_(tensors: Iterable["Tensor"]) -> None:
     import torch
     import torch.distributed as dist
 
-    with torch.no_grad(), talking():
+    with torch.no_grad(), raising_process_lost():
         for bucket in _buckets(tensors):
             dtype = bucket[0].dtype
             wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
@@ -166,8 +166,8 @@ def _buckets(tensors: Iterable["Tensor"]) -> Iterator[list["Tensor"]]:
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:
-        is_alike = bucket and (bucket[0].dtype, bucket[0].device) == (tensor.dtype, tensor.device)
-        if bucket and (not is_alike or size + tensor.nbytes > BUCKET):
+        is_same_kind = bucket and (bucket[0].dtype, bucket[0].device) == (tensor.dtype, tensor.device)
+        if bucket and (not is_same_kind or size + tensor.nbytes > BUCKET):
             yield bucket
             bucket, size = [], 0
         bucket.append(tensor)
@@ -182,7 +182,7 @@ def to_first_(tensors: Sequence["Tensor"], owner: int) -> None:
         return
     import torch.distributed as dist
 
-    with talking():
+    with raising_process_lost():
         for tensor in tensors:
             if is_first():
                 dist.recv(tensor, owner)
@@ -190,7 +190,7 @@ def to_first_(tensors: Sequence["Tensor"], owner: int) -> None:
                 dist.send(tensor.contiguous(), 0)
 
 
-def by_first(work: Callable[[], T]) -> T:
+def on_first_process(work: Callable[[], T]) -> T:
     """Returns what `work` returns in process 0, which runs it alone; the others wait, however long it takes.
 
     The value must be JSON-serialisable. Inside `work`, there is one process.
@@ -211,7 +211,7 @@ def by_first(work: Callable[[], T]) -> T:
     return value
 
 
-def collected(own: Mapping[int, Any]) -> dict[int, Any]:
+def gather_merged(own: Mapping[int, Any]) -> dict[int, Any]:
     """Merges all processes' JSON values by number; all processes must call this, and wait for the last."""
     if _group is None or _group.is_alone:
         return dict(sorted(own.items()))
@@ -225,7 +225,7 @@ def collected(own: Mapping[int, Any]) -> dict[int, Any]:
     return dict(sorted(everything.items()))
 
 
-def last_word(line: str, status: int, is_certain: bool = True) -> tuple[str, int]:
+def agree_on_exit(line: str, status: int, is_certain: bool = True) -> tuple[str, int]:
     """The line that this process prints when all end, empty if another has spoken, and the exit status of all.
 
     If it is not certain that the cause is this process, as after a signal or a lost connection, the line instead names
@@ -236,7 +236,7 @@ def last_word(line: str, status: int, is_certain: bool = True) -> tuple[str, int
     _group.is_ending = True
     for kind in (signal.SIGTERM, signal.SIGINT):  # with which torchrun ends all when one has ended
         signal.signal(kind, signal.SIG_IGN)
-    if not is_certain and (missing := _group.missing()):
+    if not is_certain and (missing := _group.sign_off()):
         names = f"process {missing[0]} does" if len(missing) == 1 else f"processes {str(missing)[1:-1]} do"
         line, status = f"error: {names} not answer; the others end, and the same command continues from here", 1
     end = _group.store.compare_set("end", "", json.dumps([_group.number, status]))
@@ -248,7 +248,7 @@ def last_word(line: str, status: int, is_certain: bool = True) -> tuple[str, int
 def joined() -> Iterator[None]:
     """Inside the block, the processes that torchrun started form one group; without torchrun nothing happens.
 
-    A process that ends with an error must call `last_word` first, even if the block could not be entered.
+    A process that ends with an error must call `agree_on_exit` first, even if the block could not be entered.
 
     Raises:
         FlexrankError: FLEXRANK_TIMEOUT is not a number of seconds, or there are more processes than GPUs.
@@ -287,7 +287,7 @@ def _connect(group: _Group, store: Any) -> None:
             raise FlexrankError(f"{torch.cuda.device_count()} GPUs are too few; --nproc-per-node is at most that")
         torch.cuda.set_device(place)
     backend, limit = "cpu:gloo,cuda:nccl" if has_gpu else "gloo", datetime.timedelta(seconds=group.timeout)
-    with talking():
+    with raising_process_lost():
         dist.init_process_group(backend, store=store, rank=group.number, world_size=group.count, timeout=limit)
 
 
@@ -303,7 +303,7 @@ def _timeout() -> float:
 
 
 @contextlib.contextmanager
-def talking() -> Iterator[None]:
+def raising_process_lost() -> Iterator[None]:
     """Inside the block, raises ProcessLost for torch.distributed's errors when a process is gone or late."""
     import torch
 

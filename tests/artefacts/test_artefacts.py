@@ -305,9 +305,9 @@ def test_inspect_refuses_other_directories(tmp_path):
 def test_an_edited_configuration_is_one_line(layers, tmp_path):
     config = {"quantization_config": {"quant_method": "flexrank", "layers": layers}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(FlexrankError, match="in its quantization_config is no layer of flexrank; save it again"):
+    with pytest.raises(FlexrankError, match="in its quantization_config is not a flexrank layer; save it again"):
         inspect_artefact(tmp_path)
-    with pytest.raises(FlexrankError, match="in its quantization_config is no layer of flexrank; save it again"):
+    with pytest.raises(FlexrankError, match="in its quantization_config is not a flexrank layer; save it again"):
         DeployedConfig(layers)
 
 

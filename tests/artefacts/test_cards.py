@@ -192,7 +192,7 @@ def test_no_checksum_covers_a_card(artefacts: Path) -> None:
     ],
 )
 def test_what_a_head_says(kind: str, model: str, before: dict[str, Any], wanted: tuple[str | None, ...]) -> None:
-    data = huggingface_hub.ModelCard(cards.head(kind, model, before) + "# Title").data
+    data = huggingface_hub.ModelCard(cards.card_metadata(kind, model, before) + "# Title").data
     assert (data.base_model, data.pipeline_tag, data.license) == wanted
 
 
@@ -202,7 +202,7 @@ def test_what_a_head_says(kind: str, model: str, before: dict[str, Any], wanted:
 )
 def test_a_card_without_a_head_says_nothing(text: str, tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(text)
-    assert cards.read_head(tmp_path / "README.md") == cards.read_head(tmp_path / "nowhere") == {}
+    assert cards.read_card_metadata(tmp_path / "README.md") == cards.read_card_metadata(tmp_path / "nowhere") == {}
 
 
 class Hub:

@@ -139,7 +139,7 @@ def test_threads_run_a_tree_that_others_switch(tmp_path: Path) -> None:
         sys.setswitchinterval(interval)
     ranks = {name: layer.rank for name, layer in nested_layers(model).items()}
     assert ranks in [dict(chain.at(budget)) for budget in chain.budgets]
-    assert copy.deepcopy(model)._flexrank_turns is not model._flexrank_turns
+    assert copy.deepcopy(model)._flexrank_size_lock is not model._flexrank_size_lock
 
 
 def at_its_largest(directory: Path) -> tuple[nn.Module, Any, float, float, dict[float, torch.Tensor]]:

@@ -236,7 +236,7 @@ def test_a_placement_keeps_what_no_file_holds_and_puts_all_back() -> None:
     """Rotary frequencies stay in float32 in a model whose weights are in half precision, as transformers has them."""
     model = build("llama_tied")
     before = {name: id(value) for name, value in [*model.named_parameters(), *model.named_buffers()]}
-    with Placement(model, dtype=torch.bfloat16).held(model):
+    with Placement(model, dtype=torch.bfloat16).placed(model):
         assert model.lm_head.weight is model.model.embed_tokens.weight and model.dtype is torch.bfloat16
         assert model.model.rotary_emb.inv_freq.dtype is torch.float32
     assert {name: id(value) for name, value in [*model.named_parameters(), *model.named_buffers()]} == before

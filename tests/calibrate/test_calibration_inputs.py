@@ -95,7 +95,7 @@ def test_a_layer_without_gradients_is_named() -> None:
 @pytest.mark.parametrize("wrong", [lambda y, _: y, lambda y, _: y.detach().sum(), lambda y, _: 1.0, lambda *_: None])
 def test_a_loss_that_is_no_scalar_with_a_gradient_is_refused(wrong: Any) -> None:
     model = tiny.build("perceptron")
-    with pytest.raises(FlexrankError, match="gradient_loss gave no scalar tensor with a gradient"):
+    with pytest.raises(FlexrankError, match="gradient_loss must return a scalar tensor with a gradient"):
         collect_moments(model, [tiny.batch_for("perceptron")], select_layers(model), gradient_loss=wrong)
 
 

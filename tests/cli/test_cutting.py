@@ -8,7 +8,7 @@ import transformers
 
 import flexrank as fr
 import tiny
-from flexrank.cli.cutting import beside
+from flexrank.cli.cutting import sibling_path
 from tiny_runs import invoke
 
 
@@ -41,6 +41,6 @@ def test_a_place_beside_a_directory_that_has_no_name_of_its_own(
 ) -> None:
     (tmp_path / "runs" / "small").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "runs" / "small")
-    assert beside(Path("."), "dense") == tmp_path / "runs" / "small-dense"
-    assert beside(Path(".."), "dense") == tmp_path / "runs-dense"
-    assert beside(Path("a/b"), "dense") == Path("a/b-dense")
+    assert sibling_path(Path("."), "dense") == tmp_path / "runs" / "small-dense"
+    assert sibling_path(Path(".."), "dense") == tmp_path / "runs-dense"
+    assert sibling_path(Path("a/b"), "dense") == Path("a/b-dense")

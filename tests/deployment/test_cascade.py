@@ -69,7 +69,7 @@ def test_thresholds_by_hand() -> None:
     assert cascade(small, large, [torch.arange(61)], 0.1).threshold == 20.0
     small, large = tables(margins, torch.zeros(61, dtype=torch.bool))
     assert cascade(small, large, [torch.arange(61)], 0.1).threshold == -math.inf
-    with pytest.raises(FlexrankError, match="61 samples cannot show a loss of 0.01; give at least 299"):
+    with pytest.raises(FlexrankError, match="61 samples are too few to prove a loss of 0.01; give at least 299"):
         cascade(small, large, [torch.arange(61)], 0.01)
     assert 0.99**299 <= 0.05 < 0.99**298
 

@@ -16,7 +16,7 @@ from flexrank.decompose import decompose_
 from flexrank.distill import distill_, distillation_evaluator
 from flexrank.distill.objectives import FeatureObjective
 from flexrank.distill.schedule import Schedule
-from flexrank.distill.step import set_sizes_, used_components
+from flexrank.distill.step import set_sizes_, trimmed_factors
 from flexrank.errors import FlexrankError
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import full_profile, nested_layers, use_profile
@@ -84,7 +84,7 @@ def test_a_layer_that_only_larger_sizes_leave_full_keeps_its_matrix() -> None:
     assert {name: layer.dense is not None for name, layer in layers.items()} == {"0": True, "2": False, "4": False}
     torch.testing.assert_close(layers["0"].dense, before["0"], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(layers["0"].u[3:], tail, rtol=0, atol=0)
-    with used_components(model, profiles):
+    with trimmed_factors(model, profiles):
         assert [len(layer.u) for layer in layers.values()] == [3, full["2"], 4]
     with use_profile(model, profiles[1]):
         assert not torch.allclose(layers["0"].matrix, before["0"], atol=1e-3)  # its gains are trained
@@ -101,7 +101,7 @@ def test_components_that_were_moved_in_training_come_back() -> None:
     model = nest(build("perceptron"))
     layers, whole = nested_layers(model), {name: layer.u for name, layer in nested_layers(model).items()}
     tails = {name: u[SMALL[name] :].clone() for name, u in whole.items()}
-    with used_components(model, [SMALL]):
+    with trimmed_factors(model, [SMALL]):
         model.to("cpu:0")
         with torch.no_grad():
             for layer in layers.values():

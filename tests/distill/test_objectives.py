@@ -122,7 +122,7 @@ def test_fisher_losses_of_embeddings_have_the_second_moment_of_the_jacobian() ->
     torch.testing.assert_close(total / 4000, jacobian.T @ jacobian, rtol=0.2, atol=0.02)
 
 
-def lumped(student: torch.Tensor, teacher: torch.Tensor, temperature: float, count: int) -> torch.Tensor:
+def top_k_divergence(student: torch.Tensor, teacher: torch.Tensor, temperature: float, count: int) -> torch.Tensor:
     """The plain formula in float64: KL between the teacher's likeliest classes with all others as one."""
     q, p = (student.double() / temperature).softmax(-1), (teacher.double() / temperature).softmax(-1)
     total = q.new_zeros(())
@@ -148,7 +148,7 @@ def test_likeliest_classes_are_told_apart_and_the_rest_is_one(count: int, temper
     loss = objective.loss(student, target, batch)
     (loss * 3).backward()
     other = student.detach().double().requires_grad_()
-    expected = lumped(other[rows], teacher[rows], temperature, count)
+    expected = top_k_divergence(other[rows], teacher[rows], temperature, count)
     (expected * 3).backward()
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(student.grad.double(), other.grad, rtol=1e-4, atol=1e-6)
@@ -166,7 +166,7 @@ def test_likeliest_classes_bear_a_certain_teacher() -> None:
     loss = objective.loss(student, objective.target(teacher, teacher), student)
     loss.backward()
     other = student.detach().double().requires_grad_()
-    expected = lumped(other, teacher, 1.0, 1)
+    expected = top_k_divergence(other, teacher, 1.0, 1)
     expected.backward()
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(student.grad.double(), other.grad, rtol=1e-4, atol=1e-6)

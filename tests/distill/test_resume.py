@@ -185,12 +185,12 @@ def test_a_whole_models_checkpoint_is_process_0s_which_the_others_wait_for(
     """The store waits as long as process 0 gives signs of life; a collective ends the run at its time-out."""
     turns = list[bool]()
 
-    def by_first(work: Callable[[], object]) -> object:
+    def on_first_process(work: Callable[[], object]) -> object:
         before = list(tmp_path.iterdir())
         work()
         turns.append(before == [] and (tmp_path / "checkpoint" / "state.json").is_file())
 
-    monkeypatch.setattr(processes, "by_first", by_first)
+    monkeypatch.setattr(processes, "on_first_process", on_first_process)
     distill_(nest(build("perceptron")), build("perceptron"), batches("perceptron"), [SMALL], steps=1,
              objective=FeatureObjective(), checkpoint=tmp_path / "checkpoint")  # fmt: skip
     assert turns == [True]

@@ -9,7 +9,7 @@ from trainings import SMALL, batches
 from flexrank import processes
 from flexrank.data.batches import digest_batch
 from flexrank.distill import distill_, schedule
-from flexrank.distill.schedule import Feed, Schedule, UsualLosses, default_weights
+from flexrank.distill.schedule import Feed, RunningLosses, Schedule, default_weights
 from flexrank.errors import FlexrankError
 from tiny import build, nest
 
@@ -56,15 +56,15 @@ def test_each_pass_gives_every_item_once_in_an_order_of_its_own() -> None:
 
 
 def test_usual_losses_by_hand() -> None:
-    usual = UsualLosses([4.0, 2.0], [1, 1])
-    assert usual.of(0) is None and usual.of(1) == pytest.approx(3.8)
-    usual.add(1e-9, 0)
-    assert usual.of(0) == pytest.approx(3.8e-4)  # a ten thousandth of the greatest
+    running = RunningLosses([4.0, 2.0], [1, 1])
+    assert running.mean(0) is None and running.mean(1) == pytest.approx(3.8)
+    running.add(1e-9, 0)
+    assert running.mean(0) == pytest.approx(3.8e-4)  # a ten thousandth of the greatest
     # The profiles are the sizes 2 and 0; the size 1 has had no step.
-    assert usual.shares([2, 0], 3) == [1.0, 1.0, pytest.approx(0.01)]
-    usual.add(0.95, 2)
-    assert usual.shares([2, 0, 1], 3) == [1.0, 0.5, pytest.approx(0.01)]
-    assert UsualLosses([-1.0], [0]).shares([0, 1], 2) == [1.0, 1.0]
+    assert running.vector_scales([2, 0], 3) == [1.0, 1.0, pytest.approx(0.01)]
+    running.add(0.95, 2)
+    assert running.vector_scales([2, 0, 1], 3) == [1.0, 0.5, pytest.approx(0.01)]
+    assert RunningLosses([-1.0], [0]).vector_scales([0, 1], 2) == [1.0, 1.0]
 
 
 def test_the_largest_profile_below_the_full_model_is_drawn_twice_as_often() -> None:
@@ -103,7 +103,7 @@ def test_processes_compare_the_first_batch_of_a_start_and_then_one_of_so_many(mo
     data, compared, answers = torch.zeros(9, 40, 40), list[str](), iter([True, True, False])
     data[:, 20, 20] = torch.arange(9)
     monkeypatch.setattr(processes, "count", lambda: 2)
-    monkeypatch.setattr(processes, "is_alike", lambda value: compared.append(value) or next(answers))
+    monkeypatch.setattr(processes, "same_everywhere", lambda value: compared.append(value) or next(answers))
     monkeypatch.setattr(schedule, "COMPARED_EVERY", 3)
     feed = Feed(iter([{"x": one} for one in data]), 0)
     feed.restore({"count": 1, "loader": None})

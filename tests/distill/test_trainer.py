@@ -237,7 +237,7 @@ def test_what_save_pretrained_writes_of_an_elastic_model_is_refused(saved: str, 
         fr.deploy(model, chain.at(0.8)).save_pretrained(tmp_path / "small")
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "small")
     with pytest.raises(
-        FlexrankError, match="an elastic model.s factors by save_pretrained; save it with fr.save_elastic"
+        FlexrankError, match="save_pretrained wrote these factors of an elastic model; save it with fr.save_elastic"
     ):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "final")
     fr.save_elastic(ours.model, chain, tmp_path / "elastic")

@@ -9,6 +9,7 @@ import pytest
 from flexrank.errors import FlexrankError
 from flexrank.files import (
     LEFTOVER,
+    atomic_file,
     clear_leftovers,
     digest_json,
     directory_aside,
@@ -16,7 +17,6 @@ from flexrank.files import (
     read_json,
     remove_artefact,
     require_keys,
-    write_aside,
     write_document,
     write_json,
 )
@@ -48,11 +48,11 @@ def test_what_is_not_json_is_named(text: bytes, tmp_path: Path) -> None:
 def test_a_file_is_replaced_on_success_alone(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("old")
-    with pytest.raises(RuntimeError, match="half"), write_aside(path) as aside:
+    with pytest.raises(RuntimeError, match="half"), atomic_file(path) as aside:
         aside.write_text("half")
         raise RuntimeError("half")
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["file"]
-    with write_aside(path) as aside:
+    with atomic_file(path) as aside:
         aside.write_text("new")
     assert path.read_text() == "new" and os.listdir(tmp_path) == ["file"]
 
@@ -150,7 +150,7 @@ def test_hidden_files_of_others_are_no_leftovers(tmp_path: Path) -> None:
 
 
 def test_leftovers_are_known_by_the_names_they_are_given(tmp_path: Path) -> None:
-    with write_aside(tmp_path / "file.json") as file, directory_aside(tmp_path / "folder", "x") as folder:
+    with atomic_file(tmp_path / "file.json") as file, directory_aside(tmp_path / "folder", "x") as folder:
         names = [file.name, folder.name]
         assert all(LEFTOVER.fullmatch(name) for name in names)
         assert [LEFTOVER.fullmatch(name)["of"] for name in names] == ["file.json", "folder"]

@@ -12,13 +12,13 @@ from huggingface_hub.utils import filter_repo_objects
 
 import flexrank as fr
 import tiny
-from flexrank.artefacts.cards import read_head
+from flexrank.artefacts.cards import read_card_metadata
 from flexrank.data import text
 from flexrank.data.metrics import embed
 from flexrank.deployment.formats import export_to
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
-from flexrank.hf.companions import MeanPooled, fetched, save_companions
+from flexrank.hf.companions import MeanPooled, local_directory, save_companions
 from flexrank.hf.models import load_model, load_tokenizer
 from tiny import flip_a_bit
 from tiny_runs import write_model
@@ -169,13 +169,13 @@ def test_what_lies_beside_a_model_of_the_hub_comes_from_its_cache(
     save_companions(model, tmp_path)
     assert (tmp_path / "modules.json").read_text() == "b" * 40
     fr.save_elastic(elastic := tiny.nest(model), tiny.chain_of(elastic), tmp_path / "elastic")
-    card = read_head(tmp_path / "elastic" / "README.md")
+    card = read_card_metadata(tmp_path / "elastic" / "README.md")
     assert (card["license"], card["base_model"]) == ("b" * 40, "some/encoder")
     for name in ("some/other", str(tmp_path / "gone" / "away")):
         model.name_or_path = name
         with caplog.at_level(logging.INFO, "flexrank"):
             save_companions(model, tmp_path)
-        assert f"what lies beside the model in {name} is not copied" in caplog.text
+        assert f"files beside the model in {name} are not copied" in caplog.text
 
 
 def test_no_pickle_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,5 +187,5 @@ def test_no_pickle_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert fetched("some/model") == tmp_path
+    assert local_directory("some/model") == tmp_path
     assert taken == ["model.safetensors", "config.json"]

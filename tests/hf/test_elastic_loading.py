@@ -69,7 +69,7 @@ def test_a_size_in_fewer_digits_than_it_was_deployed_in_is_warned_of(
         assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
         assert relative(outputs(double, batch), outputs(whole, batch)) < 1e-5
         auto.from_pretrained(tmp_path / "small", dtype=torch.bfloat16)
-    assert "deployed in float32 and loaded in bfloat16, for which its slack is too narrow" in caplog.text
+    assert "deployed in float32 and loaded in bfloat16, for which its slack is too small" in caplog.text
 
 
 def test_many_files_another_dtype_and_tied_tensors(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_a_size_is_cut_in_one_place(tmp_path: Path) -> None:
     saved("llama_untied", tmp_path / "elastic")
     places = {"model.embed_tokens": "cpu", "model.layers": "cpu", "model.norm": "cpu", "lm_head": "disk"}
     places["model.rotary_emb"] = "cpu"
-    with pytest.raises(FlexrankError, match="device_map has several places, and a size is cut in one"):
+    with pytest.raises(FlexrankError, match="device_map names several devices, but a size is cut on one"):
         transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path / "elastic", quantization_config=fr.FlexRankConfig(budget=0.5), device_map=places,
             offload_folder=tmp_path / "offload",

@@ -76,7 +76,7 @@ def test_vectors_of_a_size_by_hand() -> None:
         chosen = [*zip(ranks, places, [None] * 5, plain, strict=True), (2, 1, 1.0, plain[1]), (3, 1.25, 1.25, plain[2])]
         for layer.rank, place, given, (matrix, _) in chosen:
             if given is not None:
-                sizes.place = given
+                sizes.position = given
             low, share = int(place), place % 1
             inputs, outputs, own = (
                 (1 - share) * vectors[low] + share * vectors[min(low + 1, 2)]

@@ -129,7 +129,7 @@ def test_matrices_take_half_of_a_gpus_free_memory_at_most(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 30)
-    assert [switch.room_on(torch.device(name), 80) for name in ("cpu", "cuda")] == [80, 60]
+    assert [switch.max_bytes_on(torch.device(name), 80) for name in ("cpu", "cuda")] == [80, 60]
     assert switch.last_within({"a": 1, "b": 2, "c": 3}, 5) == ["c", "b"]
     assert switch.last_within({"a": 1, "b": 9}, 5) == []
 
@@ -137,7 +137,7 @@ def test_matrices_take_half_of_a_gpus_free_memory_at_most(monkeypatch: pytest.Mo
 def test_full_matrices_keep_to_the_room_of_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
     model = elastic("llama_untied")
     layers = list(nested_layers(model).values())
-    monkeypatch.setattr(switch, "room_on", lambda device, room: layers[-1].matrix.nbytes)
+    monkeypatch.setattr(switch, "max_bytes_on", lambda device, max_bytes: layers[-1].matrix.nbytes)
     with full_matrices(model, 2**32):
         assert [layer.full_matrix is not None for layer in layers] == [False] * (len(layers) - 1) + [True]
 

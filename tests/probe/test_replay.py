@@ -28,16 +28,16 @@ def stack(block: Callable[[], nn.Module] | None = None) -> nn.Module:
     return nn.Sequential(*(block() for _ in range(4))).eval()
 
 
-def probed(model: nn.Module, room: int) -> tuple[SensitivityTable, Held]:
+def probed(model: nn.Module, max_bytes: int) -> tuple[SensitivityTable, Held]:
     """The table of a probe, and what was in memory meanwhile."""
     student = nest(model)
     batches = list(torch.randn(BATCHES, ROWS, WIDTH, generator=torch.Generator().manual_seed(0)))
     with Held(distillation_evaluator(stack(), batches, FeatureObjective())) as held:
-        return probe_sensitivity(student, held.evaluate, 3, replay_bytes=room, matrix_bytes=0), held
+        return probe_sensitivity(student, held.evaluate, 3, replay_bytes=max_bytes, matrix_bytes=0), held
 
 
 @pytest.mark.parametrize(
-    ("room", "most", "said"),
+    ("max_bytes", "most", "said"),
     [
         # Of the block before, while the next is recorded; of this one; and of a layer and a tanh inside the next.
         (4 * SET, 4 * SET, []), (4 * SET - 1, 3 * SET, []), (3 * SET, 3 * SET, []),
@@ -46,16 +46,19 @@ def probed(model: nn.Module, room: int) -> tuple[SensitivityTable, Held]:
     ],
 )  # fmt: skip
 def test_what_is_kept_is_within_the_bound_and_changes_no_error(
-    room: int, most: int, said: list[str], caplog: pytest.LogCaptureFixture
+    max_bytes: int, most: int, said: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     wanted, _ = probed(stack(), 2**30)
     caplog.clear()
     with caplog.at_level(logging.INFO, "flexrank"):
-        table, held = probed(stack(), room)
+        table, held = probed(stack(), max_bytes)
     assert table == wanted and held.most == most
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("probe:")]
     assert len(lines) == len(said) and all(line.startswith(start) for line, start in zip(lines, said, strict=True))
-    assert make_plan(nest(stack()), lambda model: model(torch.zeros(BATCHES * ROWS, WIDTH)), room).most_bytes() == most
+    assert (
+        make_plan(nest(stack()), lambda model: model(torch.zeros(BATCHES * ROWS, WIDTH)), max_bytes).most_bytes()
+        == most
+    )
 
 
 class Halved(nn.Module):
@@ -90,9 +93,9 @@ class Unboxing(nn.Sequential):
         return super().forward(x).tensor
 
 
-@pytest.mark.parametrize(("room", "most"), [(2**30, 4 * SET), (2 * SET, 2 * SET), (2 * SET - 1, 0)])
-def test_a_view_counts_with_all_its_memory(room: int, most: int) -> None:
-    assert probed(stack(Halved), room)[1].most == most
+@pytest.mark.parametrize(("max_bytes", "most"), [(2**30, 4 * SET), (2 * SET, 2 * SET), (2 * SET - 1, 0)])
+def test_a_view_counts_with_all_its_memory(max_bytes: int, most: int) -> None:
+    assert probed(stack(Halved), max_bytes)[1].most == most
 
 
 def test_what_has_no_known_size_is_not_kept() -> None:

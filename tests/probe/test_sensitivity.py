@@ -212,9 +212,7 @@ def test_wrong_uses_are_named() -> None:
     with pytest.raises(FlexrankError, match="num_levels is 1"):
         probe_sensitivity(model, lambda m: 0.0, num_levels=1)
     for value in (None, "1", torch.zeros(2)):
-        with pytest.raises(
-            FlexrankError, match=f"the full model gave a {type(value).__name__}; it is to be one number"
-        ):
+        with pytest.raises(FlexrankError, match=f"the full model gave a {type(value).__name__}; it must be one number"):
             probe_sensitivity(model, lambda m, value=value: value)
     assert probe_sensitivity(model, lambda m: torch.tensor([1.0])).baseline == 1
     with pytest.raises(FlexrankError, match="evaluating layer '0' at rank .* gave nan"):
@@ -277,14 +275,20 @@ def test_curvature_names_what_it_lacks() -> None:
     model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 4))
     moments = collect_moments(model, [torch.randn(8, 6)], select_layers(model), side="input")
     decompose_(model, moments)
-    with pytest.raises(FlexrankError, match="layer '0': full rank is no product of its factors; probe before"):
+    with pytest.raises(
+        FlexrankError, match="layer '0': its matrix at full rank is not the product of its factors; probe before"
+    ):
         curvature_sensitivity(with_sizes(copy.deepcopy(model), dense=True), moments, 8)
-    with pytest.raises(FlexrankError, match="layer '0': full rank is no product of its factors; probe before"):
+    with pytest.raises(
+        FlexrankError, match="layer '0': its matrix at full rank is not the product of its factors; probe before"
+    ):
         probe_sensitivity(with_sizes(copy.deepcopy(model), dense=True), lambda _: 0.0, 4)
     read = copy.deepcopy(model)  # as a budget of an artefact is
     read[2].u, read[2].v = (nn.Parameter(factor[:2]) for factor in (read[2].u, read[2].v))
     read[2].rank = 2
-    with pytest.raises(FlexrankError, match="layer '2': full rank is no product of its factors; probe before"):
+    with pytest.raises(
+        FlexrankError, match="layer '2': its matrix at full rank is not the product of its factors; probe before"
+    ):
         probe_sensitivity(read, lambda _: 0.0, 4)
     with pytest.raises(FlexrankError, match="layer '0': curvature needs"):
         curvature_sensitivity(model, moments, 8)

@@ -139,8 +139,8 @@ def test_sizes_and_what_they_store_by_hand() -> None:
     removed = 2 * (3 * (4 * 3) * (32 + 1) + (4 * 3) * 32 + (48 - sizes.channels) * (32 + 1 + 32))
     whole = sum(parameter.numel() for parameter in model.parameters())
     assert made("a3", "bert", 0.63, model).parameters == whole - removed
-    room = int(0.63 * (dense + 32 * 32)) - (dense + 32 * 32) + removed
-    assert 0 <= room < 2 * (32 + 1 + 32)  # no channel more fits
+    spare = int(0.63 * (dense + 32 * 32)) - (dense + 32 * 32) + removed
+    assert 0 <= spare < 2 * (32 + 1 + 32)  # no channel more fits
     assert a3.sizes_of(model, layers, a3.shape_of(model, layers), 1.0) == a3.Sizes(8, 8, 48)
 
 

@@ -30,7 +30,7 @@ from research.baselines import RANK_METHODS, SIZE_METHODS, svd_llm
 from research.baselines.method import Measures
 from research.baselines.statistics import next_token_loss
 from research.benches import compare, contest, trials
-from research.benches.contest import ALLOCATIONS, ALONE, METHODS, Contest, Contestant, sized_alone
+from research.benches.contest import ALLOCATIONS, METHODS, SIZE_METHOD_NAMES, Benchmark, DecomposedModel
 from research.benches.quality import Subject
 from research.experiment import EVERY_RANK, Ledger, Request, find_experiment
 from research.result import shown_rows
@@ -45,9 +45,9 @@ def size(model: torch.nn.Module) -> dict[str, float]:
         return {"nats": float(output_tensor(call_model(model, BATCH)).norm())}
 
 
-def made() -> Contest:
+def made() -> Benchmark:
     subject = Subject(build("llama_tied"), [BATCH] * 2, [BATCH], LogitObjective(), size)
-    return Contest("tiny", "nats", 4, BUDGETS, 4, {"calibration": 2}, lambda seed: subject, next_token_loss)
+    return Benchmark("tiny", "nats", 4, BUDGETS, 4, {"calibration": 2}, lambda seed: subject, next_token_loss)
 
 
 def filled(shapes: Mapping[str, tuple[int, int]], budget: float) -> dict[str, int]:
@@ -71,8 +71,8 @@ def test_a_method_is_scored_as_the_library_scores_it(monkeypatch: pytest.MonkeyP
     """Oracle: decomposition, probe, allocation and parameters by the library and by hand, for SVD-LLM and DataSVD."""
     one = made()
     for method in ("svd-llm", "datasvd"):
-        contestant = Contestant(one, method, 0)
-        probed = contestant.probed()
+        decomposed = DecomposedModel(one, method, 0)
+        probed = decomposed.probe()
         model = copy.deepcopy(one.subject(0).teacher)
         layers = select_layers(model)
         if method == "datasvd":
@@ -84,7 +84,7 @@ def test_a_method_is_scored_as_the_library_scores_it(monkeypatch: pytest.MonkeyP
         assert probed["table"]["errors"] == errors.to_json()["errors"]
         joint = allocate_ranks(errors, BUDGETS, **EVERY_RANK)
         paper = allocate_ranks(errors, BUDGETS, method="paper", savings="ranks")
-        rows = {allocation: contestant.sized(allocation, probed["table"])["rows"] for allocation in ALLOCATIONS}
+        rows = {allocation: decomposed.measure_sizes(allocation, probed["table"])["rows"] for allocation in ALLOCATIONS}
         for place, budget in enumerate(BUDGETS):
             shapes = {name: tuple(layer.weight.shape) for name, layer in layers.items()}
             profiles = {"published": filled(shapes, budget), "paper": paper.at(budget), "joint": joint.at(budget)}
@@ -103,8 +103,8 @@ def test_a_method_is_scored_as_the_library_scores_it(monkeypatch: pytest.MonkeyP
 def test_published_ranks_are_searched_on_the_samples_of_the_probe(method: str) -> None:
     """Oracle: the method's own search with the loss of each token and the distance by the library."""
     one = made()
-    contestant = Contestant(one, method, 0)
-    model, energies, _ = contestant._decomposed
+    decomposed = DecomposedModel(one, method, 0)
+    model, energies, _ = decomposed._decomposition
 
     def loss(model: torch.nn.Module) -> float:
         with torch.no_grad():
@@ -122,56 +122,56 @@ def test_published_ranks_are_searched_on_the_samples_of_the_probe(method: str) -
     assert measures.loss(model) == pytest.approx(loss(model), rel=1e-5)
     assert measures.distance(model) == distance(model)
     expected = RANK_METHODS[method].ranks(model, energies, BUDGETS, Measures(loss, distance))
-    assert contestant._profiles("published", contestant.probed()["table"]) == expected
+    assert decomposed._profiles("published", decomposed.probe()["table"]) == expected
     assert len({rank for profile in expected for rank in profile.values()}) > 2
 
 
 def test_a_task_without_labels_has_its_distance_for_a_loss() -> None:
     one = dataclasses.replace(made(), loss=LogitObjective().fisher_loss)
-    model = Contestant(one, "svd", 0)._decomposed[0]
+    model = DecomposedModel(one, "svd", 0)._decomposition[0]
     with use_profile(model, uniform_profile(model, 0.5)):
         assert one.measures(0).loss(model) == one.measures(0).distance(model) > 0
 
 
 def test_sizes_that_are_no_prefixes_are_said_to_be_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    contestant = Contestant(made(), "svd", 0)
-    table = contestant.probed()["table"]
-    assert all(contestant.sized(allocation, table)["nested"] for allocation in ALLOCATIONS)
-    profiles = contestant._profiles("joint", table)
-    monkeypatch.setattr(Contestant, "_profiles", lambda *_: profiles[::-1])
-    assert not contestant.sized("joint", table)["nested"]
+    decomposed = DecomposedModel(made(), "svd", 0)
+    table = decomposed.probe()["table"]
+    assert all(decomposed.measure_sizes(allocation, table)["nested"] for allocation in ALLOCATIONS)
+    profiles = decomposed._profiles("joint", table)
+    monkeypatch.setattr(DecomposedModel, "_profiles", lambda *_: profiles[::-1])
+    assert not decomposed.measure_sizes("joint", table)["nested"]
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, scores: dict[str, float]) -> list[str]:
     """In place of decompositions: scores by method, or by method and allocation, and what was asked for.
 
-    Trials are of a contest on the tuning half, and score by method and settings.
+    Trials are of a benchmark on the tuning half, and score by method and settings.
     """
     asked: list[str] = []
 
-    def contests(request: Request) -> list[Contest]:
+    def benchmarks(request: Request) -> list[Benchmark]:
         return [dataclasses.replace(made(), facts={"half": request.half})]
 
-    def score(one: Contest, method: str, settings: Any, allocation: str, default: float) -> float:
-        names = (f"{method}, {trials.words(settings)}", f"{method}, {allocation}", method)
+    def score(one: Benchmark, method: str, settings: Any, allocation: str, default: float) -> float:
+        names = (f"{method}, {trials.format_settings(settings)}", f"{method}, {allocation}", method)
         if one.facts["half"] == "tuning":
             asked.append(f"trial of {method}")
             names = names[:1]
         return next((scores[name] for name in names if name in scores), default)
 
-    def probed(self: Any) -> dict[str, Any]:
+    def probe(self: Any) -> dict[str, Any]:
         asked.append(f"{self._method} {self._seed}")
         table = {"of": [self._method, self._seed]}
         return {"table": table, "decomposition_seconds": 1.0, "probe_seconds": 2.0, "peak_bytes": 5e6}
 
-    def sized(self: Any, allocation: str, table: Any = None) -> dict[str, Any]:
-        assert (table is None) == (self._contest.facts["half"] == "tuning")
-        value = score(self._contest, self._method, self._settings, allocation, 9.0) + self._seed
+    def measure_sizes(self: Any, allocation: str, table: Any = None) -> dict[str, Any]:
+        assert (table is None) == (self._benchmark.facts["half"] == "tuning")
+        value = score(self._benchmark, self._method, self._settings, allocation, 9.0) + self._seed
         rows = [{"share": b, "parameters": int(1000 * b) + 500, "scores": {"nats": value + 1 - b}} for b in BUDGETS]
         return {"rows": rows, "nested": allocation != "published", "search_seconds": 4.0}
 
     def alone(
-        one: Contest, method: str, seed: int, settings: Any, allocation: str = "published", table: Any = None
+        one: Benchmark, method: str, seed: int, settings: Any, allocation: str = "published", table: Any = None
     ) -> dict[str, Any]:
         value = score(one, method, settings, allocation, 8.0) + seed
         if one.facts["half"] == "reporting":
@@ -181,7 +181,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, scores: dict[str, float]) -> list[str]
         last = [rows[-1]] if method == "pifa" else [None]
         return {"rows": [*rows[:-1], *last], "nested": False, "seconds": 4.0, "peak_bytes": 6e6}
 
-    def obstacle(_: Contest, method: str) -> str | None:
+    def obstacle(_: Benchmark, method: str) -> str | None:
         return f"{method} is too odd" if method == "slicegpt" else None
 
     take_all = Ledger.take_all
@@ -191,12 +191,12 @@ def fake(monkeypatch: pytest.MonkeyPatch, scores: dict[str, float]) -> list[str]
 
     monkeypatch.setattr(Ledger, "take_all", sent)
     for module in (compare, contest):
-        monkeypatch.setattr(module, "contests", contests)
+        monkeypatch.setattr(module, "benchmarks", benchmarks)
     for module in (compare, trials):
-        monkeypatch.setattr(module, "sized_alone", alone)
+        monkeypatch.setattr(module, "measure_size_method", alone)
         monkeypatch.setattr(module, "obstacle", obstacle)
-    monkeypatch.setattr(Contestant, "probed", probed)
-    monkeypatch.setattr(Contestant, "sized", sized)
+    monkeypatch.setattr(DecomposedModel, "probe", probe)
+    monkeypatch.setattr(DecomposedModel, "measure_sizes", measure_sizes)
     return asked
 
 
@@ -271,8 +271,8 @@ def test_models_made_alone_are_scored_and_counted() -> None:
     layers = select_layers(teacher)
     dense = sum(layer.weight.numel() for layer in layers.values())
     others = sum(parameter.numel() for parameter in teacher.parameters()) - dense
-    for method in ALONE:
-        result = sized_alone(one, method, 0)
+    for method in SIZE_METHOD_NAMES:
+        result = contest.measure_size_method(one, method, 0)
         assert not result["nested"] and result["seconds"] > 0 and result["peak_bytes"] >= 0
         for budget, row in zip(BUDGETS, result["rows"], strict=True):
             wanted = SIZE_METHODS[method].make(teacher, [BATCH] * 2, layers, next_token_loss, budget)
@@ -280,7 +280,7 @@ def test_models_made_alone_are_scored_and_counted() -> None:
             assert row["share"] == (wanted.parameters - others) / dense <= budget
             assert row["scores"]["nats"] == pytest.approx(size(wanted.model)["nats"], rel=1e-5)
     small = dataclasses.replace(one, budgets=(0.5, 0.01))
-    result = sized_alone(small, "a3", 0)
+    result = contest.measure_size_method(small, "a3", 0)
     assert result["rows"][0] and result["rows"][1] is None
     encoder = Subject(build("bert"), [BATCH] * 2, [BATCH], LogitObjective(), size)
     other = dataclasses.replace(one, subject=lambda _: encoder)
@@ -301,8 +301,8 @@ def test_any_configuration_is_compared_whole(
     few = ("fwsvd", "lems", "fisher")
     for module in (compare, contest):
         monkeypatch.setattr(module, "METHODS", few)
-    monkeypatch.setattr(compare, "ALONE", ("slicegpt", "a3"))
-    monkeypatch.setattr(compare, "COLOURS", dict.fromkeys((*few, *ALONE), "#000000"))
+    monkeypatch.setattr(compare, "SIZE_METHOD_NAMES", ("slicegpt", "a3"))
+    monkeypatch.setattr(compare, "COLOURS", dict.fromkeys((*few, *SIZE_METHOD_NAMES), "#000000"))
     keys = settings(sources / task, sources / "text.txt", tmp_path / "unused", task)
     keys["data"] |= {"calibration": 16, "probe": 8}
     config = parse_config(keys | {"probe": {"levels": 3}})
@@ -318,7 +318,7 @@ def test_any_configuration_is_compared_whole(
 
 def test_a_seed_draws_other_calibration_and_scores_on_the_same(assets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEXRANK_ASSETS", str(assets))
-    (one,) = contest.contests(Request(Path("unused"), model="stories260k"))
+    (one,) = contest.benchmarks(Request(Path("unused"), model="stories260k"))
     first = one.subject(0)
     second = one.subject(1)
     drawn = [{tuple(row.tolist()) for b in s.calibration for row in b["input_ids"]} for s in (first, second)]
@@ -332,7 +332,7 @@ def test_a_seed_draws_other_calibration_and_scores_on_the_same(assets: Path, mon
 def test_wrong_requests_are_one_line(tmp_path: Path, sources: Path) -> None:
     bench, options = find_experiment("compare"), runner.Options
     with pytest.raises(FlexrankError, match="--model is 'gpt5'; this bench has stories260k, pycode5m"):
-        contest.contests(Request(tmp_path, model="gpt5"))
+        contest.benchmarks(Request(tmp_path, model="gpt5"))
     with pytest.raises(FlexrankError, match="give --set with --config"):
         runner.request_of(bench, options(overrides=("seed=1",)))
     with pytest.raises(FlexrankError, match="not both"):
@@ -341,7 +341,7 @@ def test_wrong_requests_are_one_line(tmp_path: Path, sources: Path) -> None:
     stdlib = {"source": "stdlib-docs", "calibration": 8}
     config = parse_config(own | {"data": stdlib})
     with pytest.raises(FlexrankError, match="only of 'text' seeds draw another calibration"):
-        contest.contests(Request(tmp_path, seeds=2, config=config))
+        contest.benchmarks(Request(tmp_path, seeds=2, config=config))
     config = parse_config(own | {"layers": {"include": ["encoder"]}})
     with pytest.raises(FlexrankError, match="layers.include is set"):
-        contest.contests(Request(tmp_path, config=config))
+        contest.benchmarks(Request(tmp_path, config=config))

@@ -15,7 +15,7 @@ from research import runner
 from research.baselines.method import NotApplicable
 from research.baselines.trained import TRAINED_METHODS
 from research.benches import compare_trained, lessons
-from research.benches.compare_trained import _next_trials, method_unit, run, table_unit
+from research.benches.compare_trained import _next_trials, method_unit, run, sensitivity_unit
 from research.experiment import Ledger, Request, find_experiment
 from research.page import write_pages
 from research.result import shown_rows
@@ -24,9 +24,9 @@ from tiny_runs import settings
 BUDGETS = (0.8, 0.5)
 
 
-class FakeCourse:
-    name, measure, digits, budgets, steps, facts, task = "tiny", "nats", 3, BUDGETS, 40, {"calibration": 2}, None
-    levels, usual_rate = 3, 0.1
+class FakeBenchmark:
+    name, measure, digits, budgets, steps, facts = "tiny", "nats", 3, BUDGETS, 40, {"calibration": 2}
+    levels, default_rate = 3, 0.1
 
 
 def rate_of(chosen: dict[str, float]) -> float:
@@ -35,7 +35,7 @@ def rate_of(chosen: dict[str, float]) -> float:
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, scores: dict[str, float]) -> list[tuple[Any, ...]]:
-    """In place of training: nats by method, less the usual rate's tenth, and what was asked for."""
+    """In place of training: nats by method, less the default rate's tenth, and what was asked for."""
     asked: list[tuple[Any, ...]] = []
 
     def trained(request: Request, name: str, method: str, chosen: Any, seed: int, half: str, *rest: Any) -> Any:
@@ -46,14 +46,14 @@ def fake(monkeypatch: pytest.MonkeyPatch, scores: dict[str, float]) -> list[tupl
             rows[1] = None
         return {"rows": rows, "seconds": 2.0, "peak_bytes": 3_000_000}
 
-    monkeypatch.setattr(compare_trained, "courses", lambda request: [FakeCourse()])
+    monkeypatch.setattr(compare_trained, "training_benchmarks", lambda request: [FakeBenchmark()])
     monkeypatch.setattr(compare_trained, "method_unit", trained)
     monkeypatch.setattr(
         compare_trained,
-        "table_unit",
+        "sensitivity_unit",
         lambda request, name, seed: {"tables": {}, "seconds": {"fisher": 7.0, "datasvd": 9.0}},
     )
-    monkeypatch.setattr(compare_trained, "_base", lambda course, half: {"nats": 1.0})
+    monkeypatch.setattr(compare_trained, "_base_scores", lambda benchmark, half: {"nats": 1.0})
     return asked
 
 
@@ -161,19 +161,19 @@ def test_a_method_that_does_not_apply_has_no_numbers_and_says_why(
 
 
 def test_an_obstacle_is_what_a_part_returns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    class Blank(FakeCourse):
-        def taught(self, seed: int, half: str) -> Any:
+    class Blank(FakeBenchmark):
+        def subject_and_batches(self, seed: int, half: str) -> Any:
             return types.SimpleNamespace(score=None), []
 
-        def lesson(self, *_: Any) -> Any:
-            return types.SimpleNamespace(layers={"a": (2, 3)}, limit=lambda budget: 1)
+        def training_task(self, *_: Any) -> Any:
+            return types.SimpleNamespace(layers={"a": (2, 3)}, parameter_limit=lambda budget: 1)
 
     def sizes(*_: Any) -> Any:
         raise NotApplicable("no stack of blocks")
         yield
 
     method = dataclasses.replace(TRAINED_METHODS["matformer"], sizes=sizes)
-    monkeypatch.setattr(compare_trained, "courses", lambda request: [Blank()])
+    monkeypatch.setattr(compare_trained, "training_benchmarks", lambda request: [Blank()])
     monkeypatch.setitem(TRAINED_METHODS, "matformer", method)
     unit = method_unit(Request(tmp_path), "tiny", "matformer", {}, 0, "reporting", 1.0, False, {"tables": {}})
     assert unit == {"rows": [None, None], "obstacle": "no stack of blocks"}
@@ -198,20 +198,20 @@ def test_any_configuration_is_trained_on(task: str, sources: Path, tmp_path: Pat
     keys["allocation"] = {"budgets": [0.8, 0.5]}
     config = parse_config(keys | {"probe": {"levels": 3}})
     request = Request(tmp_path, config=config, jobs=0)
-    (course,) = lessons.courses(request)
-    drawn = table_unit(request, course.name, 0)
+    (benchmark,) = lessons.training_benchmarks(request)
+    sensitivity = sensitivity_unit(request, benchmark.name, 0)
     method = "independent"
-    unit = method_unit(request, course.name, method, {"times_usual": 1.0}, 0, "reporting", 0.25, False, drawn)
+    unit = method_unit(request, benchmark.name, method, {"times_usual": 1.0}, 0, "reporting", 0.25, False, sensitivity)
     assert [row["share"] <= budget for row, budget in zip(unit["rows"], (0.8, 0.5), strict=True)] == [True, True]
     assert unit["peak_bytes"] > 1e8 and unit["seconds"] > 0
-    tuning, _ = course.taught(0, "tuning")
-    reporting, _ = course.taught(0, "reporting")
+    tuning, _ = benchmark.subject_and_batches(0, "tuning")
+    reporting, _ = benchmark.subject_and_batches(0, "reporting")
     assert tuning.score(tuning.teacher) != reporting.score(reporting.teacher) or task == "embedding"
 
 
 def test_wrong_requests_are_one_line(tmp_path: Path, sources: Path) -> None:
     with pytest.raises(FlexrankError, match="--model is 'gpt5'; this bench has stories260k"):
-        lessons.courses(Request(tmp_path, model="gpt5"))
+        lessons.training_benchmarks(Request(tmp_path, model="gpt5"))
     with pytest.raises(FlexrankError, match="--jobs is 0; it must be at least 1"):
         runner.request_of(find_experiment("compare-trained"), runner.Options(jobs=0))
     with pytest.raises(FlexrankError, match="runs its parts one after the other"):
@@ -223,7 +223,7 @@ def test_wrong_requests_are_one_line(tmp_path: Path, sources: Path) -> None:
     ):
         config = parse_config(keys | {section: {**keys.get(section, {}), key: value}})
         with pytest.raises(FlexrankError, match=match):
-            lessons.courses(Request(tmp_path, config=config))
+            lessons.training_benchmarks(Request(tmp_path, config=config))
 
 
 def test_each_comparison_has_its_own_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from flexrank.profiles import SensitivityTable
 from research.baselines import RANK_METHODS, SIZE_METHODS, pifa
 from research.baselines.statistics import next_token_loss
 from research.benches import compare, contest, trials
-from research.benches.contest import ALLOCATIONS, ALONE, METHODS, Contestant, sized_alone
+from research.benches.contest import ALLOCATIONS, METHODS, SIZE_METHOD_NAMES, DecomposedModel, measure_size_method
 from research.benches.quality import Subject
 from research.experiment import EVERY_RANK, Ledger, Request
 from tiny import batch_for, build
@@ -24,7 +24,7 @@ from tiny import batch_for, build
 
 def test_a_rival_is_compared_by_the_best_of_its_trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The base has some nats: trials score from them on, and the setting of least distance has names of its own."""
-    base = made().scored()["nats"]
+    base = made().base_scores()["nats"]
     scores = {"asvd, alpha 0.5": base + 2, "asvd, alpha 0.25": base + 1, "asvd, alpha 0.75": base + 3}
     scores |= {"asvd, alpha 1": base + 3, "pifa, mix 0.75": base + 0.5}
     asked = fake(monkeypatch, scores)
@@ -51,12 +51,14 @@ def test_a_rival_is_compared_by_the_best_of_its_trials(monkeypatch: pytest.Monke
 def test_trials_have_half_of_the_samples_and_the_nearest_budgets(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Oracle: each method as it is compared, by the library, on what is left of the contest."""
+    """Oracle: each method as it is compared, by the library, on what is left of the benchmark."""
     batches = [{name: value[:3] for name, value in batch_for("llama_tied").items()} for _ in range(2)]
     subject = Subject(build("llama_tied"), batches, batches[:1], LogitObjective(), size)
     one = dataclasses.replace(made(), budgets=(0.9, 0.75, 0.45, 0.3), subject=lambda seed: subject)
-    monkeypatch.setattr(contest, "contests", lambda request: [one] if request.half == "tuning" else [])
-    found = trials.tried(Request(tmp_path, jobs=0), "tiny", Ledger(tmp_path, {}), ["svd", "svd-llm-v2", "asvd", "pifa"])
+    monkeypatch.setattr(contest, "benchmarks", lambda request: [one] if request.half == "tuning" else [])
+    found = trials.run_trials(
+        Request(tmp_path, jobs=0), "tiny", Ledger(tmp_path, {}), ["svd", "svd-llm-v2", "asvd", "pifa"]
+    )
     assert list(found) == ["svd-llm-v2", "asvd", "pifa"] and {len(some) for some in found.values()} == {4}
     few = [{name: value[:2] for name, value in batch.items()} for batch in batches]
     teacher, base = subject.teacher, size(subject.teacher)["nats"]
@@ -69,8 +71,8 @@ def test_trials_have_half_of_the_samples_and_the_nearest_budgets(
     assert found["pifa"][2] == {"settings": {"mix": 0.5}, "error": pytest.approx(error(models), rel=1e-4)}
     short = dataclasses.replace(subject, calibration=few, probe=few[:1])
     alike = dataclasses.replace(one, budgets=(0.75, 0.45), subject=lambda seed: short)
-    contestant = Contestant(alike, "asvd", 0, {"alpha": 0.25})
-    rows = contestant.sized("published")["rows"]
+    decomposed = DecomposedModel(alike, "asvd", 0, {"alpha": 0.25})
+    rows = decomposed.measure_sizes("published")["rows"]
     expected = sum(math.log(abs(row["scores"]["nats"] - base)) for row in rows) / 2
     assert found["asvd"][1]["error"] == pytest.approx(expected)
     assert len({trial["error"] for trial in found["asvd"]}) == 4
@@ -78,15 +80,15 @@ def test_trials_have_half_of_the_samples_and_the_nearest_budgets(
 
 def test_equal_trials_leave_the_first() -> None:
     some = [{"settings": {"a": value}, "error": error} for value, error in ((1, 2.0), (2, 1.0), (3, 1.0), (4, 3.0))]
-    assert trials.best(some) == {"a": 2}
-    assert trials.words({"one_thing": 0.5, "other": True}) == "one thing 0.5, other 1"
+    assert trials.best_settings(some) == {"a": 2}
+    assert trials.format_settings({"one_thing": 0.5, "other": True}) == "one thing 0.5, other 1"
 
 
 @pytest.mark.slow
 def test_pifa_takes_ranks_from_the_table_of_svd_llm() -> None:
     """Oracle: flexrank's ranks by the library, PIFA at each of them, and shares by hand."""
     one = made()
-    teacher, table = one.subject(0).teacher, Contestant(one, "svd-llm", 0).probed()["table"]
+    teacher, table = one.subject(0).teacher, DecomposedModel(one, "svd-llm", 0).probe()["table"]
     errors, layers = SensitivityTable.from_json(table), select_layers(teacher)
     chains = {
         "joint": allocate_ranks(errors, BUDGETS, **EVERY_RANK),
@@ -94,7 +96,7 @@ def test_pifa_takes_ranks_from_the_table_of_svd_llm() -> None:
     }
     dense = sum(layer.weight.numel() for layer in layers.values())
     for allocation, chain in chains.items():
-        result = sized_alone(one, "pifa", 0, {"mix": 0.5}, allocation, table)
+        result = measure_size_method(one, "pifa", 0, {"mix": 0.5}, allocation, table)
         assert not result["nested"]
         for budget, row in zip(BUDGETS, result["rows"], strict=True):
             ranks = chain.at(budget)
@@ -102,27 +104,28 @@ def test_pifa_takes_ranks_from_the_table_of_svd_llm() -> None:
             assert row["scores"]["nats"] == pytest.approx(size(model)["nats"], rel=1e-5)
             costs = [min(math.prod(s), ranks[n] * (sum(s) - ranks[n])) for n, s in errors.shapes.items()]
             assert row["share"] == sum(costs) / dense <= budget
-    published = sized_alone(one, "pifa", 0, {}, "published", table)
+    published = measure_size_method(one, "pifa", 0, {}, "published", table)
     assert len({rank for rank in chains["joint"].at(0.5).values()}) > 2
-    assert published["rows"] == sized_alone(one, "pifa", 0)["rows"]
+    assert published["rows"] == measure_size_method(one, "pifa", 0)["rows"]
     assert [contest.allocations_of(name) for name in ("pifa", "slicegpt", "a3", "svd", "fisher")] == [
         ALLOCATIONS, ("published",), ("published",), ALLOCATIONS, ALLOCATIONS,
     ]  # fmt: skip
 
 
 def test_a_method_that_does_not_apply_has_no_trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(contest, "contests", lambda _: [made()])
+    monkeypatch.setattr(contest, "benchmarks", lambda _: [made()])
     monkeypatch.setattr(trials, "obstacle", lambda *_: "too odd")
-    assert trials.tried(Request(tmp_path, jobs=0), "tiny", Ledger(tmp_path, {}), ["pifa", "fisher"]) == {}
+    assert trials.run_trials(Request(tmp_path, jobs=0), "tiny", Ledger(tmp_path, {}), ["pifa", "fisher"]) == {}
 
 
 def test_every_method_has_a_name_a_source_and_a_colour() -> None:
-    assert list(compare.COLOURS) == [*METHODS, *ALONE] and len(set(compare.COLOURS.values())) == len(compare.COLOURS)
-    assert list(compare.MARKERS) == list(ALONE)
+    assert list(compare.COLOURS) == [*METHODS, *SIZE_METHOD_NAMES]
+    assert len(set(compare.COLOURS.values())) == len(compare.COLOURS)
+    assert list(compare.MARKERS) == list(SIZE_METHOD_NAMES)
     assert all(name == method.name and method.source for name, method in (RANK_METHODS | SIZE_METHODS).items())
 
 
 @pytest.mark.parametrize("method", ["asvd", "lems"])
 def test_a_budget_below_all_of_a_search_has_no_row(method: str) -> None:
-    one = Contestant(dataclasses.replace(made(), budgets=(0.5, 0.02)), method, 0).sized("published")
+    one = DecomposedModel(dataclasses.replace(made(), budgets=(0.5, 0.02)), method, 0).measure_sizes("published")
     assert one["rows"][0]["share"] <= 0.5 and one["rows"][1] is None and one["nested"]

@@ -17,7 +17,7 @@ from flexrank.profiles.costs import aligned_parameters, rank_block
 from flexrank.run.config import load_config, parse_config
 from research.baselines.pivoted import PivotedLinear, pivoted_order
 from research.experiment import Request
-from research.machine import effort, forward_in_turn
+from research.machine import rotating_forward, track_resources
 from research.measures import nearest_rank
 from research.runner import run_experiment
 from research.studies import gar
@@ -228,26 +228,26 @@ def test_like_layers_run_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
         layer.register_forward_hook(lambda *_: ran.append(number))
         return layer
 
-    run = forward_in_turn(build, torch.ones(1, 4))
+    run = rotating_forward(build, torch.ones(1, 4))
     run(2)
     run(3)
     assert ran == [0, 1, 2, 0, 1] and next(numbers) == 3
 
 
-def test_effort_is_of_the_block_alone() -> None:
+def test_resources_are_of_the_block_alone() -> None:
     freed, last = [bytearray(2**16) for _ in range(2**10)], bytearray(2**16)  # below what malloc maps
     del freed  # and it keeps them, for `last` lies above them
-    with effort() as taken:
+    with track_resources() as resources:
         _ = [bytearray(2**16) for _ in range(2**10)], bytearray(b"x" * 2**25)
         time.sleep(0.1)
-    assert 0.95 * 2**27 < taken["peak_bytes"] < 1.2 * 2**27  # the pieces, the text and its copy
-    assert 0.1 <= taken["seconds"] < 2.0 and last
+    assert 0.95 * 2**27 < resources["peak_bytes"] < 1.2 * 2**27  # the pieces, the text and its copy
+    assert 0.1 <= resources["seconds"] < 2.0 and last
 
 
 @pytest.mark.gpu
 def test_a_gpu_is_waited_for() -> None:
     """The timed call returns when the work is done, not when it is queued."""
     x = torch.randn(8192, 4096, device="cuda")
-    run = forward_in_turn(lambda: nn.Linear(4096, 4096, device="cuda"), x)
+    run = rotating_forward(lambda: nn.Linear(4096, 4096, device="cuda"), x)
     run(1)
     assert torch.cuda.current_stream().query()

@@ -14,8 +14,8 @@ from research.baselines.method import NotApplicable
 from research.baselines.trained import TRAINED_METHODS
 from research.baselines.trained.channels import find_units
 from research.benches import contest, images, lessons
-from research.benches.compare_trained import method_unit, table_unit
-from research.benches.contest import Contestant
+from research.benches.compare_trained import method_unit, sensitivity_unit
+from research.benches.contest import DecomposedModel
 from research.experiment import Request
 from research.figures import name_distances, panels, shown_distance
 from research.studies.cifar import ResNet20
@@ -76,10 +76,10 @@ def test_accuracy_is_drawn_as_it_is_lost_and_nats_by_a_logarithm() -> None:
 
 
 def test_rivals_without_training_know_convolutions(tmp_path: Path) -> None:
-    (one,) = contest.contests(Request(tmp_path, model="resnet20"))
+    (one,) = contest.benchmarks(Request(tmp_path, model="resnet20"))
     assert (one.name, one.measure, one.levels) == ("resnet20", "accuracy", 10)
     for method in contest.METHODS:
-        model, *_ = Contestant(one, method, 0)._decomposed
+        model, *_ = DecomposedModel(one, method, 0)._decomposition
         assert one.subject(0).score(model).keys() == {"accuracy"}
 
 
@@ -92,11 +92,11 @@ def test_widths_are_not_of_a_network_of_residual_blocks() -> None:
 
 def test_trained_rivals_that_know_no_convolutions_say_so(tmp_path: Path) -> None:
     request = Request(tmp_path, model="resnet20", jobs=0)
-    (course,) = lessons.courses(request)
-    assert (course.steps, course.usual_rate) == (8, 1e-3)
-    drawn, found = table_unit(request, "resnet20", 0), {}
+    (benchmark,) = lessons.training_benchmarks(request)
+    assert (benchmark.steps, benchmark.default_rate) == (8, 1e-3)
+    sensitivity, found = sensitivity_unit(request, "resnet20", 0), {}
     for name, method in TRAINED_METHODS.items():
         settings = next(one for one in method.trials if one.get("loss", "distillation") == "distillation")
-        unit = method_unit(request, "resnet20", name, settings, 0, "reporting", 1.0, False, drawn)
+        unit = method_unit(request, "resnet20", name, settings, 0, "reporting", 1.0, False, sensitivity)
         found[name] = "obstacle" not in unit
     assert [name for name, applies in found.items() if applies] == ["flexrank", "flexrank, printed", "independent"]

@@ -23,7 +23,7 @@ from flexrank.hf.models import hidden_states
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import full_profile, use_profile
 from flexrank.probe import probe_sensitivity
-from flexrank.run.candidates import rule
+from flexrank.run.candidates import rank_constraints
 from flexrank.run.config import parse_config
 from research.experiment import Request, find_experiment
 from research.studies import adaptation, calibration_size, equal_budget, joint_vs_single, layerwise, lm_profiles
@@ -75,8 +75,8 @@ def test_untrained_and_single_figures_are_those_of_a_plain_loop(request_for: Any
     decompose_(plain, collect_moments(plain, batches, select_layers(plain)), method="svd")
     evaluate = distillation_evaluator(bench.base, bench.space.samples.probe, LogitObjective())
     probe = request.config.probe
-    errors = probe_sensitivity(plain, evaluate, probe.levels, spacing=probe.spacing, **rule(request.config))
-    chain = allocate_ranks(errors, BUDGETS, **rule(request.config))
+    errors = probe_sensitivity(plain, evaluate, probe.levels, spacing=probe.spacing, **rank_constraints(request.config))
+    chain = allocate_ranks(errors, BUDGETS, **rank_constraints(request.config))
     expected = [bench.nats(plain, chain.at(budget)) for budget in BUDGETS]
     assert [cell["mean"] for cell in rows["SVD, untrained"]] == pytest.approx(expected, rel=1e-5) != held_out
     options = request.config.distillation
@@ -95,7 +95,7 @@ def test_each_block_is_trained_on_the_originals_inputs_alone(request_for: Any) -
     bench = LanguageBench(request_for("layerwise"))
     model, batch = bench.decomposed(), bench.space.samples.training[0]
     names = [name for name, _ in model.named_modules() if name.endswith(("layers.0", "layers.1"))]
-    with layerwise.taped(bench.base, model) as objective, use_profile(model, bench.profiles[1]):
+    with layerwise.teacher_forced_blocks(bench.base, model) as objective, use_profile(model, bench.profiles[1]):
         with torch.no_grad():
             target = objective.target(call_model(bench.base, batch), batch)
         assert target.shape[0] == len(names) == 2
@@ -116,7 +116,7 @@ def test_concentration_is_that_of_the_rows_that_a_layer_writes(request_for: Any)
     name = next(name for name in bench.profiles[0] if name.endswith("o_proj"))
     layer, rows = bench.base.get_submodule(name), []
     with Hooks() as hooks, torch.no_grad():
-        hooks.watch({name: layer}, lambda _, read, __: rows.append(read.flatten(0, -2).double()))
+        hooks.on_forward({name: layer}, lambda _, read, __: rows.append(read.flatten(0, -2).double()))
         for batch in bench.space.samples.calibration:
             call_model(bench.base, batch)
     inputs = torch.cat(rows)
@@ -166,7 +166,7 @@ def test_adapters_are_on_every_layer_of_a_block_and_not_on_the_head(name: str) -
 @pytest.mark.parametrize("name", ["gpt2", "llama_tied", "phi3"])
 def test_blocks_of_any_architecture_can_be_trained_alone(name: str) -> None:
     teacher, model = build(name), nest(build(name))
-    with layerwise.taped(teacher, model) as objective, torch.no_grad():
+    with layerwise.teacher_forced_blocks(teacher, model) as objective, torch.no_grad():
         target = objective.target(call_model(teacher, batch_for(name)), batch_for(name))
         assert float(objective.loss(call_model(model, batch_for(name)), target, batch_for(name))) < 1e-8
         with use_profile(model, {layer: 1 for layer in full_profile(model)}):
@@ -214,7 +214,10 @@ def test_another_task_and_another_decomposition_are_named(tmp_path: Path, source
 def test_a_model_without_blocks_is_refused() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 4))
     decompose_(model, ["1"], method="svd")
-    with pytest.raises(FlexrankError, match="no stack of blocks"), layerwise.taped(model, nn.ModuleDict({"a": model})):
+    with (
+        pytest.raises(FlexrankError, match="no stack of blocks"),
+        layerwise.teacher_forced_blocks(model, nn.ModuleDict({"a": model})),
+    ):
         pass
 
 

@@ -26,12 +26,12 @@ def calib_input_distribution(model, batches, method, use_cache):
     layers = [one for one in model.modules() if isinstance(one, torch.nn.Linear)]
     for layer in layers:
         layer.scaling_diag_matrix = 0
-        layer.register_forward_hook(see)
+        layer.register_forward_hook(record)
     with torch.no_grad():
         for batch in batches:
             model(**batch)
 
-def see(layer, inputs, _):
+def record(layer, inputs, _):
     layer.scaling_diag_matrix = layer.scaling_diag_matrix + inputs[0][0].abs().mean(0)
 """
 LINEAR = """

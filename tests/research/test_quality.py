@@ -45,7 +45,7 @@ def subject() -> Subject:
 def test_every_method_is_scored_at_every_budget(method: Any, subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the method's own probe and chains, by the library."""
     monkeypatch.setattr(quality, "BUDGETS", (0.8, 0.5))
-    results, model, joint = subject.without_training(("svd", "datasvd"), 4)
+    results, model, joint = subject.measure_untrained(("svd", "datasvd"), 4)
     kinds = ["uniform", "uniform", "paper", "joint", "paper", "joint"]
     assert [name.split(", ")[1] for name in results] == kinds
     alone = copy.deepcopy(subject.teacher)
@@ -89,7 +89,7 @@ def test_seeds_are_trained_apart_and_only_once(
     with use_profile(model, trained[0][2].at(0.5)):  # what is trained is DataSVD's
         assert untrained == pytest.approx(size(model)["length"])
     assert row[2] == {"mean": pytest.approx(1.5 * untrained), "sd": pytest.approx(untrained * 0.5**0.5), "n": 2}
-    monkeypatch.setattr(Subject, "without_training", None)  # it is kept, for other trainings too
+    monkeypatch.setattr(Subject, "measure_untrained", None)  # it is kept, for other trainings too
     again = quality.compare(subject, facts, {"steps": 1}, Request(tmp_path, seeds=3), train)
     assert [seed for seed, *_ in trained] == [0, 1, 2]
     assert again["results"]["consolidated"][:2] == data["results"]["consolidated"]
@@ -100,7 +100,7 @@ def test_seeds_are_trained_apart_and_only_once(
 def test_the_full_form_trains_sizes_alone(subject: Subject, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Oracle: a training that multiplies what the model gives by how many sizes it is given."""
     monkeypatch.setattr(quality, "BUDGETS", (0.8, 0.5))
-    monkeypatch.setattr(quality, "ALONE", (0.5,))
+    monkeypatch.setattr(quality, "SEPARATE_BUDGETS", (0.5,))
     given = []
 
     @torch.no_grad()

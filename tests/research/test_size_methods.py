@@ -143,7 +143,7 @@ def rows_of(model: nn.Module, batches: list[Any], name: str) -> Tensor:
     """What a layer of a whole model reads, of real tokens, in float64."""
     rows: list[Tensor] = []
     with Hooks() as hooks, torch.no_grad():
-        hooks.watch({name: model.get_submodule(name)}, lambda _, inputs, __: rows.append(inputs))
+        hooks.on_forward({name: model.get_submodule(name)}, lambda _, inputs, __: rows.append(inputs))
         for batch in batches:
             model(**batch)
     return torch.cat([one[b["attention_mask"] > 0] for one, b in zip(rows, batches, strict=True)]).double()

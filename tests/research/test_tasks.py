@@ -15,7 +15,7 @@ from flexrank.run.config import parse_config
 from questions import answers, write_tasks
 from research import runner
 from research.benches import compare, contest, lessons
-from research.benches.tasks import base_words
+from research.benches.tasks import format_base_score
 from research.experiment import Request, find_experiment
 from research.result import shown_rows
 from tiny_runs import settings
@@ -39,7 +39,7 @@ def test_each_task_has_a_table_of_all_methods(
     """Oracle: the base model and plain SVD at uniform ranks by the library, asked by a plain loop."""
     for module in (compare, contest):
         monkeypatch.setattr(module, "METHODS", ("svd",))
-    monkeypatch.setattr(compare, "ALONE", ())
+    monkeypatch.setattr(compare, "SIZE_METHOD_NAMES", ())
     monkeypatch.setattr(compare, "_claim", lambda *_: {})
     nats, words = compare.run(request_)["tables"]
     model = transformers.AutoModelForCausalLM.from_pretrained(sources / "language")
@@ -59,9 +59,9 @@ def test_each_task_has_a_table_of_all_methods(
 
 
 def test_what_is_reported_is_asked_and_trials_are_not(request_: Request, sources: Path) -> None:
-    (course,) = lessons.courses(request_)
-    assert course.facts["tasks"]["settings"]["words"]["num_fewshot"] == 0
-    (subject, _), (tried, _) = (course.taught(0, half) for half in ("reporting", "tuning"))
+    (benchmark,) = lessons.training_benchmarks(request_)
+    assert benchmark.facts["tasks"]["settings"]["words"]["num_fewshot"] == 0
+    (subject, _), (tried, _) = (benchmark.subject_and_batches(0, half) for half in ("reporting", "tuning"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(sources / "language")
     scores = subject.score(subject.teacher)
     assert scores["words, acc_norm"] == answers(subject.teacher, tokenizer)["acc_norm"]
@@ -73,8 +73,8 @@ def test_what_is_reported_is_asked_and_trials_are_not(request_: Request, sources
 @pytest.mark.parametrize(("score", "words"), [(0.46, "above it"), (0.44, "not above it")])
 def test_above_chance_is_by_more_than_two_standard_errors(score: float, words: str) -> None:
     base = {"a, acc": score, "a, acc, error": 0.1, "a, acc, chance": 0.25}
-    assert base_words(base, "a, acc", 2) == f"base {score} ± 0.10, chance 0.25: {words}"
-    assert base_words({"nats": 1.5}, "nats", 3) == "base 1.500"
+    assert format_base_score(base, "a, acc", 2) == f"base {score} ± 0.10, chance 0.25: {words}"
+    assert format_base_score({"nats": 1.5}, "nats", 3) == "base 1.500"
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_wrong_options_are_one_line(name: str, options: dict[str, Any], words: s
 def test_encoders_have_no_tasks(sources: Path, tmp_path: Path) -> None:
     config = parse_config(settings(sources / "embedding", sources / "text.txt", tmp_path, "embedding"))
     with pytest.raises(FlexrankError, match="--tasks needs a configuration of task language; tiny is of embedding"):
-        contest.contests(Request(tmp_path, config=config, tasks=("words",)))
+        contest.benchmarks(Request(tmp_path, config=config, tasks=("words",)))
 
 
 def test_an_elastic_model_goes_to_lm_eval_itself(sources: Path) -> None:
@@ -102,8 +102,8 @@ def test_an_elastic_model_goes_to_lm_eval_itself(sources: Path) -> None:
 
     model = transformers.AutoModelForCausalLM.from_pretrained(sources / "language")
     decompose_(model, list(select_layers(model)), method="svd")
-    judge = HFLM(pretrained=model, tokenizer=transformers.AutoTokenizer.from_pretrained(sources / "language"))
-    assert judge.model is model and "is_elastic" not in DeployedConfig({}).to_dict()
+    lm = HFLM(pretrained=model, tokenizer=transformers.AutoTokenizer.from_pretrained(sources / "language"))
+    assert lm.model is model and "is_elastic" not in DeployedConfig({}).to_dict()
 
 
 def test_results_by_tasks_have_a_place_and_a_command_of_their_own(request_: Request, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from flexrank.nn.select import select_layers
 from research.baselines.method import NotApplicable
 from research.baselines.statistics import next_token_loss
 from research.baselines.trained import TRAINED_METHODS, acip, layerskip
-from research.baselines.trained.lesson import Lesson
+from research.baselines.trained.lesson import TrainingTask
 from research.originals.acip import Labels
 from tiny import batch_for, build, chain_of, outputs, same_state
 
@@ -26,7 +26,7 @@ BATCH = batch_for("llama_tied")
 BUDGETS = (0.8, 0.5)
 
 
-def lesson(name: str = "llama_tied", steps: int = 4, budgets: tuple[float, ...] = BUDGETS) -> Lesson:
+def training_task(name: str = "llama_tied", steps: int = 4, budgets: tuple[float, ...] = BUDGETS) -> TrainingTask:
     teacher, batch = build(name), batch_for(name)
     exclude = {"bert": ["pooler"], "vit": ["patch_embeddings"]}.get(name, [])
     layers = select_layers(teacher, exclude=exclude)
@@ -39,7 +39,7 @@ def lesson(name: str = "llama_tied", steps: int = 4, budgets: tuple[float, ...] 
         return model
 
     objective: Any = EmbeddingObjective() if name == "bert" else LogitObjective()
-    return Lesson(
+    return TrainingTask(
         teacher, [batch], [batch] * 2, budgets, steps, steps // len(budgets), objective, objective,
         None if name in ("bert", "vit") else next_token_loss, decomposed,
         lambda method, allocation: chain_of(decomposed(), budgets[::-1]), lambda model: contextlib.nullcontext(),
@@ -62,13 +62,13 @@ def test_the_task_is_the_models_own_loss() -> None:
 @pytest.mark.parametrize("name", TRAINED_METHODS)
 @pytest.mark.parametrize("kind", ["llama_tied", "bert"])
 def test_every_method_gives_sizes_within_their_limits(name: str, kind: str) -> None:
-    one, method = lesson(kind), TRAINED_METHODS[name]
+    one, method = training_task(kind), TRAINED_METHODS[name]
     before = copy.deepcopy(one.teacher)
     found = []
     for budget, size in zip(BUDGETS, method.sizes(one, method.trials[-1]), strict=True):
         assert size is not None
         model, parameters = size
-        assert parameters <= one.limit(budget)
+        assert parameters <= one.parameter_limit(budget)
         found.append(outputs(model, BATCH))
     assert same_state(one.teacher, before)
     wanted = outputs(one.teacher, BATCH)
@@ -78,9 +78,9 @@ def test_every_method_gives_sizes_within_their_limits(name: str, kind: str) -> N
 @pytest.mark.parametrize("name", ["llm-pruner", "matformer", "layerskip"])
 @pytest.mark.parametrize("kind", ["gpt2", "vit"])
 def test_widths_and_depths_of_other_transformers(name: str, kind: str) -> None:
-    one, method = lesson(kind, budgets=(0.6,)), TRAINED_METHODS[name]
+    one, method = training_task(kind, budgets=(0.6,)), TRAINED_METHODS[name]
     (size,) = method.sizes(one, method.trials[-1])
-    assert size is not None and 0.5 * one.limit(0.6) < size[1] <= one.limit(0.6)
+    assert size is not None and 0.5 * one.parameter_limit(0.6) < size[1] <= one.parameter_limit(0.6)
     found, wanted = (outputs(model, batch_for(kind)) for model in (size[0], one.teacher))
     assert found.shape == wanted.shape and not torch.equal(found, wanted)
 
@@ -88,7 +88,7 @@ def test_widths_and_depths_of_other_transformers(name: str, kind: str) -> None:
 @pytest.mark.parametrize("name", ["llm-pruner", "matformer", "layerskip", "svd-llm + lora", "acip"])
 def test_a_size_below_all_of_a_method_is_none(name: str) -> None:
     method = TRAINED_METHODS[name]
-    assert list(method.sizes(lesson(budgets=(0.02, 0.01)), method.trials[-1])) == [None, None]
+    assert list(method.sizes(training_task(budgets=(0.02, 0.01)), method.trials[-1])) == [None, None]
 
 
 @pytest.mark.parametrize("name", TRAINED_METHODS)
@@ -97,7 +97,7 @@ def test_training_brings_sizes_nearer_to_the_base_model(name: str) -> None:
     settings = {**method.trials[-1], **({"times_usual": 1.0} if "times_usual" in method.trials[-1] else {})}
     objective, means = LogitObjective(), []
     for steps in (4, 60):
-        one = lesson(steps=steps)
+        one = training_task(steps=steps)
         target = objective.target(call_model(one.teacher, BATCH), BATCH)
         losses = []
         for size in method.sizes(one, settings):
@@ -109,22 +109,22 @@ def test_training_brings_sizes_nearer_to_the_base_model(name: str) -> None:
 
 
 def test_limits_by_hand() -> None:
-    one = lesson()
+    one = training_task()
     dense = 2 * (32 * 32 * 2 + 16 * 32 * 2 + 3 * 32 * 48)
     whole = sum(parameter.numel() for parameter in one.teacher.parameters())
-    assert one.limit(1.0) == whole and one.limit(0.5) == whole - dense + dense // 2
-    assert layerskip.depth_within(one, dict(block_stack(one.teacher, one.layers)), one.limit(0.6)) == 1
-    assert layerskip.depth_within(one, dict(block_stack(one.teacher, one.layers)), one.limit(0.1)) is None
+    assert one.parameter_limit(1.0) == whole and one.parameter_limit(0.5) == whole - dense + dense // 2
+    assert layerskip.depth_within(one, dict(block_stack(one.teacher, one.layers)), one.parameter_limit(0.6)) == 1
+    assert layerskip.depth_within(one, dict(block_stack(one.teacher, one.layers)), one.parameter_limit(0.1)) is None
 
 
-def test_quick_parameters_learn_at_their_own_rate() -> None:
+def test_fast_parameters_learn_at_their_own_rate() -> None:
     """Oracle: AdamW's first step is the learning rate times the gradient's sign, but for its warm-up's share."""
-    one, model = lesson(), build("llama_tied", seed=3)
+    one, model = training_task(), build("llama_tied", seed=3)
     before = copy.deepcopy(model)
     names = ["model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"]
     parameters = {name: dict(model.named_parameters())[name] for name in names}
     seen: list[int] = []
-    one.train_(model, parameters, LogitObjective(), 1, 1e-3, seen.append, quick=names[1:], factor=5.0)
+    one.train_(model, parameters, LogitObjective(), 1, 1e-3, seen.append, fast_parameters=names[1:], fast_factor=5.0)
     old = dict(before.named_parameters())
     steps = [float((parameters[name] - old[name]).detach().abs().max()) for name in names]
     assert steps == pytest.approx([1e-3, 5e-3], rel=1e-2) and seen == [0]
@@ -134,7 +134,7 @@ def test_quick_parameters_learn_at_their_own_rate() -> None:
 @pytest.mark.parametrize("decays", [False, True])
 def test_a_rate_decays_or_stays(decays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of 40 steps warms up; by hand, the last is then at (1 + cos(π 38 / 39)) / 2 of the rate."""
-    one, model, rates = lesson(), build("llama_tied", seed=3), list[float]()
+    one, model, rates = training_task(), build("llama_tied", seed=3), list[float]()
     monkeypatch.setattr("research.baselines.trained.lesson.set_rate", lambda _, rate: rates.append(rate))
     parameters = {"model.norm.weight": dict(model.named_parameters())["model.norm.weight"]}
     one.train_(model, parameters, LogitObjective(), 40, 1.0, decays=decays)
@@ -154,7 +154,7 @@ class Watched(acip.Pressure):
 @pytest.mark.parametrize("steps", [96, 160])
 def test_acip_follows_its_line_to_the_smallest_size(steps: int) -> None:
     """Within a tenth of the dense parameters at each step, and within .03 at the end."""
-    one = lesson(budgets=(0.8, 0.3))
+    one = training_task(budgets=(0.8, 0.3))
     model, layers = acip.scored(one)
     pressure = Watched(layers, 0.3, steps)
     acip.learn_order(one, model, pressure)
@@ -164,7 +164,7 @@ def test_acip_follows_its_line_to_the_smallest_size(steps: int) -> None:
 
 def test_scores_and_adapters_learn_at_their_rates() -> None:
     """By hand: in one step AdamW takes scores by the whole rate 5 / 1, and adapters by .05 of it."""
-    one = lesson()
+    one = training_task()
     model, layers = acip.scored(one)
     before = {name: layer.down.detach().clone() for name, layer in layers.items()}
     for layer in layers.values():
@@ -180,13 +180,13 @@ def test_scores_and_adapters_learn_at_their_rates() -> None:
 def test_adapters_have_the_authors_share_of_a_layers_width(monkeypatch: pytest.MonkeyPatch) -> None:
     """Theirs have 32 ranks in layers 4096 wide, or a little more."""
     assert acip.ADAPTER * 4096 == 32
-    assert {len(one.down) for one in acip.scored(lesson())[1].values()} == {1}
+    assert {len(one.down) for one in acip.scored(training_task())[1].values()} == {1}
     monkeypatch.setattr(acip, "ADAPTER", 1 / 8)
-    layers = acip.scored(lesson())[1]
+    layers = acip.scored(training_task())[1]
     assert {name.rsplit(".", 1)[1]: len(one.down) for name, one in layers.items()} == {
         "q_proj": 4, "k_proj": 2, "v_proj": 2, "o_proj": 4, "gate_proj": 4, "up_proj": 4, "down_proj": 4,
     }  # fmt: skip
-    assert {len(one.down) for one in acip.scored(lesson(), 3)[1].values()} == {3}
+    assert {len(one.down) for one in acip.scored(training_task(), 3)[1].values()} == {3}
 
 
 #: By model, the methods that do not know it: fused queries of groups; no blocks to leave out, and no linear layers.
@@ -198,6 +198,6 @@ UNKNOWN = {
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in UNKNOWN.items() for name in sorted(names)])
 def test_a_model_that_a_method_does_not_know_is_named(kind: str, name: str) -> None:
-    one, method = lesson(kind), TRAINED_METHODS[name]
+    one, method = training_task(kind), TRAINED_METHODS[name]
     with pytest.raises(NotApplicable, match="not known|no stack|convolution"):
         next(method.sizes(one, method.trials[-1]))

@@ -222,7 +222,7 @@ def test_the_whole_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert own["full"] == pytest.approx(share_right(network.model, reported, len(kept)))
         assert len(own["svd"]) == len(own["datasvd"]) == len(own["fisher"]) == len(own["ours"]) == 2
         (alone,) = own["alone"]
-        assert [place for place, one in enumerate(alone) if one is not None] == list(map(BUDGETS.index, vision.ALONE))
+        assert [at for at, one in zip(BUDGETS, alone, strict=True) if one is not None] == list(vision.SEPARATE_BUDGETS)
     assert not list(tmp_path.rglob("*, distilled"))
     # A finished unit is not computed again, and what is read back is what was written.
     monkeypatch.setattr(vision, "distill_", None)
@@ -273,10 +273,10 @@ def test_what_a_run_does_by_itself_is_weighted_by_gradients(tmp_path: Path, monk
 def test_a_size_alone_is_trained_for_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is trained, and what is scored, is the decomposed network at that profile."""
     network, images, seen = networks()[1], tiny_images(), []
-    monkeypatch.setattr(vision, "ALONE", (0.3,))
+    monkeypatch.setattr(vision, "SEPARATE_BUDGETS", (0.3,))
     monkeypatch.setattr(vision, "distill_", lambda *args, checkpoint, **_: seen.append(args) or checkpoint.mkdir())
     trial = vision._Trial(network, images, PLAN, 0, vision.Ledger(tmp_path, {}))
-    alone = trial.alone()
+    alone = trial.trained_separately()
     (place,) = [place for place, one in enumerate(alone) if one is not None]
     (model, teacher, _, profiles), profile = seen[0], trial.chain.at(0.3)
     assert teacher is network.model and profiles == [profile] and BUDGETS[place] == 0.3

@@ -82,8 +82,8 @@ def test_every_size_scores_what_a_plain_loop_scores(copied: Path, sources: Path,
     qualities = [row["quality"]["nats_per_token"] for row in found["rows"]]
     own = [row["quality"]["nats_per_token"] for row in (summary["base"], *summary["rows"])]
     assert qualities[:2] + qualities[3:] == pytest.approx(own, rel=1e-6)
-    judge = load_samples(load_config(copied), str(sources / "language"), tokenizer).judge(base)
-    assert qualities[2] == pytest.approx(judge(models[2])["nats_per_token"], rel=1e-4)  # at .62
+    measure_quality = load_samples(load_config(copied), str(sources / "language"), tokenizer).quality_function(base)
+    assert qualities[2] == pytest.approx(measure_quality(models[2])["nats_per_token"], rel=1e-4)  # at .62
     for row, model in zip(found["rows"], models, strict=True):
         scores = {metric: one["value"] for metric, one in row["tasks"]["words"].items()}
         assert scores == pytest.approx(answers(model, tokenizer))
@@ -182,16 +182,16 @@ def test_a_group_of_tasks_is_scored(copied: Path, tasks: Path) -> None:
         (["--tasks", " ,"], "--tasks names no task"),
         (["--limit", "3"], "--limit needs --tasks"),
         (["--window", "8"], "--window needs --perplexity"),
-        (["--budgets", ".5,x"], "--budgets: 'x' is no number"),
+        (["--budgets", ".5,x"], "--budgets: 'x' is not a number"),
         (["--perplexity", "nowhere.txt"], "nowhere.txt: no such file or folder of texts"),
         (["--perplexity", "TEXT", "--window", "1"], "--window is 1; it is a number of tokens, 2 or more"),
         (["--perplexity", "TEXT", "--window", "65"], "--window is 65; this model reads at most 64 tokens"),
         (["--perplexity", "TEXT", "--budgets", "1.5"], "--budgets: 1.5 is out of range"),
         (["--perplexity", "TEXT", "--budgets", ".001"], "budget=0.001 is too small"),
-        (["--perplexity", "TEXT", "--set", "task=embedding"], "need a run of task language; tiny is of embedding"),
-        (["--sts", "TEXT"], "--sts needs a run of task embedding; tiny is of language"),
+        (["--perplexity", "TEXT", "--set", "task=embedding"], "need a run with task language; tiny has embedding"),
+        (["--sts", "TEXT"], "--sts needs a run with task embedding; tiny has language"),
         (["--output", "x.json"], "--output needs --tasks, --perplexity, --sts or --budgets"),
-        (["--budgets", ".5", "--output", "/"], "--output /: give a name that ends in .json, of a file that is not"),
+        (["--budgets", ".5", "--output", "/"], "--output /: give the name of a new file that ends in .json"),
         (["--budgets", ".5", "--output", "x.txt"], "--output x.txt: give a name that ends in .json"),
         (
             ["--budgets", ".5", "--output", "RUN/summary.json"],

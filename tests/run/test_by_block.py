@@ -194,7 +194,9 @@ def test_a_run_that_has_allocated_ranks_counts_them(
     trained, _ = load_elastic(tmp_path / "run" / "elastic")
     assert written() == tensor_bytes(trained) != uniform
     judged: list[int] = []
-    monkeypatch.setattr(Workspace, "judge", property(lambda _: lambda model: judged.append(tensor_bytes(model))))
+    monkeypatch.setattr(
+        Workspace, "measure_quality", property(lambda _: lambda model: judged.append(tensor_bytes(model)))
+    )
     evaluate_initial(Workspace(config, RunDirectory(config.directory)), "")
     assert judged == [decomposed_bytes(build_architecture(config), config)] * 3
     assert written(0.75) == others

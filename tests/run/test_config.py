@@ -142,7 +142,7 @@ def test_a_file_that_is_no_config_is_one_line(content: str | bytes, part: str, t
 def test_a_missing_file_and_a_directory_without_a_run_have_their_own_messages(tmp_path: Path) -> None:
     with pytest.raises(FlexrankError, match="no such config file"):
         load_config(tmp_path / "none.yaml")
-    with pytest.raises(FlexrankError, match="is no run directory"):
+    with pytest.raises(FlexrankError, match="is not a run directory"):
         load_config(tmp_path)
 
 

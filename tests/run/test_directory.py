@@ -137,7 +137,7 @@ def test_what_reads_a_trained_model_does_not_train_it_again(
     digest = directory.code_digest
     with monkeypatch.context() as patch:
         patch.setattr(directory, "code_digest", lambda room: digest(room) + "changed" * (room == "run/training"))
-        with pytest.raises(FlexrankError, match=f"own code, .*flexrank deploy {copied}/elastic` takes it as it is"):
+        with pytest.raises(FlexrankError, match=f"own code, .*flexrank deploy {copied}/elastic` uses it as it is"):
             run_stages(load_config(copied), until)
     assert {path: path.read_bytes() for path in (copied / "elastic").iterdir()} == before
     assert rerun(copied) == ()  # by the configuration of before

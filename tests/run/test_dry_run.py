@@ -107,7 +107,7 @@ def test_memory_is_what_real_training_holds(tmp_path: Path) -> None:
     for name, layer in nested_layers(student).items():
         layer.set_sizes_([profile[name] for profile in reversed(profiles)])
     batch, held = batch_of(tiny.llama_tied), memory["consolidation"]
-    with step.used_components(student, profiles):
+    with step.trimmed_factors(student, profiles):
         trainable = step.trainable_parameters(student, factors_only=True)
         optimizer = make_optimizer(student, trainable, 1e-3)
         with step.training(student, model, trainable), use_profile(student, profiles[0]):

@@ -35,7 +35,7 @@ def tokens(largest: dict[str, int]) -> Samples:
     """Samples with these largest tokens in their second batch; an example is one batch."""
     first = {"input_ids": torch.tensor([[1, 2, 3]])}
     parts: Any = {name: [first, {"input_ids": torch.tensor([[4, largest.get(name, 5), 6]])}] for name in PARTS}
-    return Samples(**parts | {"example": parts["example"][1]}, judge=None)  # type: ignore[arg-type]
+    return Samples(**parts | {"example": parts["example"][1]}, quality_function=None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("part", PARTS)

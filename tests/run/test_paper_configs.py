@@ -137,7 +137,7 @@ def test_a_dry_run_prints_its_figures_and_writes_nothing(written: Path) -> None:
         (["--dry-run", "--set", "architecture=null", "--set", "model=./nowhere"], "'./nowhere': no such directory"),
         (["--dry-run", "--set", "architecture=wrong.json"], "hidden_size"),
         (["--dry-run", "--set", "architecture=empty.json"], "Should have a `model_type` key"),
-        (["--dry-run", "--set", "architecture=deployed.json"], "compressed already"),
+        (["--dry-run", "--set", "architecture=deployed.json"], "already compressed"),
         (["--dry-run", "--set", "architecture=encoder.json"], "AutoModelForCausalLM has no class for 'dinov3_vit'"),
         (["--dry-run", "--set", "data.max_tokens=65"], "data.max_tokens is 65; this model reads at most 64"),
         (["--dry-run", "--set", "allocation.budgets=[0.01]"], "allocation.budgets: 0.01 is too small"),

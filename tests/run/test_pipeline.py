@@ -64,7 +64,9 @@ def test_the_exported_model_is_the_row_of_its_budget(finished: Path, sources: Pa
     small = transformers.AutoModelForCausalLM.from_pretrained(place)
     config = load_config(finished)
     samples = load_samples(config, str(sources / "language"), transformers.AutoTokenizer.from_pretrained(place))
-    assert samples.judge(small)(small)["nats_per_token"] == pytest.approx(row["quality"]["nats_per_token"], rel=1e-6)
+    assert samples.quality_function(small)(small)["nats_per_token"] == pytest.approx(
+        row["quality"]["nats_per_token"], rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("place", ["elastic", "deployed/0.50"])
@@ -87,7 +89,7 @@ def test_what_a_model_card_says_runs(finished: Path, place: str, monkeypatch: py
 
 def test_the_base_row_is_the_original(finished: Path, original: tuple[torch.nn.Module, Samples]) -> None:
     (model, samples), base = original, summary_of(finished)["base"]
-    assert base["quality"] == samples.judge(model)(model)
+    assert base["quality"] == samples.quality_function(model)(model)
     assert base["params_model"] == sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -200,7 +202,10 @@ def test_an_encoder_goes_all_the_way(sources: Path, tmp_path: Path) -> None:
     ("overrides", "parts"),
     [
         (["model=./nowhere"], ["./nowhere", "no such directory"]),
-        (["model=RUN/deployed/0.50"], ["deployed/0.50': compressed already; name the dense model that it was made of"]),
+        (
+            ["model=RUN/deployed/0.50"],
+            ["deployed/0.50': already compressed; name the dense model from which it was made"],
+        ),
         (["model=package:no_such_package/model"], ["no_such_package", "pip install"]),
         (["data.path=nowhere.txt"], ["nowhere.txt"]),
         (["data.batch_size=4096"], ["data.calibration", "shorter than one batch of 4096"]),

@@ -275,11 +275,11 @@ def test_the_command_shows_the_plan(written: Path) -> None:
         (["--dry-run", "--price", "2"], "--price belongs to --gpu"),
         (["--dry-run", "--gpu", "h200", "--tflops", "3"], "--tflops and --gpu both say how fast"),
         (["--dry-run", "--gpu", "h200", "--gpus", "0"], "--gpus is 0; it is a number of devices, 1 or more"),
-        (["--dry-run", "--gpu", "h200", "--price", "-1"], "--price is -1; it is that of a device's hour"),
+        (["--dry-run", "--gpu", "h200", "--price", "-1"], "--price is -1; it is the price of one GPU for an hour"),
         (["--dry-run", "--gpu", "h2000"], f"--gpu 'h2000' is unknown; it is {', '.join(GPUS)}, local, or a file"),
         (["--dry-run", "--gpu", "none.json"], "none.json: no such file; flexrank measure --calibrate-plan writes it"),
         (["--dry-run", "--gpu", "wrong.json"], "wrong.json: share.float32: input should be greater than 0"),
-        (["--dry-run", "--gpu", "alone.json", "--gpus", "2"], "device 'round' has no rate of a link"),
+        (["--dry-run", "--gpu", "alone.json", "--gpus", "2"], "device 'round' has no speed of a link"),
     ],
 )
 def test_wrong_input_is_one_line(arguments: list[str], part: str, written: Path) -> None:

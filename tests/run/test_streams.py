@@ -62,10 +62,10 @@ def test_a_stream_goes_all_the_way_and_resumes_to_the_same_bits(
     )
     rerun(tmp_path / "whole", again, until="distill")
 
-    def fail(self: Step, items: Any, number: int, usual: Any) -> float:
+    def fail(self: Step, items: Any, number: int, mean_loss: Any) -> float:
         if number == 5:
             raise KeyboardInterrupt
-        return take(self, items, number, usual)
+        return take(self, items, number, mean_loss)
 
     monkeypatch.setattr(Step, "take", fail)
     with pytest.raises(KeyboardInterrupt):

@@ -60,8 +60,8 @@ def test_the_dry_run_counts_the_targets_that_a_run_keeps(
         tables.append(json.loads((tmp_path / str(limit) / "sensitivity.json").read_text())["errors"])
     assert objective == LogitObjective(top_k=4)
     assert caplog.text.count(f"{ROWS} rows are kept as its 4 likeliest classes and one of all others, in 18432") == 1
-    full, lumped = ([error for one in table.values() for error in one] for table in tables)
-    assert full != lumped and all(less <= more + 1e-6 for less, more in zip(lumped, full, strict=True))
+    full, top_k = ([error for one in table.values() for error in one] for table in tables)
+    assert full != top_k and all(less <= more + 1e-6 for less, more in zip(top_k, full, strict=True))
 
 
 def test_only_the_printed_allocation_probes_by_another_loss(sources: Path, tmp_path: Path) -> None:

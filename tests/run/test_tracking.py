@@ -31,10 +31,10 @@ def test_an_interrupted_run_goes_on_after_its_checkpoint(copied: Path, monkeypat
     (copied / "losses.jsonl").write_text("what an earlier run left\n" * 9)
     (copied / "elastic" / "elastic.json").unlink()  # so that it trains again
 
-    def stop(self: Step, items: object, number: int, *usual: object) -> float:
+    def stop(self: Step, items: object, number: int, *mean_loss: object) -> float:
         if number == 5:
             raise MemoryError
-        return take(self, items, number, *usual)
+        return take(self, items, number, *mean_loss)
 
     monkeypatch.setattr(Step, "take", stop)
     with pytest.raises(MemoryError):

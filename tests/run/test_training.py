@@ -49,7 +49,7 @@ def test_a_size_is_trained_alone_from_the_shared_weights(copied: Path) -> None:
     model, chain = load_elastic(copied / "elastic")
     profile = chain.at(0.5)
     with use_profile(model, profile):
-        shared = work.judge(model)["nats_per_token"]
+        shared = work.measure_quality(model)["nats_per_token"]
     objective = LogitObjective(hidden_weight=4.0)
     settings = {"steps": TUNE, "learning_rate": 1e-3, "objective": objective, "seed": work.config.seed}
     settings["autocast"] = autocast_dtype("auto", torch.device("cpu"))
@@ -58,7 +58,9 @@ def test_a_size_is_trained_alone_from_the_shared_weights(copied: Path) -> None:
     small, batch = load_model(export["directory"], "language"), work.samples.example
     with torch.no_grad(), use_profile(model, profile):
         assert relative(call_model(small, batch).logits, call_model(model, batch).logits) < 1e-4
-        assert export["quality"]["nats_per_token"] == pytest.approx(work.judge(model)["nats_per_token"], rel=1e-4)
+        assert export["quality"]["nats_per_token"] == pytest.approx(
+            work.measure_quality(model)["nats_per_token"], rel=1e-4
+        )
     assert export["shared"]["nats_per_token"] == pytest.approx(shared, rel=1e-4) != export["quality"]["nats_per_token"]
 
 
@@ -67,10 +69,10 @@ def test_interrupted_tuning_goes_on_to_the_same_bits(copied: Path, monkeypatch: 
     state = Path(whole["directory"], "model.safetensors")
     expected, take = state.read_bytes(), Step.take
 
-    def stop(self: Step, items: Any, number: int, *usual: Any) -> float:
+    def stop(self: Step, items: Any, number: int, *mean_loss: Any) -> float:
         if number == 2:
             raise KeyboardInterrupt
-        return take(self, items, number, *usual)
+        return take(self, items, number, *mean_loss)
 
     with monkeypatch.context() as patch:
         patch.setattr(Step, "take", stop)
@@ -180,7 +182,7 @@ def test_training_has_the_settings_of_the_run(copied: Path, monkeypatch: pytest.
     work = Workspace(load_config(copied, ["seed=5", *overrides]), RunDirectory(copied))
     seen: list[Any] = []
     monkeypatch.setattr(training, "distill_", lambda *given, **settings: seen.extend([given, settings]))
-    model, profiles, checkpoint, weights, on_step = work.own_base(), [{"a": 1}], copied / "x", [1.0, 2.0], print
+    model, profiles, checkpoint, weights, on_step = work.load_base(), [{"a": 1}], copied / "x", [1.0, 2.0], print
     training.train_(work, model, profiles, 20, checkpoint, weights, on_step)
     assert all(a is b for a, b in zip(seen[0], (model, work.base, work.samples.training, profiles), strict=True))
     assert seen[1] == own | {
@@ -277,9 +279,9 @@ def test_a_missing_library_is_told_before_the_work(
 
 def test_a_gpu_is_left_to_the_process_that_times(copied: Path) -> None:
     work = Workspace(load_config(copied), RunDirectory(copied))
-    held = weakref.ref(work.base), weakref.ref(work.judge)
-    work.release()
+    held = weakref.ref(work.base), weakref.ref(work.measure_quality)
+    work.free_base()
     assert held[0]() is work.base  # on a CPU it stays
     work.__dict__["device"] = torch.device("cuda")
-    work.release()
+    work.free_base()
     assert held[0]() is None and held[1]() is None

@@ -1,9 +1,9 @@
 """Rivals that train, each in one file written from its paper, behind one interface.
 
-A trained method is one function: `sizes(lesson, settings)` yields at each budget, largest first, a model and the
-parameters of its deployed form, or None if the method has no size that small. The lesson is the same for all: the base
+A trained method is one function: `sizes(task, settings)` yields at each budget, largest first, a model and the
+parameters of its deployed form, or None if the method has no size that small. The task is the same for all: the base
 model, calibration, training batches, and the number of steps of all sizes together. A method that trains each size
-separately has `steps_of_a_size` for each.
+separately has `steps_per_size` for each.
 
 Each method has four rates. They are tried on the tuning half, and the best one is compared. All methods distil the base
 model, as ours does; where a paper trains on labels, that was tried too, and was worse in 14 of 15 cases.

@@ -36,7 +36,7 @@ from flexrank.distill.schedule import Schedule
 from flexrank.nn.matrix import bias_of, weight_matrix
 from flexrank.profiles.costs import deployed_parameters
 from research.baselines.method import NotApplicable
-from research.baselines.trained.lesson import Lesson, Settings, Size, TrainedMethod, rates, trained_parameters
+from research.baselines.trained.lesson import Settings, Size, TrainedMethod, TrainingTask, rates, trained_parameters
 
 #: λ at first, its growth if it grows at every step, and how often a score could go from 1 to 0 in these steps.
 PENALTY, GROWTH, TRAVEL = 1e-5, 1e8, 5.0
@@ -148,51 +148,51 @@ def masks_within(layers: Mapping[str, ScoredLinear], places: Mapping[str, Tensor
     return {name: (place < low).to(layers[name].values) for name, place in places.items()}
 
 
-def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:
+def sizes(task: TrainingTask, settings: Settings) -> Iterator[Size]:
     """Trains all sizes together: scores and adapters first, then adapters at sizes drawn at random."""
-    model, layers = scored(lesson)
-    pressure = Pressure(layers, min(lesson.budgets), round(LEARNING * lesson.steps))
-    learn_order(lesson, model, pressure)
+    model, layers = scored(task)
+    pressure = Pressure(layers, min(task.budgets), round(LEARNING * task.steps))
+    learn_order(task, model, pressure)
     places, dense = pressure.order(), pressure.dense
-    all_masks = [masks_within(layers, places, budget * dense) for budget in lesson.budgets]
-    draws = Schedule([1.0] * len(all_masks), lesson.seed, lesson.steps, 0.0, 0)
-    steps, rate = lesson.steps - pressure.steps, lesson.rate(settings)
+    all_masks = [masks_within(layers, places, budget * dense) for budget in task.budgets]
+    draws = Schedule([1.0] * len(all_masks), task.seed, task.steps, 0.0, 0)
+    steps, rate = task.steps - pressure.steps, task.learning_rate(settings)
     adapters = trained_parameters(model, [".down", ".up"])
 
     def switch(step: int) -> None:
         set_masks(layers, all_masks[draws.draw(step)])
 
-    lesson.train_(model, adapters, lesson.followed, steps, rate, switch)
-    for budget, masks in zip(lesson.budgets, all_masks, strict=True):
+    task.train_(model, adapters, task.objective, steps, rate, switch)
+    for budget, masks in zip(task.budgets, all_masks, strict=True):
         set_masks(layers, masks)
         kept = sum(layers[name].parameters_at(int(mask.sum())) for name, mask in masks.items())
-        yield (model, lesson.limit(0) + kept) if kept <= budget * dense else None
+        yield (model, task.parameter_limit(0) + kept) if kept <= budget * dense else None
 
 
-def scored(lesson: Lesson, adapter: int | None = None) -> tuple[nn.Module, dict[str, ScoredLinear]]:
+def scored(task: TrainingTask, adapter: int | None = None) -> tuple[nn.Module, dict[str, ScoredLinear]]:
     """Returns the model with `ScoredLinear` layers, all of whose scores are 1, and these layers by name.
 
     Adapters have rank `adapter`, or by default the authors' share of each layer's narrower side.
     """
-    model, layers = copy.deepcopy(lesson.teacher), dict[str, ScoredLinear]()
-    generator = torch.Generator().manual_seed(lesson.seed)
-    for name in lesson.layers:
+    model, layers = copy.deepcopy(task.teacher), dict[str, ScoredLinear]()
+    generator = torch.Generator().manual_seed(task.seed)
+    for name in task.layers:
         layer = model.get_submodule(name)
         if isinstance(layer, nn.Conv2d):
             raise NotApplicable(f"layer {name!r} is a convolution; ACIP is of linear layers")
-        rank = adapter or max(1, round(ADAPTER * min(lesson.layers[name])))
+        rank = adapter or max(1, round(ADAPTER * min(task.layers[name])))
         layers[name] = ScoredLinear(layer, rank, generator)
         model.set_submodule(name, layers[name])
     return model, layers
 
 
-def learn_order(lesson: Lesson, model: nn.Module, pressure: Pressure) -> None:
+def learn_order(task: TrainingTask, model: nn.Module, pressure: Pressure) -> None:
     """Trains scores and adapters until the model is as small as the smallest size."""
     learned = trained_parameters(model, [".score", ".down", ".up"])
     scores = [name for name in learned if name.endswith(".score")]
-    lesson.train_(
-        model, learned, Penalised(lesson.followed, pressure), pressure.steps, PACE * TRAVEL / pressure.steps,
-        pressure.update, quick=scores, factor=1 / PACE, decays=False,
+    task.train_(
+        model, learned, Penalised(task.objective, pressure), pressure.steps, PACE * TRAVEL / pressure.steps,
+        pressure.update, fast_parameters=scores, fast_factor=1 / PACE, decays=False,
     )  # fmt: skip
     pressure.update(pressure.steps)
 

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from flexrank.calibrate.collector import computing, seeded_loss
+from flexrank.calibrate.collector import calibration_mode, seeded_loss
 from flexrank.data.batches import Batch, call_model, model_device, to_device
 from flexrank.nn.matrix import is_conv1d, matrix_shape, weight_matrix
 from research.baselines.method import Loss, NotApplicable
@@ -124,7 +124,7 @@ def importances(
         for name in (reader, *one.writers, *one.shared_writers)
     }
     weights: Any = [layer.weight for layer in layers.values()]
-    with computing(model, device, with_gradients=True):
+    with calibration_mode(model, device, with_gradients=True):
         for weight in weights:
             weight.requires_grad_(True)
         for number, batch in enumerate(batches):

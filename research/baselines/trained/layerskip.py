@@ -21,7 +21,7 @@ from flexrank.distill.objectives import Objective
 from flexrank.hf.models import hidden_states
 from flexrank.nn.blocks import block_stack, replaced_forwards
 from research.baselines.method import NotApplicable, parameter_count
-from research.baselines.trained.lesson import Lesson, Settings, Size, TrainedMethod, rates
+from research.baselines.trained.lesson import Settings, Size, TrainedMethod, TrainingTask, rates
 
 #: The paper's values for continued pretraining: the last block's dropout, and the scale of early losses.
 DROPOUT, EXIT_SCALE = 0.1, 0.2
@@ -94,27 +94,27 @@ def exit_output(model: nn.Module, output: Any, place: int) -> Any:
     return SimpleNamespace(logits=head(states[:, 0] if is_classifier else states), hidden_states=(states,))
 
 
-def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:
+def sizes(task: TrainingTask, settings: Settings) -> Iterator[Size]:
     """Trains all depths together, and all weights."""
-    model = copy.deepcopy(lesson.teacher)
-    blocks = exits(model, lesson.layers)
-    objective = ExitObjective(lesson.followed, model, len(blocks))
+    model = copy.deepcopy(task.teacher)
+    blocks = exits(model, task.layers)
+    objective = ExitObjective(task.objective, model, len(blocks))
     skipped = dropout_rates(len(blocks))
-    weights = lesson.weights(model)
+    weights = task.weights(model)
     with contextlib.ExitStack() as stack:
 
         def prepare(step: int) -> None:
             stack.close()
             objective.place = step % (len(blocks) - 1)
-            draw = random.Random(f"{lesson.seed} dropout {step}")
+            draw = random.Random(f"{task.seed} dropout {step}")
             for (_, block), rate in zip(blocks, skipped, strict=True):
                 if draw.random() < rate:
                     stack.enter_context(replaced_forwards({block: _left_out}))
 
         with hidden_states(model):
-            lesson.train_(model, weights, objective, lesson.steps, lesson.rate(settings), prepare)
-    for budget in lesson.budgets:
-        depth = depth_within(lesson, dict(blocks), lesson.limit(budget))
+            task.train_(model, weights, objective, task.steps, task.learning_rate(settings), prepare)
+    for budget in task.budgets:
+        depth = depth_within(task, dict(blocks), task.parameter_limit(budget))
         if depth is None:
             yield None
             continue
@@ -126,10 +126,10 @@ def _left_out(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
     return hidden_states
 
 
-def depth_within(lesson: Lesson, blocks: Mapping[str, nn.Module], limit: int) -> int | None:
+def depth_within(task: TrainingTask, blocks: Mapping[str, nn.Module], limit: int) -> int | None:
     """Returns the largest number of first blocks whose model has at most `limit` parameters; None if none fits."""
     own = list(map(parameter_count, blocks.values()))
-    rest = parameter_count(lesson.teacher) - sum(own)
+    rest = parameter_count(task.teacher) - sum(own)
     depths = [depth for depth in range(1, len(own) + 1) if rest + sum(own[:depth]) <= limit]
     return max(depths, default=None)
 

@@ -26,7 +26,7 @@ Size = tuple[nn.Module, int] | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Lesson:
+class TrainingTask:
     """A base model, and all that a method may learn from; methods change nothing in it."""
 
     teacher: nn.Module
@@ -34,19 +34,19 @@ class Lesson:
     batches: Sequence[Batch]  #: for training
     budgets: Sequence[float]  #: shares of the factorised layers' parameters, largest first
     steps: int  #: of all sizes together
-    steps_of_a_size: int  #: for a method that trains each size separately
-    followed: FisherObjective  #: the objective of distillation
-    divergence: Objective  #: the same without hidden states, as the paper prints it
-    task: Loss | None  #: the loss on labels, by which units are ranked; None without labels
-    elastic: Callable[[Method], nn.Module]  #: returns the model decomposed by `datasvd` or `fisher`
+    steps_per_size: int  #: for a method that trains each size separately
+    objective: FisherObjective  #: the objective of distillation
+    output_objective: Objective  #: the same without hidden states, as the paper prints it
+    label_loss: Loss | None  #: the loss on labels, by which units are ranked; None without labels
+    decompose: Callable[[Method], nn.Module]  #: returns the model decomposed by `datasvd` or `fisher`
     chain: Callable[[Method, str], ProfileChain]  #: returns the chain of its allocation by `paper` or `joint`
-    forwards: Callable[[nn.Module], AbstractContextManager[None]]  #: the context in which models compute in training
+    forward_context: Callable[[nn.Module], AbstractContextManager[None]]  #: in which models are trained
     layers: Mapping[str, tuple[int, int]]  #: the shapes of the layers whose parameters the budgets are shares of
-    usual_rate: float  #: the learning rate of flexrank's own consolidation of the model
+    default_rate: float  #: the learning rate of flexrank's own consolidation of the model
     autocast: torch.dtype | None
     seed: int
 
-    def limit(self, budget: float) -> int:
+    def parameter_limit(self, budget: float) -> int:
         """Returns the parameters that a deployed model may have at a budget, including those outside the layers."""
         dense = sum(m * n for m, n in self.layers.values())
         return parameter_count(self.teacher) - dense + int(budget * dense)
@@ -56,9 +56,9 @@ class Lesson:
         embeddings = set(model.get_input_embeddings().parameters())
         return {name: one for name, one in model.named_parameters() if one not in embeddings}
 
-    def rate(self, settings: Settings) -> float:
-        """Returns the settings' learning rate: `learning_rate`, or `times_usual` times the model's usual rate."""
-        return settings.get("learning_rate") or settings["times_usual"] * self.usual_rate
+    def learning_rate(self, settings: Settings) -> float:
+        """Returns the settings' learning rate: `learning_rate`, or `times_usual` times the model's default rate."""
+        return settings.get("learning_rate") or settings["times_usual"] * self.default_rate
 
     def train_(
         self,
@@ -67,29 +67,29 @@ class Lesson:
         objective: Objective,
         steps: int,
         learning_rate: float,
-        before: Callable[[int], None] = lambda step: None,
-        quick: Sequence[str] = (),
-        factor: float = 1.0,
+        before_step: Callable[[int], None] = lambda step: None,
+        fast_parameters: Sequence[str] = (),
+        fast_factor: float = 1.0,
         decays: bool = True,
     ) -> None:
-        """Trains these parameters in place with AdamW, those named in `quick` at `factor` times the learning rate.
+        """Trains these parameters in place with AdamW, `fast_parameters` at `fast_factor` times the learning rate.
 
-        After its warm-up the learning rate decays to 0 if `decays`, otherwise it stays. `before` is called before each
-        step, with the step's number.
+        After its warm-up the learning rate decays to 0 if `decays`, otherwise it stays. `before_step` is called before
+        each step, with the step's number.
         """
         optimizer = torch.optim.AdamW(
             [
-                {"params": [one for name, one in parameters.items() if name not in quick], "scale": 1.0},
-                {"params": [one for name, one in parameters.items() if name in quick], "scale": factor},
+                {"params": [one for name, one in parameters.items() if name not in fast_parameters], "scale": 1.0},
+                {"params": [one for name, one in parameters.items() if name in fast_parameters], "scale": fast_factor},
             ],
             lr=learning_rate, weight_decay=0.0,
         )  # fmt: skip
         targets = Targets(self.teacher, objective, self.autocast, CACHE)
         warmup = round(WARMUP * steps)
         step, feed = Step(model, targets, parameters, optimizer, 1.0), Feed(self.batches, self.seed)
-        with self.forwards(model), training(model, self.teacher, parameters):
+        with self.forward_context(model), training(model, self.teacher, parameters):
             for number in track(range(steps), "training", steps, 0):
-                before(number)
+                before_step(number)
                 along = number if decays else min(number, warmup)  # the end of the warm-up is the peak
                 set_rate(optimizer, scheduled_rate(along, steps, learning_rate, warmup))
                 step.take([feed.next()], number)
@@ -103,7 +103,7 @@ class TrainedMethod:
     source: str
     is_one_artefact: bool
     trials: Sequence[Settings]  #: four learning rates to try, each twice the one before
-    sizes: Callable[[Lesson, Settings], Iterator[Size]]
+    sizes: Callable[[TrainingTask, Settings], Iterator[Size]]
     table: Method | None = None  #: the decomposition from whose sensitivity table it chooses ranks
 
 

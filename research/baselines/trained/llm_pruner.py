@@ -10,44 +10,44 @@ from collections.abc import Iterator
 
 from flexrank.nn.blocks import block_stack
 from research.baselines.trained.channels import Widths, find_units, importances, ordered
-from research.baselines.trained.lesson import Lesson, Settings, Size, TrainedMethod, rates, trained_parameters
+from research.baselines.trained.lesson import Settings, Size, TrainedMethod, TrainingTask, rates, trained_parameters
 from research.baselines.trained.lora import adapt_
 
 
-def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:
+def sizes(task: TrainingTask, settings: Settings) -> Iterator[Size]:
     """Makes each size separately: removes what is least important, then trains adapters on all linear layers."""
-    widths = taylor_widths(lesson)
-    for budget in lesson.budgets:
-        kept = widths.at(room(lesson, widths, budget))
+    widths = taylor_widths(task)
+    for budget in task.budgets:
+        kept = widths.at(unit_budget(task, widths, budget))
         if kept is None:
             yield None
             continue
-        model = copy.deepcopy(lesson.teacher)
-        adapt_(model, list(lesson.layers), seed=lesson.seed)
+        model = copy.deepcopy(task.teacher)
+        adapt_(model, list(task.layers), seed=task.seed)
         with widths.use(model, kept):
             adapters = trained_parameters(model, [".lora_"])
-            objective, steps = lesson.followed, lesson.steps_of_a_size
-            lesson.train_(model, adapters, objective, steps, lesson.rate(settings))
-            yield model, lesson.limit(0) + unheld(lesson, widths) + widths.parameters(kept)
+            objective, steps = task.objective, task.steps_per_size
+            task.train_(model, adapters, objective, steps, task.learning_rate(settings))
+            yield model, task.parameter_limit(0) + parameters_outside_units(task, widths) + widths.parameters(kept)
 
 
-def taylor_widths(lesson: Lesson) -> Widths:
+def taylor_widths(task: TrainingTask) -> Widths:
     """Returns heads and channels in the order of their importance on the calibration."""
-    model = copy.deepcopy(lesson.teacher)
-    units = find_units(model, [name for name, _ in block_stack(model, lesson.layers)])
-    loss = lesson.task or lesson.followed.fisher_loss
-    return Widths(units, ordered(units, importances(model, units, lesson.calibration, loss)))
+    model = copy.deepcopy(task.teacher)
+    units = find_units(model, [name for name, _ in block_stack(model, task.layers)])
+    loss = task.label_loss or task.objective.fisher_loss
+    return Widths(units, ordered(units, importances(model, units, task.calibration, loss)))
 
 
-def unheld(lesson: Lesson, widths: Widths) -> int:
+def parameters_outside_units(task: TrainingTask, widths: Widths) -> int:
     """Returns the number of layer parameters that belong to no unit."""
-    dense = sum(m * n for m, n in lesson.layers.values())
+    dense = sum(m * n for m, n in task.layers.values())
     return dense - sum(one.parameters(one.count) for one in widths.units.values())
 
 
-def room(lesson: Lesson, widths: Widths, budget: float) -> float:
+def unit_budget(task: TrainingTask, widths: Widths, budget: float) -> float:
     """Returns the parameters that units may have at a budget."""
-    return lesson.limit(budget) - lesson.limit(0) - unheld(lesson, widths)
+    return task.parameter_limit(budget) - task.parameter_limit(0) - parameters_outside_units(task, widths)
 
 
 RATES = rates("learning_rate", 2e-3, 4e-3, 8e-3, 1.6e-2)

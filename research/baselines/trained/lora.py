@@ -17,7 +17,7 @@ from flexrank.nn.switch import layer_shapes, nested_layers, set_profile
 from research.baselines.method import NotApplicable, filled_ranks
 from research.baselines.statistics import input_moments
 from research.baselines.svd_llm import factors
-from research.baselines.trained.lesson import Lesson, Settings, Size, TrainedMethod, rates, trained_parameters
+from research.baselines.trained.lesson import Settings, Size, TrainedMethod, TrainingTask, rates, trained_parameters
 from research.baselines.trained.ranks import at
 
 #: The adapters' rank in the paper, and the α by which they are scaled, over the rank.
@@ -28,9 +28,9 @@ def adapt_(model: nn.Module, layers: Sequence[str], seed: int) -> None:
     """Adds adapters to these linear layers in place: W + (α / r) · B A, with B zero and A random (Hu et al., 2022)."""
     import peft
 
-    turned = any(is_conv1d(model.get_submodule(name)) for name in layers)
+    is_transposed = any(is_conv1d(model.get_submodule(name)) for name in layers)
     config = peft.LoraConfig(
-        r=RANK, lora_alpha=ALPHA, target_modules=list(layers), lora_dropout=0.0, fan_in_fan_out=turned
+        r=RANK, lora_alpha=ALPHA, target_modules=list(layers), lora_dropout=0.0, fan_in_fan_out=is_transposed
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -51,13 +51,13 @@ def pair(layer: NestedLinear) -> nn.Sequential:
     return modules
 
 
-def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:
+def sizes(task: TrainingTask, settings: Settings) -> Iterator[Size]:
     """Makes each size separately: whitened factors at uniform ranks, then adapters on V, then on U."""
-    whole = _whitened(lesson)
-    for budget in lesson.budgets:
-        profile = filled_ranks(layer_shapes(whole), dict.fromkeys(lesson.layers, budget), budget)
+    whole = _whitened(task)
+    for budget in task.budgets:
+        profile = filled_ranks(layer_shapes(whole), dict.fromkeys(task.layers, budget), budget)
         ((_, parameters),) = at(whole, profile)
-        if parameters > lesson.limit(budget):  # even at the least ranks
+        if parameters > task.parameter_limit(budget):  # even at the least ranks
             yield None
             continue
         model = copy.deepcopy(whole)
@@ -65,21 +65,21 @@ def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:
         for name, layer in nested_layers(model).items():
             assert isinstance(layer, NestedLinear)
             model.set_submodule(name, pair(layer))
-        steps, rate = lesson.steps_of_a_size // 2, lesson.rate(settings)
-        adapt_(model, [f"{name}.{factor}" for name in profile for factor in ("v", "u")], lesson.seed)
+        steps, rate = task.steps_per_size // 2, task.learning_rate(settings)
+        adapt_(model, [f"{name}.{factor}" for name in profile for factor in ("v", "u")], task.seed)
         for factor in ("v", "u"):
             adapters = trained_parameters(model, [f".{factor}.lora_"])
-            lesson.train_(model, adapters, lesson.followed, steps, rate)
+            task.train_(model, adapters, task.objective, steps, rate)
         yield model, parameters
 
 
-def _whitened(lesson: Lesson) -> nn.Module:
-    model = copy.deepcopy(lesson.teacher)
-    layers = {name: model.get_submodule(name) for name in lesson.layers}
+def _whitened(task: TrainingTask) -> nn.Module:
+    model = copy.deepcopy(task.teacher)
+    layers = {name: model.get_submodule(name) for name in task.layers}
     for name, layer in layers.items():
         if isinstance(layer, nn.Conv2d):
             raise NotApplicable(f"layer {name!r} is a convolution; adapters here are of linear layers")
-    moments = input_moments(model, lesson.calibration, layers, lambda output, batch: output)
+    moments = input_moments(model, task.calibration, layers, lambda output, batch: output)
     for name, layer in layers.items():
         weight = weight_matrix(layer).detach().cpu().double()
         nest_(model, name, factors(weight, moments[name]))

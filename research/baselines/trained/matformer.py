@@ -10,33 +10,33 @@ import copy
 from collections.abc import Iterator
 
 from flexrank.distill.schedule import Schedule
-from research.baselines.trained.lesson import Lesson, Settings, Size, TrainedMethod, rates
-from research.baselines.trained.llm_pruner import room, taylor_widths, unheld
+from research.baselines.trained.lesson import Settings, Size, TrainedMethod, TrainingTask, rates
+from research.baselines.trained.llm_pruner import parameters_outside_units, taylor_widths, unit_budget
 
 
-def sizes(lesson: Lesson, settings: Settings) -> Iterator[Size]:
+def sizes(task: TrainingTask, settings: Settings) -> Iterator[Size]:
     """Trains all sizes together, one per step, and all weights."""
-    widths, model = taylor_widths(lesson), copy.deepcopy(lesson.teacher)
-    all_kept = [widths.at(room(lesson, widths, budget)) for budget in lesson.budgets]
+    widths, model = taylor_widths(task), copy.deepcopy(task.teacher)
+    all_kept = [widths.at(unit_budget(task, widths, budget)) for budget in task.budgets]
     possible = [kept for kept in all_kept if kept is not None]
     if not possible:
         yield from (None for _ in all_kept)
         return
-    draws = Schedule([1.0] * len(possible), lesson.seed, lesson.steps, 0.0, 0)
-    weights = lesson.weights(model)
+    draws = Schedule([1.0] * len(possible), task.seed, task.steps, 0.0, 0)
+    weights = task.weights(model)
     with contextlib.ExitStack() as stack:
 
         def switch(step: int) -> None:
             stack.close()
             stack.enter_context(widths.use(model, possible[draws.draw(step)]))
 
-        lesson.train_(model, weights, lesson.followed, lesson.steps, lesson.rate(settings), switch)
+        task.train_(model, weights, task.objective, task.steps, task.learning_rate(settings), switch)
     for kept in all_kept:
         if kept is None:
             yield None
             continue
         with widths.use(model, kept):
-            yield model, lesson.limit(0) + unheld(lesson, widths) + widths.parameters(kept)
+            yield model, task.parameter_limit(0) + parameters_outside_units(task, widths) + widths.parameters(kept)
 
 
 RATES = rates("times_usual", 0.5, 1.0, 2.0, 4.0)

@@ -9,37 +9,37 @@ from flexrank.distill.objectives import Objective
 from flexrank.nn.switch import footprint, layer_shapes, use_profile
 from flexrank.profiles import RankProfile
 from flexrank.profiles.costs import profile_parameters
-from research.baselines.trained.lesson import WARMUP, Lesson, Settings, Size, TrainedMethod, rates
+from research.baselines.trained.lesson import WARMUP, Settings, Size, TrainedMethod, TrainingTask, rates
 
 
-def ours(lesson: Lesson, settings: Settings) -> Iterator[Size]:
+def ours(task: TrainingTask, settings: Settings) -> Iterator[Size]:
     """Trains by the defaults of `flexrank run`: factors weighted by gradients too, joint ranks, balanced consolidation.
 
     The objective includes hidden states.
     """
-    model, chain = lesson.elastic("fisher"), lesson.chain("fisher", "joint")
-    consolidate_(lesson, settings, model, chain, lesson.followed, lesson.steps)
-    yield from (size for budget in lesson.budgets for size in at(model, chain.at(budget)))
+    model, chain = task.decompose("fisher"), task.chain("fisher", "joint")
+    consolidate_(task, settings, model, chain, task.objective, task.steps)
+    yield from (size for budget in task.budgets for size in at(model, chain.at(budget)))
 
 
-def printed(lesson: Lesson, settings: Settings) -> Iterator[Size]:
+def printed(task: TrainingTask, settings: Settings) -> Iterator[Size]:
     """Trains FlexRank as the paper prints it: DataSVD, its rank search, eq. 6, and the divergence of outputs alone."""
-    model, chain = lesson.elastic("datasvd"), lesson.chain("datasvd", "paper")
-    consolidate_(lesson, settings, model, chain, lesson.divergence, lesson.steps, "paper")
-    yield from (size for budget in lesson.budgets for size in at(model, chain.at(budget)))
+    model, chain = task.decompose("datasvd"), task.chain("datasvd", "paper")
+    consolidate_(task, settings, model, chain, task.output_objective, task.steps, "paper")
+    yield from (size for budget in task.budgets for size in at(model, chain.at(budget)))
 
 
-def independent(lesson: Lesson, settings: Settings) -> Iterator[Size]:
+def independent(task: TrainingTask, settings: Settings) -> Iterator[Size]:
     """Trains each size separately, from the same factors and ranks as `ours`."""
-    chain = lesson.chain("fisher", "joint")
-    for budget in lesson.budgets:
-        model, profile = lesson.elastic("fisher"), chain.at(budget)
-        consolidate_(lesson, settings, model, [profile], lesson.followed, lesson.steps_of_a_size)
+    chain = task.chain("fisher", "joint")
+    for budget in task.budgets:
+        model, profile = task.decompose("fisher"), chain.at(budget)
+        consolidate_(task, settings, model, [profile], task.objective, task.steps_per_size)
         yield from at(model, profile)
 
 
 def consolidate_(
-    lesson: Lesson,
+    task: TrainingTask,
     settings: Settings,
     model: nn.Module,
     profiles: Profiles,
@@ -47,12 +47,12 @@ def consolidate_(
     steps: int,
     method: Method = "balanced",
 ) -> None:
-    """Runs the library's consolidation in place, on the lesson's batches."""
-    with lesson.forwards(model):
+    """Runs the library's consolidation in place, on the task's batches."""
+    with task.forward_context(model):
         distill_(
-            model, lesson.teacher, lesson.batches, profiles, method=method, objective=objective, steps=steps,
-            learning_rate=lesson.rate(settings), warmup_steps=round(WARMUP * steps), autocast=lesson.autocast,
-            seed=lesson.seed,
+            model, task.teacher, task.batches, profiles, method=method, objective=objective, steps=steps,
+            learning_rate=task.learning_rate(settings), warmup_steps=round(WARMUP * steps), autocast=task.autocast,
+            seed=task.seed,
         )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ ERROR_SCALE, COST_UNITS = 1e4, 2**16
 #: Weight of all dropped parameters together, relative to the largest error: of profiles equal in error the larger wins.
 TIE = 1e-7
 #: The largest error over about the smallest one that the solver still resolves.
-GIANT = 1e5
+MAX_ERROR_RATIO = 1e5
 #: A program is solved to the gap divided by this, which leaves room for what nesting adds.
 GAP_SHARE = 4
 #: SciPy's status of a HiGHS program that ran out of time.
@@ -72,7 +72,7 @@ def solve_nested(
     Raises:
         FlexrankError: HiGHS finds no solution within `time_limit`.
     """
-    program = _Program(_without_giants(curves, caps[0]), gap / GAP_SHARE, time_limit)
+    program = _Program(_clip_errors(curves, caps[0]), gap / GAP_SHARE, time_limit)
     alone = [program.solve([cap], [1.0]) for cap in caps]
     bound = float(np.dot(weights, [solution.bound for solution in alone]))
     rows: list[Ints] = []
@@ -89,8 +89,8 @@ def solve_nested(
     return best._replace(bound=min(best.objective, max(bound, together.bound)))
 
 
-def _without_giants(curves: Sequence[LayerCurve], cap: int) -> Sequence[LayerCurve]:
-    """Clips errors to twice the error of one profile within the cap, if the largest is over `GIANT` times that.
+def _clip_errors(curves: Sequence[LayerCurve], cap: int) -> Sequence[LayerCurve]:
+    """Clips errors to twice the error of one profile within the cap, if the largest is over MAX_ERROR_RATIO times that.
 
     No better profile has a larger error, which would hide the others within the solver's tolerance.
     """
@@ -98,7 +98,7 @@ def _without_giants(curves: Sequence[LayerCurve], cap: int) -> Sequence[LayerCur
     lowest = sum(min(0.0, float(curve.errors.min())) for curve in curves)
     limit = 2 * (within[-1].error - lowest)
     largest = max(float(curve.errors.max()) for curve in curves)
-    if not 0 < limit < largest / GIANT:
+    if not 0 < limit < largest / MAX_ERROR_RATIO:
         return curves
     return [dataclasses.replace(curve, errors=np.minimum(curve.errors, limit)) for curve in curves]
 
@@ -129,7 +129,7 @@ class _Program:
             result = milp(
                 objective,
                 integrality=np.ones(len(objective), np.int64),
-                bounds=Bounds(0, 1 if least is None else np.tile(self._droppable(least), len(caps))),
+                bounds=Bounds(0, 1 if least is None else np.tile(self._drop_bounds(least), len(caps))),
                 constraints=[
                     LinearConstraint(*_budget_rows(self._curves, caps), np.inf),
                     LinearConstraint(_order_rows(self._curves, len(caps)), -np.inf, 0),
@@ -146,7 +146,7 @@ class _Program:
         error = self.error(levels, weights)
         return Solution(levels, error, min(error, float(result.mip_dual_bound) * self._scale))
 
-    def _droppable(self, least: Ints) -> Floats:
+    def _drop_bounds(self, least: Ints) -> Floats:
         """1 for the steps above the least levels, 0 for the steps up to them."""
         steps = [np.arange(1, len(curve.ranks)) > level for curve, level in zip(self._curves, least, strict=True)]
         return np.concatenate(steps).astype(float)

@@ -27,7 +27,7 @@ KINDS: dict[str, tuple[str | None, str]] = {
     "": (None, "AutoModel"),
 }
 #: Keys about the base model's licence and language, copied unchanged from its card.
-KEPT = ("license", "license_name", "license_link", "language")
+COPIED_KEYS = ("license", "license_name", "license_link", "language")
 TAG = "flexrank"
 
 ELASTIC_CODE = """import flexrank
@@ -114,8 +114,8 @@ def _write_basic(
     library, kind = description["library"], description["class"]
     is_hub = library == "transformers"
     source = source_of(model) if is_hub else None
-    before = {} if source is None else read_head(source / CARD)
-    start = head(kind, model.name_or_path, before) if is_hub else head("", "", {}, library="pytorch")
+    before = {} if source is None else read_card_metadata(source / CARD)
+    start = card_metadata(kind, model.name_or_path, before) if is_hub else card_metadata("", "", {}, library="pytorch")
     named = auto_class(kind) if what == "elastic" else kind  # only Auto classes can load from an elastic artefact
     code = _CODE[what, library].format(kind=named, place=".", **facts)
     lines = [f"# {kind}, {what}", "", lead, "", f"```python\n{code}\n```", "", *more, *[""] * bool(more), LICENCE, ""]
@@ -127,13 +127,13 @@ def table(header: list[str], rows: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
 
 
-def head(kind: str, model: str, before: Mapping[str, Any], library: str = "transformers") -> str:
+def card_metadata(kind: str, model: str, before: Mapping[str, Any], library: str = "transformers") -> str:
     """The metadata of a card, between lines of dashes.
 
     Args:
         kind: the name of the model's class, or of an auto class of transformers.
         model: what it was loaded from, which is named as the base model if it is a name on the hub.
-        before: `read_head` of the card found there; if flexrank wrote that card, its base model is named instead.
+        before: `read_card_metadata` of the card found there; if flexrank wrote it, its base model is named instead.
         library: what loads it.
     """
     is_named = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", model) is not None and not Path(model).exists()
@@ -141,13 +141,13 @@ def head(kind: str, model: str, before: Mapping[str, Any], library: str = "trans
     is_ours = isinstance(tags, list) and TAG in tags
     base = before.get("base_model") if is_ours else model if is_named else None
     pipeline = next(task for end, (task, _) in KINDS.items() if kind.endswith(end))
-    data = {name: before.get(name) for name in KEPT}
+    data = {name: before.get(name) for name in COPIED_KEYS}
     data |= {"library_name": library, "pipeline_tag": pipeline, "tags": [TAG, "low-rank"], "base_model": base}
     return f"---\n{yaml.safe_dump({key: value for key, value in data.items() if value}, sort_keys=False)}---\n"
 
 
-def read_head(card: Path) -> dict[str, Any]:
-    """The metadata of a card; empty if there is no card, or its head is not a YAML mapping."""
+def read_card_metadata(card: Path) -> dict[str, Any]:
+    """The metadata of a card; empty if there is no card, or what it begins with is not a YAML mapping."""
     text = card.read_text(encoding="utf8", errors="replace") if card.is_file() else ""
     found = re.match(r"---\n(.*?)\n---(\s|$)", text, re.DOTALL)
     try:

@@ -24,7 +24,7 @@ from flexrank.artefacts.deployed import Factory, bare_model, describe, factory_n
 from flexrank.artefacts.tensors import ShardWriter, named_tensors, open_tensors, shared_places
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
-from flexrank.hf.companions import fetched, save_companions, verify_artefact
+from flexrank.hf.companions import local_directory, save_companions, verify_artefact
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.experts import separate_as_recorded_
 from flexrank.nn.sharding import is_sharded
@@ -40,7 +40,7 @@ MARKERS = ELASTIC_DOCUMENT, f"{ELASTIC_STATE}.safetensors"
 SHARD_BYTES = 2**28
 ELASTIC_KIND = "elastic"
 #: The last format in which sizes with equal rank in a layer shared the layer's vectors.
-BY_RANK = 2
+LAST_RANK_KEYED_FORMAT = 2
 ELASTIC_KEYS = ("library", "class", "layers", "chain", "aliases", "factory", "parameters", "tensors", "files")
 
 
@@ -65,8 +65,8 @@ def save_elastic(
     """
     if is_sharded(model) and not processes.is_first():
         layers = nested_layers(model)
-        kept = _kept_components(layers, _trained_part(chain, layers))
-        for _ in _whole_state(model, kept, named_tensors(model)[1].keys()):
+        written = _written_ranks(layers, _trained_part(chain, layers))
+        for _ in _gathered_state(model, written, named_tensors(model)[1].keys()):
             pass  # process 0 gathers the tensors from all processes' parts
         return
     with files.directory_aside(directory, *MARKERS) as aside:
@@ -114,24 +114,24 @@ class ElasticWriter:
         chain = _trained_part(chain, layers)
         for entry in chain.entries:
             require_fitting(layers, entry.profile)
-        kept = _kept_components(layers, chain)
+        written = _written_ranks(layers, chain)
         self._aliases = {alias: self._aliases[alias] for alias in model.state_dict().keys() & self._aliases.keys()}
-        self._add_rest(chain, kept)
-        specs = {name: layer_spec(layer) | {"rank": kept[name]} for name, layer in layers.items()}
+        self._add_rest(chain, written)
+        specs = {name: layer_spec(layer) | {"rank": written[name]} for name, layer in layers.items()}
         maker = None if factory is None else factory_name(factory)
         content = describe(model, self._library, specs, self._aliases, maker)
-        content["parameters"] = _written_parameters(model, kept)
+        content["parameters"] = _written_parameters(model, written)
         content |= {"chain": chain.to_json(), "tensors": self._digests, "dtypes": self._dtypes}
         content |= {"shards": self._shards.finish(), "files": self._files}
         files.write_document(self._directory / ELASTIC_DOCUMENT, ELASTIC_KIND, content)
         write_elastic_card(self._directory, content, chain, model)
 
-    def _add_rest(self, chain: ProfileChain, kept: Mapping[str, int]) -> None:
-        factors = {f"{name}.{factor}": name for name in kept for factor in "uv"}
-        for key, tensor in _whole_state(self._model, kept, self._digests.keys() | self._aliases.keys()):
+    def _add_rest(self, chain: ProfileChain, written: Mapping[str, int]) -> None:
+        factors = {f"{name}.{factor}": name for name in written for factor in "uv"}
+        for key, tensor in _gathered_state(self._model, written, self._digests.keys() | self._aliases.keys()):
             name = factors.get(key)
-            ranks = () if name is None else {min(entry.profile[name], kept[name]) for entry in chain.entries}
-            self._add(key, tensor, None if name is None else sorted({*ranks, kept[name]}))
+            ranks = () if name is None else {min(entry.profile[name], written[name]) for entry in chain.entries}
+            self._add(key, tensor, None if name is None else sorted({*ranks, written[name]}))
 
     def _add(self, key: str, tensor: Tensor, ends: list[int] | None = None) -> None:
         """Writes a tensor; a factor gets a digest for each segment, which end at the ranks `ends`."""
@@ -163,7 +163,7 @@ def load_elastic(
     Raises:
         FlexrankError: a file is missing, truncated or edited, the budget is too small, or the architecture differs.
     """
-    directory = fetched(directory)
+    directory = local_directory(directory)
     document = read_elastic_document(directory)
     chain, ranks = ProfileChain.from_json(document["chain"]), None
     if not (budget is None and max_params is None and max_bytes is None):
@@ -208,7 +208,7 @@ def _load(
     tensors = _read_prefixes(directory, document, specs)
     elastic = fill(model, specs, tensors, document["aliases"], directory)
     layers = nested_layers(elastic)
-    if document["format"] <= BY_RANK:
+    if document["format"] <= LAST_RANK_KEYED_FORMAT:
         _set_sizes_by_rank_(layers, ProfileChain.from_json(document["chain"]))
     set_profile(elastic, {name: layer.rank for name, layer in layers.items()})
     models.mark_elastic(elastic)
@@ -221,8 +221,8 @@ def _set_sizes_by_rank_(layers: Mapping[str, NestedLayer], chain: ProfileChain) 
     for name, layer in layers.items():
         if layer.sizes is not None:
             ranks, rows = [entry.profile[name] for entry in chain.requested], []
-            for place in np.interp(ranks, layer.sizes.ranks, range(len(layer.sizes.ranks))):
-                layer.sizes.place = float(place)
+            for position in np.interp(ranks, layer.sizes.ranks, range(len(layer.sizes.ranks))):
+                layer.sizes.position = float(position)
                 rows.append(layer.active_vectors)
             layer.set_sizes_(ranks, rows)
 
@@ -255,33 +255,35 @@ def _trained_part(chain: ProfileChain, layers: Mapping[str, NestedLayer]) -> Pro
     return dataclasses.replace(chain, entries=tuple(entries))
 
 
-def _kept_components(layers: Mapping[str, NestedLayer], chain: ProfileChain) -> dict[str, int]:
+def _written_ranks(layers: Mapping[str, NestedLayer], chain: ProfileChain) -> dict[str, int]:
     """How many components of each layer are written: all, or after consolidation up to the largest factored rank."""
-    kept = {}
+    written = {}
     for name, layer in layers.items():
         ranks = (entry.profile[name] for entry in chain.entries)
         below = max((rank for rank in ranks if not layer.is_dense_at(rank)), default=1)
-        kept[name] = len(layer.u) if layer.sizes is None else below
-    return kept
+        written[name] = len(layer.u) if layer.sizes is None else below
+    return written
 
 
-def _whole_state(model: nn.Module, kept: Mapping[str, int], left_out: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yields what is written, with factors cut to `kept`; for a sharded model, all processes iterate to gather it."""
+def _gathered_state(
+    model: nn.Module, written: Mapping[str, int], left_out: Collection[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields what is written, factors cut to their ranks; for a sharded model, all processes iterate to gather it."""
     layers = nested_layers(model)
     for key, tensor in model.state_dict().items():
         name, _, leaf = key.rpartition(".")
         if key in left_out:
             continue
-        if name in layers and leaf in layers[name].places():
-            tensor = layers[name].whole(leaf, None if leaf == "dense" else kept[name]).detach()
+        if name in layers and leaf in layers[name].shard_dims():
+            tensor = layers[name].whole(leaf, None if leaf == "dense" else written[name]).detach()
         yield key, tensor
 
 
-def _written_parameters(model: nn.Module, kept: Mapping[str, int]) -> int:
+def _written_parameters(model: nn.Module, written: Mapping[str, int]) -> int:
     layers = nested_layers(model)
-    divided = {id(getattr(layer, name)) for layer in layers.values() for name in layer.places()}
+    divided = {id(getattr(layer, name)) for layer in layers.values() for name in layer.shard_dims()}
     others = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in divided)
-    factors = sum(kept[name] * sum(layer.matrix_shape) for name, layer in layers.items())
+    factors = sum(written[name] * sum(layer.matrix_shape) for name, layer in layers.items())
     return others + factors + sum(math.prod(one.matrix_shape) for one in layers.values() if one.dense is not None)
 
 

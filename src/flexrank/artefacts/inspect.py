@@ -33,7 +33,7 @@ def inspect_artefact(directory: str | Path) -> dict[str, Any]:
     if not directory.is_dir():
         raise FlexrankError(f"{directory}: no such directory; give that of an artefact")
     if (directory / PROGRAM_DOCUMENT).is_file():
-        return _program(directory)
+        return _inspect_export(directory)
     content: dict[str, Any] = {"kind": KIND}
     if (directory / ELASTIC_DOCUMENT).is_file():
         document = read_elastic_document(directory)
@@ -53,7 +53,7 @@ def inspect_artefact(directory: str | Path) -> dict[str, Any]:
     }
 
 
-def _program(directory: Path) -> dict[str, Any]:
+def _inspect_export(directory: Path) -> dict[str, Any]:
     keys = ("to", "class", "dtype", "inputs", "bound", "error", "versions")
     document = files.read_document(directory / PROGRAM_DOCUMENT, PROGRAM_KIND, keys)
     stored = {"kind": PROGRAM_KIND, "bytes_on_disk": files.directory_bytes(directory)}

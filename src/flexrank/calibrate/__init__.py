@@ -9,7 +9,15 @@ from torch import Tensor, nn
 
 from flexrank import processes
 from flexrank.calibrate.by_block import ByBlock
-from flexrank.calibrate.collector import Collector, GradientLoss, Side, call_parts, computing, first_of, seeded_loss
+from flexrank.calibrate.collector import (
+    Collector,
+    GradientLoss,
+    Side,
+    calibration_mode,
+    call_parts,
+    first_of,
+    seeded_loss,
+)
 from flexrank.calibrate.hooks import Hooks
 from flexrank.calibrate.moments import LayerMoment, Moments, load_moments, save_moments
 from flexrank.calibrate.stream import STATE_BYTES, Placement, States
@@ -17,7 +25,7 @@ from flexrank.calibrate.structure import find_groups
 from flexrank.data.batches import Batch, call_model, eval_mode, model_device, require_several, row_masks, to_device
 from flexrank.errors import FlexrankError
 from flexrank.nn.blocks import block_stack
-from flexrank.nn.matrix import input_rows, masked_rows, output_rows, turned
+from flexrank.nn.matrix import input_rows, masked_rows, match_mask_layout, output_rows
 from flexrank.nn.select import require_layers
 from flexrank.progress import track
 
@@ -61,11 +69,11 @@ def collect_moments(
     stream, device = iter(batches), model_device(model)
     first = first_of(stream)
     total = len(batches) if isinstance(batches, Sequence) else None
-    with computing(model, device, gradient_loss is not None), Hooks() as hooks:
+    with calibration_mode(model, device, gradient_loss is not None), Hooks() as hooks:
         with torch.no_grad():
             groups = find_groups(lambda: call_model(model, to_device(first, device)), layers)
         collector = Collector(layers, groups, side, gradient_loss is not None)
-        hooks.watch(layers, collector.see)
+        hooks.on_forward(layers, collector.add_call)
         for number, batch in enumerate(track(itertools.chain([first], stream), "calibrating", total)):
             if number % processes.count() != processes.number():
                 continue
@@ -109,11 +117,11 @@ def moments_by_block(
     with States(state_bytes) as states:
         parts = ByBlock(model, stack, batches, names, placement, states, side, gradient_loss)
         obstacle = parts.obstacle()
-        if not processes.decided(obstacle is not None):
+        if not processes.any_process(obstacle is not None):
             yield from parts.moments()
             return
     log.info("calibrate: %s is calibrated in one pass: %s", type(model).__name__, obstacle or "another process says so")
-    with placement.held(model):
+    with placement.placed(model):
         chosen = {name: model.get_submodule(name) for name in names}
         moments = collect_moments(model, batches, chosen, side=side, gradient_loss=gradient_loss)
         del chosen
@@ -142,15 +150,15 @@ def collect_rows(
 
     def keep(name: str, inputs: Tensor, outputs: Tensor) -> None:
         layer = layers[name]
-        numbers = torch.arange(len(output_rows(layer, outputs)))
-        real, chosen = masked_rows(numbers, turned(masks, inputs)), torch.zeros(len(numbers), dtype=torch.bool)
+        index = torch.arange(len(output_rows(layer, outputs)))
+        real, chosen = masked_rows(index, match_mask_layout(masks, inputs)), torch.zeros(len(index), dtype=torch.bool)
         chosen[real[torch.linspace(0, len(real) - 1, min(quota, len(real))).long()]] = True
         parts = call_parts(layer, inputs, outputs, [chosen])
         rows = torch.cat([masked_rows(input_rows(layer, part), some) for part, _, some in parts])
         samples[name].append(rows.detach().float().cpu())
 
     with eval_mode(model), Hooks() as hooks:
-        hooks.watch(layers, keep)
+        hooks.on_forward(layers, keep)
         for batch in chosen:
             batch = to_device(batch, model_device(model))
             masks = row_masks(batch)

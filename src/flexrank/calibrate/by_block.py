@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flexrank import processes
-from flexrank.calibrate.collector import Collector, GradientLoss, Side, computing, seeded_loss
+from flexrank.calibrate.collector import Collector, GradientLoss, Side, calibration_mode, seeded_loss
 from flexrank.calibrate.hooks import Hooks
 from flexrank.calibrate.moments import Moments
 from flexrank.calibrate.stream import Placement, States, Stream
@@ -51,12 +51,12 @@ class ByBlock:
             return "a block is a layer itself"
         row = some_rows(self.batches[0], slice(0, 1))  # two outputs are compared, which may not fit for a full batch
         first = to_device(row, self.placement.device)
-        with self._around(), self.placement.held(self.stack[0][1]), self._computing():
+        with self._outside_placed(), self.placement.placed(self.stack[0][1]), self._calibration_mode():
             return self._stream.obstacle(first, self.loss is not None and bool(self._outside))
 
     def moments(self) -> Iterator[Moments]:
         """Yields the moments of each block's layers, last block first if there is a loss, then those of the rest."""
-        with self._around():
+        with self._outside_placed():
             self._embed()
             indices = list(range(len(self.stack)))
             if self.loss is not None:
@@ -64,7 +64,7 @@ class ByBlock:
                 indices.reverse()
             for index in indices:
                 name, block = self.stack[index]
-                with self.placement.held(block):
+                with self.placement.placed(block):
                     yield from self._part(index, [one for one in self.names if one.startswith(f"{name}.")])
             if self._outside:
                 yield from self._part(None, self._outside)
@@ -77,32 +77,32 @@ class ByBlock:
         return [one for one in self.names if not one.startswith(inside)]
 
     def _embed(self) -> None:
-        with self._computing(), torch.no_grad():
+        with self._calibration_mode(), torch.no_grad():
             for number, batch in self._numbered():
                 self.states[0, number] = self._stream.first_input(batch)
 
     def _go_forward(self, loss: GradientLoss) -> None:
         """Stores each block's input for every batch, and the loss's gradient at the last block's output."""
         for index, (_, block) in enumerate(self.stack):
-            with self.placement.held(block), self._computing(), torch.no_grad():
+            with self.placement.placed(block), self._calibration_mode(), torch.no_grad():
                 for number, batch in self._numbered():
-                    self.states[index + 1, number] = self._stream.through(index, batch, self._state(index, number))
-        with self._computing():
+                    self.states[index + 1, number] = self._stream.run_block(index, batch, self._state(index, number))
+        with self._calibration_mode():
             for number, batch in self._numbered():
                 end = self._state(len(self.stack), number).requires_grad_()
-                output = self._stream.around(batch, functools.partial(_instead, end))
+                output = self._stream.run_outside(batch, functools.partial(_instead, end))
                 (self.states["g", number],) = torch.autograd.grad(seeded_loss(loss, output, batch, number), end)
 
     def _part(self, index: int | None, names: Sequence[str]) -> Iterator[Moments]:
         """Runs a block (None: everything outside the stack) on every batch; yields its layers' moments, if any."""
         layers = {name: self.model.get_submodule(name) for name in names}
-        with self._computing(), Hooks() as hooks:
+        with self._calibration_mode(), Hooks() as hooks:
             with torch.no_grad():
                 number = self._numbers[0]
                 first = to_device(self.batches[number], self.placement.device)
                 groups = find_groups(functools.partial(self._run, index, number, first), layers) if layers else []
             collector = Collector(layers, groups, self.side, self.loss is not None)
-            hooks.watch(layers, collector.see)
+            hooks.on_forward(layers, collector.add_call)
             for number, batch in self._numbered():
                 with collector.batch(number, row_masks(batch)):
                     output, *inputs = self._run(index, number, batch)
@@ -116,11 +116,11 @@ class ByBlock:
         """Returns block `index`'s output and input, or for None only the model's output."""
         if index is not None:
             hidden = self._state(index if self.loss else 0, number).requires_grad_(self.loss is not None)
-            return self._stream.through(index, batch, hidden.clone() if self.loss else hidden), hidden
+            return self._stream.run_block(index, batch, hidden.clone() if self.loss else hidden), hidden
         if self.loss is None:
-            return (self._stream.around(batch, functools.partial(_instead, self._state(0, number))),)
+            return (self._stream.run_outside(batch, functools.partial(_instead, self._state(0, number))),)
         end, gradient = self._state(len(self.stack), number), self._state("g", number)
-        return (self._stream.around(batch, lambda start: _Through.apply(start, end, gradient)),)
+        return (self._stream.run_outside(batch, lambda start: _Through.apply(start, end, gradient)),)
 
     def _keep(
         self, index: int | None, number: int, batch: Batch, output: Any, inputs: Sequence[Tensor], collector: Collector
@@ -142,12 +142,12 @@ class ByBlock:
             next(self._progress)
             yield number, to_device(self.batches[number], self.placement.device)
 
-    def _around(self) -> contextlib.AbstractContextManager[None]:
+    def _outside_placed(self) -> contextlib.AbstractContextManager[None]:
         """Places everything outside the blocks on the device."""
-        return self.placement.held(self.model, [block for _, block in self.stack])
+        return self.placement.placed(self.model, [block for _, block in self.stack])
 
-    def _computing(self) -> contextlib.AbstractContextManager[None]:
-        return computing(self.model, self.placement.device, self.loss is not None)
+    def _calibration_mode(self) -> contextlib.AbstractContextManager[None]:
+        return calibration_mode(self.model, self.placement.device, self.loss is not None)
 
 
 def _instead(end: Tensor, _: Tensor) -> Tensor:

@@ -19,9 +19,9 @@ from flexrank.nn.matrix import (
     conv_geometry,
     input_rows,
     masked_rows,
+    match_mask_layout,
     matrix_shape,
     output_rows,
-    turned,
     weight_matrix,
 )
 
@@ -40,7 +40,7 @@ class Collector:
         for name, layer in layers.items():
             if not bool(torch.isfinite(weight_matrix(layer)).all()):
                 raise FlexrankError(f"layer {name!r}: the weight holds values that are not finite; exclude it")
-        if not processes.is_alike(groups):
+        if not processes.same_everywhere(groups):
             raise FlexrankError("layers share their inputs in some batches and not in others; exclude those that do")
         self._layers, self._with_gradients = layers, with_gradients
         self._groups = {name: group for group in groups for name in group}
@@ -68,15 +68,15 @@ class Collector:
         return torch.zeros(size, size, dtype=torch.float64, device=weight_matrix(self._layers[name]).device)
 
     @torch.no_grad()
-    def see(self, name: str, inputs: Tensor, outputs: Tensor) -> None:
-        """Adds one call of a layer to its moment; the callback for `Hooks.watch`."""
+    def add_call(self, name: str, inputs: Tensor, outputs: Tensor) -> None:
+        """Adds one call of a layer to its moment; the callback for `Hooks.on_forward`."""
         if self._with_gradients:
             if not outputs.requires_grad:
                 raise FlexrankError(f"layer {name!r} runs without gradients; exclude it, or leave gradient_loss out")
             # The edge, not the tensor: an in-place activation would change the tensor's value and gradient.
             self._outputs.append((name, get_gradient_edge(outputs)))
         if self._moments[name].side == "output" or name == self._groups[name][0]:
-            for part in call_parts(self._layers[name], inputs, outputs, turned(self._masks, inputs)):
+            for part in call_parts(self._layers[name], inputs, outputs, match_mask_layout(self._masks, inputs)):
                 self._add(name, *part)
         self._read[name].append(version_of(inputs))
 
@@ -110,7 +110,7 @@ class Collector:
         for (name, _), gradient in zip(self._outputs, gradients, strict=False):
             moment = self._moments[name].gradient_moment
             if gradient is not None and moment is not None:  # a layer the loss does not reach has no gradient
-                masks = turned(self._masks, gradient)
+                masks = match_mask_layout(self._masks, gradient)
                 self._sum(name, moment, masked_rows(output_rows(self._layers[name], gradient), masks))
         self._outputs.clear()
         return gradients[len(gradients) - len(inputs) :]
@@ -187,7 +187,7 @@ def _product(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def computing(model: nn.Module, device: torch.device, with_gradients: bool) -> Iterator[None]:
+def calibration_mode(model: nn.Module, device: torch.device, with_gradients: bool) -> Iterator[None]:
     """Inside the block, the model is in eval mode and full precision; with gradients, no parameter is frozen."""
     frozen = [p for p in model.parameters() if with_gradients and p.is_floating_point() and not p.requires_grad]
     for parameter in frozen:
@@ -206,7 +206,9 @@ def seeded_loss(loss: GradientLoss, output: Any, batch: Batch, number: int) -> T
         torch.manual_seed(number)
         value = loss(output, batch)
     if torch.is_grad_enabled() and not (isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad):
-        raise FlexrankError("gradient_loss gave no scalar tensor with a gradient; sum the losses, and detach nothing")
+        raise FlexrankError(
+            "gradient_loss must return a scalar tensor with a gradient; sum the losses, and detach nothing"
+        )
     return value
 
 

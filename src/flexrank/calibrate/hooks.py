@@ -15,18 +15,18 @@ Event = tuple[nn.Module, bool]
 class Hooks(contextlib.ExitStack):
     """Holds forward hooks for the duration of a `with` block, and removes all of them whatever happens."""
 
-    def add(self, handle: RemovableHandle) -> None:
+    def remove_on_exit(self, handle: RemovableHandle) -> None:
         """Adds a hook to remove when the block ends."""
         self.callback(handle.remove)
 
-    def watch(self, layers: Mapping[Any, nn.Module], see: Callable[[Any, Tensor, Tensor], None]) -> None:
-        """Calls `see(name, input, output)` after each forward of each layer."""
+    def on_forward(self, layers: Mapping[Any, nn.Module], callback: Callable[[Any, Tensor, Tensor], None]) -> None:
+        """Calls `callback(name, input, output)` after each forward of each layer."""
 
         def hook(name: Any, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-            see(name, args[0] if args else next(iter(kwargs.values())), output)
+            callback(name, args[0] if args else next(iter(kwargs.values())), output)
 
         for name, layer in layers.items():
-            self.add(layer.register_forward_hook(functools.partial(hook, name), with_kwargs=True))
+            self.remove_on_exit(layer.register_forward_hook(functools.partial(hook, name), with_kwargs=True))
 
 
 @contextlib.contextmanager
@@ -40,9 +40,9 @@ def traced(model: nn.Module) -> Iterator[list[list[Event]]]:
         forwards[-1].append((module, returns))
 
     with Hooks() as hooks:
-        hooks.add(model.register_forward_pre_hook(lambda *_: forwards.append([])))
+        hooks.remove_on_exit(model.register_forward_pre_hook(lambda *_: forwards.append([])))
         for module in model.modules():
             if module is not model:
-                hooks.add(module.register_forward_pre_hook(functools.partial(note, False)))
-                hooks.add(module.register_forward_hook(functools.partial(note, True)))
+                hooks.remove_on_exit(module.register_forward_pre_hook(functools.partial(note, False)))
+                hooks.remove_on_exit(module.register_forward_hook(functools.partial(note, True)))
         yield forwards

@@ -9,7 +9,7 @@ import safetensors.torch
 from torch import Tensor
 
 from flexrank.errors import FlexrankError, first_line
-from flexrank.files import write_aside
+from flexrank.files import atomic_file
 
 
 @dataclasses.dataclass
@@ -37,7 +37,7 @@ def save_moments(moments: Moments, path: str | Path) -> None:
         if layer.gradient_moment is not None:
             tensors[f"{name}.gradient_moment"] = layer.gradient_moment.contiguous()
         header[name] = {"side": layer.side, "tokens": layer.tokens, "mean_square": layer.mean_square, "owner": owner}
-    with write_aside(path) as aside:
+    with atomic_file(path) as aside:
         safetensors.torch.save_file(tensors, aside, metadata={"layers": json.dumps(header)})
 
 
@@ -48,9 +48,9 @@ def load_moments(path: str | Path) -> Moments:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
             header = json.loads((file.metadata() or {}).get("layers", "{}"))
     except (OSError, safetensors.SafetensorError) as error:
-        raise FlexrankError(f"{path}: no moments that can be read: {first_line(error)}") from error
+        raise FlexrankError(f"{path}: cannot be read as moments: {first_line(error)}") from error
     if not header:
-        raise FlexrankError(f"{path}: no file of save_moments")
+        raise FlexrankError(f"{path}: not a file that save_moments wrote")
     return {
         name: LayerMoment(
             entry["side"], tensors[f"{entry['owner']}.moment"], entry["mean_square"], entry["tokens"],

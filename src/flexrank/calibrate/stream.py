@@ -28,7 +28,7 @@ class Placement:
         self.device, self._dtype = device or model_device(model), dtype
 
     @contextlib.contextmanager
-    def held(self, module: nn.Module, without: Iterable[nn.Module] = ()) -> Iterator[None]:
+    def placed(self, module: nn.Module, without: Iterable[nn.Module] = ()) -> Iterator[None]:
         """Inside the block, a module's parameters and buffers are placed here, except those of modules `without`.
 
         Layers that are put into the module meanwhile stay where they are.
@@ -67,11 +67,11 @@ class Placement:
 
 
 class States(contextlib.ExitStack):
-    """Tensors by key on the CPU: up to `room` bytes in memory, the rest in an unnamed temporary file."""
+    """Tensors by key on the CPU: up to `max_bytes` in memory, the rest in an unnamed temporary file."""
 
-    def __init__(self, room: int):
+    def __init__(self, max_bytes: int):
         super().__init__()
-        self._room, self._end = room, 0
+        self._remaining_bytes, self._end = max_bytes, 0
         self._kept: dict[Any, Tensor] = {}
         self._places: dict[Any, tuple[int, torch.Size, torch.dtype]] = {}
         self._file: IO[bytes] | None = None
@@ -79,8 +79,8 @@ class States(contextlib.ExitStack):
     def __setitem__(self, key: Any, tensor: Tensor) -> None:
         tensor = tensor.detach().cpu().contiguous()
         place = self._places.get(key)
-        if key in self._kept or (place is None and tensor.nbytes <= self._room):
-            self._room -= tensor.nbytes - (self._kept[key].nbytes if key in self._kept else 0)
+        if key in self._kept or (place is None and tensor.nbytes <= self._remaining_bytes):
+            self._remaining_bytes -= tensor.nbytes - (self._kept[key].nbytes if key in self._kept else 0)
             self._kept[key] = tensor
             return
         if place is None or place[1:] != (tensor.shape, tensor.dtype):
@@ -122,12 +122,12 @@ class Stream:
         """h_0 of a batch: what the first block reads."""
         return self._up_to(0, batch, lambda *args, **kwargs: _split(args, kwargs)[0])
 
-    def through(self, index: int, batch: Batch, hidden: Tensor) -> Tensor:
+    def run_block(self, index: int, batch: Batch, hidden: Tensor) -> Tensor:
         """h_{index+1} of a batch: what block `index` returns for `hidden`, which is h_index."""
         own = self._blocks[index].forward
         return self._up_to(index, batch, lambda *args, **kwargs: self._hidden_of(_call(own, args, kwargs, hidden)))
 
-    def around(self, batch: Batch, end: Callable[[Tensor], Tensor]) -> Any:
+    def run_outside(self, batch: Batch, end: Callable[[Tensor], Tensor]) -> Any:
         """The model's output if its last block returns `end(h_0)`."""
         last = self._blocks[-1]
 
@@ -176,11 +176,11 @@ class Stream:
         """Returns `compute` of block `index`'s call, where the forward ends; None if the block does not run."""
         found: list[Any] = []
 
-        def see(*args: Any, **kwargs: Any) -> Any:
+        def capture(*args: Any, **kwargs: Any) -> Any:
             found.append(compute(*args, **kwargs))
             raise _Returned
 
-        self._run(batch, dict.fromkeys(self._blocks[:index], self._pass) | {self._blocks[index]: see})
+        self._run(batch, dict.fromkeys(self._blocks[:index], self._pass) | {self._blocks[index]: capture})
         return found[0] if found else None
 
     def _calls(self, batch: Batch, scale: float) -> tuple[list[tuple[int, bool, Any]], Tensor | None]:
@@ -220,7 +220,7 @@ class Stream:
         hidden = _hidden(output)
         if isinstance(output, tuple) != (self._rest is not None) or not isinstance(hidden, Tensor):
             kind = type(self.model).__name__
-            raise FlexrankError(f"a block of {kind} returns something else than the first; use collect_moments")
+            raise FlexrankError(f"a block of {kind} returns something other than the first block; use collect_moments")
         return hidden
 
 

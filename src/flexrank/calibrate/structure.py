@@ -31,7 +31,7 @@ def find_groups(run: Callable[[], object], layers: Mapping[str, nn.Module]) -> l
         inputs.setdefault(name, []).append(version_of(tensor))
 
     with Hooks() as hooks:
-        hooks.watch(layers, note)
+        hooks.on_forward(layers, note)
         run()
     silent = [name for name in layers if name not in inputs]
     if silent:

@@ -13,11 +13,11 @@ from typing import Annotated, Any
 import typer
 
 from flexrank import processes, progress
-from flexrank.cli.cutting import beside, deploy_elastic
+from flexrank.cli.cutting import deploy_elastic, sibling_path
 from flexrank.cli.endings import OneLineErrors, resumable
 from flexrank.cli.limits import check_limits, parse_bytes, parse_parameters
 from flexrank.cli.outputs import require_output
-from flexrank.cli.shown import console, print_json, show_place, show_report, show_size, show_stage, show_tuned
+from flexrank.cli.shown import console, print_json, show_path, show_report, show_size, show_stage, show_tuned
 from flexrank.errors import FlexrankError
 from flexrank.files import read_json
 from flexrank.version import __version__
@@ -52,7 +52,7 @@ def _show_version(is_asked: bool) -> None:
 def _start(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Prints only warnings and errors.")] = False,
     _: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Prints the version, and stops.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Prints the version and exits.")
     ] = False,
 ) -> None:
     log = logging.getLogger("flexrank")
@@ -72,13 +72,17 @@ class _StandardError(logging.Handler):
 def run(
     config: Config,
     overrides: Set = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Prints sizes and costs of the run, and stops.")] = False,
-    tflops: Annotated[float | None, typer.Option(help="With --dry-run: 10^12 operations per second; 100.")] = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="With --dry-run: plans for h200 and others, local or FILE.json.")
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Prints sizes and costs of the run and exits.")] = False,
+    tflops: Annotated[
+        float | None, typer.Option(help="With --dry-run: 10^12 operations per second; default 100.")
     ] = None,
-    gpus: Annotated[int | None, typer.Option(help="With --gpu: their number, a process each; 1.")] = None,
-    price: Annotated[float | None, typer.Option(help="With --gpu: of a device's hour, in place of its own.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="With --dry-run: the GPU to plan for: h200, …, local or FILE.json.")
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(help="With --gpu: number of GPUs, one process each; default 1.")] = None,
+    price: Annotated[
+        float | None, typer.Option(help="With --gpu: price per GPU and hour, instead of the listed one.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Runs all stages; continues an earlier run of the same config."""
@@ -120,32 +124,40 @@ for _stage, _help, _result in (
     _add_stage(_stage, _help, _result)
 
 
-@app.command(short_help="Measures every budget, or any; lm-eval, perplexity, STS.")
+@app.command(short_help="Measures the quality of sizes; also by lm-eval, perplexity or STS.")
 def evaluate(
     config: Config,
     overrides: Set = None,
-    tasks: Annotated[str | None, typer.Option(help="Tasks of lm-eval, between commas: arc_easy,piqa.")] = None,
-    include_path: Annotated[Path | None, typer.Option(help="With --tasks: a folder of task files of your own.")] = None,
-    num_fewshot: Annotated[int | None, typer.Option(min=0, help="With --tasks: examples in a prompt.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="With --tasks: documents of each, to try it out.")] = None,
-    perplexity: Annotated[Path | None, typer.Option(help="A text to take the perplexity of.")] = None,
-    window: Annotated[int | None, typer.Option(help="With --perplexity: tokens, or data.max_tokens.")] = None,
-    sts: Annotated[Path | None, typer.Option(help="Scored pairs of sentences, to correlate cosines with.")] = None,
-    budgets: Annotated[str | None, typer.Option(help="Any: .9,.35; the run's own if left out.")] = None,
-    output: Annotated[Path | None, typer.Option(help="With any of these: in place of RUN/benchmarks.json.")] = None,
+    tasks: Annotated[str | None, typer.Option(help="lm-eval tasks, separated by commas: arc_easy,piqa.")] = None,
+    include_path: Annotated[Path | None, typer.Option(help="With --tasks: a directory of your own task files.")] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(min=0, help="With --tasks: number of examples in each prompt.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="With --tasks: documents per task, for a quick try.")] = None,
+    perplexity: Annotated[Path | None, typer.Option(help="A text file to measure perplexity on.")] = None,
+    window: Annotated[
+        int | None, typer.Option(help="With --perplexity: tokens per window; default data.max_tokens.")
+    ] = None,
+    sts: Annotated[
+        Path | None, typer.Option(help="A file of scored sentence pairs: rank correlation with cosines.")
+    ] = None,
+    budgets: Annotated[str | None, typer.Option(help="Budgets to measure: .9,.35; default those of the run.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="With these options: file to write; default RUN/benchmarks.json.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measures every budget: evaluation.json. Or any, also by lm-eval: benchmarks.json."""
+    """Measures every size: evaluation.json. With options, by other measures: benchmarks.json."""
     from flexrank.cli.evaluating import Request, show_benchmarks
 
     request = Request(tasks, include_path, num_fewshot, limit, perplexity, window, sts, budgets, output)
-    if not request.is_made():
+    if not request.wants_benchmarks():
         outcome = _run(config, overrides, "evaluate")
         show_stage(outcome, _read_result(outcome.directory, "evaluation.json"), as_json)
         return
-    task = request.prepared(config, overrides or ())
+    task = request.prepare(config, overrides or ())
     outcome = _run(config, overrides, "slack")
-    show_benchmarks(outcome.directory, processes.by_first(lambda: task(outcome.directory)), as_json)
+    show_benchmarks(outcome.directory, processes.on_first_process(lambda: task(outcome.directory)), as_json)
 
 
 @app.command(short_help="Exports small models: the config's, or one within limits.")
@@ -154,14 +166,15 @@ def deploy(
     overrides: Set = None,
     budget: Annotated[float | None, typer.Option(help="Share of the factorised layers' dense parameters.")] = None,
     max_bytes: Annotated[
-        int | None, typer.Option(parser=parse_bytes, metavar="N", help="The most of the whole model's tensors: 200MB.")
+        int | None,
+        typer.Option(parser=parse_bytes, metavar="N", help="Most bytes of the whole model's tensors: 200MB."),
     ] = None,
     max_params: Annotated[
-        int | None, typer.Option(parser=parse_parameters, metavar="N", help="The most of the whole model: 1.5M.")
+        int | None, typer.Option(parser=parse_parameters, metavar="N", help="Most parameters of the whole model: 1.5M.")
     ] = None,
-    max_latency_ms: Annotated[float | None, typer.Option(help="The most milliseconds per batch, here.")] = None,
-    tune: Annotated[int, typer.Option(help="Steps that this size is trained alone for, before its export.")] = 0,
-    output: Annotated[Path | None, typer.Option(help="Where to write; RUN/exports/LIMITS by default.")] = None,
+    max_latency_ms: Annotated[float | None, typer.Option(help="Most milliseconds per batch, on this machine.")] = None,
+    tune: Annotated[int, typer.Option(help="Steps of training for this size alone, before its export.")] = 0,
+    output: Annotated[Path | None, typer.Option(help="Directory to write; default RUN/exports/LIMITS.")] = None,
     as_json: Json = False,
 ) -> None:
     """Exports small models, verified in a fresh process: those of the config, or one within the given limits.
@@ -181,7 +194,7 @@ def deploy(
     from flexrank.run import export_one
 
     with resumable():
-        export = processes.by_first(lambda: export_one(outcome, limits, output, tune))
+        export = processes.on_first_process(lambda: export_one(outcome, limits, output, tune))
     if tune:
         show_tuned(export)
     show_size(export)
@@ -190,31 +203,33 @@ def deploy(
 
 @app.command(short_help="Writes a deployed model for another runtime.")
 def export(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="What deploy wrote: a model of transformers.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A transformers model that deploy wrote.")],
     to: Annotated[str, typer.Option("--to", help="dense, torch, onnx, openvino or executorch.")],
-    output: Annotated[Path | None, typer.Option(help="Where to write; DIR-FORMAT by default.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Directory to write; default DIR-FORMAT.")] = None,
     as_json: Json = False,
 ) -> None:
     """Writes a deployed model for another runtime, loaded and run there before it is published."""
     from flexrank.deployment.formats import export_to, require_format
 
     require_format(to)
-    place = output or beside(directory, to)
-    facts = processes.by_first(lambda: export_to(directory, to, place))
-    show_place(place, {"directory": str(place), **facts}, as_json)
+    place = output or sibling_path(directory, to)
+    facts = processes.on_first_process(lambda: export_to(directory, to, place))
+    show_path(place, {"directory": str(place), **facts}, as_json)
 
 
-@app.command(short_help="Times every size, and measures the memory it takes.")
+@app.command(short_help="Measures time and memory of every size.")
 def measure(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A YAML file, or a run directory.")] = None,
     overrides: Set = None,
     calibrate_plan: Annotated[
         bool, typer.Option(help="Measures this machine for `run --dry-run --gpu local`.")
     ] = False,
-    output: Annotated[Path | None, typer.Option(help="With --calibrate-plan: where to write; plan.json.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="With --calibrate-plan: file to write; default plan.json.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Times every size against the base model, and its memory: measurement.json. Or, without a run, this machine."""
+    """Measures time and memory of every size and the base model: measurement.json. Without a run: of this machine."""
     if calibrate_plan:
         if config is not None or overrides:
             raise FlexrankError("--calibrate-plan measures the machine, and takes no CONFIG and no --set")
@@ -226,7 +241,7 @@ def measure(
 
     outcome = _run(config, overrides, "slack")
     with resumable():
-        result = processes.by_first(lambda: measure_run(outcome.directory))
+        result = processes.on_first_process(lambda: measure_run(outcome.directory))
     print_measurement(result, console(160, stderr=as_json))
     if as_json:
         print_json({"directory": str(outcome.directory), **result})
@@ -242,19 +257,23 @@ def _calibrate_plan(output: Path | None, as_json: bool) -> None:
     require_output(path, ".json", is_device)
     progress.show(False)  # the models that are timed are of no interest to the user
     logging.getLogger("flexrank").setLevel(logging.WARNING)
-    device = processes.by_first(lambda: measure_device(path.parent).model_dump())
+    device = processes.on_first_process(lambda: measure_device(path.parent).model_dump())
     if processes.is_first():
         write_json(path, device)
-    show_place(path, device, as_json)
+    show_path(path, device, as_json)
 
 
-@app.command(short_help="Draws figures and page again, or one page of several runs.")
+@app.command(short_help="Redraws a run's figures and page, or one page of several runs.")
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="A run directory, or its YAML; or several.")],
-    output: Annotated[Path | None, typer.Option(help="Of several runs: the page; comparison.html by default.")] = None,
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN…", help="One or more run directories, or their YAML files.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option(help="With several runs: page to write; default comparison.html.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Draws a run's figures and page again from its files, and prints the table; or one page of several runs."""
+    """Redraws a run's figures and page from its files, and prints the table; or makes one page of several runs."""
     from flexrank.run.config import load_config
     from flexrank.run.page import is_page
     from flexrank.run.report import write_comparison, write_report
@@ -263,13 +282,13 @@ def report(
     if len(directories) == 1:
         if output is not None:
             raise FlexrankError("--output is the page of several runs; that of one is RUN/report.html")
-        written = processes.by_first(lambda: list(map(str, write_report(directories[0]))))
+        written = processes.on_first_process(lambda: list(map(str, write_report(directories[0]))))
         show_report(directories[0], as_json, {"written": written})
         return
     page = output or Path("comparison.html")
     require_output(page, ".html", is_page)
-    processes.by_first(lambda: write_comparison(directories, page))
-    show_place(page, {"written": [str(page)], "runs": list(map(str, directories))}, as_json)
+    processes.on_first_process(lambda: write_comparison(directories, page))
+    show_path(page, {"written": [str(page)], "runs": list(map(str, directories))}, as_json)
 
 
 @app.command(short_help="Lists what an artefact holds, without its weights.")
@@ -306,7 +325,7 @@ def _check_planned(given: Mapping[str, Any], is_dry: bool) -> None:
         if option == "tflops" and "gpu" in given:
             raise FlexrankError("--tflops and --gpu both say how fast the machine is; give one of them")
     if not 0 <= given.get("price", 0) < float("inf"):
-        raise FlexrankError(f"--price is {given['price']:g}; it is that of a device's hour, 0 or more")
+        raise FlexrankError(f"--price is {given['price']:g}; it is the price of one GPU for an hour, 0 or more")
 
 
 def _show_dry_run(config: Path, overrides: list[str] | None, planned: Mapping[str, Any], as_json: bool) -> None:

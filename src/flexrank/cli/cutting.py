@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from flexrank import processes
-from flexrank.cli.shown import show_place, show_size
+from flexrank.cli.shown import show_path, show_size
 from flexrank.errors import FlexrankError
 
 
@@ -20,13 +20,13 @@ def deploy_elastic(
     if not limits:
         raise FlexrankError(f"{directory}: an elastic artefact; give --budget, --max-bytes or --max-params")
     name = "-".join(f"{key}-{limit}" for key, limit in limits.items())
-    place = output or beside(directory, name)
-    exported = processes.by_first(lambda: cut(directory, place, **limits))
+    place = output or sibling_path(directory, name)
+    exported = processes.on_first_process(lambda: cut(directory, place, **limits))
     show_size(exported)
-    show_place(place, exported, as_json)
+    show_path(place, exported, as_json)
 
 
-def beside(directory: Path, ending: str) -> Path:
+def sibling_path(directory: Path, ending: str) -> Path:
     """The path DIR-ENDING; `.` and `..`, which have no name of their own, are resolved first."""
     named = directory if directory.name not in ("", "..") else directory.resolve()
     return named.with_name(f"{named.name}-{ending}")

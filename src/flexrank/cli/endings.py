@@ -37,25 +37,25 @@ class OneLineErrors(TyperGroup):
                 with _only_first_prints():
                     status = super().main(*args, **options) or 0
             except FlexrankError as error:
-                status = _said(str(error))
+                status = _report_error(str(error))
             except OSError as error:
                 # A full disk, or a file that may not be read: the system's message, and the file that it is about.
-                status = _said(
+                status = _report_error(
                     f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
                 )
             except ModuleNotFoundError as error:
                 package = (error.name or "").partition(".")[0]
                 if package not in EXTRAS:
                     raise
-                status = _said(f"{package} is not installed: pip install 'flexrank[{EXTRAS[package]}]'")
+                status = _report_error(f"{package} is not installed: pip install 'flexrank[{EXTRAS[package]}]'")
             except processes.ProcessLost as error:
-                status = _said(str(error), LOST, is_certain=False)
+                status = _report_error(str(error), LOST, is_certain=False)
             except (_Interrupted, typer.Abort) as error:
-                status = _last_word(str(error), INTERRUPTED, is_certain=False)
+                status = _agreed_status(str(error), INTERRUPTED, is_certain=False)
             except _USAGE_ERROR as error:
-                status = _said(error.format_message())
+                status = _report_error(error.format_message())
             except Exception as error:
-                status = _said(_less_memory(error), LOST) if _is_out_of_memory(error) else _fault(error)
+                status = _report_or_raise(error)
         sys.exit(status)
 
 
@@ -73,7 +73,7 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, (MemoryError, of_torch)) or "DefaultCPUAllocator: " in str(error)
 
 
-def _less_memory(error: Exception) -> str:
+def _out_of_memory_message(error: Exception) -> str:
     """The message: remedies, after the error's first sentences; torch's later ones are about its own settings."""
     words = ". ".join(first_line(error).split(". ")[:3]).rstrip(".")
     right = (
@@ -84,13 +84,16 @@ def _less_memory(error: Exception) -> str:
     return f"out of memory ({words}); {right}"
 
 
-def _fault(error: Exception) -> int:
-    """Raises the error, unless a lost process explains it or another process has reported; returns the exit status.
+def _report_or_raise(error: Exception) -> int:
+    """Reports a lack of memory, or a lost process that explains the error; raises any other error.
 
-    Other libraries raise a RuntimeError when a process is lost, but also for their other faults.
+    Nor is an error raised that another process has reported. Other libraries raise a RuntimeError when a process is
+    lost, but also for their other faults. Returns the exit status.
     """
+    if _is_out_of_memory(error):
+        return _report_error(_out_of_memory_message(error), LOST)
     fault = "a fault of the program"
-    word, _ = processes.last_word(fault, LOST, is_certain=not isinstance(error, RuntimeError))
+    word, _ = processes.agree_on_exit(fault, LOST, is_certain=not isinstance(error, RuntimeError))
     if word == fault:
         raise error
     print(word, end="\n" if word else "", file=sys.stderr)
@@ -119,14 +122,14 @@ def _only_first_prints() -> Iterator[None]:
         yield
 
 
-def _said(message: str, status: int = WRONG_INPUT, is_certain: bool = True) -> int:
+def _report_error(message: str, status: int = WRONG_INPUT, is_certain: bool = True) -> int:
     """Prints the message as one line; returns the exit status."""
-    return _last_word(f"error: {' '.join(message.split())}", status, is_certain)
+    return _agreed_status(f"error: {' '.join(message.split())}", status, is_certain)
 
 
-def _last_word(line: str, status: int, is_certain: bool = True) -> int:
+def _agreed_status(line: str, status: int, is_certain: bool = True) -> int:
     """Prints the line if this process is the one to print it; returns the exit status."""
-    line, status = processes.last_word(line, status, is_certain)
+    line, status = processes.agree_on_exit(line, status, is_certain)
     if line:
         print(line, file=sys.stderr)
     return status

@@ -26,18 +26,18 @@ class Request:
     budgets: str | None
     output: Path | None
 
-    def is_made(self) -> bool:
+    def wants_benchmarks(self) -> bool:
         """Whether there is anything to measure, or budgets are given; refuses an option without the one it needs."""
         needs = dict.fromkeys(("include_path", "num_fewshot", "limit"), "tasks") | {"window": "perplexity"}
         for option, other in needs.items():
             if getattr(self, option) is not None and getattr(self, other) is None:
                 raise FlexrankError(f"--{option.replace('_', '-')} needs --{other}")
-        is_made = any(one is not None for one in (self.tasks, self.perplexity, self.sts, self.budgets))
-        if self.output is not None and not is_made:
+        wants_benchmarks = any(one is not None for one in (self.tasks, self.perplexity, self.sts, self.budgets))
+        if self.output is not None and not wants_benchmarks:
             raise FlexrankError("--output needs --tasks, --perplexity, --sts or --budgets")
-        return is_made
+        return wants_benchmarks
 
-    def prepared(self, config: Path, overrides: Iterable[str]) -> Callable[[Path], dict[str, Any]]:
+    def prepare(self, config: Path, overrides: Iterable[str]) -> Callable[[Path], dict[str, Any]]:
         """Checks all options and loads the tasks, before a run begins; returns what evaluates a run directory."""
         from flexrank.run.benchmarks import Measures, Windows, benchmark_run, require_task
         from flexrank.run.config import load_config
@@ -54,7 +54,7 @@ class Request:
             raise FlexrankError("--tasks names no task; write them as arc_easy,piqa")
         loaded: dict[str, Any] = {}  # filled only in process 0, which alone evaluates
         if names:
-            processes.by_first(lambda: loaded.update(load_tasks(names, self.include_path, self.num_fewshot)))
+            processes.on_first_process(lambda: loaded.update(load_tasks(names, self.include_path, self.num_fewshot)))
         measures = Measures(loaded, self.limit, windows, self.sts)
         return functools.partial(benchmark_run, measures=measures, budgets=_budgets(self.budgets), output=self.output)
 
@@ -75,7 +75,7 @@ def _budgets(text: str | None) -> list[float]:
         try:
             budgets.append(float(part))
         except ValueError:
-            raise FlexrankError(f"--budgets: {part!r} is no number; write them as .9,.5") from None
+            raise FlexrankError(f"--budgets: {part!r} is not a number; write them as .9,.5") from None
         if not 0 < budgets[-1] <= 1:
             raise FlexrankError(f"--budgets: {part} is out of range; a budget is a fraction in (0, 1]")
     return sorted(set(budgets), reverse=True)

@@ -27,7 +27,7 @@ def _parsed(text: str, units: Mapping[str, int], what: str, right: str) -> int:
     """The number times its unit, rounded down to an integer; exact, however large."""
     match = re.fullmatch(r"(-?(?:\d+(?:_\d+)*(?:\.\d+)?|\.\d+))\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in units:
-        raise FlexrankError(f"{text!r} is no number of {what}; such are {right}")
+        raise FlexrankError(f"{text!r} is not a number of {what}, such as {right}")
     return math.floor(Fraction(match[1]) * units[match[2]])
 
 
@@ -44,4 +44,4 @@ def check_limits(limits: Mapping[str, float], output: Path | None, tune: int) ->
             raise FlexrankError(f"{option} needs --budget, --max-bytes, --max-params or --max-latency-ms")
     if output is not None and output.exists() and not (output / "flexrank.json").is_file():
         if not output.is_dir() or any(output.iterdir()):
-            raise FlexrankError(f"--output {output}: exists and is not a deployed model; only such a one is replaced")
+            raise FlexrankError(f"--output {output}: exists and is not a deployed model, so it is not replaced")

@@ -42,15 +42,15 @@ def show_size(export: Mapping[str, Any]) -> None:
 def show_stage(outcome: Any, result: dict[str, Any], as_json: bool) -> None:
     """Prints the directory of a stage's run or of an export, or with `as_json` the result."""
     place = result["export"]["directory"] if "export" in result else outcome.directory
-    show_place(place, {"directory": str(outcome.directory), "executed": list(outcome.executed), **result}, as_json)
+    show_path(place, {"directory": str(outcome.directory), "executed": list(outcome.executed), **result}, as_json)
 
 
-def show_place(place: str | Path, value: Any, as_json: bool) -> None:
-    """Prints the path `place`, or with `as_json` the object `value`."""
+def show_path(path: str | Path, value: Any, as_json: bool) -> None:
+    """Prints the path, or with `as_json` the object `value`."""
     if as_json:
         print_json(value)
     else:
-        print(place)
+        print(path)
 
 
 def print_json(value: Any) -> None:

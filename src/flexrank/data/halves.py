@@ -20,7 +20,7 @@ def half_of(content: str | Tensor) -> Half:
     return HALVES[hashlib.sha256(data).digest()[0] % 2]
 
 
-def items_of(
+def select_half(
     half: Half | None, items: Iterable[Item], content: Callable[[Item], Any] = lambda item: item
 ) -> list[Item]:
     """The items whose `content` is in the half, in their order; `half=None` keeps all.
@@ -34,6 +34,6 @@ def items_of(
     return kept
 
 
-def places_of(half: Half | None, rows: Tensor) -> Tensor:
-    """The indices (k,) of the rows that are in the half, as `items_of` selects them."""
-    return torch.tensor(items_of(half, range(len(rows)), rows.__getitem__))
+def half_indices(half: Half | None, rows: Tensor) -> Tensor:
+    """The indices (k,) of the rows that are in the half, as `select_half` selects them."""
+    return torch.tensor(select_half(half, range(len(rows)), rows.__getitem__))

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flexrank.errors import FlexrankError, shown
+from flexrank.errors import FlexrankError, short_repr
 from flexrank.files import read_json
 
 #: What numpy raises for a file that is not an archive, is damaged, or holds pickled objects.
@@ -58,11 +58,11 @@ class Scaling:
             raise FlexrankError(f"{path}: expected a JSON object, with image_mean and image_std")
         factor, mean, deviation = 1.0, [0.0], [1.0]  # for steps that are switched off, with any number of channels
         if config.get("do_rescale", True) and not _is_number(factor := config.get("rescale_factor", 1 / 255)):
-            raise FlexrankError(f"{path}: key 'rescale_factor' is {shown(factor)}; expected a finite number")
+            raise FlexrankError(f"{path}: key 'rescale_factor' is {short_repr(factor)}; expected a finite number")
         if config.get("do_normalize", True):
             mean, deviation = (_numbers(path, key, config.get(key)) for key in ("image_mean", "image_std"))
         if len(mean) != len(deviation) or not torch.tensor(deviation).min() > 0:
-            found = f"image_mean is {shown(mean)} and image_std {shown(deviation)}"
+            found = f"image_mean is {short_repr(mean)} and image_std {short_repr(deviation)}"
             raise FlexrankError(f"{path}: {found}; expected as many of each, and deviations above 0")
         # EfficientNet's processor also subtracts 1 after rescaling and, for classifiers, divides a second time.
         if config.get("do_rescale", True) and config.get("rescale_offset"):
@@ -109,7 +109,7 @@ def channels_first(images: NDArray[np.uint8]) -> Tensor:
 
 def _numbers(path: Path, key: str, values: Any) -> list[float]:
     if not isinstance(values, list) or not values or not all(map(_is_number, values)):
-        found = "missing" if values is None else shown(values)
+        found = "missing" if values is None else short_repr(values)
         raise FlexrankError(f"{path}: key {key!r} is {found}; expected a list of finite numbers, one for each channel")
     return [float(one) for one in values]  # torch would make whole numbers int64, which large ones overflow
 

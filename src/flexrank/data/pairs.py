@@ -27,7 +27,9 @@ def read_pairs(path: str | Path) -> list[Pair]:
         raise FlexrankError(f"{path}: no such file of scored pairs")
     pairs = [_pair(path, number, fields) for number, fields in _fields(path)]
     if len({score for _, _, score in pairs}) < 2:
-        raise FlexrankError(f"{path}: {len(pairs)} pairs of one score; a correlation needs two different ones")
+        raise FlexrankError(
+            f"{path}: the scores of its {len(pairs)} pairs do not differ; a correlation needs two different ones"
+        )
     return pairs
 
 

@@ -24,7 +24,7 @@ from flexrank.data.text import (
     part_by_hash,
     sentence_batches,
 )
-from flexrank.errors import FlexrankError, first_line, shown
+from flexrank.errors import FlexrankError, first_line, short_repr
 
 #: The relative size of each part. Equal texts have equal hashes, so a text that a corpus repeats is never in two parts.
 SHARES = {"calibration": 10, "training": 80, "evaluation": 10}
@@ -39,7 +39,7 @@ TEXTS = 64
 Batches = Sequence[dict[str, Tensor]]
 #: Maps a window's texts, the tokens left over from the previous window, the window's number, and whether it is the last
 #: of the corpus, to batches and the tokens that are left over.
-Make = Callable[[list[str], Tensor, int, bool], tuple[Batches, Tensor]]
+WindowBatcher = Callable[[list[str], Tensor, int, bool], tuple[Batches, Tensor]]
 
 
 def corpus_files(source: str, path: str) -> list[str]:
@@ -147,7 +147,7 @@ def text_of(value: Any, column: str, tokenizer: Tokenizer) -> str:
         return encodable(value or "").strip()
     if not isinstance(value, list) or not all(isinstance(one, dict) and {"role", "content"} <= {*one} for one in value):
         wanted = "expected text, or a chat: a list of messages with role and content"
-        raise FlexrankError(f"data.column {column!r} holds {shown(value)}; {wanted}")
+        raise FlexrankError(f"data.column {column!r} holds {short_repr(value)}; {wanted}")
     if getattr(tokenizer, "chat_template", None) is None:
         right = "take a model whose tokenizer has one, or a column of plain text"
         raise FlexrankError(f"data.column {column!r} holds chats, and the tokenizer has no chat template; {right}")
@@ -159,7 +159,9 @@ def text_of(value: Any, column: str, tokenizer: Tokenizer) -> str:
     try:
         text = writer.apply_chat_template(messages, tokenize=False)
     except (TemplateError, TypeError) as error:
-        raise FlexrankError(f"data.column {column!r}: the chat template refuses {shown(value)} ({error})") from error
+        raise FlexrankError(
+            f"data.column {column!r}: the chat template refuses {short_repr(value)} ({error})"
+        ) from error
     return encodable(text.removeprefix(getattr(tokenizer, "bos_token", None) or ""))
 
 
@@ -191,7 +193,7 @@ class StreamedBatches:
     that resuming reads one window again.
     """
 
-    def __init__(self, stream: TextStream, make: Make, window: int):
+    def __init__(self, stream: TextStream, make: WindowBatcher, window: int):
         self._stream, self._make, self._window = stream, make, window
         self._state: dict[str, Any] | None = None
         self._resumed: dict[str, Any] | None = None
@@ -222,7 +224,7 @@ class StreamedBatches:
         self._state = self._resumed = state
 
 
-def block_maker(tokenizer: Tokenizer, length: int, batch_size: int, seed: int | None) -> Make:
+def block_maker(tokenizer: Tokenizer, length: int, batch_size: int, seed: int | None) -> WindowBatcher:
     """Makes full blocks of tokens, as `token_blocks` does, shuffled by the seed within a window; None does not shuffle.
 
     With several processes, all ask for every window, and each tokenises its share of the window's texts.
@@ -252,7 +254,7 @@ def _tokens_of(tokenizer: Tokenizer, texts: list[str]) -> list[Tensor]:
     return tokens
 
 
-def sentence_maker(tokenizer: Tokenizer, max_tokens: int, batch_size: int, seed: int) -> Make:
+def sentence_maker(tokenizer: Tokenizer, max_tokens: int, batch_size: int, seed: int) -> WindowBatcher:
     """Makes batches of padded texts, as `sentence_batches` does, shuffled by the seed within a window."""
 
     def make(texts: list[str], rest: Tensor, number: int, is_last: bool) -> tuple[Batches, Tensor]:
@@ -295,8 +297,8 @@ def _json_object(path: str, row: Mapping[str, str]) -> dict[str, Any]:
     try:
         value = json.loads(row["text"]) if row["text"].strip() else {}
     except json.JSONDecodeError as error:
-        line = f"{shown(row['text'])} is no JSON ({error})"
+        line = f"{short_repr(row['text'])} is no JSON ({error})"
         raise FlexrankError(f"data.path {path}: {line}; jsonl has one object a line") from error
     if not isinstance(value, dict):
-        raise FlexrankError(f"data.path {path}: {shown(value)} is no object; jsonl has one object a line")
+        raise FlexrankError(f"data.path {path}: {short_repr(value)} is no object; jsonl has one object a line")
     return value

@@ -83,7 +83,7 @@ def split_documents(documents: Iterable[Document], max_pairs: int | None = None)
     calibration = [text for text in passages(parts["calibration"]) if text not in held_out]
     held_out.update(calibration)
     training = [text for text in passages(parts["training"]) if text not in held_out]
-    return Corpus(_mixed(calibration), _mixed(training), _mixed(pairs)[:max_pairs])
+    return Corpus(_shuffled(calibration), _shuffled(training), _shuffled(pairs)[:max_pairs])
 
 
 def stdlib_documents(root: str | Path | None = None) -> list[Document]:
@@ -307,7 +307,7 @@ def _is_prose(text: str) -> bool:
     return ">>>" not in text and "::=" not in text and plain >= 0.8 * len(text)
 
 
-def _mixed(items: Iterable[Item]) -> tuple[Item, ...]:
+def _shuffled(items: Iterable[Item]) -> tuple[Item, ...]:
     """The items in a random order that is the same on every machine."""
     return tuple(sorted(items, key=lambda item: _stable_number(repr(item))))
 

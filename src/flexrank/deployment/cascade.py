@@ -114,7 +114,7 @@ def _allowed_differences(samples: int, loss: float, confidence_level: float) -> 
     allowed -= binom.cdf(allowed, samples, loss) > 1 - confidence_level
     if allowed < 0:
         least = math.ceil(math.log(1 - confidence_level) / math.log(1 - loss))
-        raise FlexrankError(f"{samples} samples cannot show a loss of {loss}; give at least {least}")
+        raise FlexrankError(f"{samples} samples are too few to prove a loss of {loss}; give at least {least}")
     return allowed
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
-from flexrank.nn.experts import SEPARATE, separate_experts
+from flexrank.nn.experts import SEPARATE_KEY, separate_experts
 from flexrank.nn.gauge_aligned import GaugeAlignedLayer
 from flexrank.nn.matrix import bias_of, weight_matrix
 
@@ -25,7 +25,7 @@ def dense_model(small: Any, directory: Path) -> Any:
         FlexrankError: a tensor of the original architecture has no counterpart in the deployed model, or another shape.
     """
     plain = models.skeleton(directory)
-    with separate_experts(plain) if vars(plain.config).pop(SEPARATE, False) else contextlib.nullcontext():
+    with separate_experts(plain) if vars(plain.config).pop(SEPARATE_KEY, False) else contextlib.nullcontext():
         _fill(plain, small)
     return plain
 

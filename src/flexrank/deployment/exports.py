@@ -24,7 +24,7 @@ from flexrank.hf.companions import save_companions
 #: The same weights run the same code, so only the order of sums may differ: a few roundings of the dtype.
 OUTPUT_BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 #: How many values of the outputs are compared at once.
-PART = 2**16
+COMPARE_CHUNK = 2**16
 
 
 def export(
@@ -63,7 +63,7 @@ def export(
             write_state(small, aside, factory=factory)
         write_batch(Path(scratch, "inputs.safetensors"), inputs)
         device = model_device(small)
-        with _off_its_gpu(small):
+        with _moved_to_cpu(small):
             report = _load_and_run(aside, Path(scratch), library, device, timeout)
         _compare(report, Path(scratch, "outputs.safetensors"), expected, str(directory))
 
@@ -98,7 +98,7 @@ def _load_and_run(
 
 
 @contextlib.contextmanager
-def _off_its_gpu(model: nn.Module) -> Iterator[None]:
+def _moved_to_cpu(model: nn.Module) -> Iterator[None]:
     """Moves the model to the CPU inside the block, so that a fresh process has room on its device, and back after."""
     device = model_device(model)
     model.to("cpu")
@@ -156,7 +156,7 @@ def relative_difference(found: Tensor, expected: Tensor) -> float:
 
 def _doubles(values: Tensor) -> Iterator[Tensor]:
     """Yields the values in float64 part by part: a copy of all would be up to four times as large as the logits."""
-    return (part.double() for part in values.flatten().split(PART))
+    return (part.double() for part in values.flatten().split(COMPARE_CHUNK))
 
 
 def _length(parts: Iterable[Tensor]) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from flexrank import files
-from flexrank.artefacts.cards import LICENCE, head, read_about, read_head
+from flexrank.artefacts.cards import LICENCE, card_metadata, read_about, read_card_metadata
 from flexrank.artefacts.deployed import DOCUMENT as DEPLOYED
 from flexrank.artefacts.deployed import KIND
 from flexrank.artefacts.inspect import PROGRAM_DOCUMENT as DOCUMENT
@@ -25,7 +25,7 @@ from flexrank.deployment.runtimes import RUNTIMES, TRACED, Inputs, Run, program_
 from flexrank.errors import FlexrankError, first_line
 from flexrank.hf import models
 from flexrank.hf.companions import CARD, PICKLES
-from flexrank.nn.experts import SEPARATE
+from flexrank.nn.experts import SEPARATE_KEY
 
 FORMATS = ("dense", *RUNTIMES)
 #: Rows and tokens of the batches that an export is verified on: the one that was traced, and one of another shape.
@@ -106,9 +106,9 @@ def _require_deployed(directory: str | Path) -> None:
     artefact = inspect_artefact(directory)
     if artefact["kind"] != KIND:
         mend = "write one of its sizes with `flexrank deploy`, or `fr.export`"
-        raise FlexrankError(f"{directory}: an elastic artefact, of all sizes; {mend}, and export that")
+        raise FlexrankError(f"{directory}: an elastic artefact with all sizes; {mend}, and export that")
     if artefact["library"] != "transformers":
-        raise FlexrankError(f"{directory}: holds a {artefact['class']} of torch; it has to be a model of transformers")
+        raise FlexrankError(f"{directory}: holds a {artefact['class']} of torch; it must be a transformers model")
 
 
 def _loaded(directory: str | Path, format: str) -> Any:
@@ -126,7 +126,7 @@ def _write_and_measure(model: Any, format: str, source: Path, aside: Path, batch
     with torch.no_grad():
         wanted = [output_tensor(model(**batch)) for batch in batches]
     if format == "dense":
-        log.info("dense: as large as the base model, and as slow; plain transformers and its converters read it")
+        log.info("dense: as large and as slow as the base model; plain transformers and its converters read it")
         models.save_model(dense_model(model, source), aside)
     else:
         RUNTIMES[format].write(program_of(model), batches[0], aside)
@@ -178,7 +178,7 @@ def _add_companions(source: Path, aside: Path) -> None:
         else:
             shutil.copy(path, aside)
     config = files.read_json(source / "config.json")
-    ours = ("quantization_config", "auto_map", SEPARATE)
+    ours = ("quantization_config", "auto_map", SEPARATE_KEY)
     files.write_json(aside / "config.json", {key: value for key, value in config.items() if key not in ours})
 
 
@@ -196,7 +196,7 @@ def _write_card(aside: Path, facts: dict[str, Any], source: Path) -> None:
     ]  # fmt: skip
     _, sizes, after = source.read_text(encoding="utf8").partition("## Sizes") if source.is_file() else ("", "", "")
     rest = f"{sizes}{after}" or f"{LICENCE}\n"
-    text = head(kind, "", read_head(source), library) + "\n".join(lines) + f"\n{rest}"
+    text = card_metadata(kind, "", read_card_metadata(source), library) + "\n".join(lines) + f"\n{rest}"
     (aside / CARD).write_text(text, encoding="utf8")
 
 

@@ -17,33 +17,33 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from flexrank.artefacts.cards import auto_class
 from flexrank.artefacts.elastic import read_elastic_document
-from flexrank.deployment.within import deployed_within
+from flexrank.deployment.limits import deploy_within_limits
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
-from flexrank.hf.companions import fetched, whole_snapshot
-from flexrank.hf.quantizer import PlainQuantizer, attach, fitting, forget_quantization, placed
+from flexrank.hf.companions import complete_snapshot, local_directory
+from flexrank.hf.quantizer import OrdinaryModelQuantizer, attach, forget_quantization, match_layers, specs_that_fit
 from flexrank.nn.experts import separate_as_recorded_
 from flexrank.nn.gauge_aligned import Slack
 from flexrank.nn.select import replace_layers
 
-METHOD = "flexrank_elastic"
+ELASTIC_QUANT_METHOD = "flexrank_elastic"
 #: Attributes of a model: the tensors that transformers leaves out of its report of missing and unexpected ones.
 REPORTED = ("_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected")
 log = logging.getLogger("flexrank")
 
 
-@register_quantization_config(METHOD)
+@register_quantization_config(ELASTIC_QUANT_METHOD)
 class ElasticConfig(QuantizationConfigMixin):
     """The config that `deployment.FlexRankConfig` returns."""
 
     def __init__(self, limits: Mapping[str, Any], slack: Slack = "auto", **ignored: Any):
-        self.quant_method = METHOD
+        self.quant_method = ELASTIC_QUANT_METHOD
         self.limits = dict(limits)
         self.slack = slack
 
 
-@register_quantizer(METHOD)
-class ElasticQuantizer(PlainQuantizer):
+@register_quantizer(ELASTIC_QUANT_METHOD)
+class ElasticQuantizer(OrdinaryModelQuantizer):
     """Leaves the layers empty in the model that transformers builds, and then fills it with a deployed size."""
 
     quantization_config: ElasticConfig
@@ -60,19 +60,19 @@ class ElasticQuantizer(PlainQuantizer):
         if not config.name_or_path:
             kind = next(iter(config.architectures or ["this class"]))
             raise FlexrankError(f"{kind}.from_pretrained cannot cut a size; take {auto_class(kind)}.from_pretrained")
-        directory = fetched(config.name_or_path)
+        directory = local_directory(config.name_or_path)
         document = read_elastic_document(directory)
         if document["library"] != "transformers":
-            raise FlexrankError(f"{directory}: no model of transformers; read it with load_elastic")
+            raise FlexrankError(f"{directory}: not a transformers model; read it with load_elastic")
         config.transformers_weights = next(iter(document["shards"]))
         return config
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         del model.config.transformers_weights
         # Only now is it known where transformers found the file: `revision` or another model's `config` may change it.
-        self._directory = whole_snapshot(Path(kwargs["checkpoint_files"][0]).parent)
+        self._directory = complete_snapshot(Path(kwargs["checkpoint_files"][0]).parent)
         separate_as_recorded_(model)
-        layers = fitting(model, read_elastic_document(self._directory)["layers"])
+        layers = specs_that_fit(model, read_elastic_document(self._directory)["layers"])
         replace_layers(model, {name: _Empty() for name in layers})
         # Switches off transformers' report on tensors: all come from the artefact's own reader, after this.
         self._reported = {name: getattr(model, name) for name in REPORTED}
@@ -84,10 +84,10 @@ class ElasticQuantizer(PlainQuantizer):
         for name, patterns in self._reported.items():
             setattr(model, name, patterns)
         if len({*map(str, getattr(model, "hf_device_map", {}).values())}) > 1:
-            mend = "write the size by `flexrank deploy`, and load that by this device_map"
-            raise FlexrankError(f"device_map has several places, and a size is cut in one; {mend}")
+            mend = "write the size with `flexrank deploy`, and load that with this device_map"
+            raise FlexrankError(f"device_map names several devices, but a size is cut on one; {mend}")
         settings = self.quantization_config
-        small, entry, _ = deployed_within(
+        small, entry, _ = deploy_within_limits(
             self._directory, settings.limits, dtype=model.dtype, device=model.device, slack=settings.slack
         )
         _fill(model, small, entry.profile)
@@ -107,18 +107,18 @@ def _fill(model: Any, small: Any, layers: Iterable[str]) -> None:
     """Moves a deployed model's layers and tensors into a model of its architecture, which may have another head."""
     layers = {name: small.get_submodule(name) for name in layers}
     own = {id(inner) for layer in layers.values() for inner in layer.modules()}
-    deployed = {name: one for name, one in placed(model, layers) if isinstance(model.get_submodule(name), _Empty)}
+    deployed = {name: one for name, one in match_layers(model, layers) if isinstance(model.get_submodule(name), _Empty)}
     others = {
         name: one for name, one in small.named_modules() if id(one) not in own and (one._parameters or one._buffers)
     }
     filled = {id(parameter) for parameter in small.parameters()}
-    for name, module in placed(model, others, skip_missing=True):
+    for name, module in match_layers(model, others, skip_missing=True):
         there = model.get_submodule(name)
         if _shapes(there) == _shapes(module):
             there._parameters.update(module._parameters)
             there._buffers.update(module._buffers)
     replace_layers(model, deployed)
-    attach(model, {name: spec for name, spec in placed(model, models.attached_layers(small)) if name in deployed})
+    attach(model, {name: spec for name, spec in match_layers(model, models.attached_layers(small)) if name in deployed})
     model.flexrank_sizes, model.flexrank_share = small.flexrank_sizes, small.flexrank_share
     drawn = [name for name, parameter in model.named_parameters() if id(parameter) not in filled]
     if drawn:

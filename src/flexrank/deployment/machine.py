@@ -68,10 +68,10 @@ def latency_ratio(
 def forward_of(model: nn.Module, batch: Batch) -> Callable[[], None]:
     """A function that runs the forward pass on the batch, and returns when the device has finished it."""
     device = model_device(model)
-    return until_done(functools.partial(call_model, model, to_device(batch, device)), device)
+    return synchronised(functools.partial(call_model, model, to_device(batch, device)), device)
 
 
-def until_done(run: Callable[[], object], device: torch.device) -> Callable[[], None]:
+def synchronised(run: Callable[[], object], device: torch.device) -> Callable[[], None]:
     """Wraps `run` in a function that returns only when the device has finished it."""
 
     def finish() -> None:
@@ -88,7 +88,7 @@ def resident_peak() -> int:
     return int(line.split()[1]) * 1024
 
 
-def forget_peak() -> int:
+def reset_peak() -> int:
     """Resets the peak to the memory that is resident now, and returns it (Linux)."""
     Path("/proc/self/clear_refs").write_text("5")
     return resident_peak()

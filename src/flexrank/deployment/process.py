@@ -62,7 +62,7 @@ def in_fresh_process(
     if "error" in answer:
         raise FlexrankError(answer["error"])
     if status:
-        hint = "; it was killed, as where memory runs out" if status < 0 else "; its own words are above"
+        hint = "; it was killed, perhaps for lack of memory" if status < 0 else "; its own message is above"
         raise FlexrankError(f"a fresh process that ran {name} ended with status {status}{hint}")
     return answer["value"]
 

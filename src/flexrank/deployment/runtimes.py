@@ -64,7 +64,7 @@ def program_of(model: Any) -> nn.Module:
     its `weight.dtype`. Raises FlexrankError for an encoder-decoder.
     """
     if model.config.is_encoder_decoder:
-        raise FlexrankError(f"{type(model).__name__} is an encoder-decoder, which `dense` takes, and no program")
+        raise FlexrankError(f"{type(model).__name__} is an encoder-decoder, which can be exported only `--to dense`")
     model.config.get_text_config().use_cache = False
     for layer in model.modules():
         if isinstance(layer, GaugeAlignedLayer) and "weight" in layer._buffers:

@@ -43,7 +43,7 @@ def find_slack(
     for profile in profiles:
         for name, layer in nested_layers(submodel(model, profile)).items():
             if layer.sizes is not None or layer.rank not in columns[name]:
-                wanted[name, layer.rank, layer.sizes and layer.sizes.place] = layer
+                wanted[name, layer.rank, layer.sizes and layer.sizes.position] = layer
     pairs = list(wanted.items())
     for (name, rank, _), layer in track(pairs, "choosing slack") if len(pairs) > len(layers) else pairs:
         least = layer_slack(name, layer, slack, dtype, activations or {})

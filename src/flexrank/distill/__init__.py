@@ -14,7 +14,7 @@ from flexrank.data.batches import Batch, call_model, eval_mode, model_device, re
 from flexrank.distill.interrupts import deferred
 from flexrank.distill.objectives import Objective, default_objective, describe
 from flexrank.distill.optimizer import OptimizerName, make_optimizer, require_known, scale_vectors_, set_rate
-from flexrank.distill.schedule import Feed, Schedule, UsualLosses, drawn_weights
+from flexrank.distill.schedule import Feed, RunningLosses, Schedule, drawn_weights
 from flexrank.distill.state import State
 from flexrank.distill.step import (
     Step,
@@ -23,7 +23,7 @@ from flexrank.distill.step import (
     set_sizes_,
     trainable_parameters,
     training,
-    used_components,
+    trimmed_factors,
 )
 from flexrank.errors import FlexrankError
 from flexrank.files import digest_json, digest_tensor
@@ -165,17 +165,17 @@ def distill_(
         "objective": describe(objective), "profiles": digest_json(profiles),
         "teacher": _identity(teacher) if checkpoint else None,
     }  # fmt: skip
-    places = set_sizes_(model, profiles) if is_balanced else []
-    with used_components(model, profiles):
+    size_indices = set_sizes_(model, profiles) if is_balanced else []
+    with trimmed_factors(model, profiles):
         trainable = trainable_parameters(model, train_embeddings, is_balanced and len(profiles) > 1)
         adam = make_optimizer(model, trainable, learning_rate, weight_decay, optimizer)
         state = State(checkpoint, settings, trainable, adam, Feed(batches, seed), sharded_parameters(model))
         step = Step(model, Targets(teacher, objective, autocast, teacher_cache), trainable, adam, max_norm)
         with training(model, teacher, trainable, gradient_checkpointing):
-            usual = UsualLosses(state.losses, state.choices) if is_balanced else None
-            if usual:
-                scale_vectors_(adam, model, lambda: usual.shares(places, len(profiles)))
-            _train(step, state, schedule, profiles, accumulation, checkpoint_every, usual, on_step)
+            running = RunningLosses(state.losses, state.choices) if is_balanced else None
+            if running:
+                scale_vectors_(adam, model, lambda: running.vector_scales(size_indices, len(profiles)))
+            _train(step, state, schedule, profiles, accumulation, checkpoint_every, running, on_step)
     return TrainingHistory(tuple(state.losses), tuple(state.choices), state.step)
 
 
@@ -186,7 +186,7 @@ def _train(
     profiles: list[dict[str, int]],
     accumulation: int,
     every: int,
-    usual: UsualLosses | None,
+    running: RunningLosses | None,
     on_step: Callable[[TrainingStep], None] | None,
 ) -> None:
     with deferred(state.path is not None) as is_asked:
@@ -195,13 +195,13 @@ def _train(
             set_rate(step.optimizer, schedule.rate(number))
             with use_profile(step.model, profiles[choice]):
                 items = (state.feed.next() for _ in range(accumulation))
-                loss = step.take(items, number, usual.of(choice) if usual else 1.0)
+                loss = step.take(items, number, running.mean(choice) if running else 1.0)
             state.advance(loss, choice)
             if on_step:
                 on_step(TrainingStep(number, choice, loss, schedule.rate(number)))
-            if usual:
-                usual.add(loss, choice)
-            ends = processes.decided(is_asked())
+            if running:
+                running.add(loss, choice)
+            ends = processes.any_process(is_asked())
             if ends or state.step % every == 0 or state.step == schedule.steps:
                 state.save()
             if ends:

@@ -12,16 +12,16 @@ CPU_CHUNK, LARGE_CHUNK = 2**17, 2**24
 Divergence = Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor | None]]  #: as `_divergence`
 
 
-def total_divergence(student: Tensor, target: Tensor, temperature: float, chunk: int | None, lumped: bool) -> Tensor:
+def total_divergence(student: Tensor, target: Tensor, temperature: float, chunk: int | None, is_top_k: bool) -> Tensor:
     """T²·KL at temperature T, summed over rows; its gradient, into `student` (rows, classes), can be taken only once.
 
-    The target is the teacher's logits or, if `lumped`, its `likeliest` classes; `chunk` is a number of rows.
+    The target is the teacher's logits or, if `is_top_k`, its `top_k_with_rest`; `chunk` is a number of rows.
     """
-    divergence = _lumped_divergence if lumped else _divergence
+    divergence = _top_k_divergence if is_top_k else _divergence
     return _TotalDivergence.apply(student, target, temperature, _chunk_rows(chunk, student), divergence)
 
 
-def likeliest(logits: Tensor, temperature: float, count: int, chunk: int | None) -> Tensor:
+def top_k_with_rest(logits: Tensor, temperature: float, count: int, chunk: int | None) -> Tensor:
     """(rows, 2k+1) in float32: the k largest log-probabilities, that of all other classes, and the k class indices."""
     parts = []
     for part in logits.split(_chunk_rows(chunk, logits)):
@@ -54,10 +54,10 @@ def _divergence(
     return total, log_student.exp_().sub_(probability) if wants_gradient else None
 
 
-def _lumped_divergence(
+def _top_k_divergence(
     student: Tensor, target: Tensor, temperature: float, wants_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """As `_divergence`, over the classes of a `likeliest` target and one class for all others.
+    """As `_divergence`, over the classes of a `top_k_with_rest` target and one class for all others.
 
     The gradient at a class of probability q is q − p for the likeliest, and q·(1 − p_rest/q_rest) for the others.
     """

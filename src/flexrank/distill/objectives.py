@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flexrank.data.batches import Batch, mean_pool, output_mask, output_tensor
-from flexrank.distill.divergence import likeliest, total_divergence
+from flexrank.distill.divergence import top_k_with_rest, total_divergence
 from flexrank.errors import FlexrankError
 
 
@@ -83,9 +83,9 @@ class LogitObjective(_Quotients):
             raise FlexrankError(f"temperature is {self.temperature}; it must be above 0")
 
     def target(self, output: Any, batch: Batch) -> Tensor:
-        """The teacher's logits of real tokens (rows, classes), or with `top_k` its `likeliest` classes; then states."""
+        """The teacher's logits of real tokens (rows, classes), or with `top_k` their `top_k_with_rest`; then states."""
         logits = _real_rows(output_tensor(output), batch).detach()
-        target = logits if self.top_k is None else likeliest(logits, self.temperature, self.top_k, self.chunk)
+        target = logits if self.top_k is None else top_k_with_rest(logits, self.temperature, self.top_k, self.chunk)
         if not self.hidden_weight:
             return target
         return torch.cat([target, _real_rows(_last_hidden(output), batch).detach().to(target.dtype)], -1)

@@ -64,8 +64,8 @@ def make_optimizer(
     return optimizer
 
 
-def scale_vectors_(optimizer: torch.optim.Optimizer, model: nn.Module, shares: Callable[[], list[float]]) -> None:
-    """Scales the optimiser's steps of each size's vectors by that size's entry of `shares()`."""
+def scale_vectors_(optimizer: torch.optim.Optimizer, model: nn.Module, scales: Callable[[], list[float]]) -> None:
+    """Scales the optimiser's steps of each size's vectors by that size's entry of `scales()`."""
     modules = [module for module in model.modules() if isinstance(module, SizeVectors)]
     vectors = [one for module in modules for one in module.parameters()]
     before = list[Tensor]()
@@ -75,9 +75,9 @@ def scale_vectors_(optimizer: torch.optim.Optimizer, model: nn.Module, shares: C
 
     @torch.no_grad()
     def scale(*_: Any) -> None:
-        share = torch.tensor(shares(), device=vectors[0].device)[:, None]  # moved to the device only once
+        weight = torch.tensor(scales(), device=vectors[0].device)[:, None]  # moved to the device only once
         for one, old in zip(vectors, before, strict=True):
-            one.copy_(torch.lerp(old, one, share.to(one)))
+            one.copy_(torch.lerp(old, one, weight.to(one)))
 
     optimizer.register_step_pre_hook(keep)
     optimizer.register_step_post_hook(scale)

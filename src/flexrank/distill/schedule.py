@@ -77,7 +77,7 @@ def scheduled_rate(step: int, steps: int, peak: float, warmup: int) -> float:
     return peak * (1 + math.cos(math.pi * progress)) / 2
 
 
-class UsualLosses:
+class RunningLosses:
     """The running mean of each profile's losses so far in consolidation: `means`, by profile index."""
 
     def __init__(self, losses: Sequence[float], choices: Sequence[int]):
@@ -89,7 +89,7 @@ class UsualLosses:
         """Adds a step's loss and the index of its profile."""
         self.means[choice] = MEMORY * self.means.get(choice, loss) + (1 - MEMORY) * loss
 
-    def of(self, choice: int) -> float | None:
+    def mean(self, choice: int) -> float | None:
         """The running mean of a profile's losses, or None before its first step.
 
         It is at least LEAST_LOSS of the largest: a size as good as the teacher has only rounding errors to learn.
@@ -98,15 +98,16 @@ class UsualLosses:
             return None
         return max(self.means[choice], LEAST_LOSS * max(self.means.values()))
 
-    def shares(self, places: Sequence[int], count: int) -> list[float]:
+    def vector_scales(self, size_indices: Sequence[int], count: int) -> list[float]:
         """For each of `count` sizes, the square root of its mean loss over the largest; 1 before its first step.
 
-        A loss grows with the square of the distance from the teacher. The profile of index i is the size `places[i]`.
+        A loss grows with the square of the distance from the teacher. The profile of index i is the size
+        `size_indices[i]`.
         """
-        shares, greatest = [1.0] * count, max(self.means.values(), default=0.0)
+        scales, greatest = [1.0] * count, max(self.means.values(), default=0.0)
         for choice in self.means if greatest > 0 else ():
-            shares[places[choice]] = math.sqrt(max(self.means[choice] / greatest, LEAST_LOSS))
-        return shares
+            scales[size_indices[choice]] = math.sqrt(max(self.means[choice] / greatest, LEAST_LOSS))
+        return scales
 
 
 class Feed:
@@ -135,7 +136,7 @@ class Feed:
 
     def _require_alike(self, batch: Batch) -> None:
         """Raises FlexrankError unless all processes got the same batch, because each takes its share of the rows."""
-        if not processes.is_alike(digest_batch(batch)):
+        if not processes.same_everywhere(digest_batch(batch)):
             right = "give all the same, without a DistributedSampler and shuffled by one seed"
             raise FlexrankError(f"processes got other batches; each takes its rows of every batch: {right}")
 

@@ -21,7 +21,7 @@ from flexrank.distill.schedule import Feed
 from flexrank.distill.tensors import read_tensors, stored_tensors, write_parts, write_whole
 from flexrank.errors import FlexrankError
 from flexrank.files import digest_files, directory_aside, read_document, verify_files, write_document
-from flexrank.nn.sharding import Place, as_global
+from flexrank.nn.sharding import ShardDim, as_global
 
 #: Prefix of the name of a tensor in a data loader's state; in the JSON the name stands for the tensor.
 LOADER = "//loader/"
@@ -37,7 +37,7 @@ class State:
     trainable: Mapping[str, nn.Parameter]
     optimizer: torch.optim.Optimizer
     feed: Feed
-    sharded: Mapping[nn.Parameter, Place] = dataclasses.field(default_factory=dict)
+    sharded: Mapping[nn.Parameter, ShardDim] = dataclasses.field(default_factory=dict)
     losses: list[float] = dataclasses.field(default_factory=list)
     choices: list[int] = dataclasses.field(default_factory=list)
 
@@ -63,19 +63,19 @@ class State:
         if self.path is None:
             return
         if not self.sharded:
-            processes.by_first(self._save_whole)
+            processes.on_first_process(self._save_whole)
             return
         tensors, progress = self._contents()
         with contextlib.ExitStack() as stack:
-            aside = Path(processes.by_first(lambda: str(self._aside(stack))))
-            digests = processes.collected({processes.number(): write_parts(aside, tensors)})
+            aside = Path(processes.on_first_process(lambda: str(self._aside(stack))))
+            digests = processes.gather_merged({processes.number(): write_parts(aside, tensors)})
             everything = {name: digest for own in digests.values() for name, digest in own.items()}
 
             def finish() -> None:
                 self._describe(aside, progress, everything)
                 stack.close()
 
-            processes.by_first(finish)
+            processes.on_first_process(finish)
 
     def _save_whole(self) -> None:
         tensors, progress = self._contents()
@@ -99,9 +99,9 @@ class State:
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and their optimiser states by name; sharded ones are shards of the full tensor."""
         for name, parameter in self.trainable.items():
-            place = self.sharded.get(parameter)
+            shard_dim = self.sharded.get(parameter)
             for key, value in {name: parameter.detach(), **self._states(name, parameter)}.items():
-                yield key, value if place is None or value.shape != parameter.shape else as_global(value, place)
+                yield key, value if shard_dim is None or value.shape != parameter.shape else as_global(value, shard_dim)
 
     def _states(self, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
         return {f"{name}//{slot}": value for slot, value in states_of(self.optimizer, parameter).items()}

@@ -19,7 +19,7 @@ from flexrank.errors import FlexrankError
 from flexrank.nn.blocks import block_stack, replaced_forwards
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.sharding import sharded_parameters
-from flexrank.nn.switch import kept_sizes, layer_shapes, nested_layers, require_fitting, set_profile, use_profile
+from flexrank.nn.switch import layer_shapes, nested_layers, require_fitting, restored_sizes, set_profile, use_profile
 from flexrank.profiles.costs import full_ranks, profile_parameters
 
 Item = tuple[int | None, Batch]  #: a batch's index in the sequence that repeats it (None without one), and the batch
@@ -29,7 +29,7 @@ class Targets:
     """The teacher's targets; those for a sequence's batches are cached for later passes, up to `limit` bytes."""
 
     def __init__(self, model: nn.Module, objective: Objective | None, autocast: torch.dtype | None, limit: int):
-        self._model, self._objective, self._autocast, self._room = model, objective, autocast, limit
+        self._model, self._objective, self._autocast, self._remaining_bytes = model, objective, autocast, limit
         self._kept: dict[int, Tensor] = {}
 
     def autocast(self) -> torch.autocast:
@@ -47,9 +47,9 @@ class Targets:
         target = self._objective.target(output, batch)
         size = target.untyped_storage().nbytes()  # a view keeps its full storage alive
         # All processes cache it or none does: a sharded teacher runs in all of them.
-        if index is not None and not processes.decided(size > self._room):
+        if index is not None and not processes.any_process(size > self._remaining_bytes):
             self._kept[index] = target
-            self._room -= size
+            self._remaining_bytes -= size
         return target
 
     def loss(self, output: Any, target: Tensor, batch: Batch, counts: bool = True) -> tuple[Tensor, float]:
@@ -85,16 +85,16 @@ class Step:
     def __post_init__(self) -> None:
         self._parts = sharded_parameters(self.model)
 
-    def take(self, items: Iterable[Item], number: int, usual: float | None = 1.0) -> float:
+    def take(self, items: Iterable[Item], number: int, mean_loss: float | None = 1.0) -> float:
         """Takes step `number` on these batches, and returns their mean loss, weighted as `Targets.loss` says.
 
         The step thus equals that of one batch of all their rows, except for further terms of a loss, which are means
-        over the batches. The loss is divided by the square root of `usual`, its running mean; None stands for its own
-        value. Raises FlexrankError, with the weights unchanged, if the mean loss or the gradient's norm is not finite.
+        over the batches. The loss is divided by the square root of `mean_loss`, its running mean, or of its own value
+        for None. Raises FlexrankError, with the weights unchanged, if the mean loss or gradient norm is not finite.
         """
         losses, weights = list[float](), list[float]()
         for item in items:
-            self._backward(item, usual, losses, weights)
+            self._backward(item, mean_loss, losses, weights)
         shares = [weight / sum(weights) for weight in weights]
         loss = sum(share * loss for share, loss in zip(shares, losses, strict=True))
         require_finite(loss, number, "loss")
@@ -109,7 +109,7 @@ class Step:
         self.optimizer.zero_grad(set_to_none=True)
         return loss
 
-    def _backward(self, item: Item, usual: float | None, losses: list[float], weights: list[float]) -> None:
+    def _backward(self, item: Item, mean_loss: float | None, losses: list[float], weights: list[float]) -> None:
         """Adds this batch's loss and weight to the lists, and its gradient, scaled by its weight over the first's."""
         rows, counts = _own_rows(item[1])
         index, batch = item[0], to_device(rows, model_device(self.model))
@@ -119,7 +119,7 @@ class Step:
         del target  # as large as the logits, and not needed in the backward pass
         losses.extend(processes.sums(float(loss.detach())))
         weights.append(weight)
-        (loss * (weight / weights[0]) / loss_scale(losses[-1], usual)).backward()
+        (loss * (weight / weights[0]) / loss_scale(losses[-1], mean_loss)).backward()
 
     def _sum_gradients(self) -> None:
         """Sums gradients over processes; for factors only those of the active prefix, because the others are zeros.
@@ -128,7 +128,7 @@ class Step:
         already; if processes gathered different layers, those sums mix them, which raises FlexrankError.
         """
         layers = [module for module in self.model.modules() if isinstance(module, NestedLayer)]
-        if self._parts and not processes.is_alike([layer.gathers for layer in layers]):
+        if self._parts and not processes.same_everywhere([layer.gathers for layer in layers]):
             raise FlexrankError("sharded: a batch's rows reach other layers in other processes; train the model whole")
         active = {factor: layer.rank for layer in layers for factor in (layer.u, layer.v)}
         whole = [one for one in self.trainable.values() if one not in self._parts]
@@ -183,7 +183,7 @@ def set_sizes_(model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> list[
 
 
 @contextlib.contextmanager
-def used_components(model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> Iterator[None]:
+def trimmed_factors(model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> Iterator[None]:
     """Inside the block each elastic layer holds only its first components, up to the last that `profiles` need.
 
     They are separate parameters in the memory of the full ones: training them changes the first components of `u` and
@@ -193,7 +193,7 @@ def used_components(model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> 
     for profile in profiles:
         require_fitting(layers, profile)
     whole = [(layer, layer.u, layer.v) for layer in layers.values()]
-    with kept_sizes(layers.values()):
+    with restored_sizes(layers.values()):
         for name, layer in layers.items():
             ranks = {profile[name] for profile in profiles}
             used = max((rank for rank in ranks if not layer.is_dense_at(rank)), default=len(layer.u))
@@ -205,12 +205,12 @@ def used_components(model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> 
             yield
         finally:
             for layer, u, v in whole:
-                _take_back_(u, layer.u)
-                _take_back_(v, layer.v)
+                _copy_back_(u, layer.u)
+                _copy_back_(v, layer.v)
                 layer.u, layer.v = u, v
 
 
-def _take_back_(whole: nn.Parameter, own: nn.Parameter) -> None:
+def _copy_back_(whole: nn.Parameter, own: nn.Parameter) -> None:
     """Copies the first components back into a factor, moved to their device, if `Module.to` gave them other memory.
 
     accelerate moves a model of several processes on CPUs from `cpu` to `cpu:0`.
@@ -279,22 +279,22 @@ def _repeating_blocks(model: nn.Module) -> Iterator[None]:
     if cached is not None:  # a block that runs again would append its keys and values twice
         config.use_cache = False
     try:
-        with replaced_forwards({block: functools.partial(_run_twice, block.forward) for _, block in stack}):
+        with replaced_forwards({block: functools.partial(_checkpointed, block.forward) for _, block in stack}):
             yield
     finally:
         if cached is not None:
             config.use_cache = cached
 
 
-def _run_twice(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     # A forward draws no random numbers: there is no dropout.
     return torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
-def loss_scale(value: float, usual: float | None) -> float:
-    """The square root of `usual`, a running mean loss, or of `value` without one; 1 if rounding leaves none above 0."""
-    usual = value if usual is None else usual
-    return math.sqrt(usual) if usual > 0 else 1.0
+def loss_scale(value: float, mean_loss: float | None) -> float:
+    """The square root of `mean_loss`, a running mean, or of `value` without one; 1 if rounding leaves none above 0."""
+    mean_loss = value if mean_loss is None else mean_loss
+    return math.sqrt(mean_loss) if mean_loss > 0 else 1.0
 
 
 def require_rows(count: float) -> None:

@@ -12,7 +12,7 @@ from flexrank.data.batches import Batch, call_model
 from flexrank.distill import Profiles, profiles_of
 from flexrank.distill.objectives import Objective
 from flexrank.distill.optimizer import make_optimizer, scale_vectors_, set_rate
-from flexrank.distill.schedule import Schedule, UsualLosses, default_weights
+from flexrank.distill.schedule import RunningLosses, Schedule, default_weights
 from flexrank.distill.step import (
     Targets,
     loss_scale,
@@ -20,7 +20,7 @@ from flexrank.distill.step import (
     set_sizes_,
     trainable_parameters,
     training,
-    used_components,
+    trimmed_factors,
 )
 from flexrank.errors import FlexrankError
 from flexrank.hf.models import mark_elastic
@@ -75,13 +75,13 @@ class DistillationTrainer(transformers.Trainer):
         full = full_ranks(layer_shapes(model))
         weights = default_weights("balanced", [profile == full for profile in self._profiles])
         self._schedule = Schedule(weights, args.seed, 0, args.learning_rate, 0)  # only its draws are used
-        self._places = set_sizes_(model, self._profiles)
+        self._size_indices = set_sizes_(model, self._profiles)
         mark_elastic(model)
         super().__init__(model=model, args=args, **options)
         self.loss_is_scaled_for_ga = False  # the loss is a mean over each batch's rows
         self.teacher = teacher.to(self.args.device).requires_grad_(False)
         self._targets = Targets(self.teacher, objective, None, 0)
-        self._usual, self._logged = UsualLosses((), ()), defaultdict[int, list[float]](list)
+        self._running, self._logged = RunningLosses((), ()), defaultdict[int, list[float]](list)
         self._choice, self._losses = 0, list[float]()  # of the step so far
         self._is_noted = False  # whether `_note` is among the optimiser's hooks
 
@@ -90,7 +90,7 @@ class DistillationTrainer(transformers.Trainer):
         self.optimizer, self._is_noted = None, False
         self._losses.clear()
         self._logged.clear()
-        with used_components(self.model, self._profiles):
+        with trimmed_factors(self.model, self._profiles):
             self._trainable = trainable_parameters(self.model, factors_only=len(self._profiles) > 1)
             with training(self.model, self.teacher, self._trainable):
                 return super().train(*args, **options)
@@ -103,7 +103,8 @@ class DistillationTrainer(transformers.Trainer):
             self.optimizer = make_optimizer(self.model, self._trainable, args.learning_rate, args.weight_decay, **adam)
             set_rate(self.optimizer, args.learning_rate)
         if not self._is_noted:
-            scale_vectors_(self.optimizer, self.model, lambda: self._usual.shares(self._places, len(self._profiles)))
+            count = len(self._profiles)
+            scale_vectors_(self.optimizer, self.model, lambda: self._running.vector_scales(self._size_indices, count))
             self.optimizer.register_step_post_hook(self._note)
             self._is_noted = True
         return self.optimizer
@@ -111,7 +112,7 @@ class DistillationTrainer(transformers.Trainer):
     def _note(self, *_: Any) -> None:
         """Records the mean loss of the step that the optimiser has just taken."""
         mean = sum(self._losses) / len(self._losses)
-        self._usual.add(mean, self._choice)
+        self._running.add(mean, self._choice)
         self._logged[self._choice].append(mean)
         self._losses.clear()
 
@@ -119,7 +120,7 @@ class DistillationTrainer(transformers.Trainer):
         """Adds a batch's gradient at the profile of the current optimiser step, and returns the loss to log."""
         self._choice = self._schedule.draw(self.state.global_step)
         # The means live in the optimiser's parameter group, so that a checkpoint has them.
-        self._usual.means = self.optimizer.param_groups[0].setdefault("usual_losses", {})
+        self._running.means = self.optimizer.param_groups[0].setdefault("usual_losses", {})
         with use_profile(self.model, self._profiles[self._choice]):  # until the backward pass is done
             super().training_step(model, inputs, num_items_in_batch)
         return torch.tensor(self._losses[-1] / self.current_gradient_accumulation_steps, device=self.args.device)
@@ -155,7 +156,7 @@ class DistillationTrainer(transformers.Trainer):
         value = float(self.accelerator.reduce(loss.detach(), "mean"))  # over processes, so that all divide by the same
         require_finite(value, self.state.global_step, "loss")
         self._losses.append(value)
-        return loss / loss_scale(value, self._usual.of(self._choice))
+        return loss / loss_scale(value, self._running.mean(self._choice))
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
         """Logs as the Trainer does, with the mean loss of each profile since the last log."""

@@ -17,7 +17,10 @@ MODULES = "modules.json"
 TOKENIZER_FILES = ("tokenizer*.json", "tokenizer.model", "vocab.*", "spiece.model")
 TOKENIZER = (*TOKENIZER_FILES, "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*")
 #: What is copied from where a model was loaded: processors, the list of modules, and the modules' directories.
-COPIED = ("*processor_config.json", MODULES, "sentence_*_config.json", "config_sentence_transformers.json", "[0-9]_*/*")
+COMPANION_GLOBS = (
+    *("*processor_config.json", MODULES, "sentence_*_config.json", "config_sentence_transformers.json"),
+    "[0-9]_*/*",
+)
 #: The suffixes of pickles, which are neither copied nor downloaded from the hub.
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 #: The model card, which says whose a model is and under which licence.
@@ -36,7 +39,7 @@ def save_companions(model: Any, directory: Path, tokenizer: Any = None) -> None:
     """
     source = source_of(model)
     if source is not None:
-        _copy(source, directory, COPIED if tokenizer else (*COPIED, *TOKENIZER))
+        _copy(source, directory, COMPANION_GLOBS if tokenizer else (*COMPANION_GLOBS, *TOKENIZER))
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
 
@@ -89,13 +92,13 @@ def _copy(source: Path, directory: Path, patterns: Sequence[str]) -> None:
             shutil.copyfile(path, target)
 
 
-def fetched(place: str | Path) -> Path:
+def local_directory(place: str | Path) -> Path:
     """The directory itself; for a hub repository `owner/name`, its directory in the cache, downloaded if necessary."""
     is_here = Path(place).exists() or not REPOSITORY.fullmatch(str(place))
     return Path(place) if is_here else _snapshot(str(place))
 
 
-def whole_snapshot(directory: Path) -> Path:
+def complete_snapshot(directory: Path) -> Path:
     """The directory itself; if it is in the hub's cache, the files of its commit that are not there yet are fetched."""
     cached = CACHED.fullmatch(directory.as_posix())
     if cached:
@@ -119,11 +122,11 @@ def source_of(model: Any) -> Path | None:
     if not name or Path(name).is_dir():
         return Path(name) if name else None
     if not REPOSITORY.fullmatch(name):
-        log.warning("what lies beside the model in %s is not copied: no such directory any more", name)
+        log.warning("files beside the model in %s are not copied: the directory no longer exists", name)
         return None
     try:
         revision = getattr(model.config, "_commit_hash", None)
-        return _snapshot(name, revision=revision, allow_patterns=[*COPIED, *TOKENIZER, CARD])
+        return _snapshot(name, revision=revision, allow_patterns=[*COMPANION_GLOBS, *TOKENIZER, CARD])
     except FlexrankError as error:  # no network, or no such place any more
-        log.warning("what lies beside the model in %s is not copied: %s", name, error)
+        log.warning("files beside the model in %s are not copied: %s", name, error)
         return None

@@ -23,9 +23,9 @@ Task = Literal["embedding", "language", "classification"]
 TASKS: tuple[Task, ...] = ("embedding", "language", "classification")
 
 #: transformers' name for the "quantization" of deployed models.
-METHOD = "flexrank"
+QUANT_METHOD = "flexrank"
 #: What an elastic model's config has in place of layers' specs.
-ELASTIC_MARK = {"quant_method": METHOD, "layers": {}, "is_elastic": True}
+ELASTIC_MARK = {"quant_method": QUANT_METHOD, "layers": {}, "is_elastic": True}
 #: The prefix of a directory inside an installed package: "package:NAME/path".
 PACKAGE_PREFIX = "package:"
 #: The modelling file that is written beside a deployed model, and how it begins.
@@ -99,7 +99,7 @@ def load_model(
 def require_dense(config: Any, name: str) -> None:
     """Refuses the config of a model whose weights are compressed: they are no matrices that can be decomposed."""
     if getattr(config, "quantization_config", None) is not None:
-        raise FlexrankError(f"model {name!r}: compressed already; name the dense model that it was made of")
+        raise FlexrankError(f"model {name!r}: already compressed; name the dense model from which it was made")
 
 
 def _require_weights(name: str, task: Task, missing: Collection[str]) -> None:
@@ -215,7 +215,7 @@ def mark_elastic(model: Any) -> None:
 def attached_layers(model: Any) -> dict[str, Any]:
     """The specs that `quantizer.attach` gave the model; empty if it gave none."""
     config: Any = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
-    return dict(config.layers) if getattr(config, "quant_method", None) == METHOD else {}
+    return dict(config.layers) if getattr(config, "quant_method", None) == QUANT_METHOD else {}
 
 
 def is_transformers_model(model: object) -> bool:

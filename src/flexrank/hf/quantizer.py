@@ -25,7 +25,7 @@ Item = TypeVar("Item")
 log = logging.getLogger("flexrank")
 
 
-@register_quantization_config(models.METHOD)
+@register_quantization_config(models.QUANT_METHOD)
 class DeployedConfig(QuantizationConfigMixin):
     """The `quantization_config` of a deployed model: each layer's `specs.layer_spec` by name, and the specs' format.
 
@@ -37,14 +37,14 @@ class DeployedConfig(QuantizationConfigMixin):
     def __init__(self, layers: Mapping[str, Mapping[str, Any]], format: int = FORMAT, **ignored: Any):
         require_format(format)
         require_specs(layers)
-        self.quant_method = models.METHOD
+        self.quant_method = models.QUANT_METHOD
         self.format = format
         self.layers = {name: dict(spec) for name, spec in layers.items()}
         if ignored.get("is_elastic"):  # from `mark_elastic`; a deployed model's file has no such key
             self.is_elastic = True
 
 
-class PlainQuantizer(HfQuantizer):
+class OrdinaryModelQuantizer(HfQuantizer):
     """A quantizer whose loaded model is an ordinary module: it can be saved, trained and compiled."""
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:  # noqa: D102
@@ -59,22 +59,22 @@ class PlainQuantizer(HfQuantizer):
         return True
 
 
-@register_quantizer(models.METHOD)
-class DeployedQuantizer(PlainQuantizer):
+@register_quantizer(models.QUANT_METHOD)
+class DeployedQuantizer(OrdinaryModelQuantizer):
     """Swaps the layers of a model that is still on the meta device; the weights then load into them by name."""
 
     quantization_config: DeployedConfig
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self.quantization_config.is_elastic:
-            raise FlexrankError("these are an elastic model's factors by save_pretrained; save it with fr.save_elastic")
+            raise FlexrankError("save_pretrained wrote these factors of an elastic model; save it with fr.save_elastic")
         if files := kwargs.get("checkpoint_files"):
             models.verify_export(Path(files[0]).parent, {"config.json", *(Path(file).name for file in files)})
             config = Path(files[0]).parent / "config.json"  # the user may have passed another config
-            _warn_of_few_digits(model, config.is_file() and read_json(config).get("dtype") or "float32")
+            _warn_of_lower_precision(model, config.is_file() and read_json(config).get("dtype") or "float32")
         separate_as_recorded_(model)
         # transformers sets the default device (meta) and dtype around this call.
-        specs = fitting(model, self.quantization_config.layers)
+        specs = specs_that_fit(model, self.quantization_config.layers)
         replace_layers(model, {name: build_layer(spec) for name, spec in specs.items()})
         return model
 
@@ -86,11 +86,11 @@ class DeployedQuantizer(PlainQuantizer):
         return model
 
 
-def _warn_of_few_digits(model: Any, own: str) -> None:
+def _warn_of_lower_precision(model: Any, own: str) -> None:
     """Warns that a model is loaded in a less precise dtype than it was deployed in: its slack is too small for that."""
     asked = str(model.dtype).removeprefix("torch.")
     if torch.finfo(model.dtype).eps > torch.finfo(getattr(torch, own)).eps:
-        way = "for which its slack is too narrow; deploy it in that"
+        way = "for which its slack is too small; deploy it in that dtype"
         log.warning("deployed in %s and loaded in %s, %s", own, asked, way)
 
 
@@ -102,7 +102,7 @@ def forget_quantization(model: Any) -> None:
             vars(module.config).pop("_is_quantized", None)
 
 
-def placed(model: Any, items: Mapping[str, Item], *, skip_missing: bool = False) -> Iterator[tuple[str, Item]]:
+def match_layers(model: Any, items: Mapping[str, Item], *, skip_missing: bool = False) -> Iterator[tuple[str, Item]]:
     """Yields the items of an artefact's layers, under the layers' names in this model.
 
     A model with a head may load the artefact of one without: names gain `base_model_prefix`. A model without a head may
@@ -121,13 +121,13 @@ def placed(model: Any, items: Mapping[str, Item], *, skip_missing: bool = False)
             raise FlexrankError(f"{kind} has no layer {name!r}, which config.json says is deployed; {right}")
 
 
-def fitting(model: Any, specs: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """The specs of the `placed` layers that have the same shape in this model; a head with other classes does not.
+def specs_that_fit(model: Any, specs: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The specs of the layers that `match_layers` finds and that have the same shape in this model.
 
-    All others stay transformers' own layers, newly initialised.
+    All others, such as a head with other classes, stay transformers' own layers, newly initialised.
     """
     found = {}
-    for name, spec in placed(model, specs):
+    for name, spec in match_layers(model, specs):
         shape = matrix_shape(model.get_submodule(name))
         if shape == tuple(spec["shape"]):
             found[name] = spec

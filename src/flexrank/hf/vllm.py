@@ -17,7 +17,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from flexrank.errors import FlexrankError
-from flexrank.hf.models import METHOD
+from flexrank.hf.models import QUANT_METHOD
 from flexrank.nn.fused import FusedShards, Shard
 from flexrank.nn.specs import FORMAT, require_format
 
@@ -27,7 +27,7 @@ SHARD_INDEX = {None: 0, "q": 0, "k": 1, "v": 2}
 
 def register() -> None:
     """Makes vLLM recognise exports by the `quant_method` in their `config.json`; calling it again changes nothing."""
-    register_quantization_config(METHOD)(ServedConfig)
+    register_quantization_config(QUANT_METHOD)(ServedConfig)
 
 
 class ServedConfig(QuantizationConfig):
@@ -43,7 +43,7 @@ class ServedConfig(QuantizationConfig):
         return cls(config["layers"])
 
     def get_name(self) -> Any:  # noqa: D102
-        return METHOD
+        return QUANT_METHOD
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:  # noqa: D102
         return [torch.bfloat16, torch.float16, torch.float32]

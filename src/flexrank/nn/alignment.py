@@ -103,8 +103,8 @@ class _AlignmentProbe:
         self._inputs = rounded[rounded.isfinite().all(1)]  # others say nothing about the form's error
         self._exact = (self._inputs.double() @ v.double()) @ u.double().T
         lengths = self._exact.norm(dim=1)
-        usual = float(lengths[lengths > 0].median()) if bool(lengths.any()) else 0.0
-        self._lengths = lengths.clamp(min=max(usual / 10, 1e-300))
+        median = float(lengths[lengths > 0].median()) if bool(lengths.any()) else 0.0
+        self._lengths = lengths.clamp(min=max(median / 10, 1e-300))
 
     def error(self, slack: int) -> float:
         u_hat, v_tilde = self._gauge.at(slack)

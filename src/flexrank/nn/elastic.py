@@ -19,7 +19,7 @@ class SizeVectors(nn.Module):
     """What K sizes do not share: each size's gains of a layer's inputs and outputs, and its addition to the bias.
 
     In size i, of rank r, the layer's matrix is diag(outputs[i]) U_r V_rᵀ diag(inputs[i]): all merges into the factors.
-    `place` is the active size's index; if it is fractional, vectors are interpolated linearly between two sizes.
+    `position` is the active size's index; if it is fractional, vectors are interpolated linearly between two sizes.
     `ranks` are the layer's ranks in the sizes, smallest size first; several may be equal.
     """
 
@@ -31,19 +31,19 @@ class SizeVectors(nn.Module):
         bias: Float[Tensor, "K m"] | None,
     ):
         super().__init__()
-        self.ranks, self.place = list(ranks), float(len(ranks) - 1)
+        self.ranks, self.position = list(ranks), float(len(ranks) - 1)
         self.inputs, self.outputs = Parameter(inputs), Parameter(outputs)
         self.bias = None if bias is None else Parameter(bias)
 
     def active(self, vectors: Float[Tensor, "K d"]) -> Float[Tensor, " d"]:
         """The active size's vector of `inputs`, `outputs` or `bias`."""
-        low = int(self.place)
-        share = self.place - low
+        low = int(self.position)
+        share = self.position - low
         return torch.lerp(vectors[low], vectors[low + 1], share) if share else vectors[low]
 
-    def place_of(self, rank: int) -> float:
+    def position_of(self, rank: int) -> float:
         """The index of the smallest size of at least this rank, or of the largest size if there is none."""
-        return next((float(place) for place, own in enumerate(self.ranks) if own >= rank), float(len(self.ranks) - 1))
+        return next((float(index) for index, own in enumerate(self.ranks) if own >= rank), float(len(self.ranks) - 1))
 
 
 class NestedLayer(nn.Module):
@@ -97,7 +97,7 @@ class NestedLayer(nn.Module):
             raise FlexrankError(f"rank {rank} is out of range; this layer has {self.ranks}")
         self._rank = rank
         if self.sizes is not None:
-            self.sizes.place = self.sizes.place_of(rank)
+            self.sizes.position = self.sizes.position_of(rank)
 
     @property
     def max_rank(self) -> int:
@@ -122,7 +122,7 @@ class NestedLayer(nn.Module):
         """Whether the matrix of this rank is `dense` rather than a product of factors."""
         return self.dense is not None and rank == self.max_rank
 
-    def places(self) -> dict[str, tuple[int, int]]:
+    def shard_dims(self) -> dict[str, tuple[int, int]]:
         """For each parameter that may be sharded, the dimension it is sharded along and its full size there."""
         m, n = self.matrix_shape
         return {"u": (1, m), "v": (1, n)} | ({} if self.dense is None else {"dense": (0, m)})
@@ -137,7 +137,7 @@ class NestedLayer(nn.Module):
         if not self.is_sharded:
             return own
         self.gathers += 1
-        return gathered(own, *self.places()[name])
+        return gathered(own, *self.shard_dims()[name])
 
     @property
     def active(self) -> tuple[Float[Tensor, "r m"], Float[Tensor, "r n"]]:
@@ -169,7 +169,7 @@ class NestedLayer(nn.Module):
         inputs, outputs, bias = (torch.stack(vectors) for vectors in zip(*rows, strict=True))
         self.sizes = SizeVectors(ranks, inputs, outputs, None if self.bias is None else bias)
         self.sizes.requires_grad_(self.u.requires_grad).train(self.training)
-        self.sizes.place = self.sizes.place_of(self.rank)
+        self.sizes.position = self.sizes.position_of(self.rank)
         self.card_sizes = ""  # consolidation begins, which makes earlier measurements obsolete
 
     @property

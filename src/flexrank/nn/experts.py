@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from flexrank.nn.select import replace_layers
 
 #: The key by which a transformers config records that the model's experts are separate, for whoever loads it.
-SEPARATE = "separate_experts"
+SEPARATE_KEY = "separate_experts"
 
 
 class Experts(nn.Module):
@@ -34,9 +34,9 @@ class Experts(nn.Module):
         outputs = torch.zeros_like(hidden_states)
         for number in range(self.num_experts):
             expert: Any = getattr(self, str(number))
-            tokens, places = self._rows_of(number, top_k_index)
+            tokens, columns = self._rows_of(number, top_k_index)
             gate, up = expert.gate_up(hidden_states[tokens]).chunk(2, dim=-1)
-            shares = top_k_weights[tokens, places].unsqueeze(-1)
+            shares = top_k_weights[tokens, columns].unsqueeze(-1)
             outputs.index_add_(0, tokens, (expert.down(self.act_fn(gate) * up) * shares).to(outputs.dtype))
         return outputs
 
@@ -45,8 +45,8 @@ class Experts(nn.Module):
         if top_k_index.is_meta:  # without values there is no routing: an equal share, for counting operations
             share = top_k_index.new_empty(-(-top_k_index.numel() // self.num_experts))
             return share, share
-        tokens, places = torch.where(top_k_index == number)
-        return tokens, places
+        tokens, columns = torch.where(top_k_index == number)
+        return tokens, columns
 
 
 class _Expert(nn.Module):
@@ -65,13 +65,13 @@ def separate_experts_(model: nn.Module) -> list[str]:
     fused = _fused_experts(model)
     replace_layers(model, {name: Experts(module) for name, module in fused.items()})
     if fused:
-        setattr(model.config, SEPARATE, True)
+        setattr(model.config, SEPARATE_KEY, True)
     return list(fused)
 
 
 def separate_as_recorded_(model: Any) -> None:
     """Separates experts if the model's config records that they were separate when its weights were written."""
-    if getattr(model.config, SEPARATE, False):
+    if getattr(model.config, SEPARATE_KEY, False):
         separate_experts_(model)
 
 
@@ -96,9 +96,9 @@ def _is_fused(module: Any) -> bool:
     if not all(isinstance(one, nn.Parameter) and one.ndim == 3 for one in matrices):
         return False
     gate = getattr(getattr(module, "_apply_gate", None), "__name__", "")
-    usual = {"is_concatenated": True, "has_gate": True, "is_transposed": False, "has_bias": False}
-    usual |= {"has_post_expert_norm": False}
-    return gate == "_default_apply_gate" and all(getattr(module, name, None) is value for name, value in usual.items())
+    wanted = {"is_concatenated": True, "has_gate": True, "is_transposed": False, "has_bias": False}
+    wanted |= {"has_post_expert_norm": False}
+    return gate == "_default_apply_gate" and all(getattr(module, name, None) is value for name, value in wanted.items())
 
 
 def _linear(weight: Tensor) -> nn.Linear:

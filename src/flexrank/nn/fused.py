@@ -29,7 +29,7 @@ class Shard:
     columns: range  #: those of the n inputs that are held here
 
     @property
-    def heads(self) -> range:
+    def aligned_rows(self) -> range:
         """The latents that are outputs of this shard."""
         return range(self.rows.start, min(self.rows.stop, self.aligned))
 
@@ -66,14 +66,14 @@ class FusedShards:
 
     def __init__(self, shards: Sequence[Shard]):
         self.shards = tuple(shards)
-        self._latents = _places(shard.rank for shard in shards)
-        self._expanded = _places(len(shard.expanded) * shard.rank for shard in shards)
-        self._dense = _places(0 if shard.rank else len(shard.rows) for shard in shards)
-        self._outputs = _places(len(shard.rows) for shard in shards)
+        self._latents = _slices(shard.rank for shard in shards)
+        self._expanded = _slices(len(shard.expanded) * shard.rank for shard in shards)
+        self._dense = _slices(0 if shard.rank else len(shard.rows) for shard in shards)
+        self._outputs = _slices(len(shard.rows) for shard in shards)
         # Positions among all latents, which every forward pass needs.
-        self._heads = [
-            slice(place.start + shard.heads.start, place.start + shard.heads.stop)
-            for shard, place in zip(shards, self._latents, strict=True)
+        self._aligned = [
+            slice(latents.start + shard.aligned_rows.start, latents.start + shard.aligned_rows.stop)
+            for shard, latents in zip(shards, self._latents, strict=True)
         ]
         self._loaded: set[tuple[int, str]] = set()
 
@@ -131,15 +131,15 @@ class FusedShards:
             if not shard.rank:
                 parts.append(linear(x, dense[self._dense[index]]))
                 continue
-            heads, expanded = self._heads[index], self._expanded[index]
-            if heads.start < heads.stop:
-                parts.append(latents[..., heads])
+            aligned, expanded = self._aligned[index], self._expanded[index]
+            if aligned.start < aligned.stop:
+                parts.append(latents[..., aligned])
             if expanded.start < expanded.stop:
                 parts.append(linear(latents[..., self._latents[index]], flat[expanded].view(-1, shard.rank)))
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
     def _load_bias_(self, layer: Any, name: str, values: Tensor, index: int) -> None:
-        first = self._outputs[index].start + (len(self.shards[index].heads) if name == "expand.bias" else 0)
+        first = self._outputs[index].start + (len(self.shards[index].aligned_rows) if name == "expand.bias" else 0)
         if not isinstance(layer.bias, Tensor):
             raise FlexrankError(f"{self.shards[index].name} has a bias in its files, and none in the server's model")
         layer.bias[first : first + len(values)] = values
@@ -159,7 +159,7 @@ class FusedShards:
             )
 
 
-def _places(sizes: Iterable[int]) -> list[slice]:
+def _slices(sizes: Iterable[int]) -> list[slice]:
     """Consecutive slices of these sizes."""
     ends = list(itertools.accumulate(sizes, initial=0))
     return list(itertools.starmap(slice, itertools.pairwise(ends)))

@@ -31,7 +31,7 @@ class _Gathered(torch.autograd.Function):
         ctx.dim = dim
         own = _padded(part, dim, _step(size))
         every = own.new_empty(processes.count(), *own.shape)
-        with processes.talking():
+        with processes.raising_process_lost():
             dist.all_gather_into_tensor(every.flatten(0, 1), own)
         return every.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, size)
 
@@ -46,7 +46,7 @@ def scatter_sum(whole: Tensor, dim: int) -> Tensor:
     wide = _padded(whole, dim, step * count).to(torch.promote_types(whole.dtype, torch.float32))
     every = wide.unflatten(dim, (count, step)).movedim(dim, 0).contiguous()
     total = torch.empty_like(every[0])
-    with processes.talking():
+    with processes.raising_process_lost():
         dist.reduce_scatter_tensor(total, every.flatten(0, 1))
     return total.narrow(dim, 0, part(whole, dim).shape[dim]).to(whole.dtype)
 

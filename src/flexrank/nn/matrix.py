@@ -115,7 +115,7 @@ def output_rows(layer: nn.Module, outputs: Tensor) -> Tensor:
     return rows.reshape(-1, rows.shape[-1])
 
 
-def turned(masks: Iterable[Tensor], values: Tensor) -> list[Tensor]:
+def match_mask_layout(masks: Iterable[Tensor], values: Tensor) -> list[Tensor]:
     """The (B, T) masks, transposed if the values (T, B, n) have time first, which is only visible if B is not T."""
     return [mask.T if values.shape[:-1] == mask.T.shape != mask.shape else mask for mask in masks]
 

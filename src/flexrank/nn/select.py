@@ -13,7 +13,7 @@ from flexrank.nn.linalg import Factors
 from flexrank.nn.matrix import bias_of, conv_geometry, is_layer, unsupported_reason, weight_matrix
 
 log = logging.getLogger("flexrank")
-Place = tuple[nn.Module, str]  #: a module, and the name of one of its children
+ParentSlot = tuple[nn.Module, str]  #: a module, and the name of one of its children
 
 
 def select_layers(
@@ -61,13 +61,13 @@ def require_layers(layers: Mapping[str, nn.Module]) -> None:
             raise FlexrankError(f"layer {name!r} cannot be factorised: {reason}; select_layers finds those that can")
 
 
-def nest_(model: nn.Module, name: str, factors: Factors, places: Sequence[Place] = ()) -> NestedLayer:
+def nest_(model: nn.Module, name: str, factors: Factors, slots: Sequence[ParentSlot] = ()) -> NestedLayer:
     """Replaces the layer `name` with its `elastic_form`, and returns that.
 
-    `places` is the layer's entry in `places_of`; giving it saves a walk over the model for each of many layers.
+    `slots` is the layer's entry in `parent_slots`; giving it saves a walk over the model for each of many layers.
     """
     nested = elastic_form(model.get_submodule(name), factors)
-    for parent, child in places or places_of(model, [name])[name]:
+    for parent, child in slots or parent_slots(model, [name])[name]:
         setattr(parent, child, nested)
     return nested
 
@@ -86,21 +86,21 @@ def elastic_form(layer: nn.Module, factors: Factors) -> NestedLayer:
 
 def replace_layers(model: nn.Module, new: Mapping[str, nn.Module]) -> None:
     """Replaces the named modules with new ones, under every parent of a module that several share."""
-    places = places_of(model, new)
+    slots = parent_slots(model, new)
     for name, module in new.items():
-        for parent, child in places[name]:
+        for parent, child in slots[name]:
             setattr(parent, child, module)
 
 
-def places_of(model: nn.Module, names: Iterable[str]) -> dict[str, list[Place]]:
+def parent_slots(model: nn.Module, names: Iterable[str]) -> dict[str, list[ParentSlot]]:
     """The parents of each named module, and its name under each of them, from one walk over the model."""
     found = {name: _found(model, name) for name in names}
-    places: dict[nn.Module, list[Place]] = {module: [] for module in found.values()}
+    slots: dict[nn.Module, list[ParentSlot]] = {module: [] for module in found.values()}
     for parent in model.modules():
         for child, module in parent._modules.items():  # named_children names a shared child only once
-            if module in places:
-                places[module].append((parent, child))
-    return {name: places[module] for name, module in found.items()}
+            if module in slots:
+                slots[module].append((parent, child))
+    return {name: slots[module] for name, module in found.items()}
 
 
 def _found(model: nn.Module, name: str) -> nn.Module:

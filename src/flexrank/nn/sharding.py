@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # these take a second to import
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-Place = tuple[int, int]  #: the dimension along which a tensor is sharded, and its full size there
+ShardDim = tuple[int, int]  #: the dimension along which a tensor is sharded, and its full size there
 
 
 def shard_(model: nn.Module, device: torch.device | str | None = None) -> None:
@@ -31,7 +31,7 @@ def shard_(model: nn.Module, device: torch.device | str | None = None) -> None:
     """
     if processes.count() > 1:
         for layer in nested_layers(model).values():
-            for name, (dim, _) in layer.places().items():
+            for name, (dim, _) in layer.shard_dims().items():
                 whole = getattr(layer, name)
                 own = part(whole.detach(), dim).to(device, copy=True)
                 setattr(layer, name, nn.Parameter(own, whole.requires_grad))
@@ -44,10 +44,10 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(module, NestedLayer) and module.is_sharded for module in model.modules())
 
 
-def sharded_parameters(model: nn.Module) -> dict[nn.Parameter, Place]:
+def sharded_parameters(model: nn.Module) -> dict[nn.Parameter, ShardDim]:
     """The sharded parameters of the model's elastic layers, and how each is divided."""
     layers = [module for module in model.modules() if isinstance(module, NestedLayer) and module.is_sharded]
-    return {getattr(layer, name): place for layer in layers for name, place in layer.places().items()}
+    return {getattr(layer, name): shard_dim for layer in layers for name, shard_dim in layer.shard_dims().items()}
 
 
 def shard_blocks_(model: nn.Module, layers: Any, device: torch.device | str | None = None) -> None:
@@ -69,11 +69,11 @@ def shard_blocks_(model: nn.Module, layers: Any, device: torch.device | str | No
     model.to(device)
 
 
-def as_global(own: Tensor, place: Place) -> "DTensor":
+def as_global(own: Tensor, shard_dim: ShardDim) -> "DTensor":
     """This process's part as a shard of the full tensor, in the same memory, for torch.distributed.checkpoint."""
     from torch.distributed.tensor import DTensor, Shard
 
-    dim, size = place
+    dim, size = shard_dim
     shape = torch.Size((*own.shape[:dim], size, *own.shape[dim + 1 :]))
     stride = torch.empty(shape, device="meta").stride()
     placements, mesh = [Shard(dim)], _mesh(own.device)

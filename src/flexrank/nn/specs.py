@@ -28,7 +28,7 @@ def require_specs(layers: Any) -> None:
     specs = layers if isinstance(layers, Mapping) else {"layers": layers}
     wrong = next((name for name, spec in specs.items() if not _is_spec(spec)), None)
     if wrong is not None:
-        raise FlexrankError(f"config.json: {wrong!r} in its quantization_config is no layer of flexrank; save it again")
+        raise FlexrankError(f"config.json: {wrong!r} in its quantization_config is not a flexrank layer; save it again")
 
 
 def _is_spec(spec: Any) -> bool:

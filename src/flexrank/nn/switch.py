@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flexrank.errors import FlexrankError
 from flexrank.nn.elastic import NestedLayer, SizeVectors
-from flexrank.nn.turns import turns_of
+from flexrank.nn.turns import size_lock_of
 from flexrank.profiles import ChainEntry, Footprint, ProfileChain, RankProfile
 from flexrank.profiles.costs import Shape, largest_rank, profile_parameters
 
@@ -58,12 +58,12 @@ def set_profile(model: nn.Module, profile: Mapping[str, int]) -> None:
         layers[name].rank = rank
     owners = {name: layer.sizes for name, layer in layers.items() if layer.sizes is not None}
     if owners:
-        place = _place(owners, profile, {name: layers[name].matrix_shape for name in owners})
+        position = _position(owners, profile, {name: layers[name].matrix_shape for name in owners})
         for sizes in owners.values():
-            sizes.place = place
+            sizes.position = position
 
 
-def _place(owners: Mapping[str, SizeVectors], profile: Mapping[str, int], shapes: Mapping[str, Shape]) -> float:
+def _position(owners: Mapping[str, SizeVectors], profile: Mapping[str, int], shapes: Mapping[str, Shape]) -> float:
     """The index of the size that has this profile; otherwise interpolated between two sizes by parameter count."""
     own = tuple(profile[name] for name in owners)
     sizes = list(zip(*(vectors.ranks for vectors in owners.values()), strict=True))
@@ -107,7 +107,7 @@ def set_budget(
     if chain is None:
         raise FlexrankError(f"{type(model).__name__} was not read by load_elastic and has no chain; give chain=…")
     entry = chain.entry_at(budget, max_params=max_params, max_bytes=max_bytes)
-    with turns_of(model).alone():
+    with size_lock_of(model).exclusive():
         set_profile(model, entry.profile)
     return entry
 
@@ -129,28 +129,30 @@ def require_whole_factors(layers: Mapping[str, NestedLayer]) -> None:
     """Raises FlexrankError if a layer's full-rank matrix is not the product of its factors, as after consolidation."""
     for name, layer in layers.items():
         if layer.dense is not None or len(layer.u) < min(layer.matrix_shape):
-            raise FlexrankError(f"layer {name!r}: full rank is no product of its factors; probe before consolidation")
+            raise FlexrankError(
+                f"layer {name!r}: its matrix at full rank is not the product of its factors; probe before consolidation"
+            )
 
 
 @contextlib.contextmanager
 def use_profile(model: nn.Module, profile: Mapping[str, int]) -> Iterator[nn.Module]:
     """Sets the model to this profile inside the block (the paper's 𝒯_m), and restores its size afterwards."""
-    with kept_sizes(nested_layers(model).values()):
+    with restored_sizes(nested_layers(model).values()):
         set_profile(model, profile)
         yield model
 
 
 @contextlib.contextmanager
-def kept_sizes(layers: Iterable[NestedLayer]) -> Iterator[None]:
+def restored_sizes(layers: Iterable[NestedLayer]) -> Iterator[None]:
     """Restores each layer's active rank and choice of size vectors after the block."""
-    before = [(layer, layer.rank, None if layer.sizes is None else layer.sizes.place) for layer in layers]
+    before = [(layer, layer.rank, None if layer.sizes is None else layer.sizes.position) for layer in layers]
     try:
         yield
     finally:
-        for layer, rank, place in before:
+        for layer, rank, position in before:
             layer.rank = rank
-            if layer.sizes is not None and place is not None:
-                layer.sizes.place = place
+            if layer.sizes is not None and position is not None:
+                layer.sizes.position = position
 
 
 def submodel(model: nn.Module, profile: Mapping[str, int]) -> nn.Module:
@@ -170,17 +172,17 @@ def submodel(model: nn.Module, profile: Mapping[str, int]) -> nn.Module:
 
 @contextlib.contextmanager
 @torch.no_grad()
-def full_matrices(model: nn.Module, room: int) -> Iterator[None]:
+def full_matrices(model: nn.Module, max_bytes: int) -> Iterator[None]:
     """Caches full-rank matrices inside the block, so that a layer at full rank costs what its dense layer costs.
 
     They use the size vectors of the full model, whichever size is active. The weights must not change inside the block.
-    The last layers come first; all take at most `room` bytes, and on a GPU at most half of the free memory.
+    The last layers come first; all take at most `max_bytes`, and on a GPU at most half of the free memory.
     """
     layers = nested_layers(model)
-    room = room_on(next(iter(layers.values())).u.device, room)
+    max_bytes = max_bytes_on(next(iter(layers.values())).u.device, max_bytes)
     sizes = {name: layer.u.element_size() * math.prod(layer.matrix_shape) for name, layer in layers.items()}
     with use_profile(model, full_profile(model)):
-        matrices = {name: layers[name].matrix for name in last_within(sizes, room)}
+        matrices = {name: layers[name].matrix for name in last_within(sizes, max_bytes)}
     for name, matrix in matrices.items():
         layers[name].full_matrix = matrix
     try:
@@ -190,22 +192,22 @@ def full_matrices(model: nn.Module, room: int) -> Iterator[None]:
             layer.full_matrix = None
 
 
-def room_on(device: torch.device, room: int) -> int:
-    """`room` bytes, but on a GPU at most half of the free memory: the model's outputs need the rest."""
+def max_bytes_on(device: torch.device, max_bytes: int) -> int:
+    """`max_bytes`, but on a GPU at most half of the free memory: the model's outputs need the rest."""
     if device.type != "cuda":
-        return room
+        return max_bytes
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     half = (torch.cuda.mem_get_info(device)[0] + unused) // 2
-    if half < room:
+    if half < max_bytes:
         log.info("full layers' matrices take up to %d bytes, half of what is free on %s", half, device)
-    return min(room, half)
+    return min(max_bytes, half)
 
 
-def last_within(sizes: Mapping[str, int], room: int) -> list[str]:
-    """The names of the last items whose sizes sum to at most `room`, the last one first."""
+def last_within(sizes: Mapping[str, int], max_bytes: int) -> list[str]:
+    """The names of the last items whose sizes sum to at most `max_bytes`, the last one first."""
     names = list(sizes)[::-1]
     sums = itertools.accumulate(sizes[name] for name in names)
-    return [name for name, total in zip(names, sums, strict=True) if total <= room]
+    return [name for name, total in zip(names, sums, strict=True) if total <= max_bytes]
 
 
 def share_tensors_(model: nn.Module, base: nn.Module) -> None:

@@ -11,31 +11,31 @@ from typing import Any
 import torch
 from torch import nn
 
-#: The attribute in which a model holds its `Turns`.
-PLACE = "_flexrank_turns"
+#: The attribute in which a model holds its `SizeLock`.
+ATTRIBUTE = "_flexrank_size_lock"
 #: Seconds after which a waiting change checks whether the passes that it waits for still run.
 PATIENCE = 1.0
 _making = threading.Lock()
 
 
-class Turns:
+class SizeLock:
     """A readers-writer lock of a model: forward passes may run at once, and each change of its size runs alone."""
 
     def __init__(self) -> None:
-        self._turn = threading.Condition()
+        self._condition = threading.Condition()
         self._running = collections.defaultdict[int, list[int]](list)  # the frames of each thread's forward passes
         self._changes = 0  # the number that wait or run
 
-    def __reduce__(self) -> tuple[type["Turns"], tuple[()]]:
-        return Turns, ()  # a copy of the model gets new turns
+    def __reduce__(self) -> tuple[type["SizeLock"], tuple[()]]:
+        return SizeLock, ()  # a copy of the model gets a new lock
 
     def begin(self, *_: Any) -> None:
         """Begins a forward pass, as the model's forward pre-hook. A nested pass does not wait."""
         if torch.compiler.is_compiling():
             return
         own = threading.get_ident()
-        with self._turn:
-            self._turn.wait_for(lambda: own in self._running or not self._changes)
+        with self._condition:
+            self._condition.wait_for(lambda: own in self._running or not self._changes)
             self._running[own].append(id(sys._getframe(1)))
 
     def end(self, *_: Any) -> None:
@@ -43,12 +43,12 @@ class Turns:
         if torch.compiler.is_compiling():
             return
         own = threading.get_ident()
-        with self._turn:
+        with self._condition:
             passes = self._running.get(own, [])
             del passes[-1:]  # a pass that began before the first change has no entry
             if not passes:
                 self._running.pop(own, None)
-            self._turn.notify_all()
+            self._condition.notify_all()
 
     def _forget_ended(self) -> None:
         """Forgets passes that ended without their hook, as after Ctrl-C or the end of their thread."""
@@ -60,25 +60,25 @@ class Turns:
                 del self._running[thread]
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         """Inside the block no other thread runs the model: passes under way end first, and new ones wait."""
         own = threading.get_ident()
-        with self._turn:
+        with self._condition:
             self._changes += 1
             try:
-                while not self._turn.wait_for(lambda: self._running.keys() <= {own}, PATIENCE):
+                while not self._condition.wait_for(lambda: self._running.keys() <= {own}, PATIENCE):
                     self._forget_ended()
                 yield
             finally:
                 self._changes -= 1
-                self._turn.notify_all()
+                self._condition.notify_all()
 
 
-def turns_of(model: nn.Module) -> Turns:
-    """The model's `Turns`; the first call creates them, and registers hooks around the model's forward."""
+def size_lock_of(model: nn.Module) -> SizeLock:
+    """The model's `SizeLock`; the first call creates it, and registers hooks around the model's forward."""
     with _making:
-        if PLACE not in model.__dict__:
-            turns = model.__dict__[PLACE] = Turns()
-            model.register_forward_pre_hook(turns.begin)
-            model.register_forward_hook(turns.end, always_call=True)
-        return model.__dict__[PLACE]
+        if ATTRIBUTE not in model.__dict__:
+            lock = model.__dict__[ATTRIBUTE] = SizeLock()
+            model.register_forward_pre_hook(lock.begin)
+            model.register_forward_hook(lock.end, always_call=True)
+        return model.__dict__[ATTRIBUTE]

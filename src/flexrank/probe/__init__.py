@@ -121,7 +121,7 @@ def _probe(layer: NestedLayer, name: str, rank: int, evaluate: Callable[[], floa
 
 def _finite(value: float, where: str) -> float:
     if not (isinstance(value, numbers.Real) or (isinstance(value, Tensor) and value.numel() == 1)):
-        raise FlexrankError(f"evaluating {where} gave a {type(value).__name__}; it is to be one number")
+        raise FlexrankError(f"evaluating {where} gave a {type(value).__name__}; it must be one number")
     if not math.isfinite(value):
         raise FlexrankError(f"evaluating {where} gave {value}; check the model's weights and the batches")
     return float(value)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from flexrank.calibrate import LayerMoment
 from flexrank.errors import FlexrankError
 from flexrank.nn.elastic import NestedLayer
-from flexrank.nn.switch import footprint, kept_sizes, nested_layers, require_whole_factors
+from flexrank.nn.switch import footprint, nested_layers, require_whole_factors, restored_sizes
 from flexrank.profiles import Footprint, SensitivityTable
 from flexrank.profiles.costs import MIN_SAVING, SLACK_SHARE, Shape, Spacing, rank_levels
 
@@ -62,7 +62,7 @@ def curvature_rises(name: str, layer: NestedLayer, moment: LayerMoment | None, r
         raise FlexrankError(f"rows is {rows}; it must be at least 1")
     if moment is None or moment.side != "input" or moment.gradient_moment is None:
         raise FlexrankError(f"layer {name!r}: curvature needs collect_moments(side='input', gradient_loss=...)")
-    with kept_sizes([layer]):
+    with restored_sizes([layer]):
         layer.rank = layer.max_rank
         u, v = (factor.double() for factor in layer.active)
     products = (u @ moment.gradient_moment.to(u.device) @ u.T) * (v @ moment.moment.to(v.device) @ v.T)

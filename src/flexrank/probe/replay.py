@@ -25,37 +25,37 @@ log = logging.getLogger("flexrank")
 class Start(NamedTuple):
     """Where a layer's probes start: everything that runs before the layer is the same in all of them."""
 
-    stretch: int  #: the part of the forward from the start of a block to the start of the next; 0 is before the first
-    place: int  #: index of the layer's call among the events of the stretch
-    modules: tuple[nn.Module, ...]  #: the outermost modules that return in the stretch before the layer's call
+    segment: int  #: the part of the forward from the start of a block to the start of the next; 0 is before the first
+    position: int  #: index of the layer's call among the events of the segment
+    modules: tuple[nn.Module, ...]  #: the outermost modules that return in the segment before the layer's call
 
 
 def find_starts(
     forwards: Sequence[Sequence[Event]], blocks: Collection[nn.Module], layers: Mapping[str, nn.Module]
 ) -> dict[str, Start]:
     """Finds where the probes of each layer start; leaves out layers that do not run."""
-    divided = [_stretches(forward, blocks) for forward in forwards]
+    divided = [_segments(forward, blocks) for forward in forwards]
     calls = collections.Counter(module for forward in forwards for module, returns in forward if not returns)
     once = {module for module, count in calls.items() if count == len(forwards)}
     starts = {}
     for name, layer in layers.items():
         call = (layer, False)
-        stretch = min((i for parts in divided for i, events in enumerate(parts) if call in events), default=None)
-        if stretch is not None:
-            events = divided[0][stretch]
-            place = events.index(call) if all(parts[stretch] == events for parts in divided) else 0
-            starts[name] = Start(stretch, place, _returned(events[:place], once))
+        segment = min((i for parts in divided for i, events in enumerate(parts) if call in events), default=None)
+        if segment is not None:
+            events = divided[0][segment]
+            position = events.index(call) if all(parts[segment] == events for parts in divided) else 0
+            starts[name] = Start(segment, position, _returned(events[:position], once))
     return starts
 
 
-def _stretches(forward: Iterable[Event], blocks: Collection[nn.Module]) -> list[list[Event]]:
+def _segments(forward: Iterable[Event], blocks: Collection[nn.Module]) -> list[list[Event]]:
     """Divides a forward's events at each call of a block."""
-    stretches: list[list[Event]] = [[]]
+    segments: list[list[Event]] = [[]]
     for module, returns in forward:
         if module in blocks and not returns:
-            stretches.append([])
-        stretches[-1].append((module, returns))
-    return stretches
+            segments.append([])
+        segments[-1].append((module, returns))
+    return segments
 
 
 def _returned(events: Sequence[Event], once: Collection[nn.Module]) -> tuple[nn.Module, ...]:
@@ -67,7 +67,7 @@ def _returned(events: Sequence[Event], once: Collection[nn.Module]) -> tuple[nn.
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the probes of a model replay within `room` bytes.
+    """What the probes of a model replay within `max_bytes`.
 
     Blocks' outputs are replayed if those of each single block fit, and those of modules inside a block if they fit too.
     """
@@ -75,39 +75,39 @@ class Plan:
     starts: Mapping[str, Start]
     stack: Sequence[nn.Module]  #: blocks that run one after the other; empty if they do not
     sizes: Mapping[nn.Module, float]  #: bytes of a module's outputs in one evaluation; infinite if unknown
-    room: int
+    max_bytes: int
 
     def fits(self, modules: Iterable[nn.Module]) -> bool:
         """Whether the outputs of all these modules can be kept together."""
-        return sum(self.sizes[module] for module in modules) <= self.room
+        return sum(self.sizes[module] for module in modules) <= self.max_bytes
 
     @property
     def fits_blocks(self) -> bool:
         """Whether the outputs of each single block can be kept; the last block's are not needed."""
         return all(self.fits([block]) for block in self.stack[:-1])
 
-    def starts_in(self, stretch: int) -> list[Start]:
-        """Where the probes of one stretch start, in the order of the layers."""
-        return [start for start in self.starts.values() if start.stretch == stretch]
+    def starts_in(self, segment: int) -> list[Start]:
+        """Where the probes of one segment start, in the order of the layers."""
+        return [start for start in self.starts.values() if start.segment == segment]
 
-    def replayed(self, stretch: int) -> tuple[Sequence[nn.Module], list[nn.Module]]:
-        """The blocks and the modules that do not run in the probes of one stretch."""
-        blocks = self.stack[: max(stretch - 1, 0)] if self.fits_blocks else []
-        modules = list(dict.fromkeys(module for start in self.starts_in(stretch) for module in start.modules))
+    def replayed(self, segment: int) -> tuple[Sequence[nn.Module], list[nn.Module]]:
+        """The blocks and the modules that do not run in the probes of one segment."""
+        blocks = self.stack[: max(segment - 1, 0)] if self.fits_blocks else []
+        modules = list(dict.fromkeys(module for start in self.starts_in(segment) for module in start.modules))
         return blocks, modules if self.fits([*blocks[-1:], *modules]) else []
 
     def most_bytes(self) -> int:
-        """Most bytes kept at one time, which is while a stretch is recorded by replaying the block kept before it."""
+        """Most bytes kept at one time, which is while a segment is recorded by replaying the block kept before it."""
         most, before = 0.0, list[nn.Module]()
-        for stretch in dict.fromkeys(start.stretch for start in self.starts.values()):
-            blocks, modules = self.replayed(stretch)
+        for segment in dict.fromkeys(start.segment for start in self.starts.values()):
+            blocks, modules = self.replayed(segment)
             kept = [*blocks[-1:], *modules]
             together = [*before, *kept] if self.fits([*before, *kept]) else kept
             most, before = max(most, sum(self.sizes[module] for module in together)), list(blocks[-1:])
         return int(most)
 
 
-def make_plan(model: nn.Module, evaluate: Callable[[nn.Module], object], room: int) -> Plan:
+def make_plan(model: nn.Module, evaluate: Callable[[nn.Module], object], max_bytes: int) -> Plan:
     """Finds what probes can replay, by one evaluation of the full model; on the meta device it takes no memory."""
     layers, sizes = nested_layers(model), dict.fromkeys(model.modules(), 0.0)
     blocks = [block for _, block in block_stack(model, layers)]
@@ -117,10 +117,10 @@ def make_plan(model: nn.Module, evaluate: Callable[[nn.Module], object], room: i
 
     with traced(model) as forwards, Hooks() as hooks:
         for module in sizes:
-            hooks.add(module.register_forward_hook(measure))
+            hooks.remove_on_exit(module.register_forward_hook(measure))
         evaluate(model)
     stack = blocks if runs_in_order(forwards, blocks) else []
-    return Plan(find_starts(forwards, set(stack), layers), stack, sizes, room)
+    return Plan(find_starts(forwards, set(stack), layers), stack, sizes, max_bytes)
 
 
 class _Outputs:
@@ -171,12 +171,12 @@ class _OtherCall(Exception):
     """The model is called with other tensors than the full model was."""
 
 
-def _before_calls(model: nn.Module, see: Callable[[str], None]) -> RemovableHandle:
-    """Calls `see`, before each forward of the model, with a digest of the tensors that the model is called with."""
+def _before_calls(model: nn.Module, callback: Callable[[str], None]) -> RemovableHandle:
+    """Calls `callback`, before each forward of the model, with a digest of the tensors that it is called with."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         parts = (part for part in _parts([args, kwargs]) if isinstance(part, Tensor))
-        see(digest_json([digest_tensor(part) for part in parts]))
+        callback(digest_json([digest_tensor(part) for part in parts]))
 
     return model.register_forward_pre_hook(hook, with_kwargs=True)
 
@@ -184,18 +184,18 @@ def _before_calls(model: nn.Module, see: Callable[[str], None]) -> RemovableHand
 class Replay:
     """Replays what the full model's modules return before the probed layer, in every call of `evaluate`.
 
-    Within `room` bytes it keeps the outputs of the last block before the probed layer's stretch, which all blocks
-    before the stretch then return, and of modules in the stretch. A replay is used only if it reproduces the baseline
+    Within `max_bytes` it keeps the outputs of the last block before the probed layer's segment, which all blocks
+    before the segment then return, and of modules in the segment. A replay is used only if it reproduces the baseline
     bit for bit, and while the model is called with the same tensors, unlike one that reads its own output tokens.
     """
 
-    def __init__(self, model: nn.Module, evaluate: Callable[[nn.Module], float], baseline: float, room: int):
+    def __init__(self, model: nn.Module, evaluate: Callable[[nn.Module], float], baseline: float, max_bytes: int):
         self._model, self._evaluate, self._baseline = model, evaluate, baseline
         self._calls: list[str] = []  # a digest of the inputs of each forward of the full model
         with Hooks() as hooks:
-            hooks.add(_before_calls(model, lambda digest: self._calls.append(digest)))
-            self._plan = make_plan(model, evaluate, room)
-        self._start, self._stretch = Start(0, 0, ()), -1
+            hooks.remove_on_exit(_before_calls(model, lambda digest: self._calls.append(digest)))
+            self._plan = make_plan(model, evaluate, max_bytes)
+        self._start, self._segment = Start(0, 0, ()), -1
         self._replayed: Sequence[nn.Module] = []
         self._outputs = _Outputs()
         self._log_what_does_not_fit()
@@ -203,8 +203,8 @@ class Replay:
     def record(self, name: str) -> None:
         """Prepares for the probes of a layer; call it while all layers are at full rank."""
         self._start = self._plan.starts.get(name, Start(0, 0, ()))
-        if self._start.stretch != self._stretch:
-            self._record(self._start.stretch, name)
+        if self._start.segment != self._segment:
+            self._record(self._start.segment, name)
 
     def evaluate(self) -> float:
         """Returns `evaluate` of the model, with what comes before the layer replayed as far as possible."""
@@ -228,24 +228,26 @@ class Replay:
 
         with Hooks() as hooks:
             if matters:
-                hooks.add(_before_calls(self._model, compare))
+                hooks.remove_on_exit(_before_calls(self._model, compare))
             yield
 
     def _log_what_does_not_fit(self) -> None:
-        plan, starts = self._plan, self._plan.starts.values()
+        plan, starts, limit = self._plan, self._plan.starts.values(), self._plan.max_bytes
         if not plan.fits_blocks:
-            log.info("probe: a block's outputs take more than replay_bytes, %d; blocks run for every probe", plan.room)
-        if any(start.modules and not plan.replayed(start.stretch)[1] for start in starts):
+            log.info(
+                "probe: a block's outputs take more than replay_bytes, %d; blocks run for every probe", plan.max_bytes
+            )
+        if any(start.modules and not plan.replayed(start.segment)[1] for start in starts):
             log.info("probe: outputs of modules inside a block do not fit into replay_bytes, %d; where they do not, "
-                     "the modules run for every probe", plan.room)  # fmt: skip
+                     "the modules run for every probe", limit)  # fmt: skip
 
-    def _record(self, stretch: int, name: str) -> None:
-        """Records the outputs for the probes of one stretch, and keeps those that reproduce the baseline."""
-        blocks, modules = self._plan.replayed(stretch)
+    def _record(self, segment: int, name: str) -> None:
+        """Records the outputs for the probes of one segment, and keeps those that reproduce the baseline."""
+        blocks, modules = self._plan.replayed(segment)
         outputs = self._outputs_of(blocks[-1:], modules)
-        self._stretch, self._replayed, self._outputs = stretch, blocks, outputs
-        starts = self._plan.starts_in(stretch)
-        if outputs.modules and not self._gives_baseline(max(starts, key=lambda start: start.place).modules):
+        self._segment, self._replayed, self._outputs = segment, blocks, outputs
+        starts = self._plan.starts_in(segment)
+        if outputs.modules and not self._gives_baseline(max(starts, key=lambda start: start.position).modules):
             outputs.modules.clear()
         if blocks and not outputs.modules and not self._gives_baseline(()):
             self._replayed, self._outputs = [], _Outputs()
@@ -261,11 +263,11 @@ class Replay:
             self._replayed, self._outputs = [], _Outputs()  # all blocks run in this evaluation
         outputs = _Outputs()
         if last or modules:
-            with Hooks() as hooks, self._replaying(()):  # the block kept for an earlier stretch is replayed once more
+            with Hooks() as hooks, self._replaying(()):  # the block kept for an earlier segment is replayed once more
                 for block in last:
-                    hooks.add(block.register_forward_hook(lambda *call: outputs.block.append(call[-1])))
+                    hooks.remove_on_exit(block.register_forward_hook(lambda *call: outputs.block.append(call[-1])))
                 for module in modules:
-                    hooks.add(module.register_forward_hook(outputs.keep))
+                    hooks.remove_on_exit(module.register_forward_hook(outputs.keep))
                 self._evaluate(self._model)
         outputs.drop_changed()
         return outputs
@@ -280,7 +282,7 @@ class Replay:
 
     @contextlib.contextmanager
     def _replaying(self, modules: Iterable[nn.Module]) -> Iterator[bool]:
-        """Inside the block, these modules and blocks before the stretch return what is kept; yields whether any do."""
+        """Inside the block, these modules and blocks before the segment return what is kept; yields whether any do."""
         outputs = dict.fromkeys(self._replayed, self._outputs.block)
         outputs |= {module: self._outputs.modules[module] for module in modules if module in self._outputs.modules}
         with replaced_forwards({module: _returning(kept) for module, kept in outputs.items()}):

@@ -47,10 +47,10 @@ class Measures(NamedTuple):
 def require_task(config: RunConfig, has_tasks: bool, windows: Windows | None, pairs: Path | None) -> None:
     """Refuses measures that do not fit a run's task, data that cannot be read, and a window too short to predict."""
     if (has_tasks or windows is not None) and config.task != "language":
-        raise FlexrankError(f"--tasks and --perplexity need a run of task language; {config.name} is of {config.task}")
+        raise FlexrankError(f"--tasks and --perplexity need a run with task language; {config.name} has {config.task}")
     if pairs is not None:
         if config.task != "embedding":
-            raise FlexrankError(f"--sts needs a run of task embedding; {config.name} is of {config.task}")
+            raise FlexrankError(f"--sts needs a run with task embedding; {config.name} has {config.task}")
         read_pairs(pairs)
     if windows is not None:
         read_texts(windows.path)
@@ -75,13 +75,14 @@ def benchmark_run(
     sizes = Sizes.of_run(directory)
     work = sizes.work
     profiles = {budget: sizes.within({"budget": budget}) for budget in budgets or work.config.allocation.budgets}
-    judges, rows = _judges(work, measures), list[dict[str, Any]]()
+    benchmarks, rows = _benchmarks(work, measures), list[dict[str, Any]]()
     result: dict[str, Any] = {"model": work.config.model}
     for budget, profile in progress.track([(None, full_ranks(sizes.shapes)), *profiles.items()], "evaluating"):
         model = work.base if budget is None else sizes.deployed(profile)
-        row = {"budget": budget, **count_parameters(model, profile, sizes.shapes), "quality": work.judge(model)}
-        for name, judge in judges.items():
-            row[name], facts = judge(model)
+        row = {"budget": budget, **count_parameters(model, profile, sizes.shapes)}
+        row["quality"] = work.measure_quality(model)
+        for name, benchmark in benchmarks.items():
+            row[name], facts = benchmark(model)
             result |= facts
         rows.append(row)
     result["rows"] = rows
@@ -90,22 +91,22 @@ def benchmark_run(
 
 
 #: Returns a model's measure, and facts about what it was measured on, which go into the result once.
-Judge = Callable[[Any], tuple[Any, dict[str, Any]]]
+Benchmark = Callable[[Any], tuple[Any, dict[str, Any]]]
 
 
-def _judges(work: Workspace, measures: Measures) -> dict[str, Judge]:
-    """The judge for each requested key of a row."""
-    judges: dict[str, Judge] = {}
+def _benchmarks(work: Workspace, measures: Measures) -> dict[str, Benchmark]:
+    """The benchmark for each requested key of a row."""
+    benchmarks: dict[str, Benchmark] = {}
     if measures.windows is not None:
-        judges["perplexity"] = _perplexity(work, measures.windows)
+        benchmarks["perplexity"] = _perplexity(work, measures.windows)
     if measures.pairs is not None:
-        judges["sts"] = _correlation(work, measures.pairs)
+        benchmarks["sts"] = _correlation(work, measures.pairs)
     if measures.tasks:
-        judges["tasks"] = _scores(work, measures.tasks, measures.limit)
-    return judges
+        benchmarks["tasks"] = _scores(work, measures.tasks, measures.limit)
+    return benchmarks
 
 
-def _perplexity(work: Workspace, windows: Windows) -> Judge:
+def _perplexity(work: Workspace, windows: Windows) -> Benchmark:
     batches = _batches(work, windows)
     predicted = sum(batch["input_ids"][:, 1:].numel() for batch in batches)
     facts = {"path": str(windows.path), "window": windows.tokens, "predicted_tokens": predicted}
@@ -114,24 +115,24 @@ def _perplexity(work: Workspace, windows: Windows) -> Judge:
     )  # fmt: skip
 
 
-def _correlation(work: Workspace, path: Path) -> Judge:
+def _correlation(work: Workspace, path: Path) -> Benchmark:
     first, second, scores = zip(*read_pairs(path), strict=True)
     data = work.config.data
     sides = [sentence_batches(work.tokenizer, texts, data.batch_size, data.max_tokens) for texts in (first, second)]
 
-    def judge(model: Any) -> tuple[float, dict[str, Any]]:
+    def benchmark(model: Any) -> tuple[float, dict[str, Any]]:
         one, two = (embed(model, batches) for batches in sides)
         return spearman((one * two).sum(-1), scores), {"pairs": {"path": str(path), "number": len(scores)}}
 
-    return judge
+    return benchmark
 
 
-def _scores(work: Workspace, loaded: Mapping[str, Any], limit: int | None) -> Judge:
-    def judge(model: Any) -> tuple[Any, dict[str, Any]]:
+def _scores(work: Workspace, loaded: Mapping[str, Any], limit: int | None) -> Benchmark:
+    def benchmark(model: Any) -> tuple[Any, dict[str, Any]]:
         found, chance = score(model, work.tokenizer, loaded, work.config.data.batch_size, limit)
         return found, {**settings_of(loaded), "limit": limit, "chance": chance}
 
-    return judge
+    return benchmark
 
 
 def _batches(work: Workspace, windows: Windows) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from flexrank.profiles.costs import SLACK_SHARE, Shape, dense_parameters, expect
 from flexrank.run.config import RunConfig
 
 
-def rule(config: RunConfig) -> dict[str, Any]:
+def rank_constraints(config: RunConfig) -> dict[str, Any]:
     """`min_saving` and `slack_share`; the paper's algorithm as printed leaves no rank out and counts no slack."""
     is_printed = config.allocation.method == "paper"
     has_slack = config.deployment.slack != 0 and not is_printed
@@ -21,8 +21,8 @@ def rule(config: RunConfig) -> dict[str, Any]:
 
 def candidate_ranks(config: RunConfig, shapes: Mapping[str, Shape]) -> dict[str, tuple[int, ...]]:
     """The probed ranks of each layer, rising to full rank."""
-    probe = config.probe
-    return {name: rank_levels(shape, probe.levels, probe.spacing, **rule(config)) for name, shape in shapes.items()}
+    probe, constraints = config.probe, rank_constraints(config)
+    return {name: rank_levels(shape, probe.levels, probe.spacing, **constraints) for name, shape in shapes.items()}
 
 
 def require_reachable_budgets(config: RunConfig, shapes: Mapping[str, Shape]) -> None:
@@ -31,7 +31,7 @@ def require_reachable_budgets(config: RunConfig, shapes: Mapping[str, Shape]) ->
     Raises:
         FlexrankError: a budget is too small; the message names it and the least possible one.
     """
-    share = rule(config)["slack_share"]
+    share = rank_constraints(config)["slack_share"]
     ranks = candidate_ranks(config, shapes)
     cheapest = sum(expected_parameters(shape, ranks[name][0], share) for name, shape in shapes.items())
     least = cheapest / sum(map(dense_parameters, shapes.values()))

@@ -36,7 +36,7 @@ flexrank (FlexRank, ICML 2026) from one set of weights that holds every size{ori
 def write_cards(directory: Path, summary: Summary) -> list[Path]:
     """Writes the cards of a finished run's elastic model and deployed sizes; returns their paths."""
     places = [directory / "elastic", *(directory / export["directory"] for export in summary["deployed"])]
-    write_text(places[0] / CARD, elastic_card(summary, cards.read_head(places[0] / CARD)))
+    write_text(places[0] / CARD, elastic_card(summary, cards.read_card_metadata(places[0] / CARD)))
     for place, export in zip(places[1:], summary["deployed"], strict=True):
         write_card(place, summary, export)
     return [place / CARD for place in places]
@@ -44,14 +44,14 @@ def write_cards(directory: Path, summary: Summary) -> list[Path]:
 
 def write_card(place: Path, summary: Summary, export: Mapping[str, Any], tuned: int = 0) -> None:
     """Writes the card of one size of a finished run, exported to `place` after `tuned` steps of training alone."""
-    write_text(place / CARD, deployed_card(summary, export, cards.read_head(place / CARD), tuned))
+    write_text(place / CARD, deployed_card(summary, export, cards.read_card_metadata(place / CARD), tuned))
 
 
 def elastic_card(summary: Summary, before: Mapping[str, Any]) -> str:
     """The card of the artefact that holds every size; `before` is the metadata of the card that it replaces."""
     middle = summary["rows"][len(summary["rows"]) // 2]["budget"]
     text = _ELASTIC.format(**_names(summary)) + _code(cards.ELASTIC_CODE, summary, place="elastic", budget=middle)
-    return _head(summary, before) + text + _made(summary)
+    return _metadata(summary, before) + text + _made(summary)
 
 
 def deployed_card(summary: Summary, export: Mapping[str, Any], before: Mapping[str, Any], tuned: int = 0) -> str:
@@ -65,7 +65,7 @@ def deployed_card(summary: Summary, export: Mapping[str, Any], before: Mapping[s
     facts = {"size": share if budget is None else budget, "share": share, "origin": origin}
     facts |= {"parameters": count(export["params_model"]), "layers": count(export["params_layers"])}
     code = _code(cards.DEPLOYED_CODE, summary, place=Path(export["directory"]).name)
-    return _head(summary, before) + _DEPLOYED.format(**_names(summary), **facts) + code + _made(summary)
+    return _metadata(summary, before) + _DEPLOYED.format(**_names(summary), **facts) + code + _made(summary)
 
 
 def _names(summary: Summary) -> dict[str, str]:
@@ -77,8 +77,8 @@ def _code(text: str, summary: Summary, **facts: Any) -> str:
     return f"\n```python\n{text.format(kind=CLASSES[summary['task']], **facts)}\n```\n"
 
 
-def _head(summary: Summary, before: Mapping[str, Any]) -> str:
-    return cards.head(CLASSES[summary["task"]], str(summary["model"]), before)
+def _metadata(summary: Summary, before: Mapping[str, Any]) -> str:
+    return cards.card_metadata(CLASSES[summary["task"]], str(summary["model"]), before)
 
 
 def _made(summary: Summary) -> str:

@@ -10,7 +10,7 @@ import pydantic
 import yaml
 from pydantic import Field
 
-from flexrank.errors import FlexrankError, shown
+from flexrank.errors import FlexrankError, short_repr
 from flexrank.run.data_config import Count, DataConfig, Section
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     path = Path(path)
     file = path / "config.yaml" if path.is_dir() else path
     if not file.is_file():
-        what = "is no run directory, it has no config.yaml" if path.is_dir() else "no such config file"
+        what = "is not a run directory: it has no config.yaml" if path.is_dir() else "no such config file"
         if (path / "elastic.json").is_file():
             what += "; of an elastic artefact `flexrank deploy` writes a size, and no other verb takes it"
         raise FlexrankError(f"{path}: {what}")
@@ -256,7 +256,9 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise FlexrankError(f"{file}: not YAML ({' '.join(str(error).split())})") from error
     if not isinstance(value, dict):
-        raise FlexrankError(f"{file}: holds {shown(value)}; a config is a mapping of keys such as name, task, model")
+        raise FlexrankError(
+            f"{file}: holds {short_repr(value)}; a config is a mapping of keys such as name, task, model"
+        )
     if path.is_dir():
         value["output"] = str(path)
         if isinstance(value.get("decomposition"), dict):
@@ -304,7 +306,7 @@ def _first_line(error: pydantic.ValidationError) -> str:
     """The first problem in one line; unknown keys come first, because a misspelt key is also a missing one."""
     problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     key, kind = ".".join(map(str, problem["loc"])), problem["type"]
-    given, message = shown(problem["input"]), problem["msg"]
+    given, message = short_repr(problem["input"]), problem["msg"]
     if kind == "extra_forbidden":
         return f"unknown key {key!r}; {_suggestion(key)}"
     if kind == "missing":

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from flexrank.deployment import export
+from flexrank.deployment.limits import deploy_within_limits
 from flexrank.deployment.runtimes import sample_inputs
-from flexrank.deployment.within import deployed_within
 from flexrank.errors import FlexrankError
 from flexrank.files import directory_bytes
 from flexrank.hf import models
@@ -27,10 +27,10 @@ def cut(directory: str | Path, output: str | Path, **limits: Any) -> dict[str, A
     Raises:
         FlexrankError: no size is within the limits, or the artefact is damaged or not of a transformers model.
     """
-    small, entry, elastic = deployed_within(directory, limits)
+    small, entry, elastic = deploy_within_limits(directory, limits)
     if not models.is_transformers_model(elastic):
         mend = "read it with fr.load_elastic, and write a size with fr.deploy and fr.export"
-        raise FlexrankError(f"{directory}: holds a {type(elastic).__name__} of torch, no model of transformers; {mend}")
+        raise FlexrankError(f"{directory}: holds a {type(elastic).__name__} of torch, not a transformers model; {mend}")
     export(small, output, sample_inputs(small, 2, 16))
     sizes = count_parameters(small, entry.profile, layer_shapes(elastic))
     return {**limits, "directory": str(output), **sizes, "bytes": directory_bytes(output)}

@@ -4,7 +4,7 @@
     RUN/stages/STAGE.json     fingerprint and seconds of a finished stage, and checksums of the files it wrote
     RUN/partial/              checkpoints of interrupted stages
 
-A stage's fingerprint covers the configuration and the files it reads, the code of its modules (`rooms`), and the
+A stage's fingerprint covers the configuration and the files it reads, the code of its modules, and the
 fingerprints of the stages it needs. A changed key thus reruns its stage and those that depend on it, and no others.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 
 from flexrank.data.stream import corpus_files
 from flexrank.errors import FlexrankError
-from flexrank.files import clear_leftovers, digest_file, digest_json, read_json, write_aside, write_json
+from flexrank.files import atomic_file, clear_leftovers, digest_file, digest_json, read_json, write_json
 from flexrank.hf.companions import CARD
 from flexrank.run.config import RunConfig, load_config, write_config
 from flexrank.run.data_config import DataConfig
@@ -99,7 +99,7 @@ class RunDirectory:
             return
         # An interrupted run continues with its new configuration.
         with _put_away(path, lambda error: isinstance(error, Exception) and not self._has_finished_a_stage):
-            with write_aside(path) as aside:
+            with atomic_file(path) as aside:
                 write_config(config, aside)
             yield old
 
@@ -197,25 +197,25 @@ class RunDirectory:
 
 
 def fingerprint(
-    stage: str, config: RunConfig, keys: Sequence[str], needs: Sequence[str], rooms: Sequence[str], more: Any = None
+    stage: str, config: RunConfig, keys: Sequence[str], needs: Sequence[str], modules: Sequence[str], more: Any = None
 ) -> str:
     """SHA-256 over what a stage depends on.
 
     That is flexrank's version, the configuration's values of the dotted `keys`, the fingerprints of the stages it
-    needs, the code of `rooms` (modules and subpackages of flexrank), and what `more` it reads.
+    needs, the code of `modules` (and subpackages) of flexrank, and what `more` it reads.
     """
     values = config.model_dump(mode="json")
     read = {key: functools.reduce(operator.getitem, key.split("."), values) for key in keys}
     parts = {"stage": stage, "version": __version__, "config": read, "needs": list(needs)}
-    return digest_json(parts | {"code": [code_digest(room) for room in rooms], "more": more})
+    return digest_json(parts | {"code": [code_digest(module) for module in modules], "more": more})
 
 
 @functools.cache
-def code_digest(room: str) -> str:
+def code_digest(module: str) -> str:
     """SHA-256 of the code of a module or subpackage of flexrank, without comments, docstrings and layout."""
     root = Path(__file__).parents[1]
-    files = [*root.glob(f"{room}.py"), *sorted((root / room).rglob("*.py"))]
-    assert files, room
+    files = [*root.glob(f"{module}.py"), *sorted((root / module).rglob("*.py"))]
+    assert files, module
     return digest_json([_dump(file.read_text(encoding="utf8")) for file in files])
 
 

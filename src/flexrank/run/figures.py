@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flexrank.files import write_aside
+from flexrank.files import atomic_file
 from flexrank.run.tables import ordered_layers, split_block
 
 Summary = Mapping[str, Any]
@@ -38,7 +38,7 @@ def draw_figures(summary: Summary, directory: Path) -> list[Path]:
         with matplotlib.rc_context(STYLE):
             figure = draw(summary)
             for form, metadata in (("png", {}), ("svg", {"Date": None})):
-                with write_aside(directory / f"{name}.{form}") as aside:
+                with atomic_file(directory / f"{name}.{form}") as aside:
                     figure.savefig(aside, format=form, dpi=160, metadata=metadata)
     return [directory / f"{name}.png" for name in draws]
 

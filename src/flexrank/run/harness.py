@@ -36,7 +36,7 @@ def load_tasks(
     """
     if include_path is not None and not include_path.is_dir():
         raise FlexrankError(f"--include-path {include_path}: no such folder of task files")
-    with _speaking(logging.ERROR, bars=False):
+    with _lm_eval_logging(logging.ERROR, bars=False):
         manager = _manager(names, include_path)
         _require_known(names, manager)
         try:
@@ -45,7 +45,7 @@ def load_tasks(
             raise FlexrankError(f"--tasks {','.join(names)}: lm-eval cannot load them: {first_line(error)}") from error
     for name, task in loaded["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False):
-            raise FlexrankError(f"--tasks: {name} runs code that a model has written; give an export to lm_eval itself")
+            raise FlexrankError(f"--tasks: {name} runs code that the model writes; run lm_eval itself on an export")
         own = task.get_config("num_fewshot")
         if own is None or (own and num_fewshot is not None):  # like lm-eval, keeps a 0 in a task's file
             task.set_config(key="num_fewshot", value=num_fewshot or 0)
@@ -103,13 +103,13 @@ def score(
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
-    with _speaking(logging.ERROR, bars=False):  # it warns about getting a model, not a name
-        judge = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
-    with _speaking(logging.WARNING, bars=progress.is_shown()):
+    with _lm_eval_logging(logging.ERROR, bars=False):  # it warns about getting a model, not a name
+        lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+    with _lm_eval_logging(logging.WARNING, bars=progress.is_shown()):
         try:
-            found = lm_eval.evaluate(judge, dict(loaded), limit=limit)
+            found = lm_eval.evaluate(lm, dict(loaded), limit=limit)
         except AssertionError as error:  # lm-eval's checks of each question, which have no message
-            what = f"is empty, or an option has more tokens than the {judge.max_length} that the model reads"
+            what = f"is empty, or an option has more tokens than the {lm.max_length} that the model reads"
             raise FlexrankError(f"--tasks: lm-eval cannot ask a question: it or an option {what}") from error
     for name, samples in found["samples"].items():
         if not all(math.isfinite(number) for sample in samples for number in _numbers(sample["resps"])):
@@ -145,7 +145,7 @@ def _numbers(value: Any) -> Iterator[float]:
 
 
 @contextlib.contextmanager
-def _speaking(level: int, bars: bool) -> Iterator[None]:
+def _lm_eval_logging(level: int, bars: bool) -> Iterator[None]:
     """Inside the block lm-eval logs to standard error from this level up, and shows progress bars if `bars`."""
     log, handler = logging.getLogger("lm_eval"), logging.StreamHandler(sys.stderr)
     before = log.level

@@ -18,13 +18,13 @@ from torch import nn
 from flexrank.artefacts.tensors import read_batch, write_batch
 from flexrank.data.batches import call_model, eval_mode, model_device, output_tensor
 from flexrank.deployment.machine import (
-    forget_peak,
     interleave,
     latency_ratio,
     machine_facts,
     median_ratio,
+    reset_peak,
     resident_peak,
-    until_done,
+    synchronised,
 )
 from flexrank.deployment.process import in_fresh_process
 from flexrank.files import dtype_name, write_json
@@ -108,7 +108,7 @@ def peak_of_forward(directory: str, task: Any, dtype: str, batch: str) -> int:
     """Peak memory in bytes of loading a saved model and of one forward pass, beyond the libraries."""
     import transformers  # noqa: F401  # in memory before the count begins
 
-    before = forget_peak()
+    before = reset_peak()
     model = models.load_model(directory, task, dtype=getattr(torch, dtype))
     with torch.inference_mode():
         output_tensor(call_model(model, read_batch(Path(batch), torch.device("cpu"))))
@@ -145,7 +145,7 @@ def _measure(work: Workspace, small: Any, base: nn.Module, workloads: Sequence[W
     times = []
     with eval_mode(small, base), torch.inference_mode():
         for workload in workloads:
-            runs = [until_done(functools.partial(workload.call, one), model_device(one)) for one in (small, base)]
+            runs = [synchronised(functools.partial(workload.call, one), model_device(one)) for one in (small, base)]
             own, others = interleave(runs, REPEATS, least_seconds=LEAST_SECONDS)
             ratio = 1.0 if small is base else median_ratio(own, others)
             times.append({"seconds": statistics.median(own), "ratio": ratio})

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from flexrank.data.batches import model_device
-from flexrank.deployment.machine import interleave, machine_facts, until_done
+from flexrank.deployment.machine import interleave, machine_facts, synchronised
 from flexrank.distill import distill_
 from flexrank.files import write_json
 from flexrank.hf import models
@@ -160,5 +160,5 @@ def write_rate(directory: Path) -> float:
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
     """The least time over all rounds, waiting for the device each time: other work on a machine only adds to it."""
-    (seconds,) = interleave([until_done(run, device)], REPEATS, warmup=1)
+    (seconds,) = interleave([synchronised(run, device)], REPEATS, warmup=1)
     return min(seconds)

@@ -18,7 +18,7 @@ from flexrank.errors import FlexrankError
 from flexrank.files import read_json
 from flexrank.hf import models
 from flexrank.run import stages
-from flexrank.run.candidates import rule
+from flexrank.run.candidates import rank_constraints
 from flexrank.run.cards import write_card
 from flexrank.run.config import DistillationConfig, RunConfig
 from flexrank.run.directory import RunDirectory, data_identity, fingerprint, identity, model_identity
@@ -34,7 +34,7 @@ class Stage:
 
     name: str
     work: Callable[[Workspace, str], Sequence[str] | None]  # takes the stage's fingerprint; may return more outputs
-    rooms: tuple[str, ...]  # modules and subpackages of flexrank whose code it runs, beside `_ALL`
+    modules: tuple[str, ...]  # modules and subpackages of flexrank whose code it runs, beside `_ALL`
     keys: tuple[str, ...]  # dotted keys of the configuration it reads, beside those of the stages it needs
     needs: tuple[str, ...]  # stages whose files it reads
     outputs: tuple[str, ...]  # files and directories that it writes in the run directory
@@ -51,7 +51,7 @@ _HELD_OUT = ("data.evaluation", "data.half")
 _UNREAD = ("sharded", "gradient_checkpointing", "tracking")
 _TRAINED = tuple(f"distillation.{key}" for key in DistillationConfig.model_fields if key not in _UNREAD)
 #: Stages that only read the trained model: asking for one must not train it again.
-_READERS = ("slack", "evaluate", "deploy")
+_READ_ONLY_STAGES = ("slack", "evaluate", "deploy")
 _DATA = (
     *("data.source", "data.path", "data.streaming", "data.column", "data.subset", "data.split", "data.revision"),
     *("data.separator", "data.max_tokens", "data.batch_size", "data.calibration"),
@@ -128,21 +128,21 @@ def run_stages(config: RunConfig, until: str = "report") -> Outcome:
     source = models.resolve_source(config.model)
     wanted = _needed(until)
     executed: list[str] = []
-    with _held(directory, config) as old:
+    with _locked_with_config(directory, config) as old:
         work = Workspace(config, directory)
-        prints = processes.by_first(lambda: fingerprints(config, source))
-        if until in _READERS:
-            processes.by_first(lambda: _require_as_trained(directory, old, config, prints))
+        prints = processes.on_first_process(lambda: fingerprints(config, source))
+        if until in _READ_ONLY_STAGES:
+            processes.on_first_process(lambda: _require_as_trained(directory, old, config, prints))
         for stage in STAGES:
             if stage.name not in wanted:
                 continue
-            if processes.by_first(functools.partial(directory.is_finished, stage.name, prints[stage.name])):
+            if processes.on_first_process(functools.partial(directory.is_finished, stage.name, prints[stage.name])):
                 log.info("%s: up to date", stage.name)
                 continue
             _do(stage, work, prints[stage.name])
             executed.append(stage.name)
         # Only now: a setting that is refused must not cost another one its checkpoint.
-        processes.by_first(lambda: directory.remove_stale(prints))
+        processes.on_first_process(lambda: directory.remove_stale(prints))
     return Outcome(directory.path, tuple(executed), work, prints)
 
 
@@ -171,10 +171,10 @@ def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None =
         profile = sizes.within(limits)
         place, qualities = place or work.directory / "exports" / name, {}
         if tune:
-            shared = work.judge(sizes.deployed(profile))
+            shared = work.measure_quality(sizes.deployed(profile))
             checkpoint = sizes.tune_(profile, tune, limits)
-            qualities = {"shared": shared, "quality": work.judge(sizes.deployed(profile))}
-        work.release()
+            qualities = {"shared": shared, "quality": work.measure_quality(sizes.deployed(profile))}
+        work.free_base()
         exported = {**limits, **export_size(sizes, sizes.deployed(profile), profile, place), **qualities}
         if tune:
             shutil.rmtree(checkpoint)
@@ -188,12 +188,12 @@ def fingerprints(config: RunConfig, source: str) -> dict[str, str]:
     sources = {"model": model_identity(source), "data": data_identity(config.data)}
     if config.data.held_out is not None:
         sources["held_out"] = identity(config.data.held_out)
-    probed = rule(config) | {"is_printed": config.allocation.method == "paper"}
+    probed = rank_constraints(config) | {"is_printed": config.allocation.method == "paper"}
     read, prints = {"decompose": sources, "probe": probed}, dict[str, str]()
     for stage in STAGES:
         needs = [prints[name] for name in stage.needs]
         prints[stage.name] = fingerprint(
-            stage.name, config, stage.keys, needs, (*_ALL, *stage.rooms), read.get(stage.name)
+            stage.name, config, stage.keys, needs, (*_ALL, *stage.modules), read.get(stage.name)
         )
     return prints
 
@@ -208,9 +208,9 @@ def _require_as_trained(
     keys = [key for stage in STAGES if stage.name in _needed("distill") for key in stage.keys]
     # The probe also depends on whether slack is expected, which is not among its keys.
     changed = _changed_keys(old, config, keys) or _changed_keys(old, config, ["deployment.slack"])
-    why = "; ".join(changed[:2]) or "flexrank's own code, or the files of the model or the data, are not as they were"
+    why = "; ".join(changed[:2]) or "flexrank's own code, or the files of the model or the data, have changed"
     place, ways = directory / "elastic", "`flexrank run` trains again, and `flexrank deploy"
-    raise FlexrankError(f"{place}: would be trained again ({why}); {ways} {place}` takes it as it is")
+    raise FlexrankError(f"{place}: would be trained again ({why}); {ways} {place}` uses it as it is")
 
 
 def _changed_keys(old: RunConfig, config: RunConfig, keys: Sequence[str]) -> list[str]:
@@ -226,7 +226,7 @@ def _values(config: RunConfig, key: str) -> list[tuple[str, Any]]:
 
 
 @contextlib.contextmanager
-def _held(directory: RunDirectory, config: RunConfig) -> Iterator[RunConfig | None]:
+def _locked_with_config(directory: RunDirectory, config: RunConfig) -> Iterator[RunConfig | None]:
     """Locks the run directory for process 0 and writes the configuration; yields the previous one there, or None."""
     if not processes.is_first():
         yield None
@@ -238,13 +238,13 @@ def _held(directory: RunDirectory, config: RunConfig) -> Iterator[RunConfig | No
 def _do(stage: Stage, work: Workspace, fingerprint: str) -> None:
     """Runs a stage, in all processes if it is shared; process 0 alone records it."""
     if not stage.is_shared:
-        processes.by_first(lambda: _do_and_record(stage, work, fingerprint))
+        processes.on_first_process(lambda: _do_and_record(stage, work, fingerprint))
         return
     if processes.is_first():
         _do_and_record(stage, work, fingerprint)
     else:
         stage.work(work, fingerprint)
-    processes.by_first(lambda: None)  # the others wait until the last file is written
+    processes.on_first_process(lambda: None)  # the others wait until the last file is written
 
 
 def _do_and_record(stage: Stage, work: Workspace, fingerprint: str) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flexrank.data.batches import Batch, token_mask
-from flexrank.data.halves import items_of, places_of
+from flexrank.data.halves import half_indices, select_half
 from flexrank.data.images import ImageBatches, Scaling, channels_first, read_images
 from flexrank.data.metrics import embed, mean_cosine, nats_per_token, predict, retrieval_mrr
 from flexrank.data.stream import StreamedBatches, TextStream, block_maker, held_out_texts, open_texts, sentence_maker
@@ -38,7 +38,8 @@ NO_SEPARATOR = "\0"
 #: Texts of a stream that are read together when training keeps their order.
 UNSHUFFLED = 64
 
-Judge = Callable[[nn.Module], dict[str, float]]
+#: Measures a model's qualities.
+QualityFunction = Callable[[nn.Module], dict[str, float]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Samples:
     probe: Sequence[Batch]
     training: Iterable[Batch]  # a sequence, unless texts are a stream
     example: Batch  # evaluation samples, for timing and for checking an export
-    judge: Callable[[nn.Module], Judge]  # given the teacher, measures a model's qualities on the evaluation samples
+    quality_function: Callable[[nn.Module], QualityFunction]  # given the teacher; it reads the evaluation samples
     classes: Tensor | None = None  # of all images
 
 
@@ -86,13 +87,13 @@ def _text_samples(config: RunConfig, tokenizer: Tokenizer) -> Samples:
     """Padded texts for encoders, judged by `cosine` to the teacher and, if the data has pairs, by `mrr`."""
     data = config.data
     calibration, training, queries, documents = _split_texts(config, tokenizer)
-    chosen = items_of(data.half, range(len(queries)), lambda index: queries[index])[: data.evaluation]
+    chosen = select_half(data.half, range(len(queries)), lambda index: queries[index])[: data.evaluation]
     held_out = [part[index] for part in (queries, documents) if part for index in chosen]
 
     def batches(texts: Sequence[str], batch_size: int = data.batch_size, seed: int | None = None) -> Sequence[Batch]:
         return sentence_batches(tokenizer, texts, batch_size, data.max_tokens, seed)
 
-    def judge(teacher: nn.Module) -> Judge:
+    def quality_function(teacher: nn.Module) -> QualityFunction:
         evaluation = batches(held_out)
         targets = embed(teacher, evaluation)
 
@@ -113,7 +114,7 @@ def _text_samples(config: RunConfig, tokenizer: Tokenizer) -> Samples:
         consolidation = StreamedBatches(training, make, window)
     else:
         consolidation = batches(training[: data.training or IN_MEMORY], size, config.seed)
-    return _samples(config, calibration, batches, consolidation, example, judge)
+    return _samples(config, calibration, batches, consolidation, example, quality_function)
 
 
 def _block_samples(config: RunConfig, tokenizer: Tokenizer) -> Samples:
@@ -131,12 +132,12 @@ def _block_samples(config: RunConfig, tokenizer: Tokenizer) -> Samples:
         return batch["input_ids"][_shuffled(len(batch["input_ids"]), config.seed)]  # so any prefix is a fair sample
 
     held_out = blocks("evaluation", evaluation)
-    held_out = held_out[places_of(data.half, held_out)][: data.evaluation]
+    held_out = held_out[half_indices(data.half, held_out)][: data.evaluation]
 
     def batches(rows: Tensor, batch_size: int = data.batch_size) -> Sequence[Batch]:
         return block_batches(rows, batch_size)
 
-    def judge(_: nn.Module) -> Judge:
+    def quality_function(_: nn.Module) -> QualityFunction:
         return lambda model: {"nats_per_token": nats_per_token(model, batches(held_out))}
 
     example = batches(held_out, config.evaluation.latency_batch_size)[0]
@@ -147,19 +148,19 @@ def _block_samples(config: RunConfig, tokenizer: Tokenizer) -> Samples:
         consolidation = StreamedBatches(training, make, data.shuffle_buffer or UNSHUFFLED)
     else:
         consolidation = batches(blocks("training", training)[: data.training or IN_MEMORY], size)
-    return _samples(config, blocks("calibration", calibration), batches, consolidation, example, judge)
+    return _samples(config, blocks("calibration", calibration), batches, consolidation, example, quality_function)
 
 
 def _image_samples(config: RunConfig, images: Tensor, scaling: Scaling, labels: Tensor) -> Samples:
     """Images, bytes (N, C, H, W), with classes (N,), judged by `accuracy` and `agreement` with the teacher."""
     calibration, training, held_out = _split(_shuffled(len(images), config.seed))
-    chosen = items_of(config.data.half, held_out, lambda index: scaling(images[index].unsqueeze(0)))
+    chosen = select_half(config.data.half, held_out, lambda index: scaling(images[index].unsqueeze(0)))
     held_out = torch.stack(chosen[: config.data.evaluation])
 
     def batches(indices: Tensor, batch_size: int = config.data.batch_size) -> Sequence[Batch]:
         return ImageBatches(images, scaling, indices, batch_size)
 
-    def judge(teacher: nn.Module) -> Judge:
+    def quality_function(teacher: nn.Module) -> QualityFunction:
         targets = predict(teacher, batches(held_out))
 
         def qualities(model: nn.Module) -> dict[str, float]:
@@ -173,7 +174,7 @@ def _image_samples(config: RunConfig, images: Tensor, scaling: Scaling, labels: 
 
     example = batches(held_out, config.evaluation.latency_batch_size)[0]
     consolidation = batches(training[: config.data.training or IN_MEMORY], config.distillation.batch_size)
-    samples = _samples(config, calibration, batches, consolidation, example, judge)
+    samples = _samples(config, calibration, batches, consolidation, example, quality_function)
     return dataclasses.replace(samples, classes=labels)
 
 
@@ -183,7 +184,7 @@ def _samples(
     batches: Callable[[Any], Sequence[Batch]],
     training: Iterable[Batch],
     example: Batch,
-    judge: Callable[[nn.Module], Judge],
+    quality_function: Callable[[nn.Module], QualityFunction],
 ) -> Samples:
     """The samples of a run; `batches` makes batches of the calibration part, for calibration and for the probe."""
     data = config.data
@@ -191,7 +192,7 @@ def _samples(
     if len(first) < data.batch_size:
         samples = f"{len(first)} samples are shorter than one batch of {data.batch_size} (data.batch_size)"
         raise FlexrankError(f"data.calibration: {samples}; give more data, or smaller batches")
-    return Samples(batches(first), batches(probe), training, example, judge)
+    return Samples(batches(first), batches(probe), training, example, quality_function)
 
 
 def _split_texts(

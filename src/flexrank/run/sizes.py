@@ -37,7 +37,7 @@ class Sizes:
         least = load_components(self._place, chain.entries[0].profile)
         self.chain = dataclasses.replace(chain, footprint=footprint(least, work.deployed_dtype))
         self._slack: SlackTable | None = None
-        self._known: list[Mapping[str, int]] = []  # the sizes that slack was chosen for
+        self._profiles_with_slack: list[Mapping[str, int]] = []  # the sizes that slack was chosen for
         self._tuned: nn.Module | None = None
 
     @classmethod
@@ -50,10 +50,10 @@ class Sizes:
         path = self.work.directory / "slack.json"
         if self._slack is None and path.is_file():
             self._slack = SlackTable.from_json(read_json(path))
-            self._known = [entry.profile for entry in self.chain.requested]
-        if self._slack is None or profile not in self._known:
+            self._profiles_with_slack = [entry.profile for entry in self.chain.requested]
+        if self._slack is None or profile not in self._profiles_with_slack:
             self._slack = choose_slack(self.work, self.work.elastic("elastic")[0], [profile], self._slack)
-            self._known.append(profile)
+            self._profiles_with_slack.append(profile)
         return self._slack
 
     def deployed(self, profile: Mapping[str, int]) -> nn.Module:
@@ -74,7 +74,7 @@ class Sizes:
         checkpoint.parent.mkdir(exist_ok=True)
         self._tuned, _ = self.work.elastic("elastic")
         train_(self.work, self._tuned, [profile], steps, checkpoint)
-        self._slack, self._known = choose_slack(self.work, self._tuned, [profile]), [profile]
+        self._slack, self._profiles_with_slack = choose_slack(self.work, self._tuned, [profile]), [profile]
         if not self._is_within(parameters := self._slack.parameters(profile, self.shapes), limits):
             named = ", ".join(f"{name}={limit:g}" for name, limit in limits.items())
             raise FlexrankError(
@@ -107,7 +107,7 @@ class Sizes:
                 if self._is_within(parameters, limits):
                     return entries[:count]
         named = ", ".join(f"{name}={limit:g}" for name, limit in limits.items())
-        raise FlexrankError(f"{named} is too small for the least profile with its slack; allow more")
+        raise FlexrankError(f"{named} is too small for the smallest profile with its slack; allow more")
 
     def _is_within(self, parameters: int, limits: Mapping[str, float]) -> bool:
         """Whether a model with this many parameters in its layers is within `max_params` and `max_bytes`."""
@@ -142,7 +142,7 @@ def find_within_latency(directory: str, count: int, max_latency_ms: float) -> in
 def export_size(sizes: Sizes, small: nn.Module, profile: RankProfile, place: Path) -> dict[str, Any]:
     """Exports a deployed model, verified in a fresh process; returns its directory and sizes."""
     work = sizes.work
-    export(small, place, work.samples.example, tokenizer=work.companion)
+    export(small, place, work.samples.example, tokenizer=work.saved_tokenizer)
     return {
         "directory": str(place),
         **count_parameters(small, profile, sizes.shapes),
@@ -158,7 +158,7 @@ def evaluate_size(
     with tempfile.TemporaryDirectory() as scratch:
         models.save_model(small, Path(scratch))
         size = directory_bytes(scratch)
-    return {**count_parameters(small, profile, shapes), "bytes": size, "quality": work.judge(small)}
+    return {**count_parameters(small, profile, shapes), "bytes": size, "quality": work.measure_quality(small)}
 
 
 def count_parameters(small: nn.Module, profile: Mapping[str, int], shapes: Mapping[str, Shape]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from flexrank.decompose import decompose_to_disk
 from flexrank.deployment.process import in_fresh_process
 from flexrank.distill import distillation_evaluator
 from flexrank.errors import FlexrankError
-from flexrank.files import read_json, remove_artefact, write_aside, write_json
+from flexrank.files import atomic_file, read_json, remove_artefact, write_json
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.experts import separate_experts_
 from flexrank.nn.matrix import matrix_shape
@@ -33,7 +33,7 @@ from flexrank.profiles import ProfileChain, SensitivityTable
 from flexrank.profiles.costs import full_ranks
 from flexrank.progress import track
 from flexrank.run import report
-from flexrank.run.candidates import candidate_ranks, require_reachable_budgets, rule
+from flexrank.run.candidates import candidate_ranks, rank_constraints, require_reachable_budgets
 from flexrank.run.cards import write_cards
 from flexrank.run.measure import latency_ratios
 from flexrank.run.samples import loss_rows
@@ -53,7 +53,7 @@ def decompose(work: Workspace, _: str) -> None:
     With `probe.method: curvature` it also writes RUN/curvature.safetensors: each layer's rise of the loss at every
     rank, computed while the layer's moments are in memory.
     """
-    model, settings = work.own_base(), work.config.decomposition
+    model, settings = work.load_base(), work.config.decomposition
     require_fitting_inputs(work, model.config)
     separate_experts_(model)
     layers = select_layers(model, work.config.layers.include, work.config.layers.exclude)
@@ -80,13 +80,15 @@ def decompose(work: Workspace, _: str) -> None:
         state_bytes=settings.buffer_bytes,
         shard_bytes=work.shard_bytes,
         see=see if is_curved else None,
-        tokenizer=work.companion,
+        tokenizer=work.saved_tokenizer,
     )
-    processes.by_first(lambda: (work.directory / CURVATURE).unlink(missing_ok=True))  # the others wait until it is gone
+    processes.on_first_process(
+        lambda: (work.directory / CURVATURE).unlink(missing_ok=True)
+    )  # the others wait until it is gone
     if is_curved:
         processes.sum_(rises.values())  # each process holds those of the layers it decomposed
         if processes.is_first():
-            with write_aside(work.directory / CURVATURE) as aside:
+            with atomic_file(work.directory / CURVATURE) as aside:
                 write_tensors(aside, rises)
 
 
@@ -105,7 +107,7 @@ def probe(work: Workspace, fingerprint: str) -> None:
         spacing=work.config.probe.spacing,
         checkpoint=work.directory.partial("probe", fingerprint, ".json"),
         replay_bytes=work.config.probe.replay_bytes,
-        **rule(work.config),
+        **rank_constraints(work.config),
     )
     _write_shared(work, "sensitivity.json", table.to_json())
 
@@ -129,7 +131,7 @@ def allocate(work: Workspace, _: str) -> None:
     settings, table = work.config.allocation, read_table(work)
     require_reachable_budgets(work.config, table.shapes)
     chain = allocate_ranks(
-        table, settings.budgets, method=settings.method, savings=settings.savings, **rule(work.config)
+        table, settings.budgets, method=settings.method, savings=settings.savings, **rank_constraints(work.config)
     )
     write_json(work.directory / "chain.json", chain.to_json())
 
@@ -152,7 +154,7 @@ def distill(work: Workspace, fingerprint: str) -> None:
             history = {"steps": done.steps, "losses": done.losses, "budgets": [budgets[i] for i in done.profiles]}
         if processes.is_first() or is_sharded(model):
             place = work.directory / "elastic"
-            save_elastic(model, chain, place, tokenizer=work.companion, shard_bytes=work.shard_bytes)
+            save_elastic(model, chain, place, tokenizer=work.saved_tokenizer, shard_bytes=work.shard_bytes)
     _write_shared(work, "history.json", history)
 
 
@@ -174,8 +176,8 @@ def evaluate_initial(work: Workspace, _: str) -> None:
         model = work.decomposed(chain.at(max(budgets)))
         for number in track(processes.share(len(budgets)), "evaluating before consolidation"):
             with use_profile(model, chain.at(budgets[number])):
-                own[number] = {"budget": budgets[number], "quality": work.judge(model)}
-    rows = list(processes.collected(own).values())
+                own[number] = {"budget": budgets[number], "quality": work.measure_quality(model)}
+    rows = list(processes.gather_merged(own).values())
     _write_shared(work, "evaluation_initial.json", {"rows": rows})
 
 
@@ -183,8 +185,8 @@ def evaluate(work: Workspace, _: str) -> None:
     """Writes RUN/evaluation.json: size, qualities and latency of the deployed model at each budget, and of the base."""
     budgets, ratios = work.config.allocation.budgets, [None] * len(work.config.allocation.budgets)
     if work.config.evaluation.latency:
-        work.release()
-        ratios = processes.by_first(lambda: in_fresh_process(latency_ratios, str(work.directory.path)))
+        work.free_base()
+        ratios = processes.on_first_process(lambda: in_fresh_process(latency_ratios, str(work.directory.path)))
     sizes, own = Sizes(work), dict[int, Any]()
     shapes = sizes.shapes
     for number in track(processes.share(len(budgets) + 1), "evaluating"):
@@ -194,7 +196,7 @@ def evaluate(work: Workspace, _: str) -> None:
         profile = sizes.chain.at(budgets[number])
         row = evaluate_size(work, sizes.deployed(profile), profile, shapes)
         own[number] = {"budget": budgets[number], **row, "latency_ratio": ratios[number], "ranks": dict(profile)}
-    *rows, base = processes.collected(own).values()
+    *rows, base = processes.gather_merged(own).values()
     layers = {name: {"shape": list(shape)} for name, shape in shapes.items()}
     _write_shared(work, "evaluation.json", {"base": base, "rows": rows, "layers": layers})
 
@@ -206,14 +208,14 @@ def export_all(work: Workspace, _: str) -> list[str]:
     """
     place, exports = work.directory / "deployed", []
     place.mkdir(exist_ok=True)
-    judge, sizes = work.judge, Sizes(work)
-    work.release()
+    measure_quality, sizes = work.measure_quality, Sizes(work)
+    work.free_base()
     profiles = {budget: sizes.chain.at(budget) for budget in work.config.deployment.budgets}
     for budget, profile in profiles.items():
         name = f"{budget:.2f}" if round(budget, 2) == budget else f"{budget!r}"
         small = sizes.deployed(profile)
         entry = export_size(sizes, small, profile, place / name)
-        exports.append({"budget": budget, **entry, "directory": f"deployed/{name}", "quality": judge(small)})
+        exports.append({"budget": budget, **entry, "directory": f"deployed/{name}", "quality": measure_quality(small)})
         del small  # before the next one is made
     places = [entry["directory"] for entry in exports]
     for other in place.iterdir():

@@ -27,7 +27,7 @@ from flexrank.profiles import ProfileChain
 from flexrank.profiles.costs import full_ranks
 from flexrank.run.config import RunConfig
 from flexrank.run.directory import RunDirectory
-from flexrank.run.samples import Judge, Samples, load_samples, loss_rows
+from flexrank.run.samples import QualityFunction, Samples, load_samples, loss_rows
 from flexrank.run.targets import probe_top_k, top_k_bytes
 
 log = logging.getLogger("flexrank")
@@ -48,14 +48,14 @@ class Workspace:
         auto = "cuda" if torch.cuda.is_available() else "cpu"
         return torch.device(auto if self.config.device == "auto" else self.config.device)
 
-    def own_base(self) -> Any:
+    def load_base(self) -> Any:
         """A new copy of the base model that may be changed: on the CPU, memory-mapped, in its files' dtype."""
         return models.load_model(self.config.model, self.config.task, dtype=None, only_dense=True)
 
     @functools.cached_property
     def base(self) -> Any:
         """The base model in eval mode: the teacher. It keeps its files' dtype; an image model has the run's `dtype`."""
-        return self._as_teacher(self.own_base()).to(self.device)
+        return self._as_teacher(self.load_base()).to(self.device)
 
     def _as_teacher(self, model: Any) -> Any:
         return model.to(getattr(torch, self.config.dtype)) if self.config.task == "classification" else model
@@ -66,7 +66,7 @@ class Workspace:
         return None if self.config.task == "classification" else models.load_tokenizer(self.config.model)
 
     @property
-    def companion(self) -> Any:
+    def saved_tokenizer(self) -> Any:
         """What is saved beside each of the run's models: the tokenizer and, for embedding, how texts are pooled."""
         return MeanPooled(self.tokenizer) if self.config.task == "embedding" else self.tokenizer
 
@@ -76,11 +76,11 @@ class Workspace:
         return load_samples(self.config, models.resolve_source(self.config.model), self.tokenizer)
 
     @functools.cached_property
-    def judge(self) -> Judge:
+    def measure_quality(self) -> QualityFunction:
         """The function that measures a model's qualities against the base model."""
-        return self.samples.judge(self.base)
+        return self.samples.quality_function(self.base)
 
-    def release(self) -> None:
+    def free_base(self) -> None:
         """Frees the base model's memory on a GPU that a fresh process is to use; the next access reads it again.
 
         On a CPU nothing is freed, as both processes map the same files.
@@ -89,7 +89,7 @@ class Workspace:
             self._forget_base()
 
     def _forget_base(self) -> None:
-        for name in ("base", "deployed_base", "judge"):
+        for name in ("base", "deployed_base", "measure_quality"):
             self.__dict__.pop(name, None)
         gc.collect()
         if self.device.type == "cuda":
@@ -142,7 +142,7 @@ class Workspace:
             yield self._student(profiles).to(self.device)
             return
         self._forget_base()
-        self.__dict__["base"] = base = self._as_teacher(self.own_base())
+        self.__dict__["base"] = base = self._as_teacher(self.load_base())
         model = self._student(profiles)
         shard_(model, self.device)
         shard_blocks_(base, nested_layers(model), self.device)
@@ -189,6 +189,6 @@ class Workspace:
     @functools.cached_property
     def deployed_base(self) -> Any:
         """The base model in the dtype of deployed models."""
-        model = self.own_base()  # not a copy of `base`: both would be in memory
+        model = self.load_base()  # not a copy of `base`: both would be in memory
         is_same = model.dtype is self.deployed_dtype
         return self.base if is_same else model.to(self.device, self.deployed_dtype)

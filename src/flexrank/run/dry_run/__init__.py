@@ -11,14 +11,14 @@ from flexrank.errors import FlexrankError
 from flexrank.nn.select import dense_reasons
 from flexrank.nn.switch import footprint
 from flexrank.profiles.costs import expected_parameters
-from flexrank.run.candidates import candidate_ranks, require_reachable_budgets, rule
+from flexrank.run.candidates import candidate_ranks, rank_constraints, require_reachable_budgets
 from flexrank.run.config import RunConfig
 from flexrank.run.dry_run import operations
 from flexrank.run.dry_run.architecture import Architecture, build_architecture
 from flexrank.run.dry_run.devices import LOCAL, Device, find_device, is_device
 from flexrank.run.dry_run.memory import count_memory
 from flexrank.run.dry_run.moments import moment_bytes
-from flexrank.run.dry_run.plan import part_of, plan_notes, plan_run
+from flexrank.run.dry_run.plan import busiest_process_config, plan_notes, plan_run
 from flexrank.run.dry_run.table import print_dry_run
 from flexrank.run.tables import split_block
 
@@ -68,7 +68,7 @@ def dry_run(
     architecture = build_architecture(config)
     require_reachable_budgets(config, architecture.shapes)
     moments = moment_bytes(architecture, config).values()
-    memory = count_memory(architecture, part_of(config, devices), devices)
+    memory = count_memory(architecture, busiest_process_config(config, devices), devices)
     per_step = config.distillation.batch_size * config.distillation.accumulation
     tokens = config.distillation.steps * per_step * architecture.tokens
     plan = {"plan": plan_run(architecture, config, memory, tokens, device, devices)} if device else {}
@@ -159,7 +159,7 @@ def _parameters(architecture: Architecture) -> dict[str, int]:
 
 def _budget_rows(architecture: Architecture, config: RunConfig) -> list[dict[str, Any]]:
     """The size at each budget, deployed with the expected slack, at the ranks of `Architecture.profile`."""
-    dtype, share = config.deployed_dtype(architecture.file_dtype), rule(config)["slack_share"]
+    dtype, share = config.deployed_dtype(architecture.file_dtype), rank_constraints(config)["slack_share"]
     others, rows = footprint(architecture.student, dtype), []
     for budget in config.allocation.budgets:
         ranks = architecture.profile(budget, share)

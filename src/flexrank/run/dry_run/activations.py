@@ -29,8 +29,9 @@ def kept_bytes(student: nn.Module, sample: Mapping[str, Tensor], config: RunConf
     batch = {key: value.new_zeros((size, *value.shape[1:])) for key, value in sample.items()}
     with Hooks() as hooks, _Fused(), torch.autograd.graph.saved_tensors_hooks(kept.note, lambda tensor: tensor):
         for block in repeats:
-            hooks.add(block.register_forward_pre_hook(functools.partial(kept.enter, block), with_kwargs=True))
-            hooks.add(block.register_forward_hook(lambda *_: kept.leave()))
+            enter = functools.partial(kept.enter, block)
+            hooks.remove_on_exit(block.register_forward_pre_hook(enter, with_kwargs=True))
+            hooks.remove_on_exit(block.register_forward_hook(lambda *_: kept.leave()))
         call_model(student, batch)
     return kept.sizes[None] + max((size for block, size in kept.sizes.items() if block is not None), default=0)
 

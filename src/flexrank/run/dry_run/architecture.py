@@ -89,7 +89,7 @@ def build_architecture(config: RunConfig) -> Architecture:
         if isinstance(module, nn.Embedding):
             module.requires_grad_(False)  # consolidation trains neither embeddings nor what is tied to them
     layers = select_layers(teacher, config.layers.include, config.layers.exclude)
-    if shares_factors_alone(config):
+    if trains_only_factors(config):
         weights = {layer.get_parameter("weight") for layer in layers.values()}
         for parameter in teacher.parameters():
             parameter.requires_grad_(parameter in weights)
@@ -136,7 +136,7 @@ def _empty_form(layer: nn.Module) -> NestedLayer:
     return elastic_form(layer, Factors(*(torch.empty(size, device="meta") for size in sizes)))
 
 
-def shares_factors_alone(config: RunConfig) -> bool:
+def trains_only_factors(config: RunConfig) -> bool:
     """Whether consolidation trains only factors and the vectors of sizes."""
     return config.distillation.method == "balanced" and len(config.allocation.budgets) > 1
 
@@ -146,13 +146,13 @@ def _watch(model: nn.Module, layers: Mapping[str, nn.Module], sample: Mapping[st
     calls: dict[str, tuple[Call, ...]] = {}
     held: list[Tensor] = []
 
-    def see(name: str, tensor: Tensor, _: Tensor) -> None:
+    def record(name: str, tensor: Tensor, _: Tensor) -> None:
         held.append(tensor)  # their storages tell meta tensors apart as long as all are held
         identity = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor._version)
         call = Call(identity, input_rows(layers[name], tensor).shape[0], tensor.requires_grad)
         calls[name] = (*calls.get(name, ()), call)
 
     with Hooks() as hooks, models.clear_errors(type(model).__name__):
-        hooks.watch(layers, see)
+        hooks.on_forward(layers, record)
         output = call_model(model, sample)
     return calls, output

@@ -16,11 +16,11 @@ from flexrank.nn.switch import footprint, nested_layers
 from flexrank.probe import MATRIX_BYTES
 from flexrank.probe.replay import make_plan
 from flexrank.profiles.costs import Shape, full_ranks
-from flexrank.run.candidates import candidate_ranks, rule
+from flexrank.run.candidates import candidate_ranks, rank_constraints
 from flexrank.run.config import RunConfig
 from flexrank.run.data_config import IN_MEMORY
 from flexrank.run.dry_run.activations import kept_bytes
-from flexrank.run.dry_run.architecture import Architecture, shares_factors_alone
+from flexrank.run.dry_run.architecture import Architecture, trains_only_factors
 from flexrank.run.dry_run.moments import factor_bytes, moment_bytes
 from flexrank.run.tables import split_block
 from flexrank.run.targets import probe_top_k, top_k_bytes
@@ -47,7 +47,7 @@ def count_memory(architecture: Architecture, config: RunConfig, count: int = 1) 
     """
     teacher = tensor_bytes(architecture.teacher, architecture.file_dtype)
     moments = max(moment_bytes(architecture, config).values())
-    at_once, method = weights_at_once(architecture), config.decomposition.method
+    weights, method = peak_weight_bytes(architecture), config.decomposition.method
     factors = max(factor_bytes(shape, method, config.keeps_input_moments) for shape in architecture.shapes.values())
     size, file_size = architecture.teacher.dtype.itemsize, architecture.file_dtype.itemsize
     output, compared = config.data.batch_size * architecture.outputs, 2 * architecture.outputs * size
@@ -69,13 +69,13 @@ def count_memory(architecture: Architecture, config: RunConfig, count: int = 1) 
     held = {part: training[part] for part in ("teacher", "student", "gathered") if part in training}
     checked = both | held | {"targets": probe["targets"]}
     stages = {
-        "calibration": most({"student": at_once, "moments": moments}, {"student": at_once, "outputs": compared})
+        "calibration": peak({"student": weights, "moments": moments}, {"student": weights, "outputs": compared})
         | buffers,
-        "decomposition": {"student": at_once, "moments": moments, "factors": factors} | buffers,
+        "decomposition": {"student": weights, "moments": moments, "factors": factors} | buffers,
         "probe": {} if config.probe.method == "curvature" else probe,
-        "consolidation": most(training, checked),
-        "evaluation": most(*(judged | one for one in evaluated_bytes(architecture, trained, config))),
-        "deployment": most(judged, *deployment_bytes(architecture, config)),
+        "consolidation": peak(training, checked),
+        "evaluation": peak(*(judged | one for one in evaluated_bytes(architecture, trained, config))),
+        "deployment": peak(judged, *deployment_bytes(architecture, config)),
     }
     return {stage: parts | {"all": sum(parts.values())} for stage, parts in stages.items()}
 
@@ -115,7 +115,7 @@ def replayed_bytes(architecture: Architecture, config: RunConfig) -> int:
     return samples * plan.most_bytes()
 
 
-def most(*moments: dict[str, int]) -> dict[str, int]:
+def peak(*moments: dict[str, int]) -> dict[str, int]:
     """What is in memory at the moment when a stage takes most."""
     return max(moments, key=lambda parts: sum(parts.values()))
 
@@ -130,7 +130,7 @@ def evaluated_bytes(architecture: Architecture, trained: Any, config: RunConfig)
 
 def decomposed_bytes(architecture: Architecture, config: RunConfig) -> int:
     """Bytes of the decomposed model with only the components of its largest size."""
-    ranks = architecture.profile(max(config.allocation.budgets), rule(config)["slack_share"])
+    ranks = architecture.profile(max(config.allocation.budgets), rank_constraints(config)["slack_share"])
     left = sum((min(shape) - ranks[name]) * sum(shape) for name, shape in architecture.shapes.items())
     return tensor_bytes(architecture.student) - left * architecture.teacher.dtype.itemsize
 
@@ -159,10 +159,10 @@ def aligned_bytes(shape: Shape, rank: int) -> int:
 
 def largest_ranks(architecture: Architecture, config: RunConfig, budgets: Iterable[float]) -> dict[str, int]:
     """The largest rank of each layer at these budgets; if sizes share only factors, the largest below full rank."""
-    share, candidates = rule(config)["slack_share"], candidate_ranks(config, architecture.shapes)
+    share, candidates = rank_constraints(config)["slack_share"], candidate_ranks(config, architecture.shapes)
     profiles = [architecture.profile(budget, share) for budget in budgets]
     ranks = {name: {profile[name] for profile in profiles} for name in candidates}
-    if not shares_factors_alone(config):
+    if not trains_only_factors(config):
         return {name: max(some) for name, some in ranks.items()}
     if architecture.chain is None:
         return {name: min(max(some), candidates[name][-2]) for name, some in ranks.items()}
@@ -170,7 +170,7 @@ def largest_ranks(architecture: Architecture, config: RunConfig, budgets: Iterab
     return {name: max(some - {full[name]}, default=full[name]) for name, some in ranks.items()}
 
 
-def followed_bytes(architecture: Architecture, config: RunConfig) -> int:
+def target_bytes_per_sample(architecture: Architecture, config: RunConfig) -> int:
     """Bytes of one sample's targets in consolidation: outputs, or the likeliest classes, and hidden states."""
     settings, (rows, numbers) = config.distillation, architecture.target
     size = 2 if settings.autocast == "bfloat16" else architecture.file_dtype.itemsize
@@ -194,7 +194,7 @@ def training_bytes(architecture: Architecture, student: Any, config: RunConfig, 
     gradients = sum(p.numel() * p.element_size() for p in trained)
     in_8_bits = round(2 * STATE_8BIT * sum(p.numel() for p in trained))
     size = elastic_bytes(architecture, student, config)
-    if shares_factors_alone(config) and architecture.file_dtype == architecture.teacher.dtype:
+    if trains_only_factors(config) and architecture.file_dtype == architecture.teacher.dtype:
         size -= sum(p.numel() * p.element_size() for p in student.parameters() if not p.requires_grad)
     in_training = architecture.outputs * (2 if settings.autocast == "bfloat16" else architecture.teacher.dtype.itemsize)
     activations = kept_bytes(student, architecture.sample, config)
@@ -207,15 +207,15 @@ def training_bytes(architecture: Architecture, student: Any, config: RunConfig, 
         "gradients": gradients,
         "optimizer": in_8_bits if settings.optimizer == "adamw_8bit" else 2 * gradients,
         "activations": activations,
-        "targets": min(TEACHER_CACHE, min(own, taken) * followed_bytes(architecture, config)),
+        "targets": min(TEACHER_CACHE, min(own, taken) * target_bytes_per_sample(architecture, config)),
         "outputs": 3 * settings.batch_size * in_training,
     }
 
 
 def sharded_bytes(
-    architecture: Architecture, student: Any, whole: dict[str, int], config: RunConfig, count: int
+    architecture: Architecture, student: Any, unsharded: dict[str, int], config: RunConfig, count: int
 ) -> dict[str, int]:
-    """The bytes of consolidation that change if each of `count` processes holds its part; `whole` has them unsharded.
+    """The bytes of consolidation that change if each of `count` processes holds its part, from the `unsharded` ones.
 
     The layers' factors, their gradients and optimiser states, matrices of full layers, and the teacher's blocks are
     divided. `gathered` is the most that is whole at one moment: a block's factors in its backward pass, beside one
@@ -237,7 +237,7 @@ def sharded_bytes(
         "optimizer": 2 * size * factors,
     }
     going_back = max(of_blocks.values()) + (size + 8) * max(numbers.values())
-    parts = {part: whole[part] - own + own // count for part, own in divided.items()}
+    parts = {part: unsharded[part] - own + own // count for part, own in divided.items()}
     parts["student"] += matrix_bytes(architecture, config) // count
     return parts | {"gathered": max(going_back, 2 * max(teacher, default=0))}
 
@@ -248,7 +248,7 @@ def _block_of(name: str) -> str:
 
 def elastic_bytes(architecture: Architecture, trained: Any, config: RunConfig) -> int:
     """Bytes of a consolidated model: its trained part and, unless sizes share only factors, all other components."""
-    if shares_factors_alone(config):
+    if trains_only_factors(config):
         return tensor_bytes(trained)
     layers = nested_layers(trained).values()
     untrained = sum((min(one.matrix_shape) - len(one.u)) * sum(one.matrix_shape) for one in layers)
@@ -261,7 +261,7 @@ def matrix_bytes(architecture: Architecture, config: RunConfig) -> int:
     At the largest budget a layer saves at least `allocation.min_saving`, or is full: the estimate takes all others to
     save no more than that. If the run has allocated ranks, the full layers are known.
     """
-    if not shares_factors_alone(config):
+    if not trains_only_factors(config):
         return 0
     if architecture.chain is not None:
         below, largest = (
@@ -274,12 +274,12 @@ def matrix_bytes(architecture: Architecture, config: RunConfig) -> int:
             if below[name] < rank == largest.profile[name]
         ]
         return sum(math.prod(architecture.shapes[name]) for name in names) * architecture.file_dtype.itemsize
-    spared, least = 1 - max(config.allocation.budgets), rule(config)["min_saving"]
+    spared, least = 1 - max(config.allocation.budgets), rank_constraints(config)["min_saving"]
     full = max(0.0, 1 - spared / least) if least else float(not spared)
     return round(full * architecture.dense_parameters) * architecture.file_dtype.itemsize
 
 
-def weights_at_once(architecture: Architecture) -> int:
+def peak_weight_bytes(architecture: Architecture) -> int:
     """Bytes of the largest block of the model's stack and of all outside the blocks; of all, if there is no stack."""
     blocks = [tensor_bytes(block) for _, block in block_stack(architecture.teacher, architecture.shapes)]
     return tensor_bytes(architecture.teacher) - sum(blocks) + max(blocks, default=0)
@@ -291,7 +291,7 @@ def trained_part(architecture: Architecture, config: RunConfig) -> Any:
     If sizes share only factors, that is the largest rank below full of those that may be allocated. Until the run has
     allocated ranks, they are those of uniform sizes.
     """
-    model, share = copy.deepcopy(architecture.student), rule(config)["slack_share"]
+    model, share = copy.deepcopy(architecture.student), rank_constraints(config)["slack_share"]
     budgets = config.allocation.budgets
     profiles = [architecture.profile(budget, share) for budget in budgets]
     largest = largest_ranks(architecture, config, budgets)

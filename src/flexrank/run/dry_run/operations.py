@@ -14,9 +14,9 @@ from flexrank.nn.blocks import block_stack
 from flexrank.nn.switch import last_within
 from flexrank.probe import MATRIX_BYTES
 from flexrank.profiles.costs import Shape, full_ranks
-from flexrank.run.candidates import candidate_ranks, rule
+from flexrank.run.candidates import candidate_ranks, rank_constraints
 from flexrank.run.config import RunConfig
-from flexrank.run.dry_run.architecture import Architecture, Call, shares_factors_alone
+from flexrank.run.dry_run.architecture import Architecture, Call, trains_only_factors
 from flexrank.run.dry_run.moments import layers_by_output, moment_widths
 
 
@@ -127,8 +127,8 @@ def drawn_profiles(architecture: Architecture, config: RunConfig) -> list[tuple[
     weights = drawn_weights(given, settings.method, [budget == 1 for budget in reversed(budgets)])[::-1]
     profiles = []
     for budget, weight in zip(budgets, weights, strict=True):
-        ranks = dict(architecture.profile(budget, rule(config)["slack_share"]))
-        if shares_factors_alone(config):
+        ranks = dict(architecture.profile(budget, rank_constraints(config)["slack_share"]))
+        if trains_only_factors(config):
             ranks = {name: rank for name, rank in ranks.items() if rank < min(architecture.shapes[name])}
         profiles.append((ranks, weight / sum(weights)))
     return profiles

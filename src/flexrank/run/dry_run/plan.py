@@ -43,7 +43,7 @@ class Work(NamedTuple):
         return self.operations / device.rate(self.dtype) + self.disk_bytes / device.disk + link
 
 
-def part_of(config: RunConfig, count: int) -> RunConfig:
+def busiest_process_config(config: RunConfig, count: int) -> RunConfig:
     """The config of the process with most to do, out of `count`: its calibration batches, and its rows of a step."""
     data, distillation = config.data, config.distillation
     batches = math.ceil(math.ceil(data.calibration / data.batch_size) / count)
@@ -75,7 +75,7 @@ def plan_run(
         FlexrankError: there are several devices, and `device` has no link rate.
     """
     if count > 1 and device.link is None:
-        raise FlexrankError(f"device {device.name!r} has no rate of a link between devices; set its link, or --gpus 1")
+        raise FlexrankError(f"device {device.name!r} has no speed of a link between devices; set its link, or --gpus 1")
     works = stage_works(architecture, config, memory, device, count)
     hours = {stage: work.seconds(device) / 3600 for stage, work in works.items()}
     tokens_per_second = tokens / hours["consolidation"] / 3600 if tokens else None
@@ -120,7 +120,7 @@ def stage_works(
     architecture: Architecture, config: RunConfig, memory: Mapping[str, Mapping[str, int]], device: Device, count: int
 ) -> dict[str, Work]:
     """What a process does in each stage whose operations are counted; arguments as for `plan_run`."""
-    own, settings, held = part_of(config, count), config.distillation, memory["consolidation"]
+    own, settings, held = busiest_process_config(config, count), config.distillation, memory["consolidation"]
     base = tensor_bytes(architecture.teacher, architecture.file_dtype)
     elastic = tensor_bytes(architecture.student)
     moments = reduced_bytes(sum(moment_bytes(architecture, config).values()), count)

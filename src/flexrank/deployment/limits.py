@@ -15,7 +15,7 @@ from flexrank.nn.switch import stored_sizes
 from flexrank.profiles import ChainEntry
 
 
-def deployed_within(
+def deploy_within_limits(
     directory: str | Path,
     limits: Mapping[str, Any],
     *,
@@ -42,7 +42,7 @@ def deployed_within(
         parameters, size = stored_sizes(small)
         if parameters <= _limit(limits, "max_params") and size <= _limit(limits, "max_bytes"):
             return small, entry, elastic
-    raise FlexrankError(f"{directory}: with its slack the least size has {parameters} parameters in {size} bytes")
+    raise FlexrankError(f"{directory}: with its slack the smallest size has {parameters} parameters in {size} bytes")
 
 
 def _limit(limits: Mapping[str, Any], name: str) -> float:

@@ -268,7 +268,7 @@ def test_a_pass_that_began_before_the_first_change_ends_well(tmp_path: Path) -> 
 
 def test_a_change_does_not_wait_for_a_pass_that_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread lives on; without a look at who still runs, a change waits for it only while it runs."""
-    monkeypatch.setattr("flexrank.nn.turns.PATIENCE", None)
+    monkeypatch.setattr("flexrank.nn.size_lock.PATIENCE", None)
     model, chain = loaded("perceptron", tmp_path / "elastic")
     set_budget(model, 1.0)
     with ThreadPoolExecutor(1) as pool:

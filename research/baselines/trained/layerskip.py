@@ -151,7 +151,6 @@ def first_blocks(model: nn.Module, depth: int) -> Iterator[nn.Module]:
         config.num_hidden_layers = count
 
 
-RATES = rates("times_usual", 0.5, 1.0, 2.0, 4.0)
 LAYERSKIP = TrainedMethod(
     "layerskip", "Elhoushi et al., ACL 2024", True, rates("times_usual", 0.5, 1.0, 2.0, 4.0), sizes
 )

@@ -50,7 +50,6 @@ def unit_budget(task: TrainingTask, widths: Widths, budget: float) -> float:
     return task.parameter_limit(budget) - task.parameter_limit(0) - parameters_outside_units(task, widths)
 
 
-RATES = rates("learning_rate", 2e-3, 4e-3, 8e-3, 1.6e-2)
 LLM_PRUNER = TrainedMethod(
     "llm-pruner", "Ma et al., NeurIPS 2023", False, rates("learning_rate", 2e-3, 4e-3, 8e-3, 1.6e-2), sizes
 )

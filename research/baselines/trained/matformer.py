@@ -39,7 +39,6 @@ def sizes(task: TrainingTask, settings: Settings) -> Iterator[Size]:
             yield model, task.parameter_limit(0) + parameters_outside_units(task, widths) + widths.parameters(kept)
 
 
-RATES = rates("times_usual", 0.5, 1.0, 2.0, 4.0)
 MATFORMER = TrainedMethod(
     "matformer", "Devvrit et al., NeurIPS 2024", True, rates("times_usual", 0.5, 1.0, 2.0, 4.0), sizes
 )

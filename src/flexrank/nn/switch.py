@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flexrank.errors import FlexrankError
 from flexrank.nn.elastic import NestedLayer, SizeVectors
-from flexrank.nn.turns import size_lock_of
+from flexrank.nn.size_lock import size_lock_of
 from flexrank.profiles import ChainEntry, Footprint, ProfileChain, RankProfile
 from flexrank.profiles.costs import Shape, largest_rank, profile_parameters
 

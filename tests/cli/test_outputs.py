@@ -29,12 +29,21 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[Path, bytes
         (["--calibrate-plan", "--output", "nowhere/plan.json"], "--output nowhere/plan.json: no such directory"),
         (
             ["--calibrate-plan", "--output", "corpus.txt"],
-            "--output corpus.txt: give a name that ends in .json, of a file",
+            "--output corpus.txt: give the name of a new file that ends in .json",
         ),
-        (["--calibrate-plan", "--output", "new.txt"], "--output new.txt: give a name that ends in .json"),
-        (["--calibrate-plan", "--output", "tiny.json"], "--output tiny.json: give a name that ends in .json"),
-        (["--calibrate-plan", "--output", "lines.json"], "--output lines.json: give a name that ends in .json"),
-        (["--calibrate-plan", "--output", "."], "--output .: give a name that ends in .json"),
+        (
+            ["--calibrate-plan", "--output", "new.txt"],
+            "--output new.txt: give the name of a new file that ends in .json",
+        ),
+        (
+            ["--calibrate-plan", "--output", "tiny.json"],
+            "--output tiny.json: give the name of a new file that ends in .json",
+        ),
+        (
+            ["--calibrate-plan", "--output", "lines.json"],
+            "--output lines.json: give the name of a new file that ends in .json",
+        ),
+        (["--calibrate-plan", "--output", "."], "--output .: give the name of a new file that ends in .json"),
     ],
 )
 def test_wrong_calls_of_measure_are_one_line(arguments: list[str], part: str, written: dict[Path, bytes]) -> None:

@@ -192,10 +192,10 @@ def test_a_group_of_tasks_is_scored(copied: Path, tasks: Path) -> None:
         (["--sts", "TEXT"], "--sts needs a run with task embedding; tiny has language"),
         (["--output", "x.json"], "--output needs --tasks, --perplexity, --sts or --budgets"),
         (["--budgets", ".5", "--output", "/"], "--output /: give the name of a new file that ends in .json"),
-        (["--budgets", ".5", "--output", "x.txt"], "--output x.txt: give a name that ends in .json"),
+        (["--budgets", ".5", "--output", "x.txt"], "--output x.txt: give the name of a new file that ends in .json"),
         (
             ["--budgets", ".5", "--output", "RUN/summary.json"],
-            "summary.json: give a name that ends in .json, of a file",
+            "summary.json: give the name of a new file that ends in .json",
         ),
         (["--budgets", ".5", "--output", "nowhere/x.json"], "--output nowhere/x.json: no such directory as nowhere"),
     ],

@@ -177,7 +177,7 @@ def test_a_page_of_several_runs_replaces_no_other_file(tmp_path: Path, monkeypat
         Path(name).write_bytes(content)
     Path("folder.html").mkdir()
     for name in (*mine, "new.txt", "folder.html"):
-        assert f"--output {name}: give a name that ends in .html, of a file" in refused(
+        assert f"--output {name}: give the name of a new file that ends in .html" in refused(
             "report", *runs, "--output", name
         )
     assert "no such directory as nowhere" in refused("report", *runs, "--output", "nowhere/new.html")

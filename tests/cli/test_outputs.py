@@ -58,5 +58,5 @@ def test_a_device_that_was_measured_is_measured_again(monkeypatch: pytest.Monkey
     assert invoke("measure", "--calibrate-plan").exit_code == 0
     assert find_device("local") == again != DEVICE
     Path("plan.json").write_text('["mine"]')
-    assert "--output plan.json: give a name" in refused("measure", "--calibrate-plan")
+    assert "--output plan.json: give the name of a new file" in refused("measure", "--calibrate-plan")
     assert Path("plan.json").read_text() == '["mine"]'

@@ -94,7 +94,7 @@ def test_plain_transformers_loads_what_is_dense_without_flexrank(
             batch = sample_inputs(small, *OTHER, seed=7)
             save_file(batch, tmp_path / f"{name}.inputs")
             wanted[name] = outputs(small, batch)
-    assert caplog.text.count("as large as the base model") == len(NAMES)
+    assert caplog.text.count("as large and as slow as the base model") == len(NAMES)
     done = fresh(PLAIN, *(tmp_path / name for name in NAMES))
     kinds = dict(line.split(" ", 1) for line in done.splitlines())
     assert kinds == dict.fromkeys(NAMES, "Linear") | {"gpt2": "Conv1D Linear", "vit": "Conv2d Linear"}
@@ -186,7 +186,7 @@ def test_an_exports_card_says_which_size_it_is(tmp_path: Path) -> None:
     export_to(tmp_path / "small", "dense", tmp_path / "dense")
     card = (tmp_path / "dense" / "README.md").read_text()
     assert f"# mine at 0.5 for dense\n\n{about}\n\n`flexrank export --to dense`" in card and "license: mit" in card
-    assert "as large as the base model" in card
+    assert "as large and as slow as the base model" in card
 
 
 def shifted(directory: Path, format: str) -> Any:

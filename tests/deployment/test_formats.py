@@ -186,7 +186,7 @@ def test_an_exports_card_says_which_size_it_is(tmp_path: Path) -> None:
     export_to(tmp_path / "small", "dense", tmp_path / "dense")
     card = (tmp_path / "dense" / "README.md").read_text()
     assert f"# mine at 0.5 for dense\n\n{about}\n\n`flexrank export --to dense`" in card and "license: mit" in card
-    assert "as large and as slow as the base model" in card
+    assert "as large as the base model" in card
 
 
 def shifted(directory: Path, format: str) -> Any:

@@ -104,7 +104,7 @@ def decomposed(place: Path) -> dict[str, Tensor]:
         else:
             fr.decompose_to_disk(
                 model, texts(3), list(layers), directory, method=method, gradient_loss=loss,
-                see=lambda layer, _, moment, seen=seen: seen[layer].add_(moment.tokens),
+                on_layer=lambda layer, _, moment, seen=seen: seen[layer].add_(moment.tokens),
             )  # fmt: skip
             processes.on_first_process(lambda: None)
             model = fr.load_elastic(directory)[0]

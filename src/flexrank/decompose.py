@@ -71,7 +71,7 @@ def decompose_to_disk(
     dtype: torch.dtype | None = None,
     state_bytes: int = STATE_BYTES,
     shard_bytes: int = SHARD_BYTES,
-    see: Callable[[str, NestedLayer, LayerMoment], None] | None = None,
+    on_layer: Callable[[str, NestedLayer, LayerMoment], None] | None = None,
     tokenizer: Any = None,
 ) -> None:
     """Decomposes a model one block at a time into an elastic artefact, for models that are larger than memory.
@@ -88,7 +88,7 @@ def decompose_to_disk(
         device: where each block computes, in `dtype`; its factors have that dtype. By default those of the model.
         state_bytes: most bytes of hidden states kept in memory between blocks; the rest goes to a temporary file.
         shard_bytes: approximate bytes of one file of the artefact, which is held in memory.
-        see: called with each layer's name, elastic form and moments, in the process that decomposes it.
+        on_layer: called with each layer's name, elastic form and moments, in the process that decomposes it.
     """
     method = _chosen(method, gradient_loss is not None)
     placement = Placement(model, device, dtype)
@@ -98,7 +98,7 @@ def decompose_to_disk(
             model, batches, layers, side="input" if method == "paper" else side, gradient_loss=gradient_loss,
             placement=placement, state_bytes=state_bytes,
         ):  # fmt: skip
-            _decompose_block_(model, moments, method, see, writer)
+            _decompose_block_(model, moments, method, on_layer, writer)
             del moments  # before those of the next block are allocated
         if writer is not None:
             writer.finish(_full_chain(model, dtype))
@@ -108,7 +108,7 @@ def _decompose_block_(
     model: nn.Module,
     moments: Mapping[str, LayerMoment],
     method: Method,
-    see: Callable[[str, NestedLayer, LayerMoment], None] | None,
+    on_layer: Callable[[str, NestedLayer, LayerMoment], None] | None,
     writer: ElasticWriter | None,
 ) -> None:
     """Decomposes a block's layers; process 0 writes its own as they are made, and then those of the others."""
@@ -116,8 +116,8 @@ def _decompose_block_(
     owners, slots = decomposition_owners(shapes), parent_slots(model, shapes)
     for name in [name for name in moments if owners[name] == processes.number()]:
         layer = _decompose_layer_(model, name, moments[name], method, slots[name])[0]
-        if see is not None:
-            see(name, layer, moments[name])
+        if on_layer is not None:
+            on_layer(name, layer, moments[name])
         if writer is not None:
             writer.put(name)
     for name in [name for name in moments if owners[name] != 0]:

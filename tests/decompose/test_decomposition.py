@@ -125,7 +125,7 @@ def test_an_artefact_written_block_by_block_is_the_whole_model_at_once(name: str
         seen[layer] = torch.equal(moment.moment, moments[layer].moment) and not nested.u.is_meta
 
     asked = method if method == "paper" else None  # by default "fisher" where there are gradients, else "datasvd"
-    decompose_to_disk(model, batches, list(layers), tmp_path / "one", method=asked, gradient_loss=loss, see=see)
+    decompose_to_disk(model, batches, list(layers), tmp_path / "one", method=asked, gradient_loss=loss, on_layer=see)
     assert seen == dict.fromkeys(seen, True) and seen.keys() == layers.keys()
     assert all(layer.u.is_meta for layer in nested_layers(model).values())
     loaded, chain = load_elastic(tmp_path / "one")
@@ -188,5 +188,5 @@ def test_no_block_is_held_on_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         moments.append(weakref.ref(moment.moment))
 
     monkeypatch.setattr(by_block, "Collector", allocate)
-    decompose_to_disk(model, [batch], names, tmp_path / "one", see=see)
+    decompose_to_disk(model, [batch], names, tmp_path / "one", on_layer=see)
     assert calls == [0, 7] and len(moments) == 14

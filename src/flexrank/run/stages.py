@@ -64,7 +64,7 @@ def decompose(work: Workspace, _: str) -> None:
     rows = loss_rows(work.config.task, batches)
     rises = {name: torch.zeros(min(shape) + 1, dtype=torch.float64) for name, shape in shapes.items()}
 
-    def see(name: str, layer: NestedLayer, moment: LayerMoment) -> None:
+    def add_rises(name: str, layer: NestedLayer, moment: LayerMoment) -> None:
         rises[name] = curvature_rises(name, layer, moment, rows)
 
     decompose_to_disk(
@@ -79,12 +79,11 @@ def decompose(work: Workspace, _: str) -> None:
         dtype=getattr(torch, work.config.dtype),
         state_bytes=settings.buffer_bytes,
         shard_bytes=work.shard_bytes,
-        see=see if is_curved else None,
+        on_layer=add_rises if is_curved else None,
         tokenizer=work.saved_tokenizer,
     )
-    processes.on_first_process(
-        lambda: (work.directory / CURVATURE).unlink(missing_ok=True)
-    )  # the others wait until it is gone
+    # The other processes wait until it is gone.
+    processes.on_first_process(lambda: (work.directory / CURVATURE).unlink(missing_ok=True))
     if is_curved:
         processes.sum_(rises.values())  # each process holds those of the layers it decomposed
         if processes.is_first():

@@ -79,7 +79,7 @@ def _answer(name: str | None, listed: bool, studies: bool, benches: bool, page: 
 
 
 def main() -> None:
-    """The entry point. It supplies the only verb, so that nobody has to type it."""
+    """The entry point. It supplies the only verb, so nobody has to type it."""
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("flexrank").setLevel(logging.INFO)
     app(["run", *sys.argv[1:]], prog_name="python -m research")

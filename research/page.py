@@ -39,7 +39,7 @@ the language models below is above chance on ARC-Easy or PIQA, so they are not s
 rounding leaves of a uniform share is filled up. A constant that a paper leaves open is tuned over four values on the
 tuning half; for SVD-LLM V2 all four give the same model here, because its ranks never reach their bound. *paper* and
 *joint* ranks are flexrank's two allocations, from a sensitivity table of the method's own factors (for PIFA, of the
-factors that it starts from). *nested* says whether each size is a prefix of all larger ones, so that one artefact holds
+factors that it starts from). *nested* says whether each size is a prefix of all larger ones, so one artefact holds
 them all. DRONE's search of ranks is left out. Times are wall times, each measured once. DRONE, SVD-LLM and DataSVD
 share one optimum, so their lines coincide. pycode5m and ResNet-20 were measured before ranks were filled up and
 constants tuned.

@@ -26,7 +26,7 @@ LEVELS = 10
 
 
 def factors(weight: Float[Tensor, "m n"], magnitudes: Float[Tensor, " n"], alpha: float = ALPHA) -> Factors:
-    """Factors W S = P Λ Q with S = diag(mean |x|)^α, so that W = P Λ · Q S⁻¹; α = 0 is plain SVD."""
+    """Factors W S = P Λ Q with S = diag(mean |x|)^α, so W = P Λ · Q S⁻¹; α = 0 is plain SVD."""
     return scaled_svd(weight, magnitudes.double() ** alpha)
 
 

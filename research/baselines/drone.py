@@ -2,7 +2,7 @@
 
 Ranks are uniform here. The paper's own search starts from an allowed loss, not from a size: it gives each module a part
 of that loss, and takes the least rank of a grid that stays within it. How the parts are set, and in which order modules
-are truncated, is not known here with certainty, so that search is left out, and so is the retraining. Not checked
+are truncated, is not known here with certainty, so its search is left out, and so is the retraining. Not checked
 against the authors' code.
 """
 

@@ -175,7 +175,7 @@ def invertible(moment: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
 
 
 def scaled_svd(weight: Float[Tensor, "m n"], scale: Float[Tensor, " n"]) -> Factors:
-    """Factors W S = P Λ Q for a diagonal S, so that W = P Λ · Q S⁻¹: the prefix minimises ‖(W − W_r) S‖ for every r.
+    """Factors W S = P Λ Q for a diagonal S, so W = P Λ · Q S⁻¹: the prefix minimises ‖(W − W_r) S‖ for every r.
 
     The scale is at least `FLOOR` times its largest value; a scale of zeros is replaced by ones.
     """

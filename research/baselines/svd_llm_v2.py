@@ -35,7 +35,7 @@ LEAST = 1e-6
 def factors(weight: Float[Tensor, "m n"], moment: Float[Tensor, "n n"]) -> Factors:
     """With X Xᵀ = P_X Λ_X² P_Xᵀ and W P_X Λ_X = P Λ Q, W_r = P_r Λ_r · Q_r Λ_X⁻¹ P_Xᵀ (Wang et al., 2025, algorithm 2).
 
-    Here X Xᵀ has the same ridge as in SVD-LLM's first version, so that Λ_X is invertible.
+    Here X Xᵀ has the same ridge as in SVD-LLM's first version, so Λ_X is invertible.
     """
     directions, squares, _ = torch.linalg.svd(invertible(moment))
     root = squares.sqrt()

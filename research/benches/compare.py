@@ -62,7 +62,7 @@ def _measure(benchmark: Benchmark, request: Request) -> dict[str, Any]:
     """Measures one model, and returns what is saved of it."""
     facts = {"model": benchmark.name, "half": request.half, "levels": benchmark.levels, **benchmark.facts}
     ledger = Ledger(request.work, facts | {"budgets": list(benchmark.budgets)})
-    # First, in this process, so that a base model that is yet to be trained is trained only once.
+    # First, in this process, so a base model that is yet to be trained is trained only once.
     dense, parameters = ledger.take("dense", benchmark.base_scores), ledger.take("parameters", benchmark.parameters)
     trials = run_trials(request, benchmark.name, ledger, (*METHODS, *SIZE_METHOD_NAMES))
     chosen = {method: best_settings(some) for method, some in trials.items()}
@@ -220,7 +220,7 @@ def _claim(name: str, data: Mapping[str, Any], our_method: str, allocations: Seq
 
 
 def _error(data: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], index: int) -> float:
-    """Returns the measure at a budget, over seeds, signed so that lower is better; infinite if no seed has it."""
+    """Returns the measure at a budget, over seeds, signed so lower is better; infinite if no seed has it."""
     rows = [row for run in runs if (row := run["rows"][index])]
     if not rows:
         return math.inf

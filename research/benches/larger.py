@@ -42,7 +42,7 @@ model, _ = fr.load_elastic(sys.argv[1], float(sys.argv[2]))
 with torch.no_grad():
     assert model(torch.arange(16).unsqueeze(0)).logits.isfinite().all()
 """
-#: glibc gives large blocks back as they are freed only if this threshold is fixed, so that it does not grow.
+#: glibc gives large blocks back as they are freed only if this threshold is fixed, so it does not grow.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(2**20)}
 
 

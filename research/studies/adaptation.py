@@ -63,7 +63,7 @@ def run(request: Request) -> Result:
 def _domain_blocks(bench: LanguageBench, texts: Sequence[str], name: str) -> tuple[list[Batch], list[Batch]]:
     """Returns training batches and held-out ones, which are the last.
 
-    Blocks are half as long as configured, so that a megabyte of text is enough.
+    Blocks are half as long as configured, so a megabyte of text is enough.
     """
     data = bench.config.data
     batches = token_blocks(bench.space.tokenizer, texts, data.max_tokens // 2, data.batch_size)

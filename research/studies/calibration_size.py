@@ -24,7 +24,7 @@ PLATEAU = 128
 
 
 def run(request: Request) -> Result:
-    """Runs the study at uniform ranks, so that only the decomposition is measured. A seed draws the samples."""
+    """Runs the study at uniform ranks, so only the decomposition is measured. A seed draws the samples."""
     config, space = checked_config(request), datasvd_space(request)
     batches: Any = space.samples.training
     if config.data.is_stream:  # it may have any size

@@ -173,7 +173,7 @@ def train_stacked_(
 ) -> None:  # fmt: skip
     """Trains every submodel in place on the teacher's logits (N, classes), by AdamW with warm-up and a cosine schedule.
 
-    All submodels see the same batches, drawn by the seed; their losses are summed, so that none affects another.
+    All submodels see the same batches, drawn by the seed; their losses are summed, so none affects another.
     """
     optimizer = torch.optim.AdamW(network.parameters(), learning_rate, weight_decay=0.0, fused=True)
     for step, rows in enumerate(draw_rows(len(images), batch, steps, seed)):

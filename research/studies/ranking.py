@@ -86,7 +86,7 @@ class Judge:
 def joint_losses(model: nn.Sequential, images: Tensor, judges: Sequence[Judge]) -> list[Array]:
     """Returns each judge's loss at every combination of rank levels, (K, …, K).
 
-    The combinations form a tree, so that what submodels share runs once. The last module is elastic; its levels are
+    The combinations form a tree, so what submodels share runs once. The last module is elastic; its levels are
     read off the running sum of its components.
     """
     shapes = {name: layer.matrix_shape for name, layer in nested_layers(model).items()}

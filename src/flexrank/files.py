@@ -208,7 +208,7 @@ def directory_bytes(path: str | Path) -> int:
 
 
 def _flush(path: Path) -> None:
-    """Flushes a file to disk, so that a renamed file is not empty after a power cut."""
+    """Flushes a file to disk, so a renamed file is not empty after a power cut."""
     if path.is_file():
         with open(path, "rb") as file:
             os.fsync(file.fileno())

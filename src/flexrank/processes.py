@@ -2,7 +2,7 @@
 
 Without torchrun, or outside `joined`, there is one process: then nothing here costs anything, or imports torch.
 Sums and messages go through torch.distributed, with gloo for CPU tensors and nccl for GPU tensors. Work that process 0
-does alone, and the end of a run, go through torchrun's store, so that no time-out limits them.
+does alone, and the end of a run, go through torchrun's store, so no time-out limits them.
 """
 
 import contextlib

@@ -11,7 +11,7 @@ Where the paper leaves a short training open:
   while the share is above it; below it there is no penalty, and λ stays. The share is predicted some steps ahead, as if
   each score went on as in the last step: Adam moves most scores alike, and goes on when the penalty is gone.
 - λ starts so small that a score's own gradients decide whether it falls. λ's growth in a step, the learning rate of
-  scores and the line are scaled so that a training of any length takes the same course.
+  scores and the line are scaled so a training of any length takes the same course.
 - While the order is learned, learning rates are constant, that of adapters a share of that of scores: faster adapters
   spoil the order and what large sizes need, slower ones learn too little. The setting is the adapters' rate afterwards.
 - Among values removed at the same step, the one with the larger last score comes first.

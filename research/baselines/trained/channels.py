@@ -147,7 +147,7 @@ def _salience(layer: Any, gradient: Tensor) -> Float[Tensor, "m n"]:
 
 @dataclasses.dataclass(frozen=True)
 class Widths:
-    """Decides how many units each reader has at a budget, and which: the most important, so that sizes are nested."""
+    """Decides how many units each reader has at a budget, and which: the most important, so sizes are nested."""
 
     units: Mapping[str, Units]
     orders: Mapping[str, Tensor]  #: the indices of units, most important first

@@ -8,7 +8,7 @@ With y[b, s] = 1 if budget b drops step s (a layer's step from one candidate to 
                 y[b', s] ≤ y[b, s]                    (b' the next larger budget: profiles are nested)
 
 All constraints except the first kind are differences of two variables, so the program is integral except for one row
-per budget, and its relaxation is close. The variables stand for dropped steps, not kept ones, so that the objective is
+per budget, and its relaxation is close. The variables stand for dropped steps, not kept ones, so the objective is
 the error itself and the solver's relative gap is that of the error.
 """
 
@@ -30,8 +30,8 @@ from flexrank.errors import FlexrankError
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
-#: HiGHS's tolerances are absolute, 1e-6: the largest error is scaled to ERROR_SCALE, so that small ones matter, and
-#: costs are counted in whole units, at most COST_UNITS a step, rounded up so that no cap is exceeded.
+#: HiGHS's tolerances are absolute, 1e-6: the largest error is scaled to ERROR_SCALE, so small ones matter, and
+#: costs are counted in whole units, at most COST_UNITS a step, rounded up so no cap is exceeded.
 ERROR_SCALE, COST_UNITS = 1e4, 2**16
 #: Weight of all dropped parameters together, relative to the largest error: of profiles equal in error the larger wins.
 TIE = 1e-7
@@ -184,7 +184,7 @@ def _budget_rows(curves: Sequence[LayerCurve], caps: Sequence[int]) -> tuple["cs
 
 
 def _order_rows(curves: Sequence[LayerCurve], budgets: int) -> "csr_array":
-    """Rows y_a − y_b ≤ 0, so that kept steps are a prefix in every layer, and nested over the budgets."""
+    """Rows y_a − y_b ≤ 0, so kept steps are a prefix in every layer, and nested over the budgets."""
     from scipy.sparse import csr_array
 
     layer = np.repeat(np.arange(len(curves)), [len(curve.ranks) - 1 for curve in curves])

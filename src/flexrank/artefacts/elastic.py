@@ -1,10 +1,10 @@
 """One elastic artefact for every size, read completely or only up to a budget.
 
-`elastic.safetensors`, split into several files if it is large, stores factors by component, so that a layer's r leading
+`elastic.safetensors`, split into several files if it is large, stores factors by component, so a layer's r leading
 components are the first bytes of its tensors. A reader with a budget reads no others, and a layer's dense matrix only
 if the layer has full rank at that budget.
 `elastic.json` holds the layers' specs, the chain, the tensors' dtypes, and a checksum for each segment between two
-ranks of the chain, so that a prefix is verified without the rest.
+ranks of the chain, so a prefix is verified without the rest.
 """
 
 import dataclasses

@@ -42,7 +42,7 @@ def shared_places(model: nn.Module) -> dict[str, list[str]]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes tensors as safetensors; views of a shared storage are copied, so that each is written separately."""
+    """Writes tensors as safetensors; views of a shared storage are copied, so each is written separately."""
     storages = {name: tensor.untyped_storage().data_ptr() for name, tensor in tensors.items()}
     uses = Counter(storages.values())
     apart = {n: contiguous_copy(t) if uses[storages[n]] > 1 else t.contiguous() for n, t in tensors.items()}

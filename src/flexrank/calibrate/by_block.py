@@ -108,7 +108,7 @@ class ByBlock:
                     output, *inputs = self._run(index, number, batch)
                 self._keep(index, number, batch, output, inputs, collector)
         moments = collector.finish(self._counts)
-        del collector, layers  # so that only the caller holds the moments, and nothing the layers
+        del collector, layers  # so only the caller holds the moments, and nothing the layers
         if moments:
             yield moments
 

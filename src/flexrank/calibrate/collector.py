@@ -177,7 +177,7 @@ def call_parts(
 
 
 def _product(rows: Tensor, weight: Tensor) -> Tensor:
-    """Rows (t, n) times the transposed weight (m, n) in float32, strip by strip, so that neither is copied in full."""
+    """Rows (t, n) times the transposed weight (m, n) in float32, strip by strip, so neither is copied in full."""
     product = torch.empty(len(rows), len(weight), dtype=torch.float32, device=rows.device)
     for top in range(0, len(rows), STRIP):
         part = rows[top : top + STRIP].float()

@@ -1,4 +1,4 @@
-"""Runs a model one block of its stack at a time over all batches, so that memory holds the work of one block."""
+"""Runs a model one block of its stack at a time over all batches, so memory holds the work of one block."""
 
 import contextlib
 import functools
@@ -44,8 +44,8 @@ class Placement:
     def _move(
         self, module: nn.Module, without: set[nn.Module], moved: list[tuple[dict[str, Any], str, Tensor]]
     ) -> None:
-        """Moves tensors, and adds the originals to `moved`. A function, so that no local keeps a module alive."""
-        new: dict[int, Tensor] = {}  # by identity, so that tied tensors stay tied
+        """Moves tensors, and adds the originals to `moved`. A function, so no local keeps a module alive."""
+        new: dict[int, Tensor] = {}  # by identity, so tied tensors stay tied
         for _, owner in module.named_modules(memo=without):  # which it does not enter
             places: list[dict[str, Any]] = [owner._parameters, owner._buffers]
             for place in places:
@@ -110,7 +110,7 @@ class States(contextlib.ExitStack):
 class Stream:
     """Runs a model's blocks b_0 … b_{L-1} one at a time: b_i reads h_i and returns h_{i+1}.
 
-    The model's own forward runs around the block, with all other blocks passing their input on unchanged, so that each
+    The model's own forward runs around the block, with all other blocks passing their input on unchanged, so each
     block gets the masks, positions and whatever else the model gives it. `obstacle` says why a model does not allow it.
     """
 

@@ -1,6 +1,6 @@
 """Texts from Python's standard library or from the user, and batches of them.
 
-Every order is fixed by the seed, so that step i of a resumed run sees the batch that an uninterrupted run would see.
+Every order is fixed by the seed, so step i of a resumed run sees the batch that an uninterrupted run would see.
 """
 
 import ast

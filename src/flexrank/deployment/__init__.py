@@ -159,7 +159,7 @@ def _copied(
     """
     state = {id(value) for value in model.state_dict(keep_vars=True).values()}
     left = {inner for module in replaced for inner in module.modules()}
-    # deepcopy uses what its memo holds as the copy of an object, so that elastic weights are never copied.
+    # deepcopy uses what its memo holds as the copy of an object, so elastic weights are never copied.
     memo: dict[int, Any] = {id(old): new for old, new in replaced.items()}
     for module in model.modules():
         for tensor in itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False)):

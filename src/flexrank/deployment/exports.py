@@ -99,7 +99,7 @@ def _load_and_run(
 
 @contextlib.contextmanager
 def _moved_to_cpu(model: nn.Module) -> Iterator[None]:
-    """Moves the model to the CPU inside the block, so that a fresh process has room on its device, and back after."""
+    """Moves the model to the CPU inside the block, so a fresh process has room on its device, and back after."""
     device = model_device(model)
     model.to("cpu")
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""What a measurement depends on, and the timing of two models: in turn, so that the machine's drift affects both."""
+"""What a measurement depends on, and the timing of two models: in turn, so the machine's drift affects both."""
 
 import functools
 import os

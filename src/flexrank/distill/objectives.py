@@ -24,7 +24,7 @@ class Objective(Protocol):
         """Scalar loss of a student's output, lower is better; its gradient flows into the output.
 
         If several processes share a batch, the objective also needs `terms(output, target, batch)`: the `Quotient`s
-        that sum to the loss, so that each process has the numerators and denominators of its rows. If a step takes
+        that sum to the loss, so each process has the numerators and denominators of its rows. If a step takes
         several batches, each is weighted by its first denominator; without `terms` all have the same weight.
         """
 
@@ -63,7 +63,7 @@ class LogitObjective(_Quotients):
     Logits are (B, T, V), masked by the batch's attention mask, or (B, classes). They are compared in float32, `chunk`
     rows at a time, so that no full float32 copy of them exists. With `top_k` the divergence is between distributions
     over the teacher's k likeliest classes and one class for all others: never above the full divergence, and equal to
-    it at k = V. A target then takes 4·(2k+1) bytes per row in place of V logits, so that far more targets can be
+    it at k = V. A target then takes 4·(2k+1) bytes per row in place of V logits, so far more targets can be
     cached; hidden states add as many numbers as they are wide, in the target's dtype.
     `hidden_weight` times ‖h − h*‖² / ‖h*‖² of the last hidden states, from which the logits are computed, is richer
     supervision for training a language model, which must then return `hidden_states`; probe with weight 0.

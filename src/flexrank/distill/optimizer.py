@@ -38,7 +38,7 @@ def make_optimizer(
 
     `adam` holds further settings of AdamW: `betas` and `eps`.
 
-    Weights in bfloat16, and 8-bit states, need torchao's AdamW. It rounds such weights stochastically, so that steps
+    Weights in bfloat16, and 8-bit states, need torchao's AdamW. It rounds such weights stochastically, so steps
     far below their precision move them on average.
     """
     require_known(name)
@@ -52,7 +52,7 @@ def make_optimizer(
         {"params": [one for one in matrices if one not in parts], "weight_decay": weight_decay, "scale": 1.0},
         {"params": vectors, "weight_decay": 0.0, "scale": 1.0},
         {"params": [one for one in trainable.values() if one in own], "weight_decay": 0.0, "scale": VECTORS_RATE},
-        # Last, so that unsharded parameters are rounded by the same draws in all processes, whatever the parts' sizes.
+        # Last, so unsharded parameters are rounded by the same draws in all processes, whatever the parts' sizes.
         {"params": [one for one in matrices if one in parts], "weight_decay": weight_decay, "scale": 1.0},
     ]
     groups = [group for group in groups if group["params"]]

@@ -119,7 +119,7 @@ class DistillationTrainer(transformers.Trainer):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Adds a batch's gradient at the profile of the current optimiser step, and returns the loss to log."""
         self._choice = self._schedule.draw(self.state.global_step)
-        # The means live in the optimiser's parameter group, so that a checkpoint has them.
+        # The means live in the optimiser's parameter group, so a checkpoint has them.
         self._running.means = self.optimizer.param_groups[0].setdefault("usual_losses", {})
         with use_profile(self.model, self._profiles[self._choice]):  # until the backward pass is done
             super().training_step(model, inputs, num_items_in_batch)
@@ -153,7 +153,7 @@ class DistillationTrainer(transformers.Trainer):
         return loss, logits, labels
 
     def _scaled(self, loss: Tensor) -> Tensor:
-        value = float(self.accelerator.reduce(loss.detach(), "mean"))  # over processes, so that all divide by the same
+        value = float(self.accelerator.reduce(loss.detach(), "mean"))  # over processes, so all divide by the same
         require_finite(value, self.state.global_step, "loss")
         self._losses.append(value)
         return loss / loss_scale(value, self._running.mean(self._choice))

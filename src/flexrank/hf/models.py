@@ -1,6 +1,6 @@
 """transformers models by name or directory: loading, saving, and skeletons.
 
-Every function that needs transformers imports it first, so that the error names transformers if it is missing.
+Every function that needs transformers imports it first, so the error names transformers if it is missing.
 """
 
 import contextlib

@@ -9,7 +9,7 @@ from torch import Tensor
 from flexrank.nn.linalg import column_lengths
 
 #: The stated bound: an aligned layer's relative output error in a dtype is at most three times that of the plain
-#: factors in it, or at most the floor. Slack is chosen for 2.5 times on sample activations, so that three holds on
+#: factors in it, or at most the floor. Slack is chosen for 2.5 times on sample activations, so three holds on
 #: others (the worst of 324 layers and ranks is 2.6).
 STATED_MULTIPLE = 3.0
 ERROR_MULTIPLE = 2.5
@@ -23,7 +23,7 @@ def gauge_align(
 ) -> tuple[Float[Tensor, "rest r"], Float[Tensor, "n r"]]:
     """û (m−g, r) and ṽ (n, r) in float64, for which the first g = r − slack outputs are latents themselves.
 
-    The columns of the slack are scaled so that their two factors have equal length. û is not finite if U_{1:g} is
+    The columns of the slack are scaled so their two factors have equal length. û is not finite if U_{1:g} is
     singular; slack keeps it well conditioned (FlexRank, eq. 7, has slack 0).
     """
     return _Gauge(u, v).at(slack)
@@ -64,7 +64,7 @@ def alignment_error(
 
     The error is taken per input because a few tokens of a transformer have outputs forty times as long as all others.
     ‖y*‖ counts as at least a tenth of the median length of outputs that are not zero. Inputs are rounded to `dtype`
-    first, so that only the form's own error counts. The error is infinite if the form overflows.
+    first, so only the form's own error counts. The error is infinite if the form overflows.
     """
     return _AlignmentProbe(u, v, inputs, dtype).error(slack)
 

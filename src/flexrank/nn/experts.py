@@ -58,7 +58,7 @@ class _Expert(nn.Module):
 
 
 def separate_experts_(model: nn.Module) -> list[str]:
-    """Separates fused experts in place, so that `select_layers` finds their layers; returns the names of the modules.
+    """Separates fused experts in place, so `select_layers` finds their layers; returns the names of the modules.
 
     The layers' weights are views of the fused tensors, and outputs are equal. A model without any is left unchanged.
     """

@@ -59,7 +59,7 @@ class Shard:
 class FusedShards:
     """Adds the parameters of some shards to a layer, loads them, and multiplies by them.
 
-    `latent.weight` stacks all shards' Ṽᵀ (Σ r, n), so that one product gives every latent; `expand.weight` holds their
+    `latent.weight` stacks all shards' Ṽᵀ (Σ r, n), so one product gives every latent; `expand.weight` holds their
     flattened Û one after another (Σ k·r); `weight` stacks the dense matrices (Σ m, n). With t rows of input the layer
     costs t·Σ(r·n + k·r) multiply-adds, as much as the separate layers.
     """

@@ -27,7 +27,7 @@ class GaugeAlignedLayer(nn.Module):
 
     It stores r·(m+n−g) parameters; g = r is FlexRank, eq. 7, and g = 0 is plain U Vᵀ. `bias` is that of the first g
     outputs. `latent` holds Ṽᵀ, and `expand` holds Û with the bias of the other outputs: ordinary torch layers, which
-    adapters and quantisers select by name. The buffer `weight` is empty, so that a loader that does not know this layer
+    adapters and quantisers select by name. The buffer `weight` is empty, so a loader that does not know this layer
     fails on its shape instead of leaving a freshly initialised matrix.
     """
 

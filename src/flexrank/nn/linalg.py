@@ -55,7 +55,7 @@ def data_svd(
     """DataSVD without whitening: the rank-r prefix minimises E‖(W − W_r)x‖² for every r (FlexRank, eq. 3).
 
     The optimum is W_r = P_r P_rᵀ W, with P the eigenvectors of C = W Σ Wᵀ; Σ may be singular, because neither its
-    inverse nor its root is taken. For m > n, W = QR and R Σ Rᵀ replaces C, so that min(m, n) dimensions suffice. Raises
+    inverse nor its root is taken. For m > n, W = QR and R Σ Rᵀ replaces C, so min(m, n) dimensions suffice. Raises
     FlexrankError for values that are not finite, or if the moments given do not suffice.
 
     Args:
@@ -166,7 +166,7 @@ def mirror(moment: Float[Tensor, "n n"]) -> None:
 
 
 def column_lengths(columns: Tensor) -> Tensor:
-    """The columns' lengths, with a floor relative to the largest, so that columns of zeros have finite ratios too."""
+    """The columns' lengths, with a floor relative to the largest, so columns of zeros have finite ratios too."""
     lengths = columns.norm(dim=0)
     largest = lengths.max() if lengths.numel() else lengths.sum()
     return lengths.clamp(min=max(1e-12 * float(largest), 1e-150))
@@ -186,7 +186,7 @@ def _compress(tall: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
 
 
 def _balanced(left: Tensor, right: Tensor, energies: Tensor) -> Factors:
-    """Factors by component, scaled to pairs of equal length, so that one learning rate suits both."""
+    """Factors by component, scaled to pairs of equal length, so one learning rate suits both."""
     scale = (column_lengths(right) / column_lengths(left)).sqrt()
     return Factors((left * scale).T.contiguous(), (right / scale).T.contiguous(), energies)
 

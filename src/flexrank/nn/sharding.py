@@ -1,6 +1,6 @@
 """Models sharded over processes: elastic layers by flexrank's own gathers, blocks of a base model by FSDP2.
 
-An elastic layer's factors are sharded by columns, `u` (k × m) along m and `v` (k × n) along n, so that any prefix of
+An elastic layer's factors are sharded by columns, `u` (k × m) along m and `v` (k × n) along n, so any prefix of
 components can be gathered by itself: at rank r that is r·(m + n) numbers, whatever k is.
 """
 
@@ -27,7 +27,7 @@ def shard_(model: nn.Module, device: torch.device | str | None = None) -> None:
     """Shards an elastic model's layers over the processes in place, and moves the model to `device`.
 
     Layers are gathered as they run, up to the active rank. With one process the model is only moved.
-    Use `distill_(…, gradient_checkpointing=True)` so that the model's blocks do not keep what they have gathered.
+    Use `distill_(…, gradient_checkpointing=True)` so the model's blocks do not keep what they have gathered.
     """
     if processes.count() > 1:
         for layer in nested_layers(model).values():

@@ -173,7 +173,7 @@ def submodel(model: nn.Module, profile: Mapping[str, int]) -> nn.Module:
 @contextlib.contextmanager
 @torch.no_grad()
 def full_matrices(model: nn.Module, max_bytes: int) -> Iterator[None]:
-    """Caches full-rank matrices inside the block, so that a layer at full rank costs what its dense layer costs.
+    """Caches full-rank matrices inside the block, so a layer at full rank costs what its dense layer costs.
 
     They use the size vectors of the full model, whichever size is active. The weights must not change inside the block.
     The last layers come first; all take at most `max_bytes`, and on a GPU at most half of the free memory.

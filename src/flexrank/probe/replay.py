@@ -1,4 +1,4 @@
-"""Replays what modules before the probed layer returned in the full model, so that they do not run again."""
+"""Replays what modules before the probed layer returned in the full model, so they do not run again."""
 
 import collections
 import contextlib

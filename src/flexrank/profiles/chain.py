@@ -162,7 +162,7 @@ class ProfileChain:
             least = min(map(measure, entries))
             entries = [entry for entry in entries if measure(entry) <= limit * (1 + 1e-12)]
             if not entries:
-                shown = math.ceil(least * 1e4) / 1e4 if name == "budget" else least  # rounded up, so that it is enough
+                shown = math.ceil(least * 1e4) / 1e4 if name == "budget" else least  # rounded up, so it is enough
                 raise FlexrankError(f"{name}={limit} is too small; the least that this chain offers is {shown}")
         return entries[0] if all(limit is None for limit in sizes) else entries[-1]
 

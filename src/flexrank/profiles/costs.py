@@ -15,11 +15,11 @@ from flexrank.errors import FlexrankError
 Shape = tuple[int, int]
 Spacing = Literal["blocks", "parameters", "ranks"]
 #: Ranks per block, which fill vector registers and matrix tiles in float32 and in bfloat16, and the least number of
-#: blocks per layer, so that the ranks of small layers stay fine enough to choose among.
+#: blocks per layer, so the ranks of small layers stay fine enough to choose among.
 BLOCK, LEAST_BLOCKS = 32, 16
 #: Least share of the dense operations that a factorised layer saves: a smaller saving is lost to the second product.
 MIN_SAVING = 0.25
-#: Slack counted in allocation, as a share of the rank, so that deployed sizes stay within budget (docs/log.md).
+#: Slack counted in allocation, as a share of the rank, so deployed sizes stay within budget (docs/log.md).
 SLACK_SHARE = 0.1
 
 
@@ -84,7 +84,7 @@ def rank_block(shape: Shape) -> int:
 
 
 def whole_slack(shape: Shape, rank: int, slack: int, dtype: str) -> int:
-    """Rounds the slack up, in half precision, so that the outputs left to multiply form whole blocks.
+    """Rounds the slack up, in half precision, so the outputs left to multiply form whole blocks.
 
     The result is at most r, where the format is U Vᵀ. A 2048 × 2048 layer in bfloat16 with 2048 tokens at rank 512 took
     .52 of its dense time with slack 102, and .44 with 128. In float32 both take as long, and the slack stays as it is.

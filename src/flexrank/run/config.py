@@ -50,7 +50,7 @@ class ProbeConfig(Section):
     # Most bytes of the teacher's outputs that are kept: logits of all classes if they fit, otherwise of as many of the
     # likeliest as fit, with all others as one class. `allocation.method: paper` keeps all, as printed.
     target_bytes: Count = 2**30
-    # Most bytes of the full model's outputs that are kept, so that what runs before a probed layer does not run again:
+    # Most bytes of the full model's outputs that are kept, so what runs before a probed layer does not run again:
     # those of a block and, if they also fit, of the next block's modules. If none fit, the probe takes twice as long,
     # with the same result.
     replay_bytes: Annotated[int, Field(ge=0)] = 2**30
@@ -239,7 +239,7 @@ class RunConfig(Section):
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Reads a YAML file, or the `config.yaml` of a run directory, and applies `key=value` overrides.
 
-    `output` of a run directory becomes that directory, so that a moved run continues where it is.
+    `output` of a run directory becomes that directory, so a moved run continues where it is.
 
     Raises:
         FlexrankError: the file is missing or not a YAML mapping, or a key or value is wrong; one line that names it.

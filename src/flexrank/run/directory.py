@@ -125,7 +125,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def replacing(self, stage: str) -> Iterator[None]:
-        """Sets the stage's record aside during the block, so that what a killed stage leaves never counts as finished.
+        """Sets the stage's record aside during the block, so what a killed stage leaves never counts as finished.
 
         If a stage fails before it has changed its old results, their record is restored.
         """

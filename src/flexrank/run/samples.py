@@ -228,7 +228,7 @@ def _split_stream(config: RunConfig, tokenizer: Tokenizer) -> tuple[list[str], T
     data = config.data
     names = {"column": data.column, "subset": data.subset, "split": data.split, "revision": data.revision}
     stream = open_texts(data.source, data.path or "", tokenizer, separator=data.separator or "\n", **names)
-    # Twice as many as are evaluated on, so that either half is enough.
+    # Twice as many as are evaluated on, so either half is enough.
     needs = {"calibration": data.calibration + data.probe, "evaluation": 2 * data.evaluation}
     if config.task == "language":
         tokens = {name: need * data.max_tokens for name, need in needs.items()}

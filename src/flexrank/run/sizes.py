@@ -119,7 +119,7 @@ class Sizes:
 def choose_slack(
     work: Workspace, model: nn.Module, profiles: Iterable[Mapping[str, int]], known: SlackTable | None = None
 ) -> SlackTable:
-    """Chooses slack by the run's settings, on calibration rows, so that the dtype's bound holds on real inputs."""
+    """Chooses slack by the run's settings, on calibration rows, so the dtype's bound holds on real inputs."""
     slack = work.config.deployment.slack
     rows = collect_rows(model, work.samples.calibration, nested_layers(model)) if slack == "auto" else None
     return find_slack(model, profiles, dtype=work.deployed_dtype, slack=slack, activations=rows, known=known)

@@ -4,6 +4,7 @@ import copy
 import math
 import statistics
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +45,8 @@ def test_balanced_steps_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         layer.set_sizes_([profile[name] for profile in profiles])
     own = [p for name, p in twin.named_parameters() if ".sizes." in name]
     shared = [p for name, p in twin.named_parameters() if name.endswith((".u", ".v"))]
-    optimizer = torch.optim.AdamW([{"params": shared, "weight_decay": 0.3}, {"params": own, "weight_decay": 0.0}])
+    groups = [{"params": shared, "weight_decay": 0.3}, {"params": own, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.7, 0.999))
     before = copy.deepcopy(twin)
     means: dict[int, float] = {}
     for step, choice in enumerate(order):
@@ -68,6 +70,38 @@ def test_balanced_steps_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         for factor in ("u", "v"):
             untouched = before.get_submodule(name).get_parameter(factor)[used:]
             twin.get_submodule(name).get_parameter(factor).data[used:] = untouched
+    for ours, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(("method", "profiles"), [("paper", [SMALL, {"0": 8, "2": 6, "4": 5}]), ("balanced", [SMALL])])
+def test_momentum_is_adamw_s_own_in_the_printed_method_and_for_one_size(
+    method: Any, profiles: list[dict[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: four steps by hand with torch's default β₁, which is longer than that of several balanced sizes."""
+    teacher, model = build("perceptron"), nest(build("perceptron"))
+    monkeypatch.setattr(Schedule, "draw", lambda schedule, step: step % len(profiles))
+    twin, data, objective = copy.deepcopy(model), batches("perceptron")[:1], FeatureObjective()
+    settings = {"steps": 4, "learning_rate": 1e-2, "max_norm": 1e9}
+    history = distill_(model, teacher, data, profiles, method=method, objective=objective, **settings)
+    mean = 1.0
+    if method == "balanced":
+        mean = history.losses[0]
+        for name, layer in nested_layers(twin).items():
+            layer.set_sizes_([profile[name] for profile in profiles])
+    own = [p for name, p in twin.named_parameters() if ".sizes." in name]
+    rest = [p for name, p in twin.named_parameters() if ".sizes." not in name]
+    optimizer = torch.optim.AdamW([{"params": rest}, {"params": own}], weight_decay=0.0)
+    for step in range(4):
+        now = 1e-2 * (1 + math.cos(math.pi * step / 4)) / 2
+        optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = now, 4 * now
+        with use_profile(twin, profiles[step % len(profiles)]):
+            target = teacher(data[0]).detach()
+            loss = (twin(data[0]) - target).square().sum() / target.square().sum()
+            (loss / mean**0.5).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = 0.9 * mean + 0.1 * loss.item() if method == "balanced" else 1.0
     for ours, expected in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-5)
 

@@ -54,7 +54,6 @@ def trainer(place: Path, own: dict[str, Any] | None = None, **settings: Any) -> 
     chain = chain_of(model, BUDGETS)
     values = {
         "per_device_train_batch_size": 4, "max_steps": 1, "learning_rate": 1e-3, "lr_scheduler_type": "constant",
-        "adam_beta1": 0.7,
         "report_to": [], "save_strategy": "no", "logging_steps": 1, "use_cpu": True, "disable_tqdm": True, "seed": 0,
     }  # fmt: skip
     args = transformers.TrainingArguments(output_dir=str(place), **(values | settings))

@@ -13,14 +13,7 @@ from flexrank import processes
 from flexrank.data.batches import Batch, call_model, eval_mode, model_device, require_several, to_device
 from flexrank.distill.interrupts import deferred
 from flexrank.distill.objectives import Objective, default_objective, describe
-from flexrank.distill.optimizer import (
-    ALTERNATING_BETA1,
-    OptimizerName,
-    make_optimizer,
-    require_known,
-    scale_vectors_,
-    set_rate,
-)
+from flexrank.distill.optimizer import OptimizerName, make_optimizer, require_known, scale_vectors_, set_rate
 from flexrank.distill.schedule import Feed, RunningLosses, Schedule, drawn_weights
 from flexrank.distill.state import State
 from flexrank.distill.step import (
@@ -128,12 +121,10 @@ def distill_(
     of inputs and outputs and additions to biases, which merge into it, and learn at a rate proportional to the square
     root of the profile's mean loss. Each loss is divided by the square root of its profile's running mean. The largest
     profile below the full model is drawn twice as often as any other; the full model is never drawn, so it stays as is.
-    AdamW's β₁ is 0.7, because at its default, 0.9, the gradients of a profile linger in the steps of the others.
-
-    With either method the optimiser is AdamW (weight decay on matrices only), with linear warm-up, cosine decay, no
-    dropout and fixed batch norms. Components above a layer's largest trained rank do not change. The objective defaults
-    to `default_objective`. With several processes, each takes its share of the rows of every batch; losses and weights
-    are those of one process. A sharded model (`sharding.shard_`) stays sharded.
+    The optimiser is AdamW (weight decay on matrices only), with linear warm-up, cosine decay, no dropout and fixed
+    batch norms. Components above a layer's largest trained rank do not change. The objective defaults to
+    `default_objective`. With several processes, each takes its share of the rows of every batch; losses and weights are
+    those of one process. A sharded model (`sharding.shard_`) stays sharded.
 
     Args:
         batches: a sequence, reshuffled on every pass, whose items never change (otherwise set `teacher_cache=0`); or an
@@ -177,8 +168,7 @@ def distill_(
     size_indices = set_sizes_(model, profiles) if is_balanced else []
     with trimmed_factors(model, profiles):
         trainable = trainable_parameters(model, train_embeddings, is_balanced and len(profiles) > 1)
-        beta1 = ALTERNATING_BETA1 if is_balanced and len(profiles) > 1 else 0.9
-        adam = make_optimizer(model, trainable, learning_rate, weight_decay, optimizer, betas=(beta1, 0.999))
+        adam = make_optimizer(model, trainable, learning_rate, weight_decay, optimizer)
         state = State(checkpoint, settings, trainable, adam, Feed(batches, seed), sharded_parameters(model))
         step = Step(model, Targets(teacher, objective, autocast, teacher_cache), trainable, adam, max_norm)
         with training(model, teacher, trainable, gradient_checkpointing):

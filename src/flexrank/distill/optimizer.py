@@ -16,8 +16,6 @@ from flexrank.nn.sharding import sharded_parameters
 OptimizerName = Literal["adamw", "adamw_8bit"]
 #: The learning rate of the vectors of the size with the largest loss, over that of all else: they get few of the steps.
 VECTORS_RATE = 4.0
-#: AdamW's β₁ where steps alternate between sizes; at its default, 0.9, a size's gradients linger in the others' steps.
-ALTERNATING_BETA1 = 0.7
 #: Loggers that warn, when torchao is imported, about kernels for other devices and deprecations inside it.
 LOUD = "torchao", "torch.utils._pytree"
 

@@ -62,7 +62,7 @@ class DistillationTrainer(transformers.Trainer):
             teacher: the base model.
             chain: its requested profiles are trained; or the profiles themselves, cheapest first.
             args: the Trainer's. The vectors of each size learn at up to 4 times `learning_rate`. `optim` is torch's
-                AdamW, with the betas (`adam_beta1=0.7` as in `distill_`), epsilon and weight decay of `args`.
+                AdamW, with the betas, epsilon and weight decay of `args`.
             objective: defaults to the `default_objective` of the teacher's output.
             options: further options of the Trainer, such as `train_dataset` and `data_collator`, except optimisers.
 

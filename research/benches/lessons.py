@@ -22,6 +22,7 @@ from flexrank.profiles import SensitivityTable
 from flexrank.run.config import RunConfig
 from flexrank.run.directory import RunDirectory
 from flexrank.run.training import autocast_dtype
+from flexrank.run.trials import UNTRIED
 from flexrank.run.workspace import Workspace
 from research.baselines.method import Loss
 from research.baselines.statistics import next_token_loss
@@ -170,8 +171,8 @@ def _config_benchmark(config: RunConfig, request: Request) -> TrainingBenchmark:
     facts |= task_measure(space, request)[1]
     budgets = [budget for budget in config.allocation.budgets if budget < 1]
     return TrainingBenchmark(
-        config.name, measures[config.task], 4, budgets, settings.steps, settings.learning_rate, config.probe.levels,
-        facts, subject_and_batches,
+        config.name, measures[config.task], 4, budgets, settings.steps, settings.learning_rate or UNTRIED,
+        config.probe.levels, facts, subject_and_batches,
         space.objective(settings.weight_of_hidden_states), space.objective(), next_token_loss if is_language else None,
         forward_context.get(config.task, lambda *_: contextlib.nullcontext()), settings.autocast,
     )  # fmt: skip

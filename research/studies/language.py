@@ -22,6 +22,7 @@ from flexrank.run.config import RunConfig
 from flexrank.run.directory import RunDirectory, data_identity, identity
 from flexrank.run.stages import read_chain, require_fitting_inputs
 from flexrank.run.training import autocast_dtype, forward_settings
+from flexrank.run.trials import UNTRIED
 from flexrank.run.workspace import Workspace
 from research.assets import asset_path
 from research.experiment import Ledger, Request
@@ -175,7 +176,7 @@ class LanguageBench:
         weights = settings.weights if len(profiles) == len(self.profiles) else None
         distill_(
             model, self.base, self.space.samples.training, list(profiles), steps=steps,
-            learning_rate=settings.learning_rate,
+            learning_rate=settings.learning_rate or UNTRIED,
             # the same share of the steps as in a run of the configured length
             warmup_steps=round(steps * settings.warmup_steps / max(1, settings.steps)),
             weight_decay=settings.weight_decay, accumulation=settings.accumulation, max_norm=settings.max_norm,

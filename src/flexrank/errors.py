@@ -1,4 +1,4 @@
-"""The one error that a user can cause and fix, and how its messages quote other errors and values."""
+"""The errors that a user can cause and fix, and how their messages quote other errors and values."""
 
 from typing import Any
 
@@ -8,6 +8,10 @@ class FlexrankError(ValueError):
 
     The command line prints the message alone and exits with 2; a library caller catches it as a `ValueError`.
     """
+
+
+class DivergedError(FlexrankError):
+    """A loss or gradient of training is not finite; a lower learning rate may keep it finite."""
 
 
 def first_line(error: Exception) -> str:

@@ -66,6 +66,7 @@ def test_run_ends_with_the_table(config: Path, finished: Path) -> None:
     ("verb", "key"),
     [
         ("decompose", "artefact"), ("probe", "errors"), ("allocate", "entries"), ("distill", "last_loss"),
+        ("distill", "learning_rate"),
         ("evaluate", "rows"), ("deploy", "deployed"), ("report", "written"),
     ],
 )  # fmt: skip

@@ -166,14 +166,14 @@ def test_tuning_a_run_that_is_not_consolidated_has_no_warm_up(copied: Path, monk
 
     monkeypatch.setattr(training, "distill_", record)
     work = Workspace(config, RunDirectory(copied))
-    training.train_(work, work.base, [], 200, copied / "x")
+    training.train_(work, work.base, [], 200, 1e-3, copied / "x")
     assert warmups == [0]
 
 
 def test_training_has_the_settings_of_the_run(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No value is the default. 30 of 200 steps warm up, so 3 of 20 do."""
     own = {
-        "method": "paper", "learning_rate": 0.25, "weight_decay": 0.3, "accumulation": 2, "max_norm": 2.5,
+        "method": "paper", "weight_decay": 0.3, "accumulation": 2, "max_norm": 2.5,
         "optimizer": "adamw_8bit", "gradient_checkpointing": True, "checkpoint_every": 7,
     }  # fmt: skip
     others = {"steps": 200, "warmup_steps": 30, "autocast": "bfloat16"}
@@ -183,11 +183,12 @@ def test_training_has_the_settings_of_the_run(copied: Path, monkeypatch: pytest.
     seen: list[Any] = []
     monkeypatch.setattr(training, "distill_", lambda *given, **settings: seen.extend([given, settings]))
     model, profiles, checkpoint, weights, on_step = work.load_base(), [{"a": 1}], copied / "x", [1.0, 2.0], print
-    training.train_(work, model, profiles, 20, checkpoint, weights, on_step)
+    training.train_(work, model, profiles, 20, 0.25, checkpoint, weights, on_step)
     assert all(a is b for a, b in zip(seen[0], (model, work.base, work.samples.training, profiles), strict=True))
     assert seen[1] == own | {
-        "objective": LogitObjective(3.0, top_k=5, hidden_weight=2.0), "steps": 20, "warmup_steps": 3,
-        "autocast": torch.bfloat16, "seed": 5, "weights": weights, "checkpoint": checkpoint, "on_step": on_step,
+        "objective": LogitObjective(3.0, top_k=5, hidden_weight=2.0), "steps": 20, "learning_rate": 0.25,
+        "warmup_steps": 3, "autocast": torch.bfloat16, "seed": 5, "weights": weights, "checkpoint": checkpoint,
+        "on_step": on_step,
     }  # fmt: skip
 
 

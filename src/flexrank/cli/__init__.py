@@ -105,13 +105,14 @@ def _add_stage(stage: str, help: str, result: str) -> None:
 
 
 def _read_result(run: Path, name: str) -> dict[str, Any]:
-    """A stage's result: the content of a JSON file, or an artefact's path, for `elastic` with steps and last loss."""
+    """A stage's result: the content of a JSON file, or an artefact's path, for `elastic` with facts of its training."""
     if name.endswith(".json"):
         return read_json(run / name)
     result: dict[str, Any] = {"artefact": str(run / name)}
     if name == "elastic":
         history = read_json(run / "history.json")
-        result |= {"steps": history["steps"], "last_loss": history["losses"][-1] if history["losses"] else None}
+        last = history["losses"][-1] if history["losses"] else None
+        result |= {"steps": history["steps"], "learning_rate": history["learning_rate"], "last_loss": last}
     return result
 
 

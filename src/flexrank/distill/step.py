@@ -15,7 +15,7 @@ from flexrank import processes
 from flexrank.data.batches import Batch, batch_rows, call_model, eval_mode, model_device, some_rows, to_device
 from flexrank.distill.objectives import Objective, default_objective, has_terms
 from flexrank.distill.optimizer import update
-from flexrank.errors import FlexrankError
+from flexrank.errors import DivergedError, FlexrankError
 from flexrank.nn.blocks import block_stack, replaced_forwards
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.sharding import sharded_parameters
@@ -304,6 +304,6 @@ def require_rows(count: float) -> None:
 
 
 def require_finite(value: float, step: int, what: str) -> None:
-    """Raises FlexrankError unless the value, named `what` in the message, is finite."""
+    """Raises DivergedError unless the value, named `what` in the message, is finite."""
     if not math.isfinite(value):
-        raise FlexrankError(f"the {what} is {value} at step {step}; lower the learning rate, or check the batches")
+        raise DivergedError(f"the {what} is {value} at step {step}; lower the learning rate, or check the batches")

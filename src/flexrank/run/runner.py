@@ -72,7 +72,7 @@ STAGES = (
     ),
     Stage("allocate", stages.allocate, ("allocate", "run/candidates"), ("allocation",), ("probe",), ("chain.json",)),
     Stage(
-        "distill", stages.distill, ("distill", "artefacts", "run/training"),
+        "distill", stages.distill, ("distill", "artefacts", "run/training", "run/trials"),
         (*_TRAINED, "data.training", "data.shuffle_buffer"), ("decompose", "allocate"),
         ("elastic", "history.json"), is_shared=True,
     ),

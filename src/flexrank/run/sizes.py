@@ -73,7 +73,8 @@ class Sizes:
         checkpoint = directory / "tuning" / name
         checkpoint.parent.mkdir(exist_ok=True)
         self._tuned, _ = self.work.elastic("elastic")
-        train_(self.work, self._tuned, [profile], steps, checkpoint)
+        rate = read_json(directory / "history.json")["learning_rate"]
+        train_(self.work, self._tuned, [profile], steps, rate, checkpoint)
         self._slack, self._profiles_with_slack = choose_slack(self.work, self._tuned, [profile]), [profile]
         if not self._is_within(parameters := self._slack.parameters(profile, self.shapes), limits):
             named = ", ".join(f"{name}={limit:g}" for name, limit in limits.items())

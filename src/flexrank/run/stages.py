@@ -40,6 +40,7 @@ from flexrank.run.samples import loss_rows
 from flexrank.run.sizes import Sizes, choose_slack, evaluate_size, export_size
 from flexrank.run.tracking import LOSSES, tracked
 from flexrank.run.training import log_losers, probe_losses, train_
+from flexrank.run.trials import choose_rate
 from flexrank.run.workspace import Workspace
 
 #: Written with `probe.method: curvature`: each layer's rise of the loss at ranks 0 … k.
@@ -139,18 +140,20 @@ def distill(work: Workspace, fingerprint: str) -> None:
     """Consolidates: writes RUN/elastic, one artefact of every size, and RUN/history.json; as it goes, losses.jsonl."""
     settings, chain = work.config.distillation, read_chain(work)
     profiles, budgets = [entry.profile for entry in chain.requested], list(chain.budgets)
-    history: dict[str, Any] = {"steps": 0, "losses": [], "budgets": []}
+    weights = None if settings.weights is None else settings.weights[::-1]  # the chain's budgets rise
+    rate = choose_rate(work, chain, fingerprint, weights)
+    history: dict[str, Any] = {"learning_rate": rate, "steps": 0, "losses": [], "budgets": []}
     with work.student(profiles) as model:
         if processes.is_first() and not settings.steps:
             (work.directory / LOSSES).unlink(missing_ok=True)  # from an earlier configuration
         if settings.steps:
             before = probe_losses(work, model, profiles)
-            weights = None if settings.weights is None else settings.weights[::-1]  # the chain's budgets rise
             checkpoint = work.directory.partial("distill", fingerprint)
             with tracked(work.directory.path, budgets, settings.tracking) as on_step:
-                done = train_(work, model, chain, settings.steps, checkpoint, weights, on_step)
+                done = train_(work, model, chain, settings.steps, rate, checkpoint, weights, on_step)
             log_losers(budgets, before, probe_losses(work, model, profiles))
-            history = {"steps": done.steps, "losses": done.losses, "budgets": [budgets[i] for i in done.profiles]}
+            drawn = [budgets[index] for index in done.profiles]
+            history |= {"steps": done.steps, "losses": done.losses, "budgets": drawn}
         if processes.is_first() or is_sharded(model):
             place = work.directory / "elastic"
             save_elastic(model, chain, place, tokenizer=work.saved_tokenizer, shard_bytes=work.shard_bytes)

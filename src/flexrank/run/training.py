@@ -27,7 +27,8 @@ def train_(
     model: nn.Module,
     profiles: Profiles,
     steps: int,
-    checkpoint: Path,
+    learning_rate: float,
+    checkpoint: Path | None = None,
     weights: Any = None,
     on_step: Track | None = None,
 ) -> TrainingHistory:
@@ -42,7 +43,7 @@ def train_(
             method=settings.method,
             objective=work.objective(settings.weight_of_hidden_states, settings.top_k),
             steps=steps,
-            learning_rate=settings.learning_rate,
+            learning_rate=learning_rate,
             warmup_steps=round(steps * settings.warmup_steps / settings.steps) if settings.steps else 0,
             weights=weights,
             weight_decay=settings.weight_decay,

@@ -21,6 +21,7 @@ from flexrank.run.dry_run.moments import moment_bytes
 from flexrank.run.dry_run.plan import busiest_process_config, plan_notes, plan_run
 from flexrank.run.dry_run.table import print_dry_run
 from flexrank.run.tables import split_block
+from flexrank.run.trials import trial_steps
 
 __all__ = ["DEFAULT_TFLOPS", "LOCAL", "dry_run", "find_device", "is_device", "print_dry_run"]
 
@@ -181,6 +182,10 @@ def _notes(architecture: Architecture, config: RunConfig, more: Sequence[str]) -
     notes, name = [*NOTES, *more], type(architecture.teacher).__name__
     if config.distillation.autocast == "auto":
         notes.append("distillation.autocast auto: outputs are counted in the model's dtype, twice those of bfloat16.")
+    if steps := trial_steps(config):
+        notes.append(
+            f"distillation.learning_rate: not given, so 3 to 5 trials of {steps} steps choose it; they are not counted."
+        )
     if config.task == "embedding":
         notes.append("tokens: as if every text had data.max_tokens; batches are padded to their longest text only.")
     if config.task == "classification" and not name.endswith("Classification"):

@@ -143,10 +143,18 @@ def test_a_consolidated_model_ends_at_its_largest_trained_size(copied: Path, cap
 def test_the_full_size_is_deployed_as_it_was_trained(
     method: str, copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plainly done (`paper`) not as the base model, which it would flatter; by default it is that. No other is read."""
+    """Plainly done (`paper`) not as the base model, which it would flatter; by default it is that. No other is read.
+
+    The base model has nothing to learn from itself, and is not tuned.
+    """
     config = load_config(copied, ["allocation.budgets=[1.0, 0.5]", f"distillation.method={method}"])
     run_stages(config, "distill")
-    work = run_stages(config, "slack").workspace
+    outcome = run_stages(config, "slack")
+    monkeypatch.setattr(Sizes, "tune_", lambda *_: 1 / 0)
+    with pytest.raises(FlexrankError if method == "balanced" else ZeroDivisionError) as error:
+        export_one(outcome, {"budget": 1.0}, tune=TUNE)
+    assert ("this size is the base model itself" in str(error.value)) == (method == "balanced")
+    work = outcome.workspace
     batch, elastic = work.samples.example, work.elastic("elastic")[0]
     monkeypatch.setattr(Workspace, "elastic", lambda *_: pytest.fail("the whole elastic model was read"))
     ours = Sizes(work)

@@ -17,6 +17,7 @@ from flexrank.distill.optimizer import torchao_optimizers
 from flexrank.errors import FlexrankError
 from flexrank.files import read_json
 from flexrank.hf import models
+from flexrank.profiles.costs import full_ranks
 from flexrank.run import stages
 from flexrank.run.candidates import rank_constraints
 from flexrank.run.cards import write_card
@@ -160,7 +161,8 @@ def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None =
         the shared weights. If the run is finished, the model's card is written beside it.
 
     Raises:
-        FlexrankError: no profile is within the limits, or the export does not load; nothing is written then.
+        FlexrankError: no profile is within the limits, the full size is to be tuned though it is the base model, or
+            the export does not load; nothing is written then.
     """
     work = outcome.workspace
     name = "-".join(f"{key}-{limit}" for key, limit in (*limits.items(), *[("tune", tune)] * bool(tune)))
@@ -169,6 +171,8 @@ def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None =
         is_reported = work.directory.is_finished("report", outcome.fingerprints["report"])
         sizes = Sizes(work)
         profile = sizes.within(limits)
+        if tune and profile == full_ranks(sizes.shapes) and work.config.distillation.method == "balanced":
+            raise FlexrankError("--tune: this size is the base model itself, which it would follow; leave --tune out")
         place, qualities = place or work.directory / "exports" / name, {}
         if tune:
             shared = work.measure_quality(sizes.deployed(profile))

@@ -46,14 +46,13 @@ constants tuned.
 
 **Trained.** All methods see the same number of training tokens in total; a method that trains each size separately
 splits them among its sizes. At equal training time, each method gets the number of steps that fits into flexrank's
-training time, by its own speed at equal tokens. Times are process times. pycode5m, babyllama and MiniLM lack that
-panel. The probe, which chooses ranks once and does not grow with training, has its own column. Each method gets four
-learning rates, tried on the tuning half, and up to two more if the best one is at an edge. Each method runs in a
-process of its own, whose time and peak memory are shown. The trainings are short, 160 to 320 steps, which favours
-methods that start from a good decomposition. **pycode5m and babyllama were measured before four changes that favour
-rivals**: nested widths and LLM-Pruner remove query heads one by one; ACIP's removal follows its line, with adapters of
-the authors' width; learning rates are tried in finer steps; and a best rate at an edge leads to more. They have not
-been measured again.
+training time, by its own speed at equal tokens. Times are process times. pycode5m and MiniLM lack that panel. The
+probe, which chooses ranks once and does not grow with training, has its own column. Each method gets four learning
+rates, tried on the tuning half, and up to two more if the best one is at an edge. Each method runs in a process of its
+own, whose time and peak memory are shown. The trainings are short, 160 to 320 steps, which favours methods that start
+from a good decomposition. **pycode5m was measured before four changes that favour rivals**: nested widths and
+LLM-Pruner remove query heads one by one; ACIP's removal follows its line, with adapters of the authors' width;
+learning rates are tried in finer steps; and a best rate at an edge leads to more. It has not been measured again.
 
 **Where flexrank is behind, and why.** LEMS weighs outputs by the loss's gradients, DataSVD weighs activations alone;
 flexrank's default, `fisher`, adopts that idea and is close to LEMS, ahead at some sizes and behind at others. PIFA and
@@ -61,10 +60,10 @@ A3 make one model per size, and PIFA refits each layer to the outputs of the com
 artefact for all sizes cannot do. On stories260k, which is 64 columns wide, PIFA with flexrank's ranks is ahead even at
 large sizes; on MiniLM it is ahead from .5 down, by more at smaller sizes. A short consolidation gains more than that,
 for all sizes at once (docs/performance.md). Among trained rivals, nested widths also lead at small sizes of
-stories260k: complete heads and channels hold more per parameter than a few ranks of such narrow matrices. Sizes that
-are trained separately can be ahead at large sizes, where shared weights pay for the small ones. On the vision
-transformer, flexrank at its defaults, flexrank as printed and separate training are within a few of 2,000 images of
-each other down to .3: the standard error is 20 images.
+stories260k, and with ACIP at babyllama's .2: complete heads and channels hold more per parameter than a few ranks of
+such narrow matrices. Sizes that are trained separately can be ahead at large sizes, where shared weights pay for the
+small ones. On the vision transformer, flexrank at its defaults, flexrank as printed and separate training are within a
+few of 2,000 images of each other down to .3: the standard error is 20 images.
 """
 
 

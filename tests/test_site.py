@@ -61,6 +61,7 @@ def test_messages_are_shown_as_they_are_written(errors_page: Any) -> None:
     listed = errors_page.messages_of(errors_page.modules()).splitlines()
     assert "- `rank RANK is out of range; this layer has RANKS`" in listed
     assert "- `--OPTION belongs to --dry-run`" in listed
+    assert any("lower the learning rate" in line for line in listed)
     assert all(re.search("[a-z]", line) for line in listed) and len(set(listed)) == len(listed) > 20
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "src" / "flexrank"
 #: What is called with a message: errors, and what ends a command with one. pydantic passes on what a check raises.
-ERRORS = {"FlexrankError", "ProcessLost", "ValueError", "_report_error", "_Interrupted"}
+ERRORS = {"FlexrankError", "DivergedError", "ProcessLost", "ValueError", "_report_error", "_Interrupted"}
 #: How functions end whose texts a caller raises.
 GIVING = "conflicts"
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -203,6 +203,7 @@ class LanguageBench:
             "model": self.config.name, "data": Path(data.path or data.source).name,
             "tokens_a_sample": data.max_tokens, "calibration": data.calibration, "evaluation": data.evaluation,
             "budgets": self.budgets, "steps": training.steps,
-            "samples_a_step": training.batch_size * training.accumulation, "learning_rate": training.learning_rate,
+            "samples_a_step": training.batch_size * training.accumulation,
+            "learning_rate": training.learning_rate or UNTRIED,
             "autocast": str(self.autocast), "device": str(self.space.device),
         } | more  # fmt: skip

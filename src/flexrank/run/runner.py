@@ -171,7 +171,8 @@ def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None =
         is_reported = work.directory.is_finished("report", outcome.fingerprints["report"])
         sizes = Sizes(work)
         profile = sizes.within(limits)
-        if tune and profile == full_ranks(sizes.shapes) and work.config.distillation.method == "balanced":
+        is_base = profile == full_ranks(sizes.shapes) and len(sizes.chain.requested) > 1
+        if tune and is_base and work.config.distillation.method == "balanced":
             raise FlexrankError("--tune: this size is the base model itself, which it would follow; leave --tune out")
         place, qualities = place or work.directory / "exports" / name, {}
         if tune:

@@ -184,7 +184,7 @@ def _notes(architecture: Architecture, config: RunConfig, more: Sequence[str]) -
         notes.append("distillation.autocast auto: outputs are counted in the model's dtype, twice those of bfloat16.")
     if steps := trial_steps(config):
         notes.append(
-            f"distillation.learning_rate: not given, so 3 to 5 trials of {steps} steps choose it; they are not counted."
+            f"distillation.learning_rate: not given, so 3 to 7 trials of {steps} steps find it; they are not counted."
         )
     if config.task == "embedding":
         notes.append("tokens: as if every text had data.max_tokens; batches are padded to their longest text only.")

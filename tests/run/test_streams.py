@@ -13,7 +13,8 @@ import transformers
 from flexrank.data.stream import StreamedBatches
 from flexrank.distill.step import Step
 from flexrank.errors import FlexrankError
-from flexrank.run import run_stages, stage_names
+from flexrank.files import read_json
+from flexrank.run import run_stages, stage_names, trials
 from flexrank.run.config import load_config, parse_config
 from flexrank.run.runner import fingerprints
 from flexrank.run.samples import load_samples
@@ -79,6 +80,22 @@ def test_a_stream_goes_all_the_way_and_resumes_to_the_same_bits(
     assert rerun(other, "data.shuffle_buffer=0", until="distill") == ("distill",)
     losses = [json.loads((place / "history.json").read_text())["losses"] for place in (tmp_path / "whole", other)]
     assert losses[0] != losses[1]
+
+
+def test_trials_of_a_learning_rate_leave_a_stream_at_its_beginning(
+    sources: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: a run that is given the rate which trials found has the same losses and weights, to the bit."""
+    monkeypatch.setattr(trials, "LEAST", 1)
+    monkeypatch.setattr(trials, "SHARE", 2)
+    values = streamed(sources / "language", corpus, tmp_path / "run")
+    values["distillation"]["learning_rate"] = None
+    run_stages(parse_config(values), "distill")
+    weights = tmp_path / "run" / "elastic" / "elastic.safetensors"
+    found, history = weights.read_bytes(), read_json(tmp_path / "run" / "history.json")
+    values["distillation"]["learning_rate"] = history["learning_rate"]
+    assert run_stages(parse_config(values), "distill").executed == ("distill",)
+    assert weights.read_bytes() == found and read_json(tmp_path / "run" / "history.json") == history
 
 
 @pytest.mark.parametrize("task", ["language", "embedding"])

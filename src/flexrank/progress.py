@@ -1,10 +1,14 @@
 """Progress bars with time left, on standard error."""
 
+import datetime
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sized
 from typing import TypeVar
 
 T = TypeVar("T")
+#: Seconds between two lines of a log.
+EVERY = 60.0
 _shown = True
 
 
@@ -22,7 +26,7 @@ def is_shown() -> bool:
 def track(items: Iterable[T], description: str, total: int | None = None, start: int = 0) -> Iterator[T]:
     """Iterates over `items` under a progress bar; `start` items count as done before the first one.
 
-    Where standard error is not a terminal, it prints one line at the beginning and one at the end.
+    Where standard error is not a terminal, but a log, it prints a line at the beginning, every minute, and at the end.
     """
     if total is None and isinstance(items, Sized):
         total = len(items) + start
@@ -31,9 +35,24 @@ def track(items: Iterable[T], description: str, total: int | None = None, start:
     elif sys.stderr.isatty():
         yield from _track_on_terminal(items, description, total, start)
     else:
-        print(f"{description}: {total if total is not None else 'some'} steps", file=sys.stderr, flush=True)
-        yield from items
-        print(f"{description}: done", file=sys.stderr, flush=True)
+        yield from _track_in_log(items, description, total, start)
+
+
+def _track_in_log(items: Iterable[T], description: str, total: int | None, start: int) -> Iterator[T]:
+    def say(what: str) -> None:
+        print(f"{description}: {what}", file=sys.stderr, flush=True)
+
+    say(f"{total if total is not None else 'some'} steps")
+    began = latest = time.monotonic()
+    for count, item in enumerate(items, 1):
+        yield item
+        now = time.monotonic()
+        if now - latest >= EVERY:
+            latest = now
+            left = (now - began) / count * ((total or 0) - start - count)
+            rest = "" if total is None else f" of {total}, {datetime.timedelta(seconds=round(left))} left"
+            say(f"{start + count}{rest}")
+    say("done")
 
 
 def _track_on_terminal(items: Iterable[T], description: str, total: int | None, start: int) -> Iterator[T]:

@@ -79,7 +79,7 @@ class DistillationConfig(Section):
 
     method: Literal["balanced", "paper"] = "balanced"  # `paper`: as printed, which degrades the largest sizes
     steps: Annotated[int, Field(ge=0)] = 400  # of the optimiser; 0 leaves the decomposed network as it is
-    # The peak, from which it falls to 0 along a cosine. None: short trials choose it, or it is 3e-4 below 400 steps.
+    # The peak, from which it falls to 0 along a cosine. None: short trials choose it, or it is 1e-4 below 200 steps.
     learning_rate: Annotated[float, Field(gt=0)] | None = None
     warmup_steps: Annotated[int, Field(ge=0)] = 20  # over which the learning rate rises from 0
     batch_size: Count = 32  # samples per pass

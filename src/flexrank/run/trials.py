@@ -14,11 +14,11 @@ from flexrank.run.training import probe_losses, train_
 from flexrank.run.workspace import Workspace
 
 #: The learning rate of a run that is too short for trials.
-UNTRIED = 3e-4
+UNTRIED = 1e-4
 #: Trials are at rates of 10 ** (n / 2); the first n, and the least and the greatest.
 FIRST, ENDS = -7, (-12, -3)
 #: A trial takes a step for each `SHARE` of the run's, but `MOST` steps at most; there is none of fewer than `LEAST`.
-SHARE, LEAST, MOST = 25, 16, 80
+SHARE, LEAST, MOST = 25, 8, 80
 #: The best rate of a run over that of its trials, which are shorter: 1.5 to 3 in docs/log.md.
 LONGER = 2.0
 log = logging.getLogger("flexrank")
@@ -28,8 +28,9 @@ def choose_rate(work: Workspace, chain: ProfileChain, fingerprint: str, weights:
     """The configuration's learning rate or, if it has none, one found by short trials; `UNTRIED` in a short run.
 
     Each trial is a consolidation of its own, in a small share of the steps. The best has the least mean over sizes,
-    weighted by `weights`, of the square root of the loss on the probe's samples: `balanced` lowers such a sum, as it
-    divides each loss by its root. Twice the best rate is returned, or that rate itself if a higher one has diverged.
+    weighted by `weights`, of the cube root of the loss on the probe's samples. `balanced` lowers a sum of square roots,
+    by which large sizes, whose losses are small, count so little that the best rate makes them worse; by logarithms
+    they count too much. Twice the best rate is returned, or that rate itself if a higher one has diverged.
     After an interruption, finished trials are read from RUN/partial. Raises FlexrankError if all diverge.
     """
     steps = trial_steps(work.config)
@@ -83,7 +84,7 @@ def minimum(cost: Callable[[int], float], start: int, least: int, greatest: int)
 
 
 def _trial(work: Workspace, chain: ProfileChain, rate: float, steps: int, weights: Any) -> float | None:
-    """The weighted mean root of the sizes' losses after a training at this rate; None if it diverges."""
+    """The weighted mean cube root of the sizes' losses after a training at this rate; None if it diverges."""
     profiles = [entry.profile for entry in chain.requested]
     with work.student(profiles) as model:
         try:
@@ -92,6 +93,6 @@ def _trial(work: Workspace, chain: ProfileChain, rate: float, steps: int, weight
             return None
         losses = probe_losses(work, model, profiles)
     shares = weights or [1.0] * len(losses)
-    roots = [math.sqrt(max(loss, 0.0)) for loss in losses]  # rounding leaves some below 0
+    roots = [math.cbrt(max(loss, 0.0)) for loss in losses]  # rounding leaves some below 0
     cost = sum(share * root for share, root in zip(shares, roots, strict=True)) / sum(shares)
     return cost if math.isfinite(cost) else None

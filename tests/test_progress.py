@@ -45,7 +45,7 @@ def test_a_log_gets_a_line_every_minute_with_the_time_left(capsys, clock):
 
 
 def test_a_resumed_loop_counts_what_was_done_but_not_its_time(capsys, clock):
-    for _ in progress.track(range(90, 100), "distilling", total=100, start=90):
+    for _ in progress.track(range(90, 100), "distilling", start=90):
         clock.sleep(60)
     assert lines(capsys)[:3] == [
         "distilling: 100 steps",

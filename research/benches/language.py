@@ -38,7 +38,8 @@ FOLLOWED = LogitObjective(hidden_weight=4.0)
 RISES: dict[str, dict[float, float]] = {"pycode5m": {0.9: 0.0, 0.7: 0.005, 0.5: 0.035, 0.3: 0.165}}
 CONSOLIDATION: dict[str, dict[str, Any]] = {
     "stories260k": {"steps": 1000, "learning_rate": 2e-3, "warmup_steps": 25},
-    "pycode5m": {"steps": 450, "learning_rate": 7e-5, "warmup_steps": 10},
+    "pycode5m": {"steps": 450, "learning_rate": 2e-4, "warmup_steps": 10},
+    "babyllama": {"steps": 1000, "learning_rate": 1e-3, "warmup_steps": 25},
 }
 
 

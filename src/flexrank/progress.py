@@ -49,10 +49,12 @@ def _track_in_log(items: Iterable[T], description: str, total: int | None, start
         now = time.monotonic()
         if now - latest >= EVERY:
             latest = now
-            left = (now - began) / count * ((total or 0) - start - count)
-            rest = "" if total is None else f" of {total}, {datetime.timedelta(seconds=round(left))} left"
-            say(f"{start + count}{rest}")
+            say(f"{start + count}" + ("" if total is None else _rest(total, start + count, (now - began) / count)))
     say("done")
+
+
+def _rest(total: int, done: int, seconds_each: float) -> str:
+    return f" of {total}, {datetime.timedelta(seconds=round(seconds_each * (total - done)))} left"
 
 
 def _track_on_terminal(items: Iterable[T], description: str, total: int | None, start: int) -> Iterator[T]:

@@ -84,13 +84,16 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole language run; not to be changed, copy it."""
+    """A whole language run, verified in this process; not to be changed, copy it."""
+    from flexrank.deployment import exports
     from flexrank.run import run_stages, stage_names
     from flexrank.run.config import parse_config
-    from tiny_runs import settings
+    from tiny_runs import here, settings
 
     output = tmp_path_factory.mktemp("runs") / "whole"
-    outcome = run_stages(parse_config(settings(sources / "language", sources / "text.txt", output)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exports, "in_fresh_process", here)
+        outcome = run_stages(parse_config(settings(sources / "language", sources / "text.txt", output)))
     assert outcome.executed == stage_names()
     return output
 

@@ -39,7 +39,6 @@ RISES: dict[str, dict[float, float]] = {"pycode5m": {0.9: 0.0, 0.7: 0.005, 0.5: 
 CONSOLIDATION: dict[str, dict[str, Any]] = {
     "stories260k": {"steps": 1000, "learning_rate": 2e-3, "warmup_steps": 25},
     "pycode5m": {"steps": 450, "learning_rate": 2e-4, "warmup_steps": 10},
-    "babyllama": {"steps": 1000, "learning_rate": 1e-3, "warmup_steps": 25},
 }
 
 

@@ -39,7 +39,9 @@ BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 #: Steps of all sizes together, in the quick and in the full form.
 STEPS = {"stories260k": (320, 1600), "pycode5m": (160, 800), "babyllama": (320, 1600), "all-MiniLM-L6-v2": (160, 800)}
 STEPS |= {"resnet20": (320, 700), "vit": (320, 700)}
-MINILM_RATE = 1e-4  #: around which trials lie; so few steps want more than those of `sts`
+#: The rates around which trials lie: so few steps want more than those of `language`, `sts` and `vision`.
+RATES = {"stories260k": 2e-3, "pycode5m": 2e-4, "babyllama": 1e-3, "all-MiniLM-L6-v2": 1e-4}
+RATES |= {"resnet20": 1e-3, "vit": 1e-4}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,9 +114,8 @@ def _language_benchmark(name: str, steps: int, full: bool) -> TrainingBenchmark:
         return language.subject_of(texts, half, seed=seed, evaluation=evaluation)
 
     facts = {"calibration": language.CALIBRATION, "probe": language.PROBE, "evaluation": evaluation}
-    rate = language.CONSOLIDATION[name]["learning_rate"]
     return TrainingBenchmark(
-        name, "nats", 3, BUDGETS, steps, rate, language.LEVELS, facts, subject_and_batches, language.FOLLOWED,
+        name, "nats", 3, BUDGETS, steps, RATES[name], language.LEVELS, facts, subject_and_batches, language.FOLLOWED,
         LogitObjective(), next_token_loss, lambda model, teacher: hidden_states(model, teacher),
     )  # fmt: skip
 
@@ -128,7 +129,7 @@ def _sentence_benchmark(name: str, steps: int, full: bool) -> TrainingBenchmark:
     facts = {"calibration": sts.CALIBRATION, "probe": sts.PROBE, "sentences_a_step": batch}
     objectives = EmbeddingObjective(sts.HIDDEN_WEIGHT), EmbeddingObjective()
     return TrainingBenchmark(
-        name, "cosine", 4, BUDGETS, steps, MINILM_RATE, 10, facts, subject_and_batches, *objectives,
+        name, "cosine", 4, BUDGETS, steps, RATES[name], 10, facts, subject_and_batches, *objectives,
         None, lambda model, _: eager_attention(model),
     )  # fmt: skip
 
@@ -142,7 +143,7 @@ def _image_benchmark(name: str, steps: int, request: Request) -> TrainingBenchma
     facts = {"calibration": images.CALIBRATION, "probe": images.PROBE, "evaluation": evaluation}
     objective = LogitObjective()
     return TrainingBenchmark(
-        name, "accuracy", 4, BUDGETS, steps, NETWORKS[name], images.LEVELS, facts, subject_and_batches,
+        name, "accuracy", 4, BUDGETS, steps, RATES[name], images.LEVELS, facts, subject_and_batches,
         objective, objective, None, images.computing,
     )  # fmt: skip
 

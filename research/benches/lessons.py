@@ -39,7 +39,7 @@ BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 #: Steps of all sizes together, in the quick and in the full form.
 STEPS = {"stories260k": (320, 1600), "pycode5m": (160, 800), "babyllama": (320, 1600), "all-MiniLM-L6-v2": (160, 800)}
 STEPS |= {"resnet20": (320, 700), "vit": (320, 700)}
-#: The rates around which trials lie: so few steps want more than those of `language`, `sts` and `vision`.
+#: The learning rates around which trials lie, in place of those of the longer `language`, `sts` and `vision`.
 RATES = {"stories260k": 2e-3, "pycode5m": 2e-4, "babyllama": 1e-3, "all-MiniLM-L6-v2": 1e-4}
 RATES |= {"resnet20": 1e-3, "vit": 1e-4}
 

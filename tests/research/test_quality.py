@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,12 @@ from flexrank.data.halves import half_of
 from flexrank.distill.objectives import LogitObjective
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import uniform_profile, use_profile
+from flexrank.run.config import load_config
 from research.benches import language, quality, saving, sts, tasks
 from research.benches.quality import Subject, quality_table
 from research.experiment import EVERY_RANK, Request
 from research.measures import stories
+from research.studies import vision
 from tiny import batch_for, build
 
 BATCH = batch_for("llama_tied")
@@ -232,3 +235,16 @@ def test_each_half_of_the_texts_is_scored_alone(assets: Path, monkeypatch: pytes
         subject, _ = language.subject_of(language.STORIES, half)
         subject.score(subject.teacher)
     assert len(seen[0]) == len(seen[1]) == language.EVALUATION and all(seen[0]) and not any(seen[1])
+
+
+def test_the_page_of_consolidation_has_the_steps_and_rates_in_use() -> None:
+    page = Path("docs/concepts/consolidation.md").read_text(encoding="utf8")
+    rows = re.findall(r"^\| (.+) \| .* M \| ([\d,]+) \| (\S+) \|$", page, re.MULTILINE)
+    demo = load_config(Path("examples/minilm.yaml")).distillation
+    wanted = {
+        "all-MiniLM-L6-v2 (demo, docstrings)": (demo.steps, demo.learning_rate),
+        "all-MiniLM-L6-v2 (STS, sentences)": (sts.TRAINING["steps"], sts.TRAINING["learning_rate"]),
+        "vision transformer, width 128": (vision.QUICK["steps"], vision.NETWORKS["vit"]),
+        "ResNet-20": (vision.QUICK["steps"], vision.NETWORKS["resnet20"]),
+    } | {name: (one["steps"], one["learning_rate"]) for name, one in language.CONSOLIDATION.items()}
+    assert {name: (int(steps.replace(",", "")), float(rate)) for name, steps, rate in rows} == wanted

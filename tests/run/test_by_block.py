@@ -34,8 +34,9 @@ from tiny_runs import settings
 def test_curvature_takes_the_place_of_the_probe(task: str, sources: Path, tmp_path: Path) -> None:
     """Oracle: the table of the whole model, in memory at once."""
     values = settings(sources / task, sources / "text.txt", tmp_path / "run", task)
-    values |= {"probe": {"method": "curvature", "levels": 4}, "layers": {"exclude": ["pooler", "lm_head"][:1]}}
+    values |= {"probe": {"method": "curvature", "levels": 4}}
     values["layers"] = {"exclude": ["pooler"] if task == "embedding" else ["lm_head"]}
+    values["data"] |= {"calibration": 24, "probe": 8}
     outcome = run_stages(parse_config(values), "allocate")
     table = SensitivityTable.from_json(json.loads((tmp_path / "run" / "sensitivity.json").read_text()))
     model, batches = load_model(sources / task, task), outcome.workspace.samples.calibration
@@ -43,7 +44,7 @@ def test_curvature_takes_the_place_of_the_probe(task: str, sources: Path, tmp_pa
     loss = LogitObjective() if task == "language" else EmbeddingObjective()
     moments = collect_moments(model, batches, layers, side="input", gradient_loss=loss.fisher_loss)
     decompose_(model, moments)
-    rows = 64 * 32 if task == "language" else 40  # blocks of 32 tokens; all lines of the calibration's part
+    rows = 24 * (32 if task == "language" else 1)  # blocks of 32 tokens; sentences
     assert loss_rows(task, batches) == rows
     wanted = curvature_sensitivity(model, moments, rows, 4)
     assert table.ranks == wanted.ranks and table.shapes == wanted.shapes and table.footprint == wanted.footprint
@@ -60,6 +61,7 @@ def test_a_model_in_bfloat16_is_decomposed_in_float32(sources: Path, tmp_path: P
     for file in (sources / "language").glob("tok*"):
         (tmp_path / "half" / file.name).write_bytes(file.read_bytes())
     values = settings(tmp_path / "half", sources / "text.txt", tmp_path / "run")
+    values["data"] |= {"calibration": 24, "probe": 8}
     outcome = run_stages(parse_config(values), "distill")
     assert outcome.workspace.base.dtype is torch.bfloat16  # the teacher stays as its files are, and so do exports
     assert outcome.workspace.deployed_dtype is torch.bfloat16

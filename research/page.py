@@ -13,15 +13,14 @@ _STUDIES = """# The paper's evidence, reproduced
 
 `make results` writes this page; `python -m research --page` writes it again from saved results. Each section is one
 command, and its figure is drawn from the same `results/NAME/result.json`. ± is the standard deviation over seeds.
-*agrees* and *differs* are computed from the numbers beside them. Results of the Xeon were measured before the studies
-moved to `research/`; what the studies no longer show is left out.
+*agrees* and *differs* are computed from the numbers beside them.
 """
 _BENCHES = """# Performance
 
 `make bench` writes this page; `python -m research --page` writes it again from saved results. Each section is one
 command. Ratios are medians of alternating runs in one process; the eigenproblems of `decompose` are timed once. *met*
-and *missed* are computed from the numbers beside them. Results of the Xeon, and those without a processor's name, were
-measured before the benches moved to `research/`; what the benches no longer show is left out.
+and *missed* are computed from the numbers beside them. `train`, `calibrate`, `probe` and `start` were measured before
+the benches moved to `research/`; what the benches no longer show is left out.
 """
 _COMPARISONS = """# Rivals
 
@@ -59,12 +58,12 @@ learning rates are tried in finer steps; and a best rate at an edge leads to mor
 flexrank's default, `fisher`, adopts that idea and is close to LEMS, ahead at some sizes and behind at others. PIFA and
 A3 make one model per size, and PIFA refits each layer to the outputs of the compressed layers before it, which one
 artefact for all sizes cannot do. On stories260k, which is 64 columns wide, PIFA with flexrank's ranks is ahead even at
-large sizes; on MiniLM it is ahead from .5 down, by more at smaller sizes. A short consolidation gains more than that,
-for all sizes at once (docs/performance.md). Among trained rivals, nested widths also lead at small sizes of
-stories260k, and with ACIP at babyllama's .2: complete heads and channels hold more per parameter than a few ranks of
-such narrow matrices. Sizes that are trained separately can be ahead at large sizes, where shared weights pay for the
-small ones. On the vision transformer, flexrank at its defaults, flexrank as printed and separate training are within a
-few of 2,000 images of each other down to .3: the standard error is 20 images.
+large sizes; on MiniLM it is ahead from .4 down, by more at smaller sizes. A short consolidation gains more than that,
+for all sizes at once (docs/performance.md). Among trained rivals, nested widths (`matformer` in the tables) also lead
+at small sizes of stories260k, and with ACIP at babyllama's .2: complete heads and channels hold more per parameter than
+a few ranks of such narrow matrices. Sizes that are trained separately can be ahead at large sizes, where shared weights
+pay for the small ones. On the vision transformer, flexrank at its defaults, flexrank as printed and separate training
+are within a few of 2,000 images of each other down to .3: the standard error is 20 images.
 """
 
 

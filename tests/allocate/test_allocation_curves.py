@@ -3,7 +3,7 @@
 import numpy as np
 from tables import FOOTPRINT, allocate_ranks
 
-from flexrank.allocate.curves import LayerCurve, monotone, step_slopes
+from flexrank.allocate.curves import LayerCurve, monotone, read_curves, step_slopes
 from flexrank.profiles import SensitivityTable
 from flexrank.profiles.costs import deployed_parameters
 
@@ -32,3 +32,12 @@ def test_noise_is_fitted_and_the_budget_is_still_spent():
 def test_step_slopes_are_those_of_the_lower_hull():
     parameters, errors = np.array([0, 1, 2, 4]), np.array([10.0, 9.0, 4.0, 3.0])
     assert step_slopes(parameters, errors).tolist() == [3.0, 3.0, 0.5]  # 10 → 4 over two steps; then 1 over 2
+
+
+def test_a_rank_that_costs_as_much_as_the_dense_layer_is_no_candidate():
+    """Its step to full rank saves nothing over nothing; of 64 × 64, 48 with a slack of 5 costs 48 · 85 of 4,096."""
+    ranks, errors = (16, 32, 48, 49, 61, 64), (3.0, 1.0, 0.5, 0.1, 0.0, 0.0)
+    table = SensitivityTable({"a": (64, 64)}, {"a": ranks}, {"a": errors}, 1.0, FOOTPRINT)
+    (curve,) = read_curves(table, 0.0, slack_share=0.1)
+    assert curve.ranks.tolist() == [16, 32, 48, 64] and curve.parameters.tolist()[-2:] == [48 * 85, 4096]
+    assert allocate_ranks(table, [0.99], min_saving=0.0, slack_share=0.1).requested[0].profile == {"a": 32}

@@ -14,7 +14,7 @@ import transformers
 import flexrank as fr
 import tiny
 from flexrank.artefacts import cards
-from flexrank.hf.models import load_model
+from flexrank.hf.models import auto_class, load_model
 from flexrank.profiles import ChainEntry, Footprint, ProfileChain
 from tiny_runs import write_model
 
@@ -165,7 +165,42 @@ def test_models_of_torch_have_cards_whose_code_runs(
 
 @pytest.mark.parametrize("name", [name for name in tiny.AUTO if name != "dinov3"])
 def test_a_class_has_its_auto_class(name: str) -> None:
-    assert cards.auto_class(type(tiny.build(name)).__name__) == tiny.AUTO[name]
+    assert auto_class(type(tiny.build(name)).__name__) == tiny.AUTO[name]
+
+
+@pytest.mark.parametrize(
+    ("kind", "auto"),
+    [
+        ("BertForTokenClassification", "AutoModelForTokenClassification"),
+        ("BertForPreTraining", "AutoModelForPreTraining"),
+        ("T5EncoderModel", "AutoModelForTextEncoding"),
+        ("Gemma3ForConditionalGeneration", "AutoModelForImageTextToText"),
+        ("GPT2DoubleHeadsModel", None),
+    ],
+)
+def test_a_rarer_class_has_the_auto_class_that_loads_it(kind: str, auto: str | None) -> None:
+    assert auto_class(kind) == auto
+    if auto:
+        mapping, config = getattr(transformers, auto)._model_mapping, getattr(transformers, kind).config_class
+        assert mapping[config] is getattr(transformers, kind)
+
+
+def test_the_card_of_a_head_without_auto_class_reads_the_artefact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=8, n_positions=8)
+    model = tiny.nest(transformers.GPT2DoubleHeadsModel(config).eval())
+    fr.save_elastic(model, tiny.chain_of(model), tmp_path)
+    assert type(run_card(tmp_path, monkeypatch)["model"]) is transformers.GPT2DoubleHeadsModel
+
+
+def test_dense_layers_are_not_called_low_rank(tmp_path: Path) -> None:
+    model = tiny.nest(tiny.build("bert"))
+    ranks = fr.nested_layers(model)
+    profile = {name: min(layer.matrix_shape) for name, layer in ranks.items()}
+    first = next(iter(profile))
+    fr.save_deployed(fr.deploy(model, profile | {first: 3}), tmp_path / "one")
+    assert "1 of its layers are low-rank, of ranks 3 to 3." in (tmp_path / "one" / "README.md").read_text()
 
 
 def test_no_checksum_covers_a_card(artefacts: Path) -> None:

@@ -270,6 +270,12 @@ def test_too_few_training_texts_for_a_block_are_one_line() -> None:
         ("text", "", "data.path .*: the corpus is empty"),
         ("jsonl", '{"text": "a"\n', "data.path .* is no JSON .*; jsonl has one object a line"),
         ("jsonl", "[1]\n", r"data.path .*: \[1\] is no object"),
+        (
+            "jsonl",
+            '{"text": "a", "n": ' + "7" * 5000 + "}\n",
+            "data.path .* is no JSON .*; jsonl has one object a line",
+        ),
+        ("jsonl", "[" * 100_000 + "\n", "data.path .* is no JSON .*; jsonl has one object a line"),
         ("jsonl", '{"body": "a", "n": 1}\n', "data.column: .* has no column 'text' or 'messages'; it has body, n"),
         ("parquet", "no parquet", "data.path .*: cannot be read: "),
     ],
@@ -331,3 +337,10 @@ def test_a_folder_without_files_of_its_kind_and_a_column_that_is_not_there(tmp_p
         open_texts("parquet", place, TOKENIZER, column="body")
     with pytest.raises(FlexrankError, match=r"data.column 'number' holds 0; expected text"):
         next(open_texts("parquet", place, TOKENIZER, column="number").texts())
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes('\ufeff{"text": "one"}\n{"text": "two"}\n'.encode())
+    (tmp_path / "a.txt").write_bytes("\ufeffone\ntwo\n".encode())
+    for source in ("jsonl", "text"):
+        assert list(open_texts(source, str(tmp_path), TOKENIZER).texts()) == ["one", "two"]

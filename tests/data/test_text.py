@@ -6,6 +6,7 @@ import difflib
 import inspect
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 import tiny
 from flexrank.data import text as data
 from flexrank.errors import FlexrankError
+from flexrank.hf.models import load_tokenizer
 
 TOKENIZER = tiny.WordTokenizer()
 
@@ -151,6 +153,34 @@ def test_token_blocks_hold_every_token_once_in_order() -> None:
     assert flat == expected[: len(expected) // 4 * 4]
     assert [tuple(batch["input_ids"].shape) for batch in batches] == [(2, 4), (1, 4)]
     assert all(bool(batch["attention_mask"].all()) for batch in batches)
+
+
+@pytest.mark.parametrize("characters", [1, 40, 10**6])
+def test_a_long_text_is_tokenised_in_pieces_of_lines(
+    characters: int, assets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: each whole text in one call of the tokenizer; code has indented and blank lines."""
+    monkeypatch.setattr("flexrank.data.text.CHARACTERS", characters)
+    tokenizer = load_tokenizer(assets / "pycode5m")
+    texts = ["one line", (assets / "pycode5m" / "val.txt").read_text()[:20_000], "x" * 100, "two\n\n\nlines"]
+    wanted = [[tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False)["input_ids"]] for text in texts]
+    calls: list[list[str]] = []
+
+    class Counting(type(tokenizer)):  # type: ignore[misc]
+        def __call__(self, texts: list[str], **options: Any) -> Any:
+            calls.append(texts)
+            return super().__call__(texts, **options)
+
+    tokenizer.__class__ = Counting
+    found = data.joined_tokens(tokenizer, texts)
+    assert found.dtype == torch.int64 and found.tolist() == [token for row in wanted for token in row]
+    assert "".join(piece for call in calls for piece in call) == "".join(texts)
+    assert (len(calls) > 10) == (characters < 100)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("\ufeffone\ntwo".encode())
+    assert data.read_texts(tmp_path) == ["one", "two"]
 
 
 def test_token_blocks_begin_texts_with_eos_where_there_is_no_bos() -> None:

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from flexrank.deployment.cascade import Cascade, cascade
 from flexrank.errors import FlexrankError
 from flexrank.nn.switch import full_profile, set_profile
-from tiny import batch_for, build, elastic, outputs
+from tiny import batch_for, build, elastic, nest, outputs
 
 
 class Table(nn.Module):
@@ -133,6 +134,22 @@ def test_operations_are_counted() -> None:
     report = Cascade(small, large, middle).measure([x[:6], x[6:]])
     assert report.samples == 10 and report.answered_by_small == 0.5
     assert report.operations_saved == pytest.approx(0.5 - 12 / 56)
+
+
+def test_operations_of_all_batches_count() -> None:
+    """By hand: an elastic layer of 32 × 32 at rank 4 takes the product of its factors for one row, not for many."""
+    small, large = nest(nn.Sequential(nn.Linear(32, 32))), nn.Linear(32, 32)
+    set_profile(small, {"0": 4})
+    batches = [torch.randn(3, 32), torch.randn(1, 32)]
+    count = FlopCounterMode(display=False)
+    total = 0
+    for batch in batches:
+        with torch.no_grad(), count:
+            small(batch)
+        total += count.get_total_flops()
+    for order in (batches, batches[::-1]):
+        report = Cascade(small, large, math.inf).measure(order)
+        assert report.operations_saved == pytest.approx(-total / (2 * 4 * 32 * 32))
 
 
 def test_calibration_drops_nothing_and_leaves_modes_as_they_were() -> None:

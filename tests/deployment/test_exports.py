@@ -1,16 +1,23 @@
 """Exports are whole and verified in a fresh process, or absent."""
 
 import itertools
+from importlib import metadata
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 import tiny
 from flexrank.artefacts.deployed import load_deployed
-from flexrank.deployment import export, exports
+from flexrank.artefacts.elastic import save_elastic
+from flexrank.artefacts.inspect import inspect_artefact
+from flexrank.deployment import deploy, export, exports
+from flexrank.deployment.formats import export_to
 from flexrank.errors import FlexrankError
+from flexrank.nn.switch import nested_layers
+from flexrank.run.cut import cut
 from tiny import agree, outputs
 
 
@@ -124,3 +131,39 @@ def test_a_slow_fresh_process_is_ended(convnet, tmp_path):
     with pytest.raises(FlexrankError, match=r"within 0\.01 s"):
         export(convnet, tmp_path / "small", tiny.batch_for("convnet"), factory="tiny:convnet", timeout=0.01)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_factors_that_are_not_finite_are_named():
+    """Not as rows that need more slack, of which there is no more than the rank."""
+    model = tiny.elastic("perceptron")
+    name, layer = next(iter(nested_layers(model).items()))
+    layer.u.data[0, 0] = float("nan")
+    for slack in ("auto", 0, 10_000):
+        with pytest.raises(FlexrankError, match=f"layer '{name}': the factors are not finite; check the weights"):
+            deploy(model, tiny.chain_of(model).entries[0].profile, slack=slack)
+
+
+@pytest.mark.parametrize("pad", [None, 0])
+def test_a_classifier_that_knows_no_padding_is_cut_and_checked_on_one_text(pad, tmp_path, verified_here):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 40}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_labels=3, pad_token_id=pad)
+    model = tiny.nest(LlamaForSequenceClassification(config).eval())
+    save_elastic(model, tiny.chain_of(model), tmp_path / "elastic")
+    cut(tmp_path / "elastic", tmp_path / "small", budget=0.6)
+    assert inspect_artefact(tmp_path / "small")["kind"] == "deployed"
+    if pad is None:
+        with pytest.raises(FlexrankError, match="LlamaForSequenceClassification has no pad_token_id in its config"):
+            export_to(tmp_path / "small", "dense", tmp_path / "dense")
+    else:
+        export_to(tmp_path / "small", "dense", tmp_path / "dense")
+
+
+def test_an_export_takes_any_card_and_any_distribution_of_its_runtime(tmp_path, monkeypatch):
+    """onnxruntime-gpu, for one, provides onnxruntime."""
+    tiny.deployed("llama_tied").save_pretrained(tmp_path / "small")
+    (tmp_path / "small" / "README.md").write_bytes("# caf\xe9\n\n## Sizes\n\nMade in Z\xfcrich.\n".encode("latin1"))
+    owners = metadata.packages_distributions()
+    monkeypatch.setattr(metadata, "packages_distributions", lambda: owners | {"transformers": ["torch"]})
+    facts = export_to(tmp_path / "small", "dense", tmp_path / "dense")
+    assert facts["versions"]["transformers"] == metadata.version("torch") != metadata.version("transformers")
+    assert "Made in Z" in (tmp_path / "dense" / "README.md").read_text(encoding="utf8")

@@ -1,5 +1,6 @@
 """LoRA on a deployed model, by the code of docs/deployment.md: adapters on all layers, and merged."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:Futu
 DOCUMENT = Path(__file__).parents[2] / "docs" / "deployment.md"
 
 
-def code_of_the_page() -> str:
-    section = DOCUMENT.read_text(encoding="utf8").partition("## Fine-tuning")[2]
-    return section.partition("```python\n")[2].partition("```")[0]
+def code_of_the_page(number: int = 0) -> str:
+    section = DOCUMENT.read_text(encoding="utf8").partition("## Fine-tuning")[2].partition("\n## ")[0]
+    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)[number]
 
 
 @pytest.fixture(scope="module", params=["llama_untied", "gpt2"])
@@ -63,3 +64,19 @@ def test_merged_factors_compute_what_the_adapters_did_and_load_anywhere(adapted:
     assert relative(unmerged, outputs(plain, batch)) > 1e-2  # it has learnt something
     shapes = [{name: value.shape for name, value in model.state_dict().items()} for model in (again, plain)]
     assert shapes[0] == shapes[1]  # ranks and bytes stay
+
+
+def test_some_layers_are_adapted_by_what_they_consist_of() -> None:
+    small = partly_dense("llama_untied")
+    names: dict[str, Any] = {"small": small, "torch": torch, "peft": peft}
+    exec(code_of_the_page(1), names)
+    model = peft.get_peft_model(small, names["config"])
+    adapted = {name.rpartition(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name}
+    assert {name.removeprefix("base_model.model.") for name in adapted} == set(names["names"])
+    kinds = {".".join(name.split(".")[4:]) for name in names["names"]}
+    assert kinds == {"q_proj", "v_proj.latent", "v_proj.expand"}  # this size keeps q_proj dense
+    with pytest.raises(ValueError, match="not supported"):
+        peft.get_peft_model(partly_dense("llama_untied"), peft.LoraConfig(target_modules=["v_proj"]))
+    options = {"target_modules": "all-linear", "exclude_modules": ".*lm_head.*", "task_type": "CAUSAL_LM"}
+    model = peft.get_peft_model(partly_dense("llama_untied"), peft.LoraConfig(**options))
+    assert not any("lm_head" in name for name, _ in model.named_parameters() if "lora" in name)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from flexrank.data.metrics import embed
 from flexrank.deployment.formats import export_to
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
-from flexrank.hf.companions import MeanPooled, local_directory, save_companions
+from flexrank.hf.companions import MeanPooled, local_directory, save_companions, source_of
 from flexrank.hf.models import load_model, load_tokenizer
 from tiny import flip_a_bit
 from tiny_runs import write_model
@@ -164,8 +165,12 @@ def test_what_lies_beside_a_model_of_the_hub_comes_from_its_cache(
         snapshot.mkdir(parents=True)
         (snapshot / "modules.json").write_text(revision)
         (snapshot / "README.md").write_text(f"---\nlicense: {revision}\n---\n")
+    old = tmp_path / "hub" / "models--an-encoder" / "snapshots" / ("b" * 40)
+    shutil.copytree(snapshot, old)
     model = tiny.build("bert")
-    model.name_or_path, model.config._commit_hash = "some/encoder", "b" * 40
+    model.name_or_path, model.config._commit_hash = "an-encoder", "b" * 40
+    assert source_of(model) == old
+    model.name_or_path = "some/encoder"
     save_companions(model, tmp_path)
     assert (tmp_path / "modules.json").read_text() == "b" * 40
     fr.save_elastic(elastic := tiny.nest(model), tiny.chain_of(elastic), tmp_path / "elastic")

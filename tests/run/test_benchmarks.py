@@ -213,3 +213,16 @@ def test_a_wrong_request_is_one_line_before_anything_is_written(
     )
     assert part in result.stderr.splitlines()[-1]
     assert not (finished / "benchmarks.json").exists()
+
+
+def test_all_sizes_are_asked_with_the_same_examples(sources: Path, tasks: Path) -> None:
+    """Examples are drawn at random; a size must not depend on how many were scored before it."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(sources / "language")
+    model = transformers.AutoModelForCausalLM.from_pretrained(sources / "language")
+    loaded, prompts = load_tasks(["words"], tasks, num_fewshot=2), []
+    for _ in range(2):
+        score(model, tokenizer, loaded, 8)
+        prompts.append([one.args[0] for one in loaded["tasks"]["words"].instances])
+    assert prompts[0] == prompts[1] and len(set(prompts[0])) > 1
+    with pytest.raises(FlexrankError, match="lm-eval cannot ask a question: Sample larger than population"):
+        score(model, tokenizer, load_tasks(["words"], tasks, num_fewshot=100), 8)

@@ -108,11 +108,13 @@ def test_a_run_leaves_nothing_stale_in_partial(copied: Path) -> None:
     [
         ("deployment.budgets=[0.8]", ("deploy", "report")),
         ("evaluation.latency=false", ("evaluate", "report")),
-        ("distillation.steps=4", ("distill", *BELOW_DISTILL)),
+        ("distillation.steps=4", ("distill", "slack", "evaluate", "deploy", "report")),
+        ("distillation.steps=0", ("distill", *BELOW_DISTILL)),
         ("allocation.budgets=[0.6]", ("allocate", "distill", *BELOW_DISTILL)),
         ("data.probe=8", ("probe", "allocate", "distill", *BELOW_DISTILL)),
         ("deployment.slack=0", ("probe", "allocate", "distill", *BELOW_DISTILL)),  # none is counted for it
         ("deployment.slack=3", ("slack", "evaluate", "deploy", "report")),
+        ("device=auto", ("evaluate", "report")),
     ],
 )
 def test_a_changed_key_runs_its_stage_and_those_below(override: str, again: Any, copied: Path, caplog: Any) -> None:
@@ -181,6 +183,18 @@ def test_changed_texts_run_everything_again(copied: Path, tmp_path: Path) -> Non
     assert rerun(copied, until="decompose") == ()
 
 
+def test_of_a_folder_of_texts_only_what_is_read_counts(copied: Path, tmp_path: Path) -> None:
+    (folder := tmp_path / "texts").mkdir()
+    (folder / "a.txt").write_text(TEXT)
+    again = [f"data.path={folder}", f"data.held_out={folder}"]
+    assert rerun(copied, *again, until="decompose") == ("decompose",)
+    (folder / ".DS_Store").write_text("x")
+    (folder / "picture.png").write_text("x")
+    assert rerun(copied, *again, until="decompose") == ()
+    (folder / "b.md").write_text(TEXT)
+    assert rerun(copied, *again, until="decompose") == ("decompose",)
+
+
 def test_a_models_card_and_hidden_files_are_none_of_its_content(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     first = model_identity(tmp_path)
@@ -192,7 +206,7 @@ def test_a_models_card_and_hidden_files_are_none_of_its_content(tmp_path: Path) 
     (tmp_path / "config.json").write_text("{ }")
     assert model_identity(tmp_path) != first != model_identity(tmp_path / "none")
     assert model_identity("you/model") == "you/model"
-    assert {"README.md", ".DS_Store"} < identity(tmp_path).keys()  # of data all files may be read
+    assert {"README.md", ".DS_Store"} < identity(tmp_path).keys()
 
 
 def test_a_missing_result_is_made_again_and_an_edited_one_refused(copied: Path) -> None:
@@ -284,8 +298,20 @@ def test_a_killed_process_leaves_no_lock_and_nothing_half_written(copied: Path) 
     assert not [path for path in copied.rglob("*") if path.name.endswith((".aside", ".old"))]
 
 
+def test_a_killed_process_leaves_nothing_put_away(copied: Path) -> None:
+    config = (copied / "config.yaml").read_bytes()
+    (copied / "stages" / "slack.json.was").write_text("{}")
+    (copied / "config.yaml").rename(copied / "config.yaml.was")
+    with RunDirectory(copied).locked():
+        assert (copied / "config.yaml").read_bytes() == config and not list(copied.rglob("*.was"))
+    (copied / "config.yaml.was").write_text("name: another")
+    assert rerun(copied) == () and not list(copied.rglob("*.was"))
+    assert (copied / "config.yaml").read_bytes() == config
+
+
 def test_where_models_are_kept_makes_no_stage_run_again(copied: Path) -> None:
     assert rerun(copied, "distillation.gradient_checkpointing=true", "distillation.sharded=true") == ()
+    assert rerun(copied, "distillation.checkpoint_every=3") == ()
     assert rerun(copied, "distillation.steps=7", until="distill") == ("distill",)
 
 

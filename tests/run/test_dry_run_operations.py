@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiny
 from flexrank.calibrate import collect_moments
 from flexrank.data.batches import call_model, output_tensor
 from flexrank.distill import distill_, step
 from flexrank.distill.objectives import LogitObjective
+from flexrank.files import write_json
 from flexrank.nn import linalg
 from flexrank.nn.elastic import NestedConv2d, NestedLinear
 from flexrank.nn.matrix import ConvGeometry
@@ -201,3 +203,15 @@ def test_blocks_that_run_again_take_the_operations_that_torch_counts(method: Any
         if name.endswith("down_proj") and (layer := nested_layers(student)[name])
     )
     assert dry_run(config)["operations"]["consolidation"] == counted + last
+
+
+@pytest.mark.parametrize("width", [16, 64, 32])
+def test_the_chain_of_another_model_is_not_counted_with(width: int, tmp_path: Path) -> None:
+    """Layers of all these models have the same names. Oracle: the plan of a run without a chain."""
+    other = LlamaForCausalLM(LlamaConfig(**tiny.DECODER | {"hidden_size": width}, tie_word_embeddings=True))
+    chain = tiny.chain_of(tiny.nest(other), (0.4, 0.8, 1.0))
+    more = {"output": str(tmp_path / "run"), "allocation": {"budgets": list(chain.budgets)}}
+    config = config_of(tiny.llama_tied, tmp_path, **more)
+    without = dry_run(config)
+    write_json(tmp_path / "run" / "chain.json", chain.to_json())
+    assert (dry_run(config) == without) == (width != 32)

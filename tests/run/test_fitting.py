@@ -1,5 +1,6 @@
 """What does not fit a run's model is refused before anything is calibrated; the model itself is the oracle."""
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,3 +123,24 @@ def test_images_are_those_that_the_model_was_made_for(
     with pytest.raises(FlexrankError, match=message) as caught:
         require_fitting_inputs(work, config)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["roberta", "mpnet", "longformer", "bert"])
+@torch.no_grad()
+def test_the_most_tokens_are_those_that_the_model_reads(kind: str, tmp_path: Path) -> None:
+    """RoBERTa's positions begin after that of padding. Oracle: a forward pass of each length."""
+    from transformers import AutoConfig, AutoModel
+
+    more = {"attention_window": 4} if kind == "longformer" else {}
+    config = AutoConfig.for_model(kind, **tiny.ENCODER, max_position_embeddings=34, pad_token_id=1, **more)
+    model, most = AutoModel.from_config(config).eval(), 0
+    for length in range(28, 40, 4 if more else 1):  # which Longformer pads to whole windows
+        with contextlib.suppress(IndexError, RuntimeError):
+            model(torch.full((1, length), 5))
+            most = length
+    assert most == (34 if kind == "bert" else 32)
+    for tokens, is_refused in ((32, False), (most, False), (most + 1, True)):
+        work = workspace("embedding", tmp_path, max_tokens=tokens)
+        refusal = pytest.raises(FlexrankError, match=f"max_tokens is {tokens}; this model reads at most {most}")
+        with refusal if is_refused else contextlib.nullcontext():
+            work.config.require_fitting(config)

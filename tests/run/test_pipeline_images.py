@@ -1,6 +1,7 @@
 """Image classification goes the whole way from a config, and wrong images are refused in one line."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from flexrank.errors import FlexrankError
 from flexrank.hf.models import load_model
 from flexrank.run import run_stages
 from flexrank.run.config import parse_config
-from tiny_runs import invoke
+from tiny_runs import here, invoke
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +58,34 @@ def test_a_whole_run(model: Path, tmp_path: Path) -> None:
     base, between, least = json.loads(done.stdout)["rows"]
     assert (base["quality"], least["quality"]) == (summary["base"]["quality"], summary["rows"][1]["quality"])
     assert between["budget"] == 0.65 and between["quality"] == qualities(model, images, tmp_path / "run", 0.65)
+
+
+def test_the_base_of_a_model_in_bfloat16_is_measured_in_it(model: Path, tmp_path: Path) -> None:
+    """Teachers of images have the run's dtype; what sizes are measured against has theirs."""
+    half = shutil.copytree(model, tmp_path / "half")
+    load_model(model, "classification").bfloat16().save_pretrained(half)
+    images = write_images(tmp_path / "images.npz")
+    values = settings(half, images, tmp_path / "run") | {"distillation": {"steps": 0}, "deployment": {"budgets": []}}
+    outcome = run_stages(parse_config(values), "evaluate")
+    assert outcome.workspace.deployed_dtype is outcome.workspace.deployed_base.dtype is torch.bfloat16
+    assert outcome.workspace.base.dtype is torch.float32
+    files = [(half / "model.safetensors").stat().st_size, (half / "config.json").stat().st_size]
+    measured = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert measured["base"]["bytes"] == pytest.approx(sum(files), abs=300)
+
+
+def test_images_are_counted_in_images(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"LEAST_SECONDS": 0.0, "REPEATS": 1, "in_fresh_process": here}.items():
+        monkeypatch.setattr(f"flexrank.run.measure.{name}", value)
+    values = settings(model, write_images(tmp_path / "images.npz"), tmp_path / "run")
+    run_stages(parse_config(values | {"distillation": {"steps": 0}, "deployment": {"budgets": []}}))
+    result = invoke("measure", tmp_path / "run", "--json")
+    assert result.exit_code == 0, result.output
+    workloads = json.loads(result.stdout)["workloads"]
+    assert [(one["name"], one["tokens"], one["unit"]) for one in workloads] == [
+        ("1 image", 1, "images"), ("16 images", 16, "images"),
+    ]  # fmt: skip
+    assert "images/s" in result.stderr and "tokens/s" not in result.stderr
 
 
 def qualities(base: Path, images: Path, run: Path, budget: float) -> dict[str, float]:

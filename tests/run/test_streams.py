@@ -192,6 +192,7 @@ def test_another_file_and_another_size_make_the_run_anew(sources: Path, corpus: 
         ({"source": "text", "streaming": True, "separator": "; "}, "data.separator is '; '; with data.streaming it is"),
         ({"source": "text", "streaming": True, "held_out": "x.txt"}, "data.held_out is read whole"),
         ({"shuffle_buffer": -1}, "data.shuffle_buffer is -1"),
+        ({"source": "stdlib-docs", "path": "x.txt"}, "data.path x.txt is not read by data.source 'stdlib-docs'"),
     ],
 )
 def test_keys_that_do_not_fit_are_one_line(data: dict[str, Any], message: str, sources: Path, corpus: Path) -> None:
@@ -234,3 +235,17 @@ def test_where_the_library_is_missing_the_line_names_the_extra(
     (tmp_path / "run.yaml").write_text(json.dumps(streamed(sources / "language", corpus, tmp_path / "run")))
     message = refused("run", tmp_path / "run.yaml")
     assert message == "error: datasets is not installed: pip install 'flexrank[data]'"
+
+
+def test_calibration_does_not_depend_on_the_size_of_the_probe(sources: Path, corpus: Path) -> None:
+    """A changed `data.probe` keeps the decomposition, which was calibrated on these blocks."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(sources / "language")
+    found = []
+    for probe in (4, 12):
+        values = streamed(sources / "language", corpus, corpus, calibration=16, probe=probe, max_tokens=40)
+        samples = load_samples(parse_config(values), "", tokenizer)
+        rows = [[row for batch in part for row in batch["input_ids"].tolist()] for part in
+                (samples.calibration, samples.probe)]  # fmt: skip
+        assert [len(part) for part in rows] == [16, probe] and not any(row in rows[0] for row in rows[1])
+        found.append(rows)
+    assert found[0][0] == found[1][0] and found[0][1] == found[1][1][:4]

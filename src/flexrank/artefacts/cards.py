@@ -12,20 +12,16 @@ from typing import Any
 import yaml
 
 from flexrank.hf.companions import CARD, source_of
+from flexrank.hf.models import auto_class
 from flexrank.profiles import ProfileChain
 
-#: The hub's name for a model's task and its Auto class, by the suffix of the model's class in transformers; the first
-#: suffix that fits counts.
-KINDS: dict[str, tuple[str | None, str]] = {
-    "ForCausalLM": ("text-generation", "AutoModelForCausalLM"),
-    "LMHeadModel": ("text-generation", "AutoModelForCausalLM"),
-    "ForImageClassification": ("image-classification", "AutoModelForImageClassification"),
-    "ForSequenceClassification": ("text-classification", "AutoModelForSequenceClassification"),
-    "ForMaskedLM": ("fill-mask", "AutoModelForMaskedLM"),
-    "ForConditionalGeneration": (None, "AutoModelForSeq2SeqLM"),
-    "Model": ("feature-extraction", "AutoModel"),
-    "": (None, "AutoModel"),
-}
+#: The hub's name for a model's task, by the suffix of the model's class in transformers; the first that fits counts.
+PIPELINES = {
+    "ForCausalLM": "text-generation", "LMHeadModel": "text-generation", "ForMaskedLM": "fill-mask",
+    "ForImageClassification": "image-classification", "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification", "ForQuestionAnswering": "question-answering",
+    "ForSemanticSegmentation": "image-segmentation", "Model": "feature-extraction",
+}  # fmt: skip
 #: Keys about the base model's licence and language, copied unchanged from its card.
 COPIED_KEYS = ("license", "license_name", "license_link", "language")
 TAG = "flexrank"
@@ -70,7 +66,7 @@ def write_elastic_card(directory: Path, description: Mapping[str, Any], chain: P
 
 def write_deployed_card(directory: Path, description: Mapping[str, Any], model: Any) -> None:
     """Writes the card of a deployed model; `description` is from `deployed.describe`."""
-    ranks = [spec["rank"] for spec in description["layers"].values()]
+    ranks = [spec["rank"] for spec in description["layers"].values() if spec["form"] != "dense"]
     lead = f"{description['parameters']:,} parameters. flexrank (FlexRank, ICML 2026) cut it from weights that hold "
     lead += f"every size: {len(ranks)} of its layers are low-rank"
     lead += f", of ranks {min(ranks):,} to {max(ranks):,}." if ranks else "."
@@ -78,11 +74,6 @@ def write_deployed_card(directory: Path, description: Mapping[str, Any], model: 
     lead += f" Its factorised layers have {share:.1%} of their dense parameters." if share is not None else ""
     lead += " Its row below is in bold." if "| **" in sizes else ""
     _write_basic(directory, "deployed", description, model, lead, sizes.splitlines())
-
-
-def auto_class(kind: str) -> str:
-    """The name of the Auto class for a model class of transformers."""
-    return next(auto for end, (_, auto) in KINDS.items() if kind.endswith(end))
 
 
 def read_about(card: Path) -> tuple[str, str]:
@@ -116,8 +107,8 @@ def _write_basic(
     source = source_of(model) if is_hub else None
     before = {} if source is None else read_card_metadata(source / CARD)
     start = card_metadata(kind, model.name_or_path, before) if is_hub else card_metadata("", "", {}, library="pytorch")
-    named = auto_class(kind) if what == "elastic" else kind  # only Auto classes can load from an elastic artefact
-    code = _CODE[what, library].format(kind=named, place=".", **facts)
+    named = auto_class(kind) if is_hub and what == "elastic" else kind  # only an Auto class loads an elastic artefact
+    code = _CODE[what, library if named else "torch"].format(kind=named, place=".", **facts)
     lines = [f"# {kind}, {what}", "", lead, "", f"```python\n{code}\n```", "", *more, *[""] * bool(more), LICENCE, ""]
     (directory / CARD).write_text(start + "\n".join(lines), encoding="utf8")
 
@@ -140,7 +131,7 @@ def card_metadata(kind: str, model: str, before: Mapping[str, Any], library: str
     tags = before.get("tags")
     is_ours = isinstance(tags, list) and TAG in tags
     base = before.get("base_model") if is_ours else model if is_named else None
-    pipeline = next(task for end, (task, _) in KINDS.items() if kind.endswith(end))
+    pipeline = next((task for end, task in PIPELINES.items() if kind.endswith(end)), None)
     data = {name: before.get(name) for name in COPIED_KEYS}
     data |= {"library_name": library, "pipeline_tag": pipeline, "tags": [TAG, "low-rank"], "base_model": base}
     return f"---\n{yaml.safe_dump({key: value for key, value in data.items() if value}, sort_keys=False)}---\n"

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flexrank import processes
 from flexrank.data.text import (
+    BYTE_ORDER_MARK,
     TEXT_SUFFIXES,
     Tokenizer,
     block_batches,
@@ -144,7 +145,7 @@ def text_of(value: Any, column: str, tokenizer: Tokenizer) -> str:
     The bos token that templates begin with is removed, because batches add it to every text.
     """
     if value is None or value == [] or isinstance(value, str):
-        return encodable(value or "").strip()
+        return encodable(value or "").removeprefix(BYTE_ORDER_MARK).strip()
     if not isinstance(value, list) or not all(isinstance(one, dict) and {"role", "content"} <= {*one} for one in value):
         wanted = "expected text, or a chat: a list of messages with role and content"
         raise FlexrankError(f"data.column {column!r} holds {short_repr(value)}; {wanted}")
@@ -246,7 +247,7 @@ def block_maker(tokenizer: Tokenizer, length: int, batch_size: int, seed: int | 
 def _tokens_of(tokenizer: Tokenizer, texts: list[str]) -> list[Tensor]:
     """The tokens of the texts in order, one tensor for every `TEXTS` texts."""
     pieces = [texts[start : start + TEXTS] for start in range(0, len(texts), TEXTS)]
-    own = {number: torch.tensor(joined_tokens(tokenizer, pieces[number])) for number in processes.share(len(pieces))}
+    own = {number: joined_tokens(tokenizer, pieces[number]) for number in processes.share(len(pieces))}
     lengths = processes.sums(*(float(len(own.get(number, ()))) for number in range(len(pieces))))
     missing = functools.partial(torch.zeros, dtype=torch.long)
     tokens = [own[number] if number in own else missing(int(length)) for number, length in enumerate(lengths)]
@@ -295,8 +296,9 @@ def _column(column: str | None, columns: Sequence[str], path: str) -> str:
 def _json_object(path: str, row: Mapping[str, str]) -> dict[str, Any]:
     """Parses the object in a line of JSON; a blank line gives an empty object."""
     try:
-        value = json.loads(row["text"]) if row["text"].strip() else {}
-    except json.JSONDecodeError as error:
+        text = row["text"].removeprefix(BYTE_ORDER_MARK)
+        value = json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError) as error:  # also an integer of too many digits, or too deep a nesting
         line = f"{short_repr(row['text'])} is no JSON ({error})"
         raise FlexrankError(f"data.path {path}: {line}; jsonl has one object a line") from error
     if not isinstance(value, dict):

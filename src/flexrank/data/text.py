@@ -28,6 +28,11 @@ SPLIT_SALT = "123:"
 #: The minimum number of words in a passage, and in the query and the remainder of a retrieval pair.
 PASSAGE_WORDS, QUERY_WORDS, REMAINDER_WORDS = 4, 3, 12
 TEXT_SUFFIXES = (".txt", ".md", ".rst")
+BYTE_ORDER_MARK = "\ufeff"  # Windows' editors begin files with it
+#: Characters that are tokenised together; the tokenizer's own memory is a hundred times as much.
+CHARACTERS = 1 << 20
+#: Where a long text may be cut: tokenizers join line ends with blanks that follow, and nothing else.
+LINE_END = re.compile(r"\n(?=\S)")
 
 Item = TypeVar("Item")
 
@@ -174,18 +179,51 @@ def token_blocks(
     count = len(tokens) // length
     if not count:
         raise FlexrankError(f"the texts hold {len(tokens)} tokens; one block needs {length}, so give more")
-    return block_batches(torch.tensor(tokens[: count * length]).view(count, length), batch_size)
+    return block_batches(tokens[: count * length].view(count, length), batch_size)
 
 
-def joined_tokens(tokenizer: Tokenizer, texts: Sequence[str]) -> list[int]:
-    """The tokens of all texts, each after `bos_token_id`, or else `eos_token_id`; FlexrankError if both are None."""
+def joined_tokens(tokenizer: Tokenizer, texts: Sequence[str]) -> Tensor:
+    """The tokens (N,) of all texts, each after `bos_token_id`, or else `eos_token_id`, in int64.
+
+    A long text is tokenised in pieces of whole lines, which bounds the tokenizer's memory.
+
+    Raises:
+        FlexrankError: there are no texts, or both tokens are None.
+    """
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if start is None:
         raise FlexrankError("the tokenizer has no bos or eos token to put between texts; set tokenizer.eos_token")
-    tokens: list[int] = []
-    for ids in _token_ids(tokenizer, texts, add_special_tokens=False):
-        tokens += [start, *ids]
-    return tokens
+    _require_texts(texts)
+    tokens = []
+    for group in _groups_of_pieces(texts):
+        rows = _token_ids(tokenizer, [piece for piece, _ in group], add_special_tokens=False)
+        starts = [[start] if is_first else [] for _, is_first in group]
+        tokens.append(torch.tensor([*itertools.chain(*itertools.chain(*zip(starts, rows, strict=True)))]))
+    return torch.cat(tokens)
+
+
+def _groups_of_pieces(texts: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
+    """Pieces of texts, with whether each begins a text, in groups of at least `CHARACTERS` but for the last."""
+    group: list[tuple[str, bool]] = []
+    size = 0
+    for text in texts:
+        for number, piece in enumerate(_pieces(text)):
+            group.append((piece, number == 0))
+            size += len(piece)
+            if size >= CHARACTERS:
+                yield group
+                group, size = [], 0
+    if group:
+        yield group
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Cuts a text at the first line end after every `CHARACTERS` that a blank does not follow."""
+    start = 0
+    while cut := LINE_END.search(text, start + CHARACTERS):
+        yield text[start : cut.end()]
+        start = cut.end()
+    yield text[start:]
 
 
 def block_batches(blocks: Tensor, batch_size: int) -> list[dict[str, Tensor]]:
@@ -251,9 +289,13 @@ def _groups_of_like_length(lengths: Sequence[int], batch_size: int, seed: int | 
     return groups
 
 
-def _token_ids(tokenizer: Tokenizer, texts: Sequence[str], **options: Any) -> list[list[int]]:
+def _require_texts(texts: Sequence[str]) -> None:
     if isinstance(texts, str) or not len(texts):
         raise FlexrankError("no texts; expected a list with at least one")
+
+
+def _token_ids(tokenizer: Tokenizer, texts: Sequence[str], **options: Any) -> list[list[int]]:
+    _require_texts(texts)
     # Not verbose: the length warning is about a single forward pass, but joined texts are cut into blocks.
     return tokenizer(list(texts), verbose=False, **options)["input_ids"]
 
@@ -318,6 +360,6 @@ def _stable_number(text: str) -> int:
 
 def _decoded(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf8")
+        return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise FlexrankError(f"{file}: not UTF-8 text (byte {error.start}); save it as that") from error

@@ -121,14 +121,15 @@ def _allowed_differences(samples: int, loss: float, confidence_level: float) -> 
 @torch.no_grad()
 def _compare(small: nn.Module, large: nn.Module, batches: Iterable[Batch]) -> _Answers:
     margins, differ = [], []
-    costs = FlopCounterMode(display=False), FlopCounterMode(display=False)
+    counter, operations = FlopCounterMode(display=False), [0, 0]
     with eval_mode(small, large):
         for number, batch in enumerate(batches, start=1):
             batch = to_device(batch, model_device(small))
             outputs = []
-            for model, cost in zip((small, large), costs, strict=True):
-                with cost:
+            for place, model in enumerate((small, large)):
+                with counter:  # which begins at 0 again
                     outputs.append(_logits(call_model(model, batch)))
+                operations[place] += counter.get_total_flops()
             if outputs[0].shape != outputs[1].shape:
                 shapes = " and ".join(str(tuple(output.shape)) for output in outputs)
                 raise FlexrankError(f"batch {number}: the logits are {shapes}; both models must answer alike")
@@ -138,8 +139,7 @@ def _compare(small: nn.Module, large: nn.Module, batches: Iterable[Batch]) -> _A
             differ.append((outputs[0].argmax(-1) != outputs[1].argmax(-1)).cpu())
     if not margins:
         raise FlexrankError("there are no batches to calibrate on; give at least one")
-    small_cost, large_cost = (cost.get_total_flops() for cost in costs)
-    ratio = small_cost / large_cost if large_cost else math.nan
+    ratio = operations[0] / operations[1] if operations[1] else math.nan
     return _Answers(torch.cat(margins), torch.cat(differ), ratio)
 
 

@@ -194,7 +194,8 @@ def _write_card(aside: Path, facts: dict[str, Any], source: Path) -> None:
         f"`flexrank export --to {facts['to']}` wrote it of a model that flexrank (FlexRank, ICML 2026) deployed: "
         f"{near}.", "", f"```python\n{code.format(kind=kind)}\n```", "",
     ]  # fmt: skip
-    _, sizes, after = source.read_text(encoding="utf8").partition("## Sizes") if source.is_file() else ("", "", "")
+    card = source.read_text(encoding="utf8", errors="replace") if source.is_file() else ""
+    _, sizes, after = card.partition("## Sizes")
     rest = f"{sizes}{after}" or f"{LICENCE}\n"
     text = card_metadata(kind, "", read_card_metadata(source), library) + "\n".join(lines) + f"\n{rest}"
     (aside / CARD).write_text(text, encoding="utf8")
@@ -202,6 +203,7 @@ def _write_card(aside: Path, facts: dict[str, Any], source: Path) -> None:
 
 def _facts(model: Any, format: str, inputs: Inputs, bound: float, error: float) -> dict[str, Any]:
     libraries = ("torch", "transformers", "flexrank", *(RUNTIMES[format].packages if format in RUNTIMES else ()))
+    owners = metadata.packages_distributions()  # onnxruntime-gpu provides onnxruntime, for one
     return {
         "to": format,
         "class": type(model).__name__,
@@ -209,5 +211,5 @@ def _facts(model: Any, format: str, inputs: Inputs, bound: float, error: float) 
         "inputs": list(inputs),
         "bound": bound,
         "error": error,
-        "versions": {name: metadata.version(name) for name in libraries},
+        "versions": {name: metadata.version(owners[name][0]) for name in libraries},
     }

@@ -42,6 +42,7 @@ def deploy_within_limits(
         parameters, size = stored_sizes(small)
         if parameters <= _limit(limits, "max_params") and size <= _limit(limits, "max_bytes"):
             return small, entry, elastic
+        del small  # before the next one is made
     raise FlexrankError(f"{directory}: with its slack the smallest size has {parameters} parameters in {size} bytes")
 
 

@@ -15,7 +15,6 @@ from torch import nn
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from flexrank.artefacts.cards import auto_class
 from flexrank.artefacts.elastic import read_elastic_document
 from flexrank.deployment.limits import deploy_within_limits
 from flexrank.errors import FlexrankError
@@ -59,7 +58,9 @@ class ElasticQuantizer(OrdinaryModelQuantizer):
         """
         if not config.name_or_path:
             kind = next(iter(config.architectures or ["this class"]))
-            raise FlexrankError(f"{kind}.from_pretrained cannot cut a size; take {auto_class(kind)}.from_pretrained")
+            auto = models.auto_class(kind)
+            mend = f"take {auto}.from_pretrained" if auto else "read it with flexrank.load_elastic"
+            raise FlexrankError(f"{kind}.from_pretrained cannot cut a size; {mend}")
         directory = local_directory(config.name_or_path)
         document = read_elastic_document(directory)
         if document["library"] != "transformers":

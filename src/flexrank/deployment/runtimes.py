@@ -72,11 +72,22 @@ def program_of(model: Any) -> nn.Module:
     return (ImageProgram if model.main_input_name == "pixel_values" else TokenProgram)(model).eval()
 
 
+def classifies_several(model: Any) -> bool:
+    """Whether the model takes several texts at once: one that classifies the last real token must know padding."""
+    is_classifier = type(model).__name__.endswith("ForSequenceClassification")
+    return not is_classifier or model.config.get_text_config().pad_token_id is not None
+
+
 def sample_inputs(model: Any, rows: int, tokens: int, seed: int = 0) -> Inputs:
     """A random batch: ids of the model's vocabulary, the last row's last quarter padded, or images in its dtype.
 
-    An encoder-decoder also gets decoder ids, half as many. Raises FlexrankError for a model with other inputs.
+    An encoder-decoder also gets decoder ids, half as many.
+
+    Raises:
+        FlexrankError: the model has other inputs, or classifies texts of which it cannot pad several.
     """
+    if rows > 1 and not classifies_several(model):
+        raise FlexrankError(f"{type(model).__name__} has no pad_token_id in its config.json, so no batch; set it there")
     generator = torch.Generator().manual_seed(seed)
     if model.main_input_name not in ("input_ids", "pixel_values"):
         kinds = f"a model of {model.main_input_name}; exports are of models of input_ids or pixel_values"

@@ -300,6 +300,26 @@ def _write_remote_code(model: Any, directory: Path) -> None:
     write_json(directory / "config.json", config)
 
 
+def auto_class(kind: str) -> str | None:
+    """The Auto class of transformers that loads a model class of this name; None if no Auto class does."""
+    from transformers.models.auto import modeling_auto
+
+    found = set()
+    for name, one in vars(modeling_auto).items():
+        mapping = getattr(one, "_model_mapping", None)
+        if name.startswith("AutoModel") and mapping is not None:
+            values = mapping._model_mapping.values()
+            found |= {name for value in values if kind in ((value,) if isinstance(value, str) else value)}
+    return min(found, key=_preference, default=None)
+
+
+def _preference(name: str) -> tuple[int, str]:
+    """Sorts first the Auto class whose heads fit what a model that several of them load is for."""
+    preferred = ("AutoModelForSeq2SeqLM", "AutoModelForImageTextToText", "AutoModelForCausalLM", "AutoModel")
+    others = len(preferred) + (name == "AutoModelForPreTraining")
+    return (preferred.index(name) if name in preferred else others), name
+
+
 def _auto_map(model: Any) -> dict[str, str]:
     """The model class that each auto class loads for this config, if it is the model's class or its `base_model`'s."""
     from transformers.models.auto import modeling_auto

@@ -115,6 +115,8 @@ class GaugeAlignedLayer(nn.Module):
 
     @torch.no_grad()
     def _fill(self, u: Tensor, v: Tensor, bias: Tensor | None) -> None:
+        if not bool(torch.isfinite(u).all() & torch.isfinite(v).all()):
+            raise FlexrankError("the factors are not finite; check the weights that they come from")
         u_hat, v_tilde = gauge_align(u, v, self.slack)
         if not bool(torch.isfinite(u_hat).all()):
             raise FlexrankError(f"the leading {self.aligned} rows of U are singular; give more slack than {self.slack}")

@@ -96,9 +96,9 @@ def whole_slack(shape: Shape, rank: int, slack: int, dtype: str) -> int:
 
 
 def is_worth_it(shape: Shape, rank: int, min_saving: float, slack_share: float) -> bool:
-    """Whether the layer saves `min_saving` of the dense operations at this rank, or the rank is full (dense)."""
-    limit = (1 - min_saving) * dense_parameters(shape)
-    return rank == min(shape) or expected_parameters(shape, rank, slack_share) <= limit
+    """Whether the rank is full, or costs less than the dense layer and saves `min_saving` of its operations."""
+    dense, cost = dense_parameters(shape), expected_parameters(shape, rank, slack_share)
+    return rank == min(shape) or (cost < dense and cost <= (1 - min_saving) * dense)
 
 
 def rank_levels(

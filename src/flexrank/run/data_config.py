@@ -65,6 +65,8 @@ class DataConfig(Section):
             if getattr(self, key) and self.source not in sources:
                 owners = " or ".join(map(repr, sources))
                 yield f"data.{key} belongs to data.source {owners}; data.source is {self.source!r}"
+        if self.source == "stdlib-docs" and self.path is not None:
+            yield f"data.path {self.path} is not read by data.source 'stdlib-docs'; set data.source, such as to 'text'"
         if self.is_stream and self.training is not None:
             yield "data.training counts texts in memory; a stream gives what distillation.steps take, so leave it out"
         if self.streaming and self.held_out is not None:

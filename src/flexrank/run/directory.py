@@ -63,6 +63,7 @@ class RunDirectory:
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()
+            self._clear_backups()
             clear_leftovers(self.path)
             for place in filter(Path.is_dir, self.path.iterdir()):
                 clear_leftovers(place)
@@ -71,6 +72,15 @@ class RunDirectory:
             finally:
                 file.truncate(0)
                 self._remove_what_is_empty(is_new)
+
+    def _clear_backups(self) -> None:
+        """Removes what a killed process had put away; its configuration is restored if it had not written its own."""
+        for record in (self.path / "stages").glob("*.was"):
+            record.unlink()
+        config, backup = self.path / "config.yaml", self.path / "config.yaml.was"
+        if backup.is_file() and not config.is_file():
+            os.replace(backup, config)
+        backup.unlink(missing_ok=True)
 
     def _remove_what_is_empty(self, is_new: bool) -> None:
         """Removes partial/ if empty, and a new directory altogether if a wrong input ended the run before a stage."""
@@ -252,16 +262,23 @@ def model_identity(source: str | Path) -> Any:
 
 
 def data_identity(data: DataConfig) -> Any:
-    """Identifies what a run reads: a file or folder by its content, a stream by its files' size and modification time.
+    """Identifies what a run reads: a file or texts by their content, a stream by its files' size and modification time.
 
     A stream is never hashed, because that takes as long as a pass over it. Documentation is identified by the version
     of Python, and a data set of the hub by the keys that name it.
     """
     if data.path is None:
         return platform.python_version()
-    if not data.is_stream:
-        return identity(data.path)
-    return {file: identity(file, hashed=0) for file in corpus_files(data.source, data.path)} or data.path
+    if data.is_stream:
+        return {file: identity(file, hashed=0) for file in corpus_files(data.source, data.path)} or data.path
+    return identity(data.path) if data.source == "images" else texts_identity(data.path)
+
+
+def texts_identity(path: str) -> Any:
+    """Identifies a file of texts, or of a folder the files that `read_texts` reads."""
+    if not Path(path).is_dir():
+        return identity(path)
+    return {str(Path(file).relative_to(path)): identity(file) for file in corpus_files("text", path)}
 
 
 def _mark(path: Path) -> str | int:

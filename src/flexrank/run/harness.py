@@ -49,7 +49,6 @@ def load_tasks(
         own = task.get_config("num_fewshot")
         if own is None or (own and num_fewshot is not None):  # like lm-eval, keeps a 0 in a task's file
             task.set_config(key="num_fewshot", value=num_fewshot or 0)
-        task.set_fewshot_seed(seed=FEWSHOT_SEED)
     return loaded
 
 
@@ -98,19 +97,23 @@ def score(
         limit: documents of each task; None is all.
 
     Raises:
-        FlexrankError: a question or option is empty, an option too long, or a log-likelihood is not finite.
+        FlexrankError: a question or option is empty, an option too long, a log-likelihood is not finite, or a task has
+            fewer documents than examples in a prompt.
     """
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
     with _lm_eval_logging(logging.ERROR, bars=False):  # it warns about getting a model, not a name
         lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+    for task in loaded["tasks"].values():
+        task.set_fewshot_seed(seed=FEWSHOT_SEED)  # each call draws on: without it, every model had other examples
     with _lm_eval_logging(logging.WARNING, bars=progress.is_shown()):
         try:
             found = lm_eval.evaluate(lm, dict(loaded), limit=limit)
-        except AssertionError as error:  # lm-eval's checks of each question, which have no message
+        except (AssertionError, ValueError) as error:  # lm-eval's checks of each question, which have no message
             what = f"is empty, or an option has more tokens than the {lm.max_length} that the model reads"
-            raise FlexrankError(f"--tasks: lm-eval cannot ask a question: it or an option {what}") from error
+            why = first_line(error) if str(error) else f"it or an option {what}"
+            raise FlexrankError(f"--tasks: lm-eval cannot ask a question: {why}") from error
     for name, samples in found["samples"].items():
         if not all(math.isfinite(number) for sample in samples for number in _numbers(sample["resps"])):
             raise FlexrankError(f"task {name}: a log-likelihood is not finite; check the model's weights")

@@ -29,6 +29,7 @@ from flexrank.deployment.machine import (
 from flexrank.deployment.process import in_fresh_process
 from flexrank.files import dtype_name, write_json
 from flexrank.hf import models
+from flexrank.nn.switch import stored_sizes
 from flexrank.progress import track
 from flexrank.run.sizes import Sizes
 from flexrank.run.tables import PLAIN
@@ -42,11 +43,12 @@ RESULT = "measurement.json"
 
 
 class Workload(NamedTuple):
-    """What is timed: its name, its tokens (or images), and the call."""
+    """What is timed: its name, its tokens (or images), the call, and what is counted."""
 
     name: str
     tokens: int
     call: Callable[[nn.Module], object]
+    unit: str = "tokens"
 
 
 def measure_run(directory: Path) -> dict[str, Any]:
@@ -78,11 +80,12 @@ def measure_sizes(directory: str) -> dict[str, Any]:
     for budget in track(work.config.allocation.budgets, "measuring sizes"):
         small = sizes.deployed(sizes.chain.at(budget))
         rows.append({"name": f"{budget:g}", **_measure(work, small, base, workloads)})
+        del small  # before the next one is made
     return {
         "model": work.config.model,
         "dtype": dtype_name(work.deployed_dtype),
         "machine": machine_facts(),
-        "workloads": [{"name": one.name, "tokens": one.tokens} for one in workloads],
+        "workloads": [{"name": one.name, "tokens": one.tokens, "unit": one.unit} for one in workloads],
         "rows": rows,
     }
 
@@ -93,7 +96,7 @@ def print_measurement(result: Mapping[str, Any], console: Console) -> None:
     ratios = Table("budget", *names, title="time over the base model's, in turn", **PLAIN)
     for row in result["rows"]:
         ratios.add_row(row["name"], *(f"{time['ratio']:.2f}" for time in row["times"]))
-    columns = [f"{name}: {unit}" for name in names for unit in ("ms", "tokens/s")]
+    columns = [f"{one['name']}: {unit}" for one in result["workloads"] for unit in ("ms", f"{one['unit']}/s")]
     sizes = Table("budget", "MB of weights", "MB at the peak", *columns, **PLAIN)
     for row in result["rows"]:
         cells = [f"{row['bytes'] / 1e6:.1f}", f"{row['peak'] / 1e6:.1f}" if row["peak"] else "-"]
@@ -131,10 +134,10 @@ def _workloads(work: Workspace, base: Any) -> list[Workload]:
 def _forward_workload(batch: Mapping[str, torch.Tensor]) -> Workload:
     shape = next(iter(batch.values())).shape
     plural = "" if shape[0] == 1 else "s"
-    name, tokens = f"{shape[0]} image{plural}", shape[0]
-    if "pixel_values" not in batch:
-        name, tokens = f"{shape[0]} text{plural} of {shape[1]} tokens", int(batch["attention_mask"].sum())
-    return Workload(name, tokens, lambda model: call_model(model, batch))
+    call = functools.partial(call_model, batch=batch)
+    if "pixel_values" in batch:
+        return Workload(f"{shape[0]} image{plural}", shape[0], call, "images")
+    return Workload(f"{shape[0]} text{plural} of {shape[1]} tokens", int(batch["attention_mask"].sum()), call)
 
 
 def _generate(prompt: Mapping[str, Any], model: Any) -> None:
@@ -149,8 +152,7 @@ def _measure(work: Workspace, small: Any, base: nn.Module, workloads: Sequence[W
             own, others = interleave(runs, REPEATS, least_seconds=LEAST_SECONDS)
             ratio = 1.0 if small is base else median_ratio(own, others)
             times.append({"seconds": statistics.median(own), "ratio": ratio})
-    weights = sum(tensor.nbytes for tensor in small.state_dict().values())
-    return {"times": times, "bytes": weights, "peak": _peak(work, small)}
+    return {"times": times, "bytes": stored_sizes(small)[1], "peak": _peak(work, small)}
 
 
 def _peak(work: Workspace, small: Any) -> int | None:

@@ -22,7 +22,7 @@ from flexrank.run import stages
 from flexrank.run.candidates import rank_constraints
 from flexrank.run.cards import write_card
 from flexrank.run.config import DistillationConfig, RunConfig
-from flexrank.run.directory import RunDirectory, data_identity, fingerprint, identity, model_identity
+from flexrank.run.directory import RunDirectory, data_identity, fingerprint, model_identity, texts_identity
 from flexrank.run.sizes import Sizes, export_size
 from flexrank.run.workspace import Workspace
 
@@ -48,8 +48,9 @@ class Stage:
 _ALL = ("run/stages", "run/samples", "run/workspace", "hf", "data", "nn", "profiles", "processes")
 _DEPLOYED = ("deployment.dtype", "deployment.slack")
 _HELD_OUT = ("data.evaluation", "data.half")
-#: Where models are kept changes only rounding, and logging changes nothing: a run continues when these keys change.
-_UNREAD = ("sharded", "gradient_checkpointing", "tracking")
+#: Where models are kept changes only rounding, and logs and checkpoints change nothing: a run continues when these
+#: keys change.
+_UNREAD = ("sharded", "gradient_checkpointing", "tracking", "checkpoint_every")
 _TRAINED = tuple(f"distillation.{key}" for key in DistillationConfig.model_fields if key not in _UNREAD)
 #: Stages that only read the trained model: asking for one must not train it again.
 _READ_ONLY_STAGES = ("slack", "evaluate", "deploy")
@@ -79,11 +80,12 @@ STAGES = (
     ),
     Stage("slack", stages.slack, ("deployment", "run/sizes"), _DEPLOYED, ("distill",), ("slack.json",)),
     Stage(
-        "evaluate_initial", stages.evaluate_initial, (), (*_HELD_OUT, "distillation.steps"),
+        "evaluate_initial", stages.evaluate_initial, (), _HELD_OUT,
         ("decompose", "allocate"), ("evaluation_initial.json",), is_shared=True,
     ),
     Stage(
-        "evaluate", stages.evaluate, ("deployment", "run/sizes", "run/measure"), (*_HELD_OUT, "evaluation"), ("slack",),
+        "evaluate", stages.evaluate, ("deployment", "run/sizes", "run/measure"),
+        (*_HELD_OUT, "evaluation", "device"), ("slack",),
         ("evaluation.json",), is_timed=True, is_shared=True,
     ),
     Stage(
@@ -189,12 +191,17 @@ def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None =
 
 
 def fingerprints(config: RunConfig, source: str) -> dict[str, str]:
-    """Each stage's fingerprint; the first covers model and data files, the probe's also its part of `allocation`."""
+    """Each stage's fingerprint.
+
+    The first covers model and data files, the probe's also its part of `allocation`, and that of the evaluation before
+    consolidation whether there is one.
+    """
     sources = {"model": model_identity(source), "data": data_identity(config.data)}
     if config.data.held_out is not None:
-        sources["held_out"] = identity(config.data.held_out)
+        sources["held_out"] = texts_identity(config.data.held_out)
     probed = rank_constraints(config) | {"is_printed": config.allocation.method == "paper"}
-    read, prints = {"decompose": sources, "probe": probed}, dict[str, str]()
+    read = {"decompose": sources, "probe": probed, "evaluate_initial": bool(config.distillation.steps)}
+    prints = dict[str, str]()
     for stage in STAGES:
         needs = [prints[name] for name in stage.needs]
         prints[stage.name] = fingerprint(

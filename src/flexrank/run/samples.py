@@ -129,7 +129,10 @@ def _block_samples(config: RunConfig, tokenizer: Tokenizer) -> Samples:
             (batch,) = token_blocks(tokenizer, texts, data.max_tokens, batch_size=1 << 40)
         except FlexrankError as error:
             raise FlexrankError(f"{part} part of the data: {error}") from error
-        return batch["input_ids"][_shuffled(len(batch["input_ids"]), config.seed)]  # so any prefix is a fair sample
+        rows = batch["input_ids"]
+        # A prefix of shuffled blocks is a fair sample. Of a stream only as many texts are read as the blocks need, so
+        # its blocks keep their order: the first ones are then the same for any number of blocks.
+        return rows if data.is_stream else rows[_shuffled(len(rows), config.seed)]
 
     held_out = blocks("evaluation", evaluation)
     held_out = held_out[half_indices(data.half, held_out)][: data.evaluation]

@@ -193,7 +193,7 @@ def evaluate(work: Workspace, _: str) -> None:
     shapes = sizes.shapes
     for number in track(processes.share(len(budgets) + 1), "evaluating"):
         if number == len(budgets):
-            own[number] = evaluate_size(work, work.base, full_ranks(shapes), shapes)
+            own[number] = evaluate_size(work, work.deployed_base, full_ranks(shapes), shapes)
             continue
         profile = sizes.chain.at(budgets[number])
         row = evaluate_size(work, sizes.deployed(profile), profile, shapes)

@@ -21,7 +21,7 @@ from flexrank.nn.matrix import conv_geometry, input_rows, is_layer, matrix_shape
 from flexrank.nn.select import elastic_form, replace_layers, select_layers
 from flexrank.nn.switch import layer_shapes, uniform_profile
 from flexrank.profiles import ProfileChain, RankProfile
-from flexrank.profiles.costs import Shape
+from flexrank.profiles.costs import Shape, dense_parameters, full_ranks
 from flexrank.run.config import RunConfig
 
 
@@ -120,12 +120,14 @@ def build_architecture(config: RunConfig) -> Architecture:
 
 
 def _own_chain(config: RunConfig, student: nn.Module) -> ProfileChain | None:
-    """The chain in RUN/chain.json, if it has these budgets and layers; else it is from an earlier configuration."""
+    """The chain in RUN/chain.json, if it is of these budgets and layers; else it is from an earlier configuration."""
     path = config.directory / "chain.json"
     if not path.is_file():
         return None
     chain = ProfileChain.from_json(read_json(path))
-    is_of_shapes = dict(chain.entries[-1].profile).keys() == layer_shapes(student).keys()
+    shapes = layer_shapes(student)
+    is_of_shapes = chain.entries[-1].profile == full_ranks(shapes)
+    is_of_shapes = is_of_shapes and chain.dense_parameters == sum(map(dense_parameters, shapes.values()))
     return chain if is_of_shapes and {*chain.budgets} == {*config.allocation.budgets} else None
 
 

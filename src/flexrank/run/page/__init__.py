@@ -45,7 +45,7 @@ def is_page(path: Path) -> bool:
 
 def run_names(runs: Sequence[Path], summaries: Sequence[Mapping[str, Any]]) -> list[str]:
     """The runs' names on a page: those of their configurations or, if two runs share a name, their directories."""
-    names = [str(summary["name"]) for summary in summaries]
+    names = [str(summary.get("name", summary["model"])) for summary in summaries]
     return names if len(set(names)) == len(names) else list(map(str, runs))
 
 

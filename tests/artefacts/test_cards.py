@@ -194,12 +194,12 @@ def test_the_card_of_a_head_without_auto_class_reads_the_artefact(
     assert type(run_card(tmp_path, monkeypatch)["model"]) is transformers.GPT2DoubleHeadsModel
 
 
-def test_dense_layers_are_not_called_low_rank(tmp_path: Path) -> None:
+def test_dense_layers_are_not_called_low_rank(tmp_path: Path, verified_here: None) -> None:
     model = tiny.nest(tiny.build("bert"))
     ranks = fr.nested_layers(model)
     profile = {name: min(layer.matrix_shape) for name, layer in ranks.items()}
     first = next(iter(profile))
-    fr.save_deployed(fr.deploy(model, profile | {first: 3}), tmp_path / "one")
+    fr.export(fr.deploy(model, profile | {first: 3}), tmp_path / "one", tiny.batch_for("bert"))
     assert "1 of its layers are low-rank, of ranks 3 to 3." in (tmp_path / "one" / "README.md").read_text()
 
 

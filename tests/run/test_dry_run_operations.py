@@ -205,13 +205,14 @@ def test_blocks_that_run_again_take_the_operations_that_torch_counts(method: Any
     assert dry_run(config)["operations"]["consolidation"] == counted + last
 
 
-@pytest.mark.parametrize("width", [16, 64, 32])
-def test_the_chain_of_another_model_is_not_counted_with(width: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("width", "inner"), [(16, 144), (64, 48), (32, 64), (32, 48)])
+def test_the_chain_of_another_model_is_not_counted_with(width: int, inner: int, tmp_path: Path) -> None:
     """Layers of all these models have the same names. Oracle: the plan of a run without a chain."""
-    other = LlamaForCausalLM(LlamaConfig(**tiny.DECODER | {"hidden_size": width}, tie_word_embeddings=True))
+    sizes = tiny.DECODER | {"hidden_size": width, "intermediate_size": inner}
+    other = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True))
     chain = tiny.chain_of(tiny.nest(other), (0.4, 0.8, 1.0))
     more = {"output": str(tmp_path / "run"), "allocation": {"budgets": list(chain.budgets)}}
     config = config_of(tiny.llama_tied, tmp_path, **more)
     without = dry_run(config)
     write_json(tmp_path / "run" / "chain.json", chain.to_json())
-    assert (dry_run(config) == without) == (width != 32)
+    assert (dry_run(config) == without) == ((width, inner) != (32, 48))

@@ -9,7 +9,7 @@ from flexrank.deployment import FlexRankConfig, deploy, deployed_parameters_of, 
 from flexrank.errors import FlexrankError
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.gauge_aligned import GaugeAlignedConv2d, GaugeAlignedLayer, GaugeAlignedLinear
-from flexrank.nn.switch import full_profile, nested_layers, use_profile
+from flexrank.nn.switch import full_profile, nested_layers, set_budget, use_profile
 from flexrank.profiles import SlackTable
 from flexrank.profiles.costs import deployed_parameters
 from tiny import outputs, relative
@@ -203,3 +203,15 @@ def test_a_wrong_slack_is_one_line(slack):
     for call in (lambda: deploy(model, full_profile(model), slack=slack), lambda: FlexRankConfig(0.5, slack=slack)):
         with pytest.raises(FlexrankError, match=f'slack is {slack!r}; it is "auto", a whole number of columns'):
             call()
+
+
+def test_a_deployed_model_has_no_hooks_of_the_elastic_one():
+    model, seen = tiny.elastic("perceptron"), []
+    model.register_forward_hook(lambda *_: seen.append(1))  # the user's own stays
+    chain = tiny.chain_of(model)
+    set_budget(model, chain.budgets[0], chain=chain)
+    small = deploy(model, chain.entries[0].profile)
+    assert len(small._forward_hooks) == 1 and not small._forward_pre_hooks and not small._forward_hooks_always_called
+    assert not [name for name in vars(small) if "lock" in name]
+    outputs(small, tiny.batch_for("perceptron"))
+    assert seen == [1] and len(model._forward_hooks) == 2

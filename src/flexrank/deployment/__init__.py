@@ -18,6 +18,7 @@ from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.experts import separate_experts
 from flexrank.nn.gauge_aligned import GaugeAlignedConv2d, GaugeAlignedLayer, GaugeAlignedLinear, Slack
 from flexrank.nn.matrix import matrix_shape
+from flexrank.nn.size_lock import drop_size_lock_
 from flexrank.nn.specs import build_layer, layer_spec
 from flexrank.nn.switch import layer_shapes, nested_layers, submodel
 from flexrank.profiles import SlackTable
@@ -70,6 +71,7 @@ def deploy(
         except FlexrankError as error:
             raise FlexrankError(f"layer {name!r}: {error}") from error
     small = _copied(model, {layer: deployed[name] for name, layer in layers.items()}, device, dtype)
+    drop_size_lock_(small)
     first = next(iter(layers.values()))
     if first.chain is not None:
         small.flexrank_sizes = mark_size(first.card_sizes, first.chain, profile)

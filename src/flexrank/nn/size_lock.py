@@ -82,3 +82,12 @@ def size_lock_of(model: nn.Module) -> SizeLock:
             model.register_forward_pre_hook(lock.begin)
             model.register_forward_hook(lock.end, always_call=True)
         return model.__dict__[ATTRIBUTE]
+
+
+def drop_size_lock_(model: nn.Module) -> None:
+    """Removes the lock, and its hooks, of a model whose size changes no more."""
+    lock = model.__dict__.pop(ATTRIBUTE, None)
+    for hooks in (model._forward_pre_hooks, model._forward_hooks) if lock else ():
+        for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is lock]:
+            del hooks[key]
+            model._forward_hooks_always_called.pop(key, None)

@@ -19,8 +19,7 @@ _BENCHES = """# Performance
 
 `make bench` writes this page; `python -m research --page` writes it again from saved results. Each section is one
 command. Ratios are medians of alternating runs in one process; the eigenproblems of `decompose` are timed once. *met*
-and *missed* are computed from the numbers beside them. `train`, `calibrate`, `probe` and `start` were measured before
-the benches moved to `research/`; what the benches no longer show is left out.
+and *missed* are computed from the numbers beside them. What the benches no longer show is left out.
 """
 _COMPARISONS = """# Rivals
 
@@ -39,10 +38,9 @@ scored by tasks.
 rounding leaves of a uniform share is filled up. A constant that a paper leaves open is tuned over four values on the
 tuning half; for SVD-LLM V2 all four give the same model here, because its ranks never reach their bound. *paper* and
 *joint* ranks are flexrank's two allocations, from a sensitivity table of the method's own factors (for PIFA, of the
-factors that it starts from). *nested* says whether each size is a prefix of all larger ones, so one artefact holds
-them all. DRONE's search of ranks is left out. Times are wall times, each measured once. DRONE, SVD-LLM and DataSVD
-share one optimum, so their lines coincide. pycode5m and ResNet-20 were measured before ranks were filled up and
-constants tuned.
+factors that it starts from). *nested* says whether each size is a prefix of all larger ones, so one artefact holds them
+all. DRONE's search of ranks is left out. Times are wall times, each measured once. DRONE, SVD-LLM and DataSVD share one
+optimum, so their lines coincide. pycode5m was measured before ranks were filled up and constants tuned.
 
 **Trained.** All methods see the same number of training tokens in total; a method that trains each size separately
 splits them among its sizes. At equal training time, each method gets the number of steps that fits into flexrank's
@@ -58,12 +56,13 @@ learning rates are tried in finer steps; and a best rate at an edge leads to mor
 flexrank's default, `fisher`, adopts that idea and is close to LEMS, ahead at some sizes and behind at others. PIFA and
 A3 make one model per size, and PIFA refits each layer to the outputs of the compressed layers before it, which one
 artefact for all sizes cannot do. On stories260k, which is 64 columns wide, PIFA with flexrank's ranks is ahead even at
-large sizes; on MiniLM it is ahead from .4 down, by more at smaller sizes. A short consolidation gains more than that,
-for all sizes at once (docs/performance.md). Among trained rivals, nested widths (`matformer` in the tables) also lead
-at small sizes of stories260k, and with ACIP at babyllama's .2: complete heads and channels hold more per parameter than
-a few ranks of such narrow matrices. Sizes that are trained separately can be ahead at large sizes, where shared weights
-pay for the small ones. On the vision transformer, flexrank at its defaults, flexrank as printed and separate training
-are within a few of 2,000 images of each other down to .3: the standard error is 20 images.
+large sizes; on MiniLM and ResNet-20 it is clearly ahead from .4 down, by more at smaller sizes. A short consolidation
+gains more than that, for all sizes at once (docs/performance.md). Among trained rivals, nested widths (`matformer` in
+the tables) also lead at small sizes of stories260k, and with ACIP at babyllama's .2: complete heads and channels hold
+more per parameter than a few ranks of such narrow matrices. Sizes that are trained separately can be ahead at large
+sizes, where shared weights pay for the small ones. On the vision transformer, flexrank at its defaults, flexrank as
+printed and separate training are within a few of 2,000 images of each other down to .3: the standard error is 20
+images.
 """
 
 

@@ -156,7 +156,9 @@ def _goals(rates: Mapping[str, Any], peaks: Mapping[str, Any]) -> list[dict[str,
         goals.append(goal(what, f"at least {SHARE:.0%}", f"{one['share']:.0%}", one["share"] >= SHARE))
     added, moments = peaks["by block"]["above"], peaks["by block"]["moments"]
     here = f"{added / MEBIBYTE:.0f} MiB, moments of a block {moments / MEBIBYTE:.0f} MiB"
-    why = f"all {MEASURED} blocks at once add {peaks['all at once']['above'] / MEBIBYTE:.0f} MiB"
+    states = (BATCHES + 2) * math.prod(SHAPE) * SIZES["hidden_size"] * 4
+    why = f"all {MEASURED} blocks at once add {peaks['all at once']['above'] / MEBIBYTE:.0f} MiB; hidden states of all "
+    why += f"batches, and a block's input and output, take {states / MEBIBYTE:.0f} MiB"
     what, most = "peak above the model's own forward, calibrating block by block", "at most the moments of one block"
     holds = added < moments + MEBIBYTE  # a process's own peak is accurate to about a MiB
     return [*goals, goal(what, f"{most}, to the MiB", here, holds, why)]

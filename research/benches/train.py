@@ -154,7 +154,8 @@ def peak_of_step(described: Mapping[str, Any], dtype: str, which: str) -> int:
     """Returns the peak bytes of consolidation, beyond those of the interpreter and its libraries; in a fresh process.
 
     These are teacher, student, optimiser state, gradients, and what a step keeps and works on; the teacher runs in it.
-    `described` are the subject's fields; the student is `dense`, or elastic: `trained` at `BUDGETS`, `full` also at 1.
+    `described` are the subject's fields; the student is `dense`, or elastic: `trained` at `BUDGETS`, or `full`, which
+    has budget 1 among its sizes too.
     """
     subject = Subject(**described)
     teacher, batch = build(subject), batch_of(subject)
@@ -165,10 +166,10 @@ def peak_of_step(described: Mapping[str, Any], dtype: str, which: str) -> int:
     with contextlib.ExitStack() as stack:
         profiles: list[Profile] = [{}]
         if which != "dense":
-            profiles = [full_profile(model)] if which == "full" else []
-            profiles += [uniform_profile(model, budget) for budget in (min(BUDGETS), max(BUDGETS))]
-            set_sizes_(model, profiles)
-            stack.enter_context(trimmed_factors(model, profiles))
+            profiles = [uniform_profile(model, budget) for budget in (min(BUDGETS), max(BUDGETS))]
+            sizes = [*profiles, *[full_profile(model)] * (which == "full")]  # the full model is never drawn
+            set_sizes_(model, sizes)
+            stack.enter_context(trimmed_factors(model, sizes))
         targets = targets_of(teacher, subject, dtype)
         take = stack.enter_context(stepping(model, teacher, targets, (None, batch)))
         for _ in range(2):  # the first creates the optimiser state; the peak is that of the second

@@ -155,13 +155,14 @@ def test_token_blocks_hold_every_token_once_in_order() -> None:
     assert all(bool(batch["attention_mask"].all()) for batch in batches)
 
 
+@pytest.mark.parametrize("name", ["pycode5m", "stories260k", "babyllama"])
 @pytest.mark.parametrize("characters", [1, 40, 10**6])
-def test_a_long_text_is_tokenised_in_pieces_of_lines(
-    characters: int, assets: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_text_of_many_lines_is_tokenised_in_pieces(
+    characters: int, name: str, assets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: each whole text in one call of the tokenizer; code has indented and blank lines."""
+    """Oracle: each whole text in one call. Code has indented and blank lines; two tokenizers begin with a blank."""
     monkeypatch.setattr("flexrank.data.text.CHARACTERS", characters)
-    tokenizer = load_tokenizer(assets / "pycode5m")
+    tokenizer = load_tokenizer(assets / name)
     texts = ["one line", (assets / "pycode5m" / "val.txt").read_text()[:20_000], "x" * 100, "two\n\n\nlines"]
     wanted = [[tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False)["input_ids"]] for text in texts]
     calls: list[list[str]] = []
@@ -174,7 +175,6 @@ def test_a_long_text_is_tokenised_in_pieces_of_lines(
     tokenizer.__class__ = Counting
     found = data.joined_tokens(tokenizer, texts)
     assert found.dtype == torch.int64 and found.tolist() == [token for row in wanted for token in row]
-    assert "".join(piece for call in calls for piece in call) == "".join(texts)
     assert (len(calls) > 10) == (characters < 100)
 
 

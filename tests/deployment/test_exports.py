@@ -7,13 +7,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
 import tiny
 from flexrank.artefacts.deployed import load_deployed
 from flexrank.artefacts.elastic import save_elastic
 from flexrank.artefacts.inspect import inspect_artefact
-from flexrank.deployment import deploy, export, exports
+from flexrank.deployment import deploy, export, exports, runtimes
 from flexrank.deployment.formats import export_to
 from flexrank.errors import FlexrankError
 from flexrank.nn.switch import nested_layers
@@ -141,6 +141,12 @@ def test_factors_that_are_not_finite_are_named():
     for slack in ("auto", 0, 10_000):
         with pytest.raises(FlexrankError, match=f"layer '{name}': the factors are not finite; check the weights"):
             deploy(model, tiny.chain_of(model).entries[0].profile, slack=slack)
+
+
+def test_a_classifier_of_first_tokens_needs_no_padding():
+    model = BertForSequenceClassification(BertConfig(**tiny.TEXT, pad_token_id=None))
+    assert runtimes.classifies_several(model)
+    assert model(**runtimes.sample_inputs(model, 2, 8)).logits.shape == (2, 2)
 
 
 @pytest.mark.parametrize("pad", [None, 0])

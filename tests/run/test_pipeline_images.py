@@ -15,6 +15,7 @@ from flexrank.errors import FlexrankError
 from flexrank.hf.models import load_model
 from flexrank.run import run_stages
 from flexrank.run.config import parse_config
+from flexrank.run.workspace import Workspace
 from tiny_runs import here, invoke
 
 
@@ -69,8 +70,11 @@ def test_the_base_of_a_model_in_bfloat16_is_measured_in_it(model: Path, tmp_path
     outcome = run_stages(parse_config(values), "evaluate")
     assert outcome.workspace.deployed_dtype is outcome.workspace.deployed_base.dtype is torch.bfloat16
     assert outcome.workspace.base.dtype is torch.float32
+    fresh = Workspace(outcome.workspace.config, outcome.workspace.directory)
+    assert fresh.deployed_base.dtype is torch.bfloat16 and "base" not in vars(fresh)  # which would be in memory too
     files = [(half / "model.safetensors").stat().st_size, (half / "config.json").stat().st_size]
     measured = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert measured["base"]["quality"]["agreement"] == 1
     assert measured["base"]["bytes"] == pytest.approx(sum(files), abs=300)
 
 

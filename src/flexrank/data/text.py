@@ -31,8 +31,11 @@ TEXT_SUFFIXES = (".txt", ".md", ".rst")
 BYTE_ORDER_MARK = "\ufeff"  # Windows' editors begin files with it
 #: Characters that are tokenised together; the tokenizer's own memory is a hundred times as much.
 CHARACTERS = 1 << 20
-#: Where a long text may be cut: tokenizers join line ends with blanks that follow, and nothing else.
-LINE_END = re.compile(r"\n(?=\S)")
+#: Where a long text may be cut: tokenizers join the ends of lines with blanks around them.
+LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
+#: What is tokenised before each piece of a text but the first, and then left out: some tokenizers begin a text
+#: with a blank of their own.
+LINE_BEFORE = "a\n"
 
 Item = TypeVar("Item")
 
@@ -158,12 +161,16 @@ def read_texts(path: str | Path, separator: str = "\n") -> list[str]:
         raise FlexrankError(f"{path}: no such file or folder of texts")
     if not separator:
         raise FlexrankError("the separator of texts is empty; give what divides them, such as a line end")
-    inside = (file for file in path.rglob("*") if file.suffix in TEXT_SUFFIXES and file.is_file())
-    files = sorted(inside) if path.is_dir() else [path]
-    texts = [text.strip() for file in files for text in _decoded(file).split(separator) if text.strip()]
+    texts = [text.strip() for file in text_files(path) for text in _decoded(file).split(separator) if text.strip()]
     if not texts:
         raise FlexrankError(f"{path}: holds no text; expected UTF-8 in {', '.join(TEXT_SUFFIXES)} files or in one file")
     return texts
+
+
+def text_files(path: Path) -> list[Path]:
+    """The files that `read_texts` reads: the file itself, or those of texts under a folder, sorted."""
+    inside = (file for file in path.rglob("*") if file.suffix in TEXT_SUFFIXES and file.is_file())
+    return sorted(inside) if path.is_dir() else [path]
 
 
 def token_blocks(
@@ -185,7 +192,7 @@ def token_blocks(
 def joined_tokens(tokenizer: Tokenizer, texts: Sequence[str]) -> Tensor:
     """The tokens (N,) of all texts, each after `bos_token_id`, or else `eos_token_id`, in int64.
 
-    A long text is tokenised in pieces of whole lines, which bounds the tokenizer's memory.
+    A text of many lines is tokenised in pieces, which bounds the tokenizer's memory; the tokens are the same.
 
     Raises:
         FlexrankError: there are no texts, or both tokens are None.
@@ -194,11 +201,14 @@ def joined_tokens(tokenizer: Tokenizer, texts: Sequence[str]) -> Tensor:
     if start is None:
         raise FlexrankError("the tokenizer has no bos or eos token to put between texts; set tokenizer.eos_token")
     _require_texts(texts)
+    is_cut = any(len(text) > CHARACTERS for text in texts)
+    before = len(_token_ids(tokenizer, [LINE_BEFORE], add_special_tokens=False)[0]) if is_cut else 0
     tokens = []
     for group in _groups_of_pieces(texts):
-        rows = _token_ids(tokenizer, [piece for piece, _ in group], add_special_tokens=False)
-        starts = [[start] if is_first else [] for _, is_first in group]
-        tokens.append(torch.tensor([*itertools.chain(*itertools.chain(*zip(starts, rows, strict=True)))]))
+        pieces = [piece if is_first else LINE_BEFORE + piece for piece, is_first in group]
+        rows = _token_ids(tokenizer, pieces, add_special_tokens=False)
+        parts = ([start, *row] if is_first else row[before:] for row, (_, is_first) in zip(rows, group, strict=True))
+        tokens.append(torch.tensor([*itertools.chain(*parts)], dtype=torch.long))
     return torch.cat(tokens)
 
 
@@ -218,7 +228,7 @@ def _groups_of_pieces(texts: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Cuts a text at the first line end after every `CHARACTERS` that a blank does not follow."""
+    """Cuts a text at the first line end between characters that are no blanks after every `CHARACTERS`."""
     start = 0
     while cut := LINE_END.search(text, start + CHARACTERS):
         yield text[start : cut.end()]

@@ -4,6 +4,7 @@ A program takes a batch's tensors by name and returns one tensor, the logits or 
 cache is off: a program reads the whole text at every call.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,9 +74,10 @@ def program_of(model: Any) -> nn.Module:
 
 
 def classifies_several(model: Any) -> bool:
-    """Whether the model takes several texts at once: one that classifies the last real token must know padding."""
+    """Whether the model takes several texts at once: one that classifies their last real tokens must know padding."""
     is_classifier = type(model).__name__.endswith("ForSequenceClassification")
-    return not is_classifier or model.config.get_text_config().pad_token_id is not None
+    finds_the_last = is_classifier and "pad_token_id" in inspect.getsource(type(model).forward)
+    return not finds_the_last or model.config.get_text_config().pad_token_id is not None
 
 
 def sample_inputs(model: Any, rows: int, tokens: int, seed: int = 0) -> Inputs:

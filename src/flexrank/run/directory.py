@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from flexrank.data.stream import corpus_files
+from flexrank.data.text import text_files
 from flexrank.errors import FlexrankError
 from flexrank.files import atomic_file, clear_leftovers, digest_file, digest_json, read_json, write_json
 from flexrank.hf.companions import CARD
@@ -276,9 +277,7 @@ def data_identity(data: DataConfig) -> Any:
 
 def texts_identity(path: str) -> Any:
     """Identifies a file of texts, or of a folder the files that `read_texts` reads."""
-    if not Path(path).is_dir():
-        return identity(path)
-    return {str(Path(file).relative_to(path)): identity(file) for file in corpus_files("text", path)}
+    return {str(file.relative_to(path)): identity(file) for file in text_files(Path(path))}
 
 
 def _mark(path: Path) -> str | int:

@@ -110,10 +110,13 @@ def score(
     with _lm_eval_logging(logging.WARNING, bars=progress.is_shown()):
         try:
             found = lm_eval.evaluate(lm, dict(loaded), limit=limit)
-        except (AssertionError, ValueError) as error:  # lm-eval's checks of each question, which have no message
+        except AssertionError as error:  # lm-eval's checks of each question, which have no message
             what = f"is empty, or an option has more tokens than the {lm.max_length} that the model reads"
-            why = first_line(error) if str(error) else f"it or an option {what}"
-            raise FlexrankError(f"--tasks: lm-eval cannot ask a question: {why}") from error
+            raise FlexrankError(f"--tasks: lm-eval cannot ask a question: it or an option {what}") from error
+        except ValueError as error:
+            if not str(error).startswith("Sample larger than population"):
+                raise
+            raise FlexrankError("--num-fewshot: a task has fewer documents; give a smaller number") from error
     for name, samples in found["samples"].items():
         if not all(math.isfinite(number) for sample in samples for number in _numbers(sample["resps"])):
             raise FlexrankError(f"task {name}: a log-likelihood is not finite; check the model's weights")

@@ -152,14 +152,12 @@ def export_size(sizes: Sizes, small: nn.Module, profile: RankProfile, place: Pat
     }
 
 
-def evaluate_size(
-    work: Workspace, small: Any, profile: Mapping[str, int], shapes: Mapping[str, Shape]
-) -> dict[str, Any]:
-    """Ranks, parameters, bytes on disk (weights and config, as saved) and qualities of a deployed model."""
+def measure_size(small: Any, profile: Mapping[str, int], shapes: Mapping[str, Shape]) -> dict[str, Any]:
+    """Ranks, parameters, and bytes on disk (weights and config, as saved) of a deployed model."""
     with tempfile.TemporaryDirectory() as scratch:
         models.save_model(small, Path(scratch))
         size = directory_bytes(scratch)
-    return {**count_parameters(small, profile, shapes), "bytes": size, "quality": work.measure_quality(small)}
+    return {**count_parameters(small, profile, shapes), "bytes": size}
 
 
 def count_parameters(small: nn.Module, profile: Mapping[str, int], shapes: Mapping[str, Shape]) -> dict[str, Any]:

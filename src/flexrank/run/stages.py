@@ -37,7 +37,7 @@ from flexrank.run.candidates import candidate_ranks, rank_constraints, require_r
 from flexrank.run.cards import write_cards
 from flexrank.run.measure import latency_ratios
 from flexrank.run.samples import loss_rows
-from flexrank.run.sizes import Sizes, choose_slack, evaluate_size, export_size
+from flexrank.run.sizes import Sizes, choose_slack, export_size, measure_size
 from flexrank.run.tracking import LOSSES, tracked
 from flexrank.run.training import log_losers, probe_losses, train_
 from flexrank.run.trials import choose_rate
@@ -193,11 +193,15 @@ def evaluate(work: Workspace, _: str) -> None:
     shapes = sizes.shapes
     for number in track(processes.share(len(budgets) + 1), "evaluating"):
         if number == len(budgets):
-            own[number] = evaluate_size(work, work.deployed_base, full_ranks(shapes), shapes)
+            row = measure_size(work.deployed_base, full_ranks(shapes), shapes)
+            own[number] = {**row, "quality": work.measure_quality(work.base)}
             continue
         profile = sizes.chain.at(budgets[number])
-        row = evaluate_size(work, sizes.deployed(profile), profile, shapes)
-        own[number] = {"budget": budgets[number], **row, "latency_ratio": ratios[number], "ranks": dict(profile)}
+        small = sizes.deployed(profile)
+        row = {"budget": budgets[number], **measure_size(small, profile, shapes)}
+        row |= {"quality": work.measure_quality(small), "latency_ratio": ratios[number], "ranks": dict(profile)}
+        own[number] = row
+        del small  # before the next one is made
     *rows, base = processes.gather_merged(own).values()
     layers = {name: {"shape": list(shape)} for name, shape in shapes.items()}
     _write_shared(work, "evaluation.json", {"base": base, "rows": rows, "layers": layers})

@@ -189,6 +189,6 @@ class Workspace:
     @functools.cached_property
     def deployed_base(self) -> Any:
         """The base model in the dtype of deployed models."""
-        if self.base.dtype is self.deployed_dtype:
-            return self.base
-        return self.load_base().to(self.device, self.deployed_dtype)  # reads mapped files; a copy would be in memory
+        model = self.load_base()  # not a copy of `base`: both would be in memory
+        dtype = getattr(torch, self.config.dtype) if self.config.task == "classification" else model.dtype
+        return self.base if dtype is self.deployed_dtype else model.to(self.device, self.deployed_dtype)

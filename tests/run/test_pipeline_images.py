@@ -61,8 +61,12 @@ def test_a_whole_run(model: Path, tmp_path: Path) -> None:
     assert between["budget"] == 0.65 and between["quality"] == qualities(model, images, tmp_path / "run", 0.65)
 
 
-def test_the_base_of_a_model_in_bfloat16_is_measured_in_it(model: Path, tmp_path: Path) -> None:
-    """Teachers of images have the run's dtype; what sizes are measured against has theirs."""
+def test_the_base_of_a_model_in_bfloat16_is_measured_in_it(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Teachers of images have the run's dtype, also where they are judged; what sizes are held against has theirs."""
+    bits = property(lambda _: lambda one: {"bits": torch.finfo(one.dtype).bits})
+    monkeypatch.setattr(Workspace, "measure_quality", bits)
     half = shutil.copytree(model, tmp_path / "half")
     load_model(model, "classification").bfloat16().save_pretrained(half)
     images = write_images(tmp_path / "images.npz")
@@ -74,7 +78,7 @@ def test_the_base_of_a_model_in_bfloat16_is_measured_in_it(model: Path, tmp_path
     assert fresh.deployed_base.dtype is torch.bfloat16 and "base" not in vars(fresh)  # which would be in memory too
     files = [(half / "model.safetensors").stat().st_size, (half / "config.json").stat().st_size]
     measured = json.loads((tmp_path / "run" / "evaluation.json").read_text())
-    assert measured["base"]["quality"]["agreement"] == 1
+    assert [row["quality"]["bits"] for row in (measured["base"], *measured["rows"])] == [32, 16, 16]
     assert measured["base"]["bytes"] == pytest.approx(sum(files), abs=300)
 
 

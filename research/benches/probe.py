@@ -14,7 +14,8 @@ from torch import nn
 
 from flexrank import decompose_, distillation_evaluator
 from flexrank.data.batches import Batch
-from flexrank.data.text import passages, read_texts, sentence_batches, stdlib_documents, token_blocks
+from flexrank.data.stdlib_docs import passages, stdlib_documents
+from flexrank.data.text import read_texts, sentence_batches, token_blocks
 from flexrank.deployment.machine import interleave
 from flexrank.distill.objectives import EmbeddingObjective, LogitObjective, Objective
 from flexrank.hf.models import load_model, load_tokenizer

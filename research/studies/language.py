@@ -20,7 +20,8 @@ from flexrank.hf import models
 from flexrank.run import run_stages
 from flexrank.run.config import RunConfig
 from flexrank.run.directory import RunDirectory, data_identity, identity
-from flexrank.run.stages import read_chain, require_fitting_inputs
+from flexrank.run.fitting import require_fitting_inputs
+from flexrank.run.stages import read_chain
 from flexrank.run.training import autocast_dtype, forward_settings
 from flexrank.run.trials import UNTRIED
 from flexrank.run.workspace import Workspace
@@ -100,7 +101,7 @@ def datasvd_space(request: Request) -> Workspace:
         raise FlexrankError(f"decomposition.method is {decomposition.method!r}; this study is of 'datasvd' only")
     config = config.model_copy(update={"decomposition": decomposition.model_copy(update={"method": "datasvd"})})
     space = Workspace(config, RunDirectory(request.work))
-    require_fitting_inputs(space, space.base.config)
+    require_fitting_inputs(space, space.base)
     return space
 
 

@@ -224,5 +224,6 @@ def test_all_sizes_are_asked_with_the_same_examples(sources: Path, tasks: Path) 
         score(model, tokenizer, loaded, 8)
         prompts.append([one.args[0] for one in loaded["tasks"]["words"].instances])
     assert prompts[0] == prompts[1] and len(set(prompts[0])) > 1
-    with pytest.raises(FlexrankError, match="--num-fewshot: a task has fewer documents"):
-        score(model, tokenizer, load_tasks(["words"], tasks, num_fewshot=100), 8)
+    load_tasks(["words"], tasks, num_fewshot=len(QUESTIONS))
+    with pytest.raises(FlexrankError, match="--num-fewshot: words has 5 examples, and each prompt is to have 6"):
+        load_tasks(["words"], tasks, num_fewshot=len(QUESTIONS) + 1)

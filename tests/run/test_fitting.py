@@ -15,8 +15,8 @@ from flexrank.data.images import Scaling
 from flexrank.errors import FlexrankError
 from flexrank.run.config import parse_config
 from flexrank.run.directory import RunDirectory
+from flexrank.run.fitting import require_fitting, require_fitting_inputs
 from flexrank.run.samples import Samples
-from flexrank.run.stages import require_fitting_inputs
 from flexrank.run.workspace import Workspace
 from tiny_runs import refused, settings
 
@@ -46,11 +46,11 @@ def test_a_token_without_an_embedding_is_refused_in_every_part(part: str, tmp_pa
         samples: Any = tokens({part: token})
         work.__dict__["samples"] = samples
         if is_known:
-            require_fitting_inputs(work, model.config)
+            require_fitting_inputs(work, model)
             model(samples.example["input_ids"])
         else:
             with pytest.raises(FlexrankError, match="its tokenizer makes token 64, and its embedding ends at 63; save"):
-                require_fitting_inputs(work, model.config)
+                require_fitting_inputs(work, model)
             with pytest.raises(IndexError):
                 model(torch.tensor([[token]]))
 
@@ -62,16 +62,16 @@ def test_a_stream_is_not_read_for_its_tokens(tmp_path: Path) -> None:
 
     work = workspace("language", tmp_path)
     work.__dict__["samples"] = Samples(**vars(tokens({})) | {"training": stream()})
-    require_fitting_inputs(work, tiny.llama_tied().config)
+    require_fitting_inputs(work, tiny.llama_tied())
 
 
 def test_a_model_of_characters_has_no_end_of_tokens(tmp_path: Path) -> None:
     from transformers import CanineConfig, CanineModel
 
-    work, config = workspace("embedding", tmp_path), CanineConfig(**tiny.ENCODER, num_hash_buckets=16)
+    work, model = workspace("embedding", tmp_path), CanineModel(CanineConfig(**tiny.ENCODER, num_hash_buckets=16))
     work.__dict__["samples"] = tokens({"example": 0x10FFFF})
-    require_fitting_inputs(work, config)
-    CanineModel(config)(torch.tensor([[0x10FFFF] * 8]))
+    require_fitting_inputs(work, model)
+    model(torch.tensor([[0x10FFFF] * 8]))
 
 
 def test_an_encoder_decoder_embeds_nothing(tmp_path: Path) -> None:
@@ -82,11 +82,11 @@ def test_an_encoder_decoder_embeds_nothing(tmp_path: Path) -> None:
         model.base_model(torch.tensor([[1, 2]]))
     message = "task 'embedding' does not fit 't5', an encoder-decoder; take a model that is an encoder alone"
     with pytest.raises(FlexrankError, match=message):
-        require_fitting_inputs(work, model.config)
+        require_fitting_inputs(work, model)
     model.config.save_pretrained(tmp_path / "model")
     (tmp_path / "run.json").write_text(json.dumps(work.config.model_dump(mode="json")))
     assert message in refused("run", tmp_path / "run.json", "--dry-run")
-    require_fitting_inputs(work, tiny.bert().config)
+    require_fitting_inputs(work, tiny.bert())
 
 
 @pytest.mark.parametrize(
@@ -115,13 +115,13 @@ def test_images_are_those_that_the_model_was_made_for(
     scaling = Scaling((0.5,) * means, (0.25,) * means)
     (tmp_path / "model" / "preprocessor_config.json").write_text(json.dumps(scaling.to_json()))
     tiny.vit().config.save_pretrained(tmp_path / "model")
-    work, config = workspace("classification", tmp_path), tiny.vit().config
+    work, model = workspace("classification", tmp_path), tiny.vit()
     if message is None:
-        require_fitting_inputs(work, config)
-        tiny.vit()(**work.samples.example)
+        require_fitting_inputs(work, model)
+        model(**work.samples.example)
         return
     with pytest.raises(FlexrankError, match=message) as caught:
-        require_fitting_inputs(work, config)
+        require_fitting_inputs(work, model)
     assert "\n" not in str(caught.value)
 
 
@@ -144,4 +144,4 @@ def test_the_most_tokens_are_those_that_the_model_reads(kind: str, tmp_path: Pat
         work = workspace("embedding", tmp_path, max_tokens=tokens)
         refusal = pytest.raises(FlexrankError, match=f"max_tokens is {tokens}; this model reads at most {most}")
         with refusal if is_refused else contextlib.nullcontext():
-            work.config.require_fitting(config)
+            require_fitting(work.config, model)

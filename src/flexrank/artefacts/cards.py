@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from flexrank.hf.companions import CARD, source_of
+from flexrank.hf.companions import CARD, HUB_NAME, source_of
 from flexrank.hf.models import auto_class
 from flexrank.profiles import ProfileChain
 
@@ -127,7 +127,7 @@ def card_metadata(kind: str, model: str, before: Mapping[str, Any], library: str
         before: `read_card_metadata` of the card found there; if flexrank wrote it, its base model is named instead.
         library: what loads it.
     """
-    is_named = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", model) is not None and not Path(model).exists()
+    is_named = HUB_NAME.fullmatch(model) is not None and not Path(model).exists()
     tags = before.get("tags")
     is_ours = isinstance(tags, list) and TAG in tags
     base = before.get("base_model") if is_ours else model if is_named else None

@@ -25,9 +25,10 @@ COMPANION_GLOBS = (
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 #: The model card, which says whose a model is and under which licence.
 CARD = "README.md"
-#: A repository's name; and a directory in the hub's cache, with groups for cache, repository and commit.
+#: A repository's name; with those that have no owner, as the oldest models; and a directory in the hub's cache, with
+#: groups for cache, repository and commit.
 REPOSITORY = re.compile(r"[\w.-]*\w[\w.-]*/[\w.-]+")
-WITHOUT_OWNER = re.compile(r"[\w.-]*\w[\w.-]*")  # as the oldest models are named
+HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 CACHED = re.compile(r"(.*)/models--([^/]+)/snapshots/([0-9a-f]{40})(?:/.*)?")
 log = logging.getLogger("flexrank")
 
@@ -122,7 +123,7 @@ def source_of(model: Any) -> Path | None:
     name = model.name_or_path
     if not name or Path(name).is_dir():
         return Path(name) if name else None
-    if not (REPOSITORY.fullmatch(name) or WITHOUT_OWNER.fullmatch(name)):
+    if not HUB_NAME.fullmatch(name):
         log.warning("files beside the model in %s are not copied: the directory no longer exists", name)
         return None
     try:

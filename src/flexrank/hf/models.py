@@ -302,14 +302,11 @@ def _write_remote_code(model: Any, directory: Path) -> None:
 
 def auto_class(kind: str) -> str | None:
     """The Auto class of transformers that loads a model class of this name; None if no Auto class does."""
-    from transformers.models.auto import modeling_auto
-
-    found = set()
-    for name, one in vars(modeling_auto).items():
-        mapping = getattr(one, "_model_mapping", None)
-        if name.startswith("AutoModel") and mapping is not None:
-            values = mapping._model_mapping.values()
-            found |= {name for value in values if kind in ((value,) if isinstance(value, str) else value)}
+    found = []
+    for name, mapping in _auto_classes().items():
+        values = mapping._model_mapping.values()
+        if any(kind in ((value,) if isinstance(value, str) else value) for value in values):
+            found.append(name)
     return min(found, key=_preference, default=None)
 
 
@@ -320,15 +317,20 @@ def _preference(name: str) -> tuple[int, str]:
     return (preferred.index(name) if name in preferred else others), name
 
 
-def _auto_map(model: Any) -> dict[str, str]:
-    """The model class that each auto class loads for this config, if it is the model's class or its `base_model`'s."""
+def _auto_classes() -> dict[str, Any]:
+    """The Auto classes of models, by name, with their tables of classes by configuration."""
     from transformers.models.auto import modeling_auto
 
+    tables = {name: getattr(one, "_model_mapping", None) for name, one in vars(modeling_auto).items()}
+    return {name: table for name, table in tables.items() if name.startswith("AutoModel") and table is not None}
+
+
+def _auto_map(model: Any) -> dict[str, str]:
+    """The model class that each auto class loads for this config, if it is the model's class or its `base_model`'s."""
     wanted = {type(model).__name__, type(model.base_model).__name__}
     classes = {}
-    for name, auto_class in vars(modeling_auto).items():
-        mapping = getattr(auto_class, "_model_mapping", None)
-        if name.startswith("AutoModel") and mapping is not None and type(model.config) in mapping:
+    for name, mapping in _auto_classes().items():
+        if type(model.config) in mapping:
             target = mapping[type(model.config)]
             names = [kind.__name__ for kind in (target if isinstance(target, tuple) else (target,))]
             if kinds := [kind for kind in names if kind in wanted]:

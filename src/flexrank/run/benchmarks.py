@@ -14,7 +14,8 @@ from flexrank.data.text import read_texts, sentence_batches, token_blocks
 from flexrank.errors import FlexrankError
 from flexrank.files import write_json
 from flexrank.profiles.costs import full_ranks
-from flexrank.run.config import RunConfig, most_tokens
+from flexrank.run.config import RunConfig
+from flexrank.run.fitting import most_tokens
 from flexrank.run.harness import score, settings_of
 from flexrank.run.samples import NO_SEPARATOR
 from flexrank.run.sizes import Sizes, count_parameters
@@ -136,7 +137,7 @@ def _scores(work: Workspace, loaded: Mapping[str, Any], limit: int | None) -> Be
 
 
 def _batches(work: Workspace, windows: Windows) -> list[dict[str, Any]]:
-    limit = most_tokens(work.base.config)
+    limit = most_tokens(work.base)
     if limit is not None and windows.tokens > limit:
         raise FlexrankError(f"--window is {windows.tokens}; this model reads at most {limit} tokens")
     texts = read_texts(windows.path, work.config.data.separator or NO_SEPARATOR)

@@ -18,11 +18,6 @@ if TYPE_CHECKING:
 
 Budget = Annotated[float, Field(gt=0, le=1)]
 Dtype = Literal["float32", "bfloat16", "float16"]
-#: Kinds of models whose first token has the position after that of padding, so they read fewer tokens than positions.
-POSITIONS_AFTER_PADDING = frozenset({
-    "camembert", "data2vec-text", "esm", "ibert", "layoutlmv3", "lilt", "longformer", "luke", "markuplm", "mpnet",
-    "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
-})  # fmt: skip
 
 
 class LayersConfig(Section):
@@ -231,24 +226,6 @@ class RunConfig(Section):
     def directory(self) -> Path:
         """The run directory."""
         return Path(self.output.replace("{name}", self.name))
-
-    def require_fitting(self, model: Any) -> None:
-        """Refuses the transformers configuration of a model that cannot read such texts, or texts of this length."""
-        if self.task == "embedding" and getattr(model, "is_encoder_decoder", False):
-            kind = f"{model.model_type!r}, an encoder-decoder"
-            raise FlexrankError(f"task 'embedding' does not fit {kind}; take a model that is an encoder alone")
-        limit, tokens = most_tokens(model), self.data.max_tokens
-        if self.task != "classification" and limit is not None and tokens > limit:
-            raise FlexrankError(f"data.max_tokens is {tokens}; this model reads at most {limit}")
-
-
-def most_tokens(model: Any) -> int | None:
-    """The most tokens that a model with this transformers configuration reads; None if it does not say."""
-    positions: int | None = getattr(model, "max_position_embeddings", None)
-    is_rotary = getattr(model, "position_embedding_type", None) == "rotary"
-    if positions is None or is_rotary or model.model_type not in POSITIONS_AFTER_PADDING:
-        return positions
-    return positions - model.pad_token_id - 1
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:

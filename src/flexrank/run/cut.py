@@ -5,7 +5,7 @@ from typing import Any
 
 from flexrank.deployment import export
 from flexrank.deployment.limits import deploy_within_limits
-from flexrank.deployment.runtimes import classifies_several, sample_inputs
+from flexrank.deployment.runtimes import sample_inputs
 from flexrank.errors import FlexrankError
 from flexrank.files import directory_bytes
 from flexrank.hf import models
@@ -31,6 +31,6 @@ def cut(directory: str | Path, output: str | Path, **limits: Any) -> dict[str, A
     if not models.is_transformers_model(elastic):
         mend = "read it with fr.load_elastic, and write a size with fr.deploy and fr.export"
         raise FlexrankError(f"{directory}: holds a {type(elastic).__name__} of torch, not a transformers model; {mend}")
-    export(small, output, sample_inputs(small, 2 if classifies_several(small) else 1, 16))
+    export(small, output, sample_inputs(small, 2, 16))
     sizes = count_parameters(small, entry.profile, layer_shapes(elastic))
     return {**limits, "directory": str(output), **sizes, "bytes": directory_bytes(output)}

@@ -32,7 +32,8 @@ def load_tasks(
         num_fewshot: examples in each prompt; None is each task's own number.
 
     Raises:
-        FlexrankError: a name is unknown, a task's data cannot be read, or a task runs code that a model has written.
+        FlexrankError: a name is unknown, a task's data cannot be read, a task runs code that a model has written, or it
+            has fewer examples than each prompt is to have.
     """
     if include_path is not None and not include_path.is_dir():
         raise FlexrankError(f"--include-path {include_path}: no such folder of task files")
@@ -49,7 +50,17 @@ def load_tasks(
         own = task.get_config("num_fewshot")
         if own is None or (own and num_fewshot is not None):  # like lm-eval, keeps a 0 in a task's file
             task.set_config(key="num_fewshot", value=num_fewshot or 0)
+        _require_examples(name, task)
     return loaded
+
+
+def _require_examples(name: str, task: Any) -> None:
+    """Refuses more examples in a prompt than the task has, without the document that is asked."""
+    shots, sampler = task.get_config("num_fewshot"), getattr(task, "sampler", None)
+    if shots and sampler is not None:
+        there = len(sampler.df) - (task.fewshot_cfg.split == task.config.test_split)
+        if shots > there:
+            raise FlexrankError(f"--num-fewshot: {name} has {there} examples, and each prompt is to have {shots}")
 
 
 def _manager(names: Sequence[str], include_path: Path | None) -> Any:
@@ -97,8 +108,7 @@ def score(
         limit: documents of each task; None is all.
 
     Raises:
-        FlexrankError: a question or option is empty, an option too long, a log-likelihood is not finite, or a task has
-            fewer documents than examples in a prompt.
+        FlexrankError: a question or option is empty, an option too long, or a log-likelihood is not finite.
     """
     import lm_eval
     from lm_eval.models.huggingface import HFLM
@@ -113,10 +123,6 @@ def score(
         except AssertionError as error:  # lm-eval's checks of each question, which have no message
             what = f"is empty, or an option has more tokens than the {lm.max_length} that the model reads"
             raise FlexrankError(f"--tasks: lm-eval cannot ask a question: it or an option {what}") from error
-        except ValueError as error:
-            if not str(error).startswith("Sample larger than population"):
-                raise
-            raise FlexrankError("--num-fewshot: a task has fewer documents; give a smaller number") from error
     for name, samples in found["samples"].items():
         if not all(math.isfinite(number) for sample in samples for number in _numbers(sample["resps"])):
             raise FlexrankError(f"task {name}: a log-likelihood is not finite; check the model's weights")

@@ -18,6 +18,7 @@ from flexrank.data.batches import Batch, token_mask
 from flexrank.data.halves import half_indices, select_half
 from flexrank.data.images import ImageBatches, Scaling, channels_first, read_images
 from flexrank.data.metrics import embed, mean_cosine, nats_per_token, predict, retrieval_mrr
+from flexrank.data.stdlib_docs import stdlib_corpus
 from flexrank.data.stream import StreamedBatches, TextStream, block_maker, held_out_texts, open_texts, sentence_maker
 from flexrank.data.text import (
     SPLITS,
@@ -26,7 +27,6 @@ from flexrank.data.text import (
     joined_tokens,
     read_texts,
     sentence_batches,
-    stdlib_corpus,
     token_blocks,
 )
 from flexrank.errors import FlexrankError

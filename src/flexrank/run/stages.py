@@ -4,10 +4,7 @@ A stage reads the configuration and the files of the stages it needs, and writes
 stages share only what could be read again from a file, bit for bit.
 """
 
-import itertools
 import logging
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +17,6 @@ from flexrank.calibrate import LayerMoment
 from flexrank.decompose import decompose_to_disk
 from flexrank.deployment.process import in_fresh_process
 from flexrank.distill import distillation_evaluator
-from flexrank.errors import FlexrankError
 from flexrank.files import atomic_file, read_json, remove_artefact, write_json
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.experts import separate_experts_
@@ -35,6 +31,7 @@ from flexrank.progress import track
 from flexrank.run import report
 from flexrank.run.candidates import candidate_ranks, rank_constraints, require_reachable_budgets
 from flexrank.run.cards import write_cards
+from flexrank.run.fitting import require_fitting_inputs
 from flexrank.run.measure import latency_ratios
 from flexrank.run.samples import loss_rows
 from flexrank.run.sizes import Sizes, choose_slack, export_size, measure_size
@@ -55,7 +52,7 @@ def decompose(work: Workspace, _: str) -> None:
     rank, computed while the layer's moments are in memory.
     """
     model, settings = work.load_base(), work.config.decomposition
-    require_fitting_inputs(work, model.config)
+    require_fitting_inputs(work, model)
     separate_experts_(model)
     layers = select_layers(model, work.config.layers.include, work.config.layers.exclude)
     shapes = {name: matrix_shape(layer) for name, layer in layers.items()}
@@ -265,37 +262,3 @@ def read_chain(work: Workspace) -> ProfileChain:
 def read_table(work: Workspace) -> SensitivityTable:
     """The probe's errors in RUN/sensitivity.json."""
     return SensitivityTable.from_json(read_json(work.directory / "sensitivity.json"))
-
-
-def require_fitting_inputs(work: Workspace, model: Any) -> None:
-    """Refuses texts or images that a model with this transformers configuration was not made for."""
-    work.config.require_fitting(model)
-    if work.config.task == "classification":
-        _require_fitting_images(work, model)
-    else:
-        _require_known_tokens(work, model)
-
-
-def _require_fitting_images(work: Workspace, model: Any) -> None:
-    """Refuses images of another size, and classes that the model has no output for."""
-    place, side = f"data.path {work.config.data.path}", getattr(model, "image_size", None)
-    samples: Any = work.samples
-    if isinstance(side, int):
-        shape, wanted = tuple(samples.example["pixel_values"].shape[1:]), (model.num_channels, side, side)
-        if shape != wanted:
-            raise FlexrankError(f"{place}: images are {shape} (channels, height, width); this model takes {wanted}")
-    for found in samples.classes.aminmax():
-        if not 0 <= found < model.num_labels:
-            raise FlexrankError(f"{place}: y has the class {found}; this model's are 0 to {model.num_labels - 1}")
-
-
-def _require_known_tokens(work: Workspace, model: Any) -> None:
-    """Refuses tokens that the model has no embedding for; a stream's training texts are not checked."""
-    samples, known = work.samples, getattr(model.get_text_config(), "vocab_size", math.inf)  # some read any character
-    training = samples.training if isinstance(samples.training, Sequence) else ()
-    batches: Any = itertools.chain(samples.calibration, samples.probe, training, [samples.example])
-    largest = max(int(batch["input_ids"].max()) for batch in batches)
-    if largest >= known:
-        wrong = f"its tokenizer makes token {largest}, and its embedding ends at {known - 1}"
-        mend = "save the model's own tokenizer with it, or enlarge the embedding (resize_token_embeddings)"
-        raise FlexrankError(f"model {work.config.model!r}: {wrong}; {mend}")

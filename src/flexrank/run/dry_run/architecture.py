@@ -23,6 +23,7 @@ from flexrank.nn.switch import layer_shapes, uniform_profile
 from flexrank.profiles import ProfileChain, RankProfile
 from flexrank.profiles.costs import Shape, dense_parameters, full_ranks
 from flexrank.run.config import RunConfig
+from flexrank.run.fitting import require_fitting
 
 
 class Call(NamedTuple):
@@ -83,7 +84,7 @@ def build_architecture(config: RunConfig) -> Architecture:
     """
     dtype = getattr(torch, config.dtype)
     teacher = meta.meta_model(config.model, config.task, dtype=dtype, architecture=config.architecture)
-    config.require_fitting(teacher.config)
+    require_fitting(config, teacher)
     separate_experts_(teacher)
     for module in teacher.modules():
         if isinstance(module, nn.Embedding):
@@ -126,9 +127,9 @@ def _own_chain(config: RunConfig, student: nn.Module) -> ProfileChain | None:
         return None
     chain = ProfileChain.from_json(read_json(path))
     shapes = layer_shapes(student)
-    is_of_shapes = chain.entries[-1].profile == full_ranks(shapes)
-    is_of_shapes = is_of_shapes and chain.dense_parameters == sum(map(dense_parameters, shapes.values()))
-    return chain if is_of_shapes and {*chain.budgets} == {*config.allocation.budgets} else None
+    found = chain.entries[-1].profile, chain.dense_parameters, {*chain.budgets}
+    wanted = full_ranks(shapes), sum(map(dense_parameters, shapes.values())), {*config.allocation.budgets}
+    return chain if found == wanted else None
 
 
 def _empty_form(layer: nn.Module) -> NestedLayer:

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from research import figures
-from research.baselines import SIZE_METHODS
 from research.baselines.method import Settings
 from research.benches.contest import (
     ALLOCATIONS,
@@ -27,6 +26,7 @@ from research.benches.contest import (
     find_benchmark,
     measure_size_method,
     obstacle,
+    start_of,
 )  # fmt: skip
 from research.benches.tasks import format_base_score, shown_measures
 from research.benches.trials import best_settings, format_settings, run_trials
@@ -36,12 +36,13 @@ from research.result import Result, behind, goal, measured, spread, spreads, tab
 #: By method and allocation, the results of `DecomposedModel.measure_sizes` or `measure_size_method` for each seed.
 ResultsByMethod = dict[str, dict[str, list[dict[str, Any]]]]
 COLOURS = dict(zip(METHODS, (*figures.RIVALS, "#8c564b", figures.OURS, "#000000"), strict=True))
-COLOURS |= dict(zip(SIZE_METHOD_NAMES, ("#7f3c8d", "#2f4f4f", "#b5a300"), strict=True))
+COLOURS |= dict(zip(SIZE_METHOD_NAMES, ("#7f3c8d", "#2f4f4f", "#b5a300", figures.OURS), strict=True))
 #: Markers of size methods in the figure; with the dashes they distinguish lines by more than colour.
-MARKERS = dict(zip(SIZE_METHOD_NAMES, ("s", "^", "D"), strict=True))
+MARKERS = dict(zip(SIZE_METHOD_NAMES, ("s", "^", "D", "o"), strict=True))
 LINE_STYLES = {"published": ":", "paper": "--", "joint": "-"}
-#: Which of flexrank's own, with joint ranks, should be behind no rival with which ranks; "fisher" is the default.
-CLAIMED = tuple(itertools.product(("datasvd", "fisher"), (ALLOCATIONS[:1], ALLOCATIONS)))
+#: Which of flexrank's own, with joint ranks, should be behind no rival with which ranks; "fisher" is the default, and
+#: "refit" makes a model for each size.
+CLAIMED = tuple(itertools.product(OURS, (ALLOCATIONS[:1], ALLOCATIONS)))
 
 
 def run(request: Request) -> Result:
@@ -72,13 +73,14 @@ def _measure(benchmark: Benchmark, request: Request) -> dict[str, Any]:
         method: {allocation: [unit["sized"][allocation] for unit in units] for allocation in ALLOCATIONS}
         for method, units in elastic.items()
     }
-    applicable = {method: units for method, units in separate.items() if "obstacle" not in units["published"][0]}
+    first = {method: units[allocations_of(method)[0]][0] for method, units in separate.items()}
+    applicable = {method: units for method, units in separate.items() if "obstacle" not in first[method]}
     costs = ("decomposition_seconds", "probe_seconds", "peak_bytes")
     return {
         "measure": benchmark.measure, "digits": benchmark.digits, "budgets": list(benchmark.budgets),
         "dense": dense, "parameters": parameters, "sized": {**sized, **applicable}, "trials": trials,
         "seconds": {method: [{key: one[key] for key in costs} for one in units] for method, units in elastic.items()},
-        "obstacles": {method: separate[method]["published"][0]["obstacle"] for method in separate.keys() - applicable},
+        "obstacles": {method: first[method]["obstacle"] for method in separate.keys() - applicable},
     }  # fmt: skip
 
 
@@ -104,7 +106,7 @@ def _measure_size_methods(
     """Returns the results of `size_method_unit` for methods that make a model for each size."""
     seeds, units = range(request.seeds), {}
     for seed, method in itertools.product(seeds, SIZE_METHOD_NAMES):
-        start = SIZE_METHODS[method].start
+        start = start_of(method)
         table = elastic[start][seed]["table"] if start else None
         for one in allocations_of(method):
             settings = chosen.get(method, {})
@@ -184,7 +186,7 @@ def _seconds(data: Mapping[str, Any], method: str, allocation: str) -> list[floa
         seconds = [a + b["decomposition_seconds"] for a, b in zip(seconds, costs, strict=True)]
     if allocation == "published":
         return seconds
-    probed = costs or data["seconds"][SIZE_METHODS[method].start]
+    probed = costs or data["seconds"][start_of(method)]
     return [a + b["probe_seconds"] for a, b in zip(seconds, probed, strict=True)]
 
 
@@ -258,12 +260,14 @@ def _draw_line(
     if method in SIZE_METHOD_NAMES:
         dash = (0, (6, 2)) if allocation == "published" else LINE_STYLES[allocation]
         style = {"linestyle": dash, "marker": MARKERS[method], "markersize": 4, "linewidth": 0.9}
-    figures.draw_seeds(axes, shares, lines, COLOURS[method], method if allocation == "published" else "_", **style)
+    label = method if allocation == allocations_of(method)[-1] else "_"
+    figures.draw_seeds(axes, shares, lines, COLOURS[method], label, **style)
 
 
 EXPERIMENT = Experiment(
     "compare", "Training-free rivals",
     "quality over size of plain SVD, FWSVD, ASVD, DRONE, SVD-LLM and its second version beside DataSVD and its Fisher "
-    "form and PIFA, each with its published ranks and with flexrank's, and of SliceGPT and A3, untrained",
+    "form and PIFA, each with its published ranks and with flexrank's, of SliceGPT and A3, and of ours fitted for each "
+    "size alone (`refit`), untrained",
     minutes=90, full_minutes=900, has_halves=True, seeds=(1, 3), run=run, draw=draw, takes_config=True, has_jobs=True,
 )  # fmt: skip

@@ -20,6 +20,7 @@ from flexrank.nn.select import select_layers
 from flexrank.nn.switch import footprint, layer_shapes, use_profile
 from flexrank.profiles import RankProfile, SensitivityTable
 from flexrank.profiles.costs import dense_parameters, profile_parameters
+from flexrank.refit import refit_
 from flexrank.run.config import ProbeConfig, RunConfig
 from flexrank.run.directory import RunDirectory
 from flexrank.run.workspace import Workspace
@@ -27,10 +28,15 @@ from research.baselines import RANK_METHODS, SIZE_METHODS
 from research.baselines.method import (
     CompressedModel,
     Evaluate,
+    Layers,
     Loss,
     Measures,
     RankMethod,
     Settings,
+    SizeMethod,
+    dense_count,
+    filled_ranks,
+    parameter_count,
     uniform_ranks,
     with_settings,
 )
@@ -43,11 +49,12 @@ from research.machine import track_resources
 from research.studies.language import identity_of
 from research.studies.vision import NETWORKS
 
-#: flexrank's own decompositions, which are compared with rivals.
-OURS = ("datasvd", "fisher")
-METHODS = (*RANK_METHODS, *OURS)
-#: Rivals that make a separate model for each size.
-SIZE_METHOD_NAMES = tuple(SIZE_METHODS)
+#: flexrank's own decompositions, and one that fits a size of "fisher" by itself, which are compared with rivals.
+DECOMPOSITIONS, REFIT = ("datasvd", "fisher"), "refit"
+OURS = (*DECOMPOSITIONS, REFIT)
+METHODS = (*RANK_METHODS, *DECOMPOSITIONS)
+#: Those that make a separate model for each size.
+SIZE_METHOD_NAMES = (*SIZE_METHODS, REFIT)
 #: How ranks are chosen: as in the method's paper, or by flexrank from the method's own sensitivity table.
 ALLOCATIONS = ("published", "paper", "joint")
 #: Probed ranks of a layer; a method's own search chooses among all ranks.
@@ -99,6 +106,8 @@ class Benchmark:
 
 def allocations_of(method: str) -> Sequence[str]:
     """Returns how ranks are chosen for a method: in all ways, or only as published if its sizes are not ranks."""
+    if method == REFIT:
+        return ALLOCATIONS[-1:]
     return ALLOCATIONS if method not in SIZE_METHODS or SIZE_METHODS[method].make_at else ALLOCATIONS[:1]
 
 
@@ -170,10 +179,41 @@ def profiles_of(allocation: str, table: Mapping[str, Any], budgets: Sequence[flo
     return [chain.at(budget) for budget in budgets]
 
 
+def start_of(method: str) -> str:
+    """Returns the method from whose factors a size method starts; empty if it starts from none."""
+    return "fisher" if method == REFIT else SIZE_METHODS[method].start
+
+
+def _size_method(subject: Subject, method: str, settings: Settings) -> SizeMethod:
+    """Returns the size method, ours for this subject, with the settings."""
+    return _refit_of(subject) if method == REFIT else with_settings(SIZE_METHODS[method], settings)
+
+
+def _refit_of(subject: Subject) -> SizeMethod:
+    decomposed = functools.cache(subject.decomposed)
+
+    def make_at(
+        model: nn.Module, batches: Sequence[Any], layers: Layers, _: Loss, ranks: Mapping[str, int]
+    ) -> CompressedModel:
+        new = copy.deepcopy(decomposed("fisher"))
+        refit_(new, ranks, model, batches)
+        stored = profile_parameters(ranks, layer_shapes(new))
+        return CompressedModel(new, parameter_count(model) - dense_count(layers) + stored)
+
+    def make(model: nn.Module, batches: Sequence[Any], layers: Layers, loss: Loss, budget: float) -> CompressedModel:
+        shapes = layer_shapes(decomposed("fisher"))
+        ranks = filled_ranks(shapes, dict.fromkeys(shapes, budget), budget)
+        return make_at(model, batches, layers, loss, ranks)
+
+    return SizeMethod(REFIT, "this project", make, lambda *_: None, make_at)
+
+
 def obstacle(benchmark: Benchmark, method: str) -> str | None:
     """Returns why a size method does not apply; None if it does."""
     subject = benchmark.subject(0)
-    return SIZE_METHODS[method].obstacle(subject.teacher, select_layers(subject.teacher, exclude=subject.exclude))
+    return _size_method(subject, method, {}).obstacle(
+        subject.teacher, select_layers(subject.teacher, exclude=subject.exclude)
+    )
 
 
 def measure_size_method(
@@ -188,7 +228,8 @@ def measure_size_method(
 
     A row is None if no model of the method is that small. `table` is that of the method it starts from.
     """
-    subject, rival, start = benchmark.subject(seed), with_settings(SIZE_METHODS[method], settings), time.perf_counter()
+    subject, start = benchmark.subject(seed), time.perf_counter()
+    rival = _size_method(subject, method, settings)
     make: Callable[..., CompressedModel | None] = rival.make
     sizes: Sequence[Any] = benchmark.budgets
     if table is not None and allocation != "published" and rival.make_at:

@@ -46,4 +46,5 @@ from .profiles import ProfileChain as ProfileChain
 from .profiles import RankProfile as RankProfile
 from .profiles import SensitivityTable as SensitivityTable
 from .profiles import SlackTable as SlackTable
+from .refit import refit_ as refit_
 from .version import __version__ as __version__

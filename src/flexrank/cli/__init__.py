@@ -17,7 +17,7 @@ from flexrank.cli.cutting import deploy_elastic, sibling_path
 from flexrank.cli.endings import OneLineErrors, resumable
 from flexrank.cli.limits import check_limits, parse_bytes, parse_parameters
 from flexrank.cli.outputs import require_output
-from flexrank.cli.shown import console, print_json, show_path, show_report, show_size, show_stage, show_tuned
+from flexrank.cli.shown import console, print_json, show_path, show_qualities, show_report, show_size, show_stage
 from flexrank.errors import FlexrankError
 from flexrank.files import read_json
 from flexrank.version import __version__
@@ -175,6 +175,7 @@ def deploy(
     ] = None,
     max_latency_ms: Annotated[float | None, typer.Option(help="Most milliseconds per batch, on this machine.")] = None,
     tune: Annotated[int, typer.Option(help="Steps of training for this size alone, before its export.")] = 0,
+    refit: Annotated[bool, typer.Option("--refit", help="Fits this size alone, without training.")] = False,
     output: Annotated[Path | None, typer.Option(help="Directory to write; default RUN/exports/LIMITS.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -184,9 +185,9 @@ def deploy(
     """
     given = {"budget": budget, "max_bytes": max_bytes, "max_params": max_params, "max_latency_ms": max_latency_ms}
     limits = {name: limit for name, limit in given.items() if limit is not None}
-    check_limits(limits, output, tune)
+    check_limits(limits, output, tune, refit)
     if (config / "elastic.json").is_file():
-        deploy_elastic(config, limits, output, bool(overrides or tune), as_json)
+        deploy_elastic(config, limits, output, bool(overrides or tune or refit), as_json)
         return
     outcome = _run(config, overrides, "slack" if limits else "deploy")
     if not limits:
@@ -195,9 +196,9 @@ def deploy(
     from flexrank.run import export_one
 
     with resumable():
-        export = processes.on_first_process(lambda: export_one(outcome, limits, output, tune))
-    if tune:
-        show_tuned(export)
+        export = processes.on_first_process(lambda: export_one(outcome, limits, output, tune, refit))
+    if tune or refit:
+        show_qualities(export, "refitted" if refit else "tuned")
     show_size(export)
     show_stage(outcome, {"export": export}, as_json)
 

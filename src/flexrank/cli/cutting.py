@@ -16,7 +16,9 @@ def deploy_elastic(
     from flexrank.run.cut import cut
 
     if needs_run or "max_latency_ms" in limits:
-        raise FlexrankError(f"{directory}: an elastic artefact; --set, --tune and --max-latency-ms need its run")
+        raise FlexrankError(
+            f"{directory}: an elastic artefact; --set, --tune, --refit and --max-latency-ms need its run"
+        )
     if not limits:
         raise FlexrankError(f"{directory}: an elastic artefact; give --budget, --max-bytes or --max-params")
     name = "-".join(f"{key}-{limit}" for key, limit in limits.items())

@@ -31,15 +31,17 @@ def _parsed(text: str, units: Mapping[str, int], what: str, right: str) -> int:
     return math.floor(Fraction(match[1]) * units[match[2]])
 
 
-def check_limits(limits: Mapping[str, float], output: Path | None, tune: int) -> None:
-    """Refuses an invalid limit, --output or --tune without a limit, and an output that may not be replaced."""
+def check_limits(limits: Mapping[str, float], output: Path | None, tune: int, refit: bool) -> None:
+    """Refuses an invalid limit, an option without a limit, --tune with --refit, and an output it may not replace."""
     if tune < 0:
         raise FlexrankError(f"--tune is {tune}; it is a number of steps, 0 or more")
+    if tune and refit:
+        raise FlexrankError("--tune trains the size and --refit fits it without training; give one of them")
     for name, limit in limits.items():
         if not 0 < limit < math.inf or (name == "budget" and limit > 1):
             right = "a fraction in (0, 1]" if name == "budget" else "a finite number above 0"
             raise FlexrankError(f"--{name.replace('_', '-')} is {limit}; it is {right}")
-    for option, is_given in {"--output": output is not None, "--tune": tune > 0}.items():
+    for option, is_given in {"--output": output is not None, "--tune": tune > 0, "--refit": refit}.items():
         if is_given and not limits:
             raise FlexrankError(f"{option} needs --budget, --max-bytes, --max-params or --max-latency-ms")
     if output is not None and output.exists() and not (output / "flexrank.json").is_file():

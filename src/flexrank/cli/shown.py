@@ -21,13 +21,13 @@ def show_report(directory: Path, as_json: bool, more: dict[str, Any]) -> None:
         print_json({"directory": str(directory), **more, **summary})
 
 
-def show_tuned(export: Mapping[str, Any]) -> None:
-    """Prints the qualities of shared and tuned weights on standard error; standard output is for the export's path."""
+def show_qualities(export: Mapping[str, Any], own: str) -> None:
+    """Prints the qualities of shared and a size's own weights on standard error; the export's path is the output."""
     from rich.table import Table
 
-    table = Table("quality", "shared", "tuned", box=None, padding=(0, 2))
-    for name, tuned in export["quality"].items():
-        table.add_row(name, f"{export['shared'][name]:.4f}", f"{tuned:.4f}")
+    table = Table("quality", "shared", own, box=None, padding=(0, 2))
+    for name, quality in export["quality"].items():
+        table.add_row(name, f"{export['shared'][name]:.4f}", f"{quality:.4f}")
     console(80, stderr=True).print(table)
 
 

@@ -17,6 +17,10 @@ from flexrank.errors import FlexrankError
 #: Ridge added to a second moment, relative to its mean diagonal. It orders directions that the data never visited by
 #: their weight energy. It is far above float64's rounding of the moment (1e-16), and near float32's (1e-7).
 RIDGE = 1e-6
+#: The same in a fit to what a compressed model reads, where only few rows may be known; 1e-3 to 1e-2 do equally well.
+REFIT_RIDGE = 1e-3
+#: Added to the unit diagonal of a scaled system, whose rows may be linearly dependent.
+JITTER = 1e-10
 #: Rows per strip of a Gram matrix; a strip is computed from the diagonal rightwards: 5/8 of the matrix for four strips.
 STRIP = 512
 #: Rows per product: never more are summed in less than float64.
@@ -101,6 +105,48 @@ def whitened_svd(weight: Float[Tensor, "m n"], input_moment: Float[Tensor, "n n"
     left, singular, right = torch.linalg.svd(weight @ root, full_matrices=False)
     scale = singular.sqrt()
     return Factors((left * scale).T, (inverse_root @ (right.T * scale)).T, singular**2)
+
+
+def refit(
+    u: Float[Tensor, "k m"],
+    v: Float[Tensor, "k n"],
+    rank: int,
+    inputs: Float[Tensor, "n n"],
+    targets: Float[Tensor, "n n"],
+) -> Factors:
+    """Factors of this rank whose product with x is nearest to W t, over pairs of rows x and t, with W = uᵀ v.
+
+    First comes the best left factor for the first rows of `v`, by least squares, then the best right factor for that.
+    The latter minimises the length of the error in the components of W, each in units of its own u: where W is
+    decomposed by DataSVD that is the error's own length, and where outputs are weighted it is nearly the weighted one.
+    Directions without data keep W: both moments have a ridge of `REFIT_RIDGE` times the mean square of x. Energies are
+    not known and are zero.
+
+    Args:
+        u, v: all components of W, which may be linearly dependent.
+        rank: that of the result.
+        inputs: Σ x xᵀ, which may be singular.
+        targets: Σ t xᵀ.
+    """
+    for what, moment in ("inputs' moment", inputs), ("targets' moment", targets):
+        _require_finite(what, moment)
+    u, v = u.double(), v.double()
+    mean = float(inputs.trace()) / len(inputs)
+    ridge = (REFIT_RIDGE * mean if mean > 0 else 1.0) * torch.eye(len(inputs), dtype=v.dtype, device=v.device)
+    inputs, wanted, first = inputs.double() + ridge, v @ (targets.double() + ridge), v[:rank]
+    left = _solve(first @ inputs @ first.T, first @ wanted.T).T  # (k, r): components times these are the new ones
+    weighted = left * u.square().sum(dim=1, keepdim=True)
+    whole = torch.cholesky_solve(wanted.T, torch.linalg.cholesky(inputs)).T
+    right = _solve(weighted.T @ left, weighted.T @ whole)
+    return _balanced(u.T @ left, right.T, torch.zeros(rank, dtype=v.dtype, device=v.device))
+
+
+def _solve(gram: Float[Tensor, "r r"], right: Float[Tensor, "r c"]) -> Float[Tensor, "r c"]:
+    """gram⁻¹ right for a Gram matrix of rows of any lengths, which may be zero or linearly dependent."""
+    scale = gram.diagonal().clamp(min=torch.finfo(gram.dtype).tiny).rsqrt()
+    scaled = gram * scale * scale[:, None]
+    scaled.diagonal().add_(JITTER)
+    return scale[:, None] * torch.cholesky_solve(scale[:, None] * right, torch.linalg.cholesky(scaled))
 
 
 def half_shrunk(moment: Float[Tensor, "m m"]) -> Float[Tensor, "m m"]:

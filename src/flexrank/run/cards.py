@@ -42,9 +42,11 @@ def write_cards(directory: Path, summary: Summary) -> list[Path]:
     return [place / CARD for place in places]
 
 
-def write_card(place: Path, summary: Summary, export: Mapping[str, Any], tuned: int = 0) -> None:
-    """Writes the card of one size of a finished run, exported to `place` after `tuned` steps of training alone."""
-    write_text(place / CARD, deployed_card(summary, export, cards.read_card_metadata(place / CARD), tuned))
+def write_card(
+    place: Path, summary: Summary, export: Mapping[str, Any], tuned: int = 0, refitted: bool = False
+) -> None:
+    """Writes the card of one size of a finished run, exported to `place`; `tuned` is its steps of training alone."""
+    write_text(place / CARD, deployed_card(summary, export, cards.read_card_metadata(place / CARD), tuned, refitted))
 
 
 def elastic_card(summary: Summary, before: Mapping[str, Any]) -> str:
@@ -54,11 +56,15 @@ def elastic_card(summary: Summary, before: Mapping[str, Any]) -> str:
     return _metadata(summary, before) + text + _made(summary)
 
 
-def deployed_card(summary: Summary, export: Mapping[str, Any], before: Mapping[str, Any], tuned: int = 0) -> str:
+def deployed_card(
+    summary: Summary, export: Mapping[str, Any], before: Mapping[str, Any], tuned: int = 0, refitted: bool = False
+) -> str:
     """The card of one size; `export` is an entry of the summary's `deployed`, or what `export_one` returns."""
     budget, origin = export.get("budget"), ""
     if tuned:
         origin = f", then trained by itself for {tuned} steps"
+    elif refitted:
+        origin = ", as decomposed, then fitted by itself to the base model without training"
     elif budget in [row["budget"] for row in summary["rows"]]:
         origin = f"; it is the row {budget:g} of the table"
     share = export["relative_size"]

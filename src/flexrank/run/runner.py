@@ -149,7 +149,9 @@ def run_stages(config: RunConfig, until: str = "report") -> Outcome:
     return Outcome(directory.path, tuple(executed), work, prints)
 
 
-def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None = None, tune: int = 0) -> dict[str, Any]:
+def export_one(
+    outcome: Outcome, limits: Mapping[str, Any], place: Path | None = None, tune: int = 0, refit: bool = False
+) -> dict[str, Any]:
     """Exports one size of a consolidated run, verified in a fresh process.
 
     Args:
@@ -157,36 +159,43 @@ def export_one(outcome: Outcome, limits: Mapping[str, Any], place: Path | None =
         limits: `budget`, `max_params`, `max_bytes`, `max_latency_ms`; at least one.
         place: where to write; RUN/exports/LIMITS by default.
         tune: distillation steps of this size alone, before it is exported; the elastic artefact stays as it is.
+        refit: fits this size alone by `refit_` instead, without training.
 
     Returns:
-        The limits, the directory and the sizes; with `tune` also the tuned `quality`, and `shared`, the quality with
-        the shared weights. If the run is finished, the model's card is written beside it.
+        The limits, the directory and the sizes; with `tune` or `refit` also this size's own `quality`, and `shared`,
+        the quality with the shared weights. If the run is finished, the model's card is written beside it.
 
     Raises:
-        FlexrankError: no profile is within the limits, the full size is to be tuned though it is the base model, or
-            the export does not load; nothing is written then.
+        FlexrankError: no profile is within the limits, the full size is to be tuned or refitted though it is the base
+            model, or the export does not load; nothing is written then.
     """
     work = outcome.workspace
-    name = "-".join(f"{key}-{limit}" for key, limit in (*limits.items(), *[("tune", tune)] * bool(tune)))
+    alone = [f"tune-{tune}"] * bool(tune) + ["refit"] * refit
+    name = "-".join([*(f"{key}-{limit}" for key, limit in limits.items()), *alone])
     with work.directory.locked(), _clear_disk_errors(work, "deploy"):
         # Then the summary's table is of these weights. Asked before anything is written: an edited summary is refused.
         is_reported = work.directory.is_finished("report", outcome.fingerprints["report"])
         sizes = Sizes(work)
         profile = sizes.within(limits)
         is_base = profile == full_ranks(sizes.shapes) and len(sizes.chain.requested) > 1
-        if tune and is_base and work.config.distillation.method == "balanced":
-            raise FlexrankError("--tune: this size is the base model itself, which it would follow; leave --tune out")
+        if (refit or tune) and is_base and work.config.distillation.method == "balanced":
+            option = "--refit" if refit else "--tune"
+            raise FlexrankError(f"{option}: this size is the base model itself, which it would follow; leave it out")
         place, qualities = place or work.directory / "exports" / name, {}
-        if tune:
+        checkpoint = None
+        if tune or refit:
             shared = work.measure_quality(sizes.deployed(profile))
-            checkpoint = sizes.tune_(profile, tune, limits)
+            if refit:
+                sizes.refit_(profile, limits)
+            else:
+                checkpoint = sizes.tune_(profile, tune, limits)
             qualities = {"shared": shared, "quality": work.measure_quality(sizes.deployed(profile))}
         work.free_base()
         exported = {**limits, **export_size(sizes, sizes.deployed(profile), profile, place), **qualities}
-        if tune:
+        if checkpoint is not None:
             shutil.rmtree(checkpoint)
         if is_reported:
-            write_card(place, read_json(work.directory / "summary.json"), exported, tune)
+            write_card(place, read_json(work.directory / "summary.json"), exported, tune, refit)
         return exported
 
 

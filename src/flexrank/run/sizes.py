@@ -20,6 +20,7 @@ from flexrank.hf import models
 from flexrank.nn.switch import footprint, nested_layers
 from flexrank.profiles import ChainEntry, RankProfile, SlackTable
 from flexrank.profiles.costs import Shape, dense_parameters, profile_parameters
+from flexrank.refit import refit_
 from flexrank.run.config import load_config
 from flexrank.run.directory import RunDirectory
 from flexrank.run.training import train_
@@ -38,7 +39,7 @@ class Sizes:
         self.chain = dataclasses.replace(chain, footprint=footprint(least, work.deployed_dtype))
         self._slack: SlackTable | None = None
         self._profiles_with_slack: list[Mapping[str, int]] = []  # the sizes that slack was chosen for
-        self._tuned: nn.Module | None = None
+        self._own: nn.Module | None = None  # of the one size that was made by itself
 
     @classmethod
     def of_run(cls, directory: str | Path) -> "Sizes":
@@ -59,7 +60,7 @@ class Sizes:
     def deployed(self, profile: Mapping[str, int]) -> nn.Module:
         """The deployed model at this profile, in the dtype of deployment."""
         slack = self.slack_for(profile)  # may load the whole elastic model, and then frees it
-        model = load_components(self._place, profile) if self._tuned is None else self._tuned
+        model = load_components(self._place, profile) if self._own is None else self._own
         return deploy(model, profile, dtype=self.work.deployed_dtype, device=self.work.device, slack=slack)
 
     def tune_(self, profile: RankProfile, steps: int, limits: Mapping[str, float]) -> Path:
@@ -72,16 +73,26 @@ class Sizes:
         name = digest_json([dict(profile), steps, directory.fingerprint_of("distill")])[:16]
         checkpoint = directory / "tuning" / name
         checkpoint.parent.mkdir(exist_ok=True)
-        self._tuned, _ = self.work.elastic("elastic")
+        model, _ = self.work.elastic("elastic")
         rate = read_json(directory / "history.json")["learning_rate"]
-        train_(self.work, self._tuned, [profile], steps, rate, checkpoint)
-        self._slack, self._profiles_with_slack = choose_slack(self.work, self._tuned, [profile]), [profile]
+        train_(self.work, model, [profile], steps, rate, checkpoint)
+        self._deploy_only(model, profile, limits, "tuned")
+        return checkpoint
+
+    def refit_(self, profile: RankProfile, limits: Mapping[str, float]) -> None:
+        """Fits this size alone, without training, from the decomposed weights; otherwise as `tune_`."""
+        model, _ = self.work.elastic("elastic_initial")
+        refit_(model, profile, self.work.base, self.work.samples.calibration)
+        self._deploy_only(model, profile, limits, "refitted")
+
+    def _deploy_only(self, model: nn.Module, profile: RankProfile, limits: Mapping[str, float], how: str) -> None:
+        self._own = model
+        self._slack, self._profiles_with_slack = choose_slack(self.work, model, [profile]), [profile]
         if not self._is_within(parameters := self._slack.parameters(profile, self.shapes), limits):
             named = ", ".join(f"{name}={limit:g}" for name, limit in limits.items())
             raise FlexrankError(
-                f"tuned, this size has {parameters} parameters in its layers, out of {named}; ask for less"
+                f"{how}, this size has {parameters} parameters in its layers, out of {named}; ask for less"
             )
-        return checkpoint
 
     def within(self, limits: Mapping[str, float]) -> RankProfile:
         """The largest profile within the given limits, of `budget`, `max_params`, `max_bytes` and `max_latency_ms`."""

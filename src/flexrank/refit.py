@@ -1,0 +1,126 @@
+"""Fits one size of a decomposed model to the base model's outputs, layer after layer, without training."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from flexrank.calibrate import STATE_BYTES, find_groups
+from flexrank.calibrate.collector import calibration_mode, call_parts, first_of
+from flexrank.calibrate.flow import Flow
+from flexrank.calibrate.stream import States
+from flexrank.data.batches import Batch, call_model, eval_mode, model_device, require_several, row_masks, to_device
+from flexrank.errors import FlexrankError
+from flexrank.nn.elastic import NestedLayer
+from flexrank.nn.experts import separate_experts
+from flexrank.nn.linalg import ROWS, refit
+from flexrank.nn.matrix import input_rows, masked_rows, match_mask_layout
+from flexrank.nn.select import replace_layers
+from flexrank.nn.switch import nested_layers, set_profile
+from flexrank.progress import track
+
+#: The share of the base model's inputs in what a layer's outputs are fitted to; .25 to .75 differ little.
+MIX = 0.5
+
+
+class Sums(NamedTuple):
+    """Sums over the T rows x that a layer reads, and t = (1 − `MIX`) x + `MIX` x₀ with x₀ read in the base model."""
+
+    inputs: Float[Tensor, "n n"]  #: Σ x xᵀ
+    targets: Float[Tensor, "n n"]  #: Σ t xᵀ
+    means: Float[Tensor, "2 n"]  #: Σ x and Σ t, over T
+    rows: int  #: T
+
+
+@torch.no_grad()
+def refit_(model: nn.Module, profile: Mapping[str, int], base: nn.Module, batches: Iterable[Batch]) -> None:
+    """Fits a decomposed model in place at one profile, which is then its only one, without training.
+
+    Decomposition fits each layer to the base model's inputs. At small sizes a layer's inputs differ, because the layers
+    before it are small too. So here each layer, in the order in which they run, is fitted to what it then reads, by
+    least squares: its factors and, if it has one, its bias (`linalg.refit`). It is meant for sizes that are not
+    trained: consolidation does more, and for all sizes at once. For T tokens it takes each block's forward twice per
+    set of layers that share an input, and T·n² multiply-adds for the moments of that.
+
+    Source: PIFA's reconstruction (Zhao et al., ICML 2025, section 3.3). Its fit of the right factor weighs all outputs
+    alike; here components keep the weights that decomposition gave them, and biases are fitted too.
+
+    Args:
+        model: from `decompose_`, with all its components.
+        profile: a rank for each elastic layer.
+        base: the model before decomposition.
+        batches: those of the calibration, or more.
+
+    Raises:
+        FlexrankError: the profile does not fit, the model was trained for several sizes, a layer does not run or reads
+            a value that is not finite, or it reads other rows than in the base model, as experts do.
+    """
+    require_several(batches)
+    batches, layers, device = list(batches), nested_layers(model), model_device(model)
+    first = to_device(first_of(iter(batches)), device)
+    _require_decomposed(layers)
+    set_profile(model, profile)
+    with separate_experts(base), calibration_mode(model, device, False), eval_mode(base), States(STATE_BYTES) as states:
+        groups = find_groups(lambda: call_model(model, first), layers)
+        flows = [Flow(one, batches, list(layers), states) for one in (base, model)]
+        for group in track(groups, "refitting"):
+            sums = _sums(group[0], layers[group[0]], flows, batches)
+            replace_layers(model, {name: _refitted(name, layers[name], sums) for name in group})
+
+
+def _require_decomposed(layers: Mapping[str, NestedLayer]) -> None:
+    for name, layer in layers.items():
+        if layer.sizes is not None or layer.dense is not None or layer.is_sharded or len(layer.u) < layer.max_rank:
+            raise FlexrankError(f"layer {name!r} does not have its components as decompose_ left them; refit before")
+
+
+def _sums(name: str, layer: NestedLayer, flows: Iterable[Flow], batches: Iterable[Batch]) -> Sums:
+    """The sums over all real tokens of what the layer reads; products are in float32, or in better as they are."""
+    size, device = layer.matrix_shape[1], layer.u.device
+    inputs, targets, means = (
+        torch.zeros(*shape, dtype=torch.float64, device=device) for shape in ((size, size), (size, size), (2, size))
+    )
+    count = 0
+    for batch, *calls in zip(batches, *(flow.inputs(name) for flow in flows), strict=True):
+        masks = row_masks(to_device(batch, device))
+        for was, now in itertools.zip_longest(*(_rows(layer, one, masks) for one in calls)):
+            if was is None or now is None or was.shape != now.shape:
+                raise FlexrankError(
+                    f"layer {name!r} reads other rows than in the base model; it cannot be fitted to it"
+                )
+            wanted = torch.lerp(now, was, MIX)
+            inputs += now.T @ now
+            targets += wanted.T @ now
+            means += torch.stack([now.double().sum(dim=0), wanted.double().sum(dim=0)])
+            count += len(now)
+    if not bool(torch.isfinite(targets).all()):
+        raise FlexrankError(f"layer {name!r} reads a value that is not finite; check it, or load the model in float32")
+    return Sums(inputs, targets, means / max(count, 1), count)
+
+
+def _rows(layer: nn.Module, calls: Iterable[Tensor], masks: list[Tensor]) -> Iterator[Float[Tensor, "t n"]]:
+    """Rows of real tokens, at most `ROWS` at a time, in float32 or better."""
+    for inputs in calls:
+        for part, _, some in call_parts(layer, inputs, inputs, match_mask_layout(masks, inputs)):
+            for rows in masked_rows(input_rows(layer, part), some).split(ROWS):
+                yield rows.to(torch.promote_types(rows.dtype, torch.float32))
+
+
+def _refitted(name: str, layer: NestedLayer, sums: Sums) -> NestedLayer:
+    """The layer at its rank, fitted; with a bias rows count by their distance from the mean."""
+    inputs, targets, (now, wanted) = sums.inputs, sums.targets, sums.means
+    if layer.bias is not None:
+        inputs = inputs - sums.rows * torch.outer(now, now)
+        targets = targets - sums.rows * torch.outer(wanted, now)
+    u, v, _ = refit(layer.u, layer.v, layer.rank, inputs, targets)
+    bias = layer.bias
+    if bias is not None:
+        shift = layer.u.T.double() @ (layer.v.double() @ wanted) - u.T @ (v @ now)
+        bias = bias + shift.to(bias.dtype)
+    fitted = type(layer)(u.to(layer.u.dtype), v.to(layer.v.dtype), bias, layer.geometry)
+    for own, old in zip(fitted.parameters(), layer.parameters(), strict=True):
+        own.requires_grad_(old.requires_grad)
+    return fitted.train(layer.training)

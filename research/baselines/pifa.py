@@ -6,19 +6,17 @@ alternatives, densities by layer (OWL) and separate densities of attention and f
 takes any ranks, such as those that flexrank chooses for the factors of SVD-LLM, from which PIFA starts.
 """
 
-import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from flexrank.calibrate import Hooks, find_groups
-from flexrank.calibrate.stream import Stream
+from flexrank.calibrate import STATE_BYTES, find_groups
+from flexrank.calibrate.flow import Flow
+from flexrank.calibrate.stream import States
 from flexrank.data.batches import Batch, call_model, eval_mode, model_device, row_masks, to_device
-from flexrank.nn.blocks import block_stack
 from flexrank.nn.linalg import Factors
 from flexrank.nn.matrix import input_rows, masked_rows, matrix_shape, weight_matrix
 from flexrank.nn.select import nest_
@@ -42,10 +40,6 @@ MIX = 0.25
 PRIOR = 1e-3
 
 
-class _Reached(Exception):
-    """Ends a forward pass whose rest is not needed."""
-
-
 def make(
     model: nn.Module, batches: Sequence[Batch], layers: Layers, loss: Loss, budget: float, mix: float = MIX
 ) -> CompressedModel:
@@ -62,10 +56,10 @@ def make_at(
     new, moments = copy.deepcopy(model), input_moments(model, batches, layers, loss)
     shapes = {name: matrix_shape(layer) for name, layer in layers.items()}
     batches = [to_device(batch, model_device(model)) for batch in batches]
-    with eval_mode(model, new):
-        flows = [Flow(one, batches, list(layers)) for one in (model, new)]
+    with eval_mode(model, new), States(STATE_BYTES) as states:
+        flows = [Flow(one, batches, list(layers), states) for one in (model, new)]
         for group in find_groups(lambda: call_model(model, batches[0]), layers):
-            own, cross = _products(flows, group[0], shapes[group[0]][1])
+            own, cross = _products(flows, group[0], layers[group[0]], batches)
             for name in group:
                 weight = weight_matrix(layers[name]).cpu().double()
                 start = svd_llm.factors(weight, moments[name])
@@ -96,59 +90,19 @@ def refit(
     return u, torch.linalg.pinv(u) @ whole
 
 
-class Flow:
-    """The inputs of one model's layers, in the order in which they run, while earlier layers may change.
-
-    In a stack of blocks only the layer's own block runs, from the hidden states before it, if blocks can run alone.
-    """
-
-    def __init__(self, model: nn.Module, batches: Sequence[Batch], layers: Sequence[str]):
-        self._model, self._batches, self._hidden = model, batches, list[Tensor]()
-        stack = block_stack(model, layers)
-        self._stream, self._names = Stream(model, [block for _, block in stack]), [name for name, _ in stack]
-        self._next = 0  # the block that reads `_hidden`
-        if not stack or self._stream.obstacle(batches[0]):
-            self._names = []
-
-    def inputs(self, name: str) -> Iterator[Float[Tensor, "t n"]]:
-        """Yields, for each batch, the rows of real tokens that the layer reads at its first call."""
-        block = next((place for place, one in enumerate(self._names) if name.startswith(f"{one}.")), None)
-        if block is not None:
-            self._go_to(block)
-        layer, rows = self._model.get_submodule(name), list[Tensor]()
-
-        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            rows.append(args[0])
-            raise _Reached
-
-        for number, batch in enumerate(self._batches):
-            with Hooks() as hooks, contextlib.suppress(_Reached):
-                hooks.remove_on_exit(layer.register_forward_pre_hook(hook))
-                self._run(block, number)
-            yield masked_rows(input_rows(layer, rows.pop()), row_masks(batch))
-
-    def _go_to(self, block: int) -> None:
-        if not self._hidden:
-            self._hidden = [self._stream.first_input(batch) for batch in self._batches]
-        while self._next < block:
-            self._hidden = [self._run(self._next, number) for number in range(len(self._batches))]
-            self._next += 1
-
-    def _run(self, block: int | None, number: int) -> Any:
-        if block is None:
-            return call_model(self._model, self._batches[number])
-        return self._stream.run_block(block, self._batches[number], self._hidden[number])
-
-
-def _products(flows: Sequence[Flow], name: str, size: int) -> tuple[Float[Tensor, "n n"], Float[Tensor, "n n"]]:
+def _products(
+    flows: Sequence[Flow], name: str, layer: nn.Module, batches: Sequence[Batch]
+) -> tuple[Float[Tensor, "n n"], Float[Tensor, "n n"]]:
     """Returns X Xᵀ and X₀ Xᵀ over real tokens: X₀ at a layer of the base model, X at that layer of the model so far.
 
     Products of a batch are in float32, like all moments of the calibration, and are summed in float64.
     """
+    size = matrix_shape(layer)[1]
     own, cross = (torch.zeros(size, size, dtype=torch.float64) for _ in range(2))
-    for base, now in zip(*(flow.inputs(name) for flow in flows), strict=True):
-        own += (now.float().T @ now.float()).cpu()
-        cross += (base.float().T @ now.float()).cpu()
+    for batch, *calls in zip(batches, *(flow.inputs(name) for flow in flows), strict=True):
+        base, now = (masked_rows(input_rows(layer, one[0]), row_masks(batch)).float() for one in calls)
+        own += (now.T @ now).cpu()
+        cross += (base.T @ now).cpu()
     return own, cross
 
 

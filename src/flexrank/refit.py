@@ -29,9 +29,9 @@ MIX = 0.5
 class Sums(NamedTuple):
     """Sums over the T rows x that a layer reads, and t = (1 − `MIX`) x + `MIX` x₀ with x₀ read in the base model."""
 
-    inputs: Float[Tensor, "n n"]  #: Σ x xᵀ
-    targets: Float[Tensor, "n n"]  #: Σ t xᵀ
-    means: Float[Tensor, "2 n"]  #: Σ x and Σ t, over T
+    inputs: Float[Tensor, "n n"]  #: Σ (x − x̄) (x − x̄)ᵀ
+    targets: Float[Tensor, "n n"]  #: Σ (t − t̄) (x − x̄)ᵀ
+    means: Float[Tensor, "2 n"]  #: x̄ and t̄
     rows: int  #: T
 
 
@@ -68,7 +68,9 @@ def refit_(model: nn.Module, profile: Mapping[str, int], base: nn.Module, batche
         flows = [Flow(one, batches, list(layers), states) for one in (base, model)]
         for group in track(groups, "refitting"):
             sums = _sums(group[0], layers[group[0]], flows, batches)
-            replace_layers(model, {name: _refitted(name, layers[name], sums) for name in group})
+            replace_layers(model, {name: _refitted(layers[name], sums) for name in group})
+    for name, layer in nested_layers(model).items():  # whose mode was that of the calibration
+        layer.train(layers[name].training)
 
 
 def _require_decomposed(layers: Mapping[str, NestedLayer]) -> None:
@@ -78,12 +80,14 @@ def _require_decomposed(layers: Mapping[str, NestedLayer]) -> None:
 
 
 def _sums(name: str, layer: NestedLayer, flows: Iterable[Flow], batches: Iterable[Batch]) -> Sums:
-    """The sums over all real tokens of what the layer reads; products are in float32, or in better as they are."""
-    size, device = layer.matrix_shape[1], layer.u.device
+    """The sums over all real tokens of what the layer reads.
+
+    Products are in float32 or better, of distances from the first rows' mean: a mean far from 0 would take the digits.
+    """
+    size, device, count, shift = layer.matrix_shape[1], layer.u.device, 0, None
     inputs, targets, means = (
         torch.zeros(*shape, dtype=torch.float64, device=device) for shape in ((size, size), (size, size), (2, size))
     )
-    count = 0
     for batch, *calls in zip(batches, *(flow.inputs(name) for flow in flows), strict=True):
         masks = row_masks(to_device(batch, device))
         for was, now in itertools.zip_longest(*(_rows(layer, one, masks) for one in calls)):
@@ -91,14 +95,19 @@ def _sums(name: str, layer: NestedLayer, flows: Iterable[Flow], batches: Iterabl
                 raise FlexrankError(
                     f"layer {name!r} reads other rows than in the base model; it cannot be fitted to it"
                 )
-            wanted = torch.lerp(now, was, MIX)
+            shift = now.mean(dim=0) if shift is None and len(now) else shift
+            wanted = torch.lerp(now, was, MIX) - (0 if shift is None else shift)
+            now = now - (0 if shift is None else shift)
             inputs += now.T @ now
             targets += wanted.T @ now
             means += torch.stack([now.double().sum(dim=0), wanted.double().sum(dim=0)])
             count += len(now)
     if not bool(torch.isfinite(targets).all()):
         raise FlexrankError(f"layer {name!r} reads a value that is not finite; check it, or load the model in float32")
-    return Sums(inputs, targets, means / max(count, 1), count)
+    now, wanted = means = means / max(count, 1)
+    inputs -= count * torch.outer(now, now)
+    targets -= count * torch.outer(wanted, now)
+    return Sums(inputs, targets, means + (0 if shift is None else shift.double()), count)
 
 
 def _rows(layer: nn.Module, calls: Iterable[Tensor], masks: list[Tensor]) -> Iterator[Float[Tensor, "t n"]]:
@@ -109,12 +118,12 @@ def _rows(layer: nn.Module, calls: Iterable[Tensor], masks: list[Tensor]) -> Ite
                 yield rows.to(torch.promote_types(rows.dtype, torch.float32))
 
 
-def _refitted(name: str, layer: NestedLayer, sums: Sums) -> NestedLayer:
-    """The layer at its rank, fitted; with a bias rows count by their distance from the mean."""
+def _refitted(layer: NestedLayer, sums: Sums) -> NestedLayer:
+    """The layer at its rank, fitted; without a bias it has to give the mean too."""
     inputs, targets, (now, wanted) = sums.inputs, sums.targets, sums.means
-    if layer.bias is not None:
-        inputs = inputs - sums.rows * torch.outer(now, now)
-        targets = targets - sums.rows * torch.outer(wanted, now)
+    if layer.bias is None:
+        inputs = inputs + sums.rows * torch.outer(now, now)
+        targets = targets + sums.rows * torch.outer(wanted, now)
     u, v, _ = refit(layer.u, layer.v, layer.rank, inputs, targets)
     bias = layer.bias
     if bias is not None:
@@ -123,4 +132,4 @@ def _refitted(name: str, layer: NestedLayer, sums: Sums) -> NestedLayer:
     fitted = type(layer)(u.to(layer.u.dtype), v.to(layer.v.dtype), bias, layer.geometry)
     for own, old in zip(fitted.parameters(), layer.parameters(), strict=True):
         own.requires_grad_(old.requires_grad)
-    return fitted.train(layer.training)
+    return fitted

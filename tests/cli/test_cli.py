@@ -137,12 +137,21 @@ def test_the_version_is_the_packages() -> None:
 
 
 @pytest.mark.usefixtures("verified_here")
-def test_a_tuned_size_shows_both_qualities(copied: Path) -> None:
-    result = invoke("deploy", copied, "--budget", "0.5", "--tune", "2", "--json")
+@pytest.mark.parametrize(
+    ("options", "name", "column", "words"),
+    [
+        (["--tune", "2"], "budget-0.5-tune-2", "tuned", ", then trained by itself for 2 steps."),
+        (["--refit"], "budget-0.5-refit", "refitted", ", as decomposed, then fitted by itself to the base model"),
+    ],
+)
+def test_a_size_made_alone_shows_both_qualities(
+    options: list[str], name: str, column: str, words: str, copied: Path
+) -> None:
+    result = invoke("deploy", copied, "--budget", "0.5", *options, "--json")
     assert result.exit_code == 0, result.output
     export = json.loads(result.stdout)["export"]
-    assert Path(export["directory"]).name == "budget-0.5-tune-2"
-    assert "then trained by itself for 2 steps." in (copied / "exports" / "budget-0.5-tune-2" / "README.md").read_text()
+    assert Path(export["directory"]).name == name and words in (copied / "exports" / name / "README.md").read_text()
+    assert ["quality", "shared", column] in [line.split() for line in result.stderr.splitlines()]
     (line,) = (line.split() for line in result.stderr.splitlines() if line.strip().startswith("nats_per_token"))
     assert line[1:] == [f"{export[key]['nats_per_token']:.4f}" for key in ("shared", "quality")]
 
@@ -169,6 +178,8 @@ def test_a_tuned_size_shows_both_qualities(copied: Path) -> None:
         (["deploy", "CONFIG", "--max-latency-ms", "inf"], "--max-latency-ms is inf"),
         (["deploy", "CONFIG", "--output", "OUT"], "--output needs --budget"),
         (["deploy", "CONFIG", "--tune", "5"], "--tune needs --budget"),
+        (["deploy", "CONFIG", "--refit"], "--refit needs --budget"),
+        (["deploy", "CONFIG", "--budget", "0.5", "--tune", "5", "--refit"], "without training; give one of them"),
         (["deploy", "CONFIG", "--budget", "0.5", "--tune", "-1"], "--tune is -1; it is a number of steps"),
         (["deploy", "CONFIG", "--budget", "0.5", "--output", "HERE"], "exists and is not a deployed model"),
         (["inspect", "nowhere"], "nowhere"),

@@ -27,6 +27,7 @@ def test_a_size_comes_of_an_elastic_artefact_without_its_run(copied: Path, tmp_p
     for arguments, message in (
         ([], "an elastic artefact; give --budget, --max-bytes or --max-params"),
         (["--budget", 0.6, "--tune", 3], "--set, --tune, --refit and --max-latency-ms need its run"),
+        (["--budget", 0.6, "--refit"], "--set, --tune, --refit and --max-latency-ms need its run"),
         (["--max-latency-ms", 3], "an elastic artefact; --set"),
         (["--budget", 1e-6], "is too small"),
     ):

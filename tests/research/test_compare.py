@@ -14,11 +14,14 @@ import torch
 
 from flexrank import (
     FlexrankError,
+    SensitivityTable,
     allocate_ranks,
     collect_moments,
     decompose_,
     distillation_evaluator,
+    nested_layers,
     probe_sensitivity,
+    refit_,
 )
 from flexrank.data.batches import call_model, output_tensor
 from flexrank.distill.objectives import LogitObjective
@@ -176,9 +179,10 @@ def fake(monkeypatch: pytest.MonkeyPatch, scores: dict[str, float]) -> list[str]
         value = score(one, method, settings, allocation, 8.0) + seed
         if one.facts["half"] == "reporting":
             asked.append(f"{method} {seed}" + (f", {allocation}" if method == "pifa" else ""))
-            assert table == ({"of": ["svd-llm", seed]} if method == "pifa" else None)
+            start = {"pifa": "svd-llm", "refit": "fisher"}.get(method)
+            assert table == (start and {"of": [start, seed]})
         rows = [{"share": b, "parameters": 1, "scores": {"nats": value}} for b in BUDGETS]
-        last = [rows[-1]] if method == "pifa" else [None]
+        last = [rows[-1]] if method in ("pifa", "refit") else [None]
         return {"rows": [*rows[:-1], *last], "nested": False, "seconds": 4.0, "peak_bytes": 6e6}
 
     def obstacle(_: Benchmark, method: str) -> str | None:
@@ -205,7 +209,7 @@ TRIALS = [f"trial of {method}" for method in ("asvd", "svd-llm-v2", "lems", "pif
 
 
 def compared(*seeds: int) -> list[str]:
-    alone = ["pifa {}, published", "pifa {}, paper", "pifa {}, joint", "a3 {}"]
+    alone = ["pifa {}, published", "pifa {}, paper", "pifa {}, joint", "a3 {}", "refit {}"]
     return [
         name.format(seed)
         for names in ([f"{method} {{}}" for method in METHODS], alone)
@@ -232,7 +236,8 @@ def test_tables_claims_and_the_ledger(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert rows["slicegpt, published"] == ["–"] * 5
     assert result["tables"][0]["columns"][-2:] == ["seconds", "added MB"]
     assert result["tables"][0]["title"].endswith("held before; slicegpt does not apply (slicegpt is too odd)")
-    assert len(rows) == 1 + 3 * (len(METHODS) + 1) + 2
+    assert rows["refit, joint"] == ["no", "8.5000 ± 0.7071", "8.5000 ± 0.7071", "6 ± 0", "6"]  # and fisher's probe
+    assert len(rows) == 1 + 3 * (len(METHODS) + 1) + 3
     assert len(compare.draw(result["data"]).axes) == 1
     asked.clear()
     assert compare.run(Request(tmp_path, seeds=2, jobs=0)) == result and not asked
@@ -248,9 +253,9 @@ def test_claims_are_of_published_and_of_all_ranks(monkeypatch: pytest.MonkeyPatc
         for ranks in (" with its own ranks", ", be its ranks its own or flexrank's")
     )
     assert [one["what"] for one in claims] == [
-        f"tiny: {method} {ranks}" for method in ("datasvd", "fisher") for ranks in (own, any_ranks)
+        f"tiny: {method} {ranks}" for method in ("datasvd", "fisher", "refit") for ranks in (own, any_ranks)
     ]
-    assert [one["holds"] for one in claims] == [True, False, True, False]
+    assert [one["holds"] for one in claims] == [True, False, True, False, False, False]
     assert claims[0]["here"] == claims[2]["here"] == "behind at none"
     # PIFA has 1.1 at both budgets, DataSVD 3.2 and 3.5, Fisher 1.2 and 1.5.
     assert claims[1]["here"] == "behind at 0.8 0.5; most at 0.5, by 2.4 nats to pifa, paper"
@@ -271,7 +276,7 @@ def test_models_made_alone_are_scored_and_counted() -> None:
     layers = select_layers(teacher)
     dense = sum(layer.weight.numel() for layer in layers.values())
     others = sum(parameter.numel() for parameter in teacher.parameters()) - dense
-    for method in SIZE_METHOD_NAMES:
+    for method in SIZE_METHODS:
         result = contest.measure_size_method(one, method, 0)
         assert not result["nested"] and result["seconds"] > 0 and result["peak_bytes"] >= 0
         for budget, row in zip(BUDGETS, result["rows"], strict=True):
@@ -288,8 +293,24 @@ def test_models_made_alone_are_scored_and_counted() -> None:
     assert "bert is none of the decoders" in str(contest.obstacle(other, "slicegpt"))
 
 
+def test_ours_fits_the_default_decomposition_at_the_ranks_of_its_table() -> None:
+    """Oracle: the fit of that decomposition at ranks that are allocated here."""
+    one = made()
+    subject = one.subject(0)
+    table = DecomposedModel(one, "fisher", 0).probe()["table"]
+    result = contest.measure_size_method(one, "refit", 0, allocation="joint", table=table)
+    chain = allocate_ranks(SensitivityTable.from_json(table), BUDGETS, **EVERY_RANK)
+    for budget, row in zip(BUDGETS, result["rows"], strict=True):
+        model, ranks = subject.decomposed("fisher"), chain.at(budget)
+        refit_(model, ranks, subject.teacher, subject.calibration)
+        assert row["scores"]["nats"] == pytest.approx(size(model)["nats"], rel=1e-5)
+        shapes = {name: layer.matrix_shape for name, layer in nested_layers(model).items()}
+        stored = sum(rank * (sum(shapes[name]) - rank) for name, rank in ranks.items())
+        assert row["share"] == stored / sum(m * n for m, n in shapes.values()) <= budget
+
+
 def test_a_tie_is_no_loss(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fake(monkeypatch, {"datasvd": 3.0, "fisher": 3.0, "drone": 3.0 - 4e-5})
+    fake(monkeypatch, {"datasvd": 3.0, "fisher": 3.0, "drone": 3.0 - 4e-5, "refit": 3.0})
     assert all(claim["holds"] for claim in compare.run(Request(tmp_path, jobs=0))["claims"])
 
 

@@ -17,8 +17,7 @@ from research.baselines import SIZE_METHODS, pifa, slicegpt
 from research.baselines.method import parameter_limit, with_settings
 from research.baselines.pivoted import PivotedLinear, pivoted_order
 from research.baselines.statistics import input_moments, next_token_loss
-from research.machine import random_llama
-from tiny import DECODER, VOCABULARY, build, outputs, relative, same_state, token_batch
+from tiny import VOCABULARY, build, outputs, relative, same_state, token_batch
 
 FITTING = {
     "pifa": ("llama_tied", "llama_untied", "gpt2", "qwen3", "bert", "convnet"),
@@ -187,17 +186,6 @@ def test_layers_are_refitted_to_what_those_before_became(kind: str, mix: float) 
         # Behind a norm some directions hardly vary: there the matrix is known less well than what it gives.
         assert relative(elastic.matrix, u @ v) < 1e-2
         assert relative(now @ elastic.matrix.T.double(), now @ (u @ v).T) < 1e-4
-
-
-def test_a_flow_reads_what_whole_forwards_read_whichever_blocks_are_asked_for() -> None:
-    """Oracle: whole forwards of four blocks; another layer changes on the way, before the one that reads on."""
-    model, batches = random_llama(**DECODER | {"num_hidden_layers": 4}), calibration("llama_tied")
-    flow = pifa.Flow(model, batches, list(select_layers(model)))
-    for place, name in ((0, "mlp.up_proj"), (2, "self_attn.q_proj"), (2, "mlp.down_proj"), (3, "self_attn.o_proj")):
-        layer = f"model.layers.{place}.{name}"
-        assert relative(torch.cat([one.detach() for one in flow.inputs(layer)]), rows_of(model, batches, layer)) < 1e-6
-        with torch.no_grad():
-            model.get_submodule(layer).weight.mul_(2)
 
 
 def hidden_of(model: nn.Module, batches: list[Any]) -> list[Tensor]:

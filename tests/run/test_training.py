@@ -20,6 +20,7 @@ from flexrank.files import read_json
 from flexrank.hf.models import hidden_states, load_model
 from flexrank.nn.switch import full_profile, nested_layers, use_profile
 from flexrank.profiles import RankProfile, SlackTable
+from flexrank.refit import refit_
 from flexrank.run import export_one, run_stages, sizes, training
 from flexrank.run.config import load_config
 from flexrank.run.directory import RunDirectory
@@ -148,15 +149,17 @@ def test_the_full_size_is_deployed_as_it_was_trained(
 ) -> None:
     """By default that is the base model; by the printed method, or alone, it is not. No other model is read.
 
-    The base model has nothing to learn from itself, and is not tuned.
+    The base model has nothing to learn from itself, and is neither tuned nor fitted.
     """
     config = load_config(copied, [f"allocation.budgets={budgets}", f"distillation.method={method}"])
     run_stages(config, "distill")
     outcome = run_stages(config, "slack")
-    monkeypatch.setattr(Sizes, "tune_", lambda *_: 1 / 0)
-    with pytest.raises(FlexrankError if is_base else ZeroDivisionError) as error:
-        export_one(outcome, {"budget": 1.0}, tune=TUNE)
-    assert ("this size is the base model itself" in str(error.value)) == is_base
+    for way, option in (("tune_", {"tune": TUNE}), ("refit_", {"refit": True})):
+        monkeypatch.setattr(Sizes, way, lambda *_: 1 / 0)
+        with pytest.raises(FlexrankError if is_base else ZeroDivisionError) as error:
+            export_one(outcome, {"budget": 1.0}, **option)
+        refusal = f"--{way[:-1]}: this size is the base model itself"
+        assert str(error.value).startswith(refusal) == is_base
     work = outcome.workspace
     batch, elastic = work.samples.example, work.elastic("elastic")[0]
     monkeypatch.setattr(Workspace, "elastic", lambda *_: pytest.fail("the whole elastic model was read"))
@@ -297,3 +300,24 @@ def test_a_gpu_is_left_to_the_process_that_times(copied: Path) -> None:
     work.__dict__["device"] = torch.device("cuda")
     work.free_base()
     assert held[0]() is None and held[1]() is None
+
+
+def test_a_size_is_fitted_alone_from_the_decomposed_weights(copied: Path) -> None:
+    """Oracle: `refit_` on the decomposed artefact, with the run's calibration; no step of training is taken."""
+    elastic = (copied / "elastic" / "elastic.safetensors").read_bytes()
+    outcome = run_stages(load_config(copied), "slack")
+    export = export_one(outcome, {"budget": 0.5}, refit=True)
+    assert Path(export["directory"]).name == "budget-0.5-refit"
+    assert (copied / "elastic" / "elastic.safetensors").read_bytes() == elastic and not (copied / "tuning").exists()
+    work = run_stages(load_config(copied), "slack").workspace
+    (model, _), chain = load_elastic(copied / "elastic_initial"), read_chain(work)
+    shared, _ = load_elastic(copied / "elastic")
+    with use_profile(shared, chain.at(0.5)):
+        assert export["shared"]["nats_per_token"] == pytest.approx(
+            work.measure_quality(shared)["nats_per_token"], rel=1e-4
+        )
+    refit_(model, chain.at(0.5), work.base, work.samples.calibration)
+    small, batch = load_model(export["directory"], "language"), work.samples.example
+    with torch.no_grad():
+        assert relative(call_model(small, batch).logits, call_model(model, batch).logits) < 1e-4
+    assert export["quality"]["nats_per_token"] == pytest.approx(work.measure_quality(model)["nats_per_token"], rel=1e-4)

@@ -119,8 +119,8 @@ def refit(
     First comes the best left factor for the first rows of `v`, by least squares, then the best right factor for that.
     The latter minimises the length of the error in the components of W, each in units of its own u: where W is
     decomposed by DataSVD that is the error's own length, and where outputs are weighted it is nearly the weighted one.
-    Directions without data keep W: both moments have a ridge of `REFIT_RIDGE` times the mean square of x. Energies are
-    not known and are zero.
+    Directions without data keep W: both moments have a ridge of `REFIT_RIDGE` times the mean square of x, or of a
+    millionth of the largest, above what float32 loses. Energies are not known and are zero.
 
     Args:
         u, v: all components of W, which may be linearly dependent.
@@ -131,8 +131,9 @@ def refit(
     for what, moment in ("inputs' moment", inputs), ("targets' moment", targets):
         _require_finite(what, moment)
     u, v = u.double(), v.double()
-    mean = float(inputs.trace()) / len(inputs)
-    ridge = (REFIT_RIDGE * mean if mean > 0 else 1.0) * torch.eye(len(inputs), dtype=v.dtype, device=v.device)
+    squares = inputs.diagonal().double()
+    least = max(REFIT_RIDGE * float(squares.mean()), RIDGE * float(squares.max()))
+    ridge = (least if least > 0 else 1.0) * torch.eye(len(inputs), dtype=v.dtype, device=v.device)
     inputs, wanted, first = inputs.double() + ridge, v @ (targets.double() + ridge), v[:rank]
     left = _solve(first @ inputs @ first.T, first @ wanted.T).T  # (k, r): components times these are the new ones
     weighted = left * u.square().sum(dim=1, keepdim=True)

@@ -108,3 +108,19 @@ def test_values_that_are_not_finite_are_named(what: str) -> None:
     moments = {name: torch.eye(3).double() * (torch.nan if name == what else 1) for name in ("inputs", "targets")}
     with pytest.raises(FlexrankError, match=f"the {what}' moment holds values that are not finite"):
         refit(old.u, old.v, 1, *moments.values())
+
+
+def test_a_moment_that_float32_left_indefinite_is_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two inputs that are the same and far larger than the rest, as language models have, in a very wide layer.
+
+    The mean square is then so much less than the largest that `REFIT_RIDGE` alone is below what float32 loses.
+    """
+    monkeypatch.setattr("flexrank.nn.linalg.REFIT_RIDGE", 1e-9)
+    weight = data(6, 9)[0]
+    old = plain_svd(weight)
+    inputs = torch.eye(9).double()
+    inputs[:2, :2] = 1e6
+    inputs[0, 1] = inputs[1, 0] = 1e6 * (1 + 1e-7)
+    assert torch.linalg.eigvalsh(inputs)[0] < 0
+    new = refit(old.u, old.v, 6, inputs, inputs)
+    torch.testing.assert_close(new.u.T @ new.v, weight, rtol=1e-5, atol=1e-5)

@@ -1,6 +1,7 @@
 """One size of a decomposed model, fitted layer after layer to the base model."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -149,6 +150,16 @@ def test_a_layer_that_runs_twice_is_fitted_to_both_calls() -> None:
     assert relative(model.layer.matrix, fitted_by_hand(before, 2, x, x)[0]) < 1e-4
 
 
+def test_a_base_model_in_training_mode_drops_nothing_meanwhile() -> None:
+    torch.manual_seed(0)
+    base, batches = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6)), [torch.randn(50, 6)]
+    model = copy.deepcopy(base).eval()
+    fr.decompose_(model, fr.collect_moments(model, batches, fr.select_layers(model)))
+    fr.refit_(model, full_profile(model), base, batches)
+    assert base.training and base[1].training
+    assert relative(outputs(model, batches[0]), outputs(base.eval(), batches[0])) < 1e-3
+
+
 @torch.no_grad()
 def test_a_mean_far_from_zero_costs_no_digits() -> None:
     """Oracle: least squares over explicit rows in float64; by float32's squares a millionth of them is lost."""
@@ -171,7 +182,13 @@ def test_long_batches_are_summed_in_parts(monkeypatch: pytest.MonkeyPatch) -> No
     assert relative(outputs(parts, batches[0]), outputs(whole, batches[0])) < 1e-4
 
 
-def test_what_cannot_be_fitted_is_refused_in_one_line() -> None:
+def loaded(model: Any, directory: Path) -> Any:
+    """The model at one budget, of whose artefact no more was read."""
+    fr.save_elastic(model, chain_of(model), directory / "elastic")
+    return fr.load_elastic(directory / "elastic", 0.5)[0]
+
+
+def test_what_cannot_be_fitted_is_refused_in_one_line(tmp_path: Path) -> None:
     model, base, batches = decomposed("llama_tied")
     profile = small(model)
     name = next(iter(profile))
@@ -180,7 +197,8 @@ def test_what_cannot_be_fitted_is_refused_in_one_line() -> None:
         (model, profile, token_batch(), "batches is a dict"),
         (model, profile, [], "needs at least one"),
         (base, profile, batches, "has no elastic layers"),
-        (with_sizes(copy.deepcopy(model)), profile, batches, "does not have its components as decompose_ left them"),
+        (with_sizes(copy.deepcopy(model)), profile, batches, "does not have all components, as decompose_ left them"),
+        (loaded(model, tmp_path), profile, batches, "does not have all components, as decompose_ left them"),
     ]
     for one, ranks, some, message in cases:
         with pytest.raises(FlexrankError, match=message):

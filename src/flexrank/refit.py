@@ -75,8 +75,8 @@ def refit_(model: nn.Module, profile: Mapping[str, int], base: nn.Module, batche
 
 def _require_decomposed(layers: Mapping[str, NestedLayer]) -> None:
     for name, layer in layers.items():
-        if layer.sizes is not None or layer.dense is not None or layer.is_sharded or len(layer.u) < layer.max_rank:
-            raise FlexrankError(f"layer {name!r} does not have its components as decompose_ left them; refit before")
+        if layer.sizes is not None or len(layer.u) < min(layer.matrix_shape):
+            raise FlexrankError(f"layer {name!r} does not have all components, as decompose_ left them; fit those")
 
 
 def _sums(name: str, layer: NestedLayer, flows: Iterable[Flow], batches: Iterable[Batch]) -> Sums:

@@ -14,17 +14,17 @@ from flexrank.calibrate import Hooks
 from flexrank.data.batches import call_model
 from flexrank.errors import FlexrankError
 from flexrank.nn.elastic import NestedLayer
-from flexrank.nn.matrix import bias_of, input_rows, weight_matrix
+from flexrank.nn.matrix import input_rows, weight_matrix
 from flexrank.nn.switch import full_profile, nested_layers, use_profile
 from tiny import VOCABULARY, build, chain_of, elastic, outputs, relative, same_state, token_batch, with_sizes
 
-KINDS = ("llama_tied", "gpt2", "bert", "convnet")
+KINDS = ("llama_tied", "gpt2", "bert", "convnet", "stack")
 
 
 def calibration(kind: str) -> list[Any]:
     """Two batches, of images or of texts, of which one is padded."""
     draw = torch.Generator().manual_seed(5)
-    if kind == "convnet":
+    if kind in ("convnet", "stack"):
         return [torch.randn(4, 3, 8, 8, generator=draw) for _ in range(2)]
     ids = torch.randint(3, VOCABULARY, (2, 16, 12), generator=draw)
     masks = torch.ones_like(ids)
@@ -32,9 +32,16 @@ def calibration(kind: str) -> list[Any]:
     return [{"input_ids": a, "attention_mask": b} for a, b in zip(ids, masks, strict=True)]
 
 
+def stack() -> nn.Module:
+    """A stack of blocks of which one is a layer itself, so blocks cannot run alone."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.Tanh(), nn.Conv2d(6, 6, 3, padding=1)) for _ in range(2)]
+    return nn.Sequential(nn.Conv2d(3, 6, 3), *blocks).eval()
+
+
 def decomposed(kind: str) -> tuple[Any, Any, list[Any]]:
     """A model's elastic form, by calibration, the model itself, and the batches."""
-    base, batches = build(kind), calibration(kind)
+    base, batches = stack() if kind == "stack" else build(kind), calibration(kind)
     model = copy.deepcopy(base)
     layers = fr.select_layers(model)
     fr.decompose_(model, fr.collect_moments(model, batches, layers))
@@ -197,12 +204,14 @@ def test_what_cannot_be_fitted_is_refused_in_one_line(tmp_path: Path) -> None:
         (model, profile, token_batch(), "batches is a dict"),
         (model, profile, [], "needs at least one"),
         (base, profile, batches, "has no elastic layers"),
-        (with_sizes(copy.deepcopy(model)), profile, batches, "does not have all components, as decompose_ left them"),
-        (loaded(model, tmp_path), profile, batches, "does not have all components, as decompose_ left them"),
+        (with_sizes(copy.deepcopy(model)), profile, batches, "was consolidated or lacks components"),
+        (loaded(model, tmp_path), profile, batches, "was consolidated or lacks components"),
     ]
     for one, ranks, some, message in cases:
         with pytest.raises(FlexrankError, match=message):
             fr.refit_(one, ranks, base, some)
+    with pytest.raises(FlexrankError, match="is not in the base model; give the model that was decomposed"):
+        fr.refit_(model, profile, build("bert"), batches)
     with torch.no_grad():
         weight_matrix(base.get_submodule(name))[0, 0] = torch.nan
     with pytest.raises(FlexrankError, match="reads a value that is not finite"):
@@ -217,4 +226,3 @@ def test_experts_that_read_other_tokens_are_refused() -> None:
                 parameter.neg_()
     with pytest.raises(FlexrankError, match="reads other rows than in the base model"):
         fr.refit_(model, small(model), base, [token_batch()])
-    assert bias_of(build("mixtral").lm_head) is None

@@ -35,7 +35,6 @@ from research.baselines.method import (
     Settings,
     SizeMethod,
     dense_count,
-    filled_ranks,
     parameter_count,
     uniform_ranks,
     with_settings,
@@ -200,12 +199,8 @@ def _refit_of(subject: Subject) -> SizeMethod:
         stored = profile_parameters(ranks, layer_shapes(new))
         return CompressedModel(new, parameter_count(model) - dense_count(layers) + stored)
 
-    def make(model: nn.Module, batches: Sequence[Any], layers: Layers, loss: Loss, budget: float) -> CompressedModel:
-        shapes = layer_shapes(decomposed("fisher"))
-        ranks = filled_ranks(shapes, dict.fromkeys(shapes, budget), budget)
-        return make_at(model, batches, layers, loss, ranks)
-
-    return SizeMethod(REFIT, "this project", make, lambda *_: None, make_at)
+    # Its ranks are always allocated, so a model of one share for all layers is never asked for.
+    return SizeMethod(REFIT, "this project", lambda *_: None, lambda *_: None, make_at)
 
 
 def obstacle(benchmark: Benchmark, method: str) -> str | None:

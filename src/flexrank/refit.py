@@ -18,7 +18,6 @@ from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.experts import separate_experts
 from flexrank.nn.linalg import ROWS, refit
 from flexrank.nn.matrix import input_rows, masked_rows, match_mask_layout
-from flexrank.nn.select import replace_layers
 from flexrank.nn.switch import nested_layers, set_profile
 from flexrank.progress import track
 
@@ -42,8 +41,10 @@ def refit_(model: nn.Module, profile: Mapping[str, int], base: nn.Module, batche
     Decomposition fits each layer to the base model's inputs. At small sizes a layer's inputs differ, because the layers
     before it are small too. So here each layer, in the order in which they run, is fitted to what it then reads, by
     least squares: its factors and, if it has one, its bias (`linalg.refit`). It is meant for sizes that are not
-    trained: consolidation does more, and for all sizes at once. For T tokens it takes each block's forward twice per
-    set of layers that share an input, and T·n² multiply-adds for the moments of that.
+    trained: consolidation does more, and for all sizes at once. For each set of layers that share an input it takes two
+    forwards of their block (of both models whole, if blocks cannot run alone), and for T tokens 2·T·n² multiply-adds.
+    Memory holds both models, the hidden states of all batches (over 4 GiB in a temporary file), and four n × n matrices
+    in float64. After an error the model may be partly fitted.
 
     Source: PIFA's reconstruction (Zhao et al., ICML 2025, section 3.3). Its fit of the right factor weighs all outputs
     alike; here components keep the weights that decomposition gave them, and biases are fitted too.
@@ -55,28 +56,32 @@ def refit_(model: nn.Module, profile: Mapping[str, int], base: nn.Module, batche
         batches: those of the calibration, or more.
 
     Raises:
-        FlexrankError: the profile does not fit, the model was trained for several sizes, a layer does not run or reads
-            a value that is not finite, or it reads other rows than in the base model, as experts do.
+        FlexrankError: the profile does not fit, the model was consolidated or is another than the base model, a layer
+            does not run or reads a value that is not finite, or it reads other rows than in the base model, as experts
+            do.
     """
     require_several(batches)
     batches, layers, device = list(batches), nested_layers(model), model_device(model)
     first = to_device(first_of(iter(batches)), device)
-    _require_decomposed(layers)
+    _require_decomposed(layers, base)
     set_profile(model, profile)
     with separate_experts(base), calibration_mode(model, device, False), eval_mode(base), States(STATE_BYTES) as states:
         groups = find_groups(lambda: call_model(model, first), layers)
         flows = [Flow(one, batches, list(layers), states) for one in (base, model)]
         for group in track(groups, "refitting"):
             sums = _sums(group[0], layers[group[0]], flows, batches)
-            replace_layers(model, {name: _refitted(layers[name], sums) for name in group})
-    for name, layer in nested_layers(model).items():  # whose mode was that of the calibration
-        layer.train(layers[name].training)
+            for name in group:
+                _fit_(layers[name], sums)
 
 
-def _require_decomposed(layers: Mapping[str, NestedLayer]) -> None:
+def _require_decomposed(layers: Mapping[str, NestedLayer], base: nn.Module) -> None:
     for name, layer in layers.items():
         if layer.sizes is not None or len(layer.u) < min(layer.matrix_shape):
-            raise FlexrankError(f"layer {name!r} does not have all components, as decompose_ left them; fit those")
+            raise FlexrankError(f"layer {name!r} was consolidated or lacks components; give the model of decompose_")
+    with separate_experts(base):
+        missing = layers.keys() - {name for name, _ in base.named_modules()}
+    if missing:
+        raise FlexrankError(f"layer {min(missing)!r} is not in the base model; give the model that was decomposed")
 
 
 def _sums(name: str, layer: NestedLayer, flows: Iterable[Flow], batches: Iterable[Batch]) -> Sums:
@@ -92,11 +97,10 @@ def _sums(name: str, layer: NestedLayer, flows: Iterable[Flow], batches: Iterabl
         masks = row_masks(to_device(batch, device))
         for was, now in itertools.zip_longest(*(_rows(layer, one, masks) for one in calls)):
             if was is None or now is None or was.shape != now.shape:
-                raise FlexrankError(
-                    f"layer {name!r} reads other rows than in the base model; it cannot be fitted to it"
-                )
+                reason = "as experts do, so this model cannot be fitted"
+                raise FlexrankError(f"layer {name!r} reads other rows than in the base model, {reason}")
             shift = now.mean(dim=0) if shift is None and len(now) else shift
-            wanted = torch.lerp(now, was, MIX) - (0 if shift is None else shift)
+            wanted = torch.lerp(now, was.to(now), MIX) - (0 if shift is None else shift)
             now = now - (0 if shift is None else shift)
             inputs += now.T @ now
             targets += wanted.T @ now
@@ -118,18 +122,17 @@ def _rows(layer: nn.Module, calls: Iterable[Tensor], masks: list[Tensor]) -> Ite
                 yield rows.to(torch.promote_types(rows.dtype, torch.float32))
 
 
-def _refitted(layer: NestedLayer, sums: Sums) -> NestedLayer:
-    """The layer at its rank, fitted; without a bias it has to give the mean too."""
+def _fit_(layer: NestedLayer, sums: Sums) -> None:
+    """Fits the layer in place at its rank; without a bias it has to give the mean too."""
     inputs, targets, (now, wanted) = sums.inputs, sums.targets, sums.means
     if layer.bias is None:
         inputs = inputs + sums.rows * torch.outer(now, now)
         targets = targets + sums.rows * torch.outer(wanted, now)
-    u, v, _ = refit(layer.u, layer.v, layer.rank, inputs, targets)
-    bias = layer.bias
-    if bias is not None:
-        shift = layer.u.T.double() @ (layer.v.double() @ wanted) - u.T @ (v @ now)
-        bias = bias + shift.to(bias.dtype)
-    fitted = type(layer)(u.to(layer.u.dtype), v.to(layer.v.dtype), bias, layer.geometry)
-    for own, old in zip(fitted.parameters(), layer.parameters(), strict=True):
-        own.requires_grad_(old.requires_grad)
-    return fitted
+    u, v = (factor.to(layer.u.dtype) for factor in refit(layer.u, layer.v, layer.rank, inputs, targets)[:2])
+    if layer.bias is not None:
+        mean = layer.u.T.double() @ (layer.v.double() @ wanted) - u.T.double() @ (v.double() @ now)
+        bias = (layer.bias.double() + mean).to(layer.bias.dtype)
+        layer.bias = nn.Parameter(bias, layer.bias.requires_grad)
+    # New parameters, because other models may share the old ones.
+    layer.u, layer.v = nn.Parameter(u, layer.u.requires_grad), nn.Parameter(v, layer.v.requires_grad)
+    layer.chain, layer.card_sizes = None, ""  # which are of the artefact's sizes

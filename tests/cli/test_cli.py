@@ -141,7 +141,12 @@ def test_the_version_is_the_packages() -> None:
     ("options", "name", "column", "words"),
     [
         (["--tune", "2"], "budget-0.5-tune-2", "tuned", ", then trained by itself for 2 steps."),
-        (["--refit"], "budget-0.5-refit", "refitted", ", as decomposed, then fitted by itself to the base model"),
+        (
+            ["--refit"],
+            "budget-0.5-refit",
+            "refitted",
+            ". This one was then fitted by itself to the base model,",
+        ),
     ],
 )
 def test_a_size_made_alone_shows_both_qualities(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from flexrank.calibrate.hooks import Hooks
 from flexrank.calibrate.stream import States, Stream
-from flexrank.data.batches import Batch, call_model, model_device, to_device
+from flexrank.data.batches import Batch, call_model, model_device, some_rows, to_device
 from flexrank.nn.blocks import block_stack
 
 
@@ -25,7 +25,9 @@ class Flow:
         stack = block_stack(model, layers)
         self._stream, self._names = Stream(model, [block for _, block in stack]), [name for name, _ in stack]
         self._next: int | None = None  # the block that reads the hidden states
-        if not stack or self._stream.obstacle(to_device(batches[0], self._device)):
+        row = some_rows(batches[0], slice(0, 1))  # two outputs are compared
+        is_layer = any(name in layers for name in self._names)  # which may be replaced
+        if not stack or is_layer or self._stream.obstacle(to_device(row, self._device)):
             self._names = []
 
     def inputs(self, name: str) -> Iterator[list[Tensor]]:

@@ -133,8 +133,10 @@ def refit(
     u, v = u.double(), v.double()
     squares = inputs.diagonal().double()
     least = max(REFIT_RIDGE * float(squares.mean()), RIDGE * float(squares.max()))
-    ridge = (least if least > 0 else 1.0) * torch.eye(len(inputs), dtype=v.dtype, device=v.device)
-    inputs, wanted, first = inputs.double() + ridge, v @ (targets.double() + ridge), v[:rank]
+    inputs, targets = (moment.to(torch.float64, copy=True) for moment in (inputs, targets))
+    for moment in (inputs, targets):
+        moment.diagonal().add_(least if least > 0 else 1.0)
+    wanted, first = v @ targets, v[:rank]
     left = _solve(first @ inputs @ first.T, first @ wanted.T).T  # (k, r): components times these are the new ones
     weighted = left * u.square().sum(dim=1, keepdim=True)
     whole = torch.cholesky_solve(wanted.T, torch.linalg.cholesky(inputs)).T

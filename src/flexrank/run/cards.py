@@ -64,7 +64,8 @@ def deployed_card(
     if tuned:
         origin = f", then trained by itself for {tuned} steps"
     elif refitted:
-        origin = ", as decomposed, then fitted by itself to the base model without training"
+        origin = ". This one was then fitted by itself to the base model, without training; the table is of the others"
+        summary = {**summary, "distillation": {"steps": 0}}
     elif budget in [row["budget"] for row in summary["rows"]]:
         origin = f"; it is the row {budget:g} of the table"
     share = export["relative_size"]

@@ -21,7 +21,7 @@ from flexrank.nn.matrix import input_rows, masked_rows, match_mask_layout
 from flexrank.nn.switch import nested_layers, set_profile
 from flexrank.progress import track
 
-#: The share of the base model's inputs in what a layer's outputs are fitted to; .25 to .75 differ little.
+#: The share of the base model's inputs in what a layer's outputs are fitted to; 0 and 1 are worse (docs/log.md).
 MIX = 0.5
 
 
@@ -46,7 +46,7 @@ def refit_(model: nn.Module, profile: Mapping[str, int], base: nn.Module, batche
     Memory holds both models, the hidden states of all batches (over 4 GiB in a temporary file), and four n × n matrices
     in float64. After an error the model may be partly fitted.
 
-    Source: PIFA's reconstruction (Zhao et al., ICML 2025, section 3.3). Its fit of the right factor weighs all outputs
+    Source: PIFA's reconstruction (Zhao et al., ICML 2025). Its fit of the right factor weighs all outputs
     alike; here components keep the weights that decomposition gave them, and biases are fitted too.
 
     Args:

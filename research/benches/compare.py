@@ -36,7 +36,7 @@ from research.result import Result, behind, goal, measured, spread, spreads, tab
 #: By method and allocation, the results of `DecomposedModel.measure_sizes` or `measure_size_method` for each seed.
 ResultsByMethod = dict[str, dict[str, list[dict[str, Any]]]]
 COLOURS = dict(zip(METHODS, (*figures.RIVALS, "#8c564b", figures.OURS, "#000000"), strict=True))
-COLOURS |= dict(zip(SIZE_METHOD_NAMES, ("#7f3c8d", "#2f4f4f", "#b5a300", COLOURS["fisher"]), strict=True))
+COLOURS |= dict(zip(SIZE_METHOD_NAMES, ("#7f3c8d", "#2f4f4f", "#b5a300", "#ff00a0"), strict=True))
 #: Markers of size methods in the figure; with the dashes they distinguish lines by more than colour.
 MARKERS = dict(zip(SIZE_METHOD_NAMES, ("s", "^", "D", "o"), strict=True))
 LINE_STYLES = {"published": ":", "paper": "--", "joint": "-"}

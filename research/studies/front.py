@@ -227,7 +227,8 @@ def draw(data: Mapping[str, Any]) -> Any:
     for when, colour, label in (("before", NEUTRAL, "untrained"), ("after", OURS, "one elastic network")):
         heights = [divergence for divergence, _ in elastic[when]]
         axes.plot(elastic["shares"], heights, "o-", color=colour, markersize=4.5, linewidth=1.8, label=label, zorder=3)
-    lowest = min(value for _, value in (*data["DataSVD"]["front"], *zip(elastic["shares"], heights, strict=True)))
+    values = [value for _, value in data["DataSVD"]["front"]] + heights
+    lowest = min(value for value in values if value > 0)  # near the full size rounding may leave 0, or less
     axes.set(yscale="log", xlabel="deployed parameters of the layers, over dense", xlim=(0, 1.02))
     axes.set(ylim=(lowest * 0.4, None), ylabel="divergence to the pretrained network, test images")
     axes.legend()

@@ -54,6 +54,7 @@ def test_no_budget_is_below_the_least_submodel_of_either_grid() -> None:
 def test_the_study_runs_whole_on_few_images_and_goes_on_from_its_units(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    torch.manual_seed(0)
     images, labels = torch.randn(256, 1, 28, 28), torch.randint(0, 10, (256,))
     monkeypatch.setattr(mnist, "load_images", lambda split, *half: (images, labels))
     for name, value in {"CALIBRATION": 64, "PROBE": 64, "ELASTIC_STEPS": 20, "COARSE": (0, 9), "CHUNK": 5}.items():

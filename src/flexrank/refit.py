@@ -63,9 +63,10 @@ def refit_(model: nn.Module, profile: Mapping[str, int], base: nn.Module, batche
     require_several(batches)
     batches, layers, device = list(batches), nested_layers(model), model_device(model)
     first = to_device(first_of(iter(batches)), device)
-    _require_decomposed(layers, base)
+    _require_decomposed(layers)
     set_profile(model, profile)
     with separate_experts(base), calibration_mode(model, device, False), eval_mode(base), States(STATE_BYTES) as states:
+        _require_same_layers(layers, base)
         groups = find_groups(lambda: call_model(model, first), layers)
         flows = [Flow(one, batches, list(layers), states) for one in (base, model)]
         for group in track(groups, "refitting"):
@@ -74,13 +75,14 @@ def refit_(model: nn.Module, profile: Mapping[str, int], base: nn.Module, batche
                 _fit_(layers[name], sums)
 
 
-def _require_decomposed(layers: Mapping[str, NestedLayer], base: nn.Module) -> None:
+def _require_decomposed(layers: Mapping[str, NestedLayer]) -> None:
     for name, layer in layers.items():
         if layer.sizes is not None or len(layer.u) < min(layer.matrix_shape):
             raise FlexrankError(f"layer {name!r} was consolidated or lacks components; give the model of decompose_")
-    with separate_experts(base):
-        missing = layers.keys() - {name for name, _ in base.named_modules()}
-    if missing:
+
+
+def _require_same_layers(layers: Mapping[str, NestedLayer], base: nn.Module) -> None:
+    if missing := layers.keys() - dict(base.named_modules()).keys():
         raise FlexrankError(f"layer {min(missing)!r} is not in the base model; give the model that was decomposed")
 
 
@@ -89,9 +91,10 @@ def _sums(name: str, layer: NestedLayer, flows: Iterable[Flow], batches: Iterabl
 
     Products are in float32 or better, of distances from the first rows' mean: a mean far from 0 would take the digits.
     """
-    size, device, count, shift = layer.matrix_shape[1], layer.u.device, 0, None
-    inputs, targets, means = (
-        torch.zeros(*shape, dtype=torch.float64, device=device) for shape in ((size, size), (size, size), (2, size))
+    size, device, count = layer.matrix_shape[1], layer.u.device, 0
+    inputs, targets, means, shift = (
+        torch.zeros(*shape, dtype=torch.float64, device=device)
+        for shape in ((size, size), (size, size), (2, size), (size,))
     )
     for batch, *calls in zip(batches, *(flow.inputs(name) for flow in flows), strict=True):
         masks = row_masks(to_device(batch, device))
@@ -99,9 +102,9 @@ def _sums(name: str, layer: NestedLayer, flows: Iterable[Flow], batches: Iterabl
             if was is None or now is None or was.shape != now.shape:
                 reason = "as experts do, so this model cannot be fitted"
                 raise FlexrankError(f"layer {name!r} reads other rows than in the base model, {reason}")
-            shift = now.mean(dim=0) if shift is None and len(now) else shift
-            wanted = torch.lerp(now, was.to(now), MIX) - (0 if shift is None else shift)
-            now = now - (0 if shift is None else shift)
+            if len(now) and not count:
+                shift = now.mean(dim=0)
+            wanted, now = torch.lerp(now, was.to(now), MIX) - shift.to(now), now - shift.to(now)
             inputs += now.T @ now
             targets += wanted.T @ now
             means += torch.stack([now.double().sum(dim=0), wanted.double().sum(dim=0)])
@@ -111,7 +114,7 @@ def _sums(name: str, layer: NestedLayer, flows: Iterable[Flow], batches: Iterabl
     now, wanted = means = means / max(count, 1)
     inputs -= count * torch.outer(now, now)
     targets -= count * torch.outer(wanted, now)
-    return Sums(inputs, targets, means + (0 if shift is None else shift.double()), count)
+    return Sums(inputs, targets, means + shift.double(), count)
 
 
 def _rows(layer: nn.Module, calls: Iterable[Tensor], masks: list[Tensor]) -> Iterator[Float[Tensor, "t n"]]:

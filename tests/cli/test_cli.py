@@ -136,31 +136,6 @@ def test_the_version_is_the_packages() -> None:
     assert fr.__version__ == metadata.version("flexrank")
 
 
-@pytest.mark.usefixtures("verified_here")
-@pytest.mark.parametrize(
-    ("options", "name", "column", "words"),
-    [
-        (["--tune", "2"], "budget-0.5-tune-2", "tuned", ", then trained by itself for 2 steps."),
-        (
-            ["--refit"],
-            "budget-0.5-refit",
-            "refitted",
-            ". This one was then fitted by itself to the base model,",
-        ),
-    ],
-)
-def test_a_size_made_alone_shows_both_qualities(
-    options: list[str], name: str, column: str, words: str, copied: Path
-) -> None:
-    result = invoke("deploy", copied, "--budget", "0.5", *options, "--json")
-    assert result.exit_code == 0, result.output
-    export = json.loads(result.stdout)["export"]
-    assert Path(export["directory"]).name == name and words in (copied / "exports" / name / "README.md").read_text()
-    assert ["quality", "shared", column] in [line.split() for line in result.stderr.splitlines()]
-    (line,) = (line.split() for line in result.stderr.splitlines() if line.strip().startswith("nats_per_token"))
-    assert line[1:] == [f"{export[key]['nats_per_token']:.4f}" for key in ("shared", "quality")]
-
-
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [

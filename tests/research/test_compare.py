@@ -14,14 +14,11 @@ import torch
 
 from flexrank import (
     FlexrankError,
-    SensitivityTable,
     allocate_ranks,
     collect_moments,
     decompose_,
     distillation_evaluator,
-    nested_layers,
     probe_sensitivity,
-    refit_,
 )
 from flexrank.data.batches import call_model, output_tensor
 from flexrank.distill.objectives import LogitObjective
@@ -291,22 +288,6 @@ def test_models_made_alone_are_scored_and_counted() -> None:
     other = dataclasses.replace(one, subject=lambda _: encoder)
     assert contest.obstacle(one, "slicegpt") is None
     assert "bert is none of the decoders" in str(contest.obstacle(other, "slicegpt"))
-
-
-def test_ours_fits_the_default_decomposition_at_the_ranks_of_its_table() -> None:
-    """Oracle: the fit of that decomposition at ranks that are allocated here."""
-    one = made()
-    subject = one.subject(0)
-    table = DecomposedModel(one, "fisher", 0).probe()["table"]
-    result = contest.measure_size_method(one, "refit", 0, allocation="joint", table=table)
-    chain = allocate_ranks(SensitivityTable.from_json(table), BUDGETS, **EVERY_RANK)
-    for budget, row in zip(BUDGETS, result["rows"], strict=True):
-        model, ranks = subject.decomposed("fisher"), chain.at(budget)
-        refit_(model, ranks, subject.teacher, subject.calibration)
-        assert row["scores"]["nats"] == pytest.approx(size(model)["nats"], rel=1e-5)
-        shapes = {name: layer.matrix_shape for name, layer in nested_layers(model).items()}
-        stored = sum(rank * (sum(shapes[name]) - rank) for name, rank in ranks.items())
-        assert row["share"] == stored / sum(m * n for m, n in shapes.values()) <= budget
 
 
 def test_a_tie_is_no_loss(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

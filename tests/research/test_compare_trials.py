@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_compare import BATCH, BUDGETS, TRIALS, compared, fake, made, size
 
-from flexrank import allocate_ranks
+from flexrank import allocate_ranks, nested_layers, refit_
 from flexrank.distill.objectives import LogitObjective
 from flexrank.nn.select import select_layers
 from flexrank.profiles import SensitivityTable
@@ -110,6 +110,22 @@ def test_pifa_takes_ranks_from_the_table_of_svd_llm() -> None:
     assert [contest.allocations_of(name) for name in ("pifa", "slicegpt", "a3", "svd", "fisher")] == [
         ALLOCATIONS, ("published",), ("published",), ALLOCATIONS, ALLOCATIONS,
     ]  # fmt: skip
+
+
+def test_ours_fits_the_default_decomposition_at_the_ranks_of_its_table() -> None:
+    """Oracle: the fit of that decomposition at ranks that are allocated here."""
+    one = made()
+    subject = one.subject(0)
+    table = DecomposedModel(one, "fisher", 0).probe()["table"]
+    result = contest.measure_size_method(one, "refit", 0, allocation="joint", table=table)
+    chain = allocate_ranks(SensitivityTable.from_json(table), BUDGETS, **EVERY_RANK)
+    for budget, row in zip(BUDGETS, result["rows"], strict=True):
+        model, ranks = subject.decomposed("fisher"), chain.at(budget)
+        refit_(model, ranks, subject.teacher, subject.calibration)
+        assert row["scores"]["nats"] == pytest.approx(size(model)["nats"], rel=1e-5)
+        shapes = {name: layer.matrix_shape for name, layer in nested_layers(model).items()}
+        stored = sum(rank * (sum(shapes[name]) - rank) for name, rank in ranks.items())
+        assert row["share"] == stored / sum(m * n for m, n in shapes.values()) <= budget
 
 
 def test_a_method_that_does_not_apply_has_no_trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

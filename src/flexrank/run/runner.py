@@ -163,7 +163,7 @@ def export_one(
 
     Returns:
         The limits, the directory and the sizes; with `tune` or `refit` also this size's own `quality`, and `shared`,
-        the quality with the shared weights. If the run is finished, the model's card is written beside it.
+        the quality with the shared weights. If the run is finished, its directory gets the model's card too.
 
     Raises:
         FlexrankError: no profile is within the limits, the full size is to be tuned or refitted though it is the base

@@ -11,11 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import tiny
+from flexrank.artefacts.deployed import STATE, save_deployed
 from flexrank.artefacts.elastic import load_elastic, save_elastic
+from flexrank.deployment import deploy
 from flexrank.errors import FlexrankError
+from flexrank.files import digest_file
+from flexrank.nn.select import select_layers
+from flexrank.nn.size_lock import size_lock_of
 from flexrank.nn.switch import full_profile, nested_layers, set_budget, submodel, use_profile
 from flexrank.profiles import ProfileChain
 
@@ -58,6 +64,26 @@ def test_a_loaded_model_switches_to_its_chains_sizes(name: str, tmp_path: Path) 
     assert set_budget(model, max_params=chain.model_parameters(second)) == second
     assert set_budget(model, 1.0, max_bytes=chain.model_bytes(second)) == second
     assert memory(model) == held
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # dynamo's own, on its first import
+@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel])
+def test_a_wrapped_model_is_switched_cut_and_saved_as_the_model_inside(wrap: Any, tmp_path: Path) -> None:
+    model, chain = loaded("llama_tied", tmp_path / "elastic")
+    wrapped, entry = wrap(model), chain.entries[1]
+    assert set_budget(wrapped, chain.budgets[1]) == entry
+    assert size_lock_of(model) is size_lock_of(wrap(model)._modules.popitem()[1])
+    assert {layer: one.rank for layer, one in nested_layers(model).items()} == entry.profile
+    assert type(submodel(wrapped, entry.profile)) is type(model)
+    small = deploy(wrapped, entry.profile)
+    assert type(small) is type(model)
+    save_elastic(wrapped, chain, tmp_path / "again")
+    digests = [{p.name: digest_file(p) for p in (tmp_path / name).glob("*.*s*")} for name in ("elastic", "again")]
+    assert digests[0] == digests[1] and {"config.json"} < digests[0].keys()
+    save_deployed(wrap(small), tmp_path / "small")
+    assert load_file(tmp_path / "small" / STATE).keys() <= small.state_dict().keys()
+    with pytest.raises(FlexrankError, match=r"wraps a model; decompose that model, and wrap what is deployed"):
+        select_layers(wrapped)
 
 
 def test_the_chain_travels_with_the_model_and_its_copies(tmp_path: Path) -> None:

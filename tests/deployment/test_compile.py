@@ -1,10 +1,11 @@
-"""Deployed models under torch.compile: one graph, with the outputs of the model as it is."""
+"""Models under torch.compile: a graph for each size, with the outputs of the model as it is."""
 
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 # In a process of its own: the tests' checks of shapes are no part of a user's graph, and dynamo cannot trace them.
 PROGRAM = """
@@ -27,11 +28,45 @@ for name in ("llama_tied", "bert", "convnet"):
 print(json.dumps(found))
 """
 
+SWITCHED = """
+import json, torch, tiny
+from flexrank.nn.switch import set_budget, use_profile
+
+found = {}
+for name in ("llama_tied", "convnet"):
+    model, batch, graphs = tiny.with_sizes(tiny.elastic(name)), tiny.batch_for(name), []
+    chain = tiny.chain_of(model)
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled, errors, counts = torch.compile(model, backend=backend, fullgraph=True), [], []
+    with torch.no_grad():
+        for budget in [*chain.budgets, *chain.budgets]:
+            with use_profile(model, chain.at(budget)):
+                wanted = tiny.outputs(model, batch)
+            set_budget(compiled, budget, chain=chain)
+            errors.append(tiny.relative(tiny.outputs(compiled, batch), wanted))
+            counts.append(len(graphs))
+    found[name] = [errors, counts]
+print(json.dumps(found))
+"""
+
+
+def run(program: str) -> dict[str, Any]:
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
 
 def test_a_deployed_model_is_one_graph() -> None:
     """Traced by dynamo, which refuses what breaks a graph; what compiles it then is torch's."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr
-    for name, (graphs, error, nodes) in json.loads(done.stdout).items():
+    for name, (graphs, error, nodes) in run(PROGRAM).items():
         assert graphs == 1 and error < 1e-5 and nodes > 8, name
+
+
+def test_a_compiled_elastic_model_has_a_graph_for_each_size() -> None:
+    for name, (errors, counts) in run(SWITCHED).items():
+        assert counts == [1, 2, 3, 4, 4, 4, 4, 4] and max(errors) < 1e-5, name

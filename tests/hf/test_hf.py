@@ -71,7 +71,7 @@ def test_a_saved_model_comes_back_to_the_same_bits(name, saved):
 
 
 def test_transformers_own_loading_notices_a_flipped_bit(tmp_path):
-    export(tiny.deployed("bert"), tmp_path / "small", tiny.batch_for("bert"))
+    export(torch.nn.DataParallel(tiny.deployed("bert")), tmp_path / "small", tiny.batch_for("bert"))
     flip_a_bit(tmp_path / "small" / "model.safetensors", -3)
     message = "model.safetensors: does not match its checksum.*then delete flexrank.json"
     with pytest.raises(FlexrankError, match=message):

@@ -18,7 +18,7 @@ from flexrank.data.batches import model_device
 from flexrank.errors import FlexrankError
 from flexrank.files import digest_files, directory_aside, read_document, verify_files, write_document
 from flexrank.nn.gauge_aligned import GaugeAlignedLayer
-from flexrank.nn.select import replace_layers
+from flexrank.nn.select import replace_layers, unwrapped
 from flexrank.nn.specs import build_layer, layer_spec
 from flexrank.version import __version__
 
@@ -38,7 +38,7 @@ def save_deployed(small: nn.Module, directory: str | Path, *, factory: Factory |
     architecture; without it `load_deployed` needs `model=`.
     """
     with directory_aside(directory, DOCUMENT) as aside:
-        write_state(small, aside, factory=factory)
+        write_state(unwrapped(small), aside, factory=factory)
 
 
 def write_state(small: nn.Module, directory: Path, *, factory: Factory | None = None) -> None:

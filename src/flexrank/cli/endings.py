@@ -33,9 +33,12 @@ class OneLineErrors(TyperGroup):
             return super().main(*args, **options)
         with contextlib.ExitStack() as group:
             try:
+                group.enter_context(_terminated_as_interrupted())
                 group.enter_context(processes.joined())
                 with _only_first_prints():
                     status = super().main(*args, **options) or 0
+                if status == INTERRUPTED:  # Ctrl-C outside `resumable`, of which typer returns only the status
+                    raise _Interrupted("interrupted")
             except FlexrankError as error:
                 status = _report_error(str(error))
             except OSError as error:
@@ -101,15 +104,22 @@ def _report_or_raise(error: Exception) -> int:
 
 
 @contextlib.contextmanager
-def resumable() -> Iterator[None]:
-    """Ends on Ctrl-C, or on the SIGTERM of a preempted job, with one line that says how to continue."""
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Makes SIGTERM, as a preempted job gets it, raise KeyboardInterrupt in the block: what is half-written goes."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def resumable() -> Iterator[None]:
+    """Ends on Ctrl-C or SIGTERM with one line that says how to continue."""
     try:
         yield
     except KeyboardInterrupt:
         raise _Interrupted("\ninterrupted; the same command continues from here") from None
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

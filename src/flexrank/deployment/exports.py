@@ -19,6 +19,7 @@ from flexrank.errors import FlexrankError
 from flexrank.files import directory_aside
 from flexrank.hf import models
 from flexrank.hf.companions import save_companions
+from flexrank.nn.select import unwrapped
 
 #: Largest relative difference ‖y − y*‖/‖y*‖ between the outputs of an exported model here and in a fresh process.
 #: The same weights run the same code, so only the order of sums may differ: a few roundings of the dtype.
@@ -49,6 +50,7 @@ def export(
     Raises:
         FlexrankError: keys are missing or unexpected, or outputs differ by over `OUTPUT_BOUNDS`. Nothing is published.
     """
+    small = unwrapped(small)
     library = "transformers" if models.is_transformers_model(small) else "torch"
     if library == "torch" and factory is None:
         raise FlexrankError(f"export of a {type(small).__name__} needs factory=, 'package.module:function'")

@@ -24,6 +24,8 @@ def select_layers(
     `include` and `exclude` hold names or globs: `*.mlp.*`, or a part between dots such as `lm_head`. Raises
     FlexrankError if a pattern matches no module, or if no layer is left to factorise.
     """
+    if unwrapped(model) is not model:
+        raise FlexrankError(f"{type(model).__name__} wraps a model; decompose that model, and wrap what is deployed")
     for pattern in (*(include or ()), *exclude):
         if not any(_matches(name, pattern) for name, _ in model.named_modules()):
             wanted = "it is a name, a part of one, or a glob"
@@ -51,6 +53,17 @@ def dense_reasons(
         if reason is not None:
             reasons[name] = reason
     return reasons
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside the wrappers of torch.compile and of data parallelism, which put a prefix on all names."""
+    while True:
+        if "_orig_mod" in model._modules:  # torch.compile's; its class is not imported, which takes a second
+            model = model.get_submodule("_orig_mod")
+        elif isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            model = model.module
+        else:
+            return model
 
 
 def require_layers(layers: Mapping[str, nn.Module]) -> None:

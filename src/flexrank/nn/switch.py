@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from flexrank.errors import FlexrankError
 from flexrank.nn.elastic import NestedLayer, SizeVectors
+from flexrank.nn.select import unwrapped
 from flexrank.nn.size_lock import size_lock_of
 from flexrank.profiles import ChainEntry, Footprint, ProfileChain, RankProfile
 from flexrank.profiles.costs import Shape, largest_rank, profile_parameters
@@ -22,8 +23,8 @@ log = logging.getLogger("flexrank")
 
 
 def nested_layers(model: nn.Module) -> dict[str, NestedLayer]:
-    """The elastic layers by name. Raises FlexrankError if the model has none."""
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, NestedLayer)}
+    """The elastic layers by name, also of a compiled model. Raises FlexrankError if the model has none."""
+    layers = {name: module for name, module in unwrapped(model).named_modules() if isinstance(module, NestedLayer)}
     if not layers:
         ways = "decompose it first, or read an elastic artefact by load_elastic"
         raise FlexrankError(f"{type(model).__name__} has no elastic layers; {ways}")
@@ -107,7 +108,7 @@ def set_budget(
     if chain is None:
         raise FlexrankError(f"{type(model).__name__} was not read by load_elastic and has no chain; give chain=…")
     entry = chain.entry_at(budget, max_params=max_params, max_bytes=max_bytes)
-    with size_lock_of(model).exclusive():
+    with size_lock_of(unwrapped(model)).exclusive():
         set_profile(model, entry.profile)
     return entry
 
@@ -163,6 +164,7 @@ def submodel(model: nn.Module, profile: Mapping[str, int]) -> nn.Module:
     In-place changes of tensors show in all of them.
     Raises FlexrankError as `set_profile` does.
     """
+    model = unwrapped(model)
     chains = (layer.chain for layer in nested_layers(model).values())
     shared = itertools.chain(model.parameters(), model.buffers(), chains)
     twin = copy.deepcopy(model, {id(one): one for one in shared})

@@ -110,7 +110,8 @@ def _terminated_as_interrupted() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if signal.getsignal(signal.SIGTERM) is signal.default_int_handler:  # `agree_on_exit` may ignore it by now
+            signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

@@ -101,6 +101,15 @@ def test_another_fault_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.M
     assert result.exception is fault and result.stderr == ""
 
 
+def test_an_interruption_while_processes_connect_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop() -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("flexrank.processes.joined", stop)
+    result = invoke("report", "nothing")
+    assert result.exit_code == 130 and result.stderr == "interrupted\n"
+
+
 OUT_OF_MEMORY = """
 import torch
 import flexrank.cli, flexrank.run
@@ -196,3 +205,21 @@ def test_a_wrong_time_out_is_one_line_though_all_meet_it() -> None:
     with started(2, "-m", "flexrank", "report", "nothing", timeout=float("nan")) as run:
         _, words = ended(run)
     assert words == ["error: FLEXRANK_TIMEOUT is 'nan'; it is a number of seconds above 0", "exit 2", "exit 2"]
+
+
+ABSENT = """
+import os, time
+import flexrank.cli
+
+if os.environ["RANK"] == "1":
+    time.sleep(1000)
+flexrank.cli.main()
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_never_connects_is_named(tmp_path: Path) -> None:
+    (tmp_path / "absent.py").write_text(ABSENT)
+    with started(2, tmp_path / "absent.py", "report", "nothing", timeout=2) as run:
+        _, words = ended(run)
+    assert words[0].startswith("error: process 1 does not answer") and sorted(words[1:]) == ["exit -15", "exit 1"]

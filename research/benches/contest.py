@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flexrank import distillation_evaluator, probe_sensitivity
 from flexrank.data.halves import Half
-from flexrank.distill.objectives import LogitObjective
+from flexrank.distill.objectives import EmbeddingObjective, LogitObjective
 from flexrank.errors import FlexrankError
 from flexrank.nn.matrix import matrix_shape
 from flexrank.nn.select import select_layers
@@ -283,7 +283,7 @@ def _sentence_benchmark(request: Request, name: str) -> Benchmark:
     def subject(seed: int) -> Subject:
         return sts.subject_of(request.half, seed=seed, probe=probe, evaluation=evaluation)[0]
 
-    loss = subject(0).objective.fisher_loss
+    loss = EmbeddingObjective().fisher_loss
     facts = {"calibration": sts.CALIBRATION, "probe": probe, "evaluation": evaluation}
     return Benchmark(name, "cosine", 4, BUDGETS, LEVELS, facts, subject, loss)
 

@@ -69,7 +69,8 @@ class _Group:
         """Signs off, waits for the others until time is up or one has said why all end; returns who has not signed."""
         import torch.distributed as dist
 
-        dist.destroy_process_group()  # releases processes that wait for this one's tensors
+        if dist.is_initialized():  # else it was lost while the processes connected
+            dist.destroy_process_group()  # releases processes that wait for this one's tensors
         self.store.set(f"signed/{self.number}", "")
         deadline = time.monotonic() + min(GRACE, self.timeout)
         while absent := [other for other in range(self.count) if not self.store.check([f"signed/{other}"])]:

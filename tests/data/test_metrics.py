@@ -38,6 +38,9 @@ def test_embeddings_are_each_text_alone_in_its_place(encoder: nn.Module, seed: i
     batches = data.sentence_batches(TOKENIZER, TEXTS, 4, 32, seed=seed)
     embedded = evaluation.embed(encoder, batches)
     torch.testing.assert_close(embedded, one_by_one(encoder, TEXTS), rtol=1e-4, atol=1e-5)
+    part = batches[1:]
+    texts = [TEXTS[index] for index in sorted(part.order.tolist())]
+    torch.testing.assert_close(evaluation.embed(encoder, part), one_by_one(encoder, texts), rtol=1e-4, atol=1e-5)
 
 
 def test_embeddings_of_plain_batches_keep_their_order() -> None:

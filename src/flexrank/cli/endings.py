@@ -38,7 +38,7 @@ class OneLineErrors(TyperGroup):
                 with _only_first_prints():
                     status = super().main(*args, **options) or 0
                 if status == INTERRUPTED:  # Ctrl-C outside `resumable`, of which typer returns only the status
-                    raise _Interrupted("interrupted")
+                    raise _Interrupted
             except FlexrankError as error:
                 status = _report_error(str(error))
             except OSError as error:
@@ -53,8 +53,8 @@ class OneLineErrors(TyperGroup):
                 status = _report_error(f"{package} is not installed: pip install 'flexrank[{EXTRAS[package]}]'")
             except processes.ProcessLost as error:
                 status = _report_error(str(error), LOST, is_certain=False)
-            except (_Interrupted, typer.Abort) as error:
-                status = _agreed_status(str(error), INTERRUPTED, is_certain=False)
+            except (_Interrupted, KeyboardInterrupt) as error:  # the latter while the processes connect
+                status = _agreed_status(str(error) or "interrupted", INTERRUPTED, is_certain=False)
             except _USAGE_ERROR as error:
                 status = _report_error(error.format_message())
             except Exception as error:
@@ -63,7 +63,7 @@ class OneLineErrors(TyperGroup):
 
 
 class _Interrupted(Exception):
-    """A Ctrl-C or SIGTERM, with the message to print."""
+    """A Ctrl-C or SIGTERM; with the message to print, if "interrupted" does not say it all."""
 
 
 # Newer versions of typer vendor click; a base class of typer's public exception is from the copy that typer uses.

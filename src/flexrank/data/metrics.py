@@ -32,11 +32,7 @@ def embed(model: nn.Module, batches: Iterable[Batch]) -> Tensor:
     """
     rows = torch.cat([_embedding(output, batch).float().cpu() for output, batch in _outputs(model, batches)])
     order = getattr(batches, "order", None)
-    if order is None:
-        return rows
-    restored = torch.empty_like(rows)
-    restored[order] = rows
-    return restored
+    return rows if order is None else rows[torch.as_tensor(order).argsort()]
 
 
 def mean_cosine(first: Tensor, second: Tensor) -> float:

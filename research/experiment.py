@@ -65,9 +65,8 @@ class Experiment:
     has_halves: bool = False  #: whether it reads a held-out set itself and scores half of it
     seeds: tuple[int, int] | None = None  #: defaults of the quick and the full form; None if nothing is random
     settings: Callable[[bool], dict[str, Any]] | None = None  #: maps `full` to a run's keys; set if any model will do
-    has_jobs: bool = False  #: whether its parts can run at once
     needs: str = ""  #: an environment variable; without it `--benches` skips the experiment
-    takes_config: bool = False  #: whether a configuration may replace its own models, which --model selects
+    takes_config: bool = False  #: a comparison: for any configuration or --model, and its parts can run at once
 
     @property
     def kind(self) -> str:

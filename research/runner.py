@@ -146,7 +146,7 @@ def _require_fitting(experiment: Experiment, options: Options) -> None:
             options.tasks is not None and not options.tasks.strip(" ,"),
         "--include-path needs --tasks": options.include_path is not None and options.tasks is None,
         f"--jobs is {options.jobs}; {name} runs its parts one after the other, leave it out":
-            options.jobs is not None and not experiment.has_jobs,
+            options.jobs is not None and not experiment.takes_config,
         f"--jobs is {options.jobs}; it must be at least 1": options.jobs is not None and options.jobs < 1,
         f"--seeds is {seeds}; nothing in {name} is repeated by seeds, leave it out":
             seeds is not None and experiment.seeds is None,

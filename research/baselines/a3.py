@@ -30,7 +30,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from flexrank.data.batches import Batch
-from flexrank.errors import FlexrankError
 from flexrank.nn.blocks import block_stack
 from flexrank.nn.matrix import matrix_shape
 from research.baselines import method, svd_llm
@@ -146,24 +145,18 @@ def sizes_of(model: Any, layers: Layers, shape: Shape, budget: float) -> Sizes |
 
 @torch.no_grad()
 def make(model: Any, batches: Sequence[Batch], layers: Layers, loss: Loss, budget: float) -> CompressedModel | None:
-    """Returns the model with every block's parts at the same sizes; None if the budget has no room for any.
-
-    Raises:
-        FlexrankError: the model has an `obstacle`.
-    """
-    if reason := obstacle(model, layers):
-        raise FlexrankError(f"A3 does not apply: {reason}")
+    """Returns the model with every block's parts at the same sizes; None if the budget has no room for any."""
     shape, new = shape_of(model, layers), copy.deepcopy(model)
     sizes, names = sizes_of(model, layers, shape, budget), shape.names
     if sizes is None:
         return None
-    read = {
-        f"{block}.{name}": layers[f"{block}.{name}"] for block in shape.blocks for name in (names.output, names.down)
-    }
-    given = {
-        f"{block}.{name}": layers[f"{block}.{name}"] for block in shape.blocks for name in (names.query, names.key)
-    }
-    moments = input_moments(model, batches, read, loss) | output_moments(model, batches, given)
+
+    def named(*own: str) -> Layers:
+        return {name: layers[name] for block in shape.blocks for name in (f"{block}.{one}" for one in own)}
+
+    moments = input_moments(model, batches, named(names.output, names.down), loss) | output_moments(
+        model, batches, named(names.query, names.key)
+    )
     for block in shape.blocks:
         device, start = model.device, f"{block}."
         own = {name.removeprefix(start): one.to(device) for name, one in moments.items() if name.startswith(start)}

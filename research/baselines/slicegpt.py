@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from flexrank.calibrate import Hooks
 from flexrank.data.batches import Batch, call_model, eval_mode, model_device, to_device, token_mask
-from flexrank.errors import FlexrankError
 from research.baselines.method import CompressedModel, Layers, Loss, SizeMethod, parameter_count, parameter_limit
 
 #: transformers' model types whose blocks are two norms, attention and feed-forward, with the names below.
@@ -113,13 +112,7 @@ def obstacle(model: Any, layers: Layers) -> str | None:
 
 
 def make(model: Any, batches: Sequence[Batch], layers: Layers, _: Loss, budget: float) -> CompressedModel | None:
-    """Returns the model at the largest width k that fits, None if none does; at full width it is the base model.
-
-    Raises:
-        FlexrankError: the model has an `obstacle`.
-    """
-    if reason := obstacle(model, layers):
-        raise FlexrankError(f"SliceGPT does not apply: {reason}")
+    """Returns the model at the largest width k that fits, None if none does; at full width it is the base model."""
     limit, width = parameter_limit(model, layers, budget), model.config.hidden_size
     fitting = [k for k in range(1, width + 1) if sliced_parameters(model, k) <= limit]
     if not fitting:

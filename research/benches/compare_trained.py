@@ -315,5 +315,5 @@ EXPERIMENT = Experiment(
     "compare-trained", "Trained rivals",
     "quality over size of flexrank beside its printed form, independent training, SVD-LLM with LoRA, ACIP, LLM-Pruner, "
     "nested widths and LayerSkip, at equal training tokens and at equal training time", minutes=300, full_minutes=3000,
-    has_halves=False, seeds=(1, 3), run=run, draw=draw, takes_config=True, has_jobs=True,
+    has_halves=False, seeds=(1, 3), run=run, draw=draw, takes_config=True,
 )  # fmt: skip

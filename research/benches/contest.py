@@ -15,11 +15,10 @@ from flexrank import distillation_evaluator, probe_sensitivity
 from flexrank.data.halves import Half
 from flexrank.distill.objectives import EmbeddingObjective, LogitObjective
 from flexrank.errors import FlexrankError
-from flexrank.nn.matrix import matrix_shape
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import footprint, layer_shapes, use_profile
 from flexrank.profiles import RankProfile, SensitivityTable
-from flexrank.profiles.costs import dense_parameters, profile_parameters
+from flexrank.profiles.costs import profile_parameters
 from flexrank.refit import refit_
 from flexrank.run.config import ProbeConfig, RunConfig
 from flexrank.run.directory import RunDirectory
@@ -98,9 +97,8 @@ class Benchmark:
     def parameters(self) -> dict[str, int]:
         """Returns the base model's parameters: those of the factorised layers' matrices, and all others."""
         subject = self.subject(0)
-        layers = select_layers(subject.teacher, exclude=subject.exclude).values()
-        dense = sum(dense_parameters(matrix_shape(layer)) for layer in layers)
-        return {"layers": dense, "others": sum(one.numel() for one in subject.teacher.parameters()) - dense}
+        dense = dense_count(select_layers(subject.teacher, exclude=subject.exclude))
+        return {"layers": dense, "others": parameter_count(subject.teacher) - dense}
 
 
 def allocations_of(method: str) -> Sequence[str]:

@@ -24,8 +24,7 @@ from flexrank.hf.models import load_by_architecture, load_model
 from flexrank.nn.linalg import plain_svd
 from flexrank.nn.matrix import weight_matrix
 from flexrank.nn.select import nest_
-from flexrank.nn.switch import nested_layers
-from flexrank.profiles.costs import Shape
+from flexrank.nn.switch import uniform_profile
 from research.experiment import Experiment, Ledger, Request
 from research.result import Result, goal, measured, table
 
@@ -64,14 +63,7 @@ def deployed_sizes(model: Any, budgets: Sequence[float], exclude: Sequence[str])
     for name, layer in select_layers(model, exclude=exclude).items():
         nest_(model, name, plain_svd(weight_matrix(layer).detach()))
     for budget in budgets:
-        ranks = {name: uniform_rank(layer.matrix_shape, budget) for name, layer in nested_layers(model).items()}
-        yield budget, deploy(model, ranks)
-
-
-def uniform_rank(shape: Shape, budget: float) -> int:
-    """Returns the largest rank whose gauge-aligned layer, without slack, is within this share of an m × n matrix."""
-    m, n = shape
-    return max(rank for rank in range(1, min(m, n) + 1) if rank == 1 or rank * (m + n - rank) <= budget * m * n)
+        yield budget, deploy(model, uniform_profile(model, budget))
 
 
 def measure(format: str, scratch: Path) -> dict[str, Any]:

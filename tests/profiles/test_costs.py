@@ -5,12 +5,11 @@ import pytest
 
 from flexrank.errors import FlexrankError
 from flexrank.profiles.costs import (
-    LayerFormat,
     aligned_parameters,
     dense_parameters,
     deployed_parameters,
+    is_dense,
     largest_rank,
-    layer_format,
     rank_block,
     rank_levels,
     whole_slack,
@@ -66,13 +65,12 @@ def test_largest_rank_counts_slack_and_whole_blocks(shape, share):
 
 @pytest.mark.parametrize(
     ("rank", "slack", "expected"),
-    [(10, 0, LayerFormat.GAUGE_ALIGNED), (10, 10, LayerFormat.LOW_RANK), (10, 12, LayerFormat.LOW_RANK),
-     (20, 19, LayerFormat.GAUGE_ALIGNED), (20, 20, LayerFormat.DENSE), (40, 0, LayerFormat.DENSE),
-     (39, 1, LayerFormat.DENSE), (39, 0, LayerFormat.GAUGE_ALIGNED)],
+    [(10, 0, False), (10, 10, False), (10, 12, False), (20, 19, False), (20, 20, True), (40, 0, True), (39, 1, True),
+     (39, 0, False)],
 )  # fmt: skip
-def test_the_format_with_fewest_parameters(rank, slack, expected):
+def test_a_layer_is_dense_unless_factors_have_fewer_parameters(rank, slack, expected):
     """40 × 40: 1600 numbers dense, 80·r low-rank, r·(80 − r + p) gauge-aligned."""
-    assert layer_format((40, 40), rank, slack) is expected
+    assert is_dense((40, 40), rank, slack) is expected
 
 
 def test_levels_are_even_in_parameters_up_to_the_least_saving():

@@ -53,12 +53,6 @@ def test_each_runtime_has_its_times_bytes_and_errors(result: dict[str, Any], tmp
     assert found == {f"{name}: time of size 0.5 with a batch": wanted for name in ("torch.compile", "torch")}
 
 
-@pytest.mark.parametrize(("shape", "budget", "rank"), [((4, 6), 1.0, 4), ((4, 6), 0.5, 1), ((6, 4), 0.67, 2)])
-def test_ranks_are_the_largest_within_the_budget(shape: tuple[int, int], budget: float, rank: int) -> None:
-    """Of 24 parameters ranks 1 to 4 have 9, 16, 21 and 24."""
-    assert runtimes.uniform_rank(shape, budget) == rank
-
-
 def test_the_document_names_the_budgets_of_the_saved_results() -> None:
     root = Path(__file__).parents[2]
     _, *saved = json.loads((root / "results/runtimes/result.json").read_text())["settings"]["budgets"]

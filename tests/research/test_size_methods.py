@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from flexrank.calibrate import Hooks
 from flexrank.data.batches import output_mask
-from flexrank.errors import FlexrankError
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import nested_layers
 from research.baselines import SIZE_METHODS, pifa, slicegpt
@@ -83,8 +82,6 @@ def test_where_a_method_does_not_apply() -> None:
     layers = select_layers(model, exclude=["*.1.mlp.down_proj"])
     for name in ("slicegpt", "a3"):
         assert "model.layers.1.mlp.down_proj is not among" in str(SIZE_METHODS[name].obstacle(model, layers))
-        with pytest.raises(FlexrankError, match="does not apply"):
-            SIZE_METHODS[name].make(model, calibration("llama_tied"), layers, next_token_loss, 0.5)
         assert made(name, "llama_tied", 0.01) is None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from flexrank.calibrate.hooks import Hooks
-from flexrank.calibrate.stream import States, Stream
+from flexrank.calibrate.stream import Reached, States, Stream
 from flexrank.data.batches import Batch, call_model, model_device, some_rows, to_device
 from flexrank.nn.blocks import block_stack
 
@@ -38,7 +38,7 @@ class Flow:
         layer, most = self._model.get_submodule(name), 0  # the calls of a forward, once one has been counted
         for number in range(len(self._batches)):
             calls = list[Tensor]()
-            with Hooks() as hooks, contextlib.suppress(_Reached):
+            with Hooks() as hooks, contextlib.suppress(Reached):
                 hooks.on_forward({most: layer}, functools.partial(_keep, calls))
                 self._run(block, number)
             most = most or len(calls)
@@ -61,12 +61,8 @@ class Flow:
         return self._stream.run_block(block, batch, self._states[self, number].to(self._device, copy=True))
 
 
-class _Reached(Exception):
-    """Ends a forward when the rest of it is not needed."""
-
-
 def _keep(calls: list[Tensor], most: int, inputs: Tensor, _: Tensor) -> None:
     """Keeps a copy, as what follows may change the input in place; ends the forward at its last call."""
     calls.append(inputs.clone())
     if len(calls) == most:
-        raise _Reached
+        raise Reached

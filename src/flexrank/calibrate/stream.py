@@ -178,7 +178,7 @@ class Stream:
 
         def capture(*args: Any, **kwargs: Any) -> Any:
             found.append(compute(*args, **kwargs))
-            raise _Returned
+            raise Reached
 
         self._run(batch, dict.fromkeys(self._blocks[:index], self._pass) | {self._blocks[index]: capture})
         return found[0] if found else None
@@ -205,7 +205,7 @@ class Stream:
         return calls, None
 
     def _run(self, batch: Batch, forwards: Mapping[nn.Module, Callable[..., Any]]) -> Any:
-        with replaced_forwards(forwards), contextlib.suppress(_Returned):
+        with replaced_forwards(forwards), contextlib.suppress(Reached):
             return call_model(self.model, batch)
         return None
 
@@ -224,7 +224,7 @@ class Stream:
         return hidden
 
 
-class _Returned(Exception):
+class Reached(Exception):
     """Ends a forward when the rest of it is not needed."""
 
 

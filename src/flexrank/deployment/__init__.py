@@ -23,7 +23,7 @@ from flexrank.nn.specs import build_layer, layer_spec
 from flexrank.nn.switch import layer_shapes, nested_layers, submodel
 from flexrank.profiles import SlackTable
 from flexrank.profiles.chain import require_limits
-from flexrank.profiles.costs import LayerFormat, aligned_parameters, dense_parameters, full_ranks, layer_format
+from flexrank.profiles.costs import aligned_parameters, dense_parameters, full_ranks, is_dense
 
 __all__ = ["FlexRankConfig", "deploy", "deployed_parameters_of", "export", "find_slack", "entry_within_latency"]
 
@@ -126,7 +126,7 @@ def _parameters_of(layer: nn.Module) -> int:
 
 @torch.no_grad()
 def _deploy_layer(layer: NestedLayer, slack: int, dtype: torch.dtype) -> nn.Module:
-    if layer_format(layer.matrix_shape, layer.rank, slack) is LayerFormat.DENSE:
+    if is_dense(layer.matrix_shape, layer.rank, slack):
         deployed = _dense_layer(layer, dtype)
     else:
         deployed = _factorised_layer(layer, slack, dtype)

@@ -13,7 +13,7 @@ from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.gauge_aligned import Slack, resolve_slack
 from flexrank.nn.switch import nested_layers, submodel
 from flexrank.profiles import SlackTable
-from flexrank.profiles.costs import LayerFormat, layer_format
+from flexrank.profiles.costs import is_dense
 from flexrank.progress import track
 
 Activations = Mapping[str, Tensor]
@@ -62,7 +62,7 @@ def layer_slack(
     name: str, layer: NestedLayer, slack: Slack | SlackTable, dtype: torch.dtype, activations: Activations
 ) -> int:
     """The number of columns that a layer leaves unaligned at its active size; 0 if it is dense whatever the slack."""
-    if layer_format(layer.matrix_shape, layer.rank) is LayerFormat.DENSE:
+    if is_dense(layer.matrix_shape, layer.rank):
         return 0
     if isinstance(slack, SlackTable):
         slack.require_dtype(dtype_name(dtype))

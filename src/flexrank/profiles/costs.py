@@ -5,7 +5,6 @@ gauge-aligned with slack p (r·(m+n−r+p); p = 0 in FlexRank, section 3.5). Eac
 """
 
 import bisect
-import enum
 import math
 from collections.abc import Mapping
 from typing import Literal
@@ -23,19 +22,9 @@ MIN_SAVING = 0.25
 SLACK_SHARE = 0.1
 
 
-class LayerFormat(enum.StrEnum):
-    """How a deployed layer holds its matrix."""
-
-    DENSE = "dense"
-    LOW_RANK = "low-rank"
-    GAUGE_ALIGNED = "gauge-aligned"
-
-
-def layer_format(shape: Shape, rank: int, slack: int = 0) -> LayerFormat:
-    """The format with the fewest parameters; gauge alignment with slack r, without aligned rows, is just U Vᵀ."""
-    if aligned_parameters(shape, rank, slack) >= dense_parameters(shape):
-        return LayerFormat.DENSE
-    return LayerFormat.LOW_RANK if slack >= rank else LayerFormat.GAUGE_ALIGNED
+def is_dense(shape: Shape, rank: int, slack: int = 0) -> bool:
+    """Whether a layer is deployed as one matrix, because factors of this rank have no fewer parameters."""
+    return aligned_parameters(shape, rank, slack) >= dense_parameters(shape)
 
 
 def dense_parameters(shape: Shape) -> int:

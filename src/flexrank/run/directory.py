@@ -184,7 +184,7 @@ class RunDirectory:
         unfinished = {
             f"{stage}-{fingerprint[:16]}"
             for stage, fingerprint in fingerprints.items()
-            if self._read_record(stage).get("fingerprint") != fingerprint
+            if self.fingerprint_of(stage) != fingerprint
         }
         for path in self._partial.iterdir() if self._partial.is_dir() else ():
             if path.name.partition(".")[0] not in unfinished:

@@ -7,14 +7,14 @@ are enough. The training part of a stream is read while a model trains.
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flexrank.data.batches import Batch, token_mask
+from flexrank.data.batches import Batch, batch_rows, token_mask
 from flexrank.data.halves import half_indices, select_half
 from flexrank.data.images import ImageBatches, Scaling, channels_first, read_images
 from flexrank.data.metrics import embed, mean_cosine, nats_per_token, predict, retrieval_mrr
@@ -80,7 +80,7 @@ def loss_rows(task: str, batches: Sequence[Batch]) -> int:
     """The number of rows that the loss averages over: real tokens (language), texts, or images."""
     if task == "language":
         return sum(int(mask.sum()) for batch in batches if (mask := token_mask(batch)) is not None)
-    return sum(len(next(iter(batch.values()))) for batch in batches if isinstance(batch, Mapping))
+    return sum(map(batch_rows, batches))
 
 
 def _text_samples(config: RunConfig, tokenizer: Tokenizer) -> Samples:

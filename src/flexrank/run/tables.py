@@ -8,8 +8,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from flexrank.profiles.costs import LayerFormat
-
 #: The style of tables without rules.
 PLAIN: dict[str, Any] = {"box": None, "padding": (0, 2)}
 
@@ -82,7 +80,7 @@ def _layers(layers: Mapping[str, Mapping[str, Any]]) -> Table:
     for name, spec in layers.items():
         form = spec["form"]
         if form == "aligned":  # without aligned rows it is plain U Vᵀ
-            form = LayerFormat.GAUGE_ALIGNED if spec["aligned"] else LayerFormat.LOW_RANK
+            form = "gauge-aligned" if spec["aligned"] else "low-rank"
         rank = f"{spec.get('rank', 'full')}" + (", full" if spec.get("dense") else "")
         table.add_row(name, form, " x ".join(map(str, spec["shape"])), rank)
     return table

@@ -13,7 +13,7 @@ from torch import nn
 
 from flexrank import processes
 from flexrank.artefacts.elastic import SHARD_BYTES, load_components, load_elastic, read_shapes
-from flexrank.data.batches import call_model, to_device
+from flexrank.data.batches import call_model, some_rows, to_device
 from flexrank.distill.objectives import FisherObjective, Objective, objective_for
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
@@ -118,7 +118,7 @@ class Workspace:
     @torch.no_grad()  # not inference_mode, whose tensors a sharded base could not use again in training
     def _target_row_bytes(self, objective: Objective, batch: Any) -> int:
         """Bytes of one row of the teacher's targets, from the first sample of a batch."""
-        sample = to_device({key: value[:1] for key, value in batch.items()}, self.device)
+        sample = to_device(some_rows(batch, slice(1)), self.device)
         target = objective.target(call_model(self.base, sample), sample)
         return target.shape[-1] * target.element_size()
 

@@ -225,9 +225,9 @@ def sharded_bytes(
     layers = nested_layers(student)
     numbers = {name: len(layer.u) * sum(layer.matrix_shape) for name, layer in layers.items()}
     size, factors = next(iter(layers.values())).u.element_size(), sum(numbers.values())
-    of_blocks = dict.fromkeys(map(_block_of, numbers), 0)
+    of_blocks = dict.fromkeys((split_block(name)[0] for name in numbers), 0)
     for name, own in numbers.items():
-        of_blocks[_block_of(name)] += size * own
+        of_blocks[split_block(name)[0]] += size * own
     teacher = [tensor_bytes(one, architecture.file_dtype) for _, one in block_stack(architecture.teacher, numbers)]
     untrained = elastic_bytes(architecture, student, config) - tensor_bytes(student)
     divided = {
@@ -240,10 +240,6 @@ def sharded_bytes(
     parts = {part: unsharded[part] - own + own // count for part, own in divided.items()}
     parts["student"] += matrix_bytes(architecture, config) // count
     return parts | {"gathered": max(going_back, 2 * max(teacher, default=0))}
-
-
-def _block_of(name: str) -> str:
-    return split_block(name)[0]
 
 
 def elastic_bytes(architecture: Architecture, trained: Any, config: RunConfig) -> int:

@@ -90,12 +90,11 @@ def ranks(
     _: Measures,
     offset: float = OFFSET,
 ) -> list[RankProfile]:
-    """Returns the ranks at each budget."""
-    return [ranks_at(model, energies, budget, offset) for budget in budgets]
+    """Returns, for each budget, ranks that give each layer its share of its own parameters, filled up to the budget."""
+    return [_ranks_at(model, energies, budget, offset) for budget in budgets]
 
 
-def ranks_at(model: nn.Module, energies: Mapping[str, Tensor], budget: float, offset: float = OFFSET) -> RankProfile:
-    """Returns ranks that give each layer its share of its own parameters, filled up to the budget."""
+def _ranks_at(model: nn.Module, energies: Mapping[str, Tensor], budget: float, offset: float) -> RankProfile:
     shapes, uniform, kept = layer_shapes(model), uniform_profile(model, budget), dict[str, float]()
     types: dict[tuple[str, Shape], dict[str, float]] = {}
     for name, shape in shapes.items():

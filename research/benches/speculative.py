@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import flexrank as fr
+from flexrank.calibrate import Hooks
 from flexrank.data.text import token_blocks
 from flexrank.deployment.machine import interleave, median_ratio
 from flexrank.hf.models import load_model, load_tokenizer
@@ -140,12 +141,10 @@ def counted_calls(*models: nn.Module) -> Iterator[dict[nn.Module, int]]:
     def count(model: nn.Module, *_: object) -> None:
         calls[model] += 1
 
-    hooks = [model.register_forward_hook(count) for model in models]
-    try:
+    with Hooks() as hooks:
+        for model in models:
+            hooks.remove_on_exit(model.register_forward_hook(count))
         yield calls
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _decode_all(model: Any, texts: Sequence[Tensor], draft: Any = None) -> None:

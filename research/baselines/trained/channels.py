@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from flexrank.calibrate import Hooks
 from flexrank.calibrate.collector import calibration_mode, seeded_loss
 from flexrank.data.batches import Batch, call_model, model_device, to_device
 from flexrank.nn.matrix import is_conv1d, matrix_shape, weight_matrix
@@ -180,16 +181,11 @@ class Widths:
     @contextlib.contextmanager
     def use(self, model: nn.Module, kept: Mapping[str, int]) -> Iterator[nn.Module]:
         """Inside the `with` block, the model has only these units."""
-        masks = {name: self.mask(name, count) for name, count in kept.items()}
-        handles = [
-            model.get_submodule(name).register_forward_pre_hook(functools.partial(_masked, mask))
-            for name, mask in masks.items()
-        ]
-        try:
+        with Hooks() as hooks:
+            for name, count in kept.items():
+                masked = functools.partial(_masked, self.mask(name, count))
+                hooks.remove_on_exit(model.get_submodule(name).register_forward_pre_hook(masked))
             yield model
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def _masked(mask: Tensor, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -7,9 +7,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
+from torch import nn
 
+from flexrank.artefacts.deployed import load_deployed, save_deployed
 from flexrank.artefacts.elastic import save_elastic
-from flexrank.deployment import export
+from flexrank.artefacts.inspect import inspect_artefact
+from flexrank.deployment import deploy, export
+from flexrank.deployment.formats import export_to
+from flexrank.errors import FlexrankError
+from flexrank.hf.models import attached_layers as specs_of
 from tiny import DECODER, batch_for, chain_of, nest, outputs, partly_dense, relative
 
 pytest.importorskip("torchao")
@@ -69,6 +76,31 @@ def test_the_first_code_of_the_page_rounds_both_factors(monkeypatch: pytest.Monk
         else:
             require_rounded(low[name], part, part.in_features, levels=127)
     assert 1e-4 < relative(outputs(names["small"], batch), outputs(before, batch)) < 0.2
+    assert torch.equal(outputs(names["again"], batch), outputs(names["small"], batch))
+    export(names["again"], tmp_path / "exported", batch)  # raises unless what it reads again has equal outputs
+    for directory in ("small-int8", "exported"):
+        stored = load_file(Path(directory) / "model.safetensors")
+        bytes_each = {name: stored[f"{name}._weight_qdata"] for name in linear if not name.startswith("lm_head")}
+        assert {one.dtype for one in bytes_each.values()} == {torch.int8}
+        assert not any(f"{name}.weight" in stored for name in bytes_each)
+    assert specs_of(names["again"]) == specs_of(before) and inspect_artefact("small-int8")["layers"]
+    with pytest.raises(FlexrankError, match="exported: holds quantised weights; export the size as it was before"):
+        export_to("exported", "dense", tmp_path / "dense")
+
+
+@pytest.mark.parametrize("name", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"])
+def test_a_quantised_module_is_stored(name: str, tmp_path: Path) -> None:
+    """Both hidden layers have the same shapes, and torchao's tensors no address by which they could be told apart."""
+    import torchao.quantization as ao
+
+    sizes = [nn.Linear(12, 24), nn.Linear(24, 24), nn.Linear(24, 24), nn.Linear(24, 5)]
+    small = deploy(nest(nn.Sequential(*sizes)), dict.fromkeys("0123", 4))
+    ao.quantize_(small, getattr(ao, name)())
+    save_deployed(small, tmp_path / "small")
+    bare, batch = nn.Sequential(*(nn.Linear(one.in_features, one.out_features) for one in sizes)), torch.randn(7, 12)
+    again = load_deployed(tmp_path / "small", model=bare)
+    assert torch.equal(again(batch), small(batch))
+    assert [type(one) for one in again.state_dict().values()] == [type(one) for one in small.state_dict().values()]
 
 
 def test_the_second_code_of_the_page_packs_two_weights_in_a_byte(
@@ -97,3 +129,5 @@ def test_the_second_code_of_the_page_packs_two_weights_in_a_byte(
             assert low[name].weight.equal(part.weight)
     batch = batch_for("llama_untied")
     assert relative(outputs(names["small"], batch), outputs(before, batch)) < 0.3
+    with pytest.raises(FlexrankError, match=r"weight' is quantised as \w+, which torchao does not store in files"):
+        names["small"].save_pretrained("packed")

@@ -68,7 +68,7 @@ def save_elastic(
     if is_sharded(model) and not processes.is_first():
         layers = nested_layers(model)
         written = _written_ranks(layers, _trained_part(chain, layers))
-        for _ in _gathered_state(model, written, named_tensors(model)[1].keys()):
+        for _ in _gathered_state(model, written, named_tensors(model.state_dict())[1].keys()):
             pass  # process 0 gathers the tensors from all processes' parts
         return
     with files.directory_aside(directory, *MARKERS) as aside:
@@ -95,7 +95,7 @@ class ElasticWriter:
             tokenizer.save_pretrained(directory)
         self._files = files.digest_files(directory)  # without the tensors, which have their own digests
         self._shards = ShardWriter(directory, ELASTIC_STATE, shard_bytes)
-        self._aliases = named_tensors(model)[1]
+        self._aliases = named_tensors(model.state_dict())[1]
         self._places = shared_places(model)
         self._digests: dict[str, Any] = {}
         self._dtypes: dict[str, str] = {}

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,12 +18,12 @@ from flexrank.data.batches import Batch
 from flexrank.errors import FlexrankError
 
 
-def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The model's state with every tensor once, and a map of each further name to the name that it is an alias of."""
+def named_tensors(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """A model's state with every tensor once, and a map of each further name to the name that it is an alias of."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     owners: dict[tuple[Any, ...], str] = {}
-    for name, value in model.state_dict().items():
+    for name, value in state.items():
         if not isinstance(value, Tensor):
             raise FlexrankError(f"state {name!r} is a {type(value).__name__}; only tensors are saved")
         key = (value.data_ptr(), value.dtype, value.shape, value.stride())
@@ -41,13 +42,16 @@ def shared_places(model: nn.Module) -> dict[str, list[str]]:
     return {name: places for places in names.values() if len(places) > 1 for name in places}
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes tensors as safetensors; views of a shared storage are copied, so each is written separately."""
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Writes tensors as safetensors; views of a shared storage are copied, so each is written separately.
+
+    `notes` go into the file's header.
+    """
     storages = {name: tensor.untyped_storage().data_ptr() for name, tensor in tensors.items()}
     uses = Counter(storages.values())
     apart = {n: contiguous_copy(t) if uses[storages[n]] > 1 else t.contiguous() for n, t in tensors.items()}
     try:
-        save_file(apart, path, metadata={"format": "pt"})
+        save_file(apart, path, metadata={**notes, "format": "pt"})
     except SafetensorError as error:
         raise FlexrankError(f"{path}: cannot be written ({error})") from error
 

@@ -26,6 +26,7 @@ from flexrank.errors import FlexrankError, first_line
 from flexrank.hf import models
 from flexrank.hf.companions import CARD, PICKLES
 from flexrank.nn.experts import SEPARATE_KEY
+from flexrank.nn.quantised import is_quantised
 
 FORMATS = ("dense", *RUNTIMES)
 #: Rows and tokens of the batches that an export is verified on: the one that was traced, and one of another shape.
@@ -115,6 +116,8 @@ def _loaded(directory: str | Path, format: str) -> Any:
     """Loads the deployed model, in float32 for a runtime that keeps no other dtype."""
     models.verify_export(directory)
     model, _ = models.load_by_architecture(directory)
+    if is_quantised(model.state_dict()):
+        raise FlexrankError(f"{directory}: holds quantised weights; export the size as it was before")
     if format not in RUNTIMES or RUNTIMES[format].keeps_dtype or model.dtype == torch.float32:
         return model
     log.info("%s: the weights are %s, and are written in float32", format, files.dtype_name(model.dtype))

@@ -4,13 +4,16 @@ The layers' specs are in `config.json` under `quantization_config`. Importing th
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors import safe_open
+from torch import Tensor
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from flexrank.errors import FlexrankError
@@ -18,6 +21,7 @@ from flexrank.files import read_json
 from flexrank.hf import models
 from flexrank.nn.experts import separate_as_recorded_
 from flexrank.nn.matrix import matrix_shape
+from flexrank.nn.quantised import NOTED, is_quantised, taken_apart
 from flexrank.nn.select import replace_layers
 from flexrank.nn.specs import FORMAT, build_layer, require_format, require_specs
 
@@ -64,6 +68,22 @@ class DeployedQuantizer(OrdinaryModelQuantizer):
     """Swaps the layers of a model that is still on the meta device; the weights then load into them by name."""
 
     quantization_config: DeployedConfig
+    metadata: Mapping[str, str] = {}  # torchao's notes, from the files of a size that was quantised when it was saved
+    # A quantised size's tensors are stored and read as those of transformers' own torchao models.
+    _discover_quantized_param_names = TorchAoHfQuantizer._discover_quantized_param_names
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict[str, str]]:  # noqa: D102
+        state = model.state_dict()
+        return taken_apart(state) if is_quantised(state) else (None, {})
+
+    @property
+    def serialized_names(self) -> dict[str, list[str]]:  # noqa: D102
+        return TorchAoHfQuantizer.serialized_names.fget(self) if self.metadata else {}
+
+    def get_load_operations(self) -> dict[str, Any]:  # noqa: D102
+        from transformers.integrations.torchao import TorchAoDeserialize
+
+        return {"deserialize": TorchAoDeserialize} if self.metadata else {}
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self.quantization_config.is_elastic:
@@ -72,6 +92,7 @@ class DeployedQuantizer(OrdinaryModelQuantizer):
             models.verify_export(Path(files[0]).parent, {"config.json", *(Path(file).name for file in files)})
             config = Path(files[0]).parent / "config.json"  # the user may have passed another config
             _warn_of_lower_precision(model, config.is_file() and read_json(config).get("dtype") or "float32")
+            self.metadata = _torchao_notes(files)
         separate_as_recorded_(model)
         # transformers sets the default device (meta) and dtype around this call.
         specs = specs_that_fit(model, self.quantization_config.layers)
@@ -82,8 +103,20 @@ class DeployedQuantizer(OrdinaryModelQuantizer):
         own = getattr(model.config, "auto_map", None) or {}
         if any(str(name).startswith(f"{models.REMOTE_MODULE}.") for name in own.values()):
             del model.config.auto_map  # `save_pretrained` would keep it, but not write the module that it names
+        if self.metadata:  # `save_pretrained` takes tensors apart itself, and cannot undo what put them together
+            made = model._weight_conversions
+            model._weight_conversions = [one for one in made if "_weight_qdata" not in one.source_patterns]
         forget_quantization(model)
         return model
+
+
+def _torchao_notes(files: Iterable[str]) -> dict[str, str]:
+    """The notes of torchao in these files' headers; empty if nothing is quantised."""
+    notes = dict[str, str]()
+    for path in filter(lambda path: str(path).endswith(".safetensors"), files):
+        with safe_open(path, framework="pt") as file:
+            notes |= file.metadata() or {}
+    return notes if NOTED in notes else {}
 
 
 def _warn_of_lower_precision(model: Any, own: str) -> None:

@@ -19,7 +19,7 @@ from flexrank.hf.models import mark_elastic
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.linalg import Factors, data_svd, full_precision, half_shrunk, plain_svd, whitened_svd
 from flexrank.nn.matrix import matrix_shape, weight_matrix
-from flexrank.nn.select import ParentSlot, nest_, parent_slots, require_layers
+from flexrank.nn.select import ParentSlot, nest_, parent_slots, require_layers, require_unwrapped
 from flexrank.nn.switch import footprint, full_profile, layer_shapes
 from flexrank.profiles import ChainEntry, ProfileChain, RankProfile
 from flexrank.profiles.costs import Shape, dense_parameters
@@ -46,6 +46,7 @@ def decompose_(
     Raises:
         FlexrankError: the method is unknown, a moment that it needs is missing, or values are not finite.
     """
+    require_unwrapped(model)
     given = moments if isinstance(moments, Mapping) else dict[str, LayerMoment]()
     method = _chosen(method, any(one.gradient_moment is not None for one in given.values()))
     slots = parent_slots(model, list(moments))

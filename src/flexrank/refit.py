@@ -18,6 +18,7 @@ from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.experts import separate_experts
 from flexrank.nn.linalg import ROWS, refit
 from flexrank.nn.matrix import input_rows, masked_rows, match_mask_layout
+from flexrank.nn.select import require_unwrapped
 from flexrank.nn.switch import nested_layers, set_profile
 from flexrank.progress import track
 
@@ -60,6 +61,7 @@ def refit_(model: nn.Module, profile: Mapping[str, int], base: nn.Module, batche
             does not run or reads a value that is not finite, or it reads other rows than in the base model, as experts
             do.
     """
+    require_unwrapped(model)
     require_several(batches)
     batches, layers, device = list(batches), nested_layers(model), model_device(model)
     first = to_device(first_of(iter(batches)), device)

@@ -15,13 +15,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 import tiny
+from flexrank import collect_moments, collect_rows, decompose_, distill_, probe_sensitivity, refit_
 from flexrank.artefacts.deployed import STATE, save_deployed
 from flexrank.artefacts.elastic import load_elastic, save_elastic
 from flexrank.deployment import deploy
 from flexrank.errors import FlexrankError
 from flexrank.files import digest_file
 from flexrank.nn.select import select_layers
-from flexrank.nn.size_lock import size_lock_of
+from flexrank.nn.size_lock import ATTRIBUTE
 from flexrank.nn.switch import full_profile, nested_layers, set_budget, submodel, use_profile
 from flexrank.profiles import ProfileChain
 
@@ -72,18 +73,27 @@ def test_a_wrapped_model_is_switched_cut_and_saved_as_the_model_inside(wrap: Any
     model, chain = loaded("llama_tied", tmp_path / "elastic")
     wrapped, entry = wrap(model), chain.entries[1]
     assert set_budget(wrapped, chain.budgets[1]) == entry
-    assert size_lock_of(model) is size_lock_of(wrap(model)._modules.popitem()[1])
+    assert ATTRIBUTE in model.__dict__ and ATTRIBUTE not in wrapped.__dict__
     assert {layer: one.rank for layer, one in nested_layers(model).items()} == entry.profile
     assert type(submodel(wrapped, entry.profile)) is type(model)
     small = deploy(wrapped, entry.profile)
     assert type(small) is type(model)
+    whole = deploy(wrapped, full_profile(model), base=wrap(model))
+    assert type(whole) is type(model) and not whole.training
     save_elastic(wrapped, chain, tmp_path / "again")
     digests = [{p.name: digest_file(p) for p in (tmp_path / name).glob("*.*s*")} for name in ("elastic", "again")]
     assert digests[0] == digests[1] and {"config.json"} < digests[0].keys()
     save_deployed(wrap(small), tmp_path / "small")
     assert load_file(tmp_path / "small" / STATE).keys() <= small.state_dict().keys()
-    with pytest.raises(FlexrankError, match=r"wraps a model; decompose that model, and wrap what is deployed"):
-        select_layers(wrapped)
+    needing = (
+        select_layers, lambda one: collect_rows(one, [], {}), lambda one: collect_moments(one, [], {}),
+        lambda one: probe_sensitivity(one, float),
+        lambda one: distill_(one, model, [], [], steps=1), lambda one: refit_(one, {}, model, []),
+        lambda one: decompose_(one, {}),
+    )  # fmt: skip
+    for function in needing:
+        with pytest.raises(FlexrankError, match=r"wraps a model; give the model inside, and wrap what is deployed"):
+            function(wrapped)
 
 
 def test_the_chain_travels_with_the_model_and_its_copies(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ import json, torch, tiny
 from flexrank.nn.switch import set_budget, use_profile
 
 found = {}
-for name in ("llama_tied", "convnet"):
+for name in ("llama_tied", "bert", "convnet"):
     model, batch, graphs = tiny.with_sizes(tiny.elastic(name)), tiny.batch_for(name), []
     chain = tiny.chain_of(model)
 

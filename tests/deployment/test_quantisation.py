@@ -17,7 +17,7 @@ from flexrank.deployment import deploy, export
 from flexrank.deployment.formats import export_to
 from flexrank.errors import FlexrankError
 from flexrank.hf.models import attached_layers as specs_of
-from tiny import DECODER, batch_for, chain_of, nest, outputs, partly_dense, relative
+from tiny import DECODER, batch_for, chain_of, deployed, nest, outputs, partly_dense, relative
 
 pytest.importorskip("torchao")
 # torchao's own, as it is loaded.
@@ -88,19 +88,58 @@ def test_the_first_code_of_the_page_rounds_both_factors(monkeypatch: pytest.Monk
         export_to("exported", "dense", tmp_path / "dense")
 
 
+@pytest.mark.parametrize("name", ["IntxWeightOnlyConfig", "Int8WeightOnlyConfig"])
+def test_a_size_that_is_quantised_whole_is_read_by_other_classes_and_in_other_dtypes(name: str, tmp_path: Path) -> None:
+    """Its head was tied to the embedding, which stays as it is."""
+    import torchao.quantization as ao
+
+    small, batch = deployed("llama_tied"), batch_for("llama_tied")
+    ao.quantize_(small, getattr(ao, name)(*([torch.int8] if name.startswith("Intx") else [])))
+    small.save_pretrained(tmp_path / "small")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+    assert torch.equal(outputs(again, batch), outputs(small, batch))
+    bare = transformers.AutoModel.from_pretrained(tmp_path / "small")
+    assert torch.equal(bare(**batch).last_hidden_state, small.model(**batch).last_hidden_state)
+    short = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "small", dtype=torch.bfloat16)
+    assert relative(outputs(short, batch), outputs(small, batch)) < 0.05
+    assert short.model.rotary_emb.inv_freq.dtype == torch.float32
+    short.save_pretrained(tmp_path / "short")
+    third = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "short", dtype="auto")
+    assert torch.equal(outputs(third, batch), outputs(short, batch))
+
+
+class Scaled(nn.Sequential):
+    """Has a parameter whose name has no dot."""
+
+    def __init__(self, *layers: nn.Module):
+        super().__init__(*layers)
+        self.scale = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * super().forward(x)
+
+
 @pytest.mark.parametrize("name", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"])
 def test_a_quantised_module_is_stored(name: str, tmp_path: Path) -> None:
     """Both hidden layers have the same shapes, and torchao's tensors no address by which they could be told apart."""
     import torchao.quantization as ao
 
     sizes = [nn.Linear(12, 24), nn.Linear(24, 24), nn.Linear(24, 24), nn.Linear(24, 5)]
-    small = deploy(nest(nn.Sequential(*sizes)), dict.fromkeys("0123", 4))
+    small = deploy(nest(Scaled(*sizes)), dict.fromkeys("0123", 4))
     ao.quantize_(small, getattr(ao, name)())
     save_deployed(small, tmp_path / "small")
-    bare, batch = nn.Sequential(*(nn.Linear(one.in_features, one.out_features) for one in sizes)), torch.randn(7, 12)
+    bare, batch = Scaled(*(nn.Linear(one.in_features, one.out_features) for one in sizes)), torch.randn(7, 12)
     again = load_deployed(tmp_path / "small", model=bare)
     assert torch.equal(again(batch), small(batch))
     assert [type(one) for one in again.state_dict().values()] == [type(one) for one in small.state_dict().values()]
+    layer = nn.Linear(4, 8)
+    ao.quantize_(layer, getattr(ao, name)())
+    with pytest.raises(FlexrankError, match="'weight' is quantised, and the model itself is its layer"):
+        save_deployed(layer, tmp_path / "layer")
+    elastic = nest(nn.Sequential(nn.Linear(12, 24), nn.Linear(24, 4)), include=["0"])
+    ao.quantize_(elastic, getattr(ao, name)())
+    with pytest.raises(FlexrankError, match="Sequential has quantised weights; quantise its deployed sizes"):
+        save_elastic(elastic, chain_of(elastic), tmp_path / "elastic")
 
 
 def test_the_second_code_of_the_page_packs_two_weights_in_a_byte(

@@ -27,6 +27,7 @@ from flexrank.hf import models
 from flexrank.hf.companions import local_directory, save_companions, verify_artefact
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.experts import separate_as_recorded_
+from flexrank.nn.quantised import is_quantised
 from flexrank.nn.select import unwrapped
 from flexrank.nn.sharding import is_sharded
 from flexrank.nn.specs import layer_spec
@@ -65,6 +66,8 @@ def save_elastic(
         FlexrankError: the model has no elastic layers, the chain names other layers, or none of its sizes is trained.
     """
     model = unwrapped(model)
+    if is_quantised(model.state_dict()):
+        raise FlexrankError(f"{type(model).__name__} has quantised weights; quantise its deployed sizes")
     if is_sharded(model) and not processes.is_first():
         layers = nested_layers(model)
         written = _written_ranks(layers, _trained_part(chain, layers))

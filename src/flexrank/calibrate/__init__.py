@@ -26,7 +26,7 @@ from flexrank.data.batches import Batch, call_model, eval_mode, model_device, re
 from flexrank.errors import FlexrankError
 from flexrank.nn.blocks import block_stack
 from flexrank.nn.matrix import input_rows, masked_rows, match_mask_layout, output_rows
-from flexrank.nn.select import require_layers
+from flexrank.nn.select import require_layers, require_unwrapped
 from flexrank.progress import track
 
 __all__ = [
@@ -60,6 +60,7 @@ def collect_moments(
         FlexrankError: there are no batches, an activation is not finite (the message names layer and batch), a layer
             does not run, or layers share their input in the first batch but not in a later one.
     """
+    require_unwrapped(model)
     require_several(batches)
     if not isinstance(layers, Mapping):
         raise FlexrankError(
@@ -137,6 +138,7 @@ def collect_rows(
     The rows are spread evenly over at most 16 of the batches, because batches are often sorted by length, and over the
     unmasked tokens of each. Raises FlexrankError if there are no batches, or a layer does not run on them.
     """
+    require_unwrapped(model)
     require_several(batches)
     batches = list(batches)
     if not batches:

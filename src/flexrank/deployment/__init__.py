@@ -18,6 +18,7 @@ from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.experts import separate_experts
 from flexrank.nn.gauge_aligned import GaugeAlignedConv2d, GaugeAlignedLayer, GaugeAlignedLinear, Slack
 from flexrank.nn.matrix import matrix_shape
+from flexrank.nn.select import unwrapped
 from flexrank.nn.size_lock import drop_size_lock_
 from flexrank.nn.specs import build_layer, layer_spec
 from flexrank.nn.switch import layer_shapes, nested_layers, submodel
@@ -59,8 +60,9 @@ def deploy(
         FlexrankError: the profile does not fit the model, or a slack is negative or too small for a layer.
     """
     require_slack(slack)
+    model = unwrapped(model)
     if base is not None and profile == full_ranks(layer_shapes(model)):
-        return _copied(base, {}, device, dtype).train(model.training)
+        return _copied(unwrapped(base), {}, device, dtype).train(model.training)
     model = submodel(model, profile)
     layers, deployed = nested_layers(model), {}
     for name, layer in layers.items():

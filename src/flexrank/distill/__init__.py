@@ -27,6 +27,7 @@ from flexrank.distill.step import (
 )
 from flexrank.errors import FlexrankError
 from flexrank.files import digest_json, digest_tensor
+from flexrank.nn.select import require_unwrapped
 from flexrank.nn.sharding import is_sharded, sharded_parameters
 from flexrank.nn.switch import layer_shapes, nested_layers, require_fitting, use_profile
 from flexrank.profiles import ProfileChain
@@ -149,6 +150,7 @@ def distill_(
         FlexrankError: wrong settings, no batches, a batch without a real token, float16, profiles of another model or
             not cheapest first, a loss that is not finite, or another run's checkpoint.
     """
+    require_unwrapped(model)
     counts = {"steps": steps, "accumulation": accumulation, "checkpoint_every": checkpoint_every}
     _check(model, teacher, optimizer, autocast, counts)
     profiles = profiles_of(chain, model)

@@ -13,7 +13,6 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
-from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from flexrank.errors import FlexrankError
@@ -21,7 +20,7 @@ from flexrank.files import read_json
 from flexrank.hf import models
 from flexrank.nn.experts import separate_as_recorded_
 from flexrank.nn.matrix import matrix_shape
-from flexrank.nn.quantised import NOTED, is_quantised, taken_apart
+from flexrank.nn.quantised import NOTED, is_quantised, part_names, taken_apart
 from flexrank.nn.select import replace_layers
 from flexrank.nn.specs import FORMAT, build_layer, require_format, require_specs
 
@@ -69,21 +68,30 @@ class DeployedQuantizer(OrdinaryModelQuantizer):
 
     quantization_config: DeployedConfig
     metadata: Mapping[str, str] = {}  # torchao's notes, from the files of a size that was quantised when it was saved
-    # A quantised size's tensors are stored and read as those of transformers' own torchao models.
-    _discover_quantized_param_names = TorchAoHfQuantizer._discover_quantized_param_names
 
-    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict[str, str]]:  # noqa: D102
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
+        """A quantised size's tensors, taken apart; called by `save_pretrained`, before it writes the config."""
         state = model.state_dict()
-        return taken_apart(state) if is_quantised(state) else (None, {})
+        if not is_quantised(state):
+            return None, {}
+        _untie_quantised_head_(model)
+        return taken_apart(state)
 
     @property
-    def serialized_names(self) -> dict[str, list[str]]:  # noqa: D102
-        return TorchAoHfQuantizer.serialized_names.fget(self) if self.metadata else {}
+    def serialized_names(self) -> dict[str, list[str]]:
+        """The endings of the names of what a quantised weight is stored as, by the ending of the weight's own name."""
+        found = dict[str, list[str]]()
+        for name, parts in part_names(self.metadata).items():
+            endings = found.setdefault(name.rpartition(".")[2], [])
+            endings += {part.rpartition(".")[2] for part in parts} - set(endings)
+        return found
 
     def get_load_operations(self) -> dict[str, Any]:  # noqa: D102
-        from transformers.integrations.torchao import TorchAoDeserialize
+        if not self.metadata:
+            return {}
+        from flexrank.hf.quantised import Deserialize
 
-        return {"deserialize": TorchAoDeserialize} if self.metadata else {}
+        return {"deserialize": Deserialize}
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self.quantization_config.is_elastic:
@@ -103,11 +111,30 @@ class DeployedQuantizer(OrdinaryModelQuantizer):
         own = getattr(model.config, "auto_map", None) or {}
         if any(str(name).startswith(f"{models.REMOTE_MODULE}.") for name in own.values()):
             del model.config.auto_map  # `save_pretrained` would keep it, but not write the module that it names
-        if self.metadata:  # `save_pretrained` takes tensors apart itself, and cannot undo what put them together
-            made = model._weight_conversions
-            model._weight_conversions = [one for one in made if "_weight_qdata" not in one.source_patterns]
         forget_quantization(model)
+        if self.metadata:
+            _finish_quantised_(model)
         return model
+
+
+def _finish_quantised_(model: Any) -> None:
+    """Gives a loaded model's quantised layers the model's dtype, and makes it fit to be saved again."""
+    for module in model.modules():
+        if is_quantised(dict(module.named_parameters(recurse=False))):
+            module.to(model.dtype)
+    # `save_pretrained` takes tensors apart itself, and cannot undo what put them together.
+    model._weight_conversions = [
+        conversion
+        for conversion in model._weight_conversions
+        if not any(hasattr(operation, "hf_quantizer") for operation in getattr(conversion, "operations", ()))
+    ]
+
+
+def _untie_quantised_head_(model: Any) -> None:
+    """Notes in the config that quantising has untied a head from the embedding, which transformers would tie again."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is not None and is_quantised(dict(head.named_parameters())) and head.weight is not embedding.weight:
+        model.config.get_text_config(decoder=True).tie_word_embeddings = False
 
 
 def _torchao_notes(files: Iterable[str]) -> dict[str, str]:

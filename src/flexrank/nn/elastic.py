@@ -207,10 +207,15 @@ class NestedLayer(nn.Module):
         return self.geometry.filters(self.matrix) if self.geometry else self.matrix
 
     def is_factored_cheaper(self, tokens: int) -> bool:
-        """Whether the factored route costs no more operations than the materialised one."""
+        """Whether the factored route costs no more operations than the materialised one.
+
+        Compiled code takes the route for many tokens, whatever their number: it has one graph for each size.
+        """
         if self.is_full and not (self.dense is None and self.full_matrix is None):
             return False
         m, n = self.matrix_shape
+        if torch.compiler.is_compiling():
+            return self.rank * (m + n) <= m * n
         return tokens * self.rank * (m + n) <= (tokens + self.rank) * m * n
 
     def extra_repr(self) -> str:  # noqa: D102

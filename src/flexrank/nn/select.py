@@ -24,8 +24,7 @@ def select_layers(
     `include` and `exclude` hold names or globs: `*.mlp.*`, or a part between dots such as `lm_head`. Raises
     FlexrankError if a pattern matches no module, or if no layer is left to factorise.
     """
-    if unwrapped(model) is not model:
-        raise FlexrankError(f"{type(model).__name__} wraps a model; decompose that model, and wrap what is deployed")
+    require_unwrapped(model)
     for pattern in (*(include or ()), *exclude):
         if not any(_matches(name, pattern) for name, _ in model.named_modules()):
             wanted = "it is a name, a part of one, or a glob"
@@ -64,6 +63,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
             model = model.module
         else:
             return model
+
+
+def require_unwrapped(model: nn.Module) -> None:
+    """Raises FlexrankError if the model is a wrapper, of which names have a prefix and compiled code calls no hooks."""
+    if unwrapped(model) is not model:
+        raise FlexrankError(f"{type(model).__name__} wraps a model; give the model inside, and wrap what is deployed")
 
 
 def require_layers(layers: Mapping[str, nn.Module]) -> None:

@@ -13,6 +13,7 @@ from flexrank import processes
 from flexrank.errors import FlexrankError
 from flexrank.files import read_document, write_document
 from flexrank.nn.elastic import NestedLayer
+from flexrank.nn.select import require_unwrapped
 from flexrank.nn.switch import (
     footprint,
     full_matrices,
@@ -74,6 +75,7 @@ def probe_sensitivity(
         FlexrankError: there are fewer than two levels, an evaluation is not finite, or the checkpoint is of another
             probe.
     """
+    require_unwrapped(model)
     layers = nested_layers(model)
     require_whole_factors(layers)
     shapes = {name: layer.matrix_shape for name, layer in layers.items()}

@@ -55,7 +55,7 @@ def put_together(tensors: Mapping[str, Tensor], notes: Mapping[str, str]) -> dic
 
 
 def _one_together(parts: dict[str, Tensor], name: str, note: str) -> Tensor:
-    """One quantised tensor: for all at once, torchao's function takes a time that grows with the cube of their number."""
+    """One quantised tensor; all at once take torchao's function a time that grows with the cube of their number."""
     from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
 
     return unflatten_tensor_state_dict(parts, notes_on(name, note))[0][name]

@@ -44,13 +44,11 @@ optimum, so their lines coincide. pycode5m was measured before ranks were filled
 
 **Trained.** All methods see the same number of training tokens in total; a method that trains each size separately
 splits them among its sizes. At equal training time, each method gets the number of steps that fits into flexrank's
-training time, by its own speed at equal tokens. Times are process times. pycode5m and MiniLM lack that panel. The
-probe, which chooses ranks once and does not grow with training, has its own column. Each method gets four learning
-rates, tried on the tuning half, and up to two more if the best one is at an edge. Each method runs in a process of its
-own, whose time and peak memory are shown. The trainings are short, 160 to 320 steps, which favours methods that start
-from a good decomposition. **pycode5m was measured before four changes that favour rivals**: nested widths and
-LLM-Pruner remove query heads one by one; ACIP's removal follows its line, with adapters of the authors' width;
-learning rates are tried in finer steps; and a best rate at an edge leads to more. It has not been measured again.
+training time, by its own speed at equal tokens. Times are process times. MiniLM lacks that panel. The probe, which
+chooses ranks once and does not grow with training, has its own column. Each method gets four learning rates, tried on
+the tuning half, and up to two more if the best one is at an edge. Each method runs in a process of its own, whose time
+and peak memory are shown. The trainings are short, 160 to 320 steps, which favours methods that start from a good
+decomposition.
 
 **Where flexrank is behind, and why.** LEMS weighs outputs by the loss's gradients, DataSVD weighs activations alone;
 flexrank's default, `fisher`, adopts that idea and is close to LEMS, ahead at some sizes and behind at others. PIFA and

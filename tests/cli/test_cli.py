@@ -262,18 +262,6 @@ def test_an_interruption_is_one_line_that_says_how_to_continue(
     assert invoke("probe", tmp_path / "run").exit_code == 0
 
 
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_deployment_of_an_artefact_leaves_nothing(
-    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: signal.Signals
-) -> None:
-    before, place = signal.getsignal(signal.SIGTERM), tmp_path / "empty"
-    place.mkdir()
-    monkeypatch.setattr("flexrank.deployment.exports._load_and_run", lambda *_: signal.raise_signal(kind))
-    result = invoke("deploy", copied / "elastic", "--budget", 0.5, "--output", place / "small")
-    assert result.exit_code == 130 and result.stderr.splitlines()[-1] == "interrupted"
-    assert not list(place.iterdir()) and signal.getsignal(signal.SIGTERM) is before
-
-
 @pytest.mark.usefixtures("verified_here")
 def test_a_size_is_chosen_by_latency(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexrank.deployment.latency.LEAST_SECONDS", 0.0)

@@ -1,6 +1,7 @@
 """`flexrank deploy` of an elastic artefact that comes without its run, and of a size made alone."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,18 @@ def test_a_size_comes_of_an_elastic_artefact_without_its_run(copied: Path, tmp_p
         assert refusal.exit_code == 2 and message in refusal.stderr.splitlines()[-1]
     refusal = invoke("distill", elastic)
     assert "of an elastic artefact `flexrank deploy` writes a size" in refusal.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_deployment_of_an_artefact_leaves_nothing(
+    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: signal.Signals
+) -> None:
+    before, place = signal.getsignal(signal.SIGTERM), tmp_path / "empty"
+    place.mkdir()
+    monkeypatch.setattr("flexrank.deployment.exports._load_and_run", lambda *_: signal.raise_signal(kind))
+    result = invoke("deploy", copied / "elastic", "--budget", 0.5, "--output", place / "small")
+    assert result.exit_code == 130 and result.stderr.splitlines()[-1] == "interrupted"
+    assert not list(place.iterdir()) and signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_place_beside_a_directory_that_has_no_name_of_its_own(

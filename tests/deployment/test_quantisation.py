@@ -121,7 +121,7 @@ class Scaled(nn.Sequential):
 
 @pytest.mark.parametrize("name", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"])
 def test_a_quantised_module_is_stored(name: str, tmp_path: Path) -> None:
-    """Both hidden layers have the same shapes, and torchao's tensors no address by which they could be told apart."""
+    """Its two hidden layers have the same shapes, and torchao's tensors have no address by which they differ."""
     import torchao.quantization as ao
 
     sizes = [nn.Linear(12, 24), nn.Linear(24, 24), nn.Linear(24, 24), nn.Linear(24, 5)]

@@ -150,7 +150,6 @@ def distill_(
         FlexrankError: wrong settings, no batches, a batch without a real token, float16, profiles of another model or
             not cheapest first, a loss that is not finite, or another run's checkpoint.
     """
-    require_unwrapped(model)
     counts = {"steps": steps, "accumulation": accumulation, "checkpoint_every": checkpoint_every}
     _check(model, teacher, optimizer, autocast, counts)
     profiles = profiles_of(chain, model)
@@ -230,6 +229,7 @@ def profiles_of(chain: Profiles, model: nn.Module) -> list[dict[str, int]]:
 
 
 def _check(model: nn.Module, teacher: nn.Module, optimizer: str, autocast: object, counts: Mapping[str, int]) -> None:
+    require_unwrapped(model)
     if model is teacher:
         raise FlexrankError("model and teacher are one network; the teacher is a copy from before decompose_")
     require_known(optimizer)

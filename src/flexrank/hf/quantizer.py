@@ -140,7 +140,7 @@ def _untie_quantised_head_(model: Any) -> None:
 def _torchao_notes(files: Iterable[str]) -> dict[str, str]:
     """The notes of torchao in these files' headers; empty if nothing is quantised."""
     notes = dict[str, str]()
-    for path in filter(lambda path: str(path).endswith(".safetensors"), files):
+    for path in files:
         with safe_open(path, framework="pt") as file:
             notes |= file.metadata() or {}
     return notes if NOTED in notes else {}

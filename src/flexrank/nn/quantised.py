@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flexrank.errors import FlexrankError
 
-#: The list of quantised tensors, in the header of a file that has some; torchao's notes on each are beside it.
+#: The list of quantised tensors, in the header of a file that has some; the header also has torchao's note on each.
 NOTED = "tensor_names"
 
 
@@ -55,7 +55,7 @@ def put_together(tensors: Mapping[str, Tensor], notes: Mapping[str, str]) -> dic
 
 
 def _one_together(parts: dict[str, Tensor], name: str, note: str) -> Tensor:
-    """One quantised tensor; all at once take torchao's function a time that grows with the cube of their number."""
+    """Makes one quantised tensor. Given all of them, torchao's function needs time with the cube of their number."""
     from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
 
     return unflatten_tensor_state_dict(parts, notes_on(name, note))[0][name]

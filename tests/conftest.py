@@ -6,6 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of the processes that tests start
+
 import torch
 
 # flexrank is imported by the fixtures alone: its array types are checked only in what is imported after this file.

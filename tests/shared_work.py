@@ -31,8 +31,8 @@ from flexrank.nn.switch import nested_layers
 from tiny import VOCABULARY, WordTokenizer, build, chain_of, nest
 
 STEPS, STOP = 6, 3
-#: Checkpoints of trainings that were stopped, by so many processes, sharded or not.
-STOPPED = {"of-1", "of-2", "of-4", "sharded-2", "sharded-4"}
+#: Checkpoints of trainings that one process and four have stopped, and whether they resume sharded.
+RESUMED = (("of-1", False), ("of-1", True), ("sharded-4", True))
 
 
 def texts(count: int, rows: int = 3) -> list[dict[str, Tensor]]:
@@ -300,17 +300,17 @@ def main(place: Path) -> None:
                 refused(student, teacher, vectors(count, 7)[number : number + 1], objective),
                 refused(parted, whole_routed, batches, objective),
             ],
-            "resumed": {},
+            "resumed": [],
             "whole": {k: digest_tensor(v) for k, v in whole.items()},
         }
         facts["stopped"] = [
             trained(place / f"of-{count}", STOP), trained(place / f"sharded-{count}", STOP, is_sharded=True)
         ]  # fmt: skip
         processes.on_first_process(lambda: None)
-        for other in sorted(path.name for path in place.iterdir() if path.name in STOPPED - {f"of-{count}"}):
-            again = place / f"{other}-by-{count}"
-            processes.on_first_process(lambda other=other, again=again: str(shutil.copytree(place / other, again)))
-            facts["resumed"][other] = trained(again, is_sharded=count == 2 or "sharded" in other)
+        for name, is_sharded in RESUMED:
+            again = place / f"{name}-{is_sharded}"
+            processes.on_first_process(lambda name=name, again=again: str(shutil.copytree(place / name, again)))
+            facts["resumed"].append(trained(again, is_sharded=is_sharded))
         trained(own := place / f"own-{count}-{number}")
         facts["writes"] = own.exists()
         small = torch.tensor([256.0 if number == 0 else 1.0], dtype=torch.bfloat16)

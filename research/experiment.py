@@ -29,7 +29,7 @@ BENCHES = (
     "speculative", "cascade", "serving", "quantized", "sts", "language",
 )  # fmt: skip
 #: Each uses its own models, or the model of a configuration. They take long, so they run only by name.
-COMPARISONS = ("compare", "compare-trained")
+COMPARISONS = ("compare", "compare-trained", "ablation")
 #: The paper's settings: every rank is a candidate, and slack is not counted.
 EVERY_RANK: dict[str, Any] = {"min_saving": 0.0, "slack_share": 0.0}
 

@@ -21,7 +21,7 @@ from research import figures
 from research.baselines.method import NotApplicable
 from research.baselines.trained import TRAINED_METHODS
 from research.baselines.trained.lesson import Settings
-from research.benches.lessons import TrainingBenchmark, training_benchmarks
+from research.benches.lessons import TrainingBenchmark, find_training_benchmark, training_benchmarks
 from research.benches.tasks import format_base_score, shown_measures
 from research.benches.trials import best_settings, mean_log_distance
 from research.experiment import Experiment, Ledger, Request
@@ -159,13 +159,9 @@ def _base_scores(benchmark: TrainingBenchmark, half: Half) -> dict[str, float]:
     return subject.score(subject.teacher)
 
 
-def _find_benchmark(request: Request, name: str) -> TrainingBenchmark:
-    return next(benchmark for benchmark in training_benchmarks(request) if benchmark.name == name)
-
-
 def sensitivity_unit(request: Request, name: str, seed: int) -> dict[str, Any]:
     """Returns the sensitivity tables that ranks are chosen from, and their seconds, by decomposition."""
-    benchmark, tables, seconds = _find_benchmark(request, name), {}, {}
+    benchmark, tables, seconds = find_training_benchmark(request, name), {}, {}
     for method in DECOMPOSITIONS:
         start = time.process_time()
         tables[method] = benchmark.table(seed, method)
@@ -188,7 +184,7 @@ def method_unit(
 
     If it does not apply to the model, the rows are None, and the result says why.
     """
-    benchmark = _find_benchmark(request, name)
+    benchmark = find_training_benchmark(request, name)
     subject, batches = benchmark.subject_and_batches(seed, half)
     steps = round(step_share * benchmark.steps)
     steps_per_size = steps if full_steps else steps // len(benchmark.budgets)

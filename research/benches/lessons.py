@@ -97,6 +97,11 @@ def training_benchmarks(request: Request) -> list[TrainingBenchmark]:
     return [own_benchmark(name, request) for name in STEPS if request.model in (None, name)]
 
 
+def find_training_benchmark(request: Request, name: str) -> TrainingBenchmark:
+    """Returns the request's benchmark of this name."""
+    return next(benchmark for benchmark in training_benchmarks(request) if benchmark.name == name)
+
+
 def own_benchmark(name: str, request: Request) -> TrainingBenchmark:
     """Returns the benchmark of one of the bench's own models."""
     steps = STEPS[name][request.full]

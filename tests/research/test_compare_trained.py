@@ -173,7 +173,7 @@ def test_an_obstacle_is_what_a_part_returns(monkeypatch: pytest.MonkeyPatch, tmp
         yield
 
     method = dataclasses.replace(TRAINED_METHODS["matformer"], sizes=sizes)
-    monkeypatch.setattr(compare_trained, "training_benchmarks", lambda request: [Blank()])
+    monkeypatch.setattr(lessons, "training_benchmarks", lambda request: [Blank()])
     monkeypatch.setitem(TRAINED_METHODS, "matformer", method)
     unit = method_unit(Request(tmp_path), "tiny", "matformer", {}, 0, "reporting", 1.0, False, {"tables": {}})
     assert unit == {"rows": [None, None], "obstacle": "no stack of blocks"}

@@ -1,0 +1,155 @@
+"""What each part of consolidation is worth: flexrank trains by its defaults, and without one part at a time.
+
+All variants start from the same factors and ranks, and take as many steps on the same batches at the same learning
+rate, which is the best of flexrank's trials in `compare-trained`. Finished parts are not repeated.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+from unittest.mock import patch
+
+from flexrank.distill import distill_, optimizer
+from flexrank.distill.schedule import RunningLosses
+from research import figures
+from research.baselines.trained.lesson import WARMUP, TrainingTask
+from research.baselines.trained.ranks import at
+from research.benches.lessons import TrainingBenchmark, find_training_benchmark, training_benchmarks
+from research.benches.trials import mean_log_distance
+from research.experiment import Experiment, Ledger, Request
+from research.result import Result, between, goal, measured, spreads, table
+
+DEFAULT, BEFORE = "by the defaults", "before training"
+#: For each part, how the options of `distill_` change without it.
+PARTS: dict[str, Callable[[TrainingTask], dict[str, Any]]] = {
+    "losses balanced": lambda task: {},
+    "vectors of each size's own": lambda task: {},
+    "largest size drawn twice as often": lambda task: {"weights": [1.0] * len(task.budgets)},
+    "hidden states followed": lambda task: {"objective": task.output_objective},
+    "all of them (eq. 6)": lambda task: {"objective": task.output_objective, "method": "paper"},
+}
+#: What has to be replaced in the package where no option leaves a part out.
+PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "losses balanced": lambda: patch.object(RunningLosses, "mean", lambda *_: 1.0),
+    "vectors of each size's own": lambda: patch.object(optimizer, "VECTORS_RATE", 0.0),
+}
+COLOURS = dict(zip((DEFAULT, BEFORE, *PARTS), (figures.OURS, *figures.RIVALS), strict=True))
+#: The models that are measured unless the request has another, and their learning rates.
+RATES = {"stories260k": 2e-3, "pycode5m": 1e-4, "all-MiniLM-L6-v2": 5e-5, "resnet20": 2.5e-4}
+Rows = list[dict[str, Any]]
+
+
+def run(request: Request) -> Result:
+    """Trains every variant on every model."""
+    chosen = training_benchmarks(request)
+    if request.config is None and request.model is None:
+        chosen = [one for one in chosen if one.name in RATES]
+    data = {benchmark.name: _measure(benchmark, request) for benchmark in chosen}
+    claims = [_claim(name, one, part) for name, one in data.items() for part in PARTS if part in one["rows"]]
+    settings = {name: one["facts"] for name, one in data.items()}
+    tables = [_table(name, one) for name, one in data.items()]
+    return measured({**settings, "seeds": request.seeds, "jobs": request.jobs}, tables, claims, data)
+
+
+def _measure(benchmark: TrainingBenchmark, request: Request) -> dict[str, Any]:
+    """Returns the base model's score, and by variant the scores of each seed's sizes."""
+    facts = {**benchmark.facts, "steps": benchmark.steps, "learning_rate": _rate(benchmark)}
+    ledger, arguments = Ledger(request.work, {"model": benchmark.name, **facts}), (request, benchmark.name)
+    seeds = range(request.seeds)
+    probes = {f"sensitivities, seed {seed}": (*arguments, seed) for seed in seeds}
+    tables = list(ledger.take_all(probes, sensitivity_unit, request.jobs).values())
+    variants = [one for one in (DEFAULT, BEFORE, *PARTS) if one != "hidden states followed" or _has_hidden(benchmark)]
+    units = {
+        f"{variant}, seed {seed}": (*arguments, variant, seed, tables[seed])
+        for seed, variant in itertools.product(seeds, variants)
+    }
+    done = ledger.take_all(units, variant_unit, request.jobs)
+    rows = {variant: [done[f"{variant}, seed {seed}"] for seed in seeds] for variant in variants}
+    base = ledger.take("base", _base_score, benchmark)
+    kept = {"measure": benchmark.measure, "digits": benchmark.digits, "budgets": list(benchmark.budgets)}
+    return {"base": base, "rows": rows, "facts": facts, **kept}
+
+
+def _base_score(benchmark: TrainingBenchmark) -> float:
+    subject, _ = benchmark.subject_and_batches(0, "reporting")
+    return subject.score(subject.teacher)[benchmark.measure]
+
+
+def _rate(benchmark: TrainingBenchmark) -> float:
+    return RATES.get(benchmark.name, benchmark.default_rate)
+
+
+def _has_hidden(benchmark: TrainingBenchmark) -> bool:
+    return repr(benchmark.objective) != repr(benchmark.output_objective)
+
+
+def sensitivity_unit(request: Request, name: str, seed: int) -> dict[str, Any]:
+    """Returns the sensitivity table by which all variants choose their ranks."""
+    return find_training_benchmark(request, name).table(seed, "fisher")
+
+
+def variant_unit(request: Request, name: str, variant: str, seed: int, sensitivities: dict[str, Any]) -> Rows:
+    """Returns the scores of a variant's sizes, by budget."""
+    benchmark = find_training_benchmark(request, name)
+    subject, batches = benchmark.subject_and_batches(seed, "reporting")
+    task = benchmark.training_task(subject, batches, {"fisher": sensitivities}, seed, benchmark.steps, 0)
+    model, chain = task.decompose("fisher"), task.chain("fisher", "joint")
+    if variant != BEFORE:
+        options = {"objective": task.objective, **PARTS.get(variant, lambda _: {})(task)}
+        with task.forward_context(model), PATCHES.get(variant, contextlib.nullcontext)():
+            distill_(
+                model, task.teacher, batches, chain, steps=task.steps, learning_rate=_rate(benchmark),
+                warmup_steps=round(WARMUP * task.steps), autocast=task.autocast, seed=seed, **options,
+            )  # fmt: skip
+    sizes = (size for budget in task.budgets for size in at(model, chain.at(budget)))
+    return [{"scores": subject.score(size)} for size, _ in sizes]
+
+
+def _table(name: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    measure = data["measure"]
+    rows = [
+        [_row_name(variant), *spreads([row["scores"][measure] for row in rows] for rows in runs)]
+        for variant, runs in data["rows"].items()
+    ]
+    title = f"{name}: {measure} by budget (base {data['base']:.{data['digits']}f})"
+    return table(title, ["", *data["budgets"]], rows, data["digits"] + 1)
+
+
+def _row_name(variant: str) -> str:
+    return f"without: {variant}" if variant in PARTS else variant
+
+
+def _claim(name: str, data: Mapping[str, Any], part: str) -> dict[str, Any]:
+    """Claims that without the part the distance from the base model, a geometric mean over sizes, is no smaller."""
+    changes = [other - own for own, other in zip(_errors(data, DEFAULT), _errors(data, part), strict=True)]
+    what = f"{name}, without: {part}: the mean logarithm of the sizes' distances rises, at each seed"
+    return goal(what, "above 0", between(changes, "+.3f"), min(changes) > 0)
+
+
+def _errors(data: Mapping[str, Any], variant: str) -> list[float]:
+    return [mean_log_distance(data["base"], data["measure"], rows) or 0.0 for rows in data["rows"][variant]]
+
+
+def draw(data: Mapping[str, Any]) -> Any:
+    """Draws the distance from the base model's quality over size: a panel for each model, a line for each variant."""
+    figure, all_axes = figures.panels(len(data), (1.8 + 4.4 * len(data), 4.4))
+    for axes, (name, one) in zip(all_axes, data.items(), strict=True):
+        for variant, runs in one["rows"].items():
+            lines = [[_drawn(one, row) for row in rows] for rows in runs]
+            figures.draw_seeds(axes, one["budgets"], lines, COLOURS[variant], _row_name(variant), markersize=3)
+        axes.set(title=name, xlabel="budget")
+        figures.name_distances(axes, one["measure"])
+    figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
+    return figure
+
+
+def _drawn(data: Mapping[str, Any], row: Mapping[str, Any]) -> float:
+    return figures.shown_distance(data["measure"], row["scores"][data["measure"]], data["base"])
+
+
+EXPERIMENT = Experiment(
+    "ablation", "What each part of consolidation is worth",
+    "every size's quality by the default consolidation and without one of its parts, at equal steps",
+    minutes=180, full_minutes=1000, seeds=(3, 3), run=run, draw=draw, takes_config=True,
+)  # fmt: skip

@@ -39,8 +39,9 @@ rounding leaves of a uniform share is filled up. A constant that a paper leaves 
 tuning half; for SVD-LLM V2 all four give the same model here, because its ranks never reach their bound. *paper* and
 *joint* ranks are flexrank's two allocations, from a sensitivity table of the method's own factors (for PIFA, of the
 factors that it starts from). *nested* says whether each size is a prefix of all larger ones, so one artefact holds them
-all. DRONE's search of ranks is left out. Times are wall times, each measured once. DRONE, SVD-LLM and DataSVD share one
-optimum, so their lines coincide. pycode5m was measured before ranks were filled up and constants tuned.
+all. Times are wall times, each measured once. DRONE, SVD-LLM and DataSVD share one optimum, so their lines coincide.
+DRONE was measured before its search of ranks was there, so its *published* ranks are uniform below; pycode5m was
+measured before ranks were filled up and constants tuned.
 
 **Trained.** All methods see the same number of training tokens in total; a method that trains each size separately
 splits them among its sizes. At equal training time, each method gets the number of steps that fits into flexrank's

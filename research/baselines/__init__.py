@@ -19,7 +19,7 @@ loss, summed over the samples of the batch.
 | svd | ‖W − W_r‖ | none | uniform |
 | fwsvd | ‖(W − W_r) I^{1/2}‖, I the inputs' Fisher information | squared gradients | uniform |
 | asvd | ‖(W − W_r) S‖, S the inputs' mean magnitude to the power of 1/2 | mean magnitudes | a bound on losses |
-| drone | ‖(W − W_r) X‖, by the SVDs of W and X | second moment | uniform |
+| drone | ‖(W − W_r) X‖, by the SVDs of W and X | second moment | layer after layer, parts of an allowed loss |
 | svd-llm | the same, by the Cholesky factor of X Xᵀ | second moment | uniform |
 | svd-llm-v2 | the same, by the SVD of X Xᵀ | second moment | by the logarithm of layers' losses |
 | lems | ‖G^{1/2} (W − W_r) X‖, G the outputs' gradients' moment | both moments, shrunk | integer program |

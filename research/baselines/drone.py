@@ -1,18 +1,33 @@
 """DRONE: the data-aware optimum by two singular value decompositions (Chen et al., NeurIPS 2021).
 
-Ranks are uniform here. The paper's own search starts from an allowed loss, not from a size: it gives each module a part
-of that loss, and takes the least rank of a grid that stays within it. How the parts are set, and in which order modules
-are truncated, is not known here with certainty, so its search is left out, and so is the retraining. Not checked
-against the authors' code.
+Ranks are searched as in algorithm 2: the model may lose so much, of which each layer gets a part that grows with the
+time it takes; layer after layer, in the model truncated so far, takes the least rank of a grid with which the loss
+stays within its part. Time counts as parameters here, like sizes, and the grid has tenths of a layer's parameters. The
+paper starts from an allowed loss and takes the size that it gives; here the allowance is searched for each size. It is
+a ratio of losses where the base model has one; a distance from the base model, which is 0 there, may rise by a sum.
+The retraining is left out. There is no code of the authors to check against.
 """
+
+import bisect
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from flexrank.nn.linalg import Factors
-from research.baselines.method import UNSEEN, RankMethod, split
+from flexrank.nn.switch import layer_shapes, use_profile
+from flexrank.profiles import RankProfile
+from flexrank.profiles.costs import dense_parameters, full_ranks, profile_parameters, rank_levels
+from research.baselines.method import UNSEEN, Measures, RankMethod, split
 from research.baselines.statistics import input_moments
+
+#: Candidate ranks of a layer: at tenths of its parameters, the full one included.
+LEVELS = 10
+#: Allowances that are tried for each size, each halving the range of its logarithm, and the ends of that range.
+HALVINGS, LEAST, MOST = 10, 1e-5, 1e2
 
 
 def factors(weight: Float[Tensor, "m n"], moment: Float[Tensor, "n n"]) -> Factors:
@@ -31,4 +46,67 @@ def factors(weight: Float[Tensor, "m n"], moment: Float[Tensor, "n n"]) -> Facto
     return split(own @ left, singular, shared * inverse @ directions.T)
 
 
-DRONE = RankMethod("drone", "Chen et al., NeurIPS 2021", input_moments, factors)
+def within(
+    candidates: Mapping[str, Sequence[int]], parts: Mapping[str, float], loss: Callable[[RankProfile], float]
+) -> RankProfile:
+    """Returns ranks that each raise the loss by at most their part, chosen layer after layer.
+
+    A layer's least such candidate is found by bisection, as if losses fell with its rank. The last candidate is the
+    full rank, which raises nothing.
+    """
+    chosen = {name: ranks[-1] for name, ranks in candidates.items()}
+    reached = loss(RankProfile(chosen))
+    for name, ranks in candidates.items():
+        losses = {ranks[-1]: reached}
+        allowed = reached + parts[name]
+
+        def fits(rank: int, name: str = name, losses: dict[int, float] = losses, allowed: float = allowed) -> bool:
+            if rank not in losses:
+                losses[rank] = loss(RankProfile({**chosen, name: rank}))
+            return losses[rank] <= allowed
+
+        chosen[name] = ranks[bisect.bisect_left(ranks, True, key=fits)]
+        reached = losses[chosen[name]]
+    return RankProfile(chosen)
+
+
+def ranks(
+    model: nn.Module, _: Mapping[str, Tensor], budgets: Sequence[float], measures: Measures
+) -> list[RankProfile | None]:
+    """Returns the ranks of the least allowance whose deployed parameters are within each budget; None if none are."""
+    shapes = layer_shapes(model)
+    candidates = {name: rank_levels(shape, LEVELS, "parameters", 0.0, 0.0) for name, shape in shapes.items()}
+    dense = sum(map(dense_parameters, shapes.values()))
+    shares = {name: dense_parameters(shape) / dense for name, shape in shapes.items()}
+
+    def measured(profile: RankProfile) -> float:
+        with use_profile(model, profile):
+            return measures.loss(model)
+
+    def log_of_measured(profile: RankProfile) -> float:
+        return math.log(max(measured(profile), LEAST))
+
+    loss = log_of_measured if measured(RankProfile(full_ranks(shapes))) > LEAST else measured
+
+    @functools.cache
+    def at(allowance: float) -> RankProfile:
+        return within(candidates, {name: allowance * share for name, share in shares.items()}, loss)
+
+    def fits(budget: float, profile: RankProfile) -> bool:
+        return profile_parameters(profile, shapes) <= budget * dense
+
+    return [_searched(at, functools.partial(fits, budget)) for budget in budgets]
+
+
+def _searched(at: Callable[[float], RankProfile], fits: Callable[[RankProfile], bool]) -> RankProfile | None:
+    """Returns the profile of the least allowance with which it fits, as if sizes fell with the allowance."""
+    low, high = LEAST, MOST
+    if not fits(at(high)):
+        return None
+    for _ in range(HALVINGS):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if fits(at(middle)) else (middle, high)
+    return at(high)
+
+
+DRONE = RankMethod("drone", "Chen et al., NeurIPS 2021", input_moments, factors, ranks)

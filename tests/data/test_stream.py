@@ -339,8 +339,10 @@ def test_a_folder_without_files_of_its_kind_and_a_column_that_is_not_there(tmp_p
         next(open_texts("parquet", place, TOKENIZER, column="number").texts())
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_no_text_and_brackets_no_pattern(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes('\ufeff{"text": "one"}\n{"text": "two"}\n'.encode())
     (tmp_path / "a.txt").write_bytes("\ufeffone\ntwo\n".encode())
-    for source in ("jsonl", "text"):
-        assert list(open_texts(source, str(tmp_path), TOKENIZER).texts()) == ["one", "two"]
+    (tmp_path / "a [1]").mkdir()  # brackets in a name are no pattern
+    for source, name in (("jsonl", "a.jsonl"), ("text", "a.txt")):
+        (tmp_path / name).rename(path := tmp_path / "a [1]" / name)
+        assert list(open_texts(source, str(path), TOKENIZER).texts()) == ["one", "two"]

@@ -6,6 +6,7 @@ import statistics
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -242,3 +243,18 @@ def test_how_often_the_largest_size_is_trained(method: str, share: float) -> Non
     assert all((layer.sizes is None) == (method == "paper") for layer in nested_layers(model).values())
     with pytest.raises(FlexrankError, match="method 'fair' is unknown; it is balanced or paper"):
         distill_(model, teacher, batches("perceptron"), profiles, method="fair")
+
+
+def test_the_full_model_alone_has_nothing_to_learn_and_ranks_may_be_numpys() -> None:
+    full = dict(full_profile(nest(build("perceptron"))))
+    with pytest.raises(FlexrankError, match="the only size is the full model, which is the base model; give a smaller"):
+        distill_(nest(build("perceptron")), build("perceptron"), batches("perceptron"), [full], steps=1)
+    printed = distill_(
+        nest(build("perceptron")), build("perceptron"), batches("perceptron"), [full], steps=1, method="paper"
+    )
+    assert printed.steps == 1
+    found = [
+        distill_(nest(build("perceptron")), build("perceptron"), batches("perceptron"), [profile], steps=2).losses
+        for profile in (SMALL, {name: np.int64(rank) for name, rank in SMALL.items()})
+    ]
+    assert found[0] == found[1]

@@ -1,5 +1,6 @@
 """Interruptions of consolidation: a resumed run is the unbroken one to the bit, and a signal loses no step."""
 
+import copy
 import json
 import math
 import signal
@@ -194,3 +195,27 @@ def test_a_whole_models_checkpoint_is_process_0s_which_the_others_wait_for(
     distill_(nest(build("perceptron")), build("perceptron"), batches("perceptron"), [SMALL], steps=1,
              objective=FeatureObjective(), checkpoint=tmp_path / "checkpoint")  # fmt: skip
     assert turns == [True]
+
+
+@pytest.mark.parametrize("kind", ["quantised", "offloaded"])
+def test_a_teacher_without_plain_weights_has_checkpoints_too(kind: str, tmp_path: Path) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    teacher, data = build("perceptron"), batches("perceptron")
+    if kind == "quantised":
+        quantize_(teacher, Int8WeightOnlyConfig())
+    else:
+        teacher[2].register_parameter("elsewhere", nn.Parameter(torch.empty(2, 2, device="meta")))
+    unbroken = distill_(nest(build("perceptron")), teacher, data, [SMALL], steps=4)
+    for steps in (2, 4):
+        again = distill_(
+            nest(build("perceptron")), teacher, data, [SMALL], steps=steps, checkpoint=tmp_path / str(steps)
+        )
+    assert again.losses == unbroken.losses
+    with torch.no_grad():
+        other = copy.deepcopy(teacher) if kind == "offloaded" else build("perceptron")
+        other[0].weight.mul_(2)
+        if kind == "quantised":
+            quantize_(other, Int8WeightOnlyConfig())
+    with pytest.raises(FlexrankError, match="teacher"):
+        distill_(nest(build("perceptron")), other, data, [SMALL], steps=4, checkpoint=tmp_path / "4")

@@ -3,14 +3,16 @@
 import logging
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import nn
 
+from flexrank.calibrate import collect_moments
 from flexrank.errors import FlexrankError
 from flexrank.nn.linalg import plain_svd
 from flexrank.nn.matrix import weight_matrix
-from flexrank.nn.select import nest_, replace_layers, select_layers
+from flexrank.nn.select import dense_reasons, nest_, replace_layers, select_layers
 from tiny import TRANSFORMERS, batch_for, build, nest
 
 
@@ -114,3 +116,25 @@ def test_bias_dtype_mode_and_grad_flags_are_kept(frozen: list[str]) -> None:
     assert nested.u.dtype == torch.bfloat16 and nested.training == bool(frozen)
     assert nested.u.requires_grad == nested.v.requires_grad == ("weight" not in frozen)
     assert nested.bias.requires_grad == ("bias" not in frozen)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_weights_that_are_not_plain_are_left_dense_or_refused() -> None:
+    """Quantised ones, and of eight bits, stay dense; adapters are to be merged first, and weights to be in memory."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = build("perceptron")
+    quantize_(model[2], Int8WeightOnlyConfig())
+    model[0].weight = nn.Parameter(model[0].weight.to(torch.float8_e4m3fn), requires_grad=False)
+    reasons = dense_reasons(model)
+    assert reasons["0"] == "weight is torch.float8_e4m3fn" and reasons["2"] == "weight is quantised as Int8Tensor"
+    adapted = peft.get_peft_model(build("llama_untied"), peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(
+        FlexrankError, match=r"q_proj' has an adapter; first merge it into the weight: merge_and_unload"
+    ):
+        select_layers(adapted)
+    assert len(select_layers(adapted.merge_and_unload())) == len(select_layers(build("llama_untied")))
+    offloaded = build("perceptron")
+    offloaded[2].to("meta")
+    with pytest.raises(FlexrankError, match="layer '2' has no weight in memory; load the model without device_map"):
+        collect_moments(offloaded, [batch_for("perceptron")], select_layers(offloaded))

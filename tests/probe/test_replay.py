@@ -159,3 +159,48 @@ def test_a_model_that_reads_the_output_of_every_block_is_probed() -> None:
     evaluate = distillation_evaluator(Pyramid(), [torch.randn(8, 32)], FeatureObjective())
     table = probe_sensitivity(nest(Pyramid()), evaluate, 3, min_saving=0)
     assert table == probe_sensitivity(nest(Pyramid()), evaluate, 3, min_saving=0, replay_bytes=0)
+
+
+class Shared(nn.Module):
+    """Blocks of which the last attends to keys that the first left in the model, as some Gemmas do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.left = nn.ModuleList(Attending(self) for _ in range(3)), dict[str, torch.Tensor]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, block is self.blocks[0], block is self.blocks[2])
+        return x
+
+
+class Attending(nn.Module):
+    def __init__(self, model: Shared) -> None:
+        super().__init__()
+        self.attention, self.last = Attention(model), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, leaves: bool, reads: bool) -> torch.Tensor:
+        return x + self.last((x + self.attention(x, leaves, reads)).tanh())
+
+
+class Attention(nn.Module):
+    def __init__(self, model: Shared) -> None:
+        super().__init__()
+        self.q, self.o, self.of = nn.Linear(8, 8), nn.Linear(8, 8), [model]
+
+    def forward(self, x: torch.Tensor, leaves: bool, reads: bool) -> torch.Tensor:
+        left = self.of[0].left
+        if leaves:
+            left["keys"] = x
+        q = self.q(x)
+        return self.o((q @ left["keys"].mT).softmax(-1) @ left["keys"] if reads else q.tanh())
+
+
+def test_blocks_that_read_what_earlier_ones_left_are_probed_without_replay() -> None:
+    """Replaying all of an attention, before its block's last layer, gives the baseline; replaying blocks alone does not."""
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randn(4, 5, 8, generator=generator) for _ in range(3)]
+    evaluate = distillation_evaluator(Shared(), batches, FeatureObjective())
+    table = probe_sensitivity(nest(Shared()), evaluate, 3, min_saving=0)
+    assert table == probe_sensitivity(nest(Shared()), evaluate, 3, min_saving=0, replay_bytes=0)

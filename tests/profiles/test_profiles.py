@@ -1,5 +1,6 @@
 import json
 
+import numpy as np
 import pytest
 
 from flexrank.errors import FlexrankError
@@ -86,6 +87,7 @@ def test_a_chain_must_be_nested_and_rise():
 def test_a_rank_profile_is_a_hashable_mapping():
     profile = RankProfile({"a": 1, "b": 2})
     assert profile == {"b": 2, "a": 1} and hash(profile) == hash(RankProfile({"b": 2, "a": 1}))
+    assert type(RankProfile({"a": np.int64(3)})["a"]) is int
     assert profile.fits_in({"a": 1, "b": 3})
     assert not profile.fits_in({"a": 1, "b": 1})
     assert not profile.fits_in({"a": 1, "b": 2, "c": 3})

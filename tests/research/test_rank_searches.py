@@ -104,30 +104,36 @@ def test_drone_ranks_by_hand() -> None:
 @pytest.mark.parametrize("offset", [0.0, 3.0])
 def test_drone_takes_the_least_allowance_within_each_size(offset: float) -> None:
     """Oracle: a plain loop over fine allowances and ascending ranks; a base model's loss above 0 rises by a ratio."""
-    model, energies = elastic()
-    names, shape = list(nested_layers(model)), (8, 12)
-    weights = dict(zip(names, (0.01, 0.02, 0.09), strict=True))
-    tenths = sorted(
-        {8, *(max(r for r in range(1, 9) if r == 1 or parameters(shape, r) <= 9.6 * j) for j in range(1, 10))}
-    )
+    model = nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 6), nn.Linear(6, 10))
+    RANK_METHODS["svd"].decompose_(model, [], select_layers(model), lambda *_: torch.zeros(()))
+    shapes = layer_shapes(model)
+    dense = {name: math.prod(shape) for name, shape in shapes.items()}
+    weights = dict(zip(shapes, (0.01, 0.02, 0.09), strict=True))
+
+    def tenths(name: str) -> list[int]:
+        full, limits = min(shapes[name]), [dense[name] * level / 10 for level in range(1, 10)]
+        fits = ([r for r in range(1, full + 1) if r == 1 or parameters(shapes[name], r) <= most] for most in limits)
+        return sorted({full, *map(max, fits)})
 
     def loss(ranks: Mapping[str, int]) -> float:
-        return offset + sum(weights[name] * (8 - ranks[name]) ** 2 for name in names)
+        return offset + sum(weights[name] * (min(shapes[name]) - ranks[name]) ** 2 for name in shapes)
 
     def walked(allowance: float) -> dict[str, int]:
-        chosen = dict.fromkeys(names, 8)
-        for name in names:
-            most = loss(chosen) * math.exp(allowance / 3) if offset else loss(chosen) + allowance / 3
-            chosen[name] = next(r for r in tenths if loss({**chosen, name: r}) <= most + 1e-12)
+        chosen = {name: min(shape) for name, shape in shapes.items()}
+        for name in shapes:
+            part = allowance * dense[name] / sum(dense.values())
+            most = loss(chosen) * math.exp(part) if offset else loss(chosen) + part
+            chosen[name] = next(r for r in tenths(name) if loss({**chosen, name: r}) <= most + 1e-12)
         return chosen
 
     measured = costing(weights)
     measures = Measures(lambda model: offset + measured.loss(model), measured.distance)
     for budget in (0.9, 0.7, 0.5):
         fitting = (walked(1e-5 * 10 ** (n / 100)) for n in range(701))
-        best = next(one for one in fitting if sum(parameters(shape, r) for r in one.values()) <= budget * 3 * 96)
-        assert drone.ranks(model, energies, [budget], measures) == [best]
-    assert drone.ranks(model, energies, [0.01], measures) == [None]
+        most = budget * sum(dense.values())
+        best = next(one for one in fitting if sum(parameters(shapes[name], r) for name, r in one.items()) <= most)
+        assert drone.ranks(model, {}, [budget], measures) == [best]
+    assert drone.ranks(model, {}, [0.01], measures) == [None]
 
 
 def test_relative_shares_by_hand() -> None:

@@ -82,6 +82,8 @@ def test_overrides_are_yaml_and_make_missing_sections(tmp_path: Path) -> None:
         ("deployment.forms=measured", ["unknown key 'deployment.forms'", "deployment has budgets, dtype, slack"]),
         ("deployment.slack=-1", ["deployment.slack is -1", "'auto' or a whole number"]),
         ("deployment.slack=true", ["deployment.slack is True", "'auto' or a whole number"]),
+        ("allocation.budgets=[1]", ["allocation.budgets has only 1", "add a smaller size"]),
+        ("seed=99999999999999999999", ["seed is 99999999999999999999", "less than 9223372036854775808"]),
         ("layers.exclude=pooler", ["layers.exclude is 'pooler'", "a list in brackets"]),
         ("probe=3", ["probe is 3", "probe.levels"]),
         ("distillation.weights=[1, 2]", ["distillation.weights has 2 numbers", "has 8"]),
@@ -166,3 +168,17 @@ def test_exports_are_no_wider_than_the_files_unless_asked(
     write_config(parse_config(LEAST), tmp_path / "config.yaml")
     config = load_config(tmp_path, [f"deployment.dtype={chosen}", f"dtype={own}"])
     assert config.deployed_dtype(getattr(torch, files)) is getattr(torch, wanted)
+
+
+def test_the_paper_trains_the_full_model_alone() -> None:
+    config = parse_config(LEAST | {"allocation": {"budgets": [1]}, "distillation": {"method": "paper"}})
+    assert config.allocation.budgets == (1.0,)
+
+
+def test_a_tilde_is_the_users_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    paths = {"source": "text", "path": "~/a.txt", "held_out": "~/b.txt"}
+    values = {"name": "one", "task": "language", "model": "none", "output": "~/{name}", "architecture": "~/c.json"}
+    config = parse_config(values | {"data": paths})
+    assert config.directory == tmp_path / "one" and config.architecture == str(tmp_path / "c.json")
+    assert (config.data.path, config.data.held_out) == (str(tmp_path / "a.txt"), str(tmp_path / "b.txt"))

@@ -133,7 +133,7 @@ def _open_rows(source: str, path: str, version: tuple[str | None, str | None, st
         # of another type, even in a column that is not used.
         reader = "parquet" if source == "parquet" else "text"
         options = {"sample_by": DIVISIONS[separator]} if source == "text" else {}
-        files = corpus_files(source, path)
+        files = list(map(glob.escape, corpus_files(source, path)))  # `datasets` takes brackets in a name for a pattern
         rows = datasets.load_dataset(reader, data_files=files, split="train", streaming=True, **options)
         # By row group: otherwise everything read from a file stays in memory until the end of the file.
         return rows.reshard() if source == "parquet" else rows

@@ -23,7 +23,7 @@ from flexrank.hf.companions import complete_snapshot, local_directory
 from flexrank.hf.quantizer import OrdinaryModelQuantizer, attach, forget_quantization, match_layers, specs_that_fit
 from flexrank.nn.experts import separate_as_recorded_
 from flexrank.nn.gauge_aligned import Slack
-from flexrank.nn.select import replace_layers
+from flexrank.nn.select import parent_slots, replace_layers
 
 ELASTIC_QUANT_METHOD = "flexrank_elastic"
 #: Attributes of a model: the tensors that transformers leaves out of its report of missing and unexpected ones.
@@ -74,6 +74,9 @@ class ElasticQuantizer(OrdinaryModelQuantizer):
         self._directory = complete_snapshot(Path(kwargs["checkpoint_files"][0]).parent)
         separate_as_recorded_(model)
         layers = specs_that_fit(model, read_elastic_document(self._directory)["layers"])
+        for slots in parent_slots(model, layers).values():
+            for parent, _ in slots:
+                vars(parent)["_is_hf_initialized"] = True  # else some read the shapes of what is empty from here on
         replace_layers(model, {name: _Empty() for name in layers})
         # Switches off transformers' report on tensors: all come from the artefact's own reader, after this.
         self._reported = {name: getattr(model, name) for name in REPORTED}

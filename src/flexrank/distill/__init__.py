@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from flexrank.distill.step import (
 )
 from flexrank.errors import FlexrankError
 from flexrank.files import digest_json, digest_tensor
+from flexrank.nn.quantised import is_quantised
 from flexrank.nn.select import require_unwrapped
 from flexrank.nn.sharding import is_sharded, sharded_parameters
 from flexrank.nn.switch import layer_shapes, nested_layers, require_fitting, use_profile
@@ -225,7 +226,7 @@ def profiles_of(chain: Profiles, model: nn.Module) -> list[dict[str, int]]:
     sizes = [profile_parameters(profile, shapes) for profile in profiles]
     if sizes != sorted(sizes) and not isinstance(chain, ProfileChain):
         raise FlexrankError(f"chain has profiles of {sizes} parameters; give them cheapest first")
-    return [dict(profile) for profile in profiles]
+    return [{name: int(rank) for name, rank in profile.items()} for profile in profiles]
 
 
 def _check(model: nn.Module, teacher: nn.Module, optimizer: str, autocast: object, counts: Mapping[str, int]) -> None:
@@ -262,6 +263,8 @@ def _weights(
         wanted = f"give {len(profiles)} positive numbers, one for each profile"
         raise FlexrankError(f"weights {list(weights)} do not fit; {wanted}")
     full = full_ranks(layer_shapes(model))
+    if method == "balanced" and all(profile == full for profile in profiles):
+        raise FlexrankError("the only size is the full model, which is the base model; give a smaller one to train")
     return drawn_weights(weights, method, [profile == full for profile in profiles])
 
 
@@ -272,5 +275,10 @@ def _identity(model: nn.Module) -> str:
 
 
 def _first_values(tensor: Tensor) -> Tensor:
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # of a sharded teacher
+    """The first values, also of a sharded or quantised tensor; none of one that is not in memory."""
+    if tensor.is_meta:
+        return torch.empty(0)
+    if is_quantised({"": tensor}):
+        tensor = cast(Any, tensor).dequantize()
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return whole.flatten()[:16]

@@ -11,8 +11,11 @@ from flexrank.errors import FlexrankError
 from flexrank.nn.elastic import NestedConv2d, NestedLayer, NestedLinear
 from flexrank.nn.linalg import Factors
 from flexrank.nn.matrix import bias_of, conv_geometry, is_layer, unsupported_reason, weight_matrix
+from flexrank.nn.quantised import is_quantised
 
 log = logging.getLogger("flexrank")
+#: The dtypes of weights that can be factorised; a quantised weight claims to have one of them.
+FACTORISED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ParentSlot = tuple[nn.Module, str]  #: a module, and the name of one of its children
 
 
@@ -29,6 +32,7 @@ def select_layers(
         if not any(_matches(name, pattern) for name, _ in model.named_modules()):
             wanted = "it is a name, a part of one, or a glob"
             raise FlexrankError(f"layer pattern {pattern!r} matches no module of {type(model).__name__}; {wanted}")
+    _require_merged(model)
     reasons = dense_reasons(model, include, exclude)
     layers = {name: module for name, module in model.named_modules() if is_layer(module) and name not in reasons}
     for name, reason in reasons.items():
@@ -71,12 +75,21 @@ def require_unwrapped(model: nn.Module) -> None:
         raise FlexrankError(f"{type(model).__name__} wraps a model; give the model inside, and wrap what is deployed")
 
 
+def _require_merged(model: nn.Module) -> None:
+    """Raises FlexrankError if peft's adapters wrap a layer: merged later, they would go into a weight of its own."""
+    for name, module in model.named_modules():
+        if hasattr(module, "base_layer") and callable(getattr(module, "merge", None)):
+            raise FlexrankError(f"layer {name!r} has an adapter; first merge it into the weight: merge_and_unload()")
+
+
 def require_layers(layers: Mapping[str, nn.Module]) -> None:
     """Raises FlexrankError if one of these named modules cannot be factorised."""
     for name, module in layers.items():
         if not is_layer(module):
             reason = unsupported_reason(module) or _unknown_reason(module) or f"{type(module).__name__} has no matrix"
             raise FlexrankError(f"layer {name!r} cannot be factorised: {reason}; select_layers finds those that can")
+        if weight_matrix(module).is_meta:
+            raise FlexrankError(f"layer {name!r} has no weight in memory; load the model without device_map")
 
 
 def nest_(model: nn.Module, name: str, factors: Factors, slots: Sequence[ParentSlot] = ()) -> NestedLayer:
@@ -149,8 +162,10 @@ def _weight_reason(name: str, module: nn.Module, owners: Mapping[int, list[str]]
     shared = [owner for owner in owners[id(weight)] if owner != name]
     if shared:
         return f"weight tied to {shared[0]}"
-    if not weight.is_floating_point():
+    if weight.dtype not in FACTORISED:
         return f"weight is {weight.dtype}"
+    if is_quantised({name: weight}):
+        return f"weight is quantised as {type(weight).__name__}"
     if min(weight_matrix(module).shape) < 2:
         return "a matrix of rank one has nothing to factorise"
     # accelerate's hooks move inputs between devices; the hook of the block around a factorised layer does so too.

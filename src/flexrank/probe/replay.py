@@ -246,8 +246,9 @@ class Replay:
         blocks, modules = self._plan.replayed(segment)
         outputs = self._outputs_of(blocks[-1:], modules)
         self._segment, self._replayed, self._outputs = segment, blocks, outputs
-        starts = self._plan.starts_in(segment)
-        if outputs.modules and not self._gives_baseline(max(starts, key=lambda start: start.position).modules):
+        # Each start on its own: an attention that is replayed does not miss what earlier blocks leave for it elsewhere.
+        replays = {start.modules for start in self._plan.starts_in(segment)}
+        if outputs.modules and not all(map(self._gives_baseline, replays)):
             outputs.modules.clear()
         if blocks and not outputs.modules and not self._gives_baseline(()):
             self._replayed, self._outputs = [], _Outputs()

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import math
+import numbers
 from collections.abc import Iterator, Mapping
 from numbers import Real
 from typing import Any
@@ -21,9 +22,9 @@ class RankProfile(Mapping[str, int]):
 
     def __post_init__(self) -> None:
         for name, rank in self.ranks.items():
-            if not isinstance(rank, int) or rank < 1:
+            if not isinstance(rank, numbers.Integral) or rank < 1:
                 raise FlexrankError(f"layer {name!r} has rank {rank!r}; a rank is an integer of at least 1")
-        object.__setattr__(self, "ranks", dict(self.ranks))
+        object.__setattr__(self, "ranks", {name: int(rank) for name, rank in self.ranks.items()})
 
     def __getitem__(self, name: str) -> int:
         return self.ranks[name]

@@ -11,7 +11,7 @@ import yaml
 from pydantic import Field
 
 from flexrank.errors import FlexrankError, short_repr
-from flexrank.run.data_config import Count, DataConfig, Section
+from flexrank.run.data_config import Count, DataConfig, LocalPath, Section
 
 if TYPE_CHECKING:
     import torch
@@ -162,13 +162,13 @@ class RunConfig(Section):
     task: Literal["embedding", "language", "classification"]  # decides the batches, the distillation loss and qualities
     model: Annotated[str, Field(min_length=1)]  # a directory, a name on the hub, or `package:PACKAGE/PATH`
     # A transformers config.json that a dry run reads in place of the model's own, so that it downloads nothing.
-    architecture: Annotated[str, Field(min_length=1)] | None = None
+    architecture: Annotated[LocalPath, Field(min_length=1)] | None = None
     # Of the elastic weights; bfloat16 takes half the memory, and is trained with stochastic rounding. The base model
     # keeps its files' dtype.
     dtype: Dtype = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"  # `auto`: a GPU if there is one
-    seed: Annotated[int, Field(ge=0)] = 0  # for the order of samples, and for the budget that each step draws
-    output: str = "runs/{name}"  # the run directory, relative to the current one
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # for the order of samples, and for the budget that each step draws
+    output: LocalPath = "runs/{name}"  # the run directory, relative to the current one
     data: DataConfig = DataConfig()
     layers: LayersConfig = LayersConfig()
     decomposition: DecompositionConfig = DecompositionConfig()
@@ -192,6 +192,8 @@ class RunConfig(Section):
             yield f"data.source {source!r} does not fit task {self.task!r}: only classification reads images"
         if weights is not None and len(weights) != len(allocation.budgets):
             yield f"distillation.weights has {len(weights)} numbers; allocation.budgets has {len(allocation.budgets)}"
+        if self.distillation.steps and self.distillation.method == "balanced" and allocation.budgets == (1.0,):
+            yield "allocation.budgets has only 1, the base model itself; add a smaller size"
         if self.distillation.steps and self.dtype == "float16":
             right = "take bfloat16, or keep float32 with deployment.dtype float16"
             yield f"dtype 'float16' cannot be consolidated; {right}"

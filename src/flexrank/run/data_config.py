@@ -1,5 +1,6 @@
 """The part of a run's configuration that says what it reads."""
 
+import os
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -7,6 +8,8 @@ import pydantic
 from pydantic import Field
 
 Count = Annotated[int, Field(ge=1)]
+#: `~` is the user's directory.
+LocalPath = Annotated[str, pydantic.AfterValidator(os.path.expanduser)]
 
 #: Training samples if `training` is not set and the texts are not a stream.
 IN_MEMORY = 4096
@@ -31,14 +34,16 @@ class DataConfig(Section):
     # .npz file. The others are streams, never in memory as a whole: `jsonl` and `parquet` files, `hub` a data set.
     source: Literal["stdlib-docs", "text", "images", "jsonl", "parquet", "hub"] = "stdlib-docs"
     # Relative to the current directory; for streamed files it may be a glob, for `hub` it is the name of a data set.
-    path: str | None = None
+    path: LocalPath | None = None
     streaming: bool = False  # reads `text` as a stream too: of lines or, with separator "\n\n", of paragraphs
     column: str | None = None  # of texts or chats, in jsonl, parquet and hub; None is `text`, otherwise `messages`
     subset: str | None = None  # of a data set of `hub`, as are the next two keys
     split: str | None = None  # None is `train`
     revision: str | None = None  # None is the newest
     shuffle_buffer: Annotated[int, Field(ge=0)] = 1000  # documents of a stream that training mixes; 0 keeps their order
-    held_out: str | None = None  # another file or folder of `text` to evaluate on; None is the last quarter of `path`
+    held_out: LocalPath | None = (
+        None  # another file or folder of `text` to evaluate on; None is the last quarter of `path`
+    )
     # What separates the texts of a `text` file; None is a line end for embedding, and for language nothing: the file is
     # one running text.
     separator: Annotated[str, Field(min_length=1)] | None = None

@@ -198,7 +198,7 @@ class Attention(nn.Module):
 
 
 def test_blocks_that_read_what_earlier_ones_left_are_probed_without_replay() -> None:
-    """Replaying all of an attention, before its block's last layer, gives the baseline; replaying blocks alone does not."""
+    """Replaying the attention, before its block's last layer, gives the baseline; replaying only blocks does not."""
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randn(4, 5, 8, generator=generator) for _ in range(3)]
     evaluate = distillation_evaluator(Shared(), batches, FeatureObjective())

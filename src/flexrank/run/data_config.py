@@ -41,9 +41,8 @@ class DataConfig(Section):
     split: str | None = None  # None is `train`
     revision: str | None = None  # None is the newest
     shuffle_buffer: Annotated[int, Field(ge=0)] = 1000  # documents of a stream that training mixes; 0 keeps their order
-    held_out: LocalPath | None = (
-        None  # another file or folder of `text` to evaluate on; None is the last quarter of `path`
-    )
+    # Another file or folder of `text` to evaluate on; None is the last quarter of `path`.
+    held_out: LocalPath | None = None
     # What separates the texts of a `text` file; None is a line end for embedding, and for language nothing: the file is
     # one running text.
     separator: Annotated[str, Field(min_length=1)] | None = None

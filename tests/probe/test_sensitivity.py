@@ -86,10 +86,11 @@ def test_what_runs_before_the_probed_layer_does_not_run() -> None:
         count(block.attention.self.query, runs["query"], index)
     evaluate = distillation_evaluator(build("bert"), [batch_for("bert")], FeatureObjective())
     probe_sensitivity(model, evaluate, num_levels=3)
-    # Baseline and survey; a recording of each block, which runs the block before; then, for each of 6 layers, a check
-    # and 2 ranks, of which those of block 0 run block 1. In its own block attention runs for its projections alone.
-    assert runs["attention"] == [2 + 1 + 3 * 3 + 1, 2 + 1 + 6 * 3 + 1 + 3 * 3]
-    assert runs["query"] == [2 + 1 + 1 * 3 + 1, 2 + 1 + 6 * 3 + 1 + 1 * 3]
+    # Baseline and survey; a recording of each block, which runs the block before; a check of block 0 and one of block 1
+    # without what is before it; 2 ranks of 6 layers of block 0. In its own block attention runs for its three
+    # projections alone.
+    assert runs["attention"] == [2 + 1 + 3 * 2 + 1, 2 + 1 + 1 + 6 * 2 + 1 + 1 + 3 * 2]
+    assert runs["query"] == [2 + 1 + 1 * 2 + 1, 2 + 1 + 1 + 6 * 2 + 1 + 1 + 1 * 2]
 
 
 class Added(nn.Module):
@@ -198,7 +199,7 @@ def test_an_interrupted_probe_resumes_to_the_same_bits(tmp_path: Path) -> None:
     assert all(layer.rank == layer.max_rank for layer in nested_layers(model).values())
     calls = 100
     assert probe_sensitivity(model, stopping, num_levels=3, checkpoint=path) == expected
-    assert calls - 100 < 2 + 2 + 13 + 2 * 13  # baseline and survey, two recordings, and 13 layers' checks and ranks
+    assert calls - 100 < 2 + 6 + 2 * 13  # baseline and survey, two recordings, four checks, and all probes
     with pytest.raises(FlexrankError, match="belongs to another probe"):
         probe_sensitivity(model, evaluate, num_levels=4, checkpoint=path)
     with pytest.raises(FlexrankError, match="belongs to another probe"):  # the full model gives nearly the same

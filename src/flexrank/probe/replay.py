@@ -246,11 +246,11 @@ class Replay:
         blocks, modules = self._plan.replayed(segment)
         outputs = self._outputs_of(blocks[-1:], modules)
         self._segment, self._replayed, self._outputs = segment, blocks, outputs
-        # Each start on its own: an attention that is replayed does not miss what earlier blocks leave for it elsewhere.
-        replays = {start.modules for start in self._plan.starts_in(segment)}
-        if outputs.modules and not all(map(self._gives_baseline, replays)):
+        starts = self._plan.starts_in(segment)
+        if outputs.modules and not self._gives_baseline(max(starts, key=lambda start: start.position).modules):
             outputs.modules.clear()
-        if blocks and not outputs.modules and not self._gives_baseline(()):
+        # By themselves too: a replayed attention does not miss what blocks leave for it elsewhere, such as keys.
+        if blocks and not self._gives_baseline(()):
             self._replayed, self._outputs = [], _Outputs()
         if len(self._replayed) < len(blocks):
             log.info("probe: cannot reuse the blocks before layer %s; they run for every probe", name)

@@ -1,5 +1,6 @@
 """What runs again, what an interruption or a wrong input leaves, and who may write to a run."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 from flexrank import probe as sensitivity
 from flexrank.distill.step import Step
 from flexrank.errors import FlexrankError
-from flexrank.run import directory, run_stages
+from flexrank.files import digest_files
+from flexrank.run import directory, run_stages, runner
 from flexrank.run.config import load_config
 from flexrank.run.directory import RunDirectory, identity, model_identity
 from flexrank.run.runner import fingerprints
@@ -136,14 +138,34 @@ def test_what_reads_a_trained_model_does_not_train_it_again(
         FlexrankError, match="again .deployment.slack is 0 and was 'auto'.; `flexrank run` trains again"
     ):
         rerun(copied, "deployment.slack=0", until=until)
-    digest = directory.code_digest
     with monkeypatch.context() as patch:
-        patch.setattr(directory, "code_digest", lambda room: digest(room) + "changed" * (room == "run/training"))
-        with pytest.raises(FlexrankError, match=f"own code, .*flexrank deploy {copied}/elastic` uses it as it is"):
+        patch.setattr(runner, "model_identity", lambda _: "other")
+        moved = "the files of the model or the data have changed, or their paths, relative to the current directory,"
+        with pytest.raises(FlexrankError, match=f"{moved} .*flexrank deploy {copied}/elastic` uses it as it is"):
             run_stages(load_config(copied), until)
     assert {path: path.read_bytes() for path in (copied / "elastic").iterdir()} == before
     assert rerun(copied) == ()  # by the configuration of before
     assert "slack" in rerun(copied, "deployment.slack=3", until=until)  # which training does not read
+
+
+@pytest.mark.parametrize("until", ["slack", "evaluate", "deploy"])
+def test_a_model_that_other_code_has_trained_is_used_as_it_is(
+    until: str, copied: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    before, digest = digest_files(copied / "elastic"), directory._digest_of
+    monkeypatch.setattr(directory, "_digest_of", lambda room: digest(room) + "changed" * (room == "run/training"))
+    assert run_stages(load_config(copied), until).executed == ()
+    assert f"{copied}/elastic was trained by other code of flexrank, and is used as it is" in caplog.text
+    with pytest.raises(FlexrankError, match="distillation.steps is 4 and was 6"):
+        rerun(copied, "distillation.steps=4", until=until)
+    assert "deploy" in rerun(copied, "deployment.budgets=[0.8]", until="deploy")
+    assert digest_files(copied / "elastic") == before
+    for record in (copied / "stages").iterdir():  # as earlier versions have written them
+        record.write_text(
+            json.dumps({key: one for key, one in json.loads(record.read_text()).items() if key != "code"})
+        )
+    with pytest.raises(FlexrankError, match="would be trained again"):
+        run_stages(load_config(copied), until)
 
 
 def test_a_trained_model_that_is_gone_is_trained_again(copied: Path) -> None:
@@ -152,16 +174,16 @@ def test_a_trained_model_that_is_gone_is_trained_again(copied: Path) -> None:
 
 
 def test_changed_code_runs_its_stages_and_those_below(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    digest = directory.code_digest
+    digest = directory._digest_of
     config, source = load_config(copied), "model"
     before = fingerprints(config, source)
     for room, first in {"run/samples": "decompose", "run/stages": "decompose", "run/candidates": "probe",
                         "artefacts": "decompose", "run/training": "distill", "run/sizes": "slack"}.items():  # fmt: skip
         with monkeypatch.context() as patch:
-            patch.setattr(directory, "code_digest", lambda one, room=room: digest(one) + "changed" * (one == room))
+            patch.setattr(directory, "_digest_of", lambda one, room=room: digest(one) + "changed" * (one == room))
             after = fingerprints(config, source)
         assert next(stage for stage in before if before[stage] != after[stage]) == first, room
-    monkeypatch.setattr(directory, "code_digest", lambda room: digest(room) + "changed" * (room == "deployment"))
+    monkeypatch.setattr(directory, "_digest_of", lambda room: digest(room) + "changed" * (room == "deployment"))
     outcome = run_stages(load_config(copied))
     assert outcome.executed == ("slack", "evaluate", "deploy", "report")
 

@@ -145,15 +145,15 @@ class RunDirectory:
             yield
 
     def finish(
-        self, stage: str, fingerprint: str, outputs: Sequence[str], extras: Sequence[str], seconds: float
+        self, stage: str, fingerprint: str, code: str, outputs: Sequence[str], extras: Sequence[str], seconds: float
     ) -> None:
-        """Records a finished stage, and removes its checkpoint.
+        """Records a finished stage, the `code_digest` in its fingerprint too, and removes its checkpoint.
 
         Its `outputs`, files and directories, must not be edited from now on; its `extras` may be, but not removed.
         """
         files = {name: _mark(self.path / name) for name in self._files(outputs)} | dict.fromkeys(self._files(extras))
-        record = {"stage": stage, "fingerprint": fingerprint, "seconds": round(seconds, 3), "files": files}
-        write_json(self._record(stage), record)
+        record = {"stage": stage, "fingerprint": fingerprint, "code": code, "seconds": round(seconds, 3)}
+        write_json(self._record(stage), record | {"files": files})
         for path in self._partial.glob(f"{stage}-*"):
             _remove(path)
         self._has_finished_a_stage = True
@@ -178,6 +178,11 @@ class RunDirectory:
     def fingerprint_of(self, stage: str) -> str | None:
         """The fingerprint that a finished stage was recorded with; None if the stage is not finished."""
         return self._read_record(stage).get("fingerprint")
+
+    def codes(self) -> dict[str, str]:
+        """The `code_digest` of each finished stage whose record has one; earlier versions did not keep it."""
+        records = [read_json(path) for path in sorted((self.path / "stages").glob("*.json"))]
+        return {record["stage"]: record["code"] for record in records if "code" in record}
 
     def remove_stale(self, fingerprints: Mapping[str, str]) -> None:
         """Removes all of partial/ except the checkpoints that unfinished stages with these fingerprints resume from."""
@@ -208,21 +213,25 @@ class RunDirectory:
 
 
 def fingerprint(
-    stage: str, config: RunConfig, keys: Sequence[str], needs: Sequence[str], modules: Sequence[str], more: Any = None
+    stage: str, config: RunConfig, keys: Sequence[str], needs: Sequence[str], code: str, more: Any = None
 ) -> str:
     """SHA-256 over what a stage depends on.
 
-    That is flexrank's version, the configuration's values of the dotted `keys`, the fingerprints of the stages it
-    needs, the code of `modules` (and subpackages) of flexrank, and what `more` it reads.
+    That is the configuration's values of the dotted `keys`, the fingerprints of the stages it needs, the `code_digest`
+    of what it runs, and what `more` it reads.
     """
     values = config.model_dump(mode="json")
     read = {key: functools.reduce(operator.getitem, key.split("."), values) for key in keys}
-    parts = {"stage": stage, "version": __version__, "config": read, "needs": list(needs)}
-    return digest_json(parts | {"code": [code_digest(module) for module in modules], "more": more})
+    return digest_json({"stage": stage, "config": read, "needs": list(needs), "code": code, "more": more})
+
+
+def code_digest(modules: Sequence[str]) -> str:
+    """SHA-256 of flexrank's version and of the code of its modules and subpackages of these names."""
+    return digest_json([__version__, *map(_digest_of, modules)])
 
 
 @functools.cache
-def code_digest(module: str) -> str:
+def _digest_of(module: str) -> str:
     """SHA-256 of the code of a module or subpackage of flexrank, without comments, docstrings and layout."""
     root = Path(__file__).parents[1]
     files = [*root.glob(f"{module}.py"), *sorted((root / module).rglob("*.py"))]

@@ -22,7 +22,7 @@ from flexrank.run import stages
 from flexrank.run.candidates import rank_constraints
 from flexrank.run.cards import write_card
 from flexrank.run.config import DistillationConfig, RunConfig
-from flexrank.run.directory import RunDirectory, data_identity, fingerprint, model_identity, texts_identity
+from flexrank.run.directory import RunDirectory, code_digest, data_identity, fingerprint, model_identity, texts_identity
 from flexrank.run.sizes import Sizes, export_size
 from flexrank.run.workspace import Workspace
 
@@ -42,6 +42,11 @@ class Stage:
     extras: tuple[str, ...] = ()  # others that it may write, which nothing reads
     is_shared: bool = False  # all processes run it; process 0 runs any other stage alone
     is_timed: bool = False  # its files hold timings: when it runs again, so do the stages that read them
+
+    @property
+    def code(self) -> str:
+        """The digest of the code that it runs."""
+        return code_digest((*_ALL, *self.modules))
 
 
 #: Modules and subpackages whose code every stage runs.
@@ -135,7 +140,7 @@ def run_stages(config: RunConfig, until: str = "report") -> Outcome:
         work = Workspace(config, directory)
         prints = processes.on_first_process(lambda: fingerprints(config, source))
         if until in _READ_ONLY_STAGES:
-            processes.on_first_process(lambda: _require_as_trained(directory, old, config, prints))
+            prints = processes.on_first_process(lambda: _as_trained(directory, old, config, source, prints))
         for stage in STAGES:
             if stage.name not in wanted:
                 continue
@@ -199,8 +204,8 @@ def export_one(
         return exported
 
 
-def fingerprints(config: RunConfig, source: str) -> dict[str, str]:
-    """Each stage's fingerprint.
+def fingerprints(config: RunConfig, source: str, codes: Mapping[str, str] = {}) -> dict[str, str]:
+    """Each stage's fingerprint, for stages in `codes` with the code of this digest in place of the present one.
 
     The first covers model and data files, the probe's also its part of `allocation`, and that of the evaluation before
     consolidation whether there is one.
@@ -213,23 +218,34 @@ def fingerprints(config: RunConfig, source: str) -> dict[str, str]:
     prints = dict[str, str]()
     for stage in STAGES:
         needs = [prints[name] for name in stage.needs]
-        prints[stage.name] = fingerprint(
-            stage.name, config, stage.keys, needs, (*_ALL, *stage.modules), read.get(stage.name)
-        )
+        code = codes.get(stage.name) or stage.code
+        prints[stage.name] = fingerprint(stage.name, config, stage.keys, needs, code, read.get(stage.name))
     return prints
 
 
-def _require_as_trained(
-    directory: RunDirectory, old: RunConfig | None, config: RunConfig, prints: Mapping[str, str]
-) -> None:
-    """Refuses to train a model again for the sake of a stage that only reads it."""
+def _as_trained(
+    directory: RunDirectory, old: RunConfig | None, config: RunConfig, source: str, prints: dict[str, str]
+) -> dict[str, str]:
+    """The fingerprints with which a stage that only reads the trained model runs.
+
+    A model that other code of flexrank has trained is used as it is. Raises FlexrankError if it would be trained again
+    for another reason.
+    """
     trained = directory.fingerprint_of("distill")
     if old is None or trained in (None, prints["distill"]) or not directory.is_finished("distill", trained):
-        return
+        return prints
+    codes = {stage: code for stage, code in directory.codes().items() if stage in _needed("distill")}
+    recorded = fingerprints(config, source, codes)
+    if recorded["distill"] == trained:
+        log.warning("%s was trained by other code of flexrank, and is used as it is", directory / "elastic")
+        return recorded
     keys = [key for stage in STAGES if stage.name in _needed("distill") for key in stage.keys]
     # The probe also depends on whether slack is expected, which is not among its keys.
     changed = _changed_keys(old, config, keys) or _changed_keys(old, config, ["deployment.slack"])
-    why = "; ".join(changed[:2]) or "flexrank's own code, or the files of the model or the data, have changed"
+    moved = (
+        "the files of the model or the data have changed, or their paths, relative to the current directory, miss them"
+    )
+    why = "; ".join(changed[:2]) or moved
     place, ways = directory / "elastic", "`flexrank run` trains again, and `flexrank deploy"
     raise FlexrankError(f"{place}: would be trained again ({why}); {ways} {place}` uses it as it is")
 
@@ -277,7 +293,7 @@ def _do_and_record(stage: Stage, work: Workspace, fingerprint: str) -> None:
     for reader in STAGES if stage.is_timed else ():
         if stage.name in reader.needs:
             work.directory.forget(reader.name)
-    work.directory.finish(stage.name, fingerprint, (*stage.outputs, *more), stage.extras, seconds)
+    work.directory.finish(stage.name, fingerprint, stage.code, (*stage.outputs, *more), stage.extras, seconds)
     log.info("%s: done in %.1f s", stage.name, seconds)
 
 

@@ -1,5 +1,7 @@
 """Artefacts of deployed modules, and batches in files: the same bits back."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -7,6 +9,8 @@ from torch import nn
 
 import tiny
 from flexrank.artefacts.deployed import load_deployed, save_deployed
+from flexrank.artefacts.elastic import save_elastic
+from flexrank.artefacts.inspect import inspect_artefact
 from flexrank.artefacts.tensors import read_batch, write_batch, write_tensors
 from flexrank.distill.tensors import write_whole
 from flexrank.errors import FlexrankError
@@ -66,3 +70,14 @@ def test_tensors_of_any_strides_are_written(tmp_path):
     weight = torch.randn(2, 3, 2, 2)
     write_whole(tmp_path, {"weight": weight.to(memory_format=torch.channels_last)})
     assert torch.equal(load_file(tmp_path / "state.safetensors")["weight"], weight)
+
+
+def test_a_run_and_an_elastic_artefact_are_named(tmp_path: Path) -> None:
+    model = tiny.elastic("perceptron")
+    save_elastic(model, tiny.chain_of(model), tmp_path / "elastic")
+    with pytest.raises(
+        FlexrankError, match=f"{tmp_path}: a run; its artefacts are {tmp_path}/elastic and those in dep"
+    ):
+        inspect_artefact(tmp_path)
+    with pytest.raises(FlexrankError, match="an elastic artefact; read a size of it with load_elastic"):
+        load_deployed(tmp_path / "elastic")

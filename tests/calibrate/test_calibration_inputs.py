@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import tiny
 from flexrank.calibrate import collect_moments, collect_rows, load_moments
 from flexrank.decompose import decompose_
+from flexrank.distill.objectives import LogitObjective
 from flexrank.errors import FlexrankError
 from flexrank.nn.select import select_layers
 
@@ -90,6 +91,12 @@ def test_a_layer_without_gradients_is_named() -> None:
     with pytest.raises(FlexrankError, match="layer 'backbone' runs without gradients; exclude it"):
         collect_moments(model, [batch], select_layers(model), gradient_loss=loss)
     assert collect_moments(model, [batch], {"head": model.head}, gradient_loss=loss)["head"].tokens == 5
+
+
+def test_an_objective_in_place_of_its_loss_is_named() -> None:
+    model, right = tiny.build("perceptron"), "it is a function, such as an objective's fisher_loss"
+    with pytest.raises(FlexrankError, match=f"gradient_loss is LogitObjective.*; {right}"):
+        collect_moments(model, [tiny.batch_for("perceptron")], select_layers(model), gradient_loss=LogitObjective())
 
 
 @pytest.mark.parametrize("wrong", [lambda y, _: y, lambda y, _: y.detach().sum(), lambda y, _: 1.0, lambda *_: None])

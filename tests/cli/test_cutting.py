@@ -1,6 +1,7 @@
 """`flexrank deploy` of an elastic artefact that comes without its run, and of a size made alone."""
 
 import json
+import re
 import signal
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import transformers
 import flexrank as fr
 import tiny
 from flexrank.cli.cutting import sibling_path
-from tiny_runs import invoke
+from tiny_runs import invoke, summary_of
 
 
 def test_a_size_comes_of_an_elastic_artefact_without_its_run(copied: Path, tmp_path: Path) -> None:
@@ -35,7 +36,10 @@ def test_a_size_comes_of_an_elastic_artefact_without_its_run(copied: Path, tmp_p
         refusal = invoke("deploy", elastic, *arguments)
         assert refusal.exit_code == 2 and message in refusal.stderr.splitlines()[-1]
     refusal = invoke("distill", elastic)
-    assert "of an elastic artefact `flexrank deploy` writes a size" in refusal.stderr.splitlines()[-1]
+    assert (
+        "of an elastic artefact `flexrank deploy` writes a size, and `flexrank inspect` lists them"
+        in refusal.stderr.splitlines()[-1]
+    )
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
@@ -83,3 +87,14 @@ def test_a_size_made_alone_shows_both_qualities(
     assert ["quality", "shared", column] in [line.split() for line in result.stderr.splitlines()]
     (line,) = (line.split() for line in result.stderr.splitlines() if line.strip().startswith("nats_per_token"))
     assert line[1:] == [f"{export[key]['nats_per_token']:.4f}" for key in ("shared", "quality")]
+
+
+def test_a_limit_below_the_smallest_size_names_that(finished: Path) -> None:
+    refusal = invoke("deploy", finished, "--max-params", "100").stderr.splitlines()[-1]
+    what = r"error: max_params=100 is too small: the smallest size has ([\d,]+) parameters and ([\d,]+) bytes, with its"
+    found = re.match(what, refusal)
+    assert found is not None, refusal
+    least, octets = (int(number.replace(",", "")) for number in found.groups())
+    row = next(row for row in summary_of(finished)["rows"] if row["budget"] == 0.5)
+    assert 100 < least <= row["params_model"] and octets == 4 * least
+    assert invoke("deploy", finished, "--max-params", least - 1).exit_code == 2

@@ -1,4 +1,4 @@
-"""What `flexrank measure --calibrate-plan` writes replaces what it wrote itself, and nothing else."""
+"""What `flexrank measure --calibrate-plan` writes replaces what it wrote itself, and nothing else; and the help."""
 
 from pathlib import Path
 
@@ -60,3 +60,9 @@ def test_a_device_that_was_measured_is_measured_again(monkeypatch: pytest.Monkey
     Path("plan.json").write_text('["mine"]')
     assert "--output plan.json: give the name of a new file" in refused("measure", "--calibrate-plan")
     assert Path("plan.json").read_text() == '["mine"]'
+
+
+def test_without_arguments_the_help_is_printed() -> None:
+    result = invoke()
+    assert result.exit_code == 2 and "error:" not in result.output
+    assert result.output.splitlines() == invoke("--help").output.splitlines()

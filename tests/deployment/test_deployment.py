@@ -205,6 +205,20 @@ def test_a_wrong_slack_is_one_line(slack):
             call()
 
 
+@pytest.mark.parametrize("call", [deploy, lambda model, profile, **options: find_slack(model, [profile], **options)])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "bfloat16"}, "dtype is 'bfloat16'; it is a torch.dtype, such as torch.bfloat16"),
+        ({"activations": [torch.ones(3, 12)]}, "activations is a list; it is what collect_rows returns"),
+    ],
+)
+def test_wrong_options_are_one_line(call, options, message):
+    model = tiny.elastic("perceptron")
+    with pytest.raises(FlexrankError, match=message):
+        call(model, full_profile(model), **options)
+
+
 def test_a_deployed_model_has_no_hooks_of_the_elastic_one():
     model, seen = tiny.elastic("perceptron"), []
     model.register_forward_hook(lambda *_: seen.append(1))  # the user's own stays

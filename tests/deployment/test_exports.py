@@ -76,8 +76,9 @@ def shifted_convnet():
         (other_convnet, "failed in a fresh process.*has no layer '6'"),
         (shifted_convnet, "outputs differ by"),
         ("tiny:nothing", "cannot be imported"),
+        ("tinier:nothing", "cannot be imported.*; put the directory of tinier on PYTHONPATH"),
         ("tiny", "not of the form"),
-        (lambda: None, "cannot be imported by name"),
+        (lambda: None, "cannot be imported by name; .* or its name, such as 'my_script:build'"),
         (None, "needs factory="),
     ],
 )

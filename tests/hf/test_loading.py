@@ -15,8 +15,9 @@ from tiny import same_state
 
 
 def test_models_that_are_not_there_are_named(tmp_path: Path) -> None:
-    for name in ("empty", "bare", "elastic"):
+    for name in ("empty", "bare", "elastic", "adapter"):
         (tmp_path / name).mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     for file in ("config.json", "elastic.json"):
         (tmp_path / "elastic" / file).write_text("{}")
     (tmp_path / "bare" / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertModel"]}))
@@ -25,6 +26,7 @@ def test_models_that_are_not_there_are_named(tmp_path: Path) -> None:
         ("package:flexrank/nowhere", "no directory 'nowhere'"),
         (tmp_path / "nowhere", "no such directory"),
         (tmp_path / "empty", "no config.json"),
+        (tmp_path / "adapter", "an adapter of peft; merge it into its base model"),
         (tmp_path / "elastic", "read it with load_elastic"),
         (tmp_path / "bare", "cannot be loaded"),
         ("nobody/no-such-model", "cannot be loaded"),

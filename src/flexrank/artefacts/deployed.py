@@ -85,6 +85,8 @@ def load_deployed(directory: str | Path, *, model: nn.Module | None = None) -> n
         FlexrankError: a file is missing, truncated or edited, or the architecture does not fit the state.
     """
     directory = Path(directory)
+    if (directory / "elastic.json").is_file():
+        raise FlexrankError(f"{directory}: an elastic artefact; read a size of it with load_elastic")
     document = read_document(directory / DOCUMENT, KIND, KEYS)
     if document["library"] != "torch":
         raise FlexrankError(f"{directory}: holds a {document['library']} model; load it with its from_pretrained")
@@ -116,7 +118,8 @@ def factory_name(factory: Factory) -> str:
         return factory
     name = f"{getattr(factory, '__module__', None)}:{getattr(factory, '__qualname__', factory)}"
     if "<" in name or name.startswith("__main__:") or _import_factory(name) is not factory:
-        raise FlexrankError(f"factory {name} cannot be imported by name; give a function at a module's top level")
+        right = "give a function at the top level of a module, or its name, such as 'my_script:build'"
+        raise FlexrankError(f"factory {name} cannot be imported by name; {right}")
     return name
 
 
@@ -137,5 +140,8 @@ def _import_factory(name: str) -> Callable[[], Any]:
     try:
         factory: Any = importlib.import_module(module)
         return functools.reduce(getattr, path.split("."), factory)
+    except ModuleNotFoundError as error:
+        mend = f"put the directory of {error.name} on PYTHONPATH"
+        raise FlexrankError(f"factory {name!r} cannot be imported: {error}; {mend}") from error
     except (ImportError, AttributeError) as error:
         raise FlexrankError(f"factory {name!r} cannot be imported: {error}") from error

@@ -67,6 +67,8 @@ def _deployed_document(directory: Path) -> dict[str, Any]:
     specs = config.get("quantization_config") if isinstance(config, dict) else None
     if not isinstance(specs, dict) or specs.get("quant_method") != "flexrank":
         wanted = f"{ELASTIC_DOCUMENT}, {DOCUMENT} and a config.json with flexrank layers"
+        if (directory / "elastic" / ELASTIC_DOCUMENT).is_file():
+            raise FlexrankError(f"{directory}: a run; its artefacts are {directory}/elastic and those in deployed/")
         raise FlexrankError(f"{directory}: not an artefact of flexrank; it has none of {wanted}")
     require_specs(specs.get("layers"))
     names = config.get("architectures") or [None]

@@ -202,6 +202,8 @@ def calibration_mode(model: nn.Module, device: torch.device, with_gradients: boo
 
 def seeded_loss(loss: GradientLoss, output: Any, batch: Batch, number: int) -> Tensor:
     """The loss of batch `number`; its random draws differ between batches and are the same in every run."""
+    if not callable(loss):
+        raise FlexrankError(f"gradient_loss is {loss!r}; it is a function, such as an objective's fisher_loss")
     with torch.random.fork_rng(enabled=True):
         torch.manual_seed(number)
         value = loss(output, batch)

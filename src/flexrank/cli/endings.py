@@ -56,6 +56,9 @@ class OneLineErrors(TyperGroup):
             except (_Interrupted, KeyboardInterrupt) as error:  # the latter while the processes connect
                 status = _agreed_status(str(error) or "interrupted", INTERRUPTED, is_certain=False)
             except _USAGE_ERROR as error:
+                if type(error).__name__ == "NoArgsIsHelpError":  # its message is the whole help
+                    error.show()
+                    sys.exit(error.exit_code)
                 status = _report_error(error.format_message())
             except Exception as error:
                 status = _report_or_raise(error)

@@ -11,7 +11,14 @@ from torch import nn
 from flexrank.artefacts.cards import mark_size
 from flexrank.deployment.exports import export
 from flexrank.deployment.latency import entry_within_latency
-from flexrank.deployment.slack import Activations, active_factors, find_slack, layer_slack, require_slack
+from flexrank.deployment.slack import (
+    Activations,
+    active_factors,
+    find_slack,
+    layer_slack,
+    require_options,
+    require_slack,
+)
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
 from flexrank.nn.elastic import NestedLayer
@@ -60,6 +67,7 @@ def deploy(
         FlexrankError: the profile does not fit the model, or a slack is negative or too small for a layer.
     """
     require_slack(slack)
+    require_options(dtype, activations)
     model = unwrapped(model)
     if base is not None and profile == full_ranks(layer_shapes(model)):
         return _copied(unwrapped(base), {}, device, dtype).train(model.training)

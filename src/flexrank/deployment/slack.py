@@ -1,6 +1,7 @@
 """Slack: how many columns of each layer gauge alignment leaves unaligned, to stay within the dtype's error bound."""
 
 from collections.abc import Iterable, Mapping
+from types import NoneType
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ def find_slack(
         dtype: as for `deploy`, like `slack` and `activations`.
         known: a table for the same model and dtype, to extend; its slack grows where vectors of these sizes need more.
     """
+    require_options(dtype, activations)
     layers = nested_layers(model)
     dtype = dtype or next(iter(layers.values())).u.dtype
     columns = {name: dict(known.columns.get(name, {})) if known else {} for name in layers}
@@ -49,6 +51,14 @@ def find_slack(
         least = layer_slack(name, layer, slack, dtype, activations or {})
         columns[name][rank] = max(least, columns[name].get(rank, 0))
     return SlackTable(dtype_name(dtype), columns)
+
+
+def require_options(dtype: Any, activations: Any) -> None:
+    """Raises FlexrankError unless these are None, or a torch.dtype and what `collect_rows` returns."""
+    if not isinstance(dtype, (torch.dtype, NoneType)):
+        raise FlexrankError(f"dtype is {dtype!r}; it is a torch.dtype, such as torch.bfloat16")
+    if not isinstance(activations, (Mapping, NoneType)):
+        raise FlexrankError(f"activations is a {type(activations).__name__}; it is what collect_rows returns")
 
 
 def require_slack(slack: Any) -> None:

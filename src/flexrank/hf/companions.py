@@ -8,7 +8,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from flexrank.errors import FlexrankError, first_line
+from flexrank.errors import FlexrankError, first_line, short_repr
 from flexrank.files import digest_file, verify_files, write_json
 
 #: sentence-transformers' list of the modules that a text passes through.
@@ -43,6 +43,10 @@ def save_companions(model: Any, directory: Path, tokenizer: Any = None) -> None:
     if source is not None:
         _copy(source, directory, COMPANION_GLOBS if tokenizer else (*COMPANION_GLOBS, *TOKENIZER))
     if tokenizer is not None:
+        if not hasattr(tokenizer, "save_pretrained"):
+            raise FlexrankError(
+                f"tokenizer is {short_repr(tokenizer)}; it is what AutoTokenizer.from_pretrained returns"
+            )
         tokenizer.save_pretrained(directory)
 
 

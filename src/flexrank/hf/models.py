@@ -44,6 +44,9 @@ def resolve_source(name: str | Path) -> str:
         return _package_directory(name)
     path = Path(name).expanduser()
     if path.is_dir():
+        if (path / "adapter_config.json").is_file():
+            mend = "merge it into its base model (merge_and_unload), save that, and name it"
+            raise FlexrankError(f"model {name!r}: holds an adapter of peft; {mend}")
         if not (path / "config.json").is_file():
             raise FlexrankError(f"model {name!r}: the directory has no config.json; give what save_pretrained wrote")
         return str(path)

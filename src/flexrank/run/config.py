@@ -243,7 +243,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     if not file.is_file():
         what = "is not a run directory: it has no config.yaml" if path.is_dir() else "no such config file"
         if (path / "elastic.json").is_file():
-            what += "; of an elastic artefact `flexrank deploy` writes a size, and no other verb takes it"
+            what += "; of an elastic artefact `flexrank deploy` writes a size, and `flexrank inspect` lists them"
         raise FlexrankError(f"{path}: {what}")
     try:
         value = yaml.safe_load(file.read_text(encoding="utf8"))
@@ -312,6 +312,8 @@ def _first_line(error: pydantic.ValidationError) -> str:
         message = str(problem["ctx"]["error"])
     if kind == "tuple_type":
         message = "input should be a list in brackets"
+    if kind == "value_error" and isinstance(problem["input"], Mapping):  # two keys of a section
+        return f"{key}: {message}" if key else message
     return f"{key} is {given}; {message[0].lower()}{message[1:]}" if key else message
 
 

@@ -114,12 +114,14 @@ class Sizes:
         """The entries up to the largest whose deployed model is within the limits; slack is chosen only near them."""
         for count in range(len(entries), 0, -1):
             profile = entries[count - 1].profile
-            if self._is_within(profile_parameters(profile, self.shapes), limits):
+            if count == 1 or self._is_within(profile_parameters(profile, self.shapes), limits):
                 parameters = self.slack_for(profile).parameters(profile, self.shapes)
                 if self._is_within(parameters, limits):
                     return entries[:count]
         named = ", ".join(f"{name}={limit:g}" for name, limit in limits.items())
-        raise FlexrankError(f"{named} is too small for the smallest profile with its slack; allow more")
+        smallest = dataclasses.replace(entries[0], parameters=parameters)
+        size = f"{self.chain.model_parameters(smallest):,} parameters and {self.chain.model_bytes(smallest):,} bytes"
+        raise FlexrankError(f"{named} is too small: the smallest size has {size}, with its slack")
 
     def _is_within(self, parameters: int, limits: Mapping[str, float]) -> bool:
         """Whether a model with this many parameters in its layers is within `max_params` and `max_bytes`."""

@@ -67,7 +67,8 @@ def test_switching(here: Path) -> None:
     done = run(a_budget + own, {"fr": fr})
     budgets = [nested_layers(done[name])["lm_head"].rank for name in ("model", "own")]
     assert budgets[0] > budgets[1] > 0
-    draft = run(drafts, done | {"prompt": torch.tensor([[5, 9, 2, 7]])}, max_new_tokens="4")["draft"]
+    prompt = {"input_ids": torch.tensor([[5, 9, 2, 7]])}
+    draft = run(drafts, done | {"tokenizer": lambda *_, **__: prompt}, max_new_tokens="4")["draft"]
     assert nested_layers(draft)["lm_head"].rank < nested_layers(done["model"])["lm_head"].rank
     images = nest(nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4)))
     rows = [{"input": torch.randn(200, 12)} for _ in range(4)]

@@ -250,7 +250,8 @@ def clear_errors(name: str) -> Iterator[None]:
     except StrictDataclassError as error:  # about a value of the config, which its first line does not name
         raise FlexrankError(f"model {name!r} cannot be loaded: {' '.join(str(error).split())}") from error
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise FlexrankError(f"model {name!r} cannot be loaded: {first_line(error)}") from error
+        where = "" if Path(name).exists() else "; it is no directory here, so it was looked for on the hub"
+        raise FlexrankError(f"model {name!r} cannot be loaded: {first_line(error).rstrip('.')}{where}") from error
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """What each part of consolidation is worth: flexrank trains by its defaults, and without one part at a time.
 
-All variants start from the same factors and ranks, and take as many steps on the same batches at the same learning
-rate, which is the best of flexrank's trials in `compare-trained`. Finished parts are not repeated.
+All variants start from the same factors and ranks, and take as many steps on the same batches at one learning rate: for
+the models below the best of flexrank's trials in `compare-trained`, for any other its benchmark's. Finished parts are
+not repeated. The paper's form, without all parts, also trains norms and biases, and by factors what a size leaves full.
 """
 
 import contextlib
@@ -54,7 +55,8 @@ def run(request: Request) -> Result:
 
 def _measure(benchmark: TrainingBenchmark, request: Request) -> dict[str, Any]:
     """Returns the base model's score, and by variant the scores of each seed's sizes."""
-    facts = {**benchmark.facts, "steps": benchmark.steps, "learning_rate": _rate(benchmark)}
+    facts: dict[str, Any] = {"steps": benchmark.steps, "learning_rate": _rate(benchmark), "levels": benchmark.levels}
+    facts |= {"budgets": list(benchmark.budgets), **benchmark.facts}
     ledger, arguments = Ledger(request.work, {"model": benchmark.name, **facts}), (request, benchmark.name)
     seeds = range(request.seeds)
     probes = {f"sensitivities, seed {seed}": (*arguments, seed) for seed in seeds}

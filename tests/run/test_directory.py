@@ -158,13 +158,18 @@ def test_a_model_that_other_code_has_trained_is_used_as_it_is(
     assert f"{copied}/elastic was trained by other code of flexrank, and is used as it is" in caplog.text
     with pytest.raises(FlexrankError, match="distillation.steps is 4 and was 6"):
         rerun(copied, "distillation.steps=4", until=until)
+    (kept := copied / "partial" / f"distill-{fingerprints(load_config(copied), 'model')['distill'][:16]}").mkdir(
+        parents=True
+    )
     assert "deploy" in rerun(copied, "deployment.budgets=[0.8]", until="deploy")
-    assert digest_files(copied / "elastic") == before
+    shutil.rmtree(copied / "elastic_initial")
+    assert [rerun(copied, until=until)[:1] for _ in range(2)] == [("decompose",), ()]
+    assert kept.is_dir() and digest_files(copied / "elastic") == before
     for record in (copied / "stages").iterdir():  # as earlier versions have written them
         record.write_text(
             json.dumps({key: one for key, one in json.loads(record.read_text()).items() if key != "code"})
         )
-    with pytest.raises(FlexrankError, match="would be trained again"):
+    with pytest.raises(FlexrankError, match="would be trained again .flexrank's own code has changed, or the files"):
         run_stages(load_config(copied), until)
 
 

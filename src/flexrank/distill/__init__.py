@@ -263,8 +263,6 @@ def _weights(
         wanted = f"give {len(profiles)} positive numbers, one for each profile"
         raise FlexrankError(f"weights {list(weights)} do not fit; {wanted}")
     full = full_ranks(layer_shapes(model))
-    if method == "balanced" and all(profile == full for profile in profiles):
-        raise FlexrankError("the only size is the full model, which is the base model; give a smaller one to train")
     return drawn_weights(weights, method, [profile == full for profile in profiles])
 
 

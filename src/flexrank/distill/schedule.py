@@ -52,12 +52,12 @@ class Schedule:
 def default_weights(method: str, is_full: Sequence[bool]) -> list[float]:
     """How often `method` draws each profile relative to the others, cheapest first; `is_full` marks the full model.
 
-    `balanced` never draws the full model, because it is the base model: it shares nothing that is trained.
+    `balanced` never draws the full model, because it is the base model: it shares nothing that is trained. So it raises
+    FlexrankError if there is no other.
     """
-    if method != "balanced" or all(is_full):
-        return [1.0] * len(is_full)
-    alpha = [0.0 if full else 1.0 for full in is_full]
-    alpha[max(index for index, full in enumerate(is_full) if not full)] = LARGEST_WEIGHT
+    alpha = drawn_weights([1.0] * len(is_full), method, is_full)
+    if method == "balanced":
+        alpha[max(index for index, full in enumerate(is_full) if not full)] = LARGEST_WEIGHT
     return alpha
 
 
@@ -65,8 +65,11 @@ def drawn_weights(given: Sequence[float] | None, method: str, is_full: Sequence[
     """The given weights, or the method's defaults; `balanced` sets the full model's to 0 in either case."""
     if given is None:
         return default_weights(method, is_full)
-    leaves_full = method == "balanced" and not all(is_full)
-    return [0.0 if full and leaves_full else float(weight) for weight, full in zip(given, is_full, strict=True)]
+    if method != "balanced":
+        return list(map(float, given))
+    if all(is_full):
+        raise FlexrankError("the only size is the full model, which is the base model; give a smaller one to train")
+    return [0.0 if full else float(weight) for weight, full in zip(given, is_full, strict=True)]
 
 
 def scheduled_rate(step: int, steps: int, peak: float, warmup: int) -> float:

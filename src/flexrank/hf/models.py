@@ -89,7 +89,7 @@ def load_model(
     verify_export(source)
     if (Path(source) / "elastic.json").is_file():
         raise FlexrankError(f"model {str(name)!r}: an elastic artefact; read it with load_elastic")
-    with clear_errors(str(name)), quiet_loading():
+    with clear_errors(str(name), source), quiet_loading():
         config = transformers.AutoConfig.from_pretrained(source)
         if only_dense:
             require_dense(config, source)
@@ -122,7 +122,7 @@ def load_tokenizer(name: str | Path) -> Any:
     # transformers invents an empty tokenizer for a directory that has only a config.
     if Path(source).is_dir() and not any(any(Path(source).glob(pattern)) for pattern in TOKENIZER_FILES):
         raise FlexrankError(f"model {str(name)!r}: the directory has no tokenizer; save the model's own there")
-    with clear_errors(str(name)):
+    with clear_errors(str(name), source):
         return transformers.AutoTokenizer.from_pretrained(source)
 
 
@@ -237,8 +237,11 @@ def verify_export(directory: str | Path, names: Collection[str] | None = None) -
 
 
 @contextlib.contextmanager
-def clear_errors(name: str) -> Iterator[None]:
-    """Turns transformers' and safetensors' errors about what is on disk into a FlexrankError of one line."""
+def clear_errors(name: str, source: str = "") -> Iterator[None]:
+    """Turns transformers' and safetensors' errors into a FlexrankError of one line.
+
+    A `source` that is no directory is said to be looked for on the hub.
+    """
     import transformers  # noqa: F401, before its dependency: where both are missing, the error names transformers
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
@@ -250,7 +253,9 @@ def clear_errors(name: str) -> Iterator[None]:
     except StrictDataclassError as error:  # about a value of the config, which its first line does not name
         raise FlexrankError(f"model {name!r} cannot be loaded: {' '.join(str(error).split())}") from error
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        where = "" if Path(name).exists() else "; it is no directory here, so it was looked for on the hub"
+        where = (
+            "" if not source or Path(source).is_dir() else "; it is no directory here, so it was looked for on the hub"
+        )
         raise FlexrankError(f"model {name!r} cannot be loaded: {first_line(error).rstrip('.')}{where}") from error
 
 

@@ -135,22 +135,24 @@ def run_stages(config: RunConfig, until: str = "report") -> Outcome:
     directory = RunDirectory(config.directory)
     source = models.resolve_source(config.model)
     wanted = _needed(until)
-    executed: list[str] = []
+    executed, codes = list[str](), dict[str, str]()
     with _locked_with_config(directory, config) as old:
         work = Workspace(config, directory)
         prints = processes.on_first_process(lambda: fingerprints(config, source))
         if until in _READ_ONLY_STAGES:
-            prints = processes.on_first_process(lambda: _as_trained(directory, old, config, source, prints))
+            codes = processes.on_first_process(lambda: _codes_as_trained(directory, old, config, source, prints))
+            prints = processes.on_first_process(lambda: fingerprints(config, source, codes)) if codes else prints
         for stage in STAGES:
             if stage.name not in wanted:
                 continue
             if processes.on_first_process(functools.partial(directory.is_finished, stage.name, prints[stage.name])):
                 log.info("%s: up to date", stage.name)
                 continue
-            _do(stage, work, prints[stage.name])
+            _do(stage, work, prints[stage.name], codes.get(stage.name, stage.code))
             executed.append(stage.name)
-        # Only now: a setting that is refused must not cost another one its checkpoint.
-        processes.on_first_process(lambda: directory.remove_stale(prints))
+        # Only now: a setting that is refused must not cost another one its checkpoint, nor may what only reads.
+        if not codes:
+            processes.on_first_process(lambda: directory.remove_stale(prints))
     return Outcome(directory.path, tuple(executed), work, prints)
 
 
@@ -223,28 +225,27 @@ def fingerprints(config: RunConfig, source: str, codes: Mapping[str, str] = {}) 
     return prints
 
 
-def _as_trained(
-    directory: RunDirectory, old: RunConfig | None, config: RunConfig, source: str, prints: dict[str, str]
+def _codes_as_trained(
+    directory: RunDirectory, old: RunConfig | None, config: RunConfig, source: str, prints: Mapping[str, str]
 ) -> dict[str, str]:
-    """The fingerprints with which a stage that only reads the trained model runs.
+    """The `code_digest` of the stages that made the trained model, if other code of flexrank has: it is used as it is.
 
-    A model that other code of flexrank has trained is used as it is. Raises FlexrankError if it would be trained again
-    for another reason.
+    Raises FlexrankError if the model would be trained again for another reason.
     """
     trained = directory.fingerprint_of("distill")
     if old is None or trained in (None, prints["distill"]) or not directory.is_finished("distill", trained):
-        return prints
+        return {}
     codes = {stage: code for stage, code in directory.codes().items() if stage in _needed("distill")}
-    recorded = fingerprints(config, source, codes)
-    if recorded["distill"] == trained:
+    if fingerprints(config, source, codes)["distill"] == trained:
         log.warning("%s was trained by other code of flexrank, and is used as it is", directory / "elastic")
-        return recorded
+        return codes
     keys = [key for stage in STAGES if stage.name in _needed("distill") for key in stage.keys]
     # The probe also depends on whether slack is expected, which is not among its keys.
     changed = _changed_keys(old, config, keys) or _changed_keys(old, config, ["deployment.slack"])
-    moved = (
+    files = (
         "the files of the model or the data have changed, or their paths, relative to the current directory, miss them"
     )
+    moved = f"flexrank's own code has changed, or {files}"
     why = "; ".join(changed[:2]) or moved
     place, ways = directory / "elastic", "`flexrank run` trains again, and `flexrank deploy"
     raise FlexrankError(f"{place}: would be trained again ({why}); {ways} {place}` uses it as it is")
@@ -272,19 +273,19 @@ def _locked_with_config(directory: RunDirectory, config: RunConfig) -> Iterator[
         yield old
 
 
-def _do(stage: Stage, work: Workspace, fingerprint: str) -> None:
+def _do(stage: Stage, work: Workspace, fingerprint: str, code: str) -> None:
     """Runs a stage, in all processes if it is shared; process 0 alone records it."""
     if not stage.is_shared:
-        processes.on_first_process(lambda: _do_and_record(stage, work, fingerprint))
+        processes.on_first_process(lambda: _do_and_record(stage, work, fingerprint, code))
         return
     if processes.is_first():
-        _do_and_record(stage, work, fingerprint)
+        _do_and_record(stage, work, fingerprint, code)
     else:
         stage.work(work, fingerprint)
     processes.on_first_process(lambda: None)  # the others wait until the last file is written
 
 
-def _do_and_record(stage: Stage, work: Workspace, fingerprint: str) -> None:
+def _do_and_record(stage: Stage, work: Workspace, fingerprint: str, code: str) -> None:
     """Runs and records a stage; if its files hold timings, makes the stages that read them run again."""
     start = time.perf_counter()
     with work.directory.replacing(stage.name), _clear_disk_errors(work, stage.name):
@@ -293,7 +294,7 @@ def _do_and_record(stage: Stage, work: Workspace, fingerprint: str) -> None:
     for reader in STAGES if stage.is_timed else ():
         if stage.name in reader.needs:
             work.directory.forget(reader.name)
-    work.directory.finish(stage.name, fingerprint, stage.code, (*stage.outputs, *more), stage.extras, seconds)
+    work.directory.finish(stage.name, fingerprint, code, (*stage.outputs, *more), stage.extras, seconds)
     log.info("%s: done in %.1f s", stage.name, seconds)
 
 

@@ -152,8 +152,8 @@ def test_what_reads_a_trained_model_does_not_train_it_again(
 def test_a_model_that_other_code_has_trained_is_used_as_it_is(
     until: str, copied: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before, digest = digest_files(copied / "elastic"), directory._digest_of
-    monkeypatch.setattr(directory, "_digest_of", lambda room: digest(room) + "changed" * (room == "run/training"))
+    before, digest, changed = digest_files(copied / "elastic"), directory._digest_of, {"run/training"}
+    monkeypatch.setattr(directory, "_digest_of", lambda room: digest(room) + "changed" * (room in changed))
     assert run_stages(load_config(copied), until).executed == ()
     assert f"{copied}/elastic was trained by other code of flexrank, and is used as it is" in caplog.text
     with pytest.raises(FlexrankError, match="distillation.steps is 4 and was 6"):
@@ -162,8 +162,9 @@ def test_a_model_that_other_code_has_trained_is_used_as_it_is(
         parents=True
     )
     assert "deploy" in rerun(copied, "deployment.budgets=[0.8]", until="deploy")
+    changed.add("run/stages")  # of which every stage has some
     shutil.rmtree(copied / "elastic_initial")
-    assert [rerun(copied, until=until)[:1] for _ in range(2)] == [("decompose",), ()]
+    assert rerun(copied, until=until)[:2] == ("decompose", "slack") and rerun(copied, until=until) == ()
     assert kept.is_dir() and digest_files(copied / "elastic") == before
     for record in (copied / "stages").iterdir():  # as earlier versions have written them
         record.write_text(

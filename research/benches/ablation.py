@@ -35,7 +35,7 @@ PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "losses balanced": lambda: patch.object(RunningLosses, "mean", lambda *_: 1.0),
     "vectors of each size's own": lambda: patch.object(optimizer, "VECTORS_RATE", 0.0),
 }
-COLOURS = dict(zip((DEFAULT, BEFORE, *PARTS), (figures.OURS, *figures.RIVALS), strict=True))
+COLOURS = dict(zip(PARTS, figures.RIVALS, strict=False))
 #: The models that are measured unless the request has another, and their learning rates.
 RATES = {"stories260k": 2e-3, "pycode5m": 1e-4, "all-MiniLM-L6-v2": 5e-5, "resnet20": 2.5e-4}
 Rows = list[dict[str, Any]]
@@ -134,20 +134,26 @@ def _errors(data: Mapping[str, Any], variant: str) -> list[float]:
 
 
 def draw(data: Mapping[str, Any]) -> Any:
-    """Draws the distance from the base model's quality over size: a panel for each model, a line for each variant."""
+    """Draws each variant's distance from the base model's quality over that of the defaults: a panel for each model."""
     figure, all_axes = figures.panels(len(data), (1.8 + 4.4 * len(data), 4.4))
     for axes, (name, one) in zip(all_axes, data.items(), strict=True):
-        for variant, runs in one["rows"].items():
-            lines = [[_drawn(one, row) for row in rows] for rows in runs]
-            figures.draw_seeds(axes, one["budgets"], lines, COLOURS[variant], _row_name(variant), markersize=3)
-        axes.set(title=name, xlabel="budget")
-        figures.name_distances(axes, one["measure"])
+        own = _distances(one, DEFAULT)
+        for part in (part for part in PARTS if part in one["rows"]):
+            lines = [
+                [other / distance for other, distance in zip(others, distances, strict=True)]
+                for others, distances in zip(_distances(one, part), own, strict=True)
+            ]
+            figures.draw_seeds(axes, one["budgets"], lines, COLOURS[part], _row_name(part), markersize=3)
+        figures.draw_level(axes, 1.0, DEFAULT)
+        axes.set(title=name, xlabel="budget", ylabel=f"{one['measure']}: distance over the defaults'", yscale="log")
     figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     return figure
 
 
-def _drawn(data: Mapping[str, Any], row: Mapping[str, Any]) -> float:
-    return figures.shown_distance(data["measure"], row["scores"][data["measure"]], data["base"])
+def _distances(data: Mapping[str, Any], variant: str) -> list[list[float]]:
+    """The distances of a variant's sizes from the base model, by seed and budget."""
+    measure, base = data["measure"], data["base"]
+    return [[max(figures.LEAST, abs(row["scores"][measure] - base)) for row in rows] for rows in data["rows"][variant]]
 
 
 EXPERIMENT = Experiment(

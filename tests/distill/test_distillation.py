@@ -18,7 +18,7 @@ from flexrank import processes
 from flexrank.distill import distill_, distillation_evaluator
 from flexrank.distill.objectives import EmbeddingObjective, FeatureObjective, LogitObjective
 from flexrank.errors import FlexrankError
-from flexrank.nn.switch import full_profile, nested_layers, use_profile
+from flexrank.nn.switch import full_profile, nested_layers, uniform_profile, use_profile
 from tiny import build, chain_of, nest
 
 RATES = (60, 1e-2, 3)
@@ -112,7 +112,7 @@ def test_a_batch_without_a_real_token_is_one_line() -> None:
     with pytest.raises(FlexrankError, match="a batch has no real token"):
         distillation_evaluator(teacher, data)
     with pytest.raises(FlexrankError, match="a batch has no real token"):
-        distill_(model, teacher, data, [full_profile(model)], steps=1)
+        distill_(model, teacher, data, [uniform_profile(model, 0.5)], steps=1)
 
 
 def test_what_is_not_trained_does_not_move() -> None:
@@ -227,7 +227,7 @@ def test_likeliest_classes_train_and_more_of_their_targets_are_kept() -> None:
 
 def test_what_cannot_be_trained_is_refused() -> None:
     teacher, model = build("perceptron"), nest(build("perceptron"))
-    profile = full_profile(model)
+    profile = uniform_profile(model, 0.5)
     with pytest.raises(FlexrankError, match="every parameter has requires_grad=False"):
         distill_(copy.deepcopy(model).requires_grad_(False), teacher, batches("perceptron"), [profile], steps=1)
 
@@ -288,7 +288,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
 def test_batch_norm_statistics_and_dropout_rest() -> None:
     teacher, model = build("convnet"), nest(build("convnet")).train()
     statistics = model[1].running_mean.clone()
-    distill_(model, teacher, batches("convnet"), [full_profile(model)], objective=FeatureObjective(), steps=2)
+    distill_(model, teacher, batches("convnet"), [uniform_profile(model, 0.5)], objective=FeatureObjective(), steps=2)
     assert torch.equal(model[1].running_mean, statistics) and model.training and not teacher.training
 
 

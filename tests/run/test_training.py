@@ -142,12 +142,12 @@ def test_a_consolidated_model_ends_at_its_largest_trained_size(copied: Path, cap
 
 @pytest.mark.parametrize(
     ("method", "budgets", "is_base"),
-    [("balanced", "[1.0, 0.5]", True), ("paper", "[1.0, 0.5]", False), ("balanced", "[1.0]", False)],
+    [("balanced", "[1.0, 0.5]", True), ("paper", "[1.0, 0.5]", False), ("paper", "[1.0]", False)],
 )
 def test_the_full_size_is_deployed_as_it_was_trained(
     method: str, budgets: str, is_base: bool, copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By default that is the base model; by the printed method, or alone, it is not. No other model is read.
+    """By default that is the base model; by the printed method it is not. No other model is read.
 
     The base model has nothing to learn from itself, and is neither tuned nor fitted.
     """

@@ -7,6 +7,8 @@ not repeated. The paper's form, without all parts, also trains norms and biases,
 
 import contextlib
 import itertools
+import math
+import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +19,6 @@ from research import figures
 from research.baselines.trained.lesson import WARMUP, TrainingTask
 from research.baselines.trained.ranks import at
 from research.benches.lessons import TrainingBenchmark, find_training_benchmark, training_benchmarks
-from research.benches.trials import mean_log_distance
 from research.experiment import Experiment, Ledger, Request
 from research.result import Result, between, goal, measured, spreads, table
 
@@ -130,7 +131,8 @@ def _claim(name: str, data: Mapping[str, Any], part: str) -> dict[str, Any]:
 
 
 def _errors(data: Mapping[str, Any], variant: str) -> list[float]:
-    return [mean_log_distance(data["base"], data["measure"], rows) or 0.0 for rows in data["rows"][variant]]
+    """The mean logarithm of the sizes' distances, by seed."""
+    return [statistics.fmean(map(math.log, distances)) for distances in _distances(data, variant)]
 
 
 def draw(data: Mapping[str, Any]) -> Any:

@@ -126,7 +126,9 @@ def test_tables_and_claims_by_hand(request_: Request, monkeypatch: pytest.Monkey
     verdicts = {one["what"].split(": ")[1].split(":")[0]: (one["here"], one["holds"]) for one in result["claims"]}
     assert verdicts["losses balanced"] == (f"{math.log(2):+.3f} ({math.log(2):+.3f} to {math.log(2):+.3f})", True)
     assert verdicts["hidden states followed"][1] is False and verdicts["all of them (eq. 6)"][1] is False
-    assert len(asked) == 2 * len(rows) and ablation.draw(result["data"]).axes
+    assert len(asked) == 2 * len(rows)
+    lines = {line.get_label(): list(line.get_ydata()) for line in ablation.draw(result["data"]).axes[0].lines}
+    assert lines["without: losses balanced"] == [2, 2] and lines["without: hidden states followed"] == [0.75, 0.75]
     asked.clear()
     assert ablation.run(request) == result and not asked
 

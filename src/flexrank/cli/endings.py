@@ -58,8 +58,9 @@ class OneLineErrors(TyperGroup):
             except _USAGE_ERROR as error:
                 if type(error).__name__ == "NoArgsIsHelpError":  # its message is the whole help
                     error.show()
-                    sys.exit(error.exit_code)
-                status = _report_error(error.format_message())
+                    status = error.exit_code
+                else:
+                    status = _report_error(error.format_message())
             except Exception as error:
                 status = _report_or_raise(error)
         sys.exit(status)

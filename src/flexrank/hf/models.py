@@ -253,9 +253,8 @@ def clear_errors(name: str, source: str = "") -> Iterator[None]:
     except StrictDataclassError as error:  # about a value of the config, which its first line does not name
         raise FlexrankError(f"model {name!r} cannot be loaded: {' '.join(str(error).split())}") from error
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        where = (
-            "" if not source or Path(source).is_dir() else "; it is no directory here, so it was looked for on the hub"
-        )
+        is_remote = source and not Path(source).is_dir()
+        where = "; it is no directory here, so it was looked for on the hub" if is_remote else ""
         raise FlexrankError(f"model {name!r} cannot be loaded: {first_line(error).rstrip('.')}{where}") from error
 
 

@@ -4,6 +4,8 @@ Standard output holds only the result: a table, a path, or with --json one JSON 
 error. A wrong input prints one line there and exits with status 2. Each verb imports the heavy libraries that it needs.
 """
 
+import atexit
+import gc
 import logging
 import sys
 from collections.abc import Mapping
@@ -39,6 +41,7 @@ Json = Annotated[bool, typer.Option("--json", help="Prints one JSON object, last
 
 def main() -> None:
     """The entry point of the command `flexrank`."""
+    atexit.register(gc.freeze)  # or the interpreter, as it ends, looks for cycles in all of torch: about a second
     app()
 
 

@@ -4,6 +4,8 @@ A process that has trained allocates memory differently: a small model took .70 
 in a process that had done nothing else (docs/log.md).
 """
 
+import atexit
+import gc
 import importlib
 import logging
 import os
@@ -70,6 +72,7 @@ def in_fresh_process(
 def main(path: str) -> int:
     """Replaces the request in the file `path` by the answer, which may be a wrong input's or the system's error."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    atexit.register(gc.freeze)  # or the interpreter, as it ends, looks for cycles in all of torch: about a second
     request = read_json(path)
     torch.set_num_threads(request["threads"])
     progress.show(request["progress"])

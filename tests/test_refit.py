@@ -226,3 +226,27 @@ def test_experts_that_read_other_tokens_are_refused() -> None:
                 parameter.neg_()
     with pytest.raises(FlexrankError, match="reads other rows than in the base model"):
         fr.refit_(model, small(model), base, [token_batch()])
+
+
+def test_batches_of_texts_are_fitted_as_those_of_tensors() -> None:
+    """A model that reads strings itself, as one with a tokenizer of its own does."""
+
+    class Reading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, *texts: str) -> Tensor:
+            codes = torch.tensor([[ord(letter) / 64 - 1 for letter in text] for text in texts])
+            return self.layer(codes)
+
+    torch.manual_seed(0)
+    base = Reading()
+    texts = ["".join(map(chr, row)) for row in torch.randint(32, 127, (40, 8)).tolist()]
+    batches = [texts[:20], texts[20:]]
+    model = copy.deepcopy(base)
+    fr.decompose_(model, fr.collect_moments(model, batches, fr.select_layers(model)))
+    fr.refit_(model, {"layer": 4}, base, batches)
+    x = torch.cat([torch.tensor([[ord(letter) / 64 - 1 for letter in text] for text in texts])]).double()
+    layer = nested_layers(model)["layer"]
+    assert model(*texts).shape == (40, 8) and layer.rank == 4 and len(x) == 40

@@ -238,6 +238,14 @@ def test_wrong_inputs_are_named() -> None:
         collect_moments(model, [torch.randn(2, 12)], list(layers))
     with pytest.raises(FlexrankError, match="calibration got no batches"):
         collect_moments(model, [], layers)
+    with pytest.raises(FlexrankError, match="calibration saw no rows: the batches are empty"):
+        collect_moments(model, [torch.randn(0, 12)], layers)
+    with pytest.raises(FlexrankError, match="gradient_loss is <class .*; it is a function, such as an objective's"):
+        collect_moments(model, [torch.randn(2, 12)], layers, gradient_loss=LogitObjective)
+    encoder, batch = build("bert"), dict(batch_for("bert"))
+    batch["attention_mask"] = torch.zeros_like(batch["input_ids"])
+    with pytest.raises(FlexrankError, match="batch 0 has no real token, as its attention_mask is 0 everywhere; leave"):
+        collect_moments(encoder, [batch], select_layers(encoder))
     with pytest.raises(FlexrankError, match="at least one batch"):
         collect_rows(model, [], layers)
     with pytest.raises(FlexrankError, match="layer 'extra' did not run on any batch"):

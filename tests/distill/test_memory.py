@@ -164,6 +164,28 @@ def test_blocks_that_run_again_keep_what_they_read_alone() -> None:
         )
 
 
+def test_blocks_that_change_their_input_run_again_on_what_they_were_given() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.act = nn.Linear(16, 16), nn.SiLU(inplace=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(self.act(x))
+
+    def stack() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 16), nn.Sequential(Block(), Block()))
+
+    trained, data = [], [torch.randn(4, 16) for _ in range(3)]
+    for repeats in (False, True):
+        model = nest(stack())
+        profile = {layer: rank // 2 for layer, rank in full_profile(model).items()}
+        distill_(model, stack(), data, [profile], steps=3, learning_rate=1e-2, gradient_checkpointing=repeats)
+        trained.append(weights_of(model))
+    assert torch.equal(*trained)
+
+
 def test_a_state_that_lacks_a_part_is_refused(tmp_path: Path) -> None:
     """As a version of torchao would leave it whose states have other parts: all checksums are right."""
     consolidated(nest(wide()), "adamw_8bit", steps=3, checkpoint=tmp_path / "state", checkpoint_every=3)

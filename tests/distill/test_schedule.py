@@ -1,9 +1,12 @@
 """Which profile a step trains, and at what rate, by hand."""
 
+import copy
 from collections import Counter
 
+import datasets
 import pytest
 import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
 from trainings import SMALL, batches
 
 from flexrank import processes
@@ -100,6 +103,22 @@ def test_a_loader_restored_at_the_end_of_its_pass_goes_on() -> None:
     assert [feed.next()[1] for _ in range(4)] == ["a", "b", "c", "a"]
     with pytest.raises(FlexrankError, match="distillation got no batches"):
         Feed(iter(()), 0).next()
+
+
+@pytest.mark.parametrize("taken", [3, 5, 7])  # within a pass of five batches, at its end, and in the next one
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_stream_of_datasets_begins_its_next_pass_at_its_start(is_loaded: bool, taken: int) -> None:
+    def feed() -> Feed:
+        rows = datasets.IterableDataset.from_generator(lambda: ({"x": number} for number in range(10)))
+        return Feed(StatefulDataLoader(rows, batch_size=2) if is_loaded else rows.batch(2), 0)
+
+    def firsts(one: Feed, count: int) -> list[int]:
+        return [int(one.next()[1]["x"][0]) for _ in range(count)]
+
+    first, resumed = feed(), feed()
+    assert firsts(first, taken) == [0, 2, 4, 6, 8, 0, 2][:taken]
+    resumed.restore(copy.deepcopy(first.state()))
+    assert firsts(resumed, 11) == ([0, 2, 4, 6, 8] * 4)[taken : taken + 11]
 
 
 def test_processes_compare_the_first_batch_of_a_start_and_then_one_of_so_many(monkeypatch: pytest.MonkeyPatch) -> None:

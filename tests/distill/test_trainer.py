@@ -251,3 +251,15 @@ def test_a_checkpoint_resumes_to_the_same_weights(tmp_path: Path) -> None:
     again, _, _ = trainer(tmp_path / "again", **settings)
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     assert relative(weights(again.model), weights(whole.model)) < 1e-6
+
+
+def test_the_teacher_drops_nothing_outside_training_either(tmp_path: Path) -> None:
+    """It comes in training mode, as the user's own fine-tuning leaves it."""
+    teacher, model = build("llama_untied").train(), elastic("llama_untied")
+    for layer in teacher.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True)
+    ours = DistillationTrainer(model, teacher, chain_of(model, BUDGETS), args, eval_dataset=rows())
+    assert ours.evaluate()["eval_loss"] == pytest.approx(0, abs=1e-6)
+    with pytest.raises(FlexrankError, match="model and teacher are one network"):
+        DistillationTrainer(model, model, chain_of(model, BUDGETS), args)

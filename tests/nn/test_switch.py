@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from flexrank.errors import FlexrankError
 from flexrank.nn import switch
@@ -150,3 +151,14 @@ def test_full_matrices_have_the_vectors_of_their_size(dense: bool) -> None:
     wanted = model(x)
     with full_matrices(model, 2**20):
         torch.testing.assert_close(model(x), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_that_a_forward_has_computed_are_copied_too() -> None:
+    """As torch.nn.utils.prune leaves them: they are part of a gradient's graph."""
+    model = nest(build("perceptron"))
+    prune.random_unstructured(nested_layers(model)["0"], "v", 0.5)
+    x = torch.randn(4, 12)
+    expected = model(x).detach()
+    assert not nested_layers(model)["0"].v.is_leaf
+    twin = submodel(model, full_profile(model))
+    assert torch.equal(twin(x), expected)

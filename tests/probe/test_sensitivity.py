@@ -295,3 +295,29 @@ def test_curvature_names_what_it_lacks() -> None:
         curvature_sensitivity(model, moments, 8)
     with pytest.raises(FlexrankError, match="rows is 0"):
         curvature_sensitivity(model, moments, 0)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.a, self.b = nn.Linear(12, 12), nn.Linear(12, 6), nn.Linear(12, 6)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = torch.relu(self.trunk(x))
+        return self.a(hidden), self.b(hidden)
+
+
+def test_layers_that_the_evaluation_does_not_reach_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    teacher = TwoHeads()
+    model = nest(copy.deepcopy(teacher))
+    probe_sensitivity(model, distillation_evaluator(teacher, [torch.randn(8, 12)]), num_levels=3)
+    assert [one.message for one in caplog.records if one.levelname == "WARNING"] == [
+        "probe: the evaluation does not depend on b; they get the smallest ranks, so exclude them, or evaluate what "
+        "they compute"
+    ]
+
+
+def test_an_evaluation_that_gives_another_value_is_refused() -> None:
+    model, values = nest(build("perceptron")), iter([4.0, 0.0])
+    with pytest.raises(FlexrankError, match="evaluate gave 4 for the full model, and then 0; it must read the same"):
+        probe_sensitivity(model, lambda _: next(values), num_levels=3)

@@ -92,6 +92,8 @@ class Collector:
     @contextlib.contextmanager
     def batch(self, index: int, masks: Sequence[Tensor]) -> Iterator[None]:
         """Inside the block, batch number `index` runs, whose `row_masks` are `masks`."""
+        if masks and not any(bool(mask.any()) for mask in masks):
+            raise FlexrankError(f"batch {index} has no real token, as its attention_mask is 0 everywhere; leave it out")
         self._batch, self._masks = index, masks
         self._read = {name: [] for name in self._layers}
         yield
@@ -122,6 +124,8 @@ class Collector:
         """
         if processes.count() > 1:
             self._sum_over_processes(counts)
+        if not any(entry.tokens for entry in self._moments.values()):
+            raise FlexrankError("calibration saw no rows: the batches are empty")
         for name, entry in self._moments.items():
             mirror(entry.moment)  # a shared moment is mirrored again, which changes nothing
             if entry.gradient_moment is not None:
@@ -202,7 +206,7 @@ def calibration_mode(model: nn.Module, device: torch.device, with_gradients: boo
 
 def seeded_loss(loss: GradientLoss, output: Any, batch: Batch, number: int) -> Tensor:
     """The loss of batch `number`; its random draws differ between batches and are the same in every run."""
-    if not callable(loss):
+    if not callable(loss) or isinstance(loss, type):
         raise FlexrankError(f"gradient_loss is {loss!r}; it is a function, such as an objective's fisher_loss")
     with torch.random.fork_rng(enabled=True):
         torch.manual_seed(number)

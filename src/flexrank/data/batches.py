@@ -107,9 +107,9 @@ def row_masks(batch: Batch) -> list[Tensor]:
 
 
 def batch_rows(batch: Batch) -> int:
-    """The number of rows in a batch: the length of its first tensor."""
+    """The number of rows in a batch: the length of its first tensor; 0 without any."""
     values = [batch] if isinstance(batch, Tensor) else list(batch.values() if isinstance(batch, Mapping) else batch)
-    return next(len(value) for value in values if isinstance(value, Tensor))
+    return next((len(value) for value in values if isinstance(value, Tensor)), 0)
 
 
 def some_rows(batch: Batch, rows: slice | Tensor) -> Batch:

@@ -1,7 +1,9 @@
 """Stage three: one set of weights learns to serve every profile (FlexRank, section 3.3, eq. 5 and 6)."""
 
+import contextlib
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
@@ -12,18 +14,27 @@ from torch import Tensor, nn
 from flexrank import processes
 from flexrank.data.batches import Batch, call_model, eval_mode, model_device, require_several, to_device
 from flexrank.distill.interrupts import deferred
-from flexrank.distill.objectives import Objective, default_objective, describe
+from flexrank.distill.objectives import (
+    Objective,
+    compute_loss,
+    default_objective,
+    describe,
+    make_target,
+    require_objective,
+)
 from flexrank.distill.optimizer import OptimizerName, make_optimizer, require_known, scale_vectors_, set_rate
 from flexrank.distill.schedule import Feed, RunningLosses, Schedule, drawn_weights
 from flexrank.distill.state import State
 from flexrank.distill.step import (
     Step,
     Targets,
+    require_other,
     require_rows,
     set_sizes_,
     trainable_parameters,
     training,
     trimmed_factors,
+    undone_if_untrained,
 )
 from flexrank.errors import FlexrankError
 from flexrank.files import digest_json, digest_tensor
@@ -68,6 +79,7 @@ def distillation_evaluator(
     `default_objective` of the teacher's output. Raises FlexrankError if there are no batches, or one has no real token.
     """
     require_several(batches)
+    require_objective(objective)
     kept = [to_device(batch, model_device(teacher)) for batch in batches]
     if not kept:
         raise FlexrankError("the evaluator got no batches; it needs at least one")
@@ -75,16 +87,16 @@ def distillation_evaluator(
     with eval_mode(teacher), torch.no_grad():
         if objective is None:
             objective = default_objective(call_model(teacher, kept[0]))
-        targets = [objective.target(call_model(teacher, batch), batch) for batch in kept]
+        targets = [make_target(objective, call_model(teacher, batch), batch) for batch in kept]
     for target in targets:
         require_rows(len(target))
 
-    @torch.inference_mode()
+    @torch.no_grad()  # nor here: what a model caches in its first forward is used in training
     def evaluate(model: nn.Module) -> float:
         total = 0.0
         with eval_mode(model):
             for batch, target in zip(kept, targets, strict=True):
-                total += float(objective.loss(call_model(model, batch), target, batch)) * len(target)
+                total += float(compute_loss(objective, call_model(model, batch), target, batch)) * len(target)
         return total / sum(map(len, targets))
 
     return evaluate
@@ -133,8 +145,8 @@ def distill_(
             iterable, repeated as needed. One with `state_dict` and `load_state_dict` resumes by them, others skip.
         chain: its requested profiles are trained; or the profiles themselves, cheapest first.
         method: see above.
-        weights: α, how often each profile is drawn relative to the others; by default as `method` says. With several
-            profiles `balanced` sets that of the full model to 0, because it never draws it.
+        weights: α, how often each profile is drawn relative to the others, cheapest first; by default as `method`
+            says. With several profiles `balanced` sets that of the full model to 0, because it never draws it.
         accumulation: batches per step, weighted by their numbers of tokens or rows (`Objective.loss`).
         autocast: torch.bfloat16 to run both models under autocast; parameters and optimiser keep their dtypes.
         optimizer: `adamw_8bit` has 8-bit states; it, and weights in bfloat16, need torchao.
@@ -152,11 +164,13 @@ def distill_(
             not cheapest first, a loss that is not finite, or another run's checkpoint.
     """
     counts = {"steps": steps, "accumulation": accumulation, "checkpoint_every": checkpoint_every}
+    counts |= {"warmup_steps": warmup_steps}
     _check(model, teacher, optimizer, autocast, counts)
     profiles = profiles_of(chain, model)
     steps, accumulation, seed = int(steps), int(accumulation), int(seed)  # numpy integers are not JSON
     _check_numbers(learning_rate=learning_rate, max_norm=max_norm)
-    _check_numbers(allow_zero=True, weight_decay=weight_decay, warmup_steps=warmup_steps)
+    _check_numbers(allow_zero=True, weight_decay=weight_decay)
+    require_objective(objective)
     is_balanced = _is_balanced(method)
     drawn = _weights(weights, method, model, profiles)
     schedule = Schedule(drawn, seed, steps, float(learning_rate), int(warmup_steps))
@@ -167,11 +181,13 @@ def distill_(
         "objective": describe(objective), "profiles": digest_json(profiles),
         "teacher": _identity(teacher) if checkpoint else None,
     }  # fmt: skip
-    size_indices = set_sizes_(model, profiles) if is_balanced else []
-    with trimmed_factors(model, profiles):
+    losses: list[float] = []
+    with undone_if_untrained(model, losses), contextlib.ExitStack() as stack:
+        size_indices = set_sizes_(model, profiles) if is_balanced else []
+        stack.enter_context(trimmed_factors(model, profiles))
         trainable = trainable_parameters(model, train_embeddings, is_balanced and len(profiles) > 1)
         adam = make_optimizer(model, trainable, learning_rate, weight_decay, optimizer)
-        state = State(checkpoint, settings, trainable, adam, Feed(batches, seed), sharded_parameters(model))
+        state = State(checkpoint, settings, trainable, adam, Feed(batches, seed), sharded_parameters(model), losses)
         step = Step(model, Targets(teacher, objective, autocast, teacher_cache), trainable, adam, max_norm)
         with training(model, teacher, trainable, gradient_checkpointing):
             running = RunningLosses(state.losses, state.choices) if is_balanced else None
@@ -231,22 +247,22 @@ def profiles_of(chain: Profiles, model: nn.Module) -> list[dict[str, int]]:
 
 def _check(model: nn.Module, teacher: nn.Module, optimizer: str, autocast: object, counts: Mapping[str, int]) -> None:
     require_unwrapped(model)
-    if model is teacher:
-        raise FlexrankError("model and teacher are one network; the teacher is a copy from before decompose_")
+    require_other(model, teacher)
     require_known(optimizer)
     if is_sharded(model) and optimizer == "adamw_8bit":
         raise FlexrankError("optimizer is adamw_8bit; of a sharded model it is adamw, whose states are divided too")
     if autocast not in (None, torch.bfloat16):
         raise FlexrankError(f"autocast is {autocast!r}; it is None or torch.bfloat16, as float16 loses small gradients")
     for name, count in counts.items():
-        if count < 1:
-            raise FlexrankError(f"{name} is {count}; it must be at least 1")
+        least = 0 if name == "warmup_steps" else 1
+        if not isinstance(count, numbers.Integral) or count < least:
+            raise FlexrankError(f"{name} is {count!r}; it must be a whole number from {least} up")
 
 
-def _check_numbers(allow_zero: bool = False, **numbers: float) -> None:
-    for name, value in numbers.items():
-        if math.isnan(value) or value < 0 or (value == 0 and not allow_zero):
-            raise FlexrankError(f"{name} is {value}; it must be {'at least' if allow_zero else 'above'} 0")
+def _check_numbers(allow_zero: bool = False, **values: object) -> None:
+    for name, value in values.items():
+        if not isinstance(value, numbers.Real) or math.isnan(value) or value < 0 or (value == 0 and not allow_zero):
+            raise FlexrankError(f"{name} is {value!r}; it must be a number {'from 0 up' if allow_zero else 'above 0'}")
 
 
 def _is_balanced(method: str) -> bool:
@@ -260,7 +276,7 @@ def _weights(
 ) -> list[float]:
     """The `drawn_weights` of the given weights or the method. Raises FlexrankError if the given ones do not fit."""
     if weights is not None and (len(weights) != len(profiles) or not all(0 < weight < math.inf for weight in weights)):
-        wanted = f"give {len(profiles)} positive numbers, one for each profile"
+        wanted = f"give {len(profiles)} positive numbers, one for each profile, cheapest first"
         raise FlexrankError(f"weights {list(weights)} do not fit; {wanted}")
     full = full_ranks(layer_shapes(model))
     return drawn_weights(weights, method, [profile == full for profile in profiles])

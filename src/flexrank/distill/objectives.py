@@ -176,6 +176,33 @@ def has_terms(objective: Objective) -> bool:
     return bool(kinds) and "terms" in vars(kinds[0])
 
 
+def require_objective(objective: object) -> None:
+    """Raises FlexrankError if the object, unless it is None, lacks the methods of an `Objective`, or is a class."""
+    methods = (getattr(objective, name, None) for name in ("target", "loss"))
+    if objective is not None and (isinstance(objective, type) or not all(map(callable, methods))):
+        raise FlexrankError(
+            f"objective is {objective!r}; it is an object with the methods target and loss, such as LogitObjective()"
+        )
+
+
+def make_target(objective: Objective, output: Any, batch: Batch) -> Tensor:
+    """The objective's target of the teacher's output; raises FlexrankError if it is no tensor."""
+    target = objective.target(output, batch)
+    if not isinstance(target, Tensor):
+        kind = type(target).__name__
+        raise FlexrankError(f"target of {type(objective).__name__} returned a {kind}; it must be a tensor")
+    return target
+
+
+def compute_loss(objective: Objective, output: Any, target: Tensor, batch: Batch) -> Tensor:
+    """The objective's loss; raises FlexrankError if it is not one number."""
+    loss = objective.loss(output, target, batch)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise FlexrankError(f"loss of {type(objective).__name__} returned {shape}; it must be a scalar tensor")
+    return loss
+
+
 def describe(objective: Objective | None) -> str:
     """The text by which a checkpoint identifies an objective, the same in every process: its class and settings."""
     if objective is None or dataclasses.is_dataclass(objective):

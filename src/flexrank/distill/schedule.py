@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -121,6 +121,7 @@ class Feed:
         self._batches, self._seed, self._count = batches, seed, 0
         self._given = 0  # batches since this process started
         self._iterator: Iterator[Batch] = iter(())
+        self._rewind: Callable[[], None] | None = None  # before the pass after a restored one
 
     def next(self) -> tuple[int | None, Batch]:
         """The next batch's index in the sequence (None if the batches are an iterable), and the batch."""
@@ -147,6 +148,9 @@ class Feed:
         for _ in range(3):  # the current pass may be at its end, and so may the pass of a loader that was restored
             for batch in self._iterator:
                 return batch
+            if self._rewind is not None:
+                self._rewind()
+                self._rewind = None
             self._iterator = iter(self._batches)
         raise FlexrankError("distillation got no batches; it needs some, which an iterable gives again on each pass")
 
@@ -166,6 +170,7 @@ class Feed:
         if not isinstance(self._batches, Sequence):
             load = getattr(self._batches, "load_state_dict", None)
             if callable(load) and state["loader"] is not None:
+                self._rewind = _rewinding(self._batches)
                 load(state["loader"])
                 self._iterator = iter(self._batches)
                 # torchdata's restarts its pass, and has then drawn once more than the loader whose state this is.
@@ -176,6 +181,14 @@ class Feed:
                 for _ in range(state["count"]):
                     self._next_of_iterable()
         self._count = state["count"]
+
+
+def _rewinding(batches: Any) -> Callable[[], None] | None:
+    """Sets a stream of `datasets`, or a loader's, to where it is now; every pass begins where it was last set to."""
+    source = getattr(batches, "dataset", batches)
+    if type(source).__module__.partition(".")[0] != "datasets" or not hasattr(source, "load_state_dict"):
+        return None
+    return functools.partial(source.load_state_dict, source.state_dict())
 
 
 @functools.lru_cache(2)

@@ -42,8 +42,11 @@ class State:
     choices: list[int] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.path is not None and Path(self.path).exists():
-            self._load(Path(self.path))
+        path = None if self.path is None else Path(self.path)
+        if path is not None and path.exists() and not (path.is_dir() and not any(path.iterdir())):
+            if not (path / DOCUMENT).is_file():
+                raise FlexrankError(f"{path}: holds no checkpoint; choose another directory, or remove it")
+            self._load(path)
 
     @property
     def step(self) -> int:
@@ -127,7 +130,8 @@ class State:
         loader = {key: one for key, one in stored.items() if key.startswith(LOADER)}
         tensors |= {key: torch.empty(one.size, dtype=one.properties.dtype) for key, one in loader.items()}
         read_tensors(path, tensors)
-        self.losses, self.choices = state["losses"], state["choices"]
+        self.losses.extend(state["losses"])
+        self.choices = state["choices"]
         self.feed.restore(_with_tensors(state["feed"], tensors))
 
     def _require_fitting(self, path: Path, keys: set[str]) -> None:

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from flexrank import processes
 from flexrank.data.batches import Batch, batch_rows, call_model, eval_mode, model_device, some_rows, to_device
-from flexrank.distill.objectives import Objective, default_objective, has_terms
+from flexrank.distill.objectives import (
+    Objective,
+    compute_loss,
+    default_objective,
+    has_terms,
+    make_target,
+    require_objective,
+)
 from flexrank.distill.optimizer import update
 from flexrank.errors import DivergedError, FlexrankError
 from flexrank.nn.blocks import block_stack, replaced_forwards
@@ -29,6 +36,7 @@ class Targets:
     """The teacher's targets; those for a sequence's batches are cached for later passes, up to `limit` bytes."""
 
     def __init__(self, model: nn.Module, objective: Objective | None, autocast: torch.dtype | None, limit: int):
+        require_objective(objective)
         self._model, self._objective, self._autocast, self._remaining_bytes = model, objective, autocast, limit
         self._kept: dict[int, Tensor] = {}
 
@@ -44,7 +52,7 @@ class Targets:
         output = call_model(self._model, batch)
         if self._objective is None:
             self._objective = default_objective(output)
-        target = self._objective.target(output, batch)
+        target = make_target(self._objective, output, batch)
         size = target.untyped_storage().nbytes()  # a view keeps its full storage alive
         # All processes cache it or none does: a sharded teacher runs in all of them.
         if index is not None and not processes.any_process(size > self._remaining_bytes):
@@ -61,7 +69,7 @@ class Targets:
         assert self._objective is not None
         if not has_terms(self._objective):
             if processes.count() == 1:
-                return self._objective.loss(output, target, batch), 1.0
+                return compute_loss(self._objective, output, target, batch), 1.0
             kind = type(self._objective).__name__
             raise FlexrankError(f"objective {kind} has no `terms`, which several processes need; see Objective.loss")
         objective: Any = self._objective
@@ -183,6 +191,18 @@ def set_sizes_(model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> list[
 
 
 @contextlib.contextmanager
+def undone_if_untrained(model: nn.Module, losses: Sequence[float]) -> Iterator[None]:
+    """If the block fails while there are no losses, each elastic layer gets back what `set_sizes_` has replaced."""
+    before = [(layer, layer.dense, layer.sizes, layer.card_sizes) for layer in nested_layers(model).values()]
+    try:
+        yield
+    except BaseException:
+        for layer, dense, sizes, card_sizes in before if not losses else ():
+            layer.dense, layer.sizes, layer.card_sizes = dense, sizes, card_sizes
+        raise
+
+
+@contextlib.contextmanager
 def trimmed_factors(model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> Iterator[None]:
     """Inside the block each elastic layer holds only its first components, up to the last that `profiles` need.
 
@@ -259,7 +279,7 @@ def training(
         parameter.requires_grad_(parameter in chosen)
     repeating = _repeating_blocks(model) if gradient_checkpointing else contextlib.nullcontext()
     try:
-        with eval_mode(model, teacher), repeating:
+        with eval_mode(model, teacher), repeating, torch.enable_grad():
             yield
     finally:
         for parameter, flag in required.items():
@@ -287,8 +307,15 @@ def _repeating_blocks(model: nn.Module) -> Iterator[None]:
 
 
 def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:  # on copies: a block that changes its input in place would do so twice
+        return forward(*map(_copied, args), **{name: _copied(value) for name, value in kwargs.items()})
+
     # A forward draws no random numbers: there is no dropout.
-    return torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+    return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def loss_scale(value: float, mean_loss: float | None) -> float:
@@ -301,6 +328,12 @@ def require_rows(count: float) -> None:
     """Raises FlexrankError if no row or token of a batch counts in a loss."""
     if not count:
         raise FlexrankError("a batch has no real token, as its attention_mask is 0 everywhere, or no row; leave it out")
+
+
+def require_other(model: nn.Module, teacher: nn.Module) -> None:
+    """Raises FlexrankError if the model is its own teacher."""
+    if model is teacher:
+        raise FlexrankError("model and teacher are one network; the teacher is a copy from before decompose_")
 
 
 def require_finite(value: float, step: int, what: str) -> None:

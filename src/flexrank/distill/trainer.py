@@ -17,6 +17,7 @@ from flexrank.distill.step import (
     Targets,
     loss_scale,
     require_finite,
+    require_other,
     set_sizes_,
     trainable_parameters,
     training,
@@ -70,6 +71,7 @@ class DistillationTrainer(transformers.Trainer):
             FlexrankError: no profiles, profiles of another model, or `args` or options that are not supported here.
         """
         _check(args, options)
+        require_other(model, teacher)
         self._profiles = profiles_of(chain, model)
         self._labels = chain.budgets if isinstance(chain, ProfileChain) else range(len(self._profiles))
         full = full_ranks(layer_shapes(model))
@@ -79,7 +81,7 @@ class DistillationTrainer(transformers.Trainer):
         mark_elastic(model)
         super().__init__(model=model, args=args, **options)
         self.loss_is_scaled_for_ga = False  # the loss is a mean over each batch's rows
-        self.teacher = teacher.to(self.args.device).requires_grad_(False)
+        self.teacher = teacher.to(self.args.device).requires_grad_(False).eval()
         self._targets = Targets(self.teacher, objective, None, 0)
         self._running, self._logged = RunningLosses((), ()), defaultdict[int, list[float]](list)
         self._choice, self._losses = 0, list[float]()  # of the step so far

@@ -167,7 +167,10 @@ def submodel(model: nn.Module, profile: Mapping[str, int]) -> nn.Module:
     model = unwrapped(model)
     chains = (layer.chain for layer in nested_layers(model).values())
     shared = itertools.chain(model.parameters(), model.buffers(), chains)
-    twin = copy.deepcopy(model, {id(one): one for one in shared})
+    # A weight that a forward has computed, as of torch.nn.utils.prune, cannot be copied with its gradient's graph.
+    computed = (one for module in model.modules() for one in vars(module).values() if isinstance(one, Tensor))
+    memo = {id(one): one.detach() for one in computed if not one.is_leaf} | {id(one): one for one in shared}
+    twin = copy.deepcopy(model, memo)
     set_profile(twin, profile)
     return twin
 

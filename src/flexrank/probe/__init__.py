@@ -1,6 +1,7 @@
 """Stage two, first half: how much each layer's truncation costs, probed one layer at a time or by curvature."""
 
 import itertools
+import logging
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,8 @@ from flexrank.probe.replay import Replay
 from flexrank.profiles import SensitivityTable
 from flexrank.profiles.costs import MIN_SAVING, SLACK_SHARE, Spacing, rank_levels
 from flexrank.progress import track
+
+log = logging.getLogger("flexrank")
 
 Evaluate = Callable[[nn.Module], float]
 
@@ -87,13 +90,29 @@ def probe_sensitivity(
             found_again = _probe(layers[name], name, ranks[name][0], lambda: evaluate(model), baseline)
             state.require_near(found_again, kept[0])
         replay = Replay(model, evaluate, baseline, replay_bytes)
+        _require_repeatable(baseline, _finite(replay.again, "the full model"))
         left = track([n for n in layers if n not in state.errors], "probing", len(layers), len(state.errors))
         while names := list(itertools.islice(left, processes.count())):
             found = _probe_layers(layers, {name: ranks[name] for name in names}, baseline, replay)
             for name in names:
                 state.add(name, found[name])
     errors = {name: tuple(state.errors[name]) for name in layers}
+    _warn_of_unread([name for name, found in errors.items() if len(found) > 1 and not any(found)])
     return SensitivityTable(shapes, ranks, errors, state.baseline, footprint(model))
+
+
+def _require_repeatable(baseline: float, again: float) -> None:
+    """Raises FlexrankError unless a second evaluation of the full model gave the value of the first."""
+    if abs(again - baseline) > RESUMED_BOUND * abs(baseline) + 1e-7:
+        right = "it must read the same batches in every call: a list, no shuffling, and no dropout"
+        raise FlexrankError(f"evaluate gave {baseline:.6g} for the full model, and then {again:.6g}; {right}")
+
+
+def _warn_of_unread(names: Sequence[str]) -> None:
+    if names:
+        listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        right = "they get the smallest ranks, so exclude them, or evaluate what they compute"
+        log.warning("probe: the evaluation does not depend on %s; %s", listed, right)
 
 
 def _probe_layers(

@@ -192,13 +192,17 @@ class Replay:
     def __init__(self, model: nn.Module, evaluate: Callable[[nn.Module], float], baseline: float, max_bytes: int):
         self._model, self._evaluate, self._baseline = model, evaluate, baseline
         self._calls: list[str] = []  # a digest of the inputs of each forward of the full model
+        self.again = baseline  # what `evaluate` gives of the full model the second time
         with Hooks() as hooks:
             hooks.remove_on_exit(_before_calls(model, lambda digest: self._calls.append(digest)))
-            self._plan = make_plan(model, evaluate, max_bytes)
+            self._plan = make_plan(model, self._evaluate_again, max_bytes)
         self._start, self._segment = Start(0, 0, ()), -1
         self._replayed: Sequence[nn.Module] = []
         self._outputs = _Outputs()
         self._log_what_does_not_fit()
+
+    def _evaluate_again(self, model: nn.Module) -> None:
+        self.again = self._evaluate(model)
 
     def record(self, name: str) -> None:
         """Prepares for the probes of a layer; call it while all layers are at full rank."""

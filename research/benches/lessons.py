@@ -157,6 +157,10 @@ def _config_benchmark(config: RunConfig, request: Request) -> TrainingBenchmark:
     """Returns any transformer, in float32, whose run trains on samples in memory; trials use their tuning half."""
     settings = config.distillation
     require_comparable(config)
+    budgets = [budget for budget in config.allocation.budgets if budget < 1]
+    if settings.steps < 2 * len(budgets):  # trials that train each size alone have half of the steps
+        needed = "a comparison trains sizes below 1, for at least 2 steps each"
+        raise FlexrankError(f"distillation.steps is {settings.steps}, for {len(budgets)} budgets below 1; {needed}")
 
     def subject_and_batches(seed: int, half: Half) -> tuple[Subject, Sequence[Batch]]:
         workspace = Workspace(config_for_half(config, half, seed), RunDirectory(request.work))
@@ -176,7 +180,6 @@ def _config_benchmark(config: RunConfig, request: Request) -> TrainingBenchmark:
     }
     facts = identity_of(config, ("task", "model", "seed", "data", "layers", "distillation"))
     facts |= task_measure(space, request)[1]
-    budgets = [budget for budget in config.allocation.budgets if budget < 1]
     return TrainingBenchmark(
         config.name, measures[config.task], 4, budgets, settings.steps, settings.learning_rate or UNTRIED,
         config.probe.levels, facts, subject_and_batches,

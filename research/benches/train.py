@@ -31,7 +31,8 @@ from flexrank.distill.step import (
     training,
     trimmed_factors,
 )
-from flexrank.hf.models import Task, load_model
+from flexrank.hf.classes import Task
+from flexrank.hf.models import load_model
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.linalg import Factors
 from flexrank.nn.matrix import weight_matrix

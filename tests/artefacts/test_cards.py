@@ -14,7 +14,8 @@ import transformers
 import flexrank as fr
 import tiny
 from flexrank.artefacts import cards
-from flexrank.hf.models import auto_class, load_model
+from flexrank.hf.classes import auto_class
+from flexrank.hf.models import load_model
 from flexrank.profiles import ChainEntry, Footprint, ProfileChain
 from tiny_runs import write_model
 

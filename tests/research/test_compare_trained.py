@@ -220,6 +220,7 @@ def test_wrong_requests_are_one_line(tmp_path: Path, sources: Path) -> None:
     for section, key, value, match in (
         ("layers", "include", ["self_attn"], "layers.include is set"),
         ("data", "half", "tuning", "data.half is tuning"),
+        ("distillation", "steps", 3, "distillation.steps is 3, for 2 budgets below 1; a comparison trains sizes below"),
     ):
         config = parse_config(keys | {section: {**keys.get(section, {}), key: value}})
         with pytest.raises(FlexrankError, match=match):

@@ -145,3 +145,53 @@ def test_the_most_tokens_are_those_that_the_model_reads(kind: str, tmp_path: Pat
         refusal = pytest.raises(FlexrankError, match=f"max_tokens is {tokens}; this model reads at most {most}")
         with refusal if is_refused else contextlib.nullcontext():
             require_fitting(work.config, model)
+
+
+def test_a_language_model_sees_no_later_token(tmp_path: Path) -> None:
+    """Oracle: whether another last token changes what is predicted before it."""
+    from transformers import BertConfig, BertLMHeadModel
+
+    work, ids = workspace("language", tmp_path), torch.randint(3, tiny.VOCABULARY, (1, 8))
+    work.__dict__["samples"] = tokens({})
+    for is_decoder in (False, True):
+        torch.manual_seed(0)
+        model = BertLMHeadModel(BertConfig(**tiny.TEXT, is_decoder=is_decoder)).eval()
+        other = torch.cat([ids[:, :-1], (ids[:, -1:] + 1) % tiny.VOCABULARY], 1)
+        change = (model(ids).logits - model(other).logits)[:, :-1].abs().max()
+        assert (change < 1e-5) == is_decoder
+        message = "task 'language' does not fit 'bert', which reads later tokens too; take a causal model, or task 'emb"
+        with contextlib.nullcontext() if is_decoder else pytest.raises(FlexrankError, match=message):
+            require_fitting_inputs(work, model)
+    require_fitting_inputs(work, tiny.gpt2())
+
+
+def test_a_classifier_of_texts_is_no_classifier_of_images(tmp_path: Path) -> None:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    model, work = BertForSequenceClassification(BertConfig(**tiny.TEXT)), workspace("classification", tmp_path)
+    message = (
+        "task 'classification' is of images, and does not fit BertForSequenceClassification, which reads input_ids"
+    )
+    with pytest.raises(FlexrankError, match=message):
+        require_fitting_inputs(work, model)
+    model.config.architectures = ["BertForSequenceClassification"]
+    model.config.save_pretrained(tmp_path / "model")
+    (tmp_path / "run.json").write_text(json.dumps(work.config.model_dump(mode="json")))
+    assert message in refused("run", tmp_path / "run.json", "--dry-run")
+
+
+def test_images_of_other_channels_are_refused_by_a_model_that_takes_any_size(tmp_path: Path) -> None:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_labels=5, layer_type="basic")
+    model, work = ResNetForImageClassification(config), workspace("classification", tmp_path)
+    for channels in (1, 3):
+        image = torch.randn(1, channels, 12, 16)
+        samples: Any = Samples(**dict.fromkeys(PARTS[:3], []), example={"pixel_values": image}, quality_function=None)  # type: ignore[arg-type]
+        samples.__dict__["classes"] = torch.tensor([0, 4])
+        work.__dict__["samples"] = samples
+        with contextlib.nullcontext() if channels == 3 else pytest.raises(ValueError, match="channel dimension"):
+            model(image)
+        message = r"images are \(1, 12, 16\) .*; this model takes \(3, 12, 16\)"
+        with contextlib.nullcontext() if channels == 3 else pytest.raises(FlexrankError, match=message):
+            require_fitting_inputs(work, model)

@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
+from flexrank.hf.classes import auto_class
 from flexrank.hf.companions import CARD, HUB_NAME, source_of
-from flexrank.hf.models import auto_class
 from flexrank.profiles import ProfileChain
 
 #: The hub's name for a model's task, by the suffix of the model's class in transformers; the first that fits counts.

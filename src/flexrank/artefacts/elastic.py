@@ -32,7 +32,7 @@ from flexrank.nn.select import unwrapped
 from flexrank.nn.sharding import is_sharded
 from flexrank.nn.specs import layer_spec
 from flexrank.nn.switch import nested_layers, require_fitting, set_profile
-from flexrank.profiles import ProfileChain
+from flexrank.profiles import ChainEntry, ProfileChain
 
 ELASTIC_STATE = "elastic"
 ELASTIC_DOCUMENT = "elastic.json"
@@ -252,12 +252,18 @@ def read_elastic_document(directory: Path) -> dict[str, Any]:
 
 
 def _trained_part(chain: ProfileChain, layers: Mapping[str, NestedLayer]) -> ProfileChain:
-    """The chain up to the largest ranks that have vectors of their own; the whole chain if no layer has vectors."""
+    """The chain up to the largest ranks that have vectors of their own; the whole chain if no layer has vectors.
+
+    Entries that no budget asks for are left out if the layers, of which only what was trained may be there, lack ranks.
+    """
     last = {name: layer.sizes.ranks[-1] for name, layer in layers.items() if layer.sizes}
-    entries = (
-        entry for entry in chain.entries if all(entry.profile.get(name, 0) <= rank for name, rank in last.items())
-    )
-    return dataclasses.replace(chain, entries=tuple(entries))
+
+    def is_kept(entry: ChainEntry) -> bool:
+        ranks = {name: rank for name, rank in entry.profile.items() if name in layers}
+        is_there = entry.requested is not None or all(layers[name].has_rank(rank) for name, rank in ranks.items())
+        return is_there and all(ranks.get(name, 0) <= rank for name, rank in last.items())
+
+    return dataclasses.replace(chain, entries=tuple(filter(is_kept, chain.entries)))
 
 
 def _written_ranks(layers: Mapping[str, NestedLayer], chain: ProfileChain) -> dict[str, int]:

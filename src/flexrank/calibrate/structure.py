@@ -1,6 +1,6 @@
 """What a forward reveals about a model: which layers read the same tensor, and whether its blocks run in order."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,13 +33,18 @@ def find_groups(run: Callable[[], object], layers: Mapping[str, nn.Module]) -> l
     with Hooks() as hooks:
         hooks.on_forward(layers, note)
         run()
-    silent = [name for name in layers if name not in inputs]
-    if silent:
-        raise FlexrankError(f"layer {silent[0]!r} did not run on the first batch; exclude it (unused: {len(silent)})")
+    require_all_run(layers, inputs)
     groups: dict[Any, list[str]] = {}
     for name, versions in inputs.items():
         groups.setdefault((*versions, conv_geometry(layers[name])), []).append(name)
     return list(groups.values())
+
+
+def require_all_run(layers: Iterable[str], called: Container[str]) -> None:
+    """Raises FlexrankError if a layer is not among those that were called."""
+    silent = [name for name in layers if name not in called]
+    if silent:
+        raise FlexrankError(f"layer {silent[0]!r} did not run on the first batch; exclude it (unused: {len(silent)})")
 
 
 def runs_in_order(forwards: Iterable[Sequence[Event]], blocks: Sequence[nn.Module]) -> bool:

@@ -19,6 +19,7 @@ from flexrank.artefacts.elastic import read_elastic_document
 from flexrank.deployment.limits import deploy_within_limits
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
+from flexrank.hf.classes import auto_class
 from flexrank.hf.companions import complete_snapshot, local_directory
 from flexrank.hf.quantizer import OrdinaryModelQuantizer, attach, forget_quantization, match_layers, specs_that_fit
 from flexrank.nn.experts import separate_as_recorded_
@@ -58,7 +59,7 @@ class ElasticQuantizer(OrdinaryModelQuantizer):
         """
         if not config.name_or_path:
             kind = next(iter(config.architectures or ["this class"]))
-            auto = models.auto_class(kind)
+            auto = auto_class(kind)
             mend = f"take {auto}.from_pretrained" if auto else "read it with flexrank.load_elastic"
             raise FlexrankError(f"{kind}.from_pretrained cannot cut a size; {mend}")
         directory = local_directory(config.name_or_path)

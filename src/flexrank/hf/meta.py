@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from flexrank.errors import FlexrankError
-from flexrank.hf.models import Task, class_for, clear_errors, require_dense, resolve_source
+from flexrank.hf.classes import Task, class_for
+from flexrank.hf.models import clear_errors, require_dense, resolve_source
 
 
 def meta_model(
@@ -53,10 +54,10 @@ def meta_sample(model: Any, task: Task, length: int) -> dict[str, torch.Tensor]:
 
 
 def attention_width(model: Any) -> int:
-    """Heads times head size, summed over the attention layers; 0 for a model whose config has no heads."""
+    """Heads times head size, summed over the attention layers; 0 for a model whose config has no single number."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
-    if heads is None:
+    if not isinstance(heads, int):
         return 0
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     return config.num_hidden_layers * heads * size

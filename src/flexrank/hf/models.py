@@ -10,17 +10,16 @@ import logging
 import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from flexrank.errors import FlexrankError, first_line
 from flexrank.files import dtype_name, read_document, read_json, write_json
+from flexrank.hf.classes import TASKS, Task, auto_map, class_for
 from flexrank.hf.companions import TOKENIZER_FILES, verify_artefact
 
 log = logging.getLogger("flexrank")
-Task = Literal["embedding", "language", "classification"]
-TASKS: tuple[Task, ...] = ("embedding", "language", "classification")
 
 #: transformers' name for the "quantization" of deployed models.
 QUANT_METHOD = "flexrank"
@@ -284,63 +283,11 @@ def _architecture(directory: str | Path) -> Any:
     return model_class
 
 
-def class_for(task: Task, config: Any) -> Any:
-    """The auto class of a task; for classification, that of images or of sequences, as `config` says."""
-    import transformers
-
-    if task == "embedding":
-        return transformers.AutoModel
-    if task == "language":
-        return transformers.AutoModelForCausalLM
-    is_image = any(name.endswith("ForImageClassification") for name in config.architectures or [])
-    sequence = transformers.AutoModelForSequenceClassification
-    is_sequence = not is_image and type(config) in sequence._model_mapping
-    return sequence if is_sequence else transformers.AutoModelForImageClassification
-
-
 def _write_remote_code(model: Any, directory: Path) -> None:
     """Writes `modeling_flexrank.py`, whose classes keep transformers' names, and the `auto_map` that names them."""
-    classes = _auto_map(model)
+    classes = auto_map(model)
     body = "".join(f"\n\nclass {name}(transformers.{name}):\n    pass\n" for name in dict.fromkeys(classes.values()))
     (directory / f"{REMOTE_MODULE}.py").write_text(_REMOTE_CODE + body, encoding="utf8")
     config = read_json(directory / "config.json")
     config["auto_map"] = {auto: f"{REMOTE_MODULE}.{name}" for auto, name in classes.items()}
     write_json(directory / "config.json", config)
-
-
-def auto_class(kind: str) -> str | None:
-    """The Auto class of transformers that loads a model class of this name; None if no Auto class does."""
-    found = []
-    for name, mapping in _auto_classes().items():
-        values = mapping._model_mapping.values()
-        if any(kind in ((value,) if isinstance(value, str) else value) for value in values):
-            found.append(name)
-    return min(found, key=_preference, default=None)
-
-
-def _preference(name: str) -> tuple[int, str]:
-    """Sorts first the Auto class whose heads fit what a model that several of them load is for."""
-    preferred = ("AutoModelForSeq2SeqLM", "AutoModelForImageTextToText", "AutoModelForCausalLM", "AutoModel")
-    others = len(preferred) + (name == "AutoModelForPreTraining")
-    return (preferred.index(name) if name in preferred else others), name
-
-
-def _auto_classes() -> dict[str, Any]:
-    """The Auto classes of models, by name, with their tables of classes by configuration."""
-    from transformers.models.auto import modeling_auto
-
-    tables = {name: getattr(one, "_model_mapping", None) for name, one in vars(modeling_auto).items()}
-    return {name: table for name, table in tables.items() if name.startswith("AutoModel") and table is not None}
-
-
-def _auto_map(model: Any) -> dict[str, str]:
-    """The model class that each auto class loads for this config, if it is the model's class or its `base_model`'s."""
-    wanted = {type(model).__name__, type(model.base_model).__name__}
-    classes = {}
-    for name, mapping in _auto_classes().items():
-        if type(model.config) in mapping:
-            target = mapping[type(model.config)]
-            names = [kind.__name__ for kind in (target if isinstance(target, tuple) else (target,))]
-            if kinds := [kind for kind in names if kind in wanted]:
-                classes[name] = kinds[0]
-    return classes

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from flexrank.errors import FlexrankError
+from flexrank.hf.classes import reads_both_sides
 from flexrank.run.config import RunConfig
 from flexrank.run.workspace import Workspace
 
@@ -17,6 +18,12 @@ def require_fitting(config: RunConfig, model: Any) -> None:
     if config.task == "embedding" and getattr(model.config, "is_encoder_decoder", False):
         kind = f"{model.config.model_type!r}, an encoder-decoder"
         raise FlexrankError(f"task 'embedding' does not fit {kind}; take a model that is an encoder alone")
+    if config.task == "language" and reads_both_sides(model.config):
+        kind = f"{model.config.model_type!r}, which reads later tokens too"
+        raise FlexrankError(f"task 'language' does not fit {kind}; take a causal model, or task 'embedding'")
+    if config.task == "classification" and model.main_input_name != "pixel_values":
+        kind = f"{type(model).__name__}, which reads {model.main_input_name}"
+        raise FlexrankError(f"task 'classification' is of images, and does not fit {kind}; compress it from Python")
     limit, tokens = most_tokens(model), config.data.max_tokens
     if config.task != "classification" and limit is not None and tokens > limit:
         raise FlexrankError(f"data.max_tokens is {tokens}; this model reads at most {limit}")
@@ -47,10 +54,11 @@ def _require_fitting_images(work: Workspace, config: Any) -> None:
     """Refuses images of another size, and classes that the model has no output for."""
     place, side = f"data.path {work.config.data.path}", getattr(config, "image_size", None)
     samples: Any = work.samples
-    if isinstance(side, int):
-        shape, wanted = tuple(samples.example["pixel_values"].shape[1:]), (config.num_channels, side, side)
-        if shape != wanted:
-            raise FlexrankError(f"{place}: images are {shape} (channels, height, width); this model takes {wanted}")
+    shape = tuple(samples.example["pixel_values"].shape[1:])
+    sides = (side, side) if isinstance(side, int) else shape[1:]
+    wanted = (getattr(config, "num_channels", shape[0]), *sides)
+    if shape != wanted:
+        raise FlexrankError(f"{place}: images are {shape} (channels, height, width); this model takes {wanted}")
     for found in samples.classes.aminmax():
         if not 0 <= found < config.num_labels:
             raise FlexrankError(f"{place}: y has the class {found}; this model's are 0 to {config.num_labels - 1}")

@@ -242,7 +242,8 @@ def _codes_as_trained(
     keys = [key for stage in STAGES if stage.name in _needed("distill") for key in stage.keys]
     # The probe also depends on whether slack is expected, which is not among its keys.
     changed = _changed_keys(old, config, keys) or _changed_keys(old, config, ["deployment.slack"])
-    unknown = "flexrank's own code, or the files of the model or the data, have changed or are not found from here"
+    parts = "its config.yaml, flexrank's own code, or the files of the model or the data,"
+    unknown = f"{parts} have changed or are not found from here"
     why = "; ".join(changed[:2]) or unknown
     place, ways = directory / "elastic", "`flexrank run` trains again, and `flexrank deploy"
     raise FlexrankError(f"{place}: would be trained again ({why}); {ways} {place}` uses it as it is")

@@ -207,10 +207,11 @@ def evaluate(work: Workspace, _: str) -> None:
 def export_all(work: Workspace, _: str) -> list[str]:
     """Exports each deployment budget to RUN/deployed/BUDGET, verified in a fresh process; returns the directories.
 
-    Exports of other budgets are removed; a directory there without a `flexrank.json` is not an export, and stays.
+    What this stage has exported for other budgets is removed.
     """
-    place, exports = work.directory / "deployed", []
+    place, exports, document = work.directory / "deployed", [], work.directory / "deployed.json"
     place.mkdir(exist_ok=True)
+    earlier = {entry["directory"] for entry in read_json(document)} if document.is_file() else set()
     measure_quality, sizes = work.measure_quality, Sizes(work)
     work.free_base()
     profiles = {budget: sizes.chain.at(budget) for budget in work.config.deployment.budgets}
@@ -221,10 +222,10 @@ def export_all(work: Workspace, _: str) -> list[str]:
         exports.append({"budget": budget, **entry, "directory": f"deployed/{name}", "quality": measure_quality(small)})
         del small  # before the next one is made
     places = [entry["directory"] for entry in exports]
-    for other in place.iterdir():
-        if (other / "flexrank.json").is_file() and f"deployed/{other.name}" not in places:
-            remove_artefact(other)
-    write_json(work.directory / "deployed.json", exports)
+    for other in earlier - set(places):
+        if (work.directory / other / "flexrank.json").is_file():
+            remove_artefact(work.directory / other)
+    write_json(document, exports)
     return places
 
 

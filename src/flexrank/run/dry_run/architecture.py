@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flexrank.calibrate import Hooks
+from flexrank.calibrate.structure import require_all_run
 from flexrank.data.batches import call_model, output_tensor
 from flexrank.distill.objectives import EmbeddingObjective, default_objective
 from flexrank.files import read_json
@@ -99,6 +100,7 @@ def build_architecture(config: RunConfig) -> Architecture:
     watched = {name: module for name, module in teacher.named_modules() if is_layer(module)}
     sample = meta.meta_sample(teacher, config.task, config.data.max_tokens)
     calls, output = _watch(teacher, watched, sample)
+    require_all_run(layers, calls)
     objective = EmbeddingObjective() if config.task == "embedding" else default_objective(output)
     target = objective.target(output, {})
     linear = [call.rows for name in calls for call in calls[name] if conv_geometry(watched[name]) is None]

@@ -1,0 +1,66 @@
+"""Which class of transformers a model has, or is loaded by."""
+
+from typing import Any, Literal
+
+Task = Literal["embedding", "language", "classification"]
+TASKS: tuple[Task, ...] = ("embedding", "language", "classification")
+
+
+def class_for(task: Task, config: Any) -> Any:
+    """The auto class of a task; for classification, that of images or of sequences, as `config` says."""
+    import transformers
+
+    named = config.architectures or []
+    if task == "embedding":
+        is_half = any(name.endswith("EncoderModel") for name in named)  # of an encoder-decoder
+        return transformers.AutoModelForTextEncoding if is_half else transformers.AutoModel
+    if task == "language":
+        return transformers.AutoModelForCausalLM
+    is_image = any(name.endswith("ForImageClassification") for name in named)
+    sequence = transformers.AutoModelForSequenceClassification
+    is_sequence = not is_image and type(config) in sequence._model_mapping
+    return sequence if is_sequence else transformers.AutoModelForImageClassification
+
+
+def reads_both_sides(config: Any) -> bool:
+    """Whether a language model sees the tokens after a token too, as BERT does unless it is set to be a decoder."""
+    import transformers
+
+    return type(config) in transformers.AutoModelForMaskedLM._model_mapping and not getattr(config, "is_decoder", True)
+
+
+def auto_class(kind: str) -> str | None:
+    """The Auto class of transformers that loads a model class of this name; None if no Auto class does."""
+    found = []
+    for name, mapping in _auto_classes().items():
+        values = mapping._model_mapping.values()
+        if any(kind in ((value,) if isinstance(value, str) else value) for value in values):
+            found.append(name)
+    return min(found, key=_preference, default=None)
+
+
+def _preference(name: str) -> tuple[int, str]:
+    """Sorts first the Auto class whose heads fit what a model that several of them load is for."""
+    preferred = ("AutoModelForSeq2SeqLM", "AutoModelForImageTextToText", "AutoModelForCausalLM", "AutoModel")
+    others = len(preferred) + (name == "AutoModelForPreTraining")
+    return (preferred.index(name) if name in preferred else others), name
+
+
+def _auto_classes() -> dict[str, Any]:
+    """The Auto classes of models, by name, with their tables of classes by configuration."""
+    from transformers.models.auto import modeling_auto
+
+    tables = {name: getattr(one, "_model_mapping", None) for name, one in vars(modeling_auto).items()}
+    return {name: table for name, table in tables.items() if name.startswith("AutoModel") and table is not None}
+
+
+def auto_map(model: Any) -> dict[str, str]:
+    """The class that each Auto class loads for this config: the model's, its `base_model`'s, or one of another head."""
+    wanted = {type(model).__name__, type(model.base_model).__name__}
+    classes = {}
+    for name, mapping in _auto_classes().items():
+        if type(model.config) in mapping:
+            target = mapping[type(model.config)]
+            names = [kind.__name__ for kind in (target if isinstance(target, tuple) else (target,))]
+            classes[name] = next((kind for kind in names if kind in wanted), names[0])
+    return classes

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 import tiny
-from flexrank.artefacts.deployed import load_deployed
+from flexrank.artefacts.deployed import load_deployed, save_deployed
 from flexrank.artefacts.elastic import save_elastic
 from flexrank.artefacts.inspect import inspect_artefact
 from flexrank.deployment import deploy, export, exports, runtimes
@@ -165,3 +165,30 @@ def test_an_export_takes_any_card_and_any_distribution_of_its_runtime(tmp_path, 
     facts = export_to(tmp_path / "small", "dense", tmp_path / "dense")
     assert facts["versions"]["transformers"] == metadata.version("torch") != metadata.version("transformers")
     assert "Made in Z" in (tmp_path / "dense" / "README.md").read_text(encoding="utf8")
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft reads the old name
+def test_what_is_not_a_whole_model_is_refused_before_a_process_starts(tmp_path):
+    peft = pytest.importorskip("peft")
+    small, batch = tiny.deployed("llama_untied"), tiny.batch_for("llama_untied")
+    adapted = peft.get_peft_model(small, peft.LoraConfig(r=2, target_modules=["q_proj.latent"]))
+    for model in (adapted, small):
+        with pytest.raises(
+            FlexrankError, match="q_proj.latent' has an adapter; first merge it into the weight: merge_a"
+        ):
+            export(model, tmp_path / "small", batch)
+        with pytest.raises(FlexrankError, match="has an adapter; first merge it"):
+            save_deployed(model, tmp_path / "small")
+    model = tiny.elastic("llama_untied")
+    chain = tiny.chain_of(model)
+    model.model.layers[0].to("meta")
+    wrong = "parameter 'model.layers.0.* is not in memory; load the model without device_map or offloading"
+    with pytest.raises(FlexrankError, match=wrong):
+        deploy(model, chain.at(0.5))
+    with pytest.raises(FlexrankError, match=wrong):
+        save_elastic(model, chain, tmp_path / "elastic")
+    whole = tiny.deployed("llama_untied")
+    whole.model.layers[0].to("meta")
+    with pytest.raises(FlexrankError, match=wrong):
+        export(whole, tmp_path / "small", batch)
+    assert not any(tmp_path.iterdir())

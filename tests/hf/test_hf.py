@@ -247,6 +247,9 @@ def test_an_export_loads_with_trusted_code_and_no_import_of_flexrank(tmp_path):
     assert json.loads((tmp_path / "llama_tied" / "config.json").read_text())["auto_map"] == {
         "AutoModel": "modeling_flexrank.LlamaModel",
         "AutoModelForCausalLM": "modeling_flexrank.LlamaForCausalLM",
+        "AutoModelForQuestionAnswering": "modeling_flexrank.LlamaForQuestionAnswering",
+        "AutoModelForSequenceClassification": "modeling_flexrank.LlamaForSequenceClassification",
+        "AutoModelForTokenClassification": "modeling_flexrank.LlamaForTokenClassification",
     }
     assert sorted(path.name for path in tmp_path.iterdir()) == ["llama_tied", "llama_tied.safetensors"]
     trusting = LOAD_ALL.replace("IMPORTS", "import transformers").replace(
@@ -258,6 +261,9 @@ again = transformers.AutoModelForCausalLM.from_pretrained(root / "again")
 assert torch.equal(again(**batch).logits, model(**batch).logits)
 base = transformers.AutoModel.from_pretrained(root / "llama_tied", trust_remote_code=True)
 assert type(base).__name__ == "LlamaModel" and "flexrank" in sys.modules
+other = transformers.AutoModelForSequenceClassification
+other = other.from_pretrained(root / "llama_tied", trust_remote_code=True, num_labels=2)
+assert other.score.out_features == 2 and all(map(torch.equal, other.model.parameters(), base.parameters()))
 """
     script = f"import os; os.environ['HF_MODULES_CACHE'] = {str(tmp_path / 'modules')!r}\n" + trusting
     assert fresh(script, tmp_path, "llama_tied=AutoModelForCausalLM") == ["llama_tied", "True"]

@@ -213,3 +213,14 @@ def test_wrong_slacks_and_factors_are_named() -> None:
     u[1] = u[0] * (1 + 1e-6)
     with pytest.raises(FlexrankError, match="overflow torch.float16; give more than 0 slack"):
         GaugeAlignedLinear.from_factors(u, v, slack=0, dtype=torch.float16)
+
+
+def test_a_trace_by_torchscript_holds_for_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gauge_aligned, "FEW_OUTPUTS", 0)  # all outputs are large
+    u, v = torch.randn(24, 6), torch.randn(16, 6)
+    layer = GaugeAlignedLinear.from_factors(u, v, torch.randn(24), slack=2)
+    with torch.no_grad():
+        traced = torch.jit.trace(layer, torch.randn(8, 16))
+        for rows in (8, 5, 11):
+            x = torch.randn(rows, 16)
+            torch.testing.assert_close(traced(x), layer(x))

@@ -172,7 +172,7 @@ def test_a_model_that_other_code_has_trained_is_used_as_it_is(
         record.write_text(
             json.dumps({key: one for key, one in json.loads(record.read_text()).items() if key != "code"})
         )
-    with pytest.raises(FlexrankError, match="would be trained again .its config.yaml, flexrank's own code, or the files"):
+    with pytest.raises(FlexrankError, match="trained again .its config.yaml, flexrank's own code, or the files"):
         run_stages(load_config(copied), until)
 
 

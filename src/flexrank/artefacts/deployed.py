@@ -19,7 +19,7 @@ from flexrank.errors import FlexrankError
 from flexrank.files import digest_files, directory_aside, read_document, verify_files, write_document
 from flexrank.nn.gauge_aligned import GaugeAlignedLayer
 from flexrank.nn.quantised import put_together, taken_apart
-from flexrank.nn.select import replace_layers, unwrapped
+from flexrank.nn.select import replace_layers, require_merged, unwrapped
 from flexrank.nn.specs import build_layer, layer_spec
 from flexrank.version import __version__
 
@@ -38,8 +38,10 @@ def save_deployed(small: nn.Module, directory: str | Path, *, factory: Factory |
     An artefact in `directory` is replaced; a directory with only other files is refused. `factory` builds the bare
     architecture; without it `load_deployed` needs `model=`.
     """
+    small = unwrapped(small)
+    require_merged(small)
     with directory_aside(directory, DOCUMENT) as aside:
-        write_state(unwrapped(small), aside, factory=factory)
+        write_state(small, aside, factory=factory)
 
 
 def write_state(small: nn.Module, directory: Path, *, factory: Factory | None = None) -> None:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from flexrank.hf.companions import local_directory, save_companions, verify_arte
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.experts import separate_as_recorded_
 from flexrank.nn.quantised import is_quantised
-from flexrank.nn.select import unwrapped
+from flexrank.nn.select import require_in_memory, unwrapped
 from flexrank.nn.sharding import is_sharded
 from flexrank.nn.specs import layer_spec
 from flexrank.nn.switch import nested_layers, require_fitting, set_profile
@@ -66,6 +67,7 @@ def save_elastic(
         FlexrankError: the model has no elastic layers, the chain names other layers, or none of its sizes is trained.
     """
     model = unwrapped(model)
+    require_in_memory(model)
     if is_quantised(model.state_dict()):
         raise FlexrankError(f"{type(model).__name__} has quantised weights; quantise its deployed sizes")
     if is_sharded(model) and not processes.is_first():
@@ -168,6 +170,8 @@ def load_elastic(
     Raises:
         FlexrankError: a file is missing, truncated or edited, the budget is too small, or the architecture differs.
     """
+    if not isinstance(dtype, (torch.dtype, NoneType)):
+        raise FlexrankError(f"dtype is {dtype!r}; it is a torch.dtype, such as torch.bfloat16")
     directory = local_directory(directory)
     document = read_elastic_document(directory)
     chain, ranks = ProfileChain.from_json(document["chain"]), None

@@ -25,7 +25,7 @@ from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.experts import separate_experts
 from flexrank.nn.gauge_aligned import GaugeAlignedConv2d, GaugeAlignedLayer, GaugeAlignedLinear, Slack
 from flexrank.nn.matrix import matrix_shape
-from flexrank.nn.select import unwrapped
+from flexrank.nn.select import require_in_memory, unwrapped
 from flexrank.nn.size_lock import drop_size_lock_
 from flexrank.nn.specs import build_layer, layer_spec
 from flexrank.nn.switch import layer_shapes, nested_layers, submodel
@@ -69,6 +69,7 @@ def deploy(
     require_slack(slack)
     require_options(dtype, activations)
     model = unwrapped(model)
+    require_in_memory(model)
     if base is not None and profile == full_ranks(layer_shapes(model)):
         return _copied(unwrapped(base), {}, device, dtype).train(model.training)
     model = submodel(model, profile)

@@ -19,7 +19,7 @@ from flexrank.errors import FlexrankError
 from flexrank.files import directory_aside
 from flexrank.hf import models
 from flexrank.hf.companions import save_companions
-from flexrank.nn.select import unwrapped
+from flexrank.nn.select import require_in_memory, require_merged, unwrapped
 
 #: Largest relative difference ‖y − y*‖/‖y*‖ between the outputs of an exported model here and in a fresh process.
 #: The same weights run the same code, so only the order of sums may differ: a few roundings of the dtype.
@@ -51,6 +51,8 @@ def export(
         FlexrankError: keys are missing or unexpected, or outputs differ by over `OUTPUT_BOUNDS`. Nothing is published.
     """
     small = unwrapped(small)
+    require_merged(small)
+    require_in_memory(small)
     library = "transformers" if models.is_transformers_model(small) else "torch"
     if library == "torch" and factory is None:
         raise FlexrankError(f"export of a {type(small).__name__} needs factory=, 'package.module:function'")

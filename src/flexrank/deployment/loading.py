@@ -74,7 +74,10 @@ class ElasticQuantizer(OrdinaryModelQuantizer):
         # Only now is it known where transformers found the file: `revision` or another model's `config` may change it.
         self._directory = complete_snapshot(Path(kwargs["checkpoint_files"][0]).parent)
         separate_as_recorded_(model)
-        layers = specs_that_fit(model, read_elastic_document(self._directory)["layers"])
+        specs = read_elastic_document(self._directory)["layers"]
+        layers = specs_that_fit(model, specs)
+        for name in dict(match_layers(model, specs)).keys() - layers.keys():
+            _require_head(model, name)
         for slots in parent_slots(model, layers).values():
             for parent, _ in slots:
                 vars(parent)["_is_hf_initialized"] = True  # else some read the shapes of what is empty from here on
@@ -118,10 +121,7 @@ def _fill(model: Any, small: Any, layers: Iterable[str]) -> None:
     }
     filled = {id(parameter) for parameter in small.parameters()}
     for name, module in match_layers(model, others, skip_missing=True):
-        there = model.get_submodule(name)
-        if _shapes(there) == _shapes(module):
-            there._parameters.update(module._parameters)
-            there._buffers.update(module._buffers)
+        _fill_module(model, name, module)
     replace_layers(model, deployed)
     attach(model, {name: spec for name, spec in match_layers(model, models.attached_layers(small)) if name in deployed})
     model.flexrank_sizes, model.flexrank_share = small.flexrank_sizes, small.flexrank_share
@@ -130,6 +130,23 @@ def _fill(model: Any, small: Any, layers: Iterable[str]) -> None:
         log.warning("%s: not in the artefact, and newly initialised: %s", type(model).__name__, ", ".join(drawn))
 
 
-def _shapes(module: nn.Module) -> dict[str, Any]:
-    tensors = (*module._parameters.items(), *module._buffers.items())
-    return {name: tensor.shape for name, tensor in tensors if tensor is not None}
+def _fill_module(model: Any, name: str, module: nn.Module) -> None:
+    """Moves the tensors of a deployed model's module into that of this name, if they have the same shapes."""
+    there = model.get_submodule(name)
+    # These follow from the config that the model is loaded with; but initialisers of what holds the layers did not run.
+    made = () if any(isinstance(child, _Empty) for child in there.children()) else there._non_persistent_buffers_set
+    for own, given in ((there._parameters, module._parameters), (there._buffers, module._buffers)):
+        for key, tensor in given.items():
+            if key not in own or key in made:
+                continue
+            if tensor is None or own[key] is None or own[key].shape == tensor.shape:
+                own[key] = tensor
+            else:
+                _require_head(model, f"{name}.{key}")
+
+
+def _require_head(model: Any, name: str) -> None:
+    """Raises FlexrankError if this name, of a layer or tensor of another shape, is not of the model's head."""
+    if model.base_model is model or name.startswith(f"{model.base_model_prefix}."):
+        wrong = f"{name} has another shape than in the artefact"
+        raise FlexrankError(f"{type(model).__name__}: {wrong}; only a head may differ, so load it by its own config")

@@ -119,7 +119,9 @@ def _snapshot(name: str, **options: Any) -> Path:
     try:
         return Path(snapshot_download(name, ignore_patterns=[f"*{ending}" for ending in PICKLES], **options))
     except (OSError, ValueError) as error:
-        raise FlexrankError(f"{name}: no such directory, and not fetched from the hub: {first_line(error)}") from error
+        why = f"no such directory, and not fetched from the hub: {first_line(error).rstrip('.')}"
+        mend = "for another revision or cache, give the directory that huggingface_hub.snapshot_download returns"
+        raise FlexrankError(f"{name}: {why}; {mend}") from error
 
 
 def source_of(model: Any) -> Path | None:

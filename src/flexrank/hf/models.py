@@ -8,6 +8,7 @@ import copy
 import importlib.util
 import logging
 import sys
+import threading
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ ELASTIC_MARK = {"quant_method": QUANT_METHOD, "layers": {}, "is_elastic": True}
 PACKAGE_PREFIX = "package:"
 #: The modelling file that is written beside a deployed model, and how it begins.
 REMOTE_MODULE = "modeling_flexrank"
+#: `no_init_weights` replaces functions of torch and transformers, for all threads, until it ends.
+_BUILDING = threading.Lock()
 _REMOTE_CODE = '''"""Makes this model load with `trust_remote_code=True`; `import flexrank` first does the same."""
 
 import flexrank  # noqa: F401
@@ -142,7 +145,7 @@ def skeleton(directory: str | Path) -> Any:
     architecture = _architecture(directory)
     with clear_errors(str(directory)):
         config = transformers.AutoConfig.from_pretrained(directory)
-    with no_init_weights():
+    with _BUILDING, no_init_weights():
         model = architecture._from_config(config, dtype=config.dtype or torch.float32)
     model.tie_weights()
     if model.can_generate() and (Path(directory) / "generation_config.json").is_file():

@@ -104,6 +104,9 @@ class DeployedQuantizer(OrdinaryModelQuantizer):
         separate_as_recorded_(model)
         # transformers sets the default device (meta) and dtype around this call.
         specs = specs_that_fit(model, self.quantization_config.layers)
+        self.quantization_config.layers = {
+            name: dict(spec) for name, spec in specs.items()
+        }  # under this model's names; what it lacks is not saved again
         replace_layers(model, {name: build_layer(spec) for name, spec in specs.items()})
         return model
 
@@ -166,17 +169,22 @@ def match_layers(model: Any, items: Mapping[str, Item], *, skip_missing: bool = 
     """Yields the items of an artefact's layers, under the layers' names in this model.
 
     A model with a head may load the artefact of one without: names gain `base_model_prefix`. A model without a head may
-    load that of one with a head: names lose the prefix, and the head's layers are skipped.
+    load that of one with a head: names lose the prefix, and the head's layers are skipped. So are layers of a part of
+    the base model, such as a pooler, that this class has not; a layer missing inside a part is an error.
     """
     prefix = f"{model.base_model_prefix}." if model.base_model_prefix else ""
     modules = dict(model.named_modules())
     from_head = bool(prefix) and any(name.startswith(prefix) for name in items)
+    parts = dict(model.base_model.named_children())
     for name, item in items.items():
         candidates = (name, name.removeprefix(prefix), prefix + name)
         present = next((candidate for candidate in candidates if candidate in modules), None)
         if present is not None:
             yield present, item
         elif not skip_missing and (name.startswith(prefix) or not from_head):
+            if name.removeprefix(prefix).partition(".")[0] not in parts:
+                log.info("%s has no %s, whose values in the artefact are left out", type(model).__name__, name)
+                continue
             kind, right = type(model).__name__, "load it with the class that was saved"
             raise FlexrankError(f"{kind} has no layer {name!r}, which config.json says is deployed; {right}")
 
@@ -191,7 +199,7 @@ def specs_that_fit(model: Any, specs: Mapping[str, Mapping[str, Any]]) -> dict[s
         shape = matrix_shape(model.get_submodule(name))
         if shape == tuple(spec["shape"]):
             found[name] = spec
-        else:
+        elif spec["form"] != "dense":  # else it is transformers' own layer in the file too, of the shape that it has
             log.warning("%s is %s here and %s in the artefact: newly initialised", name, shape, tuple(spec["shape"]))
     return found
 

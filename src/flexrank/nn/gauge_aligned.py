@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, is_grad_enabled, nn
 from torch.compiler import is_compiling
+from torch.jit import is_tracing  # type: ignore[attr-defined]
 from torch.nn import Linear, Parameter
 from torch.nn.functional import linear
 from torch.nn.modules import module as hooks
@@ -160,7 +161,7 @@ class GaugeAlignedLinear(GaugeAlignedLayer):
         It reads dictionaries, not attributes, and as few as possible: `nn.Module.__getattr__` is slow, and each object
         it reads has left the processor's caches since the last call. It does not query autocast, which would cost most.
         """
-        if is_grad_enabled() or is_compiling():
+        if is_grad_enabled() or is_compiling() or is_tracing():  # a trace would keep this batch's number of rows
             return None
         latent, expand, own = self._modules["latent"], self._modules["expand"], self._parameters
         if type(latent) is not Linear or type(expand) is not Linear:

@@ -32,7 +32,7 @@ def select_layers(
         if not any(_matches(name, pattern) for name, _ in model.named_modules()):
             wanted = "it is a name, a part of one, or a glob"
             raise FlexrankError(f"layer pattern {pattern!r} matches no module of {type(model).__name__}; {wanted}")
-    _require_merged(model)
+    require_merged(model)
     reasons = dense_reasons(model, include, exclude)
     layers = {name: module for name, module in model.named_modules() if is_layer(module) and name not in reasons}
     for name, reason in reasons.items():
@@ -75,11 +75,18 @@ def require_unwrapped(model: nn.Module) -> None:
         raise FlexrankError(f"{type(model).__name__} wraps a model; give the model inside, and wrap what is deployed")
 
 
-def _require_merged(model: nn.Module) -> None:
+def require_merged(model: nn.Module) -> None:
     """Raises FlexrankError if peft's adapters wrap a layer: merged later, they would go into a weight of its own."""
     for name, module in model.named_modules():
         if hasattr(module, "base_layer") and callable(getattr(module, "merge", None)):
             raise FlexrankError(f"layer {name!r} has an adapter; first merge it into the weight: merge_and_unload()")
+
+
+def require_in_memory(model: nn.Module) -> None:
+    """Raises FlexrankError if a parameter has no values in memory, as where accelerate offloads it."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise FlexrankError(f"parameter {name!r} is not in memory; load the model without device_map or offloading")
 
 
 def require_layers(layers: Mapping[str, nn.Module]) -> None:

@@ -297,6 +297,17 @@ def test_models_load_by_task(tmp_path):
     assert models.load_model(tmp_path / "gpt2", "language", dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
+def test_half_of_an_encoder_decoder_embeds(tmp_path):
+    """As sentence-t5's encoder, which no `AutoModel` loads."""
+    from transformers import T5Config, T5EncoderModel
+
+    model = T5EncoderModel(T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4)).eval()
+    model.save_pretrained(tmp_path)
+    again = models.load_model(tmp_path, "embedding")
+    assert type(again) is T5EncoderModel and same_state(again, model)
+    assert type(meta.meta_model(tmp_path, "embedding")) is T5EncoderModel
+
+
 def test_a_save_that_fails_leaves_the_model_as_it_was(tmp_path):
     (tmp_path / "place").touch()
     small = tiny.deployed("gpt2")

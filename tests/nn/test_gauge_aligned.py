@@ -215,6 +215,7 @@ def test_wrong_slacks_and_factors_are_named() -> None:
         GaugeAlignedLinear.from_factors(u, v, slack=0, dtype=torch.float16)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning", "ignore::torch.jit.TracerWarning")
 def test_a_trace_by_torchscript_holds_for_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gauge_aligned, "FEW_OUTPUTS", 0)  # all outputs are large
     u, v = torch.randn(24, 6), torch.randn(16, 6)

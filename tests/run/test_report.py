@@ -199,6 +199,9 @@ def test_a_card_names_its_base_model_on_the_hub(model: str, named: bool) -> None
         card_by = cards.elastic_card(summary() | facts | {"decomposition": {"method": method}}, {})
         assert f"Made by {words}, joint" in card_by
     assert cards.DECOMPOSITIONS.keys() == set(get_args(DecompositionConfig.model_fields["method"].annotation))
+    assert "import AutoModel\n" in text and "AutoModelForTextEncoding.from" in cards.elastic_card(
+        summary() | facts | {"auto_class": "AutoModelForTextEncoding"}, {}
+    )
     assert "no training" in cards.elastic_card(summary() | facts | {"distillation": {"steps": 0}}, {})
     export = {"directory": "deployed/0.50", "params_model": 11_020, "params_layers": 6_020, "relative_size": 0.337}
 

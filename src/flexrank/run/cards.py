@@ -11,7 +11,7 @@ from flexrank.run.figures import Summary
 from flexrank.run.report import note, table_cells
 from flexrank.run.tables import count
 
-#: The transformers class that loads a task's models.
+#: The transformers class that loads most models of a task.
 CLASSES = {
     "language": "AutoModelForCausalLM", "embedding": "AutoModel", "classification": "AutoModelForImageClassification",
 }  # fmt: skip
@@ -81,7 +81,8 @@ def _names(summary: Summary) -> dict[str, str]:
 
 
 def _code(text: str, summary: Summary, **facts: Any) -> str:
-    return f"\n```python\n{text.format(kind=CLASSES[summary['task']], **facts)}\n```\n"
+    kind = summary.get("auto_class") or CLASSES[summary["task"]]  # runs that were finished earlier do not say
+    return f"\n```python\n{text.format(kind=kind, **facts)}\n```\n"
 
 
 def _metadata(summary: Summary, before: Mapping[str, Any]) -> str:

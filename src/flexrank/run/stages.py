@@ -11,13 +11,14 @@ import torch
 
 from flexrank import processes
 from flexrank.allocate import allocate_ranks
-from flexrank.artefacts.elastic import read_shapes, save_elastic
+from flexrank.artefacts.elastic import read_elastic_document, read_shapes, save_elastic
 from flexrank.artefacts.tensors import open_tensors, write_tensors
 from flexrank.calibrate import LayerMoment
 from flexrank.decompose import decompose_to_disk
 from flexrank.deployment.process import in_fresh_process
 from flexrank.distill import distillation_evaluator
 from flexrank.files import atomic_file, read_json, remove_artefact, write_json
+from flexrank.hf.classes import auto_class
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.experts import separate_experts_
 from flexrank.nn.matrix import matrix_shape
@@ -241,6 +242,7 @@ def summarise(work: Workspace, _: str) -> None:
         "name": work.config.name,
         "model": work.config.model,
         "task": work.config.task,
+        "auto_class": auto_class(read_elastic_document(work.directory / "elastic")["class"]),
         "base": evaluation["base"],
         "rows": rows,
         "layers": evaluation["layers"],

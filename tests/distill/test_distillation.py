@@ -396,3 +396,17 @@ def test_it_trains_where_gradients_are_off() -> None:
             distill_(model, build("perceptron"), batches("perceptron"), [SMALL], steps=2)
             assert torch.is_grad_enabled() == is_on
     assert torch.equal(*map(weights_of, models))
+
+
+def test_what_was_trained_until_a_call_failed_stays() -> None:
+    def stop(step: Any) -> None:
+        if step.number == 1:
+            raise RuntimeError("enough")
+
+    model = nest(build("perceptron"))
+    with pytest.raises(RuntimeError, match="enough"):
+        distill_(model, build("perceptron"), batches("perceptron"), [SMALL], steps=3, on_step=stop)
+    other = nest(build("perceptron"))
+    distill_(other, build("perceptron"), batches("perceptron"), [SMALL], steps=3)
+    assert all(layer.sizes is not None for layer in nested_layers(model).values())
+    assert len(weights_of(model)) == len(weights_of(other)) and not torch.equal(weights_of(model), weights_of(other))

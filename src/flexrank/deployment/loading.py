@@ -137,9 +137,9 @@ def _fill_module(model: Any, name: str, module: nn.Module) -> None:
     made = () if any(isinstance(child, _Empty) for child in there.children()) else there._non_persistent_buffers_set
     for own, given in ((there._parameters, module._parameters), (there._buffers, module._buffers)):
         for key, tensor in given.items():
-            if key not in own or key in made:
+            if key in made or tensor is None or own.get(key) is None:
                 continue
-            if tensor is None or own[key] is None or own[key].shape == tensor.shape:
+            if own[key].shape == tensor.shape:
                 own[key] = tensor
             else:
                 _require_head(model, f"{name}.{key}")

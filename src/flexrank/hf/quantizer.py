@@ -104,9 +104,8 @@ class DeployedQuantizer(OrdinaryModelQuantizer):
         separate_as_recorded_(model)
         # transformers sets the default device (meta) and dtype around this call.
         specs = specs_that_fit(model, self.quantization_config.layers)
-        self.quantization_config.layers = {
-            name: dict(spec) for name, spec in specs.items()
-        }  # under this model's names; what it lacks is not saved again
+        # Under this model's names; layers that it lacks, or that have another shape, are not named when it is saved.
+        self.quantization_config.layers = {name: dict(spec) for name, spec in specs.items()}
         replace_layers(model, {name: build_layer(spec) for name, spec in specs.items()})
         return model
 

@@ -204,7 +204,12 @@ def test_process_0_may_work_alone_for_longer_than_the_time_out_but_not_hang(tmp_
 def test_a_wrong_time_out_is_one_line_though_all_meet_it() -> None:
     with started(2, "-m", "flexrank", "report", "nothing", timeout=float("nan")) as run:
         _, words = ended(run)
-    assert words == ["error: FLEXRANK_TIMEOUT is 'nan'; it is a number of seconds above 0", "exit 2", "exit 2"]
+    line = "error: FLEXRANK_TIMEOUT is 'nan'; it is a number of seconds above 0"
+    # torchrun interrupts a process that is still starting when the other one ends.
+    assert [word for word in words if word not in ("interrupted", "exit 130")] in (
+        [line, "exit 2"],
+        [line, "exit 2", "exit 2"],
+    )
 
 
 ABSENT = """

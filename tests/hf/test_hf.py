@@ -19,6 +19,7 @@ from flexrank.data.batches import call_model
 from flexrank.deployment import export
 from flexrank.errors import FlexrankError
 from flexrank.hf import meta, models
+from flexrank.hf.classes import class_for
 from flexrank.hf.quantizer import attach
 from flexrank.nn.gauge_aligned import GaugeAlignedLayer
 from flexrank.nn.specs import layer_spec
@@ -299,13 +300,15 @@ def test_models_load_by_task(tmp_path):
 
 def test_half_of_an_encoder_decoder_embeds(tmp_path):
     """As sentence-t5's encoder, which no `AutoModel` loads."""
-    from transformers import T5Config, T5EncoderModel
+    from transformers import AutoModel, LongT5Config, T5Config, T5EncoderModel
 
     model = T5EncoderModel(T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4)).eval()
     model.save_pretrained(tmp_path)
     again = models.load_model(tmp_path, "embedding")
     assert type(again) is T5EncoderModel and same_state(again, model)
     assert type(meta.meta_model(tmp_path, "embedding")) is T5EncoderModel
+    other = LongT5Config(architectures=["LongT5EncoderModel"])  # which the class for halves does not know
+    assert class_for("embedding", other) is AutoModel
 
 
 def test_a_save_that_fails_leaves_the_model_as_it_was(tmp_path):

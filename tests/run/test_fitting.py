@@ -13,6 +13,7 @@ import torch
 import tiny
 from flexrank.data.images import Scaling
 from flexrank.errors import FlexrankError
+from flexrank.hf.classes import reads_both_sides
 from flexrank.run.config import parse_config
 from flexrank.run.directory import RunDirectory
 from flexrank.run.fitting import require_fitting, require_fitting_inputs
@@ -149,7 +150,7 @@ def test_the_most_tokens_are_those_that_the_model_reads(kind: str, tmp_path: Pat
 
 def test_a_language_model_sees_no_later_token(tmp_path: Path) -> None:
     """Oracle: whether another last token changes what is predicted before it."""
-    from transformers import BertConfig, BertLMHeadModel
+    from transformers import BertConfig, BertLMHeadModel, XLMConfig
 
     work, ids = workspace("language", tmp_path), torch.randint(3, tiny.VOCABULARY, (1, 8))
     work.__dict__["samples"] = tokens({})
@@ -163,17 +164,27 @@ def test_a_language_model_sees_no_later_token(tmp_path: Path) -> None:
         with contextlib.nullcontext() if is_decoder else pytest.raises(FlexrankError, match=message):
             require_fitting_inputs(work, model)
     require_fitting_inputs(work, tiny.gpt2())
+    for causal in (False, True):  # XLM's config has another name for it
+        config = XLMConfig(vocab_size=tiny.VOCABULARY, emb_dim=32, n_layers=1, n_heads=4, causal=causal)
+        assert reads_both_sides(config) != causal
 
 
 def test_a_classifier_of_texts_is_no_classifier_of_images(tmp_path: Path) -> None:
-    from transformers import BertConfig, BertForSequenceClassification
+    from transformers import (
+        BertConfig,
+        BertForSequenceClassification,
+        PerceiverConfig,
+        PerceiverForImageClassificationLearned,
+    )
 
     model, work = BertForSequenceClassification(BertConfig(**tiny.TEXT)), workspace("classification", tmp_path)
     message = (
         "task 'classification' is of images, and does not fit BertForSequenceClassification, which reads input_ids"
     )
     with pytest.raises(FlexrankError, match=message):
-        require_fitting_inputs(work, model)
+        require_fitting(work.config, model)
+    other = PerceiverConfig(num_latents=4, d_latents=16, num_blocks=1, num_self_attends_per_block=1, image_size=16)
+    require_fitting(work.config, PerceiverForImageClassificationLearned(other))  # its main input has another name
     model.config.architectures = ["BertForSequenceClassification"]
     model.config.save_pretrained(tmp_path / "model")
     (tmp_path / "run.json").write_text(json.dumps(work.config.model_dump(mode="json")))

@@ -59,9 +59,10 @@ def save_elastic(
     """Writes an elastic model and its chain as one artefact with a model card, completely or not at all.
 
     All components are written, whatever the active ranks, except that a consolidated model ends at its largest trained
-    size, above which the base model is better. An artefact in `directory` is replaced; a directory with only other
-    files is refused. `factory` builds the bare architecture of a model that is not transformers'. For a sharded model
-    all processes call this; process 0 writes it tensor by tensor, and never holds more than one file's tensors.
+    size, above which the base model is better, and has no profiles between the requested ones whose components are not
+    there. An artefact in `directory` is replaced; a directory with only other files is refused. `factory` builds the
+    bare architecture of a model that is not transformers'. For a sharded model all processes call this; process 0
+    writes it tensor by tensor, and never holds more than one file's tensors.
 
     Raises:
         FlexrankError: the model has no elastic layers, the chain names other layers, or none of its sizes is trained.

@@ -24,6 +24,7 @@ from flexrank.hf.companions import complete_snapshot, local_directory
 from flexrank.hf.quantizer import OrdinaryModelQuantizer, attach, forget_quantization, match_layers, specs_that_fit
 from flexrank.nn.experts import separate_as_recorded_
 from flexrank.nn.gauge_aligned import Slack
+from flexrank.nn.matrix import is_layer
 from flexrank.nn.select import parent_slots, replace_layers
 
 ELASTIC_QUANT_METHOD = "flexrank_elastic"
@@ -147,6 +148,8 @@ def _fill_module(model: Any, name: str, module: nn.Module) -> None:
 
 def _require_head(model: Any, name: str) -> None:
     """Raises FlexrankError if this name, of a layer or tensor of another shape, is not of the model's head."""
-    if model.base_model is model or name.startswith(f"{model.base_model_prefix}."):
+    part = name.partition(".")[0]
+    is_alone = model.base_model is model and not is_layer(model.get_submodule(part))  # some classes name no base model
+    if is_alone or part == model.base_model_prefix:
         wrong = f"{name} has another shape than in the artefact"
         raise FlexrankError(f"{type(model).__name__}: {wrong}; only a head may differ, so load it by its own config")

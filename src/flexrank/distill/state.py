@@ -20,7 +20,7 @@ from flexrank.distill.optimizer import make_states_, states_of
 from flexrank.distill.schedule import Feed
 from flexrank.distill.tensors import read_tensors, stored_tensors, write_parts, write_whole
 from flexrank.errors import FlexrankError
-from flexrank.files import digest_files, directory_aside, read_document, verify_files, write_document
+from flexrank.files import LEFTOVER, digest_files, directory_aside, read_document, verify_files, write_document
 from flexrank.nn.sharding import ShardDim, as_global
 
 #: Prefix of the name of a tensor in a data loader's state; in the JSON the name stands for the tensor.
@@ -43,7 +43,8 @@ class State:
 
     def __post_init__(self) -> None:
         path = None if self.path is None else Path(self.path)
-        if path is not None and path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        is_empty = path is not None and path.is_dir() and all(LEFTOVER.fullmatch(one.name) for one in path.iterdir())
+        if path is not None and path.exists() and not is_empty:
             if not (path / DOCUMENT).is_file():
                 raise FlexrankError(f"{path}: holds no checkpoint; choose another directory, or remove it")
             self._load(path)

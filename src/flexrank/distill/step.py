@@ -160,6 +160,8 @@ def _own_rows(batch: Batch) -> tuple[Batch, bool]:
     """This process's rows of a batch, and whether they count: if it has none, it gets the first row, uncounted."""
     if processes.count() == 1:
         return batch, True
+    if not batch_rows(batch):
+        raise FlexrankError("a batch holds no tensor with rows, which several processes could share")
     start, end = (
         batch_rows(batch) * bound // processes.count() for bound in (processes.number(), processes.number() + 1)
     )

@@ -12,8 +12,9 @@ def class_for(task: Task, config: Any) -> Any:
 
     named = config.architectures or []
     if task == "embedding":
-        is_half = any(name.endswith("EncoderModel") for name in named)  # of an encoder-decoder
-        return transformers.AutoModelForTextEncoding if is_half else transformers.AutoModel
+        encoder = transformers.AutoModelForTextEncoding
+        is_half = type(config) in encoder._model_mapping and any(name.endswith("EncoderModel") for name in named)
+        return encoder if is_half else transformers.AutoModel  # half of an encoder-decoder
     if task == "language":
         return transformers.AutoModelForCausalLM
     is_image = any(name.endswith("ForImageClassification") for name in named)
@@ -26,7 +27,8 @@ def reads_both_sides(config: Any) -> bool:
     """Whether a language model sees the tokens after a token too, as BERT does unless it is set to be a decoder."""
     import transformers
 
-    return type(config) in transformers.AutoModelForMaskedLM._model_mapping and not getattr(config, "is_decoder", True)
+    is_causal = getattr(config, "is_decoder", getattr(config, "causal", True))
+    return type(config) in transformers.AutoModelForMaskedLM._model_mapping and not is_causal
 
 
 def auto_class(kind: str) -> str | None:

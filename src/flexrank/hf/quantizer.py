@@ -193,8 +193,11 @@ def specs_that_fit(model: Any, specs: Mapping[str, Mapping[str, Any]]) -> dict[s
 
     All others, such as a head with other classes, stay transformers' own layers, newly initialised.
     """
-    found = {}
-    for name, spec in match_layers(model, specs):
+    found, matched = {}, dict(match_layers(model, specs))
+    if specs and not matched:
+        kind, right = type(model).__name__, "load it with the class that was saved"
+        raise FlexrankError(f"{kind} has none of the layers that config.json says are deployed; {right}")
+    for name, spec in matched.items():
         shape = matrix_shape(model.get_submodule(name))
         if shape == tuple(spec["shape"]):
             found[name] = spec

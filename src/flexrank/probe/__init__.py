@@ -77,8 +77,8 @@ def probe_sensitivity(
         matrix_bytes: most bytes of matrices kept for layers at full rank, which then cost no more than dense layers.
 
     Raises:
-        FlexrankError: there are fewer than two levels, an evaluation is not finite, or the checkpoint is of another
-            probe.
+        FlexrankError: there are fewer than two levels, an evaluation is not finite, a second evaluation of the full
+            model gives another value, or the checkpoint is of another probe.
     """
     require_unwrapped(model)
     layers = nested_layers(model)
@@ -113,8 +113,8 @@ def _require_repeatable(baseline: float, again: float) -> None:
 def _warn_of_unread(names: Sequence[str]) -> None:
     if names:
         listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        right = "they get the smallest ranks, so exclude them, or evaluate what they compute"
-        log.warning("probe: the evaluation does not depend on %s; %s", listed, right)
+        right = "they get the smallest ranks; if it does not read what they compute, or is too coarse, change it"
+        log.warning("probe: no rank of %s changes the evaluation; %s", listed, right)
 
 
 def _probe_layers(

@@ -1,5 +1,6 @@
 """Refuses, before anything is calibrated, texts and images that a run's model was not made for."""
 
+import inspect
 import itertools
 import math
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ def require_fitting(config: RunConfig, model: Any) -> None:
     if config.task == "language" and reads_both_sides(model.config):
         kind = f"{model.config.model_type!r}, which reads later tokens too"
         raise FlexrankError(f"task 'language' does not fit {kind}; take a causal model, or task 'embedding'")
-    if config.task == "classification" and model.main_input_name != "pixel_values":
+    if config.task == "classification" and "pixel_values" not in inspect.signature(model.forward).parameters:
         kind = f"{type(model).__name__}, which reads {model.main_input_name}"
         raise FlexrankError(f"task 'classification' is of images, and does not fit {kind}; compress it from Python")
     limit, tokens = most_tokens(model), config.data.max_tokens

@@ -212,7 +212,7 @@ def export_all(work: Workspace, _: str) -> list[str]:
     """
     place, exports, document = work.directory / "deployed", [], work.directory / "deployed.json"
     place.mkdir(exist_ok=True)
-    earlier = {entry["directory"] for entry in read_json(document)} if document.is_file() else set()
+    earlier = read_json(document) if document.is_file() else []
     measure_quality, sizes = work.measure_quality, Sizes(work)
     work.free_base()
     profiles = {budget: sizes.chain.at(budget) for budget in work.config.deployment.budgets}
@@ -221,9 +221,10 @@ def export_all(work: Workspace, _: str) -> list[str]:
         small = sizes.deployed(profile)
         entry = export_size(sizes, small, profile, place / name)
         exports.append({"budget": budget, **entry, "directory": f"deployed/{name}", "quality": measure_quality(small)})
+        write_json(document, exports + earlier)  # if this run is killed, the next one knows what was exported
         del small  # before the next one is made
     places = [entry["directory"] for entry in exports]
-    for other in earlier - set(places):
+    for other in {entry["directory"] for entry in earlier} - set(places):
         if (work.directory / other / "flexrank.json").is_file():
             remove_artefact(work.directory / other)
     write_json(document, exports)

@@ -1,6 +1,7 @@
 """One size of a decomposed model, fitted layer after layer to the base model."""
 
 import copy
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -229,24 +230,25 @@ def test_experts_that_read_other_tokens_are_refused() -> None:
 
 
 def test_batches_of_texts_are_fitted_as_those_of_tensors() -> None:
-    """A model that reads strings itself, as one with a tokenizer of its own does."""
+    """A model that reads strings itself; oracle: one of the same weights that reads their tensors."""
 
-    class Reading(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
+    def codes(texts: Iterable[str]) -> Tensor:
+        return torch.tensor([[ord(letter) / 64 - 1 for letter in text] for text in texts])
 
+    class Reading(nn.Sequential):
         def forward(self, *texts: str) -> Tensor:
-            codes = torch.tensor([[ord(letter) / 64 - 1 for letter in text] for text in texts])
-            return self.layer(codes)
+            return super().forward(codes(texts))
 
     torch.manual_seed(0)
-    base = Reading()
+    layer = nn.Linear(8, 8)
     texts = ["".join(map(chr, row)) for row in torch.randint(32, 127, (40, 8)).tolist()]
-    batches = [texts[:20], texts[20:]]
-    model = copy.deepcopy(base)
-    fr.decompose_(model, fr.collect_moments(model, batches, fr.select_layers(model)))
-    fr.refit_(model, {"layer": 4}, base, batches)
-    x = torch.cat([torch.tensor([[ord(letter) / 64 - 1 for letter in text] for text in texts])]).double()
-    layer = nested_layers(model)["layer"]
-    assert model(*texts).shape == (40, 8) and layer.rank == 4 and len(x) == 40
+    fitted = []
+    for kind, batches in ((Reading, [texts[:20], texts[20:]]), (nn.Sequential, [codes(texts[:20]), codes(texts[20:])])):
+        base = kind(copy.deepcopy(layer))
+        model = copy.deepcopy(base)
+        fr.decompose_(model, fr.collect_moments(model, batches, fr.select_layers(model)))
+        before = nested_layers(model)["0"].matrix.clone()
+        fr.refit_(model, {"0": 4}, base, batches)
+        fitted.append(nested_layers(model)["0"].matrix)
+        assert not torch.equal(fitted[-1], before)
+    torch.testing.assert_close(*fitted)

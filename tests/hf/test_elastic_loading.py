@@ -258,8 +258,7 @@ def test_several_threads_leave_transformers_initialisers_as_they_were(tmp_path: 
     sys.setswitchinterval(1e-5)
     try:
         with ThreadPoolExecutor(3) as pool:
-            for model, _ in pool.map(lambda _: fr.load_elastic(tmp_path / "elastic", 0.5), range(24)):
-                assert model is not None
+            list(pool.map(lambda _: fr.load_elastic(tmp_path / "elastic", 0.5), range(24)))
     finally:
         sys.setswitchinterval(interval)
     assert torch.nn.init.kaiming_uniform_ is before

@@ -83,7 +83,7 @@ def test_a_class_without_a_pooler_leaves_that_out(kind: str, tmp_path: Path, cap
 
 
 def test_a_head_that_was_made_larger_and_saved_is_not_new(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Of a size whose head is dense, and of one whose factorised head transformers has drawn anew."""
+    """Of a size whose head is dense, and of one whose factorised head transformers has newly drawn."""
     model = elastic("llama_untied")
     small, auto = fr.deploy(model, chain_of(model).at(1.0)), transformers.AutoModelForCausalLM
     small.resize_token_embeddings(70)

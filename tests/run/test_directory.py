@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 from flexrank import probe as sensitivity
-from flexrank.artefacts.elastic import read_shapes
 from flexrank.distill.step import Step
 from flexrank.errors import FlexrankError
 from flexrank.files import digest_files
-from flexrank.profiles import ProfileChain
 from flexrank.run import directory, run_stages, runner
 from flexrank.run.config import load_config
 from flexrank.run.directory import RunDirectory, identity, model_identity
@@ -294,43 +292,6 @@ def test_a_configuration_that_cannot_be_read_is_not_written_over(copied: Path) -
     with pytest.raises(FlexrankError, match="unknown key 'key_of_the_future'.*; correct it, remove the run"):
         run_stages(config)
     assert (copied / "config.yaml").read_text() == "name: tiny\nkey_of_the_future: 1\n"
-
-
-def test_an_exported_size_that_is_no_longer_wanted_is_removed(copied: Path) -> None:
-    (copied / "deployed" / "mine.txt").write_text("not to be removed")
-    (copied / "deployed" / ".0.50.killed00.aside").mkdir()
-    (copied / "deployed" / "mine.old").mkdir()
-    (copied / "deployed" / "notes.old").touch()
-    shutil.copytree(copied / "deployed" / "0.50", copied / "deployed" / "mine")  # as by `deploy --output`
-    rerun(copied, "deployment.budgets=[0.8]", until="deploy")
-    assert sorted(path.name for path in (copied / "deployed").iterdir()) == [
-        "0.80",
-        "mine",
-        "mine.old",
-        "mine.txt",
-        "notes.old",
-    ]
-    (copied / "deployed" / "mine.txt").write_text("and may change")
-    assert rerun(copied, until="deploy") == ()
-    rerun(copied, "deployment.budgets=[]", until="deploy")
-    assert sorted(path.name for path in (copied / "deployed").iterdir()) == [
-        "mine",
-        "mine.old",
-        "mine.txt",
-        "notes.old",
-    ]
-
-
-def test_ranks_of_the_papers_algorithm_are_trained_by_default(copied: Path) -> None:
-    """Its chain has profiles between the trained ones, at ranks that a run does not load."""
-    levels = "probe.levels=6"
-    assert "distill" in rerun(copied, "allocation.method=paper", levels, "deployment.budgets=[0.5]")
-    chain = ProfileChain.from_json(json.loads((copied / "chain.json").read_text()))
-    _, kept = read_shapes(copied / "elastic")
-    assert len(chain.entries) > len(kept.entries) and len(kept.requested) == 2
-    assert [entry.profile for entry in kept.requested] == [entry.profile for entry in chain.requested]
-    rows = json.loads((copied / "evaluation.json").read_text())["rows"]
-    assert [row["budget"] for row in rows] == [0.8, 0.5]
 
 
 def test_one_process_at_a_time_writes_to_a_run(copied: Path) -> None:

@@ -16,7 +16,6 @@ from flexrank.deployment import deploy, deployed_parameters_of
 from flexrank.distill import step
 from flexrank.distill.objectives import EmbeddingObjective, LogitObjective, default_objective
 from flexrank.distill.optimizer import make_optimizer
-from flexrank.errors import FlexrankError
 from flexrank.hf.meta import meta_model
 from flexrank.hf.models import hidden_states, save_config
 from flexrank.nn.blocks import block_stack
@@ -49,32 +48,6 @@ def test_parameters_and_layers_are_those_of_the_real_model(build: Build, tmp_pat
         counts[tuple(row["shape"])] += row["layers"]
     assert counts == Counter(layer.matrix_shape for layer in layers.values())
     assert result["probe"]["layers"] == len(layers) == sum(row["layers"] for row in result["layers"])
-
-
-def test_a_layer_that_does_not_run_is_named_as_in_a_run(tmp_path: Path) -> None:
-    """Mamba reads a layer's weight in its own kernel, without calling the layer."""
-    from transformers import MambaConfig, MambaForCausalLM
-
-    def mamba() -> Any:
-        return MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4))
-
-    model = mamba()
-    with pytest.raises(FlexrankError, match="dt_proj' did not run on the first batch; exclude it"):
-        find_groups(lambda: model(torch.tensor([[1, 2, 3]])), select_layers(model))
-    with pytest.raises(FlexrankError, match="dt_proj' did not run on the first batch; exclude it"):
-        dry_run(config_of(mamba, tmp_path))
-    assert dry_run(config_of(mamba, tmp_path, layers={"exclude": ["dt_proj"]}))["layers"]
-
-
-def test_windows_of_attention_with_other_heads_in_each_stage_are_counted_without(tmp_path: Path) -> None:
-    from transformers import SwinConfig, SwinForImageClassification
-
-    def swin() -> Any:
-        sizes = {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 2}
-        return SwinForImageClassification(SwinConfig(image_size=16, patch_size=4, **sizes))
-
-    config = config_of(swin, tmp_path, task="classification", data={"source": "images"})
-    assert dry_run(config)["parameters"]["model"] == swin().num_parameters()
 
 
 def test_what_stays_dense_has_its_reason_and_counts_once(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -292,3 +293,28 @@ def test_a_changed_file_of_held_out_texts_makes_the_run_anew(sources: Path, tmp_
     before = fingerprints(parse_config(values), values["model"])
     (tmp_path / "other.txt").write_text("one\nthree\n")
     assert fingerprints(parse_config(values), values["model"]) != before
+
+
+def test_an_exported_size_that_is_no_longer_wanted_is_removed(copied: Path) -> None:
+    (copied / "deployed" / "mine.txt").write_text("not to be removed")
+    (copied / "deployed" / ".0.50.killed00.aside").mkdir()
+    (copied / "deployed" / "mine.old").mkdir()
+    (copied / "deployed" / "notes.old").touch()
+    shutil.copytree(copied / "deployed" / "0.50", copied / "deployed" / "mine")  # as by `deploy --output`
+    rerun(copied, "deployment.budgets=[0.8]", until="deploy")
+    assert sorted(path.name for path in (copied / "deployed").iterdir()) == [
+        "0.80",
+        "mine",
+        "mine.old",
+        "mine.txt",
+        "notes.old",
+    ]
+    (copied / "deployed" / "mine.txt").write_text("and may change")
+    assert rerun(copied, until="deploy") == ()
+    rerun(copied, "deployment.budgets=[]", until="deploy")
+    assert sorted(path.name for path in (copied / "deployed").iterdir()) == [
+        "mine",
+        "mine.old",
+        "mine.txt",
+        "notes.old",
+    ]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexrank.artefacts.elastic import load_elastic
+from flexrank.artefacts.elastic import load_elastic, read_shapes
 from flexrank.data.batches import call_model
 from flexrank.distill import distill_
 from flexrank.distill.objectives import LogitObjective
@@ -29,6 +29,7 @@ from flexrank.run.stages import read_chain
 from flexrank.run.training import autocast_dtype, log_losers, probe_losses
 from flexrank.run.workspace import Workspace
 from tiny import relative
+from tiny_runs import rerun
 
 pytestmark = pytest.mark.usefixtures("verified_here")
 #: Three steps: half as many as the run's six, so that its warm-up of one is none.
@@ -321,3 +322,15 @@ def test_a_size_is_fitted_alone_from_the_decomposed_weights(copied: Path) -> Non
     with torch.no_grad():
         assert relative(call_model(small, batch).logits, call_model(model, batch).logits) < 1e-4
     assert export["quality"]["nats_per_token"] == pytest.approx(work.measure_quality(model)["nats_per_token"], rel=1e-4)
+
+
+def test_ranks_of_the_papers_algorithm_are_trained_by_default(copied: Path) -> None:
+    """Its chain has profiles between the trained ones, at ranks that a run does not load."""
+    levels = "probe.levels=6"
+    assert "distill" in rerun(copied, "allocation.method=paper", levels, "deployment.budgets=[0.5]")
+    chain = read_chain(Workspace(load_config(copied), RunDirectory(copied)))
+    _, kept = read_shapes(copied / "elastic")
+    assert len(chain.entries) > len(kept.entries) and len(kept.requested) == 2
+    assert [entry.profile for entry in kept.requested] == [entry.profile for entry in chain.requested]
+    rows = read_json(copied / "evaluation.json")["rows"]
+    assert [row["budget"] for row in rows] == [0.8, 0.5]

@@ -12,7 +12,6 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ from flexrank.nn.experts import separate_as_recorded_
 from flexrank.nn.quantised import is_quantised
 from flexrank.nn.select import require_in_memory, unwrapped
 from flexrank.nn.sharding import is_sharded
-from flexrank.nn.specs import layer_spec
+from flexrank.nn.specs import layer_spec, require_dtype
 from flexrank.nn.switch import nested_layers, require_fitting, set_profile
 from flexrank.profiles import ChainEntry, ProfileChain
 
@@ -171,8 +170,7 @@ def load_elastic(
     Raises:
         FlexrankError: a file is missing, truncated or edited, the budget is too small, or the architecture differs.
     """
-    if not isinstance(dtype, (torch.dtype, NoneType)):
-        raise FlexrankError(f"dtype is {dtype!r}; it is a torch.dtype, such as torch.bfloat16")
+    require_dtype(dtype)
     directory = local_directory(directory)
     document = read_elastic_document(directory)
     chain, ranks = ProfileChain.from_json(document["chain"]), None

@@ -21,10 +21,16 @@ from flexrank.errors import FlexrankError
 from flexrank.hf import models
 from flexrank.hf.classes import auto_class
 from flexrank.hf.companions import complete_snapshot, local_directory
-from flexrank.hf.quantizer import OrdinaryModelQuantizer, attach, forget_quantization, match_layers, specs_that_fit
+from flexrank.hf.quantizer import (
+    OrdinaryModelQuantizer,
+    attach,
+    forget_quantization,
+    match_layers,
+    require_head,
+    specs_that_fit,
+)
 from flexrank.nn.experts import separate_as_recorded_
 from flexrank.nn.gauge_aligned import Slack
-from flexrank.nn.matrix import is_layer
 from flexrank.nn.select import parent_slots, replace_layers
 
 ELASTIC_QUANT_METHOD = "flexrank_elastic"
@@ -75,10 +81,7 @@ class ElasticQuantizer(OrdinaryModelQuantizer):
         # Only now is it known where transformers found the file: `revision` or another model's `config` may change it.
         self._directory = complete_snapshot(Path(kwargs["checkpoint_files"][0]).parent)
         separate_as_recorded_(model)
-        specs = read_elastic_document(self._directory)["layers"]
-        layers = specs_that_fit(model, specs)
-        for name in dict(match_layers(model, specs)).keys() - layers.keys():
-            _require_head(model, name)
+        layers = specs_that_fit(model, read_elastic_document(self._directory)["layers"], only_heads_differ=True)
         for slots in parent_slots(model, layers).values():
             for parent, _ in slots:
                 vars(parent)["_is_hf_initialized"] = True  # else some read the shapes of what is empty from here on
@@ -143,13 +146,4 @@ def _fill_module(model: Any, name: str, module: nn.Module) -> None:
             if own[key].shape == tensor.shape:
                 own[key] = tensor
             else:
-                _require_head(model, f"{name}.{key}")
-
-
-def _require_head(model: Any, name: str) -> None:
-    """Raises FlexrankError if this name, of a layer or tensor of another shape, is not of the model's head."""
-    part = name.partition(".")[0]
-    is_alone = model.base_model is model and not is_layer(model.get_submodule(part))  # some classes name no base model
-    if is_alone or part == model.base_model_prefix:
-        wrong = f"{name} has another shape than in the artefact"
-        raise FlexrankError(f"{type(model).__name__}: {wrong}; only a head may differ, so load it by its own config")
+                require_head(model, f"{name}.{key}")

@@ -12,6 +12,7 @@ from flexrank.errors import FlexrankError
 from flexrank.files import dtype_name
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.gauge_aligned import Slack, resolve_slack
+from flexrank.nn.specs import require_dtype
 from flexrank.nn.switch import nested_layers, submodel
 from flexrank.profiles import SlackTable
 from flexrank.profiles.costs import is_dense
@@ -55,8 +56,7 @@ def find_slack(
 
 def require_options(dtype: Any, activations: Any) -> None:
     """Raises FlexrankError unless these are None, or a torch.dtype and what `collect_rows` returns."""
-    if not isinstance(dtype, (torch.dtype, NoneType)):
-        raise FlexrankError(f"dtype is {dtype!r}; it is a torch.dtype, such as torch.bfloat16")
+    require_dtype(dtype)
     if not isinstance(activations, (Mapping, NoneType)):
         raise FlexrankError(f"activations is a {type(activations).__name__}; it is what collect_rows returns")
 

@@ -1,6 +1,5 @@
 """Stage three: one set of weights learns to serve every profile (FlexRank, section 3.3, eq. 5 and 6)."""
 
-import contextlib
 import dataclasses
 import math
 import numbers
@@ -30,10 +29,9 @@ from flexrank.distill.step import (
     Targets,
     require_other,
     require_rows,
-    set_sizes_,
+    sized,
     trainable_parameters,
     training,
-    trimmed_factors,
     undone_if_untrained,
 )
 from flexrank.errors import FlexrankError
@@ -163,14 +161,13 @@ def distill_(
         FlexrankError: wrong settings, no batches, a batch without a real token, float16, profiles of another model or
             not cheapest first, a loss that is not finite, or another run's checkpoint.
     """
-    counts = {"steps": steps, "accumulation": accumulation, "checkpoint_every": checkpoint_every}
-    counts |= {"warmup_steps": warmup_steps}
-    _check(model, teacher, optimizer, autocast, counts)
+    _check(model, teacher, optimizer, autocast)
+    _check_counts(steps=steps, accumulation=accumulation, checkpoint_every=checkpoint_every)
+    _check_counts(least=0, warmup_steps=warmup_steps)
     profiles = profiles_of(chain, model)
     steps, accumulation, seed = int(steps), int(accumulation), int(seed)  # numpy integers are not JSON
     _check_numbers(learning_rate=learning_rate, max_norm=max_norm)
     _check_numbers(allow_zero=True, weight_decay=weight_decay)
-    require_objective(objective)
     is_balanced = _is_balanced(method)
     drawn = _weights(weights, method, model, profiles)
     schedule = Schedule(drawn, seed, steps, float(learning_rate), int(warmup_steps))
@@ -182,9 +179,7 @@ def distill_(
         "teacher": _identity(teacher) if checkpoint else None,
     }  # fmt: skip
     losses: list[float] = []
-    with undone_if_untrained(model, losses), contextlib.ExitStack() as stack:
-        size_indices = set_sizes_(model, profiles) if is_balanced else []
-        stack.enter_context(trimmed_factors(model, profiles))
+    with undone_if_untrained(model, losses), sized(model, profiles, is_balanced) as size_indices:
         trainable = trainable_parameters(model, train_embeddings, is_balanced and len(profiles) > 1)
         adam = make_optimizer(model, trainable, learning_rate, weight_decay, optimizer)
         state = State(checkpoint, settings, trainable, adam, Feed(batches, seed), sharded_parameters(model), losses)
@@ -245,7 +240,7 @@ def profiles_of(chain: Profiles, model: nn.Module) -> list[dict[str, int]]:
     return [{name: int(rank) for name, rank in profile.items()} for profile in profiles]
 
 
-def _check(model: nn.Module, teacher: nn.Module, optimizer: str, autocast: object, counts: Mapping[str, int]) -> None:
+def _check(model: nn.Module, teacher: nn.Module, optimizer: str, autocast: object) -> None:
     require_unwrapped(model)
     require_other(model, teacher)
     require_known(optimizer)
@@ -253,8 +248,10 @@ def _check(model: nn.Module, teacher: nn.Module, optimizer: str, autocast: objec
         raise FlexrankError("optimizer is adamw_8bit; of a sharded model it is adamw, whose states are divided too")
     if autocast not in (None, torch.bfloat16):
         raise FlexrankError(f"autocast is {autocast!r}; it is None or torch.bfloat16, as float16 loses small gradients")
+
+
+def _check_counts(least: int = 1, **counts: object) -> None:
     for name, count in counts.items():
-        least = 0 if name == "warmup_steps" else 1
         if not isinstance(count, numbers.Integral) or count < least:
             raise FlexrankError(f"{name} is {count!r}; it must be a whole number from {least} up")
 

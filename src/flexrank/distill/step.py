@@ -193,6 +193,14 @@ def set_sizes_(model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> list[
 
 
 @contextlib.contextmanager
+def sized(model: nn.Module, profiles: Sequence[Mapping[str, int]], is_balanced: bool) -> Iterator[list[int]]:
+    """`trimmed_factors` for the block; yields the indices of `set_sizes_`, or none unless training is `balanced`."""
+    size_indices = set_sizes_(model, profiles) if is_balanced else []
+    with trimmed_factors(model, profiles):
+        yield size_indices
+
+
+@contextlib.contextmanager
 def undone_if_untrained(model: nn.Module, losses: Sequence[float]) -> Iterator[None]:
     """If the block fails while there are no losses, each elastic layer gets back what `set_sizes_` has replaced."""
     before = [(layer, layer.dense, layer.sizes, layer.card_sizes) for layer in nested_layers(model).values()]

@@ -24,7 +24,7 @@ def class_for(task: Task, config: Any) -> Any:
 
 
 def reads_both_sides(config: Any) -> bool:
-    """Whether a language model sees the tokens after a token too, as BERT does unless it is set to be a decoder."""
+    """Whether a language model sees later tokens too, as BERT does unless it is set to be a decoder."""
     import transformers
 
     is_causal = getattr(config, "is_decoder", getattr(config, "causal", True))

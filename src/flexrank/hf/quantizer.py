@@ -19,7 +19,7 @@ from flexrank.errors import FlexrankError
 from flexrank.files import read_json
 from flexrank.hf import models
 from flexrank.nn.experts import separate_as_recorded_
-from flexrank.nn.matrix import matrix_shape
+from flexrank.nn.matrix import is_layer, matrix_shape
 from flexrank.nn.quantised import NOTED, is_quantised, part_names, taken_apart
 from flexrank.nn.select import replace_layers
 from flexrank.nn.specs import FORMAT, build_layer, require_format, require_specs
@@ -188,10 +188,13 @@ def match_layers(model: Any, items: Mapping[str, Item], *, skip_missing: bool = 
             raise FlexrankError(f"{kind} has no layer {name!r}, which config.json says is deployed; {right}")
 
 
-def specs_that_fit(model: Any, specs: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+def specs_that_fit(
+    model: Any, specs: Mapping[str, Mapping[str, Any]], only_heads_differ: bool = False
+) -> dict[str, Mapping[str, Any]]:
     """The specs of the layers that `match_layers` finds and that have the same shape in this model.
 
-    All others, such as a head with other classes, stay transformers' own layers, newly initialised.
+    All others, such as a head with other classes, stay transformers' own layers, newly initialised. With
+    `only_heads_differ` they must be of a head; otherwise transformers refuses the shapes as it reads the weights.
     """
     found, matched = {}, dict(match_layers(model, specs))
     if specs and not matched:
@@ -201,9 +204,21 @@ def specs_that_fit(model: Any, specs: Mapping[str, Mapping[str, Any]]) -> dict[s
         shape = matrix_shape(model.get_submodule(name))
         if shape == tuple(spec["shape"]):
             found[name] = spec
-        elif spec["form"] != "dense":  # else it is transformers' own layer in the file too, of the shape that it has
+            continue
+        if only_heads_differ:
+            require_head(model, name)
+        if spec["form"] != "dense":  # else it is transformers' own layer in the file too, of the shape that it has
             log.warning("%s is %s here and %s in the artefact: newly initialised", name, shape, tuple(spec["shape"]))
     return found
+
+
+def require_head(model: Any, name: str) -> None:
+    """Raises FlexrankError if this name, of a layer or tensor of another shape, is not of the model's head."""
+    part = name.partition(".")[0]
+    is_alone = model.base_model is model and not is_layer(model.get_submodule(part))  # some classes name no base model
+    if is_alone or part == model.base_model_prefix:
+        wrong = f"{name} has another shape than in the artefact"
+        raise FlexrankError(f"{type(model).__name__}: {wrong}; only a head may differ, so load it by its own config")
 
 
 def attach(model: Any, layers: Mapping[str, Mapping[str, Any]]) -> None:

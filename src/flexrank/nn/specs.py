@@ -1,6 +1,7 @@
 """Layers as JSON objects: the description of a layer in an artefact, and the empty layer built from it."""
 
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any
 
 import torch
@@ -36,6 +37,12 @@ def _is_spec(spec: Any) -> bool:
         return False
     shape, is_whole = spec["shape"], spec["form"] != "aligned" or "aligned" in spec
     return is_whole and isinstance(shape, (list, tuple)) and len(shape) == 2
+
+
+def require_dtype(dtype: Any) -> None:
+    """Raises FlexrankError unless this is None or a torch.dtype."""
+    if not isinstance(dtype, (torch.dtype, NoneType)):
+        raise FlexrankError(f"dtype is {dtype!r}; it is a torch.dtype, such as torch.bfloat16")
 
 
 def layer_spec(layer: nn.Module) -> dict[str, Any]:

@@ -137,6 +137,8 @@ def _errors(data: Mapping[str, Any], variant: str) -> list[float]:
 
 def draw(data: Mapping[str, Any]) -> Any:
     """Draws each variant's distance from the base model's quality over that of the defaults: a panel for each model."""
+    from matplotlib.ticker import LogFormatter
+
     figure, all_axes = figures.panels(len(data), (1.8 + 4.4 * len(data), 4.4))
     for axes, (name, one) in zip(all_axes, data.items(), strict=True):
         own = _distances(one, DEFAULT)
@@ -148,6 +150,7 @@ def draw(data: Mapping[str, Any]) -> Any:
             figures.draw_seeds(axes, one["budgets"], lines, COLOURS[part], _row_name(part), markersize=3)
         figures.draw_level(axes, 1.0, DEFAULT)
         axes.set(title=name, xlabel="budget", ylabel=f"{one['measure']}: distance over the defaults'", yscale="log")
+        axes.yaxis.set(major_formatter=LogFormatter(), minor_formatter=LogFormatter())  # 1.2, not 1.2 times 10 to the 0
     figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     return figure
 

@@ -22,15 +22,8 @@ from flexrank.deployment.machine import interleave, median_ratio, reset_peak, re
 from flexrank.deployment.process import in_fresh_process
 from flexrank.distill.objectives import objective_for
 from flexrank.distill.optimizer import make_optimizer
-from flexrank.distill.step import (
-    Item,
-    Step,
-    Targets,
-    set_sizes_,
-    trainable_parameters,
-    training,
-    trimmed_factors,
-)
+from flexrank.distill.step import Item, Step, Targets
+from flexrank.distill.trained import set_sizes_, trainable_parameters, training, trimmed_factors
 from flexrank.hf.classes import Task
 from flexrank.hf.models import load_model
 from flexrank.nn.elastic import NestedLayer

@@ -18,7 +18,7 @@ from flexrank.decompose import decompose_
 from flexrank.distill import distill_, distillation_evaluator
 from flexrank.distill.objectives import FeatureObjective
 from flexrank.distill.schedule import Schedule
-from flexrank.distill.step import set_sizes_, trimmed_factors
+from flexrank.distill.trained import set_sizes_, trimmed_factors
 from flexrank.errors import FlexrankError
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import full_profile, nested_layers, use_profile

@@ -16,7 +16,7 @@ from flexrank.data.batches import call_model
 from flexrank.distill import distill_, distillation_evaluator
 from flexrank.distill.objectives import FeatureObjective, LogitObjective
 from flexrank.distill.optimizer import make_optimizer, set_rate, states_of, update
-from flexrank.distill.step import trainable_parameters, training
+from flexrank.distill.trained import trainable_parameters, training
 from flexrank.errors import FlexrankError
 from flexrank.files import digest_files, read_document, write_document
 from flexrank.nn.switch import full_profile, nested_layers

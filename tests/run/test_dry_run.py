@@ -13,7 +13,7 @@ import tiny
 from flexrank.calibrate import collect_moments, find_groups
 from flexrank.data.batches import call_model
 from flexrank.deployment import deploy, deployed_parameters_of
-from flexrank.distill import step
+from flexrank.distill import trained
 from flexrank.distill.objectives import EmbeddingObjective, LogitObjective, default_objective
 from flexrank.distill.optimizer import make_optimizer
 from flexrank.hf.meta import meta_model
@@ -40,7 +40,7 @@ def test_parameters_and_layers_are_those_of_the_real_model(build: Build, tmp_pat
     assert sizes["model"] == model.num_parameters()
     assert sizes["elastic_model"] == sum(p.numel() for p in student.parameters())
     assert sizes["factors"] == sum(layer.u.numel() + layer.v.numel() for layer in layers.values())
-    assert sizes["trained"] == sum(p.numel() for p in step.trainable_parameters(student, factors_only=True).values())
+    assert sizes["trained"] == sum(p.numel() for p in trained.trainable_parameters(student, factors_only=True).values())
     assert sizes["layers"] == sum(row["parameters"] for row in result["layers"])
     assert sizes["model"] == sum(row["parameters"] for row in (*result["layers"], *result["dense"]))
     counts: Counter[tuple[int, ...]] = Counter()
@@ -107,10 +107,10 @@ def test_memory_is_what_real_training_holds(tmp_path: Path) -> None:
     for name, layer in nested_layers(student).items():
         layer.set_sizes_([profile[name] for profile in reversed(profiles)])
     batch, held = batch_of(tiny.llama_tied), memory["consolidation"]
-    with step.trimmed_factors(student, profiles):
-        trainable = step.trainable_parameters(student, factors_only=True)
+    with trained.trimmed_factors(student, profiles):
+        trainable = trained.trainable_parameters(student, factors_only=True)
         optimizer = make_optimizer(student, trainable, 1e-3)
-        with step.training(student, model, trainable), use_profile(student, profiles[0]):
+        with trained.training(student, model, trainable), use_profile(student, profiles[0]):
             output = call_model(student, batch).logits
             output.square().sum().backward()
             gradients = bytes_of([p.grad for p in trainable.values()])

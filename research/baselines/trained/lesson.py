@@ -13,7 +13,8 @@ from flexrank.decompose import Method
 from flexrank.distill.objectives import FisherObjective, Objective
 from flexrank.distill.optimizer import set_rate
 from flexrank.distill.schedule import Feed, scheduled_rate
-from flexrank.distill.step import Step, Targets, training
+from flexrank.distill.step import Step, Targets
+from flexrank.distill.trained import training
 from flexrank.profiles import ProfileChain
 from flexrank.progress import track
 from research.baselines.method import Loss, parameter_count

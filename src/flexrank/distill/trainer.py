@@ -13,16 +13,8 @@ from flexrank.distill import Profiles, profiles_of
 from flexrank.distill.objectives import Objective
 from flexrank.distill.optimizer import make_optimizer, scale_vectors_, set_rate
 from flexrank.distill.schedule import RunningLosses, Schedule, default_weights
-from flexrank.distill.step import (
-    Targets,
-    loss_scale,
-    require_finite,
-    require_other,
-    set_sizes_,
-    trainable_parameters,
-    training,
-    trimmed_factors,
-)
+from flexrank.distill.step import Targets, loss_scale, require_finite, require_other
+from flexrank.distill.trained import set_sizes_, trainable_parameters, training, trimmed_factors
 from flexrank.errors import FlexrankError
 from flexrank.hf.models import mark_elastic
 from flexrank.nn.switch import layer_shapes, use_profile

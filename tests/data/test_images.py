@@ -67,9 +67,10 @@ def test_jpegs_of_a_run_are_scaled_by_the_plain_formula(tmp_path: Path) -> None:
     path = write(tmp_path / "a.npz", **encode(random_images(40)))
     scaling = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.25, 0.3], "rescale_factor": 1 / 255}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(scaling))
+    (tmp_path / "config.json").write_text("{}")
     data = {"source": "images", "path": str(path), "calibration": 4, "probe": 4, "batch_size": 4, "evaluation": 4}
     config = parse_config({"name": "n", "task": "classification", "model": str(tmp_path), "data": data})
-    example: Any = load_samples(config, str(tmp_path), None).example
+    example: Any = load_samples(config, None).example
     wanted = (read_images(path)[0] / 255 - scaling["image_mean"]) / scaling["image_std"]
     images = example["pixel_values"].permute(0, 2, 3, 1)
     distances = [np.abs(images[0].double().numpy() - one).max() for one in wanted]

@@ -82,7 +82,7 @@ def test_every_size_scores_what_a_plain_loop_scores(copied: Path, sources: Path,
     qualities = [row["quality"]["nats_per_token"] for row in found["rows"]]
     own = [row["quality"]["nats_per_token"] for row in (summary["base"], *summary["rows"])]
     assert qualities[:2] + qualities[3:] == pytest.approx(own, rel=1e-6)
-    measure_quality = load_samples(load_config(copied), str(sources / "language"), tokenizer).quality_function(base)
+    measure_quality = load_samples(load_config(copied), tokenizer).quality_function(base)
     assert qualities[2] == pytest.approx(measure_quality(models[2])["nats_per_token"], rel=1e-4)  # at .62
     for row, model in zip(found["rows"], models, strict=True):
         scores = {metric: one["value"] for metric, one in row["tasks"]["words"].items()}

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("verified_here")
 def original(finished: Path, sources: Path) -> tuple[torch.nn.Module, Samples]:
     """The whole run's base model and its samples."""
     model, tokenizer = load_model(sources / "language", "language"), load_tokenizer(sources / "language")
-    return model, load_samples(load_config(finished), str(sources / "language"), tokenizer)
+    return model, load_samples(load_config(finished), tokenizer)
 
 
 def test_the_summary_has_the_promised_keys_and_keeps_to_the_budgets(finished: Path) -> None:
@@ -64,7 +64,7 @@ def test_the_exported_model_is_the_row_of_its_budget(finished: Path, sources: Pa
     assert sum(path.stat().st_size for path in files) == row["bytes"]
     small = transformers.AutoModelForCausalLM.from_pretrained(place)
     config = load_config(finished)
-    samples = load_samples(config, str(sources / "language"), transformers.AutoTokenizer.from_pretrained(place))
+    samples = load_samples(config, transformers.AutoTokenizer.from_pretrained(place))
     assert samples.quality_function(small)(small)["nats_per_token"] == pytest.approx(
         row["quality"]["nats_per_token"], rel=1e-6
     )
@@ -238,7 +238,7 @@ def test_calibration_probe_training_and_evaluation_share_no_text(sources: Path, 
     values = settings(sources / "embedding", sources / "text.txt", tmp_path, "embedding")
     values["data"] |= {"calibration": 25, "probe": 15, "training": 10_000, "evaluation": 10_000, "max_tokens": 100}
     seen: dict[str, set[tuple[int, ...]]] = {}
-    samples = load_samples(parse_config(values), "", tokenizer)
+    samples = load_samples(parse_config(values), tokenizer)
     for name in ("calibration", "probe", "training"):
         rows = [row for batch in getattr(samples, name) for row in batch["input_ids"].tolist()]
         seen[name] = {tuple(token for token in row if token) for row in rows}
@@ -258,7 +258,7 @@ def test_texts_held_out_in_a_file_of_their_own_leave_the_other_to_training(sourc
     tokenizer = transformers.AutoTokenizer.from_pretrained(sources / "embedding")
     values = settings(sources / "embedding", sources / "text.txt", tmp_path, "embedding")
     values["data"] |= {"held_out": str(tmp_path / "other.txt"), "training": 10_000, "evaluation": 10_000}
-    samples = load_samples(parse_config(values), "", tokenizer)
+    samples = load_samples(parse_config(values), tokenizer)
     lines = len(TEXT.splitlines())
     assert sum(len(batch["input_ids"]) for batch in samples.training) == lines - lines * SPLITS["calibration"] // 100
     wanted = {tuple(tokenizer(line, truncation=True, max_length=32)["input_ids"]) for line in other}
@@ -273,7 +273,7 @@ def test_the_held_out_samples_have_two_halves(task: str, sources: Path, tmp_path
         values = settings(sources / task, sources / "text.txt", tmp_path, task)
         values["data"] |= {"evaluation": 10_000, "half": half}
         values["evaluation"] |= {"latency_batch_size": 10_000}
-        example = load_samples(parse_config(values), "", tokenizer).example
+        example = load_samples(parse_config(values), tokenizer).example
         parts[half] = {tuple(token for token in row if token) for row in example["input_ids"].tolist()}
     assert parts["tuning"] | parts["reporting"] == parts[None] and not parts["tuning"] & parts["reporting"]
     assert 0.3 * len(parts[None]) < len(parts["tuning"]) < 0.7 * len(parts[None])

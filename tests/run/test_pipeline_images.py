@@ -15,6 +15,7 @@ from flexrank.errors import FlexrankError
 from flexrank.hf.models import load_model
 from flexrank.run import run_stages
 from flexrank.run.config import parse_config
+from flexrank.run.directory import RunDirectory
 from flexrank.run.workspace import Workspace
 from tiny_runs import here, invoke
 
@@ -59,6 +60,25 @@ def test_a_whole_run(model: Path, tmp_path: Path) -> None:
     base, between, least = json.loads(done.stdout)["rows"]
     assert (base["quality"], least["quality"]) == (summary["base"]["quality"], summary["rows"][1]["quality"])
     assert between["budget"] == 0.65 and between["quality"] == qualities(model, images, tmp_path / "run", 0.65)
+
+
+def test_a_model_of_the_hub_is_named_as_there(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its scaling of images too comes from the hub's cache; a repository without one is named."""
+    place = tmp_path / "hub" / "models--you--vit"
+    (place / "refs").mkdir(parents=True)
+    (place / "refs" / "main").write_text("a" * 40)
+    snapshot = shutil.copytree(model, place / "snapshots" / ("a" * 40))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    values = settings(model, write_images(tmp_path / "images.npz"), tmp_path / "run")
+
+    def samples(name: str) -> Any:
+        return Workspace(parse_config({**values, "model": name}), RunDirectory(tmp_path / "run")).samples
+
+    found, wanted = samples("you/vit"), samples(str(model))
+    assert torch.equal(found.example["pixel_values"], wanted.example["pixel_values"])
+    (snapshot / "preprocessor_config.json").unlink()
+    with pytest.raises(FlexrankError, match="'you/vit/preprocessor_config.json' cannot be loaded"):
+        samples("you/vit")
 
 
 def test_the_base_of_a_model_in_bfloat16_is_measured_in_it(

@@ -105,7 +105,7 @@ def test_no_text_is_in_two_parts(task: str, sources: Path, corpus: Path) -> None
     many = {"calibration": 30, "probe": 10, "evaluation": 30, "max_tokens": 100}
     values = streamed(sources / task, corpus, corpus, task, **many)
     values["evaluation"] |= {"latency_batch_size": 30}
-    samples = load_samples(parse_config(values), "", tokenizer)
+    samples = load_samples(parse_config(values), tokenizer)
     assert isinstance(samples.training, StreamedBatches)
     few: list[Any] = [samples.calibration, samples.probe]
     first, other = ({str(row) for batch in one for row in batch["input_ids"].tolist()} for one in few)
@@ -132,7 +132,7 @@ def test_without_a_buffer_training_keeps_the_order_of_texts(sources: Path, corpu
     lines = [line for line in LINES if part(line) == "training"]
     for task in ("language", "embedding"):
         values = streamed(sources / task, corpus, corpus, task, shuffle_buffer=0, max_tokens=100)
-        batches: list[Any] = list(load_samples(parse_config(values), "", tokenizer).training)
+        batches: list[Any] = list(load_samples(parse_config(values), tokenizer).training)
         assert [len(batch["input_ids"]) for batch in batches[:-1]] == [4] * (len(batches) - 1)
         rows = [[token for token in row if token] for batch in batches for row in batch["input_ids"].tolist()]
         ids = tokenizer(lines, add_special_tokens=False)["input_ids"]
@@ -147,7 +147,7 @@ def test_without_a_buffer_training_keeps_the_order_of_texts(sources: Path, corpu
 def test_batches_of_texts_for_embeddings_are_full(sources: Path, corpus: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(sources / "embedding")
     values = streamed(sources / "embedding", corpus, corpus, "embedding", shuffle_buffer=37)
-    batches: list[Any] = list(load_samples(parse_config(values), "", tokenizer).training)
+    batches: list[Any] = list(load_samples(parse_config(values), tokenizer).training)
     assert [len(batch["input_ids"]) for batch in batches].count(4) >= len(batches) - 1
 
 
@@ -156,7 +156,7 @@ def test_either_half_of_a_stream_has_as_many_samples_as_are_asked_for(sources: P
     for half in ("tuning", "reporting"):
         values = streamed(sources / "embedding", corpus, corpus, "embedding", half=half, evaluation=20)
         values["evaluation"] |= {"latency_batch_size": 100}
-        example: Any = load_samples(parse_config(values), "", tokenizer).example
+        example: Any = load_samples(parse_config(values), tokenizer).example
         parts[half] = example["input_ids"].tolist()
     found = [{tuple(token for token in row if token) for row in rows} for rows in parts.values()]
     assert not found[0] & found[1] and min(map(len, found)) >= 15
@@ -243,7 +243,7 @@ def test_calibration_does_not_depend_on_the_size_of_the_probe(sources: Path, cor
     found = []
     for probe in (4, 12):
         values = streamed(sources / "language", corpus, corpus, calibration=16, probe=probe, max_tokens=40)
-        samples = load_samples(parse_config(values), "", tokenizer)
+        samples = load_samples(parse_config(values), tokenizer)
         rows = [[row for batch in part for row in batch["input_ids"].tolist()] for part in
                 (samples.calibration, samples.probe)]  # fmt: skip
         assert [len(part) for part in rows] == [16, probe] and not any(row in rows[0] for row in rows[1])

@@ -128,6 +128,17 @@ def load_tokenizer(name: str | Path) -> Any:
         return transformers.AutoTokenizer.from_pretrained(source)
 
 
+def file_beside(name: str | Path, file: str) -> Path:
+    """The path of a file beside a model's weights; that of a model on the hub is fetched into its cache."""
+    import transformers
+
+    source = resolve_source(name)
+    if Path(source).is_dir():
+        return Path(source, file)
+    with clear_errors(f"{name}/{file}", source):
+        return Path(transformers.utils.cached_file(source, file))
+
+
 def load_by_architecture(directory: str | Path) -> tuple[Any, dict[str, Any]]:
     """Loads the class that `config.json` names, in its files' dtype; returns the model and transformers' report."""
     with clear_errors(str(directory)), quiet_loading():

@@ -8,7 +8,6 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from flexrank.data.text import (
     token_blocks,
 )
 from flexrank.errors import FlexrankError
+from flexrank.hf import models
 from flexrank.run.config import RunConfig
 from flexrank.run.data_config import IN_MEMORY
 
@@ -54,15 +54,15 @@ class Samples:
     classes: Tensor | None = None  # of all images
 
 
-def load_samples(config: RunConfig, directory: str, tokenizer: Tokenizer | None) -> Samples:
-    """Loads the samples of a run; preprocessor_config.json in the model's `directory` has the scaling of images.
+def load_samples(config: RunConfig, tokenizer: Tokenizer | None) -> Samples:
+    """Loads the samples of a run; images are scaled as preprocessor_config.json beside the model's weights says.
 
     Raises:
         FlexrankError: the data cannot be read, or calibration is shorter than one batch.
     """
     if config.task == "classification":
         images, labels = read_images(config.data.path or "")
-        scaling = Scaling.read(Path(directory) / "preprocessor_config.json")
+        scaling = Scaling.read(models.file_beside(config.model, "preprocessor_config.json"))
         return _image_samples(config, channels_first(images), scaling, torch.from_numpy(labels))
     if tokenizer is None:
         raise FlexrankError(f"task {config.task!r} needs a tokenizer beside the model {config.model!r}")

@@ -73,7 +73,7 @@ class Workspace:
     @functools.cached_property
     def samples(self) -> Samples:
         """The run's data."""
-        return load_samples(self.config, models.resolve_source(self.config.model), self.tokenizer)
+        return load_samples(self.config, self.tokenizer)
 
     @functools.cached_property
     def measure_quality(self) -> QualityFunction:

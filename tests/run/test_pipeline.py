@@ -1,6 +1,7 @@
 """The whole way on tiny models: what it writes and exports, for each task, and what it refuses."""
 
 import json
+import logging
 import random
 import shutil
 from pathlib import Path
@@ -209,7 +210,10 @@ def test_an_encoder_goes_all_the_way(sources: Path, tmp_path: Path) -> None:
         ),
         (["model=package:no_such_package/model"], ["no_such_package", "pip install"]),
         (["data.path=nowhere.txt"], ["nowhere.txt"]),
-        (["data.batch_size=4096"], ["data.calibration", "shorter than one batch of 4096"]),
+        (
+            ["data.batch_size=4096"],
+            ["data.calibration", "one batch of 4096", "a data.max_tokens below 32"],
+        ),
         (["data.max_tokens=1000000"], ["data.max_tokens is 1000000", "reads at most 64"]),
         (["layers.include=[nothing]"], ["'nothing'", "matches no module"]),
         (["allocation.budgets=[0.001]"], ["0.001", "too small"]),
@@ -250,6 +254,24 @@ def test_calibration_probe_training_and_evaluation_share_no_text(sources: Path, 
     assert not (seen["calibration"] | seen["probe"]) & seen["training"]
     held_out = {tuple(tokenizer(line)["input_ids"]) for line in lines[held_out_at:]}
     assert not held_out & (seen["calibration"] | seen["probe"] | seen["training"])
+
+
+def test_with_few_texts_the_probe_shares_some_with_calibration_and_says_so(
+    sources: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of 400 lines 40 are for both: with 30 and 10 they are apart, and with 38 and 10 the last 8 of 38 serve twice."""
+    tokenizer, line = load_tokenizer(sources / "embedding"), "data: 40 samples for calibration and probe, which take 48"
+    values = settings(sources / "embedding", sources / "text.txt", tmp_path, "embedding")
+    for count, shared in ((30, 0), (38, 8)):
+        values["data"] |= {"calibration": count, "probe": 10, "max_tokens": 100}
+        with caplog.at_level(logging.INFO, "flexrank"):
+            samples = load_samples(parse_config(values), tokenizer)
+        own, probe = (
+            {tuple(token for token in row if token) for batch in part for row in batch["input_ids"].tolist()}
+            for part in (samples.calibration, samples.probe)
+        )
+        assert (len(own), len(probe), len(own & probe)) == (count, 10, shared)
+        assert (line in caplog.text) == bool(shared)
 
 
 def test_texts_held_out_in_a_file_of_their_own_leave_the_other_to_training(sources: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ are enough. The training part of a stream is read while a model trains.
 
 import dataclasses
 import itertools
+import logging
 import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -37,6 +38,7 @@ from flexrank.run.data_config import IN_MEMORY
 NO_SEPARATOR = "\0"
 #: Texts of a stream that are read together when training keeps their order.
 UNSHUFFLED = 64
+log = logging.getLogger("flexrank")
 
 #: Measures a model's qualities.
 QualityFunction = Callable[[nn.Module], dict[str, float]]
@@ -68,12 +70,6 @@ def load_samples(config: RunConfig, tokenizer: Tokenizer | None) -> Samples:
         raise FlexrankError(f"task {config.task!r} needs a tokenizer beside the model {config.model!r}")
     build = _block_samples if config.task == "language" else _text_samples
     return build(config, tokenizer)
-
-
-def take_probe(items: Any, calibration: int, probe: int) -> Any:
-    """The samples after those of calibration, or the last ones if too few are left."""
-    after = items[calibration : calibration + probe]
-    return after if len(after) == probe else items[-probe:]
 
 
 def loss_rows(task: str, batches: Sequence[Batch]) -> int:
@@ -189,12 +185,20 @@ def _samples(
     example: Batch,
     quality_function: Callable[[nn.Module], QualityFunction],
 ) -> Samples:
-    """The samples of a run; `batches` makes batches of the calibration part, for calibration and for the probe."""
-    data = config.data
-    first, probe = calibration[: data.calibration], take_probe(calibration, data.calibration, data.probe)
+    """The samples of a run; `batches` makes batches of the calibration part, for calibration and for the probe.
+
+    If that part has too few samples, the probe takes the last ones, of which calibration has some too.
+    """
+    data, wanted = config.data, config.data.calibration + config.data.probe
+    first, probe = calibration[: data.calibration], calibration[data.calibration : wanted]
     if len(first) < data.batch_size:
         samples = f"{len(first)} samples are shorter than one batch of {data.batch_size} (data.batch_size)"
-        raise FlexrankError(f"data.calibration: {samples}; give more data, or smaller batches")
+        length = f", a data.max_tokens below {data.max_tokens}" * (config.task == "language")
+        raise FlexrankError(f"data.calibration: {samples}; give more data{length}, or smaller batches")
+    if len(calibration) < wanted:
+        found = "data: %d samples for calibration and probe, which take %d; some serve both"
+        log.info(found, len(calibration), wanted)
+        probe = calibration[-data.probe :]
     return Samples(batches(first), batches(probe), training, example, quality_function)
 
 

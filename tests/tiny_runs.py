@@ -55,7 +55,7 @@ def settings(model: Path, data: Path, output: Path, task: str = "language") -> d
         "device": "cpu",
         "output": str(output),
         "data": {
-            "source": "text", "path": str(data), "calibration": 64, "probe": 16, "training": 64, "evaluation": 16,
+            "source": "text", "path": str(data), "calibration": 64, "probe": 15, "training": 64, "evaluation": 16,
             "max_tokens": 32, "batch_size": 8,
         },
         "probe": {"levels": 4},

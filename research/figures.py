@@ -1,6 +1,5 @@
 """The style of all figures: colours, panels, the band over seeds, bars, and how they are written."""
 
-import functools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -71,17 +70,12 @@ def draw_bars(axes: Any, names: Sequence[str], series: Mapping[str, Any], colour
     axes.set_xticks(range(len(names)), names)
 
 
-def save_figure(draw: Callable[[Mapping[str, Any]], Any], data: Mapping[str, Any], stem: Path) -> list[Path]:
+def save_figure(draw: Callable[[Mapping[str, Any]], Any], data: Mapping[str, Any], stem: Path) -> None:
     """Writes the figure of `data` to STEM.png and STEM.svg; equal data give equal bytes."""
     import matplotlib
 
     with matplotlib.rc_context(STYLE | {"legend.frameon": False}):
         figure = draw(data)
-        return [_save(functools.partial(figure.savefig, dpi=150, bbox_inches="tight"), stem, e) for e in ("png", "svg")]
-
-
-def _save(save: Callable[..., None], stem: Path, ending: str) -> Path:
-    path = stem.with_name(f"{stem.name}.{ending}")
-    with atomic_file(path) as aside:
-        save(aside, format=ending, metadata={"Date": None} if ending == "svg" else {})
-    return path
+        for form, metadata in (("png", {}), ("svg", {"Date": None})):
+            with atomic_file(stem.with_name(f"{stem.name}.{form}")) as aside:
+                figure.savefig(aside, format=form, dpi=150, bbox_inches="tight", metadata=metadata)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from flexrank import FlexrankError, RankProfile, distill_, use_profile
+from flexrank import FlexrankError, RankProfile, use_profile
 from flexrank.files import digest_json
 from flexrank.hf import models
 from flexrank.run import run_stages
@@ -22,7 +22,7 @@ from flexrank.run.config import RunConfig
 from flexrank.run.directory import RunDirectory, data_identity, identity
 from flexrank.run.fitting import require_fitting_inputs
 from flexrank.run.stages import read_chain
-from flexrank.run.training import autocast_dtype, forward_settings
+from flexrank.run.training import autocast_dtype, train_
 from flexrank.run.trials import UNTRIED
 from flexrank.run.workspace import Workspace
 from research.assets import asset_path
@@ -157,10 +157,7 @@ class LanguageBench:
     def trained(self, profiles: Sequence[Mapping[str, int]], *, steps: int, seed: int, name: str | Path) -> nn.Module:
         """Returns a fresh elastic model distilled at these profiles; an interrupted training resumes, by its name."""
         model, path = self.decomposed(), self.ledger.directory / name
-        settings = self.config.distillation
-        objective = self.space.objective(settings.weight_of_hidden_states, settings.top_k)
-        with forward_settings(self.space, model):
-            self.train_(model, profiles, steps, path, seed=seed, objective=objective)
+        self.train_(model, profiles, steps, path, seed=seed)
         return model
 
     def table(self, rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
@@ -174,16 +171,9 @@ class LanguageBench:
         """Distils a model in place as configured; `options` are passed to `distill_`."""
         settings = self.config.distillation
         # The configured weights are for all profiles, from the largest, as budgets are.
-        weights = settings.weights if len(profiles) == len(self.profiles) else None
-        distill_(
-            model, self.base, self.space.samples.training, list(profiles), steps=steps,
-            learning_rate=settings.learning_rate or UNTRIED,
-            # the same share of the steps as in a run of the configured length
-            warmup_steps=round(steps * settings.warmup_steps / max(1, settings.steps)),
-            weight_decay=settings.weight_decay, accumulation=settings.accumulation, max_norm=settings.max_norm,
-            autocast=self.autocast, weights=None if weights is None else weights[::-1], checkpoint=checkpoint,
-            checkpoint_every=settings.checkpoint_every, **options,
-        )  # fmt: skip
+        given = settings.weights[::-1] if settings.weights and len(profiles) == len(self.profiles) else None
+        rate = settings.learning_rate or UNTRIED
+        train_(self.space, model, list(profiles), steps, rate, checkpoint, given, **options)
         shutil.rmtree(checkpoint)
 
     def consolidated(self, seeds: int) -> list[list[float]]:

@@ -108,11 +108,11 @@ def test_grid_bounds_the_states_and_its_stated_error_holds():
     unit = math.ceil(dense / grid)
     fronts = []
     for size in (1, unit):
-        front = paper.Front(np.zeros(1, np.int64), np.zeros(1))
+        front = paper.START
         for layer_savings, layer_errors in zip(savings, errors, strict=True):
             kept = paper.keep_min_error_per_saving(paper.expand_layer(front, layer_savings // size, layer_errors))
             pruned = paper.pareto_prune(kept)
-            front = paper.Front(pruned.savings, pruned.errors)
+            front = pruned
         fronts.append(front)
     exact, coarse = fronts
     assert len(coarse.savings) <= grid + 1 < len(exact.savings)

@@ -12,7 +12,7 @@ from trainings import SMALL, batches
 from flexrank import processes
 from flexrank.data.batches import digest_batch
 from flexrank.distill import distill_, schedule
-from flexrank.distill.schedule import Feed, RunningLosses, Schedule, default_weights, drawn_weights
+from flexrank.distill.schedule import Feed, RunningLosses, Schedule, drawn_weights
 from flexrank.errors import FlexrankError
 from tiny import build, nest
 
@@ -71,14 +71,14 @@ def test_usual_losses_by_hand() -> None:
 
 
 def test_the_largest_profile_below_the_full_model_is_drawn_twice_as_often() -> None:
-    assert default_weights("balanced", [False, False, False]) == [1, 1, 2]
-    assert default_weights("balanced", [False, False, True]) == [1, 2, 0]
+    assert drawn_weights(None, "balanced", [False, False, False]) == [1, 1, 2]
+    assert drawn_weights(None, "balanced", [False, False, True]) == [1, 2, 0]
     for given in (None, [3.0]):
         with pytest.raises(FlexrankError, match="the only size is the full model"):
             drawn_weights(given, "balanced", [True])
         assert drawn_weights(given, "paper", [True]) == (given or [1])
     assert drawn_weights([1.0, 2.0], "balanced", [False, True]) == [1, 0]
-    assert default_weights("paper", [False, False, True]) == [1, 1, 1]
+    assert drawn_weights(None, "paper", [False, False, True]) == [1, 1, 1]
 
 
 def test_a_loader_restored_at_the_end_of_its_pass_goes_on() -> None:

@@ -60,7 +60,7 @@ def test_a_study_runs_whole_and_again_from_its_units(
     study = find_experiment(name)
     first = study.run(request_for(name))
     assert study.draw(first["data"]).axes and first["tables"][0]["rows"]
-    monkeypatch.setattr("research.studies.language.distill_", None)  # all parts are finished: nothing is trained again
+    monkeypatch.setattr("research.studies.language.train_", None)  # all parts are finished: nothing is trained again
     assert study.run(request_for(name)) == first
 
 

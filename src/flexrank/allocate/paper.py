@@ -16,14 +16,7 @@ from flexrank.allocate.curves import Floats, Ints
 NO_SAVING = -1
 
 
-class Front(NamedTuple):
-    """States of the frontier, by ascending saving and therefore ascending error."""
-
-    savings: Ints
-    errors: Floats
-
-
-class Expanded(NamedTuple):
+class States(NamedTuple):
     """States with their origin: the previous state, and the candidate taken (`NO_SAVING` for none)."""
 
     savings: Ints
@@ -31,9 +24,13 @@ class Expanded(NamedTuple):
     parents: Ints
     choices: Ints
 
-    def take(self, index: Ints) -> "Expanded":
+    def take(self, index: Ints) -> "States":
         """The states at `index`."""
-        return Expanded(self.savings[index], self.errors[index], self.parents[index], self.choices[index])
+        return States(self.savings[index], self.errors[index], self.parents[index], self.choices[index])
+
+
+#: F_0: nothing is saved, and there is no error.
+START = States(np.zeros(1, np.int64), np.zeros(1), np.zeros(1, np.int32), np.zeros(1, np.int16))
 
 
 class Selection(NamedTuple):
@@ -50,14 +47,11 @@ def select_nested(savings: Sequence[Ints], errors: Sequence[Floats], unit: int =
     `savings` (positive) and `errors` are those of each layer's candidates, without full rank. The dynamic program
     counts savings in whole units of `unit`, rounded down; ParetoFilter and NestedChain use the exact savings.
     """
-    front = Front(np.zeros(1, np.int64), np.zeros(1))
-    backpointers: list[Expanded] = []
-    states = 1
+    front, backpointers, states = START, list[States](), 1
     for layer_savings, layer_errors in zip(savings, errors, strict=True):
         expanded = keep_min_error_per_saving(expand_layer(front, layer_savings // unit, layer_errors))
-        pruned = pareto_prune(expanded)
-        front = Front(pruned.savings, pruned.errors)
-        backpointers.append(pruned)
+        front = pareto_prune(expanded)  # by ascending saving, and therefore ascending error
+        backpointers.append(front)
         states = max(states, len(front.savings))
     choices = backtrack(len(front.savings), backpointers)
     kept = pareto_filter(front.errors, total_savings(savings, choices))
@@ -65,12 +59,12 @@ def select_nested(savings: Sequence[Ints], errors: Sequence[Floats], unit: int =
     return Selection(front.errors[chain], choices[:, chain], states)
 
 
-def expand_layer(front: Front, savings: Ints, errors: Floats) -> Expanded:
+def expand_layer(front: States, savings: Ints, errors: Floats) -> States:
     """ExpandLayer: combines every state with every candidate of the layer, and with none."""
     savings, errors = np.append(savings, 0), np.append(errors, 0.0)
     states, width = len(front.savings), len(savings)
     choices = np.append(np.arange(width - 1), NO_SAVING).astype(np.int16)
-    return Expanded(
+    return States(
         np.add.outer(front.savings, savings).ravel(),
         np.add.outer(front.errors, errors).ravel(),
         np.repeat(np.arange(states, dtype=np.int32), width),
@@ -78,7 +72,7 @@ def expand_layer(front: Front, savings: Ints, errors: Floats) -> Expanded:
     )
 
 
-def keep_min_error_per_saving(expanded: Expanded) -> Expanded:
+def keep_min_error_per_saving(expanded: States) -> States:
     """KeepMinErrorPerSaving: for each saving, ascending, the state of least error; of equals, the first expanded."""
     order = np.lexsort((expanded.errors, expanded.savings))  # stable
     sorted_savings = expanded.savings[order]
@@ -86,7 +80,7 @@ def keep_min_error_per_saving(expanded: Expanded) -> Expanded:
     return expanded.take(order[first])
 
 
-def pareto_prune(expanded: Expanded) -> Expanded:
+def pareto_prune(expanded: States) -> States:
     """ParetoPrune: keeps a state if its error is below that of every state that saves more."""
     return expanded.take(_below_all_after(expanded.errors))
 
@@ -96,7 +90,7 @@ def _below_all_after(errors: Floats) -> Ints:
     return np.flatnonzero(errors < least_after)
 
 
-def backtrack(count: int, backpointers: Sequence[Expanded]) -> Ints:
+def backtrack(count: int, backpointers: Sequence[States]) -> Ints:
     """Backtrack: finds the candidate of every layer in every final state, (L, P)."""
     choices = np.empty((len(backpointers), count), np.int16)
     state = np.arange(count)

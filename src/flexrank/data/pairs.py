@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from flexrank.data.text import encodable
+from flexrank.data.text import decoded, encodable
 from flexrank.errors import FlexrankError
 
 Pair = tuple[str, str, float]  #: two sentences and their score
@@ -35,10 +35,7 @@ def read_pairs(path: str | Path) -> list[Pair]:
 
 def _fields(path: Path) -> Iterator[tuple[int, list[Any]]]:
     """The number and three fields of each line that is not blank; fewer fields if the line is not a pair."""
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # a sentence may contain other line separators
-    except UnicodeDecodeError as error:
-        raise FlexrankError(f"{path}: not UTF-8 text (byte {error.start}); save it as that") from error
+    lines = decoded(path).split("\n")  # a sentence may contain other line separators
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

@@ -56,7 +56,7 @@ def read_texts(path: str | Path, separator: str = "\n") -> list[str]:
         raise FlexrankError(f"{path}: no such file or folder of texts")
     if not separator:
         raise FlexrankError("the separator of texts is empty; give what divides them, such as a line end")
-    texts = [text.strip() for file in text_files(path) for text in _decoded(file).split(separator) if text.strip()]
+    texts = [text.strip() for file in text_files(path) for text in decoded(file).split(separator) if text.strip()]
     if not texts:
         raise FlexrankError(f"{path}: holds no text; expected UTF-8 in {', '.join(TEXT_SUFFIXES)} files or in one file")
     return texts
@@ -216,7 +216,8 @@ def stable_number(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode("utf8")).digest()[:8], "big")
 
 
-def _decoded(file: Path) -> str:
+def decoded(file: Path) -> str:
+    """The file's text; raises FlexrankError if it is not UTF-8."""
     try:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

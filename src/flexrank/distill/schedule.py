@@ -49,27 +49,20 @@ class Schedule:
         return scheduled_rate(step, self.steps, self.learning_rate, self.warmup_steps)
 
 
-def default_weights(method: str, is_full: Sequence[bool]) -> list[float]:
-    """How often `method` draws each profile relative to the others, cheapest first; `is_full` marks the full model.
-
-    `balanced` never draws the full model, because it is the base model: it shares nothing that is trained. So it raises
-    FlexrankError if there is no other.
-    """
-    alpha = drawn_weights([1.0] * len(is_full), method, is_full)
-    if method == "balanced":
-        alpha[max(index for index, full in enumerate(is_full) if not full)] = LARGEST_WEIGHT
-    return alpha
-
-
 def drawn_weights(given: Sequence[float] | None, method: str, is_full: Sequence[bool]) -> list[float]:
-    """The given weights, or the method's defaults; `balanced` sets the full model's to 0 in either case."""
-    if given is None:
-        return default_weights(method, is_full)
+    """How often each profile is drawn relative to the others, cheapest first: as `given`, or as `method` says.
+
+    `is_full` marks the full model, which `balanced` never draws, because it is the base model: it shares nothing that
+    is trained. So it raises FlexrankError if there is no other.
+    """
+    weights = [1.0] * len(is_full) if given is None else list(map(float, given))
     if method != "balanced":
-        return list(map(float, given))
+        return weights
     if all(is_full):
         raise FlexrankError("the only size is the full model, which is the base model; give a smaller one to train")
-    return [0.0 if full else float(weight) for weight, full in zip(given, is_full, strict=True)]
+    if given is None:
+        weights[max(index for index, full in enumerate(is_full) if not full)] = LARGEST_WEIGHT
+    return [0.0 if full else weight for weight, full in zip(weights, is_full, strict=True)]
 
 
 def scheduled_rate(step: int, steps: int, peak: float, warmup: int) -> float:

@@ -12,7 +12,7 @@ from flexrank.data.batches import Batch, call_model
 from flexrank.distill import Profiles, profiles_of
 from flexrank.distill.objectives import Objective
 from flexrank.distill.optimizer import make_optimizer, scale_vectors_, set_rate
-from flexrank.distill.schedule import RunningLosses, Schedule, default_weights
+from flexrank.distill.schedule import RunningLosses, Schedule, drawn_weights
 from flexrank.distill.step import Targets, loss_scale, require_finite, require_other
 from flexrank.distill.trained import set_sizes_, trainable_parameters, training, trimmed_factors
 from flexrank.errors import FlexrankError
@@ -67,7 +67,7 @@ class DistillationTrainer(transformers.Trainer):
         self._profiles = profiles_of(chain, model)
         self._labels = chain.budgets if isinstance(chain, ProfileChain) else range(len(self._profiles))
         full = full_ranks(layer_shapes(model))
-        weights = default_weights("balanced", [profile == full for profile in self._profiles])
+        weights = drawn_weights(None, "balanced", [profile == full for profile in self._profiles])
         self._schedule = Schedule(weights, args.seed, 0, args.learning_rate, 0)  # only its draws are used
         self._size_indices = set_sizes_(model, self._profiles)
         mark_elastic(model)

@@ -31,32 +31,24 @@ def train_(
     checkpoint: Path | None = None,
     weights: Any = None,
     on_step: Track | None = None,
+    **options: Any,
 ) -> TrainingHistory:
-    """Distils the base model into these profiles by the run's settings; warm-up takes the same share of the steps."""
+    """Distils the base model into these profiles by the run's settings; warm-up takes the same share of the steps.
+
+    `options` are passed to `distill_` in place of the run's settings.
+    """
     settings = work.config.distillation
+    own = {
+        "method": settings.method, "objective": work.objective(settings.weight_of_hidden_states, settings.top_k),
+        "warmup_steps": round(steps * settings.warmup_steps / settings.steps) if settings.steps else 0,
+        "weight_decay": settings.weight_decay, "accumulation": settings.accumulation, "max_norm": settings.max_norm,
+        "autocast": autocast_dtype(settings.autocast, work.device), "optimizer": settings.optimizer,
+        "gradient_checkpointing": settings.gradient_checkpointing, "seed": work.config.seed,
+        "checkpoint": checkpoint, "checkpoint_every": settings.checkpoint_every,
+    }  # fmt: skip
+    batches, given = work.samples.training, {"steps": steps, "learning_rate": learning_rate, "weights": weights}
     with forward_settings(work, model):
-        return distill_(
-            model,
-            work.base,
-            work.samples.training,
-            profiles,
-            method=settings.method,
-            objective=work.objective(settings.weight_of_hidden_states, settings.top_k),
-            steps=steps,
-            learning_rate=learning_rate,
-            warmup_steps=round(steps * settings.warmup_steps / settings.steps) if settings.steps else 0,
-            weights=weights,
-            weight_decay=settings.weight_decay,
-            accumulation=settings.accumulation,
-            max_norm=settings.max_norm,
-            autocast=autocast_dtype(settings.autocast, work.device),
-            optimizer=settings.optimizer,
-            gradient_checkpointing=settings.gradient_checkpointing,
-            seed=work.config.seed,
-            checkpoint=checkpoint,
-            checkpoint_every=settings.checkpoint_every,
-            on_step=on_step,
-        )
+        return distill_(model, work.base, batches, profiles, on_step=on_step, **given, **own | options)
 
 
 def forward_settings(work: Workspace, model: nn.Module) -> contextlib.AbstractContextManager[None]:

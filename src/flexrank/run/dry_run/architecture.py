@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flexrank.calibrate import Hooks
-from flexrank.calibrate.structure import require_all_run
+from flexrank.calibrate.structure import find_groups
 from flexrank.data.batches import call_model, output_tensor
 from flexrank.distill.objectives import EmbeddingObjective, default_objective
 from flexrank.files import read_json
@@ -28,9 +28,8 @@ from flexrank.run.fitting import require_fitting
 
 
 class Call(NamedTuple):
-    """One call of a layer for one sample: its input's identity and rows, and whether anything before it is trained."""
+    """One call of a layer for one sample: its input's rows, and whether anything before it is trained."""
 
-    tensor: Any
     rows: int
     needs_gradient: bool
 
@@ -100,19 +99,14 @@ def build_architecture(config: RunConfig) -> Architecture:
     watched = {name: module for name, module in teacher.named_modules() if is_layer(module)}
     sample = meta.meta_sample(teacher, config.task, config.data.max_tokens)
     calls, output = _watch(teacher, watched, sample)
-    require_all_run(layers, calls)
     objective = EmbeddingObjective() if config.task == "embedding" else default_objective(output)
     target = objective.target(output, {})
     linear = [call.rows for name in calls for call in calls[name] if conv_geometry(watched[name]) is None]
-    groups: dict[Any, list[str]] = {}
-    for name in filter(layers.__contains__, calls):
-        key = (*(call.tensor for call in calls[name]), conv_geometry(layers[name]))
-        groups.setdefault(key, []).append(name)
     return Architecture(
         teacher=teacher,
         student=student,
         calls=calls,
-        groups=tuple(map(tuple, groups.values())),
+        groups=tuple(map(tuple, find_groups(lambda: call_model(teacher, sample), layers))),
         sample=sample,
         tokens=max(linear, default=1) if config.task == "classification" else config.data.max_tokens,
         outputs=output_tensor(output).numel(),
@@ -149,12 +143,9 @@ def trains_only_factors(config: RunConfig) -> bool:
 def _watch(model: nn.Module, layers: Mapping[str, nn.Module], sample: Mapping[str, Tensor]) -> tuple[Any, Any]:
     """Runs one sample; returns each layer's calls, and the model's output."""
     calls: dict[str, tuple[Call, ...]] = {}
-    held: list[Tensor] = []
 
     def record(name: str, tensor: Tensor, _: Tensor) -> None:
-        held.append(tensor)  # their storages tell meta tensors apart as long as all are held
-        identity = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor._version)
-        call = Call(identity, input_rows(layers[name], tensor).shape[0], tensor.requires_grad)
+        call = Call(input_rows(layers[name], tensor).shape[0], tensor.requires_grad)
         calls[name] = (*calls.get(name, ()), call)
 
     with Hooks() as hooks, models.clear_errors(type(model).__name__):

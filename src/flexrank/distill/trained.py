@@ -17,26 +17,34 @@ from flexrank.nn.switch import layer_shapes, nested_layers, require_fitting, res
 from flexrank.profiles.costs import full_ranks, profile_parameters
 
 
+def layers_with_matrix(profiles: Sequence[Mapping[str, int]], full: Mapping[str, int]) -> set[str]:
+    """The layers that have their full-rank matrix beside their factors, given all full ranks.
+
+    Some size leaves them full, and another has a lower rank there or one of several sizes is the full model.
+    """
+    keeps_base = len(profiles) > 1 and full in profiles
+    ranks = {name: {profile[name] for profile in profiles} for name in full}
+    return {name for name, own in ranks.items() if full[name] in own and (keeps_base or min(own) < full[name])}
+
+
 def set_sizes_(model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> list[int]:
     """Gives each elastic layer the parameters that these sizes do not share; the outputs of all sizes stay the same.
 
-    These are vectors for each size and, in a layer that some size leaves full, a full-rank matrix, if another size has
-    a lower rank there or one of several is the full model. Returns each profile's index among sizes, smallest first.
+    These are vectors for each size and the full-rank matrices of `layers_with_matrix`. Returns each profile's index
+    among sizes, smallest first.
     """
     layers, shapes, given = nested_layers(model), layer_shapes(model), profiles
     profiles = sorted(profiles, key=lambda profile: profile_parameters(profile, shapes))
-    keeps_base = len(profiles) > 1 and full_ranks(shapes) in profiles
+    with_matrix = layers_with_matrix(profiles, full_ranks(shapes))
     rows: dict[str, list[Any]] = {name: [] for name in layers}
     for profile in profiles:
         with use_profile(model, profile):
             for name, layer in layers.items():
                 rows[name].append(layer.active_vectors)
     for name, layer in layers.items():
-        ranks = [profile[name] for profile in profiles]
-        full = min(layer.matrix_shape)
-        if layer.dense is None and full in ranks and (keeps_base or min(ranks) < full):
+        if layer.dense is None and name in with_matrix:
             layer.set_dense_()
-        layer.set_sizes_(ranks, rows[name])
+        layer.set_sizes_([profile[name] for profile in profiles], rows[name])
     set_profile(model, {name: layer.rank for name, layer in layers.items()})
     return [profiles.index(profile) for profile in given]
 

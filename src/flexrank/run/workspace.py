@@ -15,6 +15,7 @@ from flexrank import processes
 from flexrank.artefacts.elastic import SHARD_BYTES, load_components, load_elastic, read_shapes
 from flexrank.data.batches import call_model, some_rows, to_device
 from flexrank.distill.objectives import FisherObjective, Objective, objective_for
+from flexrank.distill.trained import layers_with_matrix
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
 from flexrank.hf.companions import MeanPooled
@@ -160,19 +161,18 @@ class Workspace:
     def trained_part(self, profiles: Sequence[Mapping[str, int]]) -> nn.Module:
         """The part of the decomposed model that consolidation trains at several profiles; the rest is the base model's.
 
-        Each layer has its components up to its largest rank below full, on the CPU, and its full-rank matrix if a size
-        leaves it full. If every size does, it has all components, and the matrix only if one size is the full model.
+        Each layer has its components up to its largest rank below full, or all if every size leaves it full, on the
+        CPU; and the layers of `layers_with_matrix` their full-rank matrix.
         """
         full = full_ranks(read_shapes(self.directory / "elastic_initial")[0])
         ranks = {name: {profile[name] for profile in profiles} for name in full}
         below = {name: max(some - {full[name]}, default=full[name]) for name, some in ranks.items()}
-        keeps_base = len(profiles) > 1 and full in profiles
         model = load_components(self.directory / "elastic_initial", below)
+        layers = nested_layers(model)
         with separate_experts(self.base):
-            for name, layer in nested_layers(model).items():
-                if full[name] in ranks[name] and (keeps_base or below[name] < full[name]):
-                    matrix = weight_matrix(self.base.get_submodule(name)).detach()
-                    layer.dense = nn.Parameter(matrix.contiguous(), requires_grad=False)
+            for name in layers_with_matrix(profiles, full):
+                matrix = weight_matrix(self.base.get_submodule(name)).detach()
+                layers[name].dense = nn.Parameter(matrix.contiguous(), requires_grad=False)
         share_tensors_(model, self.base)
         return model
 

@@ -300,7 +300,7 @@ def test_models_load_by_task(tmp_path):
 
 def test_half_of_an_encoder_decoder_embeds(tmp_path):
     """As sentence-t5's encoder, which no `AutoModel` loads."""
-    from transformers import AutoModel, LongT5Config, T5Config, T5EncoderModel
+    from transformers import AutoModel, BartConfig, LongT5Config, T5Config, T5EncoderModel
 
     model = T5EncoderModel(T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4)).eval()
     model.save_pretrained(tmp_path)
@@ -309,6 +309,9 @@ def test_half_of_an_encoder_decoder_embeds(tmp_path):
     assert type(meta.meta_model(tmp_path, "embedding")) is T5EncoderModel
     other = LongT5Config(architectures=["LongT5EncoderModel"])  # which the class for halves does not know
     assert class_for("embedding", other) is AutoModel
+    for kind in (T5Config, BartConfig):
+        with pytest.raises(FlexrankError, match="task 'language' does not fit '(t5|bart)', an encoder-decoder"):
+            class_for("language", kind())
 
 
 def test_a_save_that_fails_leaves_the_model_as_it_was(tmp_path):

@@ -2,12 +2,17 @@
 
 from typing import Any, Literal
 
+from flexrank.errors import FlexrankError
+
 Task = Literal["embedding", "language", "classification"]
 TASKS: tuple[Task, ...] = ("embedding", "language", "classification")
 
 
 def class_for(task: Task, config: Any) -> Any:
-    """The auto class of a task; for classification, that of images or of sequences, as `config` says."""
+    """The auto class of a task; for classification, that of images or of sequences, as `config` says.
+
+    Raises FlexrankError for the language task of an encoder-decoder, whose decoder is no language model by itself.
+    """
     import transformers
 
     named = config.architectures or []
@@ -16,6 +21,9 @@ def class_for(task: Task, config: Any) -> Any:
         is_half = type(config) in encoder._model_mapping and any(name.endswith("EncoderModel") for name in named)
         return encoder if is_half else transformers.AutoModel  # half of an encoder-decoder
     if task == "language":
+        if getattr(config, "is_encoder_decoder", False):
+            mend = "take a causal model, or compress it from Python"
+            raise FlexrankError(f"task 'language' does not fit {config.model_type!r}, an encoder-decoder; {mend}")
         return transformers.AutoModelForCausalLM
     is_image = any(name.endswith("ForImageClassification") for name in named)
     sequence = transformers.AutoModelForSequenceClassification

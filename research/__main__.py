@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flexrank.cli.endings import INTERRUPTED, OneLineErrors
+from flexrank.cli.exits import INTERRUPTED, OneLineErrors
 from flexrank.errors import FlexrankError
 
 app = typer.Typer(cls=OneLineErrors, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)

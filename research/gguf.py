@@ -16,7 +16,7 @@ import typer
 from transformers import AutoModelForCausalLM
 
 from flexrank import export, export_to
-from flexrank.cli.endings import OneLineErrors
+from flexrank.cli.exits import OneLineErrors
 from flexrank.deployment.exports import relative_difference
 from flexrank.deployment.runtimes import TRACED, sample_inputs
 from flexrank.errors import FlexrankError

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flexrank.cli.endings import OneLineErrors
+from flexrank.cli.exits import OneLineErrors
 from flexrank.errors import FlexrankError
 from flexrank.files import digest_file, digest_files
 from flexrank.run.directory import RunDirectory

@@ -14,8 +14,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from flexrank.calibrate import STATE_BYTES, find_groups
+from flexrank.calibrate.block_stream import States
 from flexrank.calibrate.flow import Flow
-from flexrank.calibrate.stream import States
 from flexrank.data.batches import Batch, call_model, eval_mode, model_device, row_masks, to_device
 from flexrank.nn.linalg import Factors
 from flexrank.nn.matrix import input_rows, masked_rows, matrix_shape, weight_matrix

@@ -14,7 +14,8 @@ from typing import Any
 
 from research import figures
 from research.baselines.method import Settings
-from research.benches.contest import (
+from research.benches.tasks import format_base_score, shown_measures
+from research.benches.training_free import (
     ALLOCATIONS,
     METHODS,
     OURS,
@@ -28,8 +29,7 @@ from research.benches.contest import (
     obstacle,
     start_of,
 )  # fmt: skip
-from research.benches.tasks import format_base_score, shown_measures
-from research.benches.trials import best_settings, format_settings, run_trials
+from research.benches.tuning import best_settings, format_settings, run_trials
 from research.experiment import Experiment, Ledger, Request
 from research.result import Result, behind, goal, measured, spread, spreads, table
 

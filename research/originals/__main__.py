@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from flexrank.cli.endings import OneLineErrors
+from flexrank.cli.exits import OneLineErrors
 from flexrank.errors import FlexrankError
 from flexrank.files import write_text
 from research.originals import ORIGINALS

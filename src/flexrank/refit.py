@@ -9,9 +9,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from flexrank.calibrate import STATE_BYTES, find_groups
+from flexrank.calibrate.block_stream import States
 from flexrank.calibrate.collector import calibration_mode, call_parts, first_of
 from flexrank.calibrate.flow import Flow
-from flexrank.calibrate.stream import States
 from flexrank.data.batches import Batch, call_model, eval_mode, model_device, require_several, row_masks, to_device
 from flexrank.errors import FlexrankError
 from flexrank.nn.elastic import NestedLayer

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from flexrank.calibrate import Moments, Placement, by_block, collect_moments, moments_by_block
-from flexrank.calibrate.stream import States
+from flexrank.calibrate.block_stream import States
 from flexrank.distill.objectives import FeatureObjective
 from flexrank.nn.linalg import plain_svd
 from flexrank.nn.matrix import weight_matrix

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from flexrank.calibrate import Hooks
+from flexrank.calibrate.block_stream import States
 from flexrank.calibrate.flow import Flow
-from flexrank.calibrate.stream import States
 from flexrank.data.batches import call_model
 from flexrank.nn.select import select_layers
 from research.machine import random_llama

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from flexrank.cli.endings import EXTRAS
+from flexrank.cli.exits import EXTRAS
 from flexrank.data.images import ImageBatches, Scaling, channels_first, read_images
 from flexrank.errors import FlexrankError
 from flexrank.run.config import parse_config

@@ -338,7 +338,7 @@ def test_outputs_of_another_shape_are_no_small_difference() -> None:
 def test_every_format_has_a_bound_and_every_package_an_extra() -> None:
     import tomllib
 
-    from flexrank.cli.endings import EXTRAS
+    from flexrank.cli.exits import EXTRAS
 
     assert tuple(BOUNDS) == FORMATS
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]

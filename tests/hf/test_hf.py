@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 import tiny
 from flexrank import hf
-from flexrank.cli.endings import EXTRAS
+from flexrank.cli.exits import EXTRAS
 from flexrank.data.batches import call_model
 from flexrank.deployment import export
 from flexrank.errors import FlexrankError

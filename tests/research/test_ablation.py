@@ -16,7 +16,7 @@ from flexrank.hf.models import hidden_states
 from flexrank.nn.elastic import SizeVectors
 from flexrank.profiles import SensitivityTable
 from flexrank.run.config import parse_config
-from research.benches import ablation, lessons
+from research.benches import ablation, training_benchmarks
 from research.experiment import EVERY_RANK, Request, find_experiment
 from research.result import shown_rows
 from tiny_runs import settings
@@ -35,7 +35,7 @@ def request_(sources: Path, tmp_path: Path) -> Request:
 
 def test_a_variant_is_the_library_without_one_part(request_: Request) -> None:
     """Oracles: `distill_` with other options, or with what the part multiplies by set to nothing."""
-    (benchmark,) = lessons.training_benchmarks(request_)
+    (benchmark,) = training_benchmarks.training_benchmarks(request_)
     table = ablation.sensitivity_unit(request_, benchmark.name, 0)
     subject, batches = benchmark.subject_and_batches(0, "reporting")
     before = subject.decomposed("fisher")
@@ -75,7 +75,7 @@ def test_a_variant_is_the_library_without_one_part(request_: Request) -> None:
 
 def test_parts_that_no_option_leaves_out(request_: Request, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what each loss is divided by, and how far the vectors of the sizes move."""
-    (benchmark,) = lessons.training_benchmarks(request_)
+    (benchmark,) = training_benchmarks.training_benchmarks(request_)
     table = ablation.sensitivity_unit(request_, benchmark.name, 0)
     means, models, take = list[float | None](), list[torch.nn.Module](), Step.take
 
@@ -135,6 +135,6 @@ def test_tables_and_claims_by_hand(request_: Request, monkeypatch: pytest.Monkey
 
 def test_models_of_images_have_no_hidden_states_to_follow(tmp_path: Path) -> None:
     request = Request(tmp_path)
-    found = {name: ablation._has_hidden(lessons.own_benchmark(name, request)) for name in ablation.RATES}
+    found = {name: ablation._has_hidden(training_benchmarks.own_benchmark(name, request)) for name in ablation.RATES}
     assert found == {"stories260k": True, "pycode5m": True, "all-MiniLM-L6-v2": True, "resnet20": False}
     assert find_experiment("ablation").kind == "comparison"

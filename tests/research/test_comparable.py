@@ -9,7 +9,7 @@ import transformers
 
 from flexrank import FlexrankError
 from flexrank.run.config import RunConfig, parse_config
-from research.benches import contest, lessons
+from research.benches import training_benchmarks, training_free
 from research.experiment import Request
 from tiny_runs import settings
 
@@ -24,10 +24,10 @@ def config_of(sources: Path, tmp_path: Path, **changes: dict[str, Any]) -> RunCo
 def test_trials_and_tables_are_scored_on_other_samples(sources: Path, tmp_path: Path) -> None:
     """Oracle: the trained comparison's own halves, and no sample in both."""
     config = config_of(sources, tmp_path)
-    (benchmark,) = lessons.training_benchmarks(Request(tmp_path, config=config))
+    (benchmark,) = training_benchmarks.training_benchmarks(Request(tmp_path, config=config))
     scores = []
     for half in ("reporting", "tuning"):
-        (one,) = contest.benchmarks(Request(tmp_path, config=config, half=half))
+        (one,) = training_free.benchmarks(Request(tmp_path, config=config, half=half))
         subject, (other, _) = one.subject(0), benchmark.subject_and_batches(0, half)
         halved = subject.decomposed("datasvd")
         scores.append(subject.score(halved)["nats_per_token"])
@@ -41,7 +41,7 @@ def test_models_stored_in_bfloat16_are_compared_in_float32(sources: Path, tmp_pa
     transformers.AutoTokenizer.from_pretrained(sources / "language").save_pretrained(tmp_path / "half")
     config = config_of(sources, tmp_path).model_copy(update={"model": str(tmp_path / "half")})
     request = Request(tmp_path, config=config)
-    (one,), (benchmark,) = contest.benchmarks(request), lessons.training_benchmarks(request)
+    (one,), (benchmark,) = training_free.benchmarks(request), training_benchmarks.training_benchmarks(request)
     for teacher in (one.subject(0).teacher, benchmark.subject_and_batches(0, "tuning")[0].teacher):
         assert {parameter.dtype for parameter in teacher.parameters()} == {torch.float32}
 
@@ -52,14 +52,14 @@ def test_models_stored_in_bfloat16_are_compared_in_float32(sources: Path, tmp_pa
 )
 def test_finished_parts_are_of_one_training(change: dict[str, Any], both: bool, sources: Path, tmp_path: Path) -> None:
     first, second = config_of(sources, tmp_path), config_of(sources, tmp_path, distillation=change)
-    facts = [lessons.training_benchmarks(Request(tmp_path, config=one))[0].facts for one in (first, second)]
+    facts = [training_benchmarks.training_benchmarks(Request(tmp_path, config=one))[0].facts for one in (first, second)]
     assert facts[0] != facts[1]
-    facts = [contest.benchmarks(Request(tmp_path, config=one))[0].facts for one in (first, second)]
+    facts = [training_free.benchmarks(Request(tmp_path, config=one))[0].facts for one in (first, second)]
     assert (facts[0] != facts[1]) == both
 
 
 def test_a_half_of_the_configurations_own_is_refused(sources: Path, tmp_path: Path) -> None:
     config = config_of(sources, tmp_path, data={"half": "tuning"})
-    for found in (contest.benchmarks, lessons.training_benchmarks):
+    for found in (training_free.benchmarks, training_benchmarks.training_benchmarks):
         with pytest.raises(FlexrankError, match="data.half is tuning; leave it out, settings are tried on the tuning"):
             found(Request(tmp_path, config=config))

@@ -29,9 +29,9 @@ from research import runner
 from research.baselines import RANK_METHODS, SIZE_METHODS, svd_llm
 from research.baselines.method import Measures
 from research.baselines.statistics import next_token_loss
-from research.benches import compare, contest, trials
-from research.benches.contest import ALLOCATIONS, METHODS, SIZE_METHOD_NAMES, Benchmark, DecomposedModel
+from research.benches import compare, training_free, tuning
 from research.benches.quality import Subject
+from research.benches.training_free import ALLOCATIONS, METHODS, SIZE_METHOD_NAMES, Benchmark, DecomposedModel
 from research.experiment import EVERY_RANK, Ledger, Request, find_experiment
 from research.result import shown_rows
 from tiny import batch_for, build
@@ -153,7 +153,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, scores: dict[str, float]) -> list[str]
         return [dataclasses.replace(made(), facts={"half": request.half})]
 
     def score(one: Benchmark, method: str, settings: Any, allocation: str, default: float) -> float:
-        names = (f"{method}, {trials.format_settings(settings)}", f"{method}, {allocation}", method)
+        names = (f"{method}, {tuning.format_settings(settings)}", f"{method}, {allocation}", method)
         if one.facts["half"] == "tuning":
             asked.append(f"trial of {method}")
             names = names[:1]
@@ -191,9 +191,9 @@ def fake(monkeypatch: pytest.MonkeyPatch, scores: dict[str, float]) -> list[str]
         return take_all(self, pickle.loads(pickle.dumps(units)), pickle.loads(pickle.dumps(compute)), jobs)
 
     monkeypatch.setattr(Ledger, "take_all", sent)
-    for module in (compare, contest):
+    for module in (compare, training_free):
         monkeypatch.setattr(module, "benchmarks", benchmarks)
-    for module in (compare, trials):
+    for module in (compare, tuning):
         monkeypatch.setattr(module, "measure_size_method", alone)
         monkeypatch.setattr(module, "obstacle", obstacle)
     monkeypatch.setattr(DecomposedModel, "probe", probe)
@@ -274,7 +274,7 @@ def test_models_made_alone_are_scored_and_counted() -> None:
     dense = sum(layer.weight.numel() for layer in layers.values())
     others = sum(parameter.numel() for parameter in teacher.parameters()) - dense
     for method in SIZE_METHODS:
-        result = contest.measure_size_method(one, method, 0)
+        result = training_free.measure_size_method(one, method, 0)
         assert not result["nested"] and result["seconds"] > 0 and result["peak_bytes"] >= 0
         for budget, row in zip(BUDGETS, result["rows"], strict=True):
             wanted = SIZE_METHODS[method].make(teacher, [BATCH] * 2, layers, next_token_loss, budget)
@@ -282,12 +282,12 @@ def test_models_made_alone_are_scored_and_counted() -> None:
             assert row["share"] == (wanted.parameters - others) / dense <= budget
             assert row["scores"]["nats"] == pytest.approx(size(wanted.model)["nats"], rel=1e-5)
     small = dataclasses.replace(one, budgets=(0.5, 0.01))
-    result = contest.measure_size_method(small, "a3", 0)
+    result = training_free.measure_size_method(small, "a3", 0)
     assert result["rows"][0] and result["rows"][1] is None
     encoder = Subject(build("bert"), [BATCH] * 2, [BATCH], LogitObjective(), size)
     other = dataclasses.replace(one, subject=lambda _: encoder)
-    assert contest.obstacle(one, "slicegpt") is None
-    assert "bert is none of the decoders" in str(contest.obstacle(other, "slicegpt"))
+    assert training_free.obstacle(one, "slicegpt") is None
+    assert "bert is none of the decoders" in str(training_free.obstacle(other, "slicegpt"))
 
 
 def test_a_tie_is_no_loss(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_any_configuration_is_compared_whole(
     task: str, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = ("fwsvd", "lems", "fisher") if task == "language" else ("fwsvd", "fisher")
-    for module in (compare, contest):
+    for module in (compare, training_free):
         monkeypatch.setattr(module, "METHODS", few)
     monkeypatch.setattr(compare, "SIZE_METHOD_NAMES", ("slicegpt", "a3"))
     monkeypatch.setattr(compare, "COLOURS", dict.fromkeys((*few, *SIZE_METHOD_NAMES), "#000000"))
@@ -320,7 +320,7 @@ def test_any_configuration_is_compared_whole(
 
 def test_a_seed_draws_other_calibration_and_scores_on_the_same(assets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEXRANK_ASSETS", str(assets))
-    (one,) = contest.benchmarks(Request(Path("unused"), model="stories260k"))
+    (one,) = training_free.benchmarks(Request(Path("unused"), model="stories260k"))
     first = one.subject(0)
     second = one.subject(1)
     drawn = [{tuple(row.tolist()) for b in s.calibration for row in b["input_ids"]} for s in (first, second)]
@@ -334,7 +334,7 @@ def test_a_seed_draws_other_calibration_and_scores_on_the_same(assets: Path, mon
 def test_wrong_requests_are_one_line(tmp_path: Path, sources: Path) -> None:
     bench, options = find_experiment("compare"), runner.Options
     with pytest.raises(FlexrankError, match="--model is 'gpt5'; this bench has stories260k, pycode5m"):
-        contest.benchmarks(Request(tmp_path, model="gpt5"))
+        training_free.benchmarks(Request(tmp_path, model="gpt5"))
     with pytest.raises(FlexrankError, match="give --set with --config"):
         runner.request_of(bench, options(overrides=("seed=1",)))
     with pytest.raises(FlexrankError, match="not both"):
@@ -343,7 +343,7 @@ def test_wrong_requests_are_one_line(tmp_path: Path, sources: Path) -> None:
     stdlib = {"source": "stdlib-docs", "calibration": 8}
     config = parse_config(own | {"data": stdlib})
     with pytest.raises(FlexrankError, match="only of 'text' seeds draw another calibration"):
-        contest.benchmarks(Request(tmp_path, seeds=2, config=config))
+        training_free.benchmarks(Request(tmp_path, seeds=2, config=config))
     config = parse_config(own | {"layers": {"include": ["encoder"]}})
     with pytest.raises(FlexrankError, match="layers.include is set"):
-        contest.benchmarks(Request(tmp_path, config=config))
+        training_free.benchmarks(Request(tmp_path, config=config))

@@ -14,7 +14,7 @@ from flexrank.run.config import parse_config
 from research import runner
 from research.baselines.method import NotApplicable
 from research.baselines.trained import TRAINED_METHODS
-from research.benches import compare_trained, lessons
+from research.benches import compare_trained, training_benchmarks
 from research.benches.compare_trained import _next_trials, method_unit, run, sensitivity_unit
 from research.experiment import Ledger, Request, find_experiment
 from research.page import write_pages
@@ -173,7 +173,7 @@ def test_an_obstacle_is_what_a_part_returns(monkeypatch: pytest.MonkeyPatch, tmp
         yield
 
     method = dataclasses.replace(TRAINED_METHODS["matformer"], sizes=sizes)
-    monkeypatch.setattr(lessons, "training_benchmarks", lambda request: [Blank()])
+    monkeypatch.setattr(training_benchmarks, "training_benchmarks", lambda request: [Blank()])
     monkeypatch.setitem(TRAINED_METHODS, "matformer", method)
     unit = method_unit(Request(tmp_path), "tiny", "matformer", {}, 0, "reporting", 1.0, False, {"tables": {}})
     assert unit == {"rows": [None, None], "obstacle": "no stack of blocks"}
@@ -198,7 +198,7 @@ def test_any_configuration_is_trained_on(task: str, sources: Path, tmp_path: Pat
     keys["allocation"] = {"budgets": [0.8, 0.5]}
     config = parse_config(keys | {"probe": {"levels": 3}})
     request = Request(tmp_path, config=config, jobs=0)
-    (benchmark,) = lessons.training_benchmarks(request)
+    (benchmark,) = training_benchmarks.training_benchmarks(request)
     sensitivity = sensitivity_unit(request, benchmark.name, 0)
     method = "independent"
     unit = method_unit(request, benchmark.name, method, {"times_usual": 1.0}, 0, "reporting", 0.25, False, sensitivity)
@@ -211,7 +211,7 @@ def test_any_configuration_is_trained_on(task: str, sources: Path, tmp_path: Pat
 
 def test_wrong_requests_are_one_line(tmp_path: Path, sources: Path) -> None:
     with pytest.raises(FlexrankError, match="--model is 'gpt5'; this bench has stories260k"):
-        lessons.training_benchmarks(Request(tmp_path, model="gpt5"))
+        training_benchmarks.training_benchmarks(Request(tmp_path, model="gpt5"))
     with pytest.raises(FlexrankError, match="--jobs is 0; it must be at least 1"):
         runner.request_of(find_experiment("compare-trained"), runner.Options(jobs=0))
     with pytest.raises(FlexrankError, match="runs its parts one after the other"):
@@ -224,7 +224,7 @@ def test_wrong_requests_are_one_line(tmp_path: Path, sources: Path) -> None:
     ):
         config = parse_config(keys | {section: {**keys.get(section, {}), key: value}})
         with pytest.raises(FlexrankError, match=match):
-            lessons.training_benchmarks(Request(tmp_path, config=config))
+            training_benchmarks.training_benchmarks(Request(tmp_path, config=config))
 
 
 def test_each_comparison_has_its_own_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,9 @@ from flexrank.nn.select import select_layers
 from flexrank.profiles import SensitivityTable
 from research.baselines import RANK_METHODS, SIZE_METHODS, pifa
 from research.baselines.statistics import next_token_loss
-from research.benches import compare, contest, trials
-from research.benches.contest import ALLOCATIONS, METHODS, SIZE_METHOD_NAMES, DecomposedModel, measure_size_method
+from research.benches import compare, training_free, tuning
 from research.benches.quality import Subject
+from research.benches.training_free import ALLOCATIONS, METHODS, SIZE_METHOD_NAMES, DecomposedModel, measure_size_method
 from research.experiment import EVERY_RANK, Ledger, Request
 from tiny import batch_for, build
 
@@ -55,8 +55,8 @@ def test_trials_have_half_of_the_samples_and_the_nearest_budgets(
     batches = [{name: value[:3] for name, value in batch_for("llama_tied").items()} for _ in range(2)]
     subject = Subject(build("llama_tied"), batches, batches[:1], LogitObjective(), size)
     one = dataclasses.replace(made(), budgets=(0.9, 0.75, 0.45, 0.3), subject=lambda seed: subject)
-    monkeypatch.setattr(contest, "benchmarks", lambda request: [one] if request.half == "tuning" else [])
-    found = trials.run_trials(
+    monkeypatch.setattr(training_free, "benchmarks", lambda request: [one] if request.half == "tuning" else [])
+    found = tuning.run_trials(
         Request(tmp_path, jobs=0), "tiny", Ledger(tmp_path, {}), ["svd", "svd-llm-v2", "asvd", "pifa"]
     )
     assert list(found) == ["svd-llm-v2", "asvd", "pifa"] and {len(some) for some in found.values()} == {4}
@@ -80,8 +80,8 @@ def test_trials_have_half_of_the_samples_and_the_nearest_budgets(
 
 def test_equal_trials_leave_the_first() -> None:
     some = [{"settings": {"a": value}, "error": error} for value, error in ((1, 2.0), (2, 1.0), (3, 1.0), (4, 3.0))]
-    assert trials.best_settings(some) == {"a": 2}
-    assert trials.format_settings({"one_thing": 0.5, "other": True}) == "one thing 0.5, other 1"
+    assert tuning.best_settings(some) == {"a": 2}
+    assert tuning.format_settings({"one_thing": 0.5, "other": True}) == "one thing 0.5, other 1"
 
 
 @pytest.mark.slow
@@ -107,7 +107,7 @@ def test_pifa_takes_ranks_from_the_table_of_svd_llm() -> None:
     published = measure_size_method(one, "pifa", 0, {}, "published", table)
     assert len({rank for rank in chains["joint"].at(0.5).values()}) > 2
     assert published["rows"] == measure_size_method(one, "pifa", 0)["rows"]
-    assert [contest.allocations_of(name) for name in ("pifa", "slicegpt", "a3", "svd", "fisher")] == [
+    assert [training_free.allocations_of(name) for name in ("pifa", "slicegpt", "a3", "svd", "fisher")] == [
         ALLOCATIONS, ("published",), ("published",), ALLOCATIONS, ALLOCATIONS,
     ]  # fmt: skip
 
@@ -117,7 +117,7 @@ def test_ours_fits_the_default_decomposition_at_the_ranks_of_its_table() -> None
     one = made()
     subject = one.subject(0)
     table = DecomposedModel(one, "fisher", 0).probe()["table"]
-    result = contest.measure_size_method(one, "refit", 0, allocation="joint", table=table)
+    result = training_free.measure_size_method(one, "refit", 0, allocation="joint", table=table)
     chain = allocate_ranks(SensitivityTable.from_json(table), BUDGETS, **EVERY_RANK)
     for budget, row in zip(BUDGETS, result["rows"], strict=True):
         model, ranks = subject.decomposed("fisher"), chain.at(budget)
@@ -129,9 +129,9 @@ def test_ours_fits_the_default_decomposition_at_the_ranks_of_its_table() -> None
 
 
 def test_a_method_that_does_not_apply_has_no_trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(contest, "benchmarks", lambda _: [made()])
-    monkeypatch.setattr(trials, "obstacle", lambda *_: "too odd")
-    assert trials.run_trials(Request(tmp_path, jobs=0), "tiny", Ledger(tmp_path, {}), ["pifa", "fisher"]) == {}
+    monkeypatch.setattr(training_free, "benchmarks", lambda _: [made()])
+    monkeypatch.setattr(tuning, "obstacle", lambda *_: "too odd")
+    assert tuning.run_trials(Request(tmp_path, jobs=0), "tiny", Ledger(tmp_path, {}), ["pifa", "fisher"]) == {}
 
 
 def test_every_method_has_a_name_a_source_and_a_colour() -> None:

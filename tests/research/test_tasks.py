@@ -14,7 +14,7 @@ from flexrank.nn.switch import layer_shapes
 from flexrank.run.config import parse_config
 from questions import answers, write_tasks
 from research import runner
-from research.benches import compare, contest, lessons
+from research.benches import compare, training_benchmarks, training_free
 from research.benches.tasks import format_base_score
 from research.experiment import Request, find_experiment
 from research.result import shown_rows
@@ -37,7 +37,7 @@ def test_each_task_has_a_table_of_all_methods(
     request_: Request, sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the base model and plain SVD at uniform ranks by the library, asked by a plain loop."""
-    for module in (compare, contest):
+    for module in (compare, training_free):
         monkeypatch.setattr(module, "METHODS", ("svd",))
     monkeypatch.setattr(compare, "SIZE_METHOD_NAMES", ())
     monkeypatch.setattr(compare, "_claim", lambda *_: {})
@@ -59,7 +59,7 @@ def test_each_task_has_a_table_of_all_methods(
 
 
 def test_what_is_reported_is_asked_and_trials_are_not(request_: Request, sources: Path) -> None:
-    (benchmark,) = lessons.training_benchmarks(request_)
+    (benchmark,) = training_benchmarks.training_benchmarks(request_)
     assert benchmark.facts["tasks"]["settings"]["words"]["num_fewshot"] == 0
     (subject, _), (tried, _) = (benchmark.subject_and_batches(0, half) for half in ("reporting", "tuning"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(sources / "language")
@@ -94,7 +94,7 @@ def test_wrong_options_are_one_line(name: str, options: dict[str, Any], words: s
 def test_encoders_have_no_tasks(sources: Path, tmp_path: Path) -> None:
     config = parse_config(settings(sources / "embedding", sources / "text.txt", tmp_path, "embedding"))
     with pytest.raises(FlexrankError, match="--tasks needs a configuration of task language; tiny is of embedding"):
-        contest.benchmarks(Request(tmp_path, config=config, tasks=("words",)))
+        training_free.benchmarks(Request(tmp_path, config=config, tasks=("words",)))
 
 
 def test_an_elastic_model_goes_to_lm_eval_itself(sources: Path) -> None:

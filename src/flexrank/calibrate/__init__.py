@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flexrank import processes
+from flexrank.calibrate.block_stream import STATE_BYTES, Placement, States
 from flexrank.calibrate.by_block import ByBlock
 from flexrank.calibrate.collector import (
     Collector,
@@ -20,7 +21,6 @@ from flexrank.calibrate.collector import (
 )
 from flexrank.calibrate.hooks import Hooks
 from flexrank.calibrate.moments import LayerMoment, Moments, load_moments, save_moments
-from flexrank.calibrate.stream import STATE_BYTES, Placement, States
 from flexrank.calibrate.structure import find_groups
 from flexrank.data.batches import Batch, call_model, eval_mode, model_device, require_several, row_masks, to_device
 from flexrank.errors import FlexrankError

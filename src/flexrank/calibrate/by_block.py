@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from flexrank import processes
+from flexrank.calibrate.block_stream import Placement, States, Stream
 from flexrank.calibrate.collector import Collector, GradientLoss, Side, calibration_mode, seeded_loss
 from flexrank.calibrate.hooks import Hooks
 from flexrank.calibrate.moments import Moments
-from flexrank.calibrate.stream import Placement, States, Stream
 from flexrank.calibrate.structure import find_groups
 from flexrank.data.batches import Batch, row_masks, some_rows, to_device
 from flexrank.progress import track

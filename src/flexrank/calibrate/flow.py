@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flexrank.calibrate.block_stream import Reached, States, Stream
 from flexrank.calibrate.hooks import Hooks
-from flexrank.calibrate.stream import Reached, States, Stream
 from flexrank.data.batches import Batch, call_model, model_device, some_rows, to_device
 from flexrank.nn.blocks import block_stack
 

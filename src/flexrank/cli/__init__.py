@@ -15,11 +15,11 @@ from typing import Annotated, Any
 import typer
 
 from flexrank import processes, progress
-from flexrank.cli.cutting import deploy_elastic, sibling_path
-from flexrank.cli.endings import OneLineErrors, resumable
+from flexrank.cli.deploying import deploy_elastic, sibling_path
+from flexrank.cli.exits import OneLineErrors, resumable
 from flexrank.cli.limits import check_limits, parse_bytes, parse_parameters
 from flexrank.cli.outputs import require_output
-from flexrank.cli.shown import console, print_json, show_path, show_qualities, show_report, show_size, show_stage
+from flexrank.cli.printing import console, print_json, show_path, show_qualities, show_report, show_size, show_stage
 from flexrank.errors import FlexrankError
 from flexrank.files import read_json
 from flexrank.version import __version__

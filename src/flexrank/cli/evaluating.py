@@ -8,7 +8,7 @@ from typing import Any
 
 from flexrank import processes
 from flexrank.cli.outputs import require_output
-from flexrank.cli.shown import console, print_json
+from flexrank.cli.printing import console, print_json
 from flexrank.errors import FlexrankError
 
 

@@ -13,9 +13,9 @@ from flexrank.nn.select import select_layers
 from research.baselines.method import NotApplicable
 from research.baselines.trained import TRAINED_METHODS
 from research.baselines.trained.channels import find_units
-from research.benches import contest, images, lessons
+from research.benches import images, training_benchmarks, training_free
 from research.benches.compare_trained import method_unit, sensitivity_unit
-from research.benches.contest import DecomposedModel
+from research.benches.training_free import DecomposedModel
 from research.experiment import Request
 from research.figures import name_distances, panels, shown_distance
 from research.studies.cifar import ResNet20
@@ -36,7 +36,7 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     network = Network("resnet20", "convolutions", build("convnet"), SCALING, 1e-3, "digest")
     monkeypatch.setattr(images, "network", lambda *_: network)
     monkeypatch.setattr(images, "read_images", lambda: Images(training, test, classes))
-    monkeypatch.setattr(lessons, "STEPS", {"resnet20": (8, 10)})
+    monkeypatch.setattr(training_benchmarks, "STEPS", {"resnet20": (8, 10)})
 
 
 def bytes_of(batches: Any) -> list[bytes]:
@@ -76,9 +76,9 @@ def test_accuracy_is_drawn_as_it_is_lost_and_nats_by_a_logarithm() -> None:
 
 
 def test_rivals_without_training_know_convolutions(tmp_path: Path) -> None:
-    (one,) = contest.benchmarks(Request(tmp_path, model="resnet20"))
+    (one,) = training_free.benchmarks(Request(tmp_path, model="resnet20"))
     assert (one.name, one.measure, one.levels) == ("resnet20", "accuracy", 10)
-    for method in contest.METHODS:
+    for method in training_free.METHODS:
         model, *_ = DecomposedModel(one, method, 0)._decomposition
         assert one.subject(0).score(model).keys() == {"accuracy"}
 
@@ -92,7 +92,7 @@ def test_widths_are_not_of_a_network_of_residual_blocks() -> None:
 
 def test_trained_rivals_that_know_no_convolutions_say_so(tmp_path: Path) -> None:
     request = Request(tmp_path, model="resnet20", jobs=0)
-    (benchmark,) = lessons.training_benchmarks(request)
+    (benchmark,) = training_benchmarks.training_benchmarks(request)
     assert (benchmark.steps, benchmark.default_rate) == (8, 1e-3)
     sensitivity, found = sensitivity_unit(request, "resnet20", 0), {}
     for name, method in TRAINED_METHODS.items():

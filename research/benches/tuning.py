@@ -15,7 +15,7 @@ from flexrank.data.batches import batch_rows, some_rows
 from research import figures
 from research.baselines import RANK_METHODS, RIVALS
 from research.baselines.method import Settings
-from research.benches.contest import Benchmark, DecomposedModel, find_benchmark, measure_size_method, obstacle
+from research.benches.training_free import Benchmark, DecomposedModel, find_benchmark, measure_size_method, obstacle
 from research.experiment import Ledger, Request
 
 #: Trials use the benchmark's budgets that are nearest to these.

@@ -10,7 +10,7 @@ import transformers
 
 import flexrank as fr
 import tiny
-from flexrank.cli.cutting import sibling_path
+from flexrank.cli.deploying import sibling_path
 from tiny_runs import invoke, summary_of
 
 

@@ -26,11 +26,11 @@ from flexrank.run.trials import UNTRIED
 from flexrank.run.workspace import Workspace
 from research.baselines.method import Loss
 from research.baselines.statistics import next_token_loss
-from research.baselines.trained.lesson import TrainingTask
+from research.baselines.trained.training_task import TrainingTask
 from research.benches import images, language, sts
-from research.benches.contest import config_for_half, require_comparable
 from research.benches.quality import Subject, chain_of
 from research.benches.tasks import task_measure
+from research.benches.training_free import config_for_half, require_comparable
 from research.experiment import EVERY_RANK, Request
 from research.studies.language import identity_of
 from research.studies.vision import NETWORKS

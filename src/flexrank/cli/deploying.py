@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from flexrank import processes
-from flexrank.cli.shown import show_path, show_size
+from flexrank.cli.printing import show_path, show_size
 from flexrank.errors import FlexrankError
 
 

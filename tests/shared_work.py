@@ -160,11 +160,12 @@ def _factors(model: nn.Module) -> Tensor:
 
 def sharded(place: Path) -> dict[str, Tensor]:
     """As `consolidated`, with models of which each process holds a part; what is written, too."""
+    llama = {"accumulation": 2, "weight_decay": 0.3, "train_embeddings": True}
     cases: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-        "llama_untied": (texts(4), fr.LogitObjective(hidden_weight=2.0, top_k=9), {"accumulation": 2}),
+        "llama_untied": (texts(4), fr.LogitObjective(hidden_weight=2.0, top_k=9), llama),
         "bert": (texts(3), fr.EmbeddingObjective(4.0), {"max_norm": 0.05, "gradient_checkpointing": True}),
         "perceptron": (vectors(3, 7), fr.FeatureObjective(), {"method": "paper"}),
-        "convnet": (images(3, 5), fr.LogitObjective(), {"train_embeddings": True}),
+        "convnet": (images(3, 5), fr.LogitObjective(), {}),
     }
     found = {}
     for name, (batches, objective, options) in cases.items():

@@ -16,11 +16,16 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A base model of 50 ms; a size of rank r takes r % of it. Returns the ranks that were built."""
     ranks: list[int] = []
 
-    def build_ratio(model: nn.Linear, *_: object, **__: object) -> float:
+    def build_ratio(model: nn.Linear, *_: object, least_seconds: float) -> float:
+        assert least_seconds == latency.LEAST_SECONDS
         ranks.append(model.in_features)
         return model.in_features / 100
 
-    monkeypatch.setattr(latency, "interleave", lambda runs, **_: [[0.04, 0.05, 0.06]])
+    def interleave(_: object, least_seconds: float) -> list[list[float]]:
+        assert least_seconds == latency.LEAST_SECONDS
+        return [[0.04, 0.05, 0.06]]
+
+    monkeypatch.setattr(latency, "interleave", interleave)
     monkeypatch.setattr(latency, "latency_ratio", build_ratio)
     return ranks
 

@@ -56,6 +56,8 @@ def test_latency_is_the_median_over_the_base_models_in_eval_mode(monkeypatch: py
     small, base = Sleeper(clock), Sleeper(clock)
     assert latency_ratio(small, base, torch.zeros(1), repeats=3) == 1.5
     assert small.modes == base.modes == {(False, True)} and small.training
+    small.clock = base.clock = Clock(monkeypatch, [1.0] * 4 + [1.0, 2.0, 2.0, 2.0])  # 3 s in the first round, 4 more
+    assert latency_ratio(small, base, torch.zeros(1), repeats=1, least_seconds=4) == 0.75
     with pytest.raises(FlexrankError, match="latency compares one device"):
         latency_ratio(small, nn.Linear(1, 1, device="meta"), torch.zeros(1))
 

@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch.nn import functional
 
-from flexrank.distill.objectives import EmbeddingObjective, FeatureObjective, LogitObjective, describe, objective_for
+from flexrank.distill.objectives import (
+    EmbeddingObjective,
+    FeatureObjective,
+    FisherObjective,
+    LogitObjective,
+    describe,
+    objective_for,
+)
 from flexrank.errors import FlexrankError
 
 
@@ -261,6 +268,14 @@ def test_fisher_losses_have_the_fisher_as_second_moment() -> None:
     h = torch.randn(60_000, 3, requires_grad=True)
     (gradient,) = torch.autograd.grad(FeatureObjective().fisher_loss(h, h), h)
     torch.testing.assert_close(gradient.T @ gradient / len(h), torch.eye(3), rtol=0.1, atol=0.02)
+
+
+@pytest.mark.parametrize("objective", [LogitObjective(), EmbeddingObjective(), FeatureObjective()])
+def test_fisher_losses_leave_padding_out(objective: FisherObjective) -> None:
+    hidden, mask = torch.randn(2, 5, 3, requires_grad=True), torch.ones(2, 5, dtype=torch.long)
+    mask[1, 3:] = 0
+    (gradient,) = torch.autograd.grad(objective.fisher_loss(hidden, {"attention_mask": mask}), hidden)
+    assert ((gradient != 0).all(-1) == mask.bool()).all() and not gradient[1, 3:].any()
 
 
 def test_a_mask_of_another_length_than_features_is_not_theirs() -> None:

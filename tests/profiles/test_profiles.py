@@ -95,6 +95,16 @@ def test_a_rank_profile_is_a_hashable_mapping():
         RankProfile({"a": 0})
 
 
+def test_a_predicted_error_is_the_sum_of_the_layers():
+    """Rank 3 of b is halfway between 2 and 4; both layers count."""
+    table = SensitivityTable(
+        shapes={"a": (4, 4), "b": (4, 4)}, ranks={"a": (1, 2, 4), "b": (2, 4)},
+        errors={"a": (3.0, 2.5, 0.0), "b": (2.0, 0.0)}, baseline=0.5, footprint=Footprint(0, 0, 4),
+    )  # fmt: skip
+    assert table.predicted_error({"a": 2, "b": 3}) == 2.5 + 1.0
+    assert table.predicted_error({"a": 4, "b": 4}) == 0
+
+
 def test_chains_and_tables_keep_every_bit_through_a_file(tmp_path):
     table = SensitivityTable({"a": (3, 4)}, {"a": (1, 3)}, {"a": (0.1 + 0.2, 0.0)}, 1 / 3, FOOTPRINT)
     write_json(tmp_path / "table.json", table.to_json())

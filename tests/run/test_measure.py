@@ -1,13 +1,25 @@
-"""What `flexrank measure` says of a size, beside its times."""
+"""What a run and `flexrank measure` say of a size: qualities before training, and times set by hand."""
 
+import io
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from torch import nn
 
 import tiny
+from flexrank.artefacts.elastic import load_elastic
 from flexrank.data.batches import call_model
+from flexrank.hf.models import load_model, load_tokenizer
+from flexrank.nn.switch import stored_sizes, use_profile
+from flexrank.profiles import ProfileChain
 from flexrank.run import measure
+from flexrank.run.config import load_config
 from flexrank.run.measure import Workload
+from flexrank.run.samples import load_samples
+from tiny_runs import summary_of
 
 
 def test_tied_tensors_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,3 +31,59 @@ def test_tied_tensors_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     found = measure._measure(work, model, model, [workload])  # type: ignore[arg-type]
     assert found["bytes"] == 4 * sum(parameter.numel() for parameter in model.parameters())
     assert model.lm_head.weight is model.model.embed_tokens.weight and found["peak"] is None
+
+
+def test_qualities_before_training_are_those_of_the_decomposition_at_each_size(finished: Path, sources: Path) -> None:
+    base, tokenizer = load_model(sources / "language", "language"), load_tokenizer(sources / "language")
+    score = load_samples(load_config(finished), tokenizer).quality_function(base)
+    model, _ = load_elastic(finished / "elastic_initial")
+    chain = ProfileChain.from_json(json.loads((finished / "chain.json").read_text()))
+    for row in summary_of(finished)["rows"]:
+        with use_profile(model, chain.at(row["budget"])):
+            assert row["quality_before"] == pytest.approx(score(model), rel=1e-5)
+
+
+def test_a_size_is_timed_over_the_base_model(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes as many seconds as it has parameters."""
+    asked = []
+
+    def ratio(model: nn.Module, base: nn.Module, _: Any, repeats: int, least_seconds: float) -> float:
+        asked.append((repeats, least_seconds))
+        return stored_sizes(model)[1] / stored_sizes(base)[1]
+
+    monkeypatch.setattr(measure, "latency_ratio", ratio)
+    monkeypatch.setattr(measure, "RATIO_SECONDS", 0.25)
+    rows = summary_of(finished)
+    expected = [row["params_model"] / rows["base"]["params_model"] for row in rows["rows"]]
+    assert measure.latency_ratios(str(finished)) == pytest.approx(expected, rel=0.01) and max(expected) < 1
+    assert asked == [(3, 0.25)] * 2
+
+
+def test_times_are_those_of_the_size_and_ratios_those_over_the_base(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A size takes 1, 2 and 6 seconds where the base model takes 2, 4 and 3."""
+    rounds = []
+
+    def interleave(runs: Any, repeats: int, least_seconds: float) -> list[list[float]]:
+        rounds.append((repeats, least_seconds))
+        return [[1.0, 2.0, 6.0], [2.0, 4.0, 3.0]]
+
+    monkeypatch.setattr(measure, "interleave", interleave)
+    monkeypatch.setattr(measure, "_peak", lambda *_: None)
+    base, *sizes = measure.measure_sizes(str(finished))["rows"]
+    assert [(row["name"], row["times"]) for row in sizes] == [
+        (name, [{"seconds": 2.0, "ratio": 0.5}] * 3) for name in ("0.8", "0.5")
+    ]
+    assert base["name"] == "base" and base["bytes"] > sizes[0]["bytes"] > sizes[1]["bytes"]
+    assert rounds == [(measure.REPEATS, measure.LEAST_SECONDS)] * 9
+
+
+def test_the_table_has_tokens_per_second() -> None:
+    """32 tokens in half a second are 64 in one; 2 MB are counted by millions."""
+    time = {"seconds": 0.5, "ratio": 0.25}
+    rows = [{"name": "0.5", "times": [time], "bytes": 2_000_000, "peak": 5_000_000}]
+    result = {"workloads": [{"name": "1 text", "tokens": 32, "unit": "tokens"}], "rows": rows}
+    measure.print_measurement(result, Console(file=(written := io.StringIO()), width=120))
+    words = written.getvalue().split()
+    assert {"0.25", "64", "500.0", "2.0", "5.0"} <= set(words)

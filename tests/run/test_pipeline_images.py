@@ -81,6 +81,18 @@ def test_a_model_of_the_hub_is_named_as_there(model: Path, tmp_path: Path, monke
         samples("you/vit")
 
 
+def test_held_out_images_have_two_halves(model: Path, tmp_path: Path) -> None:
+    values = settings(model, write_images(tmp_path / "images.npz"), tmp_path / "run")
+    values["evaluation"] |= {"latency_batch_size": 1000}
+    parts = {}
+    for half in (None, "tuning", "reporting"):
+        values["data"] |= {"evaluation": 1000, "half": half}
+        images = Workspace(parse_config(values), RunDirectory(tmp_path / "run")).samples.example["pixel_values"]
+        parts[half] = {tuple(one.flatten().tolist()) for one in images}
+    assert len(parts[None]) == 100 and parts["tuning"] | parts["reporting"] == parts[None]
+    assert not parts["tuning"] & parts["reporting"] and 30 < len(parts["tuning"]) < 70
+
+
 def test_the_base_of_a_model_in_bfloat16_is_measured_in_it(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

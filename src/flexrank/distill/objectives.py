@@ -145,16 +145,15 @@ class FeatureObjective(_Quotients):
 
     def terms(self, output: Any, target: Tensor, batch: Batch) -> list[Quotient]:
         """The squared error over the target's squares."""
-        hidden, mask = output_tensor(output), None
-        if hidden.ndim == 3:
-            mask = output_mask(batch)
-        fits = mask is not None and mask.shape == hidden.shape[:2]  # an audio mask has other lengths than features
-        return [_relative_error(hidden, target, mask if fits else None)]
+        hidden = output_tensor(output)
+        return [_relative_error(hidden, target, _mask_of(hidden, batch))]
 
     def fisher_loss(self, output: Any, batch: Batch) -> Tensor:
-        """A random normal projection of the features."""
-        hidden = output_tensor(output).float()
-        return (hidden * torch.randn_like(hidden)).sum()
+        """A random normal projection of the features, without padding."""
+        hidden = output_tensor(output)
+        mask = _mask_of(hidden, batch)
+        real = (hidden if mask is None else hidden[mask]).float()
+        return (real * torch.randn_like(real)).sum()
 
 
 def objective_for(
@@ -222,6 +221,12 @@ def _is_setting(value: Any) -> bool:
 def default_objective(output: Any) -> Objective:
     """The objective that fits a model's output: divergence if it has logits, otherwise relative error of features."""
     return FeatureObjective() if getattr(output, "logits", None) is None else LogitObjective()
+
+
+def _mask_of(hidden: Tensor, batch: Batch) -> Tensor | None:
+    """The batch's mask, if it is of these features; that of sounds has other lengths."""
+    mask = output_mask(batch) if hidden.ndim == 3 else None
+    return mask if mask is not None and mask.shape == hidden.shape[:2] else None
 
 
 def _real_rows(values: Tensor, batch: Batch) -> Tensor:

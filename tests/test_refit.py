@@ -122,6 +122,8 @@ def test_the_full_size_stays_the_base_model(kind: str) -> None:
 def test_the_model_has_this_size_alone_and_is_deployed_as_any(dtype: torch.dtype) -> None:
     model, base, batches = decomposed("gpt2")
     model, base, profile = model.to(dtype), base.to(dtype), small(model)
+    with use_profile(model, profile):
+        before = relative(outputs(model, batches[1]), outputs(base, batches[1]))
     model.train(dtype is torch.float32)
     first = next(iter(nested_layers(model).values()))
     first.u.requires_grad_(False)
@@ -135,6 +137,7 @@ def test_the_model_has_this_size_alone_and_is_deployed_as_any(dtype: torch.dtype
     frozen = [not parameter.requires_grad for layer in (first, second) for parameter in layer.parameters()]
     assert frozen == [True, False, True, False, False, False]
     model.eval()
+    assert relative(outputs(model, batches[1]), outputs(base, batches[1])) < 0.95 * before
     wanted = outputs(model, batches[0])
     assert relative(outputs(fr.deploy(model, profile), batches[0]), wanted) < (1e-4 if dtype is torch.float32 else 0.05)
 

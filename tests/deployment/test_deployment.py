@@ -16,7 +16,7 @@ from tiny import outputs, relative
 
 ALL = [*tiny.TRANSFORMERS, *tiny.PLAIN]
 
-#: Whole-model bound in float32: every layer may add 2e-6 (`linalg.ERROR_FLOOR`) where slack is chosen.
+#: Whole-model bound in float32: every layer may add 2e-6 (`alignment.ERROR_FLOOR`) where slack is chosen.
 WHOLE_MODEL = 5e-5
 
 

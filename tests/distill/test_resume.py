@@ -106,15 +106,19 @@ def test_a_resumed_run_equals_the_unbroken_one(kind: str, tmp_path: Path) -> Non
 
     def run(model: nn.Module, data: object, path: Path | None, stop: int = 0, **settings):
         settings = {"weights": [1, 2], "checkpoint_every": 5, "max_norm": math.inf} | SETTINGS | settings
-        return distill_(model, teacher, data, profiles, objective=Calling(stop, stopped), checkpoint=path, **settings)
+        steps, objective = [], Calling(stop, stopped)
+        settings |= {"objective": objective, "checkpoint": path, "on_step": lambda step: steps.append(step.number)}
+        history = distill_(model, teacher, data, profiles, **settings)
+        assert steps == list(range(35 if data is remaining else 0, 60))
+        return history
 
-    unbroken = nest(build("perceptron"))
+    unbroken, remaining = nest(build("perceptron")), make()
     expected = run(unbroken, make(), None)
     broken, path = nest(build("perceptron")), tmp_path / "state"
     with pytest.raises(KeyboardInterrupt):
         run(broken, make(), path, stop=37)
     resumed = nest(build("perceptron"))
-    assert run(resumed, make(), path) == expected
+    assert run(resumed, remaining, path) == expected
     assert torch.equal(weights_of(resumed), weights_of(unbroken))
     with pytest.raises(FlexrankError, match="was written with learning_rate=0.01, not 0.1"):
         run(resumed, make(), path, learning_rate=0.1)

@@ -6,9 +6,6 @@ import pytest
 import torch
 
 from flexrank.nn.alignment import (
-    ERROR_FLOOR,
-    ERROR_MULTIPLE,
-    STATED_MULTIPLE,
     alignment_error,
     choose_slack,
     gauge_align,
@@ -40,8 +37,8 @@ def test_all_slacks_are_tried_from_one_factorisation(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(("rank", "step"), [(1, 1), (2, 1), (48, 1), (80, 1), (200, 3)])
 def test_slack_is_the_least_within_the_bound(rank: int, step: int) -> None:
     u, v, x = torch.randn(256, rank).double(), torch.randn(256, rank).double(), torch.randn(64, 256).double()
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        bound = ERROR_MULTIPLE * max(alignment_error(u, v, rank, x, dtype), ERROR_FLOOR[dtype] / STATED_MULTIPLE)
+    for dtype, floor in ((torch.bfloat16, 0.0), (torch.float16, 0.0), (torch.float32, 2e-6)):
+        bound = 2.5 * max(alignment_error(u, v, rank, x, dtype), floor / 3)
         slack = choose_slack(u, v, x, dtype)
         assert slack == rank or alignment_error(u, v, slack, x, dtype) <= bound
         assert slack == 0 or any(

@@ -138,8 +138,10 @@ def test_matrices_take_half_of_a_gpus_free_memory_at_most(monkeypatch: pytest.Mo
 def test_full_matrices_keep_to_the_room_of_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
     model = elastic("llama_untied")
     layers = list(nested_layers(model).values())
-    monkeypatch.setattr(switch, "max_bytes_on", lambda device, max_bytes: layers[-1].matrix.nbytes)
+    asked = []
+    monkeypatch.setattr(switch, "max_bytes_on", lambda *of: asked.append(of) or layers[-1].matrix.nbytes)
     with full_matrices(model, 2**32):
+        assert asked == [(torch.device("cpu"), 2**32)]
         assert [layer.full_matrix is not None for layer in layers] == [False] * (len(layers) - 1) + [True]
 
 

@@ -12,6 +12,7 @@ from torch import nn
 import tiny
 from flexrank.artefacts.elastic import load_elastic
 from flexrank.data.batches import call_model
+from flexrank.deployment import latency
 from flexrank.hf.models import load_model, load_tokenizer
 from flexrank.nn.switch import stored_sizes, use_profile
 from flexrank.profiles import ProfileChain
@@ -19,7 +20,7 @@ from flexrank.run import measure
 from flexrank.run.config import load_config
 from flexrank.run.measure import Workload
 from flexrank.run.samples import load_samples
-from tiny_runs import summary_of
+from tiny_runs import invoke, summary_of
 
 
 def test_tied_tensors_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,6 +58,22 @@ def test_a_size_is_timed_over_the_base_model(finished: Path, monkeypatch: pytest
     expected = [row["params_model"] / rows["base"]["params_model"] for row in rows["rows"]]
     assert measure.latency_ratios(str(finished)) == pytest.approx(expected, rel=0.01) and max(expected) < 1
     assert asked == [(3, 0.25)] * 2
+
+
+@pytest.mark.usefixtures("verified_here")
+def test_the_size_within_a_latency_is_exported(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The base model takes 100 ms, and a size as much of that as it has of the base model's parameters."""
+    monkeypatch.setattr(latency, "interleave", lambda *_, **__: [[0.1]])
+    monkeypatch.setattr(
+        latency, "latency_ratio", lambda one, base, *_, **__: stored_sizes(one)[1] / stored_sizes(base)[1]
+    )
+    summary = summary_of(copied)
+    large, small = (100 * row["params_model"] / summary["base"]["params_model"] for row in summary["rows"])
+    sizes = [row["relative_size"] for row in summary["rows"]]
+    for limit, size in ((large + 1, sizes[0]), (small + 1, sizes[1])):
+        result = invoke("deploy", copied, "--max-latency-ms", limit, "--json")
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["export"]["relative_size"] == size
 
 
 def test_times_are_those_of_the_size_and_ratios_those_over_the_base(

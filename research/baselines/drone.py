@@ -26,8 +26,9 @@ from research.baselines.statistics import input_moments
 
 #: Candidate ranks of a layer: at tenths of its parameters, the full one included.
 LEVELS = 10
-#: Allowances that are tried for each size, each halving the range of its logarithm, and the ends of that range.
-HALVINGS, LEAST, MOST = 10, 1e-5, 1e2
+#: Allowances that are tried for each size, each halving the range of its logarithm, and the ends of that range; and the
+#: share of the dense parameters within which a size ends its search.
+HALVINGS, LEAST, MOST, SPARE = 10, 1e-5, 1e2, 0.0025
 
 
 def factors(weight: Float[Tensor, "m n"], moment: Float[Tensor, "n n"]) -> Factors:
@@ -79,6 +80,7 @@ def ranks(
     dense = sum(map(dense_parameters, shapes.values()))
     shares = {name: dense_parameters(shape) / dense for name, shape in shapes.items()}
 
+    @functools.cache  # close allowances choose the same ranks in the first layers
     def measured(profile: RankProfile) -> float:
         with use_profile(model, profile):
             return measures.loss(model)
@@ -92,21 +94,21 @@ def ranks(
     def at(allowance: float) -> RankProfile:
         return within(candidates, {name: allowance * share for name, share in shares.items()}, loss)
 
-    def fits(budget: float, profile: RankProfile) -> bool:
-        return profile_parameters(profile, shapes) <= budget * dense
+    def share(allowance: float) -> float:
+        return profile_parameters(at(allowance), shapes) / dense
 
-    return [_searched(at, functools.partial(fits, budget)) for budget in budgets]
+    return [None if share(MOST) > budget else at(_searched(share, budget)) for budget in budgets]
 
 
-def _searched(at: Callable[[float], RankProfile], fits: Callable[[RankProfile], bool]) -> RankProfile | None:
-    """Returns the profile of the least allowance with which it fits, as if sizes fell with the allowance."""
+def _searched(share: Callable[[float], float], budget: float) -> float:
+    """Returns the least allowance that gives at most the budget's share, as if shares fell with the allowance."""
     low, high = LEAST, MOST
-    if not fits(at(high)):
-        return None
     for _ in range(HALVINGS):
+        if share(high) > budget - SPARE:
+            break
         middle = math.sqrt(low * high)
-        low, high = (low, middle) if fits(at(middle)) else (middle, high)
-    return at(high)
+        low, high = (low, middle) if share(middle) <= budget else (middle, high)
+    return high
 
 
 DRONE = RankMethod("drone", "Chen et al., NeurIPS 2021", input_moments, factors, ranks)

@@ -9,7 +9,7 @@ free constant, the setting that is best on the tuning half is compared (`trials`
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from research import figures
@@ -67,8 +67,7 @@ def _measure(benchmark: Benchmark, request: Request) -> dict[str, Any]:
     dense, parameters = ledger.take("dense", benchmark.base_scores), ledger.take("parameters", benchmark.parameters)
     trials = run_trials(request, benchmark.name, ledger, (*METHODS, *SIZE_METHOD_NAMES))
     chosen = {method: best_settings(some) for method, some in trials.items()}
-    elastic = _measure_elastic(request, benchmark.name, ledger, chosen)
-    separate = _measure_size_methods(request, benchmark.name, ledger, chosen, elastic)
+    elastic, separate = _measure_methods(request, benchmark.name, ledger, chosen)
     sized = {
         method: {allocation: [unit["sized"][allocation] for unit in units] for allocation in ALLOCATIONS}
         for method, units in elastic.items()
@@ -84,38 +83,38 @@ def _measure(benchmark: Benchmark, request: Request) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _measure_elastic(
+def _measure_methods(
     request: Request, name: str, ledger: Ledger, chosen: Mapping[str, Settings]
-) -> dict[str, list[dict[str, Any]]]:
-    """Returns the results of `elastic_unit`, by seed, for each method with one elastic model."""
-    units = {
-        _unit_name(method, chosen, seed): (request, name, method, chosen.get(method, {}), seed)
-        for seed, method in itertools.product(range(request.seeds), METHODS)
+) -> tuple[dict[str, list[dict[str, Any]]], ResultsByMethod]:
+    """Returns the results of `elastic_unit` by method and seed, and those of `size_method_unit` by allocation too.
+
+    First the methods from whose factors others start, which need their tables; then all others at once.
+    """
+    seeds, starts = range(request.seeds), {start_of(method) for method in SIZE_METHOD_NAMES} - {""}
+    elastic = {
+        (method, seed): (elastic_unit, request, name, method, chosen.get(method, {}), seed)
+        for seed, method in itertools.product(seeds, METHODS)
     }
-    done = ledger.take_all(units, elastic_unit, request.jobs)
-    return {method: [done[_unit_name(method, chosen, seed)] for seed in range(request.seeds)] for method in METHODS}
-
-
-def _measure_size_methods(
-    request: Request,
-    name: str,
-    ledger: Ledger,
-    chosen: Mapping[str, Settings],
-    elastic: Mapping[str, Sequence[Mapping[str, Any]]],
-) -> ResultsByMethod:
-    """Returns the results of `size_method_unit` for methods that make a model for each size."""
-    seeds, units = range(request.seeds), {}
-    for seed, method in itertools.product(seeds, SIZE_METHOD_NAMES):
-        start = start_of(method)
-        table = elastic[start][seed]["table"] if start else None
-        for one in allocations_of(method):
-            settings = chosen.get(method, {})
-            units[_unit_name(method, chosen, seed, one)] = (request, name, method, settings, seed, one, table)
-    done = ledger.take_all(units, size_method_unit, request.jobs)
-    return {
+    names = {key: _unit_name(key[0], chosen, key[1]) for key in elastic}
+    begun = {names[key]: unit for key, unit in elastic.items() if key[0] in starts}
+    done = ledger.take_all(begun, _call, request.jobs)
+    separate = {
+        _unit_name(method, chosen, seed, allocation): (
+            size_method_unit, request, name, method, chosen.get(method, {}), seed, allocation,
+            done[names[start_of(method), seed]]["table"] if start_of(method) else None,
+        )
+        for seed, method in itertools.product(seeds, SIZE_METHOD_NAMES)
+        for allocation in allocations_of(method)
+    }  # fmt: skip
+    done = ledger.take_all({**{names[key]: unit for key, unit in elastic.items()}, **separate}, _call, request.jobs)
+    return {method: [done[names[method, seed]] for seed in seeds] for method in METHODS}, {
         method: {one: [done[_unit_name(method, chosen, seed, one)] for seed in seeds] for one in allocations_of(method)}
         for method in SIZE_METHOD_NAMES
     }
+
+
+def _call(compute: Callable[..., Any], *arguments: Any) -> Any:
+    return compute(*arguments)
 
 
 def elastic_unit(request: Request, name: str, method: str, settings: Settings, seed: int) -> dict[str, Any]:

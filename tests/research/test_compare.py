@@ -201,18 +201,17 @@ def fake(monkeypatch: pytest.MonkeyPatch, scores: dict[str, float]) -> list[str]
     return asked
 
 
-#: In the order of the methods: four settings of each with a free constant, then what is compared of each seed.
+#: Four settings of each method with a free constant; then for all seeds those from which others start, and the rest.
 TRIALS = [f"trial of {method}" for method in ("asvd", "svd-llm-v2", "lems", "pifa") for _ in range(4)]
 
 
 def compared(*seeds: int) -> list[str]:
     alone = ["pifa {}, published", "pifa {}, paper", "pifa {}, joint", "a3 {}", "refit {}"]
-    return [
-        name.format(seed)
-        for names in ([f"{method} {{}}" for method in METHODS], alone)
-        for seed in seeds
-        for name in names
-    ]
+    first, rest = (
+        [f"{method} {{}}" for method in METHODS if (method in ("svd-llm", "fisher")) == is_start]
+        for is_start in (True, False)
+    )
+    return [name.format(seed) for names in (first, rest, alone) for seed in seeds for name in names]
 
 
 def test_tables_claims_and_the_ledger(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

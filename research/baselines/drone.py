@@ -26,8 +26,8 @@ from research.baselines.statistics import input_moments
 
 #: Candidate ranks of a layer: at tenths of its parameters, the full one included.
 LEVELS = 10
-#: Allowances that are tried for each size, each halving the range of its logarithm, and the ends of that range; and the
-#: share of the dense parameters within which a size ends its search.
+#: Allowances that are tried for each size, each halving the range of its logarithm, and the ends of that range; and how
+#: far below its budget a size may be that ends its search, as a share of the dense parameters.
 HALVINGS, LEAST, MOST, SPARE = 10, 1e-5, 1e2, 0.0025
 
 
@@ -74,7 +74,7 @@ def within(
 def ranks(
     model: nn.Module, _: Mapping[str, Tensor], budgets: Sequence[float], measures: Measures
 ) -> list[RankProfile | None]:
-    """Returns the ranks of the least allowance whose deployed parameters are within each budget; None if none are."""
+    """Returns the ranks of about the least allowance whose parameters are within each budget; None if none are."""
     shapes = layer_shapes(model)
     candidates = {name: rank_levels(shape, LEVELS, "parameters", 0.0, 0.0) for name, shape in shapes.items()}
     dense = sum(map(dense_parameters, shapes.values()))
@@ -101,7 +101,7 @@ def ranks(
 
 
 def _searched(share: Callable[[float], float], budget: float) -> float:
-    """Returns the least allowance that gives at most the budget's share, as if shares fell with the allowance."""
+    """Returns about the least allowance that gives at most the budget's share, as if shares fell with the allowance."""
     low, high = LEAST, MOST
     for _ in range(HALVINGS):
         if share(high) > budget - SPARE:

@@ -3,7 +3,7 @@
 Each method decomposes the same model from the same calibration. Sizes are deployed parameters, gauge-aligned for all;
 scores are on held-out samples that neither calibration nor probe has seen. Finished parts are not repeated. Rivals that
 make a separate model for each size are compared too, those whose sizes are not ranks only as published. For a rival's
-free constant, the setting that is best on the tuning half is compared (`trials`).
+free constant, the setting that is best on the tuning half is compared (`tuning`).
 """
 
 import itertools

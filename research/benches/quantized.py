@@ -67,7 +67,7 @@ def run(request: Request) -> Result:
 
 def measure(name: str, request: Request, ledger: Ledger) -> list[Point]:
     """Returns the points of the base model at every precision, then those of every size."""
-    subject, batches, objective, forwards = _lesson(name, request)
+    subject, batches, objective, forwards = _training_of(name, request)
     model = subject.decomposed("fisher")
     rows = collect_rows(model, subject.calibration, nested_layers(model))
     evaluate = distillation_evaluator(subject.teacher, subject.probe, subject.objective)
@@ -86,7 +86,7 @@ def measure(name: str, request: Request, ledger: Ledger) -> list[Point]:
     return points
 
 
-def _lesson(name: str, request: Request) -> tuple[Subject, Any, Objective, Any]:
+def _training_of(name: str, request: Request) -> tuple[Subject, Any, Objective, Any]:
     """Returns a model, its training batches and objective, and the context in which its forward passes run."""
     if name == "pycode5m":
         subject, batches = language.subject_of(language.PYCODE, request.half)

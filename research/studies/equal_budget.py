@@ -48,7 +48,7 @@ def _claim(budgets: Sequence[float], separate: Any, elastic: Any) -> dict[str, A
         "slightly better on average",
         here,
         max(means) <= 0,
-        "a separate model trains its norms too, and has factors that no other size shares",
+        "a separate model has factors that no other size shares, and by the default method trains its norms too",
     )
 
 

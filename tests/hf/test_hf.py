@@ -310,7 +310,9 @@ def test_half_of_an_encoder_decoder_embeds(tmp_path):
     other = LongT5Config(architectures=["LongT5EncoderModel"])  # which the class for halves does not know
     assert class_for("embedding", other) is AutoModel
     for kind in (T5Config, BartConfig):
-        with pytest.raises(FlexrankError, match="task 'language' does not fit '(t5|bart)', an encoder-decoder"):
+        with pytest.raises(
+            FlexrankError, match="model '(t5|bart)': an encoder-decoder, which task 'language' does not"
+        ):
             class_for("language", kind())
 
 

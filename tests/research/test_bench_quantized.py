@@ -124,8 +124,8 @@ def test_every_size_is_scored_in_every_form_at_every_precision(monkeypatch: pyte
     monkeypatch.setattr(quantized, "BUDGETS", (0.6, 0.3))
     monkeypatch.setattr(quantized, "BITS", (16, 4))
     monkeypatch.setattr(quantized, "TRAINING", {"pycode5m": {"steps": 2, "learning_rate": 1e-4}})
-    lesson = subject, [batch], LogitObjective(), lambda model: contextlib.nullcontext()
-    monkeypatch.setattr(quantized, "_lesson", lambda name, request: lesson)
+    training = subject, [batch], LogitObjective(), lambda model: contextlib.nullcontext()
+    monkeypatch.setattr(quantized, "_training_of", lambda name, request: training)
     result = quantized.run(Request(tmp_path))
     points = result["data"]["pycode5m"]
     forms = [("base model", 1.0), *((form, budget) for budget in (0.6, 0.3) for form in quantized.FORMS)]

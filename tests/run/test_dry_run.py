@@ -81,6 +81,13 @@ def test_moments_take_the_bytes_that_calibration_allocates(build: Build, method:
     assert sorted(architecture.groups) == sorted(map(tuple, groups))
 
 
+def test_layers_that_read_the_same_tensor_are_one_group(tmp_path: Path) -> None:
+    groups = {group for group in build_architecture(config_of(tiny.llama_tied, tmp_path)).groups if ".0." in group[0]}
+    parts = {tuple(name.removeprefix("model.layers.0.") for name in group) for group in groups}
+    attention = {tuple(f"self_attn.{side}_proj" for side in "qkv"), ("self_attn.o_proj",)}
+    assert parts == attention | {("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",)}
+
+
 def test_calibration_takes_moments_or_the_two_outputs_that_are_compared(tmp_path: Path) -> None:
     config = config_of(tiny.llama_tied, tmp_path)
     architecture = build_architecture(config)

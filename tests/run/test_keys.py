@@ -21,7 +21,7 @@ READ: dict[str, dict[str, Any]] = {
         "decomposition.method": "datasvd", "probe.method": "curvature",
     },
     "probe": {
-        "data.probe": 8, "probe.levels": 3, "probe.spacing": "rank", "probe.target_bytes": 1000,
+        "data.probe": 8, "probe.levels": 3, "probe.spacing": "ranks", "probe.target_bytes": 1000,
         "allocation.min_saving": 0.5, "allocation.method": "paper", "distillation.temperature": 2.0,
     },
     "allocate": {"allocation.savings": "ranks", "allocation.budgets": (0.6,)},
@@ -43,7 +43,7 @@ READ: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 #: What changes no result: where a run is, what a dry run reads, and how memory and checkpoints are used.
 UNREAD = {
-    "output": "elsewhere", "architecture": "config.json", "decomposition.buffer_bytes": 1000, "probe.replay_bytes": 0,
+    "output": "elsewhere", "architecture": "config.json", "decomposition.buffer_bytes": 2**20, "probe.replay_bytes": 0,
     "distillation.sharded": True, "distillation.gradient_checkpointing": True, "distillation.checkpoint_every": 1,
     "distillation.tracking": "tensorboard",
 }  # fmt: skip
@@ -61,7 +61,13 @@ def changed(config: RunConfig, key: str, value: Any) -> RunConfig:
     section, _, name = key.rpartition(".")
     if not section:
         return config.model_copy(update={name: value})
-    return config.model_copy(update={section: getattr(config, section).model_copy(update={name: value})})
+    own = getattr(config, section)
+    return config.model_copy(update={section: type(own).model_validate(own.model_dump() | needed(key) | {name: value})})
+
+
+def needed(key: str) -> dict[str, Any]:
+    """Other keys of its section, without which a key is refused."""
+    return {"gradient_checkpointing": True} if key == "distillation.sharded" else {}
 
 
 def test_every_key_has_its_place() -> None:

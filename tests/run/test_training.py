@@ -29,7 +29,7 @@ from flexrank.run.stages import read_chain
 from flexrank.run.training import autocast_dtype, log_losers, probe_losses
 from flexrank.run.workspace import Workspace
 from tiny import relative
-from tiny_runs import rerun
+from tiny_runs import rerun, summary_of
 
 pytestmark = pytest.mark.usefixtures("verified_here")
 #: Three steps: half as many as the run's six, so that its warm-up of one is none.
@@ -262,7 +262,7 @@ def test_what_is_trained_is_read_and_the_rest_is_the_base_models(copied: Path) -
 
 
 def test_a_run_consolidates_in_less_memory(finished: Path, tmp_path: Path) -> None:
-    """Oracle: the same run in float32: in bfloat16, with states of 8 bits, it is as good within its precision."""
+    """Oracle: what the same run gains in float32; in bfloat16, with states of 8 bits, it gains a third of that or more."""
     config = load_config(
         finished,
         [f"output={tmp_path / 'run'}", "dtype=bfloat16", "distillation.optimizer=adamw_8bit"]
@@ -275,10 +275,10 @@ def test_a_run_consolidates_in_less_memory(finished: Path, tmp_path: Path) -> No
     small, _ = load_elastic(tmp_path / "run" / "elastic", 0.5)
     assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in model.parameters())
     rows, wanted = (
-        {row["budget"]: row["quality"]["nats_per_token"] for row in read_json(run / "summary.json")["rows"]}
+        [row["quality_before"]["nats_per_token"] - row["quality"]["nats_per_token"] for row in summary_of(run)["rows"]]
         for run in (tmp_path / "run", finished)
     )
-    assert all(rows[budget] < 1.02 * wanted[budget] for budget in (0.8, 0.5))
+    assert all(own > 0.3 * other > 0 for own, other in zip(rows, wanted, strict=True))  # ranks may differ
 
 
 @pytest.mark.parametrize("keys", [["dtype=bfloat16"], ["distillation.optimizer=adamw_8bit"]])

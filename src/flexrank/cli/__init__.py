@@ -27,8 +27,8 @@ from flexrank.version import __version__
 app = typer.Typer(
     cls=OneLineErrors,
     name="flexrank",
-    help="One pretrained network, every size: nested low-rank models from a single set of weights. The verb of a stage "
-    "first runs the stages before it that are missing.",
+    help="One pretrained network, every size: nested low-rank models from a single set of weights. Most commands "
+    "first run the stages that they need and that are missing.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -139,7 +139,7 @@ def evaluate(
         int | None, typer.Option(min=0, help="With --tasks: number of examples in each prompt.")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="With --tasks: documents per task, for a quick try.")] = None,
-    perplexity: Annotated[Path | None, typer.Option(help="A text file, or a folder of them: perplexity.")] = None,
+    perplexity: Annotated[Path | None, typer.Option(help="Text to measure perplexity on: a file or folder.")] = None,
     window: Annotated[
         int | None, typer.Option(help="With --perplexity: tokens per window; default data.max_tokens.")
     ] = None,
@@ -152,7 +152,7 @@ def evaluate(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measures every size: evaluation.json. With options, other budgets, or by more measures too: benchmarks.json."""
+    """Measures every size: evaluation.json. With budgets or measures of your own it writes benchmarks.json instead."""
     from flexrank.cli.evaluating import Request, show_benchmarks
 
     request = Request(tasks, include_path, num_fewshot, limit, perplexity, window, sts, budgets, output)
@@ -235,7 +235,7 @@ def measure(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measures time and memory of every size and the base model: measurement.json; or what this machine can do."""
+    """Measures time and memory of every size: measurement.json. With --calibrate-plan it measures this machine."""
     if calibrate_plan:
         if config is not None or overrides:
             raise FlexrankError("--calibrate-plan measures the machine, and takes no CONFIG and no --set")

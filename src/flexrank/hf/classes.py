@@ -23,7 +23,8 @@ def class_for(task: Task, config: Any) -> Any:
     if task == "language":
         if getattr(config, "is_encoder_decoder", False):
             mend = "take a causal model, or compress it from Python"
-            raise FlexrankError(f"task 'language' does not fit {config.model_type!r}, an encoder-decoder; {mend}")
+            name = config.name_or_path or config.model_type
+            raise FlexrankError(f"model {name!r}: an encoder-decoder, which task 'language' does not fit; {mend}")
         return transformers.AutoModelForCausalLM
     is_image = any(name.endswith("ForImageClassification") for name in named)
     sequence = transformers.AutoModelForSequenceClassification

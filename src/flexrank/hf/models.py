@@ -129,14 +129,19 @@ def load_tokenizer(name: str | Path) -> Any:
 
 
 def file_beside(name: str | Path, file: str) -> Path:
-    """The path of a file beside a model's weights; that of a model on the hub is fetched into its cache."""
+    """The path of a file beside a model's weights; that of a model on the hub is fetched into its cache.
+
+    Raises FlexrankError if the hub has no such file, or cannot be reached.
+    """
     import transformers
 
     source = resolve_source(name)
     if Path(source).is_dir():
         return Path(source, file)
-    with clear_errors(f"{name}/{file}", source):
+    try:
         return Path(transformers.utils.cached_file(source, file))
+    except OSError as error:
+        raise FlexrankError(f"model {str(name)!r}: no {file}, here or on the hub ({first_line(error)})") from error
 
 
 def load_by_architecture(directory: str | Path) -> tuple[Any, dict[str, Any]]:

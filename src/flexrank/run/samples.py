@@ -193,7 +193,7 @@ def _samples(
     first, probe = calibration[: data.calibration], calibration[data.calibration : wanted]
     if len(first) < data.batch_size:
         samples = f"{len(first)} samples are shorter than one batch of {data.batch_size} (data.batch_size)"
-        length = f", a data.max_tokens below {data.max_tokens}" * (config.task == "language")
+        length = f", a data.max_tokens below {data.max_tokens}" if config.task == "language" else ""
         raise FlexrankError(f"data.calibration: {samples}; give more data{length}, or smaller batches")
     if len(calibration) < wanted:
         found = "data: %d samples for calibration and probe, which take %d; some serve both"

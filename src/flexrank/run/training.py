@@ -35,7 +35,8 @@ def train_(
 ) -> TrainingHistory:
     """Distils the base model into these profiles by the run's settings; warm-up takes the same share of the steps.
 
-    `options` are passed to `distill_` in place of the run's settings.
+    `options` are passed to `distill_` in place of the run's settings; with another objective the forward passes are
+    not set up for the run's own.
     """
     settings = work.config.distillation
     own = {
@@ -47,7 +48,7 @@ def train_(
         "checkpoint": checkpoint, "checkpoint_every": settings.checkpoint_every,
     }  # fmt: skip
     batches, given = work.samples.training, {"steps": steps, "learning_rate": learning_rate, "weights": weights}
-    with forward_settings(work, model):
+    with contextlib.nullcontext() if "objective" in options else forward_settings(work, model):
         return distill_(model, work.base, batches, profiles, on_step=on_step, **given, **own | options)
 
 

@@ -262,7 +262,7 @@ def test_what_is_trained_is_read_and_the_rest_is_the_base_models(copied: Path) -
 
 
 def test_a_run_consolidates_in_less_memory(finished: Path, tmp_path: Path) -> None:
-    """Oracle: what the same run gains in float32; in bfloat16, with states of 8 bits, it gains a third of that or more."""
+    """Oracle: what the same run gains in float32; in bfloat16, with states of 8 bits, it gains at least a third of it."""
     config = load_config(
         finished,
         [f"output={tmp_path / 'run'}", "dtype=bfloat16", "distillation.optimizer=adamw_8bit"]
@@ -278,7 +278,7 @@ def test_a_run_consolidates_in_less_memory(finished: Path, tmp_path: Path) -> No
         [row["quality_before"]["nats_per_token"] - row["quality"]["nats_per_token"] for row in summary_of(run)["rows"]]
         for run in (tmp_path / "run", finished)
     )
-    assert all(own > 0.3 * other > 0 for own, other in zip(rows, wanted, strict=True))  # ranks may differ
+    assert all(own > other / 3 > 0 for own, other in zip(rows, wanted, strict=True))  # ranks may differ
 
 
 @pytest.mark.parametrize("keys", [["dtype=bfloat16"], ["distillation.optimizer=adamw_8bit"]])

@@ -40,8 +40,8 @@ tuning half; for SVD-LLM V2 all four give the same model here, because its ranks
 *joint* ranks are flexrank's two allocations, from a sensitivity table of the method's own factors (for PIFA, of the
 factors that it starts from). *nested* says whether each size is a prefix of all larger ones, so one artefact holds them
 all. Times are wall times, each measured once. DRONE, SVD-LLM and DataSVD share one optimum, so their lines coincide.
-DRONE was measured before its search of ranks was there, so its *published* ranks are uniform below; pycode5m was
-measured before ranks were filled up and constants tuned.
+DRONE's *published* ranks are of its own search on pycode5m, whose sizes may be .25 % of the dense parameters below the
+budget; on the other models they are uniform, as they were measured before.
 
 **Trained.** All methods see the same number of training tokens in total; a method that trains each size separately
 splits them among its sizes. At equal training time, each method gets the number of steps that fits into flexrank's

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import tiny
 from flexrank.calibrate import collect_moments
 from flexrank.data.batches import call_model, output_tensor
-from flexrank.distill import distill_, step
+from flexrank.distill import distill_, trained
 from flexrank.distill.objectives import LogitObjective
 from flexrank.files import write_json
 from flexrank.nn import linalg
@@ -75,8 +75,8 @@ def test_a_training_pass_takes_the_operations_that_torch_counts(build: Build, bu
     architecture, model = build_architecture(config), real(build)
     student = nest(real(build), exclude=left_out)
     ranks = uniform_profile(student, budget)
-    trainable = step.trainable_parameters(student, factors_only=True)
-    with step.training(student, model, trainable), use_profile(student, ranks):
+    trainable = trained.trainable_parameters(student, factors_only=True)
+    with trained.training(student, model, trainable), use_profile(student, ranks):
         with FlopCounterMode(display=False) as counter:
             output = output_tensor(call_model(student, batch_of(build)))
             assert operations.forward(architecture, BATCH, ranks) == counter.get_total_flops()

@@ -59,7 +59,9 @@ def test_the_dry_run_counts_the_targets_that_a_run_keeps(
         assert dry_run(config)["memory"]["probe"]["targets"] == sum(target.nbytes for target in targets) <= limit
         tables.append(json.loads((tmp_path / str(limit) / "sensitivity.json").read_text())["errors"])
     assert objective == LogitObjective(top_k=4)
-    assert caplog.text.count(f"{ROWS} rows are kept as its 4 likeliest classes and one of all others, in {36 * ROWS}") == 1
+    assert (
+        caplog.text.count(f"{ROWS} rows are kept as its 4 likeliest classes and one of all others, in {36 * ROWS}") == 1
+    )
     full, top_k = ([error for one in table.values() for error in one] for table in tables)
     assert full != top_k and all(less <= more + 1e-6 for less, more in zip(top_k, full, strict=True))
 

@@ -57,8 +57,9 @@ A3 make one model per size, and PIFA refits each layer to the outputs of the com
 artefact for all sizes cannot do: it is ahead of all nested methods from .4 down. `refit` (`flexrank deploy RUN --budget
 B --refit`) does the same from flexrank's own components and ranks, also for one size at a time. On stories260k it is
 ahead of every method from .9 to .5, and behind PIFA, by uniform or `paper` ranks, from .4 down; on ResNet-20 it is
-ahead of every rival from .7 down, and within the standard error of .8 points above. MiniLM and pycode5m were measured
-before it was there. A short consolidation gains more, for all sizes at once (docs/performance.md). Among trained
+ahead of every rival from .7 down, and within the standard error of .8 points above; on pycode5m it is ahead of every
+method from .6 down, and at most .0008 nats behind above. MiniLM was measured before it was there. A short
+consolidation gains more, for all sizes at once (docs/performance.md). Among trained
 rivals, nested widths (`matformer` in the tables) also lead at small sizes of stories260k, and with ACIP at babyllama's
 .2: complete heads and channels hold more per parameter than a few ranks of such narrow matrices. Sizes that are trained
 separately can be ahead at large sizes, where shared weights pay for the small ones. On the vision transformer, flexrank

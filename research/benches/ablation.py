@@ -17,7 +17,7 @@ from flexrank.distill import distill_, optimizer
 from flexrank.distill.schedule import RunningLosses
 from research import figures
 from research.baselines.trained.ranks import at
-from research.baselines.trained.training_task import WARMUP, TrainingTask
+from research.baselines.trained.task import WARMUP, TrainingTask
 from research.benches.training_benchmarks import TrainingBenchmark, find_training_benchmark, training_benchmarks
 from research.experiment import Experiment, Ledger, Request
 from research.result import Result, between, goal, measured, spreads, table

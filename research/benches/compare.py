@@ -90,25 +90,30 @@ def _measure_methods(
 
     First the methods from whose factors others start, which need their tables; then all others at once.
     """
-    seeds, starts = range(request.seeds), {start_of(method) for method in SIZE_METHOD_NAMES} - {""}
+    seeds = range(request.seeds)
+
+    def unit(method: str, seed: int, allocation: str = "") -> str:
+        return _unit_name(method, chosen, seed, allocation)
+
+    def table(method: str, seed: int) -> Any:
+        return begun[unit(start_of(method), seed)]["table"] if start_of(method) else None
+
     elastic = {
-        (method, seed): (elastic_unit, request, name, method, chosen.get(method, {}), seed)
+        unit(method, seed): (elastic_unit, request, name, method, chosen.get(method, {}), seed)
         for seed, method in itertools.product(seeds, METHODS)
     }
-    names = {key: _unit_name(key[0], chosen, key[1]) for key in elastic}
-    begun = {names[key]: unit for key, unit in elastic.items() if key[0] in starts}
-    done = ledger.take_all(begun, _call, request.jobs)
+    starts = {unit(start_of(method), seed) for seed, method in itertools.product(seeds, SIZE_METHOD_NAMES)}
+    begun = ledger.take_all({one: elastic[one] for one in elastic if one in starts}, _call, request.jobs)
     separate = {
-        _unit_name(method, chosen, seed, allocation): (
-            size_method_unit, request, name, method, chosen.get(method, {}), seed, allocation,
-            done[names[start_of(method), seed]]["table"] if start_of(method) else None,
+        unit(method, seed, one): (
+            size_method_unit, request, name, method, chosen.get(method, {}), seed, one, table(method, seed),
         )
         for seed, method in itertools.product(seeds, SIZE_METHOD_NAMES)
-        for allocation in allocations_of(method)
+        for one in allocations_of(method)
     }  # fmt: skip
-    done = ledger.take_all({**{names[key]: unit for key, unit in elastic.items()}, **separate}, _call, request.jobs)
-    return {method: [done[names[method, seed]] for seed in seeds] for method in METHODS}, {
-        method: {one: [done[_unit_name(method, chosen, seed, one)] for seed in seeds] for one in allocations_of(method)}
+    done = ledger.take_all(elastic | separate, _call, request.jobs)
+    return {method: [done[unit(method, seed)] for seed in seeds] for method in METHODS}, {
+        method: {one: [done[unit(method, seed, one)] for seed in seeds] for one in allocations_of(method)}
         for method in SIZE_METHOD_NAMES
     }
 

@@ -20,7 +20,7 @@ from flexrank.decompose import Method
 from research import figures
 from research.baselines.method import NotApplicable
 from research.baselines.trained import TRAINED_METHODS
-from research.baselines.trained.training_task import Settings
+from research.baselines.trained.task import Settings
 from research.benches.tasks import format_base_score, shown_measures
 from research.benches.training_benchmarks import TrainingBenchmark, find_training_benchmark, training_benchmarks
 from research.benches.tuning import best_settings, mean_log_distance

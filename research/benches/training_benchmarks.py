@@ -26,7 +26,7 @@ from flexrank.run.trials import UNTRIED
 from flexrank.run.workspace import Workspace
 from research.baselines.method import Loss
 from research.baselines.statistics import next_token_loss
-from research.baselines.trained.training_task import TrainingTask
+from research.baselines.trained.task import TrainingTask
 from research.benches import images, language, sts
 from research.benches.quality import Subject, chain_of
 from research.benches.tasks import task_measure

@@ -1,6 +1,7 @@
 """The studies on language models, each whole, on a tiny random model and few steps."""
 
 import copy
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -89,6 +90,25 @@ def test_untrained_and_single_figures_are_those_of_a_plain_loop(request_for: Any
     single = bench.ledger.take("trained at 0.5 only, seed 0", lambda: None)
     assert single == bench.nats_by_budget(model) != held_out
     assert rows["trained at 0.5 only"][1]["n"] == 2
+
+
+def test_a_study_trains_by_the_methods_of_its_configuration(request_for: Any) -> None:
+    """Oracle: `distill_` with every setting written out."""
+    request = request_for("joint-vs-single")
+    changed = request.config.distillation.model_copy(update={"method": "paper", "weight_decay": 0.3})
+    bench = LanguageBench(
+        dataclasses.replace(request, config=request.config.model_copy(update={"distillation": changed}))
+    )
+    profiles, options = bench.profiles[::-1], bench.config.distillation
+    trained = bench.trained(profiles, steps=4, seed=3, name="one")
+    model = bench.decomposed()
+    distill_(
+        model, bench.base, list(bench.space.samples.training), profiles, method="paper", weight_decay=0.3, steps=4,
+        objective=LogitObjective(), learning_rate=options.learning_rate, seed=3, autocast=bench.autocast,
+        warmup_steps=round(4 * options.warmup_steps / options.steps),
+    )  # fmt: skip
+    assert bench.nats_by_budget(trained) == bench.nats_by_budget(model)
+    assert bench.facts()["method"] == "paper"
 
 
 def test_each_block_is_trained_on_the_originals_inputs_alone(request_for: Any) -> None:

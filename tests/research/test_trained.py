@@ -18,7 +18,7 @@ from flexrank.nn.select import select_layers
 from research.baselines.method import NotApplicable
 from research.baselines.statistics import next_token_loss
 from research.baselines.trained import TRAINED_METHODS, acip, layerskip
-from research.baselines.trained.training_task import TrainingTask
+from research.baselines.trained.task import TrainingTask
 from research.originals.acip import Labels
 from tiny import batch_for, build, chain_of, outputs, same_state
 
@@ -135,7 +135,7 @@ def test_fast_parameters_learn_at_their_own_rate() -> None:
 def test_a_rate_decays_or_stays(decays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of 40 steps warms up; by hand, the last is then at (1 + cos(π 38 / 39)) / 2 of the rate."""
     one, model, rates = training_task(), build("llama_tied", seed=3), list[float]()
-    monkeypatch.setattr("research.baselines.trained.training_task.set_rate", lambda _, rate: rates.append(rate))
+    monkeypatch.setattr("research.baselines.trained.task.set_rate", lambda _, rate: rates.append(rate))
     parameters = {"model.norm.weight": dict(model.named_parameters())["model.norm.weight"]}
     one.train_(model, parameters, LogitObjective(), 40, 1.0, decays=decays)
     assert rates[0] == 1.0 and rates[-1] == pytest.approx(0.00162 if decays else 1.0, abs=1e-5)

@@ -26,7 +26,7 @@ from research.baselines.trained.llm_pruner import LLM_PRUNER
 from research.baselines.trained.lora import SVD_LLM_LORA
 from research.baselines.trained.matformer import MATFORMER
 from research.baselines.trained.ranks import INDEPENDENT, OURS, PRINTED
-from research.baselines.trained.training_task import TrainedMethod
+from research.baselines.trained.task import TrainedMethod
 
 TRAINED_METHODS: dict[str, TrainedMethod] = {
     method.name: method for method in (OURS, PRINTED, INDEPENDENT, SVD_LLM_LORA, ACIP, LLM_PRUNER, MATFORMER, LAYERSKIP)

@@ -36,14 +36,7 @@ from flexrank.distill.schedule import Schedule
 from flexrank.nn.matrix import bias_of, weight_matrix
 from flexrank.profiles.costs import deployed_parameters
 from research.baselines.method import NotApplicable
-from research.baselines.trained.training_task import (
-    Settings,
-    Size,
-    TrainedMethod,
-    TrainingTask,
-    rates,
-    trained_parameters,
-)
+from research.baselines.trained.task import Settings, Size, TrainedMethod, TrainingTask, rates, trained_parameters
 
 #: λ at first, its growth if it grows at every step, and how often a score could go from 1 to 0 in these steps.
 PENALTY, GROWTH, TRAVEL = 1e-5, 1e8, 5.0

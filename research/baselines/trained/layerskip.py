@@ -21,7 +21,7 @@ from flexrank.distill.objectives import Objective
 from flexrank.hf.models import hidden_states
 from flexrank.nn.blocks import block_stack, replaced_forwards
 from research.baselines.method import NotApplicable, parameter_count
-from research.baselines.trained.training_task import Settings, Size, TrainedMethod, TrainingTask, rates
+from research.baselines.trained.task import Settings, Size, TrainedMethod, TrainingTask, rates
 
 #: The paper's values for continued pretraining: the last block's dropout, and the scale of early losses.
 DROPOUT, EXIT_SCALE = 0.1, 0.2

@@ -11,14 +11,7 @@ from collections.abc import Iterator
 from flexrank.nn.blocks import block_stack
 from research.baselines.trained.channels import Widths, find_units, importances, ordered
 from research.baselines.trained.lora import adapt_
-from research.baselines.trained.training_task import (
-    Settings,
-    Size,
-    TrainedMethod,
-    TrainingTask,
-    rates,
-    trained_parameters,
-)
+from research.baselines.trained.task import Settings, Size, TrainedMethod, TrainingTask, rates, trained_parameters
 
 
 def sizes(task: TrainingTask, settings: Settings) -> Iterator[Size]:

@@ -18,14 +18,7 @@ from research.baselines.method import NotApplicable, filled_ranks
 from research.baselines.statistics import input_moments
 from research.baselines.svd_llm import factors
 from research.baselines.trained.ranks import at
-from research.baselines.trained.training_task import (
-    Settings,
-    Size,
-    TrainedMethod,
-    TrainingTask,
-    rates,
-    trained_parameters,
-)
+from research.baselines.trained.task import Settings, Size, TrainedMethod, TrainingTask, rates, trained_parameters
 
 #: The adapters' rank in the paper, and the α by which they are scaled, over the rank.
 RANK, ALPHA = 8, 16

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from flexrank.distill.schedule import Schedule
 from research.baselines.trained.llm_pruner import parameters_outside_units, taylor_widths, unit_budget
-from research.baselines.trained.training_task import Settings, Size, TrainedMethod, TrainingTask, rates
+from research.baselines.trained.task import Settings, Size, TrainedMethod, TrainingTask, rates
 
 
 def sizes(task: TrainingTask, settings: Settings) -> Iterator[Size]:

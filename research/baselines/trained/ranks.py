@@ -9,7 +9,7 @@ from flexrank.distill.objectives import Objective
 from flexrank.nn.switch import footprint, layer_shapes, use_profile
 from flexrank.profiles import RankProfile
 from flexrank.profiles.costs import profile_parameters
-from research.baselines.trained.training_task import WARMUP, Settings, Size, TrainedMethod, TrainingTask, rates
+from research.baselines.trained.task import WARMUP, Settings, Size, TrainedMethod, TrainingTask, rates
 
 
 def ours(task: TrainingTask, settings: Settings) -> Iterator[Size]:

@@ -47,9 +47,11 @@ def train_(
         "gradient_checkpointing": settings.gradient_checkpointing, "seed": work.config.seed,
         "checkpoint": checkpoint, "checkpoint_every": settings.checkpoint_every,
     }  # fmt: skip
-    batches, given = work.samples.training, {"steps": steps, "learning_rate": learning_rate, "weights": weights}
     with contextlib.nullcontext() if "objective" in options else forward_settings(work, model):
-        return distill_(model, work.base, batches, profiles, on_step=on_step, **given, **own | options)
+        return distill_(
+            model, work.base, work.samples.training, profiles, steps=steps, learning_rate=learning_rate,
+            weights=weights, on_step=on_step, **own | options,
+        )  # fmt: skip
 
 
 def forward_settings(work: Workspace, model: nn.Module) -> contextlib.AbstractContextManager[None]:

@@ -208,7 +208,7 @@ def seeded_loss(loss: GradientLoss, output: Any, batch: Batch, number: int) -> T
     """The loss of batch `number`; its random draws differ between batches and are the same in every run."""
     if not callable(loss) or isinstance(loss, type):
         raise FlexrankError(f"gradient_loss is {loss!r}; it is a function, such as an objective's fisher_loss")
-    with torch.random.fork_rng(enabled=True):
+    with torch.random.fork_rng(range(torch.accelerator.device_count())):  # `manual_seed` seeds all of them
         torch.manual_seed(number)
         value = loss(output, batch)
     if torch.is_grad_enabled() and not (isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad):

@@ -110,11 +110,10 @@ def update(optimizer: torch.optim.Optimizer, seed: int) -> None:
     if isinstance(optimizer, torch.optim.AdamW):
         optimizer.step()
         return
-    device = optimizer.param_groups[0]["params"][0].device
-    is_cpu = device.type == "cpu"
+    is_cpu = optimizer.param_groups[0]["params"][0].device.type == "cpu"
     # On a CPU torchao's step would be compiled for every shape, which needs a compiler and takes minutes.
     eager = torch.compiler.set_stance("force_eager") if is_cpu else contextlib.nullcontext()
-    with torch.random.fork_rng([] if is_cpu else [device]), eager:
+    with torch.random.fork_rng(range(torch.accelerator.device_count())), eager:  # `manual_seed` seeds all of them
         torch.manual_seed(seed)
         optimizer.step()
 

@@ -262,6 +262,15 @@ def test_an_interruption_is_one_line_that_says_how_to_continue(
     assert invoke("probe", tmp_path / "run").exit_code == 0
 
 
+def test_only_what_continues_says_so_when_interrupted(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("flexrank.run.export_one", "flexrank.run.measure.measure_run"):
+        monkeypatch.setattr(name, lambda *_: signal.raise_signal(signal.SIGINT))
+    size = ("deploy", copied, "--budget", 0.6)
+    commands: list[Any] = [(*size, "--tune", 2), (*size, "--refit"), ("measure", copied)]
+    last = [invoke(*command).stderr.splitlines()[-1] for command in commands]
+    assert last == ["interrupted; the same command continues from here", "interrupted", "interrupted"]
+
+
 @pytest.mark.usefixtures("verified_here")
 def test_a_size_is_chosen_by_latency(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexrank.deployment.latency.LEAST_SECONDS", 0.0)

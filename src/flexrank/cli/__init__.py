@@ -5,6 +5,7 @@ error. A wrong input prints one line there and exits with status 2. Each verb im
 """
 
 import atexit
+import contextlib
 import gc
 import logging
 import sys
@@ -199,7 +200,7 @@ def deploy(
         return
     from flexrank.run import export_one
 
-    with resumable():
+    with resumable() if tune else contextlib.nullcontext():  # the other ways begin again
         export = processes.on_first_process(lambda: export_one(outcome, limits, output, tune, refit))
     if tune or refit:
         show_qualities(export, "refitted" if refit else "tuned")
@@ -246,8 +247,7 @@ def measure(
     from flexrank.run.measure import measure_run, print_measurement
 
     outcome = _run(config, overrides, "slack")
-    with resumable():
-        result = processes.on_first_process(lambda: measure_run(outcome.directory))
+    result = processes.on_first_process(lambda: measure_run(outcome.directory))
     print_measurement(result, console(160, stderr=as_json))
     if as_json:
         print_json({"directory": str(outcome.directory), **result})

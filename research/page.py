@@ -40,8 +40,9 @@ tuning half; for SVD-LLM V2 all four give the same model here, because its ranks
 *joint* ranks are flexrank's two allocations, from a sensitivity table of the method's own factors (for PIFA, of the
 factors that it starts from). *nested* says whether each size is a prefix of all larger ones, so one artefact holds them
 all. Times are wall times, each measured once. DRONE, SVD-LLM and DataSVD share one optimum, so their lines coincide.
-DRONE's *published* ranks are of its own search on pycode5m, whose sizes may be .25 % of the dense parameters below the
-budget; on the other models they are uniform, as they were measured before.
+DRONE's *published* ranks are of its own search on pycode5m and MiniLM, whose sizes may be .25 % of the dense parameters
+below the budget; on the other models they are uniform, as they were measured before. MiniLM's retrieval (*mrr*) says
+nothing here, because nearly every method finds each sentence's pair among so few.
 
 **Trained.** All methods see the same number of training tokens in total; a method that trains each size separately
 splits them among its sizes. At equal training time, each method gets the number of steps that fits into flexrank's
@@ -58,7 +59,7 @@ artefact for all sizes cannot do: it is ahead of all nested methods from .4 down
 B --refit`) does the same from flexrank's own components and ranks, also for one size at a time. On stories260k it is
 ahead of every method from .9 to .5, and behind PIFA, by uniform or `paper` ranks, from .4 down; on ResNet-20 it is
 ahead of every rival from .7 down, and within the standard error of .8 points above; on pycode5m it is ahead of every
-method from .6 down, and at most .0008 nats behind above. MiniLM was measured before it was there. A short
+method from .6 down, and at most .0008 nats behind above; on MiniLM it is ahead of every method at every budget. A short
 consolidation gains more, for all sizes at once (docs/performance.md). Among trained
 rivals, nested widths (`matformer` in the tables) also lead at small sizes of stories260k, and with ACIP at babyllama's
 .2: complete heads and channels hold more per parameter than a few ranks of such narrow matrices. Sizes that are trained

@@ -41,15 +41,14 @@ tuning half; for SVD-LLM V2 all four give the same model here, because its ranks
 factors that it starts from). *nested* says whether each size is a prefix of all larger ones, so one artefact holds them
 all. Times are wall times, each measured once. DRONE, SVD-LLM and DataSVD share one optimum, so their lines coincide.
 DRONE's own search may end with a size that is .25 % of the dense parameters below the budget. MiniLM's retrieval
-(*mrr*) says nothing here, because nearly every method finds each sentence's pair among so few.
+(*mrr*) says nothing, here or below, because nearly every method finds each sentence's pair among so few.
 
 **Trained.** All methods see the same number of training tokens in total; a method that trains each size separately
 splits them among its sizes. At equal training time, each method gets the number of steps that fits into flexrank's
-training time, by its own speed at equal tokens. Times are process times. MiniLM lacks that panel. The probe, which
-chooses ranks once and does not grow with training, has its own column. Each method gets four learning rates, tried on
-the tuning half, and up to two more if the best one is at an edge. Each method runs in a process of its own, whose time
-and peak memory are shown. The trainings are short, 160 to 320 steps, which favours methods that start from a good
-decomposition.
+training time, by its own speed at equal tokens. Times are process times. The probe, which chooses ranks once and does
+not grow with training, has its own column. Each method gets four learning rates, tried on the tuning half, and up to
+two more if the best one is at an edge. Each method runs in a process of its own, whose time and peak memory are shown.
+The trainings are short, 160 to 320 steps, which favours methods that start from a good decomposition.
 
 **Where flexrank is behind, and why.** LEMS weighs outputs by the loss's gradients, DataSVD weighs activations alone;
 flexrank's default, `fisher`, adopts that idea and is close to LEMS, ahead at some sizes and behind at others. PIFA and

@@ -39,9 +39,9 @@ rounding leaves of a uniform share is filled up. A constant that a paper leaves 
 tuning half; for SVD-LLM V2 all four give the same model here, because its ranks never reach their bound. *paper* and
 *joint* ranks are flexrank's two allocations, from a sensitivity table of the method's own factors (for PIFA, of the
 factors that it starts from). *nested* says whether each size is a prefix of all larger ones, so one artefact holds them
-all. Times are wall times, each measured once. DRONE, SVD-LLM and DataSVD share one optimum, so their lines coincide.
-DRONE's own search may end with a size that is .25 % of the dense parameters below the budget. MiniLM's retrieval
-(*mrr*) says nothing, here or below, because nearly every method finds each sentence's pair among so few.
+all. Times are wall times, each measured once. DRONE, SVD-LLM and DataSVD share one optimum, so with equal ranks their
+lines coincide. DRONE's own search may end with a size that is .25 % of the dense parameters below the budget. MiniLM's
+retrieval (*mrr*) says nothing, here or below, because nearly every method finds each sentence's pair among so few.
 
 **Trained.** All methods see the same number of training tokens in total; a method that trains each size separately
 splits them among its sizes. At equal training time, each method gets the number of steps that fits into flexrank's

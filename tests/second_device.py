@@ -8,7 +8,7 @@ or of time.
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import safetensors.torch
 import torch
@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class Backend(backend_registration._DummyBackendModule):
     """What torch asks a backend's module for. There are two such devices, as on a machine with two GPUs."""
 
+    restored: ClassVar[set[object]] = set()  # the devices whose random states were set
+
     def device_count(self) -> int:
         return 2
 
@@ -32,7 +34,8 @@ class Backend(backend_registration._DummyBackendModule):
     def get_rng_state(self, device: object = None) -> Tensor:
         return torch.random.get_rng_state()
 
-    def set_rng_state(self, state: Tensor, device: object = None) -> None: ...
+    def set_rng_state(self, state: Tensor, device: object = None) -> None:
+        self.restored.add(device)
 
 
 backend_registration._setup_privateuseone_for_python_backend("second", Backend())
@@ -156,7 +159,17 @@ def main(config: Path) -> None:
             assert result.exit_code == 0, result.output
 
 
+def check_an_update_restores_all_random_states() -> None:
+    """A step that rounds at random seeds both devices; AdamW's own does not round."""
+    from flexrank.distill.optimizer import update
+
+    Backend.restored.clear()
+    update(torch.optim.SGD([torch.nn.Parameter(There(torch.zeros(1)))]), seed=0)
+    assert Backend.restored == {0, 1}
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     prepare()
+    check_an_update_restores_all_random_states()
     main(Path(sys.argv[1]))

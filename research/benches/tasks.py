@@ -15,7 +15,7 @@ from research.experiment import Request
 #: A task's metric is the first of these that it has, otherwise its own first metric.
 METRICS = ("acc_norm", "acc")
 #: Scores of sentences that have their own table, besides the cosine to the base model's.
-OTHERS = ("spearman", "mrr")
+OTHERS = ("spearman", "docstring mrr", "mrr")
 #: Suffixes of a task's key in the scores: for its standard error, and for the score of chance.
 ERROR, CHANCE = ", error", ", chance"
 

@@ -131,7 +131,8 @@ def _sentence_benchmark(name: str, steps: int, full: bool) -> TrainingBenchmark:
     def subject_and_batches(seed: int, half: Half) -> tuple[Subject, Sequence[Batch]]:
         return sts.subject_of(half, seed=seed, batch=batch)
 
-    facts = {"calibration": sts.CALIBRATION, "probe": sts.PROBE, "sentences_a_step": batch}
+    facts = {"calibration": sts.CALIBRATION, "probe": sts.PROBE, "docstrings": sts.DOCSTRINGS}
+    facts["sentences_a_step"] = batch
     objectives = EmbeddingObjective(sts.HIDDEN_WEIGHT), EmbeddingObjective()
     return TrainingBenchmark(
         name, "cosine", 4, BUDGETS, steps, RATES[name], 10, facts, subject_and_batches, *objectives,

@@ -283,6 +283,7 @@ def _sentence_benchmark(request: Request, name: str) -> Benchmark:
 
     loss = EmbeddingObjective().fisher_loss
     facts = {"calibration": sts.CALIBRATION, "probe": probe, "evaluation": evaluation}
+    facts["docstrings"] = sts.DOCSTRINGS
     return Benchmark(name, "cosine", 4, BUDGETS, LEVELS, facts, subject, loss)
 
 

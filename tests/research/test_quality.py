@@ -179,17 +179,18 @@ def test_no_sentence_that_is_scored_is_trained_on(assets: Path) -> None:
 
 
 def test_sentences_are_scored_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four pairs, of which three mean the same; of these the second sentence 0 is nearer to first 1 than its own."""
+    """Four pairs of sentences, and three of a query and its document, where document 0 is nearer to query 1 than 1."""
     angles = {"first": [0.0, 0.2, 1.0, 2.0], "second": [0.15, 0.6, 1.0, 3.0]}
+    angles |= {"queries": [0.0, 0.2, 1.0], "documents": [0.15, 0.6, 1.0]}
     units = {name: torch.tensor([[math.cos(a), math.sin(a)] for a in values]) for name, values in angles.items()}
     monkeypatch.setattr(sts, "embed", lambda _, batches: units[batches])
     wanted = torch.tensor([[1.0, 0.0]] * 4)
-    found = sts._score("first", "second", [4.0, 4.5, 5.0, 1.0], wanted, torch.nn.Identity())
+    found = sts._score(*angles, [4.0, 4.5, 5.0, 1.0], wanted, torch.nn.Identity())
     assert found["cosine"] == pytest.approx(sum(map(math.cos, angles["first"])) / 4, rel=1e-6)
     assert found["spearman"] == pytest.approx(0.8)  # distances .15 .4 0 1, so cosines rank 3 2 4 1; scores 2 3 4 1
-    assert found["mrr"] == pytest.approx((1 + 1 / 2 + 1) / 3)
+    assert found["docstring mrr"] == pytest.approx((1 + 1 / 2 + 1) / 3)
     shown = tasks.shown_measures({**found, "a, acc": 0.5, "a, acc, error": 0.1}, "cosine", 4)
-    assert shown == {"cosine": 4, "spearman": 3, "mrr": 3, "a, acc": 3}
+    assert shown == {"cosine": 4, "spearman": 3, "docstring mrr": 3, "a, acc": 3}
 
 
 def test_fewer_pairs_are_of_all_sources() -> None:

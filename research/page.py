@@ -29,8 +29,8 @@ their dense ones. All rank methods are gauge-aligned; adapters count, indices do
 from the numbers beside them. docs/baselines.md compares our implementations with the authors' own code.
 
 **On your own model**: `python -m research compare --config CONFIG` and `compare-trained --config CONFIG` take the
-model, data and budgets from a run's configuration, in float32, and 1e-4 where it has no learning rate. `--jobs N` runs
-N methods at once, `--seeds N` repeats everything, `--tasks` adds tables of lm-eval tasks, and an interrupted comparison
+model, data and budgets from a run's configuration, in float32, and 1e-4 where it has no learning rate; a training step
+takes one batch, without accumulation, decay or clipping. `--jobs N` runs N methods at once, `--seeds N` repeats everything, `--tasks` adds tables of lm-eval tasks, and an interrupted comparison
 continues where it stopped. None of the language models below is above chance on ARC-Easy or PIQA, so they are not
 scored by tasks.
 

@@ -5,6 +5,7 @@ time it takes; layer after layer, in the model truncated so far, takes the least
 stays within its part. Time counts as parameters here, like sizes, and the grid has tenths of a layer's parameters. The
 paper starts from an allowed loss and takes the size that it gives; here the allowance is searched for each size. It is
 a ratio of losses where the base model has one; a distance from the base model, which is 0 there, may rise by a sum.
+What the search leaves of a budget is filled up, by one factor for all layers.
 The retraining is left out. There is no code of the authors to check against.
 """
 
@@ -21,7 +22,7 @@ from flexrank.nn.linalg import Factors
 from flexrank.nn.switch import layer_shapes, use_profile
 from flexrank.profiles import RankProfile
 from flexrank.profiles.costs import dense_parameters, full_ranks, profile_parameters, rank_levels
-from research.baselines.method import UNSEEN, Measures, RankMethod, split
+from research.baselines.method import UNSEEN, Measures, RankMethod, grown_ranks, split
 from research.baselines.statistics import input_moments
 
 #: Candidate ranks of a layer: at tenths of its parameters, the full one included.
@@ -74,6 +75,12 @@ def within(
 def ranks(
     model: nn.Module, _: Mapping[str, Tensor], budgets: Sequence[float], measures: Measures
 ) -> list[RankProfile | None]:
+    """Returns the searched ranks at each budget, filled up; None if none fit."""
+    shapes, found = layer_shapes(model), searched(model, budgets, measures)
+    return [one and grown_ranks(shapes, one, budget) for one, budget in zip(found, budgets, strict=True)]
+
+
+def searched(model: nn.Module, budgets: Sequence[float], measures: Measures) -> list[RankProfile | None]:
     """Returns the ranks of about the least allowance whose parameters are within each budget; None if none are."""
     shapes = layer_shapes(model)
     candidates = {name: rank_levels(shape, LEVELS, "parameters", 0.0, 0.0) for name, shape in shapes.items()}
@@ -97,10 +104,10 @@ def ranks(
     def share(allowance: float) -> float:
         return profile_parameters(at(allowance), shapes) / dense
 
-    return [None if share(MOST) > budget else at(_searched(share, budget)) for budget in budgets]
+    return [None if share(MOST) > budget else at(_least_allowance(share, budget)) for budget in budgets]
 
 
-def _searched(share: Callable[[float], float], budget: float) -> float:
+def _least_allowance(share: Callable[[float], float], budget: float) -> float:
     """Returns about the least allowance that gives at most the budget's share, as if shares fell with the allowance."""
     low, high = LEAST, MOST
     for _ in range(HALVINGS):

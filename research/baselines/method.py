@@ -41,6 +41,8 @@ class Measures:
 Ranks = Callable[[nn.Module, Mapping[str, Tensor], Sequence[float], Measures], Sequence[RankProfile | None]]
 #: The least scale of an input, over the largest: scales are divided by, and an input may always be zero.
 FLOOR = 1e-6
+#: Halvings by which a factor is searched, to float64's precision.
+HALVINGS = 60
 #: Directions with less than this share of the largest direction's energy count as unseen.
 UNSEEN = 1e-6
 
@@ -68,6 +70,27 @@ def filled_ranks(shapes: Mapping[str, Shape], shares: Mapping[str, float], budge
         if 0 < step <= left:
             ranks[name], left = ranks[name] + 1, left - step
     return RankProfile(ranks)
+
+
+def grown_ranks(shapes: Mapping[str, Shape], ranks: Mapping[str, int], budget: float) -> RankProfile:
+    """Returns ranks that take the budget: the share of every layer grows by one factor, up to the whole layer.
+
+    A search among few ranks per layer ends below its budget; no larger ranks become smaller.
+    """
+    shares = {
+        name: deployed_parameters(shapes[name], rank) / dense_parameters(shapes[name]) for name, rank in ranks.items()
+    }
+    total = sum(map(dense_parameters, shapes.values()))
+
+    def grown(factor: float) -> dict[str, float]:
+        return {name: min(1.0, factor * share) for name, share in shares.items()}
+
+    low, high = 1.0, 1 / min(shares.values())
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        taken = sum(share * dense_parameters(shapes[name]) for name, share in grown(middle).items())
+        low, high = (middle, high) if taken <= budget * total else (low, middle)
+    return filled_ranks(shapes, grown(low), budget)
 
 
 @dataclasses.dataclass(frozen=True)

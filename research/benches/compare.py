@@ -20,12 +20,14 @@ from research.benches.training_free import (
     METHODS,
     OURS,
     SIZE_METHOD_NAMES,
+    WHOLE,
     Benchmark,
     DecomposedModel,
     allocations_of,
     benchmarks,
     find_benchmark,
     measure_size_method,
+    millions_at,
     obstacle,
     start_of,
 )  # fmt: skip
@@ -152,9 +154,8 @@ def _unit_name(method: str, chosen: Mapping[str, Settings], seed: int, allocatio
 
 def _table(name: str, data: Mapping[str, Any], measure: str, places: int) -> dict[str, Any]:
     """Returns a row for each method and allocation: whether sizes are nested, the scores in `measure`, and the cost."""
-    parts, budgets = data["parameters"], data["budgets"]
-    whole = [(parts["others"] + budget * parts["layers"]) / 1e6 for budget in budgets]
-    rows: list[list[Any]] = [["whole model at the budget, M parameters", None, *whole, None, None]]
+    budgets = data["budgets"]
+    rows: list[list[Any]] = [[WHOLE, None, *millions_at(budgets, data["parameters"]), None, None]]
     for method, allocation in _methods_and_allocations():
         runs = data["sized"].get(method, {}).get(allocation)
         label = f"{method}, {allocation}"

@@ -2,11 +2,13 @@
 
 Each part, a method with its rate and a seed, runs in its own process, whose seconds and peak memory are shown with its
 quality. Seconds are CPU time of the process, which other work on the machine hardly changes. Rates are tried on the
-tuning half, four for each method, and up to two more if the best is the smallest or the largest; the reporting half is
-scored with the rate whose distance from the base model is least, as a geometric mean over budgets. Finished parts are
-not repeated. A method that does not know the model's architecture has no row of numbers, and the table says why.
+tuning half, four for each method, and more while the best is the smallest or the largest; the reporting half is scored
+with the rate whose distance from the base model is least, as a geometric mean over budgets. Where each size is trained
+by itself for all steps, half and twice that rate are tried again, at two budgets. Finished parts are not repeated. A
+method that does not know the model's architecture has no row of numbers, and the table says why.
 """
 
+import dataclasses
 import itertools
 import math
 import resource
@@ -23,7 +25,8 @@ from research.baselines.trained import TRAINED_METHODS
 from research.baselines.trained.task import Settings
 from research.benches.tasks import format_base_score, shown_measures
 from research.benches.training_benchmarks import TrainingBenchmark, find_training_benchmark, training_benchmarks
-from research.benches.tuning import best_settings, mean_log_distance
+from research.benches.training_free import WHOLE, base_parameters, millions_at
+from research.benches.tuning import best_settings, mean_log_distance, trial_budgets
 from research.experiment import Experiment, Ledger, Request
 from research.result import Result, behind, goal, measured, spread, spreads, table
 
@@ -31,7 +34,7 @@ COLOURS = dict(zip(TRAINED_METHODS, (figures.OURS, *figures.RIVALS, "#000000"), 
 #: Ours, and the paper's.
 DECOMPOSITIONS: tuple[Method, ...] = ("fisher", "datasvd")
 #: A trial's steps over those of the comparison; how often a best rate at an edge of those tried asks for another.
-TRIAL_SHARE, WIDENINGS = 0.5, 2
+TRIAL_SHARE, WIDENINGS = 0.5, 6
 TOKENS, TIME, BEST = "equal tokens", "equal training time", "at its best"
 #: What each size is trained with.
 PANELS = {
@@ -62,16 +65,24 @@ def _measure(benchmark: TrainingBenchmark, request: Request) -> dict[str, Any]:
     facts |= {"levels": benchmark.levels, "usual_rate": benchmark.default_rate, "decompositions": list(DECOMPOSITIONS)}
     ledger, arguments = Ledger(request.work, {**facts, **benchmark.facts}), (request, benchmark.name)
     base = ledger.take("base", _base_scores, benchmark, "reporting")
+    parameters = ledger.take("parameters", lambda: base_parameters(benchmark.subject_and_batches(0, "reporting")[0]))
     units = {f"tables, seed {seed}": (*arguments, seed) for seed in range(request.seeds)}
     sensitivities = list(ledger.take_all(units, sensitivity_unit, request.jobs).values())
-    trials = _tune(benchmark, ledger, request, sensitivities[0])
+    trials = _tune(benchmark, ledger, request, sensitivities[0], {
+        name: method.trials for name, method in TRAINED_METHODS.items()
+    })  # fmt: skip
     best = {name: best_settings(some) for name, some in trials.items()}
     results: dict[str, dict[str, list[Unit]]] = {}
     for panel in PANELS:
+        if panel == BEST:
+            alone = _tune(benchmark, ledger, request, sensitivities[0], _rates_alone(best), is_alone=True)
+            trials |= {f"{name}, {BEST}": some for name, some in alone.items()}
+            best |= {name: best_settings(some) for name, some in alone.items()}
         shares = _step_shares(results[TOKENS]) if panel == TIME else dict.fromkeys(best, 1.0)
         results[panel] = _measure_methods(ledger, request, benchmark.name, best, sensitivities, panel, shares)
     return {
         "measure": benchmark.measure, "digits": benchmark.digits, "budgets": list(benchmark.budgets), "base": base,
+        "parameters": parameters,
         "steps": benchmark.steps, "facts": dict(benchmark.facts), "trials": trials, "panels": results,
         "probe_seconds": [one["seconds"] for one in sensitivities],
     }  # fmt: skip
@@ -87,22 +98,41 @@ def _step_shares(results: Mapping[str, Sequence[Unit]]) -> dict[str, float]:
     return {name: round(seconds["flexrank"] / seconds.get(name, seconds["flexrank"]), 2) for name in results}
 
 
-def _tune(benchmark: TrainingBenchmark, ledger: Ledger, request: Request, sensitivity: Unit) -> dict[str, list[Any]]:
-    """Returns each method's settings, with their mean distances from the base model on the tuning half."""
+def _rates_alone(best: Mapping[str, Settings]) -> dict[str, list[Settings]]:
+    """Returns half of the best rate, the rate and its double, for the methods that train each size by itself."""
+    separate = {name: settings for name, settings in best.items() if not TRAINED_METHODS[name].is_one_artefact}
+    return {
+        name: [{key: factor * rate for key, rate in settings.items()} for factor in (0.5, 1.0, 2.0)]
+        for name, settings in separate.items()
+    }
+
+
+def _tune(
+    benchmark: TrainingBenchmark,
+    ledger: Ledger,
+    request: Request,
+    sensitivity: Unit,
+    wanted: Mapping[str, Sequence[Settings]],
+    is_alone: bool = False,
+) -> dict[str, list[Any]]:
+    """Returns the settings tried of each method, with their mean distances from the base model on the tuning half."""
     base = ledger.take("base, tuning half", _base_scores, benchmark, "tuning")[benchmark.measure]
-    wanted = {name: list(method.trials) for name, method in TRAINED_METHODS.items()}
-    tried: dict[str, list[Any]] = {name: [] for name in TRAINED_METHODS}
+    tried: dict[str, list[Any]] = {name: [] for name in wanted}
+
+    def unit(name: str, settings: Settings) -> str:
+        return f"{name}, trial of {_rate(settings):g}" + f", {BEST}" * is_alone
+
     for _ in range(1 + WIDENINGS):
         units = {
-            f"{name}, trial of {_rate(settings):g}": (
-                request, benchmark.name, name, settings, 0, "tuning", TRIAL_SHARE, False, sensitivity,
+            unit(name, settings): (
+                request, benchmark.name, name, settings, 0, "tuning", TRIAL_SHARE, is_alone, sensitivity,
             )
             for name, some in wanted.items()
             for settings in some
         }  # fmt: skip
         done = ledger.take_all(units, method_unit, request.jobs)
         for name, some in wanted.items():
-            found = [done[f"{name}, trial of {_rate(settings):g}"] for settings in some]
+            found = [done[unit(name, settings)] for settings in some]
             errors = [mean_log_distance(base, benchmark.measure, one["rows"]) for one in found]
             tried[name] += [{"settings": dict(one), "error": error} for one, error in zip(some, errors, strict=True)]
         wanted = {name: _next_trials(some) for name, some in tried.items()}
@@ -181,6 +211,8 @@ def method_unit(
     If it does not apply to the model, the rows are None, and the result says why.
     """
     benchmark = find_training_benchmark(request, name)
+    if full_steps and half == "tuning":
+        benchmark = dataclasses.replace(benchmark, budgets=trial_budgets(benchmark.budgets))
     subject, batches = benchmark.subject_and_batches(seed, half)
     steps = round(step_share * benchmark.steps)
     steps_per_size = steps if full_steps else steps // len(benchmark.budgets)
@@ -207,7 +239,7 @@ def _as_error(measure: str, scores: Mapping[str, float]) -> float:
 
 
 def _table(name: str, data: Mapping[str, Any], panel: str, measure: str, places: int) -> dict[str, Any]:
-    rows: list[list[Any]] = []
+    rows: list[list[Any]] = [[WHOLE, None, *millions_at(data["budgets"], data["parameters"]), None, None, None]]
     for method, runs in data["panels"][panel].items():
         one_artefact = "yes" if TRAINED_METHODS[method].is_one_artefact else "no"
         probes = [seconds.get(TRAINED_METHODS[method].table) for seconds in data["probe_seconds"]]

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -56,7 +56,7 @@ class TrainingBenchmark:
     default_rate: float
     levels: int
     facts: Mapping[str, Any]
-    subject_and_batches: Callable[[int, Half], tuple[Subject, Sequence[Batch]]]  #: by seed and scored half
+    subject_and_batches: Callable[[int, Half], tuple[Subject, Iterable[Batch]]]  #: by seed and scored half
     objective: FisherObjective
     output_objective: Objective
     label_loss: Loss | None
@@ -71,7 +71,7 @@ class TrainingBenchmark:
         return probe_sensitivity(model, evaluate, self.levels, spacing="parameters", **EVERY_RANK).to_json()
 
     def training_task(
-        self, subject: Subject, batches: Sequence[Batch], tables: dict[str, Any], seed: int, steps: int, per_size: int
+        self, subject: Subject, batches: Iterable[Batch], tables: dict[str, Any], seed: int, steps: int, per_size: int
     ) -> TrainingTask:
         """Returns what a method is given; `per_size` is the number of steps of a size that is trained separately."""
         layers = select_layers(subject.teacher, exclude=subject.exclude)
@@ -155,7 +155,7 @@ def _image_benchmark(name: str, steps: int, request: Request) -> TrainingBenchma
 
 
 def _config_benchmark(config: RunConfig, request: Request) -> TrainingBenchmark:
-    """Returns any transformer, in float32, whose run trains on samples in memory; trials use their tuning half."""
+    """Returns any transformer, in float32; trials use the tuning half."""
     settings = config.distillation
     require_comparable(config)
     budgets = [budget for budget in config.allocation.budgets if budget < 1]
@@ -163,12 +163,10 @@ def _config_benchmark(config: RunConfig, request: Request) -> TrainingBenchmark:
         needed = "a comparison trains sizes below 1, for at least 2 steps each"
         raise FlexrankError(f"distillation.steps is {settings.steps}, for {len(budgets)} budgets below 1; {needed}")
 
-    def subject_and_batches(seed: int, half: Half) -> tuple[Subject, Sequence[Batch]]:
+    def subject_and_batches(seed: int, half: Half) -> tuple[Subject, Iterable[Batch]]:
         workspace = Workspace(config_for_half(config, half, seed), RunDirectory(request.work))
         base, samples = workspace.base.float(), workspace.samples
         measure = task_measure(workspace, request)[0] if half == "reporting" else workspace.measure_quality
-        if not isinstance(samples.training, Sequence):
-            raise FlexrankError("data.path is a stream; a comparison trains on samples that are in memory")
         parts = samples.calibration, samples.probe, workspace.objective(), measure  # trials need no tasks
         return Subject(base, *parts, config.layers.exclude), samples.training
 

@@ -55,6 +55,8 @@ METHODS = (*RANK_METHODS, *DECOMPOSITIONS)
 SIZE_METHOD_NAMES = (*SIZE_METHODS, REFIT)
 #: How ranks are chosen: as in the method's paper, or by flexrank from the method's own sensitivity table.
 ALLOCATIONS = ("published", "paper", "joint")
+#: The first row of a table.
+WHOLE = "whole model at the budget, M parameters"
 #: Probed ranks of a layer; a method's own search chooses among all ranks.
 LEVELS = ProbeConfig().levels
 
@@ -95,10 +97,19 @@ class Benchmark:
         return subject.score(subject.teacher)
 
     def parameters(self) -> dict[str, int]:
-        """Returns the base model's parameters: those of the factorised layers' matrices, and all others."""
-        subject = self.subject(0)
-        dense = dense_count(select_layers(subject.teacher, exclude=subject.exclude))
-        return {"layers": dense, "others": parameter_count(subject.teacher) - dense}
+        """Returns `base_parameters` of the subject."""
+        return base_parameters(self.subject(0))
+
+
+def base_parameters(subject: Subject) -> dict[str, int]:
+    """Returns the base model's parameters: those of the factorised layers' matrices, and all others."""
+    dense = dense_count(select_layers(subject.teacher, exclude=subject.exclude))
+    return {"layers": dense, "others": parameter_count(subject.teacher) - dense}
+
+
+def millions_at(budgets: Sequence[float], parameters: Mapping[str, int]) -> list[float]:
+    """Returns the whole model's parameters in millions, with this share of `base_parameters` in its layers."""
+    return [(parameters["others"] + budget * parameters["layers"]) / 1e6 for budget in budgets]
 
 
 def allocations_of(method: str) -> Sequence[str]:

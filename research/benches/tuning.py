@@ -62,7 +62,6 @@ def format_settings(settings: Settings) -> str:
 
 def _trial_benchmark(benchmark: Benchmark) -> Benchmark:
     """Returns the benchmark at the trials' budgets, with the first half of each batch."""
-    budgets = {min(benchmark.budgets, key=lambda own: abs(own - wanted)): None for wanted in BUDGETS}
 
     def half(batches: Sequence[Any]) -> list[Any]:
         return [some_rows(batch, slice(-(-batch_rows(batch) // 2))) for batch in batches]
@@ -71,7 +70,12 @@ def _trial_benchmark(benchmark: Benchmark) -> Benchmark:
         one = benchmark.subject(seed)
         return dataclasses.replace(one, calibration=half(one.calibration), probe=half(one.probe))
 
-    return dataclasses.replace(benchmark, budgets=list(budgets), subject=subject)
+    return dataclasses.replace(benchmark, budgets=trial_budgets(benchmark.budgets), subject=subject)
+
+
+def trial_budgets(budgets: Sequence[float]) -> list[float]:
+    """Returns those of the budgets that are nearest to `BUDGETS`, largest first."""
+    return list(dict.fromkeys(min(budgets, key=lambda own: abs(own - wanted)) for wanted in BUDGETS))
 
 
 def trial_unit(request: Request, name: str, method: str, settings: Settings) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from flexrank.nn.linalg import Factors
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import full_profile, nested_layers, use_profile
 from research.baselines import RANK_METHODS, asvd, drone, fwsvd, plain, svd_llm, svd_llm_v2
-from research.baselines.method import Measures, RankMethod, filled_ranks, uniform_ranks, with_settings
+from research.baselines.method import Measures, RankMethod, filled_ranks, grown_ranks, uniform_ranks, with_settings
 from research.baselines.statistics import input_importance, mean_loss, mean_magnitudes, next_token_loss
 from tiny import batch_for, build
 
@@ -195,6 +195,17 @@ def test_what_rounding_leaves_goes_to_who_lacks_most_and_what_fits() -> None:
     # Of three like layers with the shares .4, .5 and .6 of 64, 25.6, 32 and 38.4, ranks 1, 2 and 2 lack 10.6, 4, 10.4.
     like = {"a": (8, 8), "b": (8, 8), "c": (8, 8)}
     assert dict(filled_ranks(like, {"a": 0.4, "b": 0.5, "c": 0.6}, 0.5)) == {"a": 2, "b": 2, "c": 3}
+
+
+def test_ranks_below_a_budget_grow_by_one_factor() -> None:
+    """Ranks 1, 2 and 4 of 8 × 8 take 15, 28 and 48 of 64; of .6 of 192, 115, these are 19, 35.4 and 60.8: 1, 2 and 6.
+
+    Then 12 are left, and rank 3 of the second takes 11. At .9 the last two are whole, which leaves 44.8: rank 3, of 39.
+    """
+    shapes, ranks = {"a": (8, 8), "b": (8, 8), "c": (8, 8)}, {"a": 1, "b": 2, "c": 4}
+    assert dict(grown_ranks(shapes, ranks, 0.6)) == {"a": 1, "b": 3, "c": 6}
+    assert dict(grown_ranks(shapes, ranks, 0.9)) == {"a": 3, "b": 8, "c": 8}
+    assert dict(grown_ranks(shapes, ranks, 91 / 192)) == ranks
 
 
 @pytest.mark.parametrize("name", [name for name, one in RANK_METHODS.items() if one.trials])

@@ -1,5 +1,7 @@
 """Any configuration in a comparison: which samples score it, its dtype, and what its finished parts depend on."""
 
+import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,10 @@ import transformers
 
 from flexrank import FlexrankError
 from flexrank.run.config import RunConfig, parse_config
+from research.baselines.trained import TRAINED_METHODS
 from research.benches import training_benchmarks, training_free
 from research.experiment import Request
+from tiny import same_state
 from tiny_runs import settings
 
 
@@ -63,3 +67,14 @@ def test_a_half_of_the_configurations_own_is_refused(sources: Path, tmp_path: Pa
     for found in (training_free.benchmarks, training_benchmarks.training_benchmarks):
         with pytest.raises(FlexrankError, match="data.half is tuning; leave it out, settings are tried on the tuning"):
             found(Request(tmp_path, config=config))
+
+
+def test_rivals_train_on_a_stream(sources: Path, tmp_path: Path) -> None:
+    config = config_of(sources, tmp_path, data={"streaming": True, "training": None}, distillation={"steps": 4})
+    (benchmark,) = training_benchmarks.training_benchmarks(Request(tmp_path, config=config))
+    subject, batches = benchmark.subject_and_batches(0, "tuning")
+    assert not isinstance(batches, Sequence)
+    task = benchmark.training_task(subject, batches, {}, 0, 4, 4)
+    before = copy.deepcopy(subject.teacher)
+    (size, *_) = TRAINED_METHODS["matformer"].sizes(task, {"times_usual": 1.0})
+    assert size is not None and not same_state(size[0], before)

@@ -1,6 +1,7 @@
 """The comparison of trained rivals: which settings are taken, what is said of the results, and parts of their own."""
 
 import dataclasses
+import itertools
 import json
 import os
 import types
@@ -28,6 +29,9 @@ class FakeBenchmark:
     name, measure, digits, budgets, steps, facts = "tiny", "nats", 3, BUDGETS, 40, {"calibration": 2}
     levels, default_rate = 3, 0.1
 
+    def subject_and_batches(self, seed: int, half: str) -> tuple[None, None]:
+        return None, None
+
 
 def rate_of(chosen: dict[str, float]) -> float:
     (rate,) = chosen.values()
@@ -53,29 +57,42 @@ def fake(monkeypatch: pytest.MonkeyPatch, scores: dict[str, float]) -> list[tupl
         "sensitivity_unit",
         lambda request, name, seed: {"tables": {}, "seconds": {"fisher": 7.0, "datasvd": 9.0}},
     )
+    monkeypatch.setattr(compare_trained, "base_parameters", lambda subject: {"layers": 10**7, "others": 5 * 10**6})
     monkeypatch.setattr(compare_trained, "_base_scores", lambda benchmark, half: {"nats": 1.0})
     return asked
 
 
 def test_the_best_of_the_rates_is_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The nearest to 1 is best: of methods with smaller rates alone two more are tried, each twice the largest."""
+    """The nearest to 1 is best: of methods with smaller rates alone six more are tried, each twice the largest.
+
+    For sizes with all the steps, half and twice the best are tried too, and more while the largest is the best.
+    """
     asked = fake(monkeypatch, {})
     result = run(Request(tmp_path, seeds=2, jobs=0))
     json.dumps(result)
+    separate = [name for name, method in TRAINED_METHODS.items() if not method.is_one_artefact]
     small = [name for name, method in TRAINED_METHODS.items() if "learning_rate" in method.trials[0]]
-    count = 4 * len(TRAINED_METHODS) + 2 * len(small)
-    trials, finals = asked[:count], asked[count:]
-    assert len(small) == 3 and all(one[2:] == (0, "tuning", 0.5, False) for one in trials)
-    for method in TRAINED_METHODS:
-        tried = [rate_of(one[1]) for one in trials if one[0] == method]
-        assert sorted(tried) == [tried[0] * 2**power for power in range(6 if method in small else 4)]
-        (chosen, again) = (rate_of(one[1]) for one in finals if one[0] == method)
-        assert chosen == again == min(tried, key=lambda one: abs(one - 1.0))
+    trials, finals = ([one for one in asked if one[3] == half] for half in ("tuning", "reporting"))
+    assert len(small) == 3 and {one[2:5] for one in trials} == {(0, "tuning", 0.5)}
+    for method, is_alone in itertools.product(TRAINED_METHODS, (False, True)):
+        tried, chosen = (
+            [rate_of(one[1]) for one in some if (one[0], one[5]) == (method, is_alone)] for some in (trials, finals)
+        )
+        if not is_alone:
+            assert sorted(tried) == [tried[0] * 2**power for power in range(10 if method in small else 4)]
+            best = min(tried, key=lambda one: abs(one - 1.0))
+        elif TRAINED_METHODS[method].is_one_artefact:
+            assert not tried and not chosen
+            continue
+        else:
+            assert tried[:3] == [0.5 * best, best, 2 * best]
+        assert chosen == [min(tried, key=lambda one: abs(one - 1.0))] * 2
     assert [one[2:] for one in finals[:2]] == [(0, "reporting", 1.0, False), (1, "reporting", 1.0, False)]
+    assert set(result["data"]["tiny"]["trials"]) == {*TRAINED_METHODS, *(f"{one}, at its best" for one in separate)}
     asked.clear()
     assert run(Request(tmp_path, seeds=2, jobs=0)) == result and not asked
     run(Request(tmp_path, seeds=3, jobs=0))
-    assert {one[2:4] for one in asked} == {(2, "reporting")} and len(asked) == len(TRAINED_METHODS)
+    assert {one[2:4] for one in asked} == {(2, "reporting")} and len(asked) == len(TRAINED_METHODS) + len(separate)
 
 
 def test_a_best_rate_at_an_edge_asks_for_the_next() -> None:
@@ -91,7 +108,7 @@ def test_a_best_rate_at_an_edge_asks_for_the_next() -> None:
 def test_tables_and_claims_by_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fake(monkeypatch, {"flexrank": 2.0, "acip": 1.9, "layerskip": 1.5, "independent": 2.5})
     result = run(Request(tmp_path, seeds=1, jobs=0))
-    equal, _ = result["tables"]
+    equal, *_ = result["tables"]
     rows = {row[0]: row[1:] for row in shown_rows(equal)}
     assert rows["flexrank"] == ["yes", "2.200", "2.500", "2", "3", "7"] and rows["independent"][0] == "no"
     assert rows["flexrank, printed"][-1] == "9" and rows["acip"][-1] == "–"
@@ -149,7 +166,7 @@ def test_a_method_that_does_not_apply_has_no_numbers_and_says_why(
 
     monkeypatch.setattr(compare_trained, "method_unit", unit)
     result = run(Request(tmp_path, seeds=2, jobs=0))
-    equal, _ = result["tables"]
+    equal, *_ = result["tables"]
     rows = {row[0]: row[1:] for row in shown_rows(equal)}
     assert (
         rows["acip"] == ["yes", "–", "–", "–", "–", "–"]

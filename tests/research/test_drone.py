@@ -60,8 +60,17 @@ def test_drone_takes_the_least_allowance_within_each_size(offset: float) -> None
         fitting = (walked(1e-5 * 10 ** (n / 100)) for n in range(701))
         most = budget * sum(dense.values())
         best = next(one for one in fitting if sum(parameters(shapes[name], r) for name, r in one.items()) <= most)
-        assert drone.ranks(model, {}, [budget], measures) == [best]
-    assert drone.ranks(model, {}, [0.01], measures) == [None]
+        assert drone.searched(model, [budget], measures) == [best]
+        (filled,) = drone.ranks(model, {}, [budget], measures)
+        assert filled is not None and all(filled[name] >= best[name] for name in best)
+        taken = {name: parameters(shapes[name], rank) for name, rank in filled.items()}
+        steps = [
+            parameters(shape, filled[name] + 1) - taken[name]
+            for name, shape in shapes.items()
+            if filled[name] < min(shape)
+        ]
+        assert sum(taken.values()) <= most < sum(taken.values()) + sum(steps)
+    assert drone.searched(model, [0.01], measures) == drone.ranks(model, {}, [0.01], measures) == [None]
 
 
 def test_drone_measures_no_ranks_twice_and_ends_near_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +88,7 @@ def test_drone_measures_no_ranks_twice_and_ends_near_the_budget(monkeypatch: pyt
     counts, found = [], []
     for spare in (0.0, 0.3):
         monkeypatch.setattr(drone, "SPARE", spare)
-        (ranks,) = drone.ranks(model, {}, [0.7], Measures(loss, cost.distance))
+        (ranks,) = drone.searched(model, [0.7], Measures(loss, cost.distance))
         assert len(set(seen)) == len(seen) and 0.7 - max(spare, 0.1) < share(ranks) <= 0.7
         counts.append(len(seen))
         found.append(share(ranks))

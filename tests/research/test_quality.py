@@ -185,7 +185,8 @@ def test_sentences_are_scored_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     units = {name: torch.tensor([[math.cos(a), math.sin(a)] for a in values]) for name, values in angles.items()}
     monkeypatch.setattr(sts, "embed", lambda _, batches: units[batches])
     wanted = torch.tensor([[1.0, 0.0]] * 4)
-    found = sts._score(*angles, [4.0, 4.5, 5.0, 1.0], wanted, torch.nn.Identity())
+    scored = "first", "second", ("queries", "documents"), [4.0, 4.5, 5.0, 1.0], wanted
+    found = sts._score(*scored, torch.nn.Identity())
     assert found["cosine"] == pytest.approx(sum(map(math.cos, angles["first"])) / 4, rel=1e-6)
     assert found["spearman"] == pytest.approx(0.8)  # distances .15 .4 0 1, so cosines rank 3 2 4 1; scores 2 3 4 1
     assert found["docstring mrr"] == pytest.approx((1 + 1 / 2 + 1) / 3)

@@ -1,6 +1,7 @@
 """Parts of trained rivals against their papers: smaller models built by hand, sums by hand, brute force."""
 
 import copy
+import random
 from typing import Any
 
 import pytest
@@ -10,7 +11,6 @@ from torch import nn
 from flexrank.data.batches import call_model, output_tensor
 from flexrank.distill.objectives import LogitObjective
 from flexrank.hf.models import hidden_states
-from flexrank.nn.blocks import replaced_forwards
 from flexrank.nn.switch import nested_layers
 from research.baselines.trained import layerskip, lora
 from research.baselines.trained.acip import Pressure, ScoredLinear, masks_within
@@ -172,12 +172,22 @@ def test_first_blocks_are_a_shallower_model_and_an_exit_returns_its_output(name:
     assert relative(output_tensor(layerskip.exit_output(model, deep, 0)), outputs(shallow, batch)) < 1e-5
 
 
-def test_a_block_that_is_left_out_changes_nothing() -> None:
+def test_each_sample_skips_blocks_by_itself() -> None:
+    """Of two blocks the second is skipped with probability .1; a sample that skips it has the output of the first."""
     model = build("llama_tied")
+    deep, own = outputs(model, BATCH), [block.forward for block in model.model.layers]
     with layerskip.first_blocks(model, 1) as size:
-        wanted = outputs(size, BATCH)
-    with replaced_forwards({model.model.layers[1]: layerskip._left_out}):
-        assert relative(outputs(model, BATCH), wanted) < 1e-6
+        shallow = outputs(size, BATCH)
+    skipped = list[list[bool]]()
+    with layerskip.skipping(list(model.model.layers), random.Random("0")):
+        for _ in range(200):
+            found = outputs(model, BATCH)
+            skipped.append([relative(row, first) < 1e-6 for row, first in zip(found, shallow, strict=True)])
+            for row, first, both, was_skipped in zip(found, shallow, deep, skipped[-1], strict=True):
+                assert relative(row, first if was_skipped else both) < 1e-6
+    assert 0.07 < sum(map(sum, skipped)) / (200 * len(deep)) < 0.13
+    assert any(any(rows) and not all(rows) for rows in skipped)
+    assert [block.forward for block in model.model.layers] == own
 
 
 @torch.no_grad()

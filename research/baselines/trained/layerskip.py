@@ -1,19 +1,21 @@
 """LayerSkip: layer dropout and an early-exit loss, so that the first blocks are a model (Elhoushi et al., ACL 2024).
 
-Block l of L is skipped with probability p · (exp(l ln 2 / (L − 1)) − 1). A step has the loss of the last block and of
-one other, in turn (the paper's rotational curriculum), with weights proportional to the sums 0 + 1 + … + l. All exits
-share the model's final norm and head. A size has as many of the first blocks as fit.
+A sample skips block l of L with probability p · (exp(l ln 2 / (L − 1)) − 1). A step has the loss of the last block and
+of one other, in turn (the paper's rotational curriculum), with weights proportional to the sums 0 + 1 + … + l. All
+exits share the model's final norm and head. A size has as many of the first blocks as fit.
 """
 
 import contextlib
 import copy
 import dataclasses
+import functools
 import math
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from flexrank.data.batches import Batch
@@ -30,7 +32,7 @@ ENDS = (("model.norm", "lm_head"), ("transformer.ln_f", "lm_head"), ("vit.layern
 
 
 def dropout_rates(blocks: int) -> list[float]:
-    """Returns the probability with which each block is skipped; the first never is."""
+    """Returns the probability with which a sample skips each block; nothing skips the first."""
     return [DROPOUT * (math.exp(place * math.log(2) / max(1, blocks - 1)) - 1) for place in range(blocks)]
 
 
@@ -99,20 +101,12 @@ def sizes(task: TrainingTask, settings: Settings) -> Iterator[Size]:
     model = copy.deepcopy(task.teacher)
     blocks = exits(model, task.layers)
     objective = ExitObjective(task.objective, model, len(blocks))
-    skipped = dropout_rates(len(blocks))
-    weights = task.weights(model)
-    with contextlib.ExitStack() as stack:
 
-        def prepare(step: int) -> None:
-            stack.close()
-            objective.place = step % (len(blocks) - 1)
-            draw = random.Random(f"{task.seed} dropout {step}")
-            for (_, block), rate in zip(blocks, skipped, strict=True):
-                if draw.random() < rate:
-                    stack.enter_context(replaced_forwards({block: _left_out}))
+    def prepare(step: int) -> None:
+        objective.place = step % (len(blocks) - 1)
 
-        with hidden_states(model):
-            task.train_(model, weights, objective, task.steps, task.learning_rate(settings), prepare)
+    with hidden_states(model), skipping([block for _, block in blocks], random.Random(f"{task.seed} dropout")):
+        task.train_(model, task.weights(model), objective, task.steps, task.learning_rate(settings), prepare)
     for budget in task.budgets:
         depth = depth_within(task, dict(blocks), task.parameter_limit(budget))
         if depth is None:
@@ -122,8 +116,15 @@ def sizes(task: TrainingTask, settings: Settings) -> Iterator[Size]:
             yield size, parameter_count(size)
 
 
-def _left_out(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-    return hidden_states
+def skipping(blocks: Sequence[nn.Module], draw: random.Random) -> contextlib.AbstractContextManager[None]:
+    """Inside the `with` block, each sample of a batch (B, T, d) skips blocks by `dropout_rates`."""
+
+    def forward(own: Callable[..., Tensor], rate: float, states: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        kept = torch.tensor([draw.random() >= rate for _ in states], device=states.device)
+        return torch.where(kept[:, None, None], own(states, *arguments, **named), states)
+
+    pairs = zip(blocks, dropout_rates(len(blocks)), strict=True)
+    return replaced_forwards({block: functools.partial(forward, block.forward, rate) for block, rate in pairs})
 
 
 def depth_within(task: TrainingTask, blocks: Mapping[str, nn.Module], limit: int) -> int | None:

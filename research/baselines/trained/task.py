@@ -32,7 +32,7 @@ class TrainingTask:
 
     teacher: nn.Module
     calibration: Sequence[Batch]
-    batches: Sequence[Batch]  #: for training
+    batches: Iterable[Batch]  #: for training; a stream keeps its own order
     budgets: Sequence[float]  #: shares of the factorised layers' parameters, largest first
     steps: int  #: of all sizes together
     steps_per_size: int  #: for a method that trains each size separately

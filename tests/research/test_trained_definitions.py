@@ -1,0 +1,126 @@
+"""What each trained rival trains, for how many steps and in which order, as its paper has it."""
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from test_trained import BATCH, BUDGETS, training_task
+from torch import nn
+
+from research.baselines.trained import TRAINED_METHODS, layerskip, ranks
+from research.baselines.trained.llm_pruner import taylor_widths
+from research.baselines.trained.task import TrainingTask
+from tiny import outputs
+
+
+def record_training(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """In place of training: what was to be trained, and the model's outputs at each step."""
+    calls: list[dict[str, Any]] = []
+
+    def recorded(
+        task: TrainingTask, model: nn.Module, parameters: Any, objective: Any, steps: int, rate: float, *rest: Any
+    ) -> None:
+        before_step = rest[0] if rest else lambda step: None
+        seen = []
+        for step in range(steps):
+            before_step(step)
+            seen.append(outputs(model, BATCH))
+        calls.append({"names": set(parameters), "steps": steps, "rate": rate, "objective": objective, "seen": seen})
+
+    monkeypatch.setattr(TrainingTask, "train_", recorded)
+    return calls
+
+
+def sizes(name: str, steps: int = 40) -> list[tuple[nn.Module, int]]:
+    one = training_task(steps=steps)
+    found = [
+        (copy.deepcopy(size[0]), size[1]) for size in TRAINED_METHODS[name].sizes(one, {"learning_rate": 0.5}) if size
+    ]
+    assert len(found) == len(BUDGETS)
+    return found
+
+
+def test_svd_llm_adapts_one_factor_and_then_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, layers = record_training(monkeypatch), training_task().layers
+    sizes("svd-llm + lora")
+    assert [call["steps"] for call in calls] == [10] * 4 and {call["rate"] for call in calls} == {0.5}
+    for call, factor in zip(calls, "vuvu", strict=True):
+        assert call["names"] == {f"{name}.{factor}.lora_{part}.default.weight" for name in layers for part in "AB"}
+
+
+def test_llm_pruner_adapts_what_is_left_of_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any step the model is the base model without the units that Taylor importance puts last."""
+    calls, one = record_training(monkeypatch), training_task()
+    sizes("llm-pruner")
+    widths = taylor_widths(one)
+    units = sum(part.parameters(part.count) for part in widths.units.values())
+    dense = sum(m * n for m, n in one.layers.values())
+    for call, budget in zip(calls, BUDGETS, strict=True):
+        assert call["steps"] == 20
+        assert call["names"] == {f"{name}.lora_{part}.default.weight" for name in one.layers for part in "AB"}
+        kept = widths.at(int(budget * dense) - (dense - units))
+        assert kept is not None
+        with widths.use(one.teacher, kept) as smaller:
+            assert torch.allclose(call["seen"][0], outputs(smaller, BATCH), atol=1e-6)
+
+
+def test_matformer_trains_all_weights_at_one_width_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = record_training(monkeypatch)
+    one = training_task(steps=40)
+    made = []
+    for size in TRAINED_METHODS["matformer"].sizes(one, {"learning_rate": 0.5}):
+        assert size is not None
+        made.append((size[0], outputs(size[0], BATCH)))
+    assert made[0][0] is made[1][0]  # one set of weights
+    (call,) = calls
+    assert call["steps"] == 40 and call["names"] == set(one.weights(made[0][0]))
+    drawn = [[torch.equal(seen, wanted) for _, wanted in made] for seen in call["seen"]]
+    assert all(sum(row) == 1 for row in drawn) and 10 < sum(row[0] for row in drawn) < 30
+
+
+def test_layerskip_takes_exits_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two blocks the last is always an exit, and the first the only other."""
+    calls = record_training(monkeypatch)
+    sizes("layerskip")
+    (call,) = calls
+    assert call["steps"] == 40 and isinstance(call["objective"], layerskip.ExitObjective)
+    assert call["objective"].place == 0
+    assert not all(torch.equal(seen, call["seen"][0]) for seen in call["seen"])  # samples skip blocks
+
+
+@pytest.mark.parametrize(
+    ("name", "decomposition", "allocation", "method", "steps"),
+    [
+        ("flexrank", "fisher", "joint", "balanced", [40]),
+        ("flexrank, printed", "datasvd", "paper", "paper", [40]),
+        ("independent", "fisher", "joint", "balanced", [20, 20]),
+    ],
+)
+def test_flexranks_own_forms(
+    name: str, decomposition: str, allocation: str, method: str, steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[dict[str, Any]] = []
+    asked: list[tuple[str, ...]] = []
+
+    def recorded(model: Any, teacher: Any, batches: Any, profiles: Any, **options: Any) -> None:
+        calls.append({"profiles": profiles, **options})
+
+    monkeypatch.setattr(ranks, "distill_", recorded)
+    whole = training_task(steps=40)
+    outer = object()
+    one = dataclasses.replace(
+        whole,
+        output_objective=outer,
+        decompose=lambda method: asked.append((method,)) or whole.decompose(method),
+        chain=lambda *names: asked.append(names) or whole.chain(*names),
+    )
+    assert len(list(TRAINED_METHODS[name].sizes(one, {"times_usual": 3.0}))) == len(BUDGETS)
+    assert set(asked) == {(decomposition,), (decomposition, allocation)}
+    assert [call["steps"] for call in calls] == steps and {call["method"] for call in calls} == {method}
+    assert {call["learning_rate"] for call in calls} == {3 * one.default_rate}
+    assert all((call["objective"] is outer) == (name == "flexrank, printed") for call in calls)
+    if name == "independent":
+        wanted = whole.chain("fisher", "joint")
+        assert [call["profiles"] for call in calls] == [[wanted.at(budget)] for budget in BUDGETS]

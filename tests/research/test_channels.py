@@ -195,6 +195,24 @@ def test_widths_fill_a_limit_and_are_nested() -> None:
     assert widths.at(0.02 * whole) is None
 
 
+def test_heads_go_where_channels_would_have_less_than_half_of_their_share() -> None:
+    """A block's heads have 3072 parameters, 2560 and 1536 where 3 and 2 of 4 are left; its channels have 4608.
+
+    Half of both blocks' channels and all heads are 10752; one less, and with 3 heads 5631 of 9216 are left for 29 of 48
+    channels. Of 7680, 4 heads leave .17 of the channels, 3 leave .28 and 2 leave .5.
+    """
+    widths = widths_of(build("llama_tied"))
+
+    def kept(limit: int) -> set[tuple[int, int]]:
+        found = widths.at(limit)
+        assert found is not None
+        return {
+            tuple(found[f"model.layers.{at}.{one}"] for one in ("self_attn.o_proj", "mlp.down_proj")) for at in "01"
+        }
+
+    assert kept(10752) == {(4, 24)} and kept(10751) == {(3, 29)} and kept(7680) == {(2, 24)}
+
+
 def test_blocks_of_another_kind_are_refused() -> None:
     with pytest.raises(FlexrankError, match="heads and channels are not known"):
         find_units(build("phi3"), ["model.layers.0"])

@@ -1,8 +1,8 @@
 """LLM-Pruner: coupled structures removed by Taylor importance, then low-rank repair (Ma et al., NeurIPS 2023).
 
-Every block loses the same share of heads and of feed-forward channels. The paper spares the first blocks and the last
-one, of 32; models of five or six have none to spare. A model without labels uses the loss that flexrank's own `fisher`
-uses.
+Every block loses as many heads, and as many feed-forward channels. The paper removes the same share of both, and spares
+the first blocks and the last one, of 32; models of five or six have none to spare. Where the comparison has no labels,
+the loss is the one that flexrank's own `fisher` takes.
 """
 
 import copy

@@ -181,7 +181,7 @@ def test_widths_fill_a_limit_and_are_nested() -> None:
     whole = 2 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 48)
     previous = None
     for share in (1.0, 0.9, 0.7, 0.5, 0.3):
-        kept = widths.at(share * whole)
+        kept = widths.at(share * whole, 0.5)
         assert kept is not None and widths.parameters(kept) <= share * whole
         one_more = {name: count + (widths.units[name].count == 48) for name, count in kept.items()}
         assert widths.parameters(one_more) > share * whole
@@ -191,11 +191,11 @@ def test_widths_fill_a_limit_and_are_nested() -> None:
                 (previous is None or mask <= previous[name]).all() if previous else True
             )
         previous = {name: widths.mask(name, count) for name, count in kept.items()}
-    assert widths.at(whole) == {name: one.count for name, one in widths.units.items()}
-    assert widths.at(0.02 * whole) is None
+    assert widths.at(whole, 0.5) == {name: one.count for name, one in widths.units.items()}
+    assert widths.at(0.02 * whole, 0.5) is None
 
 
-def test_heads_go_where_channels_would_have_less_than_half_of_their_share() -> None:
+def test_heads_go_where_channels_would_have_too_small_a_share() -> None:
     """A block's heads have 3072 parameters, 2560 and 1536 where 3 and 2 of 4 are left; its channels have 4608.
 
     Half of both blocks' channels and all heads are 10752; one less, and with 3 heads 5631 of 9216 are left for 29 of 48
@@ -203,14 +203,15 @@ def test_heads_go_where_channels_would_have_less_than_half_of_their_share() -> N
     """
     widths = widths_of(build("llama_tied"))
 
-    def kept(limit: int) -> set[tuple[int, int]]:
-        found = widths.at(limit)
+    def kept(limit: int, least: float = 0.5) -> set[tuple[int, int]]:
+        found = widths.at(limit, least)
         assert found is not None
         return {
             tuple(found[f"model.layers.{at}.{one}"] for one in ("self_attn.o_proj", "mlp.down_proj")) for at in "01"
         }
 
     assert kept(10752) == {(4, 24)} and kept(10751) == {(3, 29)} and kept(7680) == {(2, 24)}
+    assert kept(7680, 0.1) == {(4, 8)} and kept(7680, 0.8) == {(2, 24)}
 
 
 def test_blocks_of_another_kind_are_refused() -> None:

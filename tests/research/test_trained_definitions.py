@@ -60,7 +60,7 @@ def test_llm_pruner_adapts_what_is_left_of_each_size(monkeypatch: pytest.MonkeyP
     for call, budget in zip(calls, BUDGETS, strict=True):
         assert call["steps"] == 20
         assert call["names"] == {f"{name}.lora_{part}.default.weight" for name in one.layers for part in "AB"}
-        kept = widths.at(int(budget * dense) - (dense - units))
+        kept = widths.at(int(budget * dense) - (dense - units), 0.8)
         assert kept is not None
         with widths.use(one.teacher, kept) as smaller:
             assert torch.allclose(call["seen"][0], outputs(smaller, BATCH), atol=1e-6)

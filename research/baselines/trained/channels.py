@@ -46,9 +46,6 @@ ARCHITECTURES: tuple[tuple[tuple[Sequence[str], str], ...], ...] = (
     ),
     ((("attn.c_attn",), "attn.c_proj"), (("mlp.c_fc",), "mlp.c_proj")),  # GPT-2
 )
-#: The least share of channels over that of heads. On the tuning halves of stories260k and MiniLM it is best, or behind
-#: equal shares by 1 %; with less, as in MatFormer, which nests channels alone, small sizes are worse (docs/log.md).
-LEAST_CHANNELS = 0.5
 #: Layers that stack queries, keys and values, and how many matrices they hold.
 FUSED = {"attn.c_attn": 3}
 
@@ -156,10 +153,10 @@ class Widths:
     units: Mapping[str, Units]
     orders: Mapping[str, Tensor]  #: the indices of units, most important first
 
-    def at(self, limit: float) -> dict[str, int] | None:
+    def at(self, limit: float, least: float) -> dict[str, int] | None:
         """Returns how many units each reader keeps within the limit, as many in every block; None if one has none.
 
-        A head goes where all channels' share would otherwise be less than `LEAST_CHANNELS` of the heads'.
+        A head goes where the share of channels would otherwise be less than `least` of the share of heads.
         """
         most = max(one.count for one in self.units.values())
         channels = {name: one for name, one in self.units.items() if one.count == most}
@@ -169,8 +166,8 @@ class Widths:
         def share(count: int) -> float:
             return (limit - sum(one.parameters(count) for one in heads.values())) / total
 
-        least = LEAST_CHANNELS / count
-        while count > 1 and share(count) < least * count:
+        part = least / count
+        while count > 1 and share(count) < part * count:
             count -= 1
         kept = {name: min(most, int(share(count) * most)) for name in channels}
         return {**dict.fromkeys(heads, count), **kept} if min(kept.values()) >= 1 else None

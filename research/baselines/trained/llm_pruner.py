@@ -1,8 +1,8 @@
 """LLM-Pruner: coupled structures removed by Taylor importance, then low-rank repair (Ma et al., NeurIPS 2023).
 
-Every block loses as many heads, and as many feed-forward channels. The paper removes the same share of both, and spares
-the first blocks and the last one, of 32; models of five or six have none to spare. Where the comparison has no labels,
-the loss is the one that flexrank's own `fisher` takes.
+Every block loses about the same share of heads and of feed-forward channels. The paper spares the first blocks and the
+last one, of 32; models of five or six have none to spare. Where the comparison has no labels, the loss is the one that
+flexrank's own `fisher` takes.
 """
 
 import copy
@@ -13,12 +13,15 @@ from research.baselines.trained.channels import Widths, find_units, importances,
 from research.baselines.trained.lora import adapt_
 from research.baselines.trained.task import Settings, Size, TrainedMethod, TrainingTask, rates, trained_parameters
 
+#: The least share of channels over that of heads, which come in few steps.
+LEAST_CHANNELS = 0.8
+
 
 def sizes(task: TrainingTask, settings: Settings) -> Iterator[Size]:
     """Makes each size separately: removes what is least important, then trains adapters on all linear layers."""
     widths = taylor_widths(task)
     for budget in task.budgets:
-        kept = widths.at(unit_budget(task, widths, budget))
+        kept = widths.at(unit_budget(task, widths, budget), LEAST_CHANNELS)
         if kept is None:
             yield None
             continue

@@ -2,7 +2,7 @@
 
 MatFormer trains the first m_1 < m_2 < … channels of each feed-forward part together, from scratch, one size per step.
 Here channels are first put in the order of their importance, as in Flextron and Minitron. Heads are nested too, from
-where channels alone would be too few: on the tuning halves of stories260k and MiniLM that is better at small sizes.
+where channels alone would be few: of several shares this was best on the tuning halves (docs/log.md).
 """
 
 import contextlib
@@ -13,11 +13,14 @@ from flexrank.distill.schedule import Schedule
 from research.baselines.trained.llm_pruner import parameters_outside_units, taylor_widths, unit_budget
 from research.baselines.trained.task import Settings, Size, TrainedMethod, TrainingTask, rates
 
+#: The least share of channels over that of heads.
+LEAST_CHANNELS = 0.5
+
 
 def sizes(task: TrainingTask, settings: Settings) -> Iterator[Size]:
     """Trains all sizes together, one per step, and all weights."""
     widths, model = taylor_widths(task), copy.deepcopy(task.teacher)
-    all_kept = [widths.at(unit_budget(task, widths, budget)) for budget in task.budgets]
+    all_kept = [widths.at(unit_budget(task, widths, budget), LEAST_CHANNELS) for budget in task.budgets]
     possible = [kept for kept in all_kept if kept is not None]
     if not possible:
         yield from (None for _ in all_kept)

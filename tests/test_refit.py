@@ -255,3 +255,12 @@ def test_batches_of_texts_are_fitted_as_those_of_tensors() -> None:
         fitted.append(nested_layers(model)["0"].matrix)
         assert not torch.equal(fitted[-1], before)
     torch.testing.assert_close(*fitted)
+
+
+def test_the_callers_autocast_changes_no_fit() -> None:
+    model, base, batches = decomposed("bert")
+    other, profile = copy.deepcopy(model), small(model)
+    fr.refit_(model, profile, base, batches)
+    with torch.autocast("cpu", torch.bfloat16):
+        fr.refit_(other, profile, base, batches)
+    assert same_state(model, other)

@@ -1,8 +1,7 @@
 """Losses and their gradients against torch's own, unchunked and in float64."""
 
-import dataclasses
-import enum
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from flexrank.distill.objectives import (
     FeatureObjective,
     FisherObjective,
     LogitObjective,
-    describe,
     objective_for,
 )
 from flexrank.errors import FlexrankError
@@ -61,40 +59,6 @@ def test_what_only_the_student_rules_out_is_no_finite_loss() -> None:
     teacher, student = torch.zeros(1, 3), torch.tensor([[0.0, 0.0, -torch.inf]])
     objective = LogitObjective()
     assert float(objective.loss(student, objective.target(teacher, teacher), teacher)) == torch.inf
-
-
-class Kind(enum.Enum):
-    FIRST, SECOND = 1, 2
-
-
-def test_an_objective_is_known_by_its_class_and_settings() -> None:
-    class Plain:
-        def __init__(self, power: float) -> None:
-            self.power, self.cache = power, object()
-
-    assert describe(Plain(2.0)) == describe(Plain(2.0)) != describe(Plain(3.0))
-    assert "Plain" in describe(Plain(2.0)) and " at 0x" not in describe(Plain(2.0))
-    assert describe(LogitObjective(2.0)) == repr(LogitObjective(2.0)) and describe(None) == "None"
-    lists = [Plain(2.0), Plain(2.0)]
-    lists[0].layers, lists[1].layers = [1, 2], [3, 4]
-    assert describe(lists[0]) != describe(lists[1])
-    for one, other in (({"a": 1}, {"a": 2}), (torch.float16, torch.bfloat16), ([Kind.FIRST], [Kind.SECOND])):
-        lists[0].layers, lists[1].layers = one, other
-        assert describe(lists[0]) != describe(lists[1])
-    lists[0].layers, lists[1].layers = [], [torch.ones(2)]  # filled by forwards
-    assert describe(lists[0]) == describe(lists[1])
-
-    @dataclasses.dataclass
-    class Holding:
-        helper: object
-        power: float = 2.0
-
-    assert describe(Holding(object())) == describe(Holding(object())) != describe(Holding(object(), 3.0))
-
-    class Slotted:
-        __slots__ = ("power",)
-
-    assert "Slotted" in describe(Slotted())
 
 
 def test_embeddings_of_an_encoder_decoder_are_of_its_decoders_tokens() -> None:
@@ -335,3 +299,21 @@ def test_logits_of_maps_need_an_objective_of_ones_own() -> None:
         FlexrankError, match=r"logits have shape \(2, 7, 4, 4\); they are \(B, T, V\) or \(B, classes\)"
     ):
         LogitObjective().target(maps, {})
+
+
+@pytest.mark.parametrize(
+    "objective", [EmbeddingObjective(), EmbeddingObjective(1.0), FeatureObjective(), LogitObjective()]
+)
+def test_padding_alone_is_no_row(objective: Any) -> None:
+    """A batch of it is refused; a row of it changes nothing."""
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0]])
+    draw = torch.Generator().manual_seed(0)
+    teacher, student = (torch.randn(2, 3, 4, generator=draw) for _ in range(2))
+    batch = {"attention_mask": mask}
+    alone = {"attention_mask": mask[:1]}
+    whole = objective.loss(student, objective.target(teacher, batch), batch)
+    first = objective.loss(student[:1], objective.target(teacher[:1], alone), alone)
+    assert float(whole) == pytest.approx(float(first), rel=1e-6)
+    none = {"attention_mask": torch.zeros(2, 3, dtype=torch.long)}
+    with pytest.raises(FlexrankError, match="a batch has no real token"):
+        objective.loss(student, objective.target(teacher, none), none)

@@ -8,7 +8,8 @@ import torch
 from trainings import SMALL, batches
 
 from flexrank.distill import distill_, step
-from flexrank.distill.objectives import FeatureObjective
+from flexrank.distill.objectives import FeatureObjective, LogitObjective
+from flexrank.errors import FlexrankError
 from flexrank.nn.switch import full_profile
 from tiny import build, nest
 
@@ -67,3 +68,37 @@ def test_blocks_that_run_again_leave_the_models_cache_as_it_was() -> None:
         with pytest.raises(RuntimeError, match="as from a full disk"):
             distill_(again, build("llama_tied"), batches("llama_tied"), [profile], objective=Failing(), **settings)
         assert again.config.use_cache is setting
+
+
+def test_a_teacher_in_training_mode_drops_nothing_and_stays_in_it() -> None:
+    losses = []
+    for is_training in (False, True):
+        teacher = build("llama_tied").train(is_training)
+        for block in teacher.model.layers:
+            block.self_attn.attention_dropout = 0.5
+        settings: dict[str, Any] = {"steps": 3, "learning_rate": 1e-30, "teacher_cache": 0}
+        model = nest(build("llama_tied"))
+        half = {layer: max(1, rank // 2) for layer, rank in full_profile(model).items()}
+        losses.append(distill_(model, teacher, batches("llama_tied"), [half], **settings).losses)
+        assert all(module.training == is_training for module in teacher.modules())
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("method", "paper"), ("max_norm", 2.0), ("autocast", torch.bfloat16), ("train_embeddings", True),
+        ("objective", LogitObjective()), ("profiles", [{**SMALL, "0": 4}]), ("weight_decay", 0.1), ("accumulation", 2),
+        ("seed", 1), ("warmup_steps", 1), ("steps", 4),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_is_of_one_setting(name: str, changed: Any, tmp_path: Any) -> None:
+    settings: dict[str, Any] = {"profiles": [SMALL], "weights": [1], "steps": 2, "checkpoint": tmp_path / "state"}
+    for own in (settings, settings):
+        train(**own)  # the second has nothing left to do
+    with pytest.raises(FlexrankError, match=f"was written with {name}="):
+        train(**settings | {name: changed})
+
+
+def train(profiles: Any, **settings: Any) -> None:
+    distill_(nest(build("perceptron")), build("perceptron"), batches("perceptron"), profiles, **settings)

@@ -3,11 +3,13 @@
 import copy
 import json
 import math
+import random
 import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -83,14 +85,22 @@ def test_a_resumed_run_equals_the_unbroken_one(kind: str, tmp_path: Path) -> Non
             self.at = state["at"]
 
     class WithTensors(Loader):
-        """As torchdata's loaders, whose states hold generators' tensors in lists and mappings."""
+        """As torchdata's loaders, whose states hold generators' tensors, and with those of other generators."""
+
+        drawn = np.random.RandomState(4)
 
         def state_dict(self) -> dict:
             at = torch.tensor([7, self.at])
-            return {"workers": [{"at": at, "again": at}], "epoch": 1, "name": None, "by_number": {10: "a", 9: "b"}}
+            drawn = {"numpy": self.drawn.get_state(), "python": random.Random(3).getstate(), "count": np.int64(5)}
+            more = {"epoch": 1, "name": None, "by_number": {10: "a", 9: "b"}}
+            return {"workers": [{"at": at, "again": at}], **drawn, **more}
 
         def load_state_dict(self, state: dict) -> None:
-            assert (state["epoch"], state["name"]) == (1, None)
+            assert (state["epoch"], state["name"], state["count"]) == (1, None, 5)
+            self.drawn.set_state(state["numpy"])
+            again = random.Random()
+            again.setstate(state["python"])
+            assert again.random() == random.Random(3).random()
             assert state["by_number"] == {"10": "a", "9": "b"}  # as JSON has it
             seven, self.at = state["workers"][0]["at"].tolist()
             assert seven == 7
@@ -122,6 +132,23 @@ def test_a_resumed_run_equals_the_unbroken_one(kind: str, tmp_path: Path) -> Non
     assert torch.equal(weights_of(resumed), weights_of(unbroken))
     with pytest.raises(FlexrankError, match="was written with learning_rate=0.01, not 0.1"):
         run(resumed, make(), path, learning_rate=0.1)
+
+
+def test_a_state_that_cannot_be_saved_is_refused_after_the_first_step(tmp_path: Path) -> None:
+    class Stateful:
+        def __iter__(self):
+            return iter(batches("perceptron"))
+
+        def state_dict(self) -> dict:
+            return {"position": [b"12"]}
+
+    seen = list[int]()
+    with pytest.raises(FlexrankError, match="the batches' state_dict holds bytes; a checkpoint takes numbers, text"):
+        distill_(
+            nest(build("perceptron")), build("perceptron"), Stateful(), [SMALL], steps=9, checkpoint=tmp_path / "state",
+            on_step=lambda step: seen.append(step.number),
+        )  # fmt: skip
+    assert not seen and not (tmp_path / "state").exists()
 
 
 @pytest.mark.parametrize("kind", SIGNALS)

@@ -213,8 +213,10 @@ def test_a_run_says_which_sizes_are_worse_than_before(caplog: pytest.LogCaptureF
         log_losers([0.3], [1.0], [1.0])
         log_losers([0.3], [1.0], [math.nan])
         log_losers([0.9, 1.0], [2e-3, -6.5e-9], [1e-3, 2.6e-9])  # a full model that rounding alone has changed
-    worse, none, unknown, rounded = caplog.messages
+        log_losers([0.9, 1.0], [1e-3, 0.0], [1.002e-3, 1.1e-6])
+    worse, none, unknown, rounded, little = caplog.messages
     assert worse.endswith("than before, on the probe's samples: 0.8, 0.9") and unknown.endswith("samples: 0.3")
+    assert little.endswith("samples: 0.9, 1")
     assert none == rounded and none.startswith("distill: no size is further")
 
 

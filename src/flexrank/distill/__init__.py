@@ -20,11 +20,12 @@ from flexrank.distill.objectives import (
     describe,
     make_target,
     require_objective,
+    require_rows,
 )
 from flexrank.distill.optimizer import OptimizerName, make_optimizer, require_known, scale_vectors_, set_rate
 from flexrank.distill.schedule import Feed, RunningLosses, Schedule, drawn_weights
 from flexrank.distill.state import State
-from flexrank.distill.step import Step, Targets, require_other, require_rows
+from flexrank.distill.step import Step, Targets, require_other
 from flexrank.distill.trained import sized, trainable_parameters, training, undone_if_untrained
 from flexrank.errors import FlexrankError
 from flexrank.files import digest_json, digest_tensor

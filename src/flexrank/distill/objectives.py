@@ -12,6 +12,7 @@ from torch.nn import functional
 from flexrank.data.batches import Batch, mean_pool, output_mask, output_tensor
 from flexrank.distill.divergence import top_k_with_rest, total_divergence
 from flexrank.errors import FlexrankError
+from flexrank.files import digest_tensor
 
 
 class Objective(Protocol):
@@ -51,8 +52,10 @@ class _Quotients:
         raise NotImplementedError
 
     def loss(self, output: Any, target: Tensor, batch: Batch) -> Tensor:
-        """See the class."""
-        first, *others = (top / bottom for top, bottom in self.terms(output, target, batch))
+        """See the class; raises FlexrankError if the batch has no row that counts."""
+        terms = self.terms(output, target, batch)
+        require_rows(float(terms[0].denominator))
+        first, *others = (top / bottom for top, bottom in terms)
         return sum(others, first)
 
 
@@ -111,7 +114,7 @@ class LogitObjective(_Quotients):
 class EmbeddingObjective(_Quotients):
     """1 − cosine between mean-pooled embeddings, plus `hidden_weight` times ‖h − h*‖² / ‖h*‖² over real tokens.
 
-    The token term is richer supervision for training; probe with weight 0.
+    A row without real tokens does not count. The token term is richer supervision for training; probe with weight 0.
     """
 
     hidden_weight: float = 0.0
@@ -126,6 +129,8 @@ class EmbeddingObjective(_Quotients):
         hidden, mask = output_tensor(output), output_mask(batch)
         pooled = mean_pool(target, mask) if self.hidden_weight else target
         distances = 1 - (mean_pool(hidden, mask) * pooled).sum(-1)
+        if mask is not None:
+            distances = distances[mask.any(1)]
         errors = [_relative_error(hidden, target, mask, self.hidden_weight)] if self.hidden_weight else []
         return [Quotient(distances.sum(), len(distances)), *errors]
 
@@ -175,6 +180,12 @@ def has_terms(objective: Objective) -> bool:
     return bool(kinds) and "terms" in vars(kinds[0])
 
 
+def require_rows(count: float) -> None:
+    """Raises FlexrankError if no row or token of a batch counts in a loss."""
+    if not count:
+        raise FlexrankError("a batch has no real token, as its attention_mask is 0 everywhere, or no row; leave it out")
+
+
 def require_objective(objective: object) -> None:
     """Raises FlexrankError if the object, unless it is None, lacks the methods of an `Objective`, or is a class."""
     methods = (getattr(objective, name, None) for name in ("target", "loss"))
@@ -205,10 +216,26 @@ def compute_loss(objective: Objective, output: Any, target: Tensor, batch: Batch
 def describe(objective: Objective | None) -> str:
     """The text by which a checkpoint identifies an objective, the same in every process: its class and settings."""
     if objective is None or dataclasses.is_dataclass(objective):
-        return re.sub(" at 0x[0-9a-fA-F]+", "", repr(objective))  # an object's address in this process
+        return _text(objective)
     kind = type(objective)
     settings = {name: value for name, value in getattr(objective, "__dict__", {}).items() if _is_setting(value)}
     return f"{kind.__module__}.{kind.__qualname__}{settings}"
+
+
+def _text(value: Any) -> str:
+    """The value's repr, but for what a repr omits or changes between processes: tensors, sets and addresses."""
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {digest_tensor(value)}"
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(_text, value)))}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key!r}: {_text(one)}' for key, one in value.items())}}}"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [f"{one.name}={_text(getattr(value, one.name))}" for one in dataclasses.fields(value) if one.repr]
+        return f"{type(value).__qualname__}({', '.join(fields)})"
+    return re.sub(" at 0x[0-9a-fA-F]+", "", repr(value))  # an object's address in this process
 
 
 def _is_setting(value: Any) -> bool:
@@ -252,4 +279,5 @@ def _relative_error(hidden: Tensor, target: Tensor, mask: Tensor | None, weight:
     if mask is not None:
         hidden, target = hidden[mask], target[mask]
     target = target.float()
-    return Quotient(weight * (hidden.float() - target).square().sum(), target.square().sum().clamp(min=1e-12))
+    length = target.square().sum().clamp(min=1e-12) if target.numel() else 0
+    return Quotient(weight * (hidden.float() - target).square().sum(), length)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +26,8 @@ from flexrank.nn.sharding import ShardDim, as_global
 
 #: Prefix of the name of a tensor in a data loader's state; in the JSON the name stands for the tensor.
 LOADER = "//loader/"
+#: The only keys of mappings that stand for a NumPy array, whose name follows, and for a tuple.
+ARRAY, TUPLE = "//array", "//tuple"
 DOCUMENT, KIND = "state.json", "checkpoint"
 
 
@@ -58,6 +61,8 @@ class State:
         """Adds a step with its loss and the index of its profile."""
         self.losses.append(loss)
         self.choices.append(choice)
+        if self.path is not None and self.step == 1:
+            _without_tensors(self.feed.state(), {})  # what cannot be saved is refused now, not at the first checkpoint
 
     def save(self) -> None:
         """Replaces the checkpoint atomically; process 0 writes it, or all processes if the model is sharded.
@@ -146,20 +151,40 @@ class State:
 
 
 def _without_tensors(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """The value with names in place of its tensors, which go into `tensors`; keys become strings, as in JSON."""
+    """The value as JSON, with names in place of its tensors and arrays, which go into `tensors`.
+
+    Keys become strings, as in JSON. Raises FlexrankError for a value that neither JSON nor safetensors holds.
+    """
     if isinstance(value, Tensor):
         name = f"{LOADER}{len(tensors)}"
         tensors[name] = value.clone()  # safetensors refuses two names for the same memory
         return name
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return {ARRAY: _without_tensors(torch.from_numpy(value.copy()), tensors)}
+    if isinstance(value, np.generic):
+        return _without_tensors(value.item(), tensors)
     if isinstance(value, Mapping):
         return {str(key): _without_tensors(one, tensors) for key, one in value.items()}
-    return [_without_tensors(one, tensors) for one in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, tuple):
+        return {TUPLE: [_without_tensors(one, tensors) for one in value]}
+    if isinstance(value, list):
+        return [_without_tensors(one, tensors) for one in value]
+    if value is None or isinstance(value, str | int | float):
+        return value
+    kinds = "numbers, text, tensors and arrays of numbers, in lists, tuples and mappings"
+    raise FlexrankError(f"the batches' state_dict holds {type(value).__name__}; a checkpoint takes {kinds}")
 
 
 def _with_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of `_without_tensors`; tuples come back as lists."""
+    """The inverse of `_without_tensors`."""
     if isinstance(value, str) and value.startswith(LOADER):
         return tensors[value]
-    if isinstance(value, dict):
-        return {key: _with_tensors(one, tensors) for key, one in value.items()}
-    return [_with_tensors(one, tensors) for one in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_with_tensors(one, tensors) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {ARRAY}:
+        return tensors[value[ARRAY]].numpy()
+    if value.keys() == {TUPLE}:
+        return tuple(_with_tensors(one, tensors) for one in value[TUPLE])
+    return {key: _with_tensors(one, tensors) for key, one in value.items()}

@@ -17,6 +17,7 @@ from flexrank.distill.objectives import (
     has_terms,
     make_target,
     require_objective,
+    require_rows,
 )
 from flexrank.distill.optimizer import update
 from flexrank.errors import DivergedError, FlexrankError
@@ -166,12 +167,6 @@ def loss_scale(value: float, mean_loss: float | None) -> float:
     """The square root of `mean_loss`, a running mean, or of `value` without one; 1 if rounding leaves none above 0."""
     mean_loss = value if mean_loss is None else mean_loss
     return math.sqrt(mean_loss) if mean_loss > 0 else 1.0
-
-
-def require_rows(count: float) -> None:
-    """Raises FlexrankError if no row or token of a batch counts in a loss."""
-    if not count:
-        raise FlexrankError("a batch has no real token, as its attention_mask is 0 everywhere, or no row; leave it out")
 
 
 def require_other(model: nn.Module, teacher: nn.Module) -> None:

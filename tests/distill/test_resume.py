@@ -97,6 +97,7 @@ def test_a_resumed_run_equals_the_unbroken_one(kind: str, tmp_path: Path) -> Non
 
         def load_state_dict(self, state: dict) -> None:
             assert (state["epoch"], state["name"], state["count"]) == (1, None, 5)
+            assert isinstance(state["numpy"][1], np.ndarray)
             self.drawn.set_state(state["numpy"])
             again = random.Random()
             again.setstate(state["python"])

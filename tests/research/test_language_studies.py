@@ -170,6 +170,16 @@ def test_adaptation_trains_adapters_alone_on_a_deployed_model(
     assert any("expand" in name for name in trained)
 
 
+def test_the_largest_trained_size_is_compared_with_the_base_which_budget_1_is() -> None:
+    """.9 is 1 % above the base after adaptation, or with another seed 3 %; 1 is the base itself."""
+    sizes = {"base": [4.0, 5.0], "1": [4.0, 5.0], "0.9": [4.04, 5.05], "0.5": [4.4, 5.5]}
+    for name, second in (("agrees", 5.05), ("differs", 5.15)):
+        sizes["0.9"][1] = second
+        first, _ = adaptation._claims({size: {"nats": 6.0, "after": after} for size, after in sizes.items()})
+        assert first["holds"] == (name == "agrees") and "the loss of 0.9" in first["what"]
+        assert first["here"].startswith("over it +1.00%" if name == "agrees" else "over it +2.00%")
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
 @pytest.mark.parametrize("name", ["gpt2", "llama_tied"])

@@ -97,7 +97,8 @@ def row_masks(batch: Batch) -> list[Tensor]:
     first = token_mask(batch)
     if first is None:
         assert isinstance(batch, Mapping)
-        first = torch.ones_like(batch["input_ids"], dtype=torch.bool) if "input_ids" in batch else last
+        read = next((batch[key] for key in ("input_ids", "inputs_embeds") if batch.get(key) is not None), None)
+        first = last if read is None else torch.ones(read.shape[:2], dtype=torch.bool, device=last.device)
     if first.numel() == last.numel() and not torch.equal(first, last):
         raise FlexrankError(
             f"attention_mask and decoder_attention_mask are both {tuple(last.shape)} and differ: a layer's rows do not "

@@ -30,28 +30,27 @@ from the numbers beside them. docs/baselines.md compares our implementations wit
 
 **On your own model**: `python -m research compare --config CONFIG` and `compare-trained --config CONFIG` take the
 model, data and budgets from a run's configuration, in float32, and 1e-4 where it has no learning rate; a training step
-takes one batch, without accumulation, decay or clipping. `--jobs N` runs N methods at once, `--seeds N` repeats
-everything, `--tasks` adds tables of lm-eval tasks, and an interrupted comparison continues where it stopped. None of
-the language models below is above chance on ARC-Easy or PIQA, so they are not scored by tasks.
+takes one batch, without accumulation or weight decay, and clips gradients at norm 1. `--jobs N` runs N methods at once,
+`--seeds N` repeats everything, `--tasks` adds tables of lm-eval tasks, and an interrupted comparison continues where it
+stopped. None of the language models below is above chance on ARC-Easy or PIQA, so they are not scored by tasks.
 
 **Training-free.** *published* ranks are those of the method's own paper, found by its own search if it has one. What
-rounding leaves of a uniform share, and DRONE's search of a budget, is filled up; ASVD's own ranks and *paper* ranks end
-up to .01 below a budget, on ResNet-20 up to .035, and figures show each size where it is. A constant that a paper
-leaves open (ASVD, SVD-LLM V2, LEMS, PIFA) is tuned over four values on the tuning half. *paper* and *joint* ranks are
-flexrank's two allocations, from a sensitivity table of the method's own factors (for PIFA, of the factors that it
-starts from). *nested* says whether each size is a prefix of all larger ones, so one artefact holds them all. Times are
-wall times, each measured once. DRONE, SVD-LLM and DataSVD share one optimum, so with equal ranks their lines coincide.
-DRONE's search ends when a size is within .25 % of the dense parameters of its budget. MiniLM's retrieval (*mrr*) says
-nothing, here or below, because nearly every method finds each sentence's pair among so few.
+rounding leaves of a uniform share is filled up. Searched ranks and *paper* ranks may end below a budget, mostly by less
+than .02 and on ResNet-20 by up to .035; figures show each size where it is. A constant that a paper leaves open (ASVD,
+SVD-LLM V2, LEMS, PIFA) is tuned over four values on the tuning half. *paper* and *joint* ranks are flexrank's two
+allocations, from a sensitivity table of the method's own factors (for PIFA, of the factors that it starts from).
+*nested* says whether each size is a prefix of all larger ones, so one artefact holds them all. Times are wall times,
+each measured once. DRONE, SVD-LLM and DataSVD share one optimum, so with equal ranks their lines coincide. MiniLM's
+retrieval (*mrr*) says nothing, here or below, because nearly every method finds each sentence's pair among so few.
 
 **Trained.** All methods see the same number of training tokens in total; a method that trains each size separately
 splits them among its sizes. At equal training time, each method gets the number of steps that fits into flexrank's
 training time, by its own speed at equal tokens. *At its best*, each size that is trained separately has all the steps.
 Times are process times. The probe, which chooses ranks once and does not grow with training, has its own column. Each
-method gets four learning rates, tried on the tuning half, and more while the best one is at an edge. Each method runs
-in a process of its own, whose time and peak memory are shown. The trainings are short, 160 to 320 steps, which favours
-methods that start from a good decomposition. ACIP has 96 to 192 of them to learn an order of singular values, and one
-set of adapters for all sizes: its largest sizes are behind plain SVD.
+method gets four learning rates, tried on the tuning half, and up to six more while the best one is at an edge. Each
+method runs in a process of its own, whose time and peak memory are shown. The trainings are short, 160 to 320 steps,
+which favours methods that start from a good decomposition. ACIP has 96 to 192 of them to learn an order of singular
+values, and one set of adapters for all sizes: on the three Llamas its largest sizes are behind plain SVD.
 
 **Where flexrank is behind, and why.** LEMS weighs outputs by the loss's gradients, DataSVD weighs activations alone;
 flexrank's default, `fisher`, adopts that idea and is close to LEMS, ahead at some sizes and behind at others. PIFA and
@@ -59,19 +58,20 @@ A3 make one model per size, and PIFA refits each layer to the outputs of the com
 artefact for all sizes cannot do: with flexrank's joint ranks it is ahead of all nested methods from .4 down on MiniLM
 and pycode5m, from .6 down on ResNet-20 and from .8 down on stories260k. `refit` (`flexrank deploy RUN --budget B
 --refit`) does the same from flexrank's own components and ranks, also for one size at a time. On stories260k it is
-ahead of every method from .9 to .5; below, PIFA is ahead, by other ranks, and at .2 so is A3. On ResNet-20 it is ahead
-of every rival from .7 down, and within the standard error of .8 points above; on pycode5m it is ahead of every method
-from .6 down, and at most .0008 nats behind above; on MiniLM it is ahead of every method at every budget. It needs no
-training: the short trainings below leave flexrank's shared weights behind it on ResNet-20 from .4 down (at .2 .484 for
-.592) and on pycode5m at .5, .3 and .2, but far ahead of it on stories260k. `flexrank deploy --refit` prints both.
+ahead of every method from .9 to .5; below, PIFA is ahead with one choice of ranks or another, and at .2 so is A3. On
+ResNet-20 it is ahead of every rival from .7 down, and within the standard error of .8 points above; on pycode5m it is
+ahead of every method from .6 down, and at most .0008 nats behind above; on MiniLM it is ahead of every method at every
+budget. It needs no training, and it is also ahead of the shared weights after the short trainings below: on ResNet-20
+from .4 down (at .2 .592 for .484), on pycode5m at .5, .3 and .2, and by their tables on MiniLM from .4 down; on
+stories260k it is far behind these. `flexrank deploy --refit` prints the quality of both.
 
 Among trained rivals, nested widths (`matformer` in the tables) lead on stories260k from .7 down, where LLM-Pruner and
 ACIP are ahead too at .2, and with ACIP at babyllama's .2: complete heads and channels hold more per parameter than a
 few ranks of such narrow matrices. Sizes that are trained separately can be ahead at large sizes, where shared weights
 pay for the small ones. On the vision transformer, flexrank at its defaults, flexrank as printed and separate training
-are within 12 of 2,000 images of each other from .9 to .3: the standard error is 20 images. So of methods with one
-artefact flexrank is first at every budget from .8 down on MiniLM, pycode5m and ResNet-20 (where its printed form is the
-only other one), and not on the other three.
+are within 12 of 2,000 images of each other from .9 to .3: the standard error is 20 images. Of methods with one artefact
+flexrank is first at every budget from .8 down on MiniLM, pycode5m and ResNet-20 (where its printed form is the only
+other one), and not on the other three.
 
 **What each part of consolidation is worth** (`python -m research ablation`, also with `--config`): flexrank by its
 defaults, and without one part at a time, from the same factors and ranks, at equal steps and at one learning rate. On

@@ -1,10 +1,9 @@
 """FWSVD: singular value decomposition weighted by Fisher information (Hsu et al., ICLR 2022).
 
 The paper writes Z = X W, where the rows of W are inputs, and weights each row by the root of its summed Fisher
-information. Here y = W x, so inputs are columns. The Fisher information is the empirical one of the task's loss. Where
-the comparison has no labels, for sentences and images, it is of the loss that flexrank's own `fisher` takes, for images
-with labels drawn from the model. The paper fine-tunes afterwards, which is left out. Not checked against the authors'
-code.
+information. Here y = W x, so inputs are columns. The Fisher information is the empirical one of the task's loss.
+Comparisons on sentences and images have no labels: there it is of the loss that flexrank's own `fisher` takes. The
+paper fine-tunes afterwards, which is left out. Not checked against the authors' code.
 """
 
 from jaxtyping import Float

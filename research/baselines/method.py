@@ -75,7 +75,7 @@ def filled_ranks(shapes: Mapping[str, Shape], shares: Mapping[str, float], budge
 def grown_ranks(shapes: Mapping[str, Shape], ranks: Mapping[str, int], budget: float) -> RankProfile:
     """Returns ranks that take the budget: the share of every layer grows by one factor, up to the whole layer.
 
-    A search among few ranks per layer ends below its budget; no larger ranks become smaller.
+    It is for a search among few ranks per layer, which ends below its budget.
     """
     shares = {
         name: deployed_parameters(shapes[name], rank) / dense_parameters(shapes[name]) for name, rank in ranks.items()

@@ -4,7 +4,7 @@ Each part, a method with its rate and a seed, runs in its own process, whose sec
 quality. Seconds are CPU time of the process, which other work on the machine hardly changes. Rates are tried on the
 tuning half, four for each method, and more while the best is the smallest or the largest; the reporting half is scored
 with the rate whose distance from the base model is least, as a geometric mean over budgets. Where each size is trained
-by itself for all steps, half and twice that rate are tried again, at two budgets. Finished parts are not repeated. A
+by itself for all steps, that rate, its half and its double are tried at two budgets. Finished parts are not repeated. A
 method that does not know the model's architecture has no row of numbers, and the table says why.
 """
 
@@ -60,7 +60,10 @@ def run(request: Request) -> Result:
 
 
 def _measure(benchmark: TrainingBenchmark, request: Request) -> dict[str, Any]:
-    """Returns the base model's score, the trials with their errors, and each seed's results by panel and method."""
+    """Returns the base model's score and parameters, the trials with their errors, and each seed's results.
+
+    The results are by panel and method.
+    """
     facts = {"model": benchmark.name, "budgets": list(benchmark.budgets), "steps": benchmark.steps}
     facts |= {"levels": benchmark.levels, "usual_rate": benchmark.default_rate, "decompositions": list(DECOMPOSITIONS)}
     ledger, arguments = Ledger(request.work, {**facts, **benchmark.facts}), (request, benchmark.name)
@@ -166,9 +169,10 @@ def _measure_methods(
     """Returns each seed's results by method, at its share of the steps; what equals equal tokens is not repeated."""
 
     def unit(name: str, seed: int) -> str:
+        at = f"at {_rate(best[name]):g}, seed {seed}"
         if panel == TIME and shares[name] != 1.0:  # the share may change with other seeds' seconds
-            return f"{name}, {panel}, {shares[name]:g} of the steps, seed {seed}"
-        return f"{name}, {BEST if panel == BEST and not TRAINED_METHODS[name].is_one_artefact else TOKENS}, seed {seed}"
+            return f"{name}, {panel}, {shares[name]:g} of the steps, {at}"
+        return f"{name}, {BEST if panel == BEST and not TRAINED_METHODS[name].is_one_artefact else TOKENS}, {at}"
 
     units = {
         unit(name, seed): (

@@ -62,7 +62,7 @@ def subject_of(
         seed: draws the sentences of calibration and probe.
         probe: sentences of the probe.
         evaluation: about how many pairs of the half, evenly spread as the file is ordered by source; None for all.
-            batch: sentences per step.
+        batch: sentences per step.
     """
     directory = assets_directory("stsb") / "stsb"
     teacher, tokenizer = load_model(MODEL, "embedding"), load_tokenizer(MODEL)

@@ -1,5 +1,6 @@
 """The text by which a checkpoint knows an objective again."""
 
+import copy
 import dataclasses
 import enum
 
@@ -54,6 +55,13 @@ def test_an_objective_is_known_by_its_class_and_settings() -> None:
     changed += [Weighing(ones, by_name={"a": one}) for one in (ones, twos)]
     assert len({*map(describe, changed), describe(Weighing(ones))}) == 7
     assert describe(Weighing(ones, frozenset("dcba"))).index("'a', 'b', 'c', 'd'") > 0
+    arrays, layers = (ones.numpy(), twos.numpy()), [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
+    for one, layer in zip((1.0, 2.0), layers, strict=True):
+        layer.weight.data.fill_(one)
+    for pair in (arrays, layers):
+        assert describe(Holding(pair[0])) == describe(Holding(copy.deepcopy(pair[0]))) != describe(Holding(pair[1]))
+    for plain in ((1, 2), (1,), [1, 2], {"a": (1,)}):
+        assert describe(Holding(plain)) == repr(Holding(plain))
 
     class Slotted:
         __slots__ = ("power",)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from flexrank.distill import distillation_evaluator
 from flexrank.distill.objectives import (
     EmbeddingObjective,
     FeatureObjective,
@@ -15,6 +16,7 @@ from flexrank.distill.objectives import (
     objective_for,
 )
 from flexrank.errors import FlexrankError
+from tiny import build
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 100])
@@ -317,3 +319,14 @@ def test_padding_alone_is_no_row(objective: Any) -> None:
     none = {"attention_mask": torch.zeros(2, 3, dtype=torch.long)}
     with pytest.raises(FlexrankError, match="a batch has no real token"):
         objective.loss(student, objective.target(teacher, none), none)
+
+
+def test_rows_of_padding_alone_have_no_weight_in_an_evaluation() -> None:
+    """Oracle: the same batches without them."""
+    teacher, student, ids = build("bert"), build("bert", seed=1), torch.arange(3, 15).view(3, 4)
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]])
+    first, second = {"input_ids": ids, "attention_mask": mask}, {"input_ids": ids + 20}
+    values = []
+    for batches in ([first, second], [{key: value[:2] for key, value in first.items()}, second]):
+        values.append(distillation_evaluator(teacher, batches, EmbeddingObjective())(student))
+    assert values[0] == pytest.approx(values[1], rel=1e-6)

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from trainings import SETTINGS, SMALL, batches, weights_of
 
 from flexrank import processes
-from flexrank.distill import distill_
+from flexrank.distill import distill_, state
 from flexrank.distill.objectives import FeatureObjective
 from flexrank.distill.tensors import FILE_BYTES, file_numbers
 from flexrank.errors import FlexrankError
@@ -87,18 +88,22 @@ def test_a_resumed_run_equals_the_unbroken_one(kind: str, tmp_path: Path) -> Non
     class WithTensors(Loader):
         """As torchdata's loaders, whose states hold generators' tensors, and with those of other generators."""
 
-        drawn = np.random.RandomState(4)
-
         def state_dict(self) -> dict:
             at = torch.tensor([7, self.at])
-            drawn = {"numpy": self.drawn.get_state(), "python": random.Random(3).getstate(), "count": np.int64(5)}
+            drawn = {
+                "numpy": np.random.RandomState(4).get_state(),
+                "python": random.Random(3).getstate(),
+                "count": np.int64(5),
+            }
             more = {"epoch": 1, "name": None, "by_number": {10: "a", 9: "b"}}
             return {"workers": [{"at": at, "again": at}], **drawn, **more}
 
         def load_state_dict(self, state: dict) -> None:
             assert (state["epoch"], state["name"], state["count"]) == (1, None, 5)
             assert isinstance(state["numpy"][1], np.ndarray)
-            self.drawn.set_state(state["numpy"])
+            drawn = np.random.RandomState(5)
+            drawn.set_state(state["numpy"])
+            assert drawn.random_sample() == np.random.RandomState(4).random_sample()
             again = random.Random()
             again.setstate(state["python"])
             assert again.random() == random.Random(3).random()
@@ -135,21 +140,37 @@ def test_a_resumed_run_equals_the_unbroken_one(kind: str, tmp_path: Path) -> Non
         run(resumed, make(), path, learning_rate=0.1)
 
 
-def test_a_state_that_cannot_be_saved_is_refused_after_the_first_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "value",
+    [b"12", math.inf, np.float64("nan"), np.longdouble(1), np.ones(2, np.longdouble), np.array(["a"]), {1, 2}],
+    ids=lambda value: f"{type(value).__name__} {value}",
+)
+def test_a_state_that_cannot_be_saved_is_refused_after_the_first_step(value: Any, tmp_path: Path) -> None:
     class Stateful:
         def __iter__(self):
             return iter(batches("perceptron"))
 
         def state_dict(self) -> dict:
-            return {"position": [b"12"]}
+            return {"position": [value]}
 
     seen = list[int]()
-    with pytest.raises(FlexrankError, match="the batches' state_dict holds bytes; a checkpoint takes numbers, text"):
+    with pytest.raises(
+        FlexrankError, match="the batches' state_dict holds .*; a checkpoint takes finite numbers, text"
+    ):
         distill_(
             nest(build("perceptron")), build("perceptron"), Stateful(), [SMALL], steps=9, checkpoint=tmp_path / "state",
             on_step=lambda step: seen.append(step.number),
         )  # fmt: skip
     assert not seen and not (tmp_path / "state").exists()
+
+
+def test_arrays_of_another_byte_order_are_saved() -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    value = {"a": (np.arange(3, dtype=">i4"), np.float32(2.5)), "b": [np.ones((2, 2), bool)]}
+    text = json.loads(json.dumps(state._without_tensors(value, tensors)))
+    found = state._with_tensors(text, tensors)
+    assert found["a"][0].tolist() == [0, 1, 2] and found["a"][0].dtype == np.int32 and found["a"][1] == 2.5
+    assert found["b"][0].all() and found["b"][0].dtype == bool and isinstance(found["a"], tuple)
 
 
 @pytest.mark.parametrize("kind", SIGNALS)

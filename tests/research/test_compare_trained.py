@@ -15,7 +15,7 @@ from flexrank.run.config import parse_config
 from research import runner
 from research.baselines.method import NotApplicable
 from research.baselines.trained import TRAINED_METHODS
-from research.benches import compare_trained, training_benchmarks
+from research.benches import compare_trained, training_benchmarks, tuning
 from research.benches.compare_trained import _next_trials, method_unit, run, sensitivity_unit
 from research.experiment import Ledger, Request, find_experiment
 from research.page import write_pages
@@ -221,9 +221,20 @@ def test_any_configuration_is_trained_on(task: str, sources: Path, tmp_path: Pat
     unit = method_unit(request, benchmark.name, method, {"times_usual": 1.0}, 0, "reporting", 0.25, False, sensitivity)
     assert [row["share"] <= budget for row, budget in zip(unit["rows"], (0.8, 0.5), strict=True)] == [True, True]
     assert unit["peak_bytes"] > 1e8 and unit["seconds"] > 0
-    tuning, _ = benchmark.subject_and_batches(0, "tuning")
-    reporting, _ = benchmark.subject_and_batches(0, "reporting")
-    assert tuning.score(tuning.teacher) != reporting.score(reporting.teacher) or task == "embedding"
+    counts, own = list[int](), TRAINED_METHODS[method]
+
+    def sizes(task: Any, chosen: Any) -> Any:
+        counts.append(task.steps_per_size)
+        return own.sizes(task, chosen)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TRAINED_METHODS, method, dataclasses.replace(own, sizes=sizes))
+        patch.setattr(tuning, "BUDGETS", (0.5,))
+        for half, budgets in (("tuning", 1), ("reporting", 2)):  # a size with all the steps; its trials have one budget
+            parts = method_unit(request, benchmark.name, method, {"times_usual": 1.0}, 0, half, 0.5, True, sensitivity)
+            assert len(parts["rows"]) == budgets and counts[-1] == benchmark.steps // 2
+    (first, _), (second, _) = (benchmark.subject_and_batches(0, half) for half in ("tuning", "reporting"))
+    assert first.score(first.teacher) != second.score(second.teacher) or task == "embedding"
 
 
 def test_wrong_requests_are_one_line(tmp_path: Path, sources: Path) -> None:

@@ -9,6 +9,8 @@ import torch
 from test_trained import BATCH, BUDGETS, training_task
 from torch import nn
 
+from flexrank.nn.matrix import matrix_shape
+from flexrank.nn.select import select_layers
 from research.baselines.trained import TRAINED_METHODS, layerskip, ranks
 from research.baselines.trained.llm_pruner import taylor_widths
 from research.baselines.trained.task import TrainingTask
@@ -23,11 +25,13 @@ def record_training(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         task: TrainingTask, model: nn.Module, parameters: Any, objective: Any, steps: int, rate: float, *rest: Any
     ) -> None:
         before_step = rest[0] if rest else lambda step: None
-        seen = []
+        seen, places = [], []
         for step in range(steps):
             before_step(step)
             seen.append(outputs(model, BATCH))
-        calls.append({"names": set(parameters), "steps": steps, "rate": rate, "objective": objective, "seen": seen})
+            places.append(getattr(objective, "place", None))
+        what = {"names": set(parameters), "steps": steps, "rate": rate, "objective": objective}
+        calls.append({**what, "seen": seen, "places": places})
 
     monkeypatch.setattr(TrainingTask, "train_", recorded)
     return calls
@@ -81,12 +85,17 @@ def test_matformer_trains_all_weights_at_one_width_per_step(monkeypatch: pytest.
 
 
 def test_layerskip_takes_exits_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two blocks the last is always an exit, and the first the only other."""
-    calls = record_training(monkeypatch)
-    sizes("layerskip")
+    """Of three blocks the last is always an exit, and the others in turn."""
+    calls, two = record_training(monkeypatch), training_task(steps=40)
+    config: Any = copy.deepcopy(two.teacher.config)
+    config.num_hidden_layers = 3
+    teacher = type(two.teacher)(config).eval()
+    layers = {name: matrix_shape(layer) for name, layer in select_layers(teacher).items()}
+    one = dataclasses.replace(two, teacher=teacher, layers=layers)
+    assert any(TRAINED_METHODS["layerskip"].sizes(one, {"learning_rate": 0.5}))
     (call,) = calls
     assert call["steps"] == 40 and isinstance(call["objective"], layerskip.ExitObjective)
-    assert call["objective"].place == 0
+    assert call["places"] == [0, 1] * 20
     assert not all(torch.equal(seen, call["seen"][0]) for seen in call["seen"])  # samples skip blocks
 
 

@@ -156,12 +156,15 @@ class Widths:
     def at(self, limit: float, least: float) -> dict[str, int] | None:
         """Returns how many units each reader keeps within the limit, as many in every block; None if one has none.
 
-        A head goes where the share of channels would otherwise be less than `least` of the share of heads.
+        It removes no more heads than it has to for the share of channels to be `least` of the share of heads.
         """
         most = max(one.count for one in self.units.values())
         channels = {name: one for name, one in self.units.items() if one.count == most}
         heads = {name: one for name, one in self.units.items() if name not in channels}
-        total, count = sum(one.parameters(most) for one in channels.values()), max(one.count for one in heads.values())
+        total, count = (
+            sum(one.parameters(most) for one in channels.values()),
+            max((one.count for one in heads.values()), default=1),
+        )
 
         def share(count: int) -> float:
             return (limit - sum(one.parameters(count) for one in heads.values())) / total

@@ -32,7 +32,7 @@ ENDS = (("model.norm", "lm_head"), ("transformer.ln_f", "lm_head"), ("vit.layern
 
 
 def dropout_rates(blocks: int) -> list[float]:
-    """Returns the probability with which a sample skips each block; nothing skips the first."""
+    """Returns the probability with which a sample skips each block; none skips the first."""
     return [DROPOUT * (math.exp(place * math.log(2) / max(1, blocks - 1)) - 1) for place in range(blocks)]
 
 

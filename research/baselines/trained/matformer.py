@@ -1,8 +1,8 @@
 """Nested widths, as in MatFormer (Devvrit et al., NeurIPS 2024), of a pretrained model.
 
 MatFormer trains the first m_1 < m_2 < … channels of each feed-forward part together, from scratch, one size per step.
-Here channels are first put in the order of their importance, as in Flextron and Minitron. Heads are nested too, from
-where channels alone would be few: of several shares this was best on the tuning halves (docs/log.md).
+Here channels are first put in the order of their importance, as in Flextron and Minitron. Small sizes have fewer heads
+too, because few channels would be left otherwise; the ratio was chosen on tuning halves (docs/log.md).
 """
 
 import contextlib

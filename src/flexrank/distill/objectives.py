@@ -5,8 +5,9 @@ import enum
 import re
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from flexrank.data.batches import Batch, mean_pool, output_mask, output_tensor
@@ -54,7 +55,8 @@ class _Quotients:
     def loss(self, output: Any, target: Tensor, batch: Batch) -> Tensor:
         """See the class; raises FlexrankError if the batch has no row that counts."""
         terms = self.terms(output, target, batch)
-        require_rows(float(terms[0].denominator))
+        if not isinstance(terms[0].denominator, Tensor):  # which is never 0, and may be on a GPU
+            require_rows(terms[0].denominator)
         first, *others = (top / bottom for top, bottom in terms)
         return sum(others, first)
 
@@ -120,17 +122,15 @@ class EmbeddingObjective(_Quotients):
     hidden_weight: float = 0.0
 
     def target(self, output: Any, batch: Batch) -> Tensor:
-        """The teacher's embeddings (B, d), or its token states (B, T, d) if the token term needs them."""
+        """The teacher's embeddings (rows, d), or its token states (B, T, d) if the token term needs them."""
         hidden = output_tensor(output).detach()
-        return hidden if self.hidden_weight else mean_pool(hidden, output_mask(batch))
+        return hidden if self.hidden_weight else _embeddings(hidden, output_mask(batch))
 
     def terms(self, output: Any, target: Tensor, batch: Batch) -> list[Quotient]:
         """One minus the cosine, over the number of rows, and the squared error of token states over the target's."""
         hidden, mask = output_tensor(output), output_mask(batch)
-        pooled = mean_pool(target, mask) if self.hidden_weight else target
-        distances = 1 - (mean_pool(hidden, mask) * pooled).sum(-1)
-        if mask is not None:
-            distances = distances[mask.any(1)]
+        wanted = _embeddings(target, mask) if self.hidden_weight else target
+        distances = 1 - (_embeddings(hidden, mask) * wanted).sum(-1)
         errors = [_relative_error(hidden, target, mask, self.hidden_weight)] if self.hidden_weight else []
         return [Quotient(distances.sum(), len(distances)), *errors]
 
@@ -223,13 +223,19 @@ def describe(objective: Objective | None) -> str:
 
 
 def _text(value: Any) -> str:
-    """The value's repr, but for what a repr omits or changes between processes: tensors, sets and addresses."""
+    """The value's repr, but for what a repr omits or changes between processes: numbers of tensors, sets, addresses."""
+    if isinstance(value, np.ndarray):
+        value = torch.as_tensor(value)
     if isinstance(value, Tensor):
         return f"{tuple(value.shape)} {digest_tensor(value)}"
+    if isinstance(value, nn.Module):
+        return f"{value!r} {_text(dict(value.state_dict()))}"
     if isinstance(value, set | frozenset):
         return f"{{{', '.join(sorted(map(_text, value)))}}}"
-    if isinstance(value, list | tuple):
+    if isinstance(value, list):
         return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_text, value))}{',' * (len(value) == 1)})"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key!r}: {_text(one)}' for key, one in value.items())}}}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -248,6 +254,12 @@ def _is_setting(value: Any) -> bool:
 def default_objective(output: Any) -> Objective:
     """The objective that fits a model's output: divergence if it has logits, otherwise relative error of features."""
     return FeatureObjective() if getattr(output, "logits", None) is None else LogitObjective()
+
+
+def _embeddings(hidden: Tensor, mask: Tensor | None) -> Tensor:
+    """The embeddings of the rows that have a real token."""
+    pooled = mean_pool(hidden, mask)
+    return pooled if mask is None else pooled[mask.any(1)]
 
 
 def _mask_of(hidden: Tensor, batch: Batch) -> Tensor | None:

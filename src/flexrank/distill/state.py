@@ -8,6 +8,7 @@ processes can resume from the checkpoint of any other number, sharded or not.
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from flexrank import processes
 from flexrank.distill.optimizer import make_states_, states_of
 from flexrank.distill.schedule import Feed
 from flexrank.distill.tensors import read_tensors, stored_tensors, write_parts, write_whole
-from flexrank.errors import FlexrankError
+from flexrank.errors import FlexrankError, short_repr
 from flexrank.files import LEFTOVER, digest_files, directory_aside, read_document, verify_files, write_document
 from flexrank.nn.sharding import ShardDim, as_global
 
@@ -58,11 +59,14 @@ class State:
         return len(self.losses)
 
     def advance(self, loss: float, choice: int) -> None:
-        """Adds a step with its loss and the index of its profile."""
+        """Adds a step with its loss and the index of its profile.
+
+        Raises FlexrankError after the first step if the batches have a state that no checkpoint can hold.
+        """
         self.losses.append(loss)
         self.choices.append(choice)
         if self.path is not None and self.step == 1:
-            _without_tensors(self.feed.state(), {})  # what cannot be saved is refused now, not at the first checkpoint
+            _without_tensors(self.feed.state(), {})
 
     def save(self) -> None:
         """Replaces the checkpoint atomically; process 0 writes it, or all processes if the model is sharded.
@@ -159,9 +163,10 @@ def _without_tensors(value: Any, tensors: dict[str, Tensor]) -> Any:
         name = f"{LOADER}{len(tensors)}"
         tensors[name] = value.clone()  # safetensors refuses two names for the same memory
         return name
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        return {ARRAY: _without_tensors(torch.from_numpy(value.copy()), tensors)}
-    if isinstance(value, np.generic):
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.itemsize <= 8:
+        own = value.astype(value.dtype.newbyteorder("="))  # a copy that torch can read
+        return {ARRAY: _without_tensors(torch.from_numpy(own), tensors)}
+    if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
         return _without_tensors(value.item(), tensors)
     if isinstance(value, Mapping):
         return {str(key): _without_tensors(one, tensors) for key, one in value.items()}
@@ -169,14 +174,14 @@ def _without_tensors(value: Any, tensors: dict[str, Tensor]) -> Any:
         return {TUPLE: [_without_tensors(one, tensors) for one in value]}
     if isinstance(value, list):
         return [_without_tensors(one, tensors) for one in value]
-    if value is None or isinstance(value, str | int | float):
+    if value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
-    kinds = "numbers, text, tensors and arrays of numbers, in lists, tuples and mappings"
-    raise FlexrankError(f"the batches' state_dict holds {type(value).__name__}; a checkpoint takes {kinds}")
+    kinds = "finite numbers, text, tensors and arrays of numbers, in lists, tuples and mappings"
+    raise FlexrankError(f"the batches' state_dict holds {short_repr(value)}; a checkpoint takes {kinds}")
 
 
 def _with_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of `_without_tensors`."""
+    """The inverse of `_without_tensors`, but for keys, which stay text, and named tuples, which are tuples."""
     if isinstance(value, str) and value.startswith(LOADER):
         return tensors[value]
     if isinstance(value, list):

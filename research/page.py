@@ -50,7 +50,7 @@ Times are process times. The probe, which chooses ranks once and does not grow w
 method gets four learning rates, tried on the tuning half, and up to six more while the best one is at an edge. Each
 method runs in a process of its own, whose time and peak memory are shown. The trainings are short, 160 to 320 steps,
 which favours methods that start from a good decomposition. ACIP has 96 to 192 of them to learn an order of singular
-values, and one set of adapters for all sizes: on the three Llamas its largest sizes are behind plain SVD.
+values, and one set of adapters for all sizes: at .9 on pycode5m and stories260k it is behind plain SVD.
 
 **Where flexrank is behind, and why.** LEMS weighs outputs by the loss's gradients, DataSVD weighs activations alone;
 flexrank's default, `fisher`, adopts that idea and is close to LEMS, ahead at some sizes and behind at others. PIFA and

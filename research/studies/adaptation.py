@@ -166,7 +166,7 @@ def _claims(sizes: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     if largest is not None:
         over = [own / base - 1 for own, base in zip(after[largest], after[BASE], strict=True)]
         claims.append(claim(
-            f"the largest trained size adapts as the base does: after it, the loss of {largest} is within 2 % of the base's",
+            f"the largest trained size, {largest}, adapts as the base: its loss afterwards is within 2 % of the base's",
             "25.0 against 25.7 % accuracy at 1 (math, 1B)", f"over it {between(over, '+.2%')}",
             max(map(abs, over)) <= 0.02,
         ))  # fmt: skip

@@ -176,7 +176,7 @@ def test_the_largest_trained_size_is_compared_with_the_base_which_budget_1_is() 
     for name, second in (("agrees", 5.05), ("differs", 5.15)):
         sizes["0.9"][1] = second
         first, _ = adaptation._claims({size: {"nats": 6.0, "after": after} for size, after in sizes.items()})
-        assert first["holds"] == (name == "agrees") and "the loss of 0.9" in first["what"]
+        assert first["holds"] == (name == "agrees") and "trained size, 0.9," in first["what"]
         assert first["here"].startswith("over it +1.00%" if name == "agrees" else "over it +2.00%")
 
 

@@ -325,3 +325,13 @@ def test_stages_of_a_trial(tmp_path: Path) -> None:
     assert any(not torch.equal(value, state[name]) for name, value in kept.items())
     assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())  # for the next training
     assert model.config._attn_implementation == network.model.config._attn_implementation == "sdpa"
+
+
+def test_sizes_that_lose_by_consolidation_are_named() -> None:
+    """Two seeds at eight budgets: .8 falls by 1 and rises by .5, .7 rises by 1 and falls by 1, the rest stay."""
+    before, first, second = ([50.0] * len(BUDGETS) for _ in range(3))
+    first[1], second[1], first[2], second[2] = 49.0, 50.5, 51.0, 49.0
+    one = {"title": "tiny", "full": 80.0, "fisher": [before, before], "ours": [first, second]}
+    found = vision._losers(one, 400)
+    assert found["here"] == "0.8 by 0.25 points" and not found["holds"] and found["why"].endswith("is 2.00 points")
+    assert vision._losers(one | {"ours": [before, before]}, 400)["here"] == "none is"

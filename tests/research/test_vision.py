@@ -231,7 +231,7 @@ def test_the_whole_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     (quality,) = result["tables"]
     assert quality["columns"][:2] == ["network, stage", "full"] and len(quality["columns"]) == 2 + len(BUDGETS)
-    (first, second), own = result["claims"], result["data"]["networks"][0]
+    (first, second, *losers), own = result["claims"], result["data"]["networks"][0]
     mean = sum(values[small] for values in own["ours"]) / 2
     row = next(
         row for row in quality["rows"] if row[0].endswith("transformer, weighted by gradients too, consolidated")
@@ -244,6 +244,7 @@ def test_the_whole_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert alone[2] is None and alone[2 + small]["mean"] == own["alone"][0][small]
     early = [own["full"] - values[BUDGETS.index(0.7)] for values in own["datasvd"]]
     assert second["holds"] == (min(early) > 5) and second["here"].startswith(f"{sum(early) / 2:.1f} ({min(early):.1f}")
+    assert [one["what"].split(",")[0] for one in losers] == ["vision transformer", "convolutions"]
     panels = vision.draw(result["data"]).axes
     assert [panel.get_title() for panel in panels] == ["vision transformer", "convolutions"]
     line = next(line for line in panels[0].get_lines() if line.get_label() == vision.STAGES["ours"])

@@ -35,10 +35,10 @@ takes one batch, without accumulation or weight decay, and clips gradients at no
 stopped. None of the language models below is above chance on ARC-Easy or PIQA, so they are not scored by tasks.
 
 **Training-free.** *published* ranks are those of the method's own paper, found by its own search if it has one. What
-rounding leaves of a uniform share is filled up. Searched ranks and *paper* ranks may end below a budget, mostly by less
-than .02 and on ResNet-20 by up to .035; figures show each size where it is. A constant that a paper leaves open (ASVD,
-SVD-LLM V2, LEMS, PIFA) is tuned over four values on the tuning half. *paper* and *joint* ranks are flexrank's two
-allocations, from a sensitivity table of the method's own factors (for PIFA, of the factors that it starts from).
+rounding leaves of a uniform share is filled up. Searched ranks and *paper* ranks may end below their budgets, mostly by
+less than .02 and on ResNet-20 by up to .035; figures show each size where it is. A constant that a paper leaves open
+(ASVD, SVD-LLM V2, LEMS, PIFA) is tuned over four values on the tuning half. *paper* and *joint* ranks are flexrank's
+two allocations, from a sensitivity table of the method's own factors (for PIFA, of the factors that it starts from).
 *nested* says whether each size is a prefix of all larger ones, so one artefact holds them all. Times are wall times,
 each measured once. DRONE, SVD-LLM and DataSVD share one optimum, so with equal ranks their lines coincide. MiniLM's
 retrieval (*mrr*) says nothing, here or below, because nearly every method finds each sentence's pair among so few.

@@ -5,8 +5,8 @@ time it takes; layer after layer, in the model truncated so far, takes the least
 stays within its part. Time counts as parameters here, like sizes, and the grid has tenths of a layer's parameters. The
 paper starts from an allowed loss and takes the size that it gives; here the allowance is searched for each size. It is
 a ratio of losses where the base model has one; a distance from the base model, which is 0 there, may rise by a sum.
-What the search leaves of a budget is filled up, by one factor for all layers.
-The retraining is left out. There is no code of the authors to check against.
+A size that the search ends below its budget grows by one factor for all layers. The retraining is left out. There is no
+code of the authors to check against.
 """
 
 import bisect

@@ -71,9 +71,8 @@ def _measure(benchmark: TrainingBenchmark, request: Request) -> dict[str, Any]:
     parameters = ledger.take("parameters", lambda: base_parameters(benchmark.subject_and_batches(0, "reporting")[0]))
     units = {f"tables, seed {seed}": (*arguments, seed) for seed in range(request.seeds)}
     sensitivities = list(ledger.take_all(units, sensitivity_unit, request.jobs).values())
-    trials = _tune(benchmark, ledger, request, sensitivities[0], {
-        name: method.trials for name, method in TRAINED_METHODS.items()
-    })  # fmt: skip
+    first_rates = {name: method.trials for name, method in TRAINED_METHODS.items()}
+    trials = _tune(benchmark, ledger, request, sensitivities[0], first_rates)
     best = {name: best_settings(some) for name, some in trials.items()}
     results: dict[str, dict[str, list[Unit]]] = {}
     for panel in PANELS:

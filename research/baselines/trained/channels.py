@@ -161,10 +161,8 @@ class Widths:
         most = max(one.count for one in self.units.values())
         channels = {name: one for name, one in self.units.items() if one.count == most}
         heads = {name: one for name, one in self.units.items() if name not in channels}
-        total, count = (
-            sum(one.parameters(most) for one in channels.values()),
-            max((one.count for one in heads.values()), default=1),
-        )
+        total = sum(one.parameters(most) for one in channels.values())
+        count = max((one.count for one in heads.values()), default=1)
 
         def share(count: int) -> float:
             return (limit - sum(one.parameters(count) for one in heads.values())) / total

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from flexrank.data.batches import Batch, mean_pool, output_mask, output_tensor
@@ -223,13 +223,14 @@ def describe(objective: Objective | None) -> str:
 
 
 def _text(value: Any) -> str:
-    """The value's repr, but for what a repr omits or changes between processes: numbers of tensors, sets, addresses."""
-    if isinstance(value, np.ndarray):
+    """The value's repr, but for what a repr omits or changes between processes: numbers of tensors, sets, addresses.
+
+    Of a module only its structure counts: it may be large, or the model that is trained.
+    """
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         value = torch.as_tensor(value)
     if isinstance(value, Tensor):
         return f"{tuple(value.shape)} {digest_tensor(value)}"
-    if isinstance(value, nn.Module):
-        return f"{value!r} {_text(dict(value.state_dict()))}"
     if isinstance(value, set | frozenset):
         return f"{{{', '.join(sorted(map(_text, value)))}}}"
     if isinstance(value, list):

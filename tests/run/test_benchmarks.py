@@ -215,6 +215,16 @@ def test_a_wrong_request_is_one_line_before_anything_is_written(
     assert not (finished / "benchmarks.json").exists()
 
 
+@pytest.mark.usefixtures("only_own")
+def test_a_window_that_the_model_cannot_read_is_refused_before_anything_is_trained(
+    finished: Path, sources: Path, tmp_path: Path
+) -> None:
+    new = ["--set", f"output={tmp_path / 'run'}"]
+    result = invoke("evaluate", finished, "--perplexity", sources / "text.txt", "--window", "65", *new)
+    assert result.exit_code == 2 and "this model reads at most 64 tokens" in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_all_sizes_are_asked_with_the_same_examples(sources: Path, tasks: Path) -> None:
     """Examples are drawn at random; a size must not depend on how many were scored before it."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(sources / "language")

@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from flexrank.errors import FlexrankError
-from flexrank.run.config import DistillationConfig, load_config, parse_config, write_config
+from flexrank.run.config import DistillationConfig, ProbeConfig, load_config, parse_config, write_config
 
 LEAST = {"name": "tiny", "task": "embedding", "model": "somewhere"}
 
@@ -65,6 +65,43 @@ def test_overrides_are_yaml_and_make_missing_sections(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("trained", "given", "deployed"),
+    [
+        ("[.9, .8]", "null", (0.8,)),
+        ("[.8, .4, .6]", "null", (0.6,)),
+        ("[.3]", "null", (0.3,)),
+        ("[.9, .8]", "[.25, .5]", (0.5, 0.25)),
+        ("[.9, .8]", "[]", ()),
+    ],
+)
+def test_the_middle_size_is_deployed_if_no_other_is_asked_for(
+    trained: str, given: str, deployed: tuple[float, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(LEAST))
+    config = load_config(tmp_path / "mine.yaml", [f"allocation.budgets={trained}", f"deployment.budgets={given}"])
+    assert config.deployed_budgets == deployed
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "line"),
+    [
+        ("data: {half: tuning}\nseed: 1\ndata: {max_tokens: 64}\n", "data", 3),
+        ("data:\n  half: tuning\n  max_tokens: 64\n  half: reporting\n", "half", 4),
+    ],
+)
+def test_a_key_that_is_given_twice_is_refused(text: str, key: str, line: int, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(FlexrankError, match=f"mine.yaml: line {line} has the key '{key}' a second time; join the two"):
+        load_config(tmp_path / "mine.yaml")
+
+
+def test_a_section_with_nothing_in_it_is_that_of_the_defaults(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(LEAST) + "distillation:\n  # steps: 3\nprobe:\n")
+    config = load_config(tmp_path / "mine.yaml", ["distillation.steps=5"])
+    assert (config.distillation.steps, config.probe) == (5, ProbeConfig())
+
+
+@pytest.mark.parametrize(
     ("override", "parts"),
     [
         ("distilation.steps=3", ["'distilation'", "did you mean 'distillation'?"]),
@@ -74,6 +111,7 @@ def test_overrides_are_yaml_and_make_missing_sections(tmp_path: Path) -> None:
         ("probe.levels=ten", ["probe.levels is 'ten'", "valid integer"]),
         ("allocation.budgets=[0.5, 1.5]", ["allocation.budgets.1 is 1.5", "less than or equal to 1"]),
         ("deployment.budgets=[0]", ["deployment.budgets.0 is 0", "greater than 0"]),
+        ("deployment.budgets=[.5, .5]", ["deployment.budgets is [0.5, 0.5]", "has a budget twice"]),
         ("allocation.budgets=[.5, .5]", ["allocation.budgets is [0.5, 0.5]", "has a budget twice"]),
         ("allocation.savings=ranks", ["allocation.savings 'ranks'", "'paper'"]),
         ("allocation.min_saving=1", ["allocation.min_saving is 1", "less than 1"]),

@@ -214,13 +214,16 @@ def test_changed_texts_run_everything_again(copied: Path, tmp_path: Path) -> Non
 def test_of_a_folder_of_texts_only_what_is_read_counts(copied: Path, tmp_path: Path) -> None:
     (folder := tmp_path / "texts").mkdir()
     (folder / "a.txt").write_text(TEXT)
-    again = [f"data.path={folder}", f"data.held_out={folder}"]
+    (apart := folder / "apart").mkdir()
+    (apart / "a.txt").write_text(TEXT)
+    again = [f"data.path={folder}", f"data.held_out={apart}"]
     assert rerun(copied, *again, until="decompose") == ("decompose",)
-    (folder / ".DS_Store").write_text("x")
-    (folder / "picture.png").write_text("x")
-    assert rerun(copied, *again, until="decompose") == ()
-    (folder / "b.md").write_text(TEXT)
-    assert rerun(copied, *again, until="decompose") == ("decompose",)
+    for place in (folder, apart):
+        (place / ".DS_Store").write_text("x")
+        (place / "picture.png").write_text("x")
+        assert rerun(copied, *again, until="decompose") == ()
+        (place / "b.md").write_text(TEXT)
+        assert rerun(copied, *again, until="decompose") == ("decompose",)
 
 
 def test_a_models_card_and_hidden_files_are_none_of_its_content(tmp_path: Path) -> None:

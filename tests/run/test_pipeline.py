@@ -128,7 +128,8 @@ def test_weights_go_from_the_largest_budget_to_the_smallest(copied: Path) -> Non
 
 
 def test_another_dtype_has_the_same_ranks_its_own_slack_and_fewer_bytes(finished: Path, copied: Path) -> None:
-    assert rerun(copied, "deployment.dtype=bfloat16") == ("slack", "evaluate", "deploy", "report")
+    again = ("slack", "evaluate_initial", "evaluate", "deploy", "report")
+    assert rerun(copied, "deployment.dtype=bfloat16") == again
     summary, before = summary_of(copied), summary_of(finished)
     columns = json.loads((copied / "slack.json").read_text())["columns"]
     for row, old in zip(summary["rows"], before["rows"], strict=True):
@@ -142,6 +143,30 @@ def test_another_dtype_has_the_same_ranks_its_own_slack_and_fewer_bytes(finished
     assert [entry["dtype"] for entry in summary["deployed"]] == ["bfloat16"]
     (half,) = [row for row in summary["rows"] if row["budget"] == 0.5]
     assert summary["deployed"][0]["quality"] == half["quality"] != half["quality_before"]
+
+
+def test_qualities_before_training_are_in_the_dtype_of_those_after_it(copied: Path, sources: Path) -> None:
+    """Oracle: the decomposed model, every tensor of its state rounded to bfloat16, and its rotary frequencies not."""
+    rerun(copied, "deployment.dtype=bfloat16")
+    base, tokenizer = load_model(sources / "language", "language"), load_tokenizer(sources / "language")
+    score = load_samples(load_config(copied), tokenizer).quality_function(base)
+    (model, _), (rounded, _) = (load_elastic(copied / "elastic_initial") for _ in range(2))
+    frequencies = rounded.model.rotary_emb.inv_freq.clone()
+    rounded.to(torch.bfloat16).model.rotary_emb.inv_freq = frequencies
+    chain = ProfileChain.from_json(json.loads((copied / "chain.json").read_text()))
+    for row in summary_of(copied)["rows"]:
+        with use_profile(rounded, chain.at(row["budget"])), use_profile(model, chain.at(row["budget"])):
+            found = row["quality_before"]["nats_per_token"]
+            assert found == pytest.approx(score(rounded)["nats_per_token"], rel=1e-6)
+            assert found != pytest.approx(score(model)["nats_per_token"], rel=1e-6)
+
+
+def test_a_size_that_was_never_trained_is_named(copied: Path, caplog: pytest.LogCaptureFixture) -> None:
+    line = "this size is below the smallest trained budget, 0.5: it was never trained"
+    for budget, is_said in ((0.8, False), (0.6, False), (0.5, False), (0.4, True)):
+        caplog.clear()
+        rerun(copied, f"deployment.budgets=[{budget}]", until="deploy")
+        assert (line in caplog.text) == is_said
 
 
 def test_sizes_are_nested_and_those_that_were_trained(finished: Path) -> None:
@@ -285,6 +310,76 @@ def test_texts_held_out_in_a_file_of_their_own_leave_the_other_to_training(sourc
     assert sum(len(batch["input_ids"]) for batch in samples.training) == lines - lines * SPLITS["calibration"] // 100
     wanted = {tuple(tokenizer(line, truncation=True, max_length=32)["input_ids"]) for line in other}
     assert {tuple(token for token in row if token) for row in samples.example["input_ids"].tolist()} <= wanted
+
+
+@pytest.mark.parametrize("place", ["corpus/other.txt", "corpus/apart", "corpus/apart/../other.txt"])
+def test_texts_are_not_trained_on_where_they_are_held_out_inside_the_folder(
+    place: str, sources: Path, tmp_path: Path
+) -> None:
+    """A folder with 400 lines, and 40 others that are held out: no other sample has the words of these."""
+    other = [f"lazy cats and dogs {n}" for n in range(40)]
+    (tmp_path / "corpus" / "apart").mkdir(parents=True)
+    shutil.copy(sources / "text.txt", tmp_path / "corpus" / "text.txt")
+    file = tmp_path / place / "other.txt" if place.endswith("apart") else tmp_path / place
+    file.write_text("\n".join(other))
+    for task in ("language", "embedding"):
+        tokenizer = load_tokenizer(sources / task)
+        values = settings(sources / task, tmp_path / "corpus", tmp_path, task)
+        values["data"] |= {"held_out": str(tmp_path / place), "training": 10_000, "evaluation": 10_000}
+        samples = load_samples(parse_config(values), tokenizer)
+        for part in (samples.calibration, samples.probe, samples.training):
+            assert not [text for text in texts_of(part, tokenizer) if "lazycats" in text]
+        assert all("cats" in text for text in texts_of([samples.example], tokenizer))
+    values["data"] |= {"path": str(file)}
+    with pytest.raises(FlexrankError, match="holds no text but that of"):
+        load_samples(parse_config(values), tokenizer)
+
+
+def texts_of(batches: Any, tokenizer: Any) -> list[str]:
+    """The texts of all rows, without blanks, as a tokenizer of characters decodes them."""
+    rows = [row for batch in batches for row in batch["input_ids"].tolist()]
+    return [tokenizer.decode(row, skip_special_tokens=True).replace(" ", "") for row in rows]
+
+
+def test_a_repeated_text_is_in_one_part_alone(sources: Path, tmp_path: Path) -> None:
+    """The file twice over: evaluation keeps its 200 lines, and what calibration then has is not trained on."""
+    tokenizer = load_tokenizer(sources / "embedding")
+    (tmp_path / "twice.txt").write_text(f"{TEXT}\n{TEXT}\n")
+    values = settings(sources / "embedding", tmp_path / "twice.txt", tmp_path, "embedding")
+    counts = {"calibration": 40, "probe": 40, "training": 10_000, "evaluation": 10_000, "max_tokens": 100}
+    values["data"] |= counts
+    values["evaluation"] |= {"latency_batch_size": 10_000}
+    samples = load_samples(parse_config(values), tokenizer)
+    used, training, held_out = (
+        set(texts_of(part, tokenizer))
+        for part in ([*samples.calibration, *samples.probe], samples.training, [samples.example])
+    )
+    assert (len(used), len(training), len(held_out)) == (80, 120, 200)
+    assert not used & training and not (used | training) & held_out
+
+
+def test_each_file_of_a_folder_is_one_running_text(sources: Path, tmp_path: Path) -> None:
+    """Ten files of forty lines: each begins with a bos token, and with a part of its own where it is divided."""
+    tokenizer, lines = load_tokenizer(sources / "language"), TEXT.splitlines()
+    (tmp_path / "corpus").mkdir()
+    for number in range(10):
+        (tmp_path / "corpus" / f"{number}.txt").write_text("\n".join(lines[40 * number : 40 * number + 40]) + "\n")
+    values = settings(sources / "language", tmp_path / "corpus", tmp_path)
+    values["data"] |= {"training": 10_000, "max_tokens": 16}
+    samples = load_samples(parse_config(values), tokenizer)
+    ids = torch.cat([batch["input_ids"].flatten() for batch in samples.training])
+    assert int((ids == tokenizer.bos_token_id).sum()) == 7  # lines 40 to 300 are in files 1 to 7
+    wanted = sum(len(tokenizer(line, add_special_tokens=False)["input_ids"]) for line in lines[40:300])
+    assert wanted + 7 + 253 - 16 < ids.numel() <= wanted + 7 + 253  # line ends between the lines of a file
+
+
+def test_the_timed_batch_is_a_full_one(sources: Path, tmp_path: Path) -> None:
+    for count, size in ((20, 16), (16, 16), (9, 16)):
+        values = settings(sources / "embedding", sources / "text.txt", tmp_path, "embedding")
+        values["data"] |= {"evaluation": count}
+        values["evaluation"] |= {"latency_batch_size": size}
+        example: Any = load_samples(parse_config(values), load_tokenizer(sources / "embedding")).example
+        assert len(example["input_ids"]) == min(count, size)
 
 
 @pytest.mark.parametrize("task", ["language", "embedding"])

@@ -4,12 +4,14 @@ import importlib.util
 import io
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 from rich.console import Console
 
+from flexrank.cli.printing import show_report
 from flexrank.errors import FlexrankError
 from flexrank.run import cards, report, tables
 from flexrank.run.config import DecompositionConfig
@@ -55,6 +57,17 @@ def test_the_table_shows_every_row_before_and_after() -> None:
         "0.5", "16 (50%)", "6.02k", "11.02k", "44.58kB", "0.7500 > 0.9500", "0.3000 > 0.4000", "0.50x",
     ]  # fmt: skip
     assert any(line.strip().startswith("base") and "1.0000" in line for line in lines)
+
+
+def test_no_figure_is_cut_on_a_narrow_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    show_report(write(tmp_path, summary()), False, {})
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    cells = [re.split(r"\s{2,}", line.strip()) for line in shown.splitlines()]
+    assert ["0.7500 > 0.9500", "0.3000 > 0.4000", "0.50x"] in [row[-3:] for row in cells] and "…" not in shown
 
 
 def test_without_consolidation_or_latency_the_table_says_neither() -> None:

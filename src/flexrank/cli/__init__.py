@@ -248,7 +248,7 @@ def measure(
 
     outcome = _run(config, overrides, "slack")
     result = processes.on_first_process(lambda: measure_run(outcome.directory))
-    print_measurement(result, console(160, stderr=as_json))
+    print_measurement(result, console(stderr=as_json))
     if as_json:
         print_json({"directory": str(outcome.directory), **result})
 
@@ -307,7 +307,7 @@ def inspect(directory: Annotated[Path, typer.Argument(metavar="DIR")], as_json: 
     if as_json:
         print_json(artefact)
     else:
-        print_artefact(directory, artefact, console(120))
+        print_artefact(directory, artefact, console())
 
 
 def _run(config: Path, overrides: list[str] | None, until: str) -> Any:
@@ -345,4 +345,4 @@ def _show_dry_run(config: Path, overrides: list[str] | None, planned: Mapping[st
     if as_json:
         print_json(result)
     else:
-        print_dry_run(result, console(180))
+        print_dry_run(result, console())

@@ -63,7 +63,7 @@ def show_benchmarks(directory: Path, result: dict[str, Any], as_json: bool) -> N
     """Prints the table; with `as_json`, on standard error, and the JSON on standard output."""
     from flexrank.run.benchmarks import print_benchmarks
 
-    print_benchmarks(result, console(200, stderr=as_json))
+    print_benchmarks(result, console(stderr=as_json))
     if as_json:
         print_json({"directory": str(directory), **result})
 

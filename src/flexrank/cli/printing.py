@@ -7,13 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+#: Characters of the longest line of a table.
+LINE = 10_000
+
 
 def show_report(directory: Path, as_json: bool, more: dict[str, Any]) -> None:
     """Prints a run's table; with `as_json`, on standard error, and the JSON on standard output."""
     from flexrank.run import report
 
     summary = report.read_summary(directory)
-    report.print_table(summary, console(140, stderr=as_json))
+    report.print_table(summary, console(stderr=as_json))
     page = directory / "report.html"
     if page.is_file():
         print(f"figures and page: {page}", file=sys.stderr)
@@ -28,7 +31,7 @@ def show_qualities(export: Mapping[str, Any], own: str) -> None:
     table = Table("quality", "shared", own, box=None, padding=(0, 2))
     for name, quality in export["quality"].items():
         table.add_row(name, f"{export['shared'][name]:.4f}", f"{quality:.4f}")
-    console(80, stderr=True).print(table)
+    console(stderr=True).print(table)
 
 
 def show_size(export: Mapping[str, Any]) -> None:
@@ -59,9 +62,8 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, allow_nan=False), flush=True)
 
 
-def console(width: int, stderr: bool = False) -> Any:
-    """A console that is `width` wide if the stream is not a terminal, where rich would assume 80 characters."""
+def console(stderr: bool = False) -> Any:
+    """A console that cuts no cell of a table: a line that is longer than the terminal continues on its next line."""
     from rich.console import Console
 
-    stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, width=None if stream.isatty() else width)
+    return Console(stderr=stderr, width=LINE)

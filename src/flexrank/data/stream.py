@@ -34,6 +34,8 @@ SUFFIXES = {"jsonl": (".jsonl", ".jsonl.gz"), "parquet": (".parquet",), "text": 
 COLUMNS = ("text", "messages")
 #: How the reader of text files splits them, by the separator between texts.
 DIVISIONS = {"\n": "line", "\n\n": "paragraph"}
+#: The first objects of a file of JSON lines, whose keys are its columns.
+OBJECTS = 1000
 #: The number of texts that are tokenised together.
 TEXTS = 64
 
@@ -111,10 +113,12 @@ def open_texts(
     """
     rows = _open_rows(source, path, (subset, split, revision), separator)
     parse: Callable[[Any], dict[str, Any]] = functools.partial(_json_object, path) if source == "jsonl" else dict
-    first = next(filter(None, map(parse, readable(rows, path))), None)
-    if first is None:
+    # Rows of a table have the same columns; objects of JSON may lack some.
+    first = itertools.islice(filter(None, map(parse, readable(rows, path))), OBJECTS if source == "jsonl" else 1)
+    columns = list(dict.fromkeys(itertools.chain.from_iterable(first)))
+    if not columns:
         raise FlexrankError(f"data.path {path}: the corpus is empty; give one with texts")
-    chosen = _column(column, list(first), path)
+    chosen = _column(column, columns, path)
     # A selection is a new data set, whose state is still at the first row.
     selected = rows.select_columns(["text" if source == "jsonl" else chosen])
     return TextStream(selected, lambda row: text_of(parse(row).get(chosen), chosen, tokenizer), path)

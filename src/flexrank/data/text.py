@@ -46,20 +46,29 @@ def part_by_hash(text: str, shares: Mapping[str, int]) -> str:
     return next(name for name, limit in zip(shares, limits, strict=True) if place < limit)
 
 
-def read_texts(path: str | Path, separator: str = "\n") -> list[str]:
+def read_texts(path: str | Path, separator: str = "\n", apart: str | Path | None = None) -> list[str]:
     r"""The texts of a UTF-8 file, or of every .txt, .md and .rst file under a folder, in order.
 
     `separator` is between the texts of a file: a line end, "\n\n" for paragraphs, or a marker like "\n<|endoftext|>\n".
+    The file `apart`, or those under the folder `apart`, are left out.
     """
     path = Path(path)
     if not path.exists():
         raise FlexrankError(f"{path}: no such file or folder of texts")
     if not separator:
         raise FlexrankError("the separator of texts is empty; give what divides them, such as a line end")
-    texts = [text.strip() for file in text_files(path) for text in decoded(file).split(separator) if text.strip()]
+    files = [file for file in text_files(path) if apart is None or not _is_below(file, Path(apart))]
+    texts = [text.strip() for file in files for text in decoded(file).split(separator) if text.strip()]
     if not texts:
-        raise FlexrankError(f"{path}: holds no text; expected UTF-8 in {', '.join(TEXT_SUFFIXES)} files or in one file")
+        but = "" if apart is None else f" but that of {apart}"
+        wanted = f"expected UTF-8 in {', '.join(TEXT_SUFFIXES)} files or in one file"
+        raise FlexrankError(f"{path}: holds no text{but}; {wanted}")
     return texts
+
+
+def _is_below(file: Path, place: Path) -> bool:
+    """Whether it is the file `place` itself, or anywhere under this folder."""
+    return file.resolve().is_relative_to(place.resolve())
 
 
 def text_files(path: Path) -> list[Path]:

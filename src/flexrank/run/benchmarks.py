@@ -13,6 +13,7 @@ from flexrank.data.pairs import read_pairs
 from flexrank.data.text import read_texts, sentence_batches, token_blocks
 from flexrank.errors import FlexrankError
 from flexrank.files import write_json
+from flexrank.hf import models
 from flexrank.profiles.costs import full_ranks
 from flexrank.run.config import RunConfig
 from flexrank.run.fitting import most_tokens
@@ -46,7 +47,7 @@ class Measures(NamedTuple):
 
 
 def require_task(config: RunConfig, has_tasks: bool, windows: Windows | None, pairs: Path | None) -> None:
-    """Refuses measures that do not fit a run's task, data that cannot be read, and a window too short to predict."""
+    """Refuses measures that do not fit a run's task, data that cannot be read, and a window that does not fit."""
     if (has_tasks or windows is not None) and config.task != "language":
         raise FlexrankError(f"--tasks and --perplexity need a run with task language; {config.name} has {config.task}")
     if pairs is not None:
@@ -57,6 +58,9 @@ def require_task(config: RunConfig, has_tasks: bool, windows: Windows | None, pa
         read_texts(windows.path)
         if windows.tokens < 2:
             raise FlexrankError(f"--window is {windows.tokens}; it is a number of tokens, 2 or more")
+        limit = most_tokens(models.load_model(config.model, config.task, dtype=None))
+        if limit is not None and windows.tokens > limit:
+            raise FlexrankError(f"--window is {windows.tokens}; this model reads at most {limit} tokens")
 
 
 def benchmark_run(
@@ -71,7 +75,7 @@ def benchmark_run(
         output: the file to write instead of RUN/benchmarks.json.
 
     Raises:
-        FlexrankError: the model has no such budget or window, or a value is not finite.
+        FlexrankError: the model has no such budget, or a value is not finite.
     """
     sizes = Sizes.of_run(directory)
     work = sizes.work
@@ -137,9 +141,6 @@ def _scores(work: Workspace, loaded: Mapping[str, Any], limit: int | None) -> Be
 
 
 def _batches(work: Workspace, windows: Windows) -> list[dict[str, Any]]:
-    limit = most_tokens(work.base)
-    if limit is not None and windows.tokens > limit:
-        raise FlexrankError(f"--window is {windows.tokens}; this model reads at most {limit} tokens")
     texts = read_texts(windows.path, work.config.data.separator or NO_SEPARATOR)
     try:
         return token_blocks(work.tokenizer, texts, windows.tokens, work.config.data.batch_size)

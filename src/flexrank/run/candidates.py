@@ -35,8 +35,8 @@ def require_reachable_budgets(config: RunConfig, shapes: Mapping[str, Shape]) ->
     ranks = candidate_ranks(config, shapes)
     cheapest = sum(expected_parameters(shape, ranks[name][0], share) for name, shape in shapes.items())
     least = cheapest / sum(map(dense_parameters, shapes.values()))
-    for key in ("allocation", "deployment"):
-        smallest = min(getattr(config, key).budgets, default=1.0)
+    for key, budgets in (("allocation", config.allocation.budgets), ("deployment", config.deployed_budgets)):
+        smallest = min(budgets, default=1.0)
         if smallest < least:
             right = f"with probe.levels {config.probe.levels} the least is {math.ceil(1e4 * least) / 1e4}"
             raise FlexrankError(f"{key}.budgets: {smallest} is too small; {right}")

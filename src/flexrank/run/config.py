@@ -11,12 +11,22 @@ import yaml
 from pydantic import Field
 
 from flexrank.errors import FlexrankError, short_repr
+from flexrank.run.config_file import read_config_file
 from flexrank.run.data_config import Count, DataConfig, LocalPath, Section
 
 if TYPE_CHECKING:
     import torch
 
 Budget = Annotated[float, Field(gt=0, le=1)]
+
+
+def _distinct_and_falling(budgets: tuple[float, ...]) -> tuple[float, ...]:
+    if len(set(budgets)) != len(budgets):
+        raise ValueError("it has a budget twice")
+    return tuple(sorted(budgets, reverse=True))
+
+
+Budgets = Annotated[tuple[Budget, ...], pydantic.AfterValidator(_distinct_and_falling)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -64,14 +74,7 @@ class AllocationConfig(Section):
     savings: Literal["parameters", "ranks"] = "parameters"
     # A factorised layer saves at least this share of the dense layer's operations, or stays dense; not for `paper`.
     min_saving: Annotated[float, Field(ge=0, lt=1)] = 0.25
-    budgets: Annotated[tuple[Budget, ...], Field(min_length=1)] = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)  # each once
-
-    @pydantic.field_validator("budgets")
-    @classmethod
-    def _distinct_and_falling(cls, budgets: tuple[float, ...]) -> tuple[float, ...]:
-        if len(set(budgets)) != len(budgets):
-            raise ValueError("it has a budget twice")
-        return tuple(sorted(budgets, reverse=True))
+    budgets: Annotated[Budgets, Field(min_length=1)] = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)  # each once
 
 
 class DistillationConfig(Section):
@@ -134,7 +137,7 @@ class DistillationConfig(Section):
 class DeploymentConfig(Section):
     """Which sizes are exported to RUN/deployed/BUDGET, each verified in a fresh process."""
 
-    budgets: tuple[Budget, ...] = (0.5, 0.25)  # may be empty
+    budgets: Budgets | None = None  # each once, or none; None is the middle one of `allocation.budgets`
     # Of the exported weights; None is the narrower of the run's `dtype` and that of the base model's files.
     dtype: Dtype | None = None
     slack: Literal["auto"] | int = "auto"  # columns left unaligned; `auto` chooses them by the dtype's error bound
@@ -203,6 +206,12 @@ class RunConfig(Section):
             yield f"allocation.min_saving {allocation.min_saving:g} belongs to method 'joint', not to 'paper'"
 
     @property
+    def deployed_budgets(self) -> tuple[float, ...]:
+        """`deployment.budgets`, or else the middle one of `allocation.budgets`, the smaller of two."""
+        trained = self.allocation.budgets
+        return (trained[len(trained) // 2],) if self.deployment.budgets is None else self.deployment.budgets
+
+    @property
     def keeps_input_moments(self) -> bool:
         """Whether every layer's moment is that of its input; otherwise that of its output, where that is less work."""
         return self.decomposition.method == "paper" or self.probe.method == "curvature"
@@ -245,14 +254,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
         if (path / "elastic.json").is_file():
             what += "; of an elastic artefact `flexrank deploy` writes a size, and `flexrank inspect` lists them"
         raise FlexrankError(f"{path}: {what}")
-    try:
-        value = yaml.safe_load(file.read_text(encoding="utf8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise FlexrankError(f"{file}: not YAML ({' '.join(str(error).split())})") from error
-    if not isinstance(value, dict):
-        raise FlexrankError(
-            f"{file}: holds {short_repr(value)}; a config is a mapping of keys such as name, task, model"
-        )
+    value = read_config_file(file)
     if path.is_dir():
         value["output"] = str(path)
         if isinstance(value.get("decomposition"), dict):
@@ -287,7 +289,9 @@ def _override(value: dict[str, Any], override: str) -> None:
         raise FlexrankError(f"--set {override!r}: write KEY=VALUE, for example --set distillation.steps=100")
     *parents, last = key.strip().split(".")
     for parent in parents:
-        value = value.setdefault(parent, {})
+        if value.get(parent) is None:  # missing, or with nothing in it
+            value[parent] = {}
+        value = value[parent]
         if not isinstance(value, dict):
             raise FlexrankError(f"--set {override!r}: {parent!r} is a value, not a section with keys")
     try:

@@ -26,6 +26,11 @@ class Section(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _empty_is_default(cls, value: object) -> object:
+        return {} if value is None else value  # YAML reads a section without keys as null
+
 
 class DataConfig(Section):
     """What a run reads, and the most samples that each stage takes: texts, blocks of tokens, or images."""
@@ -41,10 +46,10 @@ class DataConfig(Section):
     split: str | None = None  # None is `train`
     revision: str | None = None  # None is the newest
     shuffle_buffer: Annotated[int, Field(ge=0)] = 1000  # documents of a stream that training mixes; 0 keeps their order
-    # Another file or folder of `text` to evaluate on; None is the last quarter of `path`.
+    # Another file or folder of `text` to evaluate on, also inside `path`; None is the last quarter of `path`.
     held_out: LocalPath | None = None
-    # What separates the texts of a `text` file; None is a line end for embedding, and for language nothing: the file is
-    # one running text.
+    # What separates the texts of a `text` file; None is a line end for embedding and streams, and for language nothing:
+    # each file is one running text.
     separator: Annotated[str, Field(min_length=1)] | None = None
     calibration: Count = 1024  # samples that the decomposition is calibrated on
     probe: Count = 192  # samples that layers are probed on

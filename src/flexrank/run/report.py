@@ -90,7 +90,7 @@ def note(summary: Summary) -> str:
     """One line that says what the table's columns mean."""
     parts = ["budget: deployed over dense parameters of the factorised layers"]
     if any(row.get("quality_before") for row in summary["rows"]):
-        parts.append("qualities: before > after consolidation, of the deployed model")
+        parts.append("qualities: before > after consolidation, in the deployed dtype")
     if any(row["latency_ratio"] is not None for row in summary["rows"]):
         parts.append("latency: median time over the base's, run in turn on one batch")
     return "; ".join(parts) + "."

@@ -85,7 +85,7 @@ STAGES = (
     ),
     Stage("slack", stages.slack, ("deployment", "run/sizes"), _DEPLOYED, ("distill",), ("slack.json",)),
     Stage(
-        "evaluate_initial", stages.evaluate_initial, (), _HELD_OUT,
+        "evaluate_initial", stages.evaluate_initial, (), (*_HELD_OUT, "deployment.dtype"),
         ("decompose", "allocate"), ("evaluation_initial.json",), is_shared=True,
     ),
     Stage(

@@ -101,7 +101,7 @@ def _text_samples(config: RunConfig, tokenizer: Tokenizer) -> Samples:
         return qualities
 
     examples = batches(held_out, config.evaluation.latency_batch_size)
-    example = examples[len(examples) // 2]  # sorted by length, so these texts have medium length
+    example = examples[(len(examples) - 1) // 2]  # sorted by length: of medium length, and not the short last batch
     size = config.distillation.batch_size
     consolidation: Iterable[Batch]
     if isinstance(training, TextStream):
@@ -207,7 +207,7 @@ def _split_texts(
 ) -> tuple[list[str], list[str] | TextStream, list[str], list[str]]:
     """Texts for calibration, training and evaluation, and the documents paired with the evaluation texts, if any.
 
-    If evaluation has a file of its own, calibration and training share all of the other file.
+    If evaluation has a file of its own, calibration and training share all of the others. No text is in two parts.
     """
     if config.data.is_stream:
         return *_split_stream(config, tokenizer), []
@@ -217,17 +217,26 @@ def _split_texts(
         return list(corpus.calibration), list(corpus.training), list(queries), list(documents)
     path, held_out = config.data.path or "", config.data.held_out
     is_running = config.task == "language" and config.data.separator is None
-    pieces = _read_pieces(config, path, is_running)
+    pieces = _read_pieces(config, path, is_running, apart=held_out)
     parts = _split(pieces)
     if held_out is not None:
         parts = [parts[0], parts[1] + parts[2], _read_pieces(config, held_out, is_running)]
+    parts = [_running_texts(part) for part in parts] if is_running else _without_repeats(*parts)
     for name, part in zip(SPLITS, parts, strict=True):
         if not part:
             raise FlexrankError(f"{path}: has {len(pieces)} texts, none is left for {name}; give more, or a separator")
         if not is_running:
             random.Random(config.seed).shuffle(part)
-    calibration, training, evaluation = [["\n".join(part)] for part in parts] if is_running else parts
+    calibration, training, evaluation = parts
     return calibration, training, evaluation, []
+
+
+def _without_repeats(calibration: Sequence[str], training: Sequence[str], evaluation: list[str]) -> list[list[str]]:
+    """The parts, without texts that evaluation has too, and training without those of calibration."""
+    held_out = set(evaluation)
+    calibration = [text for text in calibration if text not in held_out]
+    used = held_out.union(calibration)
+    return [calibration, [text for text in training if text not in used], evaluation]
 
 
 def _split_stream(config: RunConfig, tokenizer: Tokenizer) -> tuple[list[str], TextStream, list[str]]:
@@ -245,10 +254,16 @@ def _split_stream(config: RunConfig, tokenizer: Tokenizer) -> tuple[list[str], T
     return parts["calibration"], stream, parts["evaluation"]
 
 
-def _read_pieces(config: RunConfig, path: str, is_running: bool) -> list[str]:
-    """The texts of a file or, if it is one running text, its lines."""
-    texts = read_texts(path, NO_SEPARATOR if is_running else config.data.separator or "\n")
-    return [line for text in texts for line in text.splitlines()] if is_running else texts
+def _read_pieces(config: RunConfig, path: str, is_running: bool, apart: str | None = None) -> list[str]:
+    """The texts of all files but `apart`; of running texts, their lines, with NO_SEPARATOR between files."""
+    texts = read_texts(path, NO_SEPARATOR if is_running else config.data.separator or "\n", apart)
+    return f"\n{NO_SEPARATOR}\n".join(texts).split("\n") if is_running else texts
+
+
+def _running_texts(lines: Sequence[str]) -> list[str]:
+    """The texts, one of each file, that these lines of `_read_pieces` are part of."""
+    texts = "\n".join(lines).split(NO_SEPARATOR)
+    return [text.removeprefix("\n").removesuffix("\n") for text in texts if text.strip()]
 
 
 def _shuffled(count: int, seed: int) -> Tensor:

@@ -104,10 +104,11 @@ class Sizes:
         if latency is not None:  # in a fresh process: one that has trained measures wrong times
             chosen = in_fresh_process(find_within_latency, str(self.work.directory.path), len(entries), latency)
             entries = entries[: chosen + 1]
-        if entries[-1].parameters > self.chain.requested[-1].parameters:
-            log.warning(
-                "this size exceeds the largest trained budget, %g: some parts are untrained", self.chain.budgets[-1]
-            )
+        parameters, trained, budgets = entries[-1].parameters, self.chain.requested, self.chain.budgets
+        if parameters > trained[-1].parameters:
+            log.warning("this size exceeds the largest trained budget, %g: some parts are untrained", budgets[-1])
+        if parameters < trained[0].parameters:
+            log.warning("this size is below the smallest trained budget, %g: it was never trained", budgets[0])
         return entries[-1].profile
 
     def _fitting(self, entries: tuple[ChainEntry, ...], limits: Mapping[str, float]) -> tuple[ChainEntry, ...]:

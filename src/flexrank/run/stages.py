@@ -169,7 +169,10 @@ def slack(work: Workspace, _: str) -> None:
 
 
 def evaluate_initial(work: Workspace, _: str) -> None:
-    """Writes the qualities before consolidation to RUN/evaluation_initial.json; no rows if nothing is consolidated."""
+    """Writes the qualities before consolidation to RUN/evaluation_initial.json; no rows if nothing is consolidated.
+
+    They are measured in the dtype of deployed models, as those after it, or else rounding would count as training.
+    """
     budgets, own = work.config.allocation.budgets, dict[int, Any]()
     if work.config.distillation.steps:
         chain = read_chain(work)
@@ -215,7 +218,7 @@ def export_all(work: Workspace, _: str) -> list[str]:
     earlier = read_json(document) if document.is_file() else []
     measure_quality, sizes = work.measure_quality, Sizes(work)
     work.free_base()
-    profiles = {budget: sizes.chain.at(budget) for budget in work.config.deployment.budgets}
+    profiles = {budget: sizes.within({"budget": budget}) for budget in work.config.deployed_budgets}
     for budget, profile in profiles.items():
         name = f"{budget:.2f}" if round(budget, 2) == budget else f"{budget!r}"
         small = sizes.deployed(profile)

@@ -129,8 +129,12 @@ class Workspace:
         return model.to(self.device), chain
 
     def decomposed(self, ranks: Mapping[str, int]) -> nn.Module:
-        """The decomposed model with only the components up to these ranks."""
-        return load_components(self.directory / "elastic_initial", ranks).to(self.device)
+        """The decomposed model with only the components up to these ranks, in the dtype of deployed models."""
+        model = load_components(self.directory / "elastic_initial", ranks)
+        for tensor in model.state_dict(keep_vars=True).values():  # other buffers keep their dtype, as in `deploy`
+            if tensor.is_floating_point():
+                tensor.data = tensor.to(self.device, self.deployed_dtype)
+        return model.to(self.device)
 
     @contextlib.contextmanager
     def student(self, profiles: Sequence[Mapping[str, int]]) -> Iterator[nn.Module]:

@@ -7,6 +7,8 @@ the ranks that allocation chooses, unless RUN/chain.json has them, and the slack
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from flexrank.errors import FlexrankError
 from flexrank.nn.select import dense_reasons
 from flexrank.nn.switch import footprint
@@ -34,7 +36,7 @@ NOTES = (
     "RUN/chain.json has them they are counted.",
     "memory: weights, gradients, AdamW's states, activations kept to go back (of the weights' dtype; in a step of one "
     "batch gradients take their place), second moments, the base model's outputs that probe and consolidation keep, "
-    "and those of a batch; with device cpu also the host's buffers, hidden "
+    "and those of a batch; on a CPU also buffers, hidden "
     "states between blocks and factors that wait to be written. No workspaces, texts, or the libraries themselves.",
     "operations: products of all layers with a matrix, lm_head too, of attention (its whole square), of moments "
     "and factorisations; no norms, softmaxes, loss or optimiser. The probe's are the most it may take; replayed "
@@ -69,7 +71,7 @@ def dry_run(
     architecture = build_architecture(config)
     require_reachable_budgets(config, architecture.shapes)
     moments = moment_bytes(architecture, config).values()
-    memory = count_memory(architecture, busiest_process_config(config, devices), devices)
+    memory = count_memory(architecture, _counted_config(config, device, devices), devices)
     per_step = config.distillation.batch_size * config.distillation.accumulation
     tokens = config.distillation.steps * per_step * architecture.tokens
     plan = {"plan": plan_run(architecture, config, memory, tokens, device, devices)} if device else {}
@@ -100,6 +102,12 @@ def dry_run(
         **plan,
         "notes": _notes(architecture, config, plan_notes(plan["plan"]) if plan else [HOURS]),
     }
+
+
+def _counted_config(config: RunConfig, device: Device | None, devices: int) -> RunConfig:
+    """The config of the process that takes most memory; `auto` is a CPU if no GPU is named and none is here."""
+    is_cpu = config.device == "auto" and device is None and not torch.cuda.is_available()
+    return busiest_process_config(config.model_copy(update={"device": "cpu"}) if is_cpu else config, devices)
 
 
 def _operations(architecture: Architecture, config: RunConfig, tflops: float) -> dict[str, Any]:

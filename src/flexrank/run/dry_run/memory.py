@@ -137,9 +137,9 @@ def decomposed_bytes(architecture: Architecture, config: RunConfig) -> int:
 
 def deployment_bytes(architecture: Architecture, config: RunConfig) -> list[dict[str, int]]:
     """A size while its last layer is aligned, and while it runs: in a fresh process, after this one has freed it."""
-    if not config.deployment.budgets:
+    if not config.deployed_budgets:
         return []
-    budget, dtype = max(config.deployment.budgets), config.deployed_dtype(architecture.file_dtype)
+    budget, dtype = max(config.deployed_budgets), config.deployed_dtype(architecture.file_dtype)
     deployed = {"deployed": deployed_bytes(architecture, config, budget)}
     ranks, shapes = largest_ranks(architecture, config, [budget]), architecture.shapes
     aligned = [aligned_bytes(shapes[name], rank) for name, rank in ranks.items() if rank < min(shapes[name])]

@@ -6,12 +6,13 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
 import flexrank as fr
 import tiny
 from flexrank.cli.deploying import sibling_path
-from tiny_runs import invoke, summary_of
+from tiny_runs import invoke, refused, summary_of
 
 
 def test_a_size_comes_of_an_elastic_artefact_without_its_run(copied: Path, tmp_path: Path) -> None:
@@ -40,6 +41,26 @@ def test_a_size_comes_of_an_elastic_artefact_without_its_run(copied: Path, tmp_p
         "of an elastic artefact `flexrank deploy` writes a size, and `flexrank inspect` lists them"
         in refusal.stderr.splitlines()[-1]
     )
+
+
+def test_a_size_has_the_dtype_that_its_artefact_names(tmp_path: Path, verified_here: None) -> None:
+    model = tiny.elastic("llama_tied")
+    for dtype, found in ((None, torch.float32), (torch.bfloat16, torch.bfloat16)):
+        fr.save_elastic(model, tiny.chain_of(model), tmp_path / "elastic", deployed_dtype=dtype)
+        result = invoke("deploy", tmp_path / "elastic", "--budget", 0.5, "--output", tmp_path / "small", "--json")
+        assert json.loads(result.stdout)["dtype"] == str(found).removeprefix("torch.")
+        assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "small").dtype is found
+    limit = sum(path.stat().st_size for path in (tmp_path / "small").glob("*.safetensors"))
+    wanted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "small").num_parameters()
+    invoke("deploy", tmp_path / "elastic", "--max-bytes", limit, "--output", tmp_path / "again")
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again").num_parameters() == wanted
+
+
+def test_an_elastic_model_that_save_pretrained_wrote_is_no_artefact(tmp_path: Path) -> None:
+    model = tiny.elastic("llama_tied")
+    fr.save_elastic(model, tiny.chain_of(model), tmp_path / "elastic")
+    fr.load_elastic(tmp_path / "elastic")[0].save_pretrained(tmp_path / "other")
+    assert "written by save_pretrained, which keeps no layers; save it with" in refused("inspect", tmp_path / "other")
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])

@@ -1,17 +1,28 @@
 """Exports are whole and verified in a fresh process, or absent."""
 
+import contextlib
 import itertools
 from importlib import metadata
 
 import pytest
 import torch
-from safetensors.torch import save_file
+import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import (
+    BartForSequenceClassification,
+    BertConfig,
+    BertForQuestionAnswering,
+    CLIPConfig,
+    CLIPModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
 
 import tiny
 from flexrank.artefacts.deployed import load_deployed, save_deployed
-from flexrank.artefacts.elastic import save_elastic
+from flexrank.artefacts.elastic import load_elastic, save_elastic
 from flexrank.artefacts.inspect import inspect_artefact
 from flexrank.deployment import deploy, export, exports, runtimes
 from flexrank.deployment.formats import export_to
@@ -52,10 +63,10 @@ def test_outputs_within_a_few_roundings_pass_and_others_do_not(dtype, bound, par
     reloaded = expected + 2 * part * bound * torch.tensor([1, 0, 0, 0], dtype=dtype)
     save_file({"output": reloaded}, tmp_path / "outputs")
     if is_within:
-        exports._compare({}, tmp_path / "outputs", expected, "small")
+        exports._compare({}, tmp_path / "outputs", {"output": expected}, "small")
     else:
         with pytest.raises(FlexrankError, match="outputs differ by"):
-            exports._compare({}, tmp_path / "outputs", expected, "small")
+            exports._compare({}, tmp_path / "outputs", {"output": expected}, "small")
 
 
 def other_convnet():
@@ -107,12 +118,12 @@ def test_a_corrupted_export_leaves_the_old_one(convnet, tmp_path, monkeypatch):
 def test_a_model_leaves_its_gpu_to_the_process_that_verifies_it(convnet, tmp_path, monkeypatch):
     device, places, run = torch.device("cuda", 0), [], exports._load_and_run
     monkeypatch.setattr(exports, "model_device", lambda _: device)
-    monkeypatch.setattr(exports, "_outputs", lambda *_: torch.zeros(4, 3))
+    monkeypatch.setattr(exports, "_outputs", lambda *_: {"output": torch.zeros(4, 3)})
     monkeypatch.setattr(convnet, "to", places.append)
 
-    def load_and_run(artefact, scratch, library, there, timeout):
+    def load_and_run(artefact, scratch, library, there, attention, timeout):
         places.append(f"verified on {there}")
-        return run(artefact, scratch, library, torch.device("cpu"), timeout)
+        return run(artefact, scratch, library, torch.device("cpu"), attention, timeout)
 
     monkeypatch.setattr(exports, "_load_and_run", load_and_run)
     with pytest.raises(FlexrankError, match="returns"):
@@ -126,6 +137,101 @@ def test_outputs_that_are_not_finite_are_not_exported(convnet, tmp_path, monkeyp
     with pytest.raises(FlexrankError, match="not finite"):
         export(convnet, tmp_path / "small", tiny.batch_for("convnet"), factory="tiny:convnet")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("setting", ["precision", "autocast", "device"])
+def test_what_a_caller_has_set_does_not_touch_an_export(setting, tmp_path):
+    """A fresh process has none of it: it would return other outputs. The slack, and so the size, stays the same too."""
+    model, batch = tiny.elastic("llama_tied"), tiny.token_batch()
+    wanted = deploy(model, tiny.chain_of(model).at(0.5)).state_dict()
+    before = torch.get_float32_matmul_precision()
+    scope = torch.autocast("cpu", torch.bfloat16) if setting == "autocast" else contextlib.nullcontext()
+    try:
+        torch.set_float32_matmul_precision("medium" if setting == "precision" else before)
+        torch.set_default_device("meta" if setting == "device" else None)
+        with scope:
+            small = deploy(model, tiny.chain_of(model).at(0.5))
+            if setting != "device":  # a meta device would be that of the factory too
+                export(small, tmp_path / "small", batch)
+    finally:
+        torch.set_float32_matmul_precision(before)
+        torch.set_default_device(None)
+    assert small.state_dict().keys() == wanted.keys()
+    assert all(torch.equal(value, wanted[name]) for name, value in small.state_dict().items())
+
+
+def test_padding_on_the_left_of_eager_attention_is_exported(tmp_path, verified_here):
+    """Rows that see nothing but padding have other outputs with transformers' default attention."""
+    model, batch = tiny.elastic("llama_tied"), tiny.token_batch()
+    small = deploy(model, tiny.chain_of(model).at(0.5))
+    batch["attention_mask"][:, :3] = 0
+    default = small(**batch).logits
+    small.set_attn_implementation("eager")
+    assert tiny.relative(small(**batch).logits, default) > 1e-3
+    export(small, tmp_path / "small", batch)
+
+
+def test_all_tensors_of_a_head_for_questions_are_compared(tmp_path, verified_here, monkeypatch):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": tiny.VOCABULARY}
+    model = tiny.nest(BertForQuestionAnswering(BertConfig(**sizes, num_attention_heads=2)).eval())
+    small = deploy(model, tiny.chain_of(model).at(0.5))
+    export(small, tmp_path / "small", tiny.token_batch())
+    answers = transformers.AutoModelForQuestionAnswering.from_pretrained(tmp_path / "small")(**tiny.token_batch())
+    assert tiny.relative(answers.end_logits, small(**tiny.token_batch()).end_logits) < 1e-6
+    run = exports._load_and_run
+
+    def other_ends(artefact, scratch, *others):
+        report = run(artefact, scratch, *others)
+        found = load_file(scratch / "outputs.safetensors")
+        save_file(found | {"end_logits": found["end_logits"] + 0.1}, scratch / "outputs.safetensors")
+        return report
+
+    monkeypatch.setattr(exports, "_load_and_run", other_ends)
+    with pytest.raises(FlexrankError, match="outputs differ by"):
+        export(small, tmp_path / "small", tiny.token_batch())
+
+
+class Own(LlamaForCausalLM):
+    """A class that transformers does not have."""
+
+    def forward(self, *arguments, **options):
+        output = super().forward(*arguments, **options)
+        output.logits = 2 * output.logits
+        return output
+
+
+def own():
+    torch.manual_seed(0)
+    return Own(tiny.llama_tied().config).eval()
+
+
+def test_a_class_of_ones_own_comes_from_its_factory(tmp_path, verified_here):
+    model, batch = tiny.nest(own()), tiny.token_batch()
+    chain = tiny.chain_of(model)
+    with pytest.raises(FlexrankError, match="Own is no class of transformers, which cannot build it; give factory="):
+        save_elastic(model, chain, tmp_path / "elastic")
+    assert not (tmp_path / "elastic").exists()
+    save_elastic(model, chain, tmp_path / "elastic", factory=own)
+    assert torch.equal(load_elastic(tmp_path / "elastic")[0](**batch).logits, model(**batch).logits)
+    small = deploy(model, chain.at(0.5))
+    with pytest.raises(FlexrankError, match="export of a Own needs factory="):
+        export(small, tmp_path / "small", batch)
+    export(small, tmp_path / "small", batch, factory=own)
+    assert torch.equal(load_deployed(tmp_path / "small")(**batch).logits, small(**batch).logits)
+
+
+@pytest.mark.parametrize("kind", ["texts and images", "encoder-decoder classifier"])
+def test_models_that_need_other_inputs_are_cut(kind, tmp_path, verified_here):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    if kind == "texts and images":
+        texts, images = sizes | {"vocab_size": 40}, sizes | {"image_size": 16, "patch_size": 8}
+        model = CLIPModel(CLIPConfig(text_config=texts, vision_config=images, projection_dim=16))
+    else:
+        model = BartForSequenceClassification(tiny.bart().config)
+    model = tiny.nest(model.eval())
+    save_elastic(model, tiny.chain_of(model), tmp_path / "elastic")
+    cut(tmp_path / "elastic", tmp_path / "small", budget=0.6)
+    assert inspect_artefact(tmp_path / "small")["kind"] == "deployed"
 
 
 def test_a_slow_fresh_process_is_ended(convnet, tmp_path):

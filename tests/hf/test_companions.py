@@ -2,7 +2,9 @@
 
 import json
 import logging
+import re
 import shutil
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from flexrank.data.metrics import embed
 from flexrank.deployment.formats import export_to
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
-from flexrank.hf.companions import MeanPooled, local_directory, save_companions, source_of
+from flexrank.hf.companions import TOKENIZER, TOKENIZER_FILES, MeanPooled, local_directory, save_companions, source_of
 from flexrank.hf.models import load_model, load_tokenizer
 from tiny import flip_a_bit
 from tiny_runs import write_model
@@ -64,6 +66,52 @@ def test_sentence_transformers_loads_the_deployed_encoder_as_its_own(tmp_path: P
     export_to(tmp_path / "small", "dense", tmp_path / "dense")
     plain = library.SentenceTransformer(str(tmp_path / "dense"), device="cpu")
     assert tiny.relative(torch.tensor(plain.encode(SENTENCES)), wanted) < 1e-5
+
+
+def test_every_file_of_every_tokenizer_is_known() -> None:
+    """Oracle: the names that the tokenizers of transformers write in, by their sources and its constants."""
+    from transformers import tokenization_utils_base as names
+
+    root = Path(transformers.__file__).parent / "models"
+    found = {names.SPECIAL_TOKENS_MAP_FILE, names.ADDED_TOKENS_FILE, names.TOKENIZER_CONFIG_FILE, "tokenizer.json"}
+    found |= {names.CHAT_TEMPLATE_FILE, f"{names.CHAT_TEMPLATE_DIR}/tool_use.jinja"}
+    for file in root.rglob("tokenization_*.py"):
+        if listed := re.search(r"VOCAB_FILES_NAMES\s*=\s*\{(.*?)\}", file.read_text(), re.DOTALL):
+            found |= set(re.findall(r':\s*"([^"]+)"', listed[1]))
+    assert {"source.spm", "spm.model", "sentencepiece.bpe.model", "bpe.codes", "dict.txt", "normalizer.json"} <= found
+    assert not [name for name in found if not any(fnmatch(name, pattern) for pattern in TOKENIZER)]
+    for vocabulary in ("spm.model", "sentencepiece.bpe.model", "source.spm", "spiece.model", "vocab.json"):
+        assert any(fnmatch(vocabulary, pattern) for pattern in TOKENIZER_FILES)
+
+
+def test_named_chat_templates_travel_and_may_be_edited(tmp_path: Path) -> None:
+    source, tokenizer = write_model(tmp_path / "source", "language"), load_tokenizer(tmp_path / "source")
+    tokenizer.chat_template = {"default": TEMPLATE, "tool_use": TEMPLATE + "!"}
+    tokenizer.save_pretrained(source)
+    model = tiny.nest(load_model(source, "language"))
+    chain, elastic = tiny.chain_of(model), tmp_path / "elastic"
+    fr.save_elastic(model, chain, elastic)
+    small = fr.deploy(fr.load_elastic(elastic)[0], chain.at(0.5))
+    fr.export(small, tmp_path / "small", tiny.token_batch())
+    for place in (elastic, tmp_path / "small"):
+        assert load_tokenizer(place).chat_template == tokenizer.chat_template
+        (place / "additional_chat_templates" / "tool_use.jinja").write_text(TEMPLATE)
+    fr.load_elastic(elastic)
+    assert load_model(tmp_path / "small", "language") is not None
+
+
+def test_code_that_the_base_model_no_longer_needs_is_not_asked_for(tmp_path: Path) -> None:
+    """Many models of the hub still name the file of code with which they once came."""
+    source = write_model(tmp_path / "source", "language")
+    config = json.loads((source / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_old.Old"}
+    (source / "config.json").write_text(json.dumps(config))
+    model = tiny.nest(load_model(source, "language"))
+    fr.save_elastic(model, tiny.chain_of(model), tmp_path / "elastic")
+    options = {"quantization_config": fr.FlexRankConfig(budget=0.5), "trust_remote_code": True}
+    small = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "elastic", **options)
+    assert "auto_map" not in json.loads((tmp_path / "elastic" / "config.json").read_text())
+    assert small(**tiny.token_batch()).logits.isfinite().all()
 
 
 def test_a_plain_encoder_becomes_a_sentence_transformers_model_of_mean_pooling(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from torch import nn
 
@@ -18,8 +19,10 @@ from flexrank.nn.switch import stored_sizes, use_profile
 from flexrank.profiles import ProfileChain
 from flexrank.run import measure
 from flexrank.run.config import load_config
+from flexrank.run.directory import RunDirectory
 from flexrank.run.measure import Workload
 from flexrank.run.samples import load_samples
+from flexrank.run.workspace import Workspace
 from tiny_runs import invoke, summary_of
 
 
@@ -42,6 +45,19 @@ def test_qualities_before_training_are_those_of_the_decomposition_at_each_size(f
     for row in summary_of(finished)["rows"]:
         with use_profile(model, chain.at(row["budget"])):
             assert row["quality_before"] == pytest.approx(score(model), rel=1e-5)
+
+
+@pytest.mark.parametrize(("limit", "length"), [(None, 32), (57, 32), (56, 32), (48, 24), (24, 1)])
+def test_a_prompt_and_what_is_generated_fit_the_model(
+    limit: int | None, length: int, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """32 tokens and 24 more, or fewer where the model reads fewer."""
+    monkeypatch.setattr(measure, "most_tokens", lambda _: limit)
+    asked: list[dict[str, torch.Tensor]] = []
+    monkeypatch.setattr(measure, "_generate", lambda prompt, _: asked.append(prompt))
+    work = Workspace(load_config(finished), RunDirectory(finished))
+    measure._workloads(work, work.base)[-1].call(work.base)
+    assert asked[0]["input_ids"].shape == (1, length)
 
 
 def test_a_size_is_timed_over_the_base_model(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:

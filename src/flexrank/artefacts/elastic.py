@@ -53,6 +53,7 @@ def save_elastic(
     *,
     factory: Factory | None = None,
     tokenizer: Any = None,
+    deployed_dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Writes an elastic model and its chain as one artefact with a model card, completely or not at all.
@@ -60,12 +61,15 @@ def save_elastic(
     All components are written, whatever the active ranks, except that a consolidated model ends at its largest trained
     size, above which the base model is better, and has no profiles between the requested ones whose components are not
     there. An artefact in `directory` is replaced; a directory with only other files is refused. `factory` builds the
-    bare architecture of a model that is not transformers'. For a sharded model all processes call this; process 0
+    bare architecture of a model whose class is not transformers'. Sizes that `flexrank deploy` cuts from the artefact
+    have `deployed_dtype`, by default the elastic weights' own. For a sharded model all processes call this; process 0
     writes it tensor by tensor, and never holds more than one file's tensors.
 
     Raises:
-        FlexrankError: the model has no elastic layers, the chain names other layers, or none of its sizes is trained.
+        FlexrankError: the model has no elastic layers, the chain names other layers, none of its sizes is trained, or
+            its class is one of your own that was derived from transformers', and there is no factory.
     """
+    require_dtype(deployed_dtype)
     model = unwrapped(model)
     require_in_memory(model)
     if is_quantised(model.state_dict()):
@@ -77,7 +81,7 @@ def save_elastic(
             pass  # process 0 gathers the tensors from all processes' parts
         return
     with files.directory_aside(directory, *MARKERS) as aside:
-        ElasticWriter(model, aside, tokenizer, shard_bytes=shard_bytes).finish(chain, factory)
+        ElasticWriter(model, aside, tokenizer, shard_bytes=shard_bytes).finish(chain, factory, deployed_dtype)
 
 
 class ElasticWriter:
@@ -92,7 +96,7 @@ class ElasticWriter:
         shard_bytes: int = SHARD_BYTES,
     ):  # fmt: skip
         self._model, self._directory, self._dtype = model, directory, dtype
-        self._library = "transformers" if models.is_transformers_model(model) else "torch"
+        self._library = models.library_of(model)
         if self._library == "transformers":
             models.save_config(model, directory, dtype)
             save_companions(model, directory, tokenizer)
@@ -115,9 +119,14 @@ class ElasticWriter:
         self._aliases |= {f"{other}.{key}": f"{name}.{key}" for other in others for key in layer.state_dict()}
         layer.to("meta")
 
-    def finish(self, chain: ProfileChain, factory: Factory | None = None) -> None:
+    def finish(
+        self, chain: ProfileChain, factory: Factory | None = None, deployed_dtype: torch.dtype | None = None
+    ) -> None:
         """Writes the remaining tensors, the document and the card; arguments and errors are those of `save_elastic`."""
         model, layers = self._model, nested_layers(self._model)
+        if models.is_transformers_model(model) and self._library == "torch" and factory is None:
+            right = "give factory=, 'package.module:function', which builds it"
+            raise FlexrankError(f"{type(model).__name__} is no class of transformers, which cannot build it; {right}")
         chain = _trained_part(chain, layers)
         for entry in chain.entries:
             require_fitting(layers, entry.profile)
@@ -130,6 +139,7 @@ class ElasticWriter:
         content["parameters"] = _written_parameters(model, written)
         content |= {"chain": chain.to_json(), "tensors": self._digests, "dtypes": self._dtypes}
         content |= {"shards": self._shards.finish(), "files": self._files}
+        content["deployed_dtype"] = None if deployed_dtype is None else files.dtype_name(deployed_dtype)
         files.write_document(self._directory / ELASTIC_DOCUMENT, ELASTIC_KIND, content)
         write_elastic_card(self._directory, content, chain, model)
 

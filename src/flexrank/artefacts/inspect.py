@@ -70,6 +70,9 @@ def _deployed_document(directory: Path) -> dict[str, Any]:
         if (directory / "elastic" / ELASTIC_DOCUMENT).is_file():
             raise FlexrankError(f"{directory}: a run; its artefacts are {directory}/elastic and those in deployed/")
         raise FlexrankError(f"{directory}: not an artefact of flexrank; it has none of {wanted}")
+    if specs.get("is_elastic"):
+        right = "save it with fr.save_elastic, or a size of it with fr.deploy"
+        raise FlexrankError(f"{directory}: an elastic model written by save_pretrained, which keeps no layers; {right}")
     require_specs(specs.get("layers"))
     names = config.get("architectures") or [None]
     return {"library": "transformers", "class": names[0], "layers": specs["layers"]}

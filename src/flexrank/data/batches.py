@@ -13,6 +13,8 @@ from flexrank.errors import FlexrankError
 from flexrank.files import digest_tensor
 
 Batch = Mapping[str, Any] | Tensor | tuple[Any, ...] | list[Any]
+#: The tensor of an output that is used: the first of these that it has.
+OUTPUTS = ("logits", "last_hidden_state")
 #: What a batch is, for error messages.
 KINDS = "a tensor for model(x), a tuple or list for model(*batch), or a mapping for model(**batch)"
 
@@ -133,7 +135,7 @@ def output_tensor(output: Any) -> Tensor:
     """The tensor in a model's output: the output itself, or its `logits`, `last_hidden_state`, or first element."""
     if isinstance(output, Tensor):
         return output
-    for field in ("logits", "last_hidden_state"):
+    for field in OUTPUTS:
         value = getattr(output, field, None)
         if value is not None:
             return value

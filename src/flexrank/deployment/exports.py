@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from flexrank.artefacts.deployed import DOCUMENT, Factory, describe_deployed, load_deployed, write_state
 from flexrank.artefacts.tensors import read_batch, write_batch
-from flexrank.data.batches import Batch, call_model, eval_mode, model_device, output_tensor, to_device
+from flexrank.data.batches import OUTPUTS, Batch, call_model, eval_mode, model_device, output_tensor, to_device
 from flexrank.deployment.process import in_fresh_process
 from flexrank.errors import FlexrankError
 from flexrank.files import directory_aside
 from flexrank.hf import models
 from flexrank.hf.companions import save_companions
+from flexrank.nn.linalg import full_precision
 from flexrank.nn.select import require_in_memory, require_merged, unwrapped
 
 #: Largest relative difference ‖y − y*‖/‖y*‖ between the outputs of an exported model here and in a fresh process.
@@ -53,7 +54,7 @@ def export(
     small = unwrapped(small)
     require_merged(small)
     require_in_memory(small)
-    library = "transformers" if models.is_transformers_model(small) else "torch"
+    library = models.library_of(small) if factory is None else "torch"
     if library == "torch" and factory is None:
         raise FlexrankError(f"export of a {type(small).__name__} needs factory=, 'package.module:function'")
     expected = _outputs(small, inputs)
@@ -67,33 +68,34 @@ def export(
             write_state(small, aside, factory=factory)
         write_batch(Path(scratch, "inputs.safetensors"), inputs)
         device = model_device(small)
+        attention = models.other_attention(small) if library == "transformers" else {}
         with _moved_to_cpu(small):
-            report = _load_and_run(aside, Path(scratch), library, device, timeout)
+            report = _load_and_run(aside, Path(scratch), library, device, attention, timeout)
         _compare(report, Path(scratch, "outputs.safetensors"), expected, str(directory))
 
 
-def load_and_run(artefact: str, scratch: str, library: str, device: str) -> dict[str, list[str]]:
+def load_and_run(
+    artefact: str, scratch: str, library: str, device: str, attention: dict[str, str]
+) -> dict[str, list[str]]:
     """Runs SCRATCH/inputs.safetensors, writes SCRATCH/outputs.safetensors; returns the loader's report by problem."""
     problems: dict[str, list[str]] = {}
     model: Any
     if library == "transformers":
         models.verify_export(artefact)
-        model, report = models.load_by_architecture(artefact)
+        model, report = models.load_by_architecture(artefact, **attention)
         problems = {key: sorted(map(str, value)) for key, value in report.items()}
     else:
         model = load_deployed(artefact)
     inputs = read_batch(Path(scratch, "inputs.safetensors"), torch.device(device))
-    with torch.no_grad():
-        output = output_tensor(call_model(model.to(device), inputs))
-    save_file({"output": output.cpu().contiguous()}, Path(scratch, "outputs.safetensors"))
+    save_file(_outputs(model.to(device), inputs), Path(scratch, "outputs.safetensors"))
     return problems
 
 
 def _load_and_run(
-    artefact: Path, scratch: Path, library: str, device: torch.device, timeout: float
+    artefact: Path, scratch: Path, library: str, device: torch.device, attention: dict[str, str], timeout: float
 ) -> dict[str, list[str]]:
     """Calls `load_and_run` in a fresh process that does not use the hub."""
-    arguments = (str(artefact), str(scratch), library, str(device))
+    arguments = (str(artefact), str(scratch), library, str(device), attention)
     offline = {"HF_HUB_OFFLINE": "1"}
     try:
         return in_fresh_process(load_and_run, *arguments, timeout=timeout, environment=offline)
@@ -115,19 +117,38 @@ def _moved_to_cpu(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _outputs(small: nn.Module, inputs: Batch) -> Tensor:
-    """The model's outputs in eval mode; restores every module's mode. Raises FlexrankError if one is not finite."""
-    with eval_mode(small):
-        outputs = output_tensor(call_model(small, to_device(inputs, model_device(small)))).cpu()
-    if not bool(torch.isfinite(outputs).all()):
-        raise FlexrankError("the model's outputs are not finite; check weights and inputs; nothing was exported")
-    return outputs
+def _outputs(small: nn.Module, inputs: Batch) -> dict[str, Tensor]:
+    """The model's outputs in eval mode by name, as `_compared` chooses them; restores every module's mode.
+
+    Raises FlexrankError if one is not finite.
+    """
+    device = model_device(small)
+    with eval_mode(small), full_precision(device):
+        outputs = _compared(call_model(small, to_device(inputs, device)))
+    for name, values in outputs.items():
+        if not bool(torch.isfinite(values).all()):
+            raise FlexrankError(f"the model's {name} is not finite; check weights and inputs; nothing was exported")
+    return {name: values.cpu().contiguous() for name, values in outputs.items()}
 
 
-def _compare(report: Mapping[str, Sequence[str]], outputs: Path, expected: Tensor, directory: str) -> None:
+def _compared(output: Any) -> dict[str, Tensor]:
+    """What `output_tensor` finds; of an output without it, such as that of a head for questions, all real tensors."""
+    if isinstance(output, Mapping) and not any(output.get(field) is not None for field in OUTPUTS):
+        tensors = {name: value for name, value in output.items() if isinstance(value, Tensor)}
+        if real := {name: value for name, value in tensors.items() if value.is_floating_point()}:
+            return real
+    return {"output": output_tensor(output)}
+
+
+def _compare(report: Mapping[str, Sequence[str]], file: Path, expected: Mapping[str, Tensor], directory: str) -> None:
     """Raises unless the loader reported nothing and the outputs are within the bound."""
     require_no_problems(report, directory)
-    reloaded = load_file(outputs)["output"]
+    outputs = load_file(file)
+    for name, values in expected.items():
+        _compare_one(outputs[name], values, directory)
+
+
+def _compare_one(reloaded: Tensor, expected: Tensor, directory: str) -> None:
     if reloaded.shape != expected.shape or reloaded.dtype != expected.dtype:
         raise FlexrankError(
             f"{directory}: the reloaded model returns {reloaded.dtype} {tuple(reloaded.shape)}, not "

@@ -4,6 +4,7 @@ A program takes a batch's tensors by name and returns one tensor, the logits or 
 cache is off: a program reads the whole text at every call.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,29 +76,43 @@ def program_of(model: Any) -> nn.Module:
 def sample_inputs(model: Any, rows: int, tokens: int, seed: int = 0) -> Inputs:
     """A random batch: ids of the model's vocabulary, the last row's last quarter padded, or images in its dtype.
 
-    An encoder-decoder also gets decoder ids, half as many; a classifier of texts without a padding token gets one text,
-    because many find the last token to classify by it. Raises FlexrankError for a model with other inputs.
+    An encoder-decoder also gets decoder ids, half as many; a model of texts and images that generates nothing, an image
+    for each text. A classifier of texts without a padding token gets one text, because many find the last token to
+    classify by it, and one with a decoder the same ids there, with one end of text in each. Raises FlexrankError for a
+    model with other inputs.
     """
     generator = torch.Generator().manual_seed(seed)
     if model.main_input_name not in ("input_ids", "pixel_values"):
         kinds = f"a model of {model.main_input_name}; exports are of models of input_ids or pixel_values"
         raise FlexrankError(f"{type(model).__name__} is {kinds}")
     if model.main_input_name == "pixel_values":
-        channels, size = getattr(model.config, "num_channels", 3), getattr(model.config, "image_size", 224)
-        height, width = (size, size) if isinstance(size, int) else size
-        return {"pixel_values": torch.randn(rows, channels, height, width, generator=generator).to(model.dtype)}
+        return _sample_images(model, model.config, rows, generator)
     text = model.config.get_text_config()
     tokens = min(tokens, getattr(text, "max_position_embeddings", None) or tokens)
-    if type(model).__name__.endswith("ForSequenceClassification") and text.pad_token_id is None:
+    is_classifier = type(model).__name__.endswith("ForSequenceClassification")
+    if is_classifier and text.pad_token_id is None:
         rows = 1
-    ids = torch.randint(text.vocab_size, (rows, tokens), generator=generator)
+    ids = torch.randint(text.vocab_size, (rows, tokens), generator=generator, device="cpu")
     mask = torch.ones_like(ids)
     mask[-1, tokens - tokens // 4 :] = 0
     inputs = {"input_ids": ids, "attention_mask": mask}
-    if model.config.is_encoder_decoder:
+    if model.config.is_encoder_decoder and is_classifier:
+        ids[ids == text.eos_token_id] = (text.eos_token_id + 1) % text.vocab_size
+        ids[:, tokens // 2] = text.eos_token_id
+        inputs["decoder_input_ids"] = ids.clone()
+    elif model.config.is_encoder_decoder:
         shape = (rows, (tokens + 1) // 2)
-        inputs["decoder_input_ids"] = torch.randint(text.vocab_size, shape, generator=generator)
+        inputs["decoder_input_ids"] = torch.randint(text.vocab_size, shape, generator=generator, device="cpu")
+    if "pixel_values" in inspect.signature(model.forward).parameters and not model.can_generate():
+        inputs |= _sample_images(model, model.config.vision_config, rows, generator)
     return inputs
+
+
+def _sample_images(model: Any, config: Any, rows: int, generator: torch.Generator) -> Inputs:
+    channels, size = getattr(config, "num_channels", 3), getattr(config, "image_size", 224)
+    height, width = (size, size) if isinstance(size, int) else size
+    images = torch.randn(rows, channels, height, width, generator=generator, device="cpu")
+    return {"pixel_values": images.to(model.dtype)}
 
 
 def _traced(program: nn.Module, inputs: Inputs, is_bounded: bool = False) -> torch.export.ExportedProgram:

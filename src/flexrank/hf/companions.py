@@ -14,8 +14,16 @@ from flexrank.files import digest_file, verify_files, write_json
 #: sentence-transformers' list of the modules that a text passes through.
 MODULES = "modules.json"
 #: The files that show that a directory has a tokenizer; and all of a tokenizer's files, with chats and special tokens.
-TOKENIZER_FILES = ("tokenizer*.json", "tokenizer.model", "vocab.*", "spiece.model")
-TOKENIZER = (*TOKENIZER_FILES, "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*")
+TOKENIZER_FILES = (
+    *("tokenizer*.json", "vocab*.json", "vocab.txt", "dict.txt", "bpe.codes", "prophetnet.tokenizer"),
+    *("tokenizer.model", "spiece.model", "spm*.model", "sentencepiece*.model", "bpe.model", "source.spm"),
+)
+TOKENIZER = (
+    *TOKENIZER_FILES,
+    *("merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "additional_chat_templates/*"),
+    *("target.spm", "target_vocab.json", "normalizer.json", "entity_vocab.json", "emoji.json", "byte_maps.json"),
+    *("word_shape.json", "word_pronunciation.json"),
+)
 #: What is copied from where a model was loaded: processors, the list of modules, and the modules' directories.
 COMPANION_GLOBS = (
     *("*processor_config.json", MODULES, "sentence_*_config.json", "config_sentence_transformers.json"),

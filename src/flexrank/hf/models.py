@@ -144,10 +144,14 @@ def file_beside(name: str | Path, file: str) -> Path:
         raise FlexrankError(f"model {str(name)!r}: no {file}, here or on the hub ({first_line(error)})") from error
 
 
-def load_by_architecture(directory: str | Path) -> tuple[Any, dict[str, Any]]:
-    """Loads the class that `config.json` names, in its files' dtype; returns the model and transformers' report."""
+def load_by_architecture(directory: str | Path, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """Loads the class that `config.json` names, in its files' dtype; returns the model and transformers' report.
+
+    `options` are those of `from_pretrained`.
+    """
+    options |= {"output_loading_info": True, "use_safetensors": True}
     with clear_errors(str(directory)), quiet_loading():
-        return _architecture(directory).from_pretrained(directory, output_loading_info=True, use_safetensors=True)
+        return _architecture(directory).from_pretrained(directory, **options)
 
 
 def skeleton(directory: str | Path) -> Any:
@@ -180,6 +184,12 @@ def eager_attention(model: Any) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
+def other_attention(model: Any) -> dict[str, str]:
+    """The option of `from_pretrained` for a model whose attention is not the default; rows of padding depend on it."""
+    attention = model.config._attn_implementation
+    return {} if attention in (None, "sdpa") else {"attn_implementation": attention}
+
+
 @contextlib.contextmanager
 def hidden_states(*models: Any) -> Iterator[None]:
     """Makes the models return their hidden states inside the block."""
@@ -201,6 +211,8 @@ def save_config(model: Any, directory: Path, dtype: torch.dtype | None = None) -
     config.dtype = dtype_name(dtype or model.dtype)
     if getattr(config, "quantization_config", None) == ELASTIC_MARK:
         del config.quantization_config
+    if hasattr(config, "auto_map"):  # it names files of code beside the base model, which are not here
+        del config.auto_map
     config.save_pretrained(directory)
     if model.can_generate():
         model.generation_config.save_pretrained(directory)
@@ -243,6 +255,12 @@ def is_transformers_model(model: object) -> bool:
     """Whether this is a `PreTrainedModel`; does not import transformers to find out."""
     module = sys.modules.get("transformers.modeling_utils")
     return module is not None and isinstance(model, module.PreTrainedModel)
+
+
+def library_of(model: object) -> str:
+    """`transformers` for a model of a class that transformers has, and so can build from its config; else `torch`."""
+    is_known = is_transformers_model(model) and hasattr(sys.modules["transformers"], type(model).__name__)
+    return "transformers" if is_known else "torch"
 
 
 def verify_export(directory: str | Path, names: Collection[str] | None = None) -> None:

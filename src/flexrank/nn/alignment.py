@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flexrank.nn.linalg import column_lengths
+from flexrank.nn.linalg import column_lengths, full_precision
 
 #: The stated bound: an aligned layer's relative output error in a dtype is at most three times that of the plain
 #: factors in it, or at most the floor. Slack is chosen for 2.5 times on sample activations, so three holds on
@@ -78,8 +78,12 @@ def choose_slack(
     `ERROR_FLOOR` if that is larger. The search doubles the slack, then bisects: apart from rounding, the error falls as
     slack grows.
     """
-    rank, probe = u.shape[1], _AlignmentProbe(u, v, inputs, dtype)
-    bound = ERROR_MULTIPLE * max(probe.error(rank), ERROR_FLOOR.get(dtype, 0.0) / STATED_MULTIPLE)
+    with full_precision(u.device):  # a size is the same whatever the caller has set
+        return _least_slack(u.shape[1], _AlignmentProbe(u, v, inputs, dtype))
+
+
+def _least_slack(rank: int, probe: "_AlignmentProbe") -> int:
+    bound = ERROR_MULTIPLE * max(probe.error(rank), ERROR_FLOOR.get(probe.dtype, 0.0) / STATED_MULTIPLE)
     if bound == math.inf:  # no finite input is left, or even the plain factors overflow
         return rank
     failed, slack = -1, 0
@@ -98,7 +102,7 @@ class _AlignmentProbe:
     """One layer's factors, sample inputs and exact outputs, against which the error of any slack is measured."""
 
     def __init__(self, u: Tensor, v: Tensor, inputs: Tensor, dtype: torch.dtype):
-        self._gauge, self._rank, self._dtype = _Gauge(u, v), u.shape[1], dtype
+        self._gauge, self._rank, self.dtype = _Gauge(u, v), u.shape[1], dtype
         rounded = inputs.to(dtype)
         self._inputs = rounded[rounded.isfinite().all(1)]  # others say nothing about the form's error
         self._exact = (self._inputs.double() @ v.double()) @ u.double().T
@@ -108,8 +112,8 @@ class _AlignmentProbe:
 
     def error(self, slack: int) -> float:
         u_hat, v_tilde = self._gauge.at(slack)
-        latent = self._inputs @ v_tilde.to(self._dtype)
-        output = torch.cat([latent[:, : self._rank - slack], latent @ u_hat.to(self._dtype).T], 1)
+        latent = self._inputs @ v_tilde.to(self.dtype)
+        output = torch.cat([latent[:, : self._rank - slack], latent @ u_hat.to(self.dtype).T], 1)
         errors = (output.double() - self._exact).norm(dim=1) / self._lengths
         error = float(errors.square().mean().sqrt())
         return error if error == error else float("inf")

@@ -214,7 +214,7 @@ def resolve_slack(u: Tensor, v: Tensor, slack: Slack, dtype: torch.dtype, inputs
     """
     if slack == "auto":
         if inputs is None or not bool(inputs.any()):  # every form is exact on rows of zeros
-            inputs = torch.randn(64, v.shape[0], generator=torch.Generator().manual_seed(0))
+            inputs = torch.randn(64, v.shape[0], generator=torch.Generator().manual_seed(0), device="cpu")
         least = choose_slack(u.double(), v.double(), inputs.double().to(u.device), dtype)
         return whole_slack((len(u), len(v)), u.shape[1], least, dtype_name(dtype))
     if not 0 <= slack <= u.shape[1]:

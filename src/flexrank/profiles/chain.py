@@ -127,8 +127,9 @@ class ProfileChain:
 
         Args:
             budget: deployed over dense parameters of the factorised layers, in (0, 1].
-            max_params: most parameters of the whole model.
-            max_bytes: most bytes of the whole model.
+            max_params: most parameters of the whole model, with the slack that allocation expected; a size deployed in
+                another dtype may have a few more.
+            max_bytes: most bytes of the whole model, likewise.
             max_error: largest predicted error.
 
         Raises:

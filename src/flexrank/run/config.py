@@ -226,12 +226,17 @@ class RunConfig(Section):
         """Whether consolidation needs an optimiser that torch itself does not have."""
         return bool(self.distillation.steps) and (self.distillation.optimizer, self.dtype) != ("adamw", "float32")
 
+    def narrow_dtype(self, files: "torch.dtype") -> "torch.dtype":
+        """The narrower of the run's `dtype` and the dtype `files` of the base model's files."""
+        import torch
+
+        return min(getattr(torch, self.dtype), files, key=lambda dtype: dtype.itemsize)
+
     def deployed_dtype(self, files: "torch.dtype") -> "torch.dtype":
         """The dtype of exported weights, for a base model whose files have dtype `files`."""
         import torch
 
-        own: torch.dtype = getattr(torch, self.deployment.dtype or self.dtype)
-        return own if self.deployment.dtype else min(own, files, key=lambda dtype: dtype.itemsize)
+        return getattr(torch, self.deployment.dtype) if self.deployment.dtype else self.narrow_dtype(files)
 
     @property
     def directory(self) -> Path:

@@ -31,6 +31,7 @@ from flexrank.files import dtype_name, write_json
 from flexrank.hf import models
 from flexrank.nn.switch import stored_sizes
 from flexrank.progress import track
+from flexrank.run.fitting import most_tokens
 from flexrank.run.sizes import Sizes
 from flexrank.run.tables import PLAIN
 from flexrank.run.workspace import Workspace
@@ -125,7 +126,9 @@ def _workloads(work: Workspace, base: Any) -> list[Workload]:
     batches = [{key: value[:count].to(device) for key, value in example.items()} for count in (1, len(first))]
     workloads = [_forward_workload(batch) for batch in batches]
     if work.config.task == "language" and callable(getattr(base, "generate", None)):
-        prompt = {key: value[:1, :PROMPT] for key, value in batches[0].items()}
+        limit = most_tokens(base)
+        length = PROMPT if limit is None else max(1, min(PROMPT, limit - NEW_TOKENS))
+        prompt = {key: value[:1, :length] for key, value in batches[0].items()}
         generate = functools.partial(_generate, prompt)
         workloads.append(Workload(f"{NEW_TOKENS} tokens generated", NEW_TOKENS, generate))
     return workloads

@@ -267,7 +267,7 @@ def _running_texts(lines: Sequence[str]) -> list[str]:
 
 
 def _shuffled(count: int, seed: int) -> Tensor:
-    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed), device="cpu")
 
 
 def _split(items: Any) -> list[Any]:

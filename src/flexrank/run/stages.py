@@ -154,7 +154,8 @@ def distill(work: Workspace, fingerprint: str) -> None:
             history |= {"steps": done.steps, "losses": done.losses, "budgets": drawn}
         if processes.is_first() or is_sharded(model):
             place = work.directory / "elastic"
-            save_elastic(model, chain, place, tokenizer=work.saved_tokenizer, shard_bytes=work.shard_bytes)
+            options = {"tokenizer": work.saved_tokenizer, "deployed_dtype": work.narrow_dtype}
+            save_elastic(model, chain, place, **options, shard_bytes=work.shard_bytes)
     _write_shared(work, "history.json", history)
 
 

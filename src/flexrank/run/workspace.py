@@ -186,6 +186,11 @@ class Workspace:
         return min(SHARD_BYTES, self.config.decomposition.buffer_bytes // 4)
 
     @functools.cached_property
+    def narrow_dtype(self) -> torch.dtype:
+        """The narrower dtype of the elastic weights and the base model's files."""
+        return self.config.narrow_dtype(file_dtype(self.config.model))
+
+    @functools.cached_property
     def deployed_dtype(self) -> torch.dtype:
         """The dtype of deployed models."""
         return self.config.deployed_dtype(file_dtype(self.config.model))

@@ -60,6 +60,7 @@ def test_the_exported_model_is_the_row_of_its_budget(finished: Path, sources: Pa
     place = finished / "deployed" / "0.50"
     with safe_open(place / "model.safetensors", framework="pt") as file:
         assert sum(file.get_tensor(name).numel() for name in file.keys()) == row["params_model"]
+    assert json.loads((finished / "elastic" / "elastic.json").read_text())["deployed_dtype"] == "float32"
     added = {"flexrank.json", "tokenizer.json", "tokenizer_config.json", "README.md"}  # beside what a model saves
     files = [path for path in place.iterdir() if path.name not in added]
     assert sum(path.stat().st_size for path in files) == row["bytes"]
@@ -341,21 +342,26 @@ def texts_of(batches: Any, tokenizer: Any) -> list[str]:
     return [tokenizer.decode(row, skip_special_tokens=True).replace(" ", "") for row in rows]
 
 
-def test_a_repeated_text_is_in_one_part_alone(sources: Path, tmp_path: Path) -> None:
-    """The file twice over: evaluation keeps its 200 lines, and what calibration then has is not trained on."""
-    tokenizer = load_tokenizer(sources / "embedding")
-    (tmp_path / "twice.txt").write_text(f"{TEXT}\n{TEXT}\n")
+@pytest.mark.parametrize(("first", "counts"), [(200, (80, 120, 200)), (40, (40, 160, 200))])
+def test_a_repeated_text_is_in_one_part_alone(
+    first: int, counts: tuple[int, int, int], sources: Path, tmp_path: Path
+) -> None:
+    """The file twice over, the second time with the 200 lines last that evaluation keeps; the first 80 calibrate."""
+    tokenizer, lines = load_tokenizer(sources / "embedding"), TEXT.splitlines()
+    held_out = slice(first, first + 200)
+    others = [line for line in lines if line not in lines[held_out]]
+    (tmp_path / "twice.txt").write_text("\n".join([*lines, *others, *lines[held_out]]))
     values = settings(sources / "embedding", tmp_path / "twice.txt", tmp_path, "embedding")
-    counts = {"calibration": 40, "probe": 40, "training": 10_000, "evaluation": 10_000, "max_tokens": 100}
-    values["data"] |= counts
+    most = {"calibration": 40, "probe": 40, "training": 10_000, "evaluation": 10_000, "max_tokens": 100}
+    values["data"] |= most
     values["evaluation"] |= {"latency_batch_size": 10_000}
     samples = load_samples(parse_config(values), tokenizer)
-    used, training, held_out = (
+    used, training, scored = (
         set(texts_of(part, tokenizer))
         for part in ([*samples.calibration, *samples.probe], samples.training, [samples.example])
     )
-    assert (len(used), len(training), len(held_out)) == (80, 120, 200)
-    assert not used & training and not (used | training) & held_out
+    assert (len(used), len(training), len(scored)) == counts
+    assert not used & training and not (used | training) & scored
 
 
 def test_each_file_of_a_folder_is_one_running_text(sources: Path, tmp_path: Path) -> None:

@@ -152,6 +152,7 @@ def main(config: Path) -> None:
     stages.in_fresh_process = sizes.in_fresh_process = exports.in_fresh_process = here
     settings = load_config(config)
     with Functions(), Dispatch():
+        check_moments_of_a_file_are_moved(config.with_suffix(".safetensors"))
         run_stages(settings)
         for number, options in enumerate((["--tune", "2"], ["--refit"])):
             place = f"{settings.output}-{number}"
@@ -166,6 +167,18 @@ def check_an_update_restores_all_random_states() -> None:
     Backend.restored.clear()
     update(torch.optim.SGD([torch.nn.Parameter(There(torch.zeros(1)))]), seed=0)
     assert Backend.restored == {0, 1}
+
+
+def check_moments_of_a_file_are_moved(file: Path) -> None:
+    """They are read on the CPU."""
+    import flexrank as fr
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6))
+    moments = fr.collect_moments(
+        model, [torch.randn(9, 4)], fr.select_layers(model), gradient_loss=fr.FeatureObjective().fisher_loss
+    )
+    fr.save_moments(moments, file)
+    fr.decompose_(model.to(DEVICE), fr.load_moments(file))
 
 
 if __name__ == "__main__":

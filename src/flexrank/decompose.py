@@ -51,6 +51,8 @@ def decompose_(
     method = _chosen(method, any(one.gradient_moment is not None for one in given.values()))
     slots = parent_slots(model, list(moments))
     require_layers({name: model.get_submodule(name) for name in slots})
+    for name in slots:  # all, before the first is replaced
+        _require_usable(model, name, given.get(name), method)
     energies = {
         name: _decompose_layer_(model, name, given.get(name), method, slots[name])[1]
         for name in track(list(slots), "decomposing")
@@ -115,6 +117,8 @@ def _decompose_block_(
     """Decomposes a block's layers; process 0 writes its own as they are made, and then those of the others."""
     shapes = {name: matrix_shape(model.get_submodule(name)) for name in moments}
     owners, slots = decomposition_owners(shapes), parent_slots(model, shapes)
+    for name in moments:
+        _require_usable(model, name, moments[name], method)
     for name in [name for name in moments if owners[name] == processes.number()]:
         layer = _decompose_layer_(model, name, moments[name], method, slots[name])[0]
         if on_layer is not None:
@@ -176,20 +180,28 @@ def _chosen(method: Method | None, has_gradients: bool) -> Method:
     return method
 
 
+def _require_usable(model: nn.Module, name: str, moment: LayerMoment | None, method: Method) -> None:
+    """Raises FlexrankError if a layer's weight is not finite, or its moment is not what the method needs."""
+    problem = None
+    if not bool(torch.isfinite(weight_matrix(model.get_submodule(name))).all()):
+        problem = "the weight holds values that are not finite"
+    elif method != "svd" and moment is None:
+        problem = f"method {method!r} needs moments; call collect_moments first"
+    elif method == "paper" and moment is not None and moment.side != "input":
+        problem = "method 'paper' needs the input's moment; collect_moments(..., side='input') keeps it"
+    elif method == "fisher" and moment is not None and moment.gradient_moment is None:
+        problem = "method 'fisher' needs collect_moments(..., gradient_loss=...)"
+    if problem is not None:
+        raise FlexrankError(f"layer {name!r}: {problem}")
+
+
 def _decompose(weight: Tensor, moment: LayerMoment | None, method: Method) -> Factors:
-    if method == "svd":
+    if method == "svd" or moment is None:
         return plain_svd(weight)
-    if moment is None:
-        raise FlexrankError(f"method {method!r} needs moments; call collect_moments first")
-    if method == "paper" and moment.side != "input":
-        raise FlexrankError("method 'paper' needs the input's moment; collect_moments(..., side='input') keeps it")
+    own, gradient = moment.moment.to(weight.device), moment.gradient_moment  # loaded ones are on the CPU
     if method == "paper":
-        return whitened_svd(weight, moment.moment)
-    gradient = None
-    if method == "fisher":
-        if moment.gradient_moment is None:
-            raise FlexrankError("method 'fisher' needs collect_moments(..., gradient_loss=...)")
-        gradient = half_shrunk(moment.gradient_moment)
+        return whitened_svd(weight, own)
+    gradient = half_shrunk(gradient.to(weight.device)) if method == "fisher" and gradient is not None else None
     if moment.side == "input":
-        return data_svd(weight, input_moment=moment.moment, gradient_moment=gradient)
-    return data_svd(weight, output_moment=moment.moment, mean_square=moment.mean_square, gradient_moment=gradient)
+        return data_svd(weight, input_moment=own, gradient_moment=gradient)
+    return data_svd(weight, output_moment=own, mean_square=moment.mean_square, gradient_moment=gradient)

@@ -64,9 +64,38 @@ class Changing(nn.Module):
 def test_every_call_is_read_as_it_was_and_the_rest_of_a_forward_does_not_run() -> None:
     model, batches = Changing(), [torch.ones(2, 4), torch.full((2, 4), 3.0)]
     with States(0) as states:
-        calls = list(Flow(model, batches, ["layer", "last"], states).inputs("layer"))
-    assert [[float(call[0, 0]) for call in one] for one in calls] == [[2, 2], [4, 6]]
-    assert model.ended == 1  # the first batch's forward, which counts the calls
+        flow = Flow(model, batches, ["layer", "last"], states)
+        for ended in (2, 2):  # only the first forward of each batch, which counts the calls of all layers
+            calls = list(flow.inputs("layer"))
+            assert [[float(call[0, 0]) for call in one] for one in calls] == [[2, 2], [4, 6]]
+            assert model.ended == ended
+        list(flow.inputs("last"))
+    assert model.ended == 2
+
+
+class Recurrent(nn.Module):
+    """A layer that runs once for each row of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros(4)
+        for row in x:
+            state = self.cell(state + row)
+        return self.last(state)
+
+
+@torch.no_grad()
+def test_a_batch_has_all_its_calls_however_many_another_has() -> None:
+    model, batches = Recurrent(), [torch.randn(rows, 4) for rows in (2, 5, 1, 5)]
+    with States(0) as states:
+        flow = Flow(model, batches, ["cell", "last"], states)
+        for name in ("cell", "cell", "last", "last"):
+            for batch, calls in zip(batches, flow.inputs(name), strict=True):
+                wanted = read_by(model, batch, name)
+                assert len(calls) == len(wanted) and all(map(torch.equal, calls, wanted))
 
 
 @torch.no_grad()

@@ -98,3 +98,7 @@ def test_a_mask_that_does_not_tell_tokens_is_refused() -> None:
     assert token_mask((torch.ones(2),)) is None
     with pytest.raises(FlexrankError, match=r"attention_mask has shape \(1, 1, 2, 2\)"):
         token_mask({"attention_mask": torch.ones(1, 1, 2, 2)})
+    added = {"attention_mask": torch.tensor([[0.0, 0.0, -1e9]])}
+    with pytest.raises(FlexrankError, match="attention_mask holds values below 0.*; expected 1 for real tokens"):
+        token_mask(added)
+    assert token_mask({"attention_mask": torch.tensor([[1.0, 2.0, 0.0]])}).tolist() == [[True, True, False]]

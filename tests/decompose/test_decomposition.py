@@ -100,6 +100,25 @@ def test_wrong_uses_are_named() -> None:
     assert list(nested_layers(model)) == ["0", "2"]
 
 
+def test_nothing_is_replaced_if_any_layer_is_refused() -> None:
+    """Sides of the three moments: input, output, input; and a weight that is not finite in the last layer."""
+    model = build("perceptron")
+    moments = collect_moments(model, [torch.randn(4, 12)], select_layers(model))
+    with pytest.raises(FlexrankError, match="layer '2': method 'paper' needs the input's moment"):
+        decompose_(model, moments, method="paper")
+    assert not nested_layers_of(model)
+    layers = list(select_layers(model))
+    model.get_submodule(layers[-1]).weight.data[0, 0] = float("inf")
+    for method in ("svd", "datasvd"):
+        with pytest.raises(FlexrankError, match=f"layer '{layers[-1]}': the weight holds values that are not finite"):
+            decompose_(model, moments, method=method)
+        assert not nested_layers_of(model)
+
+
+def nested_layers_of(model: torch.nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, NestedLayer)]
+
+
 def test_a_dead_layer_is_named_by_whitening_only() -> None:
     model = build("perceptron")
     moments = collect_moments(model, [torch.zeros(4, 12)], {"0": model[0]}, side="input")

@@ -16,7 +16,7 @@ from flexrank import processes
 from flexrank.distill import distill_, distillation_evaluator
 from flexrank.distill.objectives import EmbeddingObjective, FeatureObjective, LogitObjective
 from flexrank.errors import FlexrankError
-from flexrank.nn.switch import full_profile, nested_layers, uniform_profile, use_profile
+from flexrank.nn.switch import full_profile, nested_layers, submodel, uniform_profile, use_profile
 from tiny import build, chain_of, nest
 
 RATES = (60, 1e-2, 3)
@@ -293,6 +293,8 @@ def test_wrong_uses_are_named(change: dict, message: str) -> None:
     assert all(layer.sizes is None for layer in nested_layers(good["model"]).values() if "batches" not in change)
     with pytest.raises(FlexrankError, match="model and teacher are one network; the teacher is a copy from before"):
         distill_(teacher=good["model"], **good)
+    with pytest.raises(FlexrankError, match="model and teacher are one network; the teacher is a copy from before"):
+        distill_(teacher=submodel(good["model"], full_profile(good["model"])), **good)
 
 
 class Remembering(nn.Module):

@@ -186,6 +186,31 @@ def test_blocks_that_change_their_input_run_again_on_what_they_were_given() -> N
     assert torch.equal(*trained)
 
 
+def test_a_block_that_draws_random_numbers_goes_back_through_the_same_ones() -> None:
+    """Some models leave their dropout on, whatever their mode."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.dropout(self.layer(x), 0.5)
+
+    def stack() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 16), nn.Sequential(Block(), Block()))
+
+    trained, data = [], [torch.randn(4, 16) for _ in range(2)]
+    for repeats in (False, True):
+        model = nest(stack())
+        profile = {layer: rank // 2 for layer, rank in full_profile(model).items()}
+        torch.manual_seed(1)
+        distill_(model, stack(), data, [profile], steps=1, learning_rate=1e-2, gradient_checkpointing=repeats)
+        trained.append(weights_of(model))
+    assert torch.equal(*trained)
+
+
 def test_a_state_that_lacks_a_part_is_refused(tmp_path: Path) -> None:
     """As a version of torchao would leave it whose states have other parts: all checksums are right."""
     consolidated(nest(wide()), "adamw_8bit", steps=3, checkpoint=tmp_path / "state", checkpoint_every=3)

@@ -303,6 +303,16 @@ def test_logits_of_maps_need_an_objective_of_ones_own() -> None:
         LogitObjective().target(maps, {})
 
 
+def test_logits_of_other_rows_than_the_mask_are_refused_where_it_leaves_some_out() -> None:
+    """As of a model that puts tokens of its own before the text."""
+    logits, mask = torch.randn(2, 6, 3), torch.ones(2, 5, dtype=torch.long)
+    batch = {"input_ids": mask, "attention_mask": mask}
+    assert LogitObjective().target(logits, batch).shape == (12, 3)
+    mask[0, 4] = 0
+    with pytest.raises(FlexrankError, match=r"logits have shape \(2, 6, 3\) and the mask of real tokens \(2, 5\)"):
+        LogitObjective().target(logits, batch)
+
+
 @pytest.mark.parametrize(
     "objective", [EmbeddingObjective(), EmbeddingObjective(1.0), FeatureObjective(), LogitObjective()]
 )

@@ -155,7 +155,8 @@ class _Program:
 @contextlib.contextmanager
 def _quiet_output() -> Iterator[None]:
     """Discards standard output inside the block, because HiGHS 1.12 prints a line to it (its issue 2783)."""
-    sys.stdout.flush()
+    if sys.stdout is not None:  # as it is without a console
+        sys.stdout.flush()
     kept = os.dup(1)
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), 1)

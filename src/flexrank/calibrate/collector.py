@@ -45,7 +45,7 @@ class Collector:
         self._layers, self._with_gradients = layers, with_gradients
         self._groups = {name: group for group in groups for name in group}
         self._read: dict[str, list[Version]] = {}
-        self._outputs: list[tuple[str, GradientEdge]] = []
+        self._outputs: list[tuple[str, GradientEdge, torch.Size]] = []
         self._batch = 0
         self._masks: Sequence[Tensor] = ()
         allocated = {name: moment for group in groups for name, moment in self._allocate(group, side).items()}
@@ -74,7 +74,7 @@ class Collector:
             if not outputs.requires_grad:
                 raise FlexrankError(f"layer {name!r} runs without gradients; exclude it, or leave gradient_loss out")
             # The edge, not the tensor: an in-place activation would change the tensor's value and gradient.
-            self._outputs.append((name, get_gradient_edge(outputs)))
+            self._outputs.append((name, get_gradient_edge(_computed(outputs)), outputs.shape))
         if self._moments[name].side == "output" or name == self._groups[name][0]:
             for part in call_parts(self._layers[name], inputs, outputs, match_mask_layout(self._masks, inputs)):
                 self._add(name, *part)
@@ -107,11 +107,12 @@ class Collector:
 
         Gradients propagate from `result`: a loss, or a tensor at which the loss's gradient is `gradient`.
         """
-        ends: list[Any] = [*(edge for _, edge in self._outputs), *inputs]
+        ends: list[Any] = [*(edge for _, edge, _ in self._outputs), *inputs]
         gradients = torch.autograd.grad(result, ends, gradient, allow_unused=True)
-        for (name, _), gradient in zip(self._outputs, gradients, strict=False):
+        for (name, _, shape), gradient in zip(self._outputs, gradients, strict=False):
             moment = self._moments[name].gradient_moment
             if gradient is not None and moment is not None:  # a layer the loss does not reach has no gradient
+                gradient = gradient.reshape(shape)
                 masks = match_mask_layout(self._masks, gradient)
                 self._sum(name, moment, masked_rows(output_rows(self._layers[name], gradient), masks))
         self._outputs.clear()
@@ -180,6 +181,17 @@ def call_parts(
         yield part, products, some
 
 
+def _computed(outputs: Tensor) -> Tensor:
+    """What a layer has computed, if its outputs are a view of that in another shape: those of a linear layer often are.
+
+    An operation that changes a view in place takes the view's own place in the graph, and no gradient reaches that.
+    """
+    base = outputs._base
+    if base is None or base.numel() != outputs.numel() or base.storage_offset() != outputs.storage_offset():
+        return outputs
+    return base if base.reshape(outputs.shape).stride() == outputs.stride() else outputs
+
+
 def _product(rows: Tensor, weight: Tensor) -> Tensor:
     """Rows (t, n) times the transposed weight (m, n) in float32, strip by strip, so neither is copied in full."""
     product = torch.empty(len(rows), len(weight), dtype=torch.float32, device=rows.device)
@@ -192,13 +204,17 @@ def _product(rows: Tensor, weight: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def calibration_mode(model: nn.Module, device: torch.device, with_gradients: bool) -> Iterator[None]:
-    """Inside the block, the model is in eval mode and full precision; with gradients, no parameter is frozen."""
+    """Inside the block, the model is in eval mode and full precision; with gradients, no parameter is frozen.
+
+    Tensors of `inference_mode` are not made: they do not count the changes that are made to them in place.
+    """
     frozen = [p for p in model.parameters() if with_gradients and p.is_floating_point() and not p.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(True)
     try:
-        with eval_mode(model), full_precision(device), torch.set_grad_enabled(with_gradients):
-            yield
+        with torch.inference_mode(False), eval_mode(model), full_precision(device):
+            with torch.set_grad_enabled(with_gradients):
+                yield
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ class Flow:
         stack = block_stack(model, layers)
         self._stream, self._names = Stream(model, [block for _, block in stack]), [name for name, _ in stack]
         self._next: int | None = None  # the block that reads the hidden states
+        self._layers = {name: model.get_submodule(name) for name in layers}
+        self._counts: dict[tuple[str, int], int] = {}  # of calls, by layer and batch, once they have been counted
         row = some_rows(batches[0], slice(0, 1))  # two outputs are compared
         is_layer = any(name in layers for name in self._names)  # which may be replaced
         if not stack or is_layer or self._stream.obstacle(to_device(row, self._device)):
@@ -35,13 +38,14 @@ class Flow:
         block = next((index for index, one in enumerate(self._names) if name.startswith(f"{one}.")), None)
         if block is not None:
             self._go_to(block)
-        layer, most = self._model.get_submodule(name), 0  # the calls of a forward, once one has been counted
         for number in range(len(self._batches)):
-            calls = list[Tensor]()
+            calls, called, most = list[Tensor](), Counter[str](), self._counts.get((name, number), 0)
             with Hooks() as hooks, contextlib.suppress(Reached):
-                hooks.on_forward({most: layer}, functools.partial(_keep, calls))
+                if not most:  # this forward goes to its end, and counts the calls of all layers
+                    hooks.on_forward(self._layers, lambda one, *_: called.update([one]))  # noqa: B023
+                hooks.on_forward({most: self._layers[name]}, functools.partial(_keep, calls))
                 self._run(block, number)
-            most = most or len(calls)
+            self._counts |= {(one, number): count for one, count in called.items()}
             yield calls
 
     def _go_to(self, block: int) -> None:

@@ -128,6 +128,8 @@ def some_rows(batch: Batch, rows: slice | Tensor) -> Batch:
 def _checked(mask: Tensor, key: str) -> Tensor:
     if mask.ndim != 2:
         raise FlexrankError(f"{key} has shape {tuple(mask.shape)}; expected (batch, tokens)")
+    if mask.is_floating_point() and bool((mask < 0).any()):
+        raise FlexrankError(f"{key} holds values below 0, as one that is added to scores; expected 1 for real tokens")
     return mask.bool()
 
 

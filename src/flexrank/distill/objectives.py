@@ -274,9 +274,12 @@ def _real_rows(values: Tensor, batch: Batch) -> Tensor:
     if values.ndim > 3:
         problem = f"logits have shape {tuple(values.shape)}; they are (B, T, V) or (B, classes)"
         raise FlexrankError(f"{problem}, so give maps an objective of your own")
-    if values.ndim == 3 and mask is not None and values.shape[:2] == mask.shape and not bool(mask.all()):
-        return values[mask.to(values.device)]
-    return values.flatten(0, -2)
+    if values.ndim < 3 or mask is None or bool(mask.all()):
+        return values.flatten(0, -2)
+    if values.shape[:2] != mask.shape:
+        problem = f"logits have shape {tuple(values.shape)} and the mask of real tokens {tuple(mask.shape)}"
+        raise FlexrankError(f"{problem}: give batches without padding, or an objective of your own")
+    return values[mask.to(values.device)]
 
 
 def _last_hidden(output: Any) -> Tensor:

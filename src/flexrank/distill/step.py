@@ -22,7 +22,7 @@ from flexrank.distill.objectives import (
 from flexrank.distill.optimizer import update
 from flexrank.errors import DivergedError, FlexrankError
 from flexrank.nn.elastic import NestedLayer
-from flexrank.nn.sharding import sharded_parameters
+from flexrank.nn.sharding import is_sharded, sharded_parameters
 
 Item = tuple[int | None, Batch]  #: a batch's index in the sequence that repeats it (None without one), and the batch
 
@@ -170,9 +170,13 @@ def loss_scale(value: float, mean_loss: float | None) -> float:
 
 
 def require_other(model: nn.Module, teacher: nn.Module) -> None:
-    """Raises FlexrankError if the model is its own teacher."""
-    if model is teacher:
+    """Raises FlexrankError if the model is its own teacher, or the teacher has factors that are to be trained."""
+    if model is teacher or (not is_sharded(model) and _factor_addresses(model) & _factor_addresses(teacher)):
         raise FlexrankError("model and teacher are one network; the teacher is a copy from before decompose_")
+
+
+def _factor_addresses(model: nn.Module) -> set[int]:
+    return {module.u.data_ptr() for module in model.modules() if isinstance(module, NestedLayer)}
 
 
 def require_finite(value: float, step: int, what: str) -> None:

@@ -177,8 +177,7 @@ def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     def run(*args: Any, **kwargs: Any) -> Any:  # on copies: a block that changes its input in place would do so twice
         return forward(*map(_copied, args), **{name: _copied(value) for name, value in kwargs.items()})
 
-    # A forward draws no random numbers: there is no dropout.
-    return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+    return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=False, **kwargs)
 
 
 def _copied(value: Any) -> Any:

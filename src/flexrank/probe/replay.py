@@ -60,7 +60,8 @@ def _segments(forward: Iterable[Event], blocks: Collection[nn.Module]) -> list[l
 
 def _returned(events: Sequence[Event], once: Collection[nn.Module]) -> tuple[nn.Module, ...]:
     """The outermost of the modules that are called and return within these events, and run once per forward."""
-    done = [module for module, returns in events if returns and module in once and (module, False) in events]
+    called = {module for module, returns in events if not returns}
+    done = [module for module, returns in events if returns and module in once and module in called]
     inner = {child for module in done for child in itertools.islice(module.modules(), 1, None)}
     return tuple(module for module in done if module not in inner)
 

@@ -133,7 +133,7 @@ class Workspace:
         model = load_components(self.directory / "elastic_initial", ranks)
         for tensor in model.state_dict(keep_vars=True).values():  # other buffers keep their dtype, as in `deploy`
             if tensor.is_floating_point():
-                tensor.data = tensor.to(self.device, self.deployed_dtype)
+                tensor.data = tensor.data.to(self.deployed_dtype)
         return model.to(self.device)
 
     @contextlib.contextmanager

@@ -119,6 +119,17 @@ def test_a_file_a_compressed_file_and_a_glob_are_read_too(tmp_path: Path) -> Non
     assert list(open_texts("jsonl", str(place / "d.jsonl.gz"), TOKENIZER).texts()) == TEXTS[100:200]
 
 
+def test_a_line_that_is_no_json_is_found(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    with gzip.open(tmp_path / "b.jsonl.gz", "wt") as file:
+        file.write('{"text": "two"}\n\n{oops\n')
+    with pytest.raises(FlexrankError, match=r"data.path .*b.jsonl.gz, line 3: '\{oops' is no JSON"):
+        list(open_texts("jsonl", str(tmp_path), TOKENIZER).texts())
+    (tmp_path / "c.jsonl").write_text("[1]\n")
+    with pytest.raises(FlexrankError, match=r"data.path .*c.jsonl, line 1: \[1\] is no object"):
+        list(open_texts("jsonl", str(tmp_path / "c.jsonl"), TOKENIZER).texts())
+
+
 def test_columns_are_those_of_the_first_thousand_objects(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     for before, is_found in ((0, True), (999, True), (1000, False)):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from flexrank.distill import distillation_evaluator
 from flexrank.distill.objectives import (
@@ -13,6 +14,7 @@ from flexrank.distill.objectives import (
     FeatureObjective,
     FisherObjective,
     LogitObjective,
+    default_objective,
     objective_for,
 )
 from flexrank.errors import FlexrankError
@@ -301,6 +303,15 @@ def test_logits_of_maps_need_an_objective_of_ones_own() -> None:
         FlexrankError, match=r"logits have shape \(2, 7, 4, 4\); they are \(B, T, V\) or \(B, classes\)"
     ):
         LogitObjective().target(maps, {})
+
+
+def test_a_single_logit_is_no_distribution() -> None:
+    """Of a model that scores or estimates; its divergence would always be 0."""
+    output = SequenceClassifierOutput(logits=torch.randn(4, 1))
+    assert default_objective(output) == FeatureObjective()
+    with pytest.raises(FlexrankError, match="a single logit, which is no distribution; give objective=FeatureObj"):
+        LogitObjective().target(output, {})
+    assert FeatureObjective().target(output, {}).shape == (4, 1)
 
 
 def test_logits_of_other_rows_than_the_mask_are_refused_where_it_leaves_some_out() -> None:

@@ -312,8 +312,8 @@ def test_layers_that_the_evaluation_does_not_reach_are_named(caplog: pytest.LogC
     model = nest(copy.deepcopy(teacher))
     probe_sensitivity(model, distillation_evaluator(teacher, [torch.randn(8, 12)]), num_levels=3)
     assert [one.message for one in caplog.records if one.levelname == "WARNING"] == [
-        "probe: no rank of b changes the evaluation; they get the smallest ranks; if it does not read what they "
-        "compute, or is too coarse, change it"
+        "probe: no rank of b changes the evaluation, so they get the smallest; if nothing reads them, exclude them "
+        "(in a run `layers.exclude`), and otherwise change the evaluation"
     ]
 
 

@@ -138,6 +138,10 @@ def test_a_dry_run_prints_its_figures_and_writes_nothing(written: Path) -> None:
         (["--dry-run", "--set", "architecture=wrong.json"], "hidden_size"),
         (["--dry-run", "--set", "architecture=empty.json"], "Should have a `model_type` key"),
         (["--dry-run", "--set", "architecture=deployed.json"], "already compressed"),
+        (
+            ["--dry-run", "--set", "model=./elastic", "--set", "architecture=null"],
+            "an elastic artefact; name the dense model from which it was made",
+        ),
         (["--dry-run", "--set", "architecture=encoder.json"], "AutoModelForCausalLM has no class for 'dinov3_vit'"),
         (["--dry-run", "--set", "data.max_tokens=65"], "data.max_tokens is 65; this model reads at most 64"),
         (["--dry-run", "--set", "allocation.budgets=[0.01]"], "allocation.budgets: 0.01 is too small"),
@@ -151,6 +155,9 @@ def test_wrong_input_is_one_line_and_exit_2(arguments: list[str], part: str, wri
         "encoder": {"model_type": "dinov3_vit"},
     }.items():  # fmt: skip
         (written.parent / f"{name}.json").write_text(json.dumps(value))
+    (elastic := written.parent / "elastic").mkdir()
+    (elastic / "config.json").write_text(json.dumps(llama))
+    (elastic / "elastic.json").touch()
     assert part in refused("run", written, *arguments)
 
 

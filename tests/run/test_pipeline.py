@@ -379,6 +379,19 @@ def test_each_file_of_a_folder_is_one_running_text(sources: Path, tmp_path: Path
     assert wanted + 7 + 253 - 16 < ids.numel() <= wanted + 7 + 253  # line ends between the lines of a file
 
 
+@pytest.mark.parametrize("lines", [1, 3])
+def test_a_running_text_of_long_lines_is_divided_at_blanks(lines: int, sources: Path, tmp_path: Path) -> None:
+    tokenizer, words = load_tokenizer(sources / "language"), " ".join(TEXT.splitlines() * 4).split(" ")
+    size = -(-len(words) // lines)
+    text = "\n".join(" ".join(words[start : start + size]) for start in range(0, len(words), size))
+    (tmp_path / "long.txt").write_text(text)
+    values = settings(sources / "language", tmp_path / "long.txt", tmp_path)
+    values["data"] |= {"training": 10_000, "max_tokens": 16}
+    samples = load_samples(parse_config(values), tokenizer)
+    count = sum(batch["input_ids"].numel() for batch in samples.training)
+    assert 0.55 * len(text) < count < 0.75 * len(text)  # 65 % by pieces of 4096 characters, each a token
+
+
 def test_the_timed_batch_is_a_full_one(sources: Path, tmp_path: Path) -> None:
     for count, size in ((20, 16), (16, 16), (9, 16)):
         values = settings(sources / "embedding", sources / "text.txt", tmp_path, "embedding")

@@ -15,7 +15,7 @@ from flexrank.cli.printing import show_report
 from flexrank.errors import FlexrankError
 from flexrank.run import cards, report, tables
 from flexrank.run.config import DecompositionConfig
-from tiny_runs import invoke, refused
+from tiny_runs import invoke, refused, rerun
 
 SHAPES = {
     f"encoder.layer.{block}.{name}": {"shape": shape}
@@ -57,6 +57,23 @@ def test_the_table_shows_every_row_before_and_after() -> None:
         "0.5", "16 (50%)", "6.02k", "11.02k", "44.58kB", "0.7500 > 0.9500", "0.3000 > 0.4000", "0.50x",
     ]  # fmt: skip
     assert any(line.strip().startswith("base") and "1.0000" in line for line in lines)
+
+
+def test_a_table_of_an_earlier_state_is_told(copied: Path, caplog: pytest.LogCaptureFixture) -> None:
+    line = "the table is of an earlier state of this run; `flexrank run` makes it again"
+
+    def is_told() -> bool:
+        caplog.clear()
+        assert invoke("report", copied).exit_code == 0
+        return line in caplog.text
+
+    assert not is_told()
+    rerun(copied, "data.evaluation=8", until="evaluate")
+    assert is_told()
+    rerun(copied)
+    assert not is_told()
+    rerun(copied, "distillation.learning_rate=2e-3", until="distill")
+    assert is_told()
 
 
 def test_no_figure_is_cut_on_a_narrow_terminal(

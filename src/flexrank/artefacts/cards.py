@@ -31,7 +31,7 @@ from transformers import {kind}
 
 size = flexrank.FlexRankConfig(budget={budget:g})  # or max_params=…, max_bytes=…
 model = {kind}.from_pretrained("{place}", quantization_config=size)"""
-DEPLOYED_CODE = """import flexrank  # teaches transformers the layers; trust_remote_code=True does it too
+DEPLOYED_CODE = """import flexrank  # teaches transformers the layers; trust_remote_code=True imports it too
 from transformers import {kind}
 
 model = {kind}.from_pretrained("{place}")"""

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import glob
+import gzip
 import itertools
 import json
 import random
@@ -303,8 +304,19 @@ def _json_object(path: str, row: Mapping[str, str]) -> dict[str, Any]:
         text = row["text"].removeprefix(BYTE_ORDER_MARK)
         value = json.loads(text) if text.strip() else {}
     except (ValueError, RecursionError) as error:  # also an integer of too many digits, or too deep a nesting
-        line = f"{short_repr(row['text'])} is no JSON ({error})"
-        raise FlexrankError(f"data.path {path}: {line}; jsonl has one object a line") from error
+        place, line = _place_of(path, row["text"]), f"{short_repr(row['text'])} is no JSON ({error})"
+        raise FlexrankError(f"data.path {place}: {line}; jsonl has one object a line") from error
     if not isinstance(value, dict):
-        raise FlexrankError(f"data.path {path}: {short_repr(value)} is no object; jsonl has one object a line")
+        place, line = _place_of(path, row["text"]), f"{short_repr(value)} is no object"
+        raise FlexrankError(f"data.path {place}: {line}; jsonl has one object a line")
     return value
+
+
+def _place_of(path: str, text: str) -> str:
+    """The file and the line of this text in a corpus of JSON lines."""
+    for file in corpus_files("jsonl", path):
+        with gzip.open(file, "rt", encoding="utf8") if file.endswith(".gz") else open(file, encoding="utf8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.rstrip("\n") == text:
+                    return f"{file}, line {number}"
+    return path

@@ -105,6 +105,8 @@ def require_format(format: str) -> None:
 
 def _require_deployed(directory: str | Path) -> None:
     artefact = inspect_artefact(directory)
+    if artefact["kind"] == PROGRAM_KIND:
+        raise FlexrankError(f"{directory}: an export to {artefact['to']}; export the deployed size it was made from")
     if artefact["kind"] != KIND:
         mend = "write one of its sizes with `flexrank deploy`, or `fr.export`"
         raise FlexrankError(f"{directory}: an elastic artefact with all sizes; {mend}, and export that")

@@ -253,8 +253,9 @@ def _is_setting(value: Any) -> bool:
 
 
 def default_objective(output: Any) -> Objective:
-    """The objective that fits a model's output: divergence if it has logits, otherwise relative error of features."""
-    return FeatureObjective() if getattr(output, "logits", None) is None else LogitObjective()
+    """The objective that fits a model's output: divergence of several logits, otherwise relative error of features."""
+    logits = getattr(output, "logits", None)
+    return FeatureObjective() if logits is None or logits.shape[-1] == 1 else LogitObjective()
 
 
 def _embeddings(hidden: Tensor, mask: Tensor | None) -> Tensor:
@@ -274,6 +275,8 @@ def _real_rows(values: Tensor, batch: Batch) -> Tensor:
     if values.ndim > 3:
         problem = f"logits have shape {tuple(values.shape)}; they are (B, T, V) or (B, classes)"
         raise FlexrankError(f"{problem}, so give maps an objective of your own")
+    if values.shape[-1] == 1:
+        raise FlexrankError("the model has a single logit, which is no distribution; give objective=FeatureObjective()")
     if values.ndim < 3 or mask is None or bool(mask.all()):
         return values.flatten(0, -2)
     if values.shape[:2] != mask.shape:

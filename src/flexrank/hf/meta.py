@@ -78,5 +78,7 @@ def _config_of(name: str | Path, architecture: str | Path | None) -> Any:
                 raise
             mend = "and a dry run downloads nothing; name a config.json with the key architecture"
             raise FlexrankError(f"model {str(name)!r}: its config is not on this machine, {mend}") from error
+    if (Path(source) / "elastic.json").is_file():
+        raise FlexrankError(f"model {str(name)!r}: an elastic artefact; name the dense model from which it was made")
     require_dense(config, source)
     return config

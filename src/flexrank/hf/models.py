@@ -90,7 +90,8 @@ def load_model(
         raise FlexrankError(f"task {task!r} is unknown; it is one of {', '.join(TASKS)}")
     verify_export(source)
     if (Path(source) / "elastic.json").is_file():
-        raise FlexrankError(f"model {str(name)!r}: an elastic artefact; read it with load_elastic")
+        right = "name the dense model from which it was made, or read it with load_elastic"
+        raise FlexrankError(f"model {str(name)!r}: an elastic artefact; {right}")
     with clear_errors(str(name), source), quiet_loading():
         config = transformers.AutoConfig.from_pretrained(source)
         if only_dense:

@@ -113,8 +113,8 @@ def _require_repeatable(baseline: float, again: float) -> None:
 def _warn_of_unread(names: Sequence[str]) -> None:
     if names:
         listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        right = "they get the smallest ranks; if it does not read what they compute, or is too coarse, change it"
-        log.warning("probe: no rank of %s changes the evaluation; %s", listed, right)
+        right = "if nothing reads them, exclude them (in a run `layers.exclude`), and otherwise change the evaluation"
+        log.warning("probe: no rank of %s changes the evaluation, so they get the smallest; %s", listed, right)
 
 
 def _probe_layers(

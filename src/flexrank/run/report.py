@@ -78,7 +78,9 @@ def table_cells(summary: Summary) -> tuple[list[str], list[list[str]]]:
     base = summary["base"]
     names = list(base["quality"])
     header = ["budget", "mean rank", "params, layers", "params, model", "on disk", *names, "latency"]
-    rows = [["base", *_sizes(base), *(f"{base['quality'][name]:.4f}" for name in names), "1.00x"]]
+    is_timed = any(row["latency_ratio"] is not None for row in summary["rows"])
+    own = [f"{base['quality'][name]:.4f}" for name in names]
+    rows = [["base", *_sizes(base), *own, "1.00x" if is_timed else "-"]]
     for row in summary["rows"]:
         qualities = [_change(row.get("quality_before"), row["quality"], name) for name in names]
         ratio = row["latency_ratio"]
@@ -88,9 +90,9 @@ def table_cells(summary: Summary) -> tuple[list[str], list[list[str]]]:
 
 def note(summary: Summary) -> str:
     """One line that says what the table's columns mean."""
-    parts = ["budget: deployed over dense parameters of the factorised layers"]
+    parts = ["budget: deployed over dense parameters of the factorised layers; bytes: in the deployed dtype"]
     if any(row.get("quality_before") for row in summary["rows"]):
-        parts.append("qualities: before > after consolidation, in the deployed dtype")
+        parts.append("qualities: before > after consolidation, in that dtype, and the base model's in its own")
     if any(row["latency_ratio"] is not None for row in summary["rows"]):
         parts.append("latency: median time over the base's, run in turn on one batch")
     return "; ".join(parts) + "."

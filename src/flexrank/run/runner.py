@@ -21,7 +21,7 @@ from flexrank.profiles.costs import full_ranks
 from flexrank.run import stages
 from flexrank.run.candidates import rank_constraints
 from flexrank.run.cards import write_card
-from flexrank.run.config import DistillationConfig, RunConfig
+from flexrank.run.config import DistillationConfig, RunConfig, load_config
 from flexrank.run.directory import RunDirectory, code_digest, data_identity, fingerprint, model_identity, texts_identity
 from flexrank.run.sizes import Sizes, export_size
 from flexrank.run.workspace import Workspace
@@ -201,6 +201,8 @@ def export_one(
         exported = {**limits, **export_size(sizes, sizes.deployed(profile), profile, place), **qualities}
         if checkpoint is not None:
             shutil.rmtree(checkpoint)
+            with contextlib.suppress(OSError):  # others that were interrupted may be there
+                checkpoint.parent.rmdir()
         if is_reported:
             write_card(place, read_json(work.directory / "summary.json"), exported, tune, refit)
         return exported
@@ -223,6 +225,22 @@ def fingerprints(config: RunConfig, source: str, codes: Mapping[str, str] = {}) 
         code = codes.get(stage.name) or stage.code
         prints[stage.name] = fingerprint(stage.name, config, stage.keys, needs, code, read.get(stage.name))
     return prints
+
+
+def warn_of_old_report(path: Path) -> None:
+    """Warns if stages of a run that its summary was made from have run again since with other settings."""
+    directory = RunDirectory(path)
+    if not (path / "stages").is_dir():  # the summary alone
+        return
+    config, codes = load_config(path), directory.codes()
+    read = {"evaluate_initial": bool(config.distillation.steps)}
+    for stage in STAGES[stage_names().index("slack") :]:
+        needs = [directory.fingerprint_of(name) or "" for name in stage.needs]
+        code = codes.get(stage.name) or stage.code
+        wanted = fingerprint(stage.name, config, stage.keys, needs, code, read.get(stage.name))
+        if directory.fingerprint_of(stage.name) != wanted:
+            log.warning("%s: the table is of an earlier state of this run; `flexrank run` makes it again", path)
+            return
 
 
 def _codes_as_trained(

@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import logging
 import random
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -36,6 +37,8 @@ from flexrank.run.data_config import IN_MEMORY
 
 # A separator that no text contains, so that a file is read as one text.
 NO_SEPARATOR = "\0"
+#: What a running text is divided into: lines, and long ones at a blank.
+PIECE = re.compile(r"[^\n]{0,4096}[^\s]*\s?")
 #: Texts of a stream that are read together when training keeps their order.
 UNSHUFFLED = 64
 log = logging.getLogger("flexrank")
@@ -224,7 +227,8 @@ def _split_texts(
     parts = [_running_texts(part) for part in parts] if is_running else _without_repeats(*parts)
     for name, part in zip(SPLITS, parts, strict=True):
         if not part:
-            raise FlexrankError(f"{path}: has {len(pieces)} texts, none is left for {name}; give more, or a separator")
+            found = f"{len(pieces)} {'lines' if is_running else 'texts'}"
+            raise FlexrankError(f"{path}: has {found}, none is left for {name}; give more, or a separator")
         if not is_running:
             random.Random(config.seed).shuffle(part)
     calibration, training, evaluation = parts
@@ -255,15 +259,14 @@ def _split_stream(config: RunConfig, tokenizer: Tokenizer) -> tuple[list[str], T
 
 
 def _read_pieces(config: RunConfig, path: str, is_running: bool, apart: str | None = None) -> list[str]:
-    """The texts of all files but `apart`; of running texts, their lines, with NO_SEPARATOR between files."""
+    """The texts of all files but `apart`; of running texts, pieces of them joined by NO_SEPARATOR."""
     texts = read_texts(path, NO_SEPARATOR if is_running else config.data.separator or "\n", apart)
-    return f"\n{NO_SEPARATOR}\n".join(texts).split("\n") if is_running else texts
+    return [piece for piece in PIECE.findall(f"\n{NO_SEPARATOR}".join(texts)) if piece] if is_running else texts
 
 
-def _running_texts(lines: Sequence[str]) -> list[str]:
-    """The texts, one of each file, that these lines of `_read_pieces` are part of."""
-    texts = "\n".join(lines).split(NO_SEPARATOR)
-    return [text.removeprefix("\n").removesuffix("\n") for text in texts if text.strip()]
+def _running_texts(pieces: Sequence[str]) -> list[str]:
+    """The texts, one of each file, that these pieces of `_read_pieces` are part of."""
+    return [text.removesuffix("\n") for text in "".join(pieces).split(NO_SEPARATOR) if text.strip()]
 
 
 def _shuffled(count: int, seed: int) -> Tensor:

@@ -60,12 +60,9 @@ def count_memory(architecture: Architecture, config: RunConfig, count: int = 1) 
         "replayed": replayed_bytes(architecture, config),
         "outputs": output * (size + file_size),
     }
-    trained = trained_part(architecture, config)
+    trained, training = trained_part(architecture, config), step_bytes(architecture, config, count)
     both = {"teacher": teacher, "outputs": output * (size + file_size)}
     judged = {"teacher": teacher, "outputs": CHECKED * output * size}
-    training = {"teacher": teacher, **training_bytes(architecture, trained, config, count)}
-    if config.distillation.sharded and count > 1:
-        training |= sharded_bytes(architecture, trained, training, config, count)
     held = {part: training[part] for part in ("teacher", "student", "gathered") if part in training}
     checked = both | held | {"targets": probe["targets"]}
     stages = {
@@ -73,11 +70,21 @@ def count_memory(architecture: Architecture, config: RunConfig, count: int = 1) 
         | buffers,
         "decomposition": {"student": weights, "moments": moments, "factors": factors} | buffers,
         "probe": {} if config.probe.method == "curvature" else probe,
-        "consolidation": peak(training, checked),
+        "consolidation": peak(training, checked) if config.distillation.steps else {},
         "evaluation": peak(*(judged | one for one in evaluated_bytes(architecture, trained, config))),
         "deployment": peak(judged, *deployment_bytes(architecture, config)),
     }
     return {stage: parts | {"all": sum(parts.values())} for stage, parts in stages.items()}
+
+
+def step_bytes(architecture: Architecture, config: RunConfig, count: int) -> dict[str, int]:
+    """What a step of consolidation holds, in each of `count` processes."""
+    trained = trained_part(architecture, config)
+    teacher = tensor_bytes(architecture.teacher, architecture.file_dtype)
+    training = {"teacher": teacher, **training_bytes(architecture, trained, config, count)}
+    if config.distillation.sharded and count > 1:
+        training |= sharded_bytes(architecture, trained, training, config, count)
+    return training
 
 
 def buffer_bytes(architecture: Architecture, config: RunConfig) -> dict[str, int]:

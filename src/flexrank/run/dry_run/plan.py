@@ -24,7 +24,7 @@ from flexrank.run.config import RunConfig
 from flexrank.run.dry_run import operations
 from flexrank.run.dry_run.architecture import Architecture
 from flexrank.run.dry_run.devices import Device
-from flexrank.run.dry_run.memory import tensor_bytes
+from flexrank.run.dry_run.memory import step_bytes, tensor_bytes
 from flexrank.run.dry_run.moments import moment_bytes
 from flexrank.run.tables import ordered_layers, split_block
 
@@ -76,7 +76,7 @@ def plan_run(
     """
     if count > 1 and device.link is None:
         raise FlexrankError(f"device {device.name!r} has no speed of a link between devices; set its link, or --gpus 1")
-    works = stage_works(architecture, config, memory, device, count)
+    works = stage_works(architecture, config, device, count)
     hours = {stage: work.seconds(device) / 3600 for stage, work in works.items()}
     tokens_per_second = tokens / hours["consolidation"] / 3600 if tokens else None
 
@@ -116,15 +116,14 @@ def plan_notes(plan: Mapping[str, Any]) -> list[str]:
     return notes
 
 
-def stage_works(
-    architecture: Architecture, config: RunConfig, memory: Mapping[str, Mapping[str, int]], device: Device, count: int
-) -> dict[str, Work]:
+def stage_works(architecture: Architecture, config: RunConfig, device: Device, count: int) -> dict[str, Work]:
     """What a process does in each stage whose operations are counted; arguments as for `plan_run`."""
-    own, settings, held = busiest_process_config(config, count), config.distillation, memory["consolidation"]
+    own, settings = busiest_process_config(config, count), config.distillation
+    step = step_bytes(architecture, own, count)
     base = tensor_bytes(architecture.teacher, architecture.file_dtype)
     elastic = tensor_bytes(architecture.student)
     moments = reduced_bytes(sum(moment_bytes(architecture, config).values()), count)
-    saved = math.ceil(settings.steps / settings.checkpoint_every) * (held["gradients"] + held["optimizer"])
+    saved = math.ceil(settings.steps / settings.checkpoint_every) * (step["gradients"] + step["optimizer"])
     exchanged = settings.steps * exchanged_bytes(architecture, config, count)
     probe, dtype = operations.probe(architecture, config) / count, training_dtype(config, device)
     return {

@@ -41,19 +41,21 @@ less than .02 and on ResNet-20 by up to .035; figures show each size where it is
 two allocations, from a sensitivity table of the method's own factors (for PIFA, of the factors that it starts from).
 *nested* says whether each size is a prefix of all larger ones, so one artefact holds them all. Times are wall times,
 each measured once. DRONE, SVD-LLM and DataSVD share one optimum, so with equal ranks their lines coincide. MiniLM's
-retrieval (*mrr*) says nothing, here or below, because nearly every method finds each sentence's pair among so few.
+retrieval among STS sentences (*mrr*) says nothing, because nearly every method finds each sentence's pair among so few;
+*docstring mrr*, with training, is of 128 pairs of docstrings' parts.
 
 **Trained.** All methods see the same number of training tokens in total; a method that trains each size separately
 splits them among its sizes. At equal training time, each method gets the number of steps that fits into flexrank's
-training time, by its own speed at equal tokens. *At its best*, each size that is trained separately has all the steps.
+training time, by its own speed at equal tokens. *At its best* (stories260k), each size that is trained separately has
+all the steps.
 Times are process times. The probe, which chooses ranks once and does not grow with training, has its own column. Each
 method gets four learning rates, tried on the tuning half, and up to six more while the best one is at an edge. Each
 method runs in a process of its own, whose time and peak memory are shown. The trainings are short, 160 to 320 steps,
 which favours methods that start from a good decomposition. ACIP has 96 to 192 of them to learn an order of singular
 values, and one set of adapters for all sizes: at .9 on pycode5m and stories260k it is behind plain SVD. Only
-stories260k has been measured since MatFormer keeps heads longer, LayerSkip skips blocks by sample, DRONE fills its
-budgets, and more than two further rates are tried: on the other models these rivals are weaker than they can be
-(docs/log.md).
+stories260k, and with training MiniLM, have been measured since MatFormer keeps heads longer, LayerSkip skips blocks by
+sample, DRONE fills its budgets, and more than two further rates are tried: in the other tables these rivals are weaker
+than they can be (docs/log.md).
 
 **Where flexrank is behind, and why.** LEMS weighs outputs by the loss's gradients, DataSVD weighs activations alone;
 flexrank's default, `fisher`, adopts that idea and is close to LEMS, ahead at some sizes and behind at others. PIFA and

@@ -15,6 +15,7 @@ from flexrank.cli.deploying import sibling_path
 from tiny_runs import invoke, refused, summary_of
 
 
+@pytest.mark.usefixtures("verified_here")
 def test_a_size_comes_of_an_elastic_artefact_without_its_run(copied: Path, tmp_path: Path) -> None:
     """Oracle: the artefact's own components at the profile of the budget."""
     elastic, small = tmp_path / "elastic", tmp_path / "small"

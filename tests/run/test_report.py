@@ -59,6 +59,7 @@ def test_the_table_shows_every_row_before_and_after() -> None:
     assert any(line.strip().startswith("base") and "1.0000" in line for line in lines)
 
 
+@pytest.mark.usefixtures("verified_here")
 def test_a_table_of_an_earlier_state_is_told(copied: Path, caplog: pytest.LogCaptureFixture) -> None:
     line = "the table is of an earlier state of this run; `flexrank run` makes it again"
 

@@ -94,6 +94,7 @@ def test_without_consolidation_or_latency_the_table_says_neither() -> None:
         row["quality_before"] = row["latency_ratio"] = None
     _, rows = report.table_cells(value)
     assert rows[1][-3:] == ["0.9750", "0.4000", "-"]
+    assert rows[0][-1] == "-" and report.table_cells(summary())[1][0][-1] == "1.00x"
     assert "consolidation" not in report.note(value) and "latency" not in report.note(value)
 
 

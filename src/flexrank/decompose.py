@@ -196,12 +196,15 @@ def _require_usable(model: nn.Module, name: str, moment: LayerMoment | None, met
 
 
 def _decompose(weight: Tensor, moment: LayerMoment | None, method: Method) -> Factors:
-    if method == "svd" or moment is None:
+    if method == "svd":
         return plain_svd(weight)
-    own, gradient = moment.moment.to(weight.device), moment.gradient_moment  # loaded ones are on the CPU
+    assert moment is not None  # `_require_usable`
+    own, gradient = moment.moment.to(weight.device), None  # one of a file is on the CPU
     if method == "paper":
         return whitened_svd(weight, own)
-    gradient = half_shrunk(gradient.to(weight.device)) if method == "fisher" and gradient is not None else None
+    if method == "fisher":
+        assert moment.gradient_moment is not None
+        gradient = half_shrunk(moment.gradient_moment.to(weight.device))
     if moment.side == "input":
         return data_svd(weight, input_moment=own, gradient_moment=gradient)
     return data_svd(weight, output_moment=own, mean_square=moment.mean_square, gradient_moment=gradient)

@@ -260,6 +260,8 @@ def test_a_classifier_that_knows_no_padding_is_cut_and_checked_on_one_text(pad, 
     assert inspect_artefact(tmp_path / "small")["kind"] == "deployed"
     assert len(runtimes.sample_inputs(model, 2, 8)["input_ids"]) == (1 if pad is None else 2)
     export_to(tmp_path / "small", "dense", tmp_path / "dense")
+    with pytest.raises(FlexrankError, match="an export to dense; export the deployed size it was made from"):
+        export_to(tmp_path / "dense", "torch", tmp_path / "out")
 
 
 def test_an_export_takes_any_card_and_any_distribution_of_its_runtime(tmp_path, monkeypatch):

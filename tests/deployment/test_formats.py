@@ -286,10 +286,6 @@ def test_a_model_of_torch_and_an_encoder_decoder_are_named(tmp_path: Path) -> No
     save_deployed(tiny.deployed("perceptron"), tmp_path / "small", factory="tiny:perceptron")
     with pytest.raises(FlexrankError, match="holds a Sequential of torch"):
         export_to(tmp_path / "small", "dense", tmp_path / "out")
-    fr.export(tiny.deployed("llama_tied"), tmp_path / "llama", tiny.token_batch())
-    export_to(tmp_path / "llama", "dense", tmp_path / "dense")
-    with pytest.raises(FlexrankError, match="an export to dense; export the deployed size it was made from"):
-        export_to(tmp_path / "dense", "onnx", tmp_path / "out")
     sizes = {"d_model": 8, "d_ff": 8, "d_kv": 4, "num_layers": 1, "num_heads": 2, "vocab_size": 9}
     model = T5ForConditionalGeneration(T5Config(**sizes))
     with pytest.raises(

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
-from transformers.modeling_outputs import SequenceClassifierOutput
 
 from flexrank.distill import distillation_evaluator
 from flexrank.distill.objectives import (
@@ -14,7 +13,6 @@ from flexrank.distill.objectives import (
     FeatureObjective,
     FisherObjective,
     LogitObjective,
-    default_objective,
     objective_for,
 )
 from flexrank.errors import FlexrankError
@@ -303,25 +301,6 @@ def test_logits_of_maps_need_an_objective_of_ones_own() -> None:
         FlexrankError, match=r"logits have shape \(2, 7, 4, 4\); they are \(B, T, V\) or \(B, classes\)"
     ):
         LogitObjective().target(maps, {})
-
-
-def test_a_single_logit_is_no_distribution() -> None:
-    """Of a model that scores or estimates; its divergence would always be 0."""
-    output = SequenceClassifierOutput(logits=torch.randn(4, 1))
-    assert default_objective(output) == FeatureObjective()
-    with pytest.raises(FlexrankError, match="a single logit, which is no distribution; give objective=FeatureObj"):
-        LogitObjective().target(output, {})
-    assert FeatureObjective().target(output, {}).shape == (4, 1)
-
-
-def test_logits_of_other_rows_than_the_mask_are_refused_where_it_leaves_some_out() -> None:
-    """As of a model that puts tokens of its own before the text."""
-    logits, mask = torch.randn(2, 6, 3), torch.ones(2, 5, dtype=torch.long)
-    batch = {"input_ids": mask, "attention_mask": mask}
-    assert LogitObjective().target(logits, batch).shape == (12, 3)
-    mask[0, 4] = 0
-    with pytest.raises(FlexrankError, match=r"logits have shape \(2, 6, 3\) and the mask of real tokens \(2, 5\)"):
-        LogitObjective().target(logits, batch)
 
 
 @pytest.mark.parametrize(

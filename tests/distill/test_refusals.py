@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 from trainings import SMALL, batches, weights_of
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from flexrank.distill import distill_, distillation_evaluator
-from flexrank.distill.objectives import FeatureObjective, LogitObjective
+from flexrank.distill.objectives import FeatureObjective, LogitObjective, default_objective
 from flexrank.errors import FlexrankError
 from flexrank.nn.switch import full_profile, nested_layers
 from tiny import build, nest
@@ -99,3 +100,22 @@ def test_what_was_trained_until_a_call_failed_stays() -> None:
     distill_(other, build("perceptron"), batches("perceptron"), [SMALL], steps=3)
     assert all(layer.sizes is not None for layer in nested_layers(model).values())
     assert len(weights_of(model)) == len(weights_of(other)) and not torch.equal(weights_of(model), weights_of(other))
+
+
+def test_a_single_logit_is_no_distribution() -> None:
+    """Of a model that scores or estimates; its divergence would always be 0."""
+    output = SequenceClassifierOutput(logits=torch.randn(4, 1))
+    assert default_objective(output) == FeatureObjective()
+    with pytest.raises(FlexrankError, match="a single logit, which is no distribution; give objective=FeatureObj"):
+        LogitObjective().target(output, {})
+    assert FeatureObjective().target(output, {}).shape == (4, 1)
+
+
+def test_logits_of_other_rows_than_the_mask_are_refused_where_it_leaves_some_out() -> None:
+    """As of a model that puts tokens of its own before the text."""
+    logits, mask = torch.randn(2, 6, 3), torch.ones(2, 5, dtype=torch.long)
+    batch = {"input_ids": mask, "attention_mask": mask}
+    assert LogitObjective().target(logits, batch).shape == (12, 3)
+    mask[0, 4] = 0
+    with pytest.raises(FlexrankError, match=r"logits have shape \(2, 6, 3\) and the mask of real tokens \(2, 5\)"):
+        LogitObjective().target(logits, batch)

@@ -26,7 +26,6 @@ from flexrank.profiles import SlackTable
 from flexrank.profiles.costs import SLACK_SHARE
 from flexrank.run.dry_run import dry_run, operations
 from flexrank.run.dry_run.architecture import build_architecture
-from flexrank.run.dry_run.devices import GPUS
 from flexrank.run.dry_run.memory import count_memory, decomposed_bytes, tensor_bytes, trained_part
 from flexrank.run.dry_run.moments import moment_bytes
 from tiny import nest
@@ -97,24 +96,6 @@ def test_calibration_takes_moments_or_the_two_outputs_that_are_compared(tmp_path
     for outputs, key, size in ((most - 1, "moments", moments), (most + 1, "outputs", 8 * (most + 1))):
         memory = count_memory(dataclasses.replace(architecture, outputs=outputs), config)["calibration"]
         assert memory[key] == size and memory["all"] == memory["student"] + size
-
-
-@pytest.mark.parametrize(
-    ("device", "gpu", "is_here", "is_counted"),
-    [
-        ("cpu", None, True, True),
-        ("auto", None, False, True),
-        ("auto", None, True, False),
-        ("auto", "h100", False, False),
-        ("cuda", None, False, False),
-    ],
-)
-def test_the_buffers_of_a_host_are_counted_where_it_computes(
-    device: str, gpu: str | None, is_here: bool, is_counted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_here)
-    counted = dry_run(config_of(tiny.llama_tied, tmp_path, device=device), device=GPUS[gpu] if gpu else None)
-    assert ("buffers" in counted["memory"]["calibration"]) == is_counted
 
 
 def test_memory_is_what_real_training_holds(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The dry run's operations against those that torch counts."""
+"""The dry run's operations against those that torch counts, and what is counted on which device."""
 
 import functools
 import math
@@ -26,6 +26,7 @@ from flexrank.probe import probe_sensitivity
 from flexrank.profiles.costs import rank_levels
 from flexrank.run.dry_run import dry_run, operations
 from flexrank.run.dry_run.architecture import build_architecture
+from flexrank.run.dry_run.devices import GPUS
 from tiny import nest
 from tiny_dry_runs import BATCH, LENGTH, Build, batch_of, config_of, flops, real, uniform
 
@@ -216,3 +217,31 @@ def test_the_chain_of_another_model_is_not_counted_with(width: int, inner: int, 
     without = dry_run(config)
     write_json(tmp_path / "run" / "chain.json", chain.to_json())
     assert (dry_run(config) == without) == ((width, inner) != (32, 48))
+
+
+@pytest.mark.parametrize(
+    ("device", "gpu", "is_here", "is_counted"),
+    [
+        ("cpu", None, True, True),
+        ("auto", None, False, True),
+        ("auto", None, True, False),
+        ("auto", "h100", False, False),
+        ("cuda", None, False, False),
+    ],
+)
+def test_the_buffers_of_a_host_are_counted_where_it_computes(
+    device: str, gpu: str | None, is_here: bool, is_counted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_here)
+    counted = dry_run(config_of(tiny.llama_tied, tmp_path, device=device), device=GPUS[gpu] if gpu else None)
+    assert ("buffers" in counted["memory"]["calibration"]) == is_counted
+
+
+def test_checkpoints_are_counted_whatever_takes_most_memory(tmp_path: Path) -> None:
+    """With large batches outside training the check of losses takes more than a step, which has what is saved."""
+    config = config_of(tiny.llama_tied, tmp_path, distillation={"steps": 3, "checkpoint_every": 2})
+    large = config.model_copy(update={"data": config.data.model_copy(update={"batch_size": 5000})})
+    held = [dry_run(one)["memory"]["consolidation"] for one in (config, large)]
+    assert ["gradients" in one for one in held] == [True, False] and held[1]["all"] > held[0]["all"]
+    works = [dry_run(one, device=GPUS["h100"])["plan"]["stages"]["consolidation"]["work"] for one in (config, large)]
+    assert works[0]["disk_bytes"] == works[1]["disk_bytes"]

@@ -42,7 +42,7 @@ class Flow:
             calls, called, most = list[Tensor](), Counter[str](), self._counts.get((name, number), 0)
             with Hooks() as hooks, contextlib.suppress(Reached):
                 if not most:  # this forward goes to its end, and counts the calls of all layers
-                    hooks.on_forward(self._layers, lambda one, *_: called.update([one]))  # noqa: B023
+                    hooks.on_forward(self._layers, functools.partial(_count, called))
                 hooks.on_forward({most: self._layers[name]}, functools.partial(_keep, calls))
                 self._run(block, number)
             self._counts |= {(one, number): count for one, count in called.items()}
@@ -63,6 +63,10 @@ class Flow:
         if block is None:
             return call_model(self._model, batch)
         return self._stream.run_block(block, batch, self._states[self, number].to(self._device, copy=True))
+
+
+def _count(called: Counter[str], name: str, *_: Tensor) -> None:
+    called[name] += 1
 
 
 def _keep(calls: list[Tensor], most: int, inputs: Tensor, _: Tensor) -> None:

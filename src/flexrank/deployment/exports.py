@@ -54,7 +54,7 @@ def export(
     small = unwrapped(small)
     require_merged(small)
     require_in_memory(small)
-    library = models.library_of(small) if factory is None else "torch"
+    library = models.library_of(small)
     if library == "torch" and factory is None:
         raise FlexrankError(f"export of a {type(small).__name__} needs factory=, 'package.module:function'")
     expected = _outputs(small, inputs)

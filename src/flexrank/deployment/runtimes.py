@@ -104,7 +104,7 @@ def sample_inputs(model: Any, rows: int, tokens: int, seed: int = 0) -> Inputs:
         shape = (rows, (tokens + 1) // 2)
         inputs["decoder_input_ids"] = torch.randint(text.vocab_size, shape, generator=generator, device="cpu")
     if "pixel_values" in inspect.signature(model.forward).parameters and not model.can_generate():
-        inputs |= _sample_images(model, model.config.vision_config, rows, generator)
+        inputs |= _sample_images(model, getattr(model.config, "vision_config", model.config), rows, generator)
     return inputs
 
 

@@ -221,10 +221,16 @@ def fingerprints(config: RunConfig, source: str, codes: Mapping[str, str] = {}) 
     read = {"decompose": sources, "probe": probed, "evaluate_initial": bool(config.distillation.steps)}
     prints = dict[str, str]()
     for stage in STAGES:
-        needs = [prints[name] for name in stage.needs]
-        code = codes.get(stage.name) or stage.code
-        prints[stage.name] = fingerprint(stage.name, config, stage.keys, needs, code, read.get(stage.name))
+        prints[stage.name] = _fingerprint(stage, config, prints, codes, read.get(stage.name))
     return prints
+
+
+def _fingerprint(
+    stage: Stage, config: RunConfig, prints: Mapping[str, str | None], codes: Mapping[str, str], read: Any
+) -> str:
+    """A stage's fingerprint from those of the stages that it needs."""
+    needs = [prints[name] or "" for name in stage.needs]
+    return fingerprint(stage.name, config, stage.keys, needs, codes.get(stage.name) or stage.code, read)
 
 
 def warn_of_old_report(path: Path) -> None:
@@ -233,12 +239,9 @@ def warn_of_old_report(path: Path) -> None:
     if not (path / "stages").is_dir():  # the summary alone
         return
     config, codes = load_config(path), directory.codes()
-    read = {"evaluate_initial": bool(config.distillation.steps)}
-    for stage in STAGES[stage_names().index("slack") :]:
-        needs = [directory.fingerprint_of(name) or "" for name in stage.needs]
-        code = codes.get(stage.name) or stage.code
-        wanted = fingerprint(stage.name, config, stage.keys, needs, code, read.get(stage.name))
-        if directory.fingerprint_of(stage.name) != wanted:
+    prints = {name: directory.fingerprint_of(name) for name in stage_names()}
+    for stage in (one for one in STAGES if one.name in ("slack", "evaluate", "deploy", "report")):
+        if prints[stage.name] != _fingerprint(stage, config, prints, codes, None):
             log.warning("%s: the table is of an earlier state of this run; `flexrank run` makes it again", path)
             return
 

@@ -60,7 +60,8 @@ def count_memory(architecture: Architecture, config: RunConfig, count: int = 1) 
         "replayed": replayed_bytes(architecture, config),
         "outputs": output * (size + file_size),
     }
-    trained, training = trained_part(architecture, config), step_bytes(architecture, config, count)
+    trained = trained_part(architecture, config)
+    training = step_bytes(architecture, trained, config, count)
     both = {"teacher": teacher, "outputs": output * (size + file_size)}
     judged = {"teacher": teacher, "outputs": CHECKED * output * size}
     held = {part: training[part] for part in ("teacher", "student", "gathered") if part in training}
@@ -77,9 +78,8 @@ def count_memory(architecture: Architecture, config: RunConfig, count: int = 1) 
     return {stage: parts | {"all": sum(parts.values())} for stage, parts in stages.items()}
 
 
-def step_bytes(architecture: Architecture, config: RunConfig, count: int) -> dict[str, int]:
-    """What a step of consolidation holds, in each of `count` processes."""
-    trained = trained_part(architecture, config)
+def step_bytes(architecture: Architecture, trained: Any, config: RunConfig, count: int) -> dict[str, int]:
+    """What a step of consolidation holds, in each of `count` processes; `trained` is the `trained_part`."""
     teacher = tensor_bytes(architecture.teacher, architecture.file_dtype)
     training = {"teacher": teacher, **training_bytes(architecture, trained, config, count)}
     if config.distillation.sharded and count > 1:

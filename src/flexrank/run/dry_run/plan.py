@@ -24,7 +24,7 @@ from flexrank.run.config import RunConfig
 from flexrank.run.dry_run import operations
 from flexrank.run.dry_run.architecture import Architecture
 from flexrank.run.dry_run.devices import Device
-from flexrank.run.dry_run.memory import step_bytes, tensor_bytes
+from flexrank.run.dry_run.memory import step_bytes, tensor_bytes, trained_part
 from flexrank.run.dry_run.moments import moment_bytes
 from flexrank.run.tables import ordered_layers, split_block
 
@@ -119,7 +119,7 @@ def plan_notes(plan: Mapping[str, Any]) -> list[str]:
 def stage_works(architecture: Architecture, config: RunConfig, device: Device, count: int) -> dict[str, Work]:
     """What a process does in each stage whose operations are counted; arguments as for `plan_run`."""
     own, settings = busiest_process_config(config, count), config.distillation
-    step = step_bytes(architecture, own, count)
+    step = step_bytes(architecture, trained_part(architecture, own), own, count)
     base = tensor_bytes(architecture.teacher, architecture.file_dtype)
     elastic = tensor_bytes(architecture.student)
     moments = reduced_bytes(sum(moment_bytes(architecture, config).values()), count)

@@ -60,21 +60,21 @@ def test_the_table_shows_every_row_before_and_after() -> None:
 
 
 @pytest.mark.usefixtures("verified_here")
-def test_a_table_of_an_earlier_state_is_told(copied: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_table_of_an_earlier_state_is_named(copied: Path, caplog: pytest.LogCaptureFixture) -> None:
     line = "the table is of an earlier state of this run; `flexrank run` makes it again"
 
-    def is_told() -> bool:
+    def is_named() -> bool:
         caplog.clear()
         assert invoke("report", copied).exit_code == 0
         return line in caplog.text
 
-    assert not is_told()
+    assert not is_named()
     rerun(copied, "data.evaluation=8", until="evaluate")
-    assert is_told()
+    assert is_named()
     rerun(copied)
-    assert not is_told()
+    assert not is_named()
     rerun(copied, "distillation.learning_rate=2e-3", until="distill")
-    assert is_told()
+    assert is_named()
 
 
 def test_no_figure_is_cut_on_a_narrow_terminal(

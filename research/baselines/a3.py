@@ -31,15 +31,23 @@ from torch import Tensor, nn
 
 from flexrank.data.batches import Batch
 from flexrank.nn.blocks import block_stack
-from flexrank.nn.matrix import matrix_shape
+from flexrank.nn.matrix import bias_of, matrix_shape, weight_matrix
 from research.baselines import method, svd_llm
-from research.baselines.method import CompressedModel, Layers, Loss, SizeMethod, invertible, parameter_limit
+from research.baselines.method import (
+    CompressedModel,
+    Layers,
+    Loss,
+    SizeMethod,
+    invertible,
+    parameter_limit,
+    replace_matrix_,
+)
 from research.baselines.statistics import input_moments, output_moments
 
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """The names of a block's linear layers in transformers."""
+    """The names of a block's linear layers in transformers; one name thrice where a layer stacks q, k and v."""
 
     query: str
     key: str
@@ -54,6 +62,11 @@ class Names:
         """All layers."""
         return (self.query, self.key, self.value, self.output, *self.ups, self.down)
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether one layer stacks q, k and v."""
+        return self.query == self.key
+
 
 LLAMA = Names(
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
@@ -63,8 +76,13 @@ BERT = Names(
     "attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense",
     ("intermediate.dense",), "output.dense", is_rotary=False,
 )  # fmt: skip
-#: By transformers' model type. Heads of other models have norms (Qwen3) or fused matrices (GPT-2, Phi-3).
-MODELS = {"llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "bert": BERT}
+GPT2 = Names("attn.c_attn", "attn.c_attn", "attn.c_attn", "attn.c_proj", ("mlp.c_fc",), "mlp.c_proj", is_rotary=False)
+VIT = Names(
+    "attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.o_proj", ("mlp.fc1",), "mlp.fc2",
+    is_rotary=False,
+)  # fmt: skip
+#: By transformers' model type. Heads of other models have norms (Qwen3), or their gates are fused (Phi-3).
+MODELS = {"llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "bert": BERT, "gpt2": GPT2, "vit": VIT}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +105,11 @@ class Shape:
     head_size: int
     channels: int
 
+    def rows(self, part: int, head: int) -> slice:
+        """Returns the rows of a head of q (part 0), k (1) or v (2) in the matrix that holds them."""
+        start = self.names.is_fused * part * self.heads * self.head_size + head * self.head_size
+        return slice(start, start + self.head_size)
+
     def full(self) -> Sizes:
         """Returns the sizes with nothing reduced."""
         return Sizes(self.head_size, self.head_size, self.channels)
@@ -96,13 +119,14 @@ class Shape:
         count, names = 0, self.names
         score, value = self.head_size - sizes.score, self.head_size - sizes.value
         for block in map(model.get_submodule, self.blocks):
-            rows = {names.query: self.heads * score, names.key: self.groups * score, names.value: self.groups * value}
-            rows |= dict.fromkeys(names.ups, self.channels - sizes.channels)
-            columns = {names.output: self.heads * value, names.down: self.channels - sizes.channels}
-            for name, cut in rows.items():
+            channels = self.channels - sizes.channels
+            rows = [(names.query, self.heads * score), (names.key, self.groups * score)]
+            rows += [(names.value, self.groups * value), *((name, channels) for name in names.ups)]
+            for name, cut in rows:
                 layer = block.get_submodule(name)
-                count += cut * (layer.in_features + (layer.bias is not None))
-            count += sum(cut * block.get_submodule(name).out_features for name, cut in columns.items())
+                count += cut * (matrix_shape(layer)[1] + (layer.bias is not None))
+            for name, cut in ((names.output, self.heads * value), (names.down, channels)):
+                count += cut * matrix_shape(block.get_submodule(name))[0]
         return count
 
 
@@ -121,9 +145,9 @@ def shape_of(model: Any, layers: Layers) -> Shape:
     config, names = model.config, MODELS[model.config.model_type]
     blocks = tuple(name for name, _ in block_stack(model, layers))
     heads = config.num_attention_heads
-    size = matrix_shape(layers[f"{blocks[0]}.{names.query}"])[0] // heads
-    groups, channels = (matrix_shape(layers[f"{blocks[0]}.{one}"])[0] for one in (names.key, names.ups[0]))
-    return Shape(names, blocks, heads, groups // size, size, channels)
+    size = matrix_shape(layers[f"{blocks[0]}.{names.output}"])[1] // heads
+    keys, channels = (matrix_shape(layers[f"{blocks[0]}.{one}"])[0] for one in (names.key, names.ups[0]))
+    return Shape(names, blocks, heads, heads if names.is_fused else keys // size, size, channels)
 
 
 def sizes_of(model: Any, layers: Layers, shape: Shape, budget: float) -> Sizes | None:
@@ -170,23 +194,22 @@ def reduce_(block: Any, moments: Mapping[str, Tensor], shape: Shape, sizes: Size
     query, key, value, output = (
         block.get_submodule(one) for one in (names.query, names.key, names.value, names.output)
     )
+    matrix = weight_matrix(output)
     for group in range(shape.groups):
-        own = slice(group * size, (group + 1) * size)
-        heads = [slice((group * share + one) * size, (group * share + one + 1) * size) for one in range(share)]
-        queries = sum(moments[names.query][one, one] for one in heads)
-        assert isinstance(queries, Tensor)
+        heads, own = range(group * share, (group + 1) * share), shape.rows(1, group)
+        asked = [shape.rows(0, head) for head in heads]
+        queries = torch.stack([moments[names.query][one, one] for one in asked]).sum(0)
         choose = score_pairs if names.is_rotary else score_maps
         transforms = choose(queries, moments[names.key][own, own], sizes.score)
-        for one in heads:
+        for one in asked:
             _transform_rows(query, one, transforms[0])
         _transform_rows(key, own, transforms[1])
-        weights = torch.cat([output.weight[:, one].double() for one in heads])
-        read = sum(moments[names.output][one, one] for one in heads)
-        assert isinstance(read, Tensor)
-        u, v = value_maps(weights, read / share, sizes.value)
-        _transform_rows(value, own, v)
-        for one, part in zip(heads, u.chunk(share), strict=True):
-            output.weight[:, one] = _padded(part.T, size).T.to(output.weight.dtype)
+        columns = [slice(head * size, (head + 1) * size) for head in heads]
+        read = torch.stack([moments[names.output][one, one] for one in columns]).mean(0)
+        u, v = value_maps(torch.cat([matrix[:, one].double() for one in columns]), read, sizes.value)
+        _transform_rows(value, shape.rows(2, group), v)
+        for one, part in zip(columns, u.chunk(share), strict=True):
+            matrix[:, one] = _padded(part.T, size).T.to(matrix.dtype)
     _narrow(block, names, moments[names.down], sizes.channels)
 
 
@@ -242,12 +265,12 @@ def refitted(down: Float[Tensor, "m i"], read: Float[Tensor, "i i"], kept: Int[T
     return torch.linalg.solve(moment[kept][:, kept], down.double() @ moment[:, kept], left=False)
 
 
-def _transform_rows(layer: nn.Linear, rows: slice, transform: Float[Tensor, "r d"]) -> None:
+def _transform_rows(layer: nn.Module, rows: slice, transform: Float[Tensor, "r d"]) -> None:
     """Replaces these outputs y by A y, padded with zeros."""
     transform = _padded(transform, transform.shape[1])
-    layer.weight[rows] = (transform @ layer.weight[rows].double()).to(layer.weight.dtype)
-    if layer.bias is not None:
-        layer.bias[rows] = (transform @ layer.bias[rows].double()).to(layer.bias.dtype)
+    for values in (weight_matrix(layer), bias_of(layer)):
+        if values is not None:
+            values[rows] = (transform @ values[rows].double()).to(values.dtype)
 
 
 def _padded(matrix: Float[Tensor, "r d"], rows: int) -> Float[Tensor, "rows d"]:
@@ -257,14 +280,13 @@ def _padded(matrix: Float[Tensor, "r d"], rows: int) -> Float[Tensor, "rows d"]:
 def _narrow(block: Any, names: Names, read: Float[Tensor, "i i"], count: int) -> None:
     """Keeps `count` channels of the feed-forward, whose matrices become smaller."""
     down = block.get_submodule(names.down)
-    kept = channels(down.weight, read, count)
+    kept = channels(weight_matrix(down), read, count)
     for name in names.ups:
         up = block.get_submodule(name)
-        up.weight, up.out_features = nn.Parameter(up.weight[kept], up.weight.requires_grad), count
+        replace_matrix_(up, weight_matrix(up)[kept])
         if up.bias is not None:
             up.bias = nn.Parameter(up.bias[kept], up.bias.requires_grad)
-    weight = refitted(down.weight, read, kept).to(down.weight.dtype)
-    down.weight, down.in_features = nn.Parameter(weight, down.weight.requires_grad), count
+    replace_matrix_(down, refitted(weight_matrix(down), read, kept))
 
 
 A3 = SizeMethod("a3", "Wong et al., 2025", make, obstacle)

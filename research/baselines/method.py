@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flexrank.data.batches import Batch
 from flexrank.errors import FlexrankError
 from flexrank.nn.linalg import Factors
-from flexrank.nn.matrix import matrix_shape, weight_matrix
+from flexrank.nn.matrix import is_conv1d, matrix_shape, weight_matrix
 from flexrank.nn.select import nest_
 from flexrank.nn.switch import layer_shapes
 from flexrank.profiles import RankProfile
@@ -178,6 +178,17 @@ def parameter_limit(model: nn.Module, layers: Layers, budget: float) -> int:
     """Returns a whole model's limit at a budget: all outside the layers' matrices, and the budget's share of these."""
     dense = dense_count(layers)
     return parameter_count(model) - dense + int(budget * dense)
+
+
+def replace_matrix_(layer: nn.Module, matrix: Float[Tensor, "m n"]) -> None:
+    """Replaces the matrix of a linear layer, or of GPT-2's `Conv1D`, by one of another shape, in the layer's dtype."""
+    given: Any = layer
+    stored = matrix.to(given.weight.dtype)
+    if is_conv1d(layer):
+        stored, (given.nf, given.nx) = stored.T.contiguous(), matrix.shape
+    else:
+        given.out_features, given.in_features = matrix.shape
+    given.weight = nn.Parameter(stored, given.weight.requires_grad)
 
 
 def split(left: Float[Tensor, "m k"], values: Float[Tensor, " k"], right: Float[Tensor, "k n"]) -> Factors:

@@ -6,26 +6,60 @@ X (t × d) of the model sliced so far; residual connections are multiplied by Q�
 the paper's code, the last feed-forward writes all d coordinates, so the final norm and the head stay as they are. A
 tied embedding is not sliced but followed by its Q (d × k): the paper's separate, sliced copy of it stores more.
 
-Only decoders with RMSNorm are covered (`MODELS`). The paper turns LayerNorm into RMSNorm by centring what writes to the
-stream, which is left out; a post-norm encoder such as BERT has no such form.
+LayerNorm is RMSNorm of the centred stream (the paper's section 3.1): there X is centred, and so are the columns of Q,
+so whatever is multiplied by Q is centred by it. Only decoders whose norms come first are covered (`MODELS`); a
+post-norm encoder such as BERT has no such form.
 """
 
 import copy
+import dataclasses
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn import functional
 
 from flexrank.calibrate import Hooks
 from flexrank.data.batches import Batch, call_model, eval_mode, model_device, to_device, token_mask
-from research.baselines.method import CompressedModel, Layers, Loss, SizeMethod, parameter_count, parameter_limit
+from flexrank.nn.matrix import bias_of, matrix_shape, weight_matrix
+from research.baselines.method import (
+    CompressedModel,
+    Layers,
+    Loss,
+    SizeMethod,
+    parameter_count,
+    parameter_limit,
+    replace_matrix_,
+)
 
-#: transformers' model types whose blocks are two norms, attention and feed-forward, with the names below.
-MODELS = ("llama", "mistral", "qwen2", "qwen3")
-READERS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")
-WRITERS = "self_attn.o_proj", "mlp.down_proj"
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """The names of a decoder's modules in transformers; those of halves, attention and feed-forward, in a block."""
+
+    blocks: str
+    embedding: str  #: of tokens; it may be tied to the head
+    positions: str | None  #: the embedding of positions
+    norms: tuple[str, str]
+    halves: tuple[str, str]
+    readers: tuple[tuple[str, ...], tuple[str, ...]]
+    writers: tuple[str, str]
+
+
+LLAMA = Names(
+    "model.layers", "model.embed_tokens", None, ("input_layernorm", "post_attention_layernorm"), ("self_attn", "mlp"),
+    (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")),
+    ("self_attn.o_proj", "mlp.down_proj"),
+)  # fmt: skip
+GPT2 = Names(
+    "transformer.h", "transformer.wte", "transformer.wpe", ("ln_1", "ln_2"), ("attn", "mlp"),
+    (("attn.c_attn",), ("mlp.c_fc",)), ("attn.c_proj", "mlp.c_proj"),
+)  # fmt: skip
+#: By transformers' model type.
+MODELS = {"llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": LLAMA, "gpt2": GPT2}
 #: For one batch: h (b × t × d), the mask of its real tokens, and the other arguments of each block's call.
 Signal = tuple[Float[Tensor, "b t d"], Tensor | None, list[dict[str, Any]]]
 
@@ -45,69 +79,87 @@ class SlicedNorm(nn.Module):
 class SlicedBlock(nn.Module):
     """y = a S₁ + attention(norm(a)), z = y S₂ + mlp(norm(y)), where a has k coordinates, y k' and z k''.
 
-    It starts as the original block, with S₁ = S₂ = 1 and the norms' weights merged into the matrices that follow them.
+    It takes over the attention and feed-forward of a block, and starts as this block, with S₁ = S₂ = 1 and the norms'
+    weights and biases merged into the matrices that follow them.
     """
 
-    def __init__(self, block: Any):
+    def __init__(self, block: Any, names: Names):
         super().__init__()
-        self.self_attn: Any = copy.deepcopy(block.self_attn)
-        self.mlp = copy.deepcopy(block.mlp)
-        norms = block.input_layernorm, block.post_attention_layernorm
-        for norm, readers in zip(norms, READERS, strict=True):
+        self.names = names
+        self.parameter_names = list(inspect.signature(block.forward).parameters)
+        for half in names.halves:
+            self.add_module(half, block.get_submodule(half))
+        norms = [block.get_submodule(name) for name in names.norms]
+        for norm, readers in zip(norms, names.readers, strict=True):
             for name in readers:
-                _set_weight(self, name, _linear(self, name).weight.double() * norm.weight.double())
-        width = len(norms[0].weight)
-        self.norms = nn.ModuleList(SlicedNorm(width, norm.variance_epsilon) for norm in norms)
-        weight = self.self_attn.o_proj.weight
+                _merge_norm_(self.get_submodule(name), norm)
+        width, weight = len(norms[0].weight), norms[0].weight
+        self.is_centred = isinstance(norms[0], nn.LayerNorm)
+        epsilon = norms[0].eps if self.is_centred else norms[0].variance_epsilon
+        self.norms = nn.ModuleList(SlicedNorm(width, epsilon) for _ in norms)
         identity = torch.eye(width, dtype=weight.dtype, device=weight.device)
         self.shortcuts = nn.ParameterList(nn.Parameter(identity.clone(), requires_grad=False) for _ in range(2))
 
     def attended(self, hidden: Float[Tensor, "b t k"], **others: Any) -> Float[Tensor, "b t l"]:
         """Returns what the feed-forward's norm reads."""
-        return hidden @ self.shortcuts[0] + self.self_attn(hidden_states=self.norms[0](hidden), **others)[0]
+        attention = self.get_submodule(self.names.halves[0])
+        return hidden @ self.shortcuts[0] + attention(hidden_states=self.norms[0](hidden), **others)[0]
 
-    def forward(self, hidden: Float[Tensor, "b t k"], **others: Any) -> Float[Tensor, "b t l"]:  # noqa: D102
-        hidden = self.attended(hidden, **others)
-        return hidden @ self.shortcuts[1] + self.mlp(self.norms[1](hidden))
+    def forward(self, hidden: Float[Tensor, "b t d"], *args: Any, **others: Any) -> Float[Tensor, "b t l"]:
+        """Takes what the original block takes; coordinates after the first k are the padding of `SlicedEmbedding`."""
+        others |= dict(zip(self.parameter_names[1:], args, strict=False))
+        hidden = self.attended(hidden[..., : len(self.shortcuts[0])], **others)
+        return hidden @ self.shortcuts[1] + self.get_submodule(self.names.halves[1])(self.norms[1](hidden))
 
     def read_(self, half: int, rotation: Float[Tensor, "d k"]) -> None:
         """Makes half 0, attention, or 1, feed-forward, read k coordinates: W ← W Q, S ← Qᵀ S."""
-        for name in READERS[half]:
-            _set_weight(self, name, _linear(self, name).weight.double() @ rotation)
+        for layer in map(self.get_submodule, self.names.readers[half]):
+            replace_matrix_(layer, weight_matrix(layer).double() @ rotation)
         self._set_shortcut(half, rotation.T @ self.shortcuts[half].double())
 
     def write_(self, half: int, rotation: Float[Tensor, "d k"]) -> None:
         """Makes a half write k coordinates: W ← Qᵀ W, S ← S Q."""
-        layer = _linear(self, WRITERS[half])
-        _set_weight(self, WRITERS[half], rotation.T @ layer.weight.double())
-        if (bias := layer.bias) is not None:
-            layer.bias = nn.Parameter((rotation.T @ bias.double()).to(layer.weight.dtype), bias.requires_grad)
+        layer = self.get_submodule(self.names.writers[half])
+        replace_matrix_(layer, rotation.T @ weight_matrix(layer).double())
+        if (bias := bias_of(layer)) is not None:
+            layer.bias = nn.Parameter((rotation.T @ bias.double()).to(bias.dtype), bias.requires_grad)
         self._set_shortcut(half, self.shortcuts[half].double() @ rotation)
 
     def _set_shortcut(self, half: int, value: Tensor) -> None:
         self.shortcuts[half] = nn.Parameter(value.to(self.shortcuts[half].dtype), requires_grad=False)
 
 
-class RotatedEmbedding(nn.Module):
-    """E[ids] Q, where E is tied to the head and not sliced."""
+class SlicedEmbedding(nn.Module):
+    """E[ids] Q, padded with zeros to d coordinates, since GPT-2's outputs take the shape of its embeddings.
 
-    def __init__(self, embedding: Any, rotation: Float[Tensor, "d k"]):
+    E Q is stored as one matrix unless E is tied to the head.
+    """
+
+    def __init__(self, embedding: Any, rotation: Float[Tensor, "d k"], is_tied: bool):
         super().__init__()
-        self.embedding = embedding
-        self.rotation = nn.Parameter(rotation.to(embedding.weight.dtype), requires_grad=False)
+        self.width, kept = len(rotation), embedding
+        if not is_tied:
+            weight = (embedding.weight.double() @ rotation).to(embedding.weight.dtype)
+            kept = nn.Embedding.from_pretrained(weight, padding_idx=embedding.padding_idx)
+        self.embedding = kept
+        rotation = rotation.to(embedding.weight.dtype)
+        self.rotation = nn.Parameter(rotation, requires_grad=False) if is_tied else None
 
-    def forward(self, ids: Tensor) -> Tensor:  # noqa: D102
-        return self.embedding(ids) @ self.rotation
+    def forward(self, ids: Tensor) -> Float[Tensor, "b t d"]:  # noqa: D102
+        vectors = self.embedding(ids)
+        vectors = vectors if self.rotation is None else vectors @ self.rotation
+        return functional.pad(vectors, (0, self.width - vectors.shape[-1]))
 
 
 def obstacle(model: Any, layers: Layers) -> str | None:
     """Returns why the model's stream cannot be sliced; None if it can."""
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if kind not in MODELS or not hasattr(model, "lm_head"):
-        return f"{kind} is none of the decoders with RMSNorm that are known: {', '.join(MODELS)}"
-    names = {name for half in READERS for name in half} | set(WRITERS)
-    missing = [f"model.layers.{i}.{one}" for i in range(len(model.model.layers)) for one in sorted(names)]
-    missing = [name for name in missing if name not in layers]
+        return f"{kind} is none of the decoders that are known: {', '.join(MODELS)}"
+    names = MODELS[kind]
+    parts = sorted({name for half in names.readers for name in half} | set(names.writers))
+    blocks = range(len(model.get_submodule(names.blocks)))
+    missing = [one for one in (f"{names.blocks}.{i}.{part}" for i in blocks for part in parts) if one not in layers]
     return f"{missing[0]} is not among the layers, and slicing reduces all of a block" if missing else None
 
 
@@ -124,99 +176,104 @@ def make(model: Any, batches: Sequence[Batch], layers: Layers, _: Loss, budget: 
 
 def sliced_parameters(model: Any, k: int) -> int:
     """Returns the parameters at width k, with rotations, without the blocks' norms; the model's own at full width."""
-    width, blocks = model.config.hidden_size, list(model.model.layers)
+    width, names = model.config.hidden_size, MODELS[model.config.model_type]
     if k == width:
         return parameter_count(model)
-    cut = width - k
-    count = parameter_count(model) - 2 * width * len(blocks) + (2 * len(blocks) - 1) * k * k + k * width
+    blocks, cut = list(model.get_submodule(names.blocks)), width - k
+    count = parameter_count(model) + (2 * len(blocks) - 1) * k * k + k * width
     for block in blocks:
-        readers = sum(block.get_submodule(name).out_features for half in READERS for name in half)
-        writers = [block.get_submodule(name) for name in WRITERS]
-        written = writers if block is not blocks[-1] else writers[:1]
-        count -= cut * (readers + sum(one.in_features + (one.bias is not None) for one in written))
-    is_tied = model.lm_head.weight is model.model.embed_tokens.weight
-    return count + (k * width if is_tied else -cut * model.config.vocab_size)
+        count -= sum(parameter_count(block.get_submodule(name)) for name in names.norms)
+        count -= cut * sum(matrix_shape(block.get_submodule(name))[0] for half in names.readers for name in half)
+        written = [block.get_submodule(name) for name in names.writers[: 1 if block is blocks[-1] else 2]]
+        count -= cut * sum(matrix_shape(one)[1] + (bias_of(one) is not None) for one in written)
+    if names.positions:
+        count -= cut * len(model.get_submodule(names.positions).weight)
+    return count + (k * width if _is_tied(model, names) else -cut * model.config.vocab_size)
 
 
 @torch.no_grad()
 def sliced(model: Any, batches: Sequence[Batch], k: int) -> Any:
     """Returns a copy whose stream has k coordinates; rotations come from the signals of the model sliced so far."""
-    new, device = copy.deepcopy(model), model_device(model)
+    device, names = model_device(model), MODELS[model.config.model_type]
     with eval_mode(model):
-        signals = [_entering(model, to_device(batch, device)) for batch in batches]
-        rotation = components(signals, k)
-        new.model.embed_tokens = _embedding(new, rotation)
-        for i, block in enumerate(model.model.layers):
-            is_last = i == len(model.model.layers) - 1
-            new.model.layers[i], rotation, signals = _sliced_block(block.eval(), signals, rotation, k, i, is_last)
+        signals = [_entering(model, names, to_device(batch, device)) for batch in batches]
+        new = copy.deepcopy(model)
+        blocks = [SlicedBlock(block, names) for block in new.get_submodule(names.blocks)]
+        rotation = components(signals, k, blocks[0].is_centred)
+        for name in filter(None, (names.embedding, names.positions)):
+            tied = name == names.embedding and _is_tied(new, names)
+            new.set_submodule(name, SlicedEmbedding(new.get_submodule(name), rotation, is_tied=tied))
+        for i, block in enumerate(blocks):
+            new.set_submodule(f"{names.blocks}.{i}", block)
+            rotation, signals = _slice_(block, signals, rotation, k, i, is_last=i == len(blocks) - 1)
     return new.train(model.training)
 
 
-def _sliced_block(
-    block: Any, signals: Sequence[Signal], rotation: Float[Tensor, "d k"], k: int, place: int, is_last: bool
-) -> tuple[SlicedBlock, Float[Tensor, "d k"], list[Signal]]:
-    """Returns the block reading by `rotation`, the rotation by which it writes, and what it writes in d coordinates."""
-    new = SlicedBlock(block)
-    new.read_(0, rotation)
-    between = [(new.attended(_rotated(h, rotation), **others[place]), mask, others) for h, mask, others in signals]
-    middle = components(between, k)
-    new.write_(0, middle)
-    new.read_(1, middle)
-    after = [(new(_rotated(h, rotation), **others[place]), mask, others) for h, mask, others in signals]
+def _slice_(
+    block: SlicedBlock, signals: Sequence[Signal], rotation: Float[Tensor, "d k"], k: int, place: int, is_last: bool
+) -> tuple[Float[Tensor, "d k"], list[Signal]]:
+    """Makes the block read by `rotation`; returns the rotation by which it writes, and what it wrote before."""
+    block.read_(0, rotation)
+    between = [(block.attended(_rotated(h, rotation), **others[place]), mask, others) for h, mask, others in signals]
+    middle = components(between, k, block.is_centred)
+    block.write_(0, middle)
+    block.read_(1, middle)
+    after = [(block(_rotated(h, rotation), **others[place]), mask, others) for h, mask, others in signals]
     if is_last:
-        return new, rotation, after
-    last = components(after, k)
-    new.write_(1, last)
-    return new, last, after
+        return rotation, after
+    last = components(after, k, block.is_centred)
+    block.write_(1, last)
+    return last, after
 
 
-def components(signals: Sequence[Signal], k: int) -> Float[Tensor, "d k"]:
-    """Returns the first k eigenvectors of X Xᵀ over real tokens, uncentred, by descending eigenvalue, in float64."""
-    rows = (hidden.flatten(0, 1) if mask is None else hidden[mask] for hidden, mask, _ in signals)
-    moment = sum(one.double().T @ one.double() for one in rows)
-    assert isinstance(moment, Tensor)
-    return torch.linalg.eigh(moment).eigenvectors.flip(1)[:, :k]
+def components(signals: Sequence[Signal], k: int, is_centred: bool) -> Float[Tensor, "d k"]:
+    """Returns the first k eigenvectors of X Xᵀ over real tokens, by descending eigenvalue, in float64.
+
+    `is_centred` takes the mean off each token's coordinates, and off the vectors: the last of d is 1/√d otherwise.
+    """
+    rows = [hidden.flatten(0, 1) if mask is None else hidden[mask] for hidden, mask, _ in signals]
+    rows = [_centred(one.double()) if is_centred else one.double() for one in rows]
+    moment = torch.stack([one.T @ one for one in rows]).sum(0)
+    vectors = torch.linalg.eigh(moment).eigenvectors.flip(1)[:, :k]
+    return _centred(vectors.T).T if is_centred else vectors
+
+
+def _centred(rows: Float[Tensor, "t d"]) -> Float[Tensor, "t d"]:
+    return rows - rows.mean(-1, keepdim=True)
 
 
 def _rotated(hidden: Float[Tensor, "b t d"], rotation: Float[Tensor, "d k"]) -> Float[Tensor, "b t k"]:
     return hidden @ rotation.to(hidden.dtype)
 
 
-def _entering(model: Any, batch: Batch) -> Signal:
+def _entering(model: Any, names: Names, batch: Batch) -> Signal:
     """Returns the input of the first block and the arguments of each block, with the key-value cache disabled."""
     hidden, calls = list[Tensor](), list[dict[str, Any]]()
 
-    def hook(_: nn.Module, args: tuple[Tensor, ...], others: Mapping[str, Any]) -> None:
+    def hook(block: Any, args: tuple[Tensor, ...], others: Mapping[str, Any]) -> None:
         hidden.append(args[0])
-        calls.append({**others, "past_key_values": None, "use_cache": False})
+        named = dict(zip(list(inspect.signature(block.forward).parameters)[1:], args[1:], strict=False))
+        calls.append({**named, **others, "past_key_values": None, "use_cache": False})
 
     with Hooks() as hooks:
-        for block in model.model.layers:
+        for block in model.get_submodule(names.blocks):
             hooks.remove_on_exit(block.register_forward_pre_hook(hook, with_kwargs=True))
         call_model(model, batch)
     return hidden[0], token_mask(batch), calls
 
 
-def _embedding(model: Any, rotation: Float[Tensor, "d k"]) -> nn.Module:
-    """Returns the embedding E Q, as one matrix unless the head is tied to E."""
-    embedding = model.model.embed_tokens
-    if model.lm_head.weight is embedding.weight:
-        return RotatedEmbedding(embedding, rotation)
-    weight = (embedding.weight.double() @ rotation).to(embedding.weight.dtype)
-    return nn.Embedding.from_pretrained(weight, padding_idx=embedding.padding_idx)
+def _is_tied(model: Any, names: Names) -> bool:
+    return model.lm_head.weight is model.get_submodule(names.embedding).weight
 
 
-def _linear(module: nn.Module, name: str) -> nn.Linear:
-    layer = module.get_submodule(name)
-    assert isinstance(layer, nn.Linear)
-    return layer
-
-
-def _set_weight(module: nn.Module, name: str, weight: Float[Tensor, "m n"]) -> None:
-    """Replaces a linear layer's weight by one of another shape."""
-    layer = _linear(module, name)
-    layer.weight = nn.Parameter(weight.to(layer.weight.dtype), layer.weight.requires_grad)
-    layer.out_features, layer.in_features = weight.shape
+def _merge_norm_(layer: nn.Module, norm: Any) -> None:
+    """Merges the norm's weights γ and biases β into the layer that reads it: W ← W γ, b ← b + W β."""
+    matrix = weight_matrix(layer).double()
+    if isinstance(norm, nn.LayerNorm):
+        assert isinstance(layer.bias, Tensor)
+        bias = layer.bias + matrix @ norm.bias.double()
+        layer.bias = nn.Parameter(bias.to(layer.bias.dtype), layer.bias.requires_grad)
+    replace_matrix_(layer, matrix * norm.weight.double())
 
 
 SLICEGPT = SizeMethod("slicegpt", "Ashkboos et al., ICLR 2024", make, obstacle)

@@ -100,7 +100,7 @@ def _lengths(ours: Any, theirs: Any) -> list[float]:
     found = list[float]()
     for own, other in zip(ours.model.layers, theirs.model.layers, strict=True):
         pairs = [(own.shortcuts[0], other.attn_shortcut_Q), (own.shortcuts[1], other.mlp_shortcut_Q)]
-        for name in (*slicegpt.READERS[0], *slicegpt.READERS[1], *slicegpt.WRITERS):
+        for name in (*own.names.readers[0], *own.names.readers[1], *own.names.writers):
             pairs.append((own.get_submodule(name).weight, other.get_submodule(name).weight))
         assert all(a.shape == b.shape for a, b in pairs)
         found += [difference(a.norm(), b.norm()) for a, b in pairs]

@@ -8,6 +8,7 @@ from test_size_methods import calibration, made, rows_of
 from torch import Tensor, nn
 from torch.nn import functional
 
+from flexrank.nn.matrix import weight_matrix
 from flexrank.nn.select import select_layers
 from research.baselines import a3
 from research.baselines.statistics import output_moments
@@ -144,7 +145,16 @@ def test_sizes_and_what_they_store_by_hand() -> None:
     assert a3.sizes_of(model, layers, a3.shape_of(model, layers), 1.0) == a3.Sizes(8, 8, 48)
 
 
-@pytest.mark.parametrize("kind", ["llama_tied", "bert"])
+def attention_parts(block: nn.Module, names: a3.Names) -> list[tuple[Tensor, Tensor]]:
+    """The matrices of q, k and v with their biases, in float64."""
+    layers = [block.get_submodule(one) for one in dict.fromkeys((names.query, names.key, names.value))]
+    matrices = torch.cat([weight_matrix(one).double() for one in layers])
+    biases = torch.cat([torch.zeros(len(weight_matrix(one))) if one.bias is None else one.bias for one in layers])
+    heads = [len(weight_matrix(one)) for one in layers] if len(layers) == 3 else [len(matrices) // 3] * 3
+    return list(zip(matrices.split(heads), biases.double().split(heads), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["llama_tied", "bert", "gpt2", "vit"])
 @torch.no_grad()
 def test_each_part_of_a_whole_model_is_its_own_optimum(kind: str) -> None:
     """Oracle: the parts by hand from activations of the base model that hooks record."""
@@ -156,14 +166,16 @@ def test_each_part_of_a_whole_model_is_its_own_optimum(kind: str) -> None:
     share = shape.heads // shape.groups
     for block in shape.blocks:
         old, new = (m.get_submodule(block) for m in (model, one))
-        query, key = (given_by(model, batches, f"{block}.{name}") for name in (names.query, names.key))
+        parts, changed = attention_parts(old, names), attention_parts(new, names)
+        x = rows_of(model, batches, f"{block}.{names.query}")
+        query, key = (functional.linear(x, *one) for one in parts[:2])
         read = rows_of(model, batches, f"{block}.{names.output}")
         for group in range(shape.groups):
             heads = [slice(h * d, (h + 1) * d) for h in range(group * share, (group + 1) * share)]
             own = slice(group * d, (group + 1) * d)
-            w_v, v = (m.get_submodule(names.value).weight[own].double() for m in (old, new))
-            joint = torch.cat([old.get_submodule(names.output).weight[:, h].double() for h in heads])
-            got = torch.cat([new.get_submodule(names.output).weight[:, h].double() for h in heads])
+            w_v, v = parts[2][0][own], changed[2][0][own]
+            outputs = [weight_matrix(m.get_submodule(names.output)).double() for m in (old, new)]
+            joint, got = (torch.cat([one[:, h] for h in heads]) for one in outputs)
             z = torch.cat([read[:, h] for h in heads])
             best = torch.linalg.svd(z @ joint.T, full_matrices=False)
             wanted = (best.U[:, : sizes.value] * best.S[: sizes.value]) @ best.Vh[: sizes.value]
@@ -173,19 +185,16 @@ def test_each_part_of_a_whole_model_is_its_own_optimum(kind: str) -> None:
                 first, second = (one[: d // 2] + one[d // 2 :] for one in powers)
                 kept = sorted(sorted(range(d // 2), key=lambda i: -float(first[i] * second[i]))[: sizes.score // 2])
                 rows = [*kept, *(i + d // 2 for i in kept)]
-                for name, parts in ((names.query, heads), (names.key, [own])):
-                    for part in parts:
-                        before, after = (m.get_submodule(name).weight[part] for m in (old, new))
+                for number, slices in enumerate((heads, [own])):
+                    for part in slices:
+                        before, after = (some[number][0][part] for some in (parts, changed))
                         wanted = torch.zeros_like(before)
                         wanted[rows] = before[rows]
                         assert torch.equal(after, wanted)
             else:
-                after = [new.get_submodule(one) for one in (names.query, names.key)]
                 best = torch.linalg.svd(query[:, own] @ key[:, own].T, full_matrices=False)
                 wanted = (best.U[:, : sizes.score] * best.S[: sizes.score]) @ best.Vh[: sizes.score]
-                x, found = rows_of(model, batches, f"{block}.{names.query}"), []
-                for layer in after:
-                    found.append(functional.linear(x, layer.weight[own].double(), layer.bias[own].double()))
+                found = [functional.linear(x, matrix[own], bias[own]) for matrix, bias in changed[:2]]
                 assert relative(found[0] @ found[1].T, wanted) < 1e-3
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from flexrank.calibrate import Hooks
 from flexrank.data.batches import output_mask
+from flexrank.nn.matrix import weight_matrix
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import nested_layers
 from research.baselines import SIZE_METHODS, pifa, slicegpt
@@ -20,8 +21,8 @@ from tiny import VOCABULARY, build, outputs, relative, same_state, token_batch
 
 FITTING = {
     "pifa": ("llama_tied", "llama_untied", "gpt2", "qwen3", "bert", "convnet"),
-    "slicegpt": ("llama_tied", "llama_untied", "qwen3"),
-    "a3": ("llama_tied", "llama_untied", "bert"),
+    "slicegpt": ("llama_tied", "llama_untied", "qwen3", "gpt2"),
+    "a3": ("llama_tied", "llama_untied", "bert", "gpt2", "vit"),
 }
 PAIRS = [(name, kind) for name, kinds in FITTING.items() for kind in kinds]
 BUDGETS = (0.9, 0.5, 0.3)
@@ -32,6 +33,8 @@ def calibration(kind: str) -> list[Any]:
     generator = torch.Generator().manual_seed(5)
     if kind == "convnet":
         return [torch.randn(4, 3, 8, 8, generator=generator) for _ in range(2)]
+    if kind == "vit":
+        return [{"pixel_values": torch.randn(4, 3, 16, 16, generator=generator)} for _ in range(2)]
     ids = torch.randint(3, VOCABULARY, (2, 4, 12), generator=generator)
     masks = torch.ones_like(ids)
     masks[1, -1, -5:] = 0
@@ -74,7 +77,7 @@ def test_at_the_full_budget_outputs_are_the_base_models(name: str, kind: str) ->
 
 def test_where_a_method_does_not_apply() -> None:
     for name, method in SIZE_METHODS.items():
-        for kind in ("llama_tied", "gpt2", "bert", "qwen3", "phi3", "convnet"):
+        for kind in ("llama_tied", "gpt2", "bert", "qwen3", "phi3", "vit", "convnet"):
             model = build(kind)
             reason = method.obstacle(model, select_layers(model))
             assert (reason is None) == (kind in FITTING[name] or name == "pifa"), (name, kind)
@@ -142,7 +145,8 @@ def rows_of(model: nn.Module, batches: list[Any], name: str) -> Tensor:
         hooks.on_forward({name: model.get_submodule(name)}, lambda _, inputs, __: rows.append(inputs))
         for batch in batches:
             model(**batch)
-    return torch.cat([one[b["attention_mask"] > 0] for one, b in zip(rows, batches, strict=True)]).double()
+    masks = [b.get("attention_mask", torch.ones(one.shape[:2])) > 0 for one, b in zip(rows, batches, strict=True)]
+    return torch.cat([one[mask] for one, mask in zip(rows, masks, strict=True)]).double()
 
 
 @pytest.mark.parametrize("mix", [0.25, 0.75])
@@ -212,43 +216,53 @@ def test_the_pivoted_form_gives_what_the_factors_give_and_stores_what_is_counted
 # SliceGPT
 
 
+def halves_of(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, list[Any], Any]:
+    """The stream after the embeddings, what each half adds to a stream, and what makes logits of the last one."""
+    rows, length = batch["input_ids"].shape
+    places = torch.arange(length)[None]
+    causal = torch.full((length, length), -torch.inf).triu(1)[None, None].expand(rows, 1, -1, -1)
+    mask = causal.masked_fill(batch["attention_mask"][:, None, None] == 0, torch.finfo(torch.float32).min)
+    if model.config.model_type == "gpt2":
+        given = model.transformer
+        hidden = given.wte(batch["input_ids"]) + given.wpe(places)
+        attentions = [lambda h, b=b: b.attn(b.ln_1(h), attention_mask=mask)[0] for b in given.h]
+        forwards = [lambda h, b=b: b.mlp(b.ln_2(h)) for b in given.h]
+        return hidden, [*itertools.chain(*zip(attentions, forwards, strict=True))], given.ln_f
+    given = model.model
+    hidden = given.embed_tokens(batch["input_ids"])
+    more = {"position_embeddings": given.rotary_emb(hidden, places), "attention_mask": mask}
+    attentions = [lambda h, b=b: b.self_attn(b.input_layernorm(h), **more)[0] for b in given.layers]
+    forwards = [lambda h, b=b: b.mlp(b.post_attention_layernorm(h)) for b in given.layers]
+    return hidden, [*itertools.chain(*zip(attentions, forwards, strict=True))], given.norm
+
+
 def projected(model: Any, batches: list[Any], k: int) -> Any:
     """By definition: the stream projected on its k principal components, where it is read, block after block.
 
     Its own forward, with the model's own modules and no rotation: h ← h P after the embedding, each attention, and each
-    feed-forward but the last. One run finds P, from the signals so far.
+    feed-forward but the last. One run finds P, from the signals so far, which are centred before a LayerNorm.
     """
     found: list[Tensor] = []
 
-    def run(batch: dict[str, Tensor], known: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def centred(hidden: Tensor) -> Tensor:
+        return hidden - hidden.mean(-1, keepdim=True) if model.config.model_type == "gpt2" else hidden
+
+    def run(batch: dict[str, Tensor], known: list[Tensor]) -> Tensor:
         """The logits with these projections, or the first signal that has none yet."""
-        given, left = model.model, list(known)
-        hidden = given.embed_tokens(batch["input_ids"])
-        length = hidden.shape[1]
-        places = torch.arange(length)[None]
-        causal = torch.full((length, length), -torch.inf).triu(1)[None, None].expand(len(hidden), 1, -1, -1)
-        mask = causal.masked_fill(batch["attention_mask"][:, None, None] == 0, torch.finfo(torch.float32).min)
-        turns = given.rotary_emb(hidden, places)
-        steps = list(itertools.product(given.layers, range(2)))
-        for number in range(len(steps) + 1):
-            if number < len(steps):
-                if not left:
-                    return hidden, hidden
-                hidden = hidden @ left.pop(0)
-                block, half = steps[number]
-                if half == 0:
-                    read = block.input_layernorm(hidden)
-                    hidden = hidden + block.self_attn(read, position_embeddings=turns, attention_mask=mask)[0]
-                else:
-                    hidden = hidden + block.mlp(block.post_attention_layernorm(hidden))
-        return model.lm_head(given.norm(hidden)), hidden
+        hidden, halves, norm = halves_of(model, batch)
+        for number, half in enumerate(halves):
+            if number == len(known):
+                return centred(hidden)
+            hidden = centred(hidden) @ known[number]
+            hidden = hidden + half(hidden)
+        return model.lm_head(norm(hidden))
 
     with torch.no_grad():
-        for _ in range(2 * len(model.model.layers)):
-            rows = torch.cat([run(batch, found)[1][batch["attention_mask"] > 0] for batch in batches])
+        for _ in range(2 * model.config.num_hidden_layers):
+            rows = torch.cat([run(batch, found)[batch["attention_mask"] > 0] for batch in batches])
             _, _, right = torch.linalg.svd(rows.double(), full_matrices=False)
             found.append((right[:k].T @ right[:k]).float())
-        return lambda batch: run(batch, found)[0]
+    return lambda batch: run(batch, found)
 
 
 @pytest.mark.parametrize("kind", FITTING["slicegpt"])
@@ -269,7 +283,8 @@ def test_rotations_alone_change_nothing(kind: str) -> None:
     model, batches = build(kind), calibration(kind)
     rotated = slicegpt.sliced(model, batches, 32)
     assert relative(real(rotated, batches[1]), real(model, batches[1])) < 1e-5
-    turned, own = (one.model.layers[0].mlp.up_proj.weight.detach() for one in (rotated, model))
+    read = "transformer.h.0.mlp.c_fc" if kind == "gpt2" else "model.layers.0.mlp.up_proj"
+    turned, own = (weight_matrix(one.get_submodule(read)).detach() for one in (rotated, model))
     assert relative(turned, own) > 0.5
 
 

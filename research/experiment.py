@@ -4,6 +4,7 @@ A study reproduces a figure or table of the paper; a bench measures the package 
 """
 
 import dataclasses
+import functools
 import importlib
 import json
 import multiprocessing
@@ -12,10 +13,12 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+import flexrank
 from flexrank.data.halves import Half
 from flexrank.errors import FlexrankError
 from flexrank.files import digest_json, read_json, write_json
 from flexrank.run.config import RunConfig
+from flexrank.run.directory import files_digest
 from research.result import Result
 
 #: In the order of the paper.
@@ -83,11 +86,21 @@ def find_experiment(name: str) -> Experiment:
     return importlib.import_module(f"research.{package}.{name.replace('-', '_')}").EXPERIMENT
 
 
+@functools.cache
+def _own_code() -> str:
+    """SHA-256 of the code of flexrank and of all experiments."""
+    roots = Path(flexrank.__file__).parent, Path(__file__).parent
+    return files_digest(file for root in roots for file in sorted(root.rglob("*.py")))
+
+
 class Ledger:
-    """The finished units of a study, in one JSON file for each combination of settings, written after every unit."""
+    """The finished units of a study, in one JSON file for each combination of settings, written after every unit.
+
+    Units of other code, of flexrank or of the experiments, are not taken.
+    """
 
     def __init__(self, work: Path, settings: Mapping[str, Any]):
-        self.directory = work / digest_json(settings)[:16]
+        self.directory = work / digest_json({**settings, "code": _own_code()})[:16]
         self._path = self.directory / "units.json"
         self._units: dict[str, Any] = read_json(self._path)["units"] if self._path.is_file() else {}
         self._settings = dict(settings)

@@ -18,7 +18,8 @@ command, and its figure is drawn from the same `results/NAME/result.json`. ± is
 _BENCHES = """# Performance
 
 `make bench` writes this page; `python -m research --page` writes it again from saved results. Each section is one
-command. Ratios are medians of alternating runs in one process; the eigenproblems of `decompose` are timed once. *met*
+command. Ratios are medians of alternating runs in one process, but those of `serving` are of servers run one after the
+other, each at its best of three, and the eigenproblems of `decompose` are timed once. *met*
 and *missed* are computed from the numbers beside them. What the benches no longer show is left out.
 """
 _COMPARISONS = """# Rivals
@@ -82,7 +83,9 @@ only other one), and not on the other three.
 **What each part of consolidation is worth** (`python -m research ablation`, also with `--config`): flexrank by its
 defaults, and without one part at a time, from the same factors and ranks, at equal steps and at one learning rate. On
 ResNet-20 the largest sizes are within a few images of the base model, so their distances, and the verdicts below, are
-noise; its rows at .3 and .2 show what vectors of each size's own are worth.
+noise; its rows at .3 and .2 show what vectors of each size's own are worth. Balanced and anchored steps are there for
+the largest sizes: on stories260k and MiniLM the verdicts on *losses balanced* and on *all of them (eq. 6)* rest on .9
+and .8, and the sizes from .6 down are a little better without them.
 """
 
 
@@ -119,7 +122,8 @@ def write_pages(results: Path) -> dict[Path, list[str]]:
 def _directories(results: Path, name: str) -> list[Path]:
     others = sorted(results.glob(f"{name}-*")) if name in COMPARISONS else [results / f"{name}-full"]
     found = [path for path in (results / name, *others) if (path / RESULT).is_file()]
-    return [path for path in found if read_result(path)["name"] == name]  # one name may begin with another
+    known = {path: read_result(path) for path in found}  # one name may begin with another
+    return [path for path, one in known.items() if one["name"] == name and "--half" not in one["command"]]
 
 
 def _write_page(kind: str, entries: Iterable[tuple[Experiment, Path]]) -> None:

@@ -187,7 +187,8 @@ def _label(experiment: Experiment, request: Request, options: Options) -> str:
         parts.append(request.config.name)
     if request.model is not None:
         parts.append(request.model)
-    if options.seeds is not None:
+    usual = 0 if experiment.takes_config or not experiment.seeds else experiment.seeds[options.full]
+    if options.seeds is not None and not 0 < usual <= options.seeds:  # more seeds are the same form, only better
         parts.append(f"seeds-{options.seeds}")
     if options.half != "reporting":
         parts.append(options.half)
@@ -201,7 +202,7 @@ def _label(experiment: Experiment, request: Request, options: Options) -> str:
 def _command(experiment: Experiment, options: Options) -> str:
     """Returns the command that reproduces the result."""
     given = {"model": options.model, "config": options.config, "seeds": options.seeds, "domain": options.domain}
-    given |= {"tasks": options.tasks, "include-path": options.include_path}
+    given |= {"tasks": options.tasks, "include-path": options.include_path, "output": options.output}
     arguments = ["python", "-m", "research", experiment.name, *["--full"] * options.full]
     arguments += ["--half", options.half] * (options.half != "reporting")
     arguments += [argument for option, value in given.items() if value for argument in (f"--{option}", str(value))]

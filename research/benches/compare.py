@@ -242,9 +242,8 @@ def draw(data: Mapping[str, Any]) -> Any:
         base = one["dense"][one["measure"]]
         for method, allocation in itertools.product((*METHODS, *SIZE_METHOD_NAMES), ("published", "joint")):
             if runs := one["sized"].get(method, {}).get(allocation):
-                _draw_line(
-                    axes, method, allocation, [[row for row in r["rows"] if row] for r in runs], base, one["measure"]
-                )
+                sizes = [rows for rows in zip(*(r["rows"] for r in runs), strict=True) if all(rows)]  # of every seed
+                _draw_line(axes, method, allocation, list(zip(*sizes, strict=True)), base, one["measure"])
         axes.set(title=name, xlabel="deployed share of the layers' parameters")
         figures.name_distances(axes, one["measure"])
     shown = {

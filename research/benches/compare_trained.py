@@ -26,7 +26,7 @@ from research.baselines.trained.task import Settings
 from research.benches.tasks import format_base_score, shown_measures
 from research.benches.training_benchmarks import TrainingBenchmark, find_training_benchmark, training_benchmarks
 from research.benches.training_free import WHOLE, base_parameters, millions_at
-from research.benches.tuning import best_settings, mean_log_distance, trial_budgets
+from research.benches.tuning import best_settings, trial_budgets, trial_errors
 from research.experiment import Experiment, Ledger, Request
 from research.result import Result, behind, goal, measured, spread, spreads, table
 
@@ -135,7 +135,7 @@ def _tune(
         done = ledger.take_all(units, method_unit, request.jobs)
         for name, some in wanted.items():
             found = [done[unit(name, settings)] for settings in some]
-            errors = [mean_log_distance(base, benchmark.measure, one["rows"]) for one in found]
+            errors = trial_errors(base, benchmark.measure, [one["rows"] for one in found])
             tried[name] += [{"settings": dict(one), "error": error} for one, error in zip(some, errors, strict=True)]
         wanted = {name: _next_trials(some) for name, some in tried.items()}
     return tried
@@ -341,6 +341,6 @@ def draw(data: Mapping[str, Any]) -> Any:
 EXPERIMENT = Experiment(
     "compare-trained", "Trained rivals",
     "quality over size of flexrank beside its printed form, independent training, SVD-LLM with LoRA, ACIP, LLM-Pruner, "
-    "nested widths and LayerSkip, at equal training tokens, at equal training time and each at its best",
+    "nested widths and LayerSkip, at equal training tokens, at equal training time and, in some, each at its best",
     minutes=400, full_minutes=3000, has_halves=False, seeds=(1, 3), run=run, draw=draw, takes_config=True,
 )  # fmt: skip

@@ -34,8 +34,11 @@ def run_trials(request: Request, name: str, ledger: Ledger, methods: Iterable[st
     for method, settings in wanted:
         one = done[_unit_name(method, settings)]
         if "obstacle" not in one:
-            error = mean_log_distance(base, benchmark.measure, one["rows"])
-            found.setdefault(method, []).append({"settings": dict(settings), "error": error})
+            found.setdefault(method, []).append({"settings": dict(settings), "rows": one["rows"]})
+    for trials in found.values():
+        errors = trial_errors(base, benchmark.measure, [one.pop("rows") for one in trials])
+        for trial, error in zip(trials, errors, strict=True):
+            trial["error"] = error
     return found
 
 
@@ -88,10 +91,18 @@ def trial_unit(request: Request, name: str, method: str, settings: Settings) -> 
     return measure_size_method(benchmark, method, 0, settings)
 
 
-def mean_log_distance(base: float, measure: str, rows: Iterable[Mapping[str, Any] | None]) -> float | None:
-    """Returns the mean logarithm of the sizes' distances from the base model's measure; None if there is no size."""
+def trial_errors(base: float, measure: str, trials: Sequence[Sequence[Mapping[str, Any] | None]]) -> list[float | None]:
+    """Returns, for each trial's sizes, the mean logarithm of their distances from the base model's measure.
+
+    The mean is over the budgets at which any of the trials has a size; a trial that lacks one of these has None.
+    """
+    places = [place for place, rows in enumerate(zip(*trials, strict=True)) if any(rows)]
+    return [_mean_log_distance(base, measure, [rows[place] for place in places]) for rows in trials]
+
+
+def _mean_log_distance(base: float, measure: str, rows: Sequence[Mapping[str, Any] | None]) -> float | None:
     distances = [math.log(max(figures.LEAST, abs(row["scores"][measure] - base))) for row in rows if row]
-    return statistics.fmean(distances) if distances else None
+    return statistics.fmean(distances) if distances and len(distances) == len(rows) else None
 
 
 def _error_of(trial: Mapping[str, Any]) -> float:

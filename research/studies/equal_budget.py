@@ -41,7 +41,7 @@ def _single(bench: LanguageBench, place: int, steps: int, seed: int) -> float:
 def _claim(budgets: Sequence[float], separate: Any, elastic: Any) -> dict[str, Any]:
     gaps = [[e / s - 1 for e, s in zip(*pair, strict=True)] for pair in zip(elastic, separate, strict=True)]
     means = [statistics.fmean(one) for one in gaps]
-    what = "the elastic model's loss, a mean over budgets, is at most that of separate models of the same total "
+    what = "the elastic model's loss over that of separate models, a mean over budgets, is at most 1 at the same total "
     here = f"{between(means, '+.1%')}; by budget {by_budget(budgets, zip(*gaps, strict=True), '+.1%')}"
     return claim(
         f"{what}training, every seed",

@@ -195,6 +195,7 @@ class LanguageBench:
             "tokens_a_sample": data.max_tokens, "calibration": data.calibration, "evaluation": data.evaluation,
             "budgets": self.budgets, "steps": training.steps,
             "samples_a_step": training.batch_size * training.accumulation,
+            "decomposition": self.config.decomposition.method,
             "method": training.method, "optimizer": training.optimizer,
             "learning_rate": training.learning_rate or UNTRIED,
             "autocast": str(self.autocast), "device": str(self.space.device),

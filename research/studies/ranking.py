@@ -32,7 +32,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 def run(request: Request) -> Result:
     """Runs the study."""
-    settings = {"calibration": CALIBRATION, "probe": PROBE, "levels": mnist.LEVELS, "epochs": mnist.EPOCHS}
+    settings: dict[str, Any] = {"calibration": CALIBRATION, "probe": PROBE, "decomposition": "datasvd"}
+    settings |= {"levels": mnist.LEVELS, "epochs": mnist.EPOCHS}
     ledger = Ledger(request.work, settings)
     results = {name: ledger.take_seeds(name, request.seeds, one_seed, name) for name in NETWORKS}
     first = results[NETWORKS[0]]
@@ -51,7 +52,7 @@ def one_seed(name: str, seed: int) -> dict[str, Any]:
     moments = collect_moments(network, batches, select_layers(network), side="input", gradient_loss=loss)
     with torch.inference_mode():
         teacher = network(images[probe])
-    decompose_(network, moments)
+    decompose_(network, moments, method="datasvd")
     judges = [Judge(loss, images[probe], teacher, labels[probe]) for loss in LOSSES]
     joint = dict(zip(LOSSES, joint_losses(network, images[probe], judges), strict=True))
     tables = {

@@ -11,7 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from flexrank.errors import FlexrankError
-from flexrank.run.directory import RunDirectory
+from flexrank.run.directory import RunDirectory, files_digest
 from research import experiment, figures, page, runner
 from research.__main__ import app
 from research.assets import assets_directory
@@ -80,6 +80,20 @@ def test_a_ledger_computes_a_unit_once_and_keeps_settings_apart(tmp_path: Path) 
     assert again.take("all, seed 1", lambda: None) == 11
 
 
+def test_units_of_other_code_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "one.py"
+    source.write_text('"""A module."""\nx = 1\n')
+    digests = [files_digest([source])]
+    for text in ('"""Another docstring."""\n\nx = 1  # and a comment\n', "x = 2\n"):
+        source.write_text(text)
+        digests.append(files_digest([source]))
+    assert digests[0] == digests[1] != digests[2]
+    monkeypatch.setattr("research.experiment._own_code", lambda: digests[0])
+    assert Ledger(tmp_path, {}).take("unit", lambda: 1) == 1
+    monkeypatch.setattr("research.experiment._own_code", lambda: digests[2])
+    assert Ledger(tmp_path, {}).take("unit", lambda: 2) == 2
+
+
 def test_an_interrupted_unit_leaves_the_finished_ones(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path, {})
     ledger.take("first", lambda: 1)
@@ -144,10 +158,16 @@ def test_the_same_data_gives_the_same_figure(tmp_path: Path) -> None:
 def test_a_full_form_goes_to_a_place_of_its_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requests: list[Request] = []
     replace(monkeypatch, full_minutes=60, run=lambda request: requests.append(request) or dict(MEASURED))
-    for options in ([], ["--full"], ["--full", "--seeds", "2"]):
+    for options in ([], ["--full"], ["--full", "--seeds", "2"], ["--full", "--seeds", "7"]):
         assert invoke("front", *options).exit_code == 0
     assert read(here / "results/front-full/result.json")["form"] == "full"
-    assert [one.seeds for one in requests] == [3, 5, 2] and [one.full for one in requests] == [False, True, True]
+    assert not (here / "results/front-full-seeds-7").exists() and (here / "results/front-full-seeds-2").exists()
+    assert [one.seeds for one in requests] == [3, 5, 2, 7] and [one.full for one in requests] == [
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 def test_another_model_or_setting_never_writes_over_the_studys_own_result(
@@ -155,7 +175,7 @@ def test_another_model_or_setting_never_writes_over_the_studys_own_result(
 ) -> None:
     own = settings(sources / "language", sources / "text.txt", here / "unused")
     replace(monkeypatch, settings=lambda full: own)
-    invoke("theory")
+    invoke("theory", "--seeds", "4")  # more than its own 3
     before = (here / "results/theory/result.json").read_bytes()
     for options in (["--model", "org/big-1b"], ["--set", "distillation.steps=9"], ["--seeds", "1"]):
         assert invoke("theory", *options).exit_code == 0
@@ -166,8 +186,12 @@ def test_another_model_or_setting_never_writes_over_the_studys_own_result(
     assert read(here / "results/theory-big-1b/result.json")["command"] == (
         "python -m research theory --model org/big-1b"
     )
+    assert invoke("theory", "--half", "tuning", "--output", "results/theory-full").exit_code == 0
+    command = read(here / "results/theory-full/result.json")["command"]
+    assert command == "python -m research theory --half tuning --output results/theory-full"
     assert invoke("--page").exit_code == 0
-    assert "big-1b" not in (here / "docs/results.md").read_text()
+    assert "big-1b" not in (page := (here / "docs/results.md").read_text())
+    assert "--seeds 4" in page and "tuning" not in page
 
 
 def test_two_processes_do_not_run_one_experiment(here: Path) -> None:

@@ -128,6 +128,16 @@ def test_ours_fits_the_default_decomposition_at_the_ranks_of_its_table() -> None
         assert row["share"] == stored / sum(m * n for m, n in shapes.values()) <= budget
 
 
+def test_trials_are_compared_at_the_same_sizes() -> None:
+    """By hand, over a base of 1.6: ln .02, ln .2 and ln .05. A trial without the small size gains nothing by that."""
+    rows = [[1.62, 1.80], [1.65, None], [1.61, 1.65]]
+    trials = [[value and {"scores": {"nats": value}} for value in one] for one in rows]
+    wanted = [(math.log(0.02) + math.log(0.2)) / 2, None, (math.log(0.01) + math.log(0.05)) / 2]
+    assert tuning.trial_errors(1.6, "nats", trials) == [value and pytest.approx(value) for value in wanted]
+    assert tuning.trial_errors(1.6, "nats", trials[1:2]) == [pytest.approx(math.log(0.05))]
+    assert tuning.trial_errors(1.6, "nats", [[None, None]]) == [None]
+
+
 def test_a_method_that_does_not_apply_has_no_trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(training_free, "benchmarks", lambda _: [made()])
     monkeypatch.setattr(tuning, "obstacle", lambda *_: "too odd")

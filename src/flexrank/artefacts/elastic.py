@@ -181,20 +181,30 @@ def load_elastic(
         FlexrankError: a file is missing, truncated or edited, the budget is too small, or the architecture differs.
     """
     require_dtype(dtype)
-    directory = local_directory(directory)
+    directory, count = local_directory(directory), None
+    if not (budget is None and max_params is None and max_bytes is None):
+        chain = read_shapes(directory)[1]
+        entry = count_bytes_in(chain, dtype).entry_at(budget, max_params=max_params, max_bytes=max_bytes)
+        count = chain.entries.index(entry) + 1
+    return load_entries(directory, count, model)
+
+
+def load_entries(
+    directory: Path, count: int | None = None, model: nn.Module | None = None
+) -> tuple[nn.Module, ProfileChain]:
+    """As `load_elastic`, but reads only the components of the chain's first `count` entries; None reads all."""
     document = read_elastic_document(directory)
     chain, ranks = ProfileChain.from_json(document["chain"]), None
-    if not (budget is None and max_params is None and max_bytes is None):
-        entry = _counted_in(chain, dtype).entry_at(budget, max_params=max_params, max_bytes=max_bytes)
-        ranks = entry.profile
-        chain = dataclasses.replace(chain, entries=chain.entries[: chain.entries.index(entry) + 1])
+    if count is not None:
+        chain = chain.up_to(chain.entries[count - 1])
+        ranks = chain.entries[-1].profile
     elastic, sizes = _load(directory, document, ranks, model), read_sizes(directory)
     for layer in nested_layers(elastic).values():
         layer.chain, layer.card_sizes = chain, sizes
     return elastic, chain
 
 
-def _counted_in(chain: ProfileChain, dtype: torch.dtype | None) -> ProfileChain:
+def count_bytes_in(chain: ProfileChain, dtype: torch.dtype | None) -> ProfileChain:
     """The chain with its bytes counted as if all of the model's parameters had this dtype."""
     own = chain.footprint
     width = own.bytes_per_parameter if dtype is None else dtype.itemsize

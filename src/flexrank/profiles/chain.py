@@ -168,6 +168,10 @@ class ProfileChain:
                 raise FlexrankError(f"{name}={limit} is too small; the least that this chain offers is {shown}")
         return entries[0] if all(limit is None for limit in sizes) else entries[-1]
 
+    def up_to(self, entry: ChainEntry) -> "ProfileChain":
+        """The chain that ends with this entry."""
+        return dataclasses.replace(self, entries=self.entries[: self.entries.index(entry) + 1])
+
     def relative_size(self, entry: ChainEntry) -> float:
         """Deployed over dense parameters of the factorised layers (the paper's relative size)."""
         return entry.parameters / self.dense_parameters

@@ -16,7 +16,7 @@ import operator
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -232,10 +232,14 @@ def code_digest(modules: Sequence[str]) -> str:
 
 @functools.cache
 def _digest_of(module: str) -> str:
-    """SHA-256 of the code of a module or subpackage of flexrank, without comments, docstrings and layout."""
     root = Path(__file__).parents[1]
     files = [*root.glob(f"{module}.py"), *sorted((root / module).rglob("*.py"))]
     assert files, module
+    return files_digest(files)
+
+
+def files_digest(files: Iterable[Path]) -> str:
+    """SHA-256 of the code in these files, without comments, docstrings and layout."""
     return digest_json([_dump(file.read_text(encoding="utf8")) for file in files])
 
 

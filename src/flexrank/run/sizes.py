@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import math
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,13 +12,14 @@ from torch import nn
 from flexrank.artefacts.elastic import load_components, read_shapes
 from flexrank.calibrate import collect_rows
 from flexrank.deployment import deploy, deployed_parameters_of, entry_within_latency, export, find_slack
+from flexrank.deployment.limits import entries_within, is_within
 from flexrank.deployment.process import in_fresh_process
 from flexrank.errors import FlexrankError
 from flexrank.files import digest_json, directory_bytes, dtype_name, read_json
 from flexrank.hf import models
 from flexrank.nn.switch import footprint, nested_layers
-from flexrank.profiles import ChainEntry, RankProfile, SlackTable
-from flexrank.profiles.costs import Shape, dense_parameters, profile_parameters
+from flexrank.profiles import RankProfile, SlackTable
+from flexrank.profiles.costs import Shape, dense_parameters
 from flexrank.refit import refit_
 from flexrank.run.config import load_config
 from flexrank.run.directory import RunDirectory
@@ -88,7 +88,7 @@ class Sizes:
     def _deploy_only(self, model: nn.Module, profile: RankProfile, limits: Mapping[str, float], how: str) -> None:
         self._own = model
         self._slack, self._profiles_with_slack = choose_slack(self.work, model, [profile]), [profile]
-        if not self._is_within(parameters := self._slack.parameters(profile, self.shapes), limits):
+        if not is_within(self.chain, parameters := self._slack.parameters(profile, self.shapes), limits):
             named = ", ".join(f"{name}={limit:g}" for name, limit in limits.items())
             raise FlexrankError(
                 f"{how}, this size has {parameters} parameters in its layers, out of {named}; ask for less"
@@ -97,10 +97,11 @@ class Sizes:
     def within(self, limits: Mapping[str, float]) -> RankProfile:
         """The largest profile within the given limits, of `budget`, `max_params`, `max_bytes` and `max_latency_ms`."""
         latency, whole = limits.get("max_latency_ms"), limits.keys() & {"max_params", "max_bytes"}
-        largest = self.chain.entry_at(limits["budget"]) if "budget" in limits else self.chain.entries[-1]
-        entries = self.chain.entries[: self.chain.entries.index(largest) + 1]
+        chain = self.chain.up_to(self.chain.entry_at(limits["budget"])) if "budget" in limits else self.chain
+        entries = chain.entries
         if whole:
-            entries = self._fitting(entries, {name: limits[name] for name in whole})
+            wanted = {name: limits[name] for name in whole}
+            entries = entries_within(chain, self.shapes, wanted, self._deployed_parameters)
         if latency is not None:  # in a fresh process: one that has trained measures wrong times
             chosen = in_fresh_process(find_within_latency, str(self.work.directory.path), len(entries), latency)
             entries = entries[: chosen + 1]
@@ -111,24 +112,8 @@ class Sizes:
             log.warning("this size is below the smallest trained budget, %g: it was never trained", budgets[0])
         return entries[-1].profile
 
-    def _fitting(self, entries: tuple[ChainEntry, ...], limits: Mapping[str, float]) -> tuple[ChainEntry, ...]:
-        """The entries up to the largest whose deployed model is within the limits; slack is chosen only near them."""
-        for count in range(len(entries), 0, -1):
-            profile = entries[count - 1].profile
-            if count == 1 or self._is_within(profile_parameters(profile, self.shapes), limits):
-                parameters = self.slack_for(profile).parameters(profile, self.shapes)
-                if self._is_within(parameters, limits):
-                    return entries[:count]
-        named = ", ".join(f"{name}={limit:g}" for name, limit in limits.items())
-        smallest = dataclasses.replace(entries[0], parameters=parameters)
-        size = f"{self.chain.model_parameters(smallest):,} parameters and {self.chain.model_bytes(smallest):,} bytes"
-        raise FlexrankError(f"{named} is too small: the smallest size has {size}, with its slack")
-
-    def _is_within(self, parameters: int, limits: Mapping[str, float]) -> bool:
-        """Whether a model with this many parameters in its layers is within `max_params` and `max_bytes`."""
-        entry = dataclasses.replace(self.chain.entries[0], parameters=parameters)
-        sizes = {"max_params": self.chain.model_parameters(entry), "max_bytes": self.chain.model_bytes(entry)}
-        return all(size <= limits.get(name, math.inf) for name, size in sizes.items())
+    def _deployed_parameters(self, profile: RankProfile) -> int:
+        return self.slack_for(profile).parameters(profile, self.shapes)
 
 
 def choose_slack(

@@ -119,7 +119,7 @@ def test_a_size_shows_the_table_that_it_is_of(tmp_path: Path, verified_here: Non
             "| **0.65** | 5.667 | 493 | 523 | 2,092 | 0.125 |",
             "| 0.25 | 1.667 | 165 | 195 | 780 | 0.75 |",
         ]
-        assert "\n".join(wanted) in card and "Its row below is in bold." in card
+        assert "\n".join(wanted) in card and "Its row below, as it was cut, is in bold." in card
         assert "Ranks are those of joint allocation" in card and card.count(cards.LICENCE) == 1
     fr.save_deployed(fr.deploy(elastic, {"0": 5, "2": 8, "4": 3}), tmp_path / "between")
     card = (tmp_path / "between" / "README.md").read_text()

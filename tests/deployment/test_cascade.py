@@ -99,6 +99,16 @@ def test_the_large_size_sees_uncertain_rows_alone() -> None:
     assert torch.equal(model(torch.tensor([0])), large.logits[:1])
 
 
+def test_two_dtypes_keep_the_large_sizes_answers() -> None:
+    """2.001 and 2.002 are one number in bfloat16: rounded, the first of them would be the answer."""
+    small, large = tables(torch.tensor([3.0, 1.0]), torch.tensor([False, False]))
+    small.logits = small.logits.bfloat16()
+    large.logits = torch.tensor([[0.0, 0.0], [2.001, 2.002]])
+    answers = Cascade(small, large, threshold=1.0)(torch.tensor([0, 1]))
+    assert torch.equal(answers[1], large.logits[1]) and answers.argmax(1).tolist() == [0, 1]
+    assert answers.dtype == torch.float32
+
+
 @pytest.mark.parametrize("name", ["vit", "convnet"])
 @torch.no_grad()
 def test_batches_are_divided_by_row(name: str) -> None:

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 import flexrank as fr
+from flexrank.deployment.limits import deploy_within_limits
 from flexrank.errors import FlexrankError
 from flexrank.nn.gauge_aligned import GaugeAlignedLayer
 from flexrank.nn.switch import use_profile
@@ -100,6 +101,13 @@ def test_limits_hold_for_what_is_loaded(dtype: torch.dtype, tmp_path: Path) -> N
     assert counts == sorted(set(counts)) and len(counts) > 2
     limits = {"max_params": counts, "max_bytes": [count * dtype.itemsize for count in counts]}
     for name, wanted in limits.items():
+        for place, count in enumerate(wanted):  # what a size counts when it is deployed is enough for it
+            small, entry, _ = deploy_within_limits(tmp_path / "elastic", {name: count}, dtype=dtype)
+            assert entry.profile == chain_of(model).entries[place].profile
+            assert sum(one.numel() for one in small.parameters()) == counts[place]
+        refused = f"^{name}={wanted[0] - 1} is too small: the smallest size has {counts[0]:,} parameters and "
+        with pytest.raises(fr.FlexrankError, match=refused + f"{counts[0] * dtype.itemsize:,} bytes, with its slack"):
+            deploy_within_limits(tmp_path / "elastic", {name: wanted[0] - 1}, dtype=dtype)
         for less, place in ((0, 1), (1, 0)):
             small = transformers.AutoModelForCausalLM.from_pretrained(
                 tmp_path / ("other" if name == "max_bytes" else "elastic"),

@@ -161,3 +161,22 @@ def test_a_missing_weight_is_named() -> None:
             fused.load_(module, name, values, 1)
     with pytest.raises(FlexrankError, match="layer1.expand.bias is missing in the model's files"):
         fused.require_complete(module)
+
+
+def test_a_layer_of_which_nothing_came_is_named_if_another_was_loaded() -> None:
+    names, one = set[str](), QKV[0]
+    layers = []
+    for at in range(2):
+        shard = Shard(f"layer{at}", tuple(one.matrix.shape), one.rank, one.aligned, range(len(one.matrix)), range(N))
+        layers.append((FusedShards([shard], names), nn.Module()))
+        layers[at][0].add_to_(layers[at][1], torch.float64)
+        layers[at][1].bias = None
+    for fused, module in layers:
+        fused.require_complete(module)  # a server's dummy weights
+    first, module = layers[0]
+    for name, values in one.files.items():
+        if not name.endswith("bias"):
+            first.load_(module, name, values, 0)
+    first.require_complete(module)
+    with pytest.raises(FlexrankError, match=r"layer1\.\S+ is missing in the model's files"):
+        layers[1][0].require_complete(layers[1][1])

@@ -154,7 +154,7 @@ def test_the_front_is_drawn_to_scale(opened: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("smallest", [14_210_000, 2_000_000, 95_000_000])
 def test_numbers_below_the_front_are_to_scale(smallest: int, opened: Any, tmp_path: Path) -> None:
-    """Oracle: a tick's number from its place, between those of the outermost ticks; 20M ends in a zero."""
+    """Oracle: a tick's number from its place, between those of the outermost ticks, to as many decimals."""
     value = summary()
     value["base"]["params_model"] = int(1.6 * smallest)
     for row, times in zip(sorted(value["rows"], key=lambda one: one["budget"]), (1.0, 1.3), strict=True):
@@ -168,7 +168,53 @@ def test_numbers_below_the_front_are_to_scale(smallest: int, opened: Any, tmp_pa
     assert len(ticks) >= 4 and 0.9 * smallest < 1e6 * low < 1e6 * high < 1.7 * smallest
     for (place, text), number in zip(ticks, numbers, strict=True):
         assert number == pytest.approx(low + (high - low) * (place - first) / (last - first), rel=1e-3)
-        assert "." not in text or not text.endswith("0M")
+        assert len(text.partition(".")[2]) == len(ticks[0][1].partition(".")[2])
+
+
+@pytest.mark.parametrize("qualities", [(2.1456, 2.1469), (0.98765, 0.98769), (12.0, 850.0)])
+def test_numbers_beside_the_front_differ_and_are_to_scale(
+    qualities: tuple[float, float], opened: Any, tmp_path: Path
+) -> None:
+    """Oracle: as below the front. Qualities that are close need more decimals."""
+    value = summary()
+    for place in (value["base"], *value["rows"]):
+        place["quality"] = {"cosine": qualities[0]}
+        place.pop("quality_before", None)
+    value["rows"][0]["quality"] = {"cosine": qualities[1]}
+    page = opened(written(tmp_path, value))
+    ticks = page.eval_on_selector_all(
+        "#front text[text-anchor=end]", "all => all.map(one => [Number(one.getAttribute('y')), one.textContent])"
+    )
+    numbers = [float(text.replace("k", "e3")) for _, text in ticks]
+    assert 2 <= len(set(numbers)) == len(numbers)
+    (first, low), (last, high) = ((ticks[end][0], numbers[end]) for end in (0, -1))
+    for (place, _), number in zip(ticks, numbers, strict=True):
+        share = (place - first) / (last - first)
+        assert number == pytest.approx(low + (high - low) * share, abs=1e-3 * (high - low))
+
+
+def test_a_table_of_one_error_a_layer_has_dots_alone(opened: Any, tmp_path: Path) -> None:
+    """As two levels give it: the least rank's error, and none at full rank. Errors of 0 alone show nothing."""
+    written(tmp_path)
+    path = tmp_path / "sensitivity.json"
+    for error, count in ((0.8, len(SHAPES)), (0.0, 0)):
+        table = {"ranks": {name: [8, 32] for name in SHAPES}, "errors": {name: [error, 0.0] for name in SHAPES}}
+        path.write_text(json.dumps(table))
+        report.write_comparison([tmp_path], tmp_path / "report.html")
+        page = opened(tmp_path / "report.html")
+        assert page.is_visible("#sensitivity-part") == bool(count)
+        places = page.eval_on_selector_all(
+            "#sensitivity circle", "all => all.map(one => Number(one.getAttribute('cy')))"
+        )
+        assert len(places) == count and all(0 < place < 400 for place in places)
+
+
+def test_a_printed_page_has_all_columns(opened: Any, tmp_path: Path) -> None:
+    page = opened(written(tmp_path))
+    page.emulate_media(media="print")
+    page.set_viewport_size({"width": 718, "height": 1000})
+    widths = page.eval_on_selector_all(".wide table", "all => all.map(one => one.getBoundingClientRect().right)")
+    assert widths and max(widths) <= 718 and not page.is_visible("#slider")
 
 
 def test_a_layer_costs_what_the_probe_found(opened: Any, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def write_deployed_card(directory: Path, description: Mapping[str, Any], model: 
     lead += f", of ranks {min(ranks):,} to {max(ranks):,}." if ranks else "."
     share, sizes = getattr(model, "flexrank_share", None), getattr(model, "flexrank_sizes", "")
     lead += f" Its factorised layers have {share:.1%} of their dense parameters." if share is not None else ""
-    lead += " Its row below is in bold." if "| **" in sizes else ""
+    lead += " Its row below, as it was cut, is in bold." if "| **" in sizes else ""
     _write_basic(directory, "deployed", description, model, lead, sizes.splitlines())
 
 

@@ -33,8 +33,9 @@ class Cascade(nn.Module):
     """Logits (B, classes) of `small`, and of `large` for rows whose margin is at most `threshold`.
 
     The margin is the difference between a row's two largest logits. A cascade is called as the two models are; of each
-    tensor with B rows, `large` gets only the uncertain ones. If no row is uncertain, `large` does not run. The two may
-    share their tensors, as `submodel`s of one elastic model do, or be deployed models.
+    tensor with B rows, `large` gets only the uncertain ones. If no row is uncertain, `large` does not run. The logits
+    have the wider dtype of those that answered. The two may share their tensors, as `submodel`s of one elastic model
+    do, or be deployed models.
     """
 
     def __init__(self, small: nn.Module, large: nn.Module, threshold: float, report: CascadeReport | None = None):
@@ -51,7 +52,8 @@ class Cascade(nn.Module):
         rows = some_rows(positional | kwargs, uncertain)
         assert isinstance(rows, Mapping)
         better = _logits(self.large(*map(rows.get, positional), **{key: rows[key] for key in kwargs}))
-        return logits.index_copy(0, uncertain, better.to(logits))
+        wide = torch.promote_types(logits.dtype, better.dtype)  # else rounding may change the large size's answers
+        return logits.to(wide).index_copy(0, uncertain, better.to(logits.device, wide))
 
     def measure(self, batches: Iterable[Batch]) -> CascadeReport:
         """What the cascade does on other samples; both models run on all of them."""

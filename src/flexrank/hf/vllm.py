@@ -36,6 +36,7 @@ class ServedConfig(QuantizationConfig):
     def __init__(self, layers: Mapping[str, Mapping[str, Any]]):
         super().__init__()
         self.layers = dict(layers)
+        self.names_loaded = set[str]()  # of layers; none for a server's dummy weights
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "ServedConfig":  # noqa: D102
@@ -66,10 +67,12 @@ class ServedConfig(QuantizationConfig):
             parent, _, own = prefix.rpartition(".")
             names = [f"{parent}.{name}" if parent else name for name in self.packed_modules_mapping.get(own, [own])]
             if any(self._is_aligned(name) for name in names):
-                return FactorisedLinearMethod({name: self.layers.get(name) for name in names})
+                return FactorisedLinearMethod({name: self.layers.get(name) for name in names}, self.names_loaded)
             return UnquantizedLinearMethod()
         if isinstance(layer, ParallelLMHead):
-            return FactorisedHeadMethod({prefix: self.layers[prefix]}) if self._is_aligned(prefix) else None
+            if not self._is_aligned(prefix):
+                return None
+            return FactorisedHeadMethod({prefix: self.layers[prefix]}, self.names_loaded)
         inside = [name for name in self.layers if f"{name}.".startswith(f"{prefix}.") and self._is_aligned(name)]
         if prefix and inside:
             kind = type(layer).__name__
@@ -83,8 +86,9 @@ class ServedConfig(QuantizationConfig):
 class FactorisedLinearMethod(LinearMethodBase):
     """How a linear layer of vLLM holds and applies one or several layers of the checkpoint, not all of them dense."""
 
-    def __init__(self, specs: Mapping[str, Mapping[str, Any] | None]):
+    def __init__(self, specs: Mapping[str, Mapping[str, Any] | None], names_loaded: set[str]):
         self.specs = dict(specs)
+        self._names_loaded = names_loaded
 
     def create_weights(
         self,
@@ -116,7 +120,7 @@ class FactorisedLinearMethod(LinearMethodBase):
         self.shards.require_complete(layer)
 
     def _add_to_(self, layer: Any, shards: list[Shard], dtype: torch.dtype) -> None:
-        self.shards = FusedShards(shards)
+        self.shards = FusedShards(shards, self._names_loaded)
         parameter: Any
         for name, parameter in self.shards.add_to_(layer, dtype).items():
             parameter.weight_loader = functools.partial(self._load, layer, name)

@@ -64,8 +64,10 @@ class FusedShards:
     costs t·Σ(r·n + k·r) multiply-adds, as much as the separate layers.
     """
 
-    def __init__(self, shards: Sequence[Shard]):
+    def __init__(self, shards: Sequence[Shard], names_loaded: set[str] | None = None):
         self.shards = tuple(shards)
+        #: Of the layers of which some tensor was loaded; all layers of a model may share it.
+        self._names_loaded = set[str]() if names_loaded is None else names_loaded
         self._latents = _slices(shard.rank for shard in shards)
         self._expanded = _slices(len(shard.expanded) * shard.rank for shard in shards)
         self._dense = _slices(0 if shard.rank else len(shard.rows) for shard in shards)
@@ -114,13 +116,14 @@ class FusedShards:
         elif not shard.rank:
             layer.get_parameter(name)[self._dense[index]] = values[rows, columns]
         self._loaded.add((index, name))
+        self._names_loaded.add(shard.name)
 
     def require_complete(self, layer: Any) -> None:
-        """Raises FlexrankError if some tensors of the layer were loaded and others were not."""
+        """Raises FlexrankError if a tensor was not loaded, and any of this layer or those that share its names was."""
         for index, shard in enumerate(self.shards):
             names = {**shard.stored, **(shard.biases if isinstance(layer.bias, Tensor) else {})}
             for name in names:
-                if self._loaded and (index, name) not in self._loaded:
+                if self._names_loaded and (index, name) not in self._loaded:
                     raise FlexrankError(f"{shard.name}.{name} is missing in the model's files; export it again")
 
     def multiply(self, layer: Any, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch m"]:

@@ -223,7 +223,10 @@ def resolve_slack(u: Tensor, v: Tensor, slack: Slack, dtype: torch.dtype, inputs
 
 
 def _are_plain(x: Tensor, latent: Tensor, *weights: Tensor) -> bool:
-    """Whether products may be written into a buffer: no meta tensor, no subclass, one dtype, also under autocast."""
-    if x.is_meta or latent.dtype != x.dtype:
+    """Whether products may be written into a buffer.
+
+    That is, there is no meta tensor, no subclass, no transform of `torch.func`, and one dtype, also under autocast.
+    """
+    if x.is_meta or latent.dtype != x.dtype or torch._C._are_functorch_transforms_active():
         return False
     return all(type(weight) is Parameter and weight.dtype == x.dtype for weight in weights)

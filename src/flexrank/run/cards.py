@@ -62,10 +62,9 @@ def deployed_card(
     """The card of one size; `export` is an entry of the summary's `deployed`, or what `export_one` returns."""
     budget, origin = export.get("budget"), ""
     if tuned:
-        origin = f", then trained by itself for {tuned} steps"
+        origin = f", then trained by itself for {tuned} steps; the table is of the others"
     elif refitted:
         origin = ". This one was then fitted by itself to the base model, without training; the table is of the others"
-        summary = {**summary, "distillation": {"steps": 0}}
     elif budget in [row["budget"] for row in summary["rows"]]:
         origin = f"; it is the row {budget:g} of the table"
     share = export["relative_size"]

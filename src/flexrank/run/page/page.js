@@ -5,15 +5,17 @@ const COLOURS = ["var(--after)", "#009e73", "#cc79a7", "#d55e00", "#8c6bb1", "#8
 const AXES = { params_model: "parameters of the model", bytes: "bytes on disk", latency_ratio: "time over the base model's" };
 const chosen = { run: 0, row: 0, measure: null, axis: "params_model" };
 
+const unitOf = (number) => [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"], [1, ""]].find(([scale]) => number >= scale) ?? [1, ""];
+
 function count(number) {
-  for (const [scale, unit] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]])
-    if (number >= scale) return (number / scale).toFixed(number < 100 * scale ? 2 : 0) + unit;
-  return String(Number(number.toFixed(2)));
+  const [scale, unit] = unitOf(number);
+  return unit ? (number / scale).toFixed(number < 100 * scale ? 2 : 0) + unit : String(Number(number.toFixed(2)));
 }
 
-// Without zeros that end a fraction: 20M for 20.00M, 2.5M for 2.50M.
-function short(label) {
-  return label.replace(/(\.\d*?)0+(?=\D|$)/, "$1").replace(/\.(?=\D|$)/, "");
+// A tick's number, with as many decimals as the step between ticks has.
+function tick(number, step) {
+  const [scale, unit] = unitOf(number), decimals = Math.max(0, -Math.floor(Math.log10(step / scale)));
+  return decimals > 6 ? number.toExponential(2) : (number / scale).toFixed(decimals) + unit;
 }
 
 function element(name, attributes = {}, ...children) {
@@ -30,19 +32,19 @@ function chart(place, lines, dots, labels, isLogarithmic = false) {
   const width = Math.min(920, Math.max(320, place.clientWidth)), height = Math.min(380, Math.max(260, width * 0.5));
   const [left, bottom, top, right] = [58, 44, 10, 18];
   const shown = (y) => (isLogarithmic ? Math.log10(y) : y);
-  const points = lines.flatMap((line) => line.points);
+  const points = [...lines.flatMap((line) => line.points), ...dots.map(({ x, y }) => [x, y])];
   const [x0, x1] = reach(points.map((point) => point[0])), [y0, y1] = reach(points.map((point) => shown(point[1])));
   const atX = (x) => left + ((x - x0) / (x1 - x0)) * (width - left - right);
   const atY = (y) => height - bottom - ((shown(y) - y0) / (y1 - y0)) * (height - bottom - top);
   const svg = element("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": labels.name });
   const text = (x, y, anchor, content) => svg.append(element("text", { x, y, "text-anchor": anchor }, content));
-  for (const value of ticks(y0, y1, 5, isLogarithmic)) {
-    const y = isLogarithmic ? 10 ** value : value;
+  const across = ticks(x0, x1, width / 90), up = isLogarithmic ? powers(y0, y1) : ticks(y0, y1, 5);
+  for (const y of up.values) {
     svg.append(element("line", { class: "grid", x1: left, x2: width - right, y1: atY(y), y2: atY(y) }));
-    const round = Number(y.toPrecision(3));
-    text(left - 6, atY(y) + 4, "end", y !== 0 && Math.abs(y) < 1e-3 ? round.toExponential() : String(round));
+    const round = Number(y.toPrecision(1));
+    text(left - 6, atY(y) + 4, "end", !isLogarithmic ? tick(y, up.step) : y < 1e-3 ? round.toExponential() : String(round));
   }
-  for (const x of ticks(x0, x1, width / 90)) text(atX(x), height - bottom + 18, "middle", short(count(x)));
+  for (const x of across.values) text(atX(x), height - bottom + 18, "middle", tick(x, across.step));
   text((left + width) / 2, height - 6, "middle", labels.below);
   for (const { points: own, kind, style, label } of lines) {
     const path = "M" + own.map(([x, y]) => `${atX(x).toFixed(1)} ${atY(y).toFixed(1)}`).join("L");
@@ -59,16 +61,20 @@ function reach(values) {
   return [low - room, high + room];
 }
 
-// Round numbers between two, about so many; of logarithms the whole ones, and where these are few, those of 2 and 5.
-function ticks(low, high, number, isLogarithmic = false) {
-  if (isLogarithmic && high - low < 2) {
-    const powers = Array.from({ length: 4 }, (_, at) => Math.floor(low) + at);
-    return powers.flatMap((power) => [1, 2, 5].map((times) => power + Math.log10(times))).filter((one) => one >= low && one <= high);
-  }
+// Round numbers between two, about so many, and the step between them.
+function ticks(low, high, number) {
   const rough = (high - low) / number, power = 10 ** Math.floor(Math.log10(rough));
-  const step = isLogarithmic ? Math.max(1, Math.round(rough)) : power * [1, 2, 5, 10].find((times) => times * power >= rough);
+  const step = power * [1, 2, 5, 10].find((times) => times * power >= rough);
   const first = Math.ceil(low / step), last = Math.floor(high / step);
-  return Array.from({ length: Math.max(0, last - first + 1) }, (_, at) => (first + at) * step);
+  return { step, values: Array.from({ length: Math.max(0, last - first + 1) }, (_, at) => (first + at) * step) };
+}
+
+// Powers of ten between two logarithms, about five; where these are few, also 2 and 5 times these.
+function powers(low, high) {
+  const step = Math.max(1, Math.round((high - low) / 5)), first = Math.floor(low / step);
+  const whole = Array.from({ length: Math.ceil(high / step) - first + 1 }, (_, at) => (first + at) * step);
+  const all = whole.flatMap((power) => (high - low < 2 ? [1, 2, 5] : [1]).map((times) => times * 10 ** power));
+  return { values: all.filter((one) => Math.log10(one) >= low && Math.log10(one) <= high) };
 }
 
 const run = () => data.runs[chosen.run];
@@ -116,9 +122,12 @@ function showFront() {
   }
   const name = data.labels[measure] ?? measure;
   chart(byId("front"), lines, dots, { name: `${name} over ${AXES[axis]}`, below: AXES[axis] });
-  const kinds = lines.some((line) => line.kind === "before") ? "Solid: after consolidation; dashed: before it; " : "";
-  const names = data.runs.length === 1 ? "" : data.runs.map((one) => one.name).join(", ") + ". ";
-  byId("front-caption").textContent = `${names}${kinds}dotted: the base model. ${data.lower.includes(measure) ? "Lower" : "Higher"} is better.`;
+  const has = (kind) => lines.some((line) => line.kind === kind);
+  const kinds = [["before", "solid: after consolidation; dashed: before it"], ["base", "dotted: the base model"]];
+  const text = kinds.filter(([kind]) => has(kind)).map(([, words]) => words).join("; ");
+  const names = data.runs.length === 1 ? "" : lines.filter((line) => line.kind === "after").map((line) => line.label).join(", ") + ". ";
+  const better = `${data.lower.includes(measure) ? "Lower" : "Higher"} is better.`;
+  byId("front-caption").textContent = `${names}${text && text[0].toUpperCase() + text.slice(1) + ". "}${better}`;
 }
 
 function showRanks() {
@@ -153,6 +162,8 @@ function showSensitivity() {
     if (error > 0) dots.push({ x: kept(own), y: error, style, r: 2.5, label: `${name}: rank ${own}` });
   }
   const labels = { name: "error of each layer over its parameters", below: "share of the layer's parameters" };
+  byId("sensitivity-part").hidden = !dots.length;  // no layer has a positive error
+  if (!dots.length) return;
   chart(byId("sensitivity"), lines, dots, labels, true);
   byId("modules").replaceChildren(...run().modules.map((module, at) =>
     element("li", { style: `--colour:${COLOURS[at % COLOURS.length]}` }, module)));

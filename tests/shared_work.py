@@ -21,13 +21,15 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import flexrank as fr
 from flexrank import processes
+from flexrank.calibrate import moments_by_block
 from flexrank.data.stream import StreamedBatches, block_maker, open_texts
 from flexrank.errors import FlexrankError
 from flexrank.files import digest_tensor
 from flexrank.nn.gather import gathered, scatter_sum
 from flexrank.nn.select import select_layers
 from flexrank.nn.sharding import shard_, shard_blocks_
-from flexrank.nn.switch import nested_layers
+from flexrank.nn.switch import full_profile, nested_layers
+from flexrank.refit import refit_
 from tiny import VOCABULARY, WordTokenizer, build, chain_of, nest
 
 STEPS, STOP = 6, 3
@@ -77,6 +79,30 @@ def routed() -> tuple[nn.Module, nn.Module, list[Tensor]]:
     for batch in batches:
         batch[:, 0] = torch.tensor([1.0] * 3 + [-1.0] * 4)
     return nest(Routed()), Routed(), batches
+
+
+class RoutedBlocks(nn.Module):
+    """Two blocks of two experts; the first column says which of them a row reaches, and stays as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Routed() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.cat([x[:, :6], block(x)], 1)
+        return x
+
+
+def routed_by_block(_: Path) -> dict[str, Tensor]:
+    """The first batch reaches both experts, and each other batch one of them."""
+    model, data = RoutedBlocks(), vectors(4, 7)
+    for number, batch in enumerate(data[1:]):
+        batch[:, 0] = (-1.0) ** number
+    found = {}
+    for part in moments_by_block(model, data, select_layers(model)):
+        found |= {name: one.moment for name, one in part.items()}
+    return found
 
 
 def calibrated(_: Path) -> dict[str, Tensor]:
@@ -268,17 +294,46 @@ class Plain:
     target, loss = fr.FeatureObjective().target, fr.FeatureObjective().loss
 
 
-def refused(student: nn.Module, teacher: nn.Module, batches: list[Tensor], objective: Any) -> str:
+def said(work: Callable[[], object]) -> str:
     try:
-        fr.distill_(student, teacher, batches, chain_of(student, (0.5,)), objective=objective, steps=1)
+        work()
     except FlexrankError as error:
         return str(error)
     return ""
 
 
+def refused(student: nn.Module, teacher: nn.Module, batches: list[Tensor], objective: Any, **options: int) -> str:
+    chain = chain_of(student, (0.5,))
+    return said(lambda: fr.distill_(student, teacher, batches, chain, objective=objective, steps=1, **options))
+
+
+def refusals(count: int, number: int) -> list[str]:
+    """What is said of an objective, batches, models and values that several processes cannot share."""
+    student, teacher, objective = nest(build("perceptron")), build("perceptron"), fr.FeatureObjective()
+    parted, whole_routed, batches = routed()
+    shard_(parted)
+    own, layers = vectors(count, 7)[number : number + 1], select_layers(teacher)
+    # A row for each process. In two batches of a step process 0 reaches one expert, then the other; the others do too,
+    # in the other order.
+    crossed = vectors(2, count)
+    for sign, batch in zip((1.0, -1.0), crossed, strict=True):
+        batch[:, 0] = torch.tensor([sign] + [-sign] * (count - 1))
+    return [
+        refused(student, teacher, vectors(1, 7), Plain()),
+        refused(student, teacher, own, objective),
+        refused(parted, whole_routed, batches, objective),
+        refused(parted, whole_routed, crossed, objective, accumulation=2),
+        said(lambda: fr.collect_moments(teacher, own, layers)),
+        said(lambda: list(moments_by_block(teacher, own, layers))),
+        said(lambda: fr.probe_sensitivity(student, lambda _: number + 1.0)),
+        said(lambda: fr.probe_sensitivity(parted, lambda _: 1.0)),
+        said(lambda: refit_(parted, full_profile(parted), whole_routed, batches)),
+    ]
+
+
 WORK: dict[str, Callable[[Path], dict[str, Tensor]]] = {
     "calibrated": calibrated, "decomposed": decomposed, "probed": probed, "consolidated": consolidated,
-    "sharded": sharded,
+    "sharded": sharded, "routed": routed_by_block,
 }  # fmt: skip
 
 
@@ -292,15 +347,8 @@ def main(place: Path) -> None:
         count, number = processes.count(), processes.number()
         tensors = {key: value.contiguous().clone() for key, value in all_work(place).items()}
         whole = of_one_size(place)
-        student, objective = nest(build("perceptron")), fr.FeatureObjective()
-        teacher, (parted, whole_routed, batches) = build("perceptron"), routed()
-        shard_(parted)
         facts: dict[str, Any] = {
-            "refused": [
-                refused(student, teacher, vectors(1, 7), Plain()),
-                refused(student, teacher, vectors(count, 7)[number : number + 1], objective),
-                refused(parted, whole_routed, batches, objective),
-            ],
+            "refused": refusals(count, number),
             "resumed": [],
             "whole": {k: digest_tensor(v) for k, v in whole.items()},
         }
@@ -328,6 +376,11 @@ def main(place: Path) -> None:
         facts["same"] = [processes.same_everywhere("one"), processes.same_everywhere(number)]
         facts["pid"], facts["streamed"] = os.getpid(), streamed(place)
         save_file(tensors, place / f"{count}-{number}.safetensors")
+    with processes.joined():  # again, with the same store of torchrun
+        facts["again"] = [
+            processes.on_first_process(lambda: "second"),
+            processes.gather_merged({number: [number], number + count: None}),
+        ]
         (place / f"{count}-{number}.json").write_text(json.dumps(facts))
 
 

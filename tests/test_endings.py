@@ -165,6 +165,37 @@ def test_a_signal_is_no_missing_process_though_one_waits_for_another(tmp_path: P
     assert words == ["interrupted"] and time.monotonic() - start < 8
 
 
+LONG = """
+import pathlib, signal, sys, time
+from flexrank import processes
+
+asked = []
+with processes.joined():
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+    pathlib.Path(sys.argv[1], str(processes.number())).touch()
+    while not asked:
+        time.sleep(0.05)
+    if processes.is_first():  # ends a step, and saves
+        time.sleep(5)
+        pathlib.Path(sys.argv[1], "saved").touch()
+    line, status = processes.agree_on_exit("interrupted", 130, is_certain=False)
+    print(line, file=sys.stderr)
+sys.exit(status)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_still_saves_is_not_missing(tmp_path: Path) -> None:
+    (tmp_path / "long.py").write_text(LONG)
+    with started(2, tmp_path / "long.py", tmp_path, timeout=2) as run:
+        wait_for(tmp_path / "0")
+        wait_for(tmp_path / "1")
+        os.kill(run.pid, signal.SIGTERM)
+        _, words = ended(run)
+    assert [word for word in words if word and not word.startswith("exit")] == ["interrupted"]
+    assert (tmp_path / "saved").exists()
+
+
 WAITING = """
 import pathlib, sys, time
 from flexrank import processes

@@ -8,6 +8,7 @@ does alone, and the end of a run, go through torchrun's store, so no time-out li
 import contextlib
 import dataclasses
 import datetime
+import itertools
 import json
 import os
 import signal
@@ -53,7 +54,7 @@ class _Group:
         """Waits until a process sets the key, however long that takes, while the process sends heartbeats."""
         beat, deadline = -1, 0.0
         while not self.store.check([key]):
-            now, last, beat = time.monotonic(), beat, self.store.add(f"beat/{number}", 0)
+            now, last, beat = time.monotonic(), beat, self._beats(number)
             deadline = deadline if beat == last else now + self.timeout
             if self.store.check(["end"]) or now > deadline:
                 raise ProcessLost(f"process {number} has ended, or does not answer")
@@ -66,21 +67,30 @@ class _Group:
                 self.store.add(f"beat/{self.number}", 1)
 
     def sign_off(self) -> list[int]:
-        """Signs off, waits for the others until time is up or one has said why all end; returns who has not signed."""
+        """Signs off, waits for the others until time is up or one has said why all end; returns who is not there.
+
+        Who has not signed, but sends heartbeats, is there: a step or a save may take longer than that.
+        """
         import torch.distributed as dist
 
         if dist.is_initialized():  # else it was lost while the processes connected
             dist.destroy_process_group()  # releases processes that wait for this one's tensors
         self.store.set(f"signed/{self.number}", "")
+        beats = [self._beats(other) for other in range(self.count)]
         deadline = time.monotonic() + min(GRACE, self.timeout)
         while absent := [other for other in range(self.count) if not self.store.check([f"signed/{other}"])]:
             if self.store.check(["end"]) or time.monotonic() > deadline:
                 break
             time.sleep(POLL)
-        return absent
+        return [other for other in absent if self._beats(other) == beats[other]]
+
+    def _beats(self, number: int) -> int:
+        return self.store.add(f"beat/{number}", 0)
 
 
 _group: _Group | None = None
+#: Numbers the uses of `joined`: torchrun's store keeps the values of the earlier ones.
+_uses = itertools.count()
 
 
 def count() -> int:
@@ -263,6 +273,7 @@ def joined() -> Iterator[None]:
     dist: Any = torch.distributed
     before, is_over = signal.signal(signal.SIGTERM, signal.default_int_handler), threading.Event()
     store, number, size = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(f"use {next(_uses)}", store)
     _group = _Group(number, size, dist.PrefixStore("flexrank", store), TIMEOUT)
     _connect(_group, store)
     threading.Thread(target=_group.give_signs_of_life, args=(is_over,), daemon=True).start()

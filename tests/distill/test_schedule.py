@@ -10,8 +10,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from trainings import SMALL, batches
 
 from flexrank import processes
+from flexrank.data import batches as data_batches
 from flexrank.data.batches import digest_batch
-from flexrank.distill import distill_, schedule
+from flexrank.distill import distill_
 from flexrank.distill.schedule import Feed, RunningLosses, Schedule, drawn_weights
 from flexrank.errors import FlexrankError
 from tiny import build, nest
@@ -127,7 +128,7 @@ def test_processes_compare_the_first_batch_of_a_start_and_then_one_of_so_many(mo
     data[:, 20, 20] = torch.arange(9)
     monkeypatch.setattr(processes, "count", lambda: 2)
     monkeypatch.setattr(processes, "same_everywhere", lambda value: compared.append(value) or next(answers))
-    monkeypatch.setattr(schedule, "COMPARED_EVERY", 3)
+    monkeypatch.setattr(data_batches, "COMPARED_EVERY", 3)
     feed = Feed(iter([{"x": one} for one in data]), 0)
     feed.restore({"count": 1, "loader": None})
     for _ in range(6):

@@ -22,7 +22,16 @@ from flexrank.calibrate.collector import (
 from flexrank.calibrate.hooks import Hooks
 from flexrank.calibrate.moments import LayerMoment, Moments, load_moments, save_moments
 from flexrank.calibrate.structure import find_groups
-from flexrank.data.batches import Batch, call_model, eval_mode, model_device, require_several, row_masks, to_device
+from flexrank.data.batches import (
+    Batch,
+    call_model,
+    eval_mode,
+    model_device,
+    require_alike,
+    require_several,
+    row_masks,
+    to_device,
+)
 from flexrank.errors import FlexrankError
 from flexrank.nn.blocks import block_stack
 from flexrank.nn.matrix import input_rows, masked_rows, match_mask_layout, output_rows
@@ -58,7 +67,8 @@ def collect_moments(
 
     Raises:
         FlexrankError: there are no batches, an activation is not finite (the message names layer and batch), a layer
-            does not run, or layers share their input in the first batch but not in a later one.
+            does not run, layers share their input in the first batch but not in a later one, or processes got other
+            batches.
     """
     require_unwrapped(model)
     require_several(batches)
@@ -76,6 +86,7 @@ def collect_moments(
         collector = Collector(layers, groups, side, gradient_loss is not None)
         hooks.on_forward(layers, collector.add_call)
         for number, batch in enumerate(track(itertools.chain([first], stream), "calibrating", total)):
+            require_alike(number, batch)
             if number % processes.count() != processes.number():
                 continue
             batch = to_device(batch, device)
@@ -114,6 +125,8 @@ def moments_by_block(
     names, batches, placement = list(layers), list(batches), placement or Placement(model)
     require_layers({name: model.get_submodule(name) for name in names})
     first_of(iter(batches))
+    for number, batch in enumerate(batches):
+        require_alike(number, batch)
     stack = block_stack(model, names)
     with States(state_bytes) as states:
         parts = ByBlock(model, stack, batches, names, placement, states, side, gradient_loss)

@@ -98,9 +98,11 @@ class ByBlock:
         layers = {name: self.model.get_submodule(name) for name in names}
         with self._calibration_mode(), Hooks() as hooks:
             with torch.no_grad():
-                number = self._numbers[0]
-                first = to_device(self.batches[number], self.placement.device)
-                groups = find_groups(functools.partial(self._run, index, number, first), layers) if layers else []
+                first = to_device(self.batches[0], self.placement.device)
+                run = functools.partial(self._run, index, 0, first)
+                # Process 0 has the first batch; in other batches a layer of an expert may not run.
+                find = functools.partial(find_groups, run, layers)
+                groups = processes.on_first_process(find) if layers else []
             collector = Collector(layers, groups, self.side, self.loss is not None)
             hooks.on_forward(layers, collector.add_call)
             for number, batch in self._numbered():
@@ -108,7 +110,7 @@ class ByBlock:
                     output, *inputs = self._run(index, number, batch)
                 self._keep(index, number, batch, output, inputs, collector)
         moments = collector.finish(self._counts)
-        del collector, layers  # so only the caller holds the moments, and nothing the layers
+        del collector, layers, find  # so only the caller holds the moments, and nothing the layers
         if moments:
             yield moments
 

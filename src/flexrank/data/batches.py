@@ -9,12 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from flexrank import processes
 from flexrank.errors import FlexrankError
 from flexrank.files import digest_tensor
 
 Batch = Mapping[str, Any] | Tensor | tuple[Any, ...] | list[Any]
 #: The tensor of an output that is used: the first of these that it has.
 OUTPUTS = ("logits", "last_hidden_state")
+#: Several processes compare their first batch, then one in this many: loaders may diverge later, as on another pass.
+COMPARED_EVERY = 100
 #: What a batch is, for error messages.
 KINDS = "a tensor for model(x), a tuple or list for model(*batch), or a mapping for model(**batch)"
 
@@ -187,6 +190,15 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 def digest_batch(batch: Batch) -> str:
     """The batch as text, with a digest in place of each tensor: torch's own text omits the middle of large tensors."""
     return repr(_mapped(batch, digest_tensor))
+
+
+def require_alike(number: int, batch: Batch) -> None:
+    """Raises FlexrankError unless all processes got the same batch; one in `COMPARED_EVERY` is compared."""
+    if number % COMPARED_EVERY or processes.count() == 1:
+        return
+    if not processes.same_everywhere(digest_batch(batch)):
+        right = "give all the same, without a DistributedSampler and shuffled by one seed"
+        raise FlexrankError(f"processes got other batches; flexrank shares them out itself: {right}")
 
 
 def _mapped(batch: Batch, change: Callable[[Tensor], Any]) -> Any:

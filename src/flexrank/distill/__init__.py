@@ -212,6 +212,8 @@ def _train(
                 state.save()
             if ends:
                 raise KeyboardInterrupt
+        if processes.any_process(is_asked()):  # while the last step was saved
+            raise KeyboardInterrupt
 
 
 def profiles_of(chain: Profiles, model: nn.Module) -> list[dict[str, int]]:

@@ -9,16 +9,13 @@ from typing import Any
 
 import torch
 
-from flexrank import processes
-from flexrank.data.batches import Batch, digest_batch, require_several
+from flexrank.data.batches import Batch, require_alike, require_several
 from flexrank.errors import FlexrankError
 
 #: How often `balanced` draws the largest profile below the full model, relative to any other.
 LARGEST_WEIGHT = 2.0
 #: For a running mean of losses: the old mean's weight in an update, and the floor relative to the largest mean.
 MEMORY, LEAST_LOSS = 0.9, 1e-4
-#: Several processes compare their first batch, then one in this many: loaders may diverge later, as on another pass.
-COMPARED_EVERY = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,16 +123,9 @@ class Feed:
         else:
             batch = self._next_of_iterable()
         self._count += 1
-        if processes.count() > 1 and self._given % COMPARED_EVERY == 0:
-            self._require_alike(batch)
+        require_alike(self._given, batch)
         self._given += 1
         return index, batch
-
-    def _require_alike(self, batch: Batch) -> None:
-        """Raises FlexrankError unless all processes got the same batch, because each takes its share of the rows."""
-        if not processes.same_everywhere(digest_batch(batch)):
-            right = "give all the same, without a DistributedSampler and shuffled by one seed"
-            raise FlexrankError(f"processes got other batches; each takes its rows of every batch: {right}")
 
     def _next_of_iterable(self) -> Batch:
         for _ in range(3):  # the current pass may be at its end, and so may the pass of a loader that was restored

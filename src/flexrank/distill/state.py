@@ -71,7 +71,8 @@ class State:
     def save(self) -> None:
         """Replaces the checkpoint atomically; process 0 writes it, or all processes if the model is sharded.
 
-        The others wait as long as the disk takes.
+        While process 0 writes, the others wait as long as the disk takes. Where all write, none may take longer than
+        the others by FLEXRANK_TIMEOUT.
         """
         if self.path is None:
             return

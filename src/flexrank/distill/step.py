@@ -123,16 +123,21 @@ class Step:
         losses.extend(processes.sums(float(loss.detach())))
         weights.append(weight)
         (loss * (weight / weights[0]) / loss_scale(losses[-1], mean_loss)).backward()
+        self._require_same_gathers()
+
+    def _require_same_gathers(self) -> None:
+        """Raises FlexrankError if processes gathered different layers, which mixes them."""
+        gathers = [module.gathers for module in self.model.modules() if isinstance(module, NestedLayer)]
+        if self._parts and not processes.same_everywhere(gathers):
+            raise FlexrankError("sharded: a batch's rows reach other layers in other processes; train the model whole")
 
     def _sum_gradients(self) -> None:
         """Sums gradients over processes; for factors only those of the active prefix, because the others are zeros.
 
         A parameter that only other processes' rows reach gets zeros here. Gradients of sharded parameters are summed
-        already; if processes gathered different layers, those sums mix them, which raises FlexrankError.
+        already.
         """
         layers = [module for module in self.model.modules() if isinstance(module, NestedLayer)]
-        if self._parts and not processes.same_everywhere([layer.gathers for layer in layers]):
-            raise FlexrankError("sharded: a batch's rows reach other layers in other processes; train the model whole")
         active = {factor: layer.rank for layer in layers for factor in (layer.u, layer.v)}
         whole = [one for one in self.trainable.values() if one not in self._parts]
         for one, reached in zip(whole, processes.sums(*(float(one.grad is not None) for one in whole)), strict=True):

@@ -37,7 +37,8 @@ def write_parts(directory: Path, tensors: Mapping[str, Tensor]) -> dict[str, str
 
     writer = HuggingFaceStorageWriter(str(directory), file_numbers(tensors), save_distributed=True)
     try:
-        save(dict(tensors), storage_writer=writer)
+        with processes.raising_process_lost():
+            save(dict(tensors), storage_writer=writer)
     except CheckpointException as error:  # it collects the failures of all processes: raise one of them
         raise next(failure for failure, _ in error.failures.values()) from error
     own = sorted(directory.glob(f"shard-{processes.number() + 1:05}-*"))

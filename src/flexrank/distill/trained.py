@@ -161,16 +161,17 @@ def _repeating_blocks(model: nn.Module) -> Iterator[None]:
     if not stack:
         what = f"{type(model).__name__} has no stack of them, so leave it out"
         raise FlexrankError(f"gradient checkpointing goes block by block; {what}")
-    config: Any = getattr(model, "config", None)
-    cached = getattr(config, "use_cache", None)
-    if cached is not None:  # a block that runs again would append its keys and values twice
-        config.use_cache = False
+    # A part of a model may have a configuration of its own, such as T5's decoder.
+    configs: dict[int, Any] = {id(one): one for one in (getattr(m, "config", None) for m in model.modules()) if one}
+    cached = {key: one.use_cache for key, one in configs.items() if getattr(one, "use_cache", None) is not None}
+    for key in cached:  # a block that runs again would append its keys and values twice
+        configs[key].use_cache = False
     try:
         with replaced_forwards({block: functools.partial(_checkpointed, block.forward) for _, block in stack}):
             yield
     finally:
-        if cached is not None:
-            config.use_cache = cached
+        for key, value in cached.items():
+            configs[key].use_cache = value
 
 
 def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -44,6 +44,12 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(module, NestedLayer) and module.is_sharded for module in model.modules())
 
 
+def require_whole(model: nn.Module, use: str) -> None:
+    """Raises FlexrankError if the model is sharded: then other processes would have to gather the same layers."""
+    if is_sharded(model):
+        raise FlexrankError(f"{use} takes a whole model, and this one is sharded; load its artefact, or use it before")
+
+
 def sharded_parameters(model: nn.Module) -> dict[nn.Parameter, ShardDim]:
     """The sharded parameters of the model's elastic layers, and how each is divided."""
     layers = [module for module in model.modules() if isinstance(module, NestedLayer) and module.is_sharded]

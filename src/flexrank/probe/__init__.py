@@ -15,6 +15,7 @@ from flexrank.errors import FlexrankError
 from flexrank.files import read_document, write_document
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.select import require_unwrapped
+from flexrank.nn.sharding import require_whole
 from flexrank.nn.switch import (
     footprint,
     full_matrices,
@@ -81,12 +82,14 @@ def probe_sensitivity(
             model gives another value, or the checkpoint is of another probe.
     """
     require_unwrapped(model)
+    require_whole(model, "probe_sensitivity")
     layers = nested_layers(model)
     require_whole_factors(layers)
     shapes = {name: layer.matrix_shape for name, layer in layers.items()}
     ranks = {name: rank_levels(shape, num_levels, spacing, min_saving, slack_share) for name, shape in shapes.items()}
     with use_profile(model, full_profile(model)), full_matrices(model, matrix_bytes):
         baseline = _finite(evaluate(model), "the full model")
+        _require_alike(baseline)
         state = _Checkpoint(checkpoint, {name: list(levels) for name, levels in ranks.items()}, baseline)
         for name, kept in itertools.islice(state.errors.items(), 1):
             found_again = _probe(layers[name], name, ranks[name][0], lambda: evaluate(model), baseline)
@@ -103,9 +106,23 @@ def probe_sensitivity(
     return SensitivityTable(shapes, ranks, errors, state.baseline, footprint(model))
 
 
+def _is_repeated(baseline: float, again: float) -> bool:
+    return abs(again - baseline) <= REPEATED_BOUND[0] * abs(baseline) + REPEATED_BOUND[1]
+
+
+def _require_alike(baseline: float) -> None:
+    """Raises FlexrankError unless the full model has the same value in all processes."""
+    mean = processes.sums(baseline)[0] / processes.count()
+    if processes.any_process(not _is_repeated(mean, baseline)):
+        right = "it must read the same batches in all of them, without a DistributedSampler"
+        raise FlexrankError(
+            f"evaluate gave {baseline:.6g} for the full model, and {mean:.6g} over all processes; {right}"
+        )
+
+
 def _require_repeatable(baseline: float, again: float) -> None:
     """Raises FlexrankError unless a second evaluation of the full model gave the value of the first."""
-    if abs(again - baseline) > REPEATED_BOUND[0] * abs(baseline) + REPEATED_BOUND[1]:
+    if not _is_repeated(baseline, again):
         right = "it must read the same batches in every call: a list, no shuffling, and no dropout"
         raise FlexrankError(f"evaluate gave {baseline:.6g} for the full model, and then {again:.6g}; {right}")
 

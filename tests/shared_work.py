@@ -81,16 +81,23 @@ def routed() -> tuple[nn.Module, nn.Module, list[Tensor]]:
     return nest(Routed()), Routed(), batches
 
 
+class RoutedBlock(Routed):
+    """As wide as what it reads; the first column, which says which expert a row reaches, stays as it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x[:, :6], super().forward(x)], 1)
+
+
 class RoutedBlocks(nn.Module):
-    """Two blocks of two experts; the first column says which of them a row reaches, and stays as it is."""
+    """Two of them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Routed() for _ in range(2))
+        self.blocks = nn.ModuleList(RoutedBlock() for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = torch.cat([x[:, :6], block(x)], 1)
+            x = block(x)
         return x
 
 
@@ -100,7 +107,9 @@ def routed_by_block(_: Path) -> dict[str, Tensor]:
     for number, batch in enumerate(data[1:]):
         batch[:, 0] = (-1.0) ** number
     found = {}
-    for part in moments_by_block(model, data, select_layers(model)):
+    parts = list(moments_by_block(model, data, select_layers(model)))
+    assert len(parts) == 2
+    for part in parts:
         found |= {name: one.moment for name, one in part.items()}
     return found
 

@@ -45,7 +45,7 @@ from research.studies import cifar
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 #: The networks, with their learning rates of consolidation.
 NETWORKS = {"vit": 1e-4, "resnet20": 2.5e-4}
-#: A directory beside the study's own, where examples/train_vit.py may have left its network.
+#: A directory beside the study's own, for the transformer that it trains once.
 VIT_DIRECTORY = "vit-cifar10"
 RESNET_FILE = "cifar10_resnet20/resnet20_jpg_ft.safetensors"
 OBJECTIVE = LogitObjective()

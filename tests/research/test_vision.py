@@ -4,10 +4,7 @@ import copy
 import dataclasses
 import io
 import itertools
-import runpy
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +23,6 @@ from flexrank.files import read_json
 from flexrank.hf.models import load_model
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import nested_layers, use_profile
-from research import runner
 from research.experiment import Request
 from research.studies import cifar, vision
 from research.studies.cifar import Recipe, train_vit
@@ -98,48 +94,6 @@ def test_an_interrupted_training_goes_on_to_the_same_bits(
     assert train_vit(files, tmp_path / "cut", TINY) == wanted
     state = "model.safetensors"
     assert (tmp_path / "cut" / state).read_bytes() == (tmp_path / "whole" / state).read_bytes()
-
-
-@pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs examples/train_vit.py with these arguments."""
-
-    def run(*arguments: object) -> None:
-        monkeypatch.setattr(sys, "argv", ["train_vit.py", *map(str, arguments)])
-        runpy.run_path(str(Path(__file__).parents[2] / "examples" / "train_vit.py"), run_name="__main__")
-
-    return run
-
-
-@pytest.mark.parametrize(("option", "value"), [("epochs", 0), ("batch-size", -1), ("learning-rate", "nan")])
-def test_the_example_names_an_impossible_number(option: str, value: Any, example: Any, capsys: Any) -> None:
-    with pytest.raises(SystemExit) as end:
-        example("--images", "nowhere", f"--{option}", value)
-    assert end.value.code == 2
-    assert capsys.readouterr().err == f"error: --{option} is {value}; it is a number above 0\n"
-
-
-def test_the_example_names_a_wrong_input_in_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "examples.train_vit", "--images", str(tmp_path), "--output", str(tmp_path / "vit")]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"error: {tmp_path / cifar.TRAIN}: no such file of images (.npz)\n"
-
-
-def test_the_example_writes_where_the_study_looks(
-    example: Any, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    def note(*given: Any) -> dict[str, float]:
-        calls.append(given)
-        return {"accuracy": 0.5}
-
-    calls: list[Any] = []
-    monkeypatch.setattr(cifar, "train_vit", note)
-    monkeypatch.chdir(tmp_path)
-    example("--images", files, "--epochs", 2)
-    place = runner.request_of(vision.EXPERIMENT, runner.Options()).work.parent / vision.VIT_DIRECTORY
-    assert calls == [(files, place, Recipe(epochs=2))] and place == Path("runs/reproduce/vit-cifar10")
-    assert capsys.readouterr().out == "50.00% of the test images are classified right\n"
 
 
 def test_the_study_says_how_its_transformer_was_trained(

@@ -33,6 +33,7 @@ from flexrank.data.batches import Batch
 from flexrank.nn.blocks import block_stack
 from flexrank.nn.matrix import bias_of, matrix_shape, weight_matrix
 from research.baselines import method, svd_llm
+from research.baselines.architectures import BERT, GPT2, LLAMA, VIT, Names, model_type
 from research.baselines.method import (
     CompressedModel,
     Layers,
@@ -44,43 +45,6 @@ from research.baselines.method import (
 )
 from research.baselines.statistics import input_moments, output_moments
 
-
-@dataclasses.dataclass(frozen=True)
-class Names:
-    """The names of a block's linear layers in transformers; one name thrice where a layer stacks q, k and v."""
-
-    query: str
-    key: str
-    value: str
-    output: str
-    ups: tuple[str, ...]
-    down: str
-    is_rotary: bool  #: dimensions i and i + d/2 of a head rotate together
-
-    @property
-    def all(self) -> tuple[str, ...]:
-        """All layers."""
-        return (self.query, self.key, self.value, self.output, *self.ups, self.down)
-
-    @property
-    def is_fused(self) -> bool:
-        """Whether one layer stacks q, k and v."""
-        return self.query == self.key
-
-
-LLAMA = Names(
-    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-    ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj", is_rotary=True,
-)  # fmt: skip
-BERT = Names(
-    "attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense",
-    ("intermediate.dense",), "output.dense", is_rotary=False,
-)  # fmt: skip
-GPT2 = Names("attn.c_attn", "attn.c_attn", "attn.c_attn", "attn.c_proj", ("mlp.c_fc",), "mlp.c_proj", is_rotary=False)
-VIT = Names(
-    "attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.o_proj", ("mlp.fc1",), "mlp.fc2",
-    is_rotary=False,
-)  # fmt: skip
 #: By transformers' model type. Heads of other models have norms (Qwen3), or their gates are fused (Phi-3).
 MODELS = {"llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "bert": BERT, "gpt2": GPT2, "vit": VIT}
 
@@ -132,8 +96,7 @@ class Shape:
 
 def obstacle(model: nn.Module, layers: Layers) -> str | None:
     """Returns why the method does not apply: an unknown model, or a block only partly in `layers`. None if it does."""
-    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    if kind not in MODELS:
+    if (kind := model_type(model)) not in MODELS:
         return f"{kind} is none of the models whose heads are known: {', '.join(MODELS)}"
     stack = block_stack(model, layers)
     missing = [f"{block}.{name}" for block, _ in stack for name in MODELS[kind].all if f"{block}.{name}" not in layers]

@@ -25,6 +25,8 @@ from torch.nn import functional
 from flexrank.calibrate import Hooks
 from flexrank.data.batches import Batch, call_model, eval_mode, model_device, to_device, token_mask
 from flexrank.nn.matrix import bias_of, matrix_shape, weight_matrix
+from research.baselines import architectures
+from research.baselines.architectures import Names
 from research.baselines.method import (
     CompressedModel,
     Layers,
@@ -37,29 +39,37 @@ from research.baselines.method import (
 
 
 @dataclasses.dataclass(frozen=True)
-class Names:
-    """The names of a decoder's modules in transformers; those of halves, attention and feed-forward, in a block."""
+class Decoder:
+    """The names of a decoder's modules in transformers; those of norms and layers, in a block."""
 
     blocks: str
     embedding: str  #: of tokens; it may be tied to the head
     positions: str | None  #: the embedding of positions
     norms: tuple[str, str]
-    halves: tuple[str, str]
-    readers: tuple[tuple[str, ...], tuple[str, ...]]
-    writers: tuple[str, str]
+    layers: Names
+
+    @property
+    def halves(self) -> tuple[str, str]:
+        """Attention and feed-forward."""
+        return self.layers.output.partition(".")[0], self.layers.down.partition(".")[0]
+
+    @property
+    def readers(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The layers of each half that read the stream."""
+        return self.layers.projections, self.layers.ups
+
+    @property
+    def writers(self) -> tuple[str, str]:
+        """The layer of each half that writes to the stream."""
+        return self.layers.output, self.layers.down
 
 
-LLAMA = Names(
-    "model.layers", "model.embed_tokens", None, ("input_layernorm", "post_attention_layernorm"), ("self_attn", "mlp"),
-    (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")),
-    ("self_attn.o_proj", "mlp.down_proj"),
-)  # fmt: skip
-GPT2 = Names(
-    "transformer.h", "transformer.wte", "transformer.wpe", ("ln_1", "ln_2"), ("attn", "mlp"),
-    (("attn.c_attn",), ("mlp.c_fc",)), ("attn.c_proj", "mlp.c_proj"),
-)  # fmt: skip
+_LLAMA = Decoder(
+    "model.layers", "model.embed_tokens", None, ("input_layernorm", "post_attention_layernorm"), architectures.LLAMA
+)
+_GPT2 = Decoder("transformer.h", "transformer.wte", "transformer.wpe", ("ln_1", "ln_2"), architectures.GPT2)
 #: By transformers' model type.
-MODELS = {"llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": LLAMA, "gpt2": GPT2}
+MODELS = {"llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "qwen3": _LLAMA, "gpt2": _GPT2}
 #: For one batch: h (b × t × d), the mask of its real tokens, and the other arguments of each block's call.
 Signal = tuple[Float[Tensor, "b t d"], Tensor | None, list[dict[str, Any]]]
 
@@ -83,7 +93,7 @@ class SlicedBlock(nn.Module):
     weights and biases merged into the matrices that follow them.
     """
 
-    def __init__(self, block: Any, names: Names):
+    def __init__(self, block: Any, names: Decoder):
         super().__init__()
         self.names = names
         self.parameter_names = list(inspect.signature(block.forward).parameters)
@@ -153,7 +163,7 @@ class SlicedEmbedding(nn.Module):
 
 def obstacle(model: Any, layers: Layers) -> str | None:
     """Returns why the model's stream cannot be sliced; None if it can."""
-    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    kind = architectures.model_type(model)
     if kind not in MODELS or not hasattr(model, "lm_head"):
         return f"{kind} is none of the decoders that are known: {', '.join(MODELS)}"
     names = MODELS[kind]
@@ -246,7 +256,7 @@ def _rotated(hidden: Float[Tensor, "b t d"], rotation: Float[Tensor, "d k"]) -> 
     return hidden @ rotation.to(hidden.dtype)
 
 
-def _entering(model: Any, names: Names, batch: Batch) -> Signal:
+def _entering(model: Any, names: Decoder, batch: Batch) -> Signal:
     """Returns the input of the first block and the arguments of each block, with the key-value cache disabled."""
     hidden, calls = list[Tensor](), list[dict[str, Any]]()
 
@@ -262,7 +272,7 @@ def _entering(model: Any, names: Names, batch: Batch) -> Signal:
     return hidden[0], token_mask(batch), calls
 
 
-def _is_tied(model: Any, names: Names) -> bool:
+def _is_tied(model: Any, names: Decoder) -> bool:
     return model.lm_head.weight is model.get_submodule(names.embedding).weight
 
 

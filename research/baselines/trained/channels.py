@@ -20,34 +20,8 @@ from flexrank.calibrate import Hooks
 from flexrank.calibrate.collector import calibration_mode, seeded_loss
 from flexrank.data.batches import Batch, call_model, model_device, to_device
 from flexrank.nn.matrix import is_conv1d, matrix_shape, weight_matrix
+from research.baselines.architectures import Names, find_names
 from research.baselines.method import Loss, NotApplicable
-
-#: Inside a block, the layers that write units and the one that reads them: attention first, then the feed-forward.
-ARCHITECTURES: tuple[tuple[tuple[Sequence[str], str], ...], ...] = (
-    (  # Llama and its like
-        (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.o_proj"),
-        (("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"),
-    ),
-    (  # BERT
-        (("attention.self.query", "attention.self.key", "attention.self.value"), "attention.output.dense"),
-        (("intermediate.dense",), "output.dense"),
-    ),
-    (  # ViT
-        (("attention.q_proj", "attention.k_proj", "attention.v_proj"), "attention.o_proj"),
-        (("mlp.fc1",), "mlp.fc2"),
-    ),
-    (  # DINOv3, with gates and without
-        (("attention.q_proj", "attention.k_proj", "attention.v_proj"), "attention.o_proj"),
-        (("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"),
-    ),
-    (
-        (("attention.q_proj", "attention.k_proj", "attention.v_proj"), "attention.o_proj"),
-        (("mlp.up_proj",), "mlp.down_proj"),
-    ),
-    ((("attn.c_attn",), "attn.c_proj"), (("mlp.c_fc",), "mlp.c_proj")),  # GPT-2
-)
-#: Layers that stack queries, keys and values, and how many matrices they hold.
-FUSED = {"attn.c_attn": 3}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,35 +57,34 @@ def find_units(model: nn.Module, blocks: Sequence[str]) -> dict[str, Units]:
     """
     if not blocks:
         raise NotApplicable(f"{type(model).__name__}: no stack of blocks is found in it")
-    parts = {block: _architecture(model, block) for block in blocks}
-    return {
-        f"{block}.{reader}": _units(model, block, writers, reader, is_attention=number == 0)
-        for block, pairs in parts.items()
-        for number, (writers, reader) in enumerate(pairs)
-    }
+    units = dict[str, Units]()
+    for block in blocks:
+        if (names := find_names(model.get_submodule(block))) is None:
+            raise NotApplicable(f"block {block!r} of {type(model).__name__}: its heads and channels are not known here")
+        units[f"{block}.{names.output}"] = _heads(model, block, names)
+        units[f"{block}.{names.down}"] = _channels(model, block, names)
+    return units
 
 
-def _units(model: nn.Module, block: str, writers: Sequence[str], reader: str, *, is_attention: bool) -> Units:
-    """Returns the reader's units: query heads for attention, otherwise channels."""
-    config: Any = model.config
-    m, n = matrix_shape(model.get_submodule(f"{block}.{reader}"))
-    heads = config.num_attention_heads
-    count, group = n, 1
-    if is_attention:
-        count, group = heads, heads // (getattr(config, "num_key_value_heads", None) or heads)
-    names = tuple(f"{block}.{one}" for one in writers)
-    own, shared = (names, ()) if group == 1 else (names[:1], names[1:])
-    written, together = (sum(weight_matrix(model.get_submodule(one)).numel() for one in some) for some in (own, shared))
-    fused = FUSED.get(writers[0], 1)
-    return Units(own, count, (m * n + written) // count, shared, group, together * group // count, fused)
+def _heads(model: Any, block: str, names: Names) -> Units:
+    """Returns the query heads of a block's attention."""
+    heads, (m, n) = model.config.num_attention_heads, matrix_shape(model.get_submodule(f"{block}.{names.output}"))
+    group = heads // (getattr(model.config, "num_key_value_heads", None) or heads)
+    writers = tuple(f"{block}.{one}" for one in names.projections)
+    own, shared = (writers, ()) if group == 1 else (writers[:1], writers[1:])
+    cost, together = m * n + _parameters(model, own), _parameters(model, shared)
+    return Units(own, heads, cost // heads, shared, group, together * group // heads, 3 if names.is_fused else 1)
 
 
-def _architecture(model: nn.Module, block: str) -> tuple[tuple[Sequence[str], str], ...]:
-    names = {name for name, _ in model.get_submodule(block).named_modules()}
-    for parts in ARCHITECTURES:
-        if all({*writers, reader} <= names for writers, reader in parts):
-            return parts
-    raise NotApplicable(f"block {block!r} of {type(model).__name__}: its heads and channels are not known here")
+def _channels(model: nn.Module, block: str, names: Names) -> Units:
+    """Returns the channels of a block's feed-forward."""
+    m, n = matrix_shape(model.get_submodule(f"{block}.{names.down}"))
+    writers = tuple(f"{block}.{one}" for one in names.ups)
+    return Units(writers, n, (m * n + _parameters(model, writers)) // n)
+
+
+def _parameters(model: nn.Module, layers: Sequence[str]) -> int:
+    return sum(weight_matrix(model.get_submodule(one)).numel() for one in layers)
 
 
 def importances(

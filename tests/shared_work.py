@@ -334,7 +334,9 @@ def refusals(count: int, number: int) -> list[str]:
         refused(parted, whole_routed, crossed, objective, accumulation=2),
         said(lambda: fr.collect_moments(teacher, own, layers)),
         said(lambda: list(moments_by_block(teacher, own, layers))),
-        said(lambda: fr.probe_sensitivity(student, lambda _: number + 1.0)),
+        said(lambda: fr.collect_moments(teacher, vectors(2 + (number == 0), 7), layers)),
+        said(lambda: list(moments_by_block(teacher, vectors(2 + (number == 0), 7), layers))),
+        said(lambda: fr.probe_sensitivity(student, fr.distillation_evaluator(teacher, own))),
         said(lambda: fr.probe_sensitivity(parted, lambda _: 1.0)),
         said(lambda: refit_(parted, full_profile(parted), whole_routed, batches)),
     ]

@@ -178,7 +178,7 @@ with processes.joined():
     if processes.is_first():  # ends a step, and saves
         time.sleep(5)
         pathlib.Path(sys.argv[1], "saved").touch()
-    line, status = processes.agree_on_exit("interrupted", 130, is_certain=False)
+    line, status = processes.agree_on_exit("interrupted", 130, is_certain=False, is_signal=True)
     print(line, file=sys.stderr)
 sys.exit(status)
 """

@@ -135,10 +135,12 @@ def _tune(
         done = ledger.take_all(units, method_unit, request.jobs)
         for name, some in wanted.items():
             found = [done[unit(name, settings)] for settings in some]
-            errors = trial_errors(base, benchmark.measure, [one["rows"] for one in found])
-            tried[name] += [{"settings": dict(one), "error": error} for one, error in zip(some, errors, strict=True)]
+            pairs = zip(some, found, strict=True)
+            tried[name] += [{"settings": dict(settings), "rows": one["rows"]} for settings, one in pairs]
+            errors = trial_errors(base, benchmark.measure, [one["rows"] for one in tried[name]])
+            tried[name] = [{**one, "error": error} for one, error in zip(tried[name], errors, strict=True)]
         wanted = {name: _next_trials(some) for name, some in tried.items()}
-    return tried
+    return {name: [{key: one[key] for key in ("settings", "error")} for one in some] for name, some in tried.items()}
 
 
 def _rate(settings: Settings) -> float:

@@ -66,10 +66,10 @@ class _Group:
             while not is_over.wait(min(HEARTBEAT, self.timeout / 4)):
                 self.store.add(f"beat/{self.number}", 1)
 
-    def sign_off(self) -> list[int]:
+    def sign_off(self, may_be_late: bool) -> list[int]:
         """Signs off, waits for the others until time is up or one has said why all end; returns who is not there.
 
-        Who has not signed, but sends heartbeats, is there: a step or a save may take longer than that.
+        With `may_be_late`, who has not signed but sends heartbeats is there.
         """
         import torch.distributed as dist
 
@@ -82,7 +82,7 @@ class _Group:
             if self.store.check(["end"]) or time.monotonic() > deadline:
                 break
             time.sleep(POLL)
-        return [other for other in absent if self._beats(other) == beats[other]]
+        return [other for other in absent if not may_be_late or self._beats(other) == beats[other]]
 
     def _beats(self, number: int) -> int:
         return self.store.add(f"beat/{number}", 0)
@@ -236,18 +236,19 @@ def gather_merged(own: Mapping[int, Any]) -> dict[int, Any]:
     return dict(sorted(everything.items()))
 
 
-def agree_on_exit(line: str, status: int, is_certain: bool = True) -> tuple[str, int]:
+def agree_on_exit(line: str, status: int, is_certain: bool = True, *, is_signal: bool = False) -> tuple[str, int]:
     """The line that this process prints when all end, empty if another has spoken, and the exit status of all.
 
     If it is not certain that the cause is this process, as after a signal or a lost connection, the line instead names
-    the processes that do not answer, if any.
+    the processes that do not answer, if any. After a signal a process that sends heartbeats answers: its step, or its
+    save, may take longer than one waits here.
     """
     if _group is None:
         return line, status
     _group.is_ending = True
     for kind in (signal.SIGTERM, signal.SIGINT):  # with which torchrun ends all when one has ended
         signal.signal(kind, signal.SIG_IGN)
-    if not is_certain and (missing := _group.sign_off()):
+    if not is_certain and (missing := _group.sign_off(is_signal)):
         names = f"process {missing[0]} does" if len(missing) == 1 else f"processes {str(missing)[1:-1]} do"
         line, status = f"error: {names} not answer; the others end, and the same command continues from here", 1
     end = _group.store.compare_set("end", "", json.dumps([_group.number, status]))

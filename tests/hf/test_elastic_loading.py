@@ -117,6 +117,31 @@ def test_limits_hold_for_what_is_loaded(dtype: torch.dtype, tmp_path: Path) -> N
             assert found <= counts[1] - less and found > 0.97 * counts[place]
 
 
+def test_bytes_are_those_of_what_is_returned(tmp_path: Path) -> None:
+    """Of BART, whose buffer has a dtype too; oracle: each size deployed and counted by hand."""
+    model = elastic("bart").bfloat16()
+    fr.save_elastic(model, chain_of(model), tmp_path / "elastic")
+    wanted = []
+    for entry in chain_of(model).entries:
+        small = fr.deploy(model, entry.profile, dtype=torch.float32)
+        tensors = {one.data_ptr(): one.nbytes for one in small.state_dict().values()}
+        wanted.append(sum(tensors.values()))
+    for place, size in enumerate(wanted):
+        _, entry, _ = deploy_within_limits(tmp_path / "elastic", {"max_bytes": size}, dtype=torch.float32)
+        assert entry.profile == chain_of(model).entries[place].profile
+
+
+def test_layers_of_two_dtypes_are_cut(tmp_path: Path) -> None:
+    model = elastic("llama_untied")
+    first = next(iter(fr.nested_layers(model).values())).bfloat16()
+    fr.save_elastic(model, chain_of(model), tmp_path / "elastic")
+    for limits in ({"budget": 0.5}, {"max_params": 11_000}):
+        small, entry, _ = deploy_within_limits(tmp_path / "elastic", limits)
+        assert {one.dtype for one in small.parameters()} == {torch.float32, torch.bfloat16}
+        assert entry.requested is not None and sum(one.numel() for one in small.parameters()) <= 11_000
+    assert first.u.dtype == torch.bfloat16
+
+
 def test_the_files_that_are_loaded_are_those_that_transformers_found(tmp_path: Path) -> None:
     """By another model's configuration, and by a revision of a repository in the hub's cache."""
     first, second = saved("llama_untied", tmp_path / "first"), nest(build("llama_untied", seed=7))

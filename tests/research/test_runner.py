@@ -19,6 +19,7 @@ from research.experiment import BENCHES, COMPARISONS, STUDIES, Experiment, Ledge
 from research.result import behind, between, claim, goal, shown, spread, spreads, table
 from tiny_runs import settings
 
+ROOT = Path(__file__).parents[2]
 MEASURED = {
     "settings": {"steps": 3, "rate": 1e-3, "levels": [1, 2], "by": {"a": 0.5}},
     "tables": [
@@ -88,6 +89,9 @@ def test_units_of_other_code_are_not_taken(tmp_path: Path, monkeypatch: pytest.M
         source.write_text(text)
         digests.append(files_digest([source]))
     assert digests[0] == digests[1] != digests[2]
+    assert experiment._own_code() == files_digest(
+        path for root in ("src/flexrank", "research") for path in sorted((ROOT / root).rglob("*.py"))
+    )
     monkeypatch.setattr("research.experiment._own_code", lambda: digests[0])
     assert Ledger(tmp_path, {}).take("unit", lambda: 1) == 1
     monkeypatch.setattr("research.experiment._own_code", lambda: digests[2])

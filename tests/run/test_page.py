@@ -171,7 +171,7 @@ def test_numbers_below_the_front_are_to_scale(smallest: int, opened: Any, tmp_pa
         assert len(text.partition(".")[2]) == len(ticks[0][1].partition(".")[2])
 
 
-@pytest.mark.parametrize("qualities", [(2.1456, 2.1469), (0.98765, 0.98769), (12.0, 850.0)])
+@pytest.mark.parametrize("qualities", [(2.1456, 2.1469), (0.98765, 0.98769), (12.0, 850.0), (-9e3, 2e3)])
 def test_numbers_beside_the_front_differ_and_are_to_scale(
     qualities: tuple[float, float], opened: Any, tmp_path: Path
 ) -> None:

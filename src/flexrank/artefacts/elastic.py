@@ -184,7 +184,7 @@ def load_elastic(
     directory, count = local_directory(directory), None
     if not (budget is None and max_params is None and max_bytes is None):
         chain = read_shapes(directory)[1]
-        entry = count_bytes_in(chain, dtype).entry_at(budget, max_params=max_params, max_bytes=max_bytes)
+        entry = _counted_in(chain, dtype).entry_at(budget, max_params=max_params, max_bytes=max_bytes)
         count = chain.entries.index(entry) + 1
     return load_entries(directory, count, model)
 
@@ -204,7 +204,7 @@ def load_entries(
     return elastic, chain
 
 
-def count_bytes_in(chain: ProfileChain, dtype: torch.dtype | None) -> ProfileChain:
+def _counted_in(chain: ProfileChain, dtype: torch.dtype | None) -> ProfileChain:
     """The chain with its bytes counted as if all of the model's parameters had this dtype."""
     own = chain.footprint
     width = own.bytes_per_parameter if dtype is None else dtype.itemsize

@@ -28,6 +28,7 @@ from flexrank.data.batches import (
     eval_mode,
     model_device,
     require_alike,
+    require_same_number,
     require_several,
     row_masks,
     to_device,
@@ -94,6 +95,7 @@ def collect_moments(
                 output = call_model(model, batch)
             if gradient_loss is not None:
                 collector.add_gradients(seeded_loss(gradient_loss, output, batch, number))
+        require_same_number(number)
     return collector.finish()
 
 
@@ -125,6 +127,7 @@ def moments_by_block(
     names, batches, placement = list(layers), list(batches), placement or Placement(model)
     require_layers({name: model.get_submodule(name) for name in names})
     first_of(iter(batches))
+    require_same_number(len(batches))
     for number, batch in enumerate(batches):
         require_alike(number, batch)
     stack = block_stack(model, names)

@@ -14,7 +14,7 @@ from flexrank.calibrate.block_stream import Placement, States, Stream
 from flexrank.calibrate.collector import Collector, GradientLoss, Side, calibration_mode, seeded_loss
 from flexrank.calibrate.hooks import Hooks
 from flexrank.calibrate.moments import Moments
-from flexrank.calibrate.structure import find_groups
+from flexrank.calibrate.structure import groups_of, require_all_run
 from flexrank.data.batches import Batch, row_masks, some_rows, to_device
 from flexrank.progress import track
 
@@ -49,6 +49,8 @@ class ByBlock:
             return "it has no stack of blocks"
         if any(name in self.names for name, _ in self.stack):
             return "a block is a layer itself"
+        if any(type(parameter).__name__ == "DTensor" for parameter in self.model.parameters()):
+            return "it is sharded, and process 0 runs each block once by itself"
         row = some_rows(self.batches[0], slice(0, 1))  # two outputs are compared, which may not fit for a full batch
         first = to_device(row, self.placement.device)
         with self._outside_placed(), self.placement.placed(self.stack[0][1]), self._calibration_mode():
@@ -101,8 +103,9 @@ class ByBlock:
                 first = to_device(self.batches[0], self.placement.device)
                 run = functools.partial(self._run, index, 0, first)
                 # Process 0 has the first batch; in other batches a layer of an expert may not run.
-                find = functools.partial(find_groups, run, layers)
+                find = functools.partial(groups_of, run, layers)
                 groups = processes.on_first_process(find) if layers else []
+                require_all_run(layers, [name for group in groups for name in group])
             collector = Collector(layers, groups, self.side, self.loss is not None)
             hooks.on_forward(layers, collector.add_call)
             for number, batch in self._numbered():

@@ -24,7 +24,14 @@ def version_of(tensor: Tensor) -> Version:
 
 @torch.no_grad()
 def find_groups(run: Callable[[], object], layers: Mapping[str, nn.Module]) -> list[list[str]]:
-    """Groups layers by the tensors they read in `run()`, and by geometry, in call order; every layer must run."""
+    """`groups_of`, where every layer must run."""
+    groups = groups_of(run, layers)
+    require_all_run(layers, [name for group in groups for name in group])
+    return groups
+
+
+def groups_of(run: Callable[[], object], layers: Mapping[str, nn.Module]) -> list[list[str]]:
+    """Groups the layers that run in `run()` by the tensors they read, and by geometry, in call order."""
     inputs: dict[str, list[Version]] = {}
 
     def note(name: str, tensor: Tensor, _: Tensor) -> None:
@@ -33,7 +40,6 @@ def find_groups(run: Callable[[], object], layers: Mapping[str, nn.Module]) -> l
     with Hooks() as hooks:
         hooks.on_forward(layers, note)
         run()
-    require_all_run(layers, inputs)
     groups: dict[Any, list[str]] = {}
     for name, versions in inputs.items():
         groups.setdefault((*versions, conv_geometry(layers[name])), []).append(name)

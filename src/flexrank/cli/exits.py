@@ -144,7 +144,7 @@ def _report_error(message: str, status: int = WRONG_INPUT, is_certain: bool = Tr
 
 def _agreed_status(line: str, status: int, is_certain: bool = True) -> int:
     """Prints the line if this process is the one to print it; returns the exit status."""
-    line, status = processes.agree_on_exit(line, status, is_certain)
+    line, status = processes.agree_on_exit(line, status, is_certain, is_signal=status == INTERRUPTED)
     if line:
         print(line, file=sys.stderr)
     return status

@@ -201,6 +201,13 @@ def require_alike(number: int, batch: Batch) -> None:
         raise FlexrankError(f"processes got other batches; flexrank shares them out itself: {right}")
 
 
+def require_same_number(number: int) -> None:
+    """Raises FlexrankError unless all processes got as many batches."""
+    if not processes.same_everywhere(number):
+        right = "give all the same, without a DistributedSampler"
+        raise FlexrankError(f"processes got {number} batches here, and others elsewhere; {right}")
+
+
 def _mapped(batch: Batch, change: Callable[[Tensor], Any]) -> Any:
     """The batch with `change` applied to each tensor, and its other values as they are."""
     _require_batch(batch)

@@ -5,20 +5,20 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from flexrank.artefacts.elastic import count_bytes_in, load_entries, read_shapes
+from flexrank.artefacts.elastic import load_entries, read_shapes
 from flexrank.deployment import deploy
-from flexrank.deployment.slack import find_slack
 from flexrank.errors import FlexrankError
 from flexrank.hf.companions import local_directory
 from flexrank.nn.gauge_aligned import Slack
-from flexrank.profiles import ChainEntry, ProfileChain, RankProfile, SlackTable
+from flexrank.nn.switch import footprint, nested_layers, stored_sizes
+from flexrank.profiles import ChainEntry, ProfileChain
 from flexrank.profiles.chain import require_limits
-from flexrank.profiles.costs import Shape, profile_parameters
+from flexrank.profiles.costs import profile_parameters
 
 
 def deploy_within_limits(
@@ -45,66 +45,63 @@ def deploy_within_limits(
     require_limits(**limits)
     directory = local_directory(directory)
     shapes, chain = read_shapes(directory)
-    budget, slacks = limits.get("budget"), list[SlackTable]()
-    chain = count_bytes_in(chain if budget is None else chain.up_to(chain.entry_at(budget)), dtype)
+    if (budget := limits.get("budget")) is not None:
+        chain = chain.up_to(chain.entry_at(budget))
     whole = {name: limit for name, limit in limits.items() if name != "budget" and limit is not None}
-    most = _count(chain.entries, lambda entry: is_within(chain, profile_parameters(entry.profile, shapes), whole))
-    elastic, _ = load_entries(directory, max(1, most))
+    entries, fitting = chain.entries, list[nn.Module]()
+    if whole:  # sizes that exceed them even without slack are not read
+        counted = _counted(chain, load_entries(directory, 1)[0], dtype)
+        most = _count(entries, lambda entry: is_within(counted, profile_parameters(entry.profile, shapes), whole))
+        entries = entries[: max(1, most)]
+    elastic, _ = load_entries(directory, len(entries))
 
-    def with_slack(profile: RankProfile) -> int:
-        slacks[:] = [find_slack(elastic, [profile], dtype=dtype, slack=slack, known=next(iter(slacks), None))]
-        return slacks[0].parameters(profile, shapes)
-
-    entry = entries_within(chain.up_to(chain.entries[max(1, most) - 1]), shapes, whole, with_slack)[-1]
-    return deploy(elastic, entry.profile, dtype=dtype, device=device, slack=slacks[0]), entry, elastic
-
-
-def entries_within(
-    chain: ProfileChain,
-    shapes: Mapping[str, Shape],
-    limits: Mapping[str, float],
-    deployed_parameters: Callable[[RankProfile], int],
-) -> tuple[ChainEntry, ...]:
-    """The chain's entries up to the largest whose deployed model is within `max_params` and `max_bytes`.
-
-    It bisects the entries above the largest requested one that fits: there, a neighbour may have a little more slack
-    than a larger one.
-
-    Args:
-        chain: with the footprint in the dtype of deployment.
-        shapes: (m, n) of each layer.
-        limits: of the whole model.
-        deployed_parameters: the parameters of the layers' matrices at a profile, with the slack that is chosen for it;
-            it is called for few profiles only, because to choose slack takes long.
-
-    Raises:
-        FlexrankError: the smallest size is not within the limits.
-    """
+    def deployed(entry: ChainEntry) -> nn.Module:
+        return deploy(elastic, entry.profile, dtype=dtype, device=device, slack=slack)
 
     def fits(entry: ChainEntry) -> bool:
-        if not is_within(chain, profile_parameters(entry.profile, shapes), limits):  # not even without slack
-            return False
-        return is_within(chain, deployed_parameters(entry.profile), limits)
+        small = deployed(entry)
+        sizes = zip(("max_params", "max_bytes"), stored_sizes(small), strict=True)
+        if is_small := all(size <= whole.get(name, math.inf) for name, size in sizes):
+            fitting[:] = [small]  # the last one that fits is the largest
+        return is_small
 
-    numbers = range(len(chain.entries), 0, -1)
-    requested = (number for number in numbers if chain.entries[number - 1].requested is not None)
-    start = next((number for number in requested if fits(chain.entries[number - 1])), 0)
-    if count := start + _count(chain.entries[start:], fits):
-        return chain.entries[:count]
-    least = _whole_sizes(chain, deployed_parameters(chain.entries[0].profile))
-    size = f"{least['max_params']:,} parameters and {least['max_bytes']:,} bytes"
-    named = ", ".join(f"{name}={limit}" for name, limit in limits.items())
-    raise FlexrankError(f"{named} is too small: the smallest size has {size}, with its slack")
+    if not whole:
+        return deployed(entries[-1]), entries[-1], elastic
+    if not (count := count_fitting(entries, fits)):
+        refuse(whole, *stored_sizes(deployed(entries[0])))
+    return fitting[0], entries[count - 1], elastic
+
+
+def count_fitting(entries: Sequence[ChainEntry], fits: Callable[[ChainEntry], bool]) -> int:
+    """How many entries of a chain there are up to the largest that fits; 0 if none does.
+
+    It bisects the entries above the largest requested one that fits, because to try one takes long, and a neighbour may
+    have a little more slack than a larger size.
+    """
+    numbers = range(len(entries), 0, -1)
+    requested = (number for number in numbers if entries[number - 1].requested is not None)
+    start = next((number for number in requested if fits(entries[number - 1])), 0)
+    return start + _count(entries[start:], fits)
 
 
 def is_within(chain: ProfileChain, parameters: int, limits: Mapping[str, float]) -> bool:
     """Whether a model with this many parameters in its factorised layers is within `max_params` and `max_bytes`."""
-    return all(size <= limits.get(name, math.inf) for name, size in _whole_sizes(chain, parameters).items())
-
-
-def _whole_sizes(chain: ProfileChain, parameters: int) -> dict[str, int]:
     entry = dataclasses.replace(chain.entries[0], parameters=parameters)
-    return {"max_params": chain.model_parameters(entry), "max_bytes": chain.model_bytes(entry)}
+    sizes = {"max_params": chain.model_parameters(entry), "max_bytes": chain.model_bytes(entry)}
+    return all(size <= limits.get(name, math.inf) for name, size in sizes.items())
+
+
+def refuse(limits: Mapping[str, float], parameters: int, size: int) -> NoReturn:
+    """Raises FlexrankError, which says how many parameters and bytes the smallest size has."""
+    named = ", ".join(f"{name}={limit}" for name, limit in limits.items())
+    sizes = f"{parameters:,} parameters and {size:,} bytes"
+    raise FlexrankError(f"{named} is too small: the smallest size has {sizes}, with its slack")
+
+
+def _counted(chain: ProfileChain, least: nn.Module, dtype: torch.dtype | None) -> ProfileChain:
+    """The chain with the footprint of an elastic model in this dtype; without one, by its layers' smallest dtype."""
+    width = min(layer.u.element_size() for layer in nested_layers(least).values()) if dtype is None else dtype.itemsize
+    return dataclasses.replace(chain, footprint=dataclasses.replace(footprint(least, dtype), bytes_per_parameter=width))
 
 
 def _count(entries: Sequence[ChainEntry], fits: Callable[[ChainEntry], bool]) -> int:

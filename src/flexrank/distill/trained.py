@@ -162,7 +162,7 @@ def _repeating_blocks(model: nn.Module) -> Iterator[None]:
         what = f"{type(model).__name__} has no stack of them, so leave it out"
         raise FlexrankError(f"gradient checkpointing goes block by block; {what}")
     # A part of a model may have a configuration of its own, such as T5's decoder.
-    configs: dict[int, Any] = {id(one): one for one in (getattr(m, "config", None) for m in model.modules()) if one}
+    configs: dict[int, Any] = {id(one): one for one in (getattr(module, "config", None) for module in model.modules())}
     cached = {key: one.use_cache for key, one in configs.items() if getattr(one, "use_cache", None) is not None}
     for key in cached:  # a block that runs again would append its keys and values twice
         configs[key].use_cache = False

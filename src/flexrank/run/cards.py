@@ -71,7 +71,8 @@ def deployed_card(
     facts = {"size": share if budget is None else budget, "share": share, "origin": origin}
     facts |= {"parameters": count(export["params_model"]), "layers": count(export["params_layers"])}
     code = _code(cards.DEPLOYED_CODE, summary, place=Path(export["directory"]).name)
-    return _metadata(summary, before) + _DEPLOYED.format(**_names(summary), **facts) + code + _made(summary)
+    made = _made(summary, "The others were made" if refitted else "Made")
+    return _metadata(summary, before) + _DEPLOYED.format(**_names(summary), **facts) + code + made
 
 
 def _names(summary: Summary) -> dict[str, str]:
@@ -88,11 +89,11 @@ def _metadata(summary: Summary, before: Mapping[str, Any]) -> str:
     return cards.card_metadata(CLASSES[summary["task"]], str(summary["model"]), before)
 
 
-def _made(summary: Summary) -> str:
+def _made(summary: Summary, made: str = "Made") -> str:
     """The table of sizes, and how they were made."""
     table = cards.table(*table_cells(summary))
     steps, method = summary["distillation"]["steps"], summary["allocation"]["method"]
     factors = DECOMPOSITIONS[summary["decomposition"]["method"]]
     trained = f"{steps} steps of distillation from the base model" if steps else "no training"
-    how = f"Made by {factors}, {method} allocation of ranks for all budgets, and {trained}."
+    how = f"{made} by {factors}, {method} allocation of ranks for all budgets, and {trained}."
     return "\n".join(["\n## Sizes\n", *table, "", note(summary), "", how, cards.LICENCE, ""])

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,14 @@ from torch import nn
 from flexrank.artefacts.elastic import load_components, read_shapes
 from flexrank.calibrate import collect_rows
 from flexrank.deployment import deploy, deployed_parameters_of, entry_within_latency, export, find_slack
-from flexrank.deployment.limits import entries_within, is_within
+from flexrank.deployment.limits import count_fitting, is_within, refuse
 from flexrank.deployment.process import in_fresh_process
 from flexrank.errors import FlexrankError
 from flexrank.files import digest_json, directory_bytes, dtype_name, read_json
 from flexrank.hf import models
 from flexrank.nn.switch import footprint, nested_layers
-from flexrank.profiles import RankProfile, SlackTable
-from flexrank.profiles.costs import Shape, dense_parameters
+from flexrank.profiles import ChainEntry, RankProfile, SlackTable
+from flexrank.profiles.costs import Shape, dense_parameters, profile_parameters
 from flexrank.refit import refit_
 from flexrank.run.config import load_config
 from flexrank.run.directory import RunDirectory
@@ -37,8 +37,7 @@ class Sizes:
         self.shapes, chain = read_shapes(self._place)
         least = load_components(self._place, chain.entries[0].profile)
         self.chain = dataclasses.replace(chain, footprint=footprint(least, work.deployed_dtype))
-        self._slack: SlackTable | None = None
-        self._profiles_with_slack: list[Mapping[str, int]] = []  # the sizes that slack was chosen for
+        self._slacks: list[tuple[Mapping[str, int], SlackTable]] = []  # by size
         self._own: nn.Module | None = None  # of the one size that was made by itself
 
     @classmethod
@@ -48,14 +47,17 @@ class Sizes:
 
     def slack_for(self, profile: Mapping[str, int]) -> SlackTable:
         """The run's slack; for a size of no requested budget it is chosen here, on the same rows."""
-        path = self.work.directory / "slack.json"
-        if self._slack is None and path.is_file():
-            self._slack = SlackTable.from_json(read_json(path))
-            self._profiles_with_slack = [entry.profile for entry in self.chain.requested]
-        if self._slack is None or profile not in self._profiles_with_slack:
-            self._slack = choose_slack(self.work, self.work.elastic("elastic")[0], [profile], self._slack)
-            self._profiles_with_slack.append(profile)
-        return self._slack
+        path, stored = self.work.directory / "slack.json", None
+        if path.is_file() and self._own is None:
+            stored = SlackTable.from_json(read_json(path))
+            if any(entry.profile == profile for entry in self.chain.requested):
+                return stored
+        for own, slack in self._slacks:
+            if own == profile:
+                return slack
+        slack = choose_slack(self.work, self.work.elastic("elastic")[0], [profile], stored)
+        self._slacks.append((profile, slack))
+        return slack
 
     def deployed(self, profile: Mapping[str, int]) -> nn.Module:
         """The deployed model at this profile, in the dtype of deployment."""
@@ -86,9 +88,9 @@ class Sizes:
         self._deploy_only(model, profile, limits, "refitted")
 
     def _deploy_only(self, model: nn.Module, profile: RankProfile, limits: Mapping[str, float], how: str) -> None:
-        self._own = model
-        self._slack, self._profiles_with_slack = choose_slack(self.work, model, [profile]), [profile]
-        if not is_within(self.chain, parameters := self._slack.parameters(profile, self.shapes), limits):
+        self._own, slack = model, choose_slack(self.work, model, [profile])
+        self._slacks = [(profile, slack)]
+        if not is_within(self.chain, parameters := slack.parameters(profile, self.shapes), limits):
             named = ", ".join(f"{name}={limit:g}" for name, limit in limits.items())
             raise FlexrankError(
                 f"{how}, this size has {parameters} parameters in its layers, out of {named}; ask for less"
@@ -100,8 +102,7 @@ class Sizes:
         chain = self.chain.up_to(self.chain.entry_at(limits["budget"])) if "budget" in limits else self.chain
         entries = chain.entries
         if whole:
-            wanted = {name: limits[name] for name in whole}
-            entries = entries_within(chain, self.shapes, wanted, self._deployed_parameters)
+            entries = entries[: self._count_within(entries, {name: limits[name] for name in whole})]
         if latency is not None:  # in a fresh process: one that has trained measures wrong times
             chosen = in_fresh_process(find_within_latency, str(self.work.directory.path), len(entries), latency)
             entries = entries[: chosen + 1]
@@ -112,8 +113,21 @@ class Sizes:
             log.warning("this size is below the smallest trained budget, %g: it was never trained", budgets[0])
         return entries[-1].profile
 
-    def _deployed_parameters(self, profile: RankProfile) -> int:
-        return self.slack_for(profile).parameters(profile, self.shapes)
+    def _count_within(self, entries: Sequence[ChainEntry], limits: Mapping[str, float]) -> int:
+        """How many of the entries there are up to the largest whose deployed model is within the limits."""
+
+        def fits(entry: ChainEntry) -> bool:
+            if not is_within(self.chain, profile_parameters(entry.profile, self.shapes), limits):  # even without slack
+                return False
+            return is_within(self.chain, self._deployed_parameters(entry), limits)
+
+        if not (count := count_fitting(entries, fits)):
+            least = dataclasses.replace(entries[0], parameters=self._deployed_parameters(entries[0]))
+            refuse(limits, self.chain.model_parameters(least), self.chain.model_bytes(least))
+        return count
+
+    def _deployed_parameters(self, entry: ChainEntry) -> int:
+        return self.slack_for(entry.profile).parameters(entry.profile, self.shapes)
 
 
 def choose_slack(

@@ -5,7 +5,7 @@ const COLOURS = ["var(--after)", "#009e73", "#cc79a7", "#d55e00", "#8c6bb1", "#8
 const AXES = { params_model: "parameters of the model", bytes: "bytes on disk", latency_ratio: "time over the base model's" };
 const chosen = { run: 0, row: 0, measure: null, axis: "params_model" };
 
-const unitOf = (number) => [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"], [1, ""]].find(([scale]) => number >= scale) ?? [1, ""];
+const unitOf = (number) => [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"], [1, ""]].find(([scale]) => Math.abs(number) >= scale) ?? [1, ""];
 
 function count(number) {
   const [scale, unit] = unitOf(number);
@@ -15,7 +15,8 @@ function count(number) {
 // A tick's number, with as many decimals as the step between ticks has.
 function tick(number, step) {
   const [scale, unit] = unitOf(number), decimals = Math.max(0, -Math.floor(Math.log10(step / scale)));
-  return decimals > 6 ? number.toExponential(2) : (number / scale).toFixed(decimals) + unit;
+  const digits = () => Math.ceil(Math.log10(Math.abs(number) / step));
+  return decimals > 6 ? number.toExponential(Math.min(20, Math.max(0, digits()))) : (number / scale).toFixed(decimals) + unit;
 }
 
 function element(name, attributes = {}, ...children) {
@@ -57,7 +58,7 @@ function chart(place, lines, dots, labels, isLogarithmic = false) {
 
 function reach(values) {
   const [low, high] = [Math.min(...values), Math.max(...values)];
-  const room = (high - low) * 0.04 || 1;
+  const room = (high - low || Math.abs(high)) * 0.04 || 1;
   return [low - room, high + room];
 }
 

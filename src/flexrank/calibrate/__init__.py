@@ -95,7 +95,7 @@ def collect_moments(
                 output = call_model(model, batch)
             if gradient_loss is not None:
                 collector.add_gradients(seeded_loss(gradient_loss, output, batch, number))
-        require_same_number(number)
+        require_same_number(number + 1)
     return collector.finish()
 
 

@@ -114,6 +114,15 @@ def routed_by_block(_: Path) -> dict[str, Tensor]:
     return found
 
 
+def calibrated_in_parts(_: Path) -> dict[str, Tensor]:
+    """By a model whose blocks FSDP2 holds in parts, so all processes have to run them; a batch for each of four."""
+    model = build("llama_untied")
+    layers = select_layers(model)
+    shard_blocks_(model, layers)
+    parts = moments_by_block(model, texts(4), layers)
+    return {name: one.moment for part in parts for name, one in part.items()}
+
+
 def calibrated(_: Path) -> dict[str, Tensor]:
     model = build("bert")
     moments = fr.collect_moments(
@@ -345,6 +354,7 @@ def refusals(count: int, number: int) -> list[str]:
 WORK: dict[str, Callable[[Path], dict[str, Tensor]]] = {
     "calibrated": calibrated, "decomposed": decomposed, "probed": probed, "consolidated": consolidated,
     "sharded": sharded, "routed": routed_by_block,
+    "in parts": calibrated_in_parts,
 }  # fmt: skip
 
 

@@ -196,6 +196,29 @@ def test_a_process_that_still_saves_is_not_missing(tmp_path: Path) -> None:
     assert (tmp_path / "saved").exists()
 
 
+HUNG = """
+import sys, time
+from flexrank import processes
+
+with processes.joined():
+    if processes.number() == 1:
+        time.sleep(1000)
+    try:
+        processes.sums(1.0)
+    except processes.ProcessLost as error:
+        print(*processes.agree_on_exit(str(error), 1, is_certain=False), file=sys.stderr)
+sys.exit(1)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_is_named_though_it_sends_heartbeats(tmp_path: Path) -> None:
+    (tmp_path / "hung.py").write_text(HUNG)
+    with started(2, tmp_path / "hung.py", timeout=2) as run:
+        _, words = ended(run)
+    assert words[0].startswith("error: process 1 does not answer")
+
+
 WAITING = """
 import pathlib, sys, time
 from flexrank import processes

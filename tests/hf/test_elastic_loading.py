@@ -1,5 +1,6 @@
 """`from_pretrained` with a budget: transformers loads a size of an elastic artefact."""
 
+import dataclasses
 import logging
 import shutil
 import sys
@@ -115,6 +116,17 @@ def test_limits_hold_for_what_is_loaded(dtype: torch.dtype, tmp_path: Path) -> N
             )  # fmt: skip
             found = sum(one.numel() for one in small.parameters())
             assert found <= counts[1] - less and found > 0.97 * counts[place]
+
+
+def test_the_largest_of_sizes_between_the_requested_ones_is_returned(tmp_path: Path) -> None:
+    model = elastic("llama_untied")
+    chain = chain_of(model)
+    entries = tuple(dataclasses.replace(one, requested=None) for one in chain.entries[1:])
+    fr.save_elastic(model, dataclasses.replace(chain, entries=(chain.entries[0], *entries)), tmp_path / "elastic")
+    for entry in chain.entries:
+        count = sum(one.numel() for one in fr.deploy(model, entry.profile).parameters())
+        small, found, _ = deploy_within_limits(tmp_path / "elastic", {"max_params": count})
+        assert found.profile == entry.profile and sum(one.numel() for one in small.parameters()) == count
 
 
 def test_bytes_are_those_of_what_is_returned(tmp_path: Path) -> None:

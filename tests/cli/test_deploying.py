@@ -90,7 +90,12 @@ def test_a_place_beside_a_directory_that_has_no_name_of_its_own(
 @pytest.mark.parametrize(
     ("options", "name", "column", "words"),
     [
-        (["--tune", "2"], "budget-0.5-tune-2", "tuned", ", then trained by itself for 2 steps."),
+        (
+            ["--tune", "2"],
+            "budget-0.5-tune-2",
+            "tuned",
+            ", then trained by itself for 2 steps; the table is of the others.",
+        ),
         (
             ["--refit"],
             "budget-0.5-refit",

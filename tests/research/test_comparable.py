@@ -12,7 +12,7 @@ import transformers
 from flexrank import FlexrankError
 from flexrank.run.config import RunConfig, parse_config
 from research.baselines.trained import TRAINED_METHODS
-from research.benches import training_benchmarks, training_free
+from research.benches import compare, training_benchmarks, training_free
 from research.experiment import Request
 from tiny import same_state
 from tiny_runs import settings
@@ -78,3 +78,13 @@ def test_rivals_train_on_a_stream(sources: Path, tmp_path: Path) -> None:
     before = copy.deepcopy(subject.teacher)
     (size, *_) = TRAINED_METHODS["matformer"].sizes(task, {"times_usual": 1.0})
     assert size is not None and not same_state(size[0], before)
+
+
+def test_a_line_is_drawn_at_the_sizes_of_every_seed() -> None:
+    """By hand: A3 lacks one size in each seed, SliceGPT the same size in both."""
+    large, small = ({"share": share, "scores": {"nats": 2.0}} for share in (0.9, 0.5))
+    runs = {"a3": [[large, None], [None, small]], "slicegpt": [[large, None], [large, None]]}
+    sized = {name: {"published": [{"rows": rows} for rows in seeds]} for name, seeds in runs.items()}
+    (axes,) = compare.draw({"tiny": {"dense": {"nats": 1.0}, "measure": "nats", "sized": sized}}).axes
+    places = {line.get_label(): list(line.get_xdata()) for line in axes.lines}
+    assert (places["a3"], places["slicegpt"]) == ([], [0.9])

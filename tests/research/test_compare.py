@@ -235,10 +235,6 @@ def test_tables_claims_and_the_ledger(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert rows["refit, joint"] == ["no", "8.5000 ± 0.7071", "8.5000 ± 0.7071", "6 ± 0", "6"]  # and fisher's probe
     assert len(rows) == 1 + 3 * (len(METHODS) + 1) + 3
     assert len(compare.draw(result["data"]).axes) == 1
-    lacking = copy.deepcopy(result["data"])
-    lacking["tiny"]["sized"]["a3"]["published"][1]["rows"][0] = None  # the other size than seed 0 lacks
-    lines = {line.get_label(): line.get_xdata() for line in compare.draw(lacking).axes[0].lines}
-    assert (len(lines["a3"]), len(lines["pifa"])) == (0, 2)
     asked.clear()
     assert compare.run(Request(tmp_path, seeds=2, jobs=0)) == result and not asked
     compare.run(Request(tmp_path, seeds=3, jobs=0))

@@ -184,7 +184,8 @@ def load_elastic(
     directory, count = local_directory(directory), None
     if not (budget is None and max_params is None and max_bytes is None):
         chain = read_shapes(directory)[1]
-        entry = _counted_in(chain, dtype).entry_at(budget, max_params=max_params, max_bytes=max_bytes)
+        chain = chain if dtype is None else chain.counted_in(dtype.itemsize)
+        entry = chain.entry_at(budget, max_params=max_params, max_bytes=max_bytes)
         count = chain.entries.index(entry) + 1
     return load_entries(directory, count, model)
 
@@ -202,15 +203,6 @@ def load_entries(
     for layer in nested_layers(elastic).values():
         layer.chain, layer.card_sizes = chain, sizes
     return elastic, chain
-
-
-def _counted_in(chain: ProfileChain, dtype: torch.dtype | None) -> ProfileChain:
-    """The chain with its bytes counted as if all of the model's parameters had this dtype."""
-    own = chain.footprint
-    width = own.bytes_per_parameter if dtype is None else dtype.itemsize
-    others = own.other_bytes + own.other_parameters * (width - own.bytes_per_parameter)
-    footprint = dataclasses.replace(own, bytes_per_parameter=width, other_bytes=others)
-    return dataclasses.replace(chain, footprint=footprint)
 
 
 def load_components(directory: str | Path, ranks: Mapping[str, int]) -> nn.Module:

@@ -172,6 +172,12 @@ class ProfileChain:
         """The chain that ends with this entry."""
         return dataclasses.replace(self, entries=self.entries[: self.entries.index(entry) + 1])
 
+    def counted_in(self, width: int) -> "ProfileChain":
+        """The chain with its bytes counted as if each of the model's parameters had so many."""
+        own = self.footprint
+        others = own.other_bytes + own.other_parameters * (width - own.bytes_per_parameter)
+        return dataclasses.replace(self, footprint=Footprint(own.other_parameters, others, width))
+
     def relative_size(self, entry: ChainEntry) -> float:
         """Deployed over dense parameters of the factorised layers (the paper's relative size)."""
         return entry.parameters / self.dense_parameters

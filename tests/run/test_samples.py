@@ -18,7 +18,7 @@ from tiny_runs import TEXT, settings
 
 
 def test_calibration_probe_training_and_evaluation_share_no_text(sources: Path, tmp_path: Path) -> None:
-    """Every sample is told by its tokens; a fifth of the file is held out."""
+    """Every sample is known by its tokens; a fifth of the file is held out."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(sources / "embedding")
     values = settings(sources / "embedding", sources / "text.txt", tmp_path, "embedding")
     values["data"] |= {"calibration": 25, "probe": 15, "training": 10_000, "evaluation": 10_000, "max_tokens": 100}

@@ -29,6 +29,14 @@ def test_at_picks_the_largest_within_a_budget_parameters_or_bytes():
     assert CHAIN.at(max_bytes=333 + 2 * 70 - 1) == {"a": 2, "b": 1}
 
 
+def test_bytes_by_another_width_and_a_shorter_chain():
+    """By hand: 100 other parameters of 2 bytes and 133 more bytes, then 4 bytes each; 70 parameters in the layers."""
+    wide = CHAIN.counted_in(4)
+    assert [one.model_bytes(one.entry_at(0.7)) for one in (CHAIN, wide)] == [333 + 140, 533 + 280]
+    assert wide.model_parameters(wide.entry_at(0.7)) == 170
+    assert CHAIN.up_to(CHAIN.entry_at(0.7)).entries == CHAIN.entries[:3]
+
+
 def test_a_budget_above_the_largest_size_takes_it_with_a_warning(caplog):
     for chain in (CHAIN, chain_of((1, 1, 20, 0.9, 0.2), (2, 3, 70, 0.3, 0.75))):
         for budget in (0.2, 0.7, 0.75):

@@ -16,23 +16,26 @@ from research.studies.vision import network, read_images, short_attention
 
 #: Images for the moments, for the probe, and per training step; levels of the probe.
 CALIBRATION, PROBE, BATCH, LEVELS = 512, 128, 64, 10
+#: Test images that trials score in the quick form; tables take all of the reporting half.
+TRIAL_IMAGES = 2000
 #: The transformer's patch embedding is a convolution, which several rivals do not support.
 EXCLUDE = {"vit": ("patch_embeddings",), "resnet20": ()}
 
 
 def subject_of(
-    name: str, work: Path, half: Half = "reporting", *, seed: int = 0, evaluation: int | None = None, steps: int = 0
+    name: str, work: Path, half: Half = "reporting", *, seed: int = 0, is_full: bool = True, steps: int = 0
 ) -> tuple[Subject, Sequence[Tensor]]:
     """Returns a network of the study `vision`, scored by its accuracy on test images, and its training batches.
 
     Args:
         work: its parent holds the trained vision transformer.
         seed: draws the images of calibration, probe and training.
-            evaluation: how many of the half's first test images are scored; None for all.
-            steps: of training; no image is in two of them.
+        is_full: whether all images of the tuning half are scored, as those of the reporting half are.
+        steps: of training; no image is in two of them.
     """
     one, images = network(name, work), read_images()
-    rows = half_indices(half, images.test)[:evaluation]
+    rows = half_indices(half, images.test)
+    rows = rows if is_full or half == "reporting" else rows[:TRIAL_IMAGES]
     batches, classes = list(one.batches(images.test[rows])), images.classes[rows]
     order = torch.randperm(len(images.training), generator=torch.Generator().manual_seed(seed))
     calibration, probe, rest = (

@@ -141,12 +141,10 @@ def _sentence_benchmark(name: str, steps: int, full: bool) -> TrainingBenchmark:
 
 
 def _image_benchmark(name: str, steps: int, request: Request) -> TrainingBenchmark:
-    evaluation = None if request.full else 2000
-
     def subject_and_batches(seed: int, half: Half) -> tuple[Subject, Sequence[Batch]]:
-        return images.subject_of(name, request.work, half, seed=seed, evaluation=evaluation, steps=steps)
+        return images.subject_of(name, request.work, half, seed=seed, is_full=request.full, steps=steps)
 
-    facts = {"calibration": images.CALIBRATION, "probe": images.PROBE, "evaluation": evaluation}
+    facts = {"calibration": images.CALIBRATION, "probe": images.PROBE, "full": request.full}
     objective = LogitObjective()
     return TrainingBenchmark(
         name, "accuracy", 4, BUDGETS, steps, RATES[name], images.LEVELS, facts, subject_and_batches,

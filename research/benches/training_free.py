@@ -299,13 +299,12 @@ def _sentence_benchmark(request: Request, name: str) -> Benchmark:
 
 
 def _image_benchmark(request: Request, name: str) -> Benchmark:
-    """Returns a network on CIFAR-10, in the quick form on a part of the test images."""
-    evaluation = None if request.full else 2000
+    """Returns a network on CIFAR-10."""
 
     def subject(seed: int) -> Subject:
-        return images.subject_of(name, request.work, request.half, seed=seed, evaluation=evaluation)[0]
+        return images.subject_of(name, request.work, request.half, seed=seed, is_full=request.full)[0]
 
-    facts = {"calibration": images.CALIBRATION, "probe": images.PROBE, "evaluation": evaluation}
+    facts = {"calibration": images.CALIBRATION, "probe": images.PROBE, "full": request.full}
     loss = LogitObjective().fisher_loss
     return Benchmark(name, "accuracy", 4, BUDGETS, LEVELS, facts, subject, loss)
 

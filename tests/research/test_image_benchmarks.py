@@ -54,16 +54,17 @@ def test_no_image_has_two_uses(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_the_score_is_the_share_of_the_half_that_is_right(tmp_path: Path) -> None:
-    """Oracle: image by image."""
+def test_the_score_is_the_share_of_the_half_that_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: image by image; only trials score fewer images."""
+    monkeypatch.setattr(images, "TRIAL_IMAGES", 5)
     everything, model = images.read_images(), build("convnet").eval()
     for half in ("reporting", "tuning"):
         own = [place for place, image in enumerate(everything.test) if half_of(image) == half]
         right = [int(model(SCALING(everything.test[[at]])).argmax()) == int(everything.classes[at]) for at in own]
         subject, _ = images.subject_of("resnet20", tmp_path, half)
         assert subject.score(model) == {"accuracy": sum(right) / len(own)}
-        few, _ = images.subject_of("resnet20", tmp_path, half, evaluation=5)
-        assert few.score(model) == {"accuracy": sum(right[:5]) / 5}
+        few, scored = images.subject_of("resnet20", tmp_path, half, is_full=False)[0], right[: {"tuning": 5}.get(half)]
+        assert few.score(model) == {"accuracy": sum(scored) / len(scored)}
 
 
 def test_accuracy_is_drawn_as_it_is_lost_and_nats_by_a_logarithm() -> None:
